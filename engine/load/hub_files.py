@@ -149,7 +149,7 @@ def _nothing(files: Collection[str], where: str, read: Callable[[str], Path]) ->
             read_json(read(ADAPTERS[0]), CONFIG_BYTES).get("base_model_name_or_path") or "a model that it does not name"
         )
         what = f"the repository holds an adapter (LoRA) for {show(base)}, not a model"
-        remedy = "merge it into that model, or name that model"
+        remedy = "name that model, fetch the adapter (`hf download`), and give its folder as --adapter"
     elif pickles := sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))):
         what = f"the weights are pickles ({show(pickles[0])}), which can run code and are never fetched"
         remedy = "if you trust their source: `hf download` and `python -m tools.convert`"

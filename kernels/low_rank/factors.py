@@ -1,5 +1,5 @@
 """Adapters of a matrix: pairs of small factors, which C++ reads in panels: 16 outputs side by side, one input after the
-other, [outs / 16, ins, 16], filled up with zeros."""
+other, [outs / 16, ins, 16], filled up with zeros. All of an adapter's follow each other; a row of zeros ends them."""
 
 import ctypes
 from collections.abc import Sequence
@@ -48,8 +48,10 @@ class LowRank:
         self.outs = [len(part.b_OR) for part in parts]
         if not packed:
             return
-        self.panels = [_panels(torch.cat([part.a_RI for part in parts])), *(_panels(part.b_OR) for part in parts)]
-        empty = self.panels[0].new_empty(0)
+        panels = [_panels(torch.cat([part.a_RI for part in parts])), *(_panels(part.b_OR) for part in parts)]
+        whole = torch.cat([*(x.flatten() for x in panels), panels[0].new_zeros(PANEL)])  # C++ reads a row more
+        empty, pieces = whole.new_empty(0), whole[:-PANEL].split([x.numel() for x in panels])
+        self.panels = [piece.view(x.shape) for piece, x in zip(pieces, panels, strict=True)]
         self.parts = [part._replace(a_RI=empty, b_OR=empty) for part in parts]
 
     @property

@@ -1,5 +1,5 @@
 // Low-rank products that are added to the outputs of a matrix: both factors lie in panels of 16 outputs (see
-// factors.py), so that either is one stream of memory.
+// factors.py), so that they are one stream of memory.
 //
 // The inputs of a row are added up in chunks of CHUNK, by any thread, and the chunks in their order: so a row gets the
 // same sums whatever rows are beside it, and however many threads there are.
@@ -13,8 +13,9 @@
 namespace {
 
 constexpr int PANEL = 16, SETS = PANEL / LANES;
-constexpr int BLOCK = 8;                // rows that share a load of the panels
-constexpr int CHUNK = 256;              // inputs of a sum
+constexpr int BLOCK = std::max(1, REGISTERS / (4 * SETS));  // rows that share a load of the panels; two sums of each
+constexpr int CHUNK = 256;               // inputs of a sum, even
+constexpr int AHEAD = 2048;              // bytes
 constexpr int64_t MAX_SERIAL = 1 << 15;  // multiplications; only for more is it worth waking threads
 
 // Rows of one adapter.
@@ -25,28 +26,31 @@ struct Block {
     int64_t sums;  // where those of its chunks lie
 };
 
-// Sums of `inputs` rows of a panel times x [COUNT, stride], for even and for odd rows apart.
-template <typename Element, int COUNT>
-inline void multiply(const Element* panel, int64_t inputs, const float* x, int64_t stride, Floats (*sums)[SETS]) {
+// Rows of floats that are multiplied; after an odd number of inputs comes a 0.
+typedef float Inputs[BLOCK][CHUNK];
+
+// `inputs` rows of a panel times COUNT rows of x: finish(row, set, sum). Sums of even and of odd inputs are apart, so
+// that two are under way.
+template <typename Element, int COUNT, typename Finish>
+inline void multiply(const Element* panel, int64_t inputs, const Inputs& x, Finish finish) {
     Floats parts[2][COUNT][SETS] = {};
-    auto step = [&](int64_t i, int part) {
-        for (int set = 0; set < SETS; set++) {
-            const Floats weights = load(panel + i * PANEL + set * LANES);
-            for (int row = 0; row < COUNT; row++) parts[part][row][set] += weights * x[row * stride + i];
-        }
-    };
-    int64_t i = 0;
-    for (; i + 2 <= inputs; i += 2) step(i, 0), step(i + 1, 1);
-    if (i < inputs) step(i, 0);
+    for (int64_t i = 0; i < inputs; i += 2) {
+        for (int line = 0; line < 2 * PANEL * (int)sizeof(Element); line += 64)
+            __builtin_prefetch((const char*)(panel + i * PANEL) + line + AHEAD);
+        for (int part = 0; part < 2; part++)
+            for (int set = 0; set < SETS; set++) {
+                const Floats weights = load(panel + (i + part) * PANEL + set * LANES);
+                for (int row = 0; row < COUNT; row++) parts[part][row][set] += weights * x[row][i + part];
+            }
+    }
     for (int row = 0; row < COUNT; row++)
-        for (int set = 0; set < SETS; set++) sums[row][set] = parts[0][row][set] + parts[1][row][set];
+        for (int set = 0; set < SETS; set++) finish(row, set, parts[0][row][set] + parts[1][row][set]);
 }
 
-template <typename Element, int COUNT = BLOCK>
-void multiply_rows(int count, const Element* panel, int64_t inputs, const float* x, int64_t stride,
-                   Floats (*sums)[SETS]) {
-    if (count == COUNT) return multiply<Element, COUNT>(panel, inputs, x, stride, sums);
-    if constexpr (COUNT > 1) multiply_rows<Element, COUNT - 1>(count, panel, inputs, x, stride, sums);
+template <typename Element, int COUNT = BLOCK, typename Finish>
+void multiply_rows(int count, const Element* panel, int64_t inputs, const Inputs& x, Finish finish) {
+    if (count == COUNT) return multiply<Element, COUNT>(panel, inputs, x, finish);
+    if constexpr (COUNT > 1) multiply_rows<Element, COUNT - 1>(count, panel, inputs, x, finish);
 }
 
 int64_t padded(int64_t rank) { return (rank + PANEL - 1) / PANEL * PANEL; }
@@ -54,46 +58,48 @@ int64_t padded(int64_t rank) { return (rank + PANEL - 1) / PANEL * PANEL; }
 // One chunk of x times the first factor; out [BLOCK, padded rank].
 template <typename Element, typename T>
 void reduce(const LowRank& a, const Block& block, const T* x, int64_t first, float* out) {
-    float rows[BLOCK][CHUNK];
+    Inputs rows;
     const int64_t inputs = std::min<int64_t>(CHUNK, a.width - first), wide = padded(a.rank);
-    for (int row = 0; row < block.count; row++)
-        each(inputs, [&](int64_t i, auto n) {
-            store(load(x + block.rows[row] * a.width + first + i, n), rows[row] + i, n);
-        });
+    for (int row = 0; row < block.count; row++) {
+        const T* from = x + block.rows[row] * a.width + first;
+        each(inputs, [&](int64_t i, auto n) { store(load(from + i, n), rows[row] + i, n); });
+        if (inputs % 2) rows[row][inputs] = 0;
+    }
     for (int64_t at = 0; at < wide; at += PANEL) {
-        Floats sums[BLOCK][SETS];
         const Element* panel = (const Element*)a.panels + at * a.width + first * PANEL;
-        multiply_rows<Element>(block.count, panel, inputs, rows[0], CHUNK, sums);
-        for (int row = 0; row < block.count; row++)
-            for (int set = 0; set < SETS; set++) store(sums[row][set], out + row * wide + at + set * LANES);
+        multiply_rows<Element>(block.count, panel, inputs, rows, [&](int row, int set, Floats sum) {
+            store(sum, out + row * wide + at + set * LANES);
+        });
     }
 }
 
-// Panels from `panel` to `last` of a part of the second factor.
+// Panels from `panel` to `last` of a part of the second factor; a rank of more than CHUNK in pieces.
 template <typename Element, typename T>
 void expand(const LowRank& a, const LowRankPart& part, const Block& block, const float* chunks, int64_t panel,
-            int64_t last, std::vector<float>& reduced, T* out) {
-    const int64_t wide = padded(a.rank), count = (a.width + CHUNK - 1) / CHUNK;
-    if ((int64_t)reduced.size() < BLOCK * part.rank) reduced.resize(BLOCK * part.rank);
-    for (int row = 0; row < block.count; row++)
-        each(part.rank, [&](int64_t i, auto n) {
-            Floats sum{};
-            for (int64_t chunk = 0; chunk < count; chunk++)
-                sum += load(chunks + (chunk * BLOCK + row) * wide + part.at + i, n);
-            store(sum * part.scale, reduced.data() + row * part.rank + i, n);
-        });
-    for (; panel < last; panel++) {
-        Floats sums[BLOCK][SETS];
-        multiply_rows<Element>(block.count, (const Element*)part.panels + panel * part.rank * PANEL, part.rank,
-                               reduced.data(), part.rank, sums);
-        for (int row = 0; row < block.count; row++)
-            for (int set = 0; set < SETS; set++) {
+            int64_t last, T* out) {
+    const int64_t wide = padded(a.rank), count = (a.width + CHUNK - 1) / CHUNK, begin = panel;
+    for (int64_t first = 0; first < part.rank; first += CHUNK) {
+        Inputs reduced;
+        const int64_t rank = std::min<int64_t>(CHUNK, part.rank - first);
+        for (int row = 0; row < block.count; row++) {
+            each(rank, [&](int64_t i, auto n) {
+                Floats sum{};
+                for (int64_t chunk = 0; chunk < count; chunk++)
+                    sum += load(chunks + (chunk * BLOCK + row) * wide + part.at + first + i, n);
+                store(sum * part.scale, reduced[row] + i, n);
+            });
+            if (rank % 2) reduced[row][rank] = 0;
+        }
+        for (panel = begin; panel < last; panel++) {
+            const Element* weights = (const Element*)part.panels + (panel * part.rank + first) * PANEL;
+            multiply_rows<Element>(block.count, weights, rank, reduced, [&](int row, int set, Floats sum) {
                 const int64_t at = panel * PANEL + set * LANES;
                 const int n = std::min<int64_t>(LANES, part.outs - at);
                 T* to = out + block.rows[row] * a.outs + part.first + at;
-                if (n == LANES) store(load(to) + sums[row][set], to);
-                else if (n > 0) store(load(to, n) + sums[row][set], to, n);
-            }
+                if (n == LANES) store(load(to) + sum, to);
+                else if (n > 0) store(load(to, n) + sum, to, n);
+            });
+        }
     }
 }
 
@@ -109,7 +115,6 @@ void run(int64_t threads, const std::vector<Piece>& chunks, const std::vector<Pi
          T* out, bool serial) {
 #pragma omp parallel num_threads(threads) if (!serial)
     {
-        std::vector<float> reduced;
 #pragma omp for schedule(static)
         for (size_t i = 0; i < chunks.size(); i++) {
             const Block& block = *chunks[i].block;
@@ -123,7 +128,7 @@ void run(int64_t threads, const std::vector<Piece>& chunks, const std::vector<Pi
             const LowRank& a = *block.adapter;
             with_type(a.kind, [&](auto type) {
                 expand<decltype(type)>(a, *pieces[i].part, block, sums + block.sums, pieces[i].first, pieces[i].last,
-                                       reduced, out);
+                                       out);
             });
         }
     }

@@ -58,7 +58,7 @@ def merged(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize("name", ["llama_all", "gpt2_all", "phi3_fused", "opt_all"])
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quant": "int8"}, {"quant": "int4"}], ids=str)
 def test_beside_rounded_weights(name: str, options: dict[str, Any], tmp_path: Path):
-    """What is off is so by the rounding of the base, and not by that of the adapter."""
+    """The rounding of the base is what is off, and not that of the adapter."""
     ids, options = ADAPTERS[name]["ids"], {"dtype": "float32"} | options
     plain, base = loaded(name, dtype="float32"), loaded(name, **options)
     exact = Engine.load(merged(name, tmp_path / "merged"), dtype="float32", **OPTIONS).logits(ids)

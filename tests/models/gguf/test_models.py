@@ -64,7 +64,7 @@ def test_adapters_of_peft_fit_files(name, tmp_path):
 
 @pytest.mark.parametrize("format", ["Q8_0", "Q4_1"])
 def test_adapters_beside_blocks(format, tmp_path):
-    """What an adapter adds is rounded to 11 bits there, and nothing else differs from the dequantised weights."""
+    """An adapter is rounded to 11 bits there, and nothing else differs from the dequantised weights."""
     adapters, source = GOLDEN / "adapters", GOLDEN / "llama/gqa"
     some = {f"blk.{i}.ffn_down.weight": TYPES.F32 for i in range(9)}  # rows that no block divides
     file = File(source, TYPES[format], some)

@@ -2,7 +2,7 @@
 
 Run as tools/make_golden.py, with an environment that has transformers and peft:
 
-    cd / && OMP_NUM_THREADS=1 python -P REPO/tools/golden_adapters.py [--out DIR]
+    cd / && OMP_NUM_THREADS=1 python -P REPO/tools/make_golden_adapters.py [--out DIR]
 
 Writes `tests/golden/adapters/`: a folder for each adapter as peft saves it (every other one in bfloat16; all values are
 exactly representable in it), `golden.json` with its model and token ids, and `golden.safetensors`, whose tensors
