@@ -16,7 +16,8 @@ IMPLEMENTATIONS = ("reference", "torch", "cpp")
 def low_rank(y_TO: Tensor, x_TI: Tensor, adapters: Adapters, adapters_T: Tensor, *, impl: str = "torch") -> None:
     """Add to the outputs of a matrix, in place, what each token's adapter makes of its input.
 
-    Sums are float32 or better, and rounded once (in C++: once for 256 of the rank). In C++ a token's result does not depend on the tokens beside it.
+    Sums are float32 or better, and rounded once (in C++: once for 256 of the rank). In C++ a token's result does not
+    depend on the tokens beside it.
 
     Args:
         y_TO: contiguous.

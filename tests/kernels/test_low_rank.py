@@ -65,10 +65,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype):
 def test_ranks_of_any_size():
     for rank in (1, 7, 16, 255, 300, 513):
         x, y, _ = rows(5, torch.float32)
-        pair = (Adapters(OUTS, WIDTH, [LowRank([factors(3, 70, rank, torch.float32)], packed=p)]) for p in (True, False))
-        got, want, numbers = y.clone(), y.double(), torch.tensor([1, 0, 1, 1, 0])
-        low_rank(got, x, next(pair), numbers, impl="cpp")
-        low_rank(want, x.double(), next(pair), numbers, impl="reference")
+        parts, numbers = [factors(3, 70, rank, torch.float32)], torch.tensor([1, 0, 1, 1, 0])
+        packed, plain = (Adapters(OUTS, WIDTH, [LowRank(parts, packed=packed)]) for packed in (True, False))
+        got, want = y.clone(), y.double()
+        low_rank(got, x, packed, numbers, impl="cpp")
+        low_rank(want, x.double(), plain, numbers, impl="reference")
         assert (got - want).abs().max() <= 2e-6 * want.abs().max(), rank
 
 

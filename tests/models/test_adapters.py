@@ -67,6 +67,17 @@ def test_beside_rounded_weights(name: str, options: dict[str, Any], tmp_path: Pa
     assert 0 < (base.logits(ids, name) - exact).norm() / exact.norm() <= 2 * off
 
 
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_logits_beside_codes_are_those_of_peft(name: str, quant: str):
+    """They are off by what they are without the adapter: by the rounding of the base."""
+    plain, base, ids = loaded(name, dtype="float32"), loaded(name, dtype="float32", quant=quant), ADAPTERS[name]["ids"]
+    want = LOGITS[f"logits.{name}"]
+    without, unrounded = (engine.logits(ids, "none") for engine in (base, plain))
+    off = (base.logits(ids, name)[-len(want) :, : want.shape[1]] - want).norm() / want.norm()
+    assert off <= 2 * (without - unrounded).norm() / unrounded.norm()
+
+
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 def test_operators_one_by_one_compute_the_same(impl: str):
     name = "gpt2_all"
