@@ -205,7 +205,11 @@ class Rules:
         if tokenizer is None and self.dry_sequence_breakers is not BREAKERS and breakers:
             raise UsageError("dry_sequence_breakers: this checkpoint has no tokenizer", remedy="give an empty list")
         if tokenizer is not None and breakers:
-            data = spellings(tokenizer, vocab).data
+            try:
+                data = spellings(tokenizer, vocab).data
+            except UsageError as error:
+                what = f"dry_sequence_breakers: {error.what}"
+                raise UsageError(what, where=error.where, remedy="give an empty list") from None
         reach = self.dry_penalty_last_n if self.dry_penalty_last_n > 0 else None
         numbers = float(self.dry_multiplier), float(self.dry_base), self.dry_allowed_length
         return DryPenalty(*numbers, reach, breakers if data else [], data)

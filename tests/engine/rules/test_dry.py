@@ -112,3 +112,11 @@ def test_breakers_need_a_tokenizer():
     assert made.breakers == [] and rules.dry_sequence_breakers is BREAKERS
     with pytest.raises(UsageError, match="dry_sequence_breakers: this checkpoint has no tokenizer"):
         Rules(dry_multiplier=1.0, dry_sequence_breakers=["."])._processors([1], 10, [], None)
+
+    class OfWords:
+        def data(self):
+            raise UsageError("this tokenizer has no bytes for each token")
+
+    with pytest.raises(UsageError, match="dry_sequence_breakers: this tokenizer has no bytes"):
+        rules._processors([1], 10, [], OfWords())
+    assert Rules(dry_multiplier=1.0, dry_sequence_breakers=())._processors([1], 10, [], OfWords())
