@@ -25,8 +25,9 @@ from engine.errors import UsageError
 from engine.load.budget import table
 from engine.load.capabilities import dtype_name
 from engine.load.distributed import check_alone
-from engine.load.hub import located
+from engine.load.hub import outlined
 from engine.load.options import NO_ADAPTER
+from engine.load.pools import size_text
 from engine.version import __version__
 from models.sharding import Shard
 from search.base import make_search
@@ -221,8 +222,11 @@ def common_prefix(conversation: Conversation, prompt: str | None) -> list[int]:
 def plan(args: argparse.Namespace) -> str:
     """The table of `--plan`. Raises CoppiceError."""
     alone = {"draft": None, "reward": None, "memory": None, "workload": None}
-    options = replace(cli.load_options(args), folder=args.plan, shard=Shard(0, args.processes), **alone)
-    return table(located(options, not args.quiet), lambda beams: Trie(beams=beams), args.context, args.max_new_tokens)
+    options = replace(cli.load_options(args), shard=Shard(0, args.processes), **alone)
+    with outlined(args.plan, not args.quiet) as (folder, missing):
+        found = replace(options, folder=folder)
+        shown = table(found, lambda beams: Trie(beams=beams), args.context, args.max_new_tokens)
+    return f"{shown}\nOnly headers were fetched; loading it fetches {size_text(missing)}." if missing else shown
 
 
 def make_screen(args: argparse.Namespace) -> Screen:

@@ -8,14 +8,15 @@ HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the like, and shows its progress bars.
 import contextlib
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from engine.errors import CheckpointError
-from engine.load.hub_files import architecture_of, needed
+from engine.load.hub_files import Needed, architecture_of, needed
+from engine.load.hub_headers import SUFFIXES, write_outline
 from engine.load.options import LoadOptions
 from engine.version import __version__
 from models import family_of
@@ -65,36 +66,47 @@ def located(options: LoadOptions, progress: bool = True) -> LoadOptions:
 def local_path(model: str | Path, progress: bool = True) -> str | Path:
     """The path of a model: `model` itself if it is there, or cannot be a name on the hub. Else it is fetched, if the
     hub's cache does not have it. Raises CheckpointError."""
-    if os.path.lexists(model) or (name := HubName.parse(str(model))) is None:
+    if (name := _name_of(model)) is None:
         return model
-    from huggingface_hub import HfApi
-
     with _errors(name), _bars(progress):
-        return _Repository(name, HfApi(library_name="coppice", library_version=__version__)).fetch()
+        return _Repository(name).fetch()
+
+
+@contextlib.contextmanager
+def outlined(model: str | Path, progress: bool = True) -> Iterator[tuple[str | Path, int]]:
+    """As `local_path`, for who reads headers alone: of weights that the hub's cache does not have, no more is fetched.
+
+    Yields:
+        The path, which is that of a temporary folder if files were not in the cache; then the bytes that they have.
+    """
+    if (name := _name_of(model)) is None:
+        yield model, 0
+        return
+    with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+        with _errors(name), _bars(progress):
+            found = _Repository(name).outline(Path(folder))
+        yield found
+
+
+def _name_of(model: str | Path) -> HubName | None:
+    """The name on the hub that a model is given by; None: it is a path."""
+    return None if os.path.lexists(model) else HubName.parse(str(model))
 
 
 class _Repository:
     """A repository of the hub, and what the cache has of it."""
 
-    def __init__(self, name: HubName, api: Any):
-        self.name, self.api = name, api
-        self.where = f"{api.endpoint}/{name.repo}"
+    def __init__(self, name: HubName):
+        from huggingface_hub import HfApi
+
+        self.name, self.api = name, HfApi(library_name="coppice", library_version=__version__)
+        self.where = f"{self.api.endpoint}/{name.repo}"
         self.offline = False
 
     def fetch(self, again: bool = False) -> Path:
         """Fetch the model; returns its folder or GGUF file. `again`: the revision got a new commit meanwhile."""
-        commit, files = self._files()
-        folder = self._cached()
-        try:
-            chosen = needed(files, self.name.file, self.where, lambda file: self._read(commit, file))
-        except CheckpointError as error:
-            if not self.offline:
-                raise
-            what = f"of {self.name} the hub's cache has only a part, and the hub is not asked: {error.what}"
-            raise CheckpointError(what, where=str(folder), remedy=error.remedy) from error
-        if not chosen.gguf:  # before gigabytes are fetched in vain
-            family_of(architecture_of(self._read(commit, "config.json")), f"{self.where}: config.json")
-        if folder is None or folder.name != commit or not all((folder / file).is_file() for file in chosen.files):
+        commit, chosen, folder = self._chosen()
+        if folder is None:
             # One after another, in this thread: Ctrl-C ends it at once, and where the weights are, the rest is too.
             first, *others = chosen.files
             folder = self._download(first, self.name.revision).parents[first.count("/")]  # notes the revision's commit
@@ -108,6 +120,42 @@ class _Repository:
             for file in others:
                 self._download(file, commit)
         return folder / chosen.gguf
+
+    def outline(self, scratch: Path) -> tuple[Path, int]:
+        """The folder or the GGUF file, fetched or with outlines of the weights, and how many bytes they lack.
+
+        Args:
+            scratch: an empty folder, in which one is made as the hub's cache has it.
+        """
+        commit, chosen, folder = self._chosen()
+        if folder is not None or self.offline:
+            return self.fetch(), 0
+        folder = scratch / f"models--{self.name.repo.replace('/', '--')}" / SNAPSHOTS / commit
+        missing = 0
+        for file in chosen.files:
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix in SUFFIXES:
+                missing += write_outline(self._url(file, commit), self._headers(), path)
+            else:
+                path.symlink_to(self._download(file, commit))
+        return folder / chosen.gguf, missing
+
+    def _chosen(self) -> tuple[str, Needed, Path | None]:
+        """The commit, the files of the model, and their folder in the cache; None: not all are there."""
+        commit, files = self._files()
+        folder = self._cached()
+        try:
+            chosen = needed(files, self.name.file, self.where, lambda file: self._read(commit, file))
+        except CheckpointError as error:
+            if not self.offline:
+                raise
+            what = f"of {self.name} the hub's cache has only a part, and the hub is not asked: {error.what}"
+            raise CheckpointError(what, where=str(folder), remedy=error.remedy) from error
+        if not chosen.gguf:  # before gigabytes are fetched in vain
+            family_of(architecture_of(self._read(commit, "config.json")), f"{self.where}: config.json")
+        whole = folder and folder.name == commit and all((folder / file).is_file() for file in chosen.files)
+        return commit, chosen, folder if whole else None
 
     def _files(self) -> tuple[str, list[str]]:
         """The commit and its files; without a network those that the cache has of it."""
@@ -138,6 +186,16 @@ class _Repository:
 
     def _download(self, file: str, revision: str) -> Path:
         return Path(self.api.hf_hub_download(self.name.repo, file, revision=revision))
+
+    def _url(self, file: str, commit: str) -> str:
+        from huggingface_hub import hf_hub_url
+
+        return hf_hub_url(self.name.repo, file, revision=commit, endpoint=self.api.endpoint)
+
+    def _headers(self) -> dict[str, str]:
+        from huggingface_hub.utils import build_hf_headers
+
+        return build_hf_headers(library_name="coppice", library_version=__version__)
 
     def _cached(self) -> Path | None:
         """The folder of the revision in the cache, which may not have all its files; None if there is none."""

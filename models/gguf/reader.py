@@ -123,6 +123,20 @@ class GGUF:
         return self.tensors[name]
 
 
+def header_bytes(start: bytes, path: Path) -> int | None:
+    """The length of the header that a file begins with; None: it goes on after these bytes.
+
+    Raises:
+        CheckpointError: it is no GGUF file, or the header is damaged.
+    """
+    header = _Header(path, start)
+    try:
+        header.content()
+    except _CutShortError:
+        return None
+    return header.at
+
+
 def parts_of(path: Path) -> list[Path]:
     """The files of a model, one of which is `path`. Raises CheckpointError: one is missing."""
     found = PART.fullmatch(path.name)
@@ -151,6 +165,10 @@ def _header(path: Path) -> GGUF:
             mapped.close()
 
 
+class _CutShortError(CheckpointError):
+    """A header that goes on after the end of its file."""
+
+
 class _Header:
     """Reads a header. Every method raises CheckpointError where the file is damaged."""
 
@@ -158,6 +176,14 @@ class _Header:
         self.path, self.data, self.size, self.at = path, data, len(data), 0
 
     def read(self) -> GGUF:
+        metadata, entries = self.content()
+        align = metadata.get("general.alignment", 32)
+        if type(align) is not int or not 0 < align <= 1 << 16 or align & (align - 1):
+            raise self.error(f"general.alignment: expected a power of two, got {align!r:.80}", FETCH_AGAIN)
+        return GGUF(self.path, metadata, self.places(entries, -(-self.at // align) * align, align))
+
+    def content(self) -> tuple[dict[str, Any], list[tuple[str, HeaderEntry]]]:
+        """The metadata, and the tensors as `entry` describes them."""
         start = self.bytes(4) if self.size >= 4 else b""
         if start != b"GGUF":
             lfs = "a git-LFS pointer: fetch the file itself with git lfs pull" if start == b"vers" else ""
@@ -176,11 +202,7 @@ class _Header:
             if key in metadata:
                 raise self.error(f"the key {show(key)} occurs twice", FETCH_AGAIN)
             metadata[key] = self.value(self.number("I"))
-        entries = [self.entry() for _ in range(tensors)]
-        align = metadata.get("general.alignment", 32)
-        if type(align) is not int or not 0 < align <= 1 << 16 or align & (align - 1):
-            raise self.error(f"general.alignment: expected a power of two, got {align!r:.80}", FETCH_AGAIN)
-        return GGUF(self.path, metadata, self.places(entries, -(-self.at // align) * align, align))
+        return metadata, [self.entry() for _ in range(tensors)]
 
     def places(self, entries: list[tuple[str, HeaderEntry]], data: int, align: int) -> dict[str, HeaderEntry]:
         """The tensors by name, their offsets turned into places in the file."""
@@ -221,7 +243,9 @@ class _Header:
         if kind != ARRAY:
             return self.number(self.code(kind))
         kind, count = self.number("I"), self.number("Q")
-        if kind == STRING and 8 * count <= self.left():
+        if kind == STRING:
+            if 8 * count > self.left():
+                raise self.cut(8 * count)
             return self.texts(count)
         code = self.code(kind)
         return list(struct.unpack(f"<{count}{code}", self.bytes(count * struct.calcsize(code))))
@@ -270,7 +294,7 @@ class _Header:
 
     def cut(self, count: int) -> CheckpointError:
         what = f"the header ends in the middle: {count} bytes at {self.at} in a file of {self.size} bytes"
-        return self.error(f"{what}: it is cut short, or damaged", FETCH_AGAIN)
+        return _CutShortError(f"{what}: it is cut short, or damaged"[:500], where=show(self.path), remedy=FETCH_AGAIN)
 
     def error(self, what: str, remedy: str = "") -> CheckpointError:
         return CheckpointError(what[:500], where=show(self.path), remedy=remedy)

@@ -74,7 +74,8 @@ class Stored(TensorInfo):
         if len(self.shape) == 1:
             found = found.flatten()
         if self.heads:  # of each head first the even rows, then the odd ones; copied in the widest words that fit
-            word = next(x for x in WORDS if self.row_bytes % x.itemsize == 0 and found.data_ptr() % x.itemsize == 0)
+            size = dtype.itemsize if len(self.shape) == 1 else self.row_bytes
+            word = next(x for x in WORDS if size % x.itemsize == 0 and found.data_ptr() % x.itemsize == 0)
             words = found.view(word).unflatten(0, (self.heads, -1, 2))
             found = words.transpose(1, 2).flatten(0, 2).view(dtype)
         if self.plus_one:

@@ -109,10 +109,10 @@ class _Handler(BaseHTTPRequestHandler):
         data = files[name]
         headers = {"ETag": f'"{digest(data)}"', "X-Repo-Commit": commit_of(files), "Accept-Ranges": "bytes"}
         status = 200
-        if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            status, start = 206, int(wanted[1])
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-            data = data[start:]
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            status, start, end = 206, int(wanted[1]), min(int(wanted[2] or len(data)) + 1, len(data))
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+            data = data[start:end]
         breaks = self.command == "GET" and self.hub.breaks.get(name, 0) > 0
         if breaks:
             self.hub.breaks[name] -= 1

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ import pytest
 from engine import CheckpointError, Engine, LoadOptions
 from engine.app import batch, chat
 from engine.demo import demo_folder
+from engine.load import hub_headers
 from engine.load.hub import HubName, local_path, located
 from engine.serve.command import named
 from models.checkpoint.headers import Checkpoint
@@ -193,8 +195,40 @@ def test_companions_and_the_plan(hub: Hub, capsys: pytest.CaptureFixture[str]):
     engine = Engine.load("org/toy", draft="org/draft", reward="org/reward", threads=1, kv_memory=1 << 20)
     assert {role: other.name for role, other in engine.companions.items()} == {"draft": "draft", "reward": "reward"}
     hub.add("org/other", files_of(demo_folder("draft")))
-    assert chat.main(["--plan", "org/other", "-q"]) == 0
+    fetch("org/other")
+    hub.asked.clear()
+    assert chat.main(["--plan", "org/other", "-q"]) == 0 and not hub.fetched()
     assert capsys.readouterr().out.startswith("other: ")
+
+
+def largest_fetched(hub: Hub, name: str) -> int:
+    """The bytes of a file in the largest answer to those who asked for it."""
+    asked = [wanted for method, path, wanted in hub.asked if method == "GET" and path.endswith(f"/{name}")]
+    assert asked and all(wanted.startswith("bytes=0-") for wanted in asked)
+    return max(int(wanted.removeprefix("bytes=0-")) + 1 for wanted in asked)
+
+
+def test_a_plan_fetches_headers_alone(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hub_headers, "FIRST", 100)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    assert chat.main(["--plan", str(demo_folder()), "-q"]) == 0
+    local = capsys.readouterr().out
+    assert chat.main(["--plan", "org/toy", "-q"]) == 0
+    table, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
+    size = len(TOY["model.safetensors"])
+    assert last.startswith("Only headers were fetched; loading it fetches ") and numbers(table) == numbers(local)
+    assert 100 < largest_fetched(hub, "model.safetensors") < size / 2
+    assert not [*(tmp_path / "hub").rglob("*.safetensors")] and not [*(tmp_path / "scratch").iterdir()]
+    hub.add("org/cut", TOY | {"model.safetensors": TOY["model.safetensors"][:90]})
+    assert chat.main(["--plan", "org/cut", "-q"]) == 3 and "Download the file again" in capsys.readouterr().err
+
+
+def numbers(table: str) -> list[list[str]]:
+    """The rows of a plan without what the process itself takes, which is measured."""
+    return [row.split()[:7] for row in table.splitlines()[3:-2]]
 
 
 def test_options_without_names_are_the_same():
@@ -214,6 +248,24 @@ def test_a_gguf_file_by_its_quantisation(hub: Hub, tmp_path: Path):
     engine = Engine.load("org/tiny-GGUF:q8_0", threads=1, kv_memory=1 << 20)
     assert engine.name == "tiny-Q8_0" and hub.fetched() == ["tiny-Q8_0.gguf"]
     assert named("org/tiny-GGUF:q8_0")[0] == "org/tiny-GGUF:q8_0"
+
+
+@pytest.mark.skipif(find_spec("gguf") is None, reason="needs the package gguf")
+def test_a_plan_fetches_the_header_of_a_gguf_file_alone(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from tests.models.gguf.files import File, random
+
+    monkeypatch.setattr(hub_headers, "FIRST", 100)
+    monkeypatch.setattr(hub_headers, "GROWTH", 2)
+    whole = File(random(tmp_path / "random", "llama/gqa")).write(tmp_path / "tiny-Q8_0.gguf").read_bytes()
+    hub.add("org/tiny-GGUF", {"tiny-Q8_0.gguf": whole})
+    assert chat.main(["--plan", str(tmp_path / "tiny-Q8_0.gguf"), "-q"]) == 0
+    local = capsys.readouterr().out
+    assert chat.main(["--plan", "org/tiny-GGUF", "-q"]) == 0
+    shown = capsys.readouterr().out.rstrip().rpartition("\n")[0]
+    assert shown.startswith("tiny-Q8_0: ") and numbers(shown) == numbers(local)
+    assert 200 < largest_fetched(hub, "tiny-Q8_0.gguf") < len(whole)
 
 
 @pytest.mark.skipif(find_spec("gguf") is None, reason="needs the package gguf")

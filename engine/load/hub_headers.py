@@ -1,0 +1,60 @@
+"""Files of weights on the hub of which headers alone are fetched: enough for a plan of memory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from models.gguf.reader import header_bytes
+
+FIRST, GROWTH = 1 << 20, 8  # bytes that are asked for at once, and how many times as many if the header is longer
+MAX_HEADER = 1 << 28  # bytes
+SUFFIXES = ".safetensors", ".gguf"
+
+
+def write_outline(url: str, headers: Mapping[str, str], path: Path) -> int:
+    """Write a file as large as one on the hub, with its header and a hole for everything else, which takes no disk.
+
+    Args:
+        url: of the file.
+        headers: of the requests, with the token.
+        path: of the file to write.
+
+    Returns:
+        The size of the file, bytes.
+
+    Raises:
+        CheckpointError, ValueError: the header is damaged, or longer than `MAX_HEADER`.
+        HfHubHTTPError, OSError: as of the library's requests.
+    """
+    count = FIRST
+    while True:
+        start, size = _start(url, headers, count)
+        length = header_bytes(start, path) if path.suffix == ".gguf" else 8 + int.from_bytes(start[:8], "little")
+        if length is not None and length <= len(start):
+            break
+        if len(start) >= size:  # whoever opens it says what is wrong
+            length = size
+            break
+        if count >= MAX_HEADER or (length or 0) > MAX_HEADER:
+            raise ValueError(f"{path.name} has a header of more than {MAX_HEADER >> 20} MiB")
+        count = length or count * GROWTH
+    with path.open("wb") as file:
+        file.write(start[:length])
+        file.truncate(size)
+    return size
+
+
+def _start(url: str, headers: Mapping[str, str], count: int) -> tuple[bytes, int]:
+    """The first bytes of a file, `count` if it has so many, and its size."""
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import hf_raise_for_status
+
+    asked = {**headers, "Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}
+    data = bytearray()
+    with get_session().stream("GET", url, headers=asked) as response:
+        hf_raise_for_status(response)
+        size = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers.get("Content-Length")
+        for part in response.iter_bytes():
+            data += part
+            if len(data) >= count:  # a server that knows no ranges sends it all
+                break
+    return bytes(data[:count]), int(size or "")
