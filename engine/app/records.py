@@ -50,6 +50,7 @@ MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
 LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs", "heal", "distinct", "adapter")
+OPTIONS = (*LIMITS, *PLAIN_RULES, "parse_special")  # keys of params that belong to no search
 READ_AHEAD = 64  # lines of a pipe
 AWAKE = 30.0  # seconds after which an idle reader of a pipe says so, to processes that wait for it
 
@@ -252,9 +253,7 @@ def make_request(
     params = record.get("params", {})
     if not isinstance(params, dict):
         raise UsageError(f"params: expected an object, got {_show(params)}")
-    own_options = (*LIMITS, *PLAIN_RULES, "parse_special")
-    known = ["search", *own_options, *dict.fromkeys(key for name in REGISTRY for key in parameters(name))]
-    _known(params, known, "params.")
+    _known(params, known_params(), "params.")
     bounds = limits(args) | {key: params[key] for key in LIMITS if key in params}
     own_rules = {key: params[key] for key in PLAIN_RULES if key in params}
     if "response_format" in record:
@@ -271,7 +270,7 @@ def make_request(
         if params.get(key) is not None and params[key] not in words:
             also = f"; here it may be {' or '.join(words)}" if words else ""
             raise UsageError(f"params.{key}: paths are given on the command line only{also}")
-    own = {key: value for key, value in params.items() if key not in ("search", *own_options)}
+    own = {key: value for key, value in params.items() if key not in ("search", *OPTIONS)}
     name, inherited = chosen(params, args.search), search_params(args)
     if isinstance(name, str) and name != args.search and name in REGISTRY:
         inherited = {key: value for key, value in inherited.items() if key in parameters(name)}
@@ -288,13 +287,19 @@ def make_request(
     return Request(prompt.ids, search, messages=record["messages"], **bounds), prompt.thoughts
 
 
+def known_params() -> list[str]:
+    """The keys that `params` may have: those of every search, and of all requests."""
+    return ["search", *OPTIONS, *dict.fromkeys(key for name in REGISTRY for key in parameters(name))]
+
+
 def _options(record: dict[str, Any], options: TemplateOptions) -> TemplateOptions:
     """The options of a record's chat template; the command line gives what the record lacks. Raises UsageError."""
     variables = record.get("template", {})
     if not isinstance(variables, dict):
         raise UsageError(f"template: expected an object of variables, got {_show(variables)}")
     tools = record.get("tools", options.tools)
-    return TemplateOptions(tools, {**options.variables, **variables}, record.get("think", options.think))
+    think = record.get("think", options.think)
+    return TemplateOptions(tools, {**options.variables, **variables}, think, options.lead)
 
 
 def _prompt(key: str, value: Any, engine: Engine, parse_special: bool) -> Sequence[int]:

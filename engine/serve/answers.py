@@ -11,9 +11,10 @@ from engine.contract import Output, SearchResult
 from engine.errors import CoppiceError, KVMemoryError, UsageError
 from engine.load.pools import is_out_of_memory
 from engine.rules.constraint import ConstraintError
-from engine.serve.fields import CHAT, Asked
+from engine.serve.fields import Asked
+from engine.serve.names import CHAT
+from engine.serve.replies import Reply, message_of
 from engine.serve.stepper import Busy
-from engine.text.thinking import Thoughts, ThoughtStream
 
 FAULTS = {500: "the server failed; its stderr says why", 503: "the server has no memory for this now"}
 FILE = re.compile(r"[\\/]|\.[A-Za-z]")  # in the place of an error: it is a file, which clients do not know
@@ -33,8 +34,9 @@ class Answers:
     def __init__(self, identity: str, asked: Asked):
         self.asked, self.identity, self.created = asked, identity, int(time.time())
         self.chat = asked.kind == CHAT
-        self.large = any(checked.request.logprobs is not None for checked in asked.checked)  # and slow to write
-        self._streams: dict[int, ThoughtStream] = {}
+        # Slow to write: a thread does it.
+        self.large = asked.tools is not None or any(one.request.logprobs is not None for one in asked.checked)
+        self._replies: dict[int, Reply] = {}
         self._begun: set[int] = set()
 
     def whole(self, results: Sequence[SearchResult]) -> dict[str, Any]:
@@ -44,15 +46,22 @@ class Answers:
         choices = [
             self._choice(i * asked.n + j, output)
             for i, result in enumerate(answers or scores)
-            for j, output in enumerate(result.outputs[: asked.n])
+            for j, output in enumerate(self._best(result))
         ]
         for choice in choices if scores else ():
             self._add_prompt(choice, scores[choice["index"] // asked.n])
         return self._head("chat.completion" if self.chat else "text_completion") | {
             "choices": choices,
-            "usage": usage(answers or scores, asked.n),
+            "usage": usage(answers or scores, asked.drawn),
             "coppice": self._about(answers or scores),
         }
+
+    def _best(self, result: SearchResult) -> Sequence[Output]:
+        """The outputs that are answered: of more than that, those of the highest log-probability per token."""
+        outputs = result.outputs[: self.asked.drawn]
+        if self.asked.drawn > self.asked.n:
+            outputs = sorted(outputs, key=lambda one: (one.logprob or 0.0) / max(1, len(one.token_ids)), reverse=True)
+        return outputs[: self.asked.n]
 
     # --- streams ---
 
@@ -66,13 +75,14 @@ class Answers:
             index = prompt * self.asked.n + j
             yield from self._text(index, output.text if j else "", last=True)
             fields: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-            fields |= {"logprobs": self._logprobs(output), "finish_reason": FINISH.get(output.finish_reason, "stop")}
+            called = index in self._replies and self._replies[index].calls > 0
+            fields |= {"logprobs": self._logprobs(output), "finish_reason": self._finish(output, called)}
             yield self._chunk([{"index": index, **fields, "coppice": self._about_output(output)}])
 
     def close(self, results: Sequence[SearchResult]) -> Iterator[dict[str, Any]]:
         """The last chunk, if it was asked for."""
         if self.asked.include_usage:
-            yield self._chunk([]) | {"usage": usage(results, self.asked.n), "coppice": self._about(results)}
+            yield self._chunk([]) | {"usage": usage(results, self.asked.drawn), "coppice": self._about(results)}
 
     def _text(self, index: int, text: str, last: bool = False) -> Iterator[dict[str, Any]]:
         if not self.chat:
@@ -82,13 +92,15 @@ class Answers:
             if text:
                 yield self._chunk([{"index": index, "text": text, "logprobs": None, "finish_reason": None}])
             return
-        stream = self._streams.setdefault(index, ThoughtStream(self.asked.thoughts or Thoughts()))
-        for part, inside in [*stream.push(text), *(stream.finish() if last else ())]:
-            yield self._delta(index, {"reasoning_content" if inside else "content": part})
+        if index not in self._replies:
+            self._replies[index] = Reply(self.asked.thoughts, self.asked.tools)
+        reply = self._replies[index]
+        for delta in [*reply.push(text), *(reply.finish() if last else ())]:
+            yield self._delta(index, delta)
         if last and index not in self._begun:
             yield self._delta(index, {"content": ""})
 
-    def _delta(self, index: int, delta: dict[str, str]) -> dict[str, Any]:
+    def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         if index not in self._begun:
             self._begun.add(index)
             delta = {"role": "assistant", **delta}
@@ -115,11 +127,14 @@ class Answers:
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         fields: dict[str, Any] = {"text": self._echo(index) + output.text}
         if self.chat:
-            thought, answer = (self.asked.thoughts or Thoughts()).split(output.text)
-            message = {"role": "assistant", "content": answer, "refusal": None}
-            fields = {"message": message if thought is None else {**message, "reasoning_content": thought}}
-        fields |= {"logprobs": self._logprobs(output), "finish_reason": FINISH.get(output.finish_reason, "stop")}
+            fields = {"message": message_of(output.text, self.asked.thoughts, self.asked.tools)}
+        called = "tool_calls" in fields.get("message", {})
+        fields |= {"logprobs": self._logprobs(output), "finish_reason": self._finish(output, called)}
         return {"index": index, **fields, "coppice": self._about_output(output)}
+
+    def _finish(self, output: Output, called: bool) -> str:
+        reason = FINISH.get(output.finish_reason, "stop")
+        return "tool_calls" if called and reason == "stop" else reason
 
     def _echo(self, index: int) -> str:
         """The prompt that the text of a choice begins with, if it was asked for."""

@@ -34,8 +34,9 @@ from engine.errors import UsageError
 from engine.load.distributed import check_alone
 from engine.load.hub import HubName
 from engine.rules.catalogue import open_catalogue
-from engine.serve.fields import Limits, Served
+from engine.serve.limits import Limits
 from engine.serve.metrics import Metrics
+from engine.serve.served import Served
 from engine.serve.stepper import Stepper
 from models.checkpoint.files import read_regular
 from models.folders import name_of
@@ -110,6 +111,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help='catalogue that requests name by "catalogue"; repeatable',
     )
+    group.add_argument("--strict", action="store_true", help="refuse unknown fields, which are ignored otherwise")
     group.add_argument("--traces", type=int, default=32, metavar="N", help="traces to keep (%(default)s)")
     group = parser.add_argument_group("limits of the server")
     group.add_argument(
@@ -162,7 +164,9 @@ def application(args: argparse.Namespace, keys: Sequence[str] = ()) -> Iterator[
     if args.load_prefix is not None:
         for one, key in itertools.product(served, keys):
             one.engine.load_prefix(args.load_prefix, salt_of(key.encode()))
-    limits = Limits(args.max_prompt, args.max_tokens, args.max_width, args.max_body, args.timeout, args.traces > 0)
+    limits = Limits(
+        args.max_prompt, args.max_tokens, args.max_width, args.max_body, args.timeout, args.traces > 0, args.strict
+    )
     hosts = [*LOCAL, args.host] if is_local(args.host) else []
     stepper.start()
     try:

@@ -29,7 +29,10 @@ from engine.contract import SearchResult
 from engine.contract.trace import Trace
 from engine.errors import CoppiceError, UsageError
 from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, event, status_of
-from engine.serve.fields import CHAT, COMPLETIONS, Limits, Served, places_of, read
+from engine.serve.fields import places_of, read
+from engine.serve.limits import Limits
+from engine.serve.names import CHAT, COMPLETIONS, header_of
+from engine.serve.served import Served
 from engine.serve.stepper import Abandoned, Stepper, Ticket, share
 from models.trim import trim_memory
 
@@ -149,7 +152,7 @@ class Application:
         finally:
             _cancel(tickets)
         data = await _written(answers, lambda: encoded(answers.whole(results)))
-        return Response(data, media_type="application/json")
+        return Response(data, headers=header_of(answers.asked.ignored), media_type="application/json")
 
     async def _submitted(self, kind: str, data: bytes, client: str, salt: str) -> tuple[Answers, list[Ticket]]:
         """Check the body of a request, and queue what it asks for. Raises CoppiceError."""
@@ -294,6 +297,7 @@ class Events(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        headers |= header_of(self.answers.asked.ignored)
         raw = [(key.encode(), value.encode()) for key, value in headers.items()]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": raw})

@@ -1,7 +1,7 @@
 """Messages to a prompt: the chat template with its variables, the tags of thoughts, the tokens that end a turn."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from engine.errors import UsageError
@@ -28,6 +28,8 @@ class TemplateOptions:
         tools: functions that the model may call, as JSON schemas; None: none.
         variables: further variables of the template, JSON values.
         think: "on" or "off" sets the variable of the template that switches thoughts; "auto" leaves it out.
+        lead: what the reply begins with, control tokens included; it belongs to the prompt, and a thought that the
+            template has opened is closed before it.
 
     Raises:
         UsageError: another value of `think`.
@@ -36,6 +38,7 @@ class TemplateOptions:
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     think: str = "auto"
+    lead: str = ""
 
     def __post_init__(self):
         if self.think not in THINK:
@@ -82,4 +85,7 @@ def chat_prompt(
     spans = template.render(messages, tools=options.tools, variables=options.variables, think=options.think)
     ends = frozenset(tokenizer.encode_rendered([(end, True)]) if (end := template.turn_end()) else ())
     thoughts = template.thoughts.after("".join(text for text, _ in spans[-2:]))
+    if options.lead:
+        closing = f"{thoughts.closing}\n\n" if thoughts.opened else ""
+        spans, thoughts = [*spans, (closing + options.lead, True)], replace(thoughts, opened=False)
     return ChatPrompt(tokenizer.encode_rendered(spans), thoughts, engine.eos_token_ids | ends)

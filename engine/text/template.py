@@ -13,6 +13,7 @@ from engine.text import sandbox, sandbox_process
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer, check_utf8
 from engine.text.tokenizer_files import any_of, read_json
+from engine.text.tool_calls import CALL_MARKS, ToolFormat, format_of
 from models.checkpoint.files import open_regular
 
 Span = tuple[str, bool]  # text, and whether special tokens spelled in it are control tokens
@@ -42,7 +43,8 @@ class ChatTemplate:
     - the start of a special token at the very end of a string (`"<|im_"`), which the text after it could complete, is
       protected like a whole token;
     - added tokens that are not special but that the template writes itself (DeepSeek's `<｜User｜>`, Gemma's turns) are
-      protected too, except in assistant messages, where the model's own `<think>` must remain a token;
+      protected too, except in assistant messages, where the model's own `<think>` must remain a token, as must the
+      marks of its tool calls;
     - the other added tokens are ordinary text, as everywhere else.
 
     Args:
@@ -56,6 +58,7 @@ class ChatTemplate:
 
     Attributes:
         thoughts: the tags between which this model writes what it thinks.
+        calls: how it writes tool calls.
     """
 
     def __init__(
@@ -74,10 +77,11 @@ class ChatTemplate:
         for text in (source, self._tool_use):
             self._check_size(text)
         everywhere, added, both = {s for s in special if s}, {*added}, source + self._tool_use
-        self._assistant = _Spellings(everywhere)
+        self._assistant = _Spellings(everywhere - CALL_MARKS)
         self._others = _Spellings(everywhere | {s for s in added if s in both and not s.isspace()})
         self._special, self._names, self._turn_end = everywhere, {}, None
         self.thoughts = Thoughts.find(everywhere | added, source)
+        self.calls: ToolFormat = format_of(self._tool_use, everywhere | added)
 
     def _check_size(self, source: str) -> None:
         try:
@@ -234,6 +238,15 @@ class ChatTemplate:
         if source not in self._names:
             self._names[source] = {*self._ask({}, source)["names"]}
         return self._names[source]
+
+    def takes(self, variable: str) -> bool:
+        """Whether the template of conversations with tools reads a variable. Raises as `check`."""
+        return variable in self._variables(self._tool_use)
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether it writes the `tool_calls` of earlier messages."""
+        return "tool_calls" in self._tool_use
 
     def reply(self, answer: str, thought: str | None) -> dict[str, Any]:
         """The assistant's message of an earlier turn, with its thought where this template reads it.

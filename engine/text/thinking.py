@@ -78,7 +78,7 @@ class ThoughtStream:
             self._at = "thought" if self.thought else "answer"
         if self._at == "thought":
             body, closed, rest = self._held.partition(closing)
-            held = "" if closed or last else _start_at_end(body, closing)
+            held = "" if closed or last else start_at_end(body, closing)
             kept = body.removesuffix(held).rstrip()
             shown = kept.lstrip() if self._empty else kept
             self._held = rest if closed else body[len(kept) :]
@@ -98,6 +98,6 @@ class ThoughtStream:
         return [part for part in found if part[0]]
 
 
-def _start_at_end(text: str, tag: str) -> str:
+def start_at_end(text: str, tag: str) -> str:
     """The longest start of a tag at the end of a text."""
     return next((tag[:n] for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), "")

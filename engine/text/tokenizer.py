@@ -30,6 +30,7 @@ from engine.text.tokenizer_files import byte_level, named_tokens, read_config, r
 from engine.text.tokenizer_gguf import encoder_of
 from engine.text.tokenizer_json import LibraryEncoder
 from engine.text.tokenizer_model import SentencePieceEncoder
+from engine.text.tool_calls import CALL_MARKS
 from models.checkpoint.headers import Checkpoint
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
@@ -43,7 +44,8 @@ class Tokenizer:
     Attributes:
         size: largest id + 1; ids of a model's padded vocabulary from there on have no meaning.
         bos_token_id, eos_token_id: from tokenizer_config.json and special_tokens_map.json.
-        special_ids: ids that `decode` skips: of special tokens, but not of the tags around a thought.
+        special_ids: ids that are no text: of special tokens, but not of the tags around a thought.
+        skipped_ids: those that `decode` skips: all but the marks of tool calls.
         thought_ids: of the tags that open and close a thought; empty if the vocabulary has none.
         special_tokens: `{"bos_token": "<s>", ...}`, for chat templates.
         special_spellings, added_spellings: spellings of special and of other added tokens.
@@ -61,6 +63,7 @@ class Tokenizer:
         thoughts = Thoughts.find(encoder.added, "")
         skipped = self.special_spellings - {thoughts.opening, thoughts.closing}
         self.special_ids = frozenset(vocab[content] for content in skipped)
+        self.skipped_ids = frozenset(vocab[content] for content in skipped - CALL_MARKS)
         self.thought_ids = tuple(vocab[tag] for tag in (thoughts.opening, thoughts.closing) if tag in vocab)
         self.bos_token_id = vocab.get(names.get("bos_token", ""))
         self.eos_token_id = vocab.get(names.get("eos_token", ""))
@@ -179,15 +182,15 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids` alone. Ids past `size` have no text; incomplete UTF-8 becomes U+FFFD.
 
-        Equals the library's decode, but keeps the tags around a thought where they are special tokens; no
-        `clean_up_tokenization_spaces` (transformers ignores it for BPE).
+        Equals the library's decode, but keeps the tags around a thought and the marks of tool calls where they are
+        special tokens; no `clean_up_tokenization_spaces` (transformers ignores it for BPE).
         """
         return self._encoder.decode(list(self._pieces(ids, skip_special)))
 
     def _pieces(self, ids: Iterable[int], skip_special: bool = True) -> Iterator[str]:
         for i in ids:
             piece = self._encoder.pieces[i] if 0 <= i < self.size else None
-            if piece is not None and not (skip_special and i in self.special_ids):
+            if piece is not None and not (skip_special and i in self.skipped_ids):
                 yield piece
 
     def data(self) -> list[bytes]:

@@ -14,7 +14,18 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 httpx2 = pytest.importorskip("httpx2", reason="needs the extra test")
 
 from engine.serve.answers import error_body, status_of  # noqa: E402
-from engine.serve.fields import CHAT, COMPLETIONS, IGNORED, OWN, RECORD, REFUSED, RENAMED, read  # noqa: E402
+from engine.serve.fields import read  # noqa: E402
+from engine.serve.names import (  # noqa: E402
+    CHAT,
+    COMPLETIONS,
+    NO_EFFECT,
+    OF_PROMPTS,
+    OF_TOOLS,
+    OWN,
+    RECORD,
+    REFUSED,
+    RENAMED,
+)
 
 PLAIN = [True, False, -1, 0, 1, 3, 10**18, -(10**18), 1e300, -0.5, 0.5, "", "x", "1", "\0", "😀" * 3]
 NESTED = [[], {}, [[]], [[[]]], [None], [1], [0.5], [1e300], ["x"], [1, "x"], [True], [[1, 2]], [[1], [2]], [{}]]
@@ -37,7 +48,7 @@ BASE = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"
 PATH = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 OTHERS = ("prompt", "prompt_ids", "chat_template_kwargs", "logprobs", "top_logprobs")
 OTHERS += ("stop", "ignore_eos", "eos_token_ids", "max_new_tokens")
-NAMES = sorted({*OWN, *IGNORED, *REFUSED, *RENAMED, *RECORD[CHAT], *OTHERS, *PLAIN_RULES})
+NAMES = sorted({*OWN, *NO_EFFECT, *OF_TOOLS, *OF_PROMPTS, *REFUSED, *RENAMED, *RECORD[CHAT], *OTHERS, *PLAIN_RULES})
 CASES = [(name, None) for name in NAMES] + [(key, search) for search in REGISTRY for key in parameters(search)]
 
 

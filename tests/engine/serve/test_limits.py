@@ -530,7 +530,8 @@ def test_catalogues_have_names(start, tmp_path):
 def test_thoughts_come_apart_from_the_answer(server):
     from engine.contract import Output, SearchResult
     from engine.serve.answers import Answers
-    from engine.serve.fields import CHAT, Asked
+    from engine.serve.fields import Asked
+    from engine.serve.names import CHAT
     from engine.text.thinking import Thoughts
 
     asked = Asked(server.app.served["demo"], CHAT, [], Thoughts("<think>", "</think>"), 1, True, False, "greedy", None)

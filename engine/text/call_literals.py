@@ -1,0 +1,182 @@
+"""The values in tool calls: JSON, or a list of calls as Python writes them, read without an interpreter."""
+
+import json
+import re
+from typing import Any
+
+Call = tuple[str, str]  # name, arguments as JSON
+MOST_DEPTH = 64  # of brackets within each other
+_OUTSIDE = re.compile(r"[\"'{}\[\]()]")
+_INSIDE = {'"': re.compile(r'[\\"]'), "'": re.compile(r"[\\']")}
+_TOKEN = re.compile(
+    r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"""
+    r"|(?P<name>[A-Za-z_][\w.-]*)|(?P<mark>[\[\](){},:=]))",
+    re.S,
+)
+_WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(000[0-9a-fA-F]{5}|0010[0-9a-fA-F]{4})|(.))", re.S)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+
+
+class Brackets:
+    """Finds where a bracketed value ends, while it comes. Brackets in strings do not count."""
+
+    def __init__(self):
+        self._depth, self._quote, self._escaped = 0, "", False
+
+    def feed(self, text: str) -> int:
+        """Add text. Returns the place after the last bracket; -1 if it has not come yet."""
+        i = 0
+        while i < len(text):
+            if self._escaped:
+                self._escaped, i = False, i + 1
+                continue
+            found = (_INSIDE[self._quote] if self._quote else _OUTSIDE).search(text, i)
+            if found is None:
+                return -1
+            i, mark = found.end(), found[0]
+            if self._quote:
+                self._escaped = mark == "\\"
+                self._quote = self._quote if self._escaped else ""
+            elif mark in _INSIDE:
+                self._quote = mark
+            else:
+                self._depth += 1 if mark in "{[(" else -1
+                if self._depth <= 0:
+                    return i
+        return -1
+
+
+def read_calls(text: str, name: str = "") -> list[Call]:
+    """The calls of a bracketed text; none if it is anything else.
+
+    Args:
+        text: an object of JSON with a name and arguments, or a list of those; or `[f(a=1), g()]`.
+        name: of the function; given, the text is its arguments.
+    """
+    try:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        value = _python_calls(text)
+    if name:
+        value = {"name": name, "arguments": value}
+    found = [_call(one) for one in (value if isinstance(value, list) else [value])]
+    return [call for call in found if call is not None] if None not in found else []
+
+
+def _call(value: Any) -> Call | None:
+    """The call that an object of JSON describes."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+        return None
+    arguments = next((value[key] for key in ("arguments", "parameters") if key in value), {})
+    try:
+        if isinstance(arguments, str):  # an object that is written as a text
+            arguments = json.loads(arguments, strict=False)
+        if isinstance(arguments, dict):
+            return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        pass
+    return None
+
+
+def _python_calls(text: str) -> Any:
+    """`[f(a=1)]` as the objects that JSON would have; None if it is anything else."""
+    try:
+        reader = _Reader(text)
+        reader.take("[")
+        found = reader.items("]", reader.call)
+        return found if reader.kind == "end" else None
+    except (_Malformed, ValueError):
+        return None
+
+
+class _Malformed(Exception):
+    pass
+
+
+class _Reader:
+    """Reads literals and calls from left to right."""
+
+    def __init__(self, text: str):
+        self.text, self.at, self.depth = text, 0, 0
+        self.kind, self.word = "", ""
+        self.step()
+
+    def step(self) -> None:
+        """Go to the next token."""
+        if found := _TOKEN.match(self.text, self.at):
+            self.at, self.kind, self.word = found.end(), str(found.lastgroup), found[str(found.lastgroup)]
+        elif not self.text[self.at :].strip():
+            self.kind, self.word = "end", ""
+        else:
+            raise _Malformed
+
+    def take(self, mark: str) -> None:
+        """Go over a mark that must be there."""
+        if (self.kind, self.word) != ("mark", mark):
+            raise _Malformed
+        self.step()
+
+    def items(self, closing: str, item: Any) -> list[Any]:
+        """What stands between commas, up to a closing bracket."""
+        found = []
+        self.depth += 1
+        if self.depth > MOST_DEPTH:
+            raise _Malformed
+        while self.word != closing or self.kind != "mark":
+            found.append(item())
+            if self.word != closing or self.kind != "mark":
+                self.take(",")
+        self.depth -= 1
+        self.step()
+        return found
+
+    def call(self) -> dict[str, Any]:
+        name, arguments = self.name(), {}
+        self.take("(")
+        for key, value in self.items(")", self.argument):
+            arguments[key] = value
+        return {"name": name, "arguments": arguments}
+
+    def name(self) -> str:
+        if self.kind != "name":
+            raise _Malformed
+        name = self.word
+        self.step()
+        return name
+
+    def argument(self) -> tuple[str, Any]:
+        key = self.name()
+        self.take("=")
+        return key, self.value()
+
+    def pair(self) -> tuple[str, Any]:
+        if self.kind != "string":
+            raise _Malformed
+        key = self.value()
+        self.take(":")
+        return key, self.value()
+
+    def value(self) -> Any:
+        """A literal."""
+        kind, word = self.kind, self.word
+        if kind == "mark" and word in ("[", "{"):
+            self.step()
+            return self.items("]", self.value) if word == "[" else dict(self.items("}", self.pair))
+        if kind == "string":
+            self.step()
+            return _ESCAPE.sub(_unescaped, word[1:-1])
+        if kind == "number":
+            self.step()
+            return float(word) if re.search(r"[.eE]", word) else int(word)
+        if kind == "name" and word in _WORDS:
+            self.step()
+            return _WORDS[word]
+        raise _Malformed
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    code = found[1] or found[2] or found[3]
+    return chr(int(code, 16)) if code else _ESCAPED.get(found[4], found[4])

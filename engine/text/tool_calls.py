@@ -1,0 +1,294 @@
+"""Tool calls: how families of models write them, and how they are read from a reply, whole or while it comes.
+
+| format | a call |
+|---|---|
+| hermes (Qwen, SmolLM) | `<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>` (SmolLM2: a list there) |
+| llama3 | `{"name": "f", "parameters": {"a": 1}}`, perhaps after `<|python_tag|>`; `;` between several |
+| mistral | `[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]`; newer ones `[TOOL_CALLS]f[ARGS]{"a": 1}` |
+| lfm2 | `<|tool_call_start|>[f(a=1)]<|tool_call_end|>`, or JSON as in the other lists |
+
+A call is known as soon as its brackets are closed. What looks like a call and is none stays text. The work is linear
+in the text, however it is cut.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import UsageError, shortened
+from engine.text.call_literals import Brackets, read_calls
+from engine.text.sandbox import SPACES
+from engine.text.thinking import start_at_end
+
+# Tokens of calls that tokenizers list as special: decoding keeps their spellings, which a reader of calls needs.
+CALL_MARKS = frozenset(
+    {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<tool_call>", "</tool_call>"}
+    | {"<|tool_call_start|>", "<|tool_call_end|>"}
+)
+MOST_SPACE = 64  # characters of white space before a call that are left out with it
+MOST_HEAD = 200  # characters before the arguments of a call that has its name there
+AT_ONCE = 1024  # characters that are looked at at once, so that none is looked at again and again
+# What stands before the arguments where the name does not stand beside them, and what may be the start of that.
+_HEAD = re.compile(r"\s*([\w.-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?(?:\[ARGS\])?\s*")
+_PART = re.compile(r"[\w.\[\]\s-]*")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call: the name of the function, and its arguments, an object as JSON."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family writes calls.
+
+    Args:
+        name: of the format.
+        opening, closing: around a call or a list of calls; "" where nothing closes it.
+        key: of the arguments.
+        bare: a reply that begins with a bracket is a call, without an opening.
+        listed: calls stand in a list.
+        headed: the name may stand before the arguments.
+        lead: what a reply that has to be a call begins with; the template's generation prompt is followed by it.
+    """
+
+    name: str
+    opening: str
+    closing: str = ""
+    key: str = "arguments"
+    bare: bool = False
+    listed: bool = False
+    headed: bool = False
+    lead: str = ""
+
+    def written(self, calls: Sequence[ToolCall]) -> str:
+        """Calls as a model of this family writes them, for templates that do not write those of earlier replies."""
+        each = [f'{{"name": {_json(call.name)}, "{self.key}": {call.arguments}}}' for call in calls]
+        if self.bare:
+            return "; ".join(each)
+        if self.listed:
+            return f"{self.opening}[{', '.join(each)}]{self.closing}"
+        return "\n".join(f"{self.opening}\n{call}\n{self.closing}" for call in each)
+
+    def grammar(self, functions: Mapping[str, Any], several: bool) -> str:
+        """The grammar, in Lark's form, of what follows `lead` where a reply has to be a call.
+
+        Args:
+            functions: name -> JSON schema of the arguments.
+            several: whether it may be several calls.
+        """
+        lines = [f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}"]
+        for i, (name, schema) in enumerate(functions.items()):
+            head = _json(f'{{"name": {_json(name)}, "{self.key}": ')
+            spaced = {"x-guidance": {"whitespace_pattern": SPACES}, **schema}
+            lines += [f'call{i}: {head} arguments{i} "}}"', f"arguments{i}: %json {json.dumps(spaced)}"]
+        if self.listed:
+            start = 'start: "[" call (", " call)* "]"' if several else 'start: "[" call "]"'
+        elif self.bare or not several:
+            start = "start: call"
+        else:
+            opening, closing = (_json(text) for text in (f"\n{self.lead}", f"\n{self.closing}"))
+            start = f"start: call ({closing} ({opening} call {closing})*)?"
+        return "\n".join([start, *lines])
+
+
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", lead="<tool_call>\n")
+LLAMA3 = ToolFormat("llama3", "<|python_tag|>", key="parameters", bare=True)
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", listed=True, headed=True, lead="[TOOL_CALLS]")
+LFM2 = ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", listed=True, lead="<|tool_call_start|>")
+
+
+def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:
+    """The format of a model, by its chat template and its added tokens; hermes where nothing tells."""
+    if "[TOOL_CALLS]" in template or "[AVAILABLE_TOOLS]" in template:
+        return MISTRAL
+    if "<|tool_call_start|>" in template or "<|tool_list_start|>" in template:
+        return LFM2
+    if "<tool_call>" not in template and ("<|python_tag|>" in template or '"parameters": dictionary' in template):
+        return LLAMA3
+    return LFM2 if "<tool_call>" not in template and LFM2.opening in added else HERMES
+
+
+def described(tools: Sequence[Any]) -> str:
+    """What a system message says of tools where the template has no place for them."""
+    lines = ["You may call functions. Their signatures, as JSON:", "<tools>", *map(_json, tools), "</tools>"]
+    form = '{"name": <name of the function>, "arguments": <object of arguments>}'
+    return "\n".join([*lines, f"Write each call as <tool_call>\n{form}\n</tool_call>"])
+
+
+def functions_of(tools: Any) -> dict[str, dict[str, Any]]:
+    """The functions of `tools`: name -> JSON schema of the arguments.
+
+    Raises:
+        UsageError: no list of functions as OpenAI or transformers have them, or two of one name.
+    """
+    if not isinstance(tools, list):
+        raise UsageError(f"tools: expected a list of functions, got {shortened(repr(tools))}")
+    found: dict[str, dict[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not 0 < len(name) <= 256:
+            raise UsageError(f"tools[{i}]: expected a function with a name, got {shortened(repr(tool))}")
+        if name in found:
+            raise UsageError(f"tools[{i}]: there is a function {shortened(name)} before it")
+        schema = function.get("parameters")
+        if not isinstance(schema, dict | None):
+            raise UsageError(f"tools[{i}].parameters: expected a JSON schema, got {shortened(repr(schema))}")
+        schema = schema or {"type": "object", "properties": {}}
+        closed = "properties" in schema and not {"additionalProperties", "patternProperties", "allOf"} & {*schema}
+        found[name] = schema | {"additionalProperties": False} if closed else schema
+    return found
+
+
+class CallStream:
+    """Parts a reply's calls from its text while it comes.
+
+    White space beside calls is left out. Text that may become the opening of a call is held back.
+
+    Args:
+        format: of the model.
+        names: of the functions; a reply without an opening is a call of one of these only.
+        led: the reply begins after the format's `lead`.
+        several: False leaves out everything after the first call.
+
+    Attributes:
+        called: whether there was a call.
+    """
+
+    def __init__(self, format: ToolFormat, names: Collection[str], *, led: bool = False, several: bool = True):
+        self.format, self.names, self.several = format, names, several
+        self.called = False
+        self._at = "start" if format.bare else "call" if led else "text"  # then "closing", "gap", "end"
+        self._held = ""  # text that is not decided on
+        self._taken: list[str] = []  # text that is none if what it began is a call
+        self._body: list[str] = []
+        self._name = ""  # that stood before the arguments
+        self._brackets: Brackets | None = None
+        self._shown = self._parted = False  # there was text; there was a call after it
+
+    def push(self, text: str) -> list[str | ToolCall]:
+        """Add text. Returns the text and the calls that are certain."""
+        found: list[str | ToolCall] = []
+        for i in range(0, len(text), AT_ONCE):
+            self._held += text[i : i + AT_ONCE]
+            found += self._parts(False)
+        return found
+
+    def finish(self) -> list[str | ToolCall]:
+        """Return what was held back."""
+        found = self._parts(True)
+        if self._at == "call":  # it was cut short
+            found += self._reject()
+            found += self._text_of(self._held)
+        self._at, self._held = "end", ""
+        return found
+
+    def _parts(self, last: bool) -> list[str | ToolCall]:
+        steps = {"start": self._start, "text": self._text, "call": self._call, "closing": self._closing}
+        steps |= {"gap": self._gap, "end": self._end}
+        found, before = list[str | ToolCall](), ("", 0)
+        while before != (before := (self._at, len(self._held))):
+            found += steps[self._at](last)
+        return found
+
+    def _start(self, last: bool) -> list[str | ToolCall]:
+        """Where a call may begin by its bracket alone."""
+        lead = self._held.lstrip()
+        if lead.startswith("{"):
+            self._taken, self._held, self._at = [self._held[: -len(lead)]], lead, "call"
+        elif lead or last or len(self._held) > MOST_SPACE:
+            self._at = "text"
+        return []
+
+    def _text(self, last: bool) -> list[str | ToolCall]:
+        opening = self.format.opening
+        text, opened, rest = self._held.partition(opening)
+        cut = len(text)
+        if not opened and not last:
+            cut -= len(start_at_end(text, opening))
+        if opened or not last:
+            cut -= min(MOST_SPACE, cut - len(text[:cut].rstrip()))
+        if opened:
+            self._taken, self._held, self._at = [text[cut:] + opening], rest, "call"
+        else:
+            self._held = text[cut:]
+        return self._text_of(text[:cut])
+
+    def _call(self, last: bool) -> list[str | ToolCall]:
+        if self._brackets is None:
+            at = self._begin(self._held)
+            if at is None:
+                return self._reject()
+            if at < 0:
+                return []
+            self._name = self._held[:at]
+            self._taken, self._held = [*self._taken, self._name], self._held[at:]
+            self._brackets = Brackets()
+        end = self._brackets.feed(self._held)
+        self._body.append(self._held if end < 0 else self._held[:end])
+        self._held = "" if end < 0 else self._held[end:]
+        if end < 0:
+            return []
+        head = _HEAD.fullmatch(self._name)
+        calls = read_calls("".join(self._body), head[1] if head else "")
+        if not calls or (self.format.bare and not all(name in self.names for name, _ in calls)):
+            return self._reject()
+        self.called, self._parted = True, self._shown
+        self._taken, self._body, self._brackets = [], [], None
+        self._at = "closing" if self.several else "end"
+        return [ToolCall(*call) for call in calls[: None if self.several else 1]]
+
+    def _begin(self, text: str) -> int | None:
+        """Where the brackets of a call begin; -1: not yet; None: it is no call."""
+        lead = text.lstrip()
+        space = len(text) - len(lead)
+        if lead[:1] in ("{", "["):
+            return space
+        if space > MOST_SPACE or (lead and not self.format.headed):
+            return None
+        name, brace, _ = lead.partition("{")
+        if brace:
+            return space + len(name) if _HEAD.fullmatch(name) else None
+        return -1 if len(lead) <= MOST_HEAD and _PART.fullmatch(lead) else None
+
+    def _reject(self) -> list[str | ToolCall]:
+        """What looked like a call is text."""
+        text = "".join([*self._taken, *self._body])
+        self._taken, self._body, self._brackets, self._at = [], [], None, "text"
+        return self._text_of(text)
+
+    def _closing(self, last: bool) -> list[str | ToolCall]:
+        closing, self._held = self.format.closing, self._held.lstrip()
+        if self._held.startswith(closing):
+            self._held = self._held.removeprefix(closing)
+        elif closing.startswith(self._held) and not last:
+            return []
+        self._at = "gap"
+        return []
+
+    def _gap(self, last: bool) -> list[str | ToolCall]:
+        self._held = self._held.lstrip(" \t\r\n;," if self.format.bare else None)
+        if self._held:
+            self._taken, self._at = [], "call" if self.format.bare and self._held[0] == "{" else "text"
+        return []
+
+    def _end(self, last: bool) -> list[str | ToolCall]:
+        self._held = ""
+        return []
+
+    def _text_of(self, text: str) -> list[str | ToolCall]:
+        if not text:
+            return []
+        lead = "\n" if self._parted else ""
+        self._shown, self._parted = True, False
+        return [lead + text]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
