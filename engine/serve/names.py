@@ -65,8 +65,8 @@ LONGEST_NAME = 64  # characters of an ignored field's name in a header
 def without_unknown(body: Mapping[str, Any], strict: bool) -> tuple[dict[str, Any], list[str]]:
     """The fields of a body that mean something here, and the names of those that do not.
 
-    A field that looks like a misspelt name stays, so that it is refused with the name that was meant; so do all of
-    them where `strict`. Raises UsageError.
+    Raises:
+        UsageError: a field looks like a name that was misspelt, or `strict` and there is any; too many fields.
     """
     if len(body) > MOST_FIELDS:
         raise UsageError(f"the body has {len(body)} fields, this server takes {MOST_FIELDS}")
@@ -74,12 +74,12 @@ def without_unknown(body: Mapping[str, Any], strict: bool) -> tuple[dict[str, An
     unknown = [key for key in body if key not in known]
     if len(unknown) > MOST_UNKNOWN:
         raise UsageError(f"the body has {len(unknown)} unknown fields, this server takes {MOST_UNKNOWN}")
-    ignored = [] if strict else [key for key in unknown if not _is_near(key, known)]
-    return {key: value for key, value in body.items() if key not in ignored}, ignored
-
-
-def _is_near(key: str, known: Iterable[str]) -> bool:
-    return len(key) <= LONGEST_NAME and bool(difflib.get_close_matches(key, known, 1, NEAR))
+    for key in unknown:
+        near = difflib.get_close_matches(key, known, 1, NEAR) if len(key) <= LONGEST_NAME else []
+        if near or strict:
+            remedy = f"did you mean {near[0]}?" if near else "docs/serving.md lists them"
+            raise UsageError(f"{key[:LONGEST_NAME]}: no such key", remedy=remedy)
+    return {key: value for key, value in body.items() if key not in unknown}, unknown
 
 
 def header_of(ignored: Iterable[str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ CALL_MARKS = frozenset(
 )
 MOST_SPACE = 64  # characters of white space before a call that are left out with it
 MOST_HEAD = 200  # characters before the arguments of a call that has its name there
-AT_ONCE = 1024  # characters that are looked at at once, so that none is looked at again and again
+AT_ONCE = 256  # characters that are looked at at once, so that none is looked at again and again
 # What stands before the arguments where the name does not stand beside them, and what may be the start of that.
 _HEAD = re.compile(r"\s*([\w.-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?(?:\[ARGS\])?\s*")
 _PART = re.compile(r"[\w.\[\]\s-]*")

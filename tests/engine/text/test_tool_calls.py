@@ -1,0 +1,215 @@
+"""Tool calls in the forms of the families: read alike whole and cut anywhere; nothing of a marker leaks."""
+
+import itertools
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import UsageError
+from engine.text.call_literals import read_calls
+from engine.text.tool_calls import (
+    HERMES,
+    LFM2,
+    LLAMA3,
+    MISTRAL,
+    CallStream,
+    ToolCall,
+    described,
+    format_of,
+    functions_of,
+)
+
+NAMES = {"f", "g"}
+NESTED = {"k": None, "l": [True, False]}
+F, G = ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")
+ONE, TWO = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
+CASES = [
+    (HERMES, f"<tool_call>\n{ONE}\n</tool_call>", [F]),
+    (HERMES, f"I look.\n\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>\n{TWO}\n</tool_call>", ["I look.", F, G]),
+    (HERMES, f"<tool_call>[{ONE}, {TWO}]</tool_call>", [F, G]),
+    (HERMES, f"<tool_call>{ONE}</tool_call> Done.", [F, "Done."]),
+    (HERMES, f"First <tool_call>{ONE}</tool_call> then", ["First", F, "\nthen"]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [F]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"x": "</tool_call> } \\" é"}}', None),
+    (HERMES, "a < b <tool <tool_call> or not", ["a < b <tool <tool_call> or not"]),
+    (HERMES, f"<tool_call><tool_call>{ONE}</tool_call>", ["<tool_call>", F]),
+    (HERMES, '<tool_call>{"nome": "f"}</tool_call>', ['<tool_call>{"nome": "f"}</tool_call>']),
+    (HERMES, '<tool_call>{"name": "f", "arg', ['<tool_call>{"name": "f", "arg']),
+    (HERMES, "<tool_call>" + "[" * 2_000 + "]" * 2_000, ["<tool_call>" + "[" * 2_000 + "]" * 2_000]),
+    (HERMES, " \n text \n ", [" \n text \n "]),
+    (HERMES, "", []),
+    (LLAMA3, '{"name": "f", "parameters": {"a": 1}}', [F]),
+    (LLAMA3, '\n<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [F]),
+    (LLAMA3, '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', [F, G]),
+    (LLAMA3, '{"type": "function", "function": {"name": "g", "parameters": {}}}', [G]),
+    (LLAMA3, '{"name": "other", "parameters": {}}', ['{"name": "other", "parameters": {}}']),
+    (LLAMA3, '{"a": 1} is JSON', ['{"a": 1} is JSON']),
+    (LLAMA3, 'Say {"name": "g", "parameters": {}}', ['Say {"name": "g", "parameters": {}}']),
+    (MISTRAL, f"[TOOL_CALLS] [{ONE}, {TWO}]", [F, G]),
+    (MISTRAL, f'Wait.[TOOL_CALLS][{ONE[:-1]}, "id": "abcdefghi"}}]', ["Wait.", F]),
+    (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', [F, G]),
+    (MISTRAL, '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', [F]),
+    (MISTRAL, '[TOOL_CALLS]f {"a": 1}', [F]),
+    (MISTRAL, "[TOOL_CALLS]no call at all", ["[TOOL_CALLS]no call at all"]),
+    (LFM2, "<|tool_call_start|>[f(a=1), g()]<|tool_call_end|>Looking.", [F, G, "Looking."]),
+    (LFM2, f"<|tool_call_start|>[{ONE}]<|tool_call_end|>", [F]),
+    (LFM2, "<|tool_call_start|>[f(1)]<|tool_call_end|>", ["<|tool_call_start|>[f(1)]<|tool_call_end|>"]),
+]
+
+
+def read(format, pieces, **options):
+    """What a stream gives for a text in pieces, neighbouring texts joined."""
+    stream, found = CallStream(format, NAMES, **options), []
+    for part in [part for piece in pieces for part in stream.push(piece)] + stream.finish():
+        if isinstance(part, str) and found and isinstance(found[-1], str):
+            found[-1] += part
+        else:
+            found.append(part)
+    return found
+
+
+@pytest.mark.parametrize(("format", "text", "expected"), CASES, ids=lambda value: str(value)[:40])
+def test_whole_and_cut_at_every_character(format, text, expected):
+    whole = read(format, [text])
+    if expected is None:
+        [call] = whole
+        assert json.loads(call.arguments) == {"x": '</tool_call> } " é'}
+    else:
+        assert whole == expected
+    assert read(format, text) == whole
+    for i in range(min(len(text), 200)):
+        assert read(format, [text[:i], text[i:]]) == whole
+
+
+@given(
+    st.sampled_from([HERMES, LLAMA3, MISTRAL, LFM2]),
+    st.lists(
+        st.sampled_from(
+            [
+                *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|tool_call_start|>"),
+                *("<|tool_call_end|>", ONE, TWO, "f", *"{[]}()\"'\\ \n;<é", "a=1"),
+            ]
+        ),
+        max_size=12,
+    ),
+    st.lists(st.integers(0, 200), max_size=4),
+    st.booleans(),
+)
+def test_anything_cut_anywhere(format, parts, cuts, several):
+    text = "".join(parts)
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)]
+    assert (
+        read(format, pieces, several=several)
+        == read(format, [text], several=several)
+        == read(format, text, several=several)
+    )
+
+
+@pytest.mark.parametrize("format", [HERMES, MISTRAL, LFM2])
+def test_text_comes_at_once_and_no_part_of_a_marker_does(format):
+    stream = CallStream(format, NAMES)
+    assert stream.push("Hello there, ") == ["Hello there,"] and stream.push("you") == [" you"]
+    for n in range(1, len(format.opening)):
+        stream = CallStream(format, NAMES)
+        assert stream.push("Hello " + format.opening[:n]) == ["Hello"]
+        assert "".join(map(str, stream.push("!"))) == f" {format.opening[:n]}!"
+
+
+def test_a_call_comes_before_its_closing():
+    stream = CallStream(HERMES, NAMES)
+    assert stream.push(f"<tool_call>\n{ONE[:-1]}") == [] and stream.push("}") == [F]
+
+
+def test_only_the_first_call_where_more_are_not_wanted():
+    text = f"Hm. <tool_call>{ONE}</tool_call>\n<tool_call>{TWO}</tool_call> rest"
+    assert read(HERMES, [text], several=False) == ["Hm.", F]
+    assert read(LFM2, ["<|tool_call_start|>[f(a=1), g()]<|tool_call_end|>"], several=False) == [F]
+
+
+def test_a_reply_after_the_lead():
+    assert read(HERMES, f"{ONE}\n</tool_call>\n<tool_call>\n{TWO}\n</tool_call>", led=True) == [F, G]
+    assert read(HERMES, ONE[:9], led=True) == [ONE[:9]], "cut short"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[f(a='it\\'s', b=\"\\u00e9\\n\\x41\")]", {"a": "it's", "b": "é\nA"}),
+        ("[f(a=-1.5e2, b=[1, 2,], c={'k': None, \"l\": [True, false]})]", {"a": -150.0, "b": [1, 2], "c": NESTED}),
+        ("[f()]", {}),
+        ("[a.b(x=3)]", {"x": 3}),
+    ],
+)  # fmt: skip
+def test_calls_as_python_writes_them(text, value):
+    [(_, arguments)] = read_calls(text)
+    assert json.loads(arguments) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[f(__import__('os'))]",
+        "[f(a=g())]",
+        "[f(a=1) g()]",
+        "[f(a=1), g(]",
+        "[f(a=1)] x",
+        "[f(a=1e999)]",
+        "[f(a=" + "[" * 100 + "]" * 100 + ")]",
+        "[f(a=" + "9" * 5000 + ")]",
+        "[lambda: 0]",
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": "f", "arguments": [1]}',
+        "[]",
+        "3",
+    ],
+)
+def test_what_is_no_call(text):
+    assert read_calls(text) == []
+
+
+def test_the_work_grows_with_the_text_and_no_faster():
+    start = time.process_time()
+    for text in ("<tool_call>" * 4_000, "<tool_call>{" + '"a' * 20_000, " " * 40_000, "[TOOL_CALLS]f" * 4_000):
+        for format in (HERMES, LLAMA3, MISTRAL):
+            assert read(format, text, several=True) == [text]
+    assert time.process_time() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("template", "added", "format"),
+    [
+        ("{{ '<tool_call>' }}", (), HERMES),
+        ("nothing", (), HERMES),
+        ("{{ '[AVAILABLE_TOOLS]' }}", (), MISTRAL),
+        ("<|tool_list_start|>", (), LFM2),
+        ("nothing", ("<|tool_call_start|>",), LFM2),
+        ("<|python_tag|> ipython", (), LLAMA3),
+    ],
+)
+def test_the_format_of_a_template(template, added, format):
+    assert format_of(template, added) is format
+
+
+@pytest.mark.parametrize("format", [HERMES, LLAMA3, MISTRAL, LFM2])
+def test_what_is_written_is_read(format):
+    assert read(format, format.written([F, G])) == [F, G]
+
+
+def test_functions_and_their_schemas():
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}},
+        {"name": "g"},
+    ]
+    assert functions_of(tools) == {
+        "f": {"type": "object", "properties": {"a": {}}, "additionalProperties": False},
+        "g": {"type": "object", "properties": {}, "additionalProperties": False},
+    }
+    assert '"name": "g"' in described(tools)
+    for wrong in ({}, [1], [{"function": {}}], [{"name": "f"}, {"name": "f"}], [{"name": "f", "parameters": 3}]):
+        with pytest.raises(UsageError, match="tools"):
+            functions_of(wrong)
