@@ -18,6 +18,7 @@ OPTIONAL = {
     "engine/rules/grammars.py": ["llguidance"],
     "engine/text/sandbox.py": ["llguidance"],
     "engine/serve/http.py": ["starlette"],
+    "engine/serve/streams.py": ["starlette"],
     "engine/serve/connections.py": ["uvicorn", "h11"],
 }
 IMPLEMENTATIONS = {"reference", "torch", "native", "triton"}

@@ -31,6 +31,8 @@ class Answers:
         asked: the request.
     """
 
+    last = b"data: [DONE]\n\n"  # of a stream
+
     def __init__(self, identity: str, asked: Asked):
         self.asked, self.identity, self.created = asked, identity, int(time.time())
         self.chat = asked.kind == CHAT
@@ -65,6 +67,10 @@ class Answers:
 
     # --- streams ---
 
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Chunks before anything has happened."""
+        yield from ()
+
     def text(self, prompt: int, text: str) -> Iterator[dict[str, Any]]:
         """Chunks for further text of the best output of a prompt."""
         yield from self._text(prompt * self.asked.n, text)
@@ -83,6 +89,10 @@ class Answers:
         """The last chunk, if it was asked for."""
         if self.asked.include_usage:
             yield self._chunk([]) | {"usage": usage(results, self.asked.drawn), "coppice": self._about(results)}
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        """A chunk as it is sent."""
+        return event(data)
 
     def _text(self, index: int, text: str, last: bool = False) -> Iterator[dict[str, Any]]:
         if not self.chat:
@@ -212,9 +222,9 @@ def usage(results: Sequence[SearchResult], n: int) -> dict[str, Any]:
     }
 
 
-def event(data: dict[str, Any] | str) -> bytes:
+def event(data: dict[str, Any]) -> bytes:
     """A server-sent event."""
-    return b"data: " + (data.encode() if isinstance(data, str) else encoded(data)) + b"\n\n"
+    return b"data: " + encoded(data) + b"\n\n"
 
 
 def encoded(data: dict[str, Any]) -> bytes:

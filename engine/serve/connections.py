@@ -21,7 +21,8 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from engine.serve.http import BODY_SECONDS, CONNECTION, STALL_SECONDS
+from engine.serve.http import BODY_SECONDS, CONNECTION
+from engine.serve.streams import STALL_SECONDS
 
 try:
     import resource

@@ -25,15 +25,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.app import trace_page
 from engine.app.records import parse_record
-from engine.contract import SearchResult
 from engine.contract.trace import Trace
 from engine.errors import CoppiceError, UsageError
-from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, event, status_of
-from engine.serve.fields import places_of, read
+from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, status_of
+from engine.serve.fields import Asked, places_of, read
 from engine.serve.limits import Limits
 from engine.serve.names import CHAT, COMPLETIONS, header_of
+from engine.serve.responses import RESPONSES, ResponseAnswers, chat_body
 from engine.serve.served import Served
-from engine.serve.stepper import Abandoned, Stepper, Ticket, share
+from engine.serve.stepper import Stepper, Ticket, share
+from engine.serve.streams import Events, cancel, ending, late, until, written
 from models.trim import trim_memory
 
 SALT = "coppice.salt"  # of cached prefixes, in the scope of a request
@@ -45,9 +46,7 @@ BODIES = 16  # bodies of the largest size that are held at once
 LARGE = 1 << 18  # bytes of a body whose memory goes back to the system, when it has been answered
 TRIM_SECONDS = 0.1
 MOST_BRACKETS = 1 << 17  # of a body: the parser makes an object of each without letting other threads run
-PING_SECONDS = 10.0  # a stream without text says that it lives
-STALL_SECONDS = 120.0  # a client that reads nothing for so long is gone
-ENDING_SECONDS = 1.0  # for the last event of a stream, when the server ends
+PREFIXES = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", RESPONSES: "resp_"}  # of ids
 CLOSED = 499  # of a response that nobody reads
 PAGE = Path(__file__).parent / "page.html"
 T = TypeVar("T")
@@ -96,7 +95,7 @@ class Application:
             "/v1/models/{name:path}": self.model,
             "/trace/{name}": self.trace,
         }
-        post = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT}
+        post = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES}
         routes = [Route(path, self._handled(work), methods=["GET"]) for path, work in get.items()]
         routes += [
             Route(path, self._handled(partial(self.complete, kind)), methods=["POST"]) for path, kind in post.items()
@@ -150,15 +149,19 @@ class Application:
         try:
             results = await self._awaited(request, asyncio.gather(*(ticket.result() for ticket in tickets)), deadline)
         finally:
-            _cancel(tickets)
-        data = await _written(answers, lambda: encoded(answers.whole(results)))
+            cancel(tickets)
+        data = await written(answers, lambda: encoded(answers.whole(results)))
         return Response(data, headers=header_of(answers.asked.ignored), media_type="application/json")
 
     async def _submitted(self, kind: str, data: bytes, client: str, salt: str) -> tuple[Answers, list[Ticket]]:
         """Check the body of a request, and queue what it asks for. Raises CoppiceError."""
         body = {key: value for key, value in (await self._parsed(data, client)).items() if value is not None}
         served = self._find(body.get("model"))
-        identity = ("chatcmpl-" if kind == CHAT else "cmpl-") + secrets.token_urlsafe(16)
+        identity = PREFIXES[kind] + secrets.token_urlsafe(16)
+        write: Callable[[str, Asked], Answers] = Answers
+        if kind == RESPONSES:
+            write = partial(ResponseAnswers, body=body)
+            kind, body = CHAT, chat_body(body)
         if (count := places_of(body, kind)) > served.lane.most:
             raise UsageError(f"prompt: this server takes {served.lane.most} prompts of a client at once, got {count}")
         with served.lane.place(client, count):
@@ -166,7 +169,7 @@ class Application:
             asked = await self.stepper.check(work, client)
             tickets = [served.lane.submit(checked, asked.stream, client) for checked in asked.checked]
         self._keep(asked.traces)
-        return Answers(identity, asked), tickets
+        return write(identity, asked), tickets
 
     async def _awaited(self, request: Request, work: "Awaitable[T]", deadline: float) -> T:
         """The result of work that a request waits for. Raises HttpError at the deadline, and ClientDisconnect."""
@@ -174,9 +177,9 @@ class Application:
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks who has left
         try:
             async with asyncio.timeout_at(deadline):
-                left = await _until(future, request.receive)
+                left = await until(future, request.receive)
         except TimeoutError:
-            raise _late(self.limits.seconds) from None
+            raise late(self.limits.seconds) from None
         finally:
             future.cancel()
         if left:
@@ -258,7 +261,7 @@ class Application:
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
             except asyncio.CancelledError:
-                return _error(_ending())
+                return _error(ending())
             except Exception as error:
                 try:
                     return _error(self._log(error))
@@ -277,95 +280,6 @@ class Application:
                 else:
                     print("error:", "; ".join(str(error).splitlines()), file=sys.stderr)
         return ours
-
-
-class Events(Response):
-    """A stream of server-sent events. It ends the searches when the client leaves, and waits for no reader."""
-
-    def __init__(
-        self,
-        answers: Answers,
-        tickets: Sequence[Ticket],
-        deadline: float,
-        seconds: float,
-        log: Callable[[Exception], CoppiceError],
-    ):
-        super().__init__()
-        self.answers, self.tickets, self.log = answers, tickets, log
-        self.deadline, self.seconds = deadline, seconds
-        self._turn = asyncio.Lock()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        headers |= header_of(self.answers.asked.ignored)
-        raw = [(key.encode(), value.encode()) for key, value in headers.items()]
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": raw})
-            await self._until_left(send, receive)
-        except asyncio.CancelledError:
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(ENDING_SECONDS):
-                    await send({"type": "http.response.body", "body": event(error_body(_ending()))})
-        finally:
-            _cancel(self.tickets)
-
-    async def _until_left(self, send: Send, receive: Receive) -> None:
-        work = asyncio.ensure_future(self._run(send))
-        try:
-            await _until(work, receive)
-        finally:
-            work.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError, TimeoutError):
-                await work
-
-    async def _run(self, send: Send) -> None:
-        try:
-            async with asyncio.timeout_at(self.deadline):
-                await self._follow(send)
-        except TimeoutError:
-            await self._put(send, event(error_body(_late(self.seconds))))
-        except (OSError, Abandoned):
-            return
-        except Exception as error:
-            await self._put(send, event(error_body(self.log(error))))
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _follow(self, send: Send) -> None:
-        """Send everything, of several prompts as it comes."""
-        parts = [asyncio.ensure_future(self._one(i, ticket, send)) for i, ticket in enumerate(self.tickets)]
-        try:
-            results = await asyncio.gather(*parts)
-        finally:
-            for part in parts:
-                part.cancel()
-        for chunk in self.answers.close(results):
-            await self._put(send, event(chunk))
-        await self._put(send, event("[DONE]"))
-
-    async def _one(self, i: int, ticket: Ticket, send: Send) -> SearchResult:
-        while True:
-            try:
-                async with asyncio.timeout(PING_SECONDS):
-                    text = await ticket.more()
-            except TimeoutError:
-                await self._put(send, b": the search runs\n\n")
-                continue
-            if not text:
-                break
-            await self._put(send, b"".join(map(event, self.answers.text(i, text))))
-        result = await ticket.result()
-        await self._put(send, await _written(self.answers, lambda: b"".join(map(event, self.answers.end(i, result)))))
-        return result
-
-    async def _put(self, send: Send, data: bytes) -> None:
-        async with self._turn:
-            if data:
-                part = {"type": "http.response.body", "body": data, "more_body": True}
-                try:
-                    async with asyncio.timeout(STALL_SECONDS):
-                        await send(part)
-                except TimeoutError:
-                    raise ConnectionError("the client reads nothing") from None
 
 
 def client_of(scope: Scope) -> str:
@@ -419,42 +333,6 @@ def _host(value: str) -> str:
     if value.startswith("["):
         return value[1:].partition("]")[0]
     return value.partition(":")[0].lower()
-
-
-async def _until(work: "asyncio.Future[Any]", receive: Receive) -> bool:
-    """Wait for a future; True: the client left before. Raises what the future raises."""
-    watcher = asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watcher.cancel()
-    if not work.done():
-        return True
-    work.result()
-    return False
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _cancel(tickets: Sequence[Ticket]) -> None:
-    for ticket in tickets:
-        ticket.lane.cancel(ticket)
-
-
-def _ending() -> HttpError:
-    return HttpError(503, "the server ends before this request", code="interrupted")
-
-
-def _late(seconds: float) -> HttpError:
-    return HttpError(504, f"the request took more than {seconds:g} s", code="timeout", remedy="fewer tokens or beams")
-
-
-async def _written(answers: Answers, write: Callable[[], bytes]) -> bytes:
-    """Return what a function returns; for a large answer it runs in a thread, so that others are answered meanwhile."""
-    return await asyncio.to_thread(write) if answers.large else write()
 
 
 def _error(error: CoppiceError) -> Response:

@@ -34,6 +34,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 RENAMED = {  # names of others -> keys of a batch line's params
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
+    "max_output_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "n": "num_return_sequences",
     "beam_width": "beams",
