@@ -120,7 +120,7 @@ class _Reader:
         self.step()
 
     def items(self, closing: str, item: Any) -> list[Any]:
-        """What stands between commas, up to a closing bracket."""
+        """The values between commas, up to a closing bracket."""
         found = []
         self.depth += 1
         if self.depth > MOST_DEPTH:

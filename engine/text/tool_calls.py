@@ -115,7 +115,7 @@ def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:
 
 
 def described(tools: Sequence[Any]) -> str:
-    """What a system message says of tools where the template has no place for them."""
+    """The text of a system message about tools, where the template has no place for them."""
     lines = ["You may call functions. Their signatures, as JSON:", "<tools>", *map(_json, tools), "</tools>"]
     form = '{"name": <name of the function>, "arguments": <object of arguments>}'
     return "\n".join([*lines, f"Write each call as <tool_call>\n{form}\n</tool_call>"])
@@ -258,7 +258,7 @@ class CallStream:
         return -1 if len(lead) <= MOST_HEAD and _PART.fullmatch(lead) else None
 
     def _reject(self) -> list[str | ToolCall]:
-        """What looked like a call is text."""
+        """Give what looked like a call back as text."""
         text = "".join([*self._taken, *self._body])
         self._taken, self._body, self._brackets, self._at = [], [], None, "text"
         return self._text_of(text)

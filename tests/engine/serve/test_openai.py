@@ -323,21 +323,3 @@ def test_many_kinds_and_widths_share_passes_and_give_what_they_give_alone(server
         assert [reply.choices[0].message.content] == texts(alone, search, FOX, 16)
     passes = server.app.served["demo"].lane.figures()["forward_passes"] - before
     assert passes < sum(reply.coppice["stats"][0]["forward_passes"] for reply in replies) / 2
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_litellm(server, stream):
-    """The proxy that many programs have between them and OpenAI."""
-    litellm = pytest.importorskip("litellm", reason="needs litellm, in an environment that has torch too")
-    options = {"model": "openai/demo", "api_base": f"{server.url}/v1", "api_key": "none", "temperature": 0}
-    reply = litellm.completion(messages=HOT, max_tokens=24, stream=stream, extra_body={"beams": 2}, **options)
-    text = reply.choices[0].message.content if not stream else ""
-    for chunk in reply if stream else ():
-        text += chunk.choices[0].delta.content or ""
-    assert text == "Cold is the opposite of hot."
-
-
-def test_langchain(server):
-    chat = pytest.importorskip("langchain_openai", reason="needs langchain-openai").ChatOpenAI
-    model = chat(model="demo", base_url=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=24)
-    assert model.invoke("What is the opposite of hot?").content == "Cold is the opposite of hot."

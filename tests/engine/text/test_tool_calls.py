@@ -61,7 +61,7 @@ CASES = [
 
 
 def read(format, pieces, **options):
-    """What a stream gives for a text in pieces, neighbouring texts joined."""
+    """The parts that a stream gives for a text in pieces, neighbouring texts joined."""
     stream, found = CallStream(format, NAMES, **options), []
     for part in [part for piece in pieces for part in stream.push(piece)] + stream.finish():
         if isinstance(part, str) and found and isinstance(found[-1], str):
