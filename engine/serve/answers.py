@@ -185,10 +185,14 @@ class Answers:
         return about | {"token_ids": output.token_ids} if self.asked.token_ids else about
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
-        """The log-probabilities of an output's tokens, but for the one that ended it; None if they are not wanted."""
+        """The log-probabilities of an output's tokens; None if they are not wanted.
+
+        The token that ended it is left out, but for an echo: there vLLM has it, and lm-evaluation-harness counts on it.
+        """
         if output.token_logprobs is None:
             return None
-        tokens = output.token_ids[: -1 if output.finish_reason == "eos" else None]
+        left_out = output.finish_reason == "eos" and not self.asked.echoed
+        tokens = output.token_ids[: -1 if left_out else None]
         alternatives = output.top_logprobs or [[] for _ in tokens]
         rows = [*zip(tokens, output.token_logprobs, alternatives, strict=False)]
         if self.chat:

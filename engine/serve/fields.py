@@ -99,6 +99,8 @@ def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identi
     """Read a body with `_read`. Errors name fields as the client did."""
     try:
         return _read(body, kind, served, limits, identity, salt)
+    except RecursionError:
+        raise UsageError("the body is nested too deep") from None
     except UsageError as error:
         names = {"best_of": "num_return_sequences", **RENAMED}
         if isinstance(body.get("tool_choice"), str | dict):  # a forced call is a grammar

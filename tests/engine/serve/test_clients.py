@@ -116,3 +116,31 @@ def test_instructor(server, mode):
         assert [*client.chat.completions.create(**options)] == [Answer(kind="cold", sure=True)]
     else:
         assert isinstance(client.chat.completions.create(response_model=Answer, **options), Answer)
+
+
+# --- lm-evaluation-harness ---
+
+
+def test_the_harness(server):
+    pytest.importorskip("transformers", reason="needs transformers, whose tokenizer the harness takes")
+    api: Any = pytest.importorskip("lm_eval.models.openai_completions", reason="needs lm_eval[api]")
+    from lm_eval.api.instance import Instance  # type: ignore[import-not-found]
+
+    from engine.demo import demo_folder
+
+    url = f"{server.url}/v1/completions"
+    model = api.LocalCompletionsAPI(
+        base_url=url, model="demo", tokenizer=str(demo_folder()), tokenizer_backend="huggingface", max_retries=1
+    )
+    pairs = [("The opposite of hot is", " cold"), ("The opposite of hot is", " warm"), ("Once", " upon a time")]
+    pairs += [("A dog ran", " to the park."), ("What is the opposite of hot?<|end|>", "<|end|>")]
+    found = model.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
+    for (context, continuation), (logprob, greedy) in zip(pairs, found, strict=True):
+        ids, more = (model.tok_encode(text) for text in (context, context + continuation))
+        [score] = server.engine.score(ids, [more[len(ids) :]])
+        assert logprob == pytest.approx(score.logprob, abs=1e-4) and greedy == score.is_greedy
+    asked = Instance("generate_until", {}, ("The opposite of hot is", {"until": ["."], "max_gen_toks": 8}), 0)
+    [text] = model.generate_until([asked])
+    ids: Any = model.tok_encode("The opposite of hot is")
+    reply = server.client.completions.create(model="demo", prompt=ids, max_tokens=8, temperature=0, stop=["."])
+    assert text == reply.choices[0].text

@@ -26,6 +26,7 @@ from engine.serve.names import (  # noqa: E402
     REFUSED,
     RENAMED,
 )
+from engine.serve.responses import chat_body  # noqa: E402
 
 PLAIN = [True, False, -1, 0, 1, 3, 10**18, -(10**18), 1e300, -0.5, 0.5, "", "x", "1", "\0", "😀" * 3]
 NESTED = [[], {}, [[]], [[[]]], [None], [1], [0.5], [1e300], ["x"], [1, "x"], [True], [[1, 2]], [[1], [2]], [{}]]
@@ -43,6 +44,7 @@ SHAPED = [
     [{"role": "user", "content": [None]}],
     [{"role": "user", "content": [{"type": "text", "text": 1}]}],
 ]
+CHOICES = ["required", {"type": "function", "function": {"name": "f"}}, {"type": "allowed_tools", "allowed_tools": {}}]
 VALUES = PLAIN + NESTED + SHAPED
 BASE = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"prompt": "Once"}}
 PATH = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
@@ -54,8 +56,9 @@ CASES = [(name, None) for name in NAMES] + [(key, search) for search in REGISTRY
 
 def bodies(kind: str, name: str, search: str | None):
     """The bodies that differ from a good one in one field."""
-    for value in VALUES:
-        yield BASE[kind] | ({"search": search} if search else {}) | {"max_tokens": 2, name: value}
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]} if name in OF_TOOLS and kind == CHAT else {}
+    for value in VALUES + CHOICES * (name == "tool_choice"):
+        yield BASE[kind] | ({"search": search} if search else {}) | tools | {"max_tokens": 2, name: value}
 
 
 @pytest.mark.parametrize("kind", [CHAT, COMPLETIONS])
@@ -99,3 +102,43 @@ def test_answers_are_never_faults(server, seed, capfd):
                 assert reply.json()["choices"], body
     assert capfd.readouterr().err == ""
     assert server.engine.pool.used_pages == 0
+
+
+RESPONSE_FIELDS = ("input", "instructions", "text", "tools", "tool_choice", "previous_response_id", "include", "n")
+ITEMS = [
+    [{"role": "user", "content": value}] for value in VALUES
+] + [
+    [{"type": "function_call", "name": value, "arguments": value, "call_id": value}] for value in VALUES
+] + [
+    [{"type": "function_call_output", "call_id": value, "output": value}] for value in VALUES
+]  # fmt: skip
+
+
+def test_every_field_of_a_response_is_checked(server):
+    served, limits, fine = server.app.served["demo"], server.app.limits, 0
+    for name in RESPONSE_FIELDS:
+        for value in VALUES + ITEMS:
+            body = {"input": "Hi", "max_output_tokens": 2, name: value}
+            try:
+                read(chat_body(body), CHAT, served, limits, "id")
+                fine += 1
+            except CoppiceError as error:
+                assert status_of(error) == 400, (body, error)
+    assert fine > 100
+
+
+@pytest.mark.parametrize("depth", [400, 900])
+def test_deep_values_are_errors_of_the_client(server, depth):
+    deep = {"type": "object", "properties": {}}
+    for _ in range(depth):
+        deep = {"type": "array", "items": deep}
+    call = {"function": {"name": "f", "arguments": json.dumps({"a": 1})}}
+    for kind, body in (
+        (CHAT, {"tools": [{"function": {"name": "f", "parameters": deep}}], "tool_choice": "required"}),
+        (CHAT, {"tools": [{"function": {"name": "f", "parameters": deep}}]}),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [call | {"x": deep}]}]}),
+    ):
+        try:
+            read(BASE[kind] | {"max_tokens": 2} | body, kind, server.app.served["demo"], server.app.limits, "id")
+        except CoppiceError as error:
+            assert status_of(error) == 400, error

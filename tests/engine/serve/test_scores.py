@@ -60,6 +60,17 @@ def test_echo_before_new_tokens(server, alone):
     assert echoed.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(score.token_logprobs, abs=1e-4)
 
 
+def test_an_echo_has_the_token_that_ends_the_output(server, alone):
+    """Clients that ask for one token, as lm-evaluation-harness does, leave out the last: it is no token of theirs."""
+    ids = alone.encode("<|begin|><|user|>What is the opposite of hot?<|end|><|assistant|>", parse_special=True)
+    ids += alone.tokenizer.encode("Cold is the opposite of hot.", add_special=False)
+    plain, echoed = (complete(server, prompt=ids, max_tokens=1, logprobs=1, echo=echo) for echo in (False, True))
+    assert plain.choices[0].finish_reason == echoed.choices[0].finish_reason == "stop", "the prompt ends as a reply"
+    found = echoed.choices[0].logprobs
+    assert plain.choices[0].logprobs.tokens == [] and len(found.tokens) == len(found.token_logprobs) == len(ids) + 1
+    assert found.text_offset[-1] == sum(map(len, found.tokens[:-1]))
+
+
 def test_echo_in_a_stream(server):
     fields = {"max_tokens": 5, "n": 2, "extra_body": {"beams": 2}}
     plain, texts = complete(server, **fields).choices, ["", ""]
