@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 DESCRIPTION = "Serve models by OpenAI's HTTP interface: searches of all kinds and widths share each pass."
 EPILOG = """\
 GET /v1/models, POST /v1/completions, /v1/chat/completions, /v1/responses: as OpenAI's clients speak them, with "search"
-  and the parameters of every search besides (flags in snake_case); GET / chats in a browser, GET /trace/ID shows the tree of a
-  request with "trace": true, GET /metrics is for Prometheus, GET /health for whoever watches. docs/serving.md explains.
+  and the parameters of every search besides (flags in snake_case); GET / chats in a browser, GET /trace/ID shows the
+  tree of a request with "trace": true, GET /metrics is for Prometheus, GET /health for whoever watches.
+  docs/serving.md explains.
 
 A key is read from --api-key-file, a key per line, or from the environment variable COPPICE_API_KEY. Without one only
 this machine is served.
