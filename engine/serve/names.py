@@ -95,7 +95,8 @@ def refuse(body: Mapping[str, Any], kind: str) -> None:
         if key in body and not any(value == body[key] for value in fine):
             allowed = f"expected {' or '.join(map(repr, fine))}" if fine else "it cannot be served"
             raise UsageError(f"{key}: {allowed}, got {shortened(repr(body[key]))}", remedy=remedy)
-    of_prompts = [key for key in OF_PROMPTS if key != "echo" or body.get("echo")]
+    plain = {"echo": False, "best_of": 1, "suffix": ""}
+    of_prompts = [key for key in OF_PROMPTS if body.get(key) != plain.get(key)]
     others = {
         CHAT: ("prompt", "parse_special", *of_prompts),
         COMPLETIONS: ("messages", "tools", *OF_TOOLS, "template", "think", "chat_template_kwargs"),

@@ -67,7 +67,15 @@ def test_the_header_has_no_characters_of_its_own_meaning():
 
 def test_what_clients_send_that_changes_no_token(server):
     plain = contents(raw(server, **BODY))
-    fields = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "stop": ["zz", "qq"], "n": 1}
+    fields = {
+        "user": "u",
+        "store": False,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "stop": ["zz", "qq"],
+        "n": 1,
+        "best_of": 1,
+    }
     reply = raw(server, **BODY | fields | {"logit_bias": {"5": 0.0}, "frequency_penalty": 0, "tool_choice": "none"})
     assert contents(reply) == plain and "x-coppice-ignored" not in reply.headers
 

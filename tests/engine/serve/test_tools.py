@@ -12,7 +12,7 @@ openai = pytest.importorskip("openai", reason="needs the extra test")
 from pydantic import BaseModel  # noqa: E402  the client needs it
 
 from engine.serve.calls import template_messages  # noqa: E402
-from engine.text.prompting import chat_prompt  # noqa: E402
+from engine.text.prompting import TemplateOptions, chat_prompt  # noqa: E402
 
 HOT = [{"role": "user", "content": "What is the opposite of hot?"}]
 WEATHER = {
@@ -166,6 +166,17 @@ def test_a_conversation_goes_on_after_a_call(server, start, tmp_path):
             assert found[3] == {"role": "user", "content": "<tool_response>\nsunny\n</tool_response>"}
         else:
             assert not described and f"<tool_call>weather{place}</tool_call>" in text and "tool:sunny" in text
+
+
+def test_a_forced_call_closes_a_thought_that_the_template_has_opened(start, tmp_path):
+    pytest.importorskip("llguidance", reason="needs the extra grammar")
+    source = QWEN.replace("<|assistant|>", "<|assistant|><think>\\n") + "{# </think> #}"
+    (path := tmp_path / "template.jinja").write_text(source)
+    server = start("--chat-template", str(path))
+    message = ask(server, tools=TOOLS, **FORCED).choices[0].message
+    assert message.tool_calls and message.content is None and not hasattr(message, "reasoning_content")
+    rendered = chat_prompt(server.engine, HOT, TemplateOptions(lead="<tool_call>\n"))
+    assert server.engine.tokenizer.decode(rendered.ids).endswith("<think>\n</think>\n\n<tool_call>\n")
 
 
 @pytest.mark.parametrize(

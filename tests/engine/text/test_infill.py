@@ -10,10 +10,12 @@ from engine.text.tokenizer import Tokenizer
 LETTERS = [*map(chr, range(33, 127)), *"▁｜"]
 
 
-def tokenizer(folder, special):
+def tokenizer(folder, special, decoder=None):
     """A tokenizer of characters with control tokens."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(LETTERS)}, []))
     library.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in special])
+    if decoder is not None:
+        library.decoder = decoder
     library.save(str(folder / "tokenizer.json"))
     return Tokenizer.load(folder)
 

@@ -7,9 +7,11 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.decoders import ByteLevel
 
 from engine.errors import UsageError
 from engine.text.call_literals import read_calls
+from engine.text.template import ChatTemplate
 from engine.text.tool_calls import (
     HERMES,
     LFM2,
@@ -21,6 +23,7 @@ from engine.text.tool_calls import (
     format_of,
     functions_of,
 )
+from tests.engine.text.test_infill import tokenizer
 
 NAMES = {"f", "g"}
 NESTED = {"k": None, "l": [True, False]}
@@ -213,3 +216,19 @@ def test_functions_and_their_schemas():
     for wrong in ({}, [1], [{"function": {}}], [{"name": "f"}, {"name": "f"}], [{"name": "f", "parameters": 3}]):
         with pytest.raises(UsageError, match="tools"):
             functions_of(wrong)
+
+
+def test_marks_that_are_special_tokens_are_text_of_replies_alone(tmp_path):
+    """They stay in decoded text; a user cannot write them, the model's own turns can, and a grammar never does."""
+    special = ["[TOOL_CALLS]", "<|tool_call_start|>", "</s>"]
+    made = tokenizer(tmp_path, special, ByteLevel())
+    mark, start, end = (made.encode_rendered([(text, True)])[0] for text in special)
+    ids = [mark, *made.encode("[]"), end, start]
+    assert made.decode(ids) == "[TOOL_CALLS][]<|tool_call_start|>"
+    assert made.special_ids == {mark, start, end} and [made.data()[i] for i in (mark, start, end)] == [b""] * 3
+    source = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    template = ChatTemplate(source, special=made.special_spellings, added=made.added_spellings)
+    for role, expected in (("user", False), ("tool", False), ("assistant", True)):
+        spans = template.render([{"role": role, "content": "[TOOL_CALLS]x</s>"}])
+        found = made.encode_rendered(spans)
+        assert (mark in found) == expected and end not in found
