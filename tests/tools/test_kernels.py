@@ -19,6 +19,7 @@ FIGURES = importlib.util.find_spec("matplotlib") is not None
 SMALL = ["--prefix", "20", "--queries", "3", "--branching", "1", "--depth", "2", "--heads", "4:2", "--head-dim", "16",
          "--seconds", "0.001"]  # fmt: skip
 TEMPLATE_TEXT = TEMPLATE.read_text("utf-8")
+BESIDE = ["--impls", "torch"]  # what a candidate is compared with where the others do not matter
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def test_everything_that_is_there(capsys):
 
 def test_the_template_is_right(capsys, tmp_path):
     assert main(["--print-template"]) == 0
-    found, told = lab(capsys, *candidate(tmp_path, capsys.readouterr().out), "--dtypes", "float32", "bfloat16")
+    found, told = lab(capsys, *candidate(tmp_path, capsys.readouterr().out), "--dtypes", "float32", "bfloat16", *BESIDE)
     assert found["candidate"] == "mine"
     assert found["right"]["tree_attention"]["mine"] and found["right"]["kv_write"]["mine"]
     assert "mine is right, takes" in told.out and "mine in detail:" in told.out and not found["traps"][0]["wrong"]
@@ -86,8 +87,9 @@ def test_the_template_is_right(capsys, tmp_path):
 )  # fmt: skip
 def test_wrong_candidates_are_found_out(old, new, trap, capsys, tmp_path):
     assert TEMPLATE_TEXT.count(old) == 1
-    found, told = lab(capsys, *candidate(tmp_path, TEMPLATE_TEXT.replace(old, new)), "--dtypes", "float32", code=2)
     operator = "kv_write" if "slots_T" in old else "tree_attention"
+    words = *candidate(tmp_path, TEMPLATE_TEXT.replace(old, new)), "--dtypes", "float32", "--ops", operator
+    found, told = lab(capsys, *words, *BESIDE, code=2)
     assert not found["right"][operator]["mine"] and found["right"][operator]["torch"]
     assert trap in [t["name"] for t in found["traps"] if t["wrong"] and t["impl"] == "mine"]
     assert "mine is WRONG" in told.out and f"- mine, float32, {trap}: " in told.out
@@ -95,11 +97,11 @@ def test_wrong_candidates_are_found_out(old, new, trap, capsys, tmp_path):
 
 def test_nan_is_counted(capsys, tmp_path):
     greedy = "def tree_attention(q, k, v, layout, scale, window):\n    return (q + k.sum() * 0).to(q.dtype)\n"
-    found, _ = lab(capsys, *candidate(tmp_path, greedy), "--dtypes", "float32", code=2)
+    found, _ = lab(capsys, *candidate(tmp_path, greedy), "--dtypes", "float32", *BESIDE, code=2)
     told = next(t for t in found["traps"] if t["impl"] == "mine" and t["name"] == "a prompt from its start")
     assert told["wrong"].startswith(f"{40 * 4 * 32} NaN of {40 * 4 * 32}")
     nan = "def tree_attention(q, *rest):\n    out = q.clone()\n    out[0] = float('nan')\n    return out\n"
-    found, _ = lab(capsys, *candidate(tmp_path, nan), "--dtypes", "float32", code=2)
+    found, _ = lab(capsys, *candidate(tmp_path, nan), "--dtypes", "float32", *BESIDE, code=2)
     row = next(row for row in found["rows"] if row["impl"] == "mine")
     assert row["nan"] == 4 * 16 and row["x_plain"] is None and not row["right"]
 

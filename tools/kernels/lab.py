@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,13 +102,13 @@ class Lab:
 
     def trap(self, operator: str, able: Sequence[Contender], dtype: str) -> None:
         """Try every contender that takes whole passes in every trap."""
-        check = attention_fault if operator == "tree_attention" else write_fault
         for trap in traps(getattr(torch, dtype), self.device, "torch"):
+            check = AttentionTrap(trap).fault if operator == "tree_attention" else partial(write_fault, trap)
             for contender in able:
                 if contender.name in ("reference", *PACKED):
                     continue
                 try:
-                    found = TrapResult(operator, contender.name, dtype, trap.name, check(contender, trap))
+                    found = TrapResult(operator, contender.name, dtype, trap.name, check(contender))
                 except NotImplementedError as error:
                     found = TrapResult(operator, contender.name, dtype, trap.name, "", str(error) or "refused")
                 except UsageError as error:
@@ -279,19 +280,30 @@ def definition(
     return exact, plain, Errors(*map(max, zip(*found, strict=True)))
 
 
-def attention_fault(contender: Contender, trap: Trap) -> str:
-    """The fault of an attention in a trap; "" if there is none."""
-    inputs, scale = (trap.q_THD, trap.k_GSD, trap.v_GSD), trap.q_THD.shape[-1] ** -0.5
-    before = [x.clone() for x in inputs]
-    out = check_result(contender, contender(*inputs, trap.layout, scale, trap.window), trap.q_THD)
-    if any(not same_bits(x, y) for x, y in zip(inputs, before, strict=True)):
-        return "it changed its inputs"
-    own = slice(0, trap.rows)
-    exact, _, plain = definition(*inputs, trap.layout, scale, trap.window, own)
-    found = errors(out[own], exact, plain)
-    if found["nan"]:
-        return f"{found['nan']} NaN of {out[own].numel()}: it read slots that it must not read"
-    return "" if found["x_plain"] <= ALLOWED else f"error {found['error_max']:.1e}, {found['x_plain']:.1f}x plain"
+class AttentionTrap:
+    """A trap for attention. The definition, which is slow, is computed once for all contenders."""
+
+    def __init__(self, trap: Trap):
+        self.inputs, self.own = (trap.q_THD, trap.k_GSD, trap.v_GSD), slice(0, trap.rows)
+        self.options = trap.layout, trap.q_THD.shape[-1] ** -0.5, trap.window
+
+    @cached_property
+    def expected(self) -> tuple[Tensor, Tensor, Errors]:
+        """See `definition`."""
+        return definition(*self.inputs, *self.options, self.own)
+
+    def fault(self, contender: Contender) -> str:
+        """The fault of an attention; "" if there is none."""
+        inputs = [x.clone() for x in self.inputs]  # as contenders may change them
+        out = check_result(contender, contender(*inputs, *self.options), inputs[0])
+        if any(not same_bits(x, y) for x, y in zip(inputs, self.inputs, strict=True)):
+            return "it changed its inputs"
+        exact, _, plain = self.expected
+        out = out[self.own]
+        found = errors(out, exact, plain)
+        if found["nan"]:
+            return f"{found['nan']} NaN of {out.numel()}: it read slots that it must not read"
+        return "" if found["x_plain"] <= ALLOWED else f"error {found['error_max']:.1e}, {found['x_plain']:.1f}x plain"
 
 
 def rows_of(
@@ -303,7 +315,7 @@ def rows_of(
     return k_TGD, v_TGD
 
 
-def write_fault(contender: Contender, trap: Trap) -> str:
+def write_fault(trap: Trap, contender: Contender) -> str:
     """The fault of a KV write in a trap; "" if there is none."""
     slots_T = trap.layout.write_slots_T
     heads, kv_heads = trap.q_THD.shape[1], trap.k_GSD.shape[0]
