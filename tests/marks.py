@@ -1,4 +1,4 @@
-"""Marks of tests that need a GPU, Triton, the C++ kernels or a compiler; the implementations that can run here."""
+"""Marks of tests that need a GPU, Triton, C++ kernels, a compiler or figures; what can run here."""
 
 import importlib.util
 import os
@@ -8,9 +8,11 @@ import torch
 
 from kernels import cpp
 
+HAS_FIGURES = importlib.util.find_spec("matplotlib") is not None
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # set where there is no GPU
 
+needs_figures = pytest.mark.skipif(not HAS_FIGURES, reason="matplotlib is not installed (extra viz)")
 needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 needs_compiler = pytest.mark.skipif(cpp.compiler() is None, reason="no C++ compiler")
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")

@@ -1,7 +1,6 @@
 """Benchmarks on tiny shapes: they run, their figures agree, the page's sections are replaced and nothing else."""
 
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import torch
 
 from models.checkpoint.headers import Checkpoint
 from models.formats.int4 import Int4
+from tests.tools.output import last_line
 from tools.bench import peers, report, variants
 from tools.bench.__main__ import main
 from tools.bench.measure import PeakMemory, memory
@@ -25,10 +25,6 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench") / "tiny"
     make(folder, layers=2, width=64, mlp=96, heads=4, vocab=300)
     return str(folder)
-
-
-def last_line(capsys):
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_kv_holds_little_more_than_the_live_tokens(model, capsys, tmp_path):

@@ -1,21 +1,14 @@
 """The DSBD benchmark on tiny shapes: it runs, its figures agree."""
 
-import importlib.util
-import json
-
 import pytest
 import torch
 
 from engine import Engine
+from tests.marks import needs_figures
+from tests.tools.output import last_line
 from tools.bench.__main__ import main
 from tools.bench.dsbd import mark_front, simulate, speedups
 from tools.random_checkpoint import make
-
-FIGURES = importlib.util.find_spec("matplotlib") is not None
-
-
-def last_line(capsys):
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +52,7 @@ def test_which_pair(capsys):
     assert "--simulate" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not FIGURES, reason="matplotlib is not installed (extra viz)")
+@needs_figures
 def test_figure(pair, capsys, tmp_path):
     figure = tmp_path / "front.svg"
     command = ["dsbd", "front", "--model", str(pair / "target"), "--draft", str(pair / "draft"), "--prompts", "1",

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from kernels import cpp
+from tests.marks import needs_figures
 from tools.bench import limits
 from tools.kernels import contenders
 from tools.kernels.__main__ import TEMPLATE, main
 from tools.kernels.lab import errors, errors_of
 from tools.kernels.scenes import PLANS, level_sizes, traps
 
-FIGURES = importlib.util.find_spec("matplotlib") is not None
 SMALL = ["--prefix", "20", "--queries", "3", "--branching", "1", "--depth", "2", "--heads", "4:2", "--head-dim", "16",
          "--seconds", "0.001"]  # fmt: skip
 TEMPLATE_TEXT = TEMPLATE.read_text("utf-8")
@@ -188,7 +188,7 @@ def test_without_matplotlib(capsys, monkeypatch):
     assert "coppice[viz]" in told.err
 
 
-@pytest.mark.skipif(not FIGURES, reason="matplotlib is not installed (extra viz)")
+@needs_figures
 def test_pictures(capsys, tmp_path):
     lab(capsys, "--picture", "p.png", "--save", "page.md", "--dtypes", "float32")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

@@ -1,17 +1,16 @@
 """The papers' comparisons at sizes that measure nothing: every part runs on the demo, the page is written and kept."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.marks import needs_figures
 from tools.bench.__main__ import main
 from tools.bench.papers import aded, dsbd, sbon, trie, ults
 from tools.random_checkpoint import make
 
-FIGURES = importlib.util.find_spec("matplotlib") is not None
 TINY = ["--layers", "1", "--width", "64", "--heads", "2", "--vocab", "1536"]
 
 
@@ -108,7 +107,7 @@ def test_what_is_wrong_is_said(capsys, tmp_path):
     assert "no reward model" in told.err and "no draft model" in told.err and "failed: sbon, dsbd" in told.err
 
 
-@pytest.mark.skipif(not FIGURES, reason="matplotlib is not installed (extra viz)")
+@needs_figures
 def test_the_page_is_written_and_sections_replaced(capsys, tmp_path):
     page = tmp_path / "papers.md"
     for _ in range(2):

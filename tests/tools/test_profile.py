@@ -1,6 +1,5 @@
 """The profiler: its arithmetic by hand, its parts on small runs of real searches."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -14,14 +13,13 @@ from engine.demo import demo_folder
 from models.config import ModelShape
 from models.formats.floats import FloatLinear
 from search import Trie
+from tests.marks import HAS_FIGURES, needs_figures
 from tools.bench import limits
 from tools.kernels.scenes import scene
 from tools.profile.__main__ import describe, main
 from tools.profile.clock import Watch, linear_work, watched
 from tools.profile.report import group_of, operator_table, shares
 from tools.profile.trace import read_profile
-
-FIGURES = importlib.util.find_spec("matplotlib") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +143,7 @@ def test_the_bundled_demo_by_default(capsys):
     events = json.loads(Path("here/trace.json").read_text())["traceEvents"]
     assert sum(e["name"] == "step" and e.get("cat") == "user_annotation" for e in events) in (1, 2)
     assert json.loads(Path("here/result.json").read_text())["parts"] == found["parts"]
-    assert Path("here/timeline.svg").exists() == FIGURES
+    assert Path("here/timeline.svg").exists() == HAS_FIGURES
 
 
 @pytest.mark.parametrize(
@@ -181,7 +179,7 @@ def test_without_matplotlib(capsys, monkeypatch):
     assert "no picture: figures need matplotlib" in told.err and ".svg" not in told.out
 
 
-@pytest.mark.skipif(not FIGURES, reason="matplotlib is not installed (extra viz)")
+@needs_figures
 def test_the_picture_is_kept_beside_the_page(capsys, tmp_path):
     profile(capsys, "--search", "dsbd", "--save", "page.md")
     page = (tmp_path / "page.md").read_text()

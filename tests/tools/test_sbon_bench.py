@@ -1,11 +1,10 @@
 """`python -m tools.bench sbon`: on a tiny model, its figures against runs of the engine."""
 
-import json
-
 import pytest
 
 from engine import Engine
 from search import BoN
+from tests.tools.output import last_line
 from tools.bench.__main__ import main
 
 MODEL, REWARD = "tests/golden/llama/plain", "tests/golden/llama/classifier"
@@ -30,10 +29,6 @@ def source(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "ab"}\n{"prompt": "c d"}\n{"prompt": "not asked"}\n')
     return ["--input", str(file), "--prompts", "2"]
-
-
-def last_line(capsys):
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_table(source, capsys):

@@ -1,19 +1,12 @@
 """The ULTS benchmark, at sizes that measure nothing."""
 
-import importlib.util
-import json
-
 import pytest
 
+from tests.marks import HAS_FIGURES
+from tests.tools.output import last_line
 from tools.bench.__main__ import main
 from tools.bench.ults import abscissa, beside_beams, ordinate
 from tools.random_checkpoint import make
-
-FIGURES = importlib.util.find_spec("matplotlib") is not None
-
-
-def last_line(capsys):
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_curves_are_read_where_they_reach_a_value():
@@ -54,7 +47,7 @@ def test_overhead(capsys):
 
 @pytest.mark.parametrize("save", [False, True])
 def test_model(tmp_path, capsys, save):
-    if save and not FIGURES:
+    if save and not HAS_FIGURES:
         pytest.skip("matplotlib is not installed (extra viz)")
     make(tmp_path / "m", layers=1, width=32, mlp=48, heads=4, vocab=260, max_positions=64, seed=2)
     page = tmp_path / "docs" / "page.md"
