@@ -103,6 +103,7 @@ def change(dialog: Dialog, rest: str) -> None:
     with attributed(type(search)):
         search.check(engine.runner.vocab_size, eos)
     check_stop(settings.stop)
+    engine.model.adapter(settings.adapter)
     if settings.search != dialog.settings.search:
         dialog.screen.hint(f"[search {settings.search}]")
     dialog.settings = settings

@@ -597,3 +597,16 @@ def test_utf8_in_any_locale(base):
         out, _ = process.communicate("Café 日本".encode(), timeout=60)
     [result] = Engine.load(base).generate(["Café 日本"], Greedy(), max_new_tokens=30, ignore_eos=True)
     assert out.decode() == result.outputs[0].text + "\n" and not out.isascii()
+
+
+def test_a_chat_changes_its_adapter(command):
+    golden = Path(__file__).parents[2] / "golden"
+    flags = ["--model", golden / "llama" / "gqa", "--dtype", "float32", "--max-new-tokens", "4", "--ignore-eos"]
+    flags += [f"--adapter={golden / 'adapters' / name}" for name in ("llama_all", "llama_some")]
+    lines = ["ab", "/reset", "/set adapter=none", "ab", "/reset", "/set adapter=llama_some", "ab", "/set adapter=other"]
+    code, out, err = command(*flags, typed="\n".join([*lines, "/set", ""]), tty=True)
+    assert code == 0 and "adapter llama_all; /set adapter changes it: llama_some, none" in err
+    assert "adapter: expected one of none, llama_all, llama_some, got 'other'" in err
+    assert re.search(r"adapter +'?llama_some", err)
+    replies = [line for line in out.splitlines() if line.strip()]
+    assert len({*replies[-3:]}) == 3
