@@ -12,8 +12,8 @@ from engine import Engine, LoadOptions, Request, Session, UsageError
 from engine.app import batch, chat
 from engine.load.budget import plan
 from engine.load.pools import Workload
-from kernels import cpp
 from search import ADED, Greedy, Speculative, Trie
+from tests.marks import needs_cpp
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODEL, ADAPTERS = GOLDEN / "llama" / "gqa", GOLDEN / "adapters"
@@ -28,7 +28,7 @@ def tokens(engine: Engine, prompt: list[int], adapter: str | None, search: Any =
     return result.outputs[0].token_ids, result.outputs[0].logprob
 
 
-@pytest.mark.skipif(cpp.why_not() is not None, reason="products of PyTorch depend on the rows beside")
+@needs_cpp  # products of PyTorch depend on the rows beside
 @pytest.mark.parametrize(
     "options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quant": "int8"}, {"quant": "int4"}], ids=str
 )

@@ -7,10 +7,10 @@ import torch
 
 from kernels import cpp
 from kernels.low_rank import Adapters, Factors, LowRank, low_rank
+from tests.marks import needs_cpp
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WIDTH, OUTS = 301, 85
-needs_cpp = pytest.mark.skipif(cpp.why_not() is not None, reason="no C++ kernels")
 
 
 def factors(first: int, outs: int, rank: int, dtype: torch.dtype, scale: float = 0.5) -> Factors:

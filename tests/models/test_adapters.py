@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine import Engine
 from models.adapters import Adapter
 from models.errors import CheckpointError
+from tests.marks import needs_interpreter
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ADAPTERS = json.loads((GOLDEN / "adapters" / "golden.json").read_text())
@@ -83,6 +84,16 @@ def test_operators_one_by_one_compute_the_same(impl: str):
     name = "gpt2_all"
     engine, ids = loaded(name, dtype="float64"), ADAPTERS[name]["ids"]
     engine.runner.impl = impl
+    want = LOGITS[f"logits.{name}"]
+    assert (engine.logits(ids, name)[-len(want) :] - want).abs().max() <= 2e-5 * want.abs().max()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["llama_all", "gpt2_all"])
+def test_operators_of_a_gpu_run_beside_adapters(name: str):
+    """Some calls of a layer run together there; an adapter's stay between them."""
+    engine, ids = loaded(name, dtype="float32", parallel=2), ADAPTERS[name]["ids"]
+    engine.runner.impl = "triton"
     want = LOGITS[f"logits.{name}"]
     assert (engine.logits(ids, name)[-len(want) :] - want).abs().max() <= 2e-5 * want.abs().max()
 

@@ -129,6 +129,9 @@ def test_what_is_no_graph(monkeypatch):
     root = [Chunk(tree, 1, [], tree.allocate(1, []))]
     assert runner._unfit(root, [0]) == "" and "prompt" in runner._unfit(root, [])
     assert "prompt" in runner._unfit([Chunk(tree, 2, [], [2, 3])], [0])
+    tree.trunk.adapter = 1
+    assert "with adapters" in runner._unfit(root, [0])
+    tree.trunk.adapter = 0
     assert f"more than {TREES[-1]} trees" in runner._unfit(root * (TREES[-1] + 1), [0])
     nodes = tree.grow([tree.root] * 40, range(6, 46))
     leaves = [Chunk(tree, 0, nodes, tree.allocate(0, nodes))]
