@@ -7,8 +7,9 @@
 | mistral | `[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]`; newer ones `[TOOL_CALLS]f[ARGS]{"a": 1}` |
 | lfm2 | `<|tool_call_start|>[f(a=1)]<|tool_call_end|>`, or JSON as in the other lists |
 
-A call is known as soon as its brackets are closed. What looks like a call and is none stays text. The work is linear
-in the text, however it is cut.
+A reply may also begin with calls without marks, perhaps in fences of Markdown, if they name given functions: small
+models forget the marks. A call is known as soon as its brackets are closed. What looks like a call and is none stays
+text. The work is linear in the text, however it is cut.
 """
 
 import json
@@ -33,6 +34,10 @@ AT_ONCE = 256  # characters that are looked at at once, so that none is looked a
 # What stands before the arguments where the name does not stand beside them, and what may be the start of that.
 _HEAD = re.compile(r"\s*([\w.-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?(?:\[ARGS\])?\s*")
 _PART = re.compile(r"[\w.\[\]\s-]*")
+# The beginning of a call without an opening, as far as its first key: space, fence, space, bracket, space, key.
+_BARE = re.compile(r"""(\s*)(?:(`[`json]*)(\s*))?(?:(\{)(\s*)("\w*"?)?(.*))?""", re.S)
+_KEYS = ('"name"', '"type"', '"function"', '"arguments"', '"parameters"')
+_FENCES = "```", "```json"
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ class ToolFormat:
         name: of the format.
         opening, closing: around a call or a list of calls; "" where nothing closes it.
         key: of the arguments.
-        bare: a reply that begins with a bracket is a call, without an opening.
+        bare: calls are written without an opening. Where the template shows one, a reply may begin with a call that has
+            none as well.
         listed: calls stand in a list.
         headed: the name may stand before the arguments.
         lead: what a reply that has to be a call begins with; the template's generation prompt is followed by it.
@@ -164,7 +170,9 @@ class CallStream:
     def __init__(self, format: ToolFormat, names: Collection[str], *, led: bool = False, several: bool = True):
         self.format, self.names, self.several = format, names, several
         self.called = False
-        self._at = "start" if format.bare else "call" if led else "text"  # then "closing", "gap", "end"
+        self._at = "call" if led and format.lead else "start"  # then "text", "closing", "gap", "end"
+        self._closes = format.closing
+        self._opened = True  # the call has an opening
         self._held = ""  # text that is not decided on
         self._taken: list[str] = []  # text that is none if what it began is a call
         self._body: list[str] = []
@@ -198,11 +206,18 @@ class CallStream:
         return found
 
     def _start(self, last: bool) -> list[str | ToolCall]:
-        """Where a call may begin by its bracket alone."""
-        lead = self._held.lstrip()
-        if lead.startswith("{"):
-            self._taken, self._held, self._at = [self._held[: -len(lead)]], lead, "call"
-        elif lead or last or len(self._held) > MOST_SPACE:
+        """Where a call may begin without an opening."""
+        found = _BARE.fullmatch(self._held)
+        if found is None or any(len(space) > MOST_SPACE for space in found.group(1, 3, 5) if space):
+            self._at = "text"
+            return []
+        fence, bracket, key, rest = found.group(2, 4, 6, 7)
+        fits = fence in (None, *_FENCES) if bracket else _FENCES[1].startswith(fence or "")
+        if key in _KEYS and fits:
+            at = found.start(4)
+            self._taken, self._held, self._at = [self._held[:at]], self._held[at:], "call"
+            self._opened, self._closes = False, _FENCES[0] if fence else ""
+        elif last or rest or not fits or not any(one.startswith(key or "") for one in _KEYS):
             self._at = "text"
         return []
 
@@ -216,6 +231,7 @@ class CallStream:
             cut -= min(MOST_SPACE, cut - len(text[:cut].rstrip()))
         if opened:
             self._taken, self._held, self._at = [text[cut:] + opening], rest, "call"
+            self._opened, self._closes = True, self.format.closing
         else:
             self._held = text[cut:]
         return self._text_of(text[:cut])
@@ -237,7 +253,7 @@ class CallStream:
             return []
         head = _HEAD.fullmatch(self._name)
         calls = read_calls("".join(self._body), head[1] if head else "")
-        if not calls or (self.format.bare and not all(name in self.names for name, _ in calls)):
+        if not calls or ((self.format.bare or not self._opened) and not all(name in self.names for name, _ in calls)):
             return self._reject()
         self.called, self._parted = True, self._shown
         self._taken, self._body, self._brackets = [], [], None
@@ -248,14 +264,14 @@ class CallStream:
         """Where the brackets of a call begin; -1: not yet; None: it is no call."""
         lead = text.lstrip()
         space = len(text) - len(lead)
+        if space > MOST_SPACE or (lead and lead[0] not in "{[" and not self.format.headed):
+            return None
         if lead[:1] in ("{", "["):
             return space
-        if space > MOST_SPACE or (lead and not self.format.headed):
-            return None
         name, brace, _ = lead.partition("{")
-        if brace:
-            return space + len(name) if _HEAD.fullmatch(name) else None
-        return -1 if len(lead) <= MOST_HEAD and _PART.fullmatch(lead) else None
+        if len(name) > MOST_HEAD or not (_HEAD if brace else _PART).fullmatch(name):
+            return None
+        return space + len(name) if brace else -1
 
     def _reject(self) -> list[str | ToolCall]:
         """Give what looked like a call back as text."""
@@ -264,7 +280,7 @@ class CallStream:
         return self._text_of(text)
 
     def _closing(self, last: bool) -> list[str | ToolCall]:
-        closing, self._held = self.format.closing, self._held.lstrip()
+        closing, self._held = self._closes, self._held.lstrip()
         if self._held.startswith(closing):
             self._held = self._held.removeprefix(closing)
         elif closing.startswith(self._held) and not last:
@@ -273,9 +289,9 @@ class CallStream:
         return []
 
     def _gap(self, last: bool) -> list[str | ToolCall]:
-        self._held = self._held.lstrip(" \t\r\n;," if self.format.bare else None)
+        self._held = self._held.lstrip(None if self._opened and not self.format.bare else " \t\r\n;,")
         if self._held:
-            self._taken, self._at = [], "call" if self.format.bare and self._held[0] == "{" else "text"
+            self._at = "text" if self._opened and not self.format.bare else "start"
         return []
 
     def _end(self, last: bool) -> list[str | ToolCall]:

@@ -43,6 +43,20 @@ CASES = [
     (HERMES, '<tool_call>{"name": "f", "arg', ['<tool_call>{"name": "f", "arg']),
     (HERMES, "<tool_call>" + "[" * 2_000 + "]" * 2_000, ["<tool_call>" + "[" * 2_000 + "]" * 2_000]),
     (HERMES, " \n text \n ", [" \n text \n "]),
+    (HERMES, ONE, [F]),
+    (HERMES, f"```json\n{ONE}\n```\nThen", [F, "Then"]),
+    (HERMES, f"```\n{ONE}\n``` ```json {TWO}```", [F, G]),
+    (HERMES, f"{ONE}\n{TWO}", [F, G]),
+    (HERMES, f"{ONE} <tool_call>{TWO}</tool_call>", [F, G]),
+    (HERMES, f"Text {ONE}", [f"Text {ONE}"]),
+    (HERMES, '```json\n{"name": "Ann"}\n```', ['```json\n{"name": "Ann"}\n```']),
+    (HERMES, '{"name": "Ann", "arguments": {}}', ['{"name": "Ann", "arguments": {}}']),
+    (HERMES, '```python\n{"name": 1}\n```', ['```python\n{"name": 1}\n```']),
+    (HERMES, f"`{ONE}`", [f"`{ONE}`"]),
+    (HERMES, '```json\n{"nam', ['```json\n{"nam']),
+    (HERMES, "<tool_call>" + " " * 100 + ONE, ["<tool_call>" + " " * 100 + ONE]),
+    (HERMES, " " * 100 + ONE, [" " * 100 + ONE]),
+    (HERMES, "{" + " " * 100 + ONE[1:], ["{" + " " * 100 + ONE[1:]]),
     (HERMES, "", []),
     (LLAMA3, '{"name": "f", "parameters": {"a": 1}}', [F]),
     (LLAMA3, '\n<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [F]),
@@ -93,7 +107,7 @@ def test_whole_and_cut_at_every_character(format, text, expected):
         st.sampled_from(
             [
                 *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|tool_call_start|>"),
-                *("<|tool_call_end|>", ONE, TWO, "f", *"{[]}()\"'\\ \n;<é", "a=1"),
+                *("<|tool_call_end|>", ONE, TWO, "f", *"{[]}()\"'\\ \n;<é`", "a=1", "```json\n", "```", " " * 70),
             ]
         ),
         max_size=12,
@@ -120,6 +134,14 @@ def test_text_comes_at_once_and_no_part_of_a_marker_does(format):
         stream = CallStream(format, NAMES)
         assert stream.push("Hello " + format.opening[:n]) == ["Hello"]
         assert "".join(map(str, stream.push("!"))) == f" {format.opening[:n]}!"
+
+
+def test_other_objects_come_at_once():
+    """With tools, a reply that is JSON but no call waits for its first key only."""
+    for lead in ("", "```json\n"):
+        stream = CallStream(HERMES, NAMES)
+        assert stream.push(lead + '{"') == [] and stream.push("b") == [lead + '{"b']
+        assert stream.push('": 1, ') == ['": 1,'] and stream.push("x") == [" x"]
 
 
 def test_a_call_comes_before_its_closing():
