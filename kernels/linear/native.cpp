@@ -76,6 +76,11 @@ struct Chunks {
     } each[MOST_CHUNKS];
 };
 
+// These loops are over vectors already. GCC would vectorise them again where 7 or 8 rows are multiplied by int4: then
+// sums lie in memory, and 15 rows take twice as long.
+#pragma GCC push_options
+#pragma GCC optimize("no-tree-vectorize")
+
 template <typename Element, int VECTORS, int COUNT>
 inline void add_step(const char* at, int64_t across, const typename Element::Row* x, int64_t stride,
                      typename Element::Sum (*sums)[VECTORS]) {
@@ -149,6 +154,8 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
         at += chunk.steps * LINE, x += chunk.steps * Element::STEP;
     }
 }
+
+#pragma GCC pop_options
 
 template <typename Element, int VECTORS, int COUNT = max_rows<Element>(VECTORS), typename... Arguments>
 void add_rows(int count, const Arguments&... arguments) {
