@@ -78,8 +78,10 @@ struct Chunks {
 
 // These loops are over vectors already. GCC would vectorise them again where 7 or 8 rows are multiplied by int4: then
 // sums lie in memory, and 15 rows take twice as long.
+#if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC optimize("no-tree-vectorize")
+#endif
 
 template <typename Element, int VECTORS, int COUNT>
 inline void add_step(const char* at, int64_t across, const typename Element::Row* x, int64_t stride,
@@ -155,7 +157,9 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
     }
 }
 
+#if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC pop_options
+#endif
 
 template <typename Element, int VECTORS, int COUNT = max_rows<Element>(VECTORS), typename... Arguments>
 void add_rows(int count, const Arguments&... arguments) {
