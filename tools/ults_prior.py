@@ -112,9 +112,7 @@ def collect(args: argparse.Namespace) -> int:
 
 def requests(args: argparse.Namespace, engine: Engine, found: list[Vectors]) -> Iterator[Request]:
     """The prompts of the input. Raises UsageError naming the line."""
-    defaults = argparse.Namespace(
-        search="greedy", max_new_tokens=args.depth, stop=[], ignore_eos=args.ignore_eos, logprobs=None
-    )
+    defaults = argparse.Namespace(search="greedy", max_new_tokens=args.depth, stop=[], ignore_eos=args.ignore_eos)
     try:
         lines = Path(args.input).read_bytes().splitlines()
     except OSError as error:

@@ -172,7 +172,7 @@ template <typename Element>
 Scale scale_of(const Matrix& m, int64_t out, int64_t group, int64_t groups) {
     const int64_t number = (out / PANEL * groups + group) * PANEL + out % PANEL;
     const float zero = m.least ? Element::DEFAULT_LEAST : Element::DEFAULT;
-    Scale scale;
+    Scale scale{};
     if (m.scale_kind == INT8) {
         const int64_t each = UNIT / m.group, unit = (out / PANEL * (m.width / UNIT) + group / each) * PANEL + out % PANEL;
         scale.scale = load((const int8_t*)m.scale + number) * load((const Float16*)m.unit + unit);

@@ -61,9 +61,9 @@ def add_rule_flags(parser: Parser) -> None:
 
 def limits(args: argparse.Namespace) -> dict[str, Any]:
     """The limits as options of `engine.Request`. Raises UsageError."""
-    check_logprobs(args.logprobs)
     found = {"max_new_tokens": args.max_new_tokens, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
-    optional = {"logprobs": args.logprobs, "distinct": args.distinct}
+    optional = {name: getattr(args, name, None) for name in ("logprobs", "distinct")}  # not all commands have them
+    check_logprobs(optional["logprobs"])
     return found | {name: value for name, value in optional.items() if value is not None}
 
 
