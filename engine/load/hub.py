@@ -74,7 +74,7 @@ def local_path(model: str | Path, progress: bool = True) -> str | Path:
 
 @contextlib.contextmanager
 def outlined(model: str | Path, progress: bool = True) -> Iterator[tuple[str | Path, int]]:
-    """As `local_path`, for who reads headers alone: of weights that the hub's cache does not have, no more is fetched.
+    """Find a model, as `local_path` does, for who reads headers alone: of weights not in the cache no more is fetched.
 
     Yields:
         The path, which is that of a temporary folder if files were not in the cache; then the bytes that they have.

@@ -35,6 +35,7 @@ MOST_IN_FIELD: dict[str, tuple[int, int, int]] = {
 }
 OTHERS = 64, 256, 4096  # of any other field
 MOST_NGRAM = 64  # tokens that are compared after every token
+MOST_COMPARED = 1 << 15  # tokens that DRY compares in a step, of all sequences: a tenth of a second at worst
 STEP_WORK, KEPT_WORK = 1 << 16, 1 << 20  # numbers of a search for each sequence of the width, see `Search.work`
 MOST_ROWS = 1 << 16  # of the model's width, that a request with log-probabilities keeps
 MOST_ALTERNATIVES = 1 << 17  # log-probabilities of a reply
@@ -129,6 +130,12 @@ def check_limits(request: Request, limits: Limits, served: Served) -> None:
         raise UsageError(f"the search keeps {width} sequences at once, this server at most {limits.width}")
     reach = served.engine.shape.max_positions
     new = new if reach is None else min(new, max(1, reach - prompt + 1))
+    if request.dry_multiplier and request.dry_penalty_last_n:
+        last = request.dry_penalty_last_n
+        compared = prompt + new if last < 0 else min(last, prompt + new)
+        if width * compared > MOST_COMPARED:
+            what = f"{width} sequences of {compared} tokens are compared in a step, this server takes {MOST_COMPARED}"
+            raise UsageError(what, remedy=f"give dry_penalty_last_n, at most {MOST_COMPARED // width}")
     step, kept = work_of(request.search, new)
     for what, number, most in (("in a step", step, STEP_WORK), ("in all", kept, KEPT_WORK)):
         if number > most * limits.width:

@@ -18,7 +18,7 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 httpx2 = pytest.importorskip("httpx2", reason="needs the extra test")
 
-from engine.serve import fields, http  # noqa: E402
+from engine.serve import fields, http, limits  # noqa: E402
 from tests.engine.serve.test_limits import FOX, long, raw, until  # noqa: E402
 
 A, B, C = "the-key-of-client-a", "the-key-of-client-b", "the-key-of-client-c"
@@ -267,6 +267,17 @@ def test_work_is_bounded(large, case):
     reply = post(large.url, {"messages": FOX} | body)
     assert reply.status_code == 400, reply.text
     assert message in reply.text or message == "speculative_gamma", reply.text
+
+
+def test_what_dry_compares_is_bounded(large, monkeypatch):
+    """By the sequences of the search and the tokens that it looks at."""
+    monkeypatch.setattr(limits, "MOST_COMPARED", 32)
+    body = {"messages": FOX, "dry_multiplier": 1, "beams": 4, "max_tokens": 4}
+    replies = [post(large.url, body | {"dry_penalty_last_n": last}) for last in (9, 8)]
+    assert [reply.status_code for reply in replies] == [400, 200], replies[0].text
+    assert "give dry_penalty_last_n, at most 8" in replies[0].text
+    assert post(large.url, body | {"messages": [{"role": "user", "content": "Once " * 70}]}).status_code == 400
+    assert post(large.url, body | {"dry_penalty_last_n": 9, "dry_multiplier": 0}).status_code == 200
 
 
 @pytest.mark.parametrize("search", ["ults", "aded"])
