@@ -4,9 +4,13 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from typing import Any
+
+# Images of containers often set this. Every process that tests start, of hundreds, would compile all modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Two threads, however many cores there are. They sleep while they wait: where there are fewer cores than threads, as
 # with a test process for each core, threads that spin take ten times the processor time of the work.
@@ -19,6 +23,8 @@ from hypothesis import HealthCheck, settings
 
 from kernels import cpp
 from tests import draws
+
+sys.dont_write_bytecode = False  # as above, for this process
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
