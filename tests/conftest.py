@@ -22,9 +22,14 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from kernels import cpp
+from models import trim
 from tests import draws
 
 sys.dont_write_bytecode = False  # as above, for this process
+
+# It is for a process that loads one model; here it was half of the time of a load, of thousands. Commands that tests
+# start still do it.
+trim.release_libraries = lambda: None
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported

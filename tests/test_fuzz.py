@@ -791,7 +791,6 @@ def engine(base: Path) -> Iterator[Engine]:
     engine.template.check()  # its process starts before memory is short
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "load_engine", lambda args, shard=None: engine)
-        patch.setattr("engine.engine.release_libraries", lambda: None)  # most of the time of a load
         yield engine
 
 
