@@ -86,9 +86,13 @@ def pytest_testnodedown(node: Any) -> None:
 @pytest.fixture(autouse=True)
 def own_process() -> None:
     """Reset what the process shares: the threads, which an engine sets. Kernels are loaded before a test moves the
-    cache folder, where they would be built once more."""
+    cache folder, where they would be built once more. Triton, which few tests import, is seen to after the first."""
     torch.set_num_threads(THREADS)
     cpp.why_not()
+    if "triton.runtime.interpreter" in sys.modules:
+        from tests.interpreter import quicken
+
+        quicken()
 
 
 def pytest_configure(config: pytest.Config) -> None:
