@@ -18,6 +18,7 @@ from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
 from engine.contract import ContinuationScore, Evaluate, Output, Search, SearchGenerator, SearchResult, Task
 from engine.errors import CoppiceError, UsageError, check_integer
+from engine.embeddings import embedding_of, embedding_request
 from engine.load.budget import allow
 from engine.load.flags import takes
 from engine.load.hub import located
@@ -344,6 +345,48 @@ class Engine:
             finally:
                 del outcome  # its traceback refers to this frame
         return outcome.scores or []
+
+    def embed(
+        self,
+        texts: Iterable[Sequence[int] | str],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        cache_salt: str | None = "",
+        adapter: str | None = None,
+    ) -> Tensor:
+        """Vectors of texts, float32 [N, E], in their order, on the CPU; see docs/embeddings.md.
+
+        Texts share passes, and of a long one no more is kept than the cache needs: any number fits.
+
+        Args:
+            texts: texts, encoded with the special tokens that the tokenizer adds by itself; or token ids.
+            pooling: "mean" of the hidden rows of all tokens, or the row of the "last" one, after the model's final
+                norm. None: as the checkpoint's files of sentence-transformers say; without them the mean.
+            normalize: divide each vector by its length. None: as those files say; without them True.
+            dimensions: keep so many of the first numbers, before they are normalised; None: all.
+            cache_salt, adapter: see `Request`. A mean evaluates all tokens of its text, whatever is cached.
+
+        Raises:
+            CoppiceError: the first error of any of them.
+        """
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise UsageError(f"texts: expected a list of texts, got {texts!r}", remedy="write [text]")
+        search, found = embedding_of(self.model, pooling, normalize, dimensions), dict[int, Tensor]()
+        options = {"cache_salt": cache_salt, "adapter": adapter}
+        requests = (
+            embedding_request(self.model, text, search, name=f"texts[{i}]", **options) for i, text in enumerate(texts)
+        )
+        for i, outcome in self.serve(requests):
+            if isinstance(outcome, CoppiceError):
+                try:
+                    raise outcome
+                finally:
+                    del outcome  # its traceback refers to this frame
+            assert outcome.embedding is not None
+            found[i] = outcome.embedding
+        return torch.stack([found[i] for i in sorted(found)]) if found else torch.empty(0, dimensions or self.shape.output_width)
 
     def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
         """The scores of token sequences by a scalar-head model (a reward model), evaluated together.

@@ -132,6 +132,7 @@ class ModelShape:
         kept: what each layer keeps of a token, where some keep something else than keys and values of `kv_heads`
             heads of `head_dim`; empty: none does.
         ancestors: how many of a token's latest ancestors short convolutions read.
+        output_width: of the rows that the head reads.
     """
 
     layers: int
@@ -144,6 +145,7 @@ class ModelShape:
     switch_length: int | None = None
     kept: tuple[CacheKind, ...] = ()
     ancestors: int = 0
+    output_width: int = 0
 
     @staticmethod
     def of(c: Config) -> "ModelShape":
@@ -153,7 +155,7 @@ class ModelShape:
         switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
         kept = tuple(map(c.kept, range(c.layers)))
         kept = kept if len({*kept}) > 1 else ()
-        more = {"kept": kept, "ancestors": max(c.taps, default=1) - 1}
+        more = {"kept": kept, "ancestors": max(c.taps, default=1) - 1, "output_width": c.embedding_width or c.width}
         return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch, **more)
 
     @property

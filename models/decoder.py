@@ -132,13 +132,16 @@ class Decoder(nn.Module):
         Args:
             head: some rows of the head, or this process's part of it, for logits of their tokens alone.
         """
-        rows_NE = hidden_NE if self.project_out is None else self.project_out(hidden_NE)
-        c, logits_NV = self.config, (head or self.head)(rows_NE)
+        c, logits_NV = self.config, (head or self.head)(self.outputs(hidden_NE))
         if c.scores:
             return logits_NV
         if c.logit_divisor != 1.0:
             logits_NV = logits_NV / c.logit_divisor
         return logits_NV if c.logit_cap is None else (logits_NV / c.logit_cap).tanh_().mul_(c.logit_cap)
+
+    def outputs(self, hidden_NE: Tensor) -> Tensor:
+        """The rows that the head reads of hidden rows: Hugging Face's `last_hidden_state`."""
+        return hidden_NE if self.project_out is None else self.project_out(hidden_NE)
 
     def adapt(self, adapters: Sequence[Adapter]) -> None:
         """Load adapters. A token's is chosen by its number in `TreeLayout.adapters_T`, from 1 on.

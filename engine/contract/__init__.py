@@ -21,6 +21,7 @@ from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
 
 Read = Callable[[Tensor, Tensor | None], Tensor]
+TakeHidden = Callable[[Tensor], None]
 FINISH_REASONS = ("eos", "stop", "length", "constraint", "interrupted")
 
 
@@ -32,7 +33,7 @@ class Answer(NamedTuple):
             request, normalised over the model's vocabulary; ids past the tokenizer's are -inf afterwards, and so are
             tokens that a constraint forbids (see `engine.Rules`). [N, 1], a score per node, for a tree of a scalar-head
             model.
-            [0, V] if the request is for top sums.
+            [0, V] if the request is for top sums, or for hidden rows.
         numbers: the result of the request's `read`, or the top sums, float64 [n], on the host; None without either.
     """
 
@@ -57,6 +58,10 @@ class Evaluate:
             `read`.
         next: a hint, with `top_sums` only: the nodes that the search will probably evaluate next. A GPU begins with
             them before the answer has reached the host. It changes no answer.
+        hidden: is called with the hidden rows [T, E] of the tokens that are evaluated for this request, parents first,
+            in parts, as passes compute them: what the head would read, on the model's device and in its dtype, in
+            memory that the next pass may write to. No log-probabilities are computed. Tokens that are in the cache
+            already, such as those of a cached prefix, have none. Not with `read` or `top_sums`.
     """
 
     tree: TokenTree
@@ -64,6 +69,7 @@ class Evaluate:
     read: Read | None = None
     top_sums: TopSums | None = None
     next: Next | None = None
+    hidden: TakeHidden | None = None
 
     def answer(self, rows_NV: Tensor, peaks_NB: Tensor | None = None) -> Answer:
         """The answer that consists of these rows, and of what `read` returns for them; or of their top sums."""
@@ -159,16 +165,20 @@ class SearchResult:
     """Outputs, best first, and figures of the run (each documented in docs/stats.md).
 
     `scores`: of the continuations that were given, in their order, if they were to be scored; there is no output then.
+    `embedding`: float32 [E], on the CPU, if the prompt was to be embedded; there is no output then.
     """
 
     outputs: list[Output]
     stats: dict[str, Any] = field(default_factory=dict)
     scores: list[ContinuationScore] | None = None
+    embedding: Tensor | None = None
 
     def record(self, id: int | str, thoughts: Thoughts | None = None) -> dict[str, Any]:
         """The result as an output line of a batch; `thoughts` separates "reasoning" from "text"."""
         if self.scores is not None:
             return {"id": id, "scores": [score.record() for score in self.scores], "stats": self.stats}
+        if self.embedding is not None:
+            return {"id": id, "embedding": short_numbers(self.embedding), "stats": self.stats}
         keys = ("text", "token_ids", "logprob", "score", "finish_reason")
         outputs = [{key: getattr(output, key) for key in keys} for output in self.outputs]
         for output, record in zip(self.outputs, outputs, strict=True):
@@ -178,6 +188,11 @@ class SearchResult:
         if thoughts is not None:
             outputs = [_parted(output, thoughts) for output in outputs]
         return {"id": id, "outputs": outputs, "stats": self.stats}
+
+
+def short_numbers(vector_E: Tensor) -> list[float]:
+    """The numbers of a float32 vector, each with the fewest digits that are sure to tell it from all others."""
+    return [float(f"{x:.9g}") for x in vector_E.tolist()]
 
 
 def _parted(output: dict[str, Any], thoughts: Thoughts) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from engine.contract import FINISH_REASONS, Evaluate, Output, Report, Search, Se
 from engine.contract.top_sums import Next, TopSums
 from engine.errors import CoppiceError, SearchError, UsageError, shortened
 
-OURS = ("search", "tools")  # packages whose searches are part of this project
+OURS = ("engine", "search", "tools")  # packages whose searches are part of this project
 ROLES = ("draft", "reward")
 
 
@@ -154,6 +154,9 @@ def request_fault(
     wanted = request.top_sums
     if wanted is not None and (request.read is not None or not _is_top_sums(wanted, nodes)):
         return f"Evaluate.top_sums: expected TopSums, of a number for each node, and no read, got {brief(wanted)}"
+    hidden = request.hidden
+    if hidden is not None and (not callable(hidden) or request.read is not None or wanted is not None):
+        return f"Evaluate.hidden: expected a function, with neither read nor top_sums, got {brief(hidden)}"
     if request.next is not None and not _is_next(request.next):
         return f"Evaluate.next: expected Next, of a positive width and a set of tokens, got {brief(request.next)}"
     if tree not in trees:
@@ -260,14 +263,22 @@ def guarded_report(report: Report, failed: Callable[[Exception], None]) -> Repor
     return replace(report, best=best and safe_best, beams=beams and safe_beams, ready=None)
 
 
-def guarded_read(request: Evaluate, failed: Callable[[Exception], None]) -> Evaluate:
-    """A request whose `read` never raises: it passes the exception to `failed` and returns an empty tensor."""
-    read = request.read
-    if read is None:
+def guarded_request(request: Evaluate, failed: Callable[[Exception], None]) -> Evaluate:
+    """A request whose functions never raise: they pass the exception to `failed`; `read` returns an empty tensor."""
+    read, hidden = request.read, request.hidden
+    if read is None and hidden is None:
         return request
+
+    def safe_hidden(rows_TE: Tensor) -> None:
+        try:
+            assert hidden is not None
+            hidden(rows_TE)
+        except Exception as error:
+            failed(error)
 
     def safe(rows_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
         try:
+            assert read is not None
             numbers = read(rows_NV, peaks_NB)
             if not isinstance(numbers, Tensor) or numbers.dim() != 1:
                 raise ContractError(f"Evaluate.read: expected it to return a tensor [n], got {brief(numbers)}")
@@ -276,7 +287,7 @@ def guarded_read(request: Evaluate, failed: Callable[[Exception], None]) -> Eval
             failed(error)
             return torch.empty(0, dtype=torch.float64, device=rows_NV.device)
 
-    return replace(request, read=safe)
+    return replace(request, read=read and safe, hidden=hidden and safe_hidden)
 
 
 def guarded_edit(edit: Callable[..., None], failed: Callable[[Exception], None]) -> Callable[..., None]:

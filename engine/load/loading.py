@@ -20,6 +20,7 @@ from engine.load.compiling import check_compile, prepare, warm_up
 from engine.load.distributed import agree, least
 from engine.load.fastest import FormatChoice, fastest_format
 from engine.load.options import DTYPES, KV_DTYPES, NO_ADAPTER, LoadOptions
+from engine.load.pooling import Pooling
 from engine.load.pools import make_pools, total_memory
 from engine.step.gpu import check_gpu
 from engine.step.graphs import GraphRunner, make_runner
@@ -55,6 +56,7 @@ class LoadedModel:
         parameters: how many the checkpoint has.
         adapters: digests by name; numbers of a pass are their places, from 1 on.
         warned: of a control token that is read as text.
+        pooling: how it embeds texts.
     """
 
     runner: Runner
@@ -69,6 +71,7 @@ class LoadedModel:
     parameters: int = 0
     adapters: Mapping[str, str] = field(default_factory=dict)
     warned: bool = False
+    pooling: Pooling = field(default_factory=Pooling)
 
     def encode(self, prompt: str, parse_special: bool = False) -> list[int]:
         """The token ids of a prompt that is text. Warns once if it spells a control token and is not to be parsed.
@@ -197,6 +200,7 @@ class _Weights:
             start,
             sum(tensor.elements for tensor in self.checkpoint.tensors.values()),
             {name: adapter.digest() for name, adapter in self.adapters.items()},
+            pooling=Pooling.of(self.checkpoint),
         )
 
     def _capabilities(self, runner: Runner) -> Capabilities:

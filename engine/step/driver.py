@@ -23,8 +23,8 @@ from engine.contract import Evaluate, Pause, Report, SearchResult
 from engine.contract.checks import (
     ContractError,
     generator_fault,
-    guarded_read,
     guarded_report,
+    guarded_request,
     report_fault,
     request_fault,
     result_fault,
@@ -361,13 +361,13 @@ class Driver:
             self._refuse(job, wrong)
         if self.observer is not None and request.read is not None:
             request = replace(request, read=observed_read(self.observer, request.read))
-        return guarded_read(request, fail) if job.foreign else request
+        return guarded_request(request, fail) if job.foreign else request
 
     def _ask(self, job: Job, request: Evaluate) -> Pending:
         """Begin with a request: what its constraint knows needs no evaluation. Raises ConstraintError."""
         tree, constrained, runner = request.tree, job.constrained, self._runner(request)
         answer, known = partial_answer(request, runner.model.shape.vocab_size), {}
-        if constrained is None or not constrained.states.watches(tree):
+        if constrained is None or request.hidden is not None or not constrained.states.watches(tree):
             pending = Pending(request, tree.by_rope(request.nodes), answer)
         else:
             plan = constrained.plan(tree, request.nodes)

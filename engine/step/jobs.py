@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from engine.cache.tree import TokenTree
-from engine.contract import Evaluate, Report, Search, SearchGenerator, SearchResult
+from engine.contract import Evaluate, Report, Search, SearchGenerator, SearchResult, TakeHidden
 from engine.contract.checks import guarded_edit, is_ours
 from engine.contract.top_sums import TopSums
 from engine.contract.trace import UNTRACED, Trace, Untraced
@@ -89,7 +89,7 @@ class Pending:
     constrained: Constrained | None = None
     trunk_left: int = 0
     nodes_left: list[int] = field(default_factory=list)
-    asked: set[int] = field(default_factory=set)  # nodes of the present group
+    asked: set[int] = field(default_factory=set)  # nodes of the present group whose rows are wanted
     trunk_allocated: int = 0  # by earlier passes of this group
     nodes_allocated: list[int] = field(default_factory=list)
 
@@ -98,7 +98,8 @@ class Pending:
         long, nodes = self.by_rope.pop(0)
         self.request.tree.use_rope(long)
         self.trunk_left, self.nodes_left = self.request.tree.pending(nodes)
-        self.asked, self.trunk_allocated, self.nodes_allocated = set(nodes), 0, []
+        self.asked = set() if self.request.hidden is not None else set(nodes)
+        self.trunk_allocated, self.nodes_allocated = 0, []
 
     def allocated(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
         """The next tokens have slots now."""
@@ -180,7 +181,13 @@ class Batch:
             count, keep = job.kept.wanted(chunk.tree, chunk.trunk_tokens, chunk.nodes)
             if count:
                 self.keeps.append((slice(self.tokens - count, self.tokens), keep))
+        if (hidden := pending.request.hidden) is not None:
+            self.keeps.append((slice(self.tokens - len(chunk), self.tokens), partial(self._give, hidden)))
         self.shares.append(share)
+
+    def _give(self, hidden: TakeHidden, rows_TE: Tensor) -> None:
+        """Give a search the hidden rows that it asked for."""
+        hidden(self.runner.model.outputs(rows_TE))
 
     def take(self, logp_NV: Tensor, finite: list[bool], numbers: Sequence[Tensor]) -> tuple[Tensor, list[bool]]:
         """Give the numbers of the answer to the requests that read them; the rows, and whether they are finite."""

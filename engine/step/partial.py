@@ -51,6 +51,8 @@ class PartialRows:
 
     def answer(self) -> Answer:
         """One row per node, in the order of the request."""
+        if self.request.hidden is not None:
+            return Answer(torch.empty(0, self.width), None)
         if self.known_KV is not None:
             self.add(self.known, self.known_KV)
         rows_NV = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)

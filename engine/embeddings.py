@@ -1,0 +1,62 @@
+"""Requests for embeddings: texts checked, and pooled as they or the checkpoint say."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.contract.embedding import MEAN, POOLINGS, Embedding
+from engine.errors import UsageError, check_flag, check_integer, shortened
+from engine.load.loading import LoadedModel
+from engine.request import Request, check_ids
+
+
+def embedding_of(
+    model: LoadedModel, pooling: str | None = None, normalize: bool | None = None, dimensions: int | None = None
+) -> Embedding:
+    """The search that embeds texts; None takes what the checkpoint says, for `dimensions` all. See `Embedding`.
+
+    Raises:
+        UsageError: a value out of range, or no pooling is given where the checkpoint asks for one that there is not.
+    """
+    own = model.pooling
+    if pooling is None and own.why_not:
+        what = f"embeddings of this checkpoint: {own.why_not}"
+        raise UsageError(what, where=model.name, remedy=f"name a pooling: {' or '.join(POOLINGS)}")
+    if not (pooling is None or (isinstance(pooling, str) and pooling in POOLINGS)):
+        raise UsageError(f"pooling: expected {' or '.join(POOLINGS)}, got {shortened(repr(pooling))}")
+    if normalize is not None:
+        check_flag("normalize", normalize)
+    if dimensions is not None:
+        check_integer("dimensions", dimensions, 1, model.shape.output_width)
+    return Embedding(pooling or own.pooling, own.normalize if normalize is None else normalize, dimensions)
+
+
+def embedding_request(
+    model: LoadedModel,
+    text: Any,
+    search: Embedding,
+    *,
+    cache_salt: str | None = "",
+    adapter: str | None = None,
+    name: str = "text",
+) -> Request:
+    """The request that embeds a text.
+
+    Args:
+        text: a text, encoded with the special tokens that the tokenizer adds by itself; or token ids.
+        search: see `embedding_of`.
+        cache_salt, adapter: see `Request`.
+        name: what errors call the text.
+
+    Raises:
+        UsageError: it is empty, longer than the context, or neither text nor token ids.
+    """
+    if not isinstance(text, str) and (not isinstance(text, Sequence) or isinstance(text, bytes | bytearray)):
+        raise UsageError(f"{name}: expected a text or token ids, got {shortened(repr(text))}")
+    ids = model.encode(text) if isinstance(text, str) else list(text)
+    try:
+        check_ids(model, ids)
+    except UsageError as error:
+        what = error.what.replace("the prompt", "the text").removeprefix("prompt: ")
+        raise UsageError(f"{name}: {what}", where=error.where, remedy=error.remedy.replace("prompt", "text")) from None
+    salt = None if search.pooling == MEAN else cache_salt
+    return Request(ids, search, 1, ignore_eos=True, cache_salt=salt, adapter=adapter)
