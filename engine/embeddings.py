@@ -1,9 +1,13 @@
 """Requests for embeddings: texts checked, and pooled as they or the checkpoint say."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from engine.contract.embedding import MEAN, POOLINGS, Embedding
+import torch
+from torch import Tensor
+
+from engine.contract import SearchResult
+from engine.contract.embedding import MEAN, POOLINGS, TextVector
 from engine.errors import UsageError, check_flag, check_integer, shortened
 from engine.load.loading import LoadedModel
 from engine.request import Request, check_ids
@@ -11,8 +15,8 @@ from engine.request import Request, check_ids
 
 def embedding_of(
     model: LoadedModel, pooling: str | None = None, normalize: bool | None = None, dimensions: int | None = None
-) -> Embedding:
-    """The search that embeds texts; None takes what the checkpoint says, for `dimensions` all. See `Embedding`.
+) -> TextVector:
+    """The search that embeds texts; None takes what the checkpoint says, for `dimensions` all. See `TextVector`.
 
     Raises:
         UsageError: a value out of range, or no pooling is given where the checkpoint asks for one that there is not.
@@ -27,13 +31,27 @@ def embedding_of(
         check_flag("normalize", normalize)
     if dimensions is not None:
         check_integer("dimensions", dimensions, 1, model.shape.output_width)
-    return Embedding(pooling or own.pooling, own.normalize if normalize is None else normalize, dimensions)
+    return TextVector(pooling or own.pooling, own.normalize if normalize is None else normalize, dimensions)
+
+
+def embedding_requests(
+    model: LoadedModel,
+    texts: Iterable[Sequence[int] | str],
+    search: TextVector,
+    cache_salt: str | None,
+    adapter: str | None,
+) -> Iterator[Request]:
+    """The requests that embed texts, made one by one, see `embedding_request`. Raises UsageError at once for a text."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise UsageError(f"texts: expected a list of texts, got {shortened(repr(texts))}", remedy="write [text]")
+    options: dict[str, Any] = {"cache_salt": cache_salt, "adapter": adapter}
+    return (embedding_request(model, text, search, name=f"texts[{i}]", **options) for i, text in enumerate(texts))
 
 
 def embedding_request(
     model: LoadedModel,
     text: Any,
-    search: Embedding,
+    search: TextVector,
     *,
     cache_salt: str | None = "",
     adapter: str | None = None,
@@ -52,7 +70,7 @@ def embedding_request(
     """
     if not isinstance(text, str) and (not isinstance(text, Sequence) or isinstance(text, bytes | bytearray)):
         raise UsageError(f"{name}: expected a text or token ids, got {shortened(repr(text))}")
-    ids = model.encode(text) if isinstance(text, str) else list(text)
+    ids = model.need_tokenizer().encode(text) if isinstance(text, str) else list(text)
     try:
         check_ids(model, ids)
     except UsageError as error:
@@ -60,3 +78,9 @@ def embedding_request(
         raise UsageError(f"{name}: {what}", where=error.where, remedy=error.remedy.replace("prompt", "text")) from None
     salt = None if search.pooling == MEAN else cache_salt
     return Request(ids, search, 1, ignore_eos=True, cache_salt=salt, adapter=adapter)
+
+
+def stacked(model: LoadedModel, search: TextVector, results: Sequence[SearchResult]) -> Tensor:
+    """The vectors of results, float32 [N, E]."""
+    found = [result.embedding for result in results if result.embedding is not None]
+    return torch.stack(found) if found else torch.empty(0, search.dimensions or model.shape.output_width)

@@ -5,7 +5,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -16,16 +16,16 @@ from torch import Tensor
 from engine.cache.pool import PagePool
 from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
-from engine.contract import ContinuationScore, Evaluate, Output, Search, SearchGenerator, SearchResult, Task
+from engine.contract import ContinuationScore, Evaluate, Search, SearchResult
+from engine.embeddings import embedding_of, embedding_requests, stacked
 from engine.errors import CoppiceError, UsageError, check_integer
-from engine.embeddings import embedding_of, embedding_request
 from engine.load.budget import allow
 from engine.load.flags import takes
 from engine.load.hub import located
 from engine.load.loading import LoadedModel, check_companion, load_models
 from engine.load.options import LoadOptions, RewardFunction
+from engine.ranking import Ranked, check_documents, check_text, head_of, pairs, ranked
 from engine.request import (
-    Checked,
     Done,
     Event,
     Models,
@@ -49,16 +49,6 @@ from engine.step.prefix_files import load_prefix, save_prefix
 from engine.text.tokenizer import Tokenizer
 from models.sharding import Shard
 from models.trim import release_libraries, trim_memory
-
-
-@dataclass(frozen=True)
-class Score(Search):
-    """The search of a reward model: it scores its prompt, and generates nothing."""
-
-    def run(self, task: Task) -> SearchGenerator:
-        """See `Search`."""
-        rows_N1, _ = yield Evaluate(task.tree, [task.tree.root])
-        return SearchResult([Output([], None, float(rows_N1[0, 0]), "length")])
 
 
 class Engine:
@@ -169,8 +159,12 @@ class Engine:
         Raises:
             CoppiceError: the first error of any of them.
         """
+        return self._all(requests_of(prompts, search, options))
+
+    def _all(self, requests: Iterable[Request]) -> list[SearchResult]:
+        """The results of requests, in their order. Raises CoppiceError: the first error of any of them."""
         results: dict[int, SearchResult] = {}
-        for i, outcome in self.serve(requests_of(prompts, search, options)):
+        for i, outcome in self.serve(requests):
             if isinstance(outcome, CoppiceError):
                 try:
                     raise outcome
@@ -371,22 +365,9 @@ class Engine:
         Raises:
             CoppiceError: the first error of any of them.
         """
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise UsageError(f"texts: expected a list of texts, got {texts!r}", remedy="write [text]")
-        search, found = embedding_of(self.model, pooling, normalize, dimensions), dict[int, Tensor]()
-        options = {"cache_salt": cache_salt, "adapter": adapter}
-        requests = (
-            embedding_request(self.model, text, search, name=f"texts[{i}]", **options) for i, text in enumerate(texts)
-        )
-        for i, outcome in self.serve(requests):
-            if isinstance(outcome, CoppiceError):
-                try:
-                    raise outcome
-                finally:
-                    del outcome  # its traceback refers to this frame
-            assert outcome.embedding is not None
-            found[i] = outcome.embedding
-        return torch.stack([found[i] for i in sorted(found)]) if found else torch.empty(0, dimensions or self.shape.output_width)
+        search = embedding_of(self.model, pooling, normalize, dimensions)
+        results = self._all(embedding_requests(self.model, texts, search, cache_salt, adapter))
+        return stacked(self.model, search, results)
 
     def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
         """The scores of token sequences by a scalar-head model (a reward model), evaluated together.
@@ -398,7 +379,34 @@ class Engine:
             raise UsageError("this checkpoint has no scalar head", where=self.name, remedy="it generates text")
         if not isinstance(texts, Iterable) or isinstance(texts, str):
             raise UsageError(f"texts: expected a list of lists of token ids, got {texts!r}")
-        texts = list(texts)
+        return self._head_scores(texts, None, "texts")
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        template: str | None = None,
+        cache_salt: str | None = "",
+    ) -> list[Ranked]:
+        """Documents by their relevance to a query, best first, with the scores of the model's scalar head, or of its
+        reward model's; see docs/embeddings.md. What the pairs begin with is read once if there is a prefix cache.
+
+        Args:
+            template: a text with the places {query} and {document}, which the pair is read in; control tokens that it
+                spells are read as such. None: the chat template of the model with the head, the document as the reply
+                to the query; without one, the query, a line break and the document.
+            cache_salt: see `Request`.
+
+        Raises:
+            CoppiceError: no model has a scalar head, a pair does not fit its context, or another error of a pair.
+        """
+        check_documents(query, documents)
+        head = head_of(self.service().models)
+        return ranked(self._head_scores(pairs(head, query, documents, template), cache_salt, "documents"))
+
+    def _head_scores(self, texts: Iterable[Sequence[int]], cache_salt: str | None, name: str) -> list[float]:
+        """The scores of texts, whose list errors call `name`, by the scalar head of the model or its reward model."""
         service, outcomes = self.service(), dict[int, SearchResult | CoppiceError]()
 
         def hear(i: int, news: News) -> None:
@@ -407,12 +415,11 @@ class Engine:
 
         try:
             for i, ids in enumerate(texts):
-                check_ids(self.model, ids)
-                service.submit(Checked(Request(ids, Score(), cache_salt=None), [*ids], 1), partial(hear, i))
+                service.submit(check_text(service.models, ids, cache_salt, name=f"{name}[{i}]"), partial(hear, i))
             while service.busy:
                 service.step()
             scores = []
-            for i in range(len(texts)):
+            for i in range(len(outcomes)):
                 if isinstance(outcome := outcomes.pop(i), CoppiceError):
                     try:
                         raise outcome

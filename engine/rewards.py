@@ -84,7 +84,7 @@ class Script:
                 remedy="add the tokenizer files",
             )
         if reward.template is not None and mine and its:
-            before, after, mark = _around(reward.template.render, reward.template.source, answer, reward.name)
+            before, after, mark = around(reward.template.render, reward.template.source, answer, reward.name)
             opened = its.encode_rendered([*before, mark])
             closed = its.encode_rendered([*before, mark, *after])
             closing = closed[shared_length(opened, closed) :]
@@ -271,7 +271,7 @@ def make_judge(
     return ModelJudge(Script.write(answer, target, reward), open_tree, min(held, reward.shape.max_positions or held))
 
 
-def _around(
+def around(
     render: Callable[..., list[Span]], source: str, answer: Responses, where: str
 ) -> tuple[list[Span], list[Span], Span]:
     """The spans before and after the assistant's message, and the message, a mark, that was rendered there."""

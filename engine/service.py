@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine.cache.slots import Trunk
@@ -15,6 +15,7 @@ from engine.contract.distinct import TEXT_SUM, distinct
 from engine.contract.trace import UNTRACED
 from engine.errors import CoppiceError
 from engine.load.pools import is_out_of_memory, out_of_memory
+from engine.ranking import check_text
 from engine.request import Checked, Models, Prefill, Progress, Request, check_request, event_of
 from engine.rewards import Responses, make_judge
 from engine.rules.logprobs import HiddenRows
@@ -86,7 +87,7 @@ class Entry:
 class Service:
     """The one loop: requests come and go while one driver steps them all.
 
-    All methods but `check` belong to one thread; any threads may check at once.
+    All methods but `check` and `check_text` belong to one thread; any threads may check at once.
 
     A place that becomes free goes to the client, of those that wait, with the fewest running requests; of equals to the
     one whose last turn was the longest ago. The last place is for clients that have none, and so is a part of the KV
@@ -123,6 +124,10 @@ class Service:
         """Check a request against the models and their memory; compiles its grammar. Raises UsageError,
         KVMemoryError."""
         return check_request(self.models, request, self._share)
+
+    def check_text(self, ids: Sequence[int], cache_salt: str | None, name: str) -> Checked:
+        """The request for the score of a text by a scalar head, see `engine.ranking.check_text`; errors as there."""
+        return check_text(self.models, ids, cache_salt, self._share, name)
 
     @property
     def _share(self) -> float:

@@ -108,6 +108,25 @@ def check_logits(engine, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits(engine_of, variant):
     check_logits(engine_of(variant), variant)
+    check_embeddings(engine_of(variant), variant)
+
+
+def check_embeddings(engine, variant):
+    """The head makes the last logits of the last row, and the mean of all logits of the mean of all rows."""
+    stored = load_file(GOLDEN / variant / "golden.safetensors")
+    model, entries = engine.runner.model, golden(variant)["logits"]
+    for pooling in ("last", "mean"):
+        vectors_NE = engine.embed([entry["prompt_ids"] for entry in entries], pooling=pooling, normalize=False)
+        for entry, vector_E in zip(entries, vectors_NE, strict=True):
+            if pooling == "mean" and entry["rows"] < len(entry["prompt_ids"]):
+                continue
+            rows_TV = stored[entry["tensor"]]
+            spread = rows_TV.amax(-1) - rows_TV.amin(-1)
+            if (cap := model.config.logit_cap) is not None:
+                rows_TV = cap * (rows_TV / cap).atanh()
+            expected_V = (rows_TV[-1] if pooling == "last" else rows_TV.mean(0)) * model.config.logit_divisor
+            error = (model.head(vector_E.unsqueeze(0))[0] - expected_V).abs().max()
+            assert error / spread.max() < (1e-3 if variant.startswith("quantized/") else 5e-5), pooling
 
 
 @named(FIRST)

@@ -42,6 +42,7 @@ input, an object per line (blank lines are skipped):
     command line that its search lacks.
 
   or {"prompt" or "prompt_ids": ..., "score": [TEXT or [id, ...], ...]}: continuations, of which nothing is generated
+  or {"embed": TEXT or [id, ...]}: a text whose vector is wanted; params: pooling (mean, last), normalize, dimensions
 
 output, an object per line:
   {"id", "outputs": [{"text", "token_ids", "logprob", "score", "finish_reason"}, ...], "stats": {...}}, best first, or
@@ -49,6 +50,7 @@ output, an object per line:
   id, where there is a --catalogue, with "token_logprobs" ([logprob, ...]) and "top_logprobs" ([[[id, logprob], ...],
   ...]) where there is --logprobs, or
   {"id", "scores": [{"logprob", "is_greedy", "token_ids", "token_logprobs"}, ...], "stats"} for "score", or
+  {"id", "embedding": [number, ...], "stats"} for "embed", or
   {"id", "error": {"code", "message"}}; the run goes on after it.
 
 --resume keeps what FILE has, errors included, cuts off a torn last line, and goes on with the next record. Give it

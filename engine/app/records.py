@@ -26,8 +26,10 @@ from engine.app.cli import (
     template_options,
 )
 from engine.contract import SearchResult
+from engine.contract.embedding import TextVector
 from engine.contract.scoring import Scoring
 from engine.contract.trace import Traces
+from engine.embeddings import embedding_of, embedding_request
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError, shortened
 from engine.load.distributed import shared
@@ -51,6 +53,7 @@ PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
 LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs", "heal", "distinct", "adapter")
 OPTIONS = (*LIMITS, *PLAIN_RULES, "parse_special")  # keys of params that belong to no search
+UNTRACEABLE = Scoring, TextVector  # they generate nothing
 READ_AHEAD = 64  # lines of a pipe
 AWAKE = 30.0  # seconds after which an idle reader of a pipe says so, to processes that wait for it
 
@@ -125,7 +128,7 @@ class Records:
                 if request is None:
                     request, thoughts = make_request(record, self.engine, self.args, self.options)
                     self._places[index - len(self.kept)] = replace(place, thoughts=thoughts)
-                if self.traces and isinstance(request, Request) and not isinstance(request.search, Scoring):
+                if self.traces and isinstance(request, Request) and not isinstance(request.search, UNTRACEABLE):
                     request = replace(request, trace=self.traces.new(identity))
                 yield request
             except CoppiceError as fault:
@@ -244,7 +247,9 @@ def make_request(
 
     Raises CoppiceError.
     """
-    _known(record, ["id", *PROMPTS, *TEMPLATE, "response_format", "score", "params"], "")
+    _known(record, ["id", *PROMPTS, *TEMPLATE, "response_format", "score", "embed", "params"], "")
+    if "embed" in record:
+        return embed_record(record, engine.model), None
     if "score" in record:
         return score_record(record, engine.model, getattr(args, "parse_special", False)), None
     given = [key for key in PROMPTS if key in record]
@@ -351,6 +356,18 @@ def answer(place: Place, outcome: SearchResult | CoppiceError) -> dict[str, Any]
 def encoded(record: dict[str, Any]) -> bytes:
     """A record as JSON on one line; a lone surrogate (of an id) becomes an escape of JSON, as in the input."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
+
+
+def embed_record(record: Mapping[str, Any], model: LoadedModel) -> Request:
+    """The request of a batch line with "embed". Raises UsageError."""
+    if other := next((key for key in record if key not in ("id", "embed", "params")), None):
+        raise UsageError(f"{other}: a line with embed has no other text")
+    params = record.get("params", {})
+    if not isinstance(params, dict):
+        raise UsageError(f"params: expected an object, got {_show(params)}")
+    _known(params, ["pooling", "normalize", "dimensions", "adapter"], "params.")
+    search = embedding_of(model, params.get("pooling"), params.get("normalize"), params.get("dimensions"))
+    return embedding_request(model, record["embed"], search, adapter=params.get("adapter"), name="embed")
 
 
 def score_record(record: Mapping[str, Any], model: LoadedModel, parse_special: bool = False) -> Request:

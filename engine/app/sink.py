@@ -21,6 +21,9 @@ def open_sink(args: argparse.Namespace, source: IO[bytes], stdout: IO[bytes] | N
     return sink
 
 
+ANSWERS = "outputs", "scores", "embedding", "error"  # keys of an answer: it has one of them
+
+
 class _Nowhere(io.BytesIO):
     """Keeps nothing that is written to it."""
 
@@ -100,7 +103,7 @@ class Sink:
                 try:
                     record = json.loads(line)
                     identity = record["id"]
-                    if not is_id(identity) or sum(key in record for key in ("outputs", "scores", "error")) != 1:
+                    if not is_id(identity) or sum(key in record for key in ANSWERS) != 1:
                         raise ValueError
                 except (ValueError, KeyError, TypeError, RecursionError):
                     raise UsageError(

@@ -44,7 +44,7 @@ class PooledRows:
 
 
 @dataclass(frozen=True)
-class Embedding(Search):
+class TextVector(Search):
     """A vector for the prompt; it generates nothing.
 
     For a mean all tokens are evaluated, so its request must neither use nor leave cached prefixes.

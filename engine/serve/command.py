@@ -29,10 +29,12 @@ from engine.app.cli import (
     run,
     search_params,
 )
+from engine.contract.embedding import POOLINGS
 from engine.demo import is_demo
 from engine.errors import UsageError
 from engine.load.distributed import check_alone
 from engine.load.hub import HubName
+from engine.ranking import check_template
 from engine.rules.catalogue import open_catalogue
 from engine.serve.limits import Limits
 from engine.serve.metrics import Metrics
@@ -48,10 +50,10 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Serve models by OpenAI's HTTP interface: searches of all kinds and widths share each pass."
 EPILOG = """\
-GET /v1/models, POST /v1/completions, /v1/chat/completions, /v1/responses: as OpenAI's clients speak them, with "search"
-  and the parameters of every search besides (flags in snake_case); GET / chats in a browser, GET /trace/ID shows the
-  tree of a request with "trace": true, GET /metrics is for Prometheus, GET /health for whoever watches.
-  docs/serving.md explains.
+GET /v1/models, POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings: as OpenAI's clients speak
+  them, with "search" and the parameters of every search besides (flags in snake_case); POST /v1/rerank as Cohere's and
+  Jina's do; GET / chats in a browser, GET /trace/ID shows the tree of a request with "trace": true, GET /metrics is
+  for Prometheus, GET /health for whoever watches. docs/serving.md explains.
 
 A key is read from --api-key-file, a key per line, or from the environment variable COPPICE_API_KEY. Without one only
 this machine is served.
@@ -68,7 +70,7 @@ COMMON = """
 """  # flags of the short help
 KEY = "COPPICE_API_KEY"
 LEAST_KEY = 16  # characters
-MAX_KEYS = 1 << 20
+MAX_KEYS = 1 << 20  # bytes of a file of keys, or of a template
 CONNECTIONS = 1024  # at once, where there are so many file descriptors
 IDLE_SECONDS = 15  # that a connection stays open without a request
 
@@ -111,6 +113,17 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=FILE",
         help='catalogue that requests name by "catalogue"; repeatable',
+    )
+    group.add_argument(
+        "--pooling",
+        choices=("auto", *POOLINGS),
+        default="auto",
+        help="of embeddings; auto: as the checkpoint says, else mean (%(default)s)",
+    )
+    group.add_argument(
+        "--rerank-template",
+        metavar="FILE",
+        help="what a query and a document are read in by reranking: a text with {query} and {document}",
     )
     group.add_argument("--strict", action="store_true", help="refuse unknown fields, which are ignored otherwise")
     group.add_argument("--traces", type=int, default=32, metavar="N", help="traces to keep (%(default)s)")
@@ -179,8 +192,6 @@ def application(args: argparse.Namespace, keys: Sequence[str] = ()) -> Iterator[
 def load(name: str, args: argparse.Namespace, stepper: Stepper) -> Served:
     """A model, and the catalogues of the flags. Raises CoppiceError."""
     engine = load_engine(args)
-    if engine.shape.scores:
-        raise UsageError("a reward model generates nothing", where=name, remedy="give it as --reward")
     if engine.capabilities.warning and not args.quiet:
         print(engine.capabilities.warning, file=sys.stderr)
     catalogues = {}
@@ -199,12 +210,13 @@ def each_model(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
     if len(words) > 1 and args.memory is not None:
         raise UsageError("--memory is for one model", remedy="--kv-memory is shared by several")
     found: dict[str, argparse.Namespace] = {}
+    template = None if args.rerank_template is None else read_template(args.rerank_template)
     for word in words:
         name, folder = named(word)
         if name in found:
             raise UsageError(f"--model: two models have the name {name!r}", remedy="write NAME=DIR")
         each = copy.copy(args)
-        each.model = folder
+        each.model, each.rerank_template = folder, template
         if found:  # companions and adapters are the first one's
             each.draft = each.reward = None
             each.adapter = []
@@ -233,6 +245,18 @@ def check(args: argparse.Namespace) -> None:
     for name in ("timeout", "drain"):
         if not 0 < (value := getattr(args, name)) <= 1e6:
             raise UsageError(f"--{name}: expected seconds above 0, got {value:g}")
+
+
+def read_template(file: str) -> str:
+    """The template of pairs in a file. Raises UsageError."""
+    try:
+        text = read_regular(file, MAX_KEYS).decode()
+    except OSError as error:
+        raise UsageError(f"cannot read the template: {error.strerror}", where=file) from None
+    except ValueError:
+        raise UsageError("the template is no UTF-8", where=file) from None
+    check_template(text)
+    return text
 
 
 def read_keys(file: str | None) -> list[str]:

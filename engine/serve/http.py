@@ -28,13 +28,16 @@ from engine.app.records import parse_record
 from engine.contract.trace import Trace
 from engine.errors import CoppiceError, UsageError
 from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, status_of
+from engine.serve.embeddings import EMBEDDINGS, read_embeddings
 from engine.serve.fields import Asked, places_of, read
 from engine.serve.limits import Limits
 from engine.serve.names import CHAT, COMPLETIONS, header_of
+from engine.serve.reranking import RERANK, read_rerank
 from engine.serve.responses import RESPONSES, ResponseAnswers, chat_body
 from engine.serve.served import Served
 from engine.serve.stepper import Stepper, Ticket, share
-from engine.serve.streams import Events, cancel, ending, late, until, written
+from engine.serve.streams import Events, Parts, cancel, ending, late, until, written
+from engine.serve.texts import Texts, answered
 from models.trim import trim_memory
 
 SALT = "coppice.salt"  # of cached prefixes, in the scope of a request
@@ -46,6 +49,8 @@ BODIES = 16  # bodies of the largest size that are held at once
 LARGE = 1 << 18  # bytes of a body whose memory goes back to the system, when it has been answered
 TRIM_SECONDS = 0.1
 MOST_BRACKETS = 1 << 17  # of a body: the parser makes an object of each without letting other threads run
+LARGE_REPLY = 1 << 16  # bytes, from which on a thread writes a reply in parts
+READERS = {EMBEDDINGS: read_embeddings, RERANK: read_rerank}
 PREFIXES = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", RESPONSES: "resp_"}  # of ids
 CLOSED = 499  # of a response that nobody reads
 PAGE = Path(__file__).parent / "page.html"
@@ -99,6 +104,10 @@ class Application:
         routes = [Route(path, self._handled(work), methods=["GET"]) for path, work in get.items()]
         routes += [
             Route(path, self._handled(partial(self.complete, kind)), methods=["POST"]) for path, kind in post.items()
+        ]
+        many = {"/v1/embeddings": EMBEDDINGS, "/v1/rerank": RERANK, "/v2/rerank": RERANK}
+        routes += [
+            Route(path, self._handled(partial(self.many, kind)), methods=["POST"]) for path, kind in many.items()
         ]
         inner = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
         self._app = Guard(inner, keys, hosts)
@@ -171,6 +180,30 @@ class Application:
         self._keep(asked.traces)
         return write(identity, asked), tickets
 
+    async def many(self, kind: str, request: Request) -> Response:
+        """Answer a request of many texts."""
+        data, client = await self._body(request), client_of(request.scope)
+        deadline = asyncio.get_running_loop().time() + self.limits.seconds
+        with self._held(client, len(data)):
+            work = self._read(kind, data, client, request.scope.get(SALT, ""))
+            del data
+            texts = await self._awaited(request, work, deadline)
+        with contextlib.ExitStack() as stack:
+            if texts.size > LARGE:
+                self._require_room(client, texts.size)
+                stack.enter_context(self._held(client, texts.size))
+            results = await self._awaited(request, answered(texts, client), deadline)
+            parts, headers = texts.write(results), header_of(texts.ignored)
+            if texts.size <= LARGE_REPLY:
+                return Response(b"".join(parts), headers=headers, media_type="application/json")
+            return Parts(parts, headers, stack.pop_all().close)
+
+    async def _read(self, kind: str, data: bytes, client: str, salt: str) -> Texts:
+        """Check the body of a request of many texts. Raises CoppiceError."""
+        body = {key: value for key, value in (await self._parsed(data, client)).items() if value is not None}
+        served = self._find(body.get("model"))
+        return await self.stepper.check(partial(READERS[kind], body, served, self.limits, salt), client)
+
     async def _awaited(self, request: Request, work: "Awaitable[T]", deadline: float) -> T:
         """The result of work that a request waits for. Raises HttpError at the deadline, and ClientDisconnect."""
         future = asyncio.ensure_future(work)
@@ -198,6 +231,12 @@ class Application:
             if size > LARGE:
                 loop = asyncio.get_running_loop()
                 loop.call_later(TRIM_SECONDS, loop.run_in_executor, None, trim_memory)
+
+    def _require_room(self, client: str, size: int) -> None:
+        """Raises HttpError: with as many bytes more, a client has more than its share of those that are held."""
+        others = self._bytes.total() - self._bytes[client]
+        if self._bytes[client] + size > share(BODIES * self.limits.body, others, self.alone):
+            raise HttpError(503, "too many large bodies at once", code="overloaded")
 
     def _find(self, name: Any) -> Served:
         """The model of a name. Raises HttpError."""
@@ -227,9 +266,7 @@ class Application:
                     self._bytes[client] += len(part)
                     if len(data) > self.limits.body:
                         raise large
-                    others = self._bytes.total() - self._bytes[client]
-                    if self._bytes[client] > share(BODIES * self.limits.body, others, self.alone):
-                        raise HttpError(503, "too many large bodies at once", code="overloaded")
+                    self._require_room(client, 0)
         except TimeoutError:
             raise HttpError(408, f"the request took more than {BODY_SECONDS:g} s to come", code="timeout") from None
         finally:

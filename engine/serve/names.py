@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from engine.app.records import known_params
@@ -63,15 +63,20 @@ NEAR = 0.8  # of a name, as difflib measures it, a field is a misspelling of it
 LONGEST_NAME = 64  # characters of an ignored field's name in a header
 
 
-def without_unknown(body: Mapping[str, Any], strict: bool) -> tuple[dict[str, Any], list[str]]:
+def without_unknown(
+    body: Mapping[str, Any], strict: bool, known: Collection[str] | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """The fields of a body that mean something here, and the names of those that do not.
+
+    Args:
+        known: fields that do; None: those of requests for completions.
 
     Raises:
         UsageError: a field looks like a name that was misspelt, or `strict` and there is any; too many fields.
     """
     if len(body) > MOST_FIELDS:
         raise UsageError(f"the body has {len(body)} fields, this server takes {MOST_FIELDS}")
-    known = KNOWN | {*known_params()}
+    known = KNOWN | {*known_params()} if known is None else known
     unknown = [key for key in body if key not in known]
     if len(unknown) > MOST_UNKNOWN:
         raise UsageError(f"the body has {len(unknown)} unknown fields, this server takes {MOST_UNKNOWN}")

@@ -128,6 +128,11 @@ class Lane:
     def waiting(self) -> int:
         return len(self.open) - self.running + self.held.total()
 
+    def room(self, client: str) -> int:
+        """How many further requests of a client there are places for."""
+        taken = Counter(ticket.client for ticket in self.open) + self.held
+        return share(self.places, taken.total() - taken[client], self.service.alone) - taken[client]
+
     @contextlib.contextmanager
     def place(self, client: str, count: int) -> Iterator[None]:
         """Hold places for requests of a client while they are checked. Raises Busy."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -16,6 +16,7 @@ from engine.serve.stepper import Abandoned, Ticket
 
 PING_SECONDS = 10.0  # a stream without text says that it lives
 STALL_SECONDS = 120.0  # a client that reads nothing for so long is gone
+PART_BYTES = 1 << 16  # of a large reply
 ENDING_SECONDS = 1.0  # for the last event of a stream, when the server ends
 
 
@@ -109,6 +110,41 @@ class Events(Response):
                         await send(part)
                 except TimeoutError:
                     raise ConnectionError("the client reads nothing") from None
+
+
+class Parts(Response):
+    """A large reply, written in parts in a thread while they are sent, so that it is never there as a whole.
+
+    Args:
+        parts: of its JSON.
+        headers: further ones.
+        release: called at the end, however that comes.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, parts: Iterator[bytes], headers: Mapping[str, str], release: Callable[[], None]):
+        super().__init__(headers=headers)
+        del self.headers["content-length"]
+        self.parts, self.release = parts, release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            while data := await asyncio.to_thread(self._next):
+                async with asyncio.timeout(STALL_SECONDS):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:  # the client reads nothing: uvicorn closes the connection of a reply without an end
+            return
+        finally:
+            self.release()
+
+    def _next(self) -> bytes:
+        data = bytearray()
+        while len(data) < PART_BYTES and (part := next(self.parts, b"")):
+            data += part
+        return bytes(data)
 
 
 async def until(work: "asyncio.Future[Any]", receive: Receive) -> bool:

@@ -8,7 +8,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from functools import partial
 from typing import Any, ParamSpec, Self, Unpack, overload
 
+from torch import Tensor
+
 from engine.contract import Search, SearchResult
+from engine.embeddings import embedding_of, embedding_requests, stacked
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
 from engine.request import Done, Event, Request, RequestOptions, Text, requests_of
@@ -96,6 +99,23 @@ class AsyncEngine:
         """
         [request] = _requests(prompt if isinstance(prompt, Request) else [prompt], search, options)
         return Stream(self, request)
+
+    async def embed(
+        self,
+        texts: Iterable[Sequence[int] | str],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        cache_salt: str | None = "",
+        adapter: str | None = None,
+    ) -> Tensor:
+        """The vectors of texts, float32 [N, E]: `Engine.embed`, with its arguments and errors."""
+        model = self.engine.model
+        search = embedding_of(model, pooling, normalize, dimensions)
+        self._thread.start()
+        make = partial(list, embedding_requests(model, texts, search, cache_salt, adapter))
+        return stacked(model, search, await self._answers(await self._thread.check(make)))
 
     async def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
         """The scores of `Engine.scores`. The texts are evaluated in a pass of their own."""

@@ -1,0 +1,138 @@
+"""Reranking: the scores of documents for a query, by a model with a scalar head, which reads each pair as one text."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.contract import Evaluate, Output, Search, SearchGenerator, SearchResult, Task
+from engine.errors import UsageError, shortened
+from engine.load.loading import LoadedModel
+from engine.load.pools import check_memory
+from engine.request import Checked, Models, Request, check_ids
+from engine.rewards import Responses, around
+
+PLACES = "{query}", "{document}"  # in a template of pairs
+MOST_TEMPLATE = 1 << 14  # characters
+
+
+class Ranked(NamedTuple):
+    """A document's place in its list, and its score: higher is more relevant."""
+
+    index: int
+    score: float
+
+
+@dataclass(frozen=True)
+class HeadScore(Search):
+    """The score of a text by a scalar head; it generates nothing.
+
+    Args:
+        ids: the text in tokens of the reward model beside the target; None: it is the prompt, of a target with a head.
+    """
+
+    ids: tuple[int, ...] | None = None
+
+    def run(self, task: Task) -> SearchGenerator:
+        """See `Search`."""
+        tree = task.tree
+        if self.ids is not None:
+            assert task.open_tree is not None
+            tree = task.open_tree("reward", self.ids)
+        rows_N1, _ = yield Evaluate(tree, [tree.root])
+        stats = {"prompt_tokens": tree.prompt_length, "reused_tokens": tree.reused}
+        return SearchResult([Output([], None, float(rows_N1[0, 0]), "length")], stats)
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        return prompt_tokens, prompt_tokens
+
+
+def head_of(models: Models) -> LoadedModel:
+    """The model with the scalar head: the target, or the reward model beside it. Raises UsageError without one."""
+    if models.target.shape.scores:
+        return models.target
+    if "reward" in models.others:
+        return models.others["reward"]
+    raise UsageError(
+        "reranking needs a model with a scalar head, and this one generates",
+        where=models.target.name,
+        remedy="give --reward DIR, a checkpoint whose architecture ends in ForSequenceClassification; "
+        "docs/embeddings.md shows what a model that generates can do",
+    )
+
+
+def check_text(
+    models: Models, ids: Sequence[int], cache_salt: str | None = "", share: float = 1.0, name: str = "text"
+) -> Checked:
+    """The request for the score of a text, in tokens of the model with the scalar head.
+
+    Args:
+        share: of its KV cache, that the request may have.
+        name: what errors call the text.
+
+    Raises:
+        UsageError, KVMemoryError: it is empty, or fits neither context nor cache; no model has a scalar head.
+    """
+    head = head_of(models)
+    try:
+        check_ids(head, ids)
+    except UsageError as error:
+        what = error.what.replace("the prompt", "what the model reads of it").removeprefix("prompt: ")
+        raise UsageError(f"{name}: {what}", where=error.where, remedy="shorten it, or divide it") from None
+    search = HeadScore(None if head is models.target else tuple(ids))
+    check_memory(head.runner.pool, search, len(ids), 1, share)
+    prompt = [*ids] if head is models.target else [models.target.start_token]  # a tree of which nothing is evaluated
+    return Checked(Request(prompt, search, 1, cache_salt=cache_salt), prompt, 1)
+
+
+def pairs(head: LoadedModel, query: str, documents: Sequence[str], template: str | None = None) -> Iterator[list[int]]:
+    """The tokens of each document with the query.
+
+    Args:
+        template: a text with the places {query} and {document}, whose control tokens are read as such, those of query
+            and documents are not. None: the model's chat template, with the query as the user's message and the
+            document as the reply; without one, the query, a line break and the document.
+
+    Raises:
+        UsageError: the template lacks a place.
+        CheckpointError: the model has no tokenizer, or its chat template fails.
+    """
+    tokenizer = head.need_tokenizer()
+    if template is not None:
+        check_template(template)
+        parts = re.split("({query}|{document})", template)
+        for document in documents:
+            texts: dict[str, str] = dict(zip(PLACES, (query, document), strict=True))
+            yield tokenizer.encode_rendered([(texts.get(part, part), part not in texts) for part in parts])
+    elif head.template is not None:
+        asked = Responses(None, (), prompt_text=query)
+        before, after, _ = around(head.template.render, head.template.source, asked, head.name)
+        for document in documents:
+            yield tokenizer.encode_rendered([*before, (document, False), *after])
+    else:
+        for document in documents:
+            yield tokenizer.encode(f"{query}\n{document}")
+
+
+def check_template(template: object) -> None:
+    """Check a template of pairs. Raises UsageError."""
+    if not isinstance(template, str) or len(template) > MOST_TEMPLATE:
+        raise UsageError(f"template: expected a text of at most {MOST_TEMPLATE} characters")
+    if missing := next((place for place in PLACES if place not in template), None):
+        raise UsageError(f"template: expected {' and '.join(PLACES)} in it, {missing} is missing")
+
+
+def check_documents(query: object, documents: object) -> None:
+    """Check that a query is a text, and documents are a list of texts. Raises UsageError."""
+    if not isinstance(query, str):
+        raise UsageError(f"query: expected a text, got {shortened(repr(query))}")
+    if isinstance(documents, str) or not isinstance(documents, Sequence):
+        raise UsageError(f"documents: expected a list of texts, got {shortened(repr(documents))}")
+    for i, document in enumerate(documents):
+        if not isinstance(document, str):
+            raise UsageError(f"documents[{i}]: expected a text, got {shortened(repr(document))}")
+
+
+def ranked(scores: Sequence[float]) -> list[Ranked]:
+    """Scores with their places, best first; of equal ones the lower place."""
+    return sorted((Ranked(i, score) for i, score in enumerate(scores)), key=lambda one: -one.score)

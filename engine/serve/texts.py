@@ -1,0 +1,98 @@
+"""Requests of many texts, for embeddings and reranking: few of them at a time are requests of the engine."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.contract import SearchResult
+from engine.errors import UsageError
+from engine.load.loading import LoadedModel
+from engine.serve.limits import Limits
+from engine.serve.names import NO_EFFECT, without_unknown
+from engine.serve.served import Served
+from engine.service import Checked
+
+MOST_TEXTS = 2048  # of a request, as at OpenAI's
+MOST_TOKENS = 300_000  # of all its texts together, as at OpenAI's
+AHEAD = 2  # texts under way, for each place where a search runs: the thread that steps waits for none
+
+
+@dataclass
+class Texts:
+    """A checked request of many texts.
+
+    Attributes:
+        checked: a request of the engine for each text.
+        write: results, in the order of the texts, to the parts of the reply's JSON.
+        size: bytes that results and reply take, roughly.
+        ignored: names of fields that mean nothing here.
+    """
+
+    served: Served
+    checked: list[Checked]
+    write: Callable[[Sequence[SearchResult]], Iterator[bytes]]
+    size: int
+    ignored: list[str] = field(default_factory=list)
+
+
+def known_fields(body: Mapping[str, Any], strict: bool, own: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a body that have a meaning, and the names of those that are ignored. Raises UsageError."""
+    return without_unknown(body, strict, frozenset([*own, "model", *NO_EFFECT]))
+
+
+def check_count(name: str, texts: Sequence[Any]) -> None:
+    """Raises UsageError: a list of no texts, or of too many."""
+    if not 1 <= len(texts) <= MOST_TEXTS:
+        raise UsageError(f"{name}: expected 1 to {MOST_TEXTS} texts, got {len(texts)}", remedy="ask several times")
+
+
+def check_length(name: str, text: str | Sequence[int], model: LoadedModel, limits: Limits) -> None:
+    """Raises UsageError for a text that fits no context by the number of its characters or tokens.
+
+    Args:
+        text: a text or token ids, not encoded yet: a long one is refused before anything is done with it.
+    """
+    pool = model.runner.pool
+    reach = limits.prompt or model.shape.max_positions or pool.pages * pool.page_size
+    if not isinstance(text, str):
+        if len(text) > reach:
+            what = f"{name}: the text has {len(text)} tokens, this server takes {reach}"
+            raise UsageError(what, remedy="shorten it, or divide it")
+    elif model.tokenizer is not None and len(text) > reach * model.tokenizer.longest:
+        each = f"{reach} tokens of at most {model.tokenizer.longest} characters"
+        raise UsageError(f"{name}: the text has {len(text)} characters, this server takes {each}", remedy="divide it")
+
+
+def check_total(name: str, tokens: int) -> None:
+    """Raises UsageError for too many tokens of all texts together."""
+    if tokens > MOST_TOKENS:
+        what = f"{name}: the texts have more than {MOST_TOKENS} tokens together"
+        raise UsageError(what, remedy="ask several times")
+
+
+async def answered(texts: Texts, client: str) -> list[SearchResult]:
+    """The results of all texts, in their order; a few of them wait or run at any time. Raises CoppiceError."""
+    lane = texts.served.lane
+    width = min(len(texts.checked), AHEAD * lane.service.parallel, lane.room(client))
+    results: dict[int, SearchResult] = {}
+    waiting = iter(enumerate(texts.checked))
+
+    async def work() -> None:
+        for i, checked in waiting:
+            ticket = lane.submit(checked, False, client)
+            try:
+                results[i] = await ticket.result()
+            finally:
+                lane.cancel(ticket)
+
+    workers: list[asyncio.Future[None]] = []
+    try:
+        with lane.place(client, max(1, width)):
+            workers += [asyncio.ensure_future(work()) for _ in range(max(1, width))]
+            await asyncio.sleep(0)  # each submits its first text
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+    return [results[i] for i in range(len(texts.checked))]
