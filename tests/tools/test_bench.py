@@ -1,6 +1,7 @@
 """Benchmarks on tiny shapes: they run, their figures agree, the page's sections are replaced and nothing else."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -9,10 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine import Engine
+from engine.demo import demo_folder
 from models.checkpoint.headers import Checkpoint
 from models.formats.int4 import Int4
+from search import Trie
+from tests.models.gguf.files import WIDE, File, gguf, random
 from tests.tools.output import last_line
-from tools.bench import peers, report, variants
+from tools.bench import checkpoints, peers, report, texts, variants
 from tools.bench.__main__ import main
 from tools.bench.measure import PeakMemory, memory
 from tools.random_checkpoint import make
@@ -84,7 +89,8 @@ def test_quant_compares_with_float32_weights(model, capsys, tmp_path):
     assert main([*command, "--threads", "1"]) == 0
     rows = {(row["model"], row["weights"]): row for row in last_line(capsys)["results"]}
     eight, four, head, plain = (rows["demo", weights] for weights in ("int8", "int4", "int4-head", "plain int4"))
-    assert len(rows) == 2 * 15 and 0 < eight["mean"] < four["mean"] < head["mean"] < 0.5
+    assert len(rows) == 16 + 4 and 0 < eight["mean"] < four["mean"] < head["mean"] < 0.5
+    assert rows["demo", "none"]["mean"] == 0 < rows["demo", "none"]["nats"] < four["nats"] + 1
     assert head["bytes"] < four["bytes"]
     assert four["bytes"] == plain["bytes"] < eight["bytes"] < 0.6 and four["mean"] != plain["mean"]
     assert "same best token" in page.read_text()
@@ -164,6 +170,67 @@ def test_a_gguf_file_has_the_tensors_of_the_checkpoint(model, tmp_path):
     assert len(fields) > 8 and all(written.config[name] == checkpoint.config[name] for name in fields)
     expected, found = (one.read(one.tensors) for one in (checkpoint, written))
     assert found.keys() == expected.keys() and all(found[name].equal(x) for name, x in expected.items())
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A Llama of blocks, with queries and keys in the order of interleaved rotation."""
+    folder = tmp_path_factory.mktemp("files")
+    blocks = File(random(folder / "source", "llama/tied", **WIDE), gguf.GGMLQuantizationType.Q8_0)
+    return blocks.write(folder / "smollm2-135m-instruct-tiny.gguf")
+
+
+def test_blocks_become_the_floats_that_they_stand_for(file, tmp_path):
+    made = variants.in_dtype(file, "float32", tmp_path)
+    ours, theirs = (Engine.load(path, dtype="float32", kv_memory=1 << 22) for path in (made, file))
+    exact, found = (one.logits(list(range(3, 40))) for one in (theirs, ours))
+    assert Checkpoint.open(made).quantization is None and (exact - found).abs().max() <= 1e-5 * exact.std()
+    assert variants.in_dtype(file, "float32", tmp_path) == made and ours.eos_token_ids == theirs.eos_token_ids
+    assert Checkpoint.open(variants.in_dtype(file, "bfloat16", tmp_path)).torch_dtype == torch.bfloat16
+
+
+def test_peers_run_the_very_same_gguf_file(file, capsys, tmp_path):
+    program, words = tmp_path / "llama-batched-bench", tmp_path / "words"
+    program.write_text(FAKE_LLAMA.format(words=words))
+    program.chmod(0o755)
+    assert main([*peers_command(str(file), "coppice", "llama.cpp"), "--llama", str(program)]) == 0
+    told = capsys.readouterr().out
+    rows = json.loads(told.splitlines()[-1])["results"]
+    assert [(row["peer"], row["dtype"]) for row in rows] == [("coppice", "gguf"), ("llama.cpp", "gguf")] * 2
+    assert f"-m {file} " in words.read_text() and "24 tokens of Python's documentation" in told
+    engine = Engine.load(file, kv_memory=1 << 22)
+    [best] = engine.generate([texts.plain(engine, 24)], Trie(beams=3), max_new_tokens=8, ignore_eos=True)
+    assert rows[2]["tokens"] == best.outputs[0].token_ids
+    assert main(["peers", "--random", *TINY, "--kinds", "gguf"]) == 2 and "no GGUF file" in capsys.readouterr().err
+
+
+def test_a_folder_of_real_models_gives_the_default(file, model, monkeypatch, capsys, tmp_path):
+    (tmp_path / "Qwen2.5-Coder-0.5B-x").symlink_to(model)
+    (tmp_path / "SmolLM2-135M-Instruct.gguf").symlink_to(file)
+    (tmp_path / "smollm2-135m-instruct.txt").touch()
+    assert checkpoints.find(checkpoints.CHAT) is None
+    monkeypatch.setenv("COPPICE_CHECKPOINTS", str(tmp_path))
+    assert [path.name for path in checkpoints.defaults([])] == [
+        "SmolLM2-135M-Instruct.gguf", "Qwen2.5-Coder-0.5B-x",
+    ]  # fmt: skip
+    assert checkpoints.defaults([model]) == [Path(model)]
+    assert main(["memory", "--only", "--beams", "1", "--caches", "auto", "--formats", "int8", "--prompt", "9",
+                 "--new-tokens", "3", "--threads", "1"]) == 0  # fmt: skip
+    rows = last_line(capsys)["results"]
+    assert (rows[0]["model"], rows[0]["format"]) == ("smollm2-135m-instruct-tiny.gguf", "gguf")
+    assert rows[1]["format"] == "int8" and all(row["peak"] > row["loaded"] > 0 for row in rows)
+    assert main(["kv", "--beams", "1", "--new-tokens", "4", "--threads", "1"]) == 0
+    assert last_line(capsys)["model"] == "smollm2-135m-instruct-tiny.gguf"
+
+
+def test_real_texts_have_the_length_that_is_asked_for():
+    engine = Engine.load(demo_folder(), kv_memory="64M")
+    assert len(texts.plain(engine, 700)) == 700 and texts.plain(engine, 50) != texts.plain(engine, 50, 1)
+    asked = texts.summaries(engine, 3, 200)
+    assert len({tuple(one.ids) for one in asked}) == 3 and all(190 < len(one.ids) <= 200 for one in asked)
+    for one, (old, new) in zip(texts.edits(engine, 8), texts.EDITED.values(), strict=True):
+        text = engine.tokenizer.decode(one.ids)
+        assert f"`{old}` to `{new}`" in text and text.count(old) > 2 and one.ends == asked[0].ends
 
 
 def test_a_checkpoint_in_another_dtype(model, tmp_path):

@@ -1,7 +1,7 @@
 """The cost of a smaller KV cache: divergence from the float32 cache, and how often the best token is the same."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from kernels.kv_kinds import floats, stored
 from kernels.kv_write import kv_write
 from kernels.stack import one_by_one
 from search import Sample
+from tools.bench.checkpoints import MODELS_HELP, defaults
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
 from tools.bench.report import finish, rows_table, stamp
@@ -35,7 +36,7 @@ COLUMNS = {
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("cache", help="what a KV cache of 8 bits costs", description=__doc__)
-    parser.add_argument("--model", nargs="+", metavar="DIR", default=[], help="checkpoint folders besides the demo")
+    parser.add_argument("--model", nargs="+", metavar="MODEL", default=[], help=MODELS_HELP)
     add_numbers(parser, texts=(16, "samples of each model"), new_tokens=(240, "of each"), seed=0)
     add_run_flags(parser, "benchmarks", None, run)
 
@@ -43,7 +44,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
     made, rows = stamp(argv), []
-    for folder in (demo_folder(), *map(Path, args.model)):
+    for folder in [demo_folder(), *defaults(args.model)]:
         rows += measure(folder, "demo" if is_demo(folder) else folder.resolve().name, args)
     columns = {"model": "{model}", "cache": "{cache}", "bytes": "{bytes:,}"} | COLUMNS
     finish("cache", made, f"{rows_table(rows, columns)}\n\n{LEGEND}", result := {"results": rows}, args.save)
@@ -52,16 +53,17 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 def measure(folder: Path, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each smaller cache of a model."""
-    plain, texts, exact = sampled(folder, name, args)
-    rows = []
+    plain, rows = load(folder, args), []
+    texts = sampled(plain, args)
+    progress(f"{name}: {sum(map(len, texts))} tokens")
+    exact = [*each_logits(plain, texts)]
     for cache, dtype in (("bfloat16", torch.bfloat16), ("int8", torch.int8), ("fp8", FP8)):
         if cache == "int8":
-            logp_NV = log_probabilities(load(folder, args, kv_dtype=cache), texts)
+            found = divergence(exact, each_logits(load(folder, args, kv_dtype=cache), texts), texts)
         else:
             with rounded_cache(plain, dtype):
-                logp_NV = log_probabilities(plain, texts)
-        size = plain.shape.kv_bytes_per_token(dtype)
-        rows.append({"model": name, "cache": cache, "bytes": size, **divergence(exact, logp_NV)})
+                found = divergence(exact, each_logits(plain, texts), texts)
+        rows.append({"model": name, "cache": cache, "bytes": plain.shape.kv_bytes_per_token(dtype), **found})
     return rows
 
 
@@ -70,29 +72,33 @@ def load(folder: Path, args: argparse.Namespace, **options: Any) -> Engine:
     return Engine.load(folder, dtype="float32", device="cpu", kv_memory="64M", threads=args.threads, **options)
 
 
-def sampled(folder: Path, name: str, args: argparse.Namespace) -> tuple[Engine, list[list[int]], Tensor]:
-    """A model in float32, samples of it, and its log-probabilities after each of their tokens."""
-    plain = load(folder, args)
+def sampled(engine: Engine, args: argparse.Namespace) -> list[list[int]]:
+    """Samples of a model."""
     draw = Sample(seed=args.seed, num_return_sequences=args.texts)
-    limit = min(args.new_tokens, (plain.shape.max_positions or args.new_tokens + 1) - 1)
-    found = plain.generate([[plain.start_token]], draw, max_new_tokens=limit, ignore_eos=True)[0]
-    texts = [[plain.start_token, *output.token_ids] for output in found.outputs]
-    progress(f"{name}: {sum(map(len, texts))} tokens")
-    return plain, texts, log_probabilities(plain, texts)
+    limit = min(args.new_tokens, (engine.shape.max_positions or args.new_tokens + 1) - 1)
+    [found] = engine.generate([[engine.start_token]], draw, max_new_tokens=limit, ignore_eos=True)
+    return [[engine.start_token, *output.token_ids] for output in found.outputs]
 
 
-def divergence(exact_NV: Tensor, logp_NV: Tensor) -> dict[str, Any]:
-    """The divergence of log-probabilities from exact ones."""
-    divergence_N = (exact_NV.exp() * (exact_NV - logp_NV)).sum(1).clamp(min=0)
+def each_logits(engine: Engine, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """After every token, one text after another: [N, V]."""
+    return (engine.logits(text) for text in texts)
+
+
+def divergence(exact: Iterable[Tensor], found: Iterable[Tensor], texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The divergence of log-probabilities from exact ones, both by the logits of each text, in float64."""
+    divergences, same, nats = list[Tensor](), list[Tensor](), list[Tensor]()
+    for exact_NV, found_NV, text in zip(exact, found, texts, strict=True):
+        logp_NV, logq_NV = (torch.log_softmax(x_NV.double(), -1) for x_NV in (exact_NV, found_NV))
+        divergences.append((logp_NV.exp() * (logp_NV - logq_NV)).sum(1).clamp(min=0))
+        same.append(logp_NV.argmax(1) == logq_NV.argmax(1))
+        nats.append(-logq_NV[:-1].gather(1, torch.tensor(text[1:])[:, None]))
+    all_N = torch.cat(divergences)
     return {
-        "positions": len(exact_NV), "mean": divergence_N.mean().item(), "high": divergence_N.quantile(0.99).item(),
-        "most": divergence_N.max().item(), "same": (exact_NV.argmax(1) == logp_NV.argmax(1)).double().mean().item(),
+        "positions": len(all_N), "mean": all_N.mean().item(), "high": all_N.quantile(0.99).item(),
+        "most": all_N.max().item(), "same": torch.cat(same).double().mean().item(),
+        "nats": torch.cat(nats).mean().item(),
     }  # fmt: skip
-
-
-def log_probabilities(engine: Engine, texts: Sequence[Sequence[int]]) -> Tensor:
-    """After every token of every text: float64 [N, V]."""
-    return torch.cat([torch.log_softmax(engine.logits(text).double(), -1) for text in texts])
 
 
 @contextmanager

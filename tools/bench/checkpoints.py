@@ -1,22 +1,57 @@
-"""The checkpoint to measure: a folder, or a temporary random one."""
+"""The checkpoint to measure: a real model, or a temporary random one.
+
+`--model` takes what the engine takes: a folder, a GGUF file, a name on the hub. Without it a real model is looked for
+in the folder that COPPICE_CHECKPOINTS names.
+"""
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from engine.errors import UsageError
+from engine.load.hub import local_path
+from models.folders import gguf_file
 from tools.bench.measure import progress
 from tools.random_checkpoint import make
+
+VARIABLE = "COPPICE_CHECKPOINTS"
+CHAT, CODE = "smollm2-135m-instruct", "qwen2.5-coder-0.5b"  # as names of folders or files begin
+MODEL_HELP = f"a checkpoint folder, a GGUF file, or a name on the hub (a {CHAT}* that {VARIABLE} holds; else %s)"
+MODELS_HELP = f"models besides the demo, as elsewhere (those that {VARIABLE} holds)"
+
+
+def find(name: str) -> Path | None:
+    """The folder or GGUF file in the folder COPPICE_CHECKPOINTS whose name begins so, in any case; a folder first."""
+    held = os.environ.get(VARIABLE)
+    paths = sorted(Path(held).iterdir(), key=lambda path: (path.is_file(), path.name)) if held else []
+    return next((path for path in paths if path.name.lower().startswith(name)
+                 and (path.suffix == ".gguf" or (path / "config.json").exists())), None)  # fmt: skip
+
+
+def defaults(given: list[str]) -> list[Path]:
+    """The models to measure besides the demo: those given, else those that COPPICE_CHECKPOINTS holds."""
+    return [*map(located, given)] if given else [path for name in (CHAT, CODE) if (path := find(name))]
+
+
+def located(model: str) -> Path:
+    """The path of a model, which is fetched if it is a name on the hub."""
+    return Path(local_path(model))
+
+
+def is_gguf(model: Path) -> bool:
+    """Whether a model is a GGUF file, or a folder that holds one."""
+    return gguf_file(model) is not None
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """--model or --random, and the shape of the latter."""
     group = parser.add_argument_group("checkpoint")
     which = group.add_mutually_exclusive_group()
-    which.add_argument("--model", metavar="DIR", help="a checkpoint folder")
-    add_random_flag(which, "a random Llama (the default)")
+    which.add_argument("--model", metavar="MODEL", help=MODEL_HELP % "a random Llama")
+    add_random_flag(which, "a random Llama")
     add_shape_flags(group)
     group.add_argument("--seed", type=int, default=0, help="of random weights and random prompts (%(default)s)")
 
@@ -39,9 +74,11 @@ def add_shape_flags(group: argparse._ActionsContainer) -> None:
 
 @contextmanager
 def checkpoint(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
-    """The folder of the checkpoint, and its name for a report."""
-    if args.model is not None:
-        yield Path(args.model), Path(args.model).resolve().name
+    """The path of the checkpoint, and its name for a report."""
+    model = find(CHAT) if args.model is None and args.random is None else args.model and located(args.model)
+    if model is not None:
+        progress(f"measuring {model.name}")
+        yield model, model.resolve().name
         return
     with TemporaryDirectory(prefix="bench-") as temporary:
         folder = Path(args.random or temporary)

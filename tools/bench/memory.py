@@ -5,10 +5,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from engine.demo import demo_folder, is_demo
+from tools.bench.checkpoints import MODELS_HELP, defaults, is_gguf
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
 from tools.bench.report import finish, rows_table, stamp
@@ -22,6 +22,7 @@ FORMATS = {  # arguments of `Engine.load`, by their names in the table
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"quant": "int8"},
     "int4": {"quant": "int4"},
+    "gguf": {},
 }
 COLUMNS = {
     "model": "{model}", "weights": "{format}", "cache": "{cache}", "beams": "{beams}", "plan MB": "{plan:,.0f}",
@@ -52,9 +53,10 @@ print(json.dumps({**found, "seconds": engine.load_seconds, "slots": engine.pool.
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("memory", help="resident memory beside its plan", description=__doc__)
-    parser.add_argument("--model", nargs="+", metavar="DIR", default=[], help="checkpoint folders besides the demo")
+    parser.add_argument("--model", nargs="+", metavar="MODEL", default=[], help=MODELS_HELP)
     parser.add_argument("--beams", nargs="+", type=int, metavar="N", default=[1, 4, 15], help="default: 1 4 15")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=[*FORMATS], help="of weights (default: all)")
+    text = "of weights (default: all); a GGUF file has its own"
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=[*FORMATS], help=text)
     parser.add_argument("--caches", nargs="+", choices=("auto", "int8"), default=["auto", "int8"], help="default: both")
     parser.add_argument("--memory", metavar="SIZE", help="load each model with this budget")
     parser.add_argument("--only", action="store_true", help="leave the demo out")
@@ -71,9 +73,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each model, format, cache and number of beams; numbers in MB."""
-    for folder in (*([] if args.only else [demo_folder()]), *map(Path, args.model)):
+    for folder in [demo_folder()][args.only :] + defaults(args.model):
         name = "demo" if is_demo(folder) else folder.resolve().name
-        for format, cache in ((f, c) for f in args.formats for c in args.caches):
+        formats = ["gguf"] if is_gguf(folder) else [f for f in args.formats if f != "gguf"]
+        for format, cache in ((f, c) for f in formats for c in args.caches):
             options = {**FORMATS[format], "kv_dtype": cache, "device": "cpu"}
             for beams in args.beams:
                 given = str(folder), options, beams, args.prompt, args.new_tokens, args.threads, args.memory

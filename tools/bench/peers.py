@@ -5,6 +5,9 @@ engines take turns. Peak memory growth is the highest resident memory during a r
 weights have all been read once; on a GPU it is what torch allocated, and for this engine, whose pool is allocated when
 it is loaded, the pages in use as well; CTranslate2's is not known there, nor is llama.cpp's anywhere.
 
+A GGUF file is measured as it is (`--kinds gguf`): here and by llama.cpp the very same file, by the others its weights
+dequantised, in a folder that is made once (kept with --converted).
+
 The other engines are optional: a row without figures gives the reason. transformers, CTranslate2 and OpenVINO GenAI
 (openvino-genai and optimum-intel) are installed for an interpreter of their own, see --peer-python and
 --openvino-python. llama.cpp is built from its sources; those in `pip download llama-cpp-python --no-deps
@@ -27,13 +30,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine import Engine
 from engine.errors import UsageError
 from models.checkpoint.headers import Checkpoint
 from tools.bench import variants
-from tools.bench.checkpoints import add_flags, checkpoint
+from tools.bench.checkpoints import CHAT, add_flags, checkpoint, find, is_gguf
 from tools.bench.flags import add_numbers
 from tools.bench.measure import PeakMemory, cores, in_turn, memory, progress, random_tokens, spread
 from tools.bench.report import add_save_flag, comparison, comparison_table, finish, megabytes, rows_table, slug, stamp
+from tools.bench.texts import plain
 
 PEERS = ("coppice", "transformers", "ctranslate2", "openvino", "llama.cpp")
 KINDS = {  # of weights, with the engines that have them
@@ -42,7 +47,9 @@ KINDS = {  # of weights, with the engines that have them
     "float16": ("coppice", "transformers", "ctranslate2", "llama.cpp"),
     "int8": ("coppice", "ctranslate2", "openvino", "llama.cpp"),
     "int4": ("coppice", "openvino", "llama.cpp"),
+    "gguf": PEERS,
 }
+DEQUANTISED = {"transformers": "float32", "ctranslate2": "int8", "openvino": "int8"}  # of a GGUF file
 ON_CPU = ("openvino", "llama.cpp")
 ROOT = Path(__file__).parents[2]
 K = TypeVar("K", bound=Hashable)
@@ -60,6 +67,8 @@ TARGETS = (  # engine and kind over our kind, a ratio of `compare`, by beams
     ),
     *(("openvino", kind, kind, "seconds", {1: 1.1, 4: 1.6, 15: 2.2}) for kind in ("float32", "int8")),
     *(("openvino", kind, kind, "prefill_seconds", {1: 1.0}) for kind in ("float32", "int8")),
+    ("llama.cpp", "gguf", "gguf", "steps_per_second", {1: 1.0, 4: 1.5, 15: 2.2}),
+    ("llama.cpp", "gguf", "gguf", "prefill_seconds", {1: 1.3}),
 )
 
 
@@ -71,15 +80,15 @@ def add_parser(commands: Any) -> None:
     add_flags(parser)
     add_numbers(
         parser,
-        prompt_tokens=(512, "random ids"),
+        prompt_tokens=(512, "of Python's documentation; random ids for a random model"),
         new_tokens=(64, "end-of-sequence is ignored"),
         beams=[1, 4, 15],
         runs=(3, "medians are of so many"),
         once_above=(60.0, "an engine whose first run takes more seconds has only that"),
         threads=cores(),
     )
-    parser.add_argument("--kinds", "--dtype", nargs="+", choices=KINDS, default=["float32"], metavar="KIND",
-                        help=f"of weights: {' '.join(KINDS)} (float32)")  # fmt: skip
+    parser.add_argument("--kinds", "--dtype", nargs="+", choices=KINDS, metavar="KIND",
+                        help=f"of weights: {' '.join(KINDS)} (gguf for a GGUF file, else float32)")  # fmt: skip
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(a GPU if there is one)")
     parser.add_argument("--peers", nargs="+", type=peer_name, default=list(PEERS), metavar="NAME[:KIND]",
                         help=f"only these, with one kind or all: {' '.join(PEERS)}")  # fmt: skip
@@ -174,10 +183,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     with checkpoint(args) as (folder, name), tempfile.TemporaryDirectory(prefix="bench-") as temporary:
         scratch = (args.converted or Path(temporary)).resolve()
         scratch.mkdir(parents=True, exist_ok=True)
-        prompt = random_tokens(Checkpoint.open(folder).config["vocab_size"], args.prompt_tokens, args.seed)
-        chosen = [
-            (kind, peer) for kind in args.kinds for peer in KINDS[kind] if {peer, f"{peer}:{kind}"} & {*args.peers}
-        ]
+        prompt, what = prompt_of(args, folder, args.prompt_tokens)
+        kinds = args.kinds or (["gguf"] if is_gguf(folder) else ["float32"])
+        if "gguf" in kinds and not is_gguf(folder):
+            raise UsageError("--kinds gguf: the model is no GGUF file")
+        chosen = [(kind, peer) for kind in kinds for peer in KINDS[kind] if {peer, f"{peer}:{kind}"} & {*args.peers}]
         for beams in args.beams:
             asked = {pair: ask(*pair, args, folder, scratch, beams, device) for pair in chosen}
             together = [chosen] if device == "cpu" else [[pair] for pair in chosen]  # a pool takes most of a GPU
@@ -193,16 +203,24 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     compare(rows)
     made["versions"] |= {k: v for row in rows for k, v in row.get("versions", {}).items()}
     setting = (
-        f"{name}; prompt of {args.prompt_tokens} random tokens, {args.new_tokens} new tokens, {device}, "
+        f"{name}; prompt of {args.prompt_tokens} {what}, {args.new_tokens} new tokens, {device}, "
         f"{args.threads} threads; medians of {args.runs} runs in turn, in brackets the least and the most."
     )
     body = "\n\n".join([setting, result_table(rows), LEGEND, *target_table(rows)])
-    result = {"model": name, "kinds": args.kinds, "device": device, "threads": args.threads, "runs": args.runs,
+    result = {"model": name, "kinds": kinds, "device": device, "threads": args.threads, "runs": args.runs,
               "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens, "results": rows}  # fmt: skip
     machine = made["machine"]
-    section = slug("peers", machine["cpu"], machine["vector"], f"{args.threads} threads", *args.kinds)
+    of = [] if args.model is None and not is_gguf(folder) else [name]
+    section = slug("peers", *of, machine["cpu"], machine["vector"], f"{args.threads} threads", *kinds)
     finish(section, made, body, result, args.save)
     return result
+
+
+def prompt_of(args: argparse.Namespace, model: Path, tokens: int) -> tuple[list[int], str]:
+    """The ids of a prompt, and what they are: of Python's documentation; random ones for a random model."""
+    if args.random is not None or (args.model is None and find(CHAT) is None):
+        return random_tokens(Checkpoint.open(model).config["vocab_size"], tokens, args.seed), "random tokens"
+    return plain(Engine.load(model, kv_memory="16M"), tokens, args.seed), "tokens of Python's documentation"
 
 
 def ask(
@@ -211,21 +229,26 @@ def ask(
     """The interpreter and the specification of an engine's process, or why it has none."""
     if peer in ON_CPU and device != "cpu":
         return "measured on a CPU only"
-    python, more = sys.executable, {}
+    python, more, source = sys.executable, {}, folder
     if kind in ("bfloat16", "float16"):
         folder = variants.in_dtype(folder, kind, scratch)
+    elif is_gguf(folder) and (kind != "gguf" or peer in DEQUANTISED):
+        folder = variants.in_dtype(folder, "float32", scratch)
     if peer == "coppice" and kind != "float32":
-        more = {"compute": "auto", "quant": kind if kind.startswith("int") else "none"}
+        whole = {"gguf": "auto"}.get(kind, "none")
+        more = {"compute": "auto", "quant": kind if kind.startswith("int") else whole}
     elif peer == "llama.cpp":
         if args.llama is None:
             return "--llama was not given (--help tells how it is built)"
         try:
-            folder = variants.gguf(folder, kind, args.llama.resolve(), scratch)
+            folder = source if kind == "gguf" else variants.gguf(folder, kind, args.llama.resolve(), scratch)
         except UsageError as error:
             return str(error)
         more = {"program": str(args.llama.resolve())}
     elif peer != "coppice":
         python = (args.openvino_python if peer == "openvino" else None) or args.peer_python
+    if kind == "gguf":
+        kind = DEQUANTISED.get(peer, kind)
     return python, spec(peer, folder, kind, beams, args.threads, scratch, device=device, **more)
 
 
@@ -379,9 +402,10 @@ before the first run. *growth*: peak memory in a run less *loaded*; *kB/token*: 
 output, the trie paper's Mem/Tok. *x total*, *x prefill*, *x decode*, *x growth*: the other engine's seconds over ours,
 our tok/s over its, its growth over ours, for the same *weights*; above 1 is in our favour. *same tokens*: whether the
 output equals ours, or the place of the first token that differs. Ours computes with the default settings on a
-checkpoint of that dtype, int8 and int4 with --quant on the float32 one. llama.cpp searches nothing: its sequences share
-the prompt and go on with random tokens; its int8 is q8_0, its int4 q4_0, its cache float16. OpenVINO's cache is float32
-beside float32 weights, else of its own choice."""
+checkpoint of that dtype, int8 and int4 with --quant on the float32 one. gguf: ours and llama.cpp run the very same
+file, transformers its weights dequantised to float32, CTranslate2 and OpenVINO those in int8. llama.cpp searches
+nothing: its sequences share the prompt and go on with random tokens; its int8 is q8_0, its int4 q4_0, its cache
+float16. OpenVINO's cache is float32 beside float32 weights, else of its own choice."""
 
 
 def outcome(row: dict[str, Any]) -> str:

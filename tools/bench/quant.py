@@ -4,53 +4,68 @@ import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 from engine.demo import demo_folder, is_demo
 from models.formats.linear import FORMATS
-from tools.bench.cache import COLUMNS, divergence, load, log_probabilities, sampled
+from tools.bench import variants
+from tools.bench.cache import COLUMNS, divergence, each_logits, load, sampled
+from tools.bench.checkpoints import MODELS_HELP, defaults, is_gguf
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress, weight_bytes
 from tools.bench.report import finish, rows_table, stamp
+from tools.bench.texts import plain
 
 PLAIN: dict[str, Any] = {"STEPS": (8.0,), "SPANS": (15.0,)}  # candidates of models/formats/int4.py
-LEGEND = """The texts are samples of the float32 model (temperature 1); every position is compared. *KL*: divergence
-from the log-probabilities of float32 weights, in nats; *same best token*: both have the same most probable one.
+SHOWN = "int8", "int4", "int4-head"  # of real models
+LEGEND = """Real texts are chapters of Python's documentation, those of the demo are its samples (temperature 1); every
+position is compared. *KL*: divergence from the log-probabilities of float32 weights (of a GGUF file: its own,
+dequantised), in nats; *same best token*: both have the same most probable one; *nats*: minus the log-probability of a
+token of the text, the mean. *gguf*: the file as it is; int8 and int4 are made of its weights dequantised.
 *plain*: scales by the largest magnitude of a group (without zeros: an eighth of it) instead of the least squared error
 of several candidates. *bytes*: of the linear layers, over those of float32; the head takes int8 beside int4."""
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("quant", help="what int8 and int4 weights cost", description=__doc__)
-    parser.add_argument("--model", nargs="+", metavar="DIR", default=[], help="checkpoint folders besides the demo")
-    add_numbers(parser, texts=(16, "samples of each model"), new_tokens=(240, "of each"), seed=0)
+    parser.add_argument("--model", nargs="+", metavar="MODEL", default=[], help=MODELS_HELP)
+    parser.add_argument("--only", action="store_true", help="leave the demo out")
+    add_numbers(parser, texts=(16, "of each model"), new_tokens=(240, "of each"), seed=0)
     add_run_flags(parser, "benchmarks", None, run)
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
     made, rows = stamp(argv), []
-    for folder in (demo_folder(), *map(Path, args.model)):
-        rows += measure(folder, "demo" if is_demo(folder) else folder.resolve().name, args)
-    columns = {"model": "{model}", "weights": "{weights}", "bytes": "{bytes:.3f}"} | COLUMNS
+    with TemporaryDirectory(prefix="bench-") as scratch:
+        for i, model in enumerate([demo_folder()][args.only :] + defaults(args.model)):
+            (folder := Path(scratch, str(i))).mkdir()
+            rows += measure(model, "demo" if is_demo(model) else model.resolve().name, args, folder)
+    columns = {"model": "{model}", "weights": "{weights}", "bytes": "{bytes:.3f}", "nats": "{nats:.4f}"} | COLUMNS
     finish("quant", made, f"{rows_table(rows, columns)}\n\n{LEGEND}", result := {"results": rows}, args.save)
     return result
 
 
-def measure(folder: Path, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each format of a model."""
-    plain, texts, exact = sampled(folder, name, args)
-    bytes_of_floats, rows = weight_bytes(plain.runner.model), []
-    for quant in FORMATS:
-        for rule in ("", "plain ") if quant.startswith("int4") else ("",):
-            if quant == "none":
-                continue
-            with mock.patch.multiple("models.formats.int4", **PLAIN) if rule else nullcontext():
-                engine = load(folder, args, quant=quant)
-            rows.append({
-                "model": name, "weights": rule + quant, "bytes": weight_bytes(engine.runner.model) / bytes_of_floats,
-                **divergence(exact, log_probabilities(engine, texts)),
-            })  # fmt: skip
-            progress(f"{name}, {rule}{quant}: KL {rows[-1]['mean']:.2e}")
+def measure(model: Path, name: str, args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
+    """A row for each format of a model, that of float32 weights first."""
+    gguf = is_gguf(model)
+    folder = variants.in_dtype(model, "float32", scratch) if gguf else model
+    exact = load(folder, args)
+    real = (plain(exact, args.new_tokens + 1, i) for i in range(args.texts))
+    texts = sampled(exact, args) if is_demo(model) else [*real]
+    progress(f"{name}: {sum(map(len, texts))} tokens")
+    logits, bytes_of_floats = [*each_logits(exact, texts)], weight_bytes(exact.runner.model)
+    shown = [quant for quant in FORMATS if quant != "none" and (is_demo(model) or quant in SHOWN)]
+    rules = [(rule, q) for q in shown for rule in ("", "plain ")[: 1 + (is_demo(model) and q.startswith("int4"))]]
+    rows = []
+    for rule, quant in [("", "none"), *([("", "gguf")] if gguf else []), *rules]:
+        with mock.patch.multiple("models.formats.int4", **PLAIN) if rule else nullcontext():
+            engine = load(model, args) if quant == "gguf" else load(folder, args, quant=quant)
+        rows.append({
+            "model": name, "weights": rule + quant, "bytes": weight_bytes(engine.runner.model) / bytes_of_floats,
+            **divergence(logits, each_logits(engine, texts), texts),
+        })  # fmt: skip
+        progress(f"{name}, {rule}{quant}: KL {rows[-1]['mean']:.2e}")
     return rows

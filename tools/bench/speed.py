@@ -18,14 +18,15 @@ import torch
 from engine import Engine
 from models.checkpoint.headers import Checkpoint
 from models.formats.int8 import Int8Linear
-from tools.bench import gpu, host, limits, peers
-from tools.bench.checkpoints import add_flags, checkpoint
+from tools.bench import gpu, host, limits, peers, variants
+from tools.bench.checkpoints import add_flags, checkpoint, is_gguf
 from tools.bench.flags import add_numbers
-from tools.bench.measure import cores, in_turn, progress, random_tokens, ratio
+from tools.bench.measure import cores, in_turn, progress, ratio
 from tools.bench.report import add_save_flag, comparison, comparison_table, finish, rows_table, slug, stamp
 from tools.bench.traced import Traced, trace
 
 KINDS = ("float32", "bfloat16", "int8")
+GGUF = "gguf"  # the kind of a GGUF file as it is; the others are made of its weights dequantised
 DEPTHS = (100, 1000)
 ROUNDS = 5  # of each comparison
 AROUND = 32  # steps on either side of a depth
@@ -77,11 +78,15 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     for kind in set(args.dtypes) - set(kinds):
         progress(f"{kind}: {Int8Linear.why_not(torch.device('cpu'))}")
     bandwidth, rates = limits.read_bandwidth(), {kind: limits.gemm_rate(kind) for kind in kinds}
-    with checkpoint(args) as (folder, name), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        bench = Bench(args, folder, scratch)
+    with checkpoint(args) as (model, name), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        folder = model
+        if is_gguf(model):
+            folder, kinds = variants.in_dtype(model, "float32", Path(scratch)), [*kinds, GGUF]
+            rates[GGUF] = limits.gemm_rate("float32")
+        bench = Bench(args, model, folder, scratch)
         rows = [bench.row("coppice", kind, b, n) for n in args.prompt_tokens for kind in kinds for b in args.beams]
         for peer in args.peers:
-            for kind in kinds if peer == "ctranslate2" else [k for k in kinds if k != "int8"]:
+            for kind in [k for k in kinds if k in peers.KINDS and peer in peers.KINDS[k] and k != GGUF]:
                 rows += [bench.row(peer, kind, beams, args.prompt_tokens[0]) for beams in args.beams]
         work = limits.Work.of(Checkpoint.open(folder))
         for row in rows:
@@ -95,8 +100,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         traced = trace(Engine.load(folder, dtype="float32", device="cpu", kv_memory=1 << 28))
     compared = comparisons(rows, rates, rounds, depths, idle, args)
     setting = (
-        f"{name}; {args.new_tokens} new tokens, {args.threads} threads, medians of {args.runs} runs. Memory is read at "
-        f"{bandwidth / 1e9:.1f} GB/s; large products run at "
+        f"{name}; prompts of {bench.what}, {args.new_tokens} new tokens, {args.threads} threads, medians of "
+        f"{args.runs} runs. Memory is read at {bandwidth / 1e9:.1f} GB/s; large products run at "
         f"{', '.join(f'{rate / 1e9:.0f} GFLOP/s ({kind})' for kind, rate in rates.items())}."
     )
     body = "\n\n".join(
@@ -109,22 +114,27 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "verdicts": compared,
     }  # fmt: skip
     machine = made["machine"]
-    finish(slug("speed", machine["cpu"], machine["vector"], f"{args.threads} threads"), made, body, result, args.save)
+    of = [] if args.model is None and model is folder else [name]
+    finish(
+        slug("speed", *of, machine["cpu"], machine["vector"], f"{args.threads} threads"), made, body, result, args.save
+    )
     return result
 
 
 class Bench:
     """One checkpoint, measured in processes of their own."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path, scratch: str):
-        self.args, self.folder, self.scratch = args, folder, scratch
-        self.vocab = Checkpoint.open(folder).config["vocab_size"]
+    def __init__(self, args: argparse.Namespace, model: Path, folder: Path, scratch: str):
+        self.args, self.model, self.folder, self.scratch = args, model, folder, scratch
+        self.longest, self.what = peers.prompt_of(args, model, max(*args.prompt_tokens, CHECKED))
 
     def prompt(self, tokens: int) -> list[int]:
-        return random_tokens(self.vocab, tokens, self.args.seed)
+        return self.longest[:tokens]
 
     def spec(self, engine: str, kind: str, beams: int, **more: Any) -> dict[str, Any]:
-        return peers.spec(engine, self.folder, kind, beams, self.args.threads, self.scratch, **more)
+        folder, more = (self.model, {"quant": "auto", **more}) if kind == GGUF else (self.folder, more)
+        kind = "float32" if kind == GGUF else kind
+        return peers.spec(engine, folder, kind, beams, self.args.threads, self.scratch, **more)
 
     def row(self, engine: str, kind: str, beams: int, tokens: int) -> dict[str, Any]:
         """Measure an engine as `peers` does."""

@@ -1,15 +1,24 @@
-"""Texts to measure on: prompts that a model draws, conversations of the demo's generator, a corpus to count."""
+"""Texts to measure on: those that ship with Python, prompts that a model draws, conversations of the demo's generator.
 
+Real texts are the language's documentation, which every Python has (`pydoc_data`), and sources of its library: what
+they are differs a little from version to version of Python."""
+
+import importlib
+import inspect
 import itertools
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pydoc_data.topics import topics
 from random import Random
+from typing import NamedTuple
 
 import torch
 
 from engine import Engine, Request
 from engine.contract import Answer, Evaluate, Task
+from engine.text.prompting import chat_prompt
 from search import Sample
 from search.aded.ngrams import count, merge, write_store
 from tools.bench.measure import progress
@@ -17,6 +26,24 @@ from tools.bench.searches import Altered
 from tools.demo.generator import Dialogue, dialogue
 
 LENGTH = 256  # tokens of a text of the corpus
+LONG = 5000  # characters of a passage, at least
+EDITED = {  # functions of the standard library -> a name in them, and another for it
+    "textwrap.indent": ("prefix", "margin"), "colorsys.rgb_to_hls": ("maxc", "high"),
+    "fnmatch.filter": ("result", "found"), "linecache.getline": ("lines", "rows"), "glob.escape": ("drive", "disk"),
+    "calendar.monthrange": ("day1", "first"), "colorsys.hls_to_rgb": ("m2", "upper"), "shlex.quote": ("s", "text"),
+}  # fmt: skip
+CHATS = (
+    "Why is the sky blue?", "Give me three tips for learning a new language.", "What is the capital of France, and "
+    "why is it famous?", "Explain what a hash table is.", "How do I make a cup of tea?", "Tell me about the moon.",
+    "Write a short letter to a friend who has moved away.", "What are the advantages of riding a bicycle?",
+)  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """A request: token ids, and the tokens that end its answer."""
+
+    ids: list[int]
+    ends: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -33,6 +60,64 @@ class WithoutEos(Altered):
 
     def task_eos(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         return frozenset()
+
+
+def passages() -> list[str]:
+    """Chapters of Python's documentation of at least LONG characters, always in the same order."""
+    found = [text for _, text in sorted(topics.items()) if len(text) >= LONG]
+    Random(0).shuffle(found)
+    return found
+
+
+def plain(engine: Engine, tokens: int, first: int = 0) -> list[int]:
+    """So many tokens of the documentation, after BOS if the model has one, from a passage on."""
+    chapters = passages()
+    text = "\n\n".join(chapters[first % len(chapters) :] + chapters[: first % len(chapters)])
+    while len(ids := engine.tokenizer.encode(text[: 8 * tokens])) < tokens:  # a text of many tokens to a character
+        text += text
+    return ids[:tokens]
+
+
+def summaries(engine: Engine, number: int, tokens: int) -> list[Asked]:
+    """Requests for summaries of passages, of about so many tokens each, a little fewer."""
+
+    def asked(passage: str) -> Asked:
+        """The request with as much of the passage as fits."""
+        low, high = 0, min(len(passage), 8 * tokens)
+        while low < high:
+            half = (low + high + 1) // 2
+            one = ask(engine, f"Summarise this text in three sentences.\n\n{passage[:half]}")
+            low, high = (half, high) if len(one.ids) <= tokens else (low, half - 1)
+        return ask(engine, f"Summarise this text in three sentences.\n\n{passage[:low]}")
+
+    texts = passages()
+    while min(map(len, texts[:number])) < 5 * tokens:  # long prompts: several chapters
+        texts = [a + "\n\n" + b for a, b in itertools.pairwise([*texts, texts[0]])]
+    return [asked(text) for text in texts[:number]]
+
+
+def edits(engine: Engine, number: int) -> list[Asked]:
+    """Requests to rename a variable in a function of the standard library."""
+    found = []
+    for place, (old, new) in itertools.islice(EDITED.items(), number):
+        module, name = place.split(".")
+        source = textwrap.dedent(inspect.getsource(getattr(importlib.import_module(module), name)))
+        order = f"Rename the variable `{old}` to `{new}` in this Python function. Answer with the whole function."
+        found.append(ask(engine, f"{order}\n\n```python\n{source}```"))
+    return found
+
+
+def chats(engine: Engine, number: int) -> list[Asked]:
+    """Questions of people."""
+    return [ask(engine, text) for text in CHATS[:number]]
+
+
+def ask(engine: Engine, text: str) -> Asked:
+    """A request in the model's chat template; as it is for a model without one."""
+    if engine.template is None:
+        return Asked(engine.tokenizer.encode(text), engine.eos_token_ids)
+    found = chat_prompt(engine, [{"role": "user", "content": text}])
+    return Asked(found.ids, found.eos_token_ids)
 
 
 def draw_prompts(engine: Engine, number: int, tokens: int, seed: int) -> list[list[int]]:

@@ -1,8 +1,7 @@
-"""A checkpoint in the forms that other engines read: its floats in another dtype, and as a GGUF file for llama.cpp."""
+"""A checkpoint in the forms that other engines read: as floats of a dtype, and as a GGUF file for llama.cpp."""
 
 import json
 import math
-import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -13,8 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import UsageError
+from kernels.linear.blocks import BLOCKS
 from models.checkpoint.headers import WEIGHTS, Checkpoint
 from models.checkpoint.tensor_files import buffer_of, write_tensors
+from models.gguf.tensors import Stored
+from tools.convert import copy_others
+from tools.gguf import write_files
 
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 ALIGNED = 32  # bytes, GGUF's default
@@ -31,23 +34,44 @@ NAMES = {
 }
 
 
-def in_dtype(folder: Path, dtype: str, scratch: Path) -> Path:
-    """The folder of the checkpoint with its floats in `dtype`: its own if they are, else a new one in `scratch`."""
-    checkpoint, wanted = Checkpoint.open(folder), getattr(torch, dtype)
+def in_dtype(model: Path, dtype: str, scratch: Path) -> Path:
+    """A folder of the checkpoint with its weights as floats of `dtype`: its own if they are, else one in `scratch`,
+    made once. Blocks of a GGUF file become the floats that they stand for, rounded to `dtype`."""
+    checkpoint, wanted = Checkpoint.open(model), getattr(torch, dtype)
+    blocks = checkpoint.gguf is not None
+    if checkpoint.torch_dtype == wanted and not blocks:
+        return model
     made = scratch / f"checkpoint-{dtype}"
-    if checkpoint.torch_dtype == wanted or made.exists():
-        return made if made.exists() else folder
+    if made.exists():
+        return made
     made.mkdir()
-    for file in folder.glob("*.json"):
-        if file.name not in ("config.json", f"{WEIGHTS}.index.json"):
-            shutil.copy(file, made)
     config = {k: v for k, v in checkpoint.config.items() if k != "torch_dtype"} | {"dtype": dtype}
-    (made / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    tensors = {
-        name: x.to(wanted) if x.is_floating_point() else x for name, x in checkpoint.read(checkpoint.tensors).items()
-    }
+    if blocks:
+        write_files(checkpoint, config, made)
+    else:
+        copy_others(model, made)
+        (made / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+    def quantised(name: str) -> tuple[int, int] | None:
+        """The shape of the matrix if it is stored in blocks."""
+        info = checkpoint.tensors[name]
+        return (info.rows, info.elements // info.rows) if isinstance(info, Stored) and info.format in BLOCKS else None
+
+    def floats(name: str) -> Tensor:
+        if shape := quantised(name):
+            weight = checkpoint.grouped(name, name, shape, "Linear", biased=True)
+            assert weight is not None
+            return weight.floats().to(wanted)
+        x = checkpoint.read([name])[name]
+        return x.to(wanted) if x.is_floating_point() else x
+
+    shapes = {}
+    for name, info in checkpoint.tensors.items():
+        shape = quantised(name)
+        kept = wanted if shape or info.dtype.is_floating_point else info.dtype
+        shapes[name] = torch.empty(shape or info.shape, dtype=kept, device="meta")
     with open(made / WEIGHTS, "wb") as file:
-        write_tensors(file, tensors, {"format": "pt"})
+        write_tensors(file, shapes, {"format": "pt"}, floats)
     return made
 
 
