@@ -1,17 +1,16 @@
-"""The papers' comparisons at sizes that measure nothing: every part runs on the demo, the page is written and kept."""
+"""The papers' comparisons at sizes that measure nothing: every part runs, and the page is written and kept."""
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from engine.demo import demo_folder
 from tests.marks import needs_figures
 from tools.bench.__main__ import main
 from tools.bench.papers import aded, dsbd, sbon, trie, ults
-from tools.random_checkpoint import make
-
-TINY = ["--layers", "1", "--width", "64", "--heads", "2", "--vocab", "1536"]
 
 
 def ask(capsys, *words):
@@ -65,12 +64,63 @@ def test_dsbd(capsys):
     assert "1.5 to 1.9" in text and "paper: Llama-2, SQuAD, DSBD" in text
 
 
-@pytest.mark.full
-def test_a_random_model_shows_what_it_can(capsys):
-    code, text, found = ask(capsys, "trie", "ults", "sbon", "aded", "--random", *TINY)
-    assert code == 0 and "not_shown" in found["ults"] and "not_shown" in found["sbon"]
-    assert "nothing to be shown" in text and all(row["same"] for row in found["aded"]["rows"])
-    assert {row["input"] for row in found["trie"]["rows"]} == {12}
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """A model that is none of the demo's, with its weights and its words: what is measured on real ones, in short."""
+    folder = tmp_path_factory.mktemp("papers") / "smollm2-135m-instruct-tiny"
+    shutil.copytree(demo_folder(), folder)
+    return str(folder)
+
+
+def test_trie_on_a_real_model(capsys, real):
+    code, text, found = ask(capsys, "trie", "--model", real)
+    rows, measured = found["trie"]["rows"], found["trie"]["measured"]
+    assert code == 0 and all(50 < row["input"] <= 60 and row["trie"] <= row["batch"] for row in rows)
+    assert [(row["peer"], row["prompt"]) for row in measured] == [("coppice", 60), ("transformers", 60)]
+    assert "chapters of Python's documentation" in text
+
+
+def test_ults_on_a_real_model_counts_answers_that_end(capsys, real):
+    code, text, found = ask(capsys, "ults", "--model", real)
+    ended = found["ults"]["ended"]
+    assert code == 0 and [(r["search"], r["k"]) for r in ended] == [("beam", 1), ("beam", 3), ("flat, batch 8", 3)]
+    assert ended[0]["nodes"] <= 4 < ended[1]["nodes"] and "With real ends" in text
+
+
+def test_aded_on_a_real_model_keeps_kinds_of_text_apart(capsys, real):
+    code, _, found = ask(capsys, "aded", "--model", real)
+    rows = found["aded"]["rows"]
+    assert code == 0 and [(row["kind"], row["method"]) for row in rows] == [
+        (kind, method) for kind in ("code edits", "summaries", "chat") for method in aded.REAL
+    ]
+    assert all(row["same"] and row["accept_length"] >= 1 and row["cpu_ms"] > 0 for row in rows)
+    assert all(row["cpu_ratio"] == 1 for row in rows if row["method"] == "autoregressive")
+
+
+def test_dsbd_drafts_by_the_target_itself(capsys, real):
+    code, text, found = ask(capsys, "dsbd", "--model", real, "--draft", "int8")
+    kinds = {row["search"] for row in found["dsbd"]["rows"]}
+    assert code == 0 and kinds == set(dsbd.bench.COLORS) and "the target itself in int8" in text
+    [one, *_] = [row for row in found["dsbd"]["rows"] if row["search"] == "dsbd"]
+    assert one["draft_seconds"] > 0 and one["tokens_per_pass"] > 1
+
+
+def test_sbon_checks_sums(capsys, real):
+    code, _, found = ask(capsys, "sbon", "--model", real)
+    rows = {row["search"]: row for row in found["sbon"]["rows"]}
+    assert code == 0 and list(rows) == ["one sample", "Bo4", "SBoN, N = 4", "SBoN adaptive, N = 4", "Bo2"]
+    assert rows["one sample"]["drawn"] < rows["Bo2"]["drawn"] < rows["Bo4"]["drawn"]
+    assert all(row["of"] == 2 for row in rows.values())
+
+
+def test_an_answer_is_judged_by_its_first_own_number():
+    prompt = [{"role": "user", "content": "What is 17 + 26?"}]
+    texts = ["17 + 26 is", "17 + 26 = 43.", "It is 4", "It is 44, or 43", "43", "The sum of 17 and 26 is 17 + 26 = 43"]
+    assert sbon.right(prompt, texts) == [0, 1, 0, -1, 1, 1]
+    assert sbon.right(prompt, ["17 + 2", "17 + 26 = 3", "17 + 2 = 19", "26 + 4, 3"]) == [0, -1, -1, -1]
+    assert sbon.right("What is 1 + 2?", ["", "3"]) == [0, 1]
+    asked = sbon.questions(4, 0)
+    assert [text.count("+") for text in asked] == [1, 1, 2, 2] and asked != sbon.questions(4, 1)
 
 
 def test_a_paper_that_fails_does_not_lose_the_others(capsys, monkeypatch, tmp_path):
@@ -96,19 +146,16 @@ def test_pages_that_cannot_be_written_are_refused_before_anything_is_measured(co
 
 
 def test_what_is_wrong_is_said(capsys, tmp_path):
-    assert main(["papers", "--model", "x", "--random"]) == 2
-    assert "--random" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         main(["papers", "nonsense"])
     assert stopped.value.code == 2 and "trie, ults" in capsys.readouterr().err
-    make(tmp_path / "m", layers=1, width=32, mlp=48, heads=2, vocab=300)
     assert main(["papers", "--quick", "sbon", "dsbd", "--model", str(tmp_path / "m")]) == 1
     told = capsys.readouterr()
-    assert "no reward model" in told.err and "no draft model" in told.err and "failed: sbon, dsbd" in told.err
+    assert "there is no such folder" in told.err and "failed: sbon, dsbd" in told.err
 
 
 @needs_figures
-def test_the_page_is_written_and_sections_replaced(capsys, tmp_path):
+def test_the_page_is_written_and_sections_replaced(capsys, tmp_path, real):
     page = tmp_path / "papers.md"
     for _ in range(2):
         assert ask(capsys, "dsbd", "--save", str(page))[0] == 0
@@ -118,9 +165,9 @@ def test_the_page_is_written_and_sections_replaced(capsys, tmp_path):
     assert text.count("![") == 1 and (tmp_path / "papers-dsbd.svg").read_text().startswith("<?xml")
     assert "python -m tools.bench papers --quick --threads 1 dsbd --save papers.md" in text
     first = (tmp_path / "papers-dsbd.svg").stat().st_size
-    assert ask(capsys, "ults", "--random", *TINY, "--save", str(page))[0] == 0
+    assert ask(capsys, "ults", "--model", real, "--save", str(page))[0] == 0
     grown = page.read_text(encoding="utf-8")
-    assert grown.startswith(text) and "bench:papers-ults-random" in grown and first < 200_000
+    assert grown.startswith(text) and "bench:papers-ults-smollm2-135m-instruct-tiny" in grown and first < 200_000
 
 
 def test_the_papers_numbers_agree_with_each_other():

@@ -9,6 +9,7 @@ import argparse
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from engine import Engine
 from engine.contract import Answer, Evaluate, Search, Task
 from engine.demo import is_demo
 from engine.errors import UsageError
+from engine.request import Done, Prefill
 from kernels.rows.reference import peaks
 from search import ADED, Greedy
 from search.aded.drafters import MCTS, Draft
@@ -219,27 +221,36 @@ def compare(
     texts: Sequence[Sequence[int]],
     writer: Engine | None,
     runs: int,
+    warm_up: bool = True,
 ) -> list[dict[str, Any]]:
     """All methods in turn, one prompt at a time; texts of a writer are recited."""
     tokens = sum(len(text) - 1 for text in texts)  # the first of each comes with the prompt
 
     def run(search: Search, _: int) -> dict[str, Any]:
-        stats, same = [], True
+        stats, same, used = [], True, 0.0
         for prompt, text in zip(prompts, texts, strict=True):
+            began, result = None, None
             asked = Recite(search, text, writer) if writer else search
-            [result] = engine.generate([prompt], asked, max_new_tokens=len(text), ignore_eos=True)
+            for event in engine.stream(prompt, asked, max_new_tokens=len(text), ignore_eos=True):
+                if began is None and not isinstance(event, Prefill):
+                    began = time.process_time()
+                if isinstance(event, Done):
+                    result = event.result
+            assert began is not None and result is not None
+            used += time.process_time() - began
             stats.append(result.stats)
             same &= result.outputs[0].token_ids == list(text)
         steps = sum(s.get("steps", s["new_tokens"]) for s in stats)
         return {
             "same": same,
+            "cpu_ms": used / tokens * 1e3,
             "speed": tokens / sum(s["decode_seconds"] for s in stats),
             "accept_length": sum(map(len, texts)) / steps,
             "nodes": sum(s.get("draft_nodes", 0) for s in stats) / steps,
             **{key: statistics.fmean(s.get(key, 0.0) for s in stats) for key in HOST},
         }
 
-    found = in_turn({name: partial(run, search) for name, search in methods}, runs, warm_up=True, what="run")
+    found = in_turn({name: partial(run, search) for name, search in methods}, runs, warm_up=warm_up, what="run")
     speeds = {name: [one["speed"] for one in results] for name, results in found.items()}
     base = methods[0][0]
     return [
@@ -247,6 +258,7 @@ def compare(
             "method": name,
             **{key: results[-1][key] for key in ("same", "accept_length", "nodes")},
             **{key: statistics.median(one[key] for one in results) if name != base else None for key in HOST},
+            "cpu_ms": statistics.median(one["cpu_ms"] for one in results),
             "tokens_per_second": spread(speeds[name]),
             "ratio": ratio(speeds[name], speeds[base]),
         }

@@ -60,13 +60,13 @@ def measure(
     beams: int,
     new_tokens: int,
     search: Search | None = None,
-    ignore_eos: bool = True,
+    **options: Any,
 ) -> dict[str, Any]:
     """One search, trie beam search by default: peaks from its statistics, and after every step (live tokens, pages in
-    use)."""
+    use). `options` are of `Request`; without any, end-of-sequence is ignored."""
     pool, series, asked = engine.pool, [], search or Trie(beams=beams)
-    result = None
-    for event in engine.stream(prompt, asked, max_new_tokens=new_tokens, ignore_eos=ignore_eos):
+    result, options = None, options or {"ignore_eos": True}
+    for event in engine.stream(prompt, asked, max_new_tokens=new_tokens, **options):
         if isinstance(event, Progress):
             held = len(event.tree.pages_held)
             if held != pool.used_pages:

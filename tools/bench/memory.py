@@ -11,7 +11,7 @@ from engine.demo import demo_folder, is_demo
 from tools.bench.checkpoints import MODELS_HELP, defaults, is_gguf
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
-from tools.bench.report import finish, rows_table, stamp
+from tools.bench.report import finish, rows_table, slug, stamp
 
 LEGEND = """*plan*: the total of `--plan` for this prompt, reply and search. *loaded*: resident memory after loading;
 *peak*: its high-water mark over loading and the reply, of a process with the imports of `engine.chat`. *peak / plan*:
@@ -67,7 +67,9 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
     made, rows = stamp(argv), [*measured(args)]
-    finish("memory", made, f"{rows_table(rows, COLUMNS)}\n\n{LEGEND}", result := {"results": rows}, args.save)
+    names = [path.name for path in defaults(args.model)] if args.only else []
+    result = {"results": rows}
+    finish(slug("memory", *names), made, f"{rows_table(rows, COLUMNS)}\n\n{LEGEND}", result, args.save)
     return result
 
 

@@ -430,10 +430,11 @@ def result_table(rows: list[dict[str, Any]]) -> str:
             "decode": around(row.get("tokens_per_second"), 1),
             "same": same,
         })  # fmt: skip
-    weights = {"weights": "{dtype}"} if any("dtype" in row for row in rows) else {}
+    settings = {"weights": "{dtype}"} if any("dtype" in row for row in rows) else {}
+    settings |= {"prompt": "{prompt}"} if len({row.get("prompt") for row in rows}) > 1 else {}
     return "\n\n".join([
         rows_table(shown, {
-            "engine": "{peer}", **weights, "beams": "{beams}", "total s": "{total}", "prefill s": "{prefill}",
+            "engine": "{peer}", **settings, "beams": "{beams}", "total s": "{total}", "prefill s": "{prefill}",
             "decode tok/s": "{decode}", "loaded MB": "{loaded_bytes:MB}", "growth MB": "{growth_bytes[median]:MB}",
             "kB/token": "{growth_bytes_per_token:kB.1f}", "x total": "{versus[seconds]:.2f}",
             "x prefill": "{versus[prefill_seconds]:.2f}", "x decode": "{versus[tokens_per_second]:.2f}",

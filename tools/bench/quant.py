@@ -2,11 +2,9 @@
 
 import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest import mock
 
 from engine.demo import demo_folder, is_demo
 from models.formats.linear import FORMATS
@@ -15,17 +13,15 @@ from tools.bench.cache import COLUMNS, divergence, each_logits, load, sampled
 from tools.bench.checkpoints import MODELS_HELP, defaults, is_gguf
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress, weight_bytes
-from tools.bench.report import finish, rows_table, stamp
+from tools.bench.report import finish, rows_table, slug, stamp
 from tools.bench.texts import plain
 
-PLAIN: dict[str, Any] = {"STEPS": (8.0,), "SPANS": (15.0,)}  # candidates of models/formats/int4.py
 SHOWN = "int8", "int4", "int4-head"  # of real models
 LEGEND = """Real texts are chapters of Python's documentation, those of the demo are its samples (temperature 1); every
 position is compared. *KL*: divergence from the log-probabilities of float32 weights (of a GGUF file: its own,
 dequantised), in nats; *same best token*: both have the same most probable one; *nats*: minus the log-probability of a
 token of the text, the mean. *gguf*: the file as it is; int8 and int4 are made of its weights dequantised.
-*plain*: scales by the largest magnitude of a group (without zeros: an eighth of it) instead of the least squared error
-of several candidates. *bytes*: of the linear layers, over those of float32; the head takes int8 beside int4."""
+*bytes*: of the linear layers, over those of float32; the head takes int8 beside int4."""
 
 
 def add_parser(commands: Any) -> None:
@@ -44,7 +40,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             (folder := Path(scratch, str(i))).mkdir()
             rows += measure(model, "demo" if is_demo(model) else model.resolve().name, args, folder)
     columns = {"model": "{model}", "weights": "{weights}", "bytes": "{bytes:.3f}", "nats": "{nats:.4f}"} | COLUMNS
-    finish("quant", made, f"{rows_table(rows, columns)}\n\n{LEGEND}", result := {"results": rows}, args.save)
+    names = [path.name for path in defaults(args.model)] if args.only else []
+    result = {"results": rows}
+    finish(slug("quant", *names), made, f"{rows_table(rows, columns)}\n\n{LEGEND}", result, args.save)
     return result
 
 
@@ -57,15 +55,13 @@ def measure(model: Path, name: str, args: argparse.Namespace, scratch: Path) -> 
     texts = sampled(exact, args) if is_demo(model) else [*real]
     progress(f"{name}: {sum(map(len, texts))} tokens")
     logits, bytes_of_floats = [*each_logits(exact, texts)], weight_bytes(exact.runner.model)
-    shown = [quant for quant in FORMATS if quant != "none" and (is_demo(model) or quant in SHOWN)]
-    rules = [(rule, q) for q in shown for rule in ("", "plain ")[: 1 + (is_demo(model) and q.startswith("int4"))]]
+    shown = FORMATS if is_demo(model) else ["none", *(["gguf"] if gguf else []), *SHOWN]
     rows = []
-    for rule, quant in [("", "none"), *([("", "gguf")] if gguf else []), *rules]:
-        with mock.patch.multiple("models.formats.int4", **PLAIN) if rule else nullcontext():
-            engine = load(model, args) if quant == "gguf" else load(folder, args, quant=quant)
+    for quant in shown:
+        engine = load(model, args) if quant == "gguf" else load(folder, args, quant=quant)
         rows.append({
-            "model": name, "weights": rule + quant, "bytes": weight_bytes(engine.runner.model) / bytes_of_floats,
+            "model": name, "weights": quant, "bytes": weight_bytes(engine.runner.model) / bytes_of_floats,
             **divergence(logits, each_logits(engine, texts), texts),
         })  # fmt: skip
-        progress(f"{name}, {rule}{quant}: KL {rows[-1]['mean']:.2e}")
+        progress(f"{name}, {quant}: KL {rows[-1]['mean']:.2e}")
     return rows

@@ -103,7 +103,7 @@ def summary(name: str, own: Sequence[Run], first: Sequence[Run]) -> dict[str, An
         "worst": min(scores),
         "kept": fmean(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(rewards, bests, strict=True)),
         "tokens": fmean(a / b for a, b in zip(drawn, base_drawn, strict=True)),
-        "reward_passes": fmean(result.stats["reward_forward_passes"] for result in results),
+        "reward_passes": fmean(result.stats.get("reward_forward_passes", 0) for result in results),
         "bytes": max(result.stats["kv_bytes_peak"] for result in results),
     }
 

@@ -264,10 +264,11 @@ def gather(
     folder: Path,
     vectors: int = 1000,
     without: Callable[[Search], Search] = WithoutEos,
+    prompts: Sequence[list[int]] | None = None,
 ) -> Path:
     """Gather a prior of 1000 vectors, as in the paper, from other prompts; `without` wraps the search that does."""
     found: list[Vectors] = []
-    prompts = draw_prompts(engine, -(-vectors // depth), prompt_tokens, seed)
+    prompts = prompts or draw_prompts(engine, -(-vectors // depth), prompt_tokens, seed)
     for i, prompt in enumerate(prompts):
         engine.generate([prompt], without(Collect(found, 1, i)), max_new_tokens=depth)
     path = folder / f"prior-{depth}.safetensors"
@@ -276,12 +277,16 @@ def gather(
 
 
 def side_by_side(
-    engine: Engine, prompts: Sequence[list[int]], searches: Sequence[tuple[dict[str, Any], Search]], depth: int
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    searches: Sequence[tuple[dict[str, Any], Search]],
+    depth: int,
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    """Run searches in turn on every prompt; returns their rows with their figures."""
+    """Run searches in turn on every prompt, with options of `Request`; returns their rows with their figures."""
 
     def run(search: Search, i: int) -> SearchResult:
-        return engine.generate([prompts[i]], search, max_new_tokens=depth)[0]
+        return engine.generate([prompts[i]], search, max_new_tokens=depth, **options)[0]
 
     for _, search in searches:
         run(search, 0)  # beliefs are fitted once a process

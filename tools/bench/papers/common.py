@@ -8,7 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine import Engine
 from engine.errors import UsageError
+from models.formats.linear import FORMATS
+from tools.bench.checkpoints import is_gguf
 from tools.bench.texts import prompt, story_requests
+from tools.bench.variants import in_dtype
 
 T = TypeVar("T")
 
@@ -18,11 +21,12 @@ class Models:
     """The models to measure, and the settings.
 
     Args:
-        target, draft, reward: checkpoint folders.
+        target, draft, reward: checkpoint folders, or GGUF files. A draft "int8" or "int4" is the target in that format.
         name: of the target in a report.
-        kind: "demo" (the bundled models), "random" (untrained weights), or "given".
+        demo: whether they are the bundled ones; then texts are the demo's too, and else those of `tools.bench.texts`.
         quick: use tiny settings, only to check that everything runs.
         scratch: a folder for temporary files.
+        kept: a folder for the target's weights dequantised, which it may have already.
         peer_python: the interpreter that has transformers.
     """
 
@@ -30,9 +34,10 @@ class Models:
     draft: Path | None
     reward: Path | None
     name: str
-    kind: str
+    demo: bool
     quick: bool
     scratch: Path
+    kept: Path
     dtype: str = "float32"
     threads: int | None = None
     seed: int = 0
@@ -41,14 +46,23 @@ class Models:
     def engine(self, *roles: str, folder: Path | None = None, **options: Any) -> Engine:
         """Load the target, or the model of `folder`, with companions in these roles."""
         self.need(*roles)
+        if "draft" in roles and str(self.draft) in FORMATS:
+            shared = {"dtype": self.dtype, "threads": self.threads}
+            engine = Engine.load(self.floats(), **shared, **options)
+            engine.add("draft", Engine.load(self.floats(), quant=str(self.draft), **shared, **options))
+            return engine
         beside = {role: getattr(self, role) for role in roles}
         return Engine.load(folder or self.target, dtype=self.dtype, threads=self.threads, **beside, **options)
+
+    def floats(self) -> Path:
+        """A folder of the target with its weights in float32; the target itself if they are floats."""
+        return in_dtype(self.target, "float32", self.kept) if is_gguf(self.target) else self.target
 
     def need(self, *roles: str) -> None:
         """Raise UsageError for a role without a model."""
         for role in roles:
             if getattr(self, role) is None:
-                raise UsageError(f"no {role} model", remedy=f"give --{role} DIR")
+                raise UsageError(f"no {role} model", remedy=f"give --{role} MODEL")
 
     def pick(self, full: T, quick: T) -> T:
         """One size or the other."""

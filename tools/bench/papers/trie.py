@@ -1,23 +1,25 @@
 """Memory against generated length, with one cache per beam and with a trie (the trie paper's figure 3 and table 1)."""
 
+import itertools
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from engine import Engine
-from engine.contract import Search
-from search import Trie
 from tools.bench import kv, peers
+from tools.bench.checkpoints import CHAT, is_gguf
 from tools.bench.measure import cores, progress
 from tools.bench.papers.common import Findings, Models, bullets, ratio, stories
 from tools.bench.report import table
-from tools.bench.texts import WithoutEos, draw_prompts
+from tools.bench.texts import Asked, summaries
 
 TITLE = "Efficient Beam Search for Large Language Models Using Trie-Based Decoding"
 SETTING = """Phi-3.5-mini-instruct on Tesla V100-SXM2-32GB GPUs, against the batch-based beam search of transformers;
 memory is `torch.cuda.memory_allocated()` (section 4.1)."""
-RANDOM = ""  # memory and speed do not depend on the meaning of the text
+MODEL = CHAT
+SIDE_BY_SIDE = 3000  # tokens of a prompt times beams: transformers computes the prompt of each beam
 BEAMS = (1, 3, 9, 15)
 # Table 1: mean tokens of the input, entries, and by beams (MB per token, tokens per second, score) of the batch-based
 # search and of the paper's; greedy decoding stands for one beam; None ran out of memory. Scores: ROUGE-L for the first
@@ -61,20 +63,20 @@ DIFFERS = (
 def run(models: Models) -> Findings:
     """Count, measure, compare."""
     engine = models.engine()
-    new_tokens, count = models.pick(224, 12), models.pick(4 if models.kind == "demo" else 1, 1)
-    prompts = {"short": begin(engine, models, 24, 1, count), "long": begin(engine, models, 224, 9, count)}
+    new_tokens, count = models.pick(224 if models.demo else 64, 12), models.pick(4 if models.demo else 2, 1)
+    prompts = {"short": begin(engine, models, 200, 1, count), "long": begin(engine, models, 900, 9, count)}
     beams = models.pick(BEAMS, (1, 3))
     rows = []
     for kind, texts in prompts.items():
         for b in beams:
-            asked: Search = Trie(beams=b) if models.kind == "demo" else WithoutEos(Trie(beams=b))
-            rows.append({"text": kind, "beams": b, **count_one(engine, texts, b, new_tokens, asked)})
+            rows.append({"text": kind, "beams": b, **count_one(engine, texts, b, new_tokens)})
             progress(f"trie: {kind} prompts, {b} beams: {rows[-1]['trie']:.0f} bytes per token")
-    speeds = measured(models, engine.runner.device.type, prompts["long"][0], beams, models.pick(64, 6))
+    speeds = measured(models, engine.runner.device.type, prompts, beams, models.pick(64 if models.demo else 24, 6))
+    what = "requests for stories" if models.demo else "requests to summarise chapters of Python's documentation"
     body = "\n\n".join([
         f"{models.name}, {models.dtype}, {engine.pool.bytes_per_token:,} bytes per token in the cache; {count} prompts "
-        f"of {fmean(map(len, prompts['short'])):.0f} tokens in the mean and {count} of "
-        f"{fmean(map(len, prompts['long'])):.0f}, up to {new_tokens} new tokens.",
+        f"of {mean_length(prompts['short']):.0f} tokens in the mean and {count} of "
+        f"{mean_length(prompts['long']):.0f} ({what}), up to {new_tokens} new tokens.",
         "Memory per token of input and output, one cache per beam and trie; kB here, MB in the paper:",
         memory_table(rows, beams),
         "With transformers, each engine in a process of its own: " + speeds["setting"],
@@ -90,19 +92,21 @@ def run(models: Models) -> Findings:
     return Findings(body, result, (3.4 * len(shown), 5.2), lambda figure: paint(figure, rows, shown, unit))
 
 
-def begin(engine: Engine, models: Models, tokens: int, turns: int, count: int) -> list[list[int]]:
-    """For the demo, requests for stories after a conversation of this many turns; otherwise texts of this many tokens
-    that the model draws."""
-    if models.kind == "demo":
-        return stories(engine, count, turns, models.seed)
-    return draw_prompts(engine, count, models.pick(tokens, min(tokens, 12)), models.seed)
+def begin(engine: Engine, models: Models, tokens: int, turns: int, count: int) -> list[Asked]:
+    """For the demo, requests for stories after a conversation of this many turns; otherwise requests for summaries, of
+    this many tokens."""
+    if models.demo:
+        return [Asked(ids, engine.eos_token_ids) for ids in stories(engine, count, turns, models.seed)]
+    return summaries(engine, count, models.pick(tokens, 60))
 
 
-def count_one(
-    engine: Engine, prompts: Sequence[list[int]], beams: int, new_tokens: int, search: Search
-) -> dict[str, Any]:
+def mean_length(prompts: Sequence[Asked]) -> float:
+    return fmean(len(prompt.ids) for prompt in prompts)
+
+
+def count_one(engine: Engine, prompts: Sequence[Asked], beams: int, new_tokens: int) -> dict[str, Any]:
     """Means over prompts of the cache's peak, in bytes per token of prompt and output."""
-    found = [kv.measure(engine, prompt, beams, new_tokens, search, ignore_eos=False) for prompt in prompts]
+    found = [kv.measure(engine, prompt.ids, beams, new_tokens, eos_token_ids=prompt.ends) for prompt in prompts]
     lengths = [f["prompt_tokens"] + f["new_tokens"] for f in found]
     unit = found[0]["bytes_per_token"]
     first = found[0]
@@ -122,18 +126,26 @@ def count_one(
 
 
 def measured(
-    models: Models, device: str, prompt: Sequence[int], beams: Sequence[int], new_tokens: int
+    models: Models, device: str, prompts: Mapping[str, Sequence[Asked]], beams: Sequence[int], new_tokens: int
 ) -> dict[str, Any]:
-    """This engine and transformers in processes of their own, on one prompt."""
-    threads, runs, rows = models.threads or cores(), models.pick(3, 1), []
-    for b in beams if not models.quick else beams[-1:]:
-        for peer in ("coppice", "transformers"):
-            asked = peers.spec(peer, models.target, models.dtype, b, threads, models.scratch, device=device)
-            python = models.peer_python if peer == "transformers" else sys.executable
-            rows.append({"peer": peer, "beams": b, **peers.measure(python, asked, list(prompt), new_tokens, runs)})
-            progress(f"trie: {peer}, {b} beams: {peers.outcome(rows[-1])}")
-    peers.compare(rows)
-    setting = f"a prompt of {len(prompt)} tokens, {new_tokens} new ones, {threads} threads, medians of {runs} runs"
+    """This engine and transformers in processes of their own, on one prompt of a kind; of the demo a long one only."""
+    threads, runs, rows = models.threads or cores(), models.pick(3 if models.demo else 1, 1), []
+    chosen = [texts[0].ids for kind, texts in prompts.items() if kind == "long" or not (models.demo or models.quick)]
+    for prompt, b in itertools.product(chosen, beams if not models.quick else beams[-1:]):
+        # A GGUF file is what it is here, and its dequantised weights there; they are the same numbers.
+        own = {"quant": "auto"} if is_gguf(models.target) else {}
+        asked = {"coppice": (sys.executable, peers.spec("coppice", models.target, models.dtype, b, threads,
+                                                        models.scratch, device=device, **own))}  # fmt: skip
+        if b * len(prompt) <= SIDE_BY_SIDE:
+            other = peers.spec("transformers", models.floats(), models.dtype, b, threads, models.scratch, device=device)
+            asked["transformers"] = models.peer_python, other
+        found = peers.measure_in_turn(asked, prompt, new_tokens, runs, math.inf)
+        here = [{"peer": peer, "prompt": len(prompt), "beams": b, **figures} for peer, figures in found.items()]
+        peers.compare(here)
+        rows += here
+        progress("\n".join(f"trie: {row['peer']}, {b} beams: {peers.outcome(row)}" for row in here))
+    sizes = " and ".join(str(len(prompt)) for prompt in chosen)
+    setting = f"prompts of {sizes} tokens, {new_tokens} new ones, {threads} threads, medians of {runs} runs in turn"
     versions = {k: v for row in rows for k, v in row.get("versions", {}).items() if k == "transformers"}
     setting += "".join(f"; {name} {version}" for name, version in versions.items())
     if own := next((row for row in reversed(rows) if "kv_bytes_peak" in row), None):
@@ -178,7 +190,8 @@ def speed_table(rows: Sequence[dict[str, Any]], speeds: Sequence[dict[str, Any]]
     """Ours and the paper's Tok/Sec and scores."""
     lines = []
     for b in beams:
-        mine = [row for row in speeds if row["beams"] == b and "seconds" in row]
+        mine = [row for row in speeds if row["beams"] == b and "seconds" in row][-2:]
+        mine = [row for row in mine if row["prompt"] == mine[0]["prompt"]]
         by_peer = {row["peer"]: len(row["tokens"]) / row["seconds"]["median"] for row in mine}
         ours, theirs = by_peer.get("coppice"), by_peer.get("transformers")
         here = arrow(["?" if x is None else f"{x:.1f}" for x in (theirs, ours)])

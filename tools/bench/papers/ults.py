@@ -3,25 +3,29 @@
 from collections.abc import Sequence
 from typing import Any
 
+from engine import Engine
 from engine.contract import Search
 from search import ULTS, Trie
 from tools.bench import ults as bench
+from tools.bench.checkpoints import CHAT
 from tools.bench.measure import progress
 from tools.bench.papers.common import Findings, Models, bullets
 from tools.bench.report import table
-from tools.bench.texts import WithoutEos, draw_prompts
+from tools.bench.texts import WithoutEos, chats, draw_prompts, edits, plain
 from tools.toy_trees import ToyTree
 
 TITLE = "Uncertainty-guided likelihood-tree search (ULTS)"
 SETTING = """GPT-2 on an RTX 2080 Ti and Llama-2-7b on an A40; Wikipedia (332 texts, 200 tokens and 20 new ones), CNN
 Daily Mail (790; 300 and 60), TL;DR (1000; all and 40); toy trees with 8 children and depth 5 (sections 5.1, 5.2)."""
-RANDOM = """ULTS exploits how the softmax vectors of a trained model are related; random weights have no such relation.
-Give a trained model with --model."""
+MODEL = CHAT
 ALPHAS = (0.1, 0.2)  # figure 3; 0.5 and 0.8 are in figure 7, and in docs/ults.md
 BEAMS, K_MAX = (1, 2, 3, 4, 5, 10, 20), (2, 3, 4, 5, 10, 20)  # section 5.2.2
+REAL_BEAMS, REAL_K_MAX = (1, 2, 4, 8, 16, 32), (4, 20)  # of real models: fewer, and wider
+TOKENS, NEW = 200, 20  # of Wikipedia, section 5.2
 DEPTH = 40  # TL;DR's
 # Section 5.2.2, the only numbers given: TL;DR, GPT-2, 40 tokens: (log-likelihood, nodes).
 PAPER = {"ULTS, empirical prior, k_max 20": (-18.31, 137.90), "beam search, k 5": (-21.33, 196)}
+ANSWERS = "two questions", "two functions whose variable is to be renamed"
 ERRATA = (
     """The paper's rule is *descendant*, one node per round, with Beta beliefs and as many children as k_max; finished
     leaves are excluded from selection and the stop test is strict (in its code, the search ends when a leaf is the
@@ -37,29 +41,63 @@ ERRATA = (
 def run(models: Models) -> Findings:
     """Measure and report both figures."""
     toy = [row for alpha in ALPHAS for row in toy_rows(alpha, models.pick(100, 3), models.pick(bench.EPSILONS, (0.1,)))]
-    engine = models.engine()
-    tokens, count = models.pick(16, 8), models.pick(16, 2)
-    depth = models.pick(DEPTH, 4)
-    prompts = draw_prompts(engine, count, tokens, models.seed)
-    vectors = models.pick(1000, 20)
-    prior = str(bench.gather(engine, tokens, depth, models.seed + 1, models.scratch, vectors))
-    asked = searches(prior, models.pick(BEAMS, (1, 3)), models.pick(K_MAX, (3,)))
+    engine, demo = models.engine(), models.demo
+    tokens, count = models.pick(16 if demo else TOKENS, 8), models.pick(16 if demo else 3, 2)
+    depth = models.pick(DEPTH if demo else NEW, 4)
+    prompts, what = draw_prompts(engine, count, tokens, models.seed), "drawn from the model"
+    others, vectors = None, models.pick(1000 if demo else 200, 20)
+    if not demo:
+        chapters = [plain(engine, tokens, i) for i in range(count + -(-vectors // depth))]
+        prompts, others, what = chapters[:count], chapters[count:], "of Python's documentation"
+    prior = str(bench.gather(engine, tokens, depth, models.seed + 1, models.scratch, vectors, prompts=others))
+    beams, k_max = (BEAMS, K_MAX) if demo else (REAL_BEAMS, REAL_K_MAX)
+    asked = searches(prior, models.pick(beams, (1, 3)), models.pick(k_max, (3,)))
     rows = bench.side_by_side(engine, prompts, asked, depth)
     bench.beside_beams(rows)
+    ended = [] if demo else with_ends(engine, prior, models)
     body = "\n\n".join([
         f"Toy trees (figure 3), {models.pick(100, 3)} per alpha, no limit per level, one node per round: nodes / "
         "log-likelihood, and nodes as a share of what beam search needs for the same.",
         toy_table(toy),
-        f"{models.name} (figure 5), {count} prompts of {tokens} tokens drawn from the model, {depth} new tokens, "
+        f"{models.name} (figure 5), {count} prompts of {tokens} tokens {what}, {depth} new tokens, "
         f"epsilon 0.1, empirical prior of {vectors} softmax vectors. *ms*: the median, from the first "
         "log-probabilities on. *nodes of beam*, *ms of beam*: as a share of what beam search (interpolated) takes for "
         "the same log-likelihood; - where it does not reach it, or one beam exceeds it.",
         bench.model_table(rows),
         "The paper gives two points of its figure 5 in numbers (TL;DR, GPT-2, 40 new tokens); here the nearest:",
         beside(rows),
+        *ended_text(ended),
         bullets([line.format(vocabulary=engine.runner.vocab_size) for line in ERRATA]),
     ])  # fmt: skip
-    return Findings(body, {"toy": toy, "rows": rows}, (12, 3.8), lambda figure: paint(figure, toy, rows))
+    result = {"toy": toy, "rows": rows, "ended": ended}
+    return Findings(body, result, (12, 3.8), lambda figure: paint(figure, toy, rows))
+
+
+def with_ends(engine: Engine, prior: str, models: Models) -> list[dict[str, Any]]:
+    """Answers that end where the model ends them: questions, and edits of code."""
+    asked = [*chats(engine, models.pick(2, 1)), *edits(engine, models.pick(2, 1))]
+    beams, k_max = models.pick(REAL_BEAMS, (1, 3)), models.pick((4, 20, 80), (3,))
+    searches: list[tuple[dict[str, Any], Search]] = [
+        ({"search": "beam", "k": k}, Trie(beams=k, length_penalty=0.0)) for k in beams
+    ]
+    searches += [({"search": f"flat, batch {8 if k < 80 else 16}", "k": k},
+                  ULTS(k_max=k, batch=8 if k < 80 else 16, prior=prior)) for k in k_max]  # fmt: skip
+    rows = bench.side_by_side(
+        engine, [one.ids for one in asked], searches, models.pick(40, 4), eos_token_ids=asked[0].ends
+    )
+    bench.beside_beams(rows)
+    return rows
+
+
+def ended_text(rows: Sequence[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    return [
+        f"With real ends: {', '.join(ANSWERS)}; at most {rows[0]['depth']} new tokens. An answer that ends is a "
+        "hypothesis of beam search (length penalty 0, so that hypotheses of all lengths compare by log-likelihood), "
+        "and a leaf of ULTS.",
+        bench.model_table(rows),
+    ]
 
 
 def toy_rows(alpha: float, count: int, epsilons: Sequence[float]) -> list[dict[str, Any]]:

@@ -1,0 +1,83 @@
+"""How long a program takes from its start to its first token, and the memory it takes: here and llama.cpp.
+
+Each start is a process of its own that loads the file, evaluates a prompt of one token and generates one. Before a
+first start the file's pages are dropped from the system's cache; a later start finds them there. Imports, the tokenizer
+and everything else that a user waits for are in the seconds; the processor's are those of all threads.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from models.gguf.reader import parts_of
+from tools.bench.checkpoints import MODELS_HELP, defaults, is_gguf
+from tools.bench.flags import add_numbers
+from tools.bench.measure import cores, in_turn
+from tools.bench.report import add_save_flag, finish, rows_table, stamp
+
+STARTS = """
+import sys
+sys.orig_argv, sys.argv = ["python", "-m", "engine.chat"], ["-m"]
+import engine.app.chat
+from engine import Engine
+from search import Greedy
+engine = Engine.load({!r}, threads={})
+engine.generate([[engine.start_token]], Greedy(), max_new_tokens=1)
+"""
+LEGEND = """*s*: from the start of the process to its end, the median; *CPU s*: of all its threads; *MB*: the most
+resident memory, of which pages of the mapped file are a part. *first*: no page of the file was in the system's cache,
+unless another process has it mapped."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("starts", help="the time to the first token, beside llama.cpp", description=__doc__)
+    parser.add_argument("--model", nargs="+", metavar="MODEL", default=[], help=MODELS_HELP)
+    parser.add_argument("--llama", type=Path, metavar="PATH", help="llama-batched-bench (left out)")
+    add_numbers(parser, runs=(3, "of each, in turn"), threads=cores())
+    add_save_flag(parser, "benchmarks")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    made, rows = stamp(argv), []
+    for model in defaults(args.model):
+        files = parts_of(model) if is_gguf(model) else sorted(model.glob("*.safetensors"))
+        commands = {"coppice": [sys.executable, "-c", STARTS.format(str(model), args.threads)]}
+        if args.llama is not None and is_gguf(model):
+            words = f"-c 256 -npp 1 -ntg 1 -npl 1 -fa on -t {args.threads} -tb {args.threads}"
+            commands["llama.cpp"] = [str(args.llama.resolve()), "-m", str(model.resolve()), *words.split()]
+        works: dict[tuple[str, bool], Callable[[int], tuple[float, float, float]]] = {
+            (name, first): partial(start, command, files if first else ())
+            for first in (True, False) for name, command in commands.items()
+        }  # fmt: skip
+        for (name, first), found in in_turn(works, args.runs, what=f"{model.name}: round").items():
+            seconds, used, most = map(statistics.median, zip(*found, strict=True))
+            rows.append({"model": model.resolve().name, "engine": name, "start": "first" if first else "later",
+                         "seconds": seconds, "cpu": used, "bytes": most})  # fmt: skip
+    columns = {"model": "{model}", "engine": "{engine}", "start": "{start}", "s": "{seconds:.2f}",
+               "CPU s": "{cpu:.2f}", "MB": "{bytes:MB}"}  # fmt: skip
+    result = {"threads": args.threads, "results": rows}
+    finish("starts", made, f"{args.threads} threads.\n\n{rows_table(rows, columns)}\n\n{LEGEND}", result, args.save)
+    return result
+
+
+def start(command: Sequence[str], dropped: Sequence[Path], _: int) -> tuple[float, float, float]:
+    """Seconds, processor seconds and peak bytes of a process; pages of files are dropped from the cache before."""
+    for path in dropped:
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024.0
