@@ -85,7 +85,7 @@ class Entry:
 
 
 class Service:
-    """The one loop: requests come and go while one driver steps them all.
+    """The requests of all clients: callers loop over `step`, by which one driver serves them all.
 
     All methods but `check` and `check_text` belong to one thread; any threads may check at once.
 
@@ -193,7 +193,7 @@ class Service:
             self.driver.stop(job, job.report.ready())
 
     def step(self) -> None:
-        """Evaluate one pass of each model, and tell what it did.
+        """Admit requests, evaluate at most one pass of each model, and tell what it did.
 
         Raises:
             KVMemoryError: the machine is out of memory. After this, as after any other error, `abandon` or `close`.
@@ -217,7 +217,7 @@ class Service:
 
     @contextlib.contextmanager
     def _failing(self, entry: Entry) -> Iterator[None]:
-        """An error ends one request."""
+        """Turn any error into the outcome of one request."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -320,13 +320,13 @@ class Service:
         """Go on with the outcomes of searches that have ended, until one of them had a piece of work to do."""
         for entry in [entry for entry in self.entries if entry.finish is not None]:
             with self._failing(entry):
-                if not self._ended(entry):
+                if not self._advance_outcome(entry):
                     self.entries.remove(entry)
                     self.entries.append(entry)  # the others have their turn first
                     return
 
-    def _ended(self, entry: Entry) -> bool:
-        """Go on with the outcome of a search; whether it is there, and told."""
+    def _advance_outcome(self, entry: Entry) -> bool:
+        """Do one piece of the work for a search's outcome; True if that was the last, and the outcome is told."""
         assert entry.finish is not None
         try:
             next(entry.finish)

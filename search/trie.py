@@ -2,7 +2,7 @@
 
 "Efficient Beam Search for Large Language Models Using Trie-Based Decoding" (algorithms 1-3, errata corrected), with the
 candidates, end-of-sequence handling, length penalty and stopping rules of transformers 5. Comments cite the steps of
-docs/algorithms.md. Pruning is immediate, as freeing a slot costs nothing.
+docs/algorithms.md. Pruning is immediate, as freeing a slot costs little beside a pass.
 """
 
 import math

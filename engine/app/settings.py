@@ -14,7 +14,6 @@ from search.base import REGISTRY, chosen, make_search, parameters
 from search.outside import find_search
 from search.values import plain
 
-LIMITS = ("max_new_tokens", "ignore_eos", "stop", "logprobs", "distinct", "adapter")
 FOR_PEOPLE = {"trie": {"early_stopping": "best"}}  # search -> parameters in a chat, measured in docs/chat.md
 DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others: one of them given leaves it alone
 TEXTS = ("choices", "bad_words", "dry_sequence_breakers")  # lists of texts, for which one text may be given
@@ -79,6 +78,9 @@ class Settings:
         return dataclasses.replace(
             self, search=name, params={**self.params, **changes}, rules=with_changes(self.rules, rules), **limits
         )
+
+
+LIMITS = tuple(f.name for f in dataclasses.fields(Settings) if f.name not in ("search", "params", "rules"))
 
 
 def for_people(search: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ REPLIES = "replies"  # limits, and which tokens may come next: docs/constraints.
 
 
 def add_limit_flags(parser: Parser) -> None:
-    """--max-new-tokens, --stop, --ignore-eos, --logprobs."""
+    """The flags of limits, which `limits` reads."""
     add = parser.group(REPLIES).add_argument
     add("--max-new-tokens", type=positive, default=256, metavar="N", help="limit of each output (256)")
     add("--stop", type=plain_text, action="append", default=[], metavar="TEXT", help="end before it; repeatable")
