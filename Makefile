@@ -17,8 +17,10 @@ GOLDEN = $(addprefix tests/test_golden.py::test_,logits scores a_search_of_each_
 NUMERIC = --full tests/kernels tests/models $(GOLDEN) -k 'not interpreted and not triton'
 AVX2_KERNELS = build/avx2
 # Where the choice of a dtype matters: all but tests that load no model, name its dtype or compare nothing that it computes.
-CHOOSING = tests/engine $(filter-out tests/test_golden.py tests/test_fuzz.py tests/test_numpy_free.py,$(wildcard tests/test_*.py)) \
-	--ignore=tests/engine/text --ignore=tests/engine/load/test_compiling.py
+CHOOSING = tests/engine $(filter-out $(addprefix tests/test_,$(addsuffix .py,$(LOADING_NONE) golden fuzz numpy_free)), \
+	$(wildcard tests/test_*.py)) --ignore=tests/engine/text $(addprefix --ignore=tests/engine/,$(NAMING_IT))
+LOADING_NONE = arrows glossary links package structure
+NAMING_IT = load/test_compiling.py serve/test_attack.py serve/test_fuzz.py
 
 .PHONY: help chat test test-all test-pretend test-avx2 test-portable check lint gpu clean
 .DEFAULT_GOAL := help
