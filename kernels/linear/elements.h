@@ -11,6 +11,8 @@
 
 #pragma once
 
+#include <numeric>
+
 #include "../vectors.h"
 
 namespace {
@@ -44,6 +46,7 @@ struct WideRows {
         return {};
     }
     static Sum add(Sum sum, Part part, const Row* x) { return sum + part * x[0]; }
+    static float sum(const Row* row, int64_t count) { return std::accumulate(row, row + count, 0.0f); }
 };
 
 struct Wide : WideRows, Plain {
@@ -97,9 +100,9 @@ struct PairsOfBFloat16 : Plain {
 #endif
 
 // A row of x in steps of 1 / levels of its largest magnitude: put(i, steps) takes LANES of them, those past the width 0.
-// Returns the largest magnitude and the sum of the steps.
+// Returns the largest magnitude.
 template <typename T, typename Put>
-std::pair<float, int32_t> rounded_row(const T* x, int64_t width, float levels, Put put) {
+float rounded_row(const T* x, int64_t width, float levels, Put put) {
     Floats most{};
     each(width, [&](int64_t i, auto n) {
         const Floats part = ::load(x + i, n), size = part < 0 ? -part : part;
@@ -109,17 +112,14 @@ std::pair<float, int32_t> rounded_row(const T* x, int64_t width, float levels, P
     for (int lane = 0; lane < LANES; lane++)
         if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
     const float step = largest / levels;
-    Ints sum{};
+    const int32_t top = int32_t(levels);
     each(width, [&](int64_t i, auto n) {
         Ints steps = __builtin_convertvector(nearest(::load(x + i, n) / step), Ints);
-        steps = steps > 127 ? Ints{} + 127 : steps;  // half a step too large where levels are 127.5
+        steps = steps > top ? Ints{} + top : steps;  // half a step too large where levels are 127.5
         for (int lane = n; lane < LANES; lane++) steps[lane] = 0;
-        sum += steps;
         put(i, steps);
     });
-    int32_t total = 0;
-    for (int lane = 0; lane < LANES; lane++) total += sum[lane];
-    return {largest, total};
+    return largest;
 }
 
 // Panels hold numbers that are 128 too large, and FourInt8 multiplies by those that are OFFSET too large. Sums are
@@ -133,10 +133,14 @@ struct Int8 : FourInt8, Plain {
 
     template <typename T>
     static Unit prepare(const T* x, int64_t width, Row* row, float levels) {
-        const auto [largest, sum] = rounded_row(x, width, levels, [&](int64_t i, Ints steps) {
+        Ints sum{};
+        const float largest = rounded_row(x, width, levels, [&](int64_t i, Ints steps) {
             for (int lane = 0; lane < LANES; lane++) row[i + lane / 4 * 4 + ORDER[lane % 4]] = Row(steps[lane]);
+            sum += steps;
         });
-        return {largest, OFFSET * sum};
+        int32_t total = 0;
+        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+        return {largest, OFFSET * total};
     }
     static Floats value(Ints sum, const Unit& unit, const void* scale_O, int64_t at, int n) {
         const Floats exact = __builtin_convertvector(sum - unit.excess, Floats);
@@ -166,13 +170,14 @@ struct Int4 : FourNibbles, Grouped {
 
     template <typename T>
     static Unit prepare(const T* x, int64_t width, Row* row, float levels) {
-        const auto [largest, sum] = rounded_row(x, width, levels, [&](int64_t i, Ints steps) {
+        const float largest = rounded_row(x, width, levels, [&](int64_t i, Ints steps) {
             for (int lane = 0; lane < LANES; lane++) row[i + lane] = Row(steps[lane]);
         });
         for (int64_t i = (width + LANES - 1) / LANES * LANES; i % STEP; i++) row[i] = 0;
         return {largest / levels, 0};
     }
     static Floats value(Total total, const Unit& unit, const void*, int64_t, int) { return total * unit.size; }
+    static float sum(const Row* row, int64_t count) { return float(std::accumulate(row, row + count, 0)); }
 };
 
 // The same by rows of floats: numbers from -8 up.
@@ -194,6 +199,68 @@ struct WideInt8 : Grouped, WideRows {
     static Words load(const char* at) { return read<Ints>(at, LANES) ^ int(0x80808080); }
     static Part part(Words words, int i) { return __builtin_convertvector(words << (24 - i * 8) >> 24, Floats); }
 };
+
+#ifdef INT8_DOTS
+// Rows of floats as exact as sums of them are, by integers: steps of 1 / LEVELS of the largest magnitude in three digits
+// to the base of 256, of which the largest numbers begin with 127. Four elements have their first digits side by side,
+// then the second, then the third.
+struct Digits : Grouped {
+    static constexpr int DIGITS = 3;
+    static constexpr float LEVELS = 0x7f7f7f;
+    struct Row {
+        int8_t digits[DIGITS];
+    };
+    typedef FourInt8::Part Part;
+    struct Sum {
+        Ints of[DIGITS];
+    };
+
+    template <typename T>
+    static Unit prepare(const T* x, int64_t width, Row* row, float) {
+        const float largest = rounded_row(x, width, LEVELS, [&](int64_t i, Ints steps) {
+            for (int digit = DIGITS - 1; digit >= 0; digit--) {
+                const Bytes least = __builtin_convertvector(steps, Bytes);
+                steps = (steps + 128) >> 8;
+                for (int four = 0; four < LANES / 4; four++)
+                    std::memcpy((int8_t*)(row + i + 4 * four) + 4 * digit, (const int8_t*)&least + 4 * four, 4);
+            }
+        });
+        for (int64_t i = (width + LANES - 1) / LANES * LANES; i % 8; i++) row[i] = {};
+        return {largest / LEVELS, 0};
+    }
+    static Sum add(Sum sum, Part part, const Row* x) {
+        for (int digit = 0; digit < DIGITS; digit++)
+            sum.of[digit] = FourInt8::add(sum.of[digit], part, x->digits + 4 * digit);
+        return sum;
+    }
+    static Floats floats(const Sum& sum) {
+        return Grouped::floats(sum.of[0] * 256 + sum.of[1]) * 256 + Grouped::floats(sum.of[2]);
+    }
+    static float sum(const Row* row, int64_t count) {
+        Sum found{};
+        for (int64_t i = 0; i < count; i += 4) found = add(found, FourInt8::part(Ints{} + ONES), row + i);
+        return floats(found)[0];
+    }
+    static Floats value(Total total, const Unit& unit, const void*, int64_t, int) { return total * unit.size; }
+    static constexpr int ONES = 0x01010101 * (129 - FourInt8::OFFSET);
+};
+
+struct DigitsInt4 : Digits {
+    typedef Ints Words;
+    static constexpr int STEP = 8, BYTES = 4, PARTS = 2, VECTORS = 2;
+    static constexpr float ZERO = 0, DEFAULT = 8, DEFAULT_LEAST = 0;
+    static Words load(const char* at) { return read<Ints>(at, LANES); }
+    static Part part(Words words, int i) { return (Part)((i ? words >> 4 : words) & 0x0f0f0f0f); }
+};
+
+struct DigitsInt8 : Digits {
+    typedef Part Words;
+    static constexpr int STEP = 4, BYTES = 4, PARTS = 1, VECTORS = 2;
+    static constexpr float ZERO = 128 - FourInt8::OFFSET, DEFAULT = 128, DEFAULT_LEAST = 128;
+    static Words load(const char* at) { return FourInt8::part(read<Ints>(at, LANES)); }
+    static Part part(Words words, int) { return words; }
+};
+#endif
 
 // e4m3: the bits of a float with another exponent. NaN becomes 480.
 struct WideFloat8 : Grouped, WideRows {

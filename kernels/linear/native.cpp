@@ -28,7 +28,8 @@ constexpr int OWN_ROWS = 16;  // prepared by each thread for itself, as waiting 
 // Whether the sums of a block and the vectors that it multiplies by fit into the registers.
 template <typename Element>
 constexpr bool fits(int rows, int vectors) {
-    return rows * vectors + vectors * Element::VECTORS + SPARE_REGISTERS <= REGISTERS;
+    constexpr int OF_SUM = sizeof(typename Element::Sum) / sizeof(Floats);
+    return (rows * OF_SUM + Element::VECTORS) * vectors + SPARE_REGISTERS <= REGISTERS;
 }
 
 template <typename Element>
@@ -262,9 +263,9 @@ void multiply_piece(const Rows<Element>& rows, int64_t row, int count, const Mat
 template <typename Element>
 int64_t stride_of(int64_t width) {
     constexpr int64_t SIZE = sizeof(typename Element::Row);
-    int64_t bytes = (width * SIZE + 63) / 64 * 64 + 64;  // a whole step past the width is read
-    if (bytes % 2048 == 0) bytes += 64;                  // or rows would share few sets of the first-level cache
-    return bytes / SIZE;
+    int64_t stride = (width + 63) / 64 * 64 + 64;  // a whole step past the width is read
+    if (stride * SIZE % 2048 == 0) stride += 64;   // or rows would share few sets of the first-level cache
+    return stride;
 }
 
 // Room that a thread keeps, for rows of `width`.
@@ -291,9 +292,8 @@ void prepare(const Matrix& m, const T* x, int64_t row, const Rows<Element>& to, 
         to.units[row] = Element::prepare(from, m.width, prepared, m.levels);
     if constexpr (Element::GROUPED)
         for (int64_t group = 0; group < to.groups; group++) {
-            decltype(+prepared[0]) sum = 0;
-            for (int64_t i = group * m.group; i < std::min(m.width, (group + 1) * m.group); i++) sum += prepared[i];
-            to.sums[row * to.groups + group] = sum;
+            const int64_t first = group * m.group;
+            to.sums[row * to.groups + group] = Element::sum(prepared + first, std::min(m.width - first, m.group));
         }
 }
 
@@ -351,8 +351,12 @@ void multiply(int64_t kind, int64_t threads, const Matrix& m, const void* x, voi
     }
     if (m.kind == 2) by(WideFloat16{});
     if (m.kind == 3) by(Int8{});
-    if (m.kind == 4 && m.levels) by(Int4{});
-    if (m.kind == 4 && !m.levels) by(WideInt4{});
+    if (m.kind == 4 && m.levels) return by(Int4{});
+#ifdef INT8_DOTS
+    if (m.kind == 4) return by(DigitsInt4{});
+    if (m.kind == 5) return by(DigitsInt8{});
+#endif
+    if (m.kind == 4) by(WideInt4{});
     if (m.kind == 5) by(WideInt8{});
     if (m.kind == 6) by(WideFloat8{});
 }

@@ -38,6 +38,7 @@ inline Floats scaled(Floats y, Floats power, Floats x) {
 constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
 
 #ifdef __AVXVNNI__
+#define INT8_DOTS
 struct FourInt8 {
     typedef int8_t Row;
     typedef Ints Part;

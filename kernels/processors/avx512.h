@@ -44,6 +44,7 @@ inline Floats add_pairs(Floats sum, Ints pairs, int32_t pair) {
 #endif
 
 #ifdef __AVX512VNNI__
+#define INT8_DOTS
 struct FourInt8 {
     typedef int8_t Row;
     typedef Ints Part;

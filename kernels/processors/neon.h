@@ -40,6 +40,9 @@ inline Floats add_pairs(Floats sum, Ints pairs, int32_t pair) {
 }
 #endif
 
+#ifdef __ARM_FEATURE_DOTPROD
+#define INT8_DOTS
+#endif
 struct FourInt8 {
     typedef int8_t Row;
     typedef int8x16_t Part;
