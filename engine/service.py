@@ -256,6 +256,8 @@ class Service:
     def _admit(self) -> None:
         """Hand over as many requests as the driver starts at once; none of a client of which it had to preempt one."""
         self.driver.share = self._share
+        if not self.waiting:
+            return
         preempted = {job.client for job in self.driver.waiting}
         room = self.driver.parallel - len(self.driver.running) - len(self.driver.waiting)
         running = Counter(entry.client for entry in self.entries)

@@ -54,6 +54,11 @@ class TreeLayout:
         """Which implementation of the operators on rows the engine chose."""
         return self.rows or self.impl
 
+    def changed(self) -> None:
+        """Its tensors hold another pass than before: operators check it again."""
+        vars(self).pop("_fits", None)
+        vars(self).pop("_slots", None)
+
     def to(self, device: torch.device | str) -> "TreeLayout":
         """The same layout on a device, but for `trunk_runs` and `adapters_T`."""
         if self.positions_T.device == torch.device(device):

@@ -48,6 +48,13 @@ void coppice_top_k(int64_t threads, const float* x, double* out, int64_t rows, i
 void coppice_top_sums(const float* x, const float* peaks, const float* sums, double* out, int64_t rows, int64_t width,
                       int64_t k);
 
+// The same of the log-probabilities of logits, of parts of their rows one after the other. `parts` [count, 3]: the rows
+// of each part, its k, and, written, how many of its sums are more than -inf; `out` has 2 k numbers for each. Elements
+// from the size-th on, of 1 to the width, are left out.
+void coppice_top_sums_of_logits(int64_t kind, int64_t threads, const void* x, bool* finite, double* out,
+                                const float* sums, int64_t* parts, int64_t count, int64_t rows, int64_t width,
+                                int64_t size);
+
 // `peaks` may be null.
 void coppice_at_least(const float* x, const float* peaks, double* out, int64_t rows, int64_t width, int64_t k,
                       float least);
@@ -187,13 +194,13 @@ struct Norm {
     const void* bias;
 };
 
-// Cosines and sines [tokens, dims], of keys and of queries.
+// Cosines and sines [positions, dims], of keys and of queries; if `positions` is 0, they are [tokens, dims].
 struct Angles {
     const void* cos;
     const void* sin;
     const void* query_cos;
     const void* query_sin;
-    int64_t dims;
+    int64_t dims, positions;
 };
 
 // An operator of a layer, which reads register `source` and writes register `target`; stack/calls.py has the codes, and
@@ -213,11 +220,25 @@ struct Stack {
     float eps;
 };
 
+// What may follow the layers: logits of the tokens `asked` [rows], by `head`, and their top sums; the rest is as of
+// coppice_top_sums_of_logits.
+struct Tail {
+    const Matrix* head;
+    const int64_t* asked;
+    const float* sums;
+    bool* finite;
+    double* out;
+    int64_t* parts;
+    int64_t count, rows, size;
+};
+
 // x [T, E] is the stream and is changed. `attention` is that of every layer but for window, scale and cap; its queries
 // will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers with attention, rows
 // [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions. adapters_T [T] are numbers of
-// adapters; null: no token has one.
-void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads, void* x,
-                   char* k, char* v, const int64_t* slots_T, char* heads_THD, int64_t tokens, int64_t slots, char* rows,
-                   int64_t kept, const int64_t* ancestors_TN, const int64_t* adapters_T);
+// adapters; null: no token has one. `tail` may be null. Returns 0, and computes nothing, if a token's position has no
+// angles.
+int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
+                      int64_t threads, void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD,
+                      int64_t tokens, int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN,
+                      const int64_t* adapters_T, const Tail* tail);
 }

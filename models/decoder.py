@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from kernels.layout import KVCache, TreeLayout
 from kernels.low_rank import Adapters
-from kernels.stack import Stack
+from kernels.rows.checks import TopSums
+from kernels.stack import Angles, Matrix, Stack
 from kernels.stack.calls import Call
 from models.adapters import Adapter, low_rank, matrices
 from models.checkpoint.fields import Fields
@@ -44,6 +45,7 @@ class Decoder(nn.Module):
         rotaries: the rotary tables, as `Config.table` numbers them.
         before, after: the calls before the first layer, on a GPU, and after the last one.
         stack: all layers as one call, on a CPU; None where that has no operators.
+        tail: the head, where it can join that call.
         adapters: that requests choose from, by their numbers in a pass less one.
     """
 
@@ -96,6 +98,8 @@ class Decoder(nn.Module):
         self.after = [] if self.norm is None else [Call("norm", "stream", "read", norm=self.norm)]
         self._join()
         self.stack = self._stack()
+        plain = self.project_out is None and c.logit_divisor == 1.0 and c.logit_cap is None and not c.scores
+        self.tail: Matrix | None = getattr(self.head, "matrix", None) if plain and self.stack else None
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, spans_T: Tensor, cache: KVCache, layout: TreeLayout
@@ -109,6 +113,53 @@ class Decoder(nn.Module):
         Returns:
             hidden rows [T, E], final norm applied.
         """
+        x_TE = self._embedded(tokens_T, positions_T)
+        if self.stack is not None and self.stack.takes(layout):
+            return self.stack(x_TE, self._angles(positions_T, spans_T), cache, layout)
+        tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
+        registers = Registers(x_TE, self.config, tables, cache, layout)
+        run(self.before if registers.together else (), registers)
+        for layer in self.layers:
+            layer(registers)
+        run(() if registers.together else self.after, registers)
+        return registers["read" if self.after else "stream"]
+
+    @property
+    def joins(self) -> bool:
+        """Whether `top_sums` evaluates passes of C++."""
+        return self.tail is not None and self.stack is not None and self.stack.ready
+
+    def top_sums(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        spans_T: Tensor,
+        cache: KVCache,
+        layout: TreeLayout,
+        asked: Sequence[int],
+        size: int,
+        wanted: Sequence[TopSums],
+    ) -> tuple[Tensor, list[Tensor], list[bool]]:
+        """`forward`, the logits of some of the tokens and their top sums, as one call.
+
+        Args:
+            tokens_T, positions_T, spans_T, cache, layout: as of `forward`.
+            asked: the tokens, ascending.
+            size, wanted: see `kernels.rows.top_sums_of_logits`.
+
+        Returns:
+            hidden rows, as of `forward`; the results of `top_sums_of_logits`.
+        """
+        assert self.stack is not None and self.tail is not None
+        x_TE = self._embedded(tokens_T, positions_T)
+        pass_ = x_TE, self._angles(positions_T, spans_T), cache, layout
+        return x_TE, *self.stack.top_sums(*pass_, self.tail, asked, size, wanted)
+
+    def _angles(self, positions_T: Tensor, spans_T: Tensor) -> list[Angles]:
+        return [rotary.angles(positions_T, spans_T, self.dtype) for rotary in self.rotaries]
+
+    def _embedded(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        """What enters the first layer."""
         x_TE = self.embedding(tokens_T)
         if self.embedding_scale != 1.0:
             x_TE = x_TE * self.embedding_scale
@@ -116,15 +167,7 @@ class Decoder(nn.Module):
             x_TE = self.project_in(x_TE)
         if self.positions_PE is not None:
             x_TE = x_TE + F.embedding(positions_T + self.names.offset, self.positions_PE)
-        tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
-        if self.stack is not None and self.stack.takes(layout):
-            return self.stack(x_TE, tables, cache, layout)
-        registers = Registers(x_TE, self.config, tables, cache, layout)
-        run(self.before if registers.together else (), registers)
-        for layer in self.layers:
-            layer(registers)
-        run(() if registers.together else self.after, registers)
-        return registers["read" if self.after else "stream"]
+        return x_TE
 
     def logits(self, hidden_NE: Tensor, head: Linear | None = None) -> Tensor:
         """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype.

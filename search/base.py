@@ -221,9 +221,9 @@ def evaluate_top_sums(
         sums, rows, tokens: the greatest sum first, of equal sums the lower row, then the lower token.
     """
     rows_0V, numbers = yield Evaluate(tree, nodes, top_sums=TopSums(scores, k), next=next)
-    sums, places = numbers.view(2, -1)
-    rows, tokens = places.long() // (V := rows_0V.shape[1]), places.long() % V
-    return sums.tolist(), rows.tolist(), tokens.tolist()
+    (sums, places), V = numbers.view(2, -1).tolist(), rows_0V.shape[1]
+    places = [int(place) for place in places]
+    return sums, [place // V for place in places], [place % V for place in places]
 
 
 def likely(logp_NV: Tensor, least: float, peaks_NB: Tensor | None = None) -> Tensor:

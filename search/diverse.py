@@ -241,5 +241,5 @@ def _likeliest(tree: TokenTree, nodes: Sequence[int], k: int) -> Generator[Evalu
     found: Likeliest = {}
     for i, (node, part) in enumerate(zip(nodes, numbers.view(len(nodes), -1), strict=True)):
         values, tokens = found_in_rows(part, rows_NV[i : i + 1], wanted)
-        found[node] = list(zip(values.tolist(), tokens.tolist(), strict=True))
+        found[node] = list(zip(values.tolist(), map(int, tokens.tolist()), strict=True))
     return found

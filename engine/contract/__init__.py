@@ -74,7 +74,7 @@ class Evaluate:
     def answer(self, rows_NV: Tensor, peaks_NB: Tensor | None = None) -> Answer:
         """The answer that consists of these rows, and of what `read` returns for them; or of their top sums."""
         if self.top_sums is not None:
-            return Answer(rows_NV[:0], find_top_sums(rows_NV, peaks_NB, self.top_sums).numbers())
+            return Answer(rows_NV[:0], find_top_sums(rows_NV, peaks_NB, self.top_sums).flatten())
         return Answer(rows_NV, None if self.read is None else self.read(rows_NV, peaks_NB).cpu())
 
 

@@ -27,15 +27,7 @@ class Next(NamedTuple):
     ends: frozenset[int]
 
 
-class FoundSums(NamedTuple):
-    """Finite sums, best first, and their places in the flattened rows: row * V + token; float32 and int64, on a CPU."""
-
-    values: Tensor
-    places: Tensor
-
-    def numbers(self) -> Tensor:
-        """The form that `Answer.numbers` has: the sums, then their places; float64 [2 n]."""
-        return torch.cat([self.values.double(), self.places.double()])
+FoundSums = Tensor  # float64 [2, n], on a CPU: finite sums, best first, and their places row * V + token
 
 
 def found_in_rows(numbers: Tensor, rows_NV: Tensor, wanted: TopSums) -> FoundSums:
@@ -45,16 +37,15 @@ def found_in_rows(numbers: Tensor, rows_NV: Tensor, wanted: TopSums) -> FoundSum
         numbers: returned by `kernels.rows.top_sums`, on the host.
         rows_NV: the rows, for the case that PyTorch left open which of several equal sums it chose.
     """
-    k = len(numbers) // 2
-    values, places = numbers[:k].float(), numbers[k : 2 * k].long()
-    if math.isinf(numbers[-1]) and numbers[-1] > 0:  # C++ and Triton have sorted them and broken ties
-        return _finite(values, places)
-    if k and numbers[-1] == numbers[k - 1] > -math.inf:
+    found, left_out = numbers[:-1].view(2, -1), float(numbers[-1])
+    if left_out == math.inf:  # C++ and Triton have sorted them and broken ties
+        return _finite(found)
+    if found.numel() and left_out == found[0, -1] > -math.inf:
         sums_N = torch.tensor(wanted.sums, dtype=torch.float32).to(rows_NV.device, non_blocking=True)
-        sums_NV = rows_NV + sums_N.unsqueeze(1)
-        places = (sums_NV.view(-1) >= numbers[k - 1]).nonzero().view(-1)
-        values, places = sums_NV.view(-1)[places].cpu(), places.cpu()
-    return _sorted(values, places, wanted.k)
+        sums_M = (rows_NV + sums_N.unsqueeze(1)).view(-1)
+        places = (sums_M >= left_out).nonzero().view(-1)
+        found = torch.stack([sums_M[places].double(), places.double()]).cpu()
+    return _sorted(found, wanted.k)
 
 
 def found_in_entries(values_M: Tensor, row_M: Tensor, token_M: Tensor, wanted: TopSums, width: int) -> FoundSums:
@@ -69,30 +60,22 @@ def found_in_entries(values_M: Tensor, row_M: Tensor, token_M: Tensor, wanted: T
     if len(sums_M) > wanted.k:
         chosen = (sums_M >= sums_M.topk(wanted.k, sorted=False).values.min()).nonzero().view(-1)
         sums_M, row_M, token_M = sums_M[chosen], row_M[chosen], token_M[chosen]
-    return _sorted(sums_M, row_M * width + token_M, wanted.k)
+    return _sorted(torch.stack([sums_M.double(), (row_M * width + token_M).double()]), wanted.k)
 
 
 def merged(parts: Sequence[FoundSums], k: int) -> FoundSums:
     """The top sums of parts whose places are those of the whole."""
-    if len(parts) == 1:
-        return parts[0]
-    return _sorted(torch.cat([part.values for part in parts]), torch.cat([part.places for part in parts]), k)
+    return parts[0] if len(parts) == 1 else _sorted(torch.cat([*parts], 1), k)
 
 
 def found_in_shards(shard: Shard, founds: Sequence[FoundSums], wanted: Sequence[TopSums]) -> list[FoundSums]:
     """The top sums of rows whose columns are divided among processes; places are those in whole rows."""
-    own = torch.full((2 * sum(each.k for each in wanted),), -math.inf, dtype=torch.float64)
-    at = 0
+    own, at = torch.full((2, sum(each.k for each in wanted)), -math.inf, dtype=torch.float64), 0
     for found, each in zip(founds, wanted, strict=True):
-        own[at : at + len(found.values)] = found.values
-        own[at + each.k : at + each.k + len(found.places)] = found.places
-        at += 2 * each.k
-    parts, whole = shard.gather(own).split([2 * each.k for each in wanted], 1), []
-    for part, each in zip(parts, wanted, strict=True):
-        values, places = (x.flatten() for x in part.split(each.k, 1))
-        there = values > -math.inf
-        whole.append(_sorted(values[there].float(), places[there].long(), each.k))
-    return whole
+        own[:, at : at + found.shape[1]] = found
+        at += each.k
+    parts = shard.gather(own.view(-1)).view(-1, 2, at).split([each.k for each in wanted], 2)
+    return [_sorted(part.transpose(0, 1).flatten(1), each.k) for part, each in zip(parts, wanted, strict=True)]
 
 
 def find_top_sums(rows_NV: Tensor, peaks_NB: Tensor | None, wanted: TopSums) -> FoundSums:
@@ -100,13 +83,11 @@ def find_top_sums(rows_NV: Tensor, peaks_NB: Tensor | None, wanted: TopSums) -> 
     return found_in_rows(top_sums(rows_NV, wanted.sums, wanted.k, peaks_NB).cpu(), rows_NV, wanted)
 
 
-def _sorted(values: Tensor, places: Tensor, k: int) -> FoundSums:
-    places, order = places.sort()
-    values, rank = values[order].sort(descending=True, stable=True)
-    return _finite(values[:k], places[rank[:k]])
+def _sorted(found: FoundSums, k: int) -> FoundSums:
+    found = found[:, found[1].sort().indices]
+    return _finite(found[:, found[0].sort(descending=True, stable=True).indices[:k]])
 
 
-def _finite(values: Tensor, places: Tensor) -> FoundSums:
+def _finite(found: FoundSums) -> FoundSums:
     """Drop the sums of -inf, which are last."""
-    count = int((values > -math.inf).sum())
-    return FoundSums(values[:count], places[:count])
+    return found if found.shape[1] and found[0, -1] > -math.inf else found[:, : int((found[0] > -math.inf).sum())]

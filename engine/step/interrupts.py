@@ -1,7 +1,9 @@
 """Ctrl-C between steps, never within one."""
 
-import signal
 import threading
+
+# The module `signal` makes enumerations of what these take and return, which takes longer than a small model's layer.
+from _signal import SIGINT, default_int_handler, getsignal, signal  # pyright: ignore[reportMissingImports]
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +16,7 @@ def uninterrupted() -> Iterator[None]:
     main one, which signals do not reach, and where SIGINT has another handler than Python's own.
     """
     own = threading.current_thread() is threading.main_thread()
-    if not own or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not own or getsignal(SIGINT) is not default_int_handler:
         yield
         return
     pressed = False
@@ -25,10 +27,10 @@ def uninterrupted() -> Iterator[None]:
             raise KeyboardInterrupt
         pressed = True
 
-    signal.signal(signal.SIGINT, note)
+    signal(SIGINT, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal(SIGINT, default_int_handler)
         if pressed:
             raise KeyboardInterrupt

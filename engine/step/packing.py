@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,66 +74,88 @@ def bucket(n: int, buckets: Sequence[int] | None) -> int:
     return next((b for b in buckets or () if b >= n), n)
 
 
-def pack(
-    chunks: Sequence[Chunk],
-    page_size: int,
-    device: torch.device | str = "cpu",
-    *,
-    ancestors: int = 0,
-    token_buckets: Sequence[int] | None = None,
-    word_buckets: Sequence[int] | None = None,
-    tree_buckets: Sequence[int] | None = None,
-    impl: str = "torch",
-    rows: str | None = None,
-) -> Pass:
-    """Lay out chunks one after the other; their tokens have slots.
+class Sizes(NamedTuple):
+    """The sizes of a pass: T tokens, R trees, P pages of a trunk, pieces of trunks, C words of ancestry bits."""
+
+    tokens: int
+    trees: int
+    pages: int
+    runs: int
+    words: int
+    adapted: bool  # whether a token has an adapter
+
+
+class Packer:
+    """Lays out chunks one after the other; their tokens have slots.
+
+    With `frames`, what does not change from pass to pass is made once for each `Sizes`: the tensors of a pass hold the
+    next one of the same sizes as soon as that is packed. Operators have to read a layout anew then, as those in C++ do.
 
     Args:
-        chunks: one per tree.
         page_size: of the pool that all trees share.
         device: where the tensors go.
         ancestors: how many of each token's latest ancestors the layout names.
-        token_buckets, word_buckets, tree_buckets: sizes that T, the ancestry words and R are padded to, so that
-            compiled graphs are reused. Padding tokens attend to nothing and write to the trash slot.
+        token_buckets, word_buckets, tree_buckets, page_buckets: sizes that T, the ancestry words, R and the pages of
+            the longest trunk are padded to, so that compiled graphs are reused. Padding tokens attend to nothing and
+            write to the trash slot.
         impl: of the operators, see `kernels.tree_attention`.
         rows: of the operators on rows, see `kernels.rows`; None: `impl`.
+        frames: of how many sizes the tensors are kept.
     """
-    columns = _Tokens(ancestors)
-    for chunk in chunks:
-        columns.add(chunk)
-    columns.pad(bucket(len(columns.tokens), token_buckets) - len(columns.tokens))
-    empty = bucket(len(chunks), tree_buckets) - len(chunks)
-    tables = [chunk.tree.branch_table() if chunk.nodes else NO_TABLE for chunk in chunks] + [NO_TABLE] * empty
-    runs = [(r, slot, length) for r, c in enumerate(chunks) for slot, length in c.tree.trunk_runs(c.cached)]
-    C = bucket(-(-max(len(t) for t, _ in tables) // WORD), word_buckets)
-    ancestry = array("i", b"".join(b.to_bytes(C * 4, "little") for b in columns.bits))
-    ancestors_TN = tensor_of(array("q", columns.ancestors)).view(-1, ancestors) if ancestors else None
-    layout = TreeLayout(
-        positions_T=tensor_of(array("q", columns.positions)),
-        write_slots_T=tensor_of(array("q", columns.slots)),
-        token_starts=tensor_of(array("i", columns.starts + columns.starts[-1:] * empty)),
-        trunk_seen_T=tensor_of(array("i", columns.seen)),
-        trunk_pages_RP=_pages([chunk.tree.trunk.runs for chunk in chunks] + [[]] * empty),
-        trunk_len_R=tensor_of(array("i", [c.cached for c in chunks] + [0] * empty)),
-        trunk_runs=tensor_of(array("i", [x for run in runs for x in run])).view(-1, 3),
-        branch_len_R=tensor_of(array("i", [len(slots) for slots, _ in tables])),
-        branch_slots_RW=_rows([slots for slots, _ in tables], C * WORD, NULL_SLOT, torch.int64),
-        branch_positions_RW=_rows([positions for _, positions in tables], C * WORD, 0, torch.int32),
-        ancestry_TC=tensor_of(ancestry).view(len(columns.bits), C),
-        page_size=page_size,
-        impl=impl,
-        rows=rows,
-        ancestors_TN=ancestors_TN,
-        adapters_T=tensor_of(array("q", columns.adapters)) if any(columns.adapters) else None,
-    ).to(device)
-    tokens_T, spans_T = (
-        tensor_of(array("q", x)).to(device, non_blocking=True) for x in (columns.tokens, columns.spans)
-    )
-    return Pass(tokens_T, spans_T, layout)
+
+    def __init__(
+        self,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        ancestors: int = 0,
+        token_buckets: Sequence[int] | None = None,
+        word_buckets: Sequence[int] | None = None,
+        tree_buckets: Sequence[int] | None = None,
+        page_buckets: Sequence[int] | None = None,
+        impl: str = "torch",
+        rows: str | None = None,
+        frames: int = 0,
+    ):
+        self.page_size, self.device, self.ancestors = page_size, torch.device(device), ancestors
+        self.token_buckets, self.word_buckets, self.tree_buckets = token_buckets, word_buckets, tree_buckets
+        self.page_buckets = page_buckets
+        self.impl, self.rows, self.frames = impl, rows, frames
+        self._frames: dict[Sizes, _Frame] = {}
+
+    def pack(self, chunks: Sequence[Chunk]) -> Pass:
+        """The inputs of a pass of chunks, one per tree."""
+        columns = _Columns(self.ancestors)
+        for chunk in chunks:
+            columns.add(chunk)
+        columns.pad(
+            bucket(len(columns.tokens), self.token_buckets) - len(columns.tokens),
+            bucket(len(chunks), self.tree_buckets) - len(chunks),
+        )
+        sizes = Sizes(
+            len(columns.tokens),
+            len(columns.lengths),
+            bucket(max(map(len, columns.pages)), self.page_buckets),
+            len(columns.runs) // 3,
+            bucket(-(-max(len(slots) for slots, _ in columns.tables) // WORD), self.word_buckets),
+            any(columns.adapters),
+        )
+        if (frame := self._frames.get(sizes)) is None:
+            frame = _Frame(sizes, self)
+            if self.frames:
+                if len(self._frames) == self.frames:
+                    del self._frames[next(iter(self._frames))]
+                self._frames[sizes] = frame
+        return frame.filled(columns)
 
 
-class _Tokens:
-    """The columns of a layout with a row per token, and the first row of each tree."""
+def pack(chunks: Sequence[Chunk], page_size: int, device: torch.device | str = "cpu", **options: Any) -> Pass:
+    """The inputs of a pass in memory of its own; for arguments see `Packer`."""
+    return Packer(page_size, device, **options).pack(chunks)
+
+
+class _Columns:
+    """The columns of a layout with a row per token, and those with a row per tree."""
 
     def __init__(self, reach: int):
         self.reach = reach
@@ -145,22 +168,31 @@ class _Tokens:
         self.bits: list[int] = []
         self.adapters: list[int] = []
         self.starts = [0]
+        self.lengths: list[int] = []
+        self.runs: list[int] = []
+        self.pages: list[Sequence[int]] = []
+        self.tables: list[tuple[array[int], array[int]]] = []
 
     def add(self, chunk: Chunk) -> None:
         """Add the tokens of one tree."""
         tree, nodes, end = chunk.tree, chunk.nodes, chunk.cached
         first = end - chunk.trunk_tokens
         tokens, positions, bits = chunk.columns()
+        shortest = max(tree.prompt_length, tree.least_span)
+        for slot, length in tree.trunk_runs(end):
+            self.runs += len(self.lengths), slot, length
         self.tokens += tokens
         self.positions += positions
         self.bits += bits
-        shortest = max(tree.prompt_length, tree.least_span)
-        self.spans += [max(shortest, p + 1) for p in positions]
+        self.spans += [p + 1 if p >= shortest else shortest for p in positions]
         self.slots += chunk.slots
-        self.adapters += [tree.trunk.adapter] * len(chunk)
+        self.adapters += [tree.trunk.adapter] * len(tokens)
         self.seen += range(first + 1, end + 1)
         self.seen += [end] * len(nodes)
         self.starts.append(len(self.tokens))
+        self.lengths.append(end)
+        self.pages.append(tree.trunk.pages)
+        self.tables.append(tree.branch_table() if nodes else NO_TABLE)
         if self.reach:
             size, reach = tree.pool.page_size, self.reach
             found = [tree.trunk.latest(place, reach, size) for place in range(first, end)]
@@ -168,37 +200,98 @@ class _Tokens:
                 self.ancestors += latest
                 self.ancestors += [NULL_SLOT] * (reach - len(latest))
 
-    def pad(self, count: int) -> None:
-        """Add padding tokens to the last tree."""
-        self.spans += [1] * count
-        self.slots += [TRASH_SLOT] * count
-        self.ancestors += [NULL_SLOT] * count * self.reach
-        for column in (self.tokens, self.positions, self.seen, self.bits, self.adapters):
-            column += [0] * count
-        self.starts[-1] += count
+    def pad(self, tokens: int, trees: int) -> None:
+        """Add padding tokens to the last tree, and trees without tokens."""
+        if tokens:
+            self.spans += [1] * tokens
+            self.slots += [TRASH_SLOT] * tokens
+            self.ancestors += [NULL_SLOT] * tokens * self.reach
+            for column in (self.tokens, self.positions, self.seen, self.bits, self.adapters):
+                column += [0] * tokens
+            self.starts[-1] += tokens
+        if trees:
+            self.starts += self.starts[-1:] * trees
+            self.lengths += [0] * trees
+            self.pages += [()] * trees
+            self.tables += [NO_TABLE] * trees
+
+    def longs(self, sizes: Sizes) -> "array[int]":
+        """The columns of 64 bits, as `_Frame` has them."""
+        adapters = self.adapters if sizes.adapted else []
+        numbers = array("q", self.tokens + self.positions + self.spans + self.slots + self.ancestors + adapters)
+        for slots, _ in self.tables:
+            _extend(numbers, slots, sizes.words * WORD)
+        return numbers
+
+    def ints(self, sizes: Sizes) -> "array[int]":
+        """The columns of 32 bits, as `_Frame` has them."""
+        filled = [len(slots) for slots, _ in self.tables]
+        numbers = array("i", self.starts + self.seen + self.lengths + self.runs + filled)
+        for pages in self.pages:
+            _extend(numbers, array("i", pages), sizes.pages)
+        for _, positions in self.tables:
+            _extend(numbers, positions, sizes.words * WORD)
+        if sizes.words:
+            numbers.frombytes(b"".join([bits.to_bytes(sizes.words * 4, "little") for bits in self.bits]))
+        return numbers
 
 
-def tensor_of(numbers: array) -> Tensor:
+def _extend(numbers: "array[int]", row: "array[int]", width: int) -> None:
+    """Add a row, filled up with zeros: NULL_SLOT, or no page."""
+    numbers.extend(row)
+    if spare := width - len(row):
+        numbers.frombytes(bytes(spare * numbers.itemsize))
+
+
+class _Frame:
+    """The memory of passes of one size, and the tensors that view it."""
+
+    def __init__(self, sizes: Sizes, packer: Packer):
+        T, R, W, P, reach = sizes.tokens, sizes.trees, sizes.words * WORD, sizes.pages, packer.ancestors
+        self.sizes, self.device = sizes, packer.device
+        self._longs, longs = _memory("q", [T, T, T, T, T * reach, T * sizes.adapted, R * W])
+        self._ints, ints = _memory("i", [R + 1, T, R, 3 * sizes.runs, R, R * P, R * W, T * sizes.words])
+        tokens_T, positions_T, spans_T, slots_T, ancestors, adapters_T, branch_slots = longs
+        starts, seen_T, lengths_R, runs, filled_R, pages, branch_positions, ancestry = ints
+        layout = TreeLayout(
+            positions_T=positions_T,
+            write_slots_T=slots_T,
+            token_starts=starts,
+            trunk_seen_T=seen_T,
+            trunk_pages_RP=pages.view(R, P),
+            trunk_len_R=lengths_R,
+            trunk_runs=runs.view(-1, 3),
+            branch_len_R=filled_R,
+            branch_slots_RW=branch_slots.view(R, W),
+            branch_positions_RW=branch_positions.view(R, W),
+            ancestry_TC=ancestry.view(T, sizes.words),
+            page_size=packer.page_size,
+            impl=packer.impl,
+            rows=packer.rows,
+            ancestors_TN=ancestors.view(T, reach) if reach else None,
+            adapters_T=adapters_T if sizes.adapted else None,
+        )
+        self.inputs = Pass(tokens_T, spans_T, layout)
+
+    def filled(self, columns: _Columns) -> Pass:
+        """The pass of these columns."""
+        self._longs[:] = columns.longs(self.sizes)
+        self._ints[:] = columns.ints(self.sizes)
+        inputs = self.inputs
+        if self.device.type == "cpu":
+            inputs.layout.changed()
+            return inputs
+        tokens_T, spans_T = (x.to(self.device, non_blocking=True) for x in (inputs.tokens_T, inputs.spans_T))
+        return Pass(tokens_T, spans_T, inputs.layout.to(self.device))
+
+
+def _memory(code: str, lengths: Sequence[int]) -> tuple["array[int]", Sequence[Tensor]]:
+    """Zeroed memory for columns of integers, and the columns."""
+    numbers = array(code, bytes(array(code).itemsize * sum(lengths)))
+    return numbers, tensor_of(numbers).split([*lengths])
+
+
+def tensor_of(numbers: "array[int]") -> Tensor:
     """An array of "q" or "i" as int64 or int32 without a copy, which is faster than `torch.tensor` of a list."""
     dtype = torch.int64 if numbers.typecode == "q" else torch.int32
     return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
-
-
-def _pages(runs: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-    """Page numbers of each trunk, filled up with 0."""
-    rows = [
-        torch.cat([torch.arange(page, page + count, dtype=torch.int32) for page, count in pieces])
-        if pieces
-        else torch.empty(0, dtype=torch.int32)
-        for pieces in runs
-    ]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if len(rows) > 1 else rows[0].unsqueeze(0)
-
-
-def _rows(columns: Sequence[array], width: int, filler: int, dtype: torch.dtype) -> Tensor:
-    """Arrays of integers as the rows of a tensor."""
-    rows = torch.full((len(columns), width), filler, dtype=dtype)
-    for row, column in zip(rows if width else (), columns, strict=False):
-        if column:
-            row[: len(column)] = tensor_of(column)
-    return rows

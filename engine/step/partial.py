@@ -104,13 +104,16 @@ class PartialSums:
 
     def found(self, part: FoundSums, nodes: Sequence[int]) -> None:
         """Add the top sums of the rows of some nodes, at places in these rows."""
-        first_N = torch.tensor([self._place.get(node, 0) for node in nodes]) * self.width
-        row = part.places // self.width
-        self.parts.append(FoundSums(part.values, part.places - row * self.width + first_N[row]))
+        if list(nodes) != list(self.request.nodes):
+            first_N = torch.tensor([self._place.get(node, 0) for node in nodes]) * self.width
+            place = part[1].long()
+            row = place // self.width
+            part = torch.stack([part[0], (place - row * self.width + first_N[row]).double()])
+        self.parts.append(part)
 
     def answer(self) -> Answer:
         """The top sums, and no rows."""
-        return Answer(torch.empty(0, self.width), merged(self.parts, self.wanted.k).numbers())
+        return Answer(torch.empty(0, self.width), merged(self.parts, self.wanted.k).flatten())
 
 
 def partial_answer(request: Evaluate, width: int) -> PartialRows | PartialSums:

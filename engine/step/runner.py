@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +14,10 @@ from engine.contract import Read
 from engine.contract.top_sums import FoundSums, TopSums, find_top_sums, found_in_shards
 from engine.rules.edits import Edit
 from engine.rules.few import Few, Head
-from engine.step.packing import Chunk, Pass, pack
+from engine.step.packing import Chunk, Packer, Pass
 from engine.step.phases import PhaseObserver, phase
 from engine.step.timing import Overlap, PassTime
-from kernels.rows import log_softmax, top_sums_of
+from kernels.rows import log_softmax, top_sums_of, top_sums_of_logits
 from kernels.stack import one_by_one
 from models.sharding import Gathered
 
@@ -24,6 +25,8 @@ Part = tuple[slice, Read | TopSums]  # a range of the rows asked for, and what r
 Keep = tuple[slice, Callable[[Tensor], None]]  # a range of a pass's tokens, and what gets their hidden rows
 Answers = tuple[Tensor, list[bool], list[Tensor]]
 Ready = Callable[[Pass], None]  # gets a pass's inputs on the device
+PAGES = tuple(1 << i for i in range(31))  # of a page table, which grows with a text: few sizes of passes to prepare
+FRAMES = 64  # sizes of passes that are kept prepared
 Rows = tuple[Tensor, list[bool]]  # float32 [N, V], or empty where no search needs them; whether each row is finite
 
 
@@ -83,24 +86,21 @@ class Launched:
         self.told: Tensor | None = None
         self.waited = 0.0
         self.done: torch.cuda.Event | None = None
-        if numbers and finite_N is not None:
+        if numbers and finite_N is not None and finite_N.is_cuda:  # to the host by one copy
             told = torch.cat([finite_N.double(), *numbers])
-            if told.is_cuda:
-                self.told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
-                self.done = _now()
-            else:
-                self.told = told
+            self.told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
+            self.done = _now()
 
     def land(self) -> Answers:
         """The answers of the pass; the only time in a step that the host waits for a GPU."""
         if self.finite_N is None:
             return self.logp_NV, [], []
         if self.told is None:
-            return self.logp_NV, self.finite_N.tolist(), []
+            return self.logp_NV, self.finite_N.tolist(), self.numbers
         began = time.perf_counter()
         if self.done is not None:
             self.done.synchronize()
-        told = self.told.cpu()
+        told = self.told
         self.waited = time.perf_counter() - began
         finite_N, *numbers = told.split([len(self.finite_N), *(len(part) for part in self.numbers)])
         return self.logp_NV, [x == 1 for x in finite_N.tolist()], numbers
@@ -120,7 +120,7 @@ class Runner:
         pool: the model's KV cache.
         vocab_size: tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
         budget: most tokens per pass; longer prompts go in chunks.
-        impl, rows, token_buckets, word_buckets: see `pack`; buckets are for compiled models.
+        impl, rows, token_buckets, word_buckets: see `Packer`; buckets are for compiled models.
         dtype: of the model; None: the cache's.
     """
 
@@ -141,9 +141,28 @@ class Runner:
         self.impl, self.rows, self.token_buckets, self.word_buckets = impl, rows, token_buckets, word_buckets
         self.device, self.dtype = pool.cache.k_LGSD.device, dtype or pool.cache.k_LGSD.dtype
         self.asynchronous = self.device.type == "cuda"
+        self.packer = self._packer()
         self.head = Head(model, vocab_size, impl)
         self.time, self.overlap = PassTime(), Overlap()
         self.observer: PhaseObserver | None = None
+
+    def _packer(self) -> Packer:
+        return Packer(
+            self.pool.page_size,
+            self.device,
+            ancestors=self.pool.ancestors,
+            token_buckets=self.token_buckets,
+            word_buckets=self.word_buckets,
+            page_buckets=PAGES if self.impl == "cpp" else None,
+            impl=self.impl,
+            rows=self.rows,
+            frames=FRAMES if self.impl == "cpp" else 0,
+        )
+
+    def leave_rows_uncompiled(self) -> None:
+        """Operators on rows run as they are from now on: torch.compile fails here."""
+        self.rows = None
+        self.packer = self._packer()
 
     def forward(self, chunks: Sequence[Chunk], ready: Ready | None = None) -> Tensor:
         """Pack and run the model: hidden rows of every token of the pass.
@@ -151,10 +170,8 @@ class Runner:
         Args:
             ready: is called with the inputs when they are on the device.
         """
-        options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
-        options |= {"token_buckets": self.token_buckets, "word_buckets": self.word_buckets}
         with phase(self.observer, "pack"):
-            p = pack(chunks, self.pool.page_size, self.device, **options)
+            p = self.packer.pack(chunks)
         if ready is not None:
             ready(p)
         with phase(self.observer, "forward"):
@@ -252,21 +269,50 @@ class Runner:
         with phase(self.observer, "logits"):
             return self.head.logps(rows_NE, parts)
 
-    @property
+    @cached_property
     def gathers(self) -> bool:
         """Whether rows have to be gathered from several processes; the top sums of rows do not."""
         return isinstance(getattr(self.model, "head", None), Gathered)
 
+    @cached_property
+    def only_sums(self) -> bool:
+        """Whether top sums are found without the rows that nobody reads."""
+        return self.gathers or (self.impl == "cpp" and not self.model.shape.scores)
+
     def evaluate_top_sums(
         self, chunks: Sequence[Chunk], asked: Sequence[int], wanted: Sequence[TopSums], keeps: Sequence[Keep] = ()
     ) -> tuple[list[FoundSums], list[bool]]:
-        """One forward pass, for the top sums of rows that no process gathers; and for each row whether it is finite.
+        """One forward pass, for the top sums of rows that nothing else is wanted of; and for each row whether it is
+        finite.
 
         Args:
             chunks, asked, keeps: as of `evaluate`.
             wanted: what is wanted, of the rows asked for, in their order.
         """
-        rows_NE, head, V = self._rows(chunks, asked, keeps), self.model.head, self.model.shape.vocab_size
+        if self.impl == "cpp" and self.observer is None and getattr(self.model, "joins", False):
+            return self._joined_sums(chunks, asked, wanted, keeps)
+        rows_NE = self._rows(chunks, asked, keeps)
+        if self.gathers:
+            return self._gathered_sums(rows_NE, wanted)
+        with phase(self.observer, "logits"):
+            logits_NV = self.model.logits(rows_NE)
+        with phase(self.observer, "log-softmax"):
+            return top_sums_of_logits(logits_NV, self.vocab_size, wanted, impl=self.impl)
+
+    def _joined_sums(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], wanted: Sequence[TopSums], keeps: Sequence[Keep]
+    ) -> tuple[list[FoundSums], list[bool]]:
+        """The top sums of rows by the call that evaluates the layers."""
+        p = self.packer.pack(chunks)
+        inputs = p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout
+        hidden_TE, found, finite = self.model.top_sums(*inputs, asked, self.vocab_size, wanted)
+        for rows, keep in keeps:
+            keep(hidden_TE[rows])
+        return found, finite
+
+    def _gathered_sums(self, rows_NE: Tensor, wanted: Sequence[TopSums]) -> tuple[list[FoundSums], list[bool]]:
+        """The top sums of rows that are divided among processes and never gathered."""
+        head, V = self.model.head, self.model.shape.vocab_size
         with phase(self.observer, "logits"):
             logits_Nv = self.model.logits(rows_NE, head.own)
         with phase(self.observer, "log-softmax"):
@@ -274,8 +320,8 @@ class Runner:
         with phase(self.observer, "fetch"):
             founds, v = [], len(head.tokens)
             for part_Nv, each in zip(logp_Nv.split([len(each.sums) for each in wanted]), wanted, strict=True):
-                values, places = find_top_sums(part_Nv, None, each)
-                founds.append(FoundSums(values, places // v * V + places % v + head.tokens.start))
+                sums, places = find_top_sums(part_Nv, None, each)
+                founds.append(torch.stack([sums, places // v * V + places % v + head.tokens.start]))
             return found_in_shards(head.shard, founds, wanted), finite_N.tolist()
 
     def _rows(

@@ -41,7 +41,7 @@ class FewTokens:
         with phase(runner.observer, "search"):
             for share, part, logp_M in zip(self.shares, self.parts, logps, strict=True):
                 self._take(share, part, logp_M)
-        return torch.empty(0, 0), finite
+        return NO_ROWS, finite
 
     @staticmethod
     def _take(share: Share, few: Few, logp_M: Tensor) -> None:
@@ -56,8 +56,8 @@ class FewTokens:
 
 
 @dataclass(frozen=True)
-class DividedRows:
-    """The top sums of rows that are divided among processes and never gathered.
+class OnlySums:
+    """The top sums of rows that nobody reads: on a CPU they are not computed, among processes not gathered.
 
     Args:
         shares: those that have rows.
@@ -73,23 +73,23 @@ class DividedRows:
         for share, found in zip(self.shares, founds, strict=True):
             assert isinstance(share.pending.partial, PartialSums)
             share.pending.partial.found(found, share.nodes)
-        return torch.empty(0, 0), finite
+        return NO_ROWS, finite
 
 
-WHOLE_ROWS = WholeRows()
+WHOLE_ROWS, NO_ROWS = WholeRows(), torch.empty(0, 0)
 
 
 def strategy_of(batch: Batch) -> Strategy:
     """The cheapest strategy that gives every share of a batch what it wants."""
     shares = [share for share in batch.shares if share.nodes]
-    if shares and batch.runner.device.type == "cpu":
+    if shares and batch.runner.device.type == "cpu" and all(share.pending.constrained for share in shares):
         parts = [few_of(share) for share in shares]
         if None not in parts:
             return FewTokens(shares, [part for part in parts if part is not None])
-    if shares and batch.runner.gathers:
-        wanted = [None if share.pending.constrained is not None else share.top_sums for share in shares]
+    if shares and batch.runner.only_sums and not any(share.pending.constrained for share in shares):
+        wanted = [share.top_sums for share in shares]
         if None not in wanted:
-            return DividedRows(shares, [each for each in wanted if each is not None])
+            return OnlySums(shares, [each for each in wanted if each is not None])
     return WHOLE_ROWS
 
 

@@ -12,6 +12,7 @@ All raise ValueError for tensors that do not fit together, the same for every im
 dtypes and devices that C++ does not have.
 """
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from kernels.rows import checks
 from kernels.rows.checks import TopSums, Vectors
 from kernels.rows.front import best, implementation, operator
+from kernels.tracing import watched
 
 
 @operator
@@ -182,6 +184,34 @@ def top_sums_of(
         top_sums(logp_NV[rows], sums, k, None if peaks_NB is None else peaks_NB[rows], impl=impl)
         for rows, (sums, k) in wanted
     ]
+
+
+def top_sums_of_logits(
+    x_NV: Tensor, size: int, wanted: Sequence[TopSums], *, impl: str
+) -> tuple[list[Tensor], list[bool]]:
+    """The top sums of the log-probabilities of logits, which C++ computes only where it reads them.
+
+    Args:
+        x_NV: logits.
+        size: see `log_softmax`.
+        wanted: of ranges of rows, one after the other.
+
+    Returns:
+        for each range the sums that are finite, best first, and their places in the flattened range, float64 [2, n], on
+        the host: of equal sums the lower place comes first. And whether all logits of each row are finite.
+    """
+    checks.top_sums_of_logits(x_NV, size, wanted)
+    if impl != "cpp" or not watched():
+        return implementation("top_sums_of_logits", impl)(x_NV, size, wanted)
+    (logp_NV, finite_N, peaks_NB), found, first = log_softmax(x_NV, size, impl=impl), [], 0  # as profilers see it
+    for sums, k in wanted:
+        rows = slice(first, first + len(sums))
+        numbers_2K = top_sums(logp_NV[rows], sums, k, None if peaks_NB is None else peaks_NB[rows], impl=impl)[
+            :-1
+        ].view(2, -1)
+        found.append(numbers_2K[:, : int((numbers_2K[0] > -math.inf).sum())])
+        first += len(sums)
+    return found, finite_N.tolist()
 
 
 @operator

@@ -105,6 +105,17 @@ def top_sums(logp_NV: Tensor, sums: Sequence[float] | Tensor, k: int, peaks_NB: 
     peaks(logp_NV, peaks_NB)
 
 
+def top_sums_of_logits(x_NV: Tensor, size: int, wanted: Sequence[TopSums]) -> None:
+    """Rows, a number of their elements, and what is wanted of ranges of them, one after the other."""
+    floats("x_NV", x_NV, 2)
+    within("size", [size - 1], x_NV.shape[1], "numbers less 1")
+    if not wanted or sum(len(sums) for sums, _ in wanted) != len(x_NV):
+        raise ValueError(f"wanted: expected sums for {len(x_NV)} rows, got {[len(sums) for sums, _ in wanted]}")
+    for sums, k in wanted:
+        if not len(sums) or k < 1:
+            raise ValueError(f"wanted: expected a row or more and at least 1 sum, got {len(sums)} and {k}")
+
+
 def at_least(logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = None) -> None:
     """Rows, a number of their elements, and peaks of these rows."""
     count("k", logp_NV, k)

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "../operators.h"
@@ -107,45 +108,93 @@ void activate_mul(F run, int64_t threads, const T* x, T* out, int64_t rows, int6
     }
 }
 
-// The largest of some elements; `see` gets them too.
-template <typename T, typename F>
-float peak_of(const T* x, int64_t width, F see) {
+// The largest of some elements, of which `read` returns n from the i-th on.
+template <typename F>
+float peak_of(int64_t width, F read) {
     Floats most = all(-INFINITY);
     each(width, [&](int64_t i, auto n) {
-        const Floats some = load(x + i, n);
-        see(some);
+        const Floats some = read(i, n);
         if (n == LANES) most = larger(some, most);
         for (int j = n == LANES ? n : 0; j < n; j++) most[0] = std::max(most[0], some[j]);
     });
     return largest_of(most);
 }
 
-// The largest of each block of a row.
-void find_peaks(const float* x, int64_t width, int64_t block, float* peaks) {
-    for (int64_t at = 0; at < width; at += block)
-        *peaks++ = peak_of(x + at, std::min(block, width - at), [](Floats) {});
+// Log-probabilities of a row are its logits less these.
+struct Mass {
+    float top, log_mass;
+    bool finite;  // all logits
+};
+
+// The peaks become those of log-probabilities.
+template <typename T>
+Mass mass_and_peaks(const T* x, float* peaks, int64_t width) {
+    Floats strange{};
+    float top = -INFINITY;
+    for (int64_t at = 0; at < width; at += SPAN) {
+        const float peak = peak_of(std::min(SPAN, width - at), [&](int64_t i, auto n) {
+            const Floats some = load(x + at + i, n);
+            strange += some - some;  // 0, or NaN
+            return some;
+        });
+        top = std::max(top, peaks[at / SPAN] = peak);
+    }
+    const float log_mass = std::log(mass_of(x, width, top, LOG2_E));
+    for (int64_t at = 0; at < width; at += SPAN) peaks[at / SPAN] = peaks[at / SPAN] - top - log_mass;
+    return {top, log_mass, sum_of(strange) == 0};
+}
+
+// Rows of float32; places are indices into all of them.
+struct Rows {
+    const float* x;
+    const int64_t width;
+
+    template <typename N>
+    Floats read(int64_t, int64_t place, N n) const {
+        return load(x + place, n);
+    }
+    void prefetch(int64_t place, int64_t size) const {
+        for (int64_t byte = 0; byte < 4 * size; byte += 64) __builtin_prefetch((const char*)(x + place) + byte);
+    }
+};
+
+// Log-probabilities of rows of logits, computed where they are read.
+template <typename T>
+struct Logits {
+    const T* x;
+    const int64_t width;
+    const Mass* mass;
+
+    template <typename N>
+    Floats read(int64_t row, int64_t place, N n) const {
+        return load(x + place, n) - mass[row].top - mass[row].log_mass;
+    }
+    void prefetch(int64_t place, int64_t size) const {
+        for (int64_t byte = 0; byte < int64_t(sizeof(T)) * size; byte += 64)
+            __builtin_prefetch((const char*)(x + place) + byte);
+    }
+};
+
+// The largest of each block of the first elements of a row.
+template <typename R>
+void find_peaks(const R& rows, int64_t row, int64_t size, int64_t block, float* peaks) {
+    for (int64_t at = 0; at < size; at += block)
+        *peaks++ = peak_of(std::min(block, size - at),
+                           [&](int64_t i, auto n) { return rows.read(row, row * rows.width + at + i, n); });
 }
 
 // Log-probabilities of a row, -inf from the size-th on, and their peaks. Returns whether all of it is finite.
 template <typename T>
 bool log_softmax(const T* x, float* out, float* peaks, int64_t width, int64_t size) {
-    Floats strange{};
-    float top = -INFINITY;
-    for (int64_t at = 0; at < width; at += SPAN) {
-        const float peak = peak_of(x + at, std::min(SPAN, width - at), [&](Floats some) {
-            strange += some - some;  // 0, or NaN
-        });
-        top = std::max(top, peaks[at / SPAN] = peak);
-    }
-    const float log_mass = std::log(mass_of(x, width, top, LOG2_E));
-    each(width, [&](int64_t i, auto n) { store(load(x + i, n) - top - log_mass, out + i, n); });
-    for (int64_t at = 0; at < width; at += SPAN) peaks[at / SPAN] = peaks[at / SPAN] - top - log_mass;
+    const Mass mass = mass_and_peaks(x, peaks, width);
+    const Logits<T> logits{x, width, &mass};
+    each(width, [&](int64_t i, auto n) { store(logits.read(0, i, n), out + i, n); });
     if (size < width) {
         std::fill(out + size, out + width, -INFINITY);
-        const int64_t whole = size / SPAN;  // blocks
-        find_peaks(out + whole * SPAN, width - whole * SPAN, SPAN, peaks + whole);
+        const int64_t whole = size / SPAN * SPAN;
+        find_peaks(Rows{out + whole, width - whole}, 0, width - whole, SPAN, peaks + whole / SPAN);
     }
-    return sum_of(strange) == 0;
+    return mass.finite;
 }
 
 struct Entry {
@@ -159,18 +208,20 @@ class Leaders {
   public:
     std::vector<Entry> found;  // the k, then other candidates; places are indices into all rows
 
-    // x [rows, width], to whose rows `sums` are added if there are any; `given` are the peaks of blocks of SPAN.
-    void find(const float* x, int64_t rows, int64_t width, int64_t k, const float* given, const float* sums) {
-        int64_t block = std::clamp<int64_t>(rows * width / (2 * k) / LANES * LANES, LANES, SPAN);
+    // The first `size` elements of each row; `sums` are added to rows if there are any. `given` are the peaks of blocks
+    // of SPAN of each row.
+    template <typename R>
+    void find(const R& x, int64_t rows, int64_t size, int64_t k, const float* given, const float* sums) {
+        int64_t block = std::clamp<int64_t>(rows * size / (2 * k) / LANES * LANES, LANES, SPAN);
         if (block < SPAN) given = nullptr;
-        const int64_t blocks = (width + block - 1) / block;
+        const int64_t blocks = (size + block - 1) / block;
         peaks.resize(rows * blocks);
         for (int64_t r = 0; r < rows; r++) {
             float* mine = peaks.data() + r * blocks;
             if (given)
                 std::copy_n(given + r * blocks, blocks, mine);
             else
-                find_peaks(x + r * width, width, block, mine);
+                find_peaks(x, r, size, block, mine);
             for (int64_t b = 0; sums && b < blocks; b++) mine[b] += sums[r];
         }
         float least = -INFINITY;
@@ -183,9 +234,8 @@ class Leaders {
             uint32_t bits = ~bits_of(load(peaks.data() + i, n) < least) & ((uint64_t(1) << n) - 1);
             for (; bits; bits &= bits - 1) {
                 const int64_t r = (i + __builtin_ctz(bits)) / blocks, at = (i + __builtin_ctz(bits)) % blocks * block;
-                near.push_back({r, r * width + at, std::min(block, width - at)});
-                const char* from = (const char*)(x + near.back().first);
-                for (int64_t byte = 0; byte < 4 * block; byte += 64) __builtin_prefetch(from + byte);
+                near.push_back({r, r * x.width + at, std::min(block, size - at)});
+                x.prefetch(near.back().first, block);
             }
         });
         found.clear();
@@ -193,7 +243,7 @@ class Leaders {
         for (const Block& some : near) {
             const float sum = sums ? sums[some.row] : 0;
             each(some.size, [&](int64_t i, auto n) {
-                const Floats part = load(x + some.first + i, n) + sum;
+                const Floats part = x.read(some.row, some.first + i, n) + sum;
                 const Ints low = equal < k ? part < least : part <= least;
                 uint32_t bits = ~bits_of(low) & ((uint64_t(1) << n) - 1);  // NaN is not low, so that there are k
                 for (; bits; bits &= bits - 1) {
@@ -212,6 +262,13 @@ class Leaders {
         for (int64_t i = 0; i < k; i++) out[i] = found[i].value, out[k + i] = found[i].place;
     }
 
+    // The first of k places for values, and of as many for their places; returns how many are more than -inf.
+    int64_t write_finite(int64_t count, int64_t k, double* out) const {
+        int64_t i = 0;
+        for (; i < count && found[i].value > -INFINITY; i++) out[i] = found[i].value, out[k + i] = found[i].place;
+        return i;
+    }
+
   private:
     struct Block {
         int64_t row, first, size;
@@ -219,6 +276,24 @@ class Leaders {
     std::vector<float> peaks, ranked;
     std::vector<Block> near;
 };
+
+// The masses of rows, and the peaks of their first `size` elements. Outside the function that calls it, for Clang.
+template <typename T>
+void measure(const T* x, Mass* mass, float* peaks, int64_t threads, int64_t rows, int64_t width, int64_t size) {
+    const int64_t blocks = (size + SPAN - 1) / SPAN, all = (width + SPAN - 1) / SPAN;
+#pragma omp parallel num_threads(threads) if (rows > 1 && rows * width > MAX_SERIAL)
+    {
+        std::vector<float> found(all);
+#pragma omp for
+        for (int64_t r = 0; r < rows; r++) {
+            mass[r] = mass_and_peaks(x + r * width, found.data(), width);
+            std::copy_n(found.data(), blocks, peaks + r * blocks);
+            if (const int64_t last = (blocks - 1) * SPAN; size < width && size)
+                find_peaks(Logits<T>{x + r * width + last, width, mass + r}, 0, size - last, SPAN,
+                           peaks + (r + 1) * blocks - 1);
+        }
+    }
+}
 
 // The first k values that are at least `least`, then their places; NaN where there are fewer.
 void at_least(const float* x, const float* peaks, int64_t width, float least, int64_t k, double* out) {
@@ -353,7 +428,7 @@ extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int6
         Leaders leaders;
 #pragma omp for
         for (int64_t r = 0; r < rows; r++) {
-            leaders.find(x + r * width, 1, width, k, nullptr, nullptr);
+            leaders.find(Rows{x + r * width, width}, 1, width, k, nullptr, nullptr);
             leaders.write(k, out + 2 * r * k);
         }
     }
@@ -362,8 +437,30 @@ extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int6
 extern "C" void coppice_top_sums(const float* x, const float* peaks, const float* sums, double* out, int64_t rows,
                                  int64_t width, int64_t k) {
     Leaders leaders;
-    leaders.find(x, rows, width, k, peaks, sums);
+    leaders.find(Rows{x, width}, rows, width, k, peaks, sums);
     leaders.write(k, out);
+}
+
+extern "C" void coppice_top_sums_of_logits(int64_t kind, int64_t threads, const void* x, bool* finite, double* out,
+                                           const float* sums, int64_t* parts, int64_t count, int64_t rows,
+                                           int64_t width, int64_t size) {
+    const int64_t blocks = (size + SPAN - 1) / SPAN;
+    std::vector<Mass> mass(rows);
+    std::unique_ptr<float[]> peaks(new float[rows * blocks]);
+    with_type(kind, [&](auto type) {
+        typedef decltype(type) T;
+        measure((const T*)x, mass.data(), peaks.get(), threads, rows, width, size);
+        Leaders leaders;
+        int64_t first = 0;
+        for (int64_t* part = parts; part < parts + 3 * count; part += 3) {
+            const int64_t k = part[1], most = std::min(k, part[0] * size);
+            leaders.find(Logits<T>{(const T*)x + first * width, width, mass.data() + first}, part[0], size, most,
+                         peaks.get() + first * blocks, sums + first);
+            part[2] = leaders.write_finite(most, k, out);
+            first += part[0], out += 2 * k;
+        }
+    });
+    for (int64_t r = 0; r < rows; r++) finite[r] = mass[r].finite;
 }
 
 extern "C" void coppice_at_least(const float* x, const float* peaks, double* out, int64_t rows, int64_t width,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.checks import native
 from kernels.cpp import KINDS, function
-from kernels.rows.checks import ACTIVATIONS, SPAN
+from kernels.rows.checks import ACTIVATIONS, SPAN, TopSums
 from kernels.tracing import like, register
 
 
@@ -91,6 +91,43 @@ def top_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | 
     pointers = logp_NV.data_ptr(), _pointer(peaks_NB), sums_N.buffer_info()[0], out.data_ptr()
     function("top_sums")(*pointers, *logp_NV.shape, len(out) // 2)
     return out
+
+
+class LogitSums:
+    """What C++ reads of requests for the top sums of logits, and where it writes them; see `top_sums_of_logits`.
+
+    Args:
+        wanted: of ranges of rows, one after the other.
+        width: of a row.
+
+    Attributes:
+        sums, finite, out, parts: memory, see operators.h.
+    """
+
+    def __init__(self, wanted: Sequence[TopSums], width: int):
+        self.sums, self.parts = array("f"), array("q")
+        for sums, k in wanted:
+            self.sums.extend(sums.tolist() if isinstance(sums, Tensor) else sums)
+            self.parts.extend((len(sums), min(k, len(sums) * width), 0))
+        self.finite, self.out = array("b", bytes(len(self.sums))), array("d", bytes(16 * sum(self.parts[1::3])))
+
+    def found(self) -> tuple[list[Tensor], list[bool]]:
+        """What C++ found."""
+        out, first, found = torch.frombuffer(self.out, dtype=torch.float64), 0, []
+        for k, count in zip(self.parts[1::3], self.parts[2::3], strict=True):
+            numbers = out if len(self.parts) == 3 else out[first : first + 2 * k]
+            found.append(numbers.view(2, k) if count == k else numbers.view(2, k)[:, :count])
+            first += 2 * k
+        return found, [x == 1 for x in self.finite]
+
+
+def top_sums_of_logits(x_NV: Tensor, size: int, wanted: Sequence[TopSums]) -> tuple[list[Tensor], list[bool]]:
+    """See the front for arguments."""
+    native(x_NV)
+    x_NV, asked = x_NV.contiguous(), LogitSums(wanted, x_NV.shape[1])
+    places = (x.buffer_info()[0] for x in (asked.finite, asked.out, asked.sums, asked.parts))
+    _run("top_sums_of_logits", x_NV, x_NV, *places, len(wanted), *x_NV.shape, size)
+    return asked.found()
 
 
 def at_least(logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.rows.checks import SPAN, Vectors
+from kernels.rows.checks import SPAN, TopSums, Vectors
 
 ACTIVATIONS = {
     "relu": F.relu,
@@ -86,6 +86,19 @@ def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor | None]
     logp_NV = torch.log_softmax(x_NV, -1)
     logp_NV[:, size:] = float("-inf")
     return logp_NV, finite_N, None
+
+
+def top_sums_of_logits(x_NV: Tensor, size: int, wanted: Sequence[TopSums]) -> tuple[list[Tensor], list[bool]]:
+    """See the front for arguments."""
+    (logp_NV, finite_N, _), found, first = log_softmax(x_NV, size), [], 0
+    for sums, k in wanted:
+        sums_N = torch.as_tensor(sums, dtype=torch.float32, device=x_NV.device)
+        sums_M = (logp_NV[first : first + len(sums)] + sums_N.unsqueeze(1)).view(-1)
+        values_M, place_M = sums_M.sort(descending=True, stable=True)
+        count = min(k, int((values_M > -math.inf).sum()))
+        found.append(torch.stack([values_M[:count].double(), place_M[:count].double()]).cpu())
+        first += len(sums)
+    return found, finite_N.tolist()
 
 
 def peaks(x_NV: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 after the other (native.cpp). Their definitions are those of the operators."""
 
 import ctypes
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ from kernels.cpp import KINDS, OPERATORS, function
 from kernels.kv_kinds import row_width
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import Packed, PackedParts
-from kernels.rows.checks import ACTIVATIONS
+from kernels.rows.checks import ACTIVATIONS, TopSums
+from kernels.rows.native import LogitSums
 from kernels.stack.calls import CODES, REGISTERS, Call
 from kernels.tracing import watched
 from kernels.tree_attention import native
@@ -28,6 +30,18 @@ class Matrix(NamedTuple):
 
     packed: Packed | PackedParts
     bias: Tensor | None = None
+
+
+class Angles(NamedTuple):
+    """Angles of rotary embeddings.
+
+    Attributes:
+        tables: cosines and sines, see `kernels.rows.rotary`; then those of queries, where they are others.
+        by_position: whether they have a row for each position, and not for each token of a pass.
+    """
+
+    tables: tuple[Tensor, ...]
+    by_position: bool = False
 
 
 class Stack:
@@ -46,6 +60,7 @@ class Stack:
 
     Attributes:
         idle: takes nothing, because an observer wants the layers to be called one by one.
+        described, tables: its structure of C++, and the type of those of angles.
     """
 
     idle = False
@@ -68,15 +83,16 @@ class Stack:
         up = max((2 if call.gated else 1) * mlp_width for call in calls if call.code == "activate")
         every = (heads + 2 * kv_heads) * head_dim
         widths = width, width, width, every, heads * head_dim, 3 * width, width, up, mlp_width
+        self._head: tuple[Matrix, ctypes.Structure] | None = None  # the latest, and its structure of C++
         self._check(dict(zip(REGISTERS, widths, strict=True)))
         codes = [call.code for call in calls]
         self.adapters = min((len(call.adapters) for call in calls if call.code == "adapt"), default=1)  # numbers
         self.attending, self.convolving = codes.count("attend"), codes.count("convolve")
         self._calls = (_STRUCTURES["Call"] * len(calls))(*map(_described, calls))
         sizes = heads, kv_heads, head_dim, width, mlp_width, up, self.taps, len(calls)
-        self._packed = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, ctypes.addressof(self._calls), eps)
+        self.described = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, ctypes.addressof(self._calls), eps)
         tables = 1 + max((call.table for call in calls if call.code == "rotate"), default=-1)
-        self._angles = _STRUCTURES["Angles"] * tables
+        self.tables: Any = _STRUCTURES["Angles"] * tables
 
     def _check(self, widths: Mapping[str, int]) -> None:
         """Raises ValueError for vectors and matrices that do not fit the registers that they read and write."""
@@ -107,18 +123,20 @@ class Stack:
                     raise ValueError(f"expected adapters of a matrix {[outs, width]}, got {[*found]}")
 
     def takes(self, layout: TreeLayout) -> bool:
-        """Whether it runs a pass: by C++, unless a profiler wants to see operators."""
-        return not self.idle and layout.impl == "cpp" and not watched()
+        """Whether it runs a pass."""
+        return layout.impl == "cpp" and self.ready
 
-    def __call__(
-        self, x_TE: Tensor, angles: Sequence[tuple[Tensor, ...]], cache: KVCache, layout: TreeLayout
-    ) -> Tensor:
+    @property
+    def ready(self) -> bool:
+        """Whether it runs passes of C++: unless a profiler wants to see operators."""
+        return not self.idle and not watched()
+
+    def __call__(self, x_TE: Tensor, angles: Sequence[Angles], cache: KVCache, layout: TreeLayout) -> Tensor:
         """Evaluate the tokens of a pass; their keys and values go into the cache.
 
         Args:
             x_TE: embeddings, of the stack's dtype; they are overwritten.
-            angles: cos_TR and sin_TR of each table that layers name, see `kernels.rows.rotary`; then those of queries,
-                where they are others.
+            angles: those of each table that layers name.
 
         Returns:
             [T, E], the last norm applied.
@@ -126,34 +144,59 @@ class Stack:
         Raises:
             ValueError: tensors that do not fit together, or a layout that leads out of the cache.
         """
-        T, D, (*_, S, _) = x_TE.shape[0], self.head_dim, cache.k_LGSD.shape
-        if len(angles) != (tables := self._angles._length_):
-            raise ValueError(f"angles: expected {tables} tables, got {len(angles)}")
-        kept = torch.int8 if cache.k_LGSD.dtype == torch.int8 else self.dtype
-        for x, shape in (
-            (x_TE, (*layout.positions_T.shape, self.width)),
-            *((x, (T, table[0].shape[-1])) for table in angles for x in table),
-        ):
-            expect("a stack's rows", x, self.dtype, shape, _CPU)
-        for x in (cache.k_LGSD, cache.v_LGSD):
-            expect("a stack's cache", x, kept, (self.attending, self.kv_heads, S, row_width(D, kept)), _CPU)
-        conv = self._convolved(cache, layout, T, S)
-        rotated = self._angles()
-        for i, table in enumerate(angles):
-            R = table[0].shape[1]
-            if R % 2 or R > D:
-                raise ValueError(f"angles: expected an even number of columns, at most {D}, got {R}")
-            rotated[i] = *(x.data_ptr() for x in (*table[:2], *table[-2:])), R
-        threads = torch.get_num_threads()
-        heads_THD = torch.empty(T, self.heads + 2 * self.kv_heads, D, dtype=x_TE.dtype)  # queries, keys, values
-        queries_THD = heads_THD[:, : self.heads]
-        problem = native.problem(queries_THD, cache.k_LGSD, native.seen(layout, S), 1.0, None, threads)
-        function("stack")(
-            *map(ctypes.addressof, (self._packed, problem, rotated)),
-            *(threads, x_TE.data_ptr(), cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr()),
-            *(layout.write_slots_T.data_ptr(), heads_THD.data_ptr(), T, S, *conv, self._adapted(layout, T)),
-        )
+        self._run(x_TE, angles, cache, layout, None)
         return x_TE
+
+    def top_sums(
+        self,
+        x_TE: Tensor,
+        angles: Sequence[Angles],
+        cache: KVCache,
+        layout: TreeLayout,
+        head: Matrix,
+        asked: Sequence[int],
+        size: int,
+        wanted: Sequence[TopSums],
+    ) -> tuple[list[Tensor], list[bool]]:
+        """Evaluate the tokens of a pass, and find the top sums of the log-probabilities after some of them.
+
+        Args:
+            x_TE, angles, cache, layout: as of a call; x_TE becomes what that returns.
+            head: makes logits of rows.
+            asked: the tokens, ascending.
+            size, wanted: see `kernels.rows.top_sums_of_logits`, which also has the results.
+        """
+        T, sums = len(x_TE), LogitSums(wanted, head.packed.outs)
+        if not 0 < len(asked) == len(sums.finite) <= T or not 0 <= asked[0] <= asked[-1] < T:
+            raise ValueError(f"asked: expected {len(sums.finite)} tokens of {T}, ascending, got {asked}")
+        if not 0 < size <= head.packed.outs or head.packed.width != self.width:
+            raise ValueError(f"head: expected {size} outputs or more of width {self.width}, got {head.packed.outs}")
+        if self._head is None or self._head[0] is not head:
+            self._head = head, head.packed.described(head.bias)
+        rows = array("q", asked)
+        memory = rows, sums.sums, sums.finite, sums.out, sums.parts
+        places = (x.buffer_info()[0] for x in memory)
+        tail = _STRUCTURES["Tail"](ctypes.addressof(self._head[1]), *places, len(wanted), len(asked), size)
+        self._run(x_TE, angles, cache, layout, ctypes.addressof(tail))
+        return sums.found()
+
+    def _run(
+        self, x_TE: Tensor, angles: Sequence[Angles], cache: KVCache, layout: TreeLayout, tail: int | None
+    ) -> None:
+        T, S = layout.positions_T.shape[0], cache.k_LGSD.shape[2]
+        expect("a stack's rows", x_TE, self.dtype, (T, self.width), _CPU)
+        prepared: _Prepared | None = vars(layout).get("_prepared")
+        if prepared is None or prepared.stack is not self or prepared.cache is not cache:
+            prepared = vars(layout)["_prepared"] = _Prepared(self, cache, layout)
+        native.seen(layout, S)
+        if prepared.angles != [*map(id, angles)]:
+            prepared.turn(angles)
+        threads = prepared.problem.threads = torch.get_num_threads()
+        heads = torch.empty(T * (self.heads + 2 * self.kv_heads) * self.head_dim, dtype=self.dtype)
+        pointers = x_TE.data_ptr(), *prepared.pointers, heads.data_ptr()
+        more = *prepared.sizes, self._adapted(layout, T), tail
+        if not function("stack")(*prepared.structures, threads, *pointers, *more):
+            raise ValueError(f"positions_T: expected positions that the angles have, got {layout.positions_T.tolist()}")
 
     def _adapted(self, layout: TreeLayout, tokens: int) -> int | None:
         """The address of the numbers of adapters; None: no token has one."""
@@ -165,7 +208,7 @@ class Stack:
             raise ValueError(f"adapters_T: expected numbers below {self.adapters}, got {int(least)} to {int(most)}")
         return adapters_T.data_ptr()
 
-    def _convolved(
+    def convolved(
         self, cache: KVCache, layout: TreeLayout, tokens: int, slots: int
     ) -> tuple[int | None, int, int | None]:
         """The arguments of convolutions: the address of their cache, the kind of its elements, ancestors."""
@@ -181,6 +224,44 @@ class Stack:
             raise ValueError("a stack with convolutions: expected a layout with ancestors")
         expect("ancestors_TN", ancestors_TN, torch.int64, (tokens, self.taps - 1), _CPU)
         return rows_LSE.data_ptr(), KINDS[rows_LSE.dtype], ancestors_TN.data_ptr()
+
+
+class _Prepared:
+    """The arguments of a stack's call that stay the same for a layout and a cache.
+
+    Attributes:
+        structures, pointers, sizes: arguments of C++.
+        angles: those that `turn` took last, by their identity.
+    """
+
+    def __init__(self, stack: Stack, cache: KVCache, layout: TreeLayout):
+        """Raises ValueError: tensors that do not fit together, or a layout that leads out of the cache."""
+        self.stack, self.cache, self.positions_T = stack, cache, layout.positions_T
+        T, D, S = layout.positions_T.shape[0], stack.head_dim, cache.k_LGSD.shape[2]
+        kept = torch.int8 if cache.k_LGSD.dtype == torch.int8 else stack.dtype
+        for x in (cache.k_LGSD, cache.v_LGSD):
+            expect("a stack's cache", x, kept, (stack.attending, stack.kv_heads, S, row_width(D, kept)), _CPU)
+        conv = stack.convolved(cache, layout, T, S)
+        heads_THD = torch.empty(T, stack.heads + 2 * stack.kv_heads, D, dtype=stack.dtype, device="meta")
+        queries_THD = heads_THD[:, : stack.heads]
+        self.problem = native.problem(queries_THD, cache.k_LGSD, native.seen(layout, S), 1.0, None, 1)
+        self.rotated, self.angles = stack.tables(), [-1]
+        self.structures = *map(ctypes.addressof, (stack.described, self.problem, self.rotated)), len(self.rotated)
+        self.pointers = cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr(), layout.write_slots_T.data_ptr()
+        self.sizes = T, S, *conv
+
+    def turn(self, angles: Sequence[Angles]) -> None:
+        """Take other angles. Raises ValueError for those that do not fit."""
+        if len(angles) != len(self.rotated):
+            raise ValueError(f"angles: expected {len(self.rotated)} tables, got {len(angles)}")
+        for i, (table, by_position) in enumerate(angles):
+            rows, R = table[0].shape
+            for x in table:
+                expect("angles", x, self.stack.dtype, (rows if by_position else len(self.positions_T), R), _CPU)
+            if R % 2 or self.stack.head_dim < R:
+                raise ValueError(f"angles: expected an even number of columns, at most {self.stack.head_dim}, got {R}")
+            self.rotated[i] = *(x.data_ptr() for x in (*table[:2], *table[-2:])), R, rows if by_position else 0
+        self.held, self.angles = [*angles], [*map(id, angles)]
 
 
 @contextmanager

@@ -5,7 +5,9 @@
 // Shape legend: kernels/layout.py, and E width, M MLP width.
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
+#include <vector>
 
 #include "../operators.h"
 #include "../vectors.h"
@@ -78,6 +80,24 @@ struct Pass {
                              every * head, head);
     }
 
+    void finish(const Tail& tail) const {
+        const int64_t row = s.width * s.element;
+        const char* asked_NE = at[STREAM];
+        std::unique_ptr<char[]> some_NE;
+        if (tail.rows < tokens) {
+            some_NE.reset(new char[tail.rows * row]);
+            for (int64_t n = 0; n < tail.rows; n++)
+                std::memcpy(some_NE.get() + n * row, at[STREAM] + tail.asked[n] * row, row);
+            asked_NE = some_NE.get();
+        }
+        int64_t outs = 0;
+        for (const Matrix* part = tail.head; part; part = part->next) outs += part->outs;
+        const std::unique_ptr<char[]> logits_NV(new char[tail.rows * outs * s.element]);
+        coppice_linear(s.kind, threads, tail.head, asked_NE, logits_NV.get(), tail.rows);
+        coppice_top_sums_of_logits(s.kind, threads, logits_NV.get(), tail.finite, tail.out, tail.sums, tail.parts,
+                                   tail.count, tail.rows, outs, tail.size);
+    }
+
     void run(const Call& c) {
         char *source = at[c.source], *target = at[c.target], *keys = heads_THD + s.heads * head;
         switch (c.code) {
@@ -127,14 +147,46 @@ struct Pass {
     }
 };
 
+// The angles of the tokens of a pass, taken from tables of positions. Those of one token lie side by side, as the
+// operator reads them.
+class Turns {
+  public:
+    Turns(const Angles* tables, int64_t count, const int64_t* positions, int64_t tokens, int64_t element)
+        : angles(tables, tables + count) {
+        for (Angles& a : angles) {
+            if (!a.positions) continue;
+            for (int64_t t = 0; t < tokens; t++) fit = fit && positions[t] >= 0 && positions[t] < a.positions;
+            if (!fit) return;
+            const bool shared = a.query_cos == a.cos;
+            const int64_t row = a.dims * element;
+            for (const void** table : {&a.cos, &a.sin, &a.query_cos, &a.query_sin}) {
+                if (shared && table == &a.query_cos) break;
+                memory.emplace_back(new char[tokens * row]);
+                for (int64_t t = 0; t < tokens; t++)
+                    std::memcpy(memory.back().get() + t * row, (const char*)*table + positions[t] * row, row);
+                *table = memory.back().get();
+            }
+            if (shared) a.query_cos = a.cos, a.query_sin = a.sin;
+        }
+    }
+
+    std::vector<Angles> angles;
+    bool fit = true;  // whether all positions are in the tables
+
+  private:
+    std::vector<std::unique_ptr<char[]>> memory;
+};
+
 }  // namespace
 
-extern "C" void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads,
-                              void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD, int64_t tokens,
-                              int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN,
-                              const int64_t* adapters_T) {
-    Pass pass{*stack, *attention, angles, slots_T, heads_THD, threads,      tokens,
-              slots,  k,          v,      rows,    kept,      ancestors_TN, adapters_T};
+extern "C" int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
+                                 int64_t threads, void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD,
+                                 int64_t tokens, int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN,
+                                 const int64_t* adapters_T, const Tail* tail) {
+    const Turns turns(angles, tables, attention->positions, tokens, stack->element);
+    if (!turns.fit) return 0;
+    Pass pass{*stack, *attention, turns.angles.data(), slots_T, heads_THD, threads,      tokens,
+              slots,  k,          v,                   rows,    kept,      ancestors_TN, adapters_T};
     char* registers[ROOMS] = {(char*)x,
                                   pass.read_TE.get(),
                                   pass.out_TE.get(),
@@ -146,4 +198,6 @@ extern "C" void coppice_stack(const Stack* stack, const Attention* attention, co
                                   pass.middle_TM.get()};
     std::copy(registers, registers + ROOMS, pass.at);
     for (int64_t i = 0; i < stack->count; i++) pass.run(stack->calls[i]);
+    if (tail) pass.finish(*tail);
+    return 1;
 }

@@ -29,20 +29,23 @@ class Seen(NamedTuple):
 
 
 def seen(layout: TreeLayout, slots: int) -> Seen:
-    """Returns the part of a layout that C++ reads, checked once for each layout and number of slots of the cache.
+    """Returns the part of a layout that C++ reads. Its tensors are checked once; what they hold is checked for each
+    number of slots of the cache, and again when it has changed.
 
     Raises:
         ValueError: tensors that do not fit together, are not on a CPU, or lead out of the cache.
     """
     kept = vars(layout)
-    if kept.get("_slots") != slots:
+    if "_seen" not in kept:
         checks.tensors(layout, _CPU)
-        found, pages = _seen(layout.seen), layout.trunk_pages_RP
+        pages = layout.trunk_pages_RP
         sizes = layout.page_size, pages.shape[1], *pages.stride()
-        table = *sizes, pages.data_ptr(), layout.write_slots_T.data_ptr()
-        if not _fits(found, layout.positions_T.shape[0], slots, table):
+        kept["_table"] = *sizes, pages.data_ptr(), layout.write_slots_T.data_ptr()
+        kept["_seen"] = _seen(layout.seen)
+    if kept.get("_slots") != slots:
+        if not _fits(kept["_seen"], layout.positions_T.shape[0], slots, kept["_table"]):
             checks.ranges(layout, slots)
-        kept["_seen"], kept["_slots"] = found, slots
+        kept["_slots"] = slots
     return kept["_seen"]
 
 

@@ -15,7 +15,7 @@ from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import Packed, linear
-from kernels.stack import Matrix, Stack
+from kernels.stack import Angles, Matrix, Stack
 from kernels.stack.calls import Call
 from kernels.tree_attention import tree_attention
 from tests.marks import IMPLS, INTERPRETED, needs_cpp
@@ -348,7 +348,9 @@ def test_a_stack_refuses_what_its_operators_refuse(case, monkeypatch):
 def test_a_stack_refuses_angles_that_are_no_pairs_of_a_head(columns):
     cache = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
     with pytest.raises(ValueError, match="angles: expected an even number of columns, at most 4"):
-        stack(table=0)(torch.zeros(5, 8), [(torch.ones(5, columns),) * 2], cache, attention_arguments()["layout"])
+        stack(table=0)(
+            torch.zeros(5, 8), [Angles((torch.ones(5, columns),) * 2)], cache, attention_arguments()["layout"]
+        )
 
 
 @needs_cpp
@@ -421,6 +423,9 @@ BAD_ROWS = {
     "top_sums, k": lambda impl: rows.top_sums(X, [0.0] * 3, 0, impl=impl),
     "top_sums, peaks": lambda impl: rows.top_sums(X, [0.0] * 3, 2, torch.zeros(3, 2), impl=impl),
     "top_sums, no rows": lambda impl: rows.top_sums(X[:0], [], 2, impl=impl),
+    "top_sums_of_logits, size": lambda impl: rows.top_sums_of_logits(X, 0, [rows.TopSums([0.0] * 3, 2)], impl=impl),
+    "top_sums_of_logits, sums": lambda impl: rows.top_sums_of_logits(X, 8, [rows.TopSums([0.0] * 2, 2)], impl=impl),
+    "top_sums_of_logits, k": lambda impl: rows.top_sums_of_logits(X, 8, [rows.TopSums([0.0] * 3, 0)], impl=impl),
     "at_least, k": lambda impl: rows.at_least(X, 0.5, 9, impl=impl),
     "at_least, peaks": lambda impl: rows.at_least(X, 0.5, 2, torch.zeros(3, 1).double(), impl=impl),
     "at_least, strided peaks": lambda impl: rows.at_least(X, 0.5, 2, torch.zeros(3, 2)[:, ::2], impl=impl),

@@ -275,6 +275,28 @@ def test_top_sums(width, n):
     assert rows.top_sums(x, sums, 10**6, impl="cpp").shape == rows.top_sums(x, sums, 10**6, impl="torch").shape
 
 
+@pytest.mark.parametrize("dtype", cpp.KINDS, ids=str)
+@pytest.mark.parametrize(("width", "size"), [(1, 1), (5, 3), (128, 128), (340, 257), (1000, 128), (32000, 31999)])
+def test_top_sums_of_logits(width, size, dtype):
+    """To the bit the sums of the log-probabilities, of equals the first; none of tokens that do not exist."""
+    counts, impossible = (1, 4, 2), torch.tensor(-math.inf)
+    x = (draw(sum(counts), width) * 4).round().to(dtype)
+    wanted = [checks.TopSums((draw(n) * 3).round().tolist(), k) for n, k in zip(counts, (1, 600, 7), strict=True)]
+    wanted[1].sums[2] = -math.inf
+    found, finite = rows.top_sums_of_logits(x, size, wanted, impl="cpp")
+    assert finite == [True] * len(x)
+    logp, *_ = rows.log_softmax(x, size, impl="cpp")
+    for told, part, (sums, k) in zip(found, logp.split([*counts]), wanted, strict=True):
+        ranked = (part + torch.tensor(sums).unsqueeze(1)).view(-1).sort(descending=True, stable=True)
+        count = min(k, int((ranked.values > impossible).sum()))
+        assert told.shape == (2, count) and told[0].float().equal(ranked.values[:count])
+        assert told[1].long().equal(ranked.indices[:count])
+    for told, defined in zip(found, rows.top_sums_of_logits(x, size, wanted, impl="torch")[0], strict=True):
+        torch.testing.assert_close(told[0], defined[0], rtol=1e-5, atol=1e-5)
+    x[3, 0] = math.nan
+    assert rows.top_sums_of_logits(x, size, wanted, impl="cpp")[1] == [i != 3 for i in range(len(x))]
+
+
 @pytest.mark.parametrize("width", [1, 15, 16, 100, 3001])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 20.0])
 def test_gumbel_argmax(width, scale):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from engine.cache.tree import TokenTree
 from engine.errors import NumericsError
 from engine.step.packing import Chunk, pack
 from kernels import cpp
-from kernels.stack import Stack
+from kernels.rows import TopSums
+from kernels.stack import Angles, Stack, one_by_one
 from models import FAMILIES
 from models.checkpoint.headers import Checkpoint
 from models.config import Names
@@ -196,6 +198,27 @@ def test_a_window(tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.parametrize("kind", [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int4")])
+def test_the_head_and_top_sums_join(folder, kind):
+    """To the bit what the layers, the head and the operator on logits make one after the other, of some tokens."""
+    engine = load(folder, kind)
+    runner, found = engine.runner, []
+    assert runner.model.joins
+    wanted = [TopSums([0.5], 4), TopSums([0.0, -1.0], 300)]
+    for joined in (True, False):
+        trees = [TokenTree(engine.pool, tokens) for tokens in ([5, 6, 7, 8, 9], [*range(20)])]
+        chunks = [Chunk(tree, n, [], tree.allocate(n, [])) for tree, n in zip(trees, (5, 20), strict=True)]
+        hidden = []
+        with nullcontext() if joined else one_by_one(runner.model):
+            answers, finite = runner.evaluate_top_sums(chunks, [4, 20, 24], wanted, [(slice(3, 5), hidden.append)])
+        found.append([*answers, hidden[0].clone(), torch.tensor(finite)])
+        with pytest.raises(ValueError, match="asked: expected 3 tokens of 25, ascending") if joined else nullcontext():
+            runner.evaluate_top_sums(chunks, [4, 20, 25] if joined else [4, 20, 24], wanted)
+        for tree in trees:
+            tree.release()
+    assert all(x.equal(y) for x, y in zip(*found, strict=True))
+
+
 def turned(calls, table):
     """A layer's calls with another table of angles, or without its rotation."""
     others = [call._replace(table=table) if call.code == "rotate" else call for call in calls]
@@ -219,7 +242,7 @@ def test_a_table_of_angles_for_each_layer(folder):
         for calls, registers.kept in zip(layers, cache.layers, strict=True):
             run(calls, registers)
         run(model.after, registers)
-        assert together(x_TE.clone(), angles, cache, layout).equal(registers["read"])
+        assert together(x_TE.clone(), [*map(Angles, angles)], cache, layout).equal(registers["read"])
     tree.release()
 
 
@@ -253,5 +276,5 @@ def test_what_does_not_fit_is_refused(folder):
         (torch.zeros(3, width), angles.double()),
     ):
         with pytest.raises(ValueError, match="expected contiguous"):
-            stack(x, [(cos, cos)], cache, layout)
+            stack(x, [Angles((cos, cos))], cache, layout)
     tree.release()

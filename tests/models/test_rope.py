@@ -78,6 +78,21 @@ def test_frequencies_are_those_of_transformers(name, how):
     torch.testing.assert_close(cos[0], torch.full((8,), rope.config.attention_factor))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_angles_are_kept_by_position(dtype):
+    """To the bit those of the positions alone, however far they reach; of kinds that look at spans they are not."""
+    rope = RotaryEmbedding(rope_of({}))
+    for positions in ([3], [7, 3, 3], [0, 255], [256, 1], [5000, 4999, 17]):
+        positions_T = torch.tensor(positions)
+        tables, by_position = rope.angles(positions_T, positions_T + 1, dtype)
+        assert by_position and len(tables[0]) < 2 * max(256, max(positions) + 1)
+        for table, expected in zip(tables, rope.cos_sin(positions_T, positions_T + 1, dtype), strict=True):
+            assert table[positions_T].equal(expected)
+    assert rope.angles(positions_T, positions_T + 1, dtype).tables[0] is tables[0]
+    dynamic = RotaryEmbedding(rope_of(spelled("v5", 1e4, 64, {"rope_type": "dynamic", "factor": 2.0})))
+    assert not dynamic.angles(positions_T, positions_T + 1, dtype).by_position
+
+
 def test_dynamic_follows_the_span_of_each_token():
     rope = RotaryEmbedding(rope_of(spelled("v5", 1e4, 64, {"rope_type": "dynamic", "factor": 2.0})))
     # A prompt of 64 and one generated token; a prompt of 100 and one: cosines as a fresh transformers model has them.

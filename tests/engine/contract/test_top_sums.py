@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import Engine
-from engine.contract.top_sums import FoundSums, Next, TopSums, find_top_sums, found_in_entries, merged
+from engine.contract.top_sums import Next, TopSums, find_top_sums, found_in_entries, merged
 from search.base import Evaluate
 
 MODEL = Path(__file__).parents[2] / "golden/llama/plain"
@@ -23,7 +23,8 @@ def brute_force(rows_NV, best):
 
 
 def lists(found):
-    return found.values.tolist(), found.places.tolist()
+    sums, places = found.tolist()
+    return sums, [int(place) for place in places]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -42,7 +43,7 @@ def test_entries_and_parts_give_what_the_rows_give(seed):
     parts = []
     for a, b in pairwise(cuts):
         part = find_top_sums(rows_NV[a:b], None, TopSums(best.sums[a:b], k))
-        parts.append(FoundSums(part.values, part.places + a * V))
+        parts.append(part + torch.tensor([[0.0], [a * V]]))
     rng.shuffle(parts)
     assert lists(merged(parts, k)) == expected
 

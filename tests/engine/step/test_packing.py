@@ -1,9 +1,10 @@
 """The inputs of a pass: tokens, positions and ancestry of many trees side by side, and padding that nobody sees."""
 
 import pytest
+import torch
 
 from engine.cache.tree import TokenTree
-from engine.step.packing import Chunk, bucket, pack
+from engine.step.packing import Chunk, Packer, bucket, pack
 from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD
 from tests.engine.cache.test_tree import pool_of
 
@@ -51,6 +52,23 @@ def test_latest_ancestors(chunks):
     trunk, (a, _, _) = chunks[0].slots[:3], chunks[0].slots[3:]
     assert found[0].tolist() == [NULL_SLOT] * 2 and found[2].tolist() == [trunk[1], trunk[0]]
     assert found[3].tolist() == [trunk[2], trunk[1]] and found[5].tolist() == [a, trunk[2]]
+
+
+def test_a_packer_fills_the_tensors_that_it_keeps(chunks):
+    """A pass of the same sizes lies in the same memory, and every field of it is new."""
+    packer, trees = Packer(2, ancestors=2, page_buckets=(4,), frames=1), [chunk.tree for chunk in chunks]
+    last = [chunk.nodes[-1] for chunk in chunks]
+    places = []
+    for _ in range(3):
+        last = [tree.grow([node], [8 + node])[0] for tree, node in zip(trees, last, strict=True)]
+        pair = [Chunk(tree, 0, [n], tree.allocate(0, [n])) for tree, n in zip(trees, last, strict=True)]
+        found, fresh = packer.pack(pair), pack(pair, 2, ancestors=2, page_buckets=(4,))
+        places.append(found.layout.positions_T.data_ptr())
+        assert found.tokens_T.equal(fresh.tokens_T) and found.spans_T.equal(fresh.spans_T)
+        for name, x in vars(fresh.layout).items():
+            assert not isinstance(x, torch.Tensor) or getattr(found.layout, name).equal(x), name
+    assert len({*places}) == 1
+    assert packer.pack(chunks).tokens_T.tolist() == [5, 6, 7, 1, 2, 3, 4]  # of other sizes: in other memory
 
 
 def test_buckets():

@@ -5,7 +5,7 @@ import pytest
 from engine import Engine
 from engine.demo import demo_folder
 from engine.errors import CoppiceError
-from search import Trie
+from search import Sample, Trie
 
 
 class Recorder:
@@ -30,7 +30,7 @@ def engine():
 
 def test_phases_nest(engine):
     engine.observer = recorder = Recorder()
-    observed = engine.generate([[5, 6, 7]], Trie(beams=2), max_new_tokens=3, ignore_eos=True)
+    observed = engine.generate([[5, 6, 7]], Sample(), max_new_tokens=3, ignore_eos=True)
     engine.observer = None
     seen, step = len(recorder.seen), ("step",)
     assert not recorder.open and recorder.models == ["target"] * 3
@@ -40,8 +40,19 @@ def test_phases_nest(engine):
         assert recorder.seen.count(("step", "run", phase)) == 3
     assert ("step", "admit", "search") in recorder.seen and ("step", "commit", "search") in recorder.seen
     assert ("step", "run", "fetch", "search") in recorder.seen, "Evaluate.read is part of the search"
-    plain = engine.generate([[5, 6, 7]], Trie(beams=2), max_new_tokens=3, ignore_eos=True)
+    plain = engine.generate([[5, 6, 7]], Sample(), max_new_tokens=3, ignore_eos=True)
     assert len(recorder.seen) == seen and plain[0].outputs == observed[0].outputs
+
+
+def test_top_sums_are_observed_in_parts(engine):
+    """Without an observer they are found by the call that evaluates the layers: the same."""
+    engine.observer = recorder = Recorder()
+    observed = engine.generate([[5, 6, 7]], Trie(beams=2), max_new_tokens=3, ignore_eos=True)
+    engine.observer = None
+    for phase in ("pack", "forward", "logits", "log-softmax"):
+        assert recorder.seen.count(("step", "run", phase)) == 3
+    plain = engine.generate([[5, 6, 7]], Trie(beams=2), max_new_tokens=3, ignore_eos=True)
+    assert plain[0].outputs == observed[0].outputs
 
 
 def test_a_phase_that_fails_ends(engine):

@@ -8,7 +8,7 @@ import torch
 from engine.contract.top_sums import TopSums
 from engine.rules.constraint import Allowed
 from engine.rules.few import Few
-from engine.step.strategies import WHOLE_ROWS, DividedRows, FewTokens, strategy_of
+from engine.step.strategies import WHOLE_ROWS, FewTokens, OnlySums, strategy_of
 
 SOME, SUMS = Few.of([Allowed([3, 5])], False), TopSums([0.0], 2)
 
@@ -23,8 +23,8 @@ def share(few=None, sums=None, nodes=(1,)):
     )
 
 
-def choose(*shares, device="cpu", gathers=False):
-    runner = SimpleNamespace(device=torch.device(device), gathers=gathers)
+def choose(*shares, device="cpu", only_sums=False):
+    runner = SimpleNamespace(device=torch.device(device), only_sums=only_sums)
     return strategy_of(SimpleNamespace(shares=[*shares], runner=runner))
 
 
@@ -46,9 +46,9 @@ def test_a_gpu_evaluates_whole_rows():
     assert choose(share(SOME, SUMS), device="cuda") is WHOLE_ROWS
 
 
-def test_divided_rows_are_not_gathered_for_top_sums():
-    chosen = choose(share(None, SUMS), share(None, SUMS), gathers=True)
-    assert isinstance(chosen, DividedRows) and chosen.wanted == [SUMS, SUMS]
+def test_rows_that_nobody_reads_are_not_computed():
+    chosen = choose(share(None, SUMS), share(None, SUMS), only_sums=True)
+    assert isinstance(chosen, OnlySums) and chosen.wanted == [SUMS, SUMS]
     for more in (share(None, None), share((), SUMS)):
-        assert choose(share(None, SUMS), more, gathers=True) is WHOLE_ROWS
-    assert choose(share(None, SUMS)) is WHOLE_ROWS and choose(share(nodes=()), gathers=True) is WHOLE_ROWS
+        assert choose(share(None, SUMS), more, only_sums=True) is WHOLE_ROWS
+    assert choose(share(None, SUMS)) is WHOLE_ROWS and choose(share(nodes=()), only_sums=True) is WHOLE_ROWS
