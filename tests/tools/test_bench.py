@@ -204,6 +204,21 @@ def test_peers_run_the_very_same_gguf_file(file, capsys, tmp_path):
     assert main(["peers", "--random", *TINY, "--kinds", "gguf"]) == 2 and "no GGUF file" in capsys.readouterr().err
 
 
+def test_starts_are_processes_of_their_own(file, capsys, tmp_path):
+    program, words = tmp_path / "llama-batched-bench", tmp_path / "words"
+    program.write_text(FAKE_LLAMA.format(words=words))
+    program.chmod(0o755)
+    command = ["starts", "--model", str(file), "--runs", "1", "--threads", "1", "--llama", str(program)]
+    assert main([*command, "--save", str(tmp_path / "page.md")]) == 0
+    rows = last_line(capsys)["results"]
+    assert [(row["engine"], row["start"]) for row in rows] == [
+        ("coppice", "first"), ("llama.cpp", "first"), ("coppice", "later"), ("llama.cpp", "later"),
+    ]  # fmt: skip
+    ours, theirs = rows[0], rows[1]
+    assert ours["seconds"] > theirs["seconds"] > 0 and ours["cpu"] > 0.2 and ours["bytes"] > 100e6 > theirs["bytes"]
+    assert f"-m {file} " in words.read_text() and " llama.cpp |" in (tmp_path / "page.md").read_text()
+
+
 def test_a_folder_of_real_models_gives_the_default(file, model, monkeypatch, capsys, tmp_path):
     (tmp_path / "Qwen2.5-Coder-0.5B-x").symlink_to(model)
     (tmp_path / "SmolLM2-135M-Instruct.gguf").symlink_to(file)

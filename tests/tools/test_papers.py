@@ -108,8 +108,9 @@ def test_dsbd_drafts_by_the_target_itself(capsys, real):
 def test_sbon_checks_sums(capsys, real):
     code, _, found = ask(capsys, "sbon", "--model", real)
     rows = {row["search"]: row for row in found["sbon"]["rows"]}
-    assert code == 0 and list(rows) == ["one sample", "Bo4", "SBoN, N = 4", "SBoN adaptive, N = 4", "Bo2"]
-    assert rows["one sample"]["drawn"] < rows["Bo2"]["drawn"] < rows["Bo4"]["drawn"]
+    assert code == 0 and list(rows) == ["Bo1", "Bo4", "SBoN, N = 4"]
+    assert rows["Bo1"]["drawn"] < rows["SBoN, N = 4"]["drawn"] <= rows["Bo4"]["drawn"]
+    assert rows["SBoN, N = 4"]["beside"] == "Bo4" and rows["Bo4"]["tokens"] == 1
     assert all(row["of"] == 2 for row in rows.values())
 
 

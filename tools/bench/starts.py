@@ -19,7 +19,7 @@ from typing import Any
 from models.gguf.reader import parts_of
 from tools.bench.checkpoints import MODELS_HELP, defaults, is_gguf
 from tools.bench.flags import add_numbers
-from tools.bench.measure import cores, in_turn
+from tools.bench.measure import cores, in_turn, memory
 from tools.bench.report import add_save_flag, finish, rows_table, stamp
 
 STARTS = """
@@ -31,6 +31,7 @@ from search import Greedy
 engine = Engine.load({!r}, threads={})
 engine.generate([[engine.start_token]], Greedy(), max_new_tokens=1)
 """
+PERIOD = 0.004  # seconds between looks at the process
 LEGEND = """*s*: from the start of the process to its end, the median; *CPU s*: of all its threads; *MB*: the most
 resident memory, of which pages of the mapped file are a part. *first*: no page of the file was in the system's cache,
 unless another process has it mapped."""
@@ -76,8 +77,12 @@ def start(command: Sequence[str], dropped: Sequence[Path], _: int) -> tuple[floa
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    ended, most = 0, 0
+    while not ended:  # the system's own account of a child's memory begins with that of this process
+        most = memory(process.pid, "VmHWM") or most
+        ended, status, used = os.wait4(process.pid, os.WNOHANG)
+        time.sleep(PERIOD)
+    seconds, process.returncode = time.perf_counter() - began, os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024.0
+    return seconds, used.ru_utime + used.ru_stime, most

@@ -32,7 +32,7 @@ DIFFERS = (
     """*SBoN* keeps utterances that had finished although they rank below the cut: it costs nothing. *the paper's rule*
     gives them up. Both keep exactly N - floor(alpha N); the paper's quantile keeps one more, and ties.""",
 )
-TAU, ALPHA, TOKENS = 12, 0.75, 32  # of sums: an answer has its number after about ten tokens
+TAU, ALPHA, TOKENS = 12, 0.75, 24  # of sums: an answer has its number after about ten tokens
 REAL_DIFFERS = (
     """The reward is a function that checks: 1 if the first number that is none of the question's is the sum, -1 if it
     is another, 0 while there is none. A beginning that has the number is judged as surely as the whole, which no
@@ -49,16 +49,10 @@ def run(models: Models) -> Findings:
 
 def by_function(models: Models) -> Findings:
     """Best-of-N and SBoN on sums, whose answers a function checks."""
-    engine, sums = models.engine(), questions(models.pick(8, 2), models.seed)
+    engine, sums = models.engine(), questions(models.pick(6, 2), models.seed)
     shared, wanted = {"temperature": 1.0, "seed": models.seed}, models.pick((16, 64), (4,))
-    searches: dict[str, Search] = {"one sample": BoN(n=1, **shared)}
-    for n in wanted:
-        searches |= {
-            f"Bo{n}": BoN(n=n, **shared),
-            f"SBoN, N = {n}": SBoN(n=n, tau=TAU, alpha=ALPHA, **shared),
-            f"SBoN adaptive, N = {n}": SBoN(n=n, tau=TAU // 2, schedule="adaptive", **shared),
-            f"Bo{n // 2}": BoN(n=n // 2, **shared),
-        }
+    searches: dict[str, Search] = {f"Bo{n}": BoN(n=n, **shared) for n in (1, wanted[0] // 4, *wanted)}
+    searches |= {f"SBoN, N = {n}": SBoN(n=n, tau=TAU, alpha=ALPHA, **shared) for n in wanted}
     asked = argparse.Namespace(max_new_tokens=models.pick(TOKENS, 6))
     engine.reward = right
 
@@ -68,18 +62,18 @@ def by_function(models: Models) -> Findings:
     runs = in_turn({name: lambda i, s=s: measured(s, i) for name, s in searches.items()}, len(sums), what="sum")
     rows = []
     for name, own in runs.items():
-        count = next((n for n in wanted if str(n) in name or str(n // 2) in name), wanted[0])
+        base = f"Bo{name.removeprefix('SBoN, N = ')}" if name.startswith("SBoN") else f"Bo{wanted[-1]}"
         solved = [result.outputs[0].score == 1 for _, result in own]
-        rows.append(bench.summary(name, own, runs[f"Bo{count}"]) | {"solved": sum(solved), "of": len(solved),
+        rows.append(bench.summary(name, own, runs[base]) | {"beside": base, "solved": sum(solved), "of": len(solved),
                     "drawn": sum(result.stats["tokens_drawn"] for _, result in own) / len(own)})  # fmt: skip
     body = "\n\n".join([
         f"{models.name}, {models.dtype}, {len(sums)} sums ({sums[0]!r}, {sums[-1]!r}), up to {asked.max_new_tokens} "
-        f"tokens, temperature 1. SBoN: tau {TAU}, alpha {ALPHA}; adaptive: from {TAU // 2} tokens on.",
+        f"tokens, temperature 1. SBoN: tau {TAU}, alpha {ALPHA}.",
         rows_table(rows, {
-            "": "{search}", "solved": "{solved} of {of}", "tokens drawn": "{drawn:.0f}", "tokens": "{tokens:.2f}",
+            "": "{search}", "solved": "{solved} of {of}", "tokens drawn": "{drawn:.0f}", "beside": "{beside}", "tokens": "{tokens:.2f}",
             "speedup": "{speedup:.2f}", "seconds": "{seconds:.2f}", "peak MB": "{bytes:MB}"}),
-        "*tokens*, *speedup*: tokens drawn over those of best-of-N; its seconds over the row's, the median over the "
-        "sums, in turn. In the paper SBoN is "
+        "*tokens*, *speedup*: tokens drawn over those of the search that it stands beside, and that one's seconds over "
+        "its own, the median over the sums, in turn. In the paper SBoN is "
         f"{TABLE_1['SBoN'][0]:.1f} times as fast as best-of-100 at a score of {TABLE_1['SBoN'][1]}, and best-of-25 "
         f"{TABLE_1['Bo25'][0]:.1f} times at {TABLE_1['Bo25'][1]}.",
         bullets([*DIFFERS[1:2], *REAL_DIFFERS]),
