@@ -22,6 +22,7 @@ from kernels import cpp, files, processor
 from models.checkpoint.files import replacing
 from models.formats.floats import FloatLinear, has_kernels, has_products
 from models.formats.linear import FORMATS
+from models.threads import MACHINE
 
 ROWS = 1, 16, 256  # per product: a sequence, beams or drafts, a prompt
 SIDE = 4096  # of the matrix, which is larger than most caches
@@ -130,7 +131,8 @@ def _asked(question: str, ways: dict[str, Callable[[], list[float]]]) -> dict[st
         real = files.private(cpp.cache_folder() / "kernels", make=True)
         found, folder = files.facts(real, name), real
     if not _sound(found, ways):
-        found = {way: measure() for way, measure in ways.items()}
+        with MACHINE.limited():
+            found = {way: measure() for way, measure in ways.items()}
         if folder:
             with suppress(OSError), replacing(folder / f"{name}.json") as file:
                 file.write(json.dumps(found).encode())

@@ -39,7 +39,7 @@ from engine.step.partial import known_rows, partial_answer
 from engine.step.phases import PhaseObserver, observed_read, phase
 from engine.step.runner import Rows, Runner
 from engine.step.strategies import strategy_of
-from engine.step.threads import MACHINE
+from models.threads import MACHINE
 
 
 class Driver:

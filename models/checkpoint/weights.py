@@ -21,6 +21,7 @@ from models.formats.grouped import GroupedLinear, GroupedWeight
 from models.formats.linear import FORMATS, Joined, Linear, format_of
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 from models.sharding import EVEN, Agreed, Gathered, Partition, Shard, Summed, part
+from models.threads import MACHINE
 from models.trim import trim_memory
 
 LARGE = 1 << 20  # elements of a matrix
@@ -95,7 +96,8 @@ class Weights:
             ins: the inputs that it has; the processes add up its products then. None: all.
         """
         pieces = self.pieces(names, transposed, outs)
-        layer = self._linear(names, bias, transposed, pieces, ins)
+        with MACHINE.limited():
+            layer = self._linear(names, bias, transposed, pieces, ins)
         layer.made_of = names
         if sum(math.prod(self.shapes[f"{name}.weight"]) for name in names) >= LARGE:
             trim_memory()  # of what packing took besides

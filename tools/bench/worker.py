@@ -27,8 +27,8 @@ class Coppice:
         import torch
 
         from engine import Engine, Request
-        from engine.step.threads import MACHINE
         from engine.version import __version__
+        from models.threads import MACHINE
         from search import Trie
         from tools.bench.measure import weight_bytes
 

@@ -1,4 +1,4 @@
-"""How many threads a step gets: no more than cores that other programs leave free.
+"""How many threads a step or the packing of a matrix gets: no more than cores that other programs leave free.
 
 The threads of an operator wait for each other. If one of them shares its core with another program, all wait until it
 runs again: then two threads are slower than one.
@@ -32,7 +32,7 @@ class Threads:
 
     @contextlib.contextmanager
     def limited(self) -> Iterator[None]:
-        """Steps run within: on fewer threads than torch has if fewer cores are free."""
+        """Steps and the packing of matrices run within: on fewer threads than torch has if fewer cores are free."""
         most = torch.get_num_threads()
         count = min(most, self.count()) if most > 1 else most
         if count == most:

@@ -1,4 +1,4 @@
-"""Threads of a step: as many as cores that other programs leave, and torch's own number again afterwards."""
+"""Threads of a step and of packing: as many as cores that others leave, and torch's own number again afterwards."""
 
 import sys
 from types import SimpleNamespace
@@ -8,8 +8,9 @@ import torch
 
 from engine import Engine
 from engine.demo import demo_folder
-from engine.step import threads
-from engine.step.threads import Threads
+from models import threads
+from models.checkpoint.weights import Weights
+from models.threads import Threads
 from search import Greedy
 
 
@@ -72,10 +73,28 @@ def test_torch_has_its_threads_again(machine):
 
 def test_compiled_models_keep_their_threads(monkeypatch):
     """Each number of threads would compile them once more."""
-    monkeypatch.setattr(Threads, "limited", lambda self: pytest.fail("a limit"))
     engine = Engine.load(demo_folder(), kv_memory=1 << 22)
+    monkeypatch.setattr(Threads, "limited", lambda self: pytest.fail("a limit"))
     engine.runner.token_buckets = engine.runner.word_buckets = [1, 8, 64]
     assert engine.generate(["Once"], Greedy(), max_new_tokens=2)[0].outputs[0].token_ids
+
+
+def test_packing_leaves_others_their_cores(monkeypatch):
+    """Each region of two threads waits for the one that shares its core with another program."""
+    before, taken, packed = torch.get_num_threads(), [], Weights._linear
+
+    def pack(*arguments):
+        taken.append(torch.get_num_threads())
+        return packed(*arguments)
+
+    monkeypatch.setattr(Weights, "_linear", pack)
+    monkeypatch.setattr(Threads, "count", lambda self: 1)
+    try:
+        torch.set_num_threads(2)
+        Engine.load(demo_folder(), kv_memory=1 << 22, dtype="float32")
+        assert len(taken) > 8 and {*taken} == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_systems_without_counts_keep_their_threads():
