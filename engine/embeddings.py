@@ -82,5 +82,8 @@ def embedding_request(
 
 def stacked(model: LoadedModel, search: TextVector, results: Sequence[SearchResult]) -> Tensor:
     """The vectors of results, float32 [N, E]."""
-    found = [result.embedding for result in results if result.embedding is not None]
-    return torch.stack(found) if found else torch.empty(0, search.dimensions or model.shape.output_width)
+    found_NE = torch.empty(len(results), search.dimensions or model.shape.output_width)
+    for row_E, result in zip(found_NE, results, strict=True):  # no large operator, see `release_threads`
+        assert result.embedding is not None
+        row_E.copy_(result.embedding)
+    return found_NE

@@ -16,6 +16,7 @@ from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
 from engine.request import Done, Event, Request, RequestOptions, Text, requests_of
 from engine.service import Entry, News, Outcome
+from engine.step.threads import release_threads
 from engine.tasks.step_thread import StepThread
 
 P = ParamSpec("P")
@@ -56,6 +57,7 @@ class AsyncEngine:
             raise UsageError(what, remedy="use Engine.serve, or one process")
         self.engine = engine
         self._service, self._thread = engine.service(), StepThread()
+        release_threads()  # of loading, in this thread; `StepThread.start` does so in the loop's
         self._thread.services.append(self._service)
 
     async def __aenter__(self) -> Self:

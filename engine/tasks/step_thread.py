@@ -17,6 +17,7 @@ import torch
 from engine.errors import CoppiceError
 from engine.request import Checked
 from engine.service import Entry, News, Service, as_ours
+from engine.step.threads import release_threads
 
 T = TypeVar("T")
 CHECKS = 4  # at once, of as many clients
@@ -87,6 +88,7 @@ class StepThread:
         """Start the thread, unless it was started."""
         with self._lock:
             if self._thread is None:
+                release_threads()  # of loading: from now on another thread computes
                 self._thread = threading.Thread(target=self._run, name="step", daemon=True)
                 self._thread.start()
 
