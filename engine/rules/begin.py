@@ -5,14 +5,18 @@ expects no "//", because "://" is one token. Healing cuts those tokens off and a
 bytes, in any tokens.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from weakref import WeakKeyDictionary
+
+import torch
 
 from engine.rules.constraint import Constraint, State, Tokens
 from engine.text.tokenizer import Tokenizer
 
 PAST = 0xFF  # no text has a longer run of this byte than a spelling has
+KEPT = 32  # beginnings whose tokens are kept: a text that is typed asks for the same ones at every key
 
 
 class Spellings:
@@ -30,6 +34,7 @@ class Spellings:
         self._ids: dict[bytes, list[int]] = {}
         for spelling, token in self._sorted:
             self._ids.setdefault(spelling, []).append(token)
+        self.allowed = lru_cache(KEPT)(lambda wanted: torch.tensor(self.towards(wanted), dtype=torch.int64))
 
     def towards(self, wanted: bytes) -> list[int]:
         """The tokens that a text which begins with `wanted`, at least one byte, may begin with; ascending."""
@@ -41,6 +46,11 @@ class Spellings:
         after = start + bytes([PAST]) * (self.longest + 1)
         found = self._sorted[bisect_left(self._keys, start) : bisect_left(self._keys, after)]
         return [token for _, token in found]
+
+    def goes_on(self, start: bytes) -> bool:
+        """Whether a token's bytes begin with `start` and go on."""
+        place = bisect_right(self._keys, start)
+        return place < len(self._keys) and self._keys[place].startswith(start)
 
 
 _known: "WeakKeyDictionary[Tokenizer, Spellings]" = WeakKeyDictionary()
@@ -70,7 +80,7 @@ class Begin(Constraint):
 
     def allowed(self, states: Sequence[State]) -> Sequence[Tokens]:
         rest = [self.wanted[state:] for state in states]
-        return [self.known.towards(wanted) if wanted else None for wanted in rest]
+        return [self.known.allowed(wanted) if wanted else None for wanted in rest]
 
 
 def heal(ids: Sequence[int], known: Spellings) -> tuple[list[int], bytes]:
@@ -84,7 +94,7 @@ def heal(ids: Sequence[int], known: Spellings) -> tuple[list[int], bytes]:
         data = spelling + data
         if not spelling or len(data) >= known.longest:
             break
-        if _is_text(data) and any(len(known.data[token]) > len(data) for token in known.beginning(data)):
+        if _is_text(data) and known.goes_on(data):
             cut, kept = data, len(ids) - count
     return list(ids[:kept]), cut
 

@@ -1,6 +1,9 @@
 """Threads of a step and of packing: as many as cores that others leave, and torch's own number again afterwards."""
 
+import asyncio
+import os
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +11,10 @@ import torch
 
 from engine import Engine
 from engine.demo import demo_folder
+from engine.tasks import async_engine, step_thread
 from models import threads
 from models.checkpoint.weights import Weights
-from models.threads import Threads
+from models.threads import Threads, release_threads
 from search import Greedy
 
 
@@ -124,3 +128,35 @@ def test_others_are_ignored_on_demand(machine):
     found.ignore_others()
     spend(0.3, 1, 1)
     assert found.count() == 2
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux's list of threads")
+def test_no_thread_of_openmp_stays_with_a_thread_that_computes_no_more():
+    """Each that OpenMP keeps counts when it decides how long the others spin; the settings and the results stay."""
+    torch.set_num_threads(2)
+    x = torch.randn(300, 300)
+    expected, kept = (x @ x).sum(), len(os.listdir("/proc/self/task"))
+    for _ in range(2):
+        release_threads()
+        until = time.monotonic() + 30
+        while len(os.listdir("/proc/self/task")) >= kept and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(os.listdir("/proc/self/task")) < kept
+        assert torch.get_num_threads() == 2 and torch.equal((x @ x).sum(), expected)
+        assert len(os.listdir("/proc/self/task")) == kept
+
+
+@pytest.mark.parametrize("start", ["step thread", "AsyncEngine"])
+def test_the_thread_that_loads_keeps_none(monkeypatch, start):
+    released = []
+    monkeypatch.setattr(step_thread, "release_threads", lambda: released.append("step thread"))
+    monkeypatch.setattr(async_engine, "release_threads", lambda: released.append("AsyncEngine"))
+    if start == "step thread":
+        thread = step_thread.StepThread()
+        thread.start()
+        thread.start()
+        thread.stop()
+    else:
+        engine = async_engine.AsyncEngine(Engine.load(demo_folder(), dtype="float32", kv_memory="4M"))
+        asyncio.run(engine.close())
+    assert released == [start]

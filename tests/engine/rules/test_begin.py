@@ -40,6 +40,7 @@ def test_allowed_tokens_equal_brute_force():
             following = []
             for path, state in reached:
                 [allowed] = constraint.allowed([state])
+                allowed = None if allowed is None else allowed.tolist()
                 data = b"".join(known.data[token] for token in path)
                 for token, spelling in enumerate(known.data):
                     whole = data + spelling
