@@ -16,8 +16,8 @@ from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
 from engine.request import Done, Event, Request, RequestOptions, Text, requests_of
 from engine.service import Entry, News, Outcome
-from engine.step.threads import release_threads
 from engine.tasks.step_thread import StepThread
+from models.threads import release_threads
 
 P = ParamSpec("P")
 

@@ -17,7 +17,7 @@ import torch
 from engine.errors import CoppiceError
 from engine.request import Checked
 from engine.service import Entry, News, Service, as_ours
-from engine.step.threads import release_threads
+from models.threads import release_threads
 
 T = TypeVar("T")
 CHECKS = 4  # at once, of as many clients
