@@ -77,16 +77,9 @@ struct Chunks {
     } each[MOST_CHUNKS];
 };
 
-// These loops are over vectors already. GCC would vectorise them again where 7 or 8 rows are multiplied by int4: then
-// sums lie in memory, and 15 rows take twice as long.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC push_options
-#pragma GCC optimize("no-tree-vectorize")
-#endif
-
 template <typename Element, int VECTORS, int COUNT>
-inline void add_step(const char* at, int64_t across, const typename Element::Row* x, int64_t stride,
-                     typename Element::Sum (*sums)[VECTORS]) {
+[[gnu::always_inline]] inline void add_step(const char* at, int64_t across, const typename Element::Row* x,
+                                            int64_t stride, typename Element::Sum (*sums)[VECTORS]) {
     constexpr int EACH = PANEL / LANES;
     typename Element::Words words[VECTORS];
     for (int v = 0; v < VECTORS; v++)
@@ -120,6 +113,13 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
     for (int row = 0; row < COUNT; row++)
         for (int v = 0; v < VECTORS; v++) totals[row][v] += sums[row][v];
 }
+
+// These loops are over vectors already. GCC would vectorise them again where 7 or 8 rows are multiplied by int4: then
+// sums lie in memory, and 15 rows take twice as long.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("no-tree-vectorize")
+#endif
 
 // The same for chunks of groups; `first` and `last` are those whose successors are fetched.
 template <typename Element, int VECTORS, int COUNT>
