@@ -20,7 +20,8 @@ AVX2_KERNELS = build/avx2
 CHOOSING = tests/engine $(filter-out $(addprefix tests/test_,$(addsuffix .py,$(LOADING_NONE) golden fuzz numpy_free)), \
 	$(wildcard tests/test_*.py)) --ignore=tests/engine/text $(addprefix --ignore=tests/engine/,$(NAMING_IT))
 LOADING_NONE = arrows glossary links package structure
-NAMING_IT = load/test_compiling.py serve/test_attack.py serve/test_fuzz.py
+NAMING_IT = $(addsuffix .py,$(addprefix load/test_,compiling distributed) $(addprefix serve/test_,attack fuzz) \
+	$(addprefix step/test_,graphs driver) cache/test_prefixes contract/test_sampling)
 
 .PHONY: help chat test test-all test-pretend test-avx2 test-portable check lint gpu clean
 .DEFAULT_GOAL := help
