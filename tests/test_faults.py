@@ -563,7 +563,7 @@ MEMORY_ERRORS = [MemoryError(), RuntimeError(OUT_OF_MEMORY), RuntimeError("std::
 
 
 @pytest.mark.parametrize("error", MEMORY_ERRORS, ids=repr)
-@pytest.mark.parametrize("where", [(Runner, "evaluate"), (Runner, "forward"), (TokenTree, "grow"), (TokenTree, "keep")])
+@pytest.mark.parametrize("where", [(Runner, "run"), (Runner, "pack"), (TokenTree, "grow"), (TokenTree, "keep")])
 def test_running_out_of_memory(
     commands: Commands, engine: Engine, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str], error: Exception
 ):
@@ -593,7 +593,7 @@ def test_a_batch_that_ran_out_of_memory_goes_on(
     for when in (1, 9, 14):
         path = tmp_path / f"out{when}"
         with monkeypatch.context() as patch:
-            failing(patch, Runner, "evaluate", when, RuntimeError(OUT_OF_MEMORY))
+            failing(patch, Runner, "run", when, RuntimeError(OUT_OF_MEMORY))
             assert commands.batch(lines, *argv, "--output", path)[0] == 4
         engine.pool.check_invariants([])
         done = read(path)
@@ -633,8 +633,8 @@ def test_really_running_out_of_memory(tmp_path: Path):
 
 SEARCHES = [Greedy(), Sample(num_return_sequences=3, seed=1), Trie(beams=4)]
 CALLS = [
-    (Runner, "evaluate"),
-    (Runner, "forward"),
+    (Runner, "run"),
+    (Runner, "pack"),
     (Driver, "_begin"),
     (Driver, "_allocate"),
     (Driver, "_resume"),

@@ -185,7 +185,7 @@ class _Weights:
         eos = self.eos_token_ids()
         start = bos if bos is not None else min(eos, default=0)
         if self.compiled and not warm_up(lambda: runner.logits([start] * 5)):
-            runner.leave_rows_uncompiled()
+            runner.rows = None
         key = model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype)
         agree(self.model.shard, "checkpoint, formats or processor", f"{key}, {runner.impl}, {processor()}")
         return LoadedModel(

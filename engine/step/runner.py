@@ -86,10 +86,13 @@ class Launched:
         self.told: Tensor | None = None
         self.waited = 0.0
         self.done: torch.cuda.Event | None = None
-        if numbers and finite_N is not None and finite_N.is_cuda:  # to the host by one copy
+        if numbers and finite_N is not None and inputs is not None:  # to the host by one copy
             told = torch.cat([finite_N.double(), *numbers])
-            self.told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
-            self.done = _now()
+            if told.is_cuda:
+                self.told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
+                self.done = _now()
+            else:
+                self.told = told
 
     def land(self) -> Answers:
         """The answers of the pass; the only time in a step that the host waits for a GPU."""
@@ -100,7 +103,7 @@ class Launched:
         began = time.perf_counter()
         if self.done is not None:
             self.done.synchronize()
-        told = self.told
+        told = self.told.cpu()
         self.waited = time.perf_counter() - began
         finite_N, *numbers = told.split([len(self.finite_N), *(len(part) for part in self.numbers)])
         return self.logp_NV, [x == 1 for x in finite_N.tolist()], numbers
@@ -141,28 +144,21 @@ class Runner:
         self.impl, self.rows, self.token_buckets, self.word_buckets = impl, rows, token_buckets, word_buckets
         self.device, self.dtype = pool.cache.k_LGSD.device, dtype or pool.cache.k_LGSD.dtype
         self.asynchronous = self.device.type == "cuda"
-        self.packer = self._packer()
+        self._packer: Packer | None = None
+        self._packed_by: tuple[Any, ...] = ()  # the options of the packer
         self.head = Head(model, vocab_size, impl)
         self.time, self.overlap = PassTime(), Overlap()
         self.observer: PhaseObserver | None = None
 
-    def _packer(self) -> Packer:
-        return Packer(
-            self.pool.page_size,
-            self.device,
-            ancestors=self.pool.ancestors,
-            token_buckets=self.token_buckets,
-            word_buckets=self.word_buckets,
-            page_buckets=PAGES if self.impl == "cpp" else None,
-            impl=self.impl,
-            rows=self.rows,
-            frames=FRAMES if self.impl == "cpp" else 0,
-        )
-
-    def leave_rows_uncompiled(self) -> None:
-        """Operators on rows run as they are from now on: torch.compile fails here."""
-        self.rows = None
-        self.packer = self._packer()
+    def pack(self, chunks: Sequence[Chunk]) -> Pass:
+        """The inputs of a pass, by a packer that stays while the options are the same."""
+        impl, rows, *buckets = options = self.impl, self.rows, self.token_buckets, self.word_buckets
+        if self._packer is None or self._packed_by != options:
+            kept = {"page_buckets": PAGES, "frames": FRAMES} if impl == "cpp" else {}
+            more = {"token_buckets": buckets[0], "word_buckets": buckets[1], "impl": impl, "rows": rows, **kept}
+            self._packer = Packer(self.pool.page_size, self.device, ancestors=self.pool.ancestors, **more)
+            self._packed_by = options
+        return self._packer.pack(chunks)
 
     def forward(self, chunks: Sequence[Chunk], ready: Ready | None = None) -> Tensor:
         """Pack and run the model: hidden rows of every token of the pass.
@@ -171,7 +167,7 @@ class Runner:
             ready: is called with the inputs when they are on the device.
         """
         with phase(self.observer, "pack"):
-            p = self.packer.pack(chunks)
+            p = self.pack(chunks)
         if ready is not None:
             ready(p)
         with phase(self.observer, "forward"):
@@ -274,7 +270,7 @@ class Runner:
         """Whether rows have to be gathered from several processes; the top sums of rows do not."""
         return isinstance(getattr(self.model, "head", None), Gathered)
 
-    @cached_property
+    @property
     def only_sums(self) -> bool:
         """Whether top sums are found without the rows that nobody reads."""
         return self.gathers or (self.impl == "cpp" and not self.model.shape.scores)
@@ -303,7 +299,7 @@ class Runner:
         self, chunks: Sequence[Chunk], asked: Sequence[int], wanted: Sequence[TopSums], keeps: Sequence[Keep]
     ) -> tuple[list[FoundSums], list[bool]]:
         """The top sums of rows by the call that evaluates the layers."""
-        p = self.packer.pack(chunks)
+        p = self.pack(chunks)
         inputs = p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout
         hidden_TE, found, finite = self.model.top_sums(*inputs, asked, self.vocab_size, wanted)
         for rows, keep in keeps:

@@ -326,13 +326,13 @@ def test_time_is_limited(start):
 
 def test_a_pass_that_fails_ends_what_ran_and_not_the_server(start, monkeypatch, capsys):
     server = start()
-    forward = server.engine.runner.forward
+    whole = server.engine.runner.run
 
-    def broken(chunks):
-        monkeypatch.setattr(server.engine.runner, "forward", forward)
+    def broken(batch):
+        monkeypatch.setattr(server.engine.runner, "run", whole)
         raise RuntimeError("the device is lost, in /some/file.cpp")
 
-    monkeypatch.setattr(server.engine.runner, "forward", broken)
+    monkeypatch.setattr(server.engine.runner, "run", broken)
     reply = post(server.url, long())
     assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
     assert "the device is lost" in capsys.readouterr().err

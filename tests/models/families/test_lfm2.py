@@ -14,6 +14,7 @@ from engine.engine import Session
 from engine.load.budget import plan
 from engine.load.options import LoadOptions
 from engine.load.pools import Workload
+from engine.step.runner import Runner
 from kernels import cpp
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
@@ -65,6 +66,7 @@ def note_answers(engine, monkeypatch):
         found.update((rows[i], row.clone()) for i, row in zip(asked, answers[0], strict=True))
         return answers
 
+    monkeypatch.setattr(Runner, "only_sums", False)  # searches that want top sums get rows as well
     monkeypatch.setattr(engine.runner, "evaluate", noted)
     return found
 

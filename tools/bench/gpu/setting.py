@@ -141,7 +141,7 @@ class Setting:
         pool = PagePool(model.shape, -(-tokens // PAGE) + 2, PAGE, torch.bfloat16, self.device)
         runner = make_runner(model, pool, model.shape.vocab_size, compiled=compiled)
         if compiled and not warm_up(lambda: runner.logits([1] * 5)):
-            runner.leave_rows_uncompiled()
+            runner.rows = None
         return Engine(LoadedModel(runner, model.shape))
 
 
