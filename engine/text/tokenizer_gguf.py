@@ -28,8 +28,8 @@ def encoder_of(
     library = tokenizers.Tokenizer.from_str(json.dumps(bare))
     options = {name: value for name, value in model.items() if name not in ("type", "vocab", "merges") and value}
     library.model = models.BPE(model["vocab"], model["merges"], **options)  # the same as JSON takes as long again
-    for token in sorted(added, key=lambda token: token["id"]):
-        flags = {name: value for name, value in token.items() if name not in ("id", "content")}
-        library.add_tokens([AddedToken(token["content"], **flags)])
+    flags = {token["id"]: {k: v for k, v in token.items() if k not in ("id", "content")} for token in added}
+    in_order = sorted(added, key=lambda token: token["id"])
+    library.add_tokens([AddedToken(token["content"], **flags[token["id"]]) for token in in_order])
     names = named_tokens(config)
-    return LibraryEncoder(library, config, names, guard, str(path)), config, names
+    return LibraryEncoder(library, config, names, guard, str(path), model["vocab"]), config, names

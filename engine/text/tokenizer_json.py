@@ -38,6 +38,7 @@ class LibraryEncoder:
         names: dict[str, str],
         guard: EncodingGuard | None = None,
         where: str = "",
+        vocab: dict[str, int] | None = None,
     ):
         """
         Args:
@@ -46,13 +47,14 @@ class LibraryEncoder:
             names: the named special tokens.
             guard: tries every text, if the library's patterns are not known to be harmless.
             where: the file, for errors.
+            vocab: the library's tokens and their ids, if they are known; None: it is asked.
 
         Raises:
             CheckpointError: the vocabulary is malformed, or the tokenizer breaks a limit.
         """
         library.no_padding()
         library.no_truncation()
-        self.vocab = vocab = library.get_vocab(with_added_tokens=True)
+        self.vocab = vocab = dict(vocab) if vocab is not None else library.get_vocab(with_added_tokens=True)
         size = max(vocab.values(), default=-1) + 1
         if not 0 < size <= MAX_IDS:
             raise CheckpointError(f"vocabulary mismatch: ids up to {size - 1}, expected 1 to {MAX_IDS} tokens")

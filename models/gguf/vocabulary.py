@@ -267,13 +267,14 @@ class FileVocabulary:
 
     def _merges(self) -> list[tuple[str, str]]:
         """The file's own."""
-        pairs, vocab = [], self.vocab
-        for merge in self._list("merges", str, each=False):
-            at = merge.find(" ", 1)
-            pair = merge[:at], merge[at + 1 :]
-            if at < 0 or pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
-                raise self.file.error(f"tokenizer.ggml.merges: {merge[:80]!r} does not fit the vocabulary")
-            pairs.append(pair)
+        merges, vocab = self._list("merges", str, each=False), self.vocab
+        cuts = [merge.find(" ", 1) for merge in merges]
+        pairs = [(merge[:at], merge[at + 1 :]) for merge, at in zip(merges, cuts, strict=True)]
+        parts = {part for pair in pairs for part in pair}
+        if min(cuts, default=0) < 0 or parts - vocab.keys() or not all(map(vocab.__contains__, map("".join, pairs))):
+            fits = (at >= 0 and {*pair, "".join(pair)} <= vocab.keys() for at, pair in zip(cuts, pairs, strict=True))
+            wrong = next(merge for merge, fit in zip(merges, fits, strict=True) if not fit)
+            raise self.file.error(f"tokenizer.ggml.merges: {wrong[:80]!r} does not fit the vocabulary")
         return pairs
 
     def _derived(self) -> list[tuple[str, str]]:
