@@ -19,6 +19,8 @@
 //   Floats scaled(Floats y, Floats power, Floats x)   y * 2^power for a power of -125 to 0; 0 where x < -125
 //   REGISTERS, SPARE_REGISTERS                        of vectors, and of these what a product needs besides sums
 //   struct FourInt8                                   the products of words of four int8 with four of a row
+//                                                     INT8_DOTS is defined where one instruction makes four, and `nearest`
+//                                                     takes |x| < 2^23 there
 //   struct FourNibbles                                those of four numbers from 0 to 15 with four int8 of a row
 //   Floats add_pairs(Floats sum, Ints, int32_t)       optional, with BFLOAT16_PAIRS defined: of pairs of bfloat16
 #if defined(__AVX512F__)

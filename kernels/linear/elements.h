@@ -201,9 +201,9 @@ struct WideInt8 : Grouped, WideRows {
 };
 
 #ifdef INT8_DOTS
-// Rows of floats as exact as sums of them are, by integers: steps of 1 / LEVELS of the largest magnitude in three digits
-// to the base of 256, of which the largest numbers begin with 127. Four elements have their first digits side by side,
-// then the second, then the third.
+// Rows of floats, multiplied by integers: a row is rounded to steps of 1 / LEVELS of its largest magnitude, whose sums with
+// codes are exact. A step has three digits to the base of 256, from -128 to 127. Of four elements the first digits lie
+// side by side, then the second, then the third.
 struct Digits : Grouped {
     static constexpr int DIGITS = 3;
     static constexpr float LEVELS = 0x7f7f7f;

@@ -131,11 +131,11 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
     for (int64_t c = 0; c < chunks.count; c++) {
         const auto& chunk = chunks.each[c];
         typename Element::Sum sums[COUNT][VECTORS] = {};
-        if (c >= first && c < last)
-            for (int panel = 0; panel < VECTORS / EACH; panel++)
-                for (int64_t i = 0; i < chunk.steps; i++)
-                    __builtin_prefetch(at + panel * chunks.across + i * LINE + chunks.ahead);
+        const bool fetching = c >= first && c < last;
         auto step = [&](int64_t i) {
+            if (fetching)
+                for (int panel = 0; panel < VECTORS / EACH; panel++)
+                    __builtin_prefetch(at + panel * chunks.across + i * LINE + chunks.ahead);
             add_step<Element, VECTORS, COUNT>(at + i * LINE, chunks.across, x + i * Element::STEP, stride, sums);
         };
         if (chunk.steps == STEPS)

@@ -26,8 +26,7 @@ inline float sum_of(Floats x) {
 }
 
 inline Floats nearest(Floats x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
-    return (x + ROUND) - ROUND;
+    return (Floats)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
 inline Floats scaled(Floats y, Floats power, Floats x) {

@@ -101,6 +101,32 @@ def test_the_largest_products_of_int4_do_not_overflow():
     assert linear(-torch.ones(1, width), packed).tolist() == [[-15 * width, 0]]
 
 
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_the_largest_products_of_floats_do_not_overflow(kind):
+    """In the widest rows, also where a group is a whole row and its sum is multiplied by a zero."""
+    width, most = 1 << 16, MOST[kind]
+    codes_OI = torch.tensor([[most], [0]], dtype=torch.uint8).expand(2, width)
+    for size, zero in ((32, 0), (width, 0), (width, most)):
+        scale_OG = torch.ones(2, width // size)
+        panels, groups = pack_groups([(codes_OI, scale_OG, scale_OG * zero)], kind, 2, width, size)
+        packed, exact = Packed(panels, 2, width, groups=groups), torch.tensor([most - zero, -zero]) * width
+        for sign in (1, -1):
+            torch.testing.assert_close(linear(torch.full((1, width), sign), packed)[0], sign * exact.float(), rtol=1e-6, atol=64)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_digits_of_whole_steps(kind):
+    """Every digit at its ends: a row of whole numbers up to 0x7f7f7f loses nothing, wherever they lie."""
+    packed, _ = matrix(kind, 70, 96, 32)
+    ends = torch.tensor([0x7F7F7F, 0x7F7F80 - 256, 0x8080, 0x7F80, 0x7F7F, 0x80, 0x7F, 1])
+    x = torch.zeros(16, 96)
+    for row, end in enumerate([*ends, *-ends]):
+        x[row, 5 * row], x[row, 95] = end, -0x7F7F7F
+    found, exact = linear(x, packed), reference.linear(x.double(), packed)
+    large = linear(torch.zeros(1, 96).index_fill(1, torch.tensor([95]), -0x7F7F7F), packed)
+    assert ((found - exact).abs() <= torch.finfo(torch.float32).eps * 4 * (exact.abs() + large.abs())).all()
+
+
 def test_every_number_of_float8():
     codes_OI = torch.arange(256, dtype=torch.uint8).view(1, -1)
     codes_OI[codes_OI & 0x7F == 0x7F] = 0
