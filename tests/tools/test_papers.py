@@ -11,6 +11,7 @@ from engine.demo import demo_folder
 from tests.marks import needs_figures
 from tools.bench.__main__ import main
 from tools.bench.papers import aded, dsbd, sbon, trie, ults
+from tools.bench.papers.common import Findings
 
 
 def ask(capsys, *words):
@@ -112,6 +113,17 @@ def test_sbon_checks_sums(capsys, real):
     assert rows["Bo1"]["drawn"] < rows["SBoN, N = 4"]["drawn"] <= rows["Bo4"]["drawn"]
     assert rows["SBoN, N = 4"]["beside"] == "Bo4" and rows["Bo4"]["tokens"] == 1
     assert all(row["of"] == 2 for row in rows.values())
+
+
+def test_each_paper_has_a_model_of_its_own(capsys, monkeypatch, tmp_path, real):
+    (tmp_path / "Qwen2.5-Coder-0.5B-Instruct").symlink_to(real)
+    monkeypatch.setenv("COPPICE_CHECKPOINTS", str(tmp_path))
+    asked = {}
+    for paper in (trie, aded):
+        monkeypatch.setattr(paper, "run", lambda models, paper=paper: asked.update({paper: models}) or Findings("", {}))
+    assert ask(capsys, "trie", "aded")[0] == 0
+    assert asked[trie].demo and asked[aded].target == tmp_path / "Qwen2.5-Coder-0.5B-Instruct"
+    assert str(asked[aded].draft) == "int4" and asked[aded].reward is None and asked[trie].reward is not None
 
 
 def test_an_answer_is_judged_by_its_first_own_number():

@@ -190,8 +190,9 @@ def speed_table(rows: Sequence[dict[str, Any]], speeds: Sequence[dict[str, Any]]
     """Ours and the paper's Tok/Sec and scores."""
     lines = []
     for b in beams:
-        mine = [row for row in speeds if row["beams"] == b and "seconds" in row][-2:]
-        mine = [row for row in mine if row["prompt"] == mine[0]["prompt"]]
+        mine = [row for row in speeds if row["beams"] == b and "seconds" in row]
+        both = [row["prompt"] for row in mine if row["peer"] == "transformers"]  # the longest prompt of both, if any
+        mine = [row for row in mine if row["prompt"] in both[-1:]] or mine[-1:]
         by_peer = {row["peer"]: len(row["tokens"]) / row["seconds"]["median"] for row in mine}
         ours, theirs = by_peer.get("coppice"), by_peer.get("transformers")
         here = arrow(["?" if x is None else f"{x:.1f}" for x in (theirs, ours)])

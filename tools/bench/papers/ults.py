@@ -76,12 +76,12 @@ def run(models: Models) -> Findings:
 def with_ends(engine: Engine, prior: str, models: Models) -> list[dict[str, Any]]:
     """Answers that end where the model ends them: questions, and edits of code."""
     asked = [*chats(engine, models.pick(2, 1)), *edits(engine, models.pick(2, 1))]
-    beams, k_max = models.pick(REAL_BEAMS, (1, 3)), models.pick((4, 20, 80), (3,))
+    beams, k_max = models.pick(REAL_BEAMS, (1, 3)), models.pick((4, 20, 40), (3,))
     searches: list[tuple[dict[str, Any], Search]] = [
         ({"search": "beam", "k": k}, Trie(beams=k, length_penalty=0.0)) for k in beams
     ]
-    searches += [({"search": f"flat, batch {8 if k < 80 else 16}", "k": k},
-                  ULTS(k_max=k, batch=8 if k < 80 else 16, prior=prior)) for k in k_max]  # fmt: skip
+    searches += [({"search": f"flat, batch {8 if k < 40 else 16}", "k": k},
+                  ULTS(k_max=k, batch=8 if k < 40 else 16, prior=prior)) for k in k_max]  # fmt: skip
     rows = bench.side_by_side(
         engine, [one.ids for one in asked], searches, models.pick(40, 4), eos_token_ids=asked[0].ends
     )
