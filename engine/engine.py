@@ -350,7 +350,7 @@ class Engine:
         cache_salt: str | None = "",
         adapter: str | None = None,
     ) -> Tensor:
-        """Vectors of texts, float32 [N, E], in their order, on the CPU; see docs/embeddings.md.
+        """Vectors of texts, float32 [N, E], in their order, on the CPU; see docs/vectors.md.
 
         Texts share passes, and of a long one no more is kept than the cache needs: any number fits.
 
@@ -390,7 +390,7 @@ class Engine:
         cache_salt: str | None = "",
     ) -> list[Ranked]:
         """Documents by their relevance to a query, best first, with the scores of the model's scalar head, or of its
-        reward model's; see docs/embeddings.md. What the pairs begin with is read once if there is a prefix cache.
+        reward model's; see docs/vectors.md. What the pairs begin with is read once if there is a prefix cache.
 
         Args:
             template: a text with the places {query} and {document}, which the pair is read in; control tokens that it

@@ -57,7 +57,7 @@ def head_of(models: Models) -> LoadedModel:
         "reranking needs a model with a scalar head, and this one generates",
         where=models.target.name,
         remedy="give --reward DIR, a checkpoint whose architecture ends in ForSequenceClassification; "
-        "docs/embeddings.md shows what a model that generates can do",
+        "docs/vectors.md shows what a model that generates can do",
     )
 
 

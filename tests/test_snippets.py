@@ -1,4 +1,4 @@
-"""The Python of the README and of three pages runs in its order and prints what the page shows."""
+"""The Python of the README and of four pages runs in its order and prints what the page shows."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,13 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize(
     ("page", "snippets", "shown"),
-    [("README.md", 1, 1), ("docs/completion.md", 1, 1), ("docs/constraints.md", 4, 2), ("docs/embedding.md", 14, 9)],
+    [
+        ("README.md", 1, 1),
+        ("docs/completion.md", 1, 1),
+        ("docs/constraints.md", 4, 2),
+        ("docs/embedding.md", 14, 9),
+        ("docs/vectors.md", 3, 3),
+    ],
 )
 def test_the_snippets_run(page: str, snippets: int, shown: int, capsys: pytest.CaptureFixture[str]):
     text, names = (ROOT / page).read_text(encoding="utf-8"), {}

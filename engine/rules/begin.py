@@ -16,7 +16,7 @@ from engine.rules.constraint import Constraint, State, Tokens
 from engine.text.tokenizer import Tokenizer
 
 PAST = 0xFF  # no text has a longer run of this byte than a spelling has
-KEPT = 32  # beginnings whose tokens are kept: a text that is typed asks for the same ones at every key
+BEGINNINGS = 32  # beginnings whose tokens are kept: a text that is typed asks for the same ones at every key
 
 
 class Spellings:
@@ -34,7 +34,7 @@ class Spellings:
         self._ids: dict[bytes, list[int]] = {}
         for spelling, token in self._sorted:
             self._ids.setdefault(spelling, []).append(token)
-        self.allowed = lru_cache(KEPT)(lambda wanted: torch.tensor(self.towards(wanted), dtype=torch.int64))
+        self.allowed = lru_cache(BEGINNINGS)(lambda wanted: torch.tensor(self.towards(wanted), dtype=torch.int64))
 
     def towards(self, wanted: bytes) -> list[int]:
         """The tokens that a text which begins with `wanted`, at least one byte, may begin with; ascending."""

@@ -396,6 +396,17 @@ def many_prompts(live: Live) -> Attack:
     return many(live, many_at_once, each=8)
 
 
+def many_texts(live: Live) -> Attack:
+    """Bodies of as many texts as are taken, for vectors and for ranks, whose replies are as large as they may be."""
+    texts = ["Once upon a time there was a little dog."] * 1024
+    bodies = [
+        request("/v1/embeddings", {"input": texts, "encoding_format": "float"}),
+        request("/v1/embeddings", {"input": ["A"] * 2048, "pooling": "last"}),
+        request("/v1/rerank", {"query": "Who?", "documents": texts, "return_documents": True}),
+    ]
+    return many(live, *bodies, each=2)
+
+
 def full_cache(live: Live) -> Attack:
     """Searches that fill the KV cache."""
     body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "beams": 32, "length_penalty": 2}
@@ -404,7 +415,7 @@ def full_cache(live: Live) -> Attack:
 
 CONNECTIONS = [nothing, half_a_head, half_a_body, idle_keys, a_byte_at_a_time, unread_streams, requests_at_once]
 CONNECTIONS += [leaving, nonsense]
-REQUESTS = [large_bodies, long_checks, long_steps, many_prompts, full_cache]
+REQUESTS = [large_bodies, long_checks, long_steps, many_prompts, many_texts, full_cache]
 ATTACKS = [*CONNECTIONS, *REQUESTS, few_descriptors]  # after the last there are fewer connections for a minute
 LINES = {
     "few_descriptors": "error: no connection can be accepted: Too many open files; more file descriptors: ulimit -n\n"
