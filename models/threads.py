@@ -71,7 +71,7 @@ def release_threads() -> None:
 
     A thread that waits for its part of the next operator spins only while OpenMP has no more threads than there are
     cores, and the threads that it keeps for every thread of the program count. With more of them each operator wakes a
-    sleeping thread: on two cores a pass of 30 layers took 2 ms longer in the second thread that computes.
+    sleeping thread, several hundred times in a pass of 30 layers.
     """
     with contextlib.suppress(AttributeError, OSError):  # no OpenMP, or none that knows of this
         ctypes.CDLL(torch._C.__file__).omp_pause_resource_all(PAUSE_SOFT)

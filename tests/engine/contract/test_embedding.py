@@ -18,7 +18,7 @@ from engine.errors import CheckpointError, NumericsError, UsageError
 from engine.load.pooling import Pooling
 from engine.step.packing import Chunk
 from kernels.stack import one_by_one
-from search import Sample
+from search import Sample, Trie
 
 GOLDEN = Path("tests/golden")
 FAMILIES = sorted({path.parent.parent for path in GOLDEN.glob("*/*/golden.json")})
@@ -73,11 +73,12 @@ def test_equals_the_definition_in_every_family(folder):
     assert engine.pool.used_pages == 0
 
 
+@pytest.mark.parametrize("other", [Sample(seed=3), Trie(4)], ids=["sample", "trie"])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_beside_a_search_in_any_order(engine, pooling):
+def test_beside_a_search_in_any_order(engine, pooling, other):
     alone = [engine.embed([text], pooling=pooling)[0] for text in TEXTS]
     search = embedding_of(engine.model, pooling)
-    plain = Request("Once upon", Sample(seed=3), 8)
+    plain = Request("Once upon", other, 8)
     [(_, without)] = engine.serve([plain])
     requests = [embedding_request(engine.model, text, search) for text in TEXTS]
     results = dict(engine.serve([requests[2], plain, requests[0], requests[3], requests[1]]))

@@ -14,6 +14,8 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 httpx2 = pytest.importorskip("httpx2", reason="needs the extra test")
 
 from engine.serve.answers import error_body, status_of  # noqa: E402
+from engine.serve.embeddings import FIELDS as EMBEDDING_FIELDS  # noqa: E402
+from engine.serve.embeddings import read_embeddings  # noqa: E402
 from engine.serve.fields import read  # noqa: E402
 from engine.serve.names import (  # noqa: E402
     CHAT,
@@ -26,6 +28,8 @@ from engine.serve.names import (  # noqa: E402
     REFUSED,
     RENAMED,
 )
+from engine.serve.reranking import FIELDS as RERANK_FIELDS  # noqa: E402
+from engine.serve.reranking import read_rerank  # noqa: E402
 from engine.serve.responses import chat_body  # noqa: E402
 
 PLAIN = [True, False, -1, 0, 1, 3, 10**18, -(10**18), 1e300, -0.5, 0.5, "", "x", "1", "\0", "😀" * 3]
@@ -125,6 +129,27 @@ def test_every_field_of_a_response_is_checked(server):
             except CoppiceError as error:
                 assert status_of(error) == 400, (body, error)
     assert fine > 100
+
+
+@pytest.mark.parametrize(
+    ("read_texts", "base", "names"),
+    [
+        (read_embeddings, {"input": ["Hi", "You"]}, EMBEDDING_FIELDS),
+        (read_rerank, {"query": "Who?", "documents": ["Me", {"text": "You"}]}, RERANK_FIELDS),
+    ],
+    ids=["embeddings", "rerank"],
+)
+def test_every_field_of_many_texts_is_checked(server, read_texts, base, names):
+    served, limits, fine = server.app.served["demo"], server.app.limits, 0
+    for name in names:
+        for value in [*VALUES, [{"text": "x"}], [{"text": 1}], [[1], "x", [2]], "{query}{document}", [""], ["\ud800"]]:
+            try:
+                read_texts(base | {name: value}, served, limits)
+                fine += 1
+            except CoppiceError as error:
+                assert status_of(error) == 400, (name, value, error)
+                assert len(json.dumps(error_body(error))) < 4000
+    assert fine > 10
 
 
 @pytest.mark.parametrize("depth", [400, 900])
