@@ -74,7 +74,7 @@ def bucket(n: int, buckets: Sequence[int] | None) -> int:
     return next((b for b in buckets or () if b >= n), n)
 
 
-class Sizes(NamedTuple):
+class PassSizes(NamedTuple):
     """The sizes of a pass: T tokens, R trees, P pages of a trunk, pieces of trunks, C words of ancestry bits."""
 
     tokens: int
@@ -88,7 +88,7 @@ class Sizes(NamedTuple):
 class Packer:
     """Lays out chunks one after the other; their tokens have slots.
 
-    With `frames`, what does not change from pass to pass is made once for each `Sizes`: the tensors of a pass hold the
+    With `frames`, what does not change from pass to pass is made once for each `PassSizes`: the tensors of a pass hold the
     next one of the same sizes as soon as that is packed. Operators have to read a layout anew then, as those in C++ do.
 
     Args:
@@ -121,7 +121,7 @@ class Packer:
         self.token_buckets, self.word_buckets, self.tree_buckets = token_buckets, word_buckets, tree_buckets
         self.page_buckets = page_buckets
         self.impl, self.rows, self.frames = impl, rows, frames
-        self._frames: dict[Sizes, _Frame] = {}
+        self._frames: dict[PassSizes, _Frame] = {}
 
     def pack(self, chunks: Sequence[Chunk]) -> Pass:
         """The inputs of a pass of chunks, one per tree."""
@@ -132,7 +132,7 @@ class Packer:
             bucket(len(columns.tokens), self.token_buckets) - len(columns.tokens),
             bucket(len(chunks), self.tree_buckets) - len(chunks),
         )
-        sizes = Sizes(
+        sizes = PassSizes(
             len(columns.tokens),
             len(columns.lengths),
             bucket(max(map(len, columns.pages)), self.page_buckets),
@@ -215,7 +215,7 @@ class _Columns:
             self.pages += [()] * trees
             self.tables += [NO_TABLE] * trees
 
-    def longs(self, sizes: Sizes) -> "array[int]":
+    def longs(self, sizes: PassSizes) -> "array[int]":
         """The columns of 64 bits, as `_Frame` has them."""
         adapters = self.adapters if sizes.adapted else []
         numbers = array("q", self.tokens + self.positions + self.spans + self.slots + self.ancestors + adapters)
@@ -223,7 +223,7 @@ class _Columns:
             _extend(numbers, slots, sizes.words * WORD)
         return numbers
 
-    def ints(self, sizes: Sizes) -> "array[int]":
+    def ints(self, sizes: PassSizes) -> "array[int]":
         """The columns of 32 bits, as `_Frame` has them."""
         filled = [len(slots) for slots, _ in self.tables]
         numbers = array("i", self.starts + self.seen + self.lengths + self.runs + filled)
@@ -246,7 +246,7 @@ def _extend(numbers: "array[int]", row: "array[int]", width: int) -> None:
 class _Frame:
     """The memory of passes of one size, and the tensors that view it."""
 
-    def __init__(self, sizes: Sizes, packer: Packer):
+    def __init__(self, sizes: PassSizes, packer: Packer):
         T, R, W, P, reach = sizes.tokens, sizes.trees, sizes.words * WORD, sizes.pages, packer.ancestors
         self.sizes, self.device = sizes, packer.device
         self._longs, longs = _memory("q", [T, T, T, T, T * reach, T * sizes.adapted, R * W])

@@ -94,7 +94,7 @@ def top_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | 
 
 
 class LogitSums:
-    """What C++ reads of requests for the top sums of logits, and where it writes them; see `top_sums_of_logits`.
+    """The arrays that C++ reads of requests for the top sums of logits, and those it writes them; see `top_sums_of_logits`.
 
     Args:
         wanted: of ranges of rows, one after the other.

@@ -111,7 +111,8 @@ def test_the_largest_products_of_floats_do_not_overflow(kind):
         panels, groups = pack_groups([(codes_OI, scale_OG, scale_OG * zero)], kind, 2, width, size)
         packed, exact = Packed(panels, 2, width, groups=groups), torch.tensor([most - zero, -zero]) * width
         for sign in (1, -1):
-            torch.testing.assert_close(linear(torch.full((1, width), sign), packed)[0], sign * exact.float(), rtol=1e-6, atol=64)
+            row_O = linear(torch.full((1, width), sign), packed)[0]
+            torch.testing.assert_close(row_O, sign * exact.float(), rtol=1e-6, atol=64)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])

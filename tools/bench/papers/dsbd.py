@@ -86,7 +86,7 @@ def run(models: Models) -> Findings:
 
 
 def cost(models: Models, rows: Sequence[dict[str, Any]]) -> str:
-    """What the draft is, and what its passes cost beside those of the target."""
+    """The draft, and what its passes cost beside those of the target."""
     mine = [row for row in rows if row["search"] == "dsbd"]
     share = sum(row["draft_seconds"] for row in mine) / sum(row["target_seconds"] for row in mine)
     return (
