@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         return [rotary.angles(positions_T, spans_T, self.dtype) for rotary in self.rotaries]
 
     def _embedded(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        """What enters the first layer."""
+        """The rows that enter the first layer."""
         x_TE = self.embedding(tokens_T)
         if self.embedding_scale != 1.0:
             x_TE = x_TE * self.embedding_scale

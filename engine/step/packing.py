@@ -88,8 +88,9 @@ class PassSizes(NamedTuple):
 class Packer:
     """Lays out chunks one after the other; their tokens have slots.
 
-    With `frames`, what does not change from pass to pass is made once for each `PassSizes`: the tensors of a pass hold the
-    next one of the same sizes as soon as that is packed. Operators have to read a layout anew then, as those in C++ do.
+    With `frames`, what does not change from pass to pass is made once for each `PassSizes`: the tensors of a pass hold
+    the next one of the same sizes as soon as that is packed. Operators have to read a layout anew then, as those in C++
+    do.
 
     Args:
         page_size: of the pool that all trees share.

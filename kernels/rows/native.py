@@ -94,7 +94,7 @@ def top_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | 
 
 
 class LogitSums:
-    """The arrays that C++ reads of requests for the top sums of logits, and those it writes them; see `top_sums_of_logits`.
+    """The arrays that C++ reads and writes to find the top sums of logits; see `top_sums_of_logits`.
 
     Args:
         wanted: of ranges of rows, one after the other.
@@ -112,7 +112,7 @@ class LogitSums:
         self.finite, self.out = array("b", bytes(len(self.sums))), array("d", bytes(16 * sum(self.parts[1::3])))
 
     def found(self) -> tuple[list[Tensor], list[bool]]:
-        """What C++ found."""
+        """The sums that C++ found."""
         out, first, found = torch.frombuffer(self.out, dtype=torch.float64), 0, []
         for k, count in zip(self.parts[1::3], self.parts[2::3], strict=True):
             numbers = out if len(self.parts) == 3 else out[first : first + 2 * k]
