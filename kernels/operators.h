@@ -221,10 +221,13 @@ struct Stack {
 };
 
 // What may follow the layers: logits of the tokens `asked` [rows], by `head`, and their top sums; the rest is as of
-// coppice_top_sums_of_logits.
+// coppice_top_sums_of_logits. Room for these tokens' rows and for their logits, in the stack's type, comes from the
+// caller, who can report that there is none.
 struct Tail {
     const Matrix* head;
     const int64_t* asked;
+    void* rows_NE;
+    void* logits_NV;
     const float* sums;
     bool* finite;
     double* out;

@@ -173,10 +173,11 @@ class Stack:
             raise ValueError(f"head: expected {size} outputs or more of width {self.width}, got {head.packed.outs}")
         if self._head is None or self._head[0] is not head:
             self._head = head, head.packed.described(head.bias)
-        rows = array("q", asked)
-        memory = rows, sums.sums, sums.finite, sums.out, sums.parts
-        places = (x.buffer_info()[0] for x in memory)
-        tail = _STRUCTURES["Tail"](ctypes.addressof(self._head[1]), *places, len(wanted), len(asked), size)
+        rows, N = array("q", asked), len(asked)
+        rooms = [torch.empty(N, width, dtype=self.dtype) for width in (self.width, head.packed.outs)]
+        places = (x.buffer_info()[0] for x in (sums.sums, sums.finite, sums.out, sums.parts))
+        pointers = rows.buffer_info()[0], *(room.data_ptr() for room in rooms), *places
+        tail = _STRUCTURES["Tail"](ctypes.addressof(self._head[1]), *pointers, len(wanted), N, size)
         self._run(x_TE, angles, cache, layout, ctypes.addressof(tail))
         return sums.found()
 

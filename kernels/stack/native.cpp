@@ -82,19 +82,12 @@ struct Pass {
 
     void finish(const Tail& tail) const {
         const int64_t row = s.width * s.element;
-        const char* asked_NE = at[STREAM];
-        std::unique_ptr<char[]> some_NE;
-        if (tail.rows < tokens) {
-            some_NE.reset(new char[tail.rows * row]);
-            for (int64_t n = 0; n < tail.rows; n++)
-                std::memcpy(some_NE.get() + n * row, at[STREAM] + tail.asked[n] * row, row);
-            asked_NE = some_NE.get();
-        }
+        for (int64_t n = 0; n < tail.rows; n++)
+            std::memcpy((char*)tail.rows_NE + n * row, at[STREAM] + tail.asked[n] * row, row);
         int64_t outs = 0;
         for (const Matrix* part = tail.head; part; part = part->next) outs += part->outs;
-        const std::unique_ptr<char[]> logits_NV(new char[tail.rows * outs * s.element]);
-        coppice_linear(s.kind, threads, tail.head, asked_NE, logits_NV.get(), tail.rows);
-        coppice_top_sums_of_logits(s.kind, threads, logits_NV.get(), tail.finite, tail.out, tail.sums, tail.parts,
+        coppice_linear(s.kind, threads, tail.head, tail.rows_NE, tail.logits_NV, tail.rows);
+        coppice_top_sums_of_logits(s.kind, threads, tail.logits_NV, tail.finite, tail.out, tail.sums, tail.parts,
                                    tail.count, tail.rows, outs, tail.size);
     }
 
