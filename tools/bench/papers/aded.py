@@ -1,4 +1,4 @@
-"""Latency and accept length of n-gram drafts (the ADED paper's table 1, figures 4 and 6)."""
+"""Latency and accept length of n-gram drafts (the ADED paper's table 1)."""
 
 import argparse
 import difflib
@@ -9,23 +9,15 @@ import statistics
 import string
 import typing
 from collections.abc import Sequence
-from pathlib import Path
-from random import Random
-from statistics import fmean
 from typing import Any
 
-from engine import Engine
-from engine.contract import Search
-from engine.engine import Progress
 from search import Greedy
 from search.aded.ngrams import count, merge, open_store, write_store
 from tools.bench import aded as bench
 from tools.bench.checkpoints import CODE
-from tools.bench.measure import progress
-from tools.bench.papers.common import Findings, Models, bullets, ratio, stories
-from tools.bench.report import rows_table, table
-from tools.bench.texts import chats, edits, plain, prompt, summaries
-from tools.demo.generator import dialogue
+from tools.bench.papers.common import Findings, Models, bullets
+from tools.bench.report import rows_table
+from tools.bench.texts import chats, edits, plain, summaries
 
 TITLE = "Adaptive Draft-Verification for Efficient Large Language Model Decoding (ADED)"
 SETTING = """Vicuna and Llama-2-chat on an NVIDIA A6000 (33B: H100), greedy; MT-Bench, Alpaca, Human-Eval; tri-grams of
@@ -51,39 +43,21 @@ TABLE_1 = {
     },
 }  # fmt: skip
 CHAIN = 1.493  # Ablation Study, "Effect of MCTS": accept length of greedy search instead (figure 6 has no numbers)
-DIFFERS = (
-    """*mcts* is the paper's drafter with its errata mended (one draw per node, the right pair backed up, nothing
-    padded, a matrix of its own for every request); *backoff* is this engine's.""",
-    """The passes of a small model on a processor take about as long as the search for a draft does, and their time
-    grows with the number of nodes: there is less to win than where a pass is a matter of reading weights. Accept
-    lengths at a fixed number of nodes do not depend on that. *auto* drafts only as much as pays.""",
-    "A text here is up to {tokens} tokens long, so that there is less to adapt to than in answers of hundreds.",
-    """The paper's figures 4 and 6 come without numbers. Its text has ADED better than REST in most cases; on Alpaca
-    with Vicuna-13B, 24.06 ms stand against 22.94.""",
-)
 PAPERS_LENGTHS = [figures[4] for by_model in TABLE_1.values() for figures in by_model.values()]
 LIBRARY = (argparse, difflib, inspect, pathlib, random, statistics, string, typing)  # sources for the store
-REAL_DIFFERS = (
+DIFFERS = (
     """*mcts* is the paper's drafter with its errata mended; *backoff* is this engine's, and *auto* evaluates as much
     of a draft as the measured times make worth while. Without a store a drafter knows the prompt and the answer so far.
     The paper's store has 574 MB of chats; this one has sources and documentation of Python.""",
 )
-ITERATIONS = (30, 75, 150, 300)
-REAL = (  # methods on real models; the store has n-grams of other texts of their kind
+METHODS = (  # the store has n-grams of other texts of their kind
     "autoregressive", "greedy chain", "mcts, 150 iterations", "mcts, no store", "backoff, 24, no store",
     "backoff, auto, no store", "backoff, auto",
 )  # fmt: skip
-KEPT = ("autoregressive", "greedy chain", "mcts, not adapting", "mcts, no store", "backoff, auto", "backoff, 24")
-WINDOW = 8  # tokens of a point of the curve
 
 
 def run(models: Models) -> Findings:
-    """Measure and report the table, then both curves."""
-    return on_demo(models) if models.demo else on_texts(models)
-
-
-def on_texts(models: Models) -> Findings:
-    """The methods on code edits, summaries and chats of a real model, each kind by itself."""
+    """Measure and report the methods on code edits, summaries and chats, each kind by itself."""
     engine, store, rows, lengths = models.engine(), models.scratch / "texts.ngrams", list[dict[str, Any]](), []
     library = "\n\n".join(inspect.getsource(module) for module in LIBRARY)[: models.pick(200_000, 2000)]
     ids = engine.tokenizer.encode(library) + plain(engine, models.pick(40_000, 500), 9)
@@ -97,7 +71,7 @@ def on_texts(models: Models) -> Findings:
             [answer] = engine.generate([one.ids], Greedy(), max_new_tokens=limit, eos_token_ids=one.ends)
             texts.append(answer.outputs[0].token_ids)
         lengths.append(f"{kind} {', '.join(str(len(text)) for text in texts)}")
-        methods = [(name, known[name]) for name in REAL]
+        methods = [(name, known[name]) for name in METHODS]
         found = bench.compare(engine, methods, [one.ids for one in asked], texts, None, 1, warm_up=False)
         rows += [{"kind": kind, **row} for row in found]
     for row in rows:
@@ -117,126 +91,10 @@ def on_texts(models: Models) -> Findings:
         f"In the paper's table 1 the accept length is from {min(PAPERS_LENGTHS)} to {max(PAPERS_LENGTHS)} "
         f"({TABLE_1['MT-Bench']['Vicuna-7B'][4]} for MT-Bench with Vicuna-7B), of REST 1.95 to 2.50, of greedy chains "
         f"{CHAIN}; the speed 1.78 to 2.47 times autoregressive decoding's.",
-        bullets(REAL_DIFFERS),
+        bullets(DIFFERS),
     ])  # fmt: skip
     return Findings(body, {"rows": rows})
 
 
 def pick(rows: Sequence[dict[str, Any]], kind: str, method: str) -> dict[str, Any]:
     return next(row for row in rows if (row["kind"], row["method"]) == (kind, method))
-
-
-def on_demo(models: Models) -> Findings:
-    """The methods on the demo's texts."""
-    engine = models.engine()
-    prompts, texts, store = written(engine, models)
-    iterations = models.pick(ITERATIONS, (20,))
-    known = dict(bench.list_methods(store, iterations))
-    methods = {name: known[name] for name in (*KEPT, *(f"mcts, {n} iterations" for n in iterations))}
-    rows = bench.compare(engine, [*methods.items()], prompts, texts, None, models.pick(2, 1))
-    adapting = f"mcts, {150 if 150 in iterations else iterations[-1]} iterations"
-    pairs = {"adapting": methods[adapting], "not adapting": known["mcts, not adapting"]}
-    curves = {name: curve(engine, search, prompts, texts) for name, search in pairs.items()}
-    longest = max(map(len, texts))
-    body = "\n\n".join([
-        f"{models.name}, {models.dtype}; {len(texts)} answers of {fmean(map(len, texts)):.0f} tokens in the mean, one "
-        "at a time, greedy; store of "
-        f"{len(open_store(store)):,} tri-grams.",
-        rows_table([row | {key: 1e3 / value for key, value in row["tokens_per_second"].items()} for row in rows], {
-            "drafter": "{method}", "ms/token": "{median:.2f}", "least-most": "{max:.2f}-{min:.2f}", "x": "{ratio:.2f}",
-            "accept length": "{accept_length:.2f}", "nodes": "{nodes:.1f}", "draft ms": "{draft_ms:.2f}",
-            "verify ms": "{verify_ms:.2f}", "same": "{same:yes}"}),
-        "*ms/token*: of decoding, the prompt left out. *x*: autoregressive decoding's ms over its own, in the same "
-        "run. *nodes*, *draft ms*, *verify ms*: of a step. *same*: the tokens are the text's.",
-        "Beside the paper's table 1, ms per token and accept length:",
-        beside(rows, adapting),
-        f"Greedy chains: accept length {accept_length(rows, 'greedy chain'):.2f} here, {CHAIN} in the paper. Accept "
-        "length over generated tokens (figure 4a) and over the number of searches (figure 6):",
-        curve_table(curves),
-        table(["searches", *map(str, iterations)],
-              [["accept length", *(f"{accept_length(rows, f'mcts, {n} iterations'):.2f}" for n in iterations)],
-               ["ms/token", *(f"{latency(rows, f'mcts, {n} iterations'):.2f}" for n in iterations)]]),
-        bullets([line.format(tokens=longest) for line in DIFFERS]),
-    ])  # fmt: skip
-    result = {"rows": rows, "curves": curves, "iterations": list(iterations)}
-    return Findings(body, result, (10, 3.6), lambda figure: paint(figure, rows, curves, iterations))
-
-
-def written(writer: Engine, models: Models) -> tuple[list[list[int]], list[list[int]], Path]:
-    """Prompts, greedy answers to them, and a store of n-grams of similar texts, the demo's conversations."""
-    store = models.scratch / "texts.ngrams"
-    n, tokens, corpus = models.pick(8, 1), models.pick(128, 8), models.pick(200_000, 500)
-    prompts = stories(writer, max(1, n // 2), 1, models.seed) + stories(writer, n // 2, 5, models.seed)
-    answers = writer.generate(prompts, Greedy(), max_new_tokens=tokens)
-    progress(f"aded: counting the tri-grams of {corpus} tokens of conversations")
-    runs, i = [], 0
-    while corpus > 0:
-        talk = dialogue(Random(f"papers:corpus:{models.seed}:{i}"))
-        ids = prompt(writer, talk, talk.turns[-1].reply)
-        runs.append(count(ids))
-        corpus, i = corpus - len(ids), i + 1
-    write_store(store, merge(runs), writer.tokenizer.size, writer.tokenizer.fingerprint)
-    return prompts, [answer.outputs[0].token_ids for answer in answers], store
-
-
-def curve(
-    engine: Engine, search: Search, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
-) -> dict[int, float]:
-    """Accept length by the token at which a step began, in windows."""
-    taken: dict[int, list[int]] = {}
-    for prompt_ids, text in zip(prompts, texts, strict=True):
-        done = 0
-        for event in engine.stream(prompt_ids, search, max_new_tokens=len(text), ignore_eos=True):
-            if isinstance(event, Progress) and "accepted" in event.report.info:
-                taken.setdefault(done // WINDOW * WINDOW, []).append(event.report.info["accepted"] + 1)
-                done += event.report.info["accepted"] + 1
-    return {start: sum(steps) / len(steps) for start, steps in sorted(taken.items())}
-
-
-def curve_table(curves: dict[str, dict[int, float]]) -> str:
-    starts = sorted(set().union(*curves.values()))
-    lines = [[name, *(f"{c[s]:.2f}" if s in c else "" for s in starts)] for name, c in curves.items()]
-    return table(["from token", *map(str, starts)], lines)
-
-
-def accept_length(rows: Sequence[dict[str, Any]], method: str) -> float:
-    return next(row["accept_length"] for row in rows if row["method"] == method)
-
-
-def latency(rows: Sequence[dict[str, Any]], method: str) -> float:
-    """Milliseconds per token."""
-    return 1e3 / next(row["tokens_per_second"]["median"] for row in rows if row["method"] == method)
-
-
-def beside(rows: Sequence[dict[str, Any]], mcts: str) -> str:
-    """Ours and the paper's, autoregressive and with drafts."""
-    plain, lines = latency(rows, "autoregressive"), []
-    for name in (mcts, "backoff, auto"):
-        ours = latency(rows, name)
-        lines.append([f"here: {name}", f"{plain:.2f}", "", f"{ours:.2f}", ratio(plain, ours), "",
-                      f"{accept_length(rows, name):.2f}"])  # fmt: skip
-    for benchmark, by_model in TABLE_1.items():
-        for model, (auto, rest, ours, rest_length, length) in by_model.items():
-            figures = [f"{auto:.2f}", f"{rest:.2f}", f"{ours:.2f}", ratio(auto, ours), f"{rest_length:.2f}"]
-            lines.append([f"paper: {benchmark}, {model}", *figures, f"{length:.2f}"])
-    return table(["", "autoregressive", "REST", "ADED", "x", "accept length, REST", "ADED"], lines)
-
-
-def paint(
-    figure: Any, rows: Sequence[dict[str, Any]], curves: dict[str, dict[int, float]], iterations: Sequence[int]
-) -> None:
-    """Draw figures 4a and 6."""
-    left, right = figure.subplots(1, 2)
-    for name, points in curves.items():
-        left.plot([*points], [*points.values()], marker="o", ms=3, label=name)
-    left.set(title="accept length as the text grows", xlabel="tokens generated", ylabel="accept length", ylim=(1, None))
-    left.legend(fontsize=8)
-    names = [f"mcts, {n} iterations" for n in iterations]
-    right.plot(iterations, [accept_length(rows, name) for name in names], "o-", color="tab:blue")
-    right.set(title="number of searches", xlabel="searches", ylim=(1, None))
-    right.set_ylabel("accept length", color="tab:blue")
-    other = right.twinx()
-    other.plot(iterations, [latency(rows, name) for name in names], "s--", color="tab:orange")
-    other.axhline(latency(rows, "autoregressive"), color="grey", ls=":", lw=1)
-    other.set_ylabel("ms per token (dotted: autoregressive)", color="tab:orange")
-    other.set_ylim(0, None)
