@@ -110,22 +110,23 @@ def test_the_largest_products_of_floats_do_not_overflow(kind):
         scale_OG = torch.ones(2, width // size)
         panels, groups = pack_groups([(codes_OI, scale_OG, scale_OG * zero)], kind, 2, width, size)
         packed, exact = Packed(panels, 2, width, groups=groups), torch.tensor([most - zero, -zero]) * width
-        for sign in (1, -1):
-            row_O = linear(torch.full((1, width), sign), packed)[0]
-            torch.testing.assert_close(row_O, sign * exact.float(), rtol=1e-6, atol=64)
+        for sign in (1.0, -1.0):
+            found = linear(torch.full((1, width), sign), packed)[0]
+            assert (found - sign * exact).abs().max() <= 1e-5 * most * width
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_digits_of_whole_steps(kind):
-    """Every digit at its ends: a row of whole numbers up to 0x7f7f7f loses nothing, wherever they lie."""
-    packed, _ = matrix(kind, 70, 96, 32)
-    ends = torch.tensor([0x7F7F7F, 0x7F7F80 - 256, 0x8080, 0x7F80, 0x7F7F, 0x80, 0x7F, 1])
-    x = torch.zeros(16, 96)
+    """Every digit at its ends: of a row of whole numbers up to 0x7f7f7f each counts as it is, however small."""
+    codes_OI = torch.randint(1, MOST[kind] + 1, (70, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    codes_OI[:, 95] = 0  # which the largest number of a row is multiplied by
+    panels, groups = pack_groups([(codes_OI, torch.ones(70, 3), torch.zeros(70, 3))], kind, 70, 96, 32)
+    packed, x = Packed(panels, 70, 96, groups=groups), torch.zeros(16, 96)
+    ends = torch.tensor([0x7F7F7F, 0x7F7E80, 0x8080, 0x7F80, 0x7F7F, 0x80, 0x7F, 1])
     for row, end in enumerate([*ends, *-ends]):
         x[row, 5 * row], x[row, 95] = end, -0x7F7F7F
     found, exact = linear(x, packed), reference.linear(x.double(), packed)
-    large = linear(torch.zeros(1, 96).index_fill(1, torch.tensor([95]), -0x7F7F7F), packed)
-    assert ((found - exact).abs() <= torch.finfo(torch.float32).eps * 4 * (exact.abs() + large.abs())).all()
+    assert ((found - exact).abs() <= torch.finfo(torch.float32).eps * exact.abs()).all()
 
 
 def test_every_number_of_float8():
