@@ -112,7 +112,7 @@ def test_the_largest_products_of_floats_do_not_overflow(kind):
         packed, exact = Packed(panels, 2, width, groups=groups), torch.tensor([most - zero, -zero]) * width
         for sign in (1.0, -1.0):
             found = linear(torch.full((1, width), sign), packed)[0]
-            assert (found - sign * exact).abs().max() <= 1e-5 * most * width
+            assert (found - sign * exact).abs().max() <= 1e-4 * most * width  # 2,048 chunks are added in float32
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
