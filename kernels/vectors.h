@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 // One file per instruction set has all that depends on it, which is LANES, the number of floats in a vector, and
@@ -22,7 +23,9 @@
 //                                                     INT8_DOTS is defined where one instruction makes four, and `nearest`
 //                                                     takes |x| < 2^23 there
 //   struct FourNibbles                                those of four numbers from 0 to 15 with four int8 of a row
-//   Floats add_pairs(Floats sum, Ints, int32_t)       optional, with BFLOAT16_PAIRS defined: of pairs of bfloat16
+//   Floats add_pairs(Floats sum, Ints, int32_t)       optional, with BFLOAT16_PAIRS defined: of pairs of bfloat16, and
+//   Shorts nearest_bfloat16(Floats), Floats floats_of(Shorts), void interleave(one, two, to)   of 2 * LANES each
+//   void transpose(Ints (&x)[LANES])                  optional, with TRANSPOSE defined
 #if defined(__AVX512F__)
 #include "processors/avx512.h"
 #elif defined(__AVX2__) && defined(__F16C__)
@@ -99,6 +102,43 @@ inline void store(Floats x, float* to, int count = LANES) { write(x, to, count);
 inline void store(Floats x, Float16* to, int count = LANES) { write(narrowed(x), to, count); }
 inline void store(Floats x, BFloat16* to, int count = LANES) {
     write(__builtin_convertvector((Ints)rounded(x) >> 16, Shorts), to, count);
+}
+
+// Lanes change places so that blocks of 2 x 2 times STRIDE numbers of two vectors are transposed.
+template <int STRIDE, int... LANE>
+inline void exchange(Ints& one, Ints& two, std::integer_sequence<int, LANE...>) {
+#ifdef __clang__
+    const Ints first = __builtin_shufflevector(one, two, (LANE & STRIDE ? LANES + LANE - STRIDE : LANE)...);
+    two = __builtin_shufflevector(one, two, (LANE & STRIDE ? LANES + LANE : LANE + STRIDE)...);
+#else
+    const Ints first = __builtin_shuffle(one, two, Ints{(LANE & STRIDE ? LANES + LANE - STRIDE : LANE)...});
+    two = __builtin_shuffle(one, two, Ints{(LANE & STRIDE ? LANES + LANE : LANE + STRIDE)...});
+#endif
+    one = first;
+}
+
+#ifndef TRANSPOSE
+// Lane l of x[i] and lane i of x[l] change places.
+template <int STRIDE = LANES / 2>
+inline void transpose(Ints (&x)[LANES]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & STRIDE)) exchange<STRIDE>(x[i], x[i + STRIDE], std::make_integer_sequence<int, LANES>{});
+    if constexpr (STRIDE > 1) transpose<STRIDE / 2>(x);
+}
+#endif
+
+// Lane i is the largest of x[i], which is lost.
+template <int STRIDE = LANES / 2>
+inline Floats largest_of_each(Floats (&x)[LANES]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < STRIDE; i++) {
+        Ints one = (Ints)x[i], two = (Ints)x[i + STRIDE];
+        exchange<STRIDE>(one, two, std::make_integer_sequence<int, LANES>{});
+        x[i] = larger((Floats)one, (Floats)two);
+    }
+    if constexpr (STRIDE > 1) return largest_of_each<STRIDE / 2>(x);
+    return x[0];
 }
 
 // Primitives of dot products, on 32-bit words of elements: add(sum, words, x) is sum + words * x, x in all lanes.

@@ -41,7 +41,45 @@ constexpr int REGISTERS = 32, SPARE_REGISTERS = 0;  // multiplications take an o
 inline Floats add_pairs(Floats sum, Ints pairs, int32_t pair) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
 }
+
+inline Shorts nearest_bfloat16(Floats x) { return (Shorts)_mm512_cvtneps_pbh((__m512)x); }
+inline Floats floats_of(Shorts bfloat16) {
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bfloat16), 16);
+}
+
+inline void interleave(const void* one, const void* two, void* to) {
+    __m512i indices = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i x = _mm512_loadu_si512(one), y = _mm512_loadu_si512(two);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, indices, y));
+    indices = _mm512_add_epi16(indices, _mm512_set1_epi16(16));
+    _mm512_storeu_si512((char*)to + 64, _mm512_permutex2var_epi16(x, indices, y));
+}
 #endif
+
+// By unpacking, which takes no indices: compilers have too few registers for these.
+#define TRANSPOSE
+inline void transpose(Ints (&x)[LANES]) {
+    __m512i columns[4][4];  // in each quarter q: column 4 * q + c of rows 4 * r and on
+    for (int r = 0; r < 4; r++) {
+        const __m512i *rows = (const __m512i*)x + 4 * r, low = _mm512_unpacklo_epi32(rows[0], rows[1]);
+        const __m512i high = _mm512_unpackhi_epi32(rows[0], rows[1]);
+        const __m512i next_low = _mm512_unpacklo_epi32(rows[2], rows[3]);
+        const __m512i next_high = _mm512_unpackhi_epi32(rows[2], rows[3]);
+        columns[0][r] = _mm512_unpacklo_epi64(low, next_low), columns[1][r] = _mm512_unpackhi_epi64(low, next_low);
+        columns[2][r] = _mm512_unpacklo_epi64(high, next_high), columns[3][r] = _mm512_unpackhi_epi64(high, next_high);
+    }
+    for (int c = 0; c < 4; c++) {
+        const __m512i low = _mm512_shuffle_i32x4(columns[c][0], columns[c][1], 0x44);
+        const __m512i high = _mm512_shuffle_i32x4(columns[c][0], columns[c][1], 0xee);
+        const __m512i next_low = _mm512_shuffle_i32x4(columns[c][2], columns[c][3], 0x44);
+        const __m512i next_high = _mm512_shuffle_i32x4(columns[c][2], columns[c][3], 0xee);
+        x[c] = (Ints)_mm512_shuffle_i32x4(low, next_low, 0x88);
+        x[c + 4] = (Ints)_mm512_shuffle_i32x4(low, next_low, 0xdd);
+        x[c + 8] = (Ints)_mm512_shuffle_i32x4(high, next_high, 0x88);
+        x[c + 12] = (Ints)_mm512_shuffle_i32x4(high, next_high, 0xdd);
+    }
+}
 
 #ifdef __AVX512VNNI__
 #define INT8_DOTS

@@ -1,463 +1,419 @@
-// Tree attention on a CPU. Query rows are the lanes of a vector: a score is a broadcast element of a key times a
-// vector of the rows' elements, so keys and values are read where they lie, once for all rows of a tile; nothing is
-// gathered, transposed or copied (but 16-bit elements and int8 are converted to floats, or the values of two keys
-// interleaved, a block at a time, where no instruction multiplies them as they are). In a tile of few rows the elements
-// of one row are the lanes, and rows take turns. The softmax is computed online (Milakov and Gimelshein, 2018). Where
-// there are fewer tiles than threads, long trunks are cut and the results of the cuts merged.
+// Tree attention on a CPU: the same bits for a row whatever rows are beside it, wherever its keys lie, and with any
+// number of threads. Keys come in blocks of fixed positions (keys.h), a block is made ready for all rows of a tile that
+// see it (ready.h), and two small matrix products make scores of queries and keys, and outputs of weights and values. A
+// row's numbers are added up in one order: over the elements of a head, over the lanes of a block, over blocks; what it
+// does not see has the weight 0, which changes no bit. The softmax is computed online (Milakov and Gimelshein, 2018),
+// for each CUT positions anew, and then merged in order, so threads may share a long trunk.
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
 #include <algorithm>
+#include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "../operators.h"
 #include "../vectors.h"
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // it does not see that only scores of taken slots are read
-#endif
+#include "keys.h"
+#include "ready.h"
 
 namespace {
 
-constexpr int VECTORS = 4;  // the most in a tile, of rows
-constexpr int MAX_SINGLE_ROWS = LANES / 4;  // of more, rows are the lanes
-constexpr int BLOCK = 32;  // keys between two updates of the largest score
-constexpr int KEYS = 8;    // with their scores in registers at once; divides BLOCK
-constexpr int DIMS = 16;   // of the output, likewise
-constexpr int MIN_CUT = 256;  // trunk tokens
+constexpr int MAX_ROWS = 64;  // of a tile
+constexpr int LINE = 64;      // bytes of a cache line
+constexpr int FEW = 4;        // rows, which are multiplied with keys as these are transposed
+constexpr int CUT = 256;      // positions; a multiple of BLOCK
 constexpr int MAX_SERIAL = 1 << 14;  // vector products; only for more is it worth waking threads
+constexpr int MIN_UNITS = 4;         // for each thread; of fewer, cuts are shared among threads
 const Floats NEVER = all(-INFINITY);
 
-// Rows first .. last - 1 of a tree, counted token by token and head by head.
+// Tokens first .. last - 1 of a tree, and so many of their query heads from `head` on; a row for each of both. They see
+// keys in cuts first_cut .. last_cut - 1.
 struct Tile {
-    int tree, first, last;
+    int tree, first, last, head, heads;
+    int64_t first_cut, last_cut;
+
+    int rows() const { return (last - first) * heads; }
 };
 
-// The state of the online softmax of a tile, over some of its keys.
+// The state of the online softmax of rows, over some of their keys.
 struct Part {
-    Floats most[VECTORS], sum[VECTORS];  // the largest score, and the sum of 2^(score - largest)
-    std::vector<Floats> out_D;           // of each vector in turn: the sum of values times 2^(score - largest)
+    float* most_R;   // the largest score
+    Floats* sum_R;   // lane by lane, of 2^(score - largest)
+    Floats* out_RD;  // of values times 2^(score - largest)
+
+    static int64_t size(int rows, int vectors) { return (rows + LANES - 1) / LANES + rows * (1 + vectors); }
+
+    Part(Floats* room, int rows)
+        : most_R((float*)room), sum_R(room + (rows + LANES - 1) / LANES), out_RD(sum_R + rows) {}
 };
+
+template <int COUNT, typename F>
+inline void with_count(int count, F f) {
+    if constexpr (COUNT > 1)
+        if (count < COUNT) return with_count<COUNT - 1>(count, f);
+    f(std::integral_constant<int, COUNT>{});
+}
+
+// Calls f(first, count) with a constant count of at most MOST for all of `rows` rows.
+template <int MOST, typename F>
+inline void by_rows(int rows, F f) {
+    const int groups = (rows + MOST - 1) / MOST;
+    for (int i = 0; i < groups; i++) {
+        const int first = rows * i / groups;
+        with_count<MOST>(rows * (i + 1) / groups - first, [&](auto count) { f(first, count); });
+    }
+}
+
+// Adds products of words: out[row] = out[row] * keep[row] + the sum over i of x[row * ACROSS + i * along] times the
+// words at(i), in this order; `keep` null: from 0. `out` is a row of COLUMNS vectors, and the next row `stride` words
+// on. At each i it fetches LINES cache lines for what comes later.
+template <typename Element, int ROWS, int COLUMNS, int ACROSS, int LINES, typename At>
+inline void multiply(const int32_t* x, int along, At at, int first, int last, float* out, int stride,
+                     const float* keep, Fetch& fetch) {
+    const char* next = fetch.at;
+    const int64_t line = fetch.at < fetch.end ? LINE : 0;  // of what was fetched, one again
+    Floats sum[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; c++) sum[r][c] = keep ? load(out + r * stride + c * LANES) * keep[r] : Floats{};
+    x += first * along;
+    for (int i = first; i < last; i++, x += along) {
+        const int32_t* y = at(i);
+#pragma GCC unroll 8
+        for (int j = 0; j < LINES; j++) __builtin_prefetch(next + j * line, 0, 1);
+        next += LINES * line;
+        Ints words[COLUMNS];
+        for (int c = 0; c < COLUMNS; c++) words[c] = read<Ints>(y + c * LANES, LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; c++) {
+                int32_t word;
+                std::memcpy(&word, x + r * ACROSS, sizeof word);
+                sum[r][c] = Element::add(sum[r][c], words[c], word);
+            }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; c++) store(sum[r][c], out + r * stride + c * LANES);
+    fetch.at = next < fetch.end ? next : fetch.end;
+}
+
+template <int COLUMNS>
+constexpr int MOST_ROWS = std::min(8, (REGISTERS - 4) / COLUMNS);  // whose sums fit into the registers
 
 // Queries and output are of type T, keys and values of type C.
 template <typename T, typename C>
 class Worker {
   public:
-    Worker(const Attention& p, const T* q, const char* k, const char* v, T* out)
-        : p(p), q(q), k(k), v(v), out(out), D(p.head_dim), group(p.heads / p.kv_heads), q_words(VECTORS * D) {
-#ifdef __AVX512BF16__
-        pairs = std::is_same_v<C, BFloat16> && D % 2 == 0;
-#endif
-        part.out_D.resize(VECTORS * D);
-        row_D.resize(2 * MAX_SINGLE_ROWS * depth());
-        if (!std::is_same_v<C, float>) room.resize(2 * BLOCK * D);
-    }
+    Worker(const Attention& p, const Keys& keys, const T* q, const char* k, const char* v, T* out)
+        : p(p), keys(keys), ready(p, k, v), q(q), out(out), D(p.head_dim), group(p.heads / p.kv_heads),
+          vectors(ready.value_width / LANES), q_DR(new int32_t[ready.words * MAX_ROWS]) {}
 
-    Part part;
-
-    // A tile's rows over one of the cuts of the trunk; the last one has the branches too.
-    void run(const Tile& tile, int g, int cut, int cuts, Part& part) {
-        const int rows = tile.last - tile.first, vectors = (rows + LANES - 1) / LANES;
-        few = rows <= MAX_SINGLE_ROWS ? rows : 0;
-        Ints seen[VECTORS], oldest[VECTORS];
-        int all_see[VECTORS], none_sees[VECTORS], latest[VECTORS];  // bounds of `seen`, and the largest `oldest`
-        int start = INT32_MAX, end = 0;
-        for (int i = 0; i < vectors; i++) {
-            part.most[i] = NEVER, part.sum[i] = Floats{};
-            all_see[i] = INT32_MAX, none_sees[i] = latest[i] = 0;
-            for (int lane = 0; lane < LANES; lane++) {
-                const int row = row_of(tile, i, lane), token = token_of(tile, row);
-                const T* from = q + token * p.q_token + (g * group + row % group) * p.q_head;
-                if (few) {
-                    if (lane < few) load_row(from, &row_D[2 * lane * depth()]);
-                } else if (pairs) {
-                    for (int d = 0; d < D / 2; d++) {
-                        int32_t pair;
-                        std::memcpy(&pair, from + 2 * d, sizeof pair);
-                        q_words[i * D + d][lane] = pair;
-                    }
-                } else {
-                    each(D, [&](int64_t d, auto n) {
-                        const Ints some = (Ints)load(from + d, n);
-                        for (int j = 0; j < n; j++) q_words[i * D + d + j][lane] = some[j];
-                    });
-                }
-                const int sees = p.seen[token], old = oldest_of(token);
-                seen[i][lane] = sees, oldest[i][lane] = old;
-                all_see[i] = std::min(all_see[i], sees), none_sees[i] = std::max(none_sees[i], sees);
-                start = std::min(start, old), latest[i] = std::max(latest[i], old);
-            }
-            std::fill_n(&part.out_D[i * D], D, Floats{});
-            end = std::max(end, none_sees[i]);
-        }
-        start = std::min(start, end);
-        const int64_t span = end - start, low = start + span * cut / cuts, high = start + span * (cut + 1) / cuts;
-        int64_t place = low;  // of the first slot that waits
-        auto flush = [&] {
-            take(g, true);
-            for (int i = 0; i < vectors; i++) {
-                if (place >= none_sees[i]) continue;
-                const bool masked = place + n > all_see[i] || place < latest[i];
-                const Ints last = seen[i] - int32_t(place), old = oldest[i] - int32_t(place);
-                attend(i, part, masked, [&](int j) { return (last <= j) | (old > j); });
-            }
-            place += n, n = 0;
-        };
-        int64_t first = 0;  // place of a run's first token
-        for (int64_t r = 0; r < p.run_count && first < high; r++) {
-            if (p.runs[3 * r] != tile.tree) continue;
-            const int64_t slot = p.runs[3 * r + 1], length = p.runs[3 * r + 2], last = std::min(high, first + length);
-            for (int64_t at = std::max(low, first); at < last;) {
-                const int count = std::min<int64_t>(BLOCK - n, last - at);
-                for (int j = 0; j < count; j++) slots[n + j] = slot + at - first + j;
-                at += count, n += count;
-                if (n == BLOCK) flush();
-            }
-            first += length;
-        }
-        if (n) flush();
-        if (cut == cuts - 1)
-            for (int i = 0; i < vectors; i++) branches(tile, g, i, oldest[i], part);
-        for (int row = 0; row < few; row++) {
-            const float* gathered = (const float*)&row_D[(2 * row + 1) * depth()];
-            for (int d = 0; d < D; d++) part.out_D[d][row] = gathered[d];
+    // Reads the queries of a tile.
+    void begin(const Tile& tile, int g) {
+        ready.forget();
+        tile_rows = tile.rows();
+        for (int row = 0; row < tile.rows(); row++) {
+            const T* from = q + token_of(tile, row) * p.q_token + head_of(tile, g, row) * p.q_head;
+            int32_t* to = &q_DR[row];
+            if (ready.pairs)
+                for (int d = 0; d < D / 2; d++) std::memcpy(to + d * tile_rows, from + 2 * d, 4);
+            else
+                each(D, [&](int64_t d, auto n) {
+                    const Ints some = (Ints)load(from + d, n);
+                    for (int j = 0; j < n; j++) to[(d + j) * tile_rows] = some[j];
+                });
         }
     }
 
-    // Adds another cut's part.
-    static void merge(const Part& from, Part& into, int vectors, int D) {
-        for (int i = 0; i < vectors; i++) {
-            const Floats most = larger(from.most[i], into.most[i]), base = most == NEVER ? Floats{} : most;
-            const Floats theirs = exp2_of(from.most[i] - base), ours = exp2_of(into.most[i] - base);
-            into.most[i] = most;
-            into.sum[i] = from.sum[i] * theirs + into.sum[i] * ours;
-            for (int d = i * D; d < (i + 1) * D; d++) into.out_D[d] = from.out_D[d] * theirs + into.out_D[d] * ours;
+    // A tile's rows over a cut; `begin` has read them.
+    void run(const Tile& tile, int g, int64_t cut, const Part& part) {
+        const int rows = tile.rows();
+        std::fill_n(part.most_R, rows, -INFINITY);
+        std::fill_n(part.sum_R, rows * (1 + vectors), Floats{});
+        const int64_t low = cut * CUT, high = low + CUT;
+        int64_t start = high, end = low;
+        for (int t = tile.first; t < tile.last; t++)
+            start = std::min<int64_t>(start, keys[t].oldest), end = std::max<int64_t>(end, keys[t].shared);
+        for (int64_t at = std::max(low, start / BLOCK * BLOCK); at < std::min(end, high); at += BLOCK)
+            share_block(tile, g, at, part);
+        for (int t = tile.first; t < tile.last; t++)
+            for (int i = keys[t].first; i < keys[t].last; i++)
+                if (keys.own(i)->number / (CUT / BLOCK) == cut) own_block(tile, g, t, *keys.own(i), part);
+    }
+
+    // Adds a later cut's part.
+    __attribute__((noinline)) static void merge(const Part& from, const Part& into, int rows, int vectors) {
+        for (int row = 0; row < rows; row++) {
+            const float most = std::max(from.most_R[row], into.most_R[row]), base = most == -INFINITY ? 0 : most;
+            const Floats theirs = exp2_of(all(from.most_R[row] - base)), ours = exp2_of(all(into.most_R[row] - base));
+            into.most_R[row] = most;
+            into.sum_R[row] = into.sum_R[row] * ours + from.sum_R[row] * theirs;
+            for (int i = row * vectors; i < (row + 1) * vectors; i++)
+                into.out_RD[i] = into.out_RD[i] * ours + from.out_RD[i] * theirs;
         }
     }
 
     void write(const Tile& tile, int g, const Part& part) {
-        for (int row = tile.first; row < tile.last; row++) {
-            const int i = (row - tile.first) / LANES, lane = (row - tile.first) % LANES;
+        for (int row = 0; row < tile.rows(); row++) {
             const int token = token_of(tile, row);
-            const float sum = part.sum[i][lane], share = sum == 0 ? (is_blind(tile.tree, token) ? 0 : NAN) : 1 / sum;
-            T* to = out + (token * p.heads + g * group + row % group) * D;
-            each(D, [&](int64_t d, auto n) {
-                Floats some{};
-                for (int j = 0; j < n; j++) some[j] = part.out_D[i * D + d + j][lane] * share;
-                store(some, to + d, n);
-            });
+            const float sum = sum_of(part.sum_R[row]), share = sum == 0 ? (keys[token].end ? NAN : 0) : 1 / sum;
+            T* to = out + (int64_t(token) * p.heads + head_of(tile, g, row)) * D;
+            each(D, [&](int64_t d, auto n) { store(part.out_RD[row * vectors + d / LANES] * share, to + d, n); });
         }
     }
 
   private:
-    static constexpr bool QUANTISED = std::is_same_v<C, int8_t>;
     const Attention& p;
+    const Keys& keys;
+    Ready<T, C> ready;
     const T* q;
-    const char *k, *v;
     T* out;
     const float factor = p.cap > 0 ? p.scale / p.cap : p.scale * LOG2_E;  // of the scores; with a cap of its tanh
-    const int D, group, row_bytes = D * sizeof(C);
-    const int64_t head_bytes = p.slots * (row_bytes + (QUANTISED ? SCALE_BYTES : 0));
-    bool pairs = false;         // keys are read as pairs of bfloat16, for which the processor has products
-    std::vector<Ints> q_words;  // of each vector of rows in turn: floats or pairs
-    int few = 0;                // rows, if there are at most MAX_SINGLE_ROWS
-    std::vector<Floats> row_D;  // of each of these in turn: its query, floats or pairs, and its row of `Part::out_D`
-    std::vector<float> room;    // for converted keys and values
-    int n = 0;                  // slots that wait, or are taken
-    int64_t slots[BLOCK];
-    const int32_t* keys[BLOCK];  // of the taken slots: floats or pairs
-    int value_rows = 0;
-    const int32_t* values[BLOCK];  // of the taken slots: floats; or pairs, of two slots' elements
-    const char *next_k, *next_v;   // to prefetch meanwhile
+    const int D, group, vectors;
+    std::unique_ptr<int32_t[]> q_DR;  // floats or pairs of bfloat16
+    int tile_rows = 0;                // of q_DR
+    Floats scores_RS[MAX_ROWS * KEY_VECTORS];  // and then the weights: floats or bfloat16
+    uint32_t seen_R[MAX_ROWS];                 // bits of the lanes that a row sees
 
-    static int row_of(const Tile& tile, int i, int lane) {
-        return std::min(tile.first + i * LANES + lane, tile.last - 1);
-    }
-    int token_of(const Tile& tile, int row) const { return p.starts[tile.tree] + row / group; }
+    static constexpr bool QUANTISED = Ready<T, C>::QUANTISED;
 
-    int oldest_of(int token) const {
-        return p.window < 0 ? 0 : std::max<int64_t>(0, p.positions[token] - p.window + 1);
+    static int token_of(const Tile& tile, int row) { return tile.first + row / tile.heads; }
+    int head_of(const Tile& tile, int g, int row) const { return g * group + tile.head + row % tile.heads; }
+
+    // The lanes that a token sees of a block of the trunk at a position: from the first on, and before the second.
+    static std::pair<int, int> lanes_of(const Token& token, int64_t at) {
+        return {std::max<int64_t>(0, token.oldest - at), std::min<int64_t>(BLOCK, token.shared - at)};
     }
 
-    // Whether a token sees nothing at all, as padding does; if it sees something, a sum of 0 is an overflow.
-    bool is_blind(int tree, int token) const {
-        const int oldest = oldest_of(token);
-        if (p.seen[token] > oldest) return false;
-        for (int column = 0; column < p.table_width; column++)
-            if (p.ancestry[token * p.words + column / 32] >> column % 32 & 1 &&
-                p.branch_positions[tree * p.table_width + column] >= oldest)
-                return false;
-        return true;
+    // The block of a trunk at a position, for all rows that see any of it.
+    void share_block(const Tile& tile, int g, int64_t at, const Part& part) {
+        int first = tile.last, last = first, from = BLOCK, to = 0;
+        bool whole = true;
+        for (int t = tile.first; t < tile.last; t++) {
+            const auto [old, end] = lanes_of(keys[t], at);
+            if (t >= first && old >= end) whole = false;
+            if (old >= end) continue;
+            first = std::min(first, t), last = t + 1;
+            from = std::min(from, old), to = std::max(to, end);
+            whole &= end - old == BLOCK;
+        }
+        if (first == tile.last) return;
+        for (int t = first; !whole && t < last; t++) {
+            const auto [old, end] = lanes_of(keys[t], at);
+            const uint32_t seen = old >= end ? 0 : ~uint32_t(0) >> (BLOCK - end) & ~uint32_t(0) << old;
+            std::fill_n(&seen_R[(t - tile.first) * tile.heads], tile.heads, seen);
+        }
+        keys.trunk_slots(tile.tree, at + from, at + to, ready.slots + from);
+        std::fill(ready.slots, ready.slots + from, ready.slots[from]);
+        std::fill(ready.slots + to, ready.slots + BLOCK, ready.slots[from]);
+        ready.begin(g, to, true);
+        attend((first - tile.first) * tile.heads, (last - first) * tile.heads, from, to, !whole, part);
     }
 
-    // Makes the waiting slots' keys and values ready; `ahead`: the slots behind them are prefetched.
-    void take(int g, bool ahead) {
-        const char *k_SD = k + g * head_bytes, *v_SD = v + g * head_bytes;
-        if (pairs && !few) {
-            pair_up(v_SD);
+    // A block of a token's own, for its rows.
+    void own_block(const Tile& tile, int g, int t, const OwnBlock& block, const Part& part) {
+        const int from = __builtin_ctz(block.there), to = BLOCK - __builtin_clz(block.there);
+        for (int j = 0; j < BLOCK; j++) ready.slots[j] = block.slots[block.there >> j & 1 ? j : from];
+        std::fill_n(&seen_R[(t - tile.first) * tile.heads], tile.heads, block.there);
+        ready.begin(g, to, false);
+        attend((t - tile.first) * tile.heads, tile.heads, from, to, true, part);
+    }
+
+    // Adds the lanes from .. to - 1, which are ready, to the state of rows.
+    void attend(int row, int rows, int from, int to, bool masked, const Part& part) {
+#ifdef BFLOAT16_PAIRS
+        if constexpr (Ready<T, C>::PAIRABLE)
+            if (ready.pairs) return attend<TwoBFloat16, BLOCK / 2>(row, rows, from, to, masked, part);
+#endif
+        attend<Float32, BLOCK>(row, rows, from, to, masked, part);
+    }
+
+    // WEIGHTS: words of a row of weights.
+    template <typename Element, int WEIGHTS>
+    void attend(int row, int rows, int from, int to, bool masked, const Part& part) {
+        constexpr int EACH = BLOCK / WEIGHTS;
+        const int first = from / LANES, last = (to + LANES - 1) / LANES;
+        if (rows <= FEW && tile_rows <= FEW) {
+            for (int i = first; i < last; i++)
+                with_count<FEW>(rows, [&](auto count) { score<Element, EACH == 2, count>(row, i); });
         } else {
-            convert(v_SD, values, room.data());
-            value_rows = n;
-        }
-        if (pairs) {
-            for (int j = 0; j < n; j++) keys[j] = (const int32_t*)(k_SD + slots[j] * row_bytes);
-        } else {
-            convert(k_SD, keys, room.data() + BLOCK * D);
-        }
-        for (int j = n; j % KEYS; j++) keys[j] = keys[0];
-        const int64_t next = ahead ? slots[n - 1] + 1 : slots[0];
-        next_k = k_SD + next * row_bytes, next_v = v_SD + next * row_bytes;
-    }
-
-    // Points `at` to the waiting slots' rows as floats; neighbours are converted in one go.
-    void convert(const char* rows_SD, const int32_t** at, float* to) {
-        if constexpr (std::is_same_v<C, float>) {
-            for (int j = 0; j < n; j++) at[j] = (const int32_t*)(rows_SD + slots[j] * row_bytes);
-        } else if constexpr (QUANTISED) {
-            const BFloat16* scales = (const BFloat16*)(rows_SD + p.slots * row_bytes);
-            for (int j = 0; j < n; j++) {
-                const int8_t* from = (const int8_t*)(rows_SD + slots[j] * row_bytes);
-                const float factor = load(scales + slots[j], 1)[0];
-                each(D, [&](int64_t d, auto n) { store(load(from + d, n) * factor, to + j * D + d, n); });
-                at[j] = (const int32_t*)(to + j * D);
-            }
-        } else {
-            for (int j = 0, first = 0; j < n; j++) {
-                at[j] = (const int32_t*)(to + j * D);
-                if (j + 1 < n && slots[j + 1] == slots[j] + 1) continue;
-                const C* from = (const C*)rows_SD + slots[first] * D;
-                each((j + 1 - first) * D, [&](int64_t d, auto n) { store(load(from + d, n), to + first * D + d, n); });
-                first = j + 1;
+            ready.template take_keys<EACH == 2>(from, to);
+            for (int i = first; i < last;) {
+                auto score = [&](auto columns) {
+                    by_rows<MOST_ROWS<columns>>(rows, [&](int r, auto count) {
+                        multiply<Element, count, columns, 1, count <= FEW ? 2 : 1>(
+                            &q_DR[row + r], tile_rows, [&](int d) { return ready.key_words(d) + i * LANES; }, 0,
+                            ready.words, (float*)&scores_RS[r * KEY_VECTORS + i], BLOCK, nullptr, ready.fetch_k);
+                    });
+                    i += columns;
+                };
+                if (i + 2 <= last)
+                    score(std::integral_constant<int, 2>{});
+                else
+                    score(std::integral_constant<int, 1>{});
             }
         }
-    }
-
-    // Two waiting slots' values at a time, element beside element.
-    void pair_up(const char* rows_SD) {
-        value_rows = (n + 1) / 2;
-        for (int j = 0; j < n; j += 2) {
-            int32_t* to = (int32_t*)room.data() + j / 2 * D;
-            values[j / 2] = to;
-            const C* one = (const C*)rows_SD + slots[j] * D;
-            const C* two = j + 1 < n ? (const C*)rows_SD + slots[j + 1] * D : nullptr;
-            each(D, [&](int64_t d, auto count) {
-                Ints both = __builtin_convertvector(read<Shorts>(one + d, count), Ints);
-                if (two) both |= __builtin_convertvector(read<Shorts>(two + d, count), Ints) << 16;
-                ::write(both, to + d, count);
-            });
+        ready.take_values(from, to);
+        float keep[MAX_ROWS];
+        weigh<EACH>(row, rows, first, last, masked, part, keep);
+        for (int i = 0; i < vectors;) {
+            auto mix = [&](auto columns) {
+                by_rows<MOST_ROWS<columns>>(rows, [&](int r, auto count) {
+                    multiply<Element, count, columns, WEIGHTS, count <= FEW ? 4 : 2>(
+                        (const int32_t*)scores_RS + r * WEIGHTS, 1, [&](int j) { return ready.values[j] + i * LANES; },
+                        from / EACH, (to + EACH - 1) / EACH, (float*)&part.out_RD[(row + r) * vectors + i],
+                        ready.value_width, keep + r, ready.fetch_v);
+                });
+                i += columns;
+            };
+            if (i + 4 <= vectors)
+                mix(std::integral_constant<int, 4>{});
+            else if (i + 2 <= vectors)
+                mix(std::integral_constant<int, 2>{});
+            else
+                mix(std::integral_constant<int, 1>{});
         }
     }
 
-    int depth() const { return (D + LANES - 1) / LANES; }
-
-    // Stores the query of a single row, and an output of 0.
-    void load_row(const T* from, Floats* to) {
-        std::fill_n(to, 2 * depth(), Floats{});
-        if (pairs)
-            std::memcpy(to, from, D * sizeof(T));
-        else
-            each(D, [&](int64_t d, auto n) { to[d / LANES] = load(from + d, n); });
+    // Stores the weights of vector i of a block; what is multiplied is what counts.
+    template <int EACH>
+    void put(Floats& weights, int i, int at) {
+        const Floats scales = QUANTISED ? ready.value_scales[i] : Floats{};
+#ifdef BFLOAT16_PAIRS
+        if constexpr (EACH == 2) {
+            Shorts near = nearest_bfloat16(weights);
+            weights = floats_of(near);
+            if (QUANTISED) near = nearest_bfloat16(weights * scales);
+            return ::write(near, (BFloat16*)scores_RS + at, LANES);
+        }
+#endif
+        store(QUANTISED ? weights * scales : weights, (float*)scores_RS + at);
     }
 
-    // Adds the taken slots to the state of a single row.
-    template <typename Hidden>
-    void attend_row(int row, Part& part, bool masked, Hidden hidden) {
-        Floats scores[BLOCK / LANES], most = all(part.most[0][row]), sum{};
-        float* score = (float*)scores;
-        const Floats* q = &row_D[2 * row * depth()];
-        for (int j = 0; j < n; j++) {
-            for (int b = 0; row == 0 && b < row_bytes; b += 64) {
-                __builtin_prefetch(next_k + j * row_bytes + b, 0, 1);
-                __builtin_prefetch(next_v + j * row_bytes + b, 0, 1);
-            }
-            score[j] = masked && hidden(j)[row] ? -INFINITY : sum_of(product(q, keys[j])) * factor;
-        }
-        std::fill(score + n, score + BLOCK, -INFINITY);
-        if (p.cap > 0)
-            for (Floats& some : scores) some = some == NEVER ? NEVER : capped(some);
-        for (const Floats some : scores) most = larger(some, most);
-        most = all(largest_of(most));
-        const Floats base = most == NEVER ? Floats{} : most, keep = exp2_of(part.most[0][row] - base);
-        for (Floats& some : scores) sum += some = share_of(some - base);
-        part.most[0][row] = most[0];
-        part.sum[0][row] = part.sum[0][row] * keep[0] + sum_of(sum);
-        Floats* out = &row_D[(2 * row + 1) * depth()];
-        int d = 0;
-        for (; d + 4 * LANES <= D; d += 4 * LANES) {
-            Floats mixed[4];
-            for (int i = 0; i < 4; i++) mixed[i] = out[d / LANES + i] * keep;
-            for (int j = 0; j < n; j++)
-                for (int i = 0; i < 4; i++) mixed[i] += score[j] * load((const float*)values[j] + d + i * LANES);
-            for (int i = 0; i < 4; i++) out[d / LANES + i] = mixed[i];
-        }
-        each(D - d, [&](int64_t i, auto count) {
-            Floats mixed = out[(d + i) / LANES] * keep;
-            for (int j = 0; j < n; j++) mixed += score[j] * load((const float*)values[j] + d + i, count);
-            out[(d + i) / LANES] = mixed;
+    // Scores of a few rows and the keys of vector i, which are multiplied as they are read.
+    template <typename Element, bool PAIRS, int ROWS>
+    void score(int row, int i) {
+        Floats sum[ROWS] = {};
+        ready.template read_keys<PAIRS>(i, [&](int d, Ints words) {
+            __builtin_prefetch(ready.fetch_k.at, 0, 1);
+            ready.fetch_k.at += LINE;
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++) sum[r] = Element::add(sum[r], words, q_DR[d * tile_rows + row + r]);
         });
+        for (int r = 0; r < ROWS; r++) scores_RS[r * KEY_VECTORS + i] = sum[r];
     }
 
-    // A key's weight, 2^x. Pairs are of bfloat16, and a row's result must not depend on the number of rows.
-    Floats share_of(Floats x) const { return pairs ? rounded(exp2_of(x)) : exp2_of(x); }
-
-    // A score as a power of two, of one divided by the cap.
-    Floats capped(Floats x) const { return tanh_of(x) * (p.cap * LOG2_E); }
-
-    // Elements of a query times those of a key, to be added up.
-    Floats product(const Floats* q, const int32_t* key) {
-        Floats sum{};
-#ifdef __AVX512BF16__
-        if (pairs) {
-            each(D / 2, [&](int64_t i, auto n) {
-                sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q[i / LANES], (__m512bh)read<Ints>(key + i, n));
-            });
-            return sum;
-        }
-#endif
-        each(D, [&](int64_t d, auto n) { sum += q[d / LANES] * load((const float*)key + d, n); });
-        return sum;
-    }
-
-    // Adds the taken slots to the state of vector i. `hidden(j)`: the lanes that do not see slot j.
-    template <typename Hidden>
-    void attend(int i, Part& part, bool masked, Hidden hidden) {
-        for (int row = 0; row < few; row++) attend_row(row, part, masked, hidden);
-        if (few) return;
-        Floats scores[BLOCK + 1], most = part.most[i], sum{};
-        for (int j = 0; j < n; j += KEYS) {
-#ifdef __AVX512BF16__
-            if (pairs) {
-                score<TwoBFloat16>(&q_words[i * D], D / 2, j, scores + j);
-                continue;
+    // Makes weights of scores, vectors first .. last - 1 of each row; `keep`: what is left of earlier weights.
+    template <int EACH>
+    void weigh(int row, int rows, int first, int last, bool masked, const Part& part, float* keep) {
+        float base[MAX_ROWS];
+        Floats tops[LANES];
+        Ints lanes[KEY_VECTORS];
+        for (int i = 0; i < BLOCK; i++) lanes[i / LANES][i % LANES] = i;
+        for (int r = 0; r < rows; r++) {
+            Floats* scores = &scores_RS[r * KEY_VECTORS];
+            Floats most = NEVER;
+            for (int i = first; i < last; i++) {
+                scores[i] *= QUANTISED ? ready.key_scales[i] * factor : all(factor);
+                if (p.cap > 0) scores[i] = tanh_of(scores[i]) * (p.cap * LOG2_E);
+                if (masked) scores[i] = (Ints{} + int32_t(seen_R[row + r])) >> lanes[i] & 1 ? scores[i] : NEVER;
+                most = larger(scores[i], most);
             }
-#endif
-            score<Float32>(&q_words[i * D], D, j, scores + j);
+            tops[r % LANES] = most;
+            if (r == rows - 1 && r % LANES < LANES / 4)
+                for (int i = r / LANES * LANES; i <= r; i++) base[i] = largest_of(tops[i % LANES]);
+            else if (r == rows - 1 || r % LANES == LANES - 1)
+                store(largest_of_each(tops), base + r / LANES * LANES);
         }
-        if (p.cap > 0)
-            for (int j = 0; j < n; j++) scores[j] = capped(scores[j]);
-        if (masked)
-            for (int j = 0; j < n; j++) scores[j] = hidden(j) ? NEVER : scores[j];
-        for (int j = 0; j < n; j++) most = larger(scores[j], most);
-        const Floats base = most == NEVER ? Floats{} : most;
-        for (int j = 0; j < n; j++) sum += scores[j] = share_of(scores[j] - base);
-        const Floats keep = exp2_of(part.most[i] - base);
-        part.most[i] = most;
-        part.sum[i] = part.sum[i] * keep + sum;
-#ifdef __AVX512BF16__
-        if (pairs) {
-            scores[n] = Floats{};
-            Ints shares[BLOCK / 2];
-            for (int j = 0; j < n; j += 2) shares[j / 2] = (Ints)((Words)scores[j] >> 16) | (Ints)scores[j + 1];
-            return mix<TwoBFloat16>(shares, keep, &part.out_D[i * D]);
-        }
-#endif
-        mix<Float32>((const Ints*)scores, keep, &part.out_D[i * D]);
-    }
-
-    // Of KEYS keys, as powers of two.
-    template <typename Element>
-    void score(const Ints* q, int words, int first, Floats* scores) {
-        Floats sum[KEYS] = {};
-        const char* next = next_k + first * row_bytes;
-        for (int i = 0; i < words; i++) {
-            __builtin_prefetch(next + i * KEYS * 4, 0, 1);
-            for (int j = 0; j < KEYS; j++) sum[j] = Element::add(sum[j], q[i], keys[first + j][i]);
-        }
-        for (int j = 0; j < KEYS; j++) scores[j] = sum[j] * factor;
-    }
-
-    template <typename Element>
-    void mix(const Ints* shares, Floats keep, Floats* out_D) {
-        int d = 0;
-        for (; d + DIMS <= D; d += DIMS) mix<Element, DIMS>(shares, keep, d, out_D);
-        for (; d < D; d++) mix<Element, 1>(shares, keep, d, out_D);
-    }
-
-    template <typename Element, int COUNT>
-    void mix(const Ints* shares, Floats keep, int d, Floats* out_D) {
-        Floats sum[COUNT];
-        for (int i = 0; i < COUNT; i++) sum[i] = out_D[d + i] * keep;
-        for (int j = 0; j < value_rows; j++) {
-            __builtin_prefetch(next_v + (j * D + d) * (std::is_same_v<Element, Float32> ? sizeof(C) : 4), 0, 1);
-            const int32_t* at = values[j] + d;
-            asm("" : "+r"(at));  // or GCC keeps a register for each of at + i, of which there are not enough
-            for (int i = 0; i < COUNT; i++) sum[i] = Element::add(sum[i], shares[j], at[i]);
-        }
-        for (int i = 0; i < COUNT; i++) out_D[d + i] = sum[i];
-    }
-
-    // Prefetches a head's row of a slot into the first-level cache.
-    void fetch_row(int g, int64_t slot) {
-        const char *k_D = k + g * head_bytes + slot * row_bytes, *v_D = v + g * head_bytes + slot * row_bytes;
-        for (int b = 0; b < row_bytes; b += 64) {
-            __builtin_prefetch(k_D + b);
-            __builtin_prefetch(v_D + b);
-        }
-    }
-
-    // Vector i over those branch slots that any of its rows sees.
-    void branches(const Tile& tile, int g, int i, Ints oldest, Part& part) {
-        const int64_t* slot_of = p.branch_slots + tile.tree * p.table_width;
-        const int32_t* position_of = p.branch_positions + tile.tree * p.table_width;
-        Ints visible[BLOCK];
-        auto flush = [&] {
-            take(g, false);
-            attend(i, part, true, [&](int j) { return visible[j] == 0; });
-            n = 0;
-        };
-        for (int c = 0; c < p.words; c++) {
-            Ints words;
-            uint32_t any = 0;
-            for (int lane = 0; lane < LANES; lane++) {
-                const uint32_t word = p.ancestry[token_of(tile, row_of(tile, i, lane)) * p.words + c];
-                words[lane] = word, any |= word;
+        each(rows, [&](int64_t r, auto n) {
+            const Floats before = load(part.most_R + row + r, n), most = larger(load(base + r, n), before);
+            store(most, part.most_R + row + r, n);
+            const Floats from = most == NEVER ? Floats{} : most;
+            store(from, base + r, n);
+            store(exp2_of(before - from), keep + r, n);
+        });
+        for (int r = 0; r < rows; r++) {
+            const Floats* scores = &scores_RS[r * KEY_VECTORS];
+            Floats sum{};
+            for (int i = first; i < last; i++) {
+                Floats weights = exp2_of(scores[i] - base[r]);
+                put<EACH>(weights, i, r * BLOCK + i * LANES);
+                sum += weights;
             }
-            for (; any; any &= any - 1) {
-                const int bit = __builtin_ctz(any), column = 32 * c + bit;
-                slots[n] = slot_of[column];
-                fetch_row(g, slots[n]);
-                visible[n++] = ((words >> bit) & 1) & (oldest <= position_of[column]);
-                if (n == BLOCK) flush();
-            }
+            part.sum_R[row + r] = part.sum_R[row + r] * keep[r] + sum;
         }
-        if (n) flush();
     }
 };
 
+std::vector<Tile> tiles_of(const Attention& p, const Keys& keys) {
+    const int group = p.heads / p.kv_heads, heads = std::min(group, MAX_ROWS), tokens = MAX_ROWS / heads;
+    std::vector<Tile> tiles;
+    for (int r = 0; r < p.trees; r++)
+        for (int first = p.starts[r]; first < p.starts[r + 1]; first += tokens) {
+            const int last = std::min<int>(first + tokens, p.starts[r + 1]);
+            int64_t start = INT64_MAX, end = 0;
+            for (int t = first; t < last; t++)
+                start = std::min<int64_t>(start, keys[t].oldest), end = std::max(end, keys[t].end);
+            start = std::min(start / CUT, end / CUT);
+            for (int head = 0; head < group; head += heads)
+                tiles.push_back({r, first, last, head, std::min(heads, group - head), start, (end + CUT - 1) / CUT});
+        }
+    return tiles;
+}
+
 template <typename T, typename C>
 void tree_attention(const Attention& p, const T* q, const char* k, const char* v, T* out) {
-    const int D = p.head_dim, G = p.kv_heads, group = p.heads / G;
-    std::vector<Tile> tiles;
-    int64_t keys = p.table_width;
-    for (int r = 0; r < p.trees; r++) {
-        const int rows = (p.starts[r + 1] - p.starts[r]) * group;
-        for (int row = 0; row < rows; row += VECTORS * LANES)
-            tiles.push_back({r, row, std::min(row + VECTORS * LANES, rows)});
+    const Keys keys(p);
+    const std::vector<Tile> tiles = tiles_of(p, keys);
+    const int units = tiles.size() * p.kv_heads;
+    int64_t longest = 1, work = 0;
+    for (const Tile& tile : tiles) {
+        longest = std::max(longest, tile.last_cut - tile.first_cut);
+        work += tile.rows() * (tile.last_cut - tile.first_cut) * CUT * p.kv_heads;
     }
-    for (int64_t r = 0; r < p.run_count; r++) keys = std::max<int64_t>(keys, p.runs[3 * r + 2]);
-    const int units = tiles.size() * G;
-    if (!units) return;
-    const int cuts = std::clamp<int64_t>(keys / MIN_CUT, 1, (p.threads + units - 1) / units);
-    std::vector<Part> parts(cuts > 1 ? units * cuts : 0);
-#pragma omp parallel num_threads(p.threads) if (units * keys * D > MAX_SERIAL)
+    const int vectors = (p.head_dim + LANES - 1) / LANES;
+    const bool shared = units < MIN_UNITS * p.threads && p.threads > 1;
+    const int64_t size = Part::size(MAX_ROWS, vectors), parts = shared ? longest : 1;
+    const std::unique_ptr<Floats[]> room(parts > 1 ? new Floats[units * parts * size] : nullptr);
+#pragma omp parallel num_threads(p.threads) if (work * p.head_dim / LANES > MAX_SERIAL)
     {
-        Worker<T, C> worker(p, q, k, v, out);
+        Worker<T, C> worker(p, keys, q, k, v, out);
+        const std::unique_ptr<Floats[]> own(new Floats[2 * size]);
 #pragma omp for schedule(dynamic)
-        for (int u = 0; u < units * cuts; u++) {
-            const Tile& tile = tiles[u / cuts % tiles.size()];
-            const int g = u / cuts / tiles.size();
-            if (cuts > 1) parts[u].out_D.resize(VECTORS * D);
-            Part& part = cuts > 1 ? parts[u] : worker.part;
-            worker.run(tile, g, u % cuts, cuts, part);
-            if (cuts == 1) worker.write(tile, g, part);
+        for (int64_t u = 0; u < units * parts; u++) {
+            const Tile& tile = tiles[u / parts % tiles.size()];
+            const int g = u / parts / tiles.size(), rows = tile.rows();
+            if (parts > 1) {
+                const int64_t cut = tile.first_cut + u % parts;
+                if (cut >= tile.last_cut) continue;
+                worker.begin(tile, g);
+                worker.run(tile, g, cut, Part(room.get() + u * size, rows));
+                continue;
+            }
+            const Part all(own.get(), rows), next(own.get() + size, rows);
+            worker.begin(tile, g);
+            worker.run(tile, g, tile.first_cut, all);
+            for (int64_t cut = tile.first_cut + 1; cut < tile.last_cut; cut++) {
+                worker.run(tile, g, cut, next);
+                worker.merge(next, all, rows, vectors);
+            }
+            worker.write(tile, g, all);
         }
 #pragma omp for
-        for (int u = 0; u < (cuts > 1 ? units : 0); u++) {
+        for (int u = 0; u < (parts > 1 ? units : 0); u++) {
             const Tile& tile = tiles[u % tiles.size()];
-            const int vectors = (tile.last - tile.first + LANES - 1) / LANES;
-            for (int cut = 1; cut < cuts; cut++) worker.merge(parts[u * cuts + cut], parts[u * cuts], vectors, D);
-            worker.write(tile, u / tiles.size(), parts[u * cuts]);
+            const int g = u / tiles.size(), rows = tile.rows();
+            const Part all(room.get() + u * parts * size, rows);
+            if (tile.first_cut >= tile.last_cut) worker.run(tile, g, tile.first_cut, all);
+            for (int64_t i = 1; i < tile.last_cut - tile.first_cut; i++)
+                worker.merge(Part(room.get() + (u * parts + i) * size, rows), all, rows, vectors);
+            worker.write(tile, g, all);
         }
     }
 }
