@@ -242,7 +242,7 @@ struct Digits : Grouped {
         return floats(found)[0];
     }
     static Floats value(Total total, const Unit& unit, const void*, int64_t, int) { return total * unit.size; }
-    static constexpr int ONES = 0x01010101 * (129 - FourInt8::OFFSET);
+    static constexpr int ONES = int(0x01010101u * (129 - FourInt8::OFFSET));
 };
 
 struct DigitsInt4 : Digits {
