@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine import Done, Engine, Text, UsageError
 from engine.app import chat, transcript
@@ -23,6 +22,7 @@ from engine.app.dialog import Watch
 from engine.app.terminal import Interrupt, Label, Quit, Screen, cells, clip
 from engine.conversation import Conversation
 from engine.errors import CoppiceError
+from engine.step.runner import Runner
 from search import Greedy, Trie
 from tests.engine.app.typist import CHAT, REPLY, SHAPE, Terminal, Typist, make_templated, spawn
 from tools.random_checkpoint import make
@@ -244,8 +244,13 @@ def test_errors_withdraw_the_turn(engine, monkeypatch):
     with pytest.raises(UsageError):
         say(conversation, "\udcff")
     assert conversation.turns == before and held(conversation) == pages
-    logits = engine.runner.model.logits
-    monkeypatch.setattr(engine.runner.model, "logits", lambda x: logits(x) * torch.nan)
+    run = Runner.run
+
+    def of_nan(self, batch):
+        rows_NV, finite_N = run(self, batch)
+        return rows_NV, [False] * len(finite_N)
+
+    monkeypatch.setattr(Runner, "run", of_nan)
     with pytest.raises(CoppiceError, match="NaN"):
         say(conversation, "x")
     monkeypatch.undo()
