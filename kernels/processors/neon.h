@@ -38,6 +38,16 @@ constexpr int REGISTERS = 32, SPARE_REGISTERS = 1;
 inline Floats add_pairs(Floats sum, Ints pairs, int32_t pair) {
     return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)pairs, (bfloat16x8_t)vdupq_n_s32(pair));
 }
+
+inline Shorts nearest_bfloat16(Floats x) { return (Shorts)vcvt_bf16_f32((float32x4_t)x); }
+
+inline Floats floats_of(Shorts bfloat16) { return (Floats)vshll_n_u16((uint16x4_t)bfloat16, 16); }
+
+inline void interleave(const void* one, const void* two, void* to) {
+    const uint16x8x2_t both = vzipq_u16(vld1q_u16((const uint16_t*)one), vld1q_u16((const uint16_t*)two));
+    vst1q_u16((uint16_t*)to, both.val[0]);
+    vst1q_u16((uint16_t*)to + 8, both.val[1]);
+}
 #endif
 
 #ifdef __ARM_FEATURE_DOTPROD

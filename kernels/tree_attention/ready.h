@@ -135,7 +135,6 @@ class Ready {
             }
         }
         transpose(x);
-#pragma GCC unroll 16
         for (int w = 0; w < count; w++) spread<PAIRS>(x[w], word + w, f);
     }
 
