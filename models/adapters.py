@@ -2,7 +2,7 @@
 before any value is read, and their factors as a layer's matrices take them.
 
 An adapter adds scale * (x A^T) B^T to the outputs of some modules of transformers. Here several of them may be one
-matrix; their outputs are ranges of its outputs then.
+matrix; their outputs are ranges of its outputs then. It may hold a whole embedding or head in the place of the base's.
 """
 
 import hashlib
@@ -22,11 +22,15 @@ from models.checkpoint.headers import ADAPTERS, CONFIG_BYTES, Checkpoint, header
 from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS
 from models.checkpoint.tensors import TensorInfo
 from models.checkpoint.wrapped import NESTED
-from models.config import Config, Names
+from models.config import HEAD, Config, Names
 from models.errors import CheckpointError, show
 
 CONFIG, WEIGHTS, PICKLE = ADAPTERS
-KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
+KEY = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?:(?P<factor>[AB])(?:\.default)?\.weight"
+    r"|embedding_(?P<table>[AB])(?:\.default)?)"
+)
+WHOLE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.weight")
 HALVES = (torch.bfloat16, torch.float16)
 MERGE = "Merge it into its base (PEFT: merge_and_unload, then save_pretrained), and load the result."
 REFUSED = {  # options of peft's configurations that are not served -> what they are called
@@ -34,7 +38,7 @@ REFUSED = {  # options of peft's configurations that are not served -> what they
     "use_qalora": "QALoRA",
     "use_bdlora": "BD-LoRA",
     "lora_bias": "biases of LoRA",
-    "modules_to_save": "modules_to_save, whole modules in the place of the base's",
+    "ensure_weight_tying": "an embedding and a head that stay tied",
     "trainable_token_indices": "trained rows of the embedding",
     "layer_replication": "repeated layers",
     "target_parameters": "LoRA of parameters that are no modules",
@@ -50,12 +54,25 @@ PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # starts of
 
 @dataclass(frozen=True)
 class Adapted:
-    """A module that an adapter changes: the tensors A [rank, width] and B [outs, rank], and the factor of B A."""
+    """A module that an adapter changes: the tensors A [rank, width] and B [outs, rank], and the factor of B A.
+
+    `table`: it is an embedding, whose width is the vocabulary.
+    """
 
     a: str
     b: str
     rank: int
     scale: float
+    table: bool = False
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """An adapter by the names that a model has for its modules: factors, and whole matrices [V, E] that replace the
+    embedding or the head."""
+
+    modules: Mapping[str, Adapted]
+    whole: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,7 @@ class Adapter:
         base: the model that it was made for, for messages; "" if it names none.
         file: its tensors.
         modules: by their names in transformers.
+        whole: the tensors of modules that it replaces.
         scale: a factor of all that it adds, beside its own.
     """
 
@@ -74,6 +92,7 @@ class Adapter:
     base: str
     file: Checkpoint
     modules: Mapping[str, Adapted]
+    whole: Mapping[str, str]
     scale: float = 1.0
 
     @staticmethod
@@ -93,11 +112,11 @@ class Adapter:
                 remedy="If you trust its source, save it again with peft, which writes safetensors.",
             )
         tensors = header_of(folder, WEIGHTS)
-        modules = _modules(fields, tensors, folder)
+        modules, whole = _modules(fields, tensors, folder)
         base = fields.str("base_model_name_or_path", default="")
-        return Adapter(folder, base, Checkpoint(folder, {**fields.config}, {}, tensors), modules, scale)
+        return Adapter(folder, base, Checkpoint(folder, {**fields.config}, {}, tensors), modules, whole, scale)
 
-    def fitted(self, names: Names, c: Config, base: str) -> dict[str, Adapted]:
+    def fitted(self, names: Names, c: Config, base: str) -> Fitted:
         """The modules by the names that a model has for them.
 
         Args:
@@ -107,20 +126,36 @@ class Adapter:
         Raises:
             CheckpointError: modules that the model does not have, or of other shapes; or that are not served.
         """
-        there, found, faults = matrices(names, c), dict[str, Adapted](), []
-        for module, adapted in self.modules.items():
+        ends = _ends(names, c)
+        there, faults = matrices(names, c) | ends, list[str]()
+        modules, whole = dict[str, Adapted](), dict[str, str]()
+
+        def named(module: str) -> str | None:
             inside = NESTED.fullmatch(module)
             spelled = [module, base + module, *([inside[1], f"model.{inside[1]}"] if inside else [])]
-            name = next((each for each in spelled if each in there), None)
-            if name is None:
-                faults.append(f"{show(module)}: {_not_served(module, names)}")
+            if (name := next((each for each in spelled if each in there), None)) is None:
+                faults.append(f"{show(module)}: the model has no such linear layer")
+            return name
+
+        for module, adapted in self.modules.items():
+            if (name := named(module)) is None:
                 continue
             outs, width = there[name]
             a, b = (self.file.tensors[tensor] for tensor in (adapted.a, adapted.b))
-            if (a.shape[1], b.shape[0]) != (width, outs):
+            if (a.shape[1], b.shape[0]) != (width, outs) or adapted.table != (name == names.embedding):
                 got = f"{a.shape[1]} to {b.shape[0]}"
                 faults.append(f"{show(module)}: expected factors from {width} elements to {outs}, got {got}")
-            found[name] = adapted
+            modules[name] = adapted
+        for module, tensor in self.whole.items():
+            if (name := named(module)) is None:
+                continue
+            if name not in ends:
+                faults.append(f"{show(module)}: it is replaced, which is supported for the embedding and the head only")
+                continue
+            wanted = ends[name] if name == HEAD else ends[name][::-1]
+            if (got := self.file.tensors[tensor].shape) != wanted:
+                faults.append(f"{show(module)}: expected a matrix {[*wanted]}, got {[*got]}")
+            whole[name] = tensor
         if faults:
             shown, more = "\n".join(f"  {fault}" for fault in faults[:5]), len(faults) - 5
             raise CheckpointError(
@@ -128,11 +163,12 @@ class Adapter:
                 where=show(self.folder),
                 remedy=f"It was made for {show(self.base) if self.base else 'a model that it does not name'}. {MERGE}",
             )
-        return found
+        return Fitted(modules, whole)
 
-    def bytes(self, small: bool) -> int:
-        """Bytes that its factors take; `small`: beside matrices that are quantised, or in half precision."""
-        total = 0
+    def bytes(self, small: bool, dtype: torch.dtype) -> int:
+        """Bytes that it takes; `small`: beside matrices that are quantised, or in half precision."""
+        whole = [self.file.tensors[name] for name in self.whole.values()]
+        total = sum(math.prod(each.shape) * min(each.dtype.itemsize, dtype.itemsize) for each in whole)
         for each in self.modules.values():
             a, b = (self.file.tensors[name] for name in (each.a, each.b))
             kept = 2 if small or {a.dtype} == {b.dtype} <= {*HALVES} else 4
@@ -148,6 +184,14 @@ class Adapter:
         found.update(repr((self.scale, sorted((name, each.scale) for name, each in self.modules.items()))).encode())
         return found.hexdigest()[:16]
 
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of its file. Raises CheckpointError for values that are not finite."""
+        x = self.file.read([name])[name]
+        if not torch.isfinite(x).all():
+            where = show(self.folder / WEIGHTS)
+            raise CheckpointError(f"{show(name)} has values that are not finite", where=where, remedy=FETCH_AGAIN)
+        return x
+
     def factors(self, first: int, adapted: Adapted, dtype: torch.dtype, *, small: bool) -> Factors:
         """The factors of a module.
 
@@ -160,11 +204,7 @@ class Adapter:
             CheckpointError: values that are not finite.
         """
         names, scale = (adapted.a, adapted.b), adapted.scale * self.scale
-        a, b = (read := self.file.read(names))[names[0]], read[names[1]]
-        for name, x in read.items():
-            if not torch.isfinite(x).all():
-                where = show(self.folder / WEIGHTS)
-                raise CheckpointError(f"{show(name)} has values that are not finite", where=where, remedy=FETCH_AGAIN)
+        a, b = (self.read(name) for name in names)
         own = {a.dtype, b.dtype}
         kept = own.pop() if len(own) == 1 and own <= {*HALVES} else torch.float32
         kept = dtype if dtype == torch.float64 else kept
@@ -173,6 +213,12 @@ class Adapter:
         powers = [math.frexp(float(x.abs().max()))[1] for x in (a, b)]
         a, b = ((x.double() * 2.0**-power).half() for x, power in zip((a, b), powers, strict=True))
         return Factors(first, a, b, scale * 2.0 ** sum(powers))
+
+
+def _ends(names: Names, c: Config) -> dict[str, tuple[int, int]]:
+    """The outputs and the width of the embedding, whose inputs are tokens, and of the head."""
+    vocabulary, width = names.tensors(c)[f"{names.embedding}.weight"]
+    return {names.embedding: (width, vocabulary)} | ({} if c.scores else {HEAD: (vocabulary, width)})
 
 
 def matrices(names: Names, c: Config) -> dict[str, tuple[int, int]]:
@@ -187,7 +233,7 @@ def matrices(names: Names, c: Config) -> dict[str, tuple[int, int]]:
 def low_rank(
     modules: Sequence[str],
     adapter: Adapter,
-    fitted: Mapping[str, Adapted],
+    fitted: Fitted,
     outs: Mapping[str, tuple[int, int]],
     dtype: torch.dtype,
     device: torch.device,
@@ -208,8 +254,8 @@ def low_rank(
     """
     parts, first = [], 0
     for module in modules:
-        if module in fitted:
-            parts.append(adapter.factors(first, fitted[module], dtype, small=small))
+        if module in fitted.modules:
+            parts.append(adapter.factors(first, fitted.modules[module], dtype, small=small))
         first += outs[module][0]
     if not parts:
         return None
@@ -241,35 +287,49 @@ def _refuse(fields: Fields) -> None:
         raise refused(f"init_lora_weights: {show(str(start))}, which changes the base,")
 
 
-def _modules(fields: Fields, tensors: Mapping[str, TensorInfo], folder: Path) -> dict[str, Adapted]:
-    """The modules of a file. Raises CheckpointError: other tensors, factors alone, other ranks than the config's."""
-    pairs: dict[str, dict[str, str]] = {}
+def _modules(
+    fields: Fields, tensors: Mapping[str, TensorInfo], folder: Path
+) -> tuple[dict[str, Adapted], dict[str, str]]:
+    """The modules of a file that have factors, and the tensors of those that are there whole.
+
+    Raises:
+        CheckpointError: other tensors, factors alone, other ranks than the config's.
+    """
+    pairs: dict[tuple[str, bool], dict[str, str]] = {}
+    whole: dict[str, str] = {}
 
     def error(what: str) -> CheckpointError:
         return CheckpointError(what, where=show(folder / WEIGHTS), remedy=FETCH_AGAIN)
 
     for name, info in tensors.items():
-        key = KEY.fullmatch(name)
-        if key is None:
+        if (key := KEY.fullmatch(name) or WHOLE.fullmatch(name)) is None or (key.re is WHOLE and ".lora_" in name):
             what = f"the adapter's tensor {show(name)} is no factor of LoRA of a linear layer, which is not supported"
             raise CheckpointError(what, where=show(folder / WEIGHTS), remedy=MERGE)
         if len(info.shape) != 2 or info.dtype not in FLOATS.values():
             raise error(f"{show(name)}: expected a matrix of floats, got {show(list(info.shape))} of {info.dtype}")
-        if pairs.setdefault(key["module"], {}).setdefault(key["factor"], name) != name:
+        if key.re is WHOLE:
+            if whole.setdefault(key["module"], name) != name:
+                raise error(f"{show(name)}: there are two such matrices of its module")
+            continue
+        place = pairs.setdefault((key["module"], key["factor"] is None), {})
+        if place.setdefault(key["factor"] or key["table"], name) != name:
             raise error(f"{show(name)}: there are two such factors of its module")
+    for name in fields.config.get("modules_to_save") or ():
+        if not any(f".{module}.".endswith(f".{name}.") for module in whole):
+            raise error(f"modules_to_save names {show(str(name))}, of which the file has no weight")
     ranks, alphas = _patterns(fields, "rank_pattern"), _patterns(fields, "alpha_pattern")
     rank, alpha = fields.int("r", default=8), fields.float("lora_alpha", default=8.0)
     rooted, found = fields.bool("use_rslora", default=False), {}
-    for module, pair in pairs.items():
-        if len(pair) < 2:
+    for (module, table), pair in pairs.items():
+        if len(pair) < 2 or module in found:
             raise error(f"{show(module)} has one factor of LoRA and lacks the other")
         wanted, each_alpha = _matching(ranks, module, rank), _matching(alphas, module, alpha)
         a, b = (tensors[pair[factor]].shape for factor in "AB")
         if not a[0] == b[1] == wanted:
             raise error(f"{show(module)}: expected factors of rank {wanted:g}, got {[*a]} and {[*b]}")
         scale = each_alpha / (math.sqrt(a[0]) if rooted else a[0])
-        found[module] = Adapted(pair["A"], pair["B"], a[0], scale)
-    return found
+        found[module] = Adapted(pair["A"], pair["B"], a[0], scale, table)
+    return found, whole
 
 
 def _patterns(fields: Fields, name: str) -> dict[re.Pattern[str], float]:
@@ -287,10 +347,3 @@ def _patterns(fields: Fields, name: str) -> dict[re.Pattern[str], float]:
 def _matching(patterns: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
     """The number of the first pattern that a module's name ends in, as in peft."""
     return next((value for pattern, value in patterns.items() if pattern.match(module)), default)
-
-
-def _not_served(module: str, names: Names) -> str:
-    last = module.rpartition(".")[2]
-    if last in ("lm_head", "score", names.embedding.rpartition(".")[2]):
-        return "LoRA of the head or of the embedding is not supported"
-    return "the model has no such linear layer"

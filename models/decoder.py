@@ -5,6 +5,7 @@ Shape legend: T tokens of a pass, N asked rows, E width, P positions, D rotated 
 
 import re
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import ClassVar, cast
 
 import torch
@@ -16,6 +17,7 @@ from kernels.low_rank import Adapters
 from kernels.rows.checks import TopSums
 from kernels.stack import Angles, Matrix, Stack
 from kernels.stack.calls import Call
+from models.adapted_ends import AdaptedEnds
 from models.adapters import Adapter, low_rank, matrices
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
@@ -47,6 +49,7 @@ class Decoder(nn.Module):
         stack: all layers as one call, on a CPU; None where that has no operators.
         tail: the head, where it can join that call.
         adapters: that requests choose from, by their numbers in a pass less one.
+        ends: what these change in the embedding and the head.
     """
 
     architectures: ClassVar[tuple[str, ...]]
@@ -95,6 +98,7 @@ class Decoder(nn.Module):
         self.norm = Norm(c, weights, names.norm) if c.final_norm else None
         self.head = weights.head(SCORE) if c.scores else weights.head(HEAD, bias=c.head_bias)
         self.dtype, self.device, self.adapters = dtype, device, list[Adapter]()
+        self.ends: AdaptedEnds | None = None
         self.after = [] if self.norm is None else [Call("norm", "stream", "read", norm=self.norm)]
         self._join()
         self.stack = self._stack()
@@ -113,7 +117,7 @@ class Decoder(nn.Module):
         Returns:
             hidden rows [T, E], final norm applied.
         """
-        x_TE = self._embedded(tokens_T, positions_T)
+        x_TE = self._embedded(tokens_T, positions_T, layout)
         if self.stack is not None and self.stack.takes(layout):
             return self.stack(x_TE, self._angles(positions_T, spans_T), cache, layout)
         tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
@@ -151,16 +155,18 @@ class Decoder(nn.Module):
             hidden rows, as of `forward`; the results of `top_sums_of_logits`.
         """
         assert self.stack is not None and self.tail is not None
-        x_TE = self._embedded(tokens_T, positions_T)
+        x_TE = self._embedded(tokens_T, positions_T, layout)
         pass_ = x_TE, self._angles(positions_T, spans_T), cache, layout
         return x_TE, *self.stack.top_sums(*pass_, self.tail, asked, size, wanted)
 
     def _angles(self, positions_T: Tensor, spans_T: Tensor) -> list[Angles]:
         return [rotary.angles(positions_T, spans_T, self.dtype) for rotary in self.rotaries]
 
-    def _embedded(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+    def _embedded(self, tokens_T: Tensor, positions_T: Tensor, layout: TreeLayout) -> Tensor:
         """The rows that enter the first layer."""
         x_TE = self.embedding(tokens_T)
+        if self.ends is not None and layout.adapters_T is not None:
+            x_TE = self.ends.embed(x_TE, tokens_T, layout.adapters_T)
         if self.embedding_scale != 1.0:
             x_TE = x_TE * self.embedding_scale
         if self.project_in is not None:
@@ -169,13 +175,23 @@ class Decoder(nn.Module):
             x_TE = x_TE + F.embedding(positions_T + self.names.offset, self.positions_PE)
         return x_TE
 
-    def logits(self, hidden_NE: Tensor, head: Linear | None = None) -> Tensor:
+    @property
+    def adapted_heads(self) -> AbstractSet[int]:
+        """The numbers of adapters that change logits."""
+        return frozenset() if self.ends is None else self.ends.heads
+
+    def logits(self, hidden_NE: Tensor, head: Linear | None = None, adapters: Sequence[int] = ()) -> Tensor:
         """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype.
 
         Args:
             head: some rows of the head, or this process's part of it, for logits of their tokens alone.
+            adapters: the number of each row's, where one of them changes logits; with no `head` then.
         """
-        c, logits_NV = self.config, (head or self.head)(self.outputs(hidden_NE))
+        c, rows_NE = self.config, self.outputs(hidden_NE)
+        if adapters and self.ends is not None:
+            logits_NV = self.ends.logits(rows_NE, adapters, self.head)
+        else:
+            logits_NV = (head or self.head)(rows_NE)
         if c.scores:
             return logits_NV
         if c.logit_divisor != 1.0:
@@ -212,6 +228,7 @@ class Decoder(nn.Module):
                     calls.append(Call("adapt", call.source, call.target, adapters=table))
             layer.calls = calls
         self.adapters = [*adapters]
+        self.ends = AdaptedEnds(adapters, fitted, names, c, self.head, self.dtype, device)
         self._join()
         self.stack = self._stack()
 

@@ -39,6 +39,13 @@ ADAPTERS = {  # name -> model, rank, alpha, modules, further options
     "gemma3_mlp": ("gemma/three", 8, 16, ["gate_proj", "up_proj", "down_proj"], {}),
     "phi_layer": ("phi/plain", 4, 4, ["dense", "fc1"], {"layers_to_transform": [1]}),
     "lfm2_conv": ("lfm2/plain", 4, 8, ["in_proj", "out_proj", "q_proj", "w1"], {}),
+    "llama_whole": ("llama/gqa", 4, 8, ["q_proj"], {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "llama_ends": ("llama/gqa", 4, 8, ["embed_tokens", "lm_head", "up_proj"], {}),
+    "tied_head": ("qwen2/tied", 4, 8, ["lm_head", "v_proj"], {}),
+    "tied_whole": ("qwen2/tied", 4, 8, ["o_proj"], {"modules_to_save": ["lm_head"]}),
+    "gemma3_ends": ("gemma/three", 4, 8, ["embed_tokens", "q_proj"], {}),
+    "gpt2_ends": ("gpt2/plain", 4, 8, ["wte", "lm_head"], {}),
+    "opt_ends": ("opt/plain", 4, 8, ["embed_tokens", "fc1"], {}),
 }
 
 
@@ -55,7 +62,7 @@ def main() -> None:
         options = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules=modules, **more)
         adapted = get_peft_model(base, options).eval()
         for parameter_name, parameter in adapted.named_parameters():
-            if "lora_" in parameter_name:
+            if "lora_" in parameter_name or "modules_to_save" in parameter_name:
                 values = torch.randn(parameter.shape, generator=g) * 0.5 / parameter.shape[1] ** 0.5
                 parameter.data = values.bfloat16().float()
         ids = torch.randint(0, base.config.vocab_size, (TOKENS,), generator=g)

@@ -104,7 +104,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         adapters = open_adapters(options, checkpoint) if role == "target" else {}
         if adapters:
             small = quant != "none" or checkpoint.quantization is not None or precision.dtype.itemsize < 4
-            lines["weights of adapters"] = sum(adapter.bytes(small) for adapter in adapters.values())
+            lines["weights of adapters"] = sum(adapter.bytes(small, precision.dtype) for adapter in adapters.values())
         lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
         token += size.shape.kv_bytes_per_token(KV_DTYPES[options.kv_dtype] or precision.dtype)

@@ -48,7 +48,7 @@ class HiddenRows:
     A place stands for a sequence of new tokens, 0 for none of them, whether or not the tree still has its node.
 
     Args:
-        runner: the target's: `model.logits`, `vocab_size` and `impl` are used.
+        runner: the target's.
         k: how many alternatives are wanted.
         constrained: what edits the rows.
     """
@@ -62,6 +62,7 @@ class HiddenRows:
         self._after: dict[tuple[int, int], int] = {}  # (place, token) -> place
         self._row: dict[int, Tensor] = {}
         self._nodes: dict[int, int] = {}  # branch node -> place
+        self._adapter = 0
         self._trunk = [0]  # the places of the trunk's tokens, from the last of the prompt on
 
     def wanted(self, tree: TokenTree, trunk_tokens: int, nodes: Sequence[int]) -> tuple[int, "partial[None]"]:
@@ -77,6 +78,7 @@ class HiddenRows:
     def keep(self, tree: TokenTree, start: int, nodes: Sequence[int], rows_NE: Tensor) -> None:
         """Keep rows: of trunk tokens from the position `start` on, and of nodes. Of two for a place the first counts:
         the search was sent that one."""
+        self._adapter = tree.trunk.adapter
         rows_NE = rows_NE.clone()  # the next pass may write to the same memory
         trunk = len(rows_NE) - len(nodes)
         for i in range(trunk):
@@ -174,7 +176,8 @@ class HiddenRows:
         self, places: Sequence[int], states: Sequence[NodeState | None], row_M: Tensor, token_M: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The log-probabilities of tokens in rows, and the best tokens of the rows, float64, on the device."""
-        logits_NV = self.runner.model.logits(torch.stack([self._row[place] for place in places]))
+        rows_NE = torch.stack([self._row[place] for place in places])
+        logits_NV = self.runner.logits_of(rows_NE, self.runner.heads([self._adapter] * len(rows_NE)))
         logp_NV = log_softmax(logits_NV, self.runner.vocab_size, impl=self.runner.impl)[0]
         if self.constrained is not None:
             self.constrained.edits.rewrite([s for s in states if s], logp_NV, logits_NV)

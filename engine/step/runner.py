@@ -186,7 +186,7 @@ class Runner:
                 for start in range(0, len(ids), self.budget):
                     n = min(self.budget, len(ids) - start)
                     hidden_TE = self.forward([Chunk(tree, n, [], tree.allocate(n, []))])
-                    rows.append(self.model.logits(hidden_TE[:n]).float())
+                    rows.append(self.logits_of(hidden_TE[:n], self.heads([adapter] * n)).float())
         finally:
             tree.release()
         return torch.cat(rows)  # outside of inference mode: callers may write to it
@@ -236,7 +236,7 @@ class Runner:
         rows_NE = self._rows(chunks, asked, keeps, inputs)
         if not asked:
             return Launched(torch.empty(0, 0), None, [], inputs)
-        answers = self.answer(rows_NE, edits) if edits else self.answer(rows_NE)
+        answers = self.answer(rows_NE, edits, self.adapters(chunks, asked))
         return self.read(*answers, reads, inputs)
 
     def read(
@@ -285,13 +285,14 @@ class Runner:
             chunks, asked, keeps: as of `evaluate`.
             wanted: what is wanted, of the rows asked for, in their order.
         """
-        if self.impl == "cpp" and self.observer is None and getattr(self.model, "joins", False):
+        adapters = self.adapters(chunks, asked)
+        if self.impl == "cpp" and self.observer is None and getattr(self.model, "joins", False) and not adapters:
             return self._joined_sums(chunks, asked, wanted, keeps)
         rows_NE = self._rows(chunks, asked, keeps)
         if self.gathers:
             return self._gathered_sums(rows_NE, wanted)
         with phase(self.observer, "logits"):
-            logits_NV = self.model.logits(rows_NE)
+            logits_NV = self.logits_of(rows_NE, adapters)
         with phase(self.observer, "log-softmax"):
             return top_sums_of_logits(logits_NV, self.vocab_size, wanted, impl=self.impl)
 
@@ -339,13 +340,34 @@ class Runner:
         with phase(self.observer, "search"):
             return top_sums_of(logp_NV, wanted, peaks_NB, impl="triton" if self.impl == "triton" else None)
 
-    def answer(self, hidden_NE: Tensor, edits: Sequence[Edit] = ()) -> tuple[Tensor, Tensor, Tensor | None]:
+    def adapters(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> list[int]:
+        """The numbers of the adapters of some rows of a pass; empty if none of them changes logits."""
+        if not getattr(self.model, "adapted_heads", None):
+            return []
+        numbers = [chunk.tree.trunk.adapter for chunk in chunks for _ in range(len(chunk))]
+        return self.heads([numbers[row] for row in asked])
+
+    def heads(self, numbers: list[int]) -> list[int]:
+        """The numbers of rows' adapters; empty if none of them changes logits."""
+        heads = getattr(self.model, "adapted_heads", ())
+        return numbers if heads and not heads.isdisjoint(numbers) else []
+
+    def logits_of(self, hidden_NE: Tensor, adapters: Sequence[int]) -> Tensor:
+        """Logits of hidden rows, in the model's dtype; for `adapters` see there."""
+        return self.model.logits(hidden_NE, adapters=adapters) if adapters else self.model.logits(hidden_NE)
+
+    def answer(
+        self, hidden_NE: Tensor, edits: Sequence[Edit] = (), adapters: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device.
 
         Edited rows have no peaks, and the others of their pass have none either.
+
+        Args:
+            adapters: see `adapters`.
         """
         with phase(self.observer, "logits"):
-            logits_NV = self.model.logits(hidden_NE)
+            logits_NV = self.logits_of(hidden_NE, adapters)
         if logits_NV.shape[1] == 1:
             return logits_NV.float(), torch.isfinite(logits_NV).all(-1), None
         with phase(self.observer, "log-softmax"):

@@ -84,7 +84,7 @@ def strategy_of(batch: Batch) -> Strategy:
     shares = [share for share in batch.shares if share.nodes]
     if shares and batch.runner.device.type == "cpu" and all(share.pending.constrained for share in shares):
         parts = [few_of(share) for share in shares]
-        if None not in parts:
+        if None not in parts and not batch.runner.adapters(batch.chunks, batch.asked):
             return FewTokens(shares, [part for part in parts if part is not None])
     if shares and batch.runner.only_sums and not any(share.pending.constrained for share in shares):
         wanted = [share.top_sums for share in shares]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, LoadOptions, Request, Session, UsageError
+from engine import Choices, Engine, LoadOptions, Request, Session, UsageError
 from engine.app import batch, chat
 from engine.load.budget import plan
 from engine.load.pools import Workload
@@ -17,8 +17,9 @@ from tests.marks import needs_cpp
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODEL, ADAPTERS = GOLDEN / "llama" / "gqa", GOLDEN / "adapters"
-FOLDERS = [ADAPTERS / "llama_all", ADAPTERS / "llama_some"]
-NAMES = "llama_all", "llama_some", "none"
+ADAPTED = "llama_all", "llama_some", "llama_whole", "llama_ends"  # the last two change the embedding and the head
+FOLDERS = [ADAPTERS / name for name in ADAPTED]
+NAMES = *ADAPTED, "none"
 PROMPTS = [[5, 9, 2, 7, 11, 3, 8, 4], [6, 1, 9, 9, 14], [5, 9, 2, 7, 11, 3, 8, 21, 30]]
 OPTIONS: dict[str, Any] = {"kv_memory": "4M", "threads": 2, "adapters": FOLDERS}
 
@@ -59,7 +60,7 @@ def test_without_its_adapters_the_engine_is_as_one_without():
 
 def test_names(tmp_path: Path):
     engine, plain = Engine.load(MODEL, **OPTIONS), Engine.load(MODEL, kv_memory="1M")
-    with pytest.raises(UsageError, match="adapter: expected one of none, llama_all, llama_some, got 'other'"):
+    with pytest.raises(UsageError, match=f"adapter: expected one of none, {', '.join(ADAPTED)}, got 'other'"):
         tokens(engine, PROMPTS[0], "other")
     with pytest.raises(UsageError, match="adapter: expected none: the engine has no adapters, got 'llama_all'"):
         tokens(plain, PROMPTS[0], "llama_all")
@@ -118,13 +119,30 @@ def test_scores_are_of_the_adapter_that_is_asked_for():
         assert score.logprob == pytest.approx(float(rows[range(3), [4, 8, 15]].sum()), abs=1e-4)
 
 
+@pytest.mark.parametrize("scores", ["model", "renormalised"])
+def test_a_constraint_that_allows_few_tokens_has_the_head_of_its_adapter(scores: str, monkeypatch: pytest.MonkeyPatch):
+    """Where few tokens are allowed, the base's head computes no others; a head of an adapter's own computes all."""
+    engine = Engine.load(MODEL, dtype="float32", **OPTIONS)
+    options: dict[str, Any] = {"constraint": Choices([[4, 8], [15, 16], [23, 42, 7]], [2]), "constraint_scores": scores}
+    options |= {"eos_token_ids": [2], "max_new_tokens": 5}
+    found = []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr("engine.rules.few.FewAnswers.wanted", lambda *_: None)
+        found.append([])
+        for name in NAMES:
+            [result] = engine.generate([PROMPTS[0]], Trie(beams=2), adapter=name, **options)
+            found[-1] += [(output.token_ids, pytest.approx(output.logprob, abs=1e-5)) for output in result.outputs]
+    assert found[0] == found[1] and len({str(each) for each in found[0]}) > 2
+
+
 def test_the_plan_counts_adapters():
     plain, both = (plan(LoadOptions(MODEL, dtype="float32", adapters=x), Workload(), 0) for x in ((), FOLDERS))
     size = both.lines["weights of adapters"]
     assert both.fixed - plain.fixed == size > 0
     model = Engine.load(MODEL, dtype="float32", **OPTIONS).runner.model
     held = [x for layer in model.layers for call in layer.calls if call.adapters for x in call.adapters.adapters if x]
-    assert size <= sum(each.bytes for each in held) <= 1.3 * size + 4096
+    assert size <= sum(each.bytes for each in held) + model.ends.bytes <= 1.3 * size + 4096
 
 
 def test_lines_of_a_batch():
@@ -134,11 +152,11 @@ def test_lines_of_a_batch():
     flags += [flag for folder in FOLDERS for flag in ("--adapter", folder)]
     out = io.BytesIO()
     code = batch.main([*map(str, flags), "-q"], io.BytesIO("".join(json.dumps(x) + "\n" for x in lines).encode()), out)
-    one, two, none, other, first, score = map(json.loads, out.getvalue().splitlines())
+    *named, other, first, score = map(json.loads, out.getvalue().splitlines())
     engine = Engine.load(MODEL, dtype="float32", **OPTIONS)
-    for name, record in zip((*NAMES, None), (one, two, none, first), strict=True):
+    for name, record in zip((*NAMES, None), (*named, first), strict=True):
         assert record["outputs"][0]["token_ids"] == tokens(engine, PROMPTS[0], name)[0]
-    assert code == 2 and "adapter: expected one of none, llama_all, llama_some" in other["error"]["message"]
+    assert code == 2 and f"adapter: expected one of none, {', '.join(ADAPTED)}" in other["error"]["message"]
     [expected] = engine.score(PROMPTS[0], [[4, 8]], adapter="none")
     assert score["scores"][0]["logprob"] == pytest.approx(expected.logprob, abs=1e-5)
 
@@ -158,14 +176,14 @@ def server() -> Iterator[Any]:
 def test_models_of_the_server(server: Any):
     httpx = pytest.importorskip("httpx2")
     listed = [one["id"] for one in httpx.get(f"{server}/v1/models").json()["data"]]
-    assert sorted(listed) == ["base", "base:llama_all", "base:llama_some", "other"]
+    assert sorted(listed) == ["base", *sorted(f"base:{name}" for name in ADAPTED), "other"]
     engine = Engine.load(MODEL, dtype="float32", **OPTIONS)
 
     def ask(model: str, **fields: Any) -> Any:
         body = {"model": model, "prompt": PROMPTS[0], "max_tokens": 10, "search": "greedy", "ignore_eos": True}
         return httpx.post(f"{server}/v1/completions", json=body | {"return_token_ids": True} | fields, timeout=60)
 
-    for model, name in (("base", "none"), ("base:llama_some", "llama_some"), ("other", "none")):
+    for model, name in (("base", "none"), ("base:llama_ends", "llama_ends"), ("other", "none")):
         answer = ask(model).json()
         assert answer["model"] == model
         assert answer["choices"][0]["coppice"]["token_ids"] == tokens(engine, PROMPTS[0], name)[0]

@@ -123,7 +123,8 @@ def copied(tmp_path: Path, name: str = "llama_all", **changes: Any) -> Path:
         ({"use_dora": True}, "adapters with DoRA are not supported"),
         ({"peft_type": "LOHA"}, "adapters of the kind LOHA are not supported"),
         ({"bias": "lora_only"}, r"biases \(bias: lora_only\)"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save names lm_head, of which the file has no weight"),
+        ({"ensure_weight_tying": True}, "adapters with an embedding and a head that stay tied"),
         ({"use_secrets": True}, "use_secrets"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa"),
         ({"rank_pattern": {"(": 1}}, "rank_pattern: expected an object that maps patterns"),
@@ -141,13 +142,14 @@ def test_other_kinds_are_refused_by_name(changes: dict[str, Any], says: str, tmp
 @pytest.mark.parametrize(
     ("rename", "says"),
     [
-        (("layers.0.self_attn.q_proj.lora_A", "embed_tokens.lora_embedding_A"), "no factor of LoRA of a linear layer"),
+        (("layers.0.self_attn.q_proj.lora_A", "embed_tokens.lora_embedding_C"), "no factor of LoRA of a linear layer"),
+        (("layers.0.self_attn.q_proj", "embed_tokens"), "embed_tokens: expected factors from 104 elements to 32"),
         (("q_proj.lora_A", "q_proj.lora_A.other"), "no factor of LoRA"),
         (
             ("layers.0.self_attn.q_proj", "layers.9.self_attn.q_proj"),
             "layers.9.self_attn.q_proj: the model has no such",
         ),
-        (("model.layers.0.self_attn.q_proj", "lm_head"), "lm_head: LoRA of the head or of the embedding"),
+        (("model.layers.0.self_attn.q_proj", "lm_head"), "lm_head: expected factors from 32 elements to 104, got 32"),
         (("layers.0.self_attn.q_proj", "layers.0.mlp.down_proj.q"), "the model has no such linear layer"),
     ],
     ids=str,

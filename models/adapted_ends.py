@@ -1,0 +1,112 @@
+"""Adapters at the two ends of a model change rows of the embedding, and logits.
+
+Shape legend: T tokens of a pass, N asked rows, E width, V vocabulary, R rank.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.low_rank import Adapters, Factors, LowRank
+from kernels.low_rank import low_rank as add_low_rank
+from models.adapters import Adapter, Fitted, low_rank
+from models.config import HEAD, Config, Names
+from models.formats.floats import FloatLinear, has_kernels
+from models.formats.linear import Linear, is_small
+
+
+class AdaptedEnds:
+    """The embeddings and heads of adapters, by their numbers in a pass, from 1 on.
+
+    Args:
+        adapters, fitted: of the model.
+        names, c, head: of the model.
+        dtype, device: to compute in.
+
+    Attributes:
+        heads: the numbers of adapters that change logits.
+
+    Raises:
+        CheckpointError: values that are not finite.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[Adapter],
+        fitted: Sequence[Fitted],
+        names: Names,
+        c: Config,
+        head: Linear,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._tables: dict[int, Tensor] = {}  # [V, E]
+        self._added: dict[int, Factors] = {}  # to rows of the embedding
+        self._heads: dict[int, FloatLinear] = {}
+        packed, small = has_kernels(dtype, device), is_small(head, dtype)
+        outs = {HEAD: (c.vocab_size, c.embedding_width or c.width)}
+        each = list[LowRank | None]()
+        for number, (adapter, found) in enumerate(zip(adapters, fitted, strict=True), 1):
+            if tensor := found.whole.get(names.embedding):
+                self._tables[number] = adapter.read(tensor).to(device, copy=True)
+            if changed := found.modules.get(names.embedding):
+                factors = adapter.factors(0, changed, dtype, small=small)
+                a_VR = factors.a_RI.T.contiguous().to(device)
+                self._added[number] = factors._replace(a_RI=a_VR, b_OR=factors.b_OR.to(device))
+            if tensor := found.whole.get(HEAD):
+                bias = None if head.bias is None else [head.bias]
+                self._heads[number] = FloatLinear([adapter.read(tensor)], bias, dtype=dtype, device=device)
+            each.append(low_rank([HEAD], adapter, found, outs, dtype, device, small=small, packed=packed))
+        self._products = Adapters(*outs[HEAD], each) if any(each) else None
+        self._impl = "cpp" if packed else "torch"
+        self.heads = {*self._heads, *(number for number, product in enumerate(each, 1) if product)}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that they take."""
+        kept = [*self._tables.values(), *(x for each in self._added.values() for x in (each.a_RI, each.b_OR))]
+        for head in self._heads.values():
+            kept += [head.packed.panels] if head.packed else head.weights
+        products = self._products.adapters if self._products else ()
+        return sum(x.nbytes for x in kept) + sum(each.bytes for each in products if each)
+
+    def embed(self, x_TE: Tensor, tokens_T: Tensor, adapters_T: Tensor) -> Tensor:
+        """Rows of the base's embedding as the adapters of their tokens change them.
+
+        Args:
+            tokens_T, adapters_T: int64; the numbers of adapters are on the host.
+        """
+        numbers = {*adapters_T.unique().tolist()} & (self._tables.keys() | self._added.keys())
+        for number in sorted(numbers):
+            row_N = (adapters_T == number).nonzero().squeeze(1).to(x_TE.device)
+            token_N, rows_NE = tokens_T[row_N], x_TE[row_N]
+            if number in self._tables:
+                rows_NE = F.embedding(token_N, self._tables[number]).to(x_TE.dtype)
+            if number in self._added:
+                _, a_VR, b_ER, scale = self._added[number]
+                wide = torch.promote_types(x_TE.dtype, torch.float32)
+                added_NE = F.embedding(token_N, a_VR).to(wide) * scale @ b_ER.to(wide).T
+                rows_NE = (rows_NE.to(wide) + added_NE).to(x_TE.dtype)
+            x_TE = x_TE.index_copy(0, row_N, rows_NE)
+        return x_TE
+
+    def logits(self, rows_NE: Tensor, numbers: Sequence[int], head: Linear) -> Tensor:
+        """Logits [N, V] of rows, before the divisor and the cap of the model.
+
+        Args:
+            rows_NE: that the head reads.
+            numbers: of their adapters; 0: none.
+            head: of the base.
+        """
+        own = {*numbers} & self._heads.keys()
+        first: Linear = self._heads[min(own)] if len(own) == 1 == len({*numbers}) else head
+        logits_NV = first(rows_NE)
+        number_N = torch.tensor(numbers)
+        for number in sorted(own) if first is head else ():
+            row_N = (number_N == number).nonzero().squeeze(1).to(rows_NE.device)
+            logits_NV[row_N] = self._heads[number](rows_NE[row_N])
+        if self._products is not None:
+            add_low_rank(logits_NV, rows_NE.contiguous(), self._products, number_N, impl=self._impl)
+        return logits_NV
