@@ -12,6 +12,7 @@ memory. A bucket whose graph cannot be recorded runs without one from then on.
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -147,7 +148,7 @@ class GraphRunner(Runner):
         with phase(self.observer, "pack"):
             p = pack(chunks, self.pool.page_size, **options)
         inputs, step = Inputs(self.device, fill) if self.asynchronous else None, self._step(p)
-        step(p, asked, inputs)
+        step(self, p, asked, inputs)
         rows_N = step.rows_T[: len(asked)]
         *results, peaks_NB, hidden_TE = self._outputs
         logp_NV, finite_N = (x.index_select(0, rows_N) for x in results)  # copies: the next pass fills them
@@ -233,10 +234,13 @@ class GraphRunner(Runner):
 
 
 class _Step:
-    """The graph of one bucket, and its inputs at fixed places of the runner's memory."""
+    """The graph of one bucket, and its inputs at fixed places of the runner's memory.
+
+    It does not refer to its runner, which has it: an engine that is dropped frees its device's memory at once.
+    """
 
     def __init__(self, runner: GraphRunner, like: Pass):
-        self.runner, self.warm = runner, False
+        self.warm = False
         self.replay: Callable[[], None] | None = None
         *fields, pages_PR = _fields(like, torch.empty_like(like.tokens_T))
         fields.append(pages_PR.new_empty(runner.pool.pages, pages_PR.shape[1], device="meta"))  # as a trunk may get
@@ -248,22 +252,23 @@ class _Step:
         device = [_view(runner.memory, at, x) for at, x in zip(self.starts, fields, strict=True)]
         self.inputs, self.rows_T = _rebuild(like, device)
 
-    def __call__(self, p: Pass, asked: Sequence[int], ready: Ready | None) -> None:
+    def __call__(self, runner: GraphRunner, p: Pass, asked: Sequence[int], ready: Ready | None) -> None:
         rows_T = torch.tensor([*asked, *[0] * (len(p.tokens_T) - len(asked))])
         *fields, pages_PR = _fields(p, rows_T)
-        turn = self.runner.turn()
+        turn = runner.turn()
         for there, x in zip(self.hosts[turn], fields, strict=False):
             there.copy_(x)
         self.hosts[turn][-1][: len(pages_PR)] = pages_PR
-        self.runner.copy(turn, self.starts[-1] + pages_PR.numel())
+        runner.copy(turn, self.starts[-1] + pages_PR.numel())
         if ready is not None:
             ready(self.inputs)
         if not self.warm:
             self.warm = True
-            self.runner.compute(self.inputs)
+            runner.compute(self.inputs)
             return
         if self.replay is None:
-            self.replay = self.runner.recorded(lambda: self.runner.compute(self.inputs), self.inputs)
+            there = weakref.proxy(runner)
+            self.replay = runner.recorded(lambda: there.compute(self.inputs), self.inputs)
         self.replay()
 
 
@@ -294,12 +299,16 @@ def _view(memory: Tensor, at: int, like: Tensor) -> Tensor:
 class _Recorder:
     """Records CUDA graphs that share their memory, as no two of them run at once. Other threads may use the device.
 
+    They are captured on a stream of their own: cuBLAS keeps a workspace for each stream, in the memory of the graph that
+    was captured first on it, and torch 2.13 frees it with that graph, whoever else's graphs write there.
+
     Attributes:
         used: bytes of the device that recording took, which are kept when a graph goes: later ones use them again.
     """
 
     def __init__(self):
         self.pool, self.used = torch.cuda.graph_pool_handle(), 0
+        self.stream = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -307,8 +316,9 @@ class _Recorder:
         torch.cuda.empty_cache()  # recording begins with this: only what it takes is counted
         free, _ = torch.cuda.mem_get_info()
         here = torch.cuda.current_stream()  # where a capture that fails would leave its own
+        options = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
         try:
-            with torch.cuda.stream(here), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with torch.cuda.stream(here), torch.cuda.graph(graph, **options):
                 run()
         except BaseException:
             self.pool = torch.cuda.graph_pool_handle()  # the old one may be taken to be still in a capture

@@ -163,8 +163,8 @@ class Overlapped(Driver):
 
     def _beside(self, batch: Flight) -> Flight | None:
         """Launch a pass of the searches that wait for none, if that hides the host's work; see `Overlap`."""
-        if not batch.runner.overlap.helps(len(self.running)):
-            return None
+        if not batch.runner.overlap.helps(len(self.running)) or all(next_of(job) for job in self.running):
+            return None  # all of them look ahead together from the next pass on
         theirs = {id(share.job) for share in batch.shares}
         other = self._launch(batch.model, [job for job in self._asking(batch.model) if id(job) not in theirs])
         return other if other.shares else None

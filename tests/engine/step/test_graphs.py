@@ -5,10 +5,12 @@ Without a GPU the graph is a stand-in that runs the function again; that real on
 """
 
 import contextlib
+import gc
 import importlib.util
 import itertools
 import json
 import logging
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -243,7 +245,7 @@ class Cuda:
 
     def __init__(self):
         self.stream_now, self.taken, self.cached, self.pools = "main", 10, 30, 0
-        self.failing = False
+        self.failing, self.streams, self.captured = False, 0, []
 
     def mem_get_info(self):
         return 100 - self.taken - self.cached, 100
@@ -263,10 +265,15 @@ class Cuda:
         finally:
             self.stream_now = before
 
+    def Stream(self):
+        self.streams += 1
+        return f"capture {self.streams}"
+
     @contextlib.contextmanager
-    def graph(self, graph, pool, capture_error_mode):
+    def graph(self, graph, pool, stream, capture_error_mode):
         self.empty_cache()
-        before, self.stream_now = self.stream_now, "capture"
+        before, self.stream_now = self.stream_now, stream
+        self.captured.append(stream)
         yield
         if self.failing:
             raise RuntimeError("operation not permitted")  # torch leaves the stream as it is then
@@ -276,17 +283,35 @@ class Cuda:
 
 def test_what_recording_takes_and_leaves(monkeypatch):
     cuda = Cuda()
-    for name in ("mem_get_info", "empty_cache", "graph_pool_handle", "stream", "graph"):
+    for name in ("mem_get_info", "empty_cache", "graph_pool_handle", "stream", "Stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: cuda.stream_now)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: "replayed"))
     recorder = _Recorder()
     assert recorder(lambda: None)() == "replayed" and recorder.used == 5 and recorder.pool == 1
-    cuda.failing = True
+    _Recorder()(lambda: None)
+    recorder(lambda: None)
+    assert cuda.captured == ["capture 1", "capture 2", "capture 1"]  # no recorder shares a stream with another
+    cuda.failing, recorder.pool = True, 0
     with pytest.raises(RuntimeError, match="not permitted"):
         recorder(lambda: None)
-    assert cuda.stream_now == "main" and recorder.pool == 2
+    assert cuda.stream_now == "main" and recorder.pool == 3
+
+
+def test_an_engine_that_is_dropped_gives_its_memory_back_at_once():
+    """The runner has the graphs; they do not have it, so that no collection of cycles has to come first."""
+    _, graphs = engines("gqa", "reference")
+    graphs.generate([[5, 6, 7]], Trie(beams=3), max_new_tokens=6, ignore_eos=True)
+    assert graphs.runner.record.replayed > 0
+    pool, runner = weakref.ref(graphs.pool), weakref.ref(graphs.runner)
+    gc.collect()
+    gc.disable()
+    try:
+        del graphs, _
+        assert pool() is None and runner() is None
+    finally:
+        gc.enable()
 
 
 @needs_interpreter

@@ -175,3 +175,15 @@ def test_halves_take_turns(plain, monkeypatch, events):
     events.clear()
     ahead(plain).generate(PROMPTS, Trie(beams=2), max_new_tokens=8, ignore_eos=True)
     assert events.count("launch") <= 2 and events.count("guess") == 7
+
+
+def test_searches_in_halves_come_back_to_looking_ahead_together(plain, monkeypatch, events):
+    """Prompts of many lengths split them: while one is read, the others cannot look ahead."""
+    monkeypatch.setattr(Overlap, "helps", lambda self, searches: searches > 1)
+    engine = ahead(plain, pages=800)
+    engine.runner.budget = 128
+    prompts = [[5 + (i * j) % 40 for i in range(40 * j)] for j in range(1, 9)]
+    search, options = Trie(beams=3), {"max_new_tokens": 24, "ignore_eos": True}
+    got, wanted = (each.generate(prompts, search, **options) for each in (engine, plain))
+    assert [result.outputs[0].token_ids for result in got] == [result.outputs[0].token_ids for result in wanted]
+    assert events.count("guess") > 16 and events.count("launch") < 24  # 0 and 57 if they never come back
