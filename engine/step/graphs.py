@@ -299,8 +299,8 @@ def _view(memory: Tensor, at: int, like: Tensor) -> Tensor:
 class _Recorder:
     """Records CUDA graphs that share their memory, as no two of them run at once. Other threads may use the device.
 
-    They are captured on a stream of their own: cuBLAS keeps a workspace for each stream, in the memory of the graph that
-    was captured first on it, and torch 2.13 frees it with that graph, whoever else's graphs write there.
+    They are captured on a stream of their own: cuBLAS keeps a workspace for each stream, in the memory of the graph
+    that was captured first on it, and torch 2.13 frees it with that graph, whoever else's graphs write there.
 
     Attributes:
         used: bytes of the device that recording took, which are kept when a graph goes: later ones use them again.

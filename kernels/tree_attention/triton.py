@@ -182,8 +182,11 @@ def _grid(
     waves = WAVES if trees > 1 else 1
     if even >= waves * processors * (256 // tile):  # more than there can be room for
         return most, WHOLE.value
-    split = (LATER if processors // even * tile * head * 4 > ALONE else LAST).value
+    split = LAST.value
     programs = processors * room(split)
+    if programs // even * tile * head * 4 > ALONE:
+        split = LATER.value
+        programs = processors * room(split)
     return (most, WHOLE.value) if even >= waves * programs else (max(most, programs), split)
 
 
@@ -306,16 +309,16 @@ def _attend(
         )  # fmt: skip
     for w in range(first_w, words):
         word_M = tl.load(words_ptr + t_M * (W // WORD) + w, mask=real_M, other=0)
-        if tl.max((word_M != 0).to(tl.int32)) > 0:
-            w_N = w * WORD + tl.arange(0, WORD)
-            slot_N = tl.load(slots_ptr + tree * W + w_N)
-            visible_MN = ((word_M[:, None] >> tl.arange(0, WORD)[None, :]) & 1) != 0
-            if WINDOWED:
-                visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
-            top_M, sum_M, acc_MD = _fold(
-                q_MD, k_ptr, v_ptr, slot_N, w_N < W, visible_MN, scale,
-                cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2,
-            )  # fmt: skip
+        w_N = w * WORD + tl.arange(0, WORD)  # a branch here would keep slots and keys from being fetched ahead
+        slot_N = tl.load(slots_ptr + tree * W + w_N)
+        visible_MN = ((word_M[:, None] >> tl.arange(0, WORD)[None, :]) & 1) != 0
+        if WINDOWED:
+            visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
+        live_N = tl.max(visible_MN.to(tl.int32), 0) > 0  # others may never have been written
+        top_M, sum_M, acc_MD = _fold(
+            q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale,
+            cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2,
+        )  # fmt: skip
 
     sum_M = tl.where(sum_M != 0, sum_M, 1.0)  # NaN stays
     out_MD = acc_MD / sum_M[:, None]

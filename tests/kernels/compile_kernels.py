@@ -25,7 +25,7 @@ from kernels.rows import triton as on_rows
 from kernels.rows import triton_sums
 from kernels.tree_attention import triton as tree_attention
 
-WHOLE, LAST = tree_attention.WHOLE.value, tree_attention.LAST.value
+WHOLE, LAST, LATER = (getattr(tree_attention, name).value for name in ("WHOLE", "LAST", "LATER"))
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 BYTES = {"int8": "*i8", "fp8": "*u8"}  # caches of 8 bits, as kernels take them
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes that one program may have
@@ -190,6 +190,8 @@ if sys.argv[1:2] == ["--write"]:
 for capability in SHARED:
     for rows, head in itertools.product((16, 64, 2048), (64, 128)):
         attend(capability, rows, head, torch.bfloat16, split=LAST if rows < 2048 else WHOLE)
+for capability, split in itertools.product((90, 100), (LAST, LATER)):  # wide beams: a prompt's tiles, in shares
+    unspilled(attend(capability, 2048, 128, torch.bfloat16, split=split))
 attend(90, 16, 80, torch.float16, windowed=True, trees=16)
 attend(90, 16, 96, torch.bfloat16)
 attend(90, 16, 256, torch.bfloat16, windowed=True, capped=True)

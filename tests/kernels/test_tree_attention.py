@@ -398,6 +398,8 @@ def test_how_many_programs_run_at_once(monkeypatch):
     assert triton._grid(132, room, 15 * 4, 1, 8, 64, 128) == (264, LATER)  # a tile for each of 8 heads
     assert triton._grid(132, room, 32 * 60, 32, 8, 64, 128) == (488, LAST)  # at most 61 tiles of each of 8 heads
     assert triton._grid(132, room, 60, 1, 32, 16, 128) == (264, LAST)
+    assert triton._grid(132, lambda _: 2, 15, 1, 32, 16, 128) == (264, LAST)  # 8 shares of 8 KiB to merge
+    assert triton._grid(132, lambda _: 3, 15, 1, 32, 16, 128) == (396, LATER)  # 12
     asked = []
     assert triton._grid(132, asked.append, 8192, 1, 8, 128, 128) == (512, WHOLE) and not asked  # a long prompt
     assert triton._grid(132, lambda _: 1, 2048, 1, 8, 128, 128) == (132, LAST)  # 128 tiles
