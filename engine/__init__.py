@@ -1,17 +1,22 @@
 """The engine: token trees on a paged cache, evaluated for any search."""
 
+from typing import TYPE_CHECKING
+
 import engine.load.startup  # noqa: F401  # isort: split
-from engine.cache.tree import TokenTree
-from engine.contract import ContinuationScore, Evaluate, Output, Report, SearchResult, Task
-from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
-from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
-from engine.load.options import LoadOptions
-from engine.request import RequestOptions
-from engine.rules import Rules
-from engine.rules.catalogue import Catalogue
-from engine.rules.constraint import Choices, Constraint, ConstraintError
-from engine.tasks.async_engine import AsyncEngine
 from engine.version import __version__
+from models.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.cache.tree import TokenTree
+    from engine.contract import ContinuationScore, Evaluate, Output, Report, SearchResult, Task
+    from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
+    from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
+    from engine.load.options import LoadOptions
+    from engine.request import RequestOptions
+    from engine.rules import Rules
+    from engine.rules.catalogue import Catalogue
+    from engine.rules.constraint import Choices, Constraint, ConstraintError
+    from engine.tasks.async_engine import AsyncEngine
 
 __all__ = [
     "AsyncEngine",
@@ -44,3 +49,18 @@ __all__ = [
     "UsageError",
     "__version__",
 ]
+__getattr__ = exports(
+    __name__,
+    {
+        "engine.cache.tree": "TokenTree",
+        "engine.contract": "ContinuationScore Evaluate Output Report SearchResult Task",
+        "engine.engine": "Done Engine Prefill Progress Request Session Text",
+        "engine.errors": "CheckpointError CoppiceError KVMemoryError NumericsError SearchError UsageError",
+        "engine.load.options": "LoadOptions",
+        "engine.request": "RequestOptions",
+        "engine.rules": "Rules",
+        "engine.rules.catalogue": "Catalogue",
+        "engine.rules.constraint": "Choices Constraint ConstraintError",
+        "engine.tasks.async_engine": "AsyncEngine",
+    },
+)

@@ -13,8 +13,7 @@ from engine.load.capabilities import Capabilities
 from engine.request import StreamOptions
 from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.thinking import Thoughts
-
-OVERFLOW = ("drop-turns", "error")
+from engine.words import OVERFLOW
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from engine.contract import SearchResult
-from engine.contract.embedding import MEAN, POOLINGS, TextVector
+from engine.contract.embedding import TextVector
 from engine.errors import UsageError, check_flag, check_integer, shortened
 from engine.load.loading import LoadedModel
 from engine.request import Request, check_ids
+from engine.words import MEAN, POOLINGS
 
 
 def embedding_of(

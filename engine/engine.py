@@ -47,7 +47,7 @@ from engine.step.driver import Driver
 from engine.step.phases import PhaseObserver
 from engine.step.prefix_files import load_prefix, save_prefix
 from engine.text.tokenizer import Tokenizer
-from models.sharding import Shard
+from models.shard import Shard
 from models.trim import release_libraries, trim_memory
 
 

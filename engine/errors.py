@@ -62,6 +62,22 @@ def check_flag(name: str, value: Any) -> None:
         raise UsageError(f"{name}: expected true or false, got {shortened(repr(value))}")
 
 
+def check_utf8(text: str) -> str:
+    """Return `text` if it can be encoded as UTF-8.
+
+    Raises:
+        UsageError: it has lone surrogates (from bytes that are not UTF-8, or from an escape in JSON).
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the text is not valid UTF-8: lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
+            remedy="give the input as UTF-8",
+        ) from None
+    return text
+
+
 def _check_range(name: str, value: Any, low: float, high: float, kind: Any, words: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:
         limits = f">= {low}" if high == math.inf else f"from {low} to {high}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.cache.tree import TokenTree, shared_length
 from engine.contract import Report, Search, SearchResult
 from engine.contract.checks import attributed, check_search
-from engine.contract.distinct import TEXT, TEXT_SUM, check_distinct
+from engine.contract.distinct import TEXT, check_distinct
 from engine.contract.scoring import Scoring
 from engine.contract.trace import Trace
 from engine.errors import UsageError, check_flag, check_integer, shortened
@@ -28,7 +28,8 @@ from engine.rules.logprobs import MOST_ALTERNATIVES, check_logprobs
 from engine.step.jobs import Job
 from engine.text.stopping import CONTEXT, StopStrings, check_stop
 from engine.text.tokenizer import Tokenizer
-from models.sharding import Shard
+from engine.words import TEXT_SUM
+from models.shard import Shard
 
 
 @dataclass(frozen=True)

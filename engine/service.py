@@ -11,7 +11,7 @@ from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
 from engine.contract import Judge, Output, SearchGenerator, SearchResult, Task
 from engine.contract.checks import search_error
-from engine.contract.distinct import TEXT_SUM, distinct
+from engine.contract.distinct import distinct
 from engine.contract.trace import UNTRACED
 from engine.errors import CoppiceError
 from engine.load.pools import is_out_of_memory, out_of_memory
@@ -24,6 +24,7 @@ from engine.step.jobs import Job
 from engine.step.overlapped import make_driver
 from engine.step.phases import PhaseObserver
 from engine.text.stopping import TextStream
+from engine.words import TEXT_SUM
 
 Outcome = SearchResult | CoppiceError
 CLIENTS = 4096  # whose last turns are known

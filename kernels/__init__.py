@@ -2,9 +2,8 @@
 
 import warnings
 
-# PyTorch warns when it is imported where NumPy is absent, which nothing here needs. The filter stays: a context manager
-# would take back those that PyTorch itself sets while it is imported.
+# PyTorch warns when it is imported where NumPy is absent, which nothing here needs. The filter is set before any module
+# imports it, and stays: a context manager would take back those that PyTorch itself sets meanwhile.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-import torch as torch  # noqa: E402
 
 DISTRIBUTION = "coppice"  # another one has a package of this name: `models/own.py` looks for this line

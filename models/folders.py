@@ -1,6 +1,7 @@
 """Finds the folder that holds a checkpoint's files, also in the snapshots of the hub's cache, and the model's file."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from models.checkpoint.files import read_regular
@@ -15,6 +16,26 @@ HUB_NAME = re.compile(  # org/name[@revision][:file]
     re.ASCII,
 )
 LOOKS = "org/name, org/name@revision, org/name:Q4_K_M or org/name:FILE.gguf"
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A name on the hub: a repository, one of its revisions, and a GGUF file or its quantisation ("": none)."""
+
+    repo: str
+    revision: str = "main"
+    file: str = ""
+
+    @staticmethod
+    def parse(text: str) -> "HubName | None":
+        """The repository and file that a text names; None if no repository can have such a name."""
+        found = HUB_NAME.fullmatch(text)
+        if found is None or ".." in text or "--" in found["repo"] or found["repo"].endswith((".gguf", ".safetensors")):
+            return None
+        return HubName(found["repo"], found["revision"] or "main", found["file"] or "")
+
+    def __str__(self) -> str:
+        return self.repo + f"@{self.revision}" * (self.revision != "main") + f":{self.file}" * bool(self.file)
 
 
 def snapshot(folder: Path) -> Path:
@@ -47,6 +68,33 @@ def snapshot(folder: Path) -> Path:
         where=str(folder),
         remedy=f"Name a folder in {SNAPSHOTS}, or download the model again.",
     )
+
+
+def check_there(model: str | Path) -> None:
+    """Check that a path leads to a folder or to a GGUF file; a name on the hub passes. Raises CheckpointError."""
+    path = Path(model)
+    if not path.exists() and HubName.parse(str(model)) is not None:
+        return
+    if path.suffix != ".gguf" or path.is_dir():
+        check_folder(path)
+        return
+    try:
+        path.stat()
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=show(model)) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder is there. Raises CheckpointError."""
+    if not folder.is_dir():
+        is_file = "is a file, no .gguf: name the folder it lies in"
+        what = is_file if folder.exists() else "there is no such folder"
+        raise CheckpointError(
+            f"model folder: {what}",
+            where=show(folder),
+            remedy="A model is a GGUF file, or a folder with config.json, *.safetensors and a tokenizer; "
+            f"commands that load one also take its name on the Hugging Face hub: {LOOKS}.",
+        )
 
 
 def gguf_file(path: Path) -> Path | None:

@@ -8,7 +8,6 @@ name neither, or run the other code.
 
 import importlib.util
 import sys
-from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +47,8 @@ def _fault(name: str) -> str:
         what = f"Python finds no package {name}"
     elif same:
         what = f"{found} is not Coppice's: another distribution wrote over its files, or removed some of them"
+        from importlib import metadata  # here, as it takes long to import
+
         names = metadata.packages_distributions().get(name, [])
         where += f", and {name} is a package of the distributions {', '.join(sorted({*names, 'coppice'}))}"
     else:

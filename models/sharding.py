@@ -7,7 +7,7 @@ inner width. Those that write to it are cut by inputs, so that their products ar
 Shape legend: N rows, E width, V vocabulary, v tokens of this process, U chosen tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,35 +19,12 @@ from kernels.stack import Matrix
 from models.config import Config
 from models.errors import CheckpointError
 from models.formats.linear import Linear
+from models.shard import Shard
 
 # An MLP is cut at multiples of one of these, so that groups of quantised weights stay whole: of the largest that leaves
 # each process EVEN of them, so that none has an eighth more than others.
 UNITS, EVEN = (128, 64, 32, 16, 8), 8
 T = TypeVar("T")
-
-
-class Shard:
-    """The place of a process among those that compute a model together; this class is for one that meets no others.
-
-    Args:
-        rank, size: the number of the process, from 0, and of processes.
-        local: how many of them share this machine.
-    """
-
-    def __init__(self, rank: int = 0, size: int = 1, local: int = 1):
-        self.rank, self.size, self.local = rank, size, local
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of the tensors of all processes, which have one shape; x may be overwritten."""
-        return x
-
-    def gather(self, x: Tensor) -> Tensor:
-        """The tensors of all processes, which have one shape, by rank: [size, *x.shape]."""
-        return x.unsqueeze(0)
-
-    def first(self, make: Callable[[], T]) -> T:
-        """The result of `make` in the first process, which alone calls it, so that measured numbers are the same."""
-        return make()
 
 
 def part(total: int, shard: Shard, unit: int = 1) -> range:

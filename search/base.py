@@ -26,9 +26,9 @@ from engine.contract import (  # noqa: F401
 from engine.contract.checks import attributed, is_ours
 from engine.contract.top_sums import Next, TopSums
 from engine.errors import UsageError
+from engine.values import default_of, kinds
 from kernels.rows import at_least, top_k, top_sums  # noqa: F401  # searches import from here
 from search.options import without_draws
-from search.values import default_of, kinds
 
 REGISTRY: dict[str, type[Search]] = {}
 MOST_NAMES = 8  # in a message

@@ -9,7 +9,7 @@ from typing import Any
 from engine.contract import Search
 from engine.contract.sampling import Warp
 from engine.errors import UsageError, check_integer, check_number
-from search.values import written
+from engine.values import written
 
 MAX_SEED = 2**63 - 1
 OF_ROWS = ("typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold")  # parameters of draws from one row at a time

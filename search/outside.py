@@ -11,9 +11,8 @@ from typing import Any
 
 from engine.contract import Search
 from engine.errors import UsageError
+from engine.words import ENTRY_POINTS
 from search.base import ALIASES, REGISTRY, check_class, name_of, register
-
-GROUP = "coppice.searches"
 
 
 def find_search(text: str) -> str | None:
@@ -64,7 +63,7 @@ def load_class(text: str) -> str:
 def entry_points() -> Iterator[importlib.metadata.EntryPoint]:
     """The searches that installed distributions offer, each once; they are not imported."""
     seen = set()
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         if (entry.name, entry.value) not in seen:  # a distribution may be found twice on sys.path
             seen.add((entry.name, entry.value))
             yield entry

@@ -62,7 +62,7 @@ def test_it_starts_as_python_m_does(script: Path, tmp_path: Path):
         "import atexit, sys\n"
         "def tell():\n"
         "    from engine.load import startup\n"
-        "    print(startup.starting, startup.command, startup.lean, startup.METAS in sys.modules)\n"
+        "    print(startup.starting, startup.command, 'torch' in sys.modules, startup.METAS in sys.modules)\n"
         "atexit.register(tell)\n"
     )
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

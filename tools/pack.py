@@ -20,9 +20,9 @@ from engine.errors import CheckpointError, UsageError
 from engine.load.hub import local_path
 from engine.load.loading import check_quant
 from kernels.linear import Packed
-from models import load_model
 from models.checkpoint.headers import WEIGHTS, Checkpoint
 from models.checkpoint.tensor_files import write_tensors
+from models.families import load_model
 from models.formats.floats import PackedLinear, has_kernels
 from models.formats.linear import FORMATS
 from models.formats.packed import PREFIXES, Packing, Size

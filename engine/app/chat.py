@@ -1,4 +1,4 @@
-"""The chat: `python -m engine.chat`. On a terminal a conversation, with piped input one reply."""
+"""The chat: on a terminal a conversation, with piped input one reply. Its flags: `engine.app.chat_flags`."""
 
 import argparse
 import contextlib
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.app import cli, transcript
+from engine.app.chat_flags import parser
 from engine.app.commands import ALIASES, COMMANDS, decode_prompt, literal, read_prompt, tell_loaded
 from engine.app.dialog import Dialog
 from engine.app.settings import Settings
@@ -18,7 +19,7 @@ from engine.app.terminal import Interrupt, Label, Quit, Screen
 from engine.app.trace_page import check_target
 from engine.cache.tree import shared_length
 from engine.contract.trace import Traces
-from engine.conversation import OVERFLOW, Conversation
+from engine.conversation import Conversation
 from engine.demo import BANNER, demo_folder, is_demo
 from engine.engine import Engine
 from engine.errors import UsageError
@@ -27,23 +28,11 @@ from engine.load.capabilities import dtype_name
 from engine.load.distributed import check_alone
 from engine.load.hub import outlined
 from engine.load.options import NO_ADAPTER
-from engine.load.pools import size_text
+from engine.load.sizes import size_text
 from engine.version import __version__
-from models.sharding import Shard
+from models.shard import Shard
 from search.base import make_search
 from search.trie import Trie
-
-DESCRIPTION = "Talk to a model. On a terminal: a conversation. With -p or piped input: one reply on stdout."
-EPILOG = """\
-exit codes: 0 fine, 1 our bug, 2 usage, input or a fault of a search of your own, 3 checkpoint, 4 memory,
-5 numerics, 130 interrupted, 141 closed pipe"""
-COMMON = """
---help --quiet --verbose --version
---prompt --system --load --save --show-beams --stats --json --trace
---model --draft --reward --dtype --quant --device --threads --kv-memory --memory
---think --search --beams --length-penalty --num-return-sequences --temperature --top-k --top-p --seed
---max-new-tokens --stop --choice --json-schema --regex --plan
-"""  # flags of the short help
 
 # --- the banner ---
 
@@ -81,59 +70,6 @@ def _count(number: int) -> str:
 
 
 # --- the command line ---
-
-
-def parser() -> cli.Parser:
-    """All flags, in groups."""
-    parser = cli.Parser("python -m engine.chat", DESCRIPTION, EPILOG, COMMON)
-    add_chat_flags(parser)
-    cli.add_load_flags(parser, "chat")
-    cli.add_prefix_flags(parser)
-    cli.add_template_flags(parser)
-    cli.add_search_flags(parser)
-    cli.add_limit_flags(parser)
-    cli.add_rule_flags(parser)
-    add_plan_flags(parser)
-    cli.add_verbosity_flags(parser)
-    return parser
-
-
-def add_chat_flags(parser: cli.Parser) -> None:
-    """Flags of what a chat reads, shows and saves."""
-    group = parser.group("chat")
-    prompts = group.add_mutually_exclusive_group()
-    prompts.add_argument("-p", "--prompt", metavar="TEXT", help="one reply to this and piped input; -: that alone")
-    prompts.add_argument("--prompt-file", metavar="FILE", help="one reply to the text of a file; -: of piped input")
-    group.add_argument("--system", metavar="TEXT", help="system message, if the model has a chat template")
-    group.add_argument(
-        "--on-overflow",
-        choices=OVERFLOW,
-        default=OVERFLOW[0],
-        help="in a full context: drop the oldest turns, or refuse the new one (drop-turns)",
-    )
-    group.add_argument("--load", metavar="FILE", help="continue a saved conversation")
-    group.add_argument("--save", metavar="FILE", type=Path, help="save the conversation after each turn")
-    group.add_argument(
-        "--save-prefix",
-        metavar="FILE",
-        type=cli.output_file,
-        help="write for --load-prefix what all conversations with this --system begin with; without a chat template "
-        "the one prompt",
-    )
-    group.add_argument("--show-beams", action="store_true", help="show live candidates under the text, on a terminal")
-    group.add_argument("--stats", action="store_true", help="print figures after each reply, on stderr")
-    group.add_argument("--json", action="store_true", help="print replies as JSON lines, as engine.batch does")
-    cli.add_trace_flag(group)
-
-
-def add_plan_flags(parser: cli.Parser) -> None:
-    """--plan, --context, --processes."""
-    group = parser.group("machine")
-    group.add_argument("--plan", metavar="DIR", help="print the memory that a model would take, and exit")
-    text = "tokens that --plan counts, --max-new-tokens of them the reply's (the model's context)"
-    group.add_argument("--context", type=cli.positive, metavar="N", help=text)
-    text = "processes that share the model, of which --plan counts one (1)"
-    group.add_argument("--processes", type=cli.positive, default=1, metavar="N", help=text)
 
 
 def one_shot(args: argparse.Namespace) -> str | None:
@@ -265,16 +201,17 @@ def check_save(file: Path, loaded: str | None) -> None:
             )
 
 
+def command(args: argparse.Namespace) -> int:
+    """Run the command line that the flags give. Returns the exit code; raises CoppiceError."""
+    try:
+        return chat(args)
+    except Quit as quit:
+        if quit.exit_code == cli.INTERRUPTED:
+            raise
+        return quit.exit_code
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command line's entry; returns the exit code."""
+    """Run a command line. Returns the exit code."""
     args = parser().parse_args(argv)
-
-    def run() -> int:
-        try:
-            return chat(args)
-        except Quit as quit:
-            if quit.exit_code == cli.INTERRUPTED:
-                raise
-            return quit.exit_code
-
-    return cli.run(run, args.verbose, args.quiet)
+    return cli.run(lambda: command(args), args.verbose, args.quiet)

@@ -13,10 +13,9 @@ from engine.app import trace_page, transcript
 from engine.app.dialog import QUOTES, Dialog, candidate
 from engine.contract.checks import attributed
 from engine.conversation import figures, mib
-from engine.errors import UsageError, shortened
+from engine.errors import UsageError, check_utf8, shortened
 from engine.load.capabilities import dtype_name
 from engine.text.stopping import check_stop
-from engine.text.tokenizer import check_utf8
 from models.checkpoint.files import open_regular
 from search.base import REGISTRY
 

@@ -11,20 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from engine.app.cli import (
-    Parser,
-    add_limit_flags,
-    add_load_flags,
-    add_prompt_flags,
-    add_rule_flags,
-    add_search_flags,
-    add_template_flags,
-    limits,
-    parse_object,
-    rules,
-    search_params,
-    template_options,
-)
+from engine.app.cli import limits, parse_object, rules, search_params, template_options
 from engine.contract import SearchResult
 from engine.contract.embedding import TextVector
 from engine.contract.scoring import Scoring
@@ -40,14 +27,6 @@ from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.thinking import Thoughts
 from search.base import REGISTRY, chosen, make_search, parameters, paths
 
-DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
-COMMON = """
---help --quiet --verbose --version
---input --output
---model --draft --reward --dtype --quant --device --threads --kv-memory --memory --parallel
---think --search --beams --length-penalty --num-return-sequences --temperature --top-k --top-p --seed
---max-new-tokens --stop --choice --json-schema --regex
-"""  # flags of the short help of every command that answers lines
 MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
@@ -56,16 +35,6 @@ OPTIONS = (*LIMITS, *PLAIN_RULES, "parse_special")  # keys of params that belong
 UNTRACEABLE = Scoring, TextVector  # they generate nothing
 READ_AHEAD = 64  # lines of a pipe
 AWAKE = 30.0  # seconds after which an idle reader of a pipe says so, to processes that wait for it
-
-
-def add_request_flags(parser: Parser, command: str) -> None:
-    """The flags of everything that answers lines; for `command` see `add_load_flags`."""
-    add_load_flags(parser, command)
-    add_template_flags(parser)
-    add_prompt_flags(parser)
-    add_search_flags(parser)
-    add_limit_flags(parser)
-    add_rule_flags(parser)
 
 
 @dataclass(frozen=True)

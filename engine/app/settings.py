@@ -10,9 +10,9 @@ from engine.contract.distinct import check_distinct
 from engine.errors import check_flag, check_integer
 from engine.rules import PLAIN_RULES, Rules, with_changes
 from engine.rules.logprobs import check_logprobs
+from engine.values import plain
 from search.base import REGISTRY, chosen, make_search, parameters
 from search.outside import find_search
-from search.values import plain
 
 FOR_PEOPLE = {"trie": {"early_stopping": "best"}}  # search -> parameters in a chat, measured in docs/chat.md
 DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others: one of them given leaves it alone

@@ -11,7 +11,7 @@ from typing import IO, Any
 from engine.app.records import encoded, is_id
 from engine.errors import UsageError
 from models.checkpoint.files import lock
-from models.sharding import Shard
+from models.shard import Shard
 
 
 def open_sink(args: argparse.Namespace, source: IO[bytes], stdout: IO[bytes] | None, shard: Shard) -> "Sink":

@@ -10,8 +10,7 @@ from typing import Any
 from engine.app.cli import parse_object
 from engine.contract import FINISH_REASONS
 from engine.conversation import Conversation, Turn
-from engine.errors import UsageError, shortened
-from engine.text.tokenizer import check_utf8
+from engine.errors import UsageError, check_utf8, shortened
 from engine.version import __version__
 from models.checkpoint.files import locked, obstacle, open_regular, read_regular, replacing
 

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from engine.contract import Output
 from engine.errors import UsageError, shortened
-
-TEXT, TEXT_SUM = "text", "text-sum"
-DISTINCT = TEXT, TEXT_SUM
+from engine.words import DISTINCT, TEXT
 
 
 def check_distinct(how: object) -> None:

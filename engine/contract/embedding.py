@@ -7,9 +7,7 @@ from torch import Tensor
 
 from engine.contract import Evaluate, Output, Search, SearchGenerator, SearchResult, Task
 from engine.errors import NumericsError
-
-MEAN, LAST = "mean", "last"
-POOLINGS = (MEAN, LAST)
+from engine.words import LAST, MEAN
 
 
 @dataclass
@@ -17,7 +15,7 @@ class PooledRows:
     """Hidden rows, of which no more is kept than the pooling needs: their sum, or the latest one.
 
     Args:
-        pooling: one of `POOLINGS`.
+        pooling: one of `engine.words.POOLINGS`.
 
     Attributes:
         kept_E: float64, on the rows' device.

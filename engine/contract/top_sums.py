@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.rows import TopSums, top_sums
-from models.sharding import Shard
+from models.shard import Shard
 
 
 class Next(NamedTuple):

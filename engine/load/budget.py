@@ -14,9 +14,18 @@ import torch
 
 from engine.contract import Search
 from engine.errors import UsageError
-from engine.load.loading import check_kv_dtype, check_quant, open_adapters, pick_device, pick_dtype, pick_quant
-from engine.load.options import FORMATS_SHOWN, KV_DTYPES, LoadOptions, bytes_of
-from engine.load.pools import MAX_TOKENS, Workload, size_text, total_memory
+from engine.load.loading import (
+    check_kv_dtype,
+    check_quant,
+    dtype_of_cache,
+    open_adapters,
+    pick_device,
+    pick_dtype,
+    pick_quant,
+)
+from engine.load.options import FORMATS_SHOWN, LoadOptions, bytes_of
+from engine.load.pools import MAX_TOKENS, total_memory
+from engine.load.sizes import Workload, size_text
 from engine.rules.grammars import KEPT_BYTES
 from engine.text.tokenizer import FILES
 from engine.text.tokenizer_files import read_file
@@ -107,7 +116,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
             lines["weights of adapters"] = sum(adapter.bytes(small, precision.dtype) for adapter in adapters.values())
         lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
-        token += size.shape.kv_bytes_per_token(KV_DTYPES[options.kv_dtype] or precision.dtype)
+        token += size.shape.kv_bytes_per_token(dtype_of_cache(options.kv_dtype, precision.dtype))
     return MemoryPlan(lines, token)
 
 
@@ -329,7 +338,7 @@ def table(options: LoadOptions, search_of: Any, context: int | None, new: int) -
                 others = planned.fixed - weights - scratch
                 numbers = (weights, planned.cache(tokens), scratch, others, max(start, planned.total(tokens)))
                 w, k, s, r, t = map(_megabytes, numbers)
-                dtype = str(KV_DTYPES[kv_dtype] or precision.dtype).removeprefix("torch.")
+                dtype = str(dtype_of_cache(kv_dtype, precision.dtype)).removeprefix("torch.")
                 rows.append(("own" if own else quant, w, dtype, k, str(beams), str(tokens), s, r, t))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = (1, 3, 4, 5, 6, 7, 8)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.errors import CoppiceError, UsageError
 from models.checkpoint.tensor_files import buffer_of
-from models.sharding import Shard
+from models.shard import Shard
 
 TIMEOUT = 600.0  # seconds that a process waits for the others: they may load from slower disks
 HALVES = (torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import CheckpointError
@@ -19,33 +19,13 @@ from engine.load.hub_files import Needed, architecture_of, needed
 from engine.load.hub_headers import SUFFIXES, write_outline
 from engine.load.options import LoadOptions
 from engine.version import __version__
-from models import family_of
 from models.errors import show
-from models.folders import HUB_NAME, SNAPSHOTS
+from models.families import family_of
+from models.folders import SNAPSHOTS, HubName
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 WEB_ERRORS = 400  # and above: statuses of refused HTTP requests
-
-
-@dataclass(frozen=True)
-class HubName:
-    """A name on the hub: a repository, one of its revisions, and a GGUF file or its quantisation ("": none)."""
-
-    repo: str
-    revision: str = "main"
-    file: str = ""
-
-    @staticmethod
-    def parse(text: str) -> "HubName | None":
-        """The repository and file that a text names; None if no repository can have such a name."""
-        found = HUB_NAME.fullmatch(text)
-        if found is None or ".." in text or "--" in found["repo"] or found["repo"].endswith((".gguf", ".safetensors")):
-            return None
-        return HubName(found["repo"], found["revision"] or "main", found["file"] or "")
-
-    def __str__(self) -> str:
-        return self.repo + f"@{self.revision}" * (self.revision != "main") + f":{self.file}" * bool(self.file)
 
 
 def located(options: LoadOptions, progress: bool = True) -> LoadOptions:

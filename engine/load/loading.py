@@ -19,7 +19,7 @@ from engine.load.capabilities import Capabilities, Precision, explicit_precision
 from engine.load.compiling import check_compile, prepare, warm_up
 from engine.load.distributed import agree, least
 from engine.load.fastest import FormatChoice, fastest_format
-from engine.load.options import DTYPES, KV_DTYPES, NO_ADAPTER, LoadOptions
+from engine.load.options import NO_ADAPTER, LoadOptions
 from engine.load.pooling import Pooling
 from engine.load.pools import make_pools, total_memory
 from engine.step.gpu import check_gpu
@@ -27,12 +27,13 @@ from engine.step.graphs import GraphRunner, make_runner
 from engine.step.runner import Runner
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from models import family_of, load_model
+from kernels.kv_fp8 import DTYPE as FP8
 from models.adapters import Adapter
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import PACK_AGAIN
 from models.checkpoint.weights import Weights
 from models.config import ModelShape
+from models.families import family_of, load_model
 from models.formats.floats import has_products
 from models.formats.linear import FORMATS
 from models.trim import trim_memory
@@ -147,7 +148,7 @@ class _Weights:
     @property
     def cache_dtype(self) -> torch.dtype:
         """The dtype of keys and values."""
-        return KV_DTYPES[self.kv_dtype] or self.precision.dtype
+        return dtype_of_cache(self.kv_dtype, self.precision.dtype)
 
     @staticmethod
     def load(
@@ -311,7 +312,12 @@ def pick_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> Preci
     if name == "auto":
         size = torch.float32.itemsize * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
         return pick_precision(checkpoint.torch_dtype, device, size, total_memory())
-    return explicit_precision(DTYPES[name], device)
+    return explicit_precision(getattr(torch, name), device)
+
+
+def dtype_of_cache(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of keys and values of a name, see `LoadOptions`; `dtype` is the model's."""
+    return {"auto": dtype, "int8": torch.int8, "fp8": FP8}[kv_dtype]
 
 
 def check_kv_dtype(kv_dtype: str, device: torch.device) -> None:

@@ -11,17 +11,14 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-
 from engine.errors import UsageError, check_integer
 from engine.load.flags import Flag, NoFlag, options_of
-from engine.load.pools import Workload, read_size
-from kernels.kv_fp8 import DTYPE as FP8
-from models.formats.linear import FORMATS
-from models.sharding import Shard
+from engine.load.sizes import Workload, read_size
+from models.formats import FORMAT_NAMES
+from models.shard import Shard
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-KV_DTYPES = {"auto": None, "int8": torch.int8, "fp8": FP8}  # None: the model's
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # names of torch's
+KV_DTYPES = ("auto", "int8", "fp8")
 FORMATS_SHOWN = "none", "int8", "int4"  # of tables and flags: other groups of int4 differ by a few per cent
 ONE_AT_A_TIME = "it runs one search at a time"
 NO_ADAPTER = "none"  # the name by which a request asks for the base model
@@ -123,8 +120,8 @@ class LoadOptions:
             shown="auto: the checkpoint's, or float32",
         ),
     ] = "auto"
-    quant: Annotated[str, Flag(choices=(*FORMATS_SHOWN, "auto"), also=FORMATS)] = "none"
-    kv_dtype: Annotated[str, Flag(choices=tuple(KV_DTYPES), shown="auto: as --dtype")] = "auto"
+    quant: Annotated[str, Flag(choices=(*FORMATS_SHOWN, "auto"), also=FORMAT_NAMES)] = "none"
+    kv_dtype: Annotated[str, Flag(choices=KV_DTYPES, shown="auto: as --dtype")] = "auto"
     device: Annotated[str, MACHINE(choices=("auto", "cpu", "cuda"), shown="auto: the GPU if there is one")] = "auto"
     threads: Annotated[int | None, MACHINE(metavar="N", read=read_integer, shown="torch's choice")] = None
     kv_memory: Annotated[int | str | None, MACHINE(metavar="SIZE", read=read_size, shown="half of what is free")] = None

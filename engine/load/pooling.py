@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.contract.embedding import LAST, MEAN
+from engine.words import LAST, MEAN
 from models.checkpoint.files import read_regular
 from models.checkpoint.headers import Checkpoint, read_json
 from models.errors import CheckpointError
@@ -23,7 +23,7 @@ class Pooling:
     """How embeddings are made where a request does not say it.
 
     Args:
-        pooling: one of `engine.contract.embedding.POOLINGS`.
+        pooling: one of `engine.words.POOLINGS`.
         normalize: whether vectors have length 1.
         why_not: what the checkpoint asks for that there is not: then a request has to name a pooling. "" otherwise.
     """

@@ -3,10 +3,9 @@
 import errno
 import math
 import os
-import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -16,42 +15,12 @@ from engine.contract import Search
 from engine.contract.checks import slots_of
 from engine.errors import KVMemoryError
 from engine.load.distributed import least
+from engine.load.sizes import size_text
 from models.config import ModelShape
-from models.sharding import Shard
+from models.shard import Shard
 
 PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
 MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The work that has to fit.
-
-    Args:
-        search: the search, whose least number of slots the cache must hold; None: one token.
-        prompt, new: tokens.
-        parallel: searches that share a pass.
-    """
-
-    search: Search | None = None
-    prompt: int = 1
-    new: int = 1
-    parallel: int = 1
-
-    @property
-    def beams(self) -> int:
-        """Rows that a search asks for."""
-        beams = getattr(self.search, "beams", 1)
-        return beams if type(beams) is int else 1
-
-    @property
-    def slots(self) -> tuple[int, int]:
-        """Slots of the cache, at least and at most."""
-        return slots_of(self.search, self.prompt, self.new) if self.search else (1, 1)
-
-    def __str__(self) -> str:
-        beams = f", {self.beams} beams" if self.beams > 1 else ""
-        return f"{self.new} new{beams}"
 
 
 def make_pools(
@@ -188,21 +157,3 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory() -> KVMemoryError:
     """The error to report when the machine is out of memory."""
     return KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt")
-
-
-def read_size(text: str) -> int:
-    """Bytes: a number with K, M, G or T (powers of 1024; KB and KiB mean the same). Raises ValueError."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(?:I?B)?", text.strip().upper(), re.ASCII)
-    size = int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
-    if not 0 < size < 1 << 63:
-        raise ValueError(f"expected a size such as 300000, 512M or 1.5G, got {text!r}")
-    return size
-
-
-def size_text(count: int, rounding: Callable[[float], float] = round) -> str:
-    """A number of bytes for people, to a tenth: 1.5 MB."""
-    size, units = float(count), ["bytes", "KB", "MB", "GB", "TB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.0f} bytes" if units[0] == "bytes" else f"{rounding(size * 10) / 10:.1f} {units[0]}"

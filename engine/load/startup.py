@@ -1,5 +1,5 @@
-"""First import of the package: while a command line's modules are loaded, Ctrl-C ends the process without a traceback,
-and torch leaves out what only its compiler needs.
+"""First import of the package: while a command line's modules are loaded, Ctrl-C ends the process without a traceback.
+A command line has torch imported by `import_torch`, which leaves out what only torch's compiler needs.
 
 `engine.app.cli.run` restores Ctrl-C, `engine.load.compiling` imports the rest. Nothing changes in programs
 that import the engine.
@@ -23,17 +23,20 @@ command = starting and not COMMANDS.isdisjoint(sys.orig_argv)
 own = runpy.run_path(str(Path(__file__).parents[2] / "models" / "own.py"), run_name="models.own")
 own["check"]("kernels", "models", *(["search"] if command else []))
 
-lean = command and "torch" not in sys.modules
-if lean:
+import models  # noqa: E402, F401  # sets a filter before torch is imported
+
+
+def import_torch() -> None:
+    """Import torch for a command line, without what only its compiler needs."""
+    if "torch" in sys.modules:
+        return
     sys.modules[METAS] = ModuleType(METAS)
-
-import models  # noqa: E402, F401
-
-if lean:
-    del sys.modules[METAS]  # whoever imports it later gets the real one
+    try:
+        import torch
+    finally:
+        del sys.modules[METAS]  # whoever imports it later gets the real one
     with contextlib.suppress(ImportError, AttributeError):  # not in every version of torch
         # A module that was left out with it makes torch.Generator() possible, by this line.
-        import torch
         from torch._opaque_base import OpaqueBaseMeta
 
         torch._C._set_generator_metaclass(OpaqueBaseMeta)  # pyright: ignore[reportAttributeAccessIssue]

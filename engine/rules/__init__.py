@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.contract.checks import brief
-from engine.errors import UsageError, check_integer, check_number
+from engine.errors import UsageError, check_integer, check_number, check_utf8
 from engine.rules.begin import Begin, spellings
 from engine.rules.catalogue import Catalogue, Items, open_catalogue
 from engine.rules.constrained import Constrained
@@ -27,10 +27,10 @@ from engine.rules.processors import (
     RepetitionPenalty,
     Suppress,
 )
-from engine.text.tokenizer import Tokenizer, check_utf8
+from engine.text.tokenizer import Tokenizer
+from engine.words import MODEL, RENORMALISED, SCORES
 
 ONE_OF = ("constraint", "begin", "choices", "catalogue", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
-SCORES = MODEL, RENORMALISED = ("model", "renormalised")
 MOST_BIAS = 1e6  # of a penalty and of a bias
 Words = Sequence[str | Sequence[int]]
 

@@ -2,7 +2,16 @@
 
 import sys
 
-from engine.serve.command import main
+from engine.app.cli.starting import start
+from engine.serve.flags import make_parser, named
+
+
+def main() -> int:
+    """Run the command line. Returns the exit code."""
+    args = make_parser().parse_args()
+    models = [named(word)[1] for word in args.model or ()]
+    return start(args, "engine.serve.command", [*models, args.draft, args.reward])
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,7 +23,7 @@ from kernels.kv_kinds import parts
 from models.checkpoint.files import open_regular, replacing
 from models.checkpoint.tensor_files import buffer_of, write_tensors
 from models.config import ModelShape
-from models.sharding import Shard
+from models.shard import Shard
 
 FORMAT, VERSION = "coppice prefix", "2"
 LARGEST = float(1 << 20)  # of keys, values and scales: sums of their products stay finite

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from engine.errors import UsageError
-from engine.text.template import THINK, ChatTemplate
+from engine.text.template import ChatTemplate
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
+from engine.words import THINK
 
 
 class Speaker(Protocol):

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engine.errors import UsageError, shortened
-from engine.text.tokenizer import Tokenizer, check_utf8
+from engine.errors import UsageError, check_utf8, shortened
+from engine.text.tokenizer import Tokenizer
 
 CONTEXT = 8  # tokens before a text, from which a decoder knows whether a space starts it
 

@@ -8,12 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine.errors import CheckpointError, UsageError
+from engine.errors import CheckpointError, UsageError, check_utf8
 from engine.text import sandbox, sandbox_process
 from engine.text.thinking import Thoughts
-from engine.text.tokenizer import Tokenizer, check_utf8
+from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_files import any_of, read_json
 from engine.text.tool_calls import CALL_MARKS, ToolFormat, format_of
+from engine.words import THINK
 from models.checkpoint.files import open_regular
 
 Span = tuple[str, bool]  # text, and whether special tokens spelled in it are control tokens
@@ -22,7 +23,6 @@ MAX_TEMPLATE_BYTES = 64 << 10
 REMEDY = "use --chat-template none for plain completion, or --chat-template FILE for another template"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 THINKING = ("enable_thinking", "thinking")  # the variables that switch thoughts on and off
-THINK = ("auto", "on", "off")
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools
 # How a template reads the thoughts of earlier replies: as a field of the message, or as a block of its content.
 _READS_FIELD = re.compile(r"reasoning_content|message\.thinking\b|message\[.thinking.\]")

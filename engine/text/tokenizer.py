@@ -21,7 +21,7 @@ from typing import Any
 
 import tokenizers
 
-from engine.errors import CheckpointError, UsageError
+from engine.errors import CheckpointError, UsageError, check_utf8
 from engine.text import tokenizer_limits
 from engine.text.detokenizer import Detokenizer, data_of
 from engine.text.pieces import Pieces
@@ -235,19 +235,3 @@ def _malformed(where: str) -> Iterator[None]:
         raise
     except BaseException as error:  # the tokenizers library panics with a BaseException
         raise CheckpointError(f"the tokenizer is malformed: {error}"[:500], where=where) from None
-
-
-def check_utf8(text: str) -> str:
-    """Return `text` if it can be encoded as UTF-8.
-
-    Raises:
-        UsageError: it has lone surrogates (from bytes that are not UTF-8, or from an escape in JSON).
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"the text is not valid UTF-8: lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
-            remedy="give the input as UTF-8",
-        ) from None
-    return text

@@ -23,7 +23,7 @@ from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, dama
 from models.checkpoint.tensors import RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
 from models.errors import CheckpointError, show
-from models.folders import LOOKS, gguf_file, is_blob, name_of, snapshot
+from models.folders import check_folder, gguf_file, is_blob, name_of, snapshot
 from models.formats.grouped import GroupedWeight
 from models.formats.packed import PANELS, PREFIXES, Packing
 from models.gguf.architectures import read_config
@@ -340,15 +340,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    if not folder.is_dir():
-        is_file = "is a file, no .gguf: name the folder it lies in"
-        what = is_file if folder.exists() else "there is no such folder"
-        raise CheckpointError(
-            f"model folder: {what}",
-            where=show(folder),
-            remedy="A model is a GGUF file, or a folder with config.json, *.safetensors and a tokenizer; "
-            f"commands that load one also take its name on the Hugging Face hub: {LOOKS}.",
-        )
+    check_folder(folder)
     if not (folder / "config.json").exists():
         if adapter := _adapter(folder):
             raise _adapter_alone(folder, adapter)

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from kernels.linear.blocks import BLOCKS
 from kernels.linear.panels import PIECE
-from models import load_model
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import FLOATS
 from models.checkpoint.weights import Weights
 from models.config import HEAD, Config, ModelShape
+from models.families import load_model
 from models.formats.floats import has_kernels
 from models.formats.linear import FORMATS, format_of
 from models.formats.packed import PREFIXES
 from models.gguf.tensors import Stored
-from models.sharding import Shard, part
+from models.shard import Shard
+from models.sharding import part
 
 
 @dataclass(frozen=True)

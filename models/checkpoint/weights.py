@@ -20,7 +20,8 @@ from models.formats.floats import PackedLinear, blocks, has_kernels
 from models.formats.grouped import GroupedLinear, GroupedWeight
 from models.formats.linear import FORMATS, Joined, Linear, format_of
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
-from models.sharding import EVEN, Agreed, Gathered, Partition, Shard, Summed, part
+from models.shard import Shard
+from models.sharding import EVEN, Agreed, Gathered, Partition, Summed, part
 from models.threads import MACHINE
 from models.trim import trim_memory
 

@@ -1,1 +1,78 @@
-"""A file for each family: its configuration, its tensors, its layer."""
+"""A file for each family, and the registry of their architectures: from a checkpoint to the model of its family."""
+
+from collections.abc import Callable
+
+import torch
+
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.weights import Weights
+from models.decoder import Decoder
+from models.errors import CheckpointError, nearest
+from models.families import (
+    gemma,
+    gpt2,
+    granite,
+    hunyuan,
+    lfm2,
+    llama,
+    mistral,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    stablelm,
+)
+
+_CLASSES: list[type[Decoder]] = [
+    llama.Llama,
+    gpt2.GPT2,
+    opt.OPT,
+    phi.Phi,
+    phi3.Phi3,
+    qwen2.Qwen2,
+    qwen3.Qwen3,
+    mistral.Mistral,
+    mistral.Ministral3,
+    smollm3.SmolLM3,
+    granite.Granite,
+    granite.GraniteHybrid,
+    olmo.Olmo,
+    hunyuan.HunYuan,
+    stablelm.StableLM,
+    lfm2.LFM2,
+    gemma.Gemma,
+    gemma.Gemma2,
+    gemma.Gemma3,
+]
+SUPPORTED = "docs/checkpoints.md lists all that are supported"
+FAMILIES = {name: family for family in _CLASSES for name in family.architectures}
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quant: str = "none",
+    reader: Callable[..., Weights] = Weights,
+) -> Decoder:
+    """Build the checkpoint's model; see `Weights` for the arguments, and `Sizes` for another reader.
+
+    Raises:
+        CheckpointError: the architecture is not supported, or the folder does not hold what it needs.
+    """
+    family = family_of(checkpoint.architecture, str(checkpoint.folder / "config.json"))
+    return family(checkpoint, dtype, device, quant, reader).eval()
+
+
+def family_of(architecture: str, where: str) -> type[Decoder]:
+    """The class of an architecture. Raises CheckpointError, with the place of its config, if it is not supported."""
+    if architecture not in FAMILIES:
+        raise CheckpointError(
+            f"architecture {architecture!r} is not supported",
+            where=where,
+            remedy=nearest(architecture, FAMILIES, SUPPORTED),
+        )
+    return FAMILIES[architecture]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kernels.linear import Packed, PackedParts
 from kernels.stack import Matrix
+from models.formats import FORMAT_NAMES
 from models.formats.floats import FloatLinear
 from models.formats.int4 import Int4
 from models.formats.int8 import Int8Linear
@@ -101,17 +102,18 @@ class Format(Protocol):
         ...
 
 
-FORMATS: dict[str, Format] = {  # by the value of --quant
-    "none": FloatLinear,
-    "int8": Int8Linear,
-    "int4": Int4(),
-    "int4-head": Int4(head=True),
-    "int4-64": Int4(64),
-    "int4-128": Int4(128),
-    "int4-zeros": Int4(32, zeros=True),
-    "int4-zeros-64": Int4(64, zeros=True),
-    "int4-zeros-128": Int4(128, zeros=True),
-}
+_KINDS: list[Format] = [
+    FloatLinear,
+    Int8Linear,
+    Int4(),
+    Int4(head=True),
+    Int4(64),
+    Int4(128),
+    Int4(32, zeros=True),
+    Int4(64, zeros=True),
+    Int4(128, zeros=True),
+]
+FORMATS: dict[str, Format] = dict(zip(FORMAT_NAMES, _KINDS, strict=True))  # by the value of --quant
 
 
 def is_small(layer: Linear, dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from engine import Choices, Engine, LoadOptions, Request, Session, UsageError
 from engine.app import batch, chat
 from engine.load.budget import plan
-from engine.load.pools import Workload
+from engine.load.sizes import Workload
 from search import ADED, Greedy, Speculative, Trie
 from tests.marks import needs_cpp
 
@@ -192,7 +192,7 @@ def test_models_of_the_server(server: Any):
 
 
 def test_what_is_not_served_with_adapters():
-    from models.sharding import Shard
+    from models.shard import Shard
 
     with pytest.raises(UsageError, match="adapters: they are not served with shard"):
         plan(LoadOptions(MODEL, adapters=FOLDERS, shard=Shard(0, 2)), Workload(), 0)

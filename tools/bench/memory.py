@@ -36,7 +36,7 @@ import engine.app.chat
 from engine import Engine
 from engine import LoadOptions
 from engine.load.budget import peak, plan, resident
-from engine.load.pools import Workload
+from engine.load.sizes import Workload
 from search import Trie
 start = peak()
 work = Workload(Trie(beams=beams), prompt, new)

@@ -4,8 +4,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from engine.app.batch_flags import COMMON, add_request_flags
 from engine.app.cli import Parser, add_verbosity_flags, load_engine, positive, template_options
-from engine.app.records import COMMON, Place, add_request_flags, answer, encoded, identified, make_request
+from engine.app.records import Place, answer, encoded, identified, make_request
 from engine.contract import Search
 from engine.engine import Request
 from engine.errors import CoppiceError, UsageError

@@ -1,12 +1,12 @@
 """Shared by the command lines: the parser, flags by their groups and what they say, exit codes."""
 
+from typing import TYPE_CHECKING
+
 from engine.app.cli.exits import CLOSED_PIPE, INTERRUPTED, run
 from engine.app.cli.loading import (
     add_load_flag,
     add_load_flags,
     add_prefix_flags,
-    fetch_models,
-    load_engine,
     load_options,
 )
 from engine.app.cli.parser import Parser, add_search_flags, add_trace_flag, add_verbosity_flags, called
@@ -14,6 +14,10 @@ from engine.app.cli.prompts import add_prompt_flags, add_template_flags, templat
 from engine.app.cli.requests import add_limit_flags, add_rule_flags, limits, rules
 from engine.app.cli.searches import search_params
 from engine.app.cli.values import output_file, parse_object, parse_size, positive
+from models.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.app.cli.engines import fetch_models, load_engine
 
 __all__ = [
     "CLOSED_PIPE",
@@ -43,3 +47,4 @@ __all__ = [
     "search_params",
     "template_options",
 ]
+__getattr__ = exports(__name__, {"engine.app.cli.engines": "fetch_models load_engine"})

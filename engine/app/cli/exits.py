@@ -8,22 +8,24 @@ import warnings
 from collections.abc import Callable
 
 from engine.errors import CoppiceError
-from engine.load.pools import is_out_of_memory, out_of_memory
 from engine.load.startup import started
 
 INTERRUPTED, CLOSED_PIPE = 130, 141
 
 
-def run(main: Callable[[], int], verbose: bool = False, quiet: bool = False) -> int:
+def run(
+    main: Callable[[], int], verbose: bool = False, quiet: bool = False, before: Callable[[], None] | None = None
+) -> int:
     """Run a command line and return its exit code; errors go to stderr, with a traceback if `verbose`, and warnings,
     unless `quiet`.
 
-    A KeyboardInterrupt may have a message: how to continue.
+    A KeyboardInterrupt of `main` may have a message: how to continue. During `before`, which checks and imports what
+    `main` needs, Ctrl-C ends the process.
     """
     shown = warnings.showwarning
     warnings.showwarning = (lambda *_, **__: None) if quiet else _show_warning
     try:
-        return _run(main, verbose)
+        return _run(main, verbose, before)
     finally:
         warnings.showwarning = shown
 
@@ -35,10 +37,12 @@ def _show_warning(message: Warning | str, *place: object, **_: object) -> None:
         print(f"{clear}warning: {message}", file=sys.stderr, flush=True)
 
 
-def _run(main: Callable[[], int], verbose: bool) -> int:
+def _run(main: Callable[[], int], verbose: bool, before: Callable[[], None] | None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # whatever the locale
     try:
+        if before is not None:
+            before()
         started()
         code = main()
         if sys.stdout is not None:
@@ -55,6 +59,8 @@ def _run(main: Callable[[], int], verbose: bool) -> int:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             _discard_stdout()
             return _fail(2, f"error: the output cannot be written: {error.strerror}", verbose)
+        from engine.load.pools import is_out_of_memory, out_of_memory  # here, as it needs torch
+
         if is_out_of_memory(error):
             memory = out_of_memory()
             return _fail(memory.exit_code, f"error: {memory}", verbose)

@@ -1,4 +1,4 @@
-"""The flags of loading, which the fields of `LoadOptions` say; and the engine that they ask for."""
+"""The flags of loading, which the fields of `LoadOptions` say, and the options that they give."""
 
 import argparse
 from collections.abc import Mapping
@@ -9,14 +9,10 @@ from engine.app.cli.parser import Parser
 from engine.app.cli.searches import flag_of, search_params
 from engine.app.cli.values import argument
 from engine.demo import with_defaults
-from engine.engine import Engine
 from engine.load.flags import Flag, options_of
-from engine.load.hub import located
 from engine.load.options import LoadOptions
-from engine.load.pools import Workload
-from engine.rules.catalogue import open_catalogue
-from search.base import make_search
-from search.values import written
+from engine.load.sizes import Workload
+from engine.values import written
 
 
 def add_load_flags(parser: Parser, command: str, **others: Mapping[str, Any]) -> None:
@@ -65,30 +61,11 @@ def load_options(args: argparse.Namespace) -> LoadOptions:
     return LoadOptions(**given)
 
 
-def fetch_models(args: argparse.Namespace) -> LoadOptions:
-    """The options that the flags of loading give, with models on the hub fetched. Raises CoppiceError."""
-    options = load_options(args)
-    return located(options, progress=not getattr(args, "quiet", False) and options.place.rank == 0)
-
-
-def load_engine(args: argparse.Namespace, options: LoadOptions | None = None) -> Engine:
-    """The engine that the flags of loading ask for; with `args.shard`, in one of several processes. Raises
-    CoppiceError.
-
-    Args:
-        options: what `fetch_models` gave for them.
-    """
-    engine = Engine.of(options or fetch_models(args))
-    if (catalogue := getattr(args, "catalogue", None)) is not None:  # an error of the run, not of each of its lines
-        open_catalogue(catalogue).check(engine.model.tokenizer, engine.runner.vocab_size)
-    if (prefix := getattr(args, "load_prefix", None)) is not None:
-        engine.load_prefix(prefix)
-    return engine
-
-
 def _workload(args: argparse.Namespace) -> Workload:
     """The work that `--memory` has to hold: the search of a command that has one, and as many at once as it runs."""
     parallel = getattr(args, "parallel", 1)
+    from search.base import make_search  # here, as it needs torch
+
     if not hasattr(args, "search"):
         return Workload(parallel=parallel)
     return Workload(make_search(args.search, search_params(args)), 1, getattr(args, "max_new_tokens", 1), parallel)

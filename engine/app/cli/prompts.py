@@ -1,14 +1,18 @@
 """The flags of prompts: what a chat template gets, and how a text is read."""
 
+from __future__ import annotations
+
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.app.cli.parser import Parser
 from engine.app.cli.values import parse_object, plain_text
 from engine.errors import UsageError
-from engine.text.prompting import TemplateOptions
-from engine.text.template import THINK
+from engine.words import THINK
 from models.checkpoint.files import open_regular
+
+if TYPE_CHECKING:
+    from engine.text.prompting import TemplateOptions
 
 MAX_TOOLS = 16 << 20
 
@@ -40,6 +44,8 @@ def add_prompt_flags(parser: Parser) -> None:
 
 def template_options(args: argparse.Namespace) -> TemplateOptions:
     """The options of the chat template that the flags give. Raises UsageError."""
+    from engine.text.prompting import TemplateOptions  # here, as it needs more than a flag
+
     tools = None
     if args.tools is not None:
         try:

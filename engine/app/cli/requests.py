@@ -5,9 +5,7 @@ from typing import Any
 
 from engine.app.cli.parser import Parser
 from engine.app.cli.values import bias, json_file, plain_text, positive, text_file, token_ids
-from engine.contract.distinct import DISTINCT
-from engine.rules import RULES, SCORES, Rules
-from engine.rules.logprobs import check_logprobs
+from engine.words import DISTINCT, SCORES
 
 REPLIES = "replies"  # limits, and which tokens may come next: docs/constraints.md
 
@@ -61,6 +59,8 @@ def add_rule_flags(parser: Parser) -> None:
 
 def limits(args: argparse.Namespace) -> dict[str, Any]:
     """The limits as options of `engine.Request`. Raises UsageError."""
+    from engine.rules.logprobs import check_logprobs  # here, as it needs torch
+
     found = {"max_new_tokens": args.max_new_tokens, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
     optional = {name: getattr(args, name, None) for name in ("logprobs", "distinct")}  # not all commands have them
     check_logprobs(optional["logprobs"])
@@ -69,6 +69,8 @@ def limits(args: argparse.Namespace) -> dict[str, Any]:
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:
     """The given constraints as options of `engine.Request`. Raises UsageError."""
+    from engine.rules import RULES, Rules  # here, as it needs torch
+
     given = {name: value for name in RULES if (value := getattr(args, name, None)) is not None}
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])

@@ -2,18 +2,13 @@
 
 import argparse
 import difflib
-import inspect
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from engine.app.cli.described import DescribedSearch, described, find, load_entry_points, own
 from engine.app.cli.values import argument
-from engine.contract.checks import is_ours
 from engine.errors import UsageError
-from search.base import ALIASES, REGISTRY, SHARED_PARAMS, chosen, parameters
-from search.outside import find_search, load_entry_points
-from search.values import default_of, kinds, written
 
 
 class SearchFlags:
@@ -47,9 +42,9 @@ class SearchFlags:
         patience = "end when as many outputs have finished as beams times X, in place of --early-stopping"
         _add(group, "patience", patience, type=float, metavar="X")
         _add(group, "num_return_sequences", "outputs to return", type=int, metavar="N")
-        self.added = [name for name, cls in REGISTRY.items() if is_ours(cls)]
-        for name in self.added:
-            _add_own(group, name)
+        self.added = [*own()]
+        for name, search in own().items():
+            _add_own(group, name, search)
         _add(group, "temperature", "divides log-probabilities; 0: takes the best token", type=float, metavar="X")
         _add(group, "top_k", "draw from the K likeliest; 0: from all", type=int, metavar="K")
         _add(group, "top_p", "draw from the likeliest tokens that add up to P", type=float, metavar="P")
@@ -68,43 +63,40 @@ class SearchFlags:
         for word, value in zip(words, [*words[1:], ""], strict=False):
             text = value if word == "--search" else word.removeprefix("--search=")
             if text != word and text != "list":
-                self.named.append(find_search(text) or "")
+                self.named.append(find(text) or "")
         self.add_others()
 
     def add_others(self) -> None:
         """Add the flags of searches from outside of this project, after all others. Raises UsageError."""
-        for name in REGISTRY:
+        for name, search in described().items():
             if name not in self.added:
                 self.added.append(name)
-                self._add_other(name)
+                self._add_other(name, search)
 
-    def _add_other(self, name: str) -> None:
-        cls = REGISTRY[name]
-        shared = [
-            f"{flag_of(key)} ({written(default_of(cls, key)).lower()})"
-            for key in parameters(name)
-            if key in SHARED_PARAMS
-        ]
+    def _add_other(self, name: str, search: DescribedSearch) -> None:
+        shared = [f"{flag_of(key)} ({one.default})" for key, one in search.parameters.items() if one.shared]
         also = f" It also takes {', '.join(shared)}." if shared else ""
-        group = self.parser.add_argument_group(f"search {name}", _summary(cls) + also)
+        group = self.parser.add_argument_group(f"search {name}", search.summary + also)
         try:
-            _add_own(group, name)
+            _add_own(group, name, search)
         except argparse.ArgumentError as error:
             option = str(error).rpartition(" ")[2]
             raise UsageError(
                 f"the search {name!r} has a parameter whose flag would be {option}, which exists already",
-                where=f"{cls.__module__}:{cls.__qualname__}",
+                where=search.where,
                 remedy="rename the field or the search",
             ) from None
 
     def choose(self, found: argparse.Namespace) -> None:
         """Without a name the parameters choose the search, see `search.base.chosen`."""
         if not self.named:
-            found.search = chosen(search_params(found), found.search)
+            takes = described()[found.search].parameters
+            found.search = "trie" if "beams" in search_params(found) and "beams" not in takes else found.search
 
     def flags_of_named(self) -> set[str]:
         """The flags of all parameters of the searches that the command line names."""
-        return {flag_of(key) for name in self.named if name in REGISTRY for key in parameters(name)}
+        known = described()
+        return {flag_of(key) for name in self.named if name in known for key in known[name].parameters}
 
 
 def flag_of(key: str) -> str:
@@ -114,46 +106,31 @@ def flag_of(key: str) -> str:
 
 def search_params(args: argparse.Namespace) -> dict[str, Any]:
     """The given search parameters, for `search.make_search`."""
-    keys = {key for name in REGISTRY for key in parameters(name)}
+    keys = {key for search in described().values() for key in search.parameters}
     return {key: value for key, value in vars(args).items() if key in keys and value is not None}
 
 
 def _add(group: argparse._ArgumentGroup, key: str, help: str, **options: Any) -> None:
     """The flag of a parameter that searches share, with the default of each."""
     defaults: dict[str, list[str]] = {}  # default -> searches
-    for name, cls in REGISTRY.items():
-        if field := parameters(name).get(key):
-            defaults.setdefault(written(default_of(cls, field)).lower(), []).append(name)
+    for name, search in described().items():
+        if one := search.parameters.get(key):
+            defaults.setdefault(one.default, []).append(name)
     default, *others = sorted(defaults, key="none".__eq__)  # the default of most searches first
     default += "".join(f"; {', '.join(defaults[other])}: {other}" for other in others)
     group.add_argument(flag_of(key), help=f"{help} ({default})", **options)
 
 
-def _add_own(group: argparse._ArgumentGroup, name: str) -> None:
+def _add_own(group: argparse._ArgumentGroup, name: str, search: DescribedSearch) -> None:
     """The flags of the parameters that a search shares with no other, by their annotations."""
-    cls = REGISTRY[name]
-    accepted = kinds(cls)
-    for key, field in parameters(name).items():
-        if key not in SHARED_PARAMS and accepted[field].is_flag:
-            default = written(default_of(cls, field)).lower().replace("%", "%%")
+    for key, one in search.parameters.items():
+        if not one.shared and one.kind.is_flag:
             group.add_argument(
                 flag_of(key),
-                type=argument(accepted[field].parse),
-                metavar=accepted[field].metavar,
-                help=f"{name}: {_argument_doc(cls, field)} ({default})",
+                type=argument(one.kind.parse),
+                metavar=one.kind.metavar,
+                help=f"{name}: {one.text} ({one.default})".replace("%", "%%"),
             )
-
-
-def _argument_doc(cls: type, field: str) -> str:
-    """The description of a field in its configuration's docstring, on one line."""
-    found = re.search(rf"^ +{field}: (.+(?:\n {{8,}}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
-    return re.sub(r"\s+", " ", found[1]).rstrip(".").replace("%", "%%") if found else field
-
-
-def _summary(cls: type) -> str:
-    """The first line of a class's docstring; "" for a dataclass whose docstring is generated."""
-    own = cls.__doc__ or ""
-    return "" if own.startswith(f"{cls.__name__}(") else inspect.cleandoc(own).partition("\n")[0]
 
 
 class _SearchName(argparse.Action):
@@ -162,16 +139,19 @@ class _SearchName(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         if values == "list":
             errors = load_entry_points()
-            width = max(map(len, REGISTRY))
-            for name, cls in REGISTRY.items():
-                also = "".join(f" (also: {alias})" for alias, real in ALIASES.items() if real == name)
-                print(f"{name:{width}}  {_summary(cls)}{also}".rstrip())
+            known = described()
+            width = max(map(len, known))
+            for name, search in known.items():
+                also = "".join(f" (also: {alias})" for alias in search.aliases)
+                print(f"{name:{width}}  {search.summary}{also}".rstrip())
             for error in errors:
                 print(f"error: {error}", file=sys.stderr)
             parser.exit()
-        name = find_search(str(values))
+        name = find(str(values))
         if name is None:
-            near = difflib.get_close_matches(str(values), [*REGISTRY, *ALIASES], 1)
+            known = described()
+            names = [*known, *(alias for search in known.values() for alias in search.aliases)]
+            near = difflib.get_close_matches(str(values), names, 1)
             hint = f"did you mean {near[0]}?" if near else "--search list describes them"
-            raise argparse.ArgumentError(self, f"expected one of {', '.join(REGISTRY)}, got {values!r}; {hint}")
+            raise argparse.ArgumentError(self, f"expected one of {', '.join(known)}, got {values!r}; {hint}")
         setattr(namespace, self.dest, name)

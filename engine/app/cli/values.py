@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import UsageError, shortened
-from engine.load.pools import read_size
-from engine.text.tokenizer import check_utf8
+from engine.errors import UsageError, check_utf8, shortened
+from engine.load.sizes import read_size
 from models.checkpoint.files import obstacle, read_regular
 
 MAX_GRAMMAR = 16 << 20

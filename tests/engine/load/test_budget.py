@@ -28,7 +28,7 @@ from engine.load.budget import (
     resident,
 )
 from engine.load.options import FORMATS_SHOWN, LoadOptions
-from engine.load.pools import Workload
+from engine.load.sizes import Workload
 from kernels.linear import PackedParts
 from kernels.linear.blocks import BLOCKS
 from models import FAMILIES, load_model
@@ -119,7 +119,7 @@ PEAK = """
 import sys
 from engine import Engine, LoadOptions
 from engine.load.budget import peak, plan
-from engine.load.pools import Workload
+from engine.load.sizes import Workload
 from search import Trie
 folder, memory, quant = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 work = Workload(Trie(beams=8), 400, 24)
@@ -262,14 +262,13 @@ def test_plan_and_workload():
 
 def test_a_command_line_imports_less_of_torch():
     """Modules that only torch's compiler needs are left out, and are there on request."""
-    code = "import engine.load.startup as s, sys, torch; print(s.lean, s.METAS in sys.modules)\n"
+    code = "import torch, engine.load.startup as s, sys; print(s.METAS in sys.modules)\n"
     code += "torch.Generator(); import torch._prims.rng_prims; torch.Generator()\n"  # as searches that draw ahead do
     code += "import torch._meta_registrations as m; print(hasattr(m, '__file__'))"
-    run = f"import sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'engine.chat']; exec({code!r})"
-    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.stdout.split(), done.stderr) == (["True", "False", "True"], "")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.stdout.split(), done.stderr) == (["False", "True", "True"], "")
+    run = f"from engine.load.startup import import_torch; import_torch(); {code}"
+    for program, whole in ((run, "False"), (code, "True")):
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert (done.stdout.split(), done.stderr) == ([whole, "True"], "")
 
 
 # --- limits ---

@@ -16,7 +16,7 @@ from engine.app import batch, chat
 from engine.load.budget import plan
 from engine.load.distributed import started
 from engine.load.options import LoadOptions
-from engine.load.pools import Workload
+from engine.load.sizes import Workload
 from engine.serve import command
 from models import load_model
 from models.checkpoint.headers import Checkpoint
@@ -25,7 +25,8 @@ from models.checkpoint.weights import Weights
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels
 from models.formats.linear import FORMATS
-from models.sharding import Partition, Shard, part
+from models.shard import Shard
+from models.sharding import Partition, part
 from search import Sample
 from tools import random_checkpoint
 from tools.pack import pack

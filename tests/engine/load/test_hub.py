@@ -18,9 +18,10 @@ from engine import CheckpointError, Engine, LoadOptions
 from engine.app import batch, chat
 from engine.demo import demo_folder
 from engine.load import hub_headers
-from engine.load.hub import HubName, local_path, located
+from engine.load.hub import local_path, located
 from engine.serve.command import named
 from models.checkpoint.headers import Checkpoint
+from models.folders import HubName
 from search import Greedy
 from tests.engine.load.hub_server import Hub, files_of, serving
 

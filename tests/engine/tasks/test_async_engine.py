@@ -10,7 +10,7 @@ import pytest
 from engine import AsyncEngine, CoppiceError, Done, Engine, Prefill, Progress, Request, Text, UsageError
 from engine.demo import demo_folder
 from engine.service import Service
-from models.sharding import Shard
+from models.shard import Shard
 from search import Greedy, Sample, Trie
 from tools.random_checkpoint import make
 

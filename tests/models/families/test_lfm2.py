@@ -13,7 +13,7 @@ from engine.cache.tree import TokenTree
 from engine.engine import Session
 from engine.load.budget import plan
 from engine.load.options import LoadOptions
-from engine.load.pools import Workload
+from engine.load.sizes import Workload
 from engine.step.runner import Runner
 from kernels import cpp
 from models.checkpoint.fields import Fields

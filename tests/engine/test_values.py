@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Optional, Union
 
 import pytest
 
-from search.values import default_of, kind_of, kinds, plain, written
+from engine.values import default_of, kind_of, kinds, plain, written
 
 FAILS = object()
 

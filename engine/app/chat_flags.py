@@ -1,0 +1,71 @@
+"""The flags of `python -m engine.chat`. Imports no torch: `--help` and wrong flags take no time."""
+
+from pathlib import Path
+
+from engine.app import cli
+from engine.words import OVERFLOW
+
+DESCRIPTION = "Talk to a model. On a terminal: a conversation. With -p or piped input: one reply on stdout."
+EPILOG = """\
+exit codes: 0 fine, 1 our bug, 2 usage, input or a fault of a search of your own, 3 checkpoint, 4 memory,
+5 numerics, 130 interrupted, 141 closed pipe"""
+COMMON = """
+--help --quiet --verbose --version
+--prompt --system --load --save --show-beams --stats --json --trace
+--model --draft --reward --dtype --quant --device --threads --kv-memory --memory
+--think --search --beams --length-penalty --num-return-sequences --temperature --top-k --top-p --seed
+--max-new-tokens --stop --choice --json-schema --regex --plan
+"""  # flags of the short help
+
+
+def parser() -> cli.Parser:
+    """All flags, in groups."""
+    parser = cli.Parser("python -m engine.chat", DESCRIPTION, EPILOG, COMMON)
+    add_chat_flags(parser)
+    cli.add_load_flags(parser, "chat")
+    cli.add_prefix_flags(parser)
+    cli.add_template_flags(parser)
+    cli.add_search_flags(parser)
+    cli.add_limit_flags(parser)
+    cli.add_rule_flags(parser)
+    add_plan_flags(parser)
+    cli.add_verbosity_flags(parser)
+    return parser
+
+
+def add_chat_flags(parser: cli.Parser) -> None:
+    """Flags of what a chat reads, shows and saves."""
+    group = parser.group("chat")
+    prompts = group.add_mutually_exclusive_group()
+    prompts.add_argument("-p", "--prompt", metavar="TEXT", help="one reply to this and piped input; -: that alone")
+    prompts.add_argument("--prompt-file", metavar="FILE", help="one reply to the text of a file; -: of piped input")
+    group.add_argument("--system", metavar="TEXT", help="system message, if the model has a chat template")
+    group.add_argument(
+        "--on-overflow",
+        choices=OVERFLOW,
+        default=OVERFLOW[0],
+        help="in a full context: drop the oldest turns, or refuse the new one (drop-turns)",
+    )
+    group.add_argument("--load", metavar="FILE", help="continue a saved conversation")
+    group.add_argument("--save", metavar="FILE", type=Path, help="save the conversation after each turn")
+    group.add_argument(
+        "--save-prefix",
+        metavar="FILE",
+        type=cli.output_file,
+        help="write for --load-prefix what all conversations with this --system begin with; without a chat template "
+        "the one prompt",
+    )
+    group.add_argument("--show-beams", action="store_true", help="show live candidates under the text, on a terminal")
+    group.add_argument("--stats", action="store_true", help="print figures after each reply, on stderr")
+    group.add_argument("--json", action="store_true", help="print replies as JSON lines, as engine.batch does")
+    cli.add_trace_flag(group)
+
+
+def add_plan_flags(parser: cli.Parser) -> None:
+    """--plan, --context, --processes."""
+    group = parser.group("machine")
+    group.add_argument("--plan", metavar="DIR", help="print the memory that a model would take, and exit")
+    text = "tokens that --plan counts, --max-new-tokens of them the reply's (the model's context)"
+    group.add_argument("--context", type=cli.positive, metavar="N", help=text)
+    text = "processes that share the model, of which --plan counts one (1)"
+    group.add_argument("--processes", type=cli.positive, default=1, metavar="N", help=text)

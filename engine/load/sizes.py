@@ -1,0 +1,62 @@
+"""Sizes of memory as text, and the work that memory has to hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.contract import Search
+
+
+def read_size(text: str) -> int:
+    """Bytes: a number with K, M, G or T (powers of 1024; KB and KiB mean the same). Raises ValueError."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(?:I?B)?", text.strip().upper(), re.ASCII)
+    size = int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
+    if not 0 < size < 1 << 63:
+        raise ValueError(f"expected a size such as 300000, 512M or 1.5G, got {text!r}")
+    return size
+
+
+def size_text(count: int, rounding: Callable[[float], float] = round) -> str:
+    """A number of bytes for people, to a tenth: 1.5 MB."""
+    size, units = float(count), ["bytes", "KB", "MB", "GB", "TB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} bytes" if units[0] == "bytes" else f"{rounding(size * 10) / 10:.1f} {units[0]}"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work that has to fit.
+
+    Args:
+        search: the search, whose least number of slots the cache must hold; None: one token.
+        prompt, new: tokens.
+        parallel: searches that share a pass.
+    """
+
+    search: Search | None = None
+    prompt: int = 1
+    new: int = 1
+    parallel: int = 1
+
+    @property
+    def beams(self) -> int:
+        """Rows that a search asks for."""
+        beams = getattr(self.search, "beams", 1)
+        return beams if type(beams) is int else 1
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Slots of the cache, at least and at most."""
+        from engine.contract.checks import slots_of  # here, as it needs torch
+
+        return slots_of(self.search, self.prompt, self.new) if self.search else (1, 1)
+
+    def __str__(self) -> str:
+        beams = f", {self.beams} beams" if self.beams > 1 else ""
+        return f"{self.new} new{beams}"

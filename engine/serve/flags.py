@@ -1,0 +1,121 @@
+"""The flags of `python -m engine.serve`. Imports no torch: `--help` and wrong flags take no time."""
+
+import argparse
+import os
+from pathlib import Path
+
+from engine.app.cli import (
+    Parser,
+    add_limit_flags,
+    add_load_flags,
+    add_prefix_flags,
+    add_prompt_flags,
+    add_search_flags,
+    add_template_flags,
+    add_verbosity_flags,
+    parse_size,
+    positive,
+)
+from engine.demo import is_demo
+from engine.words import POOLINGS
+from models.folders import HubName, name_of
+
+DESCRIPTION = "Serve models by OpenAI's HTTP interface: searches of all kinds and widths share each pass."
+EPILOG = """\
+GET /v1/models, POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings: as OpenAI's clients speak
+  them, with "search" and the parameters of every search besides (flags in snake_case); POST /v1/rerank as Cohere's and
+  Jina's do; GET / chats in a browser, GET /trace/ID shows the tree of a request with "trace": true, GET /metrics is
+  for Prometheus, GET /health for whoever watches. docs/serving.md explains.
+
+A key is read from --api-key-file, a key per line, or from the environment variable COPPICE_API_KEY. Without one only
+this machine is served.
+
+SIGTERM and Ctrl-C end the server when its requests are answered, or after --drain seconds.
+
+exit codes: 0 it was ended; 2 wrong usage, or the port is taken; 3 checkpoint; 4 memory; 1 our bug.
+"""
+COMMON = """
+--help --quiet --verbose --version
+--host --port --api-key-file --open --catalogue --queue --timeout --max-tokens --max-width --drain
+--model --draft --reward --dtype --quant --device --threads --kv-memory --memory --parallel
+--think --search --beams --temperature --top-k --top-p --max-new-tokens
+"""  # flags of the short help
+KEY = "COPPICE_API_KEY"  # variable of the environment
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("python -m engine.serve", DESCRIPTION, EPILOG, COMMON)
+    add_server_flags(parser)
+    text = "folder, GGUF file or name on the hub; repeatable, companions are the first one's (the demo)"
+    add_load_flags(parser, "serve", folder={"action": "append", "metavar": "[NAME=]DIR", "help": text})
+    add_prefix_flags(parser)
+    add_template_flags(parser)
+    add_prompt_flags(parser)
+    add_search_flags(parser, "sample")
+    add_limit_flags(parser)
+    add_verbosity_flags(parser)
+    return parser
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of where the server listens, who may ask, and for how much."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (%(default)s)")
+    group.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port to listen on; 0: any free one (%(default)s)"
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help=f"bearer keys, one per line (the variable {KEY})")
+    group.add_argument("--open", action="store_true", help="serve other machines without a key")
+    group.add_argument(
+        "--catalogue",
+        dest="catalogues",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help='catalogue that requests name by "catalogue"; repeatable',
+    )
+    group.add_argument(
+        "--pooling",
+        choices=("auto", *POOLINGS),
+        default="auto",
+        help="of embeddings; auto: as the checkpoint says, else mean (%(default)s)",
+    )
+    group.add_argument(
+        "--rerank-template",
+        metavar="FILE",
+        help="what a query and a document are read in by reranking: a text with {query} and {document}",
+    )
+    group.add_argument("--strict", action="store_true", help="refuse unknown fields, which are ignored otherwise")
+    group.add_argument("--traces", type=int, default=32, metavar="N", help="traces to keep (%(default)s)")
+    group = parser.add_argument_group("limits of the server")
+    group.add_argument(
+        "--queue", type=int, default=64, metavar="N", help="requests that may wait; others get 429 (%(default)s)"
+    )
+    group.add_argument(
+        "--timeout", type=float, default=600, metavar="S", help="seconds that a request may take (%(default)s)"
+    )
+    group.add_argument(
+        "--max-body", type=parse_size, default=4 << 20, metavar="SIZE", help="limit of the size of a request (4M)"
+    )
+    group.add_argument("--max-prompt", type=positive, metavar="N", help="limit of the tokens of a prompt (the context)")
+    group.add_argument(
+        "--max-tokens", type=positive, default=4096, metavar="N", help="limit of new tokens (%(default)s)"
+    )
+    group.add_argument(
+        "--max-width", type=positive, default=64, metavar="N", help="limit of sequences of a search (%(default)s)"
+    )
+    group.add_argument(
+        "--drain", type=float, default=60, metavar="S", help="seconds to answer what runs at the end (%(default)s)"
+    )
+
+
+def named(word: str | None) -> tuple[str, str | None]:
+    """The name and the folder of a --model."""
+    if word is None:
+        return "demo", None
+    name, equals, folder = word.partition("=")
+    if equals and name and not os.path.exists(word):
+        return name, folder
+    hub = not os.path.lexists(word) and HubName.parse(word)
+    return "demo" if is_demo(word) else str(hub) if hub else name_of(Path(word)), word

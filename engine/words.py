@@ -1,0 +1,9 @@
+"""The words that fields of requests and flags take. A module of its own, so that a command line needs no more for its
+help than this; the code that acts on a word imports it from here."""
+
+DISTINCT = TEXT, TEXT_SUM = ("text", "text-sum")  # see `engine.contract.distinct`
+SCORES = MODEL, RENORMALISED = ("model", "renormalised")  # see `engine.rules.Rules`
+THINK = ("auto", "on", "off")  # see `engine.text.template.ChatTemplate`
+OVERFLOW = ("drop-turns", "error")  # see `engine.conversation.Conversation`
+ENTRY_POINTS = "coppice.searches"  # the group of those of searches, see `search.outside`
+POOLINGS = MEAN, LAST = ("mean", "last")  # see `engine.contract.embedding`

@@ -1,0 +1,29 @@
+"""Names of a package that its modules have, each imported at its first use: `__getattr__` of a module (PEP 562).
+
+Importing a package then costs nothing of what its names need, torch above all, and a command line can read its flags,
+show its help or refuse a folder before.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def exports(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package.
+
+    Args:
+        package: its `__name__`.
+        modules: module -> the names that the package has from it, separated by spaces.
+    """
+    homes = {name: module for module, names in modules.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return find
