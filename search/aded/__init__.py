@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.errors import KVMemoryError, UsageError
 from search.aded.draft_size import MAX_NODES, DraftSize
-from search.aded.drafters import MCTS, Backoff, Drafter
+from search.aded.drafters import MCTS, Backoff, TextDrafter
 from search.aded.drafting import Drafting, Planted
 from search.aded.ngrams import NGramStore, add_to_store, count, open_store, vocabulary
 from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
@@ -32,7 +32,7 @@ class ADED(Search):
         temperature, top_k, top_p, min_p, typical_p, top_n_sigma, xtc_probability, xtc_threshold, seed: given any of
             them, the tokens are those of `sample` with these; without any, greedy's.
         drafter: "backoff": the likeliest paths of a back-off n-gram; "mcts": the paper's search of a tri-gram matrix;
-            or a function that makes a `Drafter` for a request.
+            or a function that makes a `TextDrafter` for a request.
         nodes: most nodes of a draft; auto: the number that brings the most tokens per second.
         adapt: whether the drafter learns from the request's own text.
         store: file of counted n-grams to start from (python -m tools.ngrams).
@@ -52,7 +52,7 @@ class ADED(Search):
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
-    drafter: str | Callable[[], Drafter] = "backoff"
+    drafter: str | Callable[[], TextDrafter] = "backoff"
     nodes: int | str = "auto"
     adapt: bool = True
     store: str | Path | None = None
@@ -136,7 +136,7 @@ class ADED(Search):
         given = {name: value for name, value in given.items() if value is not None}
         return Sample(**given) if given else None
 
-    def _drafter(self, task: Task) -> Drafter:
+    def _drafter(self, task: Task) -> TextDrafter:
         if callable(self.drafter):
             return self.drafter()
         store = self._open_store()

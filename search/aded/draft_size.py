@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 
+from engine.drafts import Draft
 from engine.step.timing import PassTime
-from search.aded.drafters import Draft
 
 MAX_NODES = 64  # of a draft
 

@@ -9,32 +9,18 @@ import functools
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol
 
+from engine.drafts import Draft
 from search.aded.ngrams import BITS, NONE, NGramStore
 
 MAX_PAPER_NODES = 64  # of a draft of `MCTS`
 KEPT_SUCCESSORS = 16  # successors that remain of a context that has more than twice as many
 
 
-@dataclass
-class Draft:
-    """A tree of tokens below a context, likeliest first: the first n nodes are a tree for every n.
-
-    Args:
-        tokens: the token of each node.
-        parents: the index of each node's parent, lower than the node's own; -1 is the context.
-        scores: estimated probability that the model takes the path to each node, at most the parent's.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-
-
-class Drafter(Protocol):
+class TextDrafter(Protocol):
     """Guesses the continuation of a text. The guesses depend only on the calls of its methods and on their order.
 
     `distribution` makes a drafter a draft model of known probabilities, for searches that need them (DSBD's q):

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from engine.contract import Read
+from engine.drafts import Draft
 from search.aded.draft_size import DraftSize
-from search.aded.drafters import Draft, Drafter
+from search.aded.drafters import TextDrafter
 from search.base import Task, likely, likely_tokens
 
 MS = 1000
@@ -67,7 +68,7 @@ class Drafting:
         verifying: measures the time that the search takes for an answer.
     """
 
-    def __init__(self, task: Task, drafter: Drafter, size: DraftSize):
+    def __init__(self, task: Task, drafter: TextDrafter, size: DraftSize):
         self.task, self.drafter, self.size = task, drafter, size
         self.drafting, self.reading, self.verifying = Stopwatch(), Stopwatch(), Stopwatch()
         self._unlearnt = list(task.tree.trunk.tokens)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract.sampling import Uniforms
-from search.aded.drafters import Drafter
+from search.aded.drafters import TextDrafter
 from search.base import Answer, Evaluate, Task
 from search.dsbd.beams import extend
 from search.dsbd.joint import Beam, Joint, Reader, Row, Rows
@@ -130,7 +130,7 @@ class ModelForester(Forester):
 class NGramForester(Forester):
     """Drafts by counted n-grams, which learn from the settled text."""
 
-    def __init__(self, drafter: Drafter, task: Task, *options):
+    def __init__(self, drafter: TextDrafter, task: Task, *options):
         super().__init__(task, *options)
         self.drafter = drafter
         self.learnt = 0  # tokens after the prompt

@@ -19,9 +19,9 @@ from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Task
 from engine.contract.sampling import Warp, gumbels
+from engine.drafts import Draft
 from engine.errors import KVMemoryError, UsageError
 from search import ADED, Greedy, Sample
-from search.aded.drafters import Draft
 from search.picks import Picks
 from tests.draws import draws
 from tests.search.drive import SHAPE, drive

@@ -22,11 +22,12 @@ from torch import Tensor
 from engine import Engine
 from engine.contract import Answer, Evaluate, Search, Task
 from engine.demo import is_demo
+from engine.drafts import Draft
 from engine.errors import UsageError
 from engine.request import Done, Prefill
 from kernels.rows.reference import peaks
 from search import ADED, Greedy
-from search.aded.drafters import MCTS, Draft
+from search.aded.drafters import MCTS
 from search.aded.ngrams import open_store
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.flags import add_numbers, add_run_flags

@@ -1,0 +1,74 @@
+"""Drafts under every search: guesses of the tokens that a search will ask for, which ride along in its passes.
+
+A `Drafter` guesses. It is shared by the requests of an engine, and opens a `RequestDrafter` for each. The driver adds
+the guessed tokens below the live nodes of a request to a pass (`engine.step.drafting`). When the search then asks for
+a node that was evaluated so, its row is known and no pass is needed. Rows do not depend on what rides along, so no
+guess changes an answer: a drafter may guess badly, but only time is lost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass
+class Draft:
+    """A tree of tokens below a context, likeliest first: the first n nodes are a tree for every n.
+
+    Args:
+        tokens: the token of each node.
+        parents: the index of each node's parent, lower than the node's own; -1 is the context.
+        scores: estimated probability that the model takes the path to each node, at most the parent's.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+
+class RequestDrafter(Protocol):
+    """Guesses for one request. Its text is the prompt and the tokens that all live beams share.
+
+    All methods are called by the thread that steps, so they must be quick: `draft` is called for each live node of a
+    step. If one raises, the request goes on without drafts.
+    """
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Append generated tokens to the text: they have become part of every live beam."""
+        ...
+
+    def draft(self, ahead: Sequence[int], nodes: int, depth: int) -> Draft:
+        """Guess what follows the text and then the tokens `ahead`, which lead to one live node.
+
+        Args:
+            ahead: tokens between the text's end and the live node, its own included; often none. Nothing is to be
+                learnt from them: beams may drop them.
+            nodes: most nodes of the draft, at least 1.
+            depth: most tokens ahead of the live node, at least 1.
+
+        Returns:
+            at most `nodes` nodes. Tokens that the model does not have or that a constraint forbids are left out by the
+            caller, with what is below them.
+        """
+        ...
+
+    def close(self, tokens: Sequence[int]) -> None:
+        """The request has ended with these new tokens as its best output, those learnt included; it calls no more.
+
+        A request that is cancelled or fails is closed with the tokens that had been settled.
+        """
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses the continuations of all requests of an engine."""
+
+    def open(self, salt: str | None, prompt: Sequence[int]) -> RequestDrafter:
+        """Begin with a request.
+
+        Args:
+            salt: what is kept of other requests may be used for this one only if they had the same salt, as in
+                `PrefixCache`; None: nothing is to be kept of the request, nor used of others.
+            prompt: token ids, at least one.
+        """
+        ...
