@@ -17,6 +17,7 @@ from engine.cache.pool import PagePool
 from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
 from engine.contract import ContinuationScore, Evaluate, Search, SearchResult
+from engine.drafts.choice import chosen_drafter
 from engine.embeddings import embedding_of, embedding_requests, stacked
 from engine.errors import CoppiceError, UsageError, check_integer
 from engine.load.budget import allow
@@ -43,6 +44,7 @@ from engine.request import (
     score_request,
 )
 from engine.service import News, Service
+from engine.step.drafting import EngineDrafts
 from engine.step.driver import Driver
 from engine.step.phases import PhaseObserver
 from engine.step.prefix_files import load_prefix, save_prefix
@@ -64,6 +66,7 @@ class Engine:
         self.shard = getattr(model.runner.model, "shard", Shard())  # the place of this process
         self.companions: dict[str, Engine] = {}
         self.reward: RewardFunction | None = None  # instead of a model
+        self.drafts: EngineDrafts | None = None  # guesses that ride along, see `LoadOptions`
         self.observer: PhaseObserver | None = None  # is notified of the phases of each step
         self.load_seconds = 0.0
 
@@ -98,6 +101,8 @@ class Engine:
         target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(options.reward):
             target.reward = options.reward
+        if drafter := chosen_drafter(options.drafts, target.runner, target.shard.size):
+            target.drafts = EngineDrafts(drafter)
         trim_memory()
         release_libraries()  # of what only loading uses
         target.load_seconds = time.perf_counter() - began
@@ -434,7 +439,8 @@ class Engine:
     def service(self) -> Service:
         """The loop that answers requests by this engine's models; `generate` and all others use one each."""
         others = {role: engine.model for role, engine in self.companions.items()}
-        return Service(Models(self.model, others, self.reward), self.parallel, self.observer)
+        models = Models(self.model, others, self.reward, self.drafts)
+        return Service(models, self.parallel, self.observer)
 
 
 class Session:

@@ -25,6 +25,7 @@ from engine.rules.catalogue import Catalogue
 from engine.rules.constrained import Constrained
 from engine.rules.constraint import Constraint
 from engine.rules.logprobs import MOST_ALTERNATIVES, check_logprobs
+from engine.step.drafting import EngineDrafts
 from engine.step.jobs import Job
 from engine.text.stopping import CONTEXT, StopStrings, check_stop
 from engine.text.tokenizer import Tokenizer
@@ -62,6 +63,8 @@ class Request(Rules):
         adapter: the name of an adapter that the engine has, or "none"; None takes its first one, if it has any.
         cache_salt: only requests with the same salt share cached prefixes. With a salt for each user, response times do
             not reveal what others have asked. None: the request neither uses nor leaves any. See `Engine.load`.
+        drafts: whether drafts may ride along in the request's passes, if the engine has a drafter, see `LoadOptions`.
+            Answers do not depend on it.
     """
 
     prompt: Sequence[int] | str
@@ -79,6 +82,7 @@ class Request(Rules):
     parse_special: bool = False
     heal: bool = False
     distinct: str | None = None
+    drafts: bool = True
 
 
 class RequestOptions(TypedDict, total=False):
@@ -97,6 +101,7 @@ class RequestOptions(TypedDict, total=False):
     parse_special: bool
     heal: bool
     distinct: str | None
+    drafts: bool
     constraint: Constraint | None
     constraint_scores: str
     begin: str | bytes | None
@@ -209,11 +214,13 @@ class Models:
         target: continues prompts.
         others: by role: "draft", "reward".
         reward: a function instead of a reward model.
+        drafts: guesses that ride along; None: none.
     """
 
     target: LoadedModel
     others: Mapping[str, LoadedModel] = field(default_factory=dict)
     reward: RewardFunction | None = None
+    drafts: EngineDrafts | None = None
 
     @property
     def shard(self) -> Shard:
@@ -349,6 +356,7 @@ def _check_fields(request: Request) -> None:
     """Check the fields that need no model, but for those of `Rules`. Raises UsageError."""
     check_stop(request.stop)
     check_flag("heal", request.heal)
+    check_flag("drafts", request.drafts)
     check_logprobs(request.logprobs)
     if not isinstance(request.cache_salt, str | None):
         raise UsageError(f"cache_salt: expected a text or None, got {request.cache_salt!r}")

@@ -19,6 +19,7 @@ from engine.ranking import check_text
 from engine.request import Checked, Models, Prefill, Progress, Request, check_request, event_of
 from engine.rewards import Responses, make_judge
 from engine.rules.logprobs import HiddenRows
+from engine.step.drafting import JobDrafts
 from engine.step.driver import Driver
 from engine.step.jobs import Job
 from engine.step.overlapped import make_driver
@@ -295,6 +296,11 @@ class Service:
         )
         if request.logprobs is not None:
             job.kept = HiddenRows(target.runner, request.logprobs, checked.constrained)
+        if self.models.drafts is not None and request.drafts and not request.search.drafts_itself:
+            runner = target.runner
+            job.drafts = JobDrafts(
+                self.models.drafts, request.cache_salt, checked.limit, checked.eos, runner.vocab_size, runner.time
+            )
         entry.job, entry.trunk, entry.retire = self.driver.submit(job), None, None
 
     def _note_turn(self, client: str) -> None:

@@ -19,6 +19,7 @@ class Speculative(Sampling):
 
     gamma: int = 4
     models = ("draft",)
+    drafts_itself = True
 
     def __post_init__(self):
         self.as_dsbd()

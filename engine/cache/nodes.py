@@ -53,6 +53,10 @@ class Nodes:
         """The token's index in its sequence; the prompt's first token has 0."""
         return self._position[node]
 
+    def children(self, node: int) -> dict[int, int]:
+        """A live node's children, by their tokens; not to be changed."""
+        return self._children.get(node, {})
+
     @property
     def grown(self) -> int:
         """The number of nodes ever grown, live or not; they are numbered from 0."""

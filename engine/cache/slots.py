@@ -140,9 +140,9 @@ class BranchSlots:
         self.table[0][slot], self.table[1][slot] = self.pages[i] * size + slot % size, position
         return slot
 
-    def reserve(self, position: int) -> int:
+    def reserve(self, position: int, wish: int | None = None) -> int:
         """A slot for a node that is not known yet, as of `take`; `assign` or `give_up` ends this."""
-        slot = self.take(RESERVED, position, None)
+        slot = self.take(RESERVED, position, wish)
         self.count -= 1
         return slot
 

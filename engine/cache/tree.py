@@ -4,9 +4,10 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from engine.cache.drafts import DraftedNode, Drafts
 from engine.cache.nodes import FREED, IN_TRUNK, NO_SLOT, Nodes
 from engine.cache.pool import PagePool
-from engine.cache.slots import BranchSlots, Trunk
+from engine.cache.slots import RESERVED, BranchSlots, Trunk
 from engine.errors import KVMemoryError
 
 
@@ -18,6 +19,9 @@ class TreeObserver(Protocol):
 
     def allocated(self, tree: "TokenTree", trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
         """Trunk tokens and branch nodes got slots; `slots` are those of the nodes in the pool."""
+
+    def adopted(self, tree: "TokenTree", node: int, slot: int) -> None:
+        """A node was grown that had been drafted; `slot` is its slot in the pool."""
 
     def released(self, tree: "TokenTree", trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
         """Trunk tokens and branch nodes lost their slots: a pass failed, or the rotary embeddings change."""
@@ -42,6 +46,7 @@ class TokenTree(Nodes):
 
     Attributes:
         observer: is called after every change; None by default.
+        drafts: nodes that were evaluated before the search has grown them.
         salt: of cached prefixes, see `PrefixCache`; None, by default: the tree neither takes over any nor leaves any.
     """
 
@@ -67,6 +72,7 @@ class TokenTree(Nodes):
         self._bits: dict[int, int] = {}  # latest node -> bits of the branch slots of its ancestors and itself
         self._spent: list[int] = []  # nodes whose bits are part of those of the latest nodes: to be dropped next
         self.slots = BranchSlots(pool)
+        self.drafts = Drafts()
         self._reserved: list[int] | None = None  # branch slots, see `reserve`
         self.peak_live = self.peak_unshared = self.peak_pages = 0
 
@@ -123,10 +129,14 @@ class TokenTree(Nodes):
                 raise ValueError(f"node {node} is not live: it was dropped by an earlier keep()")
         if not kept:
             raise ValueError("expected at least one node to keep")
-        if len(kept) == 1 and not self._reserved:
+        if self.drafts and self.pool.free_pages < 2:
+            self.drop_drafts()  # so that the stem has room in the trunk
+        if len(kept) == 1 and not self._reserved and not self.drafts:
             self._keep_path(*kept)
         else:
             self._promote(kept, self._prune(kept))
+        if self.drafts.rows:
+            self.drafts.rows = {node: row for node, row in self.drafts.rows.items() if self.is_live(node)}
         if self.observer is not None:
             self.observer.kept(self, kept)
 
@@ -172,6 +182,8 @@ class TokenTree(Nodes):
                     leaves[parent] = None
                     self._paths_length += position
                 node = parent
+        if self.drafts:
+            self.slots.give_up(self.drafts.drop_below([node for node in self.drafts.below if slot_of[node] == FREED]))
         return slots
 
     def _promote(self, kept: set[int], free: list[int]) -> None:
@@ -181,6 +193,8 @@ class TokenTree(Nodes):
         while node not in kept and len(children := self._children[node]) == 1:
             [node] = children.values()
             stem.append(node)
+        if stem and self.drafts:
+            self.slots.give_up(self.drafts.drop_below([self.root, *stem[:-1]]))
         slots = [slot for n in stem if (slot := self._slot[n]) >= 0]
         size = self.pool.page_size
         missing = -(-(len(self.trunk.tokens) + len(slots)) // size) - len(self.trunk.pages)
@@ -256,6 +270,7 @@ class TokenTree(Nodes):
         """Hold keys and values of this variant from now on; those of the other are dropped, to be evaluated afresh."""
         if long != self.trunk.long_rope:
             self.trunk.long_rope = long
+            self.drop_drafts()
             if self.trunk.cached > self.reused:
                 self._read = self.trunk.cached
             else:  # nothing was evaluated after what was taken over
@@ -277,13 +292,9 @@ class TokenTree(Nodes):
             if trunk_tokens and start % size:
                 trunk.own_end(self.pool)
             trunk.reserve(self.pool, start + trunk_tokens, self._next_page())
-            wish = None
             for node in nodes:
                 position = self._position[node]
-                if size == 1:  # where the trunk will want the token, should it come to that
-                    wish = trunk.pages[-1] + 1 + position - len(trunk.pages)
-                    wish = wish if wish in self._claim else None
-                taken.append(slot := slots.take(node, position, wish))
+                taken.append(slot := slots.take(node, position, self._wish(position)))
                 self._place(node, slot)
         except KVMemoryError:
             self._release(0, nodes[: len(taken)])
@@ -296,6 +307,12 @@ class TokenTree(Nodes):
             self.observer.allocated(self, trunk_tokens, nodes, in_pool)
         return [trunk.slot(start + i, size) for i in range(trunk_tokens)] + in_pool
 
+    def _wish(self, position: int) -> int | None:
+        """The page where the trunk will want the token of a position, should it come to that; with pages of one."""
+        pages = self.trunk.pages
+        wish = pages[-1] + 1 + position - len(pages) if self.pool.page_size == 1 and pages else -1
+        return wish if wish in self._claim else None
+
     def _place(self, node: int, slot: int) -> None:
         self._slot[node] = slot
         self._bits[node] = self.ancestry(self._parent[node]) | 1 << slot
@@ -303,6 +320,50 @@ class TokenTree(Nodes):
     def _forget_spent(self) -> None:
         for node in self._spent:
             self._bits.pop(node, None)
+
+    # --- drafts ---
+
+    def draft(self, parent: DraftedNode | int, token: int) -> tuple[DraftedNode, bool]:
+        """The drafted child of an evaluated node for a token that the search has not grown there, and whether it is
+        new, to be evaluated. Raises KVMemoryError."""
+        if (known := self.drafts.children(parent).get(token)) is not None:
+            return known, False
+        position = 1 + (parent.position if isinstance(parent, DraftedNode) else self._position[parent])
+        node = self.drafts.add(parent, token, position, self.slots.reserve(position, self._wish(position)))
+        self.peak_pages = max(self.peak_pages, self.page_count)
+        return node, True
+
+    def _grow_one(self, parent: int, token: int) -> int:
+        node = super()._grow_one(parent, token)
+        if self.drafts and (drafted := self.drafts.grown(node, parent, token)) is not None:
+            self.slots.assign(drafted.slot, node)
+            self._place(node, drafted.slot)
+            self._note_peaks()
+            if self.observer is not None:
+                self.observer.adopted(self, node, self.slots.table[0][drafted.slot])
+        return node
+
+    def drop_draft(self, node: DraftedNode) -> None:
+        """Forget a drafted node and all below it."""
+        self.slots.give_up(self.drafts.drop(node))
+
+    def drop_drafts(self) -> int:
+        """Forget all drafted nodes, and leaves that were drafted and not asked for since; returns how many."""
+        slots = self.drafts.drop_below([*self.drafts.below])
+        self.slots.give_up(slots)
+        leaves = [node for node in self.drafts.rows if node not in self._children and self._slot[node] >= 0]
+        for node in leaves:
+            self.forget_row(node)
+        return len(slots) + len(leaves)
+
+    def forget_row(self, node: int) -> None:
+        """Take the slots of a node that was drafted, and of all below it, so that they are evaluated when need be."""
+        below = [node]
+        for each in below:
+            below += self._children.get(each, {}).values()
+            self.drafts.rows.pop(each, None)
+        self.slots.give_up(self.drafts.drop_below(below))
+        self.release_slots(int(node == self.root), [each for each in below if self._slot[each] >= 0])
 
     # --- for looking ahead ---
 
@@ -374,8 +435,10 @@ class TokenTree(Nodes):
             self._bits.pop(node, None)
         self.trunk.truncate(self.pool, self.trunk.cached - trunk_tokens)
 
-    def ancestry(self, node: int) -> int:
+    def ancestry(self, node: DraftedNode | int) -> int:
         """Bits of the branch slots of the node and its ancestors: bit s is slot s."""
+        if isinstance(node, DraftedNode):
+            return 1 << node.slot | self.ancestry(node.parent)
         bits = 0  # bits of all nodes would take more memory than the cache: only the latest nodes store theirs
         while self._slot[node] != IN_TRUNK and node not in self._bits:
             bits |= 1 << self._slot[node]
@@ -386,10 +449,15 @@ class TokenTree(Nodes):
         """For each branch slot its slot in the pool and its token's position; 0 if it is free. Read only."""
         return self.slots.table
 
-    def latest_ancestors(self, node: int, count: int) -> list[int]:
+    def latest_ancestors(self, node: DraftedNode | int, count: int) -> list[int]:
         """Slots in the pool of an evaluated node's latest ancestors, parents first; as many as there are, at most."""
         found, table, slot = [], self.slots.table[0], self._slot
-        node = self._parent[node]
+        node = node.parent if isinstance(node, DraftedNode) else self._parent[node]
+        while isinstance(node, DraftedNode):
+            found.append(table[node.slot])
+            node = node.parent
+        if len(found) >= count:
+            return found[:count]
         while len(found) < count and slot[node] != IN_TRUNK:
             found.append(table[slot[node]])
             node = self._parent[node]
@@ -451,6 +519,7 @@ class TokenTree(Nodes):
 
     def _drop_branches(self) -> None:
         self.give_up()
+        self.drafts = Drafts()
         self.slots.release_all()
         self.pool.unclaim(self._claim)
         self._claim = range(0)
@@ -477,6 +546,16 @@ class TokenTree(Nodes):
                 assert self._parent[n] == self.root or self._slot[self._parent[n]] >= 0
         slots = self.slots
         slots.check_invariants()
+        self.drafts.check_invariants()
+        drafted = [*self.drafts]
+        assert slots.owner.count(RESERVED) == len(drafted) + len(self._reserved or ())
+        assert all(slots.owner[each.slot] == RESERVED for each in drafted)
+        assert all(slots.table[1][each.slot] == each.position for each in drafted)
+        for node, children in self.drafts.below.items():
+            assert self.is_live(node) and self.is_evaluated(node) and children, node
+            assert not children.keys() & self._children.get(node, {}).keys()
+            assert all(child.position == self._position[node] + 1 for child in children.values())
+        assert all(self.is_live(node) and self.is_evaluated(node) for node in self.drafts.rows)
         owners = [(s, n) for s, n in enumerate(slots.owner) if n >= 0]
         assert all(slots.table[1][s] == self._position[n] for s, n in owners)
         assert sorted(n for _, n in owners) == sorted(n for n in live if self._slot[n] >= 0)

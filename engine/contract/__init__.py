@@ -272,9 +272,11 @@ class Search(ABC):
 
     Attributes:
         models: roles of the models that the search evaluates beside the target: "draft", "reward".
+        drafts_itself: whether the search has drafts of its own, so that no others ride along.
     """
 
     models: ClassVar[Sequence[str]] = ()
+    drafts_itself: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, task: Task) -> SearchGenerator:

@@ -119,6 +119,14 @@ class TreeRecord:
             self.slots += [[self.trace.step, s, n] for n, s in zip(nodes, slots, strict=True)]
             self._note_trunk()
 
+    def adopted(self, tree: TokenTree, node: int, slot: int) -> None:
+        """See `TreeObserver`."""
+        self.note_growth()
+        if self.trace.on and node < len(self.born):
+            self.evaluated[node] = self.accepted[node] = self.trace.step
+            self.drafted[node] = None
+            self.slots.append([self.trace.step, slot, node])
+
     def released(self, tree: TokenTree, trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
         """See `TreeObserver`."""
         if self.trace.on:

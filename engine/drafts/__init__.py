@@ -53,9 +53,10 @@ class RequestDrafter(Protocol):
         ...
 
     def close(self, tokens: Sequence[int]) -> None:
-        """The request has ended with these new tokens as its best output, those learnt included; it calls no more.
+        """The request has ended with these new tokens as its best output; it calls no more.
 
-        A request that is cancelled or fails is closed with the tokens that had been settled.
+        The tokens need not begin with those learnt: the best output may have ended while other beams went on. A
+        request that is cancelled or fails is closed with the tokens that had been settled, perhaps none.
         """
         ...
 

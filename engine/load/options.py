@@ -11,6 +11,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from engine.drafts import Drafter
+from engine.drafts.choice import NAMES, check_drafter
 from engine.errors import UsageError, check_integer
 from engine.load.flags import Flag, NoFlag, options_of
 from engine.load.sizes import Workload, read_size
@@ -96,6 +98,9 @@ class LoadOptions:
             without `kv_memory` or `memory` up to 1 GiB is kept on a CPU.
         compile: compile what is between products with torch, on a GPU only. Loading takes seconds more.
         graphs: run small passes as CUDA graphs on a GPU.
+        drafts: guesses that ride along in the passes of every search, which then needs fewer: from the "ngrams" of a
+            request's prompt and output. "auto" takes what there is, where that changes no bit. From Python also a
+            `engine.drafts.Drafter`. On a CPU; see docs/drafts.md.
         shard: the place of this process among several that share the models, companions too, see
             `engine.load.distributed.together`. All load alike and get the same requests; memory is that of each.
 
@@ -145,6 +150,14 @@ class LoadOptions:
     ] = "off"
     compile: Annotated[str, SWITCH()] = "off"
     graphs: Annotated[str, SWITCH()] = "on"
+    drafts: Annotated[
+        str | Drafter,
+        Flag(
+            choices=NAMES,
+            changes_answers=False,
+            without=dict.fromkeys(("tree", "profile", "ults_prior"), "it measures or shows passes without them"),
+        ),
+    ] = "off"
     shard: Annotated[Shard | None, NoFlag("torchrun starts the processes and numbers them")] = None
 
     def __post_init__(self) -> None:
@@ -152,7 +165,7 @@ class LoadOptions:
             name, value = option.name, getattr(self, option.name)
             if isinstance(option.flag, Flag) and (words := option.flag.choices):
                 words = [*dict.fromkeys([*option.flag.also, *words])]
-                if not isinstance(value, str) or value not in words:
+                if name != "drafts" and (not isinstance(value, str) or value not in words):
                     raise UsageError(f"{name}: expected {', '.join(words[:-1])} or {words[-1]}, got {value!r}")
         for name in ("folder", "draft", "reward", "chat_template"):
             value = getattr(self, name)
@@ -161,6 +174,7 @@ class LoadOptions:
             if name != "reward" or not callable(value):
                 kind = "a path or a function of (prompt, texts)" if name == "reward" else "a path"
                 raise UsageError(f"{name}: expected {kind}, got {value!r}")
+        check_drafter(self.drafts)
         if self.threads is not None:
             check_integer("threads", self.threads, 1, 4096)
         check_integer("parallel", self.parallel, 1)

@@ -34,20 +34,23 @@ class RowEdits:
         states: of the nodes.
         endings: gets the nodes after which no token is left.
         renormalise: whether processors edit logits, before the softmax, instead of log-probabilities.
+
+    Attributes:
+        of_logits: whether a processor needs the logits.
     """
 
     def __init__(self, states: NodeStates, endings: Endings, renormalise: bool):
         self.states, self.endings, self.renormalise = states, endings, renormalise
-        self._logits = renormalise and any(p.of_logits for p in states.processors)
+        self.of_logits = renormalise and any(p.of_logits for p in states.processors)
         self._bans = any(p.bans for p in states.processors)
 
     def edit(self, tree: TokenTree, nodes: Sequence[int], rows: slice) -> Edit:
         """The edit of the rows of evaluated nodes: its `apply` is called before a search sees the rows."""
-        return Edit(rows, partial(self._apply, tree, nodes), self._logits)
+        return Edit(rows, partial(self._apply, tree, nodes), self.of_logits)
 
     def rewrite(self, states: Sequence[NodeState], logp_NV: Tensor, logits_NV: Tensor) -> None:
         """Edit rows in place again, like the rows that the search was sent; for the log-probabilities of outputs."""
-        self._rewrite(states, logp_NV, logits_NV[:, :1].float() - logp_NV[:, :1] if self._logits else None)
+        self._rewrite(states, logp_NV, logits_NV[:, :1].float() - logp_NV[:, :1] if self.of_logits else None)
 
     def _apply(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
         """Edit rows in place. Raises ConstraintError."""

@@ -60,14 +60,19 @@ class FewAnswers:
     def __init__(self, states: NodeStates, endings: Endings, renormalise: bool):
         self.states, self.endings, self.renormalise = states, endings, renormalise
 
+    def suffices(self, tree: TokenTree, nodes: Sequence[int]) -> bool:
+        """Whether `wanted` finds the tokens of nodes, so that no whole rows are needed for their top sums."""
+        found = [self.states.of(tree, node).allowed for node in nodes]
+        return self.states.alone and all(allowed is not None and allowed.ids is not None for allowed in found)
+
     def wanted(self, tree: TokenTree, nodes: Sequence[int]) -> Few | None:
         """The allowed tokens of evaluated nodes; None if other processors edit rows, or if there are not ids for all.
 
         Where no token is allowed the output ends: an end-of-sequence token stands for that.
         """
-        found = [self.states.of(tree, node).allowed for node in nodes]
-        if not self.states.alone or any(allowed is None or allowed.ids is None for allowed in found):
+        if not self.suffices(tree, nodes):
             return None
+        found = [self.states.of(tree, node).allowed for node in nodes]
         end = Allowed([self.endings.token])
         return Few.of([end if allowed.nothing else allowed for allowed in found if allowed], self.renormalise)
 

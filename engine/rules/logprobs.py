@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from engine.cache.drafts import DraftedNode
 from engine.cache.tree import TokenTree
 from engine.contract import Output
 from engine.errors import check_integer
@@ -84,11 +85,28 @@ class HiddenRows:
         for i in range(trunk):
             self._row.setdefault(self._on_trunk(tree, start + i), rows_NE[i])
         for node, row_E in zip(nodes, rows_NE[trunk:], strict=True):
-            above = self._nodes.get(parent := tree.parent(node))
-            if above is None:
-                above = self._on_trunk(tree, tree.position(parent))
-            self._nodes[node] = place = self._place(above, tree.token(node))
+            self._nodes[node] = place = self._place(self._of(tree, tree.parent(node)), tree.token(node))
             self._row.setdefault(place, row_E)
+
+    def keep_drafted(self, tree: TokenTree, nodes: Sequence[DraftedNode], rows_NE: Tensor) -> None:
+        """Keep the rows of drafted nodes: the search may be sent theirs."""
+        for node, row_E in zip(nodes, rows_NE.clone(), strict=True):
+            path, above = [node.token], node.parent
+            while isinstance(above, DraftedNode):
+                path.append(above.token)
+                above = above.parent
+            place = self._of(tree, above)
+            for token in reversed(path):
+                place = self._place(place, token)
+            self._row.setdefault(place, row_E)
+
+    def _of(self, tree: TokenTree, node: int) -> int:
+        """The place of a live node, or of one in the trunk."""
+        if (place := self._nodes.get(node)) is None:
+            if tree.position(node) <= tree.position(tree.root):
+                return self._on_trunk(tree, tree.position(node))
+            self._nodes[node] = place = self._place(self._of(tree, tree.parent(node)), tree.token(node))
+        return place
 
     def _on_trunk(self, tree: TokenTree, position: int) -> int:
         first = tree.prompt_length - 1

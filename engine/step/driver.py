@@ -31,7 +31,9 @@ from engine.contract.checks import (
     tokens_fault,
 )
 from engine.errors import KVMemoryError, NumericsError
+from engine.rules.constrained import RowPlan
 from engine.step.crowding import check_share, who_gives_way
+from engine.step.drafting import JobDrafts
 from engine.step.interrupts import uninterrupted
 from engine.step.jobs import Batch, Job, Pending, Share, Work
 from engine.step.packing import Chunk
@@ -85,6 +87,8 @@ class Driver:
         if runner.pool.prefixes is not None:
             tree.use_rope(switch is not None and len(prompt) > switch)
             tree.reuse()
+        if job.drafts is not None and model == "target" and len(job.trees) == 1:
+            job.drafts.begin(tree)
         if job.constrained is not None and (len(job.trees) == 1 or model == "draft"):
             job.constrained.states.watch(tree)
         job.trace.watch(tree, model)
@@ -187,9 +191,19 @@ class Driver:
                     room -= len(chunk)
             for job, chunk in chosen:
                 if job in self.running and job.pending:  # it was not preempted since
+                    chunk = self._with_drafts(job, job.pending, chunk, room)
+                    room -= len(chunk.drafts)
                     batch.add(job, chunk)
             batch.strategy = strategy_of(batch)
         return batch
+
+    @staticmethod
+    def _with_drafts(job: Job, pending: Pending, chunk: Chunk, room: int) -> Chunk:
+        """A chunk and the drafts that ride along, if it completes a request."""
+        if job.drafts is None or pending.left or pending.by_rope:
+            return chunk
+        job.drafts.charge.load = job.batch_load
+        return job.drafts.extend(chunk, pending.request, pending.partial, pending.constrained, room)
 
     def _run(self, batch: Batch) -> Rows:
         """Evaluate a batch: rows, and whether each is finite. If that fails, its slots are released."""
@@ -218,6 +232,7 @@ class Driver:
             yield
         except BaseException:
             for chunk in (share.chunk for share in batch.shares):
+                chunk.tree.drop_drafts()
                 chunk.tree.release_slots(chunk.trunk_tokens, chunk.nodes)
             raise
 
@@ -229,6 +244,9 @@ class Driver:
                     self._resume(share.job, error=self._not_finite(batch.runner, share))
                     continue
                 tree = share.chunk.tree
+                if drafts := share.chunk.drafts:
+                    rows = share.draft_rows
+                    JobDrafts.take_rows(tree, drafts, logp_NV[rows], finite[rows], share.excess_N1)
                 if share.chunk.trunk_tokens > 1 and tree.trunk.cached <= tree.prompt_length:
                     tree.save(whole=True)  # others that wait with the same prompt need not read it
                 if share.nodes:
@@ -279,9 +297,16 @@ class Driver:
                     raise
                 break
             except KVMemoryError as error:
+                if self._drop_drafts(tree.pool):
+                    continue
+                if len(among) == 1 and job.drafts is not None and job.drafts.nodes:
+                    self._preempt(job)  # drafts may have left its nodes in more pages than they need
+                    job.drafts = None
+                    return None
                 if len(among) == 1:
                     error.where = f"with {tree.live_tokens} live tokens, and {trunk + len(nodes)} more to evaluate"
                     # The search may ask for any of them again.
+                    tree.drafts.rows |= pending.known
                     tree.release_slots(pending.trunk_allocated, pending.nodes_allocated)
                     self._resume(job, error=error)
                     return None
@@ -290,6 +315,10 @@ class Driver:
                     return None
         pending.allocated(trunk, nodes)
         return Chunk(tree, trunk, nodes, slots)
+
+    def _drop_drafts(self, pool: PagePool) -> bool:
+        """Free what drafts hold of a pool; whether that was anything."""
+        return sum([tree.drop_drafts() for job in self.running for tree in job.trees if tree.pool is pool]) > 0
 
     # --- the life of a job ---
 
@@ -328,6 +357,8 @@ class Driver:
                 pending = self._ask(job, request)
                 if pending.left:
                     break
+                if pending.known and job.drafts is not None:
+                    job.drafts.answered()
                 error, answer, job.pending = None, pending.partial.answer(), None
         except StopIteration as stop:
             wrong = result_fault(stop.value, self.runners["target"].vocab_size if job.foreign else None)
@@ -356,27 +387,32 @@ class Driver:
             job.trace.reported(request)
             with self._phase("search"):
                 request = job.generator.send(None)
-        has_row = job.constrained.states.has_row if job.constrained is not None else None
-        if wrong := request_fault(request, job.trees, has_row) or (job.foreign and self._wrong_tokens(request)):
+        if wrong := request_fault(request, job.trees, job.has_row) or (job.foreign and self._wrong_tokens(request)):
             self._refuse(job, wrong)
         if self.observer is not None and request.read is not None:
             request = replace(request, read=observed_read(self.observer, request.read))
         return guarded_request(request, fail) if job.foreign else request
 
     def _ask(self, job: Job, request: Evaluate) -> Pending:
-        """Begin with a request: what its constraint knows needs no evaluation. Raises ConstraintError."""
+        """Begin with a request: what is drafted or its constraint knows needs no evaluation. Raises ConstraintError."""
         tree, constrained, runner = request.tree, job.constrained, self._runner(request)
-        answer, known = partial_answer(request, runner.model.shape.vocab_size), {}
+        answer = partial_answer(request, runner.model.shape.vocab_size)
+        plan = RowPlan(list(request.nodes), {}, [])
         if constrained is None or request.hidden is not None or not constrained.states.watches(tree):
-            pending = Pending(request, tree.by_rope(request.nodes), answer)
+            constrained = None
         else:
             plan = constrained.plan(tree, request.nodes)
-            groups = tree.by_rope([*plan.asked, *plan.ahead]) if plan.asked else []
-            pending, known = Pending(request, groups, answer, constrained), plan.known
-        job.pending = pending
+        drafted = job.drafts.known(request, plan.asked, answer) if job.drafts is not None else {}
+        asked, known = [node for node in plan.asked if node not in drafted], plan.known
+        groups = tree.by_rope([*asked, *plan.ahead]) if asked else []
+        job.pending = pending = Pending(request, groups, answer, constrained, drafted)
         if pending.by_rope:
             pending.begin()
         job.trace.asked(request)
+        if drafted and job.drafts is not None:
+            whole, rows_NV = job.drafts.answer(drafted, answer, constrained, partial(setattr, job, "fault"))
+            if whole:
+                job.trace.answered(tree, whole, rows_NV)
         if known:
             answer.add_known(known, runner.device)
             if job.traced:
@@ -409,6 +445,8 @@ class Driver:
             if result is not None:
                 result.stats = self._stats(job) | result.stats
             job.trace.finish(result, error)
+            if job.drafts is not None:
+                job.drafts.close(job.settled if result is None else result.outputs[0].token_ids)
             if job.trees and error is None:
                 self._leave(job, job.settled if result is None else result.outputs[0].token_ids)
         finally:
@@ -458,6 +496,8 @@ class Driver:
             job.constrained.restart()
         if job.kept is not None:
             job.kept.restart()
+        if job.drafts is not None:
+            job.drafts.restart()
         job.prefilled = 0.0
         job.trace.restart()
         job.gave_way, job.gave_way_to = job.gave_way + 1, [*self.running]
@@ -487,5 +527,6 @@ class Driver:
             "kv_bytes_per_token": target.pool.bytes_per_token,
             "live_nodes_peak": target.peak_live,
             "unshared_nodes_peak": target.peak_unshared,
+            **(job.drafts.stats() if job.drafts is not None else {}),
             **others,
         }

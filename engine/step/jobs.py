@@ -1,19 +1,21 @@
 """The driver's work: the jobs of searches, their shares of forward passes, and the batches of shares."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Report, Search, SearchGenerator, SearchResult, TakeHidden
 from engine.contract.checks import guarded_edit, is_ours
-from engine.contract.top_sums import TopSums
+from engine.contract.top_sums import FoundSums, TopSums
 from engine.contract.trace import UNTRACED, Trace, Untraced
 from engine.rules.constrained import Constrained
 from engine.rules.edits import Edit
 from engine.rules.logprobs import HiddenRows
+from engine.step.drafting import SPARE, BestOfRow, JobDrafts
 from engine.step.packing import Chunk
 from engine.step.partial import PartialRows, PartialSums
 from engine.step.runner import Keep, Part, Runner, Strategy
@@ -58,6 +60,7 @@ class Job:
     client: str = ""  # whose request it is
     gave_way: int = 0  # times that it was preempted
     gave_way_to: list["Job"] = field(default_factory=list)  # it waits for one of them to end
+    drafts: JobDrafts | None = None  # None: no drafts ride along
     kept: HiddenRows | None = None  # of a request that wants log-probabilities of tokens
     search: Search | None = None  # a search that is not this project's is checked more closely; None is trusted
     fault: Exception | None = None  # raised by a function of a Report or an Evaluate; it ends the job at its next step
@@ -68,6 +71,11 @@ class Job:
     @property
     def done(self) -> bool:
         return self.result is not None or self.error is not None
+
+    def has_row(self, tree: TokenTree, node: int) -> bool:
+        """Whether the row of a node is known, so that the search may ask for it although it was evaluated."""
+        drafted = node in tree.drafts.rows
+        return drafted or (self.constrained is not None and self.constrained.states.has_row(tree, node))
 
     @property
     def traced(self) -> bool:
@@ -81,12 +89,14 @@ class Pending:
     Args:
         by_rope: groups of nodes, see `TokenTree.by_rope`: one, except for models that switch.
         constrained: of a tree that has constraints.
+        known: node that was drafted -> its row, which the answer has already.
     """
 
     request: Evaluate
     by_rope: list[tuple[bool, list[int]]]
     partial: PartialRows | PartialSums
     constrained: Constrained | None = None
+    known: Mapping[int, Any] = field(default_factory=dict)
     trunk_left: int = 0
     nodes_left: list[int] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)  # nodes of the present group whose rows are wanted
@@ -115,19 +125,36 @@ class Pending:
 
 @dataclass
 class Share:
-    """One request's part of a pass: its tokens, and its nodes with their rows of the answer."""
+    """One request's part of a pass: its tokens, its nodes with their rows of the answer, and the rows of its drafts."""
 
     job: Job
     pending: Pending
     chunk: Chunk
     nodes: list[int]
     rows: slice
+    draft_rows: slice = field(default_factory=lambda: slice(0, 0))
     numbers: Tensor | None = None  # that were read of its rows
+    excess_N1: Tensor | None = None  # of its drafts, see `WholeRow`
 
     @property
     def top_sums(self) -> TopSums | None:
         """The top sums that are wanted of its rows, if the rows are for nothing else."""
         return None if self.job.traced else self.pending.partial.top_sums(self.nodes)
+
+    @property
+    def drafts_wanted(self) -> list[TopSums]:
+        """What is wanted of each row of its drafts, if only top sums are wanted of the others."""
+        wanted = self.top_sums
+        return [] if wanted is None else [TopSums([0.0], wanted.k + SPARE)] * len(self.chunk.drafts)
+
+    def take_drafts(self, founds: Sequence[FoundSums]) -> None:
+        """Take the top sums of the rows of its drafts."""
+        for draft, found, wanted in zip(self.chunk.drafts, founds, self.drafts_wanted, strict=True):
+            draft.row = BestOfRow(found, found.shape[1] < wanted.k)
+
+    def note_excess(self, rows_NV: Tensor, excess_N1: Tensor | None) -> None:
+        """Note the excess of the logits of its drafts: an edit that changes no row."""
+        self.excess_N1 = excess_N1
 
     def take(self, numbers: Tensor, logp_NV: Tensor) -> None:
         """Take what a read of its rows returned."""
@@ -177,10 +204,18 @@ class Batch:
             edit = pending.constrained.edits.edit(chunk.tree, nodes, rows)
             self.edits.append(edit._replace(apply=guarded_edit(edit.apply, partial(setattr, job, "fault"))))
         self.tokens += len(chunk)
+        end = self.tokens - len(chunk.drafts)
         if job.kept is not None and chunk.tree is job.trees[0]:
             count, keep = job.kept.wanted(chunk.tree, chunk.trunk_tokens, chunk.nodes)
             if count:
-                self.keeps.append((slice(self.tokens - count, self.tokens), keep))
+                self.keeps.append((slice(end - count, end), keep))
+            if chunk.drafts:
+                self.keeps.append((slice(end, self.tokens), partial(job.kept.keep_drafted, chunk.tree, chunk.drafts)))
+        if chunk.drafts:
+            share.draft_rows = slice(len(self.asked), len(self.asked) + len(chunk.drafts))
+            self.asked += range(end, self.tokens)
+            if pending.constrained is not None and pending.constrained.edits.of_logits:
+                self.edits.append(Edit(share.draft_rows, partial(share.note_excess), True))
         if (hidden := pending.request.hidden) is not None:
             self.keeps.append((slice(self.tokens - len(chunk), self.tokens), partial(self._give, hidden)))
         self.shares.append(share)

@@ -2,28 +2,30 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.cache.drafts import DraftedNode
 from engine.cache.tree import TokenTree
 from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, TreeLayout
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One tree's part of a pass: its next trunk tokens, then branch nodes (parents first)."""
+    """One tree's part of a pass: its next trunk tokens, then branch nodes, then drafted ones (parents first)."""
 
     tree: TokenTree
     trunk_tokens: int
     nodes: Sequence[int]
-    slots: Sequence[int]  # as `TokenTree.allocate` returned them
+    slots: Sequence[int]  # as `TokenTree.allocate` returned them, then those of the drafts
+    drafts: Sequence[DraftedNode] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         """Tokens."""
-        return self.trunk_tokens + len(self.nodes)
+        return self.trunk_tokens + len(self.nodes) + len(self.drafts)
 
     @property
     def cached(self) -> int:
@@ -36,7 +38,12 @@ class Chunk:
         first = end - self.trunk_tokens
         tokens = tree.trunk.tokens[first:end] + [tree.token(n) for n in nodes]
         positions = [*range(first, end), *[tree.position(n) for n in nodes]]
-        return tokens, positions, [0] * self.trunk_tokens + [tree.ancestry(n) for n in nodes]
+        bits = [0] * self.trunk_tokens + [tree.ancestry(n) for n in nodes]
+        for draft in self.drafts:
+            tokens.append(draft.token)
+            positions.append(draft.position)
+            bits.append(tree.ancestry(draft))
+        return tokens, positions, bits
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,7 @@ class _Columns:
 
     def add(self, chunk: Chunk) -> None:
         """Add the tokens of one tree."""
-        tree, nodes, end = chunk.tree, chunk.nodes, chunk.cached
+        tree, nodes, end = chunk.tree, [*chunk.nodes, *chunk.drafts], chunk.cached
         first = end - chunk.trunk_tokens
         tokens, positions, bits = chunk.columns()
         shortest = max(tree.prompt_length, tree.least_span)

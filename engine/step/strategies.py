@@ -61,7 +61,7 @@ class OnlySums:
 
     Args:
         shares: those that have rows.
-        wanted: what each wants.
+        wanted: what each wants, and then of each of its drafts.
     """
 
     shares: Sequence[Share]
@@ -70,9 +70,13 @@ class OnlySums:
     def run(self, runner: Runner, batch: Batch) -> Rows:
         """See `Strategy`."""
         founds, finite = runner.evaluate_top_sums(batch.chunks, batch.asked, self.wanted, batch.keeps)
-        for share, found in zip(self.shares, founds, strict=True):
+        at = 0
+        for share in self.shares:
             assert isinstance(share.pending.partial, PartialSums)
-            share.pending.partial.found(found, share.nodes)
+            share.pending.partial.found(founds[at], share.nodes)
+            end = at + 1 + len(share.chunk.drafts)
+            share.take_drafts(founds[at + 1 : end])
+            at = end
         return NO_ROWS, finite
 
 
@@ -87,7 +91,7 @@ def strategy_of(batch: Batch) -> Strategy:
         if None not in parts and not batch.runner.adapters(batch.chunks, batch.asked):
             return FewTokens(shares, [part for part in parts if part is not None])
     if shares and batch.runner.only_sums and not any(share.pending.constrained for share in shares):
-        wanted = [share.top_sums for share in shares]
+        wanted = [each for share in shares for each in (share.top_sums, *share.drafts_wanted)]
         if None not in wanted:
             return OnlySums(shares, [each for each in wanted if each is not None])
     return WHOLE_ROWS

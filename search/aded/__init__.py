@@ -3,16 +3,17 @@
 "Adaptive Draft-Verification for Efficient Large Language Model Decoding", errata corrected; comments cite the steps of
 docs/algorithms.md. Every node of a draft gets one draw, keyed by its position, and the search accepts the longest
 drafted path of draws, so that the output equals that of `greedy` or `sample`, token for token, whatever was drafted.
-`drafters` makes drafts, `draft_size` decides how much of a draft is evaluated, `ngrams` keeps counts on disk.
+`drafters` makes drafts, `engine.drafts.size` decides how much of a draft is evaluated, `ngrams` keeps counts on disk.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from engine.drafts.backoff import Backoff
+from engine.drafts.size import MAX_NODES, DraftSize
 from engine.errors import KVMemoryError, UsageError
-from search.aded.draft_size import MAX_NODES, DraftSize
-from search.aded.drafters import MCTS, Backoff, TextDrafter
+from search.aded.drafters import MCTS, TextDrafter
 from search.aded.drafting import Drafting, Planted
 from search.aded.ngrams import NGramStore, add_to_store, count, open_store, vocabulary
 from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
@@ -71,6 +72,7 @@ class ADED(Search):
     top_n_sigma: float | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
+    drafts_itself = True
 
     def __post_init__(self):
         self._sampling()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.contract import Read
 from engine.drafts import Draft
-from search.aded.draft_size import DraftSize
+from engine.drafts.size import DraftSize
 from search.aded.drafters import TextDrafter
 from search.base import Task, likely, likely_tokens
 

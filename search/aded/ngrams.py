@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from engine.contract import Task
+from engine.drafts.backoff import BITS
 from engine.errors import UsageError
 from models.checkpoint.files import locked, map_regular, replacing
 from models.checkpoint.tensor_files import buffer_of
 
-BITS = 21
 REST = (1 << BITS) - 1
 MAGIC, VERSION = b"COPPICE3", 1
 HEADER = struct.Struct("=8sHHIQ32sII")  # magic, order, version, vocabulary, entries, tokenizer, checksums

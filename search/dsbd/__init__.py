@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.contract.sampling import Uniforms
+from engine.drafts.backoff import Backoff
 from engine.errors import UsageError
-from search.aded.drafters import Backoff
 from search.aded.ngrams import NGramStore, open_store, vocabulary
 from search.base import SearchGenerator, Task, register
 from search.dsbd.beams import Beams
@@ -96,6 +96,8 @@ class DSBD(Sampling):
 
     def with_all_outputs(self) -> "DSBD":
         return replace(self, num_return_sequences=self.entries)
+
+    drafts_itself = True
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -13,10 +13,11 @@ from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Task
 from engine.drafts import Draft
+from engine.drafts.backoff import Backoff
+from engine.drafts.size import DraftSize
 from engine.errors import UsageError
 from search import ADED
-from search.aded.draft_size import DraftSize
-from search.aded.drafters import MCTS, Backoff
+from search.aded.drafters import MCTS
 from search.aded.ngrams import BITS, count, merge, open_store, write_store
 from search.base import likely, likely_tokens
 from tests.search.drive import SHAPE, drive

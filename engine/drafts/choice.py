@@ -1,0 +1,48 @@
+"""The drafter that an option of loading names."""
+
+from typing import Any
+
+from engine.drafts import Drafter
+from engine.drafts.backoff import NGramDrafter
+from engine.errors import UsageError
+
+NAMES = ("off", "auto", "ngrams", "suffix", "model")
+
+
+def chosen_drafter(named: str | Drafter, runner: Any, processes: int) -> Drafter | None:
+    """The drafter of an engine; None: nothing is drafted.
+
+    Args:
+        named: one of `NAMES`, or a drafter.
+        runner: the target's, see `engine.step.runner`.
+        processes: that share the model.
+
+    Raises:
+        UsageError: there is no such drafter, or drafts do not ride along on this device.
+    """
+    if named == "off":
+        return None
+    why = ""
+    if runner.asynchronous or runner.device.type != "cpu":
+        why = "they ride along on a CPU only"
+    elif processes > 1:
+        why = "measured times decide about them, which would part processes that share a model"
+    elif runner.token_buckets:
+        why = "passes of a compiled model have few sizes"
+    if named == "auto":
+        # Without the C++ kernels a row may depend in its last bits on what rides along.
+        return NGramDrafter() if not why and runner.impl == "cpp" else None
+    if why:
+        raise UsageError(f"drafts: {why}", remedy="leave --drafts out, or give off or auto")
+    if named == "ngrams":
+        return NGramDrafter()
+    if isinstance(named, str):
+        what = {"suffix": "there is no suffix store yet", "model": "a draft model drafts under --search dsbd only"}
+        raise UsageError(f"drafts: {named} is not available: {what[named]}", remedy="give ngrams or auto")
+    return named
+
+
+def check_drafter(named: Any) -> None:
+    """Check the type of a choice. Raises UsageError."""
+    if named not in NAMES if isinstance(named, str) else not callable(getattr(named, "open", None)):
+        raise UsageError(f"drafts: expected {', '.join(NAMES[:-1])} or {NAMES[-1]}, or a Drafter, got {named!r}")

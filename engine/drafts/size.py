@@ -1,0 +1,181 @@
+"""How many drafted nodes to evaluate: the number that brings the most tokens, or saves the most passes, per second."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from engine.drafts import Draft
+from engine.step.timing import PassTime
+
+MAX_NODES = 64  # of the drafts of a pass
+
+
+class DraftSize:
+    """Chooses how many nodes of each draft to evaluate, from the outcomes of earlier drafts and the cost of passes.
+
+    n nodes bring 1 + (the sum of their probabilities) tokens, and take seconds(1 + n) plus the host's time, which is
+    measured by the number of nodes for steps with drafts, and apart for steps without. Drafters overestimate their
+    probabilities, so these are corrected by the outcomes of earlier guesses of about the same probability. A credit
+    limits the time that drafts may lose: a small share of all time, more at first, and a part of the time that they
+    saved. While the credit is used up, nothing is drafted.
+
+    Args:
+        seconds: time of a pass by its number of tokens, see `Task.seconds`; None evaluates every drafted node.
+        most: most nodes of a draft.
+    """
+
+    SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # with the text's last token, sizes that `PassTime` measures
+    LEAST = (0.5, 0.2, 0.05)  # probabilities that nodes of several drafts have at least, of which the best is taken
+    MOST_TOGETHER = 2.0  # times as often as hoped that passes are taken to be saved
+    KINDS = 8  # classes of guesses, by their probability
+    PRIOR = 2.0  # guesses that a class starts with, as true as their probability
+    INHERITED = 6.0  # most guesses that a class starts with after an earlier request
+    MEMORY = 0.98  # weight of an outcome after the next one
+    RATE = 0.1  # weight of a step in the moving average
+    LOSS = 0.01  # share of the time that drafts may lose
+    LEAST_FIRST = 0.3  # steps that drafts may lose at the beginning of a request, whatever became of earlier ones
+    FIRST, MOST_SAVED, MOST_LOST = 1.0, 32.0, 1.27  # the credit: at first, at most, and (negative) at least; in steps
+
+    def __init__(self, seconds: Callable[[int], float] | None, most: int = MAX_NODES):
+        self.seconds, self.most = seconds, most
+        self.wish = most if seconds is None else 15  # nodes to draft
+        self.true = [self.PRIOR * (kind + 0.5) / self.KINDS for kind in range(self.KINDS)]
+        self.tried = [self.PRIOR] * self.KINDS
+        self.host = PassTime()  # the search's own seconds in a step with a draft
+        self.alone = 0.0  # and in a step without
+        self.credit = self.FIRST  # time that drafts may lose, in steps
+        self.hoped = 0.0  # passes that the drafts chosen last were expected to save, for several live nodes
+        self.saved = self.hopes = self.PRIOR  # passes that such drafts have saved, and were expected to
+
+    def inherit(self, other: "DraftSize") -> None:
+        """Begin with what an earlier request has learnt."""
+        weights = [min(1.0, self.INHERITED / tried) for tried in other.tried]
+        self.tried = [w * tried for w, tried in zip(weights, other.tried, strict=True)]
+        self.true = [w * true for w, true in zip(weights, other.true, strict=True)]
+        weight = min(1.0, self.INHERITED / other.hopes)
+        self.hopes, self.saved, self.host = weight * other.hopes, weight * other.saved, other.host
+        self.credit = min(self.FIRST, max(self.LEAST_FIRST, other.credit))
+
+    def wanted(self) -> int:
+        """How many nodes to draft now."""
+        return self.wish if self.credit > 0 else 0
+
+    def choose(self, draft: Draft) -> int:
+        """How many nodes of a draft to evaluate."""
+        if self.seconds is None or not (plain := self.seconds(1)) or not draft.tokens:
+            return len(draft.tokens)
+        chances = self._chances(draft)
+        best, rate, gain, before = 0, 1 / (plain + self.host.seconds(1)), 1.0, 0
+        for n in self.SIZES:
+            gain, before = gain + math.fsum(chances[before:n]), n
+            cost = self.seconds(1 + n) + self.host.seconds(1 + n)
+            if n <= len(chances) and gain / cost > rate:
+                best, rate = n, gain / cost
+        self.wish = min(self.most, 2 * best + 7)
+        return best
+
+    def choose_together(self, drafts: Sequence[Draft], rows: int) -> list[Sequence[int]]:
+        """Which nodes of each draft to evaluate, where a pass is saved only if it would have evaluated none but them.
+
+        A search goes on from all of its live nodes at once: the pass d levels ahead is saved if the drafts have what it
+        asks for below every live node. Its probability is the product, over the live nodes, of the sums of the
+        probabilities at that level, corrected by how often such passes were saved.
+
+        Args:
+            drafts: of the live nodes, at least one.
+            rows: tokens of the pass without drafts.
+        """
+        if len(drafts) == 1:
+            return [range(self.choose(drafts[0]))]
+        every: list[Sequence[int]] = [range(len(draft.tokens)) for draft in drafts]
+        none: list[Sequence[int]] = [()] * len(drafts)
+        self.hoped = 0.0
+        if self.seconds is None:
+            return every
+        if not (plain := self.seconds(rows)) or not all(draft.tokens for draft in drafts):
+            return none
+        chances, levels = [self._chances(draft) for draft in drafts], [levels_of(draft) for draft in drafts]
+        together = self.saved / self.hopes
+        best, rate, size, deepest = none, 1 / (plain + self.host.seconds(1)), 0, max(map(max, levels))
+        for least in self.LEAST:
+            hoped, nodes = 0.0, 0
+            for depth in range(1, deepest + 1):
+                chance = 1.0
+                for given, at in zip(chances, levels, strict=True):
+                    found = [p for p, level in zip(given, at, strict=True) if level == depth and p >= least]
+                    nodes += len(found)
+                    chance *= min(1.0, math.fsum(found))
+                if nodes > self.most or not chance:
+                    break
+                hoped += chance
+                cost = self.seconds(rows + nodes) + self.host.seconds(1 + nodes)
+                if (1 + together * hoped) / cost > rate:
+                    rate, size, self.hoped = (1 + together * hoped) / cost, nodes, hoped
+                    best = [
+                        [i for i, p in enumerate(given) if p >= least and at[i] <= depth]
+                        for given, at in zip(chances, levels, strict=True)
+                    ]
+        self.wish = min(self.most, 2 * size + 2 * len(drafts))
+        return best
+
+    def _chances(self, draft: Draft) -> list[float]:
+        """The probabilities of a draft's nodes, corrected by what became of earlier guesses."""
+        chances: list[float] = []
+        came = [true / tried for true, tried in zip(self.true, self.tried, strict=True)]
+        worth = [c / ((kind + 0.5) / self.KINDS) for kind, c in enumerate(came)]  # relative to the drafter's estimate
+        for parent, score in zip(draft.parents, draft.scores, strict=True):
+            given, chance = (chances[parent], score / draft.scores[parent]) if parent >= 0 else (1.0, score)
+            chances.append(given * min(1.0, chance * worth[self._kind(chance)]))
+        return chances
+
+    def learn(self, draft: Draft, tokens: Sequence[int]) -> None:
+        """Compare a draft with the tokens that came; guesses that were not evaluated count as well."""
+        if self.seconds is None:
+            return
+        depth = {-1: 0}  # of what came true
+        for node, (token, parent, score) in enumerate(zip(draft.tokens, draft.parents, draft.scores, strict=True)):
+            level = depth.get(parent, len(tokens))
+            if level < len(tokens):
+                self.note(score / draft.scores[parent] if parent >= 0 else score, token == tokens[level])
+                if token == tokens[level]:
+                    depth[node] = level + 1
+
+    def note(self, chance: float, came: bool) -> None:
+        """Note whether a guess came true, of which the drafter had estimated this probability, given its parent."""
+        kind = self._kind(chance)
+        self.tried[kind] = self.MEMORY * self.tried[kind] + 1
+        self.true[kind] = self.MEMORY * self.true[kind] + came
+
+    def note_together(self, saved: int) -> None:
+        """Note how many passes the drafts saved that `choose_together` chose last."""
+        if self.hoped:
+            self.hopes = self.MEMORY * self.hopes + self.hoped
+            self.saved = min(self.hopes * self.MOST_TOGETHER, self.MEMORY * self.saved + saved)
+            self.hoped = 0.0
+
+    def settle(self, host: float, nodes: int, tokens: int, rows: int = 1) -> None:
+        """Account for a step with a draft: seconds of the host, nodes evaluated, tokens gained.
+
+        Args:
+            rows: tokens of the pass besides the drafted nodes; `tokens` are the passes that it stood for.
+        """
+        saved = 0.0
+        self.host.note(1 + nodes, host)
+        if self.seconds is not None and (plain := self.seconds(rows)):
+            saved = tokens - (self.seconds(rows + nodes) + host) / (plain + self.alone)
+        self.credit = max(-self.MOST_LOST, min(self.MOST_SAVED, self.credit + saved + self.LOSS * tokens))
+
+    def plain(self, host: float) -> None:
+        """Account for a step without a draft, by its seconds of the host."""
+        self.alone += self.RATE * (min(host, 2 * self.alone or host) - self.alone)
+        self.credit += self.LOSS
+
+    def _kind(self, chance: float) -> int:
+        return min(self.KINDS - 1, int(chance * self.KINDS))
+
+
+def levels_of(draft: Draft) -> list[int]:
+    """The level of each node of a draft; 1 for the children of its context."""
+    levels: list[int] = []
+    for parent in draft.parents:
+        levels.append(1 if parent < 0 else levels[parent] + 1)
+    return levels

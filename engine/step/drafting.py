@@ -1,0 +1,418 @@
+"""Drafts of one request: which guesses ride along in its passes, and the answers that are known because they did.
+
+A row of a drafted node is a fact, not a decision: when the search asks for that node, it is sent the row that a pass
+would have computed. What is drafted therefore changes no answer. It is decided by time alone (`engine.drafts.size`).
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.cache.drafts import DraftedNode
+from engine.cache.tree import TokenTree
+from engine.contract import Evaluate
+from engine.contract.checks import guarded_edit
+from engine.contract.top_sums import FoundSums, TopSums, find_top_sums, found_in_entries
+from engine.drafts import Draft, Drafter
+from engine.drafts.size import MAX_NODES, DraftSize
+from engine.errors import KVMemoryError
+from engine.rules.constrained import Constrained
+from engine.rules.state import NodeState
+from engine.step.packing import Chunk
+from engine.step.partial import PartialRows, PartialSums
+from engine.step.timing import PassTime
+
+SPARE = 8  # best tokens of a drafted row that are kept beyond those asked for, in case of equal sums
+ROWS_BYTES = 1 << 25  # of the whole rows that a request keeps for drafted nodes
+
+
+class WholeRow(NamedTuple):
+    """A row of log-probabilities as the model gave it, [1, V]; and the excess of its logits, [1, 1], see `Edit`."""
+
+    logp_1V: Tensor
+    excess_11: Tensor | None
+
+
+class BestOfRow(NamedTuple):
+    """The most probable tokens of a row, best first: log-probabilities and tokens [2, k], float64."""
+
+    found_2k: Tensor
+    all: bool  # whether the row has no others
+
+
+class Charge:
+    """Seconds of a pass for one of the searches that share it, by its tokens; see `PassTime.charge`."""
+
+    def __init__(self, time: PassTime):
+        self.time, self.load = time, (0, 0)
+
+    def __call__(self, tokens: int) -> float:
+        return self.time.charge(tokens, *self.load)
+
+
+class EngineDrafts:
+    """The drafter of an engine, and what its requests have learnt about the use of its drafts.
+
+    Args:
+        drafter: guesses.
+        always: evaluate every guess, whatever it costs; for tests.
+    """
+
+    def __init__(self, drafter: Drafter, always: bool = False):
+        self.drafter, self.always = drafter, always
+        self.warned = False
+        self.latest: DraftSize | None = None  # of the request that ended last
+
+    def size(self, charge: Charge) -> DraftSize:
+        """How much to draft for a new request."""
+        size = DraftSize(None if self.always else charge)
+        if self.latest is not None and not self.always:
+            size.inherit(self.latest)
+        return size
+
+    def failed(self, error: Exception) -> None:
+        """Report the first failure of the drafter."""
+        if not self.warned:
+            self.warned = True
+            text = f"a drafter failed, so that requests go on without it: {type(error).__name__}: {error}"
+            warnings.warn(text[:500], RuntimeWarning, stacklevel=2)
+
+
+class JobDrafts:
+    """The drafts of one request.
+
+    Args:
+        engine: has the drafter.
+        salt: see `Drafter.open`.
+        limit: most new tokens.
+        ends: tokens that end an output.
+        vocab_size: tokens that can be generated.
+        time: of passes.
+
+    Attributes:
+        nodes, accepted, saved: drafted nodes; those whose rows the search asked for; passes that were saved.
+    """
+
+    def __init__(
+        self, engine: EngineDrafts, salt: str | None, limit: int, ends: Collection[int], vocab_size: int, time: PassTime
+    ):
+        self.engine, self.salt, self.limit, self.ends, self.vocab_size = engine, salt, limit, ends, vocab_size
+        self.charge = Charge(time)
+        self.size = engine.size(self.charge)
+        self.tree: TokenTree | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the tree: the search starts again."""
+        if self.tree is not None:
+            self.close(())
+        self.tree, self.request = None, None
+        self.nodes = self.accepted = self.saved = 0
+        self._learnt = 0  # tokens of the trunk that the drafter was told
+        self._guesses: dict[int, tuple[Guesses, int]] = {}  # asked node -> its place in what was guessed around it
+        self._host, self._rows, self._latest, self._since, self._planned = 0.0, 0, 0, 0, False  # of the latest pass
+
+    def begin(self, tree: TokenTree) -> None:
+        """Draft below the nodes of a tree that holds the prompt."""
+        self.tree = tree
+        with self._guarded():
+            self.request = self.engine.drafter.open(self.salt, tree.trunk.tokens[: tree.prompt_length])
+
+    def close(self, tokens: Sequence[int]) -> None:
+        """The request has ended with these tokens."""
+        with self._guarded():
+            request, self.request = self.request, None
+            if request is not None:
+                self.engine.latest = self.size
+                request.close(tokens)
+        self.tree = None
+
+    def stats(self) -> dict[str, Any]:
+        """The figures of the request, see docs/stats.md."""
+        return {"drafted_nodes": self.nodes, "drafted_accepted": self.accepted, "passes_saved": self.saved}
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """The request goes on without drafts if anything fails here."""
+        try:
+            yield
+        except Exception as error:
+            self.request = None
+            if self.tree is not None:
+                self.tree.drop_drafts()
+            self.engine.failed(error)
+
+    # --- before a pass ---
+
+    def extend(
+        self,
+        chunk: Chunk,
+        request: Evaluate,
+        partial_answer: PartialRows | PartialSums,
+        constrained: Constrained | None,
+        room: int,
+    ) -> Chunk:
+        """A chunk that completes a request, with drafted nodes below the nodes of the request. They have slots.
+
+        Args:
+            constrained: of a tree that has constraints.
+            room: tokens that the pass has room for.
+        """
+        if self.request is None or chunk.tree is not self.tree or request.hidden is not None or chunk.trunk_tokens > 1:
+            return chunk
+        sums = isinstance(partial_answer, PartialSums)
+        if sums and constrained is not None and constrained.few.suffices(chunk.tree, request.nodes):
+            return chunk  # whole rows would be computed for the drafts alone
+        began, drafts = time.thread_time(), list[DraftedNode]()
+        self._settle(len(chunk))
+        with self._guarded():
+            self._learn()
+            live = [node for node in request.nodes if chunk.tree.is_evaluated(node)]
+            if (wanted := self.size.wanted()) and live and len(live) <= MAX_NODES:
+                drafts = self._planted(chunk.tree, live, wanted, constrained, len(chunk), self._room(chunk.tree, room))
+                self._planned = True
+        self._latest, self.nodes = len(drafts), self.nodes + len(drafts)
+        self._host = time.thread_time() - began
+        table = chunk.tree.slots.table[0]
+        return replace(chunk, drafts=drafts, slots=[*chunk.slots, *(table[draft.slot] for draft in drafts)])
+
+    def _settle(self, rows: int) -> None:
+        """Account for the latest pass of the request, now that it needs another one."""
+        if self._planned:
+            self.size.note_together(self._since)
+            self.size.settle(self._host, self._latest, 1 + self._since, self._rows)
+        elif self._rows:
+            self.size.plain(0.0)
+        self._host, self._rows, self._latest, self._since, self._planned = 0.0, rows, 0, 0, False
+
+    def _learn(self) -> None:
+        assert self.tree is not None and self.request is not None
+        if fresh := self.tree.settled_from(self._learnt):
+            self.request.learn(fresh)
+            self._learnt += len(fresh)
+
+    def _room(self, tree: TokenTree, room: int) -> int:
+        """How many nodes may be drafted: a part of what is free, and as many rows as are kept."""
+        free = len(tree.slots.free) + tree.pool.free_pages // 4 * tree.pool.page_size
+        kept = sum(isinstance(node.row, WholeRow) for node in tree.drafts) + len(tree.drafts.rows)
+        return max(0, min(room, free, ROWS_BYTES // (4 * self.vocab_size) - kept))
+
+    def _planted(
+        self, tree: TokenTree, live: Sequence[int], wanted: int, constrained: Constrained | None, rows: int, room: int
+    ) -> list[DraftedNode]:
+        """Draft below live nodes and take slots for what is worth a place in a pass; returns the new nodes."""
+        each = max(1, wanted // len(live))
+        states = None if constrained is None or not constrained.states.watches(tree) else constrained.states
+        drafts = []
+        for node in live:
+            draft, reach = Draft(), self._reach(tree, node)
+            if reach > 0:
+                assert self.request is not None
+                guessed = self.request.draft(path_below(tree, node), each, reach)
+                draft = self._sound(guessed, each, reach, tree.children(node))
+                if states is not None:
+                    draft = allowed(draft, states.of(tree, node), states.after)
+            drafts.append(draft)
+        for node, draft in zip(live, drafts, strict=True):
+            self._guesses[node] = Guesses(draft), -1
+        planted: list[DraftedNode] = []
+        for node, draft, chosen in zip(live, drafts, self.size.choose_together(drafts, rows), strict=True):
+            placed: dict[int, DraftedNode | int] = {-1: node}
+            for i in chosen:
+                if len(planted) < room and (parent := placed.get(draft.parents[i])) is not None:
+                    try:
+                        placed[i], new = tree.draft(parent, draft.tokens[i])
+                    except KVMemoryError:
+                        return planted
+                    if new:
+                        planted.append(placed[i])  # type: ignore[arg-type]
+        return planted
+
+    def _reach(self, tree: TokenTree, node: int) -> int:
+        """How many tokens ahead of a node may be drafted: the last token of an output is not evaluated, and rotary
+        embeddings do not change within a pass."""
+        at = tree.position(node)
+        reach = tree.prompt_length + self.limit - 2 - at
+        if tree.switch_length is not None and at < tree.switch_length:
+            reach = min(reach, tree.switch_length - 1 - at)
+        return reach
+
+    def _sound(self, draft: Draft, most: int, reach: int, grown: Collection[int]) -> Draft:
+        """A draft without tokens that no search would have evaluated, or that were grown, and what is below these."""
+        sound, place, seen = Draft(), {-1: -1}, {(-1, token) for token in grown}
+        depth = {-1: 0}
+        for i, (token, parent, score) in enumerate(zip(draft.tokens, draft.parents, draft.scores, strict=True)):
+            above = place.get(parent)
+            if above is None or not isinstance(token, int) or not 0 <= token < self.vocab_size or token in self.ends:
+                continue
+            if (above, token) in seen or depth[above] >= reach or len(sound.tokens) == most or not score > 0:
+                continue
+            place[i] = at = len(sound.tokens)
+            depth[at] = depth[above] + 1
+            seen.add((above, token))
+            sound.tokens.append(token)
+            sound.parents.append(above)
+            sound.scores.append(min(float(score), sound.scores[above] if above >= 0 else 1.0))
+        return sound
+
+    # --- after a pass ---
+
+    @staticmethod
+    def take_rows(
+        tree: TokenTree, drafts: Sequence[DraftedNode], logp_NV: Tensor, finite: Sequence[bool], excess: Tensor | None
+    ) -> None:
+        """Keep the rows of drafted nodes. Those that are not finite have their nodes dropped."""
+        bad = []
+        for i, node in enumerate(drafts):
+            if node.row is None:  # else it has its best tokens, and there are no rows
+                node.row = WholeRow(logp_NV[i : i + 1], None if excess is None else excess[i : i + 1])
+            if not finite[i]:
+                bad.append(node)
+        for node in bad:
+            if not isinstance(node.parent, DraftedNode) or node.parent not in bad:
+                tree.drop_draft(node)
+
+    # --- when the search asks ---
+
+    def known(
+        self, request: Evaluate, nodes: Sequence[int], partial_answer: PartialRows | PartialSums
+    ) -> dict[int, Any]:
+        """The rows of these nodes of a request that are known, taken from the tree; others need an evaluation."""
+        tree = request.tree
+        if tree is not self.tree:
+            return {}
+        with self._guarded():
+            self._compare(tree, request.nodes)
+        rows = tree.drafts.rows
+        known = {node: rows.pop(node) for node in nodes if node in rows} if rows else {}
+        best = [node for node, row in known.items() if isinstance(row, BestOfRow)]
+        if request.hidden is not None:
+            best = [*known]
+        elif best and isinstance(partial_answer, PartialSums):
+            wanted = partial_answer.top_sums(best)
+            if best_of([known[node] for node in best], wanted, partial_answer.width) is not None:
+                best = []
+        for node in best:  # they do not suffice
+            del known[node]
+            tree.forget_row(node)
+        return known
+
+    def _compare(self, tree: TokenTree, nodes: Sequence[int]) -> None:
+        """Compare guesses with the nodes that a search asks for."""
+        if not (guesses := self._guesses):
+            return
+        self._guesses, came = {}, set[tuple[int, int]]()
+        for node in nodes:
+            if (found := guesses.get(tree.parent(node))) is not None:
+                guessed, at = found
+                if (child := guessed.child(at, tree.token(node))) is not None:
+                    self._guesses[node] = guessed, child
+                    came.add((id(guessed), child))
+        for guessed, at in guesses.values():
+            for child in guessed.children.get(at, {}).values():
+                self.size.note(guessed.chance(child), (id(guessed), child) in came)
+
+    def answer(
+        self,
+        known: Mapping[int, Any],
+        partial_answer: PartialRows | PartialSums,
+        constrained: Constrained | None,
+        fail: Any,
+    ) -> tuple[list[int], Tensor]:
+        """Add known rows to an answer; returns the nodes whose rows are whole, and these rows.
+
+        Args:
+            fail: gets what an edit raises, as in a pass.
+        """
+        tree = self.tree
+        assert tree is not None
+        self.accepted += len(known)
+        if best := [node for node, row in known.items() if isinstance(row, BestOfRow)]:
+            assert isinstance(partial_answer, PartialSums)
+            wanted = partial_answer.top_sums(best)
+            found = best_of([known[node] for node in best], wanted, partial_answer.width)
+            assert found is not None  # else `known` would have left them out
+            partial_answer.found(found, best)
+        nodes = [node for node in known if node not in best]
+        rows = [row for row in known.values() if isinstance(row, WholeRow)]
+        if not nodes:
+            return [], torch.empty(0, 0)
+        logp_NV = rows[0].logp_1V if len(rows) == 1 else torch.cat([row.logp_1V for row in rows])
+        if constrained is not None:
+            parts = [row.excess_11 for row in rows if row.excess_11 is not None]
+            excess = torch.cat(parts) if parts else None
+            edit = constrained.edits.edit(tree, nodes, slice(0, len(nodes)))
+            guarded_edit(edit.apply, fail)(logp_NV, excess)
+        if isinstance(partial_answer, PartialSums):
+            partial_answer.found(find_top_sums(logp_NV, None, partial_answer.top_sums(nodes)), nodes)
+        else:
+            partial_answer.add(nodes, logp_NV)
+        return nodes, logp_NV
+
+    def answered(self) -> None:
+        """An answer needed no pass, as all of its rows were known."""
+        self.saved += 1
+        self._since += 1
+
+
+class Guesses:
+    """A draft, and the children of its nodes by their tokens."""
+
+    def __init__(self, draft: Draft):
+        self.draft = draft
+        self.children: dict[int, dict[int, int]] = {}
+        for i, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+            self.children.setdefault(parent, {})[token] = i
+
+    def child(self, at: int, token: int) -> int | None:
+        """The child of a node for a token; None if that was not guessed."""
+        return self.children.get(at, {}).get(token)
+
+    def chance(self, node: int) -> float:
+        """The estimated probability of a node, given its parent."""
+        parent = self.draft.parents[node]
+        return self.draft.scores[node] / (self.draft.scores[parent] if parent >= 0 else 1.0)
+
+
+def path_below(tree: TokenTree, node: int) -> list[int]:
+    """The tokens from the trunk's end to a live node."""
+    path = []
+    while node != tree.root:
+        path.append(tree.token(node))
+        node = tree.parent(node)
+    return path[::-1]
+
+
+def allowed(draft: Draft, state: NodeState, after: Any) -> Draft:
+    """The part of a draft that a constraint allows below a node in this state; `after` is `NodeStates.after`."""
+    kept, states, place = Draft(), {-1: state}, {-1: -1}
+    for i, (token, parent, score) in enumerate(zip(draft.tokens, draft.parents, draft.scores, strict=True)):
+        if parent in states and (below := after(states[parent], token)).by_processor is not None:
+            states[i], place[i] = below, len(kept.tokens)
+            kept.tokens.append(token)
+            kept.parents.append(place[parent])
+            kept.scores.append(score)
+    return kept
+
+
+def best_of(rows: Sequence[BestOfRow], wanted: TopSums, width: int) -> FoundSums | None:
+    """The top sums of rows of which the best tokens are known; None if one that is left out might be among them."""
+    counts = [row.found_2k.shape[1] for row in rows]
+    found_2M = torch.cat([row.found_2k for row in rows], 1)
+    row_M = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
+    value_M, token_M = found_2M[0].float(), found_2M[1].long()
+    order = (row_M * width + token_M).argsort()
+    found = found_in_entries(value_M[order], row_M[order], token_M[order], wanted, width)
+    least = float(found[0, -1]) if found.shape[1] == wanted.k else -math.inf
+    ends = [end - 1 for end in torch.tensor(counts).cumsum(0).tolist()]
+    sums = value_M[ends] + torch.tensor(wanted.sums, dtype=torch.float32)
+    if any(not row.all and float(most) >= least for row, most in zip(rows, sums, strict=True)):
+        return None
+    return found
