@@ -73,7 +73,7 @@ class DraftSize:
         self.wish = min(self.most, 2 * best + 7)
         return best
 
-    def choose_together(self, drafts: Sequence[Draft], rows: int) -> list[Sequence[int]]:
+    def choose_together(self, drafts: Sequence[Draft], rows: int) -> Sequence[Sequence[int]]:
         """Which nodes of each draft to evaluate, where a pass is saved only if it would have evaluated none but them.
 
         A search goes on from all of its live nodes at once: the pass d levels ahead is saved if the drafts have what it
@@ -86,8 +86,8 @@ class DraftSize:
         """
         if len(drafts) == 1:
             return [range(self.choose(drafts[0]))]
-        every: list[Sequence[int]] = [range(len(draft.tokens)) for draft in drafts]
-        none: list[Sequence[int]] = [()] * len(drafts)
+        every = [range(len(draft.tokens)) for draft in drafts]
+        none: Sequence[Sequence[int]] = [()] * len(drafts)
         self.hoped = 0.0
         if self.seconds is None:
             return every

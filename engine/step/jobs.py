@@ -143,7 +143,7 @@ class Share:
 
     @property
     def drafts_wanted(self) -> list[TopSums]:
-        """What is wanted of each row of its drafts, if only top sums are wanted of the others."""
+        """The top sums that are wanted of each row of its drafts, if no more is wanted of the others."""
         wanted = self.top_sums
         return [] if wanted is None else [TopSums([0.0], wanted.k + SPARE)] * len(self.chunk.drafts)
 

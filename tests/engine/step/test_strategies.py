@@ -18,13 +18,14 @@ def share(few=None, sums=None, nodes=(1,)):
     return SimpleNamespace(
         nodes=[*nodes],
         top_sums=sums,
-        chunk=SimpleNamespace(tree=None),
+        chunk=SimpleNamespace(tree=None, drafts=()),
+        drafts_wanted=[],
         pending=SimpleNamespace(constrained=constrained),
     )
 
 
 def choose(*shares, device="cpu", only_sums=False):
-    runner = SimpleNamespace(device=torch.device(device), only_sums=only_sums)
+    runner = SimpleNamespace(device=torch.device(device), only_sums=only_sums, adapters=lambda *_: False)
     return strategy_of(SimpleNamespace(shares=[*shares], runner=runner))
 
 
