@@ -24,9 +24,9 @@ def share(few=None, sums=None, nodes=(1,)):
     )
 
 
-def choose(*shares, device="cpu", only_sums=False):
-    runner = SimpleNamespace(device=torch.device(device), only_sums=only_sums, adapters=lambda *_: False)
-    return strategy_of(SimpleNamespace(shares=[*shares], runner=runner))
+def choose(*shares, device="cpu", only_sums=False, heads=()):
+    runner = SimpleNamespace(device=torch.device(device), only_sums=only_sums, adapters=lambda chunks, asked: [*heads])
+    return strategy_of(SimpleNamespace(shares=[*shares], runner=runner, chunks=[], asked=[]))
 
 
 def test_few_tokens_on_a_cpu_where_all_want_top_sums_of_few():
@@ -41,6 +41,10 @@ def test_few_tokens_on_a_cpu_where_all_want_top_sums_of_few():
 )
 def test_one_share_that_wants_more_has_rows_for_all(others):
     assert choose(share(SOME, SUMS), *others) is WHOLE_ROWS
+
+
+def test_the_head_of_an_adapter_computes_all_tokens():
+    assert choose(share(SOME, SUMS), heads=[0, 2]) is WHOLE_ROWS
 
 
 def test_a_gpu_evaluates_whole_rows():
