@@ -6,9 +6,12 @@ that import the engine.
 """
 
 import contextlib
+import ctypes
+import importlib.util
 import runpy
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +20,7 @@ if starting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 METAS = "torch._meta_registrations"  # shapes of results without data, for the compiler: 21 MB
+WITHOUT_TORCH = "asyncio", "importlib.metadata", "jinja2", "sentencepiece", "tokenizers"  # but imported anyway
 COMMANDS = {"engine.chat", "engine.batch", "engine.serve"}
 command = starting and not COMMANDS.isdisjoint(sys.orig_argv)
 # Programs that import the engine may have a module `search` of their own.
@@ -27,19 +31,40 @@ import models  # noqa: E402, F401  # sets a filter before torch is imported
 
 
 def import_torch() -> None:
-    """Import torch for a command line, without what only its compiler needs."""
+    """Import torch for a command line: without what only its compiler needs, and without NumPy, which torch asks for
+    and nothing here needs.
+
+    Where a search from outside was loaded, which may need both, torch is imported already, as a whole.
+    """
     if "torch" in sys.modules:
         return
-    sys.modules[METAS] = ModuleType(METAS)
+    left_out = {METAS: ModuleType(METAS), **({} if "numpy" in sys.modules else {"numpy": None})}
+    loading = threading.Thread(target=_load_library, daemon=True)  # holds no lock of Python most of the time
+    loading.start()
+    for name in WITHOUT_TORCH:
+        importlib.import_module(name)
+    sys.modules |= left_out  # type: ignore[arg-type]
     try:
         import torch
     finally:
-        del sys.modules[METAS]  # whoever imports it later gets the real one
+        for name in left_out:
+            del sys.modules[name]  # whoever imports it later gets the real one
     with contextlib.suppress(ImportError, AttributeError):  # not in every version of torch
         # A module that was left out with it makes torch.Generator() possible, by this line.
         from torch._opaque_base import OpaqueBaseMeta
 
         torch._C._set_generator_metaclass(OpaqueBaseMeta)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _load_library() -> None:
+    """Load the largest library of torch, a sixth of the time of its import; for a GPU torch itself first chooses
+    among CUDA's libraries."""
+    found = importlib.util.find_spec("torch")
+    for folder in found.submodule_search_locations or () if found is not None else ():
+        libraries = Path(folder) / "lib"
+        if not (libraries / "libtorch_cuda.so").exists():
+            with contextlib.suppress(OSError):  # another system, another name: torch loads it itself
+                ctypes.CDLL(str(libraries / "libtorch_cpu.so"))
 
 
 def started() -> None:

@@ -261,14 +261,15 @@ def test_plan_and_workload():
 
 
 def test_a_command_line_imports_less_of_torch():
-    """Modules that only torch's compiler needs are left out, and are there on request."""
+    """Modules that only torch's compiler needs are left out, and are there on request; so is NumPy."""
     code = "import torch, engine.load.startup as s, sys; print(s.METAS in sys.modules)\n"
     code += "torch.Generator(); import torch._prims.rng_prims; torch.Generator()\n"  # as searches that draw ahead do
     code += "import torch._meta_registrations as m; print(hasattr(m, '__file__'))"
+    code += "; print('numpy' in sys.modules); import numpy; print(numpy.ones(1).sum())"
     run = f"from engine.load.startup import import_torch; import_torch(); {code}"
     for program, whole in ((run, "False"), (code, "True")):
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert (done.stdout.split(), done.stderr) == ([whole, "True"], "")
+        assert (done.stdout.split(), done.stderr) == ([whole, "True", whole, "1.0"], "")
 
 
 # --- limits ---
