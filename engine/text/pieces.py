@@ -14,10 +14,11 @@ class Pieces(Sequence[str | None]):
     """
 
     def __init__(self, pieces: Iterable[str | None]):
-        spelled = [None if piece is None else piece.encode("utf-8", "surrogatepass") for piece in pieces]
-        self._holes = frozenset(i for i, piece in enumerate(spelled) if piece is None)
-        self._text = b"".join(filter(None, spelled))
-        self._ends = array("Q", accumulate((len(piece or b"") for piece in spelled), initial=0))
+        given = [*pieces]
+        self._holes = frozenset(i for i, piece in enumerate(given) if piece is None)
+        spelled = [b"" if piece is None else piece.encode("utf-8", "surrogatepass") for piece in given]
+        self._text = b"".join(spelled)
+        self._ends = array("Q", accumulate(map(len, spelled), initial=0))
 
     def __len__(self) -> int:
         return len(self._ends) - 1

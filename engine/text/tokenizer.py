@@ -14,7 +14,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from engine.text import tokenizer_limits
 from engine.text.detokenizer import Detokenizer, data_of
 from engine.text.pieces import Pieces
 from engine.text.thinking import Thoughts
-from engine.text.tokenizer_files import byte_level, named_tokens, read_config, read_file
+from engine.text.tokenizer_files import any_of, byte_level, named_tokens, read_config, read_file
 from engine.text.tokenizer_gguf import encoder_of
 from engine.text.tokenizer_json import LibraryEncoder
 from engine.text.tokenizer_model import SentencePieceEncoder
@@ -70,9 +69,7 @@ class Tokenizer:
         self._encoder, self._added = encoder, {content: vocab[content] for content in raw}
         encoder.vocab = self._added  # the whole takes megabytes, and the list of spellings as many
         encoder.pieces = Pieces(encoder.pieces)  # type: ignore[assignment]
-        longest_first = sorted(raw, key=lambda c: (-len(c), c))
-        word = {c: r"(?<!\w){}(?!\w)" if raw[c].single_word else "{}" for c in raw}
-        self._raw = re.compile("|".join(word[c].format(re.escape(c)) for c in longest_first) or "(?!)")
+        self._raw = any_of(raw, [content for content, token in raw.items() if token.single_word])
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":

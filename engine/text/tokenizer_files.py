@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from models.checkpoint.files import read_regular
 MAX_TOKENIZER_BYTES = 512 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_IDS = 1 << 24
+NUMBERED = re.compile(r"([^0-9]*)([0-9]{1,9})([^0-9]+)")
+MANY = 16  # spellings that differ by a number
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
@@ -179,10 +181,48 @@ def _read_merges(path: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def any_of(spellings: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that matches each of the spellings, the longest first; nothing if there are none."""
-    longest_first = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+def any_of(spellings: Iterable[str], words: Collection[str] = ()) -> re.Pattern[str]:
+    """A pattern that matches each of the spellings, the longest first; nothing if there are none.
+
+    Some models add thousands of tokens that differ by a number, as <unused6241>: of those the pattern has the digits,
+    as Python takes long to compile so many alternatives.
+
+    Args:
+        words: spellings that match only where no letter, digit or underscore stands beside.
+    """
+    found = {spelling: re.escape(spelling) for spelling in spellings}
+    found |= {word: rf"(?<!\w){re.escape(word)}(?!\w)" for word in words}
+    alternatives = [(-len(spelling), spelling, pattern) for spelling, pattern in found.items()]
+    for (before, after), numbers in _numbered(found.keys() - {*words}).items():
+        least, most = (len(before) + len(after) + size for size in (min(map(len, numbers)), max(map(len, numbers))))
+        members = {f"{before}{number}{after}" for number in numbers}
+        begins = re.compile(re.escape(before) + "[0-9]")
+        if any(least <= len(other) <= most and begins.match(other) for other in found.keys() - members):
+            continue  # another spelling may be longer than one of them and shorter than the next
+        pattern = re.escape(before) + _digits(numbers) + re.escape(after)
+        alternatives = [one for one in alternatives if one[1] not in members] + [(-most, before, pattern)]
+    return re.compile("|".join(pattern for *_, pattern in sorted(alternatives)) or "(?!)")
+
+
+def _numbered(spellings: Iterable[str]) -> dict[tuple[str, str], set[str]]:
+    """The numbers in spellings that are equal but for a number, by what stands before and after it."""
+    groups: dict[tuple[str, str], set[str]] = {}
+    for spelling in spellings:
+        if match := NUMBERED.fullmatch(spelling):
+            groups.setdefault((match[1], match[3]), set()).add(match[2])
+    return {ends: numbers for ends, numbers in groups.items() if len(numbers) >= MANY}
+
+
+def _digits(numbers: set[str]) -> str:
+    """A pattern of these strings of digits, which no digit follows."""
+    lasts: dict[str, str] = {}
+    for number in sorted(numbers - {""}):
+        lasts[number[:-1]] = lasts.get(number[:-1], "") + number[-1]
+    firsts: dict[str, set[str]] = {}
+    for first, last in lasts.items():
+        firsts.setdefault(last, set()).add(first)
+    patterns = [f"{_digits(some)}[{last}]" for last, some in firsts.items()] + [""] * ("" in numbers)
+    return patterns[0] if len(patterns) == 1 else f"(?:{'|'.join(patterns)})"
 
 
 def _content(value: Any) -> str | None:

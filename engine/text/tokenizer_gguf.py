@@ -27,7 +27,12 @@ def encoder_of(
     bare = spec | {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
     library = tokenizers.Tokenizer.from_str(json.dumps(bare))
     options = {name: value for name, value in model.items() if name not in ("type", "vocab", "merges") and value}
-    library.model = models.BPE(model["vocab"], model["merges"], **options)  # the same as JSON takes as long again
+    try:
+        library.model = models.BPE(model["vocab"], model["merges"], **options)  # the same as JSON takes as long again
+    except Exception:  # a merge does not fit
+        if not vocabulary.has_merges:
+            raise
+        library.model = models.BPE(model["vocab"], vocabulary.checked_merges(), **options)
     flags = {token["id"]: {k: v for k, v in token.items() if k not in ("id", "content")} for token in added}
     in_order = sorted(added, key=lambda token: token["id"])
     library.add_tokens([AddedToken(token["content"], **flags[token["id"]]) for token in in_order])

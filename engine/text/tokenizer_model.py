@@ -13,6 +13,7 @@ from engine.text.detokenizer import SentencePieces, run
 from engine.text.tokenizer_files import MAX_IDS, add_tokens, any_of, flag, named_tokens
 from engine.text.tokenizer_json import unspeakable
 from engine.text.tokenizer_limits import GROWTH
+from models.gguf.vocabulary import ModelPieces
 
 # A protobuf message may be followed by fields that override its own: normalizer_spec { add_dummy_prefix: false }.
 NO_PREFIX = b"\x1a\x02\x18\x00"
@@ -30,7 +31,7 @@ class SentencePieceEncoder:
     `add_eos_token` (false by default) add BOS and EOS.
     """
 
-    def __init__(self, model: bytes, folder: Path, config: dict[str, Any], pieces: list[tuple[str, int]] | None = None):
+    def __init__(self, model: bytes, folder: Path, config: dict[str, Any], pieces: ModelPieces | None = None):
         """
         Args:
             model: tokenizer.model.
@@ -42,23 +43,23 @@ class SentencePieceEncoder:
             raise CheckpointError("vocabulary mismatch: the file is empty, 0 pieces", remedy="download the file again")
         if pieces is None:
             _check_replacements(model)
+        prefixed = flag(config, "add_prefix_space", True)
         try:
-            whole, bare = SentencePieceProcessor(), SentencePieceProcessor()
-            whole.LoadFromSerializedProto(model)
-            bare.LoadFromSerializedProto(model + NO_PREFIX)
-            size = whole.get_piece_size()
+            first = _loaded(model if prefixed else model + NO_PREFIX)
+            size = first.get_piece_size()
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"the tokenizer is malformed: {error}"[:500], remedy=REMEDY) from None
         if not 0 < size <= MAX_IDS:
             raise CheckpointError(f"vocabulary mismatch: {size} pieces, expected 1 to {MAX_IDS}")
         if pieces is None:
-            own: list[str] = [whole.id_to_piece(i) for i in range(size)]
-            control = [own[i] for i in range(size) if whole.is_control(i) or whole.is_unknown(i)]
+            own: list[str] = [first.id_to_piece(i) for i in range(size)]
+            control = [own[i] for i in range(size) if first.is_control(i) or first.is_unknown(i)]
         else:
-            own, control = [piece for piece, _ in pieces], [piece for piece, kind in pieces if kind in TEXTLESS]
-        ends = {"bos_token": whole.bos_id(), "eos_token": whole.eos_id(), "unk_token": whole.unk_id()}
+            own = pieces.names
+            control = [own[i] for i, kind in enumerate(pieces.kinds) if kind in TEXTLESS]
+        ends = {"bos_token": first.bos_id(), "eos_token": first.eos_id(), "unk_token": first.unk_id()}
         self.names = names = named_tokens(config, **{name: own[i] for name, i in ends.items() if i >= 0})
-        self.vocab = vocab = {piece: i for i, piece in enumerate(own)}
+        self.vocab = vocab = dict(zip(own, range(len(own)), strict=True))
         self.raw = add_tokens(folder, vocab, config, {**names, **{piece: piece for piece in control if piece in vocab}})
         self.added = frozenset(self.raw)
         self._token = {vocab[content]: token for content, token in self.raw.items()}
@@ -67,26 +68,33 @@ class SentencePieceEncoder:
             self.pieces[i] = piece
 
         special = {content: vocab[content] for content, token in self.raw.items() if token.special}
-        self._control_ids = {*special.values()} - {whole.unk_id()}
+        self._control_ids = {*special.values()} - {first.unk_id()}
         self._spellings = [*special]
         self._bos = [vocab[names["bos_token"]]] if _adds(config, "bos_token", names, vocab, True) else []
         self._eos = [vocab[names["eos_token"]]] if _adds(config, "eos_token", names, vocab, False) else []
 
-        shape = whole.normalize("a  b")
+        shape = first.normalize("a  b")
         if "▁" not in shape or shape.endswith("▁"):
             what = "a sentencepiece model that writes spaces otherwise than as ▁ before words is unsupported"
             raise CheckpointError(what)
-        prefix, self._collapses = shape.startswith("▁"), "▁▁" not in shape
-        if not flag(config, "add_prefix_space", True):
-            whole, prefix = bare, False
-        self._first, self._bare = whole, bare
-        self._later = whole if flag(config, "legacy", False) else bare
+        prefix, self._collapses = prefixed and shape.startswith("▁"), "▁▁" not in shape
+        self._first, self._prefixed, self._legacy = first, prefixed, flag(config, "legacy", False)
         self.stages = [lambda: SentencePieces(prefix or self._collapses, self._collapses)]
 
     @functools.cached_property
     def _special(self) -> re.Pattern[str]:
         """Any spelling of a special token."""
         return any_of(self._spellings)
+
+    @functools.cached_property
+    def _bare(self) -> SentencePieceProcessor:
+        """The model without a space before the text."""
+        return _loaded(self._first.serialized_model_proto() + NO_PREFIX) if self._prefixed else self._first
+
+    @property
+    def _later(self) -> SentencePieceProcessor:
+        """The model of texts after added tokens."""
+        return self._first if self._legacy else self._bare
 
     def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:
         """Ids of plain text and, between, ids of `raw` tokens; see `Tokenizer.encode`."""
@@ -124,6 +132,12 @@ class SentencePieceEncoder:
     def decode(self, pieces: Sequence[str]) -> str:
         """The text of pieces, as the library decodes them; `<unk>` and added tokens become their spelling."""
         return run(self.stages, pieces)
+
+
+def _loaded(model: bytes) -> SentencePieceProcessor:
+    processor = SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model)
+    return processor
 
 
 def _joined(parts: Iterable[str | int]) -> list[str | int]:

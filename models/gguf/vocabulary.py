@@ -7,9 +7,11 @@ and the order of pieces instead, or merges: those become a tokenizer.json.
 """
 
 import functools
+import itertools
+import operator
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from models.errors import nearest
 from models.gguf.reader import GGUF
@@ -63,6 +65,13 @@ SPACE = "▁"
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' words and GGUF's
 
 
+class ModelPieces(NamedTuple):
+    """The pieces of a SentencePiece model by id, and the type of each."""
+
+    names: list[str]
+    kinds: list[int]
+
+
 class FileVocabulary:
     """The tokens of a file.
 
@@ -90,6 +99,11 @@ class FileVocabulary:
     @functools.cached_property
     def vocab(self) -> dict[str, int]:
         """The first id of each token, without padding: rows of the embedding that stand for nothing."""
+        first = min(self._padding, default=len(self.tokens))
+        if first + len(self._padding) == len(self.tokens):  # as a rule: padding comes last, and no token occurs twice
+            vocab = dict(zip(self.tokens[:first], range(first), strict=True))
+            if len(vocab) == first:
+                return vocab
         vocab = dict(zip(reversed(self.tokens), range(len(self.tokens) - 1, -1, -1), strict=True))
         for i in self._padding:
             if vocab.get(self.tokens[i]) == i:
@@ -98,6 +112,8 @@ class FileVocabulary:
 
     @functools.cached_property
     def _padding(self) -> set[int]:
+        if UNUSED not in self.types:
+            return set()
         return {i for i, kind in enumerate(self.types) if kind == UNUSED and self.tokens[i].startswith("[PAD")}
 
     def ends(self) -> list[int]:
@@ -110,10 +126,15 @@ class FileVocabulary:
     @functools.cached_property
     def has_scores(self) -> bool:
         """Whether it is a SentencePiece model with all that belongs to one."""
-        if self.kind != "llama" or "merges" in self.keys.config:
+        if self.kind != "llama" or self.has_merges:
             return False
         scores = [score for score, kind in zip(self.scores, self.types, strict=False) if kind == NORMAL]
         return len({*scores}) == len(scores) > 0
+
+    @property
+    def has_merges(self) -> bool:
+        """Whether the file says which tokens are merged."""
+        return "merges" in self.keys.config
 
     @functools.cached_property
     def scores(self) -> list[float]:
@@ -150,13 +171,20 @@ class FileVocabulary:
         """
         if self.keys.bool("remove_extra_whitespaces", default=False):
             raise self.keys.error("remove_extra_whitespaces", "false")
-        score, pieces = struct.Struct("<f").pack, list[bytes]()
-        for (piece, kind), of in zip(self.pieces, self.scores, strict=False):
-            text = piece.encode()
-            if (size := len(text)) < 119:  # all lengths take a byte
-                pieces.append(b"\n%c\n%c%b\x15%b\x18%c" % (size + 9, size, text, score(of), kind))
-            else:
-                pieces.append(_field(1, b"%b\x15%b\x18%c" % (_field(1, text), score(of), kind)))
+        texts = [piece.encode() for piece in self.pieces.names]
+        # A piece is a message: its text, a float, its type. Hundreds of thousands are put together without a loop.
+        count, heads = len(texts), {size: _piece_head(size) for size in {*map(len, texts)}}
+        scores = struct.iter_unpack("4s", struct.pack(f"<{count}f", *self.scores[:count]))
+        kinds = {kind: b"\x18" + _varint(kind) for kind in {*self.pieces.kinds}}
+        parts = zip(
+            (heads[len(text)] for text in texts),
+            texts,
+            itertools.repeat(b"\x15"),
+            map(operator.itemgetter(0), scores),
+            map(kinds.__getitem__, self.pieces.kinds),
+            strict=False,
+        )
+        pieces = b"".join(itertools.chain.from_iterable(parts))
         named = [(name, self.ids[name]) for name in ("unk", "bos", "eos", "pad")]
         trainer = b"\x18\x02" + _varint(35 << 3) + bytes([BYTE in self.types])  # the kind is BPE; bytes for the rest
         for number, (_, i) in enumerate(named):
@@ -164,22 +192,22 @@ class FileVocabulary:
             trainer += b"" if i is None else _field(45 + number, self.tokens[i].encode())
         spaced = self.keys.bool("add_space_prefix", default=True)
         normalizer = bytes((0x18, spaced, 0x20, 0, 0x28, 1))  # a space before the text; none removed; written as marks
-        return b"".join([*pieces, _field(2, trainer), _field(3, normalizer)])
+        return b"".join([pieces, _field(2, trainer), _field(3, normalizer)])
 
     @functools.cached_property
-    def pieces(self) -> list[tuple[str, int]]:
+    def pieces(self) -> ModelPieces:
         """Pieces of that model by id, and their types: each is there once, and none is empty."""
-        return [*self._pieces()]
-
-    def _pieces(self) -> Iterator[tuple[str, int]]:
-        last = max((i for i in range(len(self.tokens)) if i not in self._padding), default=-1)
-        seen = set[str]()
-        for i, (token, kind) in enumerate(zip(self.tokens[: last + 1], self.types, strict=False)):
-            piece = token.replace(" ", SPACE) if kind == USER else token
-            if not piece or piece in seen or not NORMAL <= kind <= BYTE:
-                piece, kind = f"[UNUSED {i}]", UNUSED
-            seen.add(piece)
-            yield piece, kind
+        count = next((i + 1 for i in reversed(range(len(self.tokens))) if i not in self._padding), 0)
+        names, kinds = self.tokens[:count], self.types[:count]
+        for i in itertools.compress(range(count), map(USER.__eq__, kinds)):
+            names[i] = names[i].replace(" ", SPACE)
+        if len(seen := {*names}) < count or "" in seen or not all(NORMAL <= kind <= BYTE for kind in {*kinds}):
+            seen = set()
+            for i, (piece, kind) in enumerate(zip(names, kinds, strict=True)):
+                if not piece or piece in seen or not NORMAL <= kind <= BYTE:
+                    names[i], kinds[i] = f"[UNUSED {i}]", UNUSED
+                seen.add(names[i])
+        return ModelPieces(names, kinds)
 
     def tokenizer(self) -> dict[str, Any]:
         """tokenizer.json. Raises CheckpointError for what is not supported."""
@@ -227,7 +255,7 @@ class FileVocabulary:
             "pre_tokenizer": None,
             "decoder": {"type": "Sequence", "decoders": decoders},
             "model": self._bpe(
-                self._merges() if "merges" in self.keys.config else self._derived(),
+                self._merges() if self.has_merges else self._derived(),
                 unk_token=None if unknown is None else self.tokens[unknown],
                 fuse_unk=True,
                 byte_fallback=BYTE in self.types,
@@ -267,6 +295,12 @@ class FileVocabulary:
 
     def _merges(self) -> list[tuple[str, str]]:
         """The file's own."""
+        merges = self._list("merges", str, each=False)
+        # The tokenizers library checks them again: `checked_merges` is for what it refuses.
+        return [(left, right) for left, _, right in [merge.partition(" ") for merge in merges]]
+
+    def checked_merges(self) -> list[tuple[str, str]]:
+        """The file's own, cut with care. Raises CheckpointError for the first that does not fit the vocabulary."""
         merges, vocab = self._list("merges", str, each=False), self.vocab
         cuts = [merge.find(" ", 1) for merge in merges]
         pairs = [(merge[:at], merge[at + 1 :]) for merge, at in zip(merges, cuts, strict=True)]
@@ -307,6 +341,12 @@ class FileVocabulary:
         if each and len(value) not in (0, len(self.tokens)):
             raise self.file.error(f"tokenizer.ggml.{key}: expected {len(self.tokens)} entries, got {len(value)}")
         return value
+
+
+def _piece_head(size: int) -> bytes:
+    """How the message of a piece begins, before a text of so many bytes; see `FileVocabulary.model`."""
+    text = b"\n" + _varint(size)
+    return b"\n" + _varint(len(text) + size + 7) + text
 
 
 def _varint(number: int) -> bytes:

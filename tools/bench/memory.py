@@ -31,7 +31,8 @@ COLUMNS = {
 WORKER = """
 import json, sys
 folder, options, beams, prompt, new, threads, memory = json.loads(sys.argv[1])
-sys.orig_argv, sys.argv = ["python", "-m", "engine.chat"], ["-m"]  # what a command line leaves out, this does too
+from engine.load.startup import import_torch
+import_torch()  # what a command line leaves out, this does too
 import engine.app.chat
 from engine import Engine
 from engine import LoadOptions

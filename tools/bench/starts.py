@@ -23,8 +23,8 @@ from tools.bench.measure import cores, in_turn, memory
 from tools.bench.report import add_save_flag, finish, rows_table, stamp
 
 STARTS = """
-import sys
-sys.orig_argv, sys.argv = ["python", "-m", "engine.chat"], ["-m"]
+from engine.load.startup import import_torch
+import_torch()
 import engine.app.chat
 from engine import Engine
 from search import Greedy
