@@ -263,14 +263,15 @@ def test_ratios_are_theirs_over_ours():
             "peer": peer, "beams": 4, "seconds": {"median": seconds}, "prefill_seconds": {"median": seconds},
             "steps_per_second": {"median": speed}, "tokens_per_second": {"median": 2 * speed},
             "growth_bytes": {"median": growth}, "tokens": tokens,
+            "cpu_seconds": seconds / 2,
         }  # fmt: skip
 
     rows = [row("coppice", 2, 20, 10, [1, 2, 3]), row("transformers", 10, 5, 150, [1, 2, 4]), {"peer": "x", "beams": 4}]
     peers.compare(rows)
     assert "versus" not in rows[0] and "versus" not in rows[2]
     assert rows[1]["versus"] == {
-        "seconds": 5, "prefill_seconds": 5, "steps_per_second": 4, "tokens_per_second": 4, "growth_bytes": 15,
-        "same_tokens": False, "first_difference": 2,
+        "seconds": 5, "prefill_seconds": 5, "cpu_seconds": 5, "steps_per_second": 4, "tokens_per_second": 4,
+        "growth_bytes": 15, "same_tokens": False, "first_difference": 2,
     }  # fmt: skip
 
 

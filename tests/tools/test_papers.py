@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from engine.demo import demo_folder
 from tests.marks import needs_figures
 from tools.bench.__main__ import main
-from tools.bench.papers import aded, dsbd, sbon, trie, ults
+from tools.bench.papers import aded, dsbd, programs, sbon, trie, ults
 from tools.bench.papers.common import Findings
 
 
@@ -86,7 +87,9 @@ def test_aded_on_a_real_model_keeps_kinds_of_text_apart(capsys, real):
     rows = found["aded"]["rows"]
     assert "from 2.21 to 2.81 (2.42 for MT-Bench" in text
     assert code == 0 and [(row["kind"], row["method"]) for row in rows] == [
-        (kind, method) for kind in ("code edits", "summaries", "chat") for method in aded.METHODS
+        (kind, method)
+        for kind in ("code edits", "docstrings", "copies", "summaries", "chat")
+        for method in aded.METHODS
     ]
     assert all(row["same"] and row["accept_length"] >= 1 and row["cpu_ms"] > 0 for row in rows)
     assert all(row["cpu_ratio"] == 1 for row in rows if row["method"] == "autoregressive")
@@ -98,6 +101,33 @@ def test_dsbd_drafts_by_the_target_itself(capsys, real):
     assert code == 0 and kinds == set(dsbd.bench.COLORS) and "the target itself in int8" in text
     [one, *_] = [row for row in found["dsbd"]["rows"] if row["search"] == "dsbd"]
     assert one["draft_seconds"] > 0 and one["tokens_per_pass"] > 1
+    assert [row["label"] for row in found["dsbd"]["rows"]][-2:] == [
+        f"speculative gamma=3, first {count} of 6 layers" for count in (3, 5)
+    ]
+
+
+def test_sbon_checks_programs(capsys, real, tmp_path):
+    coder = tmp_path / "qwen2.5-coder-tiny"
+    shutil.copytree(real, coder)
+    code, text, found = ask(capsys, "sbon", "--model", str(coder))
+    rows = {row["search"]: row for row in found["sbon"]["rows"]}
+    assert code == 0 and "functions to write" in text and rows["Bo4"]["reward"] == -1 and rows["Bo4"]["solved"] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process")
+@pytest.mark.parametrize(("source", "share"), [
+    ("def is_leap(year):\n    return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)", 1.0),
+    ("import calendar\n\ndef is_leap(year):\n    return year % 4 == 0", 0.0),  # a file would be opened
+    ("def is_leap(year):\n    return year % 4 == 0\nprint(", 0.75),  # what compiles
+    ("def is_leap(year):\n    return open('x', 'w')", 0.0),
+    ("def is_leap(year):\n    while True: pass", 0.0),
+    ("def is_leap(year):\n    return [0] * 10**12", 0.0),
+    ("print(4)", -1.0),
+])  # fmt: skip
+def test_programs_are_judged_by_their_tests_and_may_do_nothing_else(source, share):
+    [one] = [exercise for exercise in programs.EXERCISES if exercise.name == "is_leap(year)"]
+    assert programs.reward(one.text, [f"Here it is:\n```python\n{source}\n```\nIt works."]) == [share]
+    assert programs.reward([{"role": "user", "content": one.text}], [source]) == [share]
 
 
 def test_sbon_checks_sums(capsys, real):

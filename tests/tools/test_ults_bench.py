@@ -19,12 +19,15 @@ def test_curves_are_read_where_they_reach_a_value():
 def test_what_beam_search_needs_is_read_at_the_same_width():
     """Also where its times are out of order, as measured times may be."""
     beams = [(1, -4.0, 10, 9.0), (3, -2.0, 30, 8.0), (5, -1.0, 50, 10.0)]
-    rows = [dict(depth=5, search="beam", k=k, value=v, nodes=n, ms=ms, passes=5) for k, v, n, ms in beams]
-    rows += [dict(depth=5, search="flat", k=7, value=v, nodes=10, ms=17.0, passes=7) for v in (-3.0, -1.5, -0.5)]
+    rows = [dict(depth=5, search="beam", k=k, value=v, nodes=n, ms=ms, cpu_ms=ms, passes=5) for k, v, n, ms in beams]
+    rows += [
+        dict(depth=5, search="flat", k=7, value=v, nodes=10, ms=17.0, cpu_ms=17.0, passes=7) for v in (-3.0, -1.5, -0.5)
+    ]
     beside_beams(rows)
     first, second, none = rows[3:]
     assert (first["nodes_of_beam"], first["ms_of_beam"]) == (0.5, 2.0)
     assert (second["nodes_of_beam"], second["ms_of_beam"]) == (0.25, 17 / 9)
+    assert [row["cpu_ms_of_beam"] for row in rows[3:]] == [2.0, 17 / 9, None]
     assert first["break_even"] == 2 / 10 and second["break_even"] == pytest.approx(2 / 30)
     assert none["nodes_of_beam"] is none["ms_of_beam"] is none["break_even"] is rows[0]["nodes_of_beam"] is None
 

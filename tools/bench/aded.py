@@ -9,7 +9,6 @@ import argparse
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,16 +23,15 @@ from engine.contract import Answer, Evaluate, Search, Task
 from engine.demo import is_demo
 from engine.drafts import Draft
 from engine.errors import UsageError
-from engine.request import Done, Prefill
 from kernels.rows.reference import peaks
 from search import ADED, Greedy
 from search.aded.drafters import MCTS
 from search.aded.ngrams import open_store
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.flags import add_numbers, add_run_flags
-from tools.bench.measure import in_turn, progress, random_tokens, ratio, spread
+from tools.bench.measure import in_turn, progress, random_tokens, ratio, spread, standard_error
 from tools.bench.report import finish, rows_table, stamp
-from tools.bench.searches import Altered
+from tools.bench.searches import Altered, after_prompt
 from tools.bench.texts import corpus, draw_prompts
 from tools.random_checkpoint import make
 
@@ -230,23 +228,19 @@ def compare(
     def run(search: Search, _: int) -> dict[str, Any]:
         stats, same, used = [], True, 0.0
         for prompt, text in zip(prompts, texts, strict=True):
-            began, result = None, None
             asked = Recite(search, text, writer) if writer else search
-            for event in engine.stream(prompt, asked, max_new_tokens=len(text), ignore_eos=True):
-                if began is None and not isinstance(event, Prefill):
-                    began = time.process_time()
-                if isinstance(event, Done):
-                    result = event.result
-            assert began is not None and result is not None
-            used += time.process_time() - began
+            seconds, result = after_prompt(engine, prompt, asked, max_new_tokens=len(text), ignore_eos=True)
+            used += seconds
             stats.append(result.stats)
             same &= result.outputs[0].token_ids == list(text)
-        steps = sum(s.get("steps", s["new_tokens"]) for s in stats)
+        of_each = [s.get("steps", s["new_tokens"]) for s in stats]
+        steps = sum(of_each)
         return {
             "same": same,
             "cpu_ms": used / tokens * 1e3,
             "speed": tokens / sum(s["decode_seconds"] for s in stats),
             "accept_length": sum(map(len, texts)) / steps,
+            "accept_error": standard_error([len(text) / n for text, n in zip(texts, of_each, strict=True)]),
             "nodes": sum(s.get("draft_nodes", 0) for s in stats) / steps,
             **{key: statistics.fmean(s.get(key, 0.0) for s in stats) for key in HOST},
         }
@@ -257,7 +251,7 @@ def compare(
     return [
         {
             "method": name,
-            **{key: results[-1][key] for key in ("same", "accept_length", "nodes")},
+            **{key: results[-1][key] for key in ("same", "accept_length", "accept_error", "nodes")},
             **{key: statistics.median(one[key] for one in results) if name != base else None for key in HOST},
             "cpu_ms": statistics.median(one["cpu_ms"] for one in results),
             "tokens_per_second": spread(speeds[name]),

@@ -46,10 +46,10 @@ COLORS = {
 
 FRONT_LEGEND = """*logprob/token*: mean log-probability per token of the best output under the target, with its standard
 error over prompts; every output has the same length (end-of-sequence is ignored). *tokens/s*: new tokens of the best
-output over wall time, prompt included, one request at a time. *tokens/pass*: tokens by which the beams grew per pass of
-the target. *n-grams*: DSBD with drafts by n-grams. *front*: no other row of its kind is both better and faster.
-*speedup at equal quality*: the fastest row of DSBD, or of n-grams, that is at least as good, over the row of beam
-sampling."""
+output over wall time, prompt included, one request at a time; *CPU ms/token*: time of all threads. *tokens/pass*:
+tokens by which the beams grew per pass of the target. *n-grams*: DSBD with drafts by n-grams. *front*: no other row of
+its kind is both better and faster. *speedup at equal quality*: the fastest row of DSBD, or of n-grams, that is at least
+as good, over the row of beam sampling."""
 OVERHEAD_LEGEND = f"""Time inside the search per round (draft layers, verification, trees; median of runs, least to
 most). The target is at most {LIMIT_MS} ms at W = 5, vocabulary 32000, with the warps of the paper (top-k 10 to 20,
 top-p 0.8 to 0.9). Rows of log-probabilities and the largest of each 128 of them, which the models' log-softmax returns
@@ -128,11 +128,11 @@ def front_report(
         f"top-k {args.top_k}, top-p {args.top_p:g}.",
         rows_table(rows, {
             "search": "{label}", "logprob/token": "{quality:.4f}", "s.e.": "{error:.4f}", "tokens/s": "{speed:.1f}",
-            "tokens/pass": "{tokens_per_pass:.2f}", "draft s": "{draft_seconds:.1f}",
+            "CPU ms/token": "{cpu_ms:.1f}", "tokens/pass": "{tokens_per_pass:.2f}", "draft s": "{draft_seconds:.1f}",
             "target s": "{target_seconds:.1f}", "front": "{star}"}),
         rows_table(ratios, {
             "beam sampling": "{beams}", "logprob/token": "{quality:.4f}", "tokens/s": "{speed:.1f}",
-            "DSBD at least as good": "{by}", "speedup at equal quality": "{text}"}),
+            "DSBD at least as good": "{by}", "speedup at equal quality": "{text}", "by CPU time": "{cpu_ratio:.2f}"}),
         FRONT_LEGEND,
     ])  # fmt: skip
 
@@ -162,17 +162,18 @@ def measure(
     for _, search in (searches[0], searches[-1]):
         engine.generate(prompts[:1], search, max_new_tokens=8, ignore_eos=True)  # warm up
 
-    def run(search: Search, i: int) -> tuple[float, SearchResult]:
-        began = time.perf_counter()
+    def run(search: Search, i: int) -> tuple[float, float, SearchResult]:
+        began, used = time.perf_counter(), time.process_time()
         [result] = engine.generate([prompts[i]], replace(search, seed=i), max_new_tokens=new_tokens, ignore_eos=True)  # type: ignore[type-var]
-        return time.perf_counter() - began, result
+        return time.perf_counter() - began, time.process_time() - used, result
 
     found = in_turn({label: partial(run, search) for label, search in searches}, len(prompts), what="prompt")
     rows = []
     for label, runs in found.items():
-        qualities = [(r.outputs[0].logprob or 0.0) / len(r.outputs[0].token_ids) for _, r in runs]
-        seconds, tokens = sum(s for s, _ in runs), sum(len(r.outputs[0].token_ids) for _, r in runs)
-        passes = sum(r.stats["forward_passes"] for _, r in runs)
+        results = [result for *_, result in runs]
+        qualities = [(r.outputs[0].logprob or 0.0) / len(r.outputs[0].token_ids) for r in results]
+        seconds, tokens = sum(s for s, *_ in runs), sum(len(r.outputs[0].token_ids) for r in results)
+        passes = sum(r.stats["forward_passes"] for r in results)
         rows.append({
             "label": label,
             "search": label.split()[0],
@@ -180,9 +181,10 @@ def measure(
             "error": standard_error(qualities),
             "speed": tokens / seconds,
             "seconds": seconds,
+            "cpu_ms": sum(used for _, used, _ in runs) / tokens * 1e3,
             "tokens_per_pass": tokens / passes,
-            "draft_seconds": sum(r.stats.get("draft_seconds", 0.0) for _, r in runs),
-            "target_seconds": sum(r.stats.get("target_seconds", s) for s, r in runs),
+            "draft_seconds": sum(r.stats.get("draft_seconds", 0.0) for r in results),
+            "target_seconds": sum(r.stats.get("target_seconds", s) for s, _, r in runs),
             "front": False,
         })  # fmt: skip
     for kind in COLORS:
@@ -212,7 +214,8 @@ def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             ratio = best["speed"] / row["speed"] if best else None
             text, by = (f"{ratio:.2f}", best["label"]) if best and ratio else ("none", f"none of {kind}")
             beams = row["label"].split("=")[1]
-            found.append({"beams": beams, "quality": row["quality"], "speed": row["speed"], "by": by, "ratio": ratio})
+            found.append({"beams": beams, "quality": row["quality"], "speed": row["speed"], "by": by, "ratio": ratio,
+                          "cpu_ratio": row["cpu_ms"] / best["cpu_ms"] if best else None})  # fmt: skip
             found[-1]["text"] = text
     return found
 

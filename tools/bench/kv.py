@@ -1,12 +1,13 @@
 """KV memory of trie beam search: pages held against live tokens, at the peak and at every step."""
 
 import argparse
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from engine import Engine
 from engine.contract import Search
-from engine.engine import Done, Progress
+from engine.engine import Done, Prefill, Progress
 from search import Trie
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.flags import add_numbers, add_run_flags
@@ -62,11 +63,15 @@ def measure(
     search: Search | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """One search, trie beam search by default: peaks from its statistics, and after every step (live tokens, pages in
-    use). `options` are of `Request`; without any, end-of-sequence is ignored."""
+    """One search, trie beam search by default: peaks from its statistics, after every step (live tokens, pages in use),
+    and the processor's seconds, of all threads, for the prompt and after it. `options` are of `Request`; without any,
+    end-of-sequence is ignored."""
     pool, series, asked = engine.pool, [], search or Trie(beams=beams)
     result, options = None, options or {"ignore_eos": True}
+    began, clock = time.process_time(), list[float]()
     for event in engine.stream(prompt, asked, max_new_tokens=new_tokens, **options):
+        if not isinstance(event, Prefill):
+            clock.append(time.process_time())
         if isinstance(event, Progress):
             held = len(event.tree.pages_held)
             if held != pool.used_pages:
@@ -93,6 +98,8 @@ def measure(
         "slack_max": max(slack, default=0),
         "worst_step_ratio": max((pages * pool.page_size / live for live, pages in series[64:]), default=1.0),
         "seconds": stats["prefill_seconds"] + stats["decode_seconds"],
+        "prompt_cpu": clock[0] - began,
+        "decode_cpu": clock[-1] - clock[0],
         "score": result.outputs[0].score,
         "steps": series,
     }

@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -311,6 +312,7 @@ class Contender:
             **self.hello,
             "seconds": spread([a["seconds"] for a in answers]),
             "prefill_seconds": spread([a["prefill_seconds"] for a in answers]),
+            "cpu_seconds": median(a["cpu_seconds"] for a in answers) if "cpu_seconds" in answers[0] else None,
             "steps_per_second": spread(steps) if new_tokens > 1 else None,
             "tokens_per_second": spread(decode) if new_tokens > 1 else None,
             "steps": answers[0]["steps"],
@@ -378,6 +380,7 @@ def versus(row: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
     return {
         "seconds": row["seconds"]["median"] / mine["seconds"]["median"],
         "prefill_seconds": row["prefill_seconds"]["median"] / mine["prefill_seconds"]["median"],
+        "cpu_seconds": row["cpu_seconds"] / mine["cpu_seconds"] if row.get("cpu_seconds") else None,
         **{k: mine[k]["median"] / row[k]["median"] if row[k] else None for k in SPEEDS},
         "growth_bytes": growths[0]["median"] / max(1, growths[1]["median"]) if all(growths) else None,
         "same_tokens": None if tokens is None else tokens == mine["tokens"],
@@ -397,15 +400,16 @@ def target_table(rows: list[dict[str, Any]]) -> list[str]:
     return [comparison_table(compared)] if compared else []
 
 
-LEGEND = """*decode tok/s*: tokens of the output after the first, over the time after the prompt. *loaded*: memory
-before the first run. *growth*: peak memory in a run less *loaded*; *kB/token*: that over the tokens of prompt and
-output, the trie paper's Mem/Tok. *x total*, *x prefill*, *x decode*, *x growth*: the other engine's seconds over ours,
-our tok/s over its, its growth over ours, for the same *weights*; above 1 is in our favour. *same tokens*: whether the
-output equals ours, or the place of the first token that differs. Ours computes with the default settings on a
-checkpoint of that dtype, int8 and int4 with --quant on the float32 one. gguf: ours and llama.cpp run the very same
-file, transformers its weights dequantised to float32, CTranslate2 and OpenVINO those in int8. llama.cpp searches
-nothing: its sequences share the prompt and go on with random tokens; its int8 is q8_0, its int4 q4_0, its cache
-float16. OpenVINO's cache is float32 beside float32 weights, else of its own choice."""
+LEGEND = """*decode tok/s*: tokens of the output after the first, over the time after the prompt. *CPU s*: of the whole
+run, all threads; of engines that run in the process that is measured. *loaded*: memory before the first run. *growth*:
+peak memory in a run less *loaded*; *kB/token*: that over the tokens of prompt and output, the trie paper's Mem/Tok. *x
+total*, *x CPU*, *x prefill*, *x decode*, *x growth*: the other engine's seconds over ours, our tok/s over its, its
+growth over ours, for the same *weights*; above 1 is in our favour. *same tokens*: whether the output equals ours, or
+the place of the first token that differs. Ours computes with the default settings on a checkpoint of that dtype, int8
+and int4 with --quant on the float32 one. gguf: ours and llama.cpp run the very same file, transformers its weights
+dequantised to float32, CTranslate2 and OpenVINO those in int8. llama.cpp searches nothing: its sequences share the
+prompt and go on with random tokens; its int8 is q8_0, its int4 q4_0, its cache float16. OpenVINO's cache is float32
+beside float32 weights, else of its own choice."""
 
 
 def outcome(row: dict[str, Any]) -> str:
@@ -435,8 +439,9 @@ def result_table(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join([
         rows_table(shown, {
             "engine": "{peer}", **settings, "beams": "{beams}", "total s": "{total}", "prefill s": "{prefill}",
-            "decode tok/s": "{decode}", "loaded MB": "{loaded_bytes:MB}", "growth MB": "{growth_bytes[median]:MB}",
-            "kB/token": "{growth_bytes_per_token:kB.1f}", "x total": "{versus[seconds]:.2f}",
+            "decode tok/s": "{decode}", "CPU s": "{cpu_seconds:.2f}", "loaded MB": "{loaded_bytes:MB}",
+            "growth MB": "{growth_bytes[median]:MB}", "kB/token": "{growth_bytes_per_token:kB.1f}",
+            "x total": "{versus[seconds]:.2f}", "x CPU": "{versus[cpu_seconds]:.2f}",
             "x prefill": "{versus[prefill_seconds]:.2f}", "x decode": "{versus[tokens_per_second]:.2f}",
             "x growth": "{versus[growth_bytes]:.1f}", "same tokens": "{same}"}),
         *why_none(rows),

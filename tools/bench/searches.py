@@ -1,13 +1,17 @@
-"""Searches for benchmarks: with changed answers, or driven without an engine."""
+"""Searches for benchmarks: with changed answers, timed by the processor, or driven without an engine."""
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
+from engine import Engine, Request
 from engine.contract import Answer, Evaluate, Search, SearchGenerator, SearchResult, Task
+from engine.errors import CoppiceError
+from engine.step.driver import Driver
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,22 @@ class Altered(Search):
     def task_eos(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The end-of-sequence tokens that the wrapped search gets."""
         return eos_token_ids
+
+
+def after_prompt(engine: Engine, prompt: Sequence[int], search: Search, **options: Any) -> tuple[float, SearchResult]:
+    """Run a search; returns the seconds of the processor, in all threads, after the pass that ends the prompt, and its
+    result. `options` are of `Request`."""
+    began: float | None = None
+
+    def watch(driver: Driver) -> None:
+        nonlocal began
+        if began is None and any(job.prefilled for job in driver.running):
+            began = time.process_time()
+
+    [(_, outcome)] = engine.serve([Request(prompt, search, **options)], on_step=watch)
+    if isinstance(outcome, CoppiceError):
+        raise outcome
+    return 0.0 if began is None else time.process_time() - began, outcome
 
 
 def run_alone(

@@ -32,6 +32,10 @@ EDITED = {  # functions of the standard library -> a name in them, and another f
     "fnmatch.filter": ("result", "found"), "linecache.getline": ("lines", "rows"), "glob.escape": ("drive", "disk"),
     "calendar.monthrange": ("day1", "first"), "colorsys.hls_to_rgb": ("m2", "upper"), "shlex.quote": ("s", "text"),
 }  # fmt: skip
+UNTOLD = (  # functions of the standard library without docstrings
+    "colorsys.rgb_to_hsv", "heapq._siftdown", "copy._deepcopy_dict", "json.detect_encoding", "colorsys.hsv_to_rgb",
+    "calendar._prevmonth", "getopt.long_has_args", "colorsys.yiq_to_rgb",
+)  # fmt: skip
 CHATS = (
     "Why is the sky blue?", "Give me three tips for learning a new language.", "What is the capital of France, and "
     "why is it famous?", "Explain what a hash table is.", "How do I make a cup of tea?", "Tell me about the moon.",
@@ -100,11 +104,28 @@ def edits(engine: Engine, number: int) -> list[Asked]:
     """Requests to rename a variable in a function of the standard library."""
     found = []
     for place, (old, new) in itertools.islice(EDITED.items(), number):
-        module, name = place.split(".")
-        source = textwrap.dedent(inspect.getsource(getattr(importlib.import_module(module), name)))
         order = f"Rename the variable `{old}` to `{new}` in this Python function. Answer with the whole function."
-        found.append(ask(engine, f"{order}\n\n```python\n{source}```"))
+        found.append(ask(engine, f"{order}\n\n```python\n{source(place)}```"))
     return found
+
+
+def docstrings(engine: Engine, number: int) -> list[Asked]:
+    """Requests to give a function of the standard library a docstring."""
+    order = "Write a docstring for this Python function. Answer with the whole function."
+    return [ask(engine, f"{order}\n\n```python\n{source(place)}```") for place in UNTOLD[:number]]
+
+
+def copies(engine: Engine, number: int, tokens: int) -> list[Asked]:
+    """Requests to repeat the beginnings of chapters of the documentation, of so many tokens."""
+    decode = engine.tokenizer.decode
+    texts = [decode(engine.tokenizer.encode(passage[: 8 * tokens])[:tokens]) for passage in passages()[:number]]
+    return [ask(engine, f"Repeat this text word by word.\n\n{text}") for text in texts]
+
+
+def source(place: str) -> str:
+    """The source of a function, "module.name"."""
+    module, name = place.split(".")
+    return textwrap.dedent(inspect.getsource(getattr(importlib.import_module(module), name)))
 
 
 def chats(engine: Engine, number: int) -> list[Asked]:

@@ -24,7 +24,7 @@ from tools.bench.figures import draw, log_axis, need_figures
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import in_turn, progress, spread, standard_error
 from tools.bench.report import finish, rows_table, stamp, table
-from tools.bench.searches import run_alone
+from tools.bench.searches import after_prompt, run_alone
 from tools.bench.texts import WithoutEos, draw_prompts
 from tools.toy_trees import SHAPE, ToyTree
 from tools.ults_prior import Collect
@@ -250,7 +250,7 @@ def beside_beams(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         beams = [r for r in rows if r["depth"] == row["depth"] and r["search"] == "beam"]
         k = abscissa([(r["k"], r["value"]) for r in beams], row["value"]) if row["search"] != "beam" else None
-        for key in ("nodes", "ms", "passes"):
+        for key in ("nodes", "ms", "cpu_ms", "passes"):
             row[f"{key}_of_beam"] = row[key] / ordinate([(r["k"], r[key]) for r in beams], k) if k else None
         saved = row["nodes"] / row["nodes_of_beam"] - row["nodes"] if row["nodes_of_beam"] else 0.0
         row["break_even"] = max(0.0, row["passes"] - row["depth"]) / saved if saved > 0 else None
@@ -285,14 +285,18 @@ def side_by_side(
 ) -> list[dict[str, Any]]:
     """Run searches in turn on every prompt, with options of `Request`; returns their rows with their figures."""
 
-    def run(search: Search, i: int) -> SearchResult:
-        return engine.generate([prompts[i]], search, max_new_tokens=depth, **options)[0]
+    def run(search: Search, i: int, depth: int = depth) -> tuple[float, SearchResult]:
+        return after_prompt(engine, prompts[i], search, max_new_tokens=depth, **options)
 
     for _, search in searches:
-        run(search, 0)  # beliefs are fitted once a process
+        run(search, 0, min(depth, 4))  # beliefs are fitted once a process
     works = {i: partial(run, search) for i, (_, search) in enumerate(searches)}
     found = in_turn(works, len(prompts), what=f"depth {depth}: prompt")
-    return [{"depth": depth, **row, **figures_of(found[i])} for i, (row, _) in enumerate(searches)]
+    return [
+        {"depth": depth, **row, **figures_of([result for _, result in found[i]]),
+         "cpu_ms": statistics.fmean(seconds for seconds, _ in found[i]) * 1e3}
+        for i, (row, _) in enumerate(searches)
+    ]  # fmt: skip
 
 
 def figures_of(results: Sequence[SearchResult]) -> dict[str, float]:
@@ -312,8 +316,9 @@ def model_report(name: str, engine: Engine, rows: list[dict[str, Any]], args: ar
         f"{name}, {engine.runner.device.type}, {args.prompts} prompts of {args.prompt_tokens} tokens drawn from the "
         f"model, fixed length, epsilon {args.epsilon}, {args.children} children, prior: "
         f"{args.prior or 'softmax vectors of other such prompts'}. Means over prompts; ms from the first "
-        "log-probabilities to the end, the median. *of beam*: share of what beam search (interpolated between its "
-        "points) needs for the same log-likelihood; - where it does not reach it, or even one beam exceeds it. "
+        "log-probabilities to the end, the median; *CPU ms*: of all threads, the mean. *of beam*: share of what beam "
+        "search (interpolated between its points) needs for the same log-likelihood; - where it does not reach it, or "
+        "even one beam exceeds it. "
         "*Break-even*: where a pass of n nodes costs 1 + a (n - 1) passes of one and the search itself nothing, the "
         "least a for which ULTS is faster; empty where it saves no nodes."
     ]
@@ -337,11 +342,12 @@ def model_report(name: str, engine: Engine, rows: list[dict[str, Any]], args: ar
 
 def model_table(rows: Sequence[dict[str, Any]]) -> str:
     """The searches on a model, a row each."""
-    shown = [r | {key: share(r[key]) for key in ("nodes_of_beam", "ms_of_beam")} for r in rows]
+    shown = [r | {key: share(r[key]) for key in ("nodes_of_beam", "ms_of_beam", "cpu_ms_of_beam")} for r in rows]
     return rows_table(shown, {
         "search": "{search}", "k": "{k}", "log-likelihood": "{value:.3f}", "s.e.": "{value_error:.3f}",
         "nodes": "{nodes:.1f}", "nodes of beam": "{nodes_of_beam}", "passes": "{passes:.1f}", "ms": "{ms:.1f}",
-        "ms of beam": "{ms_of_beam}", "break-even": "{break_even:.3f}"})  # fmt: skip
+        "ms of beam": "{ms_of_beam}", "CPU ms": "{cpu_ms:.0f}", "CPU of beam": "{cpu_ms_of_beam}",
+        "break-even": "{break_even:.3f}"})  # fmt: skip
 
 
 def draw_model(figure: Any, rows: list[dict[str, Any]], depths: Sequence[int]) -> None:

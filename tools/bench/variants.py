@@ -1,7 +1,8 @@
-"""A checkpoint in the forms that other engines read: as floats of a dtype, and as a GGUF file for llama.cpp."""
+"""A checkpoint in other forms: as floats of a dtype, as a GGUF file for llama.cpp, and its first layers."""
 
 import json
 import math
+import re
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -72,6 +73,25 @@ def in_dtype(model: Path, dtype: str, scratch: Path) -> Path:
         shapes[name] = torch.empty(shape or info.shape, dtype=kept, device="meta")
     with open(made / WEIGHTS, "wb") as file:
         write_tensors(file, shapes, {"format": "pt"}, floats)
+    return made
+
+
+def first_layers(folder: Path, count: int, scratch: Path) -> Path:
+    """A folder with the first `count` layers of a checkpoint of floats, its final norm and its head, made once."""
+    made = scratch / f"layers-{count}"
+    if made.exists():
+        return made
+    made.mkdir()
+    copy_others(folder, made)
+    checkpoint = Checkpoint.open(folder)
+    config: dict[str, Any] = {**checkpoint.config, "num_hidden_layers": count}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:count]
+    (made / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    layers = {name: re.search(r"layers\.(\d+)\.", name) for name in checkpoint.tensors}
+    kept = [name for name, layer in layers.items() if layer is None or int(layer[1]) < count]
+    with open(made / WEIGHTS, "wb") as file:
+        write_tensors(file, checkpoint.read(kept), {"format": "pt"})
     return made
 
 

@@ -272,9 +272,11 @@ def main() -> None:
         before = cuda.memory_allocated() if cuda else 0
         if cuda:
             cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         answer = engine.generate(job["prompt"], job["new_tokens"])
         answer = {"seconds": time.perf_counter() - begin, **answer}
+        if facts.get("measured", True):
+            answer["cpu_seconds"] = time.process_time() - used
         if cuda:  # our pages were allocated with the pool, before the run
             answer["device_growth"] = cuda.max_memory_allocated() - before + answer.get("kv_bytes_peak", 0)
         send(answer)

@@ -17,7 +17,7 @@ from tools.bench import aded as bench
 from tools.bench.checkpoints import CODE
 from tools.bench.papers.common import Findings, Models, bullets
 from tools.bench.report import rows_table
-from tools.bench.texts import chats, edits, plain, summaries
+from tools.bench.texts import chats, copies, docstrings, edits, plain, summaries
 
 TITLE = "Adaptive Draft-Verification for Efficient Large Language Model Decoding (ADED)"
 SETTING = """Vicuna and Llama-2-chat on an NVIDIA A6000 (33B: H100), greedy; MT-Bench, Alpaca, Human-Eval; tri-grams of
@@ -57,14 +57,15 @@ METHODS = (  # the store has n-grams of other texts of their kind
 
 
 def run(models: Models) -> Findings:
-    """Measure and report the methods on code edits, summaries and chats, each kind by itself."""
+    """Measure and report the methods, each kind of text by itself."""
     engine, store, rows, lengths = models.engine(), models.scratch / "texts.ngrams", list[dict[str, Any]](), []
     library = "\n\n".join(inspect.getsource(module) for module in LIBRARY)[: models.pick(200_000, 2000)]
     ids = engine.tokenizer.encode(library) + plain(engine, models.pick(40_000, 500), 9)
     write_store(store, merge([count(ids)]), engine.tokenizer.size, engine.tokenizer.fingerprint)
-    known, n, limit = dict(bench.list_methods(store, (150,))), models.pick(3, 1), models.pick(96, 8)
-    kinds = {"code edits": edits(engine, n), "summaries": summaries(engine, n, models.pick(300, 60)),
-             "chat": chats(engine, n)}  # fmt: skip
+    known, n, limit = dict(bench.list_methods(store, (150,))), models.pick(4, 1), models.pick(80, 8)
+    kinds = {"code edits": edits(engine, n), "docstrings": docstrings(engine, n),
+             "copies": copies(engine, n, models.pick(80, 20)),
+             "summaries": summaries(engine, n, models.pick(300, 60)), "chat": chats(engine, n)}  # fmt: skip
     for kind, asked in kinds.items():
         texts = []
         for one in asked:
@@ -79,15 +80,17 @@ def run(models: Models) -> Findings:
     body = "\n\n".join([
         f"{models.name}, {models.dtype}, one request at a time, greedy, answers of the model with their real ends, "
         f"at most {limit} tokens ({'; '.join(lengths)}); requests to rename a variable in a function of the standard "
-        f"library, to summarise a chapter of Python's documentation, and questions. Store: {len(open_store(store)):,} "
-        "n-grams of other sources of the library and other chapters.",
+        "library, to give one a docstring, to repeat the beginning of a chapter of Python's documentation, to "
+        f"summarise one, and questions. Store: {len(open_store(store)):,} n-grams of other sources of the library and "
+        "other chapters.",
         rows_table(rows, {
-            "text": "{kind}", "drafter": "{method}", "tokens a pass": "{accept_length:.2f}", "nodes": "{nodes:.1f}",
-            "CPU ms/token": "{cpu_ms:.1f}", "x by CPU time": "{cpu_ratio:.2f}", "x by the clock": "{ratio:.2f}",
-            "draft ms": "{draft_ms:.2f}", "verify ms": "{verify_ms:.2f}", "same": "{same:yes}"}),
-        "*tokens a pass*: the paper's accept length. *nodes*: of drafts, evaluated per pass. *x*: autoregressive "
-        "decoding's time over its own, prompts left out; by CPU time of all threads, and by the clock, in turn. "
-        "*same*: the tokens are those of autoregressive decoding.",
+            "text": "{kind}", "drafter": "{method}", "tokens a pass": "{accept_length:.2f}",
+            "s.e.": "{accept_error:.2f}", "nodes": "{nodes:.1f}", "CPU ms/token": "{cpu_ms:.1f}",
+            "x by CPU time": "{cpu_ratio:.2f}", "x by the clock": "{ratio:.2f}", "draft ms": "{draft_ms:.2f}",
+            "verify ms": "{verify_ms:.2f}", "same": "{same:yes}"}),
+        "*tokens a pass*: the paper's accept length; *s.e.*: its standard error over answers. *nodes*: of drafts, "
+        "evaluated per pass. *x*: autoregressive decoding's time over its own, prompts left out; by CPU time of all "
+        "threads, and by the clock, in turn. *same*: the tokens are those of autoregressive decoding.",
         f"In the paper's table 1 the accept length is from {min(PAPERS_LENGTHS)} to {max(PAPERS_LENGTHS)} "
         f"({TABLE_1['MT-Bench']['Vicuna-7B'][4]} for MT-Bench with Vicuna-7B), of REST 1.95 to 2.50, of greedy chains "
         f"{CHAIN}; the speed 1.78 to 2.47 times autoregressive decoding's.",

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from search import DSBD
+from engine import Engine
+from search import DSBD, Speculative
 from tools.bench import dsbd as bench
 from tools.bench.checkpoints import CHAT
 from tools.bench.papers.common import Findings, Models, bullets
 from tools.bench.report import table
 from tools.bench.texts import chats, draw_prompts
+from tools.bench.variants import first_layers
 
 TITLE = "Dynamic-Width Speculative Beam Decoding for LLM Inference (DSBD)"
 SETTING = """Llama-2-13B with drafts by Llama-68M, Llama-3.1-8B by Llama-3.2-1B, OPT-13B by OPT-125M, on a GPU that is
@@ -74,6 +76,9 @@ def run(models: Models) -> Findings:
         prompts = [one.ids for one in chats(engine, args.prompts)]
         args.prompt_tokens = round(fmean(map(len, prompts)))
     rows = bench.measure(engine, asked, prompts, args.new_tokens)
+    if not demo:
+        rows += layers(engine, models, prompts, args.new_tokens, warp)
+        bench.mark_front([row for row in rows if row["search"] == "speculative"])
     ratios = bench.speedups(rows)
     body = "\n\n".join([
         bench.front_report(args, label, sizes, rows, ratios),
@@ -85,13 +90,27 @@ def run(models: Models) -> Findings:
     return Findings(body, result, (7, 4.5), lambda figure: bench.paint(figure, rows, label))
 
 
+def layers(
+    engine: Engine, models: Models, prompts: Sequence[list[int]], new_tokens: int, warp: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Rows of speculative sampling with drafts by the target's first layers, under its own norm and head."""
+    rows, whole = [], engine.shape.layers
+    for count in (whole // 2, whole - max(1, whole // 8)):
+        folder = first_layers(models.floats(), count, models.kept)
+        engine.add("draft", Engine.load(folder, dtype=models.dtype, threads=models.threads))
+        label = f"speculative gamma=3, first {count} of {whole} layers"
+        rows += bench.measure(engine, [(label, Speculative(gamma=3, **warp))], prompts, new_tokens)
+    return rows
+
+
 def cost(models: Models, rows: Sequence[dict[str, Any]]) -> str:
     """The draft, and what its passes cost beside those of the target."""
     mine = [row for row in rows if row["search"] == "dsbd"]
     share = sum(row["draft_seconds"] for row in mine) / sum(row["target_seconds"] for row in mine)
     return (
         f"The draft is the target itself in {models.draft}, as there is no smaller relative with the same tokens. Its "
-        f"passes took {share:.2f} of the time of the target's. *n-grams* draft from the prompt and the answer so far."
+        f"passes took {share:.2f} of the time of the target's. *n-grams* draft from the prompt and the answer so far; "
+        "*first layers*: the draft is the target without its last layers, in the target's dtype, measured afterwards."
     )
 
 

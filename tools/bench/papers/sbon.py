@@ -2,16 +2,20 @@
 
 import argparse
 import re
+import time
 from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.contract import Search
+from engine.load.options import RewardFunction
 from search import BoN, SBoN
 from tools.bench import sbon as bench
 from tools.bench.checkpoints import CHAT
 from tools.bench.measure import in_turn
+from tools.bench.papers import programs
 from tools.bench.papers.common import Findings, Models, bullets
+from tools.bench.papers.programs import EXERCISES
 from tools.bench.report import rows_table
 
 TITLE = "Accelerating Best-of-N via Speculative Rejection"
@@ -32,14 +36,47 @@ DIFFERS = (
     """*SBoN* keeps utterances that had finished although they rank below the cut: it costs nothing. *the paper's rule*
     gives them up. Both keep exactly N - floor(alpha N); the paper's quantile keeps one more, and ties.""",
 )
-TAU, ALPHA, TOKENS, TEMPERATURE = 12, 0.75, 24, 0.7  # of sums: an answer has its number after about ten tokens
-REAL_DIFFERS = (
-    """The reward is a function that checks: 1 if the first number that is none of the question's is the sum, -1 if it
-    is another, 0 while there is none. A beginning that has the number is judged as surely as the whole, which no
-    reward model can; the paper's rewards of beginnings foresee, with errors, what is not there yet.""",
-    """*solved*: sums whose best utterance is right. At equal draws best-of-N solves whatever any of its N utterances
-    solves; SBoN loses a sum only if it rejects every utterance that would become right.""",
-)
+ALPHA = 0.75
+SOLVED = """*solved*: tasks whose best utterance is right; *reward*: of the best, the mean. At equal draws best-of-N
+    solves whatever any of its N utterances solves; SBoN loses a task only if it rejects every utterance that would
+    become right."""
+
+
+class Kind(NamedTuple):
+    """Tasks whose answers a function checks.
+
+    Args:
+        what: they are.
+        tasks: the questions.
+        reward: of answers and beginnings; 1 is right.
+        tau: decision token.
+        tokens: of an answer, at most.
+        differs: about the reward.
+    """
+
+    what: str
+    tasks: list[str]
+    reward: RewardFunction
+    tau: int
+    tokens: int
+    temperature: float
+    differs: str
+
+
+def kind_of(models: Models) -> Kind:
+    """Programs for a model of code, sums for others."""
+    if "coder" in models.name.lower():
+        return Kind("functions to write", [one.text for one in EXERCISES][: models.pick(4, 2)], programs.reward,
+                    models.pick(40, 3), models.pick(72, 6), 0.8,
+                    """The reward is the share of its tests that the function passes, run in a process of its own; of an
+                    unfinished answer it is that of the longest part which compiles, and -1 if that defines no such
+                    function. A beginning that lacks its last lines mostly fails all tests, so that beginnings of good
+                    and bad functions often rank alike.""")  # fmt: skip
+    return Kind("sums", questions(models.pick(6, 2), models.seed), right, 12, models.pick(24, 6), 0.7,
+                """The reward is a function that checks: 1 if the first number that is none of the question's is the
+                sum, -1 if it is another, 0 while there is none. A beginning that has the number is judged as surely as
+                the whole, which no reward model can; the paper's rewards of beginnings foresee, with errors, what is
+                not there yet.""")  # fmt: skip
 
 
 def run(models: Models) -> Findings:
@@ -48,35 +85,42 @@ def run(models: Models) -> Findings:
 
 
 def by_function(models: Models) -> Findings:
-    """Best-of-N and SBoN on sums, whose answers a function checks."""
-    engine, sums = models.engine(), questions(models.pick(6, 2), models.seed)
-    shared, wanted = {"temperature": TEMPERATURE, "seed": models.seed}, models.pick((16, 64), (4,))
+    """Best-of-N and SBoN on tasks whose answers a function checks."""
+    engine, kind = models.engine(), kind_of(models)
+    shared, wanted = {"temperature": kind.temperature, "seed": models.seed}, models.pick((16, 64), (4,))
     searches: dict[str, Search] = {f"Bo{n}": BoN(n=n, **shared) for n in (1, wanted[0] // 4, *wanted)}
-    searches |= {f"SBoN, N = {n}": SBoN(n=n, tau=TAU, alpha=ALPHA, **shared) for n in wanted}
-    asked = argparse.Namespace(max_new_tokens=models.pick(TOKENS, 6))
-    engine.reward = right
+    searches |= {f"SBoN, N = {n}": SBoN(n=n, tau=kind.tau, alpha=ALPHA, **shared) for n in wanted}
+    asked = argparse.Namespace(max_new_tokens=kind.tokens)
+    engine.reward = kind.reward
 
-    def measured(search: Search, i: int) -> bench.Run:
-        return bench.ask(engine, {"messages": [{"role": "user", "content": sums[i]}]}, search, asked)
+    def measured(search: Search, i: int) -> tuple[float, bench.Run]:
+        used = time.process_time()
+        found = bench.ask(engine, {"messages": [{"role": "user", "content": kind.tasks[i]}]}, search, asked)
+        return time.process_time() - used, found
 
-    runs = in_turn({name: lambda i, s=s: measured(s, i) for name, s in searches.items()}, len(sums), what="sum")
+    runs = in_turn({name: lambda i, s=s: measured(s, i) for name, s in searches.items()}, len(kind.tasks), what="task")
     rows = []
     for name, own in runs.items():
         base = f"Bo{name.removeprefix('SBoN, N = ')}" if name.startswith("SBoN") else f"Bo{wanted[-1]}"
-        solved = [result.outputs[0].score == 1 for _, result in own]
-        rows.append(bench.summary(name, own, runs[base]) | {"beside": base, "solved": sum(solved), "of": len(solved),
-                    "drawn": sum(result.stats["tokens_drawn"] for _, result in own) / len(own)})  # fmt: skip
+        mine, others = ([run for _, run in found] for found in (own, runs[base]))
+        solved = [result.outputs[0].score == 1 for _, result in mine]
+        used = [sum(seconds for seconds, _ in found) for found in (own, runs[base])]
+        rows.append(bench.summary(name, mine, others) | {
+            "beside": base, "solved": sum(solved), "of": len(solved), "cpu": used[0] / len(own),
+            "cpu_ratio": used[1] / used[0],
+            "drawn": sum(result.stats["tokens_drawn"] for _, result in mine) / len(mine)})  # fmt: skip
     body = "\n\n".join([
-        f"{models.name}, {models.dtype}, {len(sums)} sums ({sums[0]!r}, {sums[-1]!r}), up to {asked.max_new_tokens} "
-        f"tokens, temperature {TEMPERATURE}. SBoN: tau {TAU}, alpha {ALPHA}.",
+        f"{models.name}, {models.dtype}, {len(kind.tasks)} {kind.what} ({kind.tasks[0]!r}, {kind.tasks[-1]!r}), up to "
+        f"{kind.tokens} tokens, temperature {kind.temperature}. SBoN: tau {kind.tau}, alpha {ALPHA}.",
         rows_table(rows, {
-            "": "{search}", "solved": "{solved} of {of}", "tokens drawn": "{drawn:.0f}", "beside": "{beside}",
-            "tokens": "{tokens:.2f}", "speedup": "{speedup:.2f}", "seconds": "{seconds:.2f}", "peak MB": "{bytes:MB}"}),
+            "": "{search}", "solved": "{solved} of {of}", "reward": "{reward:.2f}", "tokens drawn": "{drawn:.0f}",
+            "beside": "{beside}", "tokens": "{tokens:.2f}", "speedup": "{speedup:.2f}", "CPU s": "{cpu:.2f}",
+            "by CPU time": "{cpu_ratio:.2f}", "peak MB": "{bytes:MB}"}),
         "*tokens*, *speedup*: tokens drawn over those of the search that it stands beside, and that one's seconds over "
-        "its own, the median over the sums, in turn. In the paper SBoN is "
+        "its own, the median over the tasks, in turn; *CPU s*: a task's, in this process. In the paper SBoN is "
         f"{TABLE_1['SBoN'][0]:.1f} times as fast as best-of-100 at a score of {TABLE_1['SBoN'][1]}, and best-of-25 "
         f"{TABLE_1['Bo25'][0]:.1f} times at {TABLE_1['Bo25'][1]}.",
-        bullets([*DIFFERS[1:2], *REAL_DIFFERS]),
+        bullets([*DIFFERS[1:2], kind.differs, SOLVED]),
     ])  # fmt: skip
     return Findings(body, {"rows": rows})
 

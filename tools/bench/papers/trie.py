@@ -19,7 +19,7 @@ TITLE = "Efficient Beam Search for Large Language Models Using Trie-Based Decodi
 SETTING = """Phi-3.5-mini-instruct on Tesla V100-SXM2-32GB GPUs, against the batch-based beam search of transformers;
 memory is `torch.cuda.memory_allocated()` (section 4.1)."""
 MODEL = CHAT
-SIDE_BY_SIDE = 3000  # tokens of a prompt times beams: transformers computes the prompt of each beam
+SIDE_BY_SIDE = 4000  # tokens of a prompt times beams: transformers computes the prompt of each beam
 BEAMS = (1, 3, 9, 15)
 # Table 1: mean tokens of the input, entries, and by beams (MB per token, tokens per second, score) of the batch-based
 # search and of the paper's; greedy decoding stands for one beam; None ran out of memory. Scores: ROUGE-L for the first
@@ -65,6 +65,8 @@ def run(models: Models) -> Findings:
     engine = models.engine()
     new_tokens, count = models.pick(224 if models.demo else 64, 12), models.pick(4 if models.demo else 2, 1)
     prompts = {"short": begin(engine, models, 200, 1, count), "long": begin(engine, models, 900, 9, count)}
+    if not models.demo:
+        prompts["longest"] = begin(engine, models, 4000, 0, 1)
     beams = models.pick(BEAMS, (1, 3))
     rows = []
     for kind, texts in prompts.items():
@@ -73,12 +75,14 @@ def run(models: Models) -> Findings:
             progress(f"trie: {kind} prompts, {b} beams: {rows[-1]['trie']:.0f} bytes per token")
     speeds = measured(models, engine.runner.device.type, prompts, beams, models.pick(64 if models.demo else 24, 6))
     what = "requests for stories" if models.demo else "requests to summarise chapters of Python's documentation"
+    lengths = ", ".join(f"{len(texts)} {kind} of {mean_length(texts):.0f} tokens" for kind, texts in prompts.items())
     body = "\n\n".join([
-        f"{models.name}, {models.dtype}, {engine.pool.bytes_per_token:,} bytes per token in the cache; {count} prompts "
-        f"of {mean_length(prompts['short']):.0f} tokens in the mean and {count} of "
-        f"{mean_length(prompts['long']):.0f} ({what}), up to {new_tokens} new tokens.",
+        f"{models.name}, {models.dtype}, {engine.pool.bytes_per_token:,} bytes per token in the cache; prompts: "
+        f"{lengths} ({what}); up to {new_tokens} new tokens.",
         "Memory per token of input and output, one cache per beam and trie; kB here, MB in the paper:",
         memory_table(rows, beams),
+        "Milliseconds of the processor, all threads, here: for a token of the prompt, and for one of the best output:",
+        cpu_table(rows, beams),
         "With transformers, each engine in a process of its own: " + speeds["setting"],
         peers.result_table(speeds["rows"]),
         peers.LEGEND,
@@ -118,6 +122,8 @@ def count_one(engine: Engine, prompts: Sequence[Asked], beams: int, new_tokens: 
         "batch": fmean(f["unshared_nodes_peak"] * unit / n for f, n in zip(found, lengths, strict=True)),
         "tokens_per_second": sum(f["new_tokens"] for f in found) / sum(f["seconds"] for f in found),
         "score": fmean(f["score"] for f in found),
+        "prompt_cpu_ms": sum(f["prompt_cpu"] for f in found) / sum(f["prompt_tokens"] for f in found) * 1e3,
+        "decode_cpu_ms": sum(f["decode_cpu"] for f in found) / max(1, sum(f["new_tokens"] - 1 for f in found)) * 1e3,
         "series": {
             "trie": [live for live, _ in first["steps"]],
             "batch": [beams * (first["prompt_tokens"] + i) for i in range(len(first["steps"]))],
@@ -128,24 +134,26 @@ def count_one(engine: Engine, prompts: Sequence[Asked], beams: int, new_tokens: 
 def measured(
     models: Models, device: str, prompts: Mapping[str, Sequence[Asked]], beams: Sequence[int], new_tokens: int
 ) -> dict[str, Any]:
-    """This engine and transformers in processes of their own, on one prompt of a kind; of the demo a long one only."""
+    """This engine and transformers in processes of their own, on one prompt of a kind; of the demo a long one only.
+    Prompts that take transformers too long with so many beams are left out."""
     threads, runs, rows = models.threads or cores(), models.pick(3 if models.demo else 1, 1), []
     chosen = [texts[0].ids for kind, texts in prompts.items() if kind == "long" or not (models.demo or models.quick)]
-    for prompt, b in itertools.product(chosen, beams if not models.quick else beams[-1:]):
+    pairs = itertools.product(chosen, beams if not models.quick else beams[-1:])
+    for prompt, b in ((prompt, b) for prompt, b in pairs if b * len(prompt) <= SIDE_BY_SIDE):
         # A GGUF file is what it is here, and its dequantised weights there; they are the same numbers.
         own = {"quant": "auto"} if is_gguf(models.target) else {}
-        asked = {"coppice": (sys.executable, peers.spec("coppice", models.target, models.dtype, b, threads,
-                                                        models.scratch, device=device, **own))}  # fmt: skip
-        if b * len(prompt) <= SIDE_BY_SIDE:
-            other = peers.spec("transformers", models.floats(), models.dtype, b, threads, models.scratch, device=device)
-            asked["transformers"] = models.peer_python, other
+        ours = peers.spec("coppice", models.target, models.dtype, b, threads, models.scratch, device=device, **own)
+        other = peers.spec("transformers", models.floats(), models.dtype, b, threads, models.scratch, device=device)
+        asked = {"coppice": (sys.executable, ours), "transformers": (models.peer_python, other)}
         found = peers.measure_in_turn(asked, prompt, new_tokens, runs, math.inf)
         here = [{"peer": peer, "prompt": len(prompt), "beams": b, **figures} for peer, figures in found.items()]
         peers.compare(here)
         rows += here
         progress("\n".join(f"trie: {row['peer']}, {b} beams: {peers.outcome(row)}" for row in here))
-    sizes = " and ".join(str(len(prompt)) for prompt in chosen)
+    sizes = ", ".join(str(len(prompt)) for prompt in chosen)
     setting = f"prompts of {sizes} tokens, {new_tokens} new ones, {threads} threads, medians of {runs} runs in turn"
+    if len(rows) < 2 * len(chosen) * len(beams) and not models.quick:
+        setting += f", at most {SIDE_BY_SIDE:,} tokens of prompt times beams (transformers evaluates every beam's)"
     versions = {k: v for row in rows for k, v in row.get("versions", {}).items() if k == "transformers"}
     setting += "".join(f"; {name} {version}" for name, version in versions.items())
     if own := next((row for row in reversed(rows) if "kv_bytes_peak" in row), None):
@@ -184,6 +192,14 @@ def memory_table(rows: Sequence[dict[str, Any]], beams: Sequence[int]) -> str:
             cells = [f"{c} ({ratio(r['batch'], r['trie'])})" for c, r in zip(cells, mine, strict=True)]
         lines.append([b, *cells, *paper(b, 0)])
     return table(head, lines)
+
+
+def cpu_table(rows: Sequence[dict[str, Any]], beams: Sequence[int]) -> str:
+    """The processor's time per token, by the kind of prompt."""
+    kinds, keys = list(dict.fromkeys(row["text"] for row in rows)), ("prompt_cpu_ms", "decode_cpu_ms")
+    head = ["beams", *(f"{kind}, {part}" for kind in kinds for part in ("prompt", "output"))]
+    by = {(row["text"], row["beams"]): row for row in rows}
+    return table(head, [[b, *(f"{by[kind, b][key]:.2f}" for kind in kinds for key in keys)] for b in beams])
 
 
 def speed_table(rows: Sequence[dict[str, Any]], speeds: Sequence[dict[str, Any]], beams: Sequence[int]) -> str:

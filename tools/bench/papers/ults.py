@@ -61,8 +61,8 @@ def run(models: Models) -> Findings:
         toy_table(toy),
         f"{models.name} (figure 5), {count} prompts of {tokens} tokens {what}, {depth} new tokens, "
         f"epsilon 0.1, empirical prior of {vectors} softmax vectors. *ms*: the median, from the first "
-        "log-probabilities on. *nodes of beam*, *ms of beam*: as a share of what beam search (interpolated) takes for "
-        "the same log-likelihood; - where it does not reach it, or one beam exceeds it.",
+        "log-probabilities on; *CPU ms*: of all threads, the mean. *of beam*: as a share of what beam search "
+        "(interpolated) takes for the same log-likelihood; - where it does not reach it, or one beam exceeds it.",
         bench.model_table(rows),
         "The paper gives two points of its figure 5 in numbers (TL;DR, GPT-2, 40 new tokens); here the nearest:",
         beside(rows),
