@@ -10,7 +10,7 @@ from kernels.linear.blocks import BLOCKS
 from models.checkpoint.headers import WEIGHTS, Checkpoint
 from models.quantized.own import GroupedReader
 from tests.models.gguf.files import GOLDEN, WIDE, File, gguf, random, sentencepiece_file
-from tools import convert
+from tools import convert, requantise
 
 TYPES = gguf.GGMLQuantizationType
 PROMPT = list(range(3, 30))
@@ -87,3 +87,18 @@ def test_damaged_folders(change, what, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=what):
         Engine.load(folder, kv_memory=1 << 22)
+
+
+def test_matrices_in_other_blocks(tmp_path, capsys):
+    """Metadata and floats stay; each value of a matrix moves by half a step of its new block at most."""
+    file = File(random(tmp_path / "source", "llama/tied", **WIDE), TYPES.Q4_1)
+    source, made = file.write(tmp_path / "source.gguf"), tmp_path / "made.gguf"
+    assert requantise.main([str(source), str(made)]) == 0 and "made.gguf" in capsys.readouterr().out
+    ours, theirs = Engine.load(source, kv_memory=1 << 22), Engine.load(made, kv_memory=1 << 22)
+    assert Checkpoint.open(made).tensors["model.embed_tokens.weight"].format == "Q8_0"
+    assert not ours.tokenizer.difference(theirs.tokenizer) and ours.eos_token_ids == theirs.eos_token_ids
+    old, new = ours.logits(PROMPT), theirs.logits(PROMPT)
+    assert 0 < (old - new).abs().max() < 0.1 * old.std()
+    assert requantise.main([str(source), str(made)]) == 2 and "already" in capsys.readouterr().err
+    assert requantise.main([str(source), str(tmp_path / "x"), "--type", "Q9"]) == 2
+    assert requantise.main([str(tmp_path / "none"), str(tmp_path / "x")]) == 2

@@ -1,0 +1,76 @@
+"""A GGUF file with its matrices in other blocks: `python -m tools.requantise SRC.gguf DST.gguf --type Q8_0`.
+
+For benchmarks, where one model is wanted in several formats: the floats that SRC's blocks stand for are rounded once
+more, so DST is never better than SRC. Norms and other floats stay as they are, and so does all metadata. Needs the
+package `gguf` (extra dev).
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.app.cli import called, run
+from engine.errors import UsageError
+
+FLOATS = ("F32", "F16", "BF16")
+WRITTEN = "GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.architecture"  # by the writer itself
+
+
+def requantise(source: Path, made: Path, kind: str) -> int:
+    """Write the file; returns its bytes. Raises UsageError without the package, for an unknown type, or a file in the
+    way."""
+    try:
+        gguf: Any = importlib.import_module("gguf")
+    except ModuleNotFoundError as error:
+        raise UsageError("gguf is not installed", remedy="pip install gguf") from error
+    if made.exists():
+        raise UsageError(f"{made} is there already", remedy="remove it, or give another name")
+    if kind not in gguf.GGMLQuantizationType.__members__:
+        raise UsageError(f"--type: expected a type of ggml, as Q8_0, got {kind!r}")
+    try:
+        read = gguf.GGUFReader(source)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{source}: {error}", remedy="give a GGUF file") from error
+    wanted = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(made, read.fields["general.architecture"].contents())
+    for name, field in read.fields.items():
+        if name not in WRITTEN:
+            of_items = field.types[-1] if len(field.types) > 1 else None
+            value = int(gguf.LlamaFileType[f"MOSTLY_{kind}"]) if name == "general.file_type" else field.contents()
+            writer.add_key_value(name, value, field.types[0], of_items)
+    for tensor in read.tensors:
+        if tensor.tensor_type.name in FLOATS:
+            writer.add_tensor(tensor.name, tensor.data)
+            continue
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        try:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+        except (NotImplementedError, gguf.QuantError) as error:
+            raise UsageError(f"--type {kind}: {error or 'the package writes no such blocks'}") from error
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return made.stat().st_size
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=called("python -m tools.requantise"), description=__doc__)
+    parser.add_argument("source", type=Path, metavar="SRC")
+    parser.add_argument("made", type=Path, metavar="DST")
+    parser.add_argument("--type", default="Q8_0", help="of blocks (%(default)s)")
+    args = parser.parse_args(argv)
+
+    def work() -> int:
+        print(f"{args.made.name}: {requantise(args.source, args.made, args.type) / 1e6:.1f} MB")
+        return 0
+
+    return run(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
