@@ -107,6 +107,17 @@ int64_t coppice_repack(int64_t threads, int64_t format, const void* rows, int64_
 // x [rows, width], out [rows, outs of all], both of `kind`.
 void coppice_linear(int64_t kind, int64_t threads, const Matrix* matrix, const void* x, void* out, int64_t rows);
 
+// A product as of coppice_linear.
+struct Product {
+    const Matrix* matrix;
+    const void* x;
+    void* out;
+    int64_t rows;
+};
+
+// All of them, their work shared between the threads as one.
+void coppice_linears(int64_t kind, int64_t threads, const Product* products, int64_t count);
+
 // Writes for which elements of rows and matrix this processor has dot products, bits as `kind` and 3 for int8; it
 // converts the others to float32.
 void coppice_linear_kinds(int64_t* kinds);
@@ -132,6 +143,25 @@ struct LowRank {
 // Adds to each row of out [rows, outs] what its adapter, number adapters_T[row], makes of its row of x [rows, width].
 void coppice_low_rank(int64_t kind, int64_t threads, const LowRank* adapters, const int64_t* adapters_T, const void* x,
                       void* out, int64_t rows);
+
+// --- experts ---
+
+// `experts` gated MLPs, of which a token chooses `chosen` by the logits of `router`: `up` [2 * inner, width], the gate
+// first, and `down` [width, inner] of each, then of the shared one, if `shared` is not 0, which is its inner width and
+// whose outputs are weighted by the sigmoid of `gate` (null: by 1). `scores` numbers SCORES of experts/routing.py, which
+// explains the rest, `function` ACTIVATIONS of rows/checks.py. `bias` [experts] may be null.
+struct Mixture {
+    int64_t experts, chosen, width, inner, shared, scores, normalized, function;
+    const Matrix* router;
+    const Matrix* up;
+    const Matrix* down;
+    const Matrix* gate;
+    const float* bias;
+    float epsilon, scale, jitter;
+};
+
+// x and out [rows, width]; out may be x.
+void coppice_experts(int64_t kind, int64_t threads, const Mixture* mixture, const void* x, void* out, int64_t rows);
 
 // --- kv_write ---
 
@@ -210,6 +240,7 @@ struct Call {
     Norm norm, more;
     Matrix matrix;
     const LowRank* adapters;
+    const Mixture* mixture;
     float scale, cap;
 };
 

@@ -134,7 +134,7 @@ class Adapter:
             inside = NESTED.fullmatch(module)
             spelled = [module, base + module, *([inside[1], f"model.{inside[1]}"] if inside else [])]
             if (name := next((each for each in spelled if each in there), None)) is None:
-                faults.append(f"{show(module)}: the model has no such linear layer")
+                faults.append(f"{show(module)}: {_not_served(module, names)}")
             return name
 
         for module, adapted in self.modules.items():
@@ -222,10 +222,11 @@ def _ends(names: Names, c: Config) -> dict[str, tuple[int, int]]:
 
 
 def matrices(names: Names, c: Config) -> dict[str, tuple[int, int]]:
-    """The outputs and the width of the matrices of layers, by their modules' names."""
+    """The outputs and the width of the matrices of layers, by their modules' names; those of experts are left out."""
     begin, found = names.layer.partition("{")[0], {}
+    mixed = {names.layer.format(i) + name for name in names.mixture(c) for i in range(c.layers) if c.mixed(i)}
     for name, shape in names.tensors(c).items():
-        if name.startswith(begin) and name.endswith(".weight") and len(shape) == 2:
+        if name not in mixed and name.startswith(begin) and name.endswith(".weight") and len(shape) == 2:
             found[name.removesuffix(".weight")] = shape[::-1] if names.transposed else shape
     return found
 
@@ -347,3 +348,9 @@ def _patterns(fields: Fields, name: str) -> dict[re.Pattern[str], float]:
 def _matching(patterns: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
     """The number of the first pattern that a module's name ends in, as in peft."""
     return next((value for pattern, value in patterns.items() if pattern.match(module)), default)
+
+
+def _not_served(module: str, names: Names) -> str:
+    if any(part in module for part in (".experts.", ".shared_expert", ".shared_mlp.", f".{names.router}")):
+        return "LoRA of experts, and of what chooses them, is not supported"
+    return "the model has no such linear layer"

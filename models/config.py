@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from kernels.experts.routing import Routing
 from kernels.layout import CacheKind
 from models.checkpoint.fields import Fields
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
@@ -19,6 +20,28 @@ ACTIVATIONS = {  # to the names of `kernels.rows.activation`
 }
 HEAD, SCORE = "lm_head", "score"
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of the MLP: gated MLPs, of which a token chooses a few.
+
+    Args:
+        count, width: of the experts, and inside each.
+        routing: how tokens choose.
+        layers: which layers have it; the others have an MLP.
+        choice_bias: the choice, and nothing else, adds a vector to the scores of experts.
+        shared_width: inside an expert that all tokens have besides; 0: there is none.
+        shared_gate: a matrix makes the weight of the shared expert; if not, it weighs 1.
+    """
+
+    count: int
+    width: int
+    routing: Routing
+    layers: tuple[bool, ...]
+    choice_bias: bool = False
+    shared_width: int = 0
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +62,7 @@ class Config:
         head_norms: queries and keys have norms of their own: "each" head by itself, or "all" heads as one row.
         norms_last: they are normed after they are rotated, not before.
         gated: the MLP multiplies its activated half with the other half.
+        experts: what some layers have in the place of the MLP; None: all have an MLP.
         attention_bias, out_bias, mlp_bias, head_bias: the matrices of queries, keys and values, the one after
             attention (None: as those), those of the MLP and the head have biases.
         windows, scales: of attention, by layer; empty: none, and 1 / sqrt(head_dim).
@@ -70,6 +94,7 @@ class Config:
     affine: bool = True
     plus_one: bool = False
     gated: bool = True
+    experts: Experts | None = None
     norms: tuple[Literal["input", "output", "sum"], ...] = ("input",)
     parallel: bool = False
     final_norm: bool = True
@@ -109,6 +134,10 @@ class Config:
     def scale(self, layer: int) -> float:
         """The factor of the scores of a layer's attention."""
         return self.scales[layer] if self.scales else self.head_dim**-0.5
+
+    def mixed(self, layer: int) -> bool:
+        """Whether a layer has a mixture of experts in the place of the MLP."""
+        return self.experts is not None and self.experts.layers[layer]
 
     def kept(self, layer: int) -> CacheKind:
         """The rows that a layer keeps of each token."""
@@ -179,6 +208,9 @@ class Names:
         attention_norm, mlp_norm: on the input or on the sum, see `Config.norms`.
         attention_out_norm, mlp_out_norm: on the output.
         qkv, up: one stored matrix or several, which lie below each other here.
+        router, choice_bias: of a mixture of experts: the matrix that makes the scores of experts, and a vector.
+        expert: its matrices, those of `up` before the last, the place of its number is {}.
+        shared, shared_gate: the same of the shared expert, and the matrix of its weight.
         positions: the table of learned positions; position p has row p + `offset`.
         project: the matrices between `embedding_width` and `width`, in and out.
         transposed: the layers' matrices are stored [in, out].
@@ -197,6 +229,19 @@ class Names:
     mlp_out_norm: str = "post_feedforward_layernorm"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    choice_bias: str = "mlp.expert_bias"
+    expert: tuple[str, str, str] = (
+        "mlp.experts.{}.gate_proj",
+        "mlp.experts.{}.up_proj",
+        "mlp.experts.{}.down_proj",
+    )
+    shared: tuple[str, ...] = (
+        "mlp.shared_expert.gate_proj",
+        "mlp.shared_expert.up_proj",
+        "mlp.shared_expert.down_proj",
+    )
+    shared_gate: str = "mlp.shared_expert_gate"
     norm: str = "model.norm"
     positions: str = ""
     offset: int = 0
@@ -233,6 +278,9 @@ class Names:
                 for name, outs in zip(self.qkv, qkv, strict=True):
                     add(layer + name, (outs, c.width), c.attention_bias)
                 add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
+            if c.mixed(i):
+                shapes |= {layer + name: shape for name, shape in self.mixture(c).items()}
+                continue
             for name in self.up:
                 add(layer + name, (up // len(self.up), c.width), c.mlp_bias)
             add(layer + self.down, (c.width, c.mlp_width), c.mlp_bias)
@@ -242,6 +290,19 @@ class Names:
             return shapes | {f"{SCORE}.weight": (1, embedding_width)}
         bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
         return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
+
+    def mixture(self, c: Config) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors of a mixture of experts, after `layer`."""
+        if (mixed := c.experts) is None:
+            return {}
+        shapes: dict[str, tuple[int, ...]] = {f"{self.router}.weight": (mixed.count, c.width)}
+        if mixed.choice_bias:
+            shapes[self.choice_bias] = (mixed.count,)
+        every = [(tuple(name.format(i) for name in self.expert), mixed.width) for i in range(mixed.count)]
+        for (*up, down), width in every + ([(self.shared, mixed.shared_width)] if mixed.shared_width else []):
+            shapes |= {f"{name}.weight": (2 * width // len(up), c.width) for name in up}
+            shapes[f"{down}.weight"] = c.width, width
+        return shapes | ({f"{self.shared_gate}.weight": (1, c.width)} if mixed.shared_gate else {})
 
     def kinds(self, c: Config) -> dict[str, str]:
         """The classes in transformers of linear layers and the token embedding, by the names of their weights."""
@@ -335,6 +396,31 @@ def rotary(
         "max_positions": max_positions,
         "rope": RopeConfig.from_hf(fields, size, max_positions, **rope) if one_rope else None,
     }
+
+
+def experts(
+    fields: Fields, *, count: int, chosen: int, width: int, layers: Sequence[bool], scores: str = "softmax", **more: Any
+) -> Experts | None:
+    """`Config.experts` of the fields that families share; None: no layer has any.
+
+    Args:
+        count, chosen: of experts, and of those of a token, where the fields are absent.
+        width, layers: see `Experts`.
+        scores: see `Routing`.
+        more: of `Routing` and of `Experts`.
+
+    Raises:
+        CheckpointError: more experts are chosen than there are.
+    """
+    if not any(layers):
+        return None
+    name = "num_experts" if fields.config.get("num_experts") is not None else "num_local_experts"
+    count = fields.int(name, default=count, high=2**12)
+    chosen = fields.int("num_experts_per_tok", default=chosen, high=2**12)
+    if chosen > count:
+        raise fields.error("num_experts_per_tok", f"at most {name}, which is {count},")
+    rules = {field: more.pop(field) for field in Routing._fields if field in more}
+    return Experts(count, width, Routing(chosen, scores, **rules), tuple(layers), **more)
 
 
 def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (FULL, SLIDING)) -> tuple[str, ...]:

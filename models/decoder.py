@@ -23,6 +23,7 @@ from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.weights import Weights
 from models.config import HEAD, SCORE, Config, ModelShape, Names
+from models.errors import CheckpointError
 from models.formats.floats import has_kernels
 from models.formats.linear import Linear, is_small
 from models.layers import Layer
@@ -81,6 +82,10 @@ class Decoder(nn.Module):
         """
         super().__init__()
         c, names = self.read(checkpoint.fields), self.names
+        if c.experts is not None and device.type != "cpu":
+            raise CheckpointError(
+                "mixtures of experts run on a CPU only", where=str(checkpoint.folder), remedy="Use --device cpu."
+            )
         tied = {f"{HEAD}.weight": f"{names.embedding}.weight"} if c.tied and not c.scores else {}
         shapes = names.tensors(c)
         stored = checkpoint.check(shapes, ignore=self.ignored, tied=tied, base=self.base, kinds=names.kinds(c))
@@ -245,6 +250,8 @@ class Decoder(nn.Module):
         c, layers = self.config, cast(Sequence[Layer], self.layers)
         calls = [call for layer in layers for call in layer.calls]
         if any(call.matrix is not None and call.matrix.matrix is None for call in calls):
+            return None
+        if any(call.mixture is not None and call.mixture.packed is None for call in calls):
             return None
         sizes = {name: getattr(c, name) for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim")}
         after = [call._replace(target="stream") for call in self.after]

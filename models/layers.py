@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kernels.stack.calls import Call
 from models.checkpoint.weights import Weights
 from models.config import Config, Names
+from models.mixture import Mixture
 from models.norms import Norm, head_norm
 from models.running import Registers, Together, run
 
@@ -135,7 +136,8 @@ class Layer(nn.Module):
             None if c.parallel else Residual(c, weights, layer + names.mlp_norm, layer + names.mlp_out_norm)
         )
         mixer = ShortConv if c.taps and c.taps[index] else Attention
-        self.attention, self.mlp = mixer(c, names, weights, index), MLP(c, names, weights, index)
+        feeder = Mixture if c.mixed(index) else MLP
+        self.attention, self.mlp = mixer(c, names, weights, index), feeder(c, names, weights, index)
         self.calls = list(self._calls())
 
     def _calls(self) -> Iterator[Call]:

@@ -125,6 +125,10 @@ def _adapt(call: Call, r: Registers) -> None:
         low_rank(r[call.target], r[call.source], call.adapters, adapters_T, impl=impl)
 
 
+def _mix(call: Call, r: Registers) -> None:
+    r[call.target] = call.mixture(r[call.source], r.impl)
+
+
 # --- several calls as one, on a GPU ---
 
 
@@ -218,6 +222,7 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "scale": _scale,
     "add": _add,
     "adapt": _adapt,
+    "mix": _mix,
     "turns": _turn_and_write,
     "sums": _add_and_norm,
 }

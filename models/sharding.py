@@ -71,6 +71,10 @@ class Partition:
         """
         if shard.size == 1:
             return Partition(c)
+        if c.experts is not None:
+            raise CheckpointError(
+                "mixtures of experts cannot be divided among processes", where=where, remedy="start one process"
+            )
         _check_heads(c, shard, where)
         D, M, heads = c.head_dim, c.mlp_width, part(c.heads, shard)
         kv = part(c.kv_heads, shard)

@@ -297,68 +297,119 @@ void prepare(const Matrix& m, const T* x, int64_t row, const Rows<Element>& to, 
         }
 }
 
+// One product of rows with a matrix, by an element type.
 template <typename Element>
-void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t stride, int64_t rows) {
+struct Work {
+    const Matrix& m;
+    const int64_t kind;
+    const void* x;
+    void* out;
+    const int64_t stride, rows;  // of the output
     const int64_t steps = (m.width + Element::STEP - 1) / Element::STEP;
     const int64_t groups = Element::GROUPED ? (m.width + m.group - 1) / m.group : 0;
     const bool floats = std::is_same_v<typename Element::Row, float>;
     const bool whole = kind == 0 && floats && m.width % Element::STEP == 0 && !m.order &&
                        !(Element::GROUPED && (m.zero || m.least));
-    const bool direct = whole && (m.width % 512 || rows <= 4), common = !direct && rows > OWN_ROWS;
-    auto prepare_row = [&](const Rows<Element>& to, int64_t row, float* ordered) {
+    const bool direct = whole && (m.width % 512 || rows <= 4);  // rows are multiplied as they lie
+
+    Rows<Element> given() const { return {(typename Element::Row*)x, m.width, nullptr, nullptr, groups}; }
+    Rows<Element> prepared() const { return direct ? given() : room<Element>(rows, m.width, groups); }
+
+    void prepare_row(const Rows<Element>& to, int64_t row, float* ordered) const {
         with_type(kind, [&](auto type) { prepare<Element>(m, (const decltype(type)*)x, row, to, ordered); });
-    };
-    Rows<Element> shared{(typename Element::Row*)x, m.width, nullptr, nullptr, groups};
-    if (common) shared = room<Element>(rows, m.width, groups);
-#pragma omp parallel num_threads(threads)
-    {
-        Rows<Element> own = shared;
-        std::vector<float> ordered(m.order ? m.width : 0);
-        if (common) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; row++) prepare_row(shared, row, ordered.data());
-        } else if (!direct) {
-            own = room<Element>(rows, m.width, groups);
-            for (int64_t row = 0; row < rows; row++) prepare_row(own, row, ordered.data());
+    }
+
+    // The rows as a thread multiplies them, prepared for itself unless they are already.
+    Rows<Element> own(Rows<Element> to, bool ready) const {
+        if (!ready) {
+            std::vector<float> ordered(m.order ? m.width : 0);
+            for (int64_t row = 0; row < rows; row++) prepare_row(to, row, ordered.data());
         }
-        if (floats && !m.zero && !m.least) own.sums = nullptr;
+        if (floats && !m.zero && !m.least) to.sums = nullptr;
+        return to;
+    }
+
+    // The outputs of a piece.
+    void multiply(const Rows<Element>& from, int64_t at) const {
         auto finish = [&](int64_t row, int64_t at, auto total) {
             if (at >= m.outs) return;
             const int n = std::min<int64_t>(LANES, m.outs - at);
-            const Floats value = Element::value(total, own.units ? own.units[row] : Unit{}, m.scale, at, n);
+            const Floats value = Element::value(total, from.units ? from.units[row] : Unit{}, m.scale, at, n);
             with_type(kind, [&](auto type) {
                 typedef decltype(type) T;
                 store(m.bias ? value + load((const T*)m.bias + at, n) : value, (T*)out + row * stride + at, n);
             });
         };
-        // A run of pieces is one stream of memory; there are enough of them for threads that lose their processor.
-        const int64_t run = std::max<int64_t>(1, (m.outs + PIECE - 1) / PIECE / (RUNS * threads));
+        for (int64_t row = 0; row < rows; row += BATCH)
+            multiply_piece<Element>(from, row, int(std::min<int64_t>(BATCH, rows - row)), m, steps, at, finish);
+    }
+};
+
+// Pieces of a run: one stream of memory; there are enough runs for threads that lose their processor.
+int64_t run_of(int64_t pieces, int64_t threads) { return std::max<int64_t>(1, pieces / (RUNS * threads)); }
+
+template <typename Element>
+void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t stride, int64_t rows) {
+    const Work<Element> work{m, kind, x, out, stride, rows};
+    const bool common = !work.direct && rows > OWN_ROWS;
+    Rows<Element> shared = work.given();
+    if (common) shared = work.prepared();
+#pragma omp parallel num_threads(threads)
+    {
+        if (common) {
+            std::vector<float> ordered(m.order ? m.width : 0);
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++) work.prepare_row(shared, row, ordered.data());
+        }
+        const Rows<Element> own = work.own(common ? shared : work.prepared(), common || work.direct);
+        const int64_t run = run_of((m.outs + PIECE - 1) / PIECE, threads);
 #pragma omp for schedule(dynamic, run)
-        for (int64_t at = 0; at < m.outs; at += PIECE)
-            for (int64_t row = 0; row < rows; row += BATCH)
-                multiply_piece<Element>(own, row, int(std::min<int64_t>(BATCH, rows - row)), m, steps, at, finish);
+        for (int64_t at = 0; at < m.outs; at += PIECE) work.multiply(own, at);
     }
 }
 
-void multiply(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t stride, int64_t rows) {
-    auto by = [&](auto element) { product<decltype(element)>(kind, threads, m, x, out, stride, rows); };
-    if (m.kind == 0) by(WideFloat32{});
+// Calls f with the element type that multiplies rows of `kind` with a matrix.
+template <typename F>
+void with_element(int64_t kind, const Matrix& m, F f) {
+    if (m.kind == 0) f(WideFloat32{});
     if (m.kind == 1) {
 #ifdef BFLOAT16_PAIRS
-        if (kind == 1) return by(PairsOfBFloat16{});
+        if (kind == 1) return f(PairsOfBFloat16{});
 #endif
-        by(WideBFloat16{});
+        f(WideBFloat16{});
     }
-    if (m.kind == 2) by(WideFloat16{});
-    if (m.kind == 3) by(Int8{});
-    if (m.kind == 4 && m.levels) return by(Int4{});
+    if (m.kind == 2) f(WideFloat16{});
+    if (m.kind == 3) f(Int8{});
+    if (m.kind == 4 && m.levels) return f(Int4{});
 #ifdef INT8_DOTS
-    if (m.kind == 4) return by(DigitsInt4{});
-    if (m.kind == 5) return by(DigitsInt8{});
+    if (m.kind == 4) return f(DigitsInt4{});
+    if (m.kind == 5) return f(DigitsInt8{});
 #endif
-    if (m.kind == 4) by(WideInt4{});
-    if (m.kind == 5) by(WideInt8{});
-    if (m.kind == 6) by(WideFloat8{});
+    if (m.kind == 4) f(WideInt4{});
+    if (m.kind == 5) f(WideInt8{});
+    if (m.kind == 6) f(WideFloat8{});
+}
+
+void multiply(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t stride, int64_t rows) {
+    with_element(kind, m, [&](auto element) { product<decltype(element)>(kind, threads, m, x, out, stride, rows); });
+}
+
+// A part of a product, and the pieces of it that a thread takes at once.
+struct Run {
+    const Matrix* matrix;
+    const void* x;
+    char* out;
+    int64_t stride, rows, first, last;
+    int64_t number;  // of the part
+};
+
+// `prepared`: the part whose rows this thread has prepared last.
+template <typename Element>
+void multiply_run(int64_t kind, const Run& run, int64_t& prepared) {
+    const Work<Element> work{*run.matrix, kind, run.x, run.out, run.stride, run.rows};
+    const Rows<Element> own = work.own(work.prepared(), work.direct || prepared == run.number);
+    prepared = work.direct ? prepared : run.number;
+    for (int64_t at = run.first; at < run.last; at += PIECE) work.multiply(own, at);
 }
 
 template <typename Word>
@@ -384,6 +435,38 @@ extern "C" void coppice_linear(int64_t kind, int64_t threads, const Matrix* matr
     for (const Matrix* m = matrix; m; m = m->next) stride += m->outs;
     for (const Matrix* m = matrix; m; at += m->outs, m = m->next)
         with_type(kind, [&](auto type) { multiply(kind, threads, *m, x, (decltype(type)*)out + at, stride, rows); });
+}
+
+extern "C" void coppice_linears(int64_t kind, int64_t threads, const Product* products, int64_t count) {
+    const int64_t element = kind ? 2 : 4;
+    std::vector<Run> parts, runs;
+    int64_t pieces = 0;
+    for (const Product* p = products; p < products + count; p++) {
+        if (p->rows > OWN_ROWS) {  // enough work for all threads, and rows that they prepare together
+            coppice_linear(kind, threads, p->matrix, p->x, p->out, p->rows);
+            continue;
+        }
+        int64_t stride = 0, at = 0;
+        for (const Matrix* m = p->matrix; m; m = m->next) stride += m->outs;
+        for (const Matrix* m = p->matrix; m; at += m->outs, m = m->next) {
+            parts.push_back({m, p->x, (char*)p->out + at * element, stride, p->rows, 0, m->outs, int64_t(parts.size())});
+            pieces += (m->outs + PIECE - 1) / PIECE;
+        }
+    }
+    const int64_t step = run_of(pieces, threads) * PIECE;
+    for (const Run& part : parts)
+        for (int64_t at = 0; at < part.last; at += step) {
+            runs.push_back(part);
+            runs.back().first = at, runs.back().last = std::min(at + step, part.last);
+        }
+#pragma omp parallel num_threads(threads) if (runs.size() > 1)
+    {
+        int64_t prepared = -1;
+#pragma omp for schedule(dynamic, 1)
+        for (size_t i = 0; i < runs.size(); i++)
+            with_element(kind, *runs[i].matrix,
+                         [&](auto element) { multiply_run<decltype(element)>(kind, runs[i], prepared); });
+    }
 }
 
 extern "C" void coppice_linear_kinds(int64_t* kinds) {

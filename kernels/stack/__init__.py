@@ -49,7 +49,7 @@ class Stack:
 
     Args:
         calls: of which the tensors and packed matrices live as long as the stack is used. All their linear layers have
-            a `matrix`.
+            a `matrix`, and all their mixtures of experts are `packed`.
         dtype: of the stream.
         width, mlp_width: of the stream, and inside an MLP.
         heads, kv_heads, head_dim: of queries; of keys and values; elements of a head.
@@ -80,7 +80,7 @@ class Stack:
         self.calls, self.dtype, self.width, self.heads, self.kv_heads = calls, dtype, width, heads, kv_heads
         self.head_dim = head_dim
         self.taps = max((len(call.norm.weight) for call in calls if call.code == "convolve"), default=0)
-        up = max((2 if call.gated else 1) * mlp_width for call in calls if call.code == "activate")
+        up = max(((2 if call.gated else 1) * mlp_width for call in calls if call.code == "activate"), default=0)
         every = (heads + 2 * kv_heads) * head_dim
         widths = width, width, width, every, heads * head_dim, 3 * width, width, up, mlp_width
         self._head: tuple[Matrix, ctypes.Structure] | None = None  # the latest, and its structure of C++
@@ -117,6 +117,9 @@ class Stack:
                     raise ValueError(f"expected a matrix {[outs, width]}, got {[packed.outs, packed.width]}")
                 if bias is not None:
                     expect("a matrix's bias", bias, self.dtype, (outs,), _CPU)
+            elif call.code == "mix":
+                if call.mixture.packed.width != self.width:
+                    raise ValueError(f"expected experts of width {self.width}, got {call.mixture.packed.width}")
             elif call.code == "adapt":
                 outs, width = widths[call.target], widths[call.source]
                 if (found := (call.adapters.outs, call.adapters.width)) != (outs, width):
@@ -287,7 +290,8 @@ def _described(call: Call) -> ctypes.Structure:
     packed, bias = call.matrix.matrix if call.matrix else (None, None)
     matrix = packed.described(bias) if packed else _STRUCTURES["Matrix"]()
     adapters = None if call.adapters is None else call.adapters.described()
-    more = matrix, adapters, call.scale, call.cap or 0.0
+    mixture = None if call.mixture is None else ctypes.addressof(call.mixture.packed.described())
+    more = matrix, adapters, mixture, call.scale, call.cap or 0.0
     return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, *norms, *more)
 
 

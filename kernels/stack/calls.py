@@ -29,6 +29,7 @@ CODES = (
     "scale",  # target *= `scale`
     "add",  # target += source
     "adapt",  # target += what the adapters of tokens make of source
+    "mix",  # target = what the experts of `mixture` make of source
 )
 
 
@@ -44,6 +45,7 @@ class Call(NamedTuple):
         table: the number of the angles.
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.
+        mixture: experts, with `packed` matrices, see `kernels.experts`.
     """
 
     code: str
@@ -60,3 +62,4 @@ class Call(NamedTuple):
     gated: bool = False
     all_heads: bool = False
     adapters: Any = None
+    mixture: Any = None

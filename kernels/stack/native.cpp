@@ -29,7 +29,7 @@ void multiply_by(float factor, T* x, int64_t size) {
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
 enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX };
 
 // One pass: sizes, and the registers, which a layer's operators read and write.
 struct Pass {
@@ -136,6 +136,8 @@ struct Pass {
             case ADAPT:
                 if (adapters_T) coppice_low_rank(s.kind, threads, c.adapters, adapters_T, source, target, tokens);
                 return;
+            case MIX:
+                return coppice_experts(s.kind, threads, c.mixture, source, target, tokens);
         }
     }
 };

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.linear import Packed
+from models.checkpoint.experts import one_by_one
 from models.checkpoint.fields import Fields
 from models.checkpoint.files import read_regular
 from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, damaged, read_header
@@ -275,7 +276,12 @@ class Checkpoint:
             try:
                 with safe_open(file, framework="pt") as mapped:
                     for name in group:
-                        out[name] = mapped.get_tensor(self.tensors[name].name or name)
+                        info = self.tensors[name]
+                        found = mapped.get_tensor(info.name or name)
+                        if info.part is not None:
+                            number, first, last = info.part
+                            found = found[number, first:last] if found.dim() == 3 else found
+                        out[name] = found
             except (SafetensorError, OSError) as error:
                 raise damaged(file, error) from error
         for name, tensor in out.items():
@@ -357,6 +363,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     if is_wrapped(config):
         config = text_config(config, show(folder / "config.json"))
         tensors, left_out = _text_tensors(tensors)
+    tensors = one_by_one(tensors)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
     quantized = quantization(Fields(config, show(folder / "config.json")))
     return Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, _adapter(folder))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kernels.linear.blocks import BLOCKS
 from kernels.linear.panels import PIECE
+from models.checkpoint.experts import EXPERT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import FLOATS
 from models.checkpoint.weights import Weights
@@ -30,6 +31,7 @@ class ModelSize:
 
     Args:
         matrices: of the linear layers, as their format keeps them.
+        chosen: of these, of experts that tokens choose.
         vectors: norms, biases, tables of positions, and on a device the embedding.
         config, shape: of the model.
     """
@@ -38,6 +40,14 @@ class ModelSize:
     vectors: int
     config: Config
     shape: ModelShape
+    chosen: int = 0
+
+    @property
+    def touched(self) -> int:
+        """Bytes of matrices that a pass of one token reads: all, but for the experts that it does not choose."""
+        if (experts := self.config.experts) is None:
+            return self.matrices
+        return self.matrices - self.chosen + self.chosen * experts.routing.chosen // experts.count
 
     @property
     def weights(self) -> int:
@@ -59,19 +69,22 @@ def measure(
         return found[-1]
 
     model = load_model(checkpoint, dtype, device, quant, reader)
-    return ModelSize(found[0].matrices, found[0].vectors, model.config, model.shape)
+    return ModelSize(found[0].matrices, found[0].vectors, model.config, model.shape, found[0].chosen)
 
 
 class Sizes(Weights):
     """Stands in for `Weights`: reads nothing and counts the bytes of the weights that a model asks for."""
 
-    matrices = vectors = 0
+    matrices = vectors = chosen = 0
     _share = 1.0  # of a matrix that this process has
 
-    def vector(self, name: str, *, plus_one: bool = False, some: range | None = None) -> Tensor:
+    def vector(
+        self, name: str, *, plus_one: bool = False, some: range | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """A vector without data."""
         first, *others = self.shapes[name]
-        vector = torch.empty(first if some is None else len(some), *others, dtype=self.dtype, device="meta")
+        size = first if some is None else len(some)
+        vector = torch.empty(size, *others, dtype=dtype or self.dtype, device="meta")
         self.vectors += vector.nbytes
         return vector
 
@@ -82,6 +95,7 @@ class Sizes(Weights):
         transposed: bool = False,
         outs: Sequence[range] | None = None,
         ins: range | None = None,
+        exact: bool = False,
     ) -> Any:
         """Count the bytes of a linear layer; the layer returned has no matrix."""
         all_outs = {name: self.shapes[f"{name}.weight"][transposed] for name in names}
@@ -92,9 +106,10 @@ class Sizes(Weights):
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
         self.vectors += sum(own.values()) * self.dtype.itemsize * bias
         self._share = sum(own.values()) / sum(all_outs.values()) * (1 if ins is None else len(ins) / width)
-        self.matrices += self._bytes(
-            stored, [*own.values()], width if ins is None else len(ins), head=tuple(names) == (HEAD,)
-        )
+        taken = width if ins is None else len(ins)
+        size = self._bytes(stored, [*own.values()], taken, head=tuple(names) == (HEAD,), exact=exact)
+        self.matrices += size
+        self.chosen += size if EXPERT in names[0] else 0
         return _Nothing(stored)
 
     def embedding(self, name: str) -> Any:
@@ -104,7 +119,9 @@ class Sizes(Weights):
             self.vectors += len(part(rows, self.shard)) * width * self.dtype.itemsize
         return nn.Identity()
 
-    def _bytes(self, stored: Sequence[str], outs: Sequence[int], width: int, *, head: bool = False) -> int:
+    def _bytes(
+        self, stored: Sequence[str], outs: Sequence[int], width: int, *, head: bool = False, exact: bool = False
+    ) -> int:
         tensors, key = self.checkpoint.tensors, "+".join(stored)
         if self.checkpoint.packing and key in self.checkpoint.packing.sizes and has_kernels(torch.float32, self.device):
             parts = [tensors[name] for name in (prefix + key for prefix in PREFIXES) if name in tensors]
@@ -123,7 +140,7 @@ class Sizes(Weights):
                 return sum(run[0][0].packed_bytes(sum(rows for _, rows in run), width) for run in runs)
             return sum(map(self._quantised, stored, outs))
         own = {*floats.values()}
-        quant = format_of(self.quant, sum(outs), head=head)
+        quant = "none" if exact else format_of(self.quant, sum(outs), head=head)
         return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
 
     def _quantised(self, name: str, outs: int) -> int:

@@ -20,6 +20,7 @@ class TensorInfo:
     """A tensor as a header describes it. `packed`: the file has its values in a packed matrix alone.
 
     `name`: that of the file, where the model has another one for it.
+    `part`: it is rows [first, last) of a matrix of the file's tensor, which has several: number, first, last.
     """
 
     file: Path
@@ -27,6 +28,7 @@ class TensorInfo:
     dtype: torch.dtype
     packed: bool = False
     name: str = ""
+    part: tuple[int, int, int] | None = None
 
     @property
     def elements(self) -> int:

@@ -70,15 +70,18 @@ class Weights:
         self.part = Partition.of(c, self.shard, str(self.checkpoint.folder), even)
         return self.part.config
 
-    def vector(self, name: str, *, plus_one: bool = False, some: range | None = None) -> Tensor:
+    def vector(
+        self, name: str, *, plus_one: bool = False, some: range | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """A norm's weight or a table of positions, say: a copy, as a view would hold on to the whole mapping.
 
         Args:
             plus_one: adds 1 in float32, before the sum is rounded to the dtype.
             some: elements, or rows; None: all.
+            dtype: of the copy; None: the one to compute in.
         """
         found = _cut(self._read(name), some)
-        return (found.float() + 1 if plus_one else found).to(self.device, self.dtype, copy=True)
+        return (found.float() + 1 if plus_one else found).to(self.device, dtype or self.dtype, copy=True)
 
     def linear(
         self,
@@ -87,6 +90,7 @@ class Weights:
         transposed: bool = False,
         outs: Sequence[range] | None = None,
         ins: range | None = None,
+        exact: bool = False,
     ) -> Linear:
         """A linear layer of one matrix, or of several that share their input; names without `.weight`.
 
@@ -95,10 +99,11 @@ class Weights:
         Args:
             outs: of all matrices below each other, the outputs that the layer has; None: all.
             ins: the inputs that it has; the processes add up its products then. None: all.
+            exact: weights that are stored as floats stay floats, whatever the format of the others.
         """
         pieces = self.pieces(names, transposed, outs)
         with MACHINE.limited():
-            layer = self._linear(names, bias, transposed, pieces, ins)
+            layer = self._linear(names, bias, transposed, pieces, ins, exact)
         layer.made_of = names
         if sum(math.prod(self.shapes[f"{name}.weight"]) for name in names) >= LARGE:
             trim_memory()  # of what packing took besides
@@ -137,11 +142,12 @@ class Weights:
         transposed: bool,
         pieces: Sequence[tuple[str, range | None]],
         ins: range | None,
+        exact: bool = False,
     ) -> Linear:
         own = bias and ins is None  # a sum over processes gets its bias after it is made
         biases = [_cut(self._read(f"{name}.bias"), some) for name, some in pieces] if own else None
         outs = sum(self.shapes[f"{name}.weight"][transposed] for name in names)
-        quant = format_of(self.quant, outs, head=tuple(names) == (HEAD,))
+        quant = "none" if exact else format_of(self.quant, outs, head=tuple(names) == (HEAD,))
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
         width = self.shapes[f"{names[0]}.weight"][not transposed]
         if (packed := self.checkpoint.packed(stored, outs, width)) and has_kernels(torch.float32, self.device):

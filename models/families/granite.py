@@ -1,9 +1,10 @@
-"""Granite 3 and dense Granite 4 (IBM 2024, 2025): a Llama with four factors, in Granite 4 also without rotation."""
+"""Granite 3 and dense Granite 4 (IBM 2024, 2025): a Llama with four factors, in Granite 4 also without rotation, and in
+some models of Granite 3 with experts."""
 
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, Config, Names, layer_types, rotary
+from models.config import FULL, Config, Names, architecture, experts, layer_types, rotary
 from models.decoder import Decoder
 
 
@@ -18,6 +19,30 @@ class Granite(Decoder):
         options = rotary(fields, positions=2048)
         mlp_bias = fields.bool("mlp_bias", default=False)
         return Config(mlp_bias=mlp_bias, **factors(fields, options["layers"]), **options)
+
+
+class GraniteMoe(Decoder):
+    """A Granite with experts in all layers, and perhaps one that all tokens have."""
+
+    architectures = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
+    names = Names(shared=("shared_mlp.input_linear", "shared_mlp.output_linear"))
+    base = "model."
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        width = fields.int("intermediate_size", default=11008)
+        options = rotary(fields, positions=2048, mlp_width=width)
+        shared = architecture(fields).startswith("GraniteMoeShared")
+        mixed = experts(
+            fields,
+            count=8,
+            chosen=2,
+            width=width,
+            layers=[True] * options["layers"],
+            scores="softmax_of_chosen",
+            shared_width=fields.int("shared_intermediate_size", default=0, low=0) if shared else 0,
+        )
+        return Config(experts=mixed, **factors(fields, options["layers"]), **options)
 
 
 class GraniteHybrid(Decoder):

@@ -1,9 +1,10 @@
 """LFM2 and LFM2.5 (Liquid AI, 2025): short convolutions in most layers, attention with norms of heads in the others."""
 
+from dataclasses import replace
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.config import Config, Names, rotary
+from models.config import Config, Names, experts, rotary
 from models.decoder import Decoder
 
 CONV, FULL = "conv", "full_attention"
@@ -38,6 +39,46 @@ class LFM2(Decoder):
             conv_bias=fields.bool("conv_bias", default=False),
             **options | {"mlp_width": _mlp_width(fields), "tied": fields.bool("tie_word_embeddings", default=True)},
         )
+
+
+class LFM2Moe(Decoder):
+    """The models with experts in all layers but the first ones."""
+
+    architectures = ("Lfm2MoeForCausalLM",)
+    names = replace(
+        LFM2.names,
+        router="feed_forward.gate",
+        choice_bias="feed_forward.expert_bias",
+        expert=(
+            "feed_forward.experts.{}.gate_proj",
+            "feed_forward.experts.{}.up_proj",
+            "feed_forward.experts.{}.down_proj",
+        ),
+    )
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.config.get("layer_types") is None:
+            raise fields.error("layer_types", f"the kind of each layer, {CONV} or {FULL}")
+        plain = Fields({"block_auto_adjust_ff_dim": False, "intermediate_size": 7168} | {
+            name: value for name, value in fields.config.items()
+            if not name.startswith("block_") and value is not None
+        }, fields.file, fields.prefix)  # fmt: skip
+        config = LFM2.read(plain)
+        dense = fields.int("num_dense_layers", default=2, low=0)
+        mixed = experts(
+            fields,
+            count=32,
+            chosen=4,
+            width=fields.int("moe_intermediate_size", default=1792),
+            layers=[i >= dense for i in range(config.layers)],
+            scores="sigmoid",
+            normalized=fields.bool("norm_topk_prob", default=True),
+            epsilon=1e-6,
+            scale=fields.float("routed_scaling_factor", default=1.0),
+            choice_bias=fields.bool("use_expert_bias", default=True),
+        )
+        return replace(config, experts=mixed)
 
 
 def _renamed(fields: Fields) -> Fields:

@@ -1,0 +1,152 @@
+// Mixtures of experts: rows of a pass are grouped by the experts that they chose, so that each expert is read once, and
+// the products of all experts are shared between the threads as one, since experts have unequal numbers of rows.
+//
+// Every row is added up in the order of its own choice: what rides along does not change its bits.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "../operators.h"
+#include "../vectors.h"
+
+namespace {
+
+enum Scores { SOFTMAX, SOFTMAX_OF_CHOSEN, SIGMOID, SPARSEMIXER };
+
+// NaN is the largest, as for PyTorch.
+bool above(float x, float y) { return x > y || (x != x && y == y); }
+
+float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
+// The experts of a row and their weights. `keys` has room for a number of each expert.
+class Choice {
+  public:
+    explicit Choice(const Mixture& mixture) : m(mixture), keys(mixture.experts) {}
+
+    void make(const float* logits, int64_t* experts, float* weights) {
+        if (m.scores == SPARSEMIXER) return sparsemixer(logits, experts, weights);
+        for (int64_t i = 0; i < m.experts; i++) {
+            keys[i] = m.scores == SIGMOID ? sigmoid(logits[i]) : logits[i];
+            if (m.bias) keys[i] += m.bias[i];
+        }
+        for (int64_t k = 0; k < m.chosen; k++) experts[k] = largest(experts, k);
+        const float top = m.scores == SIGMOID ? 0 : logits[experts[0]];
+        float sum = 0;
+        if (m.scores == SOFTMAX)
+            for (int64_t i = 0; i < m.experts; i++) sum += std::exp(logits[i] - top);
+        for (int64_t k = 0; k < m.chosen; k++) {
+            const float logit = logits[experts[k]];
+            weights[k] = m.scores == SIGMOID ? sigmoid(logit) : std::exp(logit - top);
+            if (m.scores == SOFTMAX_OF_CHOSEN) sum += weights[k];
+        }
+        for (int64_t k = 0; k < m.chosen && m.scores != SIGMOID; k++) weights[k] /= sum;
+        if (m.normalized) {
+            float all = 0;
+            for (int64_t k = 0; k < m.chosen; k++) all += weights[k];
+            for (int64_t k = 0; k < m.chosen; k++) weights[k] /= all + m.epsilon;
+        }
+        for (int64_t k = 0; k < m.chosen; k++) weights[k] *= m.scale;
+    }
+
+  private:
+    // The expert of the largest key that is not among the first `count` of `taken`; of equals the lower number.
+    int64_t largest(const int64_t* taken, int64_t count) const {
+        int64_t best = -1;
+        for (int64_t i = 0; i < m.experts; i++)
+            if (std::find(taken, taken + count, i) == taken + count && (best < 0 || above(keys[i], keys[best]))) best = i;
+        return best;
+    }
+
+    // Two experts. The second weighs its part of the softmax without the first.
+    void sparsemixer(const float* logits, int64_t* experts, float* weights) {
+        std::copy(logits, logits + m.experts, keys.begin());
+        for (int64_t k = 0; k < 2; k++) {
+            experts[k] = largest(experts, k);
+            const float top = logits[experts[k]];
+            float sum = 0;
+            for (int64_t i = 0; i < m.experts; i++) {
+                if (k == 1 && i == experts[0]) continue;
+                const bool far = (top - logits[i]) / std::max(std::abs(logits[i]), top) > 2 * m.jitter;
+                if (!far) sum += std::exp(logits[i] - top);
+            }
+            weights[k] = 1 / sum;
+        }
+    }
+
+    const Mixture& m;
+    std::vector<float> keys;
+};
+
+template <typename T>
+std::unique_ptr<T[]> room(int64_t size) {
+    return std::unique_ptr<T[]>(new T[size]);
+}
+
+template <typename T>
+void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, T* out, int64_t rows) {
+    const int64_t K = m.chosen, total = rows * K, E = m.width, X = m.experts;
+    const auto logits = room<T>(rows * X);
+    coppice_linear(kind, threads, m.router, x, logits.get(), rows);
+    std::vector<int64_t> chosen(total), first(X + 1), place(total);
+    std::vector<float> weights(total), wide(X);
+    Choice choice(m);
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t i = 0; i < X; i++) wide[i] = load(logits.get() + r * X + i, 1)[0];
+        choice.make(wide.data(), &chosen[r * K], &weights[r * K]);
+    }
+    // Rows by expert: of each its first place, and the place of each choice.
+    for (int64_t expert : chosen) first[expert + 1]++;
+    for (int64_t i = 0; i < X; i++) first[i + 1] += first[i];
+    std::vector<int64_t> next(first.begin(), first.end() - 1);
+    for (int64_t i = 0; i < total; i++) place[i] = next[chosen[i]]++;
+
+    const auto gathered = room<T>(total * E), up = room<T>(total * 2 * m.inner), middle = room<T>(total * m.inner);
+    const auto shared_up = room<T>(rows * 2 * m.shared), shared_middle = room<T>(rows * m.shared);
+    const auto shared_out = room<T>(m.shared ? rows * E : 0), gates = room<T>(m.gate ? rows : 0);
+    for (int64_t i = 0; i < total; i++) std::memcpy(gathered.get() + place[i] * E, x + i / K * E, E * sizeof(T));
+
+    std::vector<Product> products;
+    if (m.shared) products.push_back({m.up + X, x, shared_up.get(), rows});
+    if (m.gate) products.push_back({m.gate, x, gates.get(), rows});
+    for (int64_t i = 0; i < X; i++)
+        if (const int64_t count = first[i + 1] - first[i])
+            products.push_back({m.up + i, gathered.get() + first[i] * E, up.get() + first[i] * 2 * m.inner, count});
+    coppice_linears(kind, threads, products.data(), int64_t(products.size()));
+
+    coppice_activation_mul(kind, threads, m.function, up.get(), middle.get(), total, m.inner);
+    products.clear();
+    if (m.shared) {
+        coppice_activation_mul(kind, threads, m.function, shared_up.get(), shared_middle.get(), rows, m.shared);
+        products.push_back({m.down + X, shared_middle.get(), shared_out.get(), rows});
+    }
+    const auto& made = gathered;  // what the experts read is not needed any more
+    for (int64_t i = 0; i < X; i++)
+        if (const int64_t count = first[i + 1] - first[i])
+            products.push_back({m.down + i, middle.get() + first[i] * m.inner, made.get() + first[i] * E, count});
+    coppice_linears(kind, threads, products.data(), int64_t(products.size()));
+
+#pragma omp parallel for num_threads(threads) if (rows * E > 1 << 14)
+    for (int64_t r = 0; r < rows; r++) {
+        const float gate = m.gate ? sigmoid(load(gates.get() + r, 1)[0]) : 1;
+        each(E, [&](int64_t i, auto n) {
+            Floats sum{};
+            for (int64_t k = 0; k < K; k++)
+                sum += weights[r * K + k] * load(made.get() + place[r * K + k] * E + i, n);
+            if (m.shared) sum += gate * load(shared_out.get() + r * E + i, n);
+            store(sum, out + r * E + i, n);
+        });
+    }
+}
+
+}  // namespace
+
+extern "C" void coppice_experts(int64_t kind, int64_t threads, const Mixture* mixture, const void* x, void* out,
+                                int64_t rows) {
+    with_type(kind, [&](auto type) {
+        typedef decltype(type) T;
+        run(kind, threads, *mixture, (const T*)x, (T*)out, rows);
+    });
+}

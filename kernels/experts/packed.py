@@ -1,0 +1,98 @@
+"""The packed matrices of a mixture of experts, as C++ and the definition take them."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.checks import expect
+from kernels.cpp import OPERATORS
+from kernels.experts.routing import SCORES, Routing
+from kernels.rows.checks import ACTIVATIONS
+from kernels.stack import Matrix
+
+
+class Expert(NamedTuple):
+    """A gated MLP: up [2 M, E], the gate's outputs first, and down [E, M]."""
+
+    up: Matrix
+    down: Matrix
+
+
+class PackedExperts:
+    """A mixture of experts whose matrices are packed.
+
+    Args:
+        routing: the rules of the choice.
+        function: the name of an activation, see `kernels.rows`.
+        router: makes the logits of tokens.
+        experts: of one width M.
+        bias_X: see `choose`.
+        shared: an expert of a width of its own that every token has beside those that it chose; None: there is none.
+        gate: makes a logit of each token, whose sigmoid weighs the shared expert; None: it weighs 1.
+
+    Raises:
+        ValueError: matrices that do not fit together.
+    """
+
+    def __init__(
+        self,
+        routing: Routing,
+        function: str,
+        router: Matrix,
+        experts: Sequence[Expert],
+        bias_X: Tensor | None = None,
+        shared: Expert | None = None,
+        gate: Matrix | None = None,
+    ):
+        self.routing, self.function, self.router, self.experts = routing, function, router, [*experts]
+        self.bias_X, self.shared, self.gate = bias_X, shared, gate
+        self.width = router.packed.width
+        self._check()
+
+    def _check(self) -> None:
+        width, inner = self.width, self.experts[0].down.packed.width
+        wanted = [(self.router, len(self.experts), width)]
+        parts = [(expert, inner) for expert in self.experts]
+        if self.shared is not None:
+            parts.append((self.shared, self.shared.down.packed.width))
+        for expert, own in parts:
+            wanted += [(expert.up, 2 * own, width), (expert.down, width, own)]
+        if self.gate is not None:
+            wanted.append((self.gate, 1, width))
+        for matrix, outs, ins in wanted:
+            if (matrix.packed.outs, matrix.packed.width) != (outs, ins):
+                got = [matrix.packed.outs, matrix.packed.width]
+                raise ValueError(f"experts: expected a matrix {[outs, ins]}, got {got}")
+        if not 0 < self.routing.chosen <= len(self.experts):
+            raise ValueError(f"chosen: expected 1 to {len(self.experts)} experts, got {self.routing.chosen}")
+        if self.routing.scores == "sparsemixer" and self.routing.chosen != 2:
+            raise ValueError(f"chosen: sparsemixer chooses 2 experts, got {self.routing.chosen}")
+        if self.bias_X is not None:
+            expect("bias_X", self.bias_X, torch.float32, (len(self.experts),), torch.device("cpu"))
+
+    def described(self) -> ctypes.Structure:
+        """For C++; valid as long as this object lives."""
+        if not hasattr(self, "_described"):
+            kind = OPERATORS.structures["Matrix"]
+
+            def chain(matrices: Sequence[Matrix]) -> ctypes.Array[ctypes.Structure]:
+                return (kind * len(matrices))(*(matrix.packed.described(matrix.bias) for matrix in matrices))
+
+            every = [*self.experts, *([] if self.shared is None else [self.shared])]
+            chains = [chain([self.router]), chain([x.up for x in every]), chain([x.down for x in every])]
+            if self.gate is not None:
+                chains.append(chain([self.gate]))
+            self._chains, routing = chains, self.routing
+            shared = 0 if self.shared is None else self.shared.down.packed.width
+            sizes = self.width, self.experts[0].down.packed.width, shared
+            rules = SCORES.index(routing.scores), routing.normalized, ACTIVATIONS.index(self.function)
+            places = [ctypes.addressof(each) for each in chains] + ([] if self.gate is not None else [None])
+            bias = None if self.bias_X is None else self.bias_X.data_ptr()
+            numbers = routing.epsilon, routing.scale, routing.jitter
+            self._described = OPERATORS.structures["Mixture"](
+                len(self.experts), routing.chosen, *sizes, *rules, *places, bias, *numbers
+            )
+        return self._described

@@ -1,0 +1,71 @@
+"""How tokens choose their experts: the definition, in PyTorch.
+
+Shape legend: T tokens, X experts, K chosen ones of a token.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SCORES = "softmax", "softmax_of_chosen", "sigmoid", "sparsemixer"  # C++ numbers them in this order
+
+
+class Routing(NamedTuple):
+    """The rules by which a token chooses experts and weighs what they compute.
+
+    Args:
+        chosen: experts of a token.
+        scores: what a chosen expert weighs: its part of the softmax of all logits, or of those of the chosen experts
+            alone; the sigmoid of its logit; "sparsemixer": its part of the softmax of the logits that are near to the
+            largest, for the second expert without the first (Liu et al., 2024).
+        normalized: weights are divided by their sum plus `epsilon`.
+        scale: a factor of the weights.
+        jitter: how near is near, of sparsemixer.
+    """
+
+    chosen: int
+    scores: str = "softmax"
+    normalized: bool = False
+    epsilon: float = 0.0
+    scale: float = 1.0
+    jitter: float = 0.0
+
+
+def choose(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The experts of tokens, the likeliest first, of equals the lower number; each token by itself.
+
+    Args:
+        logits_TX: what the router makes of tokens, floats of any dtype.
+        bias_X: float32, added to sigmoids for the choice and not for the weights; None: nothing is.
+
+    Returns:
+        their numbers [T, K], int64, and their weights [T, K], float32 (float64 for such logits).
+    """
+    logits_TX = logits_TX.to(torch.promote_types(logits_TX.dtype, torch.float32))
+    if routing.scores == "sparsemixer":
+        return _sparsemixer(logits_TX, routing.jitter)
+    scores_TX = logits_TX.sigmoid() if routing.scores == "sigmoid" else logits_TX
+    order_TX = (scores_TX if bias_X is None else scores_TX + bias_X).argsort(dim=-1, descending=True, stable=True)
+    experts_TK = order_TX[:, : routing.chosen]
+    if routing.scores == "softmax":
+        scores_TX = logits_TX.softmax(-1)
+    weights_TK = scores_TX.gather(1, experts_TK)
+    if routing.scores == "softmax_of_chosen":
+        weights_TK = weights_TK.softmax(-1)
+    if routing.normalized:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + routing.epsilon)
+    return experts_TK, weights_TK * routing.scale
+
+
+def _sparsemixer(logits_TX: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Two experts of each token. Nearness is relative to the larger magnitude."""
+    left_TX, experts, weights = logits_TX, [], []
+    for _ in range(2):
+        most_T1 = left_TX.amax(-1, keepdim=True)
+        first_T1 = (left_TX == most_T1).to(torch.uint8).argmax(-1, keepdim=True)
+        far_TX = (most_T1 - logits_TX) / logits_TX.abs().maximum(most_T1) > 2 * jitter
+        experts.append(first_T1)
+        weights.append(left_TX.masked_fill(far_TX, float("-inf")).softmax(-1).gather(1, first_T1))
+        left_TX = left_TX.scatter(1, first_T1, float("-inf"))
+    return torch.cat(experts, 1), torch.cat(weights, 1)

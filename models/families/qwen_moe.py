@@ -1,0 +1,86 @@
+"""Qwen1.5-MoE, Qwen2-MoE (Yang et al. 2024) and Qwen3-MoE (2025): experts in the place of the MLP, in some layers or in
+all."""
+
+from typing import Any
+
+from models.checkpoint.fields import Fields
+from models.config import FULL, SLIDING, Config, Experts, experts, layer_types, rotary, windows
+from models.decoder import Decoder
+
+
+class Qwen2Moe(Decoder):
+    """A Qwen2 with experts, and one that every token has, weighted by a gate of its own."""
+
+    architectures = ("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification")
+    default_eos_token_ids = frozenset([151645])
+    base = "model."
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads = None if "num_key_value_heads" in fields.config else 16
+        options = rotary(fields, positions=32768, kv_heads=kv_heads, mlp_width=_mlp_width(fields, 5632))
+        layers, window = options["layers"], _window(fields)
+        first = fields.int("max_window_layers", default=28, low=0) if window else 0
+        kinds = layer_types(fields, [SLIDING if i % 2 == 0 and i < first else FULL for i in range(layers)])
+        shared = {
+            "shared_width": fields.int("shared_expert_intermediate_size", default=5632),
+            "shared_gate": True,
+        }
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            attention_bias=fields.bool("qkv_bias", default=True),
+            out_bias=False,
+            windows=windows(fields, kinds, window),
+            experts=_experts(fields, layers, count=60, chosen=4, width=1408, **shared),
+            **options,
+        )
+
+
+class Qwen3Moe(Decoder):
+    """A Qwen3 with experts."""
+
+    architectures = ("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification")
+    default_eos_token_ids = frozenset([151645])
+    base = "model."
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads = None if "num_key_value_heads" in fields.config else 4
+        options = rotary(fields, positions=32768, kv_heads=kv_heads, mlp_width=_mlp_width(fields, 6144))
+        layers = options["layers"]
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            head_norms="each",
+            windows=(_window(fields),) * layers,
+            experts=_experts(fields, layers, count=128, chosen=8, width=768),
+            **options,
+        )
+
+
+def _mlp_width(fields: Fields, default: int) -> int:
+    """The width of the MLP in layers without experts."""
+    return fields.int("intermediate_size", default=default)
+
+
+def _window(fields: Fields) -> int | None:
+    """The window of layers that have one; null is none, absent is not."""
+    if not fields.bool("use_sliding_window", default=False):
+        return None
+    return fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+
+
+def _experts(fields: Fields, layers: int, *, count: int, chosen: int, width: int, **shared: Any) -> Experts | None:
+    """The layers are those of every `decoder_sparse_step`, but for those that `mlp_only_layers` lists."""
+    step, dense = fields.int("decoder_sparse_step", default=1), fields.config.get("mlp_only_layers") or []
+    if type(dense) is not list or any(type(i) is not int for i in dense):
+        raise fields.error("mlp_only_layers", "a list of numbers of layers")
+    return experts(
+        fields,
+        count=count,
+        chosen=chosen,
+        width=fields.int("moe_intermediate_size", default=width),
+        layers=[i not in dense and (i + 1) % step == 0 for i in range(layers)],
+        normalized=fields.bool("norm_topk_prob", default=False),
+        **shared,
+    )

@@ -1,0 +1,180 @@
+"""Mixtures of experts: the choice of tokens, and what their experts make of them, against the definition."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kernels import cpp
+from kernels.experts import Expert, PackedExperts, Routing, choose, experts, grouped
+from kernels.linear import Packed, PackedParts, linear, pack, pack_groups, reference
+from kernels.rows import activation_mul
+from kernels.stack import Matrix
+
+native = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
+ROUTINGS = {
+    "softmax": Routing(2),
+    "normalized": Routing(3, normalized=True),
+    "of chosen": Routing(3, "softmax_of_chosen"),
+    "sigmoid": Routing(3, "sigmoid", normalized=True, epsilon=1e-6, scale=2.5),
+    "all": Routing(7),
+    "sparsemixer": Routing(2, "sparsemixer", jitter=0.1),
+}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def matrix(outs, width, kind, seed, bias=False):
+    weight_OI = draw(outs, width, seed=seed) / width**0.5
+    own = draw(outs, seed=seed + 1) if bias else None
+    if kind == "int4":
+        codes_OI = (weight_OI * 4 + 8).clamp(0, 15).to(torch.uint8)
+        panels, groups = pack_groups([(codes_OI, torch.full((outs, 1), 0.25))], "int4", outs, width, width)
+        return Matrix(Packed(panels, outs, width, groups=groups, levels=127.0), own)
+    return Matrix(Packed(pack([weight_OI], torch.float32, outs, width), outs, width), own)
+
+
+def mixture(routing, kind="float32", *, count=7, width=40, inner=24, bias=False, shared=0, gated=False, parts=False):
+    def expert(inner, seed):
+        up = matrix(2 * inner, width, kind, seed, bias)
+        if parts:
+            halves = [matrix(inner, width, kind, seed + i).packed for i in range(2)]
+            up = Matrix(PackedParts(halves), up.bias)
+        return Expert(up, matrix(width, inner, kind, seed + 7, bias))
+
+    return PackedExperts(
+        routing,
+        "silu",
+        matrix(count, width, "float32", 1),
+        [expert(inner, 100 * i + 2) for i in range(count)],
+        draw(count, seed=9) if routing.scores == "sigmoid" else None,
+        expert(shared, 9000) if shared else None,
+        matrix(1, width, "float32", 3) if gated else None,
+    )
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_choice_is_what_its_rules_say(routing):
+    rules, logits_TX = ROUTINGS[routing], draw(50, 7).double()
+    experts_TK, weights_TK = choose(logits_TX, rules)
+    best_TK = logits_TX.topk(rules.chosen).indices
+    assert experts_TK.equal(best_TK)
+    every_TX = logits_TX.sigmoid() if rules.scores == "sigmoid" else logits_TX.softmax(-1)
+    expected_TK = every_TX.gather(1, best_TK)
+    if rules.normalized or rules.scores == "softmax_of_chosen":
+        expected_TK = expected_TK / expected_TK.sum(-1, keepdim=True)
+    if rules.scores != "sparsemixer":
+        assert torch.allclose(weights_TK, expected_TK * rules.scale, atol=1e-6)
+    else:
+        assert ((weights_TK > 0) & (weights_TK <= 1)).all() and (weights_TK == 1).any() and (weights_TK < 1).any()
+
+
+def test_equals_go_to_the_lower_number():
+    logits_TX = torch.tensor([[0.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]])
+    for routing in (Routing(2), Routing(2, "sparsemixer", jitter=0.01)):
+        assert choose(logits_TX, routing)[0].tolist() == [[1, 2], [0, 1]]
+    assert choose(logits_TX, Routing(2, "sigmoid"), torch.tensor([9.0, 0, 0, 9]))[0].tolist() == [[3, 0], [0, 3]]
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [{}, {"bias": True, "shared": 20}, {"shared": 33, "gated": True, "parts": True}])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_as_near_to_float64_as_pytorch(routing, shape, dtype):
+    """Rows whose choice the dtype changes are left out."""
+    made = cast(mixture(ROUTINGS[routing], **shape), dtype)
+    x_TE = draw(60, 40, seed=5).to(dtype)
+    exact = cast(made, torch.float64)
+    exact_TE = experts(x_TE.double(), exact, impl="reference")
+    chosen = choose(logits(x_TE, made), made.routing, made.bias_X)
+    same_T = chosen[0].eq(choose(logits(x_TE.double(), exact), made.routing, made.bias_X)[0]).all(-1)
+    assert same_T.float().mean() > 0.8
+    products = [(plain(expert.up, dtype), plain(expert.down, dtype)) for expert in made.experts]
+    plain_TE = grouped(x_TE, *chosen, products, activate)
+    if made.shared is not None:
+        y_TE = plain(made.shared.down, dtype)(activate(plain(made.shared.up, dtype)(x_TE))).float()
+        plain_TE += y_TE if made.gate is None else plain(made.gate, dtype)(x_TE).float().sigmoid() * y_TE
+    found = plain_TE.to(dtype), experts(x_TE, made)
+    errors = [(x_TE.double() - exact_TE)[same_T].square().mean().sqrt() for x_TE in found]
+    assert errors[1] <= 2 * errors[0]
+
+
+def activate(x):
+    return activation_mul(x, "silu", impl="torch")
+
+
+def plain(matrix, dtype):
+    parts = getattr(matrix.packed, "parts", [matrix.packed])
+    weight_OI = torch.cat([reference.unpacked(part) for part in parts]).to(dtype)
+    return lambda x: F.linear(x, weight_OI, matrix.bias)
+
+
+def logits(x_TE, made):
+    return reference.linear(x_TE, *made.router)
+
+
+def cast(made, dtype):
+    """The same mixture for rows of another dtype, whose biases have it too."""
+
+    def wide(matrix):
+        return None if matrix is None else Matrix(matrix.packed, None if matrix.bias is None else matrix.bias.to(dtype))
+
+    def both(expert):
+        return None if expert is None else Expert(wide(expert.up), wide(expert.down))
+
+    every = [both(expert) for expert in made.experts]
+    return PackedExperts(
+        made.routing, made.function, made.router, every, made.bias_X, both(made.shared), wide(made.gate)
+    )
+
+
+@native
+@pytest.mark.parametrize("kind", ["float32", "int4"])
+def test_rows_do_not_feel_each_other(kind):
+    """Also where an expert has so many rows that threads prepare them together."""
+    made = mixture(Routing(2, normalized=True), kind, shared=16, gated=True)
+    x_TE = draw(300, 40)
+    whole_TE = experts(x_TE, made)
+    for first, last in [(0, 1), (7, 8), (0, 17), (100, 300)]:
+        assert experts(x_TE[first:last], made).equal(whole_TE[first:last])
+    assert experts(x_TE.flip(0), made).flip(0).equal(whole_TE)
+
+
+@native
+def test_grouped_rows_are_those_of_each_expert():
+    made = mixture(Routing(3), bias=True)
+    x_TE = draw(30, 40)
+    chosen = choose(logits(x_TE, made), made.routing)
+    products = [
+        (lambda x, m=expert.up: linear(x, *m), lambda x, m=expert.down: linear(x, *m)) for expert in made.experts
+    ]
+    found_TE = grouped(x_TE, *chosen, products, lambda x: activation_mul(x, "silu", impl="cpp"))
+    assert torch.allclose(found_TE, experts(x_TE, made), atol=1e-6)
+
+
+@native
+def test_nan_stays_in_its_row():
+    x_TE = draw(5, 40)
+    x_TE[2] = float("nan")
+    for routing in ROUTINGS.values():
+        made = mixture(routing)
+        found_TE = experts(x_TE, made)
+        assert found_TE[2].isnan().all() and found_TE[[0, 1, 3, 4]].isfinite().all()
+
+
+@native
+def test_what_does_not_fit_is_refused():
+    made = mixture(Routing(2))
+    with pytest.raises(ValueError, match="width of 40"):
+        experts(draw(3, 41), made)
+    with pytest.raises(ValueError, match="impl: expected one of reference, cpp"):
+        experts(draw(3, 40), made, impl="triton")
+    with pytest.raises(ValueError, match="expected a matrix"):
+        PackedExperts(Routing(2), "silu", made.router, made.experts[:-1])
+    with pytest.raises(ValueError, match="1 to 7 experts, got 8"):
+        PackedExperts(Routing(8), "silu", made.router, made.experts)
+    with pytest.raises(ValueError, match="sparsemixer chooses 2"):
+        PackedExperts(Routing(3, "sparsemixer"), "silu", made.router, made.experts)
+    with pytest.raises(ValueError, match="bias_X"):
+        PackedExperts(Routing(2, "sigmoid"), "silu", made.router, made.experts, torch.zeros(6))
