@@ -21,7 +21,7 @@ class Mixture(nn.Module):
     The matrix that makes the scores stays as exact as the checkpoint has it: a choice that tips over is no small error.
 
     Attributes:
-        packed: the same for C++; None where it does not multiply one of the matrices.
+        matrices: the same for C++; None where it does not multiply one of the matrices.
     """
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
@@ -40,9 +40,9 @@ class Mixture(nn.Module):
         self.gate = weights.linear(layer + names.shared_gate) if mixed.shared_gate else None
         bias = layer + names.choice_bias
         self.bias_X = weights.vector(bias, dtype=torch.float32) if mixed.choice_bias else None
-        self.packed = self._packed()
+        self.matrices = self._matrices()
 
-    def _packed(self) -> PackedExperts | None:
+    def _matrices(self) -> PackedExperts | None:
         mlps: list[Any] = [*self.experts, *([] if self.shared is None else [self.shared])]
         router, gate = self.router.matrix, None if self.gate is None else self.gate.matrix
         pairs = [Expert(*(linear.matrix for linear in mlp)) for mlp in mlps]
@@ -57,8 +57,8 @@ class Mixture(nn.Module):
 
     def forward(self, x_TE: Tensor, impl: str) -> Tensor:
         """[T, E] -> the same; `impl` is the pass's."""
-        if impl == "cpp" and self.packed is not None and not watched():
-            return experts(x_TE, self.packed)
+        if impl == "cpp" and self.matrices is not None and not watched():
+            return experts(x_TE, self.matrices)
         activate = partial(activation_mul, name=self.activation, impl=impl)
         chosen = choose(self.router(x_TE), self.routing, self.bias_X)
         sum_TE = grouped(x_TE, *chosen, [tuple(mlp) for mlp in self.experts], activate)  # type: ignore[misc]

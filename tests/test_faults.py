@@ -362,10 +362,42 @@ def test_config_fields(commands: Commands, folder: Path, monkeypatch: pytest.Mon
     commands.refuse(folder, 3, named, "config.json")
 
 
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *itertools.product(["num_experts", "num_experts_per_tok", "moe_intermediate_size"], [0, -1, 10**18, "4", 1.5]),
+        ("num_experts_per_tok", 5),
+        ("decoder_sparse_step", 0),
+        ("mlp_only_layers", 1),
+        ("mlp_only_layers", ["a"]),
+        ("norm_topk_prob", "yes"),
+    ],
+)
+def test_fields_of_experts(commands: Commands, folder: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any):
+    monkeypatch.setattr(Checkpoint, "read", None)  # refused before a weight is looked at
+    monkeypatch.setattr(Checkpoint, "rows", None)
+    edit(folder / "config.json", **(MIXTURE | {field: value}))
+    commands.refuse(folder, 3, field, "config.json")
+
+
+def test_a_mixture_whose_experts_are_not_there(commands: Commands, folder: Path):
+    edit(folder / "config.json", **MIXTURE)
+    commands.refuse(folder, 3, "the weights do not fit the config", "mlp.experts.0.", str(folder))
+
+
 def test_unsupported_models(commands: Commands, folder: Path):
-    edit(folder / "config.json", architectures=["MixtralForCausalLM"])
+    edit(folder / "config.json", architectures=["MistraleForCausalLM"])
     near = "the nearest: MistralForCausalLM, "
-    commands.refuse(folder, 3, "'MixtralForCausalLM' is not supported", near, "docs/checkpoints.md", "config.json")
+    commands.refuse(folder, 3, "'MistraleForCausalLM' is not supported", near, "docs/checkpoints.md", "config.json")
     edit(folder / "config.json", architectures=["LlamaForCausalLM"], rope_parameters={"rope_type": "spiral"})
     commands.refuse(folder, 3, "rope_type", "spiral", "llama3", "yarn", "config.json")
 

@@ -36,6 +36,7 @@ SHARED = (
     "gpt2/plain",
     "phi3/longrope",
     "phi3/window",
+    "experts/qwen2",
 )
 
 

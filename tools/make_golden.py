@@ -98,6 +98,8 @@ def draw(folder: Path, seed: int) -> None:
     with torch.device("meta"):
         model = (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    shapes |= {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in own}  # buffers
     embedding, head = "model.embed_tokens.weight", "score.weight" if scores else "lm_head.weight"
     head = head if head in shapes else embedding
     tensors = draw_all(shapes, seed, embeddings=[embedding], head=head, outputs=("o_proj.weight", "down_proj.weight"))
@@ -106,14 +108,17 @@ def draw(folder: Path, seed: int) -> None:
 
 def load(folder: Path) -> Any:
     """The float32 model with eager attention; refuses checkpoints that transformers would complete with noise."""
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    config = json.loads((folder / "config.json").read_text())
+    architecture = config["architectures"][0]
+    # Its other products of experts round in another way.
+    eager = {"experts_implementation": "eager"} if config.get("num_experts_per_tok") else {}
     kinds = {"SequenceClassification": AutoModelForSequenceClassification,
              "ConditionalGeneration": AutoModelForImageTextToText}  # fmt: skip
     kind = kinds.get(architecture.rpartition("For")[2], AutoModelForCausalLM)
     wrapped = architecture.endswith("ForConditionalGeneration")
     model, info = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
-        ignore_mismatched_sizes=wrapped)  # fmt: skip
+        ignore_mismatched_sizes=wrapped, **eager)  # fmt: skip
     if wrapped:  # the files lack the parts that no text depends on
         info = {key: [name for name in value if not re.search(OTHER_PARTS, str(name))] for key, value in info.items()}
     wrong = {key: value for key, value in info.items() if value}
@@ -125,7 +130,8 @@ def load(folder: Path) -> Any:
 def generate(model: Any, prompt: list[int], hf: dict[str, Any], noise: int | None = None) -> list[dict[str, Any]]:
     """The hypotheses of one fresh call, best first."""
     # transformers keeps a convolution's state for each beam (its issue 46612): without a cache nothing can be lost.
-    config = GenerationConfig(**hf, do_sample=False, pad_token_id=0, use_cache=model.config.model_type != "lfm2",
+    cached = model.config.model_type not in ("lfm2", "lfm2_moe")
+    config = GenerationConfig(**hf, do_sample=False, pad_token_id=0, use_cache=cached,
                               return_dict_in_generate=True, output_scores=True)  # fmt: skip
     ids = torch.tensor([prompt])
     out = copy.deepcopy(model).generate(

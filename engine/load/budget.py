@@ -217,6 +217,9 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim
     heads += 4 * c.width * bool(c.taps)
     row = 5 * c.width + heads + (3 if c.gated else 2) * c.mlp_width
+    if c.experts is not None:  # rows of a token by each expert that it chose, and those of the shared one
+        row += c.experts.routing.chosen * (c.width + 3 * c.experts.width) + c.width + 3 * c.experts.shared_width
+        row += c.experts.count
     rows = min(TOKENS, workload.parallel * workload.beams)
     return TOKENS * row * element + rows * c.vocab_size * (element + 2 * 4)
 
@@ -323,10 +326,14 @@ def table(options: LoadOptions, search_of: Any, context: int | None, new: int) -
     context = min(context or reach or 4096, reach or context or 4096)
     new = min(new, context - 1) or 1
     start, runtime = peak(), runtime_bytes()  # a small model takes less than the imports did
+    touched = []
     rows = [("weights", "", "cache", "", "beams", "tokens", "scratch", "runtime", "total")]
     for quant in quants:
         if FORMATS[quant].why_not(device) is not None:
             continue
+        if size.config.experts is not None:
+            one = measure(checkpoint, precision.dtype, device, quant, options.place).touched
+            touched.append(f"{_megabytes(one)} ({'own' if own else quant})")
         for kv_dtype in ("auto", "int8"):
             for beams in BEAMS:
                 work = Workload(search_of(beams), context - new, new)
@@ -348,6 +355,9 @@ def table(options: LoadOptions, search_of: Any, context: int | None, new: int) -
     ]
     title = f"{checkpoint.name}: {precision}; a prompt of {context - new} tokens, {new} new ones"
     notes = "runtime: Python, torch, kernels, tokenizer; tokens: the most that all beams can hold; nothing was read."
+    if (mixed := size.config.experts) is not None:
+        chosen = f"{mixed.routing.chosen} of {mixed.count} experts of a layer"
+        notes += f"\nA token chooses {chosen}: a pass of one token reads {', '.join(touched)} of matrices."
     if options.place.size > 1:
         title += f"; each of {options.place.size} processes"
     return "\n".join([title, "", *lines, "", notes])

@@ -49,7 +49,7 @@ class Stack:
 
     Args:
         calls: of which the tensors and packed matrices live as long as the stack is used. All their linear layers have
-            a `matrix`, and all their mixtures of experts are `packed`.
+            a `matrix`, and all their mixtures of experts have `matrices`.
         dtype: of the stream.
         width, mlp_width: of the stream, and inside an MLP.
         heads, kv_heads, head_dim: of queries; of keys and values; elements of a head.
@@ -118,8 +118,8 @@ class Stack:
                 if bias is not None:
                     expect("a matrix's bias", bias, self.dtype, (outs,), _CPU)
             elif call.code == "mix":
-                if call.mixture.packed.width != self.width:
-                    raise ValueError(f"expected experts of width {self.width}, got {call.mixture.packed.width}")
+                if call.mixture.matrices.width != self.width:
+                    raise ValueError(f"expected experts of width {self.width}, got {call.mixture.matrices.width}")
             elif call.code == "adapt":
                 outs, width = widths[call.target], widths[call.source]
                 if (found := (call.adapters.outs, call.adapters.width)) != (outs, width):
@@ -290,7 +290,7 @@ def _described(call: Call) -> ctypes.Structure:
     packed, bias = call.matrix.matrix if call.matrix else (None, None)
     matrix = packed.described(bias) if packed else _STRUCTURES["Matrix"]()
     adapters = None if call.adapters is None else call.adapters.described()
-    mixture = None if call.mixture is None else ctypes.addressof(call.mixture.packed.described())
+    mixture = None if call.mixture is None else ctypes.addressof(call.mixture.matrices.described())
     more = matrix, adapters, mixture, call.scale, call.cap or 0.0
     return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, *norms, *more)
 

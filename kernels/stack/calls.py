@@ -45,7 +45,7 @@ class Call(NamedTuple):
         table: the number of the angles.
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.
-        mixture: experts, with `packed` matrices, see `kernels.experts`.
+        mixture: experts, with packed `matrices`, see `kernels.experts`.
     """
 
     code: str

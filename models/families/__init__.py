@@ -42,6 +42,7 @@ _CLASSES: list[type[Decoder]] = [
     mistral.Mistral,
     mistral.Ministral3,
     mixtral.Mixtral,
+    mixtral.PhiMoe,
     smollm3.SmolLM3,
     granite.Granite,
     granite.GraniteMoe,

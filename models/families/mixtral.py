@@ -26,6 +26,56 @@ class Mixtral(Decoder):
         )
 
 
+class PhiMoe(Decoder):
+    """LayerNorms, biases, and two experts chosen one after the other, by the rules of SparseMixer."""
+
+    architectures = ("PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeForSequenceClassification")
+    default_eos_token_ids = frozenset([32000])
+    base = "model."
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        fields = _scaled(with_base(fields))
+        kv_heads = None if "num_key_value_heads" in fields.config else 8
+        width = fields.int("intermediate_size", default=6400)
+        kinds = {"default": "default", "longrope": "longrope", "su": "longrope"}
+        options = rotary(fields, positions=4096 * 32, kv_heads=kv_heads, mlp_width=width, kinds=kinds)
+        layers = options["layers"]
+        mixed = experts(
+            fields,
+            count=16,
+            chosen=2,
+            width=width,
+            layers=[True] * layers,
+            scores="sparsemixer",
+            jitter=fields.float("router_jitter_noise", default=0.01, low=0.0),
+        )
+        if mixed is None or mixed.routing.chosen != 2:
+            raise fields.error("num_experts_per_tok", "2: SparseMixer chooses as many")
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            rms=False,
+            attention_bias=fields.bool("attention_bias", default=False),
+            head_bias=fields.bool("lm_head_bias", default=False),
+            windows=(fields.int("sliding_window", None, high=2**31),) * layers,
+            experts=mixed,
+            **options,
+        )
+
+
+def _scaled(fields: Fields) -> Fields:
+    """The fields with the scale of longrope by its usual name. Two lengths may have one each; they have to be equal."""
+    name = "rope_scaling" if fields.sub("rope_scaling") else "rope_parameters"
+    rope = fields.sub(name)
+    if rope is None or rope.str("rope_type", rope.str("type", "default")) == "default":
+        return fields
+    short, long = (rope.float(f"{length}_mscale", low=1e-3, high=1e3) for length in ("short", "long"))
+    if short != long:
+        raise rope.error("long_mscale", f"the short_mscale, {short:g}")
+    plain = {key: value for key, value in rope.config.items() if not key.endswith("_mscale")}
+    return Fields({**fields.config, name: plain | {"attention_factor": short}}, fields.file, fields.prefix)
+
+
 def with_base(fields: Fields) -> Fields:
     """The fields with the rotary base of these families, 1e6, where there is none."""
     base = fields.config.get("rope_theta")

@@ -18,6 +18,7 @@ from models.checkpoint.fields import Fields
 from models.checkpoint.files import open_regular
 from models.config import FULL, SLIDING
 from models.errors import nearest
+from models.gguf.experts import SIGMOID, experts
 from models.gguf.reader import FETCH_AGAIN, GGUF
 from models.rope import RopeConfig, RotaryEmbedding
 
@@ -38,6 +39,8 @@ GRANITE = {  # its words for them
 CAPS = "attn_logit_softcapping", "final_logit_softcapping"  # the same words
 READ = {  # those of the keys above that an architecture reads
     "granite": GRANITE.values(),
+    "granitemoe": (*GRANITE.values(), "expert_count"),
+    **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe", "lfm2moe"), ("expert_count",)),
     "gemma2": CAPS,
     "gemma3": CAPS[1:],
     "mistral3": ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
@@ -46,6 +49,7 @@ READ = {  # those of the keys above that an architecture reads
 INTERLEAVED = (
     "llama",
     "granite",
+    "granitemoe",
     "mistral3",
     "smollm3",
 )  # rows of queries and keys are in the order of interleaved rotation
@@ -89,6 +93,12 @@ def _llama(file: GGUF, keys: Fields) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }
     window = keys.int("attention.sliding_window", 0, low=0, high=2**31)
+    if keys.config.get("expert_count"):
+        if config.pop("attention_bias") or config.pop("mlp_bias"):
+            raise keys.error("expert_count", "nothing, as the layers have biases")
+        mixed = experts(file, keys)
+        config |= {"intermediate_size": mixed.pop("moe_intermediate_size"), "sliding_window": window or None}
+        return config | mixed | _named("MixtralForCausalLM", "mixtral")
     if not window:
         return config | _named("LlamaForCausalLM", "llama")
     if config.pop("attention_bias") or config.pop("mlp_bias"):
@@ -101,6 +111,17 @@ def _granite(file: GGUF, keys: Fields) -> dict[str, Any]:
     for word, key in GRANITE.items():
         config[word] = _decimal(keys.float(key, 1.0))
     return config | {"attention_multiplier": _decimal(keys.float("attention.scale", config["head_dim"] ** -0.5))}
+
+
+def _granitemoe(file: GGUF, keys: Fields) -> dict[str, Any]:
+    if keys.int("expert_shared_feed_forward_length", 0, low=0):
+        raise keys.error(
+            "expert_shared_feed_forward_length", "0: shared experts of this architecture are not supported"
+        )
+    mixed = experts(file, keys)
+    plain = Fields({**keys.config, "expert_count": None}, keys.file, keys.prefix)
+    width = {"intermediate_size": mixed.pop("moe_intermediate_size")}
+    return _granite(file, plain) | width | mixed | _named("GraniteMoeForCausalLM", "granitemoe")
 
 
 def _mistral3(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -127,9 +148,18 @@ def _qwen(file: GGUF, keys: Fields) -> dict[str, Any]:
     if keys.int("attention.sliding_window", 0, low=0, high=2**31):
         raise keys.error("attention.sliding_window", "nothing: which layers it is for is not in the file")
     config = _gated(file, keys, rotated="all")
-    if file.fields().str("general.architecture").startswith("qwen2"):
+    arch, bias = file.fields().str("general.architecture"), "blk.0.attn_q.bias" in file.tensors
+    if arch.endswith("moe"):
+        second = arch == "qwen2moe"
+        norm = {"norm_topk_prob": keys.bool("expert_weights_norm", default=not second)}
+        config |= experts(file, keys, some=True) | norm
+        if not second:
+            return config | {"attention_bias": bias} | _named("Qwen3MoeForCausalLM", "qwen3_moe")
+        shared = {"shared_expert_intermediate_size": keys.int("expert_shared_feed_forward_length")}
+        return config | shared | {"qkv_bias": bias} | _named("Qwen2MoeForCausalLM", "qwen2_moe")
+    if arch.startswith("qwen2"):
         return config | _named("Qwen2ForCausalLM", "qwen2")
-    return config | {"attention_bias": "blk.0.attn_q.bias" in file.tensors} | _named("Qwen3ForCausalLM", "qwen3")
+    return config | {"attention_bias": bias} | _named("Qwen3ForCausalLM", "qwen3")
 
 
 def _phi3(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -200,6 +230,13 @@ def _olmo2(file: GGUF, keys: Fields) -> dict[str, Any]:
     return config | _windows(keys, window, 4) | _named("Olmo3ForCausalLM", "olmo3") | {"rope_parameters": ropes}
 
 
+def _olmoe(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config, mixed = _gated(file, keys, rotated="all"), experts(file, keys)
+    norm = {"norm_topk_prob": keys.bool("expert_weights_norm", default=False)}
+    width = {"intermediate_size": mixed.pop("moe_intermediate_size")}
+    return config | width | mixed | norm | _named("OlmoeForCausalLM", "olmoe")
+
+
 def _hunyuan(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _gated(file, keys, rotated="all") | {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
     return config | _named("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
@@ -218,6 +255,21 @@ def _lfm2(file: GGUF, keys: Fields) -> dict[str, Any]:
     config["layer_types"] = [FULL if heads else "conv" for heads in shared]
     config["conv_L_cache"] = keys.int("shortconv.l_cache", high=64)
     return config | {"block_auto_adjust_ff_dim": False}  # the width is that of the matrices
+
+
+def _lfm2moe(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _lfm2(file, keys) | experts(file, keys, scores=SIGMOID, some=True)
+    dense = config.pop("mlp_only_layers")
+    if dense != [*range(len(dense))]:
+        raise keys.error("leading_dense_block_count", f"the first layers, got layers {dense} without experts")
+    del config["block_auto_adjust_ff_dim"]
+    more = {
+        "num_dense_layers": len(dense),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in file.tensors),
+        "norm_topk_prob": keys.bool("expert_weights_norm", default=True),
+        "routed_scaling_factor": _decimal(keys.float("expert_weights_scale", 1.0)) or 1.0,  # 0: none
+    }
+    return config | more | _named("Lfm2MoeForCausalLM", "lfm2_moe")
 
 
 def _stablelm(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -251,6 +303,8 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "qwen2": _qwen,
     "qwen2vl": _qwen,
     "qwen3": _qwen,
+    "qwen2moe": _qwen,
+    "qwen3moe": _qwen,
     "qwen3vl": _qwen,
     "phi2": _phi2,
     "phi3": _phi3,
@@ -259,9 +313,12 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "granite": _granite,
+    "granitemoe": _granitemoe,
     "hunyuan-dense": _hunyuan,
     "lfm2": _lfm2,
+    "lfm2moe": _lfm2moe,
     "olmo2": _olmo2,
+    "olmoe": _olmoe,
     "smollm3": _smollm3,
     "stablelm": _stablelm,
 }
@@ -279,13 +336,22 @@ def _attention(file: GGUF, keys: Fields) -> dict[str, Any]:
         raise keys.error("attention.value_length", f"the attention.key_length, {head_dim}")
     return {
         "hidden_size": width,
-        "intermediate_size": file.entry("blk.0.ffn_up.weight").shape[0],
+        "intermediate_size": _mlp_width(file, keys),
         "num_hidden_layers": keys.int("block_count", high=2**14),
         "num_attention_heads": heads,
         "num_key_value_heads": _alike(keys, "attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": keys.int("context_length", high=2**31),
     }
+
+
+def _mlp_width(file: GGUF, keys: Fields) -> int:
+    """The width of the MLP of the first layer that has one; of experts, if all have those."""
+    layers = range(keys.int("block_count", high=2**14))
+    names = [name for i in layers if (name := f"blk.{i}.ffn_up.weight") in file.tensors]
+    if not names and "blk.0.ffn_down_exps.weight" in file.tensors:
+        return file.entry("blk.0.ffn_down_exps.weight").shape[-1]
+    return file.entry(names[0] if names else "blk.0.ffn_up.weight").shape[0]
 
 
 def _gated(file: GGUF, keys: Fields, rotated: str) -> dict[str, Any]:

@@ -53,6 +53,19 @@ _LFM2 = {
     "blk.shortconv.conv": "conv.conv",
     "blk.shortconv.out_proj": "conv.out_proj",
 }
+_EXPERTS = {  # {} is the number of an expert: files have the matrices of all in one tensor
+    "blk.ffn_gate_inp": "mlp.gate",
+    "blk.ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "blk.ffn_up_exps": "mlp.experts.{}.up_proj",
+    "blk.ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_SHARED = {
+    "blk.ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "blk.ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "blk.ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "blk.ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_LFM2_EXPERTS = {own: name.replace("mlp.", "feed_forward.") for own, name in _EXPERTS.items()}
 _PHI2 = {
     "output_norm": "model.final_layernorm",
     "blk.attn_output": "self_attn.dense",
@@ -62,12 +75,15 @@ _PHI2 = {
 _HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "self_attn.key_layernorm"}
 NAMES = {
     **dict.fromkeys(
-        ("llama", "mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3", "stablelm"), _LLAMA
+        ("mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3", "stablelm"), _LLAMA
     ),
+    **dict.fromkeys(("llama", "qwen3moe", "olmoe", "granitemoe"), _LLAMA | _EXPERTS),
+    "qwen2moe": _LLAMA | _EXPERTS | _SHARED,
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     "gpt2": _GPT2,
     "hunyuan-dense": _LLAMA | _HUNYUAN,
     "lfm2": _LFM2,
+    "lfm2moe": _LFM2 | _LFM2_EXPERTS | {"blk.exp_probs_b": "feed_forward.expert_bias"},
     "olmo2": {name: own for name, own in _LLAMA.items() if name not in ("blk.attn_norm", "blk.ffn_norm")}
     | _OUTPUT_NORMS,
     "phi2": _LLAMA | _PHI2,
@@ -76,7 +92,10 @@ NAMES = {
 
 
 def checkpoint_name(architecture: str, stored: str) -> str | None:
-    """The name of a tensor in checkpoints; None for one that the architecture has no place for."""
+    """The name of a tensor in checkpoints; None for one that the architecture has no place for.
+
+    Of a tensor of all experts {} stands for the number of one.
+    """
     found = re.fullmatch(r"(?:blk\.(0|[1-9]\d{0,4})\.)?([\w.]+)\.(weight|bias)", stored)
     if found is None:
         return None
@@ -85,4 +104,5 @@ def checkpoint_name(architecture: str, stored: str) -> str | None:
     if name is None:
         return None
     layers = "transformer.h" if architecture == "gpt2" else "model.layers"
-    return f"{name}.{end}" if layer is None else f"{layers}.{layer}.{name}.{end}"
+    name = name if name.endswith("expert_bias") else f"{name}.{end}"
+    return name if layer is None else f"{layers}.{layer}.{name}"

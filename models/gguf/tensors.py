@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear.blocks import BLOCKS, Block
+from models.checkpoint.experts import EXPERT, MOST_EXPERTS
 from models.checkpoint.files import open_regular
 from models.checkpoint.tensors import RowReader, TensorInfo
 from models.config import HEAD
@@ -179,9 +180,20 @@ def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) ->
 
 
 def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) -> Iterator[tuple[str, Stored]]:
-    """A tensor by its name; some files have one matrix for queries, keys and values where checkpoints have three."""
+    """A tensor by its name; some files have one matrix for queries, keys and values where checkpoints have three, and
+    all have one tensor for the experts of a layer."""
     arch = file.fields().str("general.architecture")
     name = checkpoint_name(arch, own) or own
+    if EXPERT in name and len(entry.shape) == 3 and entry.shape[0] <= MOST_EXPERTS:
+        (count, *shape), rows = entry.shape, entry.shape[1]
+        for number in range(count):
+            start = entry.start + number * rows * entry.row_bytes
+            named = name.format(number)
+            yield named, _stored(arch, config, named, entry, tuple(shape), rows, start)
+        return
+    if name.endswith("shared_expert_gate.weight") and len(entry.shape) == 1:
+        yield name, _stored(arch, config, name, entry, (1, *entry.shape), 1, entry.start)
+        return
     outs, rows = entry.shape[0], math.prod(entry.shape[:-1])
     whole = _stored(arch, config, name, entry, entry.shape, rows, entry.start)
     if ".qkv_proj." not in name or arch == "phi3" or len(entry.shape) > 2:

@@ -41,10 +41,12 @@ VARIANTS = [
     *("qwen2/windows", "mistral/ministral", "stablelm/plain", "stablelm/parallel"),
     *("mistral/ministral3", "smollm3/plain", "granite/plain", "olmo/olmo3", "hunyuan/plain"),
     *("lfm2/plain", "lfm2/bias", "lfm2/one_tap"),
+    *("experts/qwen2", "experts/qwen3_steps", "experts/olmoe", "experts/mixtral_window", "experts/granite_shared"),
+    *("experts/lfm2", "experts/phi"),
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
-IN_EVERY_KIND = "opt/post_norm", "gpt2/plain", "lfm2/bias", "gemma/two"
+IN_EVERY_KIND = "opt/post_norm", "gpt2/plain", "lfm2/bias", "gemma/two", "experts/qwen2"
 INT8_CACHES = [(dtype, "none", "int8") for dtype in ("float32", "bfloat16", "float16")]
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")

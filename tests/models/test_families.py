@@ -44,6 +44,14 @@ def read(architecture, **changes):
         ("Ministral3ForCausalLM", "llama_4_scaling_beta", {"rope_parameters": {"rope_theta": 1e4}}),
         ("Olmo3ForCausalLM", "layer_types", {"layer_types": ["full_attention"]}),
         ("Qwen2ForCausalLM", "layer_types", {"layer_types": ["chunked_attention"] * 4}),
+        ("OlmoeForCausalLM", "clip_qkv", {"clip_qkv": 8.0}),
+        ("OlmoeForCausalLM", "head_dim", {"head_dim": 16}),
+        ("MixtralForCausalLM", "num_experts_per_tok", {"num_experts_per_tok": 9}),
+        ("Qwen2MoeForCausalLM", "sliding_window", {"layer_types": ["sliding_attention"] * 4}),
+        ("PhimoeForCausalLM", "num_experts_per_tok", {"num_experts_per_tok": 3}),
+        ("PhimoeForCausalLM", "short_mscale", {"rope_scaling": {"type": "longrope"}}),
+        ("PhimoeForCausalLM", "long_mscale", {"rope_scaling": {"type": "su", "short_mscale": 1, "long_mscale": 2}}),
+        ("Lfm2MoeForCausalLM", "layer_types", {}),
     ],
 )
 def test_refusals_name_the_field(architecture, field, changes):
@@ -60,6 +68,27 @@ def test_defaults_of_transformers():
     assert {rope.theta for rope in read("Olmo3ForCausalLM", rope_theta=1e4).ropes} == {1e4, 5e5}
     assert read("GraniteMoeHybridForCausalLM", **HYBRID).rope is None
     assert read("Qwen2ForCausalLM", use_sliding_window=True, max_window_layers=3).windows == (None, None, None, 4096)
+
+
+def test_defaults_of_mixtures():
+    qwen2, qwen3 = (read(f"Qwen{i}MoeForCausalLM").experts for i in (2, 3))
+    assert (qwen2.count, qwen2.routing.chosen, qwen2.width, qwen2.shared_width) == (60, 4, 1408, 5632)
+    assert (qwen3.count, qwen3.routing.chosen, qwen3.width, qwen3.shared_width) == (128, 8, 768, 0)
+    assert read("Qwen3MoeForCausalLM", num_experts=None, num_local_experts=8).experts.count == 8
+    assert read("Qwen3MoeForCausalLM", decoder_sparse_step=2, mlp_only_layers=[1]).experts.layers == (0, 0, 0, 1)
+    assert read("Qwen3MoeForCausalLM", decoder_sparse_step=5).experts is None
+    windows = {"use_sliding_window": True, "sliding_window": 8}
+    assert read("Qwen2MoeForCausalLM", **windows).windows == (8, None, 8, None)
+    assert read("Qwen2MoeForCausalLM", **windows, max_window_layers=1).windows == (8, None, None, None)
+    assert read("Qwen3MoeForCausalLM", **windows).windows == (8,) * 4
+    assert read("Qwen3MoeForCausalLM", sliding_window=8).windows == (None,) * 4
+    mixtral, phi = read("MixtralForCausalLM"), read("PhimoeForCausalLM")
+    assert mixtral.rope.theta == phi.rope.theta == 1e6 and phi.experts.routing.jitter == 0.01
+    assert mixtral.experts.routing.normalized and read("OlmoeForCausalLM").experts.count == 64
+    lfm2 = read("Lfm2MoeForCausalLM", layer_types=["conv", "full_attention"] * 2)
+    assert lfm2.experts.layers == (0, 0, 1, 1) and lfm2.experts.choice_bias and lfm2.tied and lfm2.mlp_width == 40
+    assert read("GraniteMoeForCausalLM", shared_intermediate_size=8).experts.shared_width == 0
+    assert read("GraniteMoeSharedForCausalLM", shared_intermediate_size=8).experts.shared_width == 8
 
 
 def test_the_page_of_checkpoints_lists_every_architecture():

@@ -98,7 +98,7 @@ def draw_all(
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         unit = torch.rand(shape, generator=generator) - 0.5
         fan_in = shape[0] if name.endswith(tuple(transposed)) else shape[-1]
-        if name.endswith(".bias"):
+        if name.endswith((".bias", "_bias")):
             deviation = 0.2
         elif len(shape) == 1:
             drawn[name] = unit + 1

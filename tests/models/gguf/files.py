@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,21 @@ ARCHITECTURES = {
         for name in ("gemma", "gemma2", "gpt2", "granite", "lfm2", "olmo2", "qwen2", "qwen3", "smollm3", "stablelm")
     },
     **{"gemma3_text": "gemma3", "hunyuan_v1_dense": "hunyuan-dense", "olmo3": "olmo2"},
+    **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "mixtral": "llama"},
+    **{"granitemoe": "granitemoe", "lfm2_moe": "lfm2moe"},
 }
 GOLDEN = Path(__file__).parents[2] / "golden"
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-WIDE |= {"n_embd": 256, "n_inner": 512}
+WIDE |= {"n_embd": 256, "n_inner": 512, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512}
+PARTS = {  # of mixtures of experts, by the ends of their names in transformers
+    **{f"{part}_proj.weight": f"ffn_{part}.weight" for part in ("gate", "up", "down")},  # of layers without them
+    "gate.weight": "ffn_gate_inp.weight",
+    "router.weight": "ffn_gate_inp.weight",
+    "expert_bias": "exp_probs_b.bias",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+    **{f"shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
+}
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
 
 
@@ -92,10 +104,24 @@ class File:
         heads = c.get("num_attention_heads", c.get("n_head"))
         kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(kinds[self.arch], c.get("num_hidden_layers", c.get("n_layer")))
+        own = {}  # matrices of experts that have one each
         for name, tensor in load_file(self.folder / "model.safetensors").items():
             values = tensor.float().numpy()
             if self.arch.startswith("gemma") and name.endswith("norm.weight"):
                 values = values + 1
+            mixed = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|feed_forward|block_sparse_moe)\.(.+)", name)
+            if mixed and mixed[2] == "experts.gate_up_proj":
+                for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                    self.add(f"blk.{mixed[1]}.ffn_{part}_exps.weight", half, self.format)
+                continue
+            if mixed and (one := re.fullmatch(r"experts\.(\d+)\.(\w+)_proj\.weight", mixed[2])):
+                own.setdefault(f"blk.{mixed[1]}.ffn_{one[2]}_exps.weight", {})[int(one[1])] = values
+                continue
+            if mixed and mixed[2] in PARTS and "num_experts_per_tok" in c:
+                values = values[0] if mixed[2] == "shared_expert_gate.weight" else values
+                format = F32 if values.ndim == 1 or mixed[2] in ("gate.weight", "router.weight") else self.format
+                self.add(f"blk.{mixed[1]}.{PARTS[mixed[2]]}", values, format)
+                continue
             if ".conv.conv." in name:
                 values = values.squeeze(1)
             if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
@@ -111,6 +137,8 @@ class File:
             if values.shape[-1] % gguf.GGML_QUANT_SIZES[usual][0]:  # as llama-quantize does
                 usual = gguf.GGMLQuantizationType.Q8_0
             self.add(key, values, self.formats.get(key, usual))
+        for name, matrices in own.items():
+            self.add(name, np.stack([matrices[i] for i in range(len(matrices))]), self.format)
         if self.rope.get("rope_type") == "llama3":
             self.add(FACTORS[0], self._llama3())
         for name, key in zip(FACTORS[1:], ("long_factor", "short_factor"), strict=True):
@@ -174,6 +202,11 @@ class File:
         elif r.get("rope_type") == "yarn":
             yield "rope.scaling.original_context_length", r["original_max_position_embeddings"]
             yield "rope.scaling.yarn_attn_factor", r.get("attention_factor")
+        yield "expert_count", c.get("num_experts", c.get("num_local_experts"))
+        yield "expert_used_count", c.get("num_experts_per_tok")
+        yield "expert_shared_feed_forward_length", c.get("shared_expert_intermediate_size")
+        yield "expert_weights_norm", c.get("norm_topk_prob")
+        yield "expert_weights_scale", c.get("routed_scaling_factor")
         if self.arch == "mistral3":
             yield "attention.temperature_scale", r["llama_4_scaling_beta"]
             yield "rope.scaling.yarn_log_multiplier", r.get("mscale_all_dim", 0.0)

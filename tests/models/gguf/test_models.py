@@ -32,6 +32,7 @@ FLOATS = [
         "stablelm/parallel",
         "mistral/ministral3",
     ),
+    *(f"experts/{name}" for name in ("qwen2", "qwen3", "olmoe", "mixtral", "mixtral_window", "granite", "lfm2")),
 ]
 PROMPT = list(range(3, 30))
 
@@ -149,7 +150,7 @@ def test_formats_are_what_the_package_dequantises(variant, format, tmp_path):
 @pytest.mark.parametrize("format", ["F16", "Q4_1", "Q5_0", "Q6_K"])
 @pytest.mark.parametrize("variant", [
     "phi/plain", "phi3/plain", "gpt2/plain", "qwen2/tied", "qwen3/bias", "gemma/one", "gemma/two", "gemma/three",
-    "olmo/plain", "hunyuan/plain", "stablelm/plain", "lfm2/plain",
+    "olmo/plain", "hunyuan/plain", "stablelm/plain", "lfm2/plain", "experts/qwen2", "experts/lfm2",
 ])  # fmt: skip
 def test_formats_of_families(variant, format, tmp_path):
     file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])
@@ -181,7 +182,7 @@ def test_names_are_those_of_the_package():
     kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
     for arch, names in NAMES.items():
         theirs = gguf.get_tensor_name_map(kinds[arch], 4)
-        more = {"cls.output", *(["output_norm"] if arch == "lfm2" else [])}  # which the package does not know
+        more = {"cls.output", *(["output_norm"] if arch.startswith("lfm2") else [])}  # which the package does not know
         more |= set() if arch in ("gpt2", "phi3") else {"blk.attn_qkv"}
         for own in names:
             if own in more:

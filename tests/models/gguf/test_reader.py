@@ -29,7 +29,7 @@ def test_sizes_of_blocks_are_those_of_the_package():
     ("tokenizer.ggml.token_type", [1, 2, 3], "token_type: expected 104 entries, got 3"),
     ("general.architecture", "opt", "'opt' is not supported"),
     ("llama.logit_scale", 0.5, "llama.logit_scale: expected nothing"),
-    ("llama.expert_count", 8, "llama.expert_count: expected nothing"),
+    ("llama.expert_count", 8, "llama.expert_count: expected experts in all layers"),
     ("llama.attention.head_count_kv", [1, 2], "one number for all layers"),
     ("llama.rope.dimension_count", 4, "rope.dimension_count: expected the size of a head, 8, got 4"),
     ("llama.rope.scaling.type", "longrope", "rope.scaling.type"),

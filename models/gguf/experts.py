@@ -1,0 +1,35 @@
+"""Mixtures of experts of GGUF files, as configurations in Hugging Face's words."""
+
+from typing import Any
+
+from models.checkpoint.fields import Fields
+from models.gguf.reader import FETCH_AGAIN, GGUF
+
+SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of what is made of the logits of experts
+
+
+def experts(file: GGUF, keys: Fields, *, scores: int = SOFTMAX, some: bool = False) -> dict[str, Any]:
+    """The fields of a mixture of experts.
+
+    Args:
+        scores: what the architecture makes of logits.
+        some: layers may lack experts: `mlp_only_layers`.
+    """
+    if keys.int("expert_gating_func", 0, low=0) not in (0, scores):  # 0: it is not said
+        raise keys.error("expert_gating_func", str(scores))
+    for key in ("expert_group_count", "interleave_moe_layer_step"):
+        if keys.int(key, 1, low=0) > 1:
+            raise keys.error(key, "1: more are not supported")
+    if scores != SIGMOID and keys.float("expert_weights_scale", 1.0) not in (0.0, 1.0):
+        raise keys.error("expert_weights_scale", "1")
+    layers = range(keys.int("block_count", high=2**14))
+    dense = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors]
+    if len(dense) == len(layers) or (dense and not some):
+        raise keys.error("expert_count", f"experts in {'some' if some else 'all'} layers, got none in {dense[:5]},")
+    first = next(i for i in layers if i not in dense)
+    name = f"blk.{first}.ffn_down_exps.weight"
+    if len(file.entry(name).shape) != 3:
+        raise file.error(f"tensor {name!r}: expected three dimensions, got {list(file.entry(name).shape)}", FETCH_AGAIN)
+    count = {"num_experts": keys.int("expert_count"), "num_experts_per_tok": keys.int("expert_used_count")}
+    more = {"mlp_only_layers": dense} if some else {}
+    return count | {"moe_intermediate_size": file.entry(name).shape[-1]} | more

@@ -1,0 +1,175 @@
+"""Mixtures of experts: spellings of their names, without C++, in every format, and what is refused."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import Engine
+from engine.load.budget import table
+from engine.load.options import LoadOptions
+from models import load_model
+from models.adapters import Adapter
+from models.checkpoint.experts import one_by_one
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.sizes import measure
+from models.checkpoint.tensors import TensorInfo
+from models.errors import CheckpointError
+from models.mixture import Mixture
+from models.sharding import Partition, Shard
+from search import Trie
+from tests.marks import needs_cpp
+from tools.pack import pack
+
+GOLDEN = Path(__file__).parents[1] / "golden/experts"
+CPU = torch.device("cpu")
+PROMPT = [*range(3, 30)]
+# As published checkpoints have the two tensors of transformers 5, and the router.
+PUBLISHED = {
+    "qwen2": ("mlp.experts.{}.{}_proj.weight", ("gate", "up", "down"), "mlp.gate."),
+    "mixtral": ("block_sparse_moe.experts.{}.{}.weight", ("w1", "w3", "w2"), "block_sparse_moe.gate."),
+    "phi": ("block_sparse_moe.experts.{}.{}.weight", ("w1", "w3", "w2"), "block_sparse_moe.gate."),
+    "lfm2": ("feed_forward.experts.{}.{}.weight", ("w1", "w3", "w2"), "feed_forward.gate."),
+}
+
+
+def load(folder, **options):
+    return Engine.load(folder, **{"dtype": "float32", "kv_memory": 1 << 22} | options)
+
+
+def copied(variant, folder, change):
+    """A golden checkpoint whose tensors `change` turns into others."""
+    shutil.copytree(GOLDEN / variant, folder)
+    tensors = {}
+    for name, x in load_file(GOLDEN / variant / "model.safetensors").items():
+        tensors |= change(name, x)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("variant", PUBLISHED)
+def test_names_of_published_checkpoints(variant, tmp_path):
+    spelled, parts, router = PUBLISHED[variant]
+
+    def change(name, x):
+        name = re.sub(r"(mlp|feed_forward)\.(gate|router)\.", router, name)
+        layer, stacked, part = re.sub(r"(mlp|feed_forward)\.experts", "experts", name).partition("experts.")
+        if part == "gate_up_proj":
+            halves = zip(parts, x.chunk(2, 1), strict=False)
+            return {layer + spelled.format(i, part): half[i] for part, half in halves for i in range(len(x))}
+        if part == "down_proj" and stacked:
+            return {layer + spelled.format(i, parts[2]): x[i] for i in range(len(x))}
+        return {name: x}
+
+    folder = copied(variant, tmp_path / "model", change)
+    names = Checkpoint.open(folder).tensors.keys()
+    assert names == Checkpoint.open(GOLDEN / variant).tensors.keys()
+    assert load(folder).logits(PROMPT).equal(load(GOLDEN / variant).logits(PROMPT))
+
+
+def test_names_of_published_granites(tmp_path):
+    others = {
+        "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+        "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+        "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+    }
+
+    def change(name, x):
+        for one, other in others.items():
+            name = name.replace(one, other)
+        return {name: x}
+
+    folder = copied("granite_shared", tmp_path / "model", change)
+    assert load(folder).logits(PROMPT).equal(load(GOLDEN / "granite_shared").logits(PROMPT))
+
+
+def test_one_matrix_twice_is_refused():
+    info = TensorInfo(Path("model.safetensors"), (2, 8, 4), torch.float32)
+    one = TensorInfo(Path("model.safetensors"), (4, 4), torch.float32)
+    names = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.1.up_proj.weight"
+    with pytest.raises(CheckpointError, match=r"gate_up_proj.* and .*1.up_proj.weight.* are both"):
+        one_by_one(dict(zip(names, (info, one), strict=True)))
+    odd = TensorInfo(Path("model.safetensors"), (2, 7, 4), torch.float32)
+    assert [*one_by_one({names[0]: odd})] == [names[0]]  # no two halves: refused as a tensor that is not known
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "lfm2", "phi", "granite_shared"])
+def test_without_cpp(variant, monkeypatch):
+    expected = load(GOLDEN / variant)
+    monkeypatch.setattr(Mixture, "_matrices", lambda self: None)
+    engine = load(GOLDEN / variant)
+    assert engine.runner.model.stack is None
+    assert torch.allclose(engine.logits(PROMPT), expected.logits(PROMPT), atol=1e-5)
+    results = [each.generate([PROMPT], Trie(beams=4), max_new_tokens=8)[0].outputs for each in (engine, expected)]
+    assert [x.token_ids for x in results[0]] == [x.token_ids for x in results[1]]
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quant", ["none", "int8", "int4", "int4-zeros"])
+def test_formats(quant, dtype):
+    """In the native stack; the router stays as it is, and prompts beside each other do not change each other."""
+    engine, exact = load(GOLDEN / "qwen2", quant=quant, dtype=dtype), load(GOLDEN / "qwen2")
+    model = engine.runner.model
+    assert model.stack is not None
+    assert model.layers[0].mlp.router.packed.dtype == torch.bfloat16  # of the file
+    found, expected = engine.logits(PROMPT).float(), exact.logits(PROMPT)
+    error = (found - expected).norm() / expected.norm()
+    assert error < {"none": 0.02, "int8": 0.1, "int4": 0.5, "int4-zeros": 0.5}[quant]
+    prompts = [PROMPT[:n] for n in (5, 11, 27)]
+    together = engine.generate(prompts, Trie(beams=3), max_new_tokens=6)
+    for prompt, result in zip(prompts, together, strict=True):
+        [alone] = engine.generate([prompt], Trie(beams=3), max_new_tokens=6)
+        assert [(x.token_ids, x.logprob) for x in alone.outputs] == [(x.token_ids, x.logprob) for x in result.outputs]
+
+
+@needs_cpp
+@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
+def test_packed_ahead(quant, tmp_path):
+    pack(GOLDEN / "mixtral", tmp_path / "packed", quant=quant)
+    found, expected = load(tmp_path / "packed"), load(GOLDEN / "mixtral", quant=quant)
+    assert found.logits(PROMPT).equal(expected.logits(PROMPT))
+
+
+def test_bytes_of_a_token():
+    size = measure(Checkpoint.open(GOLDEN / "qwen3"), torch.float32, CPU)
+    experts = size.config.experts
+    assert experts is not None
+    assert size.chosen > 0 and size.chosen % experts.count == 0
+    assert size.touched == size.matrices - size.chosen // experts.count * (experts.count - experts.routing.chosen)
+    plain = measure(Checkpoint.open(GOLDEN.parent / "qwen3/plain"), torch.float32, CPU)
+    assert (plain.touched, plain.chosen) == (plain.matrices, 0)
+    shown = table(LoadOptions(GOLDEN / "qwen3"), lambda beams: Trie(beams=beams), None, 8)
+    assert "A token chooses 3 of 6 experts of a layer: a pass of one token reads" in shown
+    assert "(int4) of matrices" in shown
+
+
+def test_what_experts_do_not_have_is_refused(tmp_path):
+    checkpoint = Checkpoint.open(GOLDEN / "qwen3")
+    with pytest.raises(CheckpointError, match="mixtures of experts run on a CPU only"):
+        load_model(checkpoint, torch.float32, torch.device("cuda"))
+    config = load_model(checkpoint, torch.float32, CPU).config
+    with pytest.raises(CheckpointError, match="cannot be divided among processes"):
+        Partition.of(config, Shard(0, 2), "model")
+    for module in ("mlp.experts.0.up_proj", "mlp.gate"):
+        name = f"base_model.model.model.layers.0.{module}"
+        factors = {f"{name}.lora_A.weight": torch.ones(4, 24), f"{name}.lora_B.weight": torch.ones(6, 4)}
+        save_file(factors, tmp_path / "adapter_model.safetensors")
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+        with pytest.raises(CheckpointError, match="LoRA of experts, and of what chooses them, is not supported"):
+            load(GOLDEN / "qwen3", adapters=[tmp_path])
+    assert Adapter.open(tmp_path)
+
+
+def test_adapters_of_attention(tmp_path):
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    factors = {f"{name}.lora_A.weight": torch.ones(4, 24), f"{name}.lora_B.weight": torch.ones(32, 4)}
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4}))
+    engine = load(GOLDEN / "qwen3", adapters=[tmp_path])
+    plain = load(GOLDEN / "qwen3").logits(PROMPT)
+    assert engine.logits(PROMPT, "none").equal(plain) and not torch.allclose(engine.logits(PROMPT), plain, atol=0.1)

@@ -1,0 +1,77 @@
+"""Mixtures of experts of every family: rules of the choice, shared experts, dense layers among them, windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.golden.base import ABSENT, VOCAB, variants
+
+WIDTH = 24
+CONFIG: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "num_experts_per_tok": 2,
+    "tie_word_embeddings": False, "pad_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+WINDOW = {"use_sliding_window": True, "sliding_window": 16}
+QWEN = {
+    "num_experts": 6, "moe_intermediate_size": 20, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "norm_topk_prob": False, "hidden_act": "silu", "rms_norm_eps": 1e-6, "use_sliding_window": False,
+}  # fmt: skip
+QWEN2 = QWEN | {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "shared_expert_intermediate_size": 28,
+}  # fmt: skip
+QWEN3 = QWEN | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 8}
+OLMOE = {
+    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 6, "norm_topk_prob": False,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "eos_token_id": 2,
+}  # fmt: skip
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 5, "rms_norm_eps": 1e-5,
+    "sliding_window": None, "hidden_act": "silu",
+}  # fmt: skip
+GRANITE = {
+    "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "num_local_experts": 6,
+    "rms_norm_eps": 1e-6, "embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3, "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+SHARED = GRANITE | {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
+LFM2 = {
+    "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "num_experts": 6, "moe_intermediate_size": 20,
+    "num_dense_layers": 1, "use_expert_bias": True, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+    "norm_eps": 1e-5, "conv_L_cache": 3, "conv_bias": False, "layer_types": ["conv", "full_attention", "conv"],
+    "tie_word_embeddings": True, "pad_token_id": 0,
+}  # fmt: skip
+PHI = {
+    "architectures": ["PhimoeForCausalLM"], "model_type": "phimoe", "num_local_experts": 6, "rms_norm_eps": 1e-5,
+    "router_jitter_noise": 0.1, "attention_bias": True, "lm_head_bias": True, "sliding_window": None,
+    "hidden_act": "silu",
+}  # fmt: skip
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 8.0],
+    "short_mscale": 1.25, "long_mscale": 1.25, "original_max_position_embeddings": 64, "factor": 2.0,
+}  # fmt: skip
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen2": QWEN2 | {"mlp_only_layers": [1]},
+    "qwen2_windows": QWEN2 | WINDOW | {"max_window_layers": 2, "qkv_bias": False, "norm_topk_prob": True},
+    "qwen3": QWEN3 | {"norm_topk_prob": True, "num_experts_per_tok": 3},
+    "qwen3_steps": QWEN3 | WINDOW | {"decoder_sparse_step": 2, "attention_bias": True, "hidden_act": "gelu"},
+    "qwen3_defaults": QWEN3 | dict.fromkeys(
+        ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "hidden_act", "rms_norm_eps",
+         "use_sliding_window"), ABSENT),
+    "qwen3_classifier": QWEN3 | {"architectures": ["Qwen3MoeForSequenceClassification"], "num_labels": 1},
+    "olmoe": OLMOE,
+    "mixtral": MIXTRAL | {"head_dim": 8},
+    "mixtral_window": MIXTRAL | {"sliding_window": 16, "num_experts_per_tok": 1},
+    "granite": GRANITE,
+    "granite_shared": SHARED | {"shared_intermediate_size": 28, "num_experts_per_tok": 3},
+    "lfm2": LFM2,
+    "lfm2_plain": LFM2 | {"use_expert_bias": False, "norm_topk_prob": False, "conv_bias": True, "num_dense_layers": 0},
+    "phi": PHI,
+    "phi_longrope": PHI | {"rope_parameters": LONG},
+}  # fmt: skip
+BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
+OTHERS: dict[str, dict[str, Any]] = dict.fromkeys(("qwen2_windows", "qwen3_steps", "mixtral_window"), BORDER)
+
+VARIANTS = variants(CONFIG, CHANGES, OTHERS)
