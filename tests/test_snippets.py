@@ -1,4 +1,4 @@
-"""The Python of the README and of four pages runs in its order and prints what the page shows."""
+"""The Python of the README and of five pages runs in its order and prints what the page shows."""
 
 import re
 from pathlib import Path
@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
         ("README.md", 1, 1),
         ("docs/completion.md", 1, 1),
         ("docs/constraints.md", 4, 2),
+        ("docs/drafts.md", 1, 0),
         ("docs/embedding.md", 14, 9),
         ("docs/vectors.md", 3, 3),
     ],

@@ -78,7 +78,8 @@ class DraftSize:
 
         A search goes on from all of its live nodes at once: the pass d levels ahead is saved if the drafts have what it
         asks for below every live node. Its probability is the product, over the live nodes, of the sums of the
-        probabilities at that level, corrected by how often such passes were saved.
+        probabilities at that level, corrected by how often such passes were saved. Where it is not saved, it has fewer
+        tokens by those that came true.
 
         Args:
             drafts: of the live nodes, at least one.
@@ -94,22 +95,27 @@ class DraftSize:
         if not (plain := self.seconds(rows)) or not all(draft.tokens for draft in drafts):
             return none
         chances, levels = [self._chances(draft) for draft in drafts], [levels_of(draft) for draft in drafts]
-        together = self.saved / self.hopes
+        together, count = self.saved / self.hopes, len(drafts)
+        whole = self.seconds(count)  # of a pass ahead
+        token = max(0.0, whole - self.seconds(1)) / (count - 1) / whole  # the cost of a token of it, relative to that
         best, rate, size, deepest = none, 1 / (plain + self.host.seconds(1)), 0, max(map(max, levels))
         for least in self.LEAST:
-            hoped, nodes = 0.0, 0
+            hoped, spared, nodes = 0.0, 0.0, 0
             for depth in range(1, deepest + 1):
-                chance = 1.0
+                chance, came = 1.0, 0.0
                 for given, at in zip(chances, levels, strict=True):
                     found = [p for p, level in zip(given, at, strict=True) if level == depth and p >= least]
                     nodes += len(found)
-                    chance *= min(1.0, math.fsum(found))
+                    came += min(1.0, total := math.fsum(found))
+                    chance *= min(1.0, total)
                 if nodes > self.most or not chance:
                     break
                 hoped += chance
+                saved = min(1.0, together * chance)
+                spared += saved + max(0.0, came - count * saved) * token
                 cost = self.seconds(rows + nodes) + self.host.seconds(1 + nodes)
-                if (1 + together * hoped) / cost > rate:
-                    rate, size, self.hoped = (1 + together * hoped) / cost, nodes, hoped
+                if (1 + spared) / cost > rate:
+                    rate, size, self.hoped = (1 + spared) / cost, nodes, hoped
                     best = [
                         [i for i, p in enumerate(given) if p >= least and at[i] <= depth]
                         for given, at in zip(chances, levels, strict=True)
@@ -152,15 +158,16 @@ class DraftSize:
             self.saved = min(self.hopes * self.MOST_TOGETHER, self.MEMORY * self.saved + saved)
             self.hoped = 0.0
 
-    def settle(self, host: float, nodes: int, tokens: int, rows: int = 1) -> None:
+    def settle(self, host: float, nodes: int, tokens: int, rows: int = 1, known: int = 0) -> None:
         """Account for a step with a draft: seconds of the host, nodes evaluated, tokens gained.
 
         Args:
             rows: tokens of the pass besides the drafted nodes; `tokens` are the passes that it stood for.
+            known: tokens that it would have had as well if they had not been drafted.
         """
         saved = 0.0
         self.host.note(1 + nodes, host)
-        if self.seconds is not None and (plain := self.seconds(rows)):
+        if self.seconds is not None and (plain := self.seconds(rows + known)):
             saved = tokens - (self.seconds(rows + nodes) + host) / (plain + self.alone)
         self.credit = max(-self.MOST_LOST, min(self.MOST_SAVED, self.credit + saved + self.LOSS * tokens))
 

@@ -212,6 +212,8 @@ class Lane:
             metrics.count("requests_completed", self.name)
             metrics.add("prompt_tokens", self.name, ticket.outcome.stats["prompt_tokens"])
             metrics.add("reused_tokens", self.name, ticket.outcome.stats["reused_tokens"])
+            for name in ("drafted_nodes", "drafted_accepted", "passes_saved"):
+                metrics.add(name, self.name, ticket.outcome.stats.get(name, 0))
             metrics.add("new_tokens", self.name, sum(len(o.token_ids) for o in ticket.outcome.outputs))
         else:
             metrics.count("requests_failed", self.name)

@@ -118,6 +118,7 @@ class JobDrafts:
         self._learnt = 0  # tokens of the trunk that the drafter was told
         self._guesses: dict[int, tuple[Guesses, int]] = {}  # asked node -> its place in what was guessed around it
         self._host, self._rows, self._latest, self._since, self._planned = 0.0, 0, 0, 0, False  # of the latest pass
+        self._known = 0
 
     def begin(self, tree: TokenTree) -> None:
         """Draft below the nodes of a tree that holds the prompt."""
@@ -157,12 +158,14 @@ class JobDrafts:
         request: Evaluate,
         partial_answer: PartialRows | PartialSums,
         constrained: Constrained | None,
+        known: int,
         room: int,
     ) -> Chunk:
         """A chunk that completes a request, with drafted nodes below the nodes of the request. They have slots.
 
         Args:
             constrained: of a tree that has constraints.
+            known: nodes of the request whose rows are known.
             room: tokens that the pass has room for.
         """
         if self.request is None or chunk.tree is not self.tree or request.hidden is not None or chunk.trunk_tokens > 1:
@@ -171,7 +174,7 @@ class JobDrafts:
         if sums and constrained is not None and constrained.few.suffices(chunk.tree, request.nodes):
             return chunk  # whole rows would be computed for the drafts alone
         began, drafts = time.thread_time(), list[DraftedNode]()
-        self._settle(len(chunk))
+        self._settle(len(chunk), known)
         with self._guarded():
             self._learn()
             live = [node for node in request.nodes if chunk.tree.is_evaluated(node)]
@@ -183,14 +186,15 @@ class JobDrafts:
         table = chunk.tree.slots.table[0]
         return replace(chunk, drafts=drafts, slots=[*chunk.slots, *(table[draft.slot] for draft in drafts)])
 
-    def _settle(self, rows: int) -> None:
+    def _settle(self, rows: int, known: int) -> None:
         """Account for the latest pass of the request, now that it needs another one."""
         if self._planned:
             self.size.note_together(self._since)
-            self.size.settle(self._host, self._latest, 1 + self._since, self._rows)
+            self.size.settle(self._host, self._latest, 1 + self._since, self._rows, self._known)
         elif self._rows:
             self.size.plain(0.0)
         self._host, self._rows, self._latest, self._since, self._planned = 0.0, rows, 0, 0, False
+        self._known = known
 
     def _learn(self) -> None:
         assert self.tree is not None and self.request is not None

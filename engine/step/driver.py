@@ -203,7 +203,7 @@ class Driver:
         if job.drafts is None or pending.left or pending.by_rope:
             return chunk
         job.drafts.charge.load = job.batch_load
-        return job.drafts.extend(chunk, pending.request, pending.partial, pending.constrained, room)
+        return job.drafts.extend(chunk, pending.request, pending.partial, pending.constrained, len(pending.known), room)
 
     def _run(self, batch: Batch) -> Rows:
         """Evaluate a batch: rows, and whether each is finite. If that fails, its slots are released."""
