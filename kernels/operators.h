@@ -216,6 +216,50 @@ int64_t coppice_layout_fits(int64_t tokens, int64_t trees, int64_t run_count, in
 
 void coppice_tree_attention(const Attention* attention, const void* q, const void* k, const void* v, void* out);
 
+// --- suffixes ---
+
+// A text of symbols in a ring of `capacity`, and chains of its places (suffixes/state.py). `written` counts what was ever
+// written, plus one; `kept` of it is in the ring; `since` symbols follow the last boundary. Heads, of which there are
+// `heads` and a quarter of that for pairs and single symbols, are the low bits of `written` at the newest place of a
+// chain; `short_back` and the others like it [capacity] are the distances from a place to the one before it in its
+// chain. A text that is not fine has no `single_heads`, `single_back` and `pair_back`: they are null. `token_mask` has
+// the bits of a symbol that are its token.
+struct Suffixes {
+    int64_t capacity, heads, token_mask, written, kept, since;
+    uint32_t* symbols;
+    uint32_t* short_back;
+    uint32_t* long_back;
+    uint32_t* pair_back;
+    uint32_t* single_back;
+    uint32_t* single_heads;
+    uint32_t* pair_heads;
+    uint32_t* short_heads;
+    uint32_t* long_heads;
+};
+
+// A text that is searched, for symbols of this `mark`; its matches count as if they were `bonus` symbols longer.
+struct SuffixSource {
+    const Suffixes* text;
+    int64_t mark, bonus;
+};
+
+// Appends symbols, with the bits of `mark` set.
+void coppice_suffixes_add(Suffixes* text, const uint32_t* symbols, int64_t count, int64_t mark);
+
+// Returns how many of the first symbols are in the text already, one after the other.
+int64_t coppice_suffixes_known(const Suffixes* text, const uint32_t* symbols, int64_t count, int64_t mark);
+
+// Returns the place of the first symbol that is neither a boundary nor a token below `vocab` with a mark whose number,
+// the bits from `bits` on, is less than `numbers` and `listed`; `count` if there is none.
+int64_t coppice_suffixes_foreign(const uint32_t* symbols, int64_t count, int64_t vocab, int64_t bits,
+                                 const uint8_t* listed, int64_t numbers);
+
+// Writes a draft of at most `nodes` nodes, each at most `depth` symbols after the `length` symbols of `tail`, with
+// scores of `least` at least. Returns how many there are.
+int64_t coppice_suffixes_propose(const SuffixSource* sources, int64_t count, const uint32_t* tail, int64_t length,
+                                 int64_t nodes, int64_t depth, double least, int64_t* tokens, int64_t* parents,
+                                 double* scores);
+
 // --- stack ---
 
 // A LayerNorm, or, without a bias, an RMSNorm, or, without a weight, nothing.
