@@ -101,7 +101,7 @@ class Engine:
         target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(options.reward):
             target.reward = options.reward
-        if drafter := chosen_drafter(options.drafts, target.runner, target.shard.size):
+        if drafter := chosen_drafter(options.drafts, target.runner, target.shard.size, target.model.tokenizer):
             target.drafts = EngineDrafts(drafter)
         trim_memory()
         release_libraries()  # of what only loading uses

@@ -11,7 +11,7 @@ from typing import IO
 
 from engine.app.batch_flags import make_parser
 from engine.app.cli import rules, run, search_params
-from engine.app.cli.engines import load_engine
+from engine.app.cli.engines import kept_texts, load_engine
 from engine.app.meter import Meter
 from engine.app.records import Records, answer
 from engine.app.sink import open_sink
@@ -57,7 +57,11 @@ def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] |
         meter = Meter(engine, args, source)
         records = Records(source, engine, args, sink.kept, traces)
         try:
-            with saving(traces, args.trace), closing(engine.serve(records, on_step=meter.step)) as outcomes:
+            with (
+                kept_texts(args, engine),
+                saving(traces, args.trace),
+                closing(engine.serve(records, on_step=meter.step)) as outcomes,
+            ):
                 for i, outcome in outcomes:
                     meter.count(outcome)
                     if args.verbose and isinstance(outcome, CoppiceError) and outcome.__cause__ is not None:

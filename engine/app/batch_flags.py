@@ -9,6 +9,7 @@ from engine.app.cli import (
     add_prompt_flags,
     add_rule_flags,
     add_search_flags,
+    add_store_flag,
     add_template_flags,
     add_trace_flag,
     add_verbosity_flags,
@@ -72,6 +73,7 @@ def make_parser() -> Parser:
     add_trace_flag(group)
     add_request_flags(parser, "batch")
     add_prefix_flags(parser)
+    add_store_flag(parser)
     add_verbosity_flags(parser)
     return parser
 

@@ -112,7 +112,7 @@ def chat(args: argparse.Namespace) -> int:
     conversation = Conversation(engine, args.system, args.on_overflow, options)
     if args.save_prefix is not None:
         engine.save_prefix(args.save_prefix, common_prefix(conversation, prompt))
-    with Interrupt() as interrupt, contextlib.closing(conversation.session):
+    with cli.kept_texts(args, engine), Interrupt() as interrupt, contextlib.closing(conversation.session):
         dialog = Dialog(
             conversation,
             settings,

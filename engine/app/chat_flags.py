@@ -24,6 +24,7 @@ def parser() -> cli.Parser:
     add_chat_flags(parser)
     cli.add_load_flags(parser, "chat")
     cli.add_prefix_flags(parser)
+    cli.add_store_flag(parser)
     cli.add_template_flags(parser)
     cli.add_search_flags(parser)
     cli.add_limit_flags(parser)

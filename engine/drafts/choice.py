@@ -9,13 +9,14 @@ from engine.errors import UsageError
 NAMES = ("off", "auto", "ngrams", "suffix", "model")
 
 
-def chosen_drafter(named: str | Drafter, runner: Any, processes: int) -> Drafter | None:
+def chosen_drafter(named: str | Drafter, runner: Any, processes: int, tokenizer: Any = None) -> Drafter | None:
     """The drafter of an engine; None: nothing is drafted.
 
     Args:
         named: one of `NAMES`, or a drafter.
         runner: the target's, see `engine.step.runner`.
         processes: that share the model.
+        tokenizer: its tokenizer; None if it has none.
 
     Raises:
         UsageError: there is no such drafter, or drafts do not ride along on this device.
@@ -36,9 +37,14 @@ def chosen_drafter(named: str | Drafter, runner: Any, processes: int) -> Drafter
         raise UsageError(f"drafts: {why}", remedy="leave --drafts out, or give off or auto")
     if named == "ngrams":
         return NGramDrafter()
+    if named == "suffix":
+        from engine.drafts.suffixes import SuffixDrafter, SuffixStore  # imports torch, which the flags do without
+
+        fingerprint = "" if tokenizer is None else tokenizer.fingerprint
+        return SuffixDrafter(SuffixStore(runner.vocab_size, fingerprint))
     if isinstance(named, str):
-        what = {"suffix": "there is no suffix store yet", "model": "a draft model drafts under --search dsbd only"}
-        raise UsageError(f"drafts: {named} is not available: {what[named]}", remedy="give ngrams or auto")
+        what = "a draft model drafts under --search dsbd only"
+        raise UsageError(f"drafts: {named} is not available: {what}", remedy="give suffix, ngrams or auto")
     return named
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.app.cli import run, search_params
-from engine.app.cli.engines import load_engine
+from engine.app.cli.engines import kept_texts, load_engine
 from engine.errors import UsageError
 from engine.load.distributed import check_alone
 from engine.ranking import check_template
@@ -82,11 +82,12 @@ def application(args: argparse.Namespace, keys: Sequence[str] = ()) -> Iterator[
         args.max_prompt, args.max_tokens, args.max_width, args.max_body, args.timeout, args.traces > 0, args.strict
     )
     hosts = [*LOCAL, args.host] if is_local(args.host) else []
-    stepper.start()
-    try:
-        yield Application(served, stepper, limits, keys=keys, hosts=hosts, traces=args.traces, verbose=args.verbose)
-    finally:
-        stepper.stop()
+    with kept_texts(args, served[0].engine):
+        stepper.start()
+        try:
+            yield Application(served, stepper, limits, keys=keys, hosts=hosts, traces=args.traces, verbose=args.verbose)
+        finally:
+            stepper.stop()
 
 
 def load(name: str, args: argparse.Namespace, stepper: Stepper) -> Served:
@@ -109,6 +110,8 @@ def each_model(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
     words = args.model or [None]
     if len(words) > 1 and args.memory is not None:
         raise UsageError("--memory is for one model", remedy="--kv-memory is shared by several")
+    if len(words) > 1 and args.draft_store is not None:
+        raise UsageError("--draft-store is for one model", remedy="leave it out, or serve one model")
     found: dict[str, argparse.Namespace] = {}
     template = None if args.rerank_template is None else read_template(args.rerank_template)
     for word in words:

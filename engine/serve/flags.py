@@ -11,6 +11,7 @@ from engine.app.cli import (
     add_prefix_flags,
     add_prompt_flags,
     add_search_flags,
+    add_store_flag,
     add_template_flags,
     add_verbosity_flags,
     parse_size,
@@ -50,6 +51,7 @@ def make_parser() -> Parser:
     text = "folder, GGUF file or name on the hub; repeatable, companions are the first one's (the demo)"
     add_load_flags(parser, "serve", folder={"action": "append", "metavar": "[NAME=]DIR", "help": text})
     add_prefix_flags(parser)
+    add_store_flag(parser)
     add_template_flags(parser)
     add_prompt_flags(parser)
     add_search_flags(parser, "sample")

@@ -7,6 +7,7 @@ from engine.app.cli.loading import (
     add_load_flag,
     add_load_flags,
     add_prefix_flags,
+    add_store_flag,
     load_options,
 )
 from engine.app.cli.parser import Parser, add_search_flags, add_trace_flag, add_verbosity_flags, called
@@ -17,7 +18,7 @@ from engine.app.cli.values import output_file, parse_object, parse_size, positiv
 from models.lazy import exports
 
 if TYPE_CHECKING:
-    from engine.app.cli.engines import fetch_models, load_engine
+    from engine.app.cli.engines import fetch_models, kept_texts, load_engine
 
 __all__ = [
     "CLOSED_PIPE",
@@ -30,11 +31,13 @@ __all__ = [
     "add_prompt_flags",
     "add_rule_flags",
     "add_search_flags",
+    "add_store_flag",
     "add_template_flags",
     "add_trace_flag",
     "add_verbosity_flags",
     "called",
     "fetch_models",
+    "kept_texts",
     "limits",
     "load_engine",
     "load_options",
@@ -47,4 +50,4 @@ __all__ = [
     "search_params",
     "template_options",
 ]
-__getattr__ = exports(__name__, {"engine.app.cli.engines": "fetch_models load_engine"})
+__getattr__ = exports(__name__, {"engine.app.cli.engines": "fetch_models kept_texts load_engine"})

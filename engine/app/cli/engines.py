@@ -1,12 +1,18 @@
 """The engine that the flags of loading ask for. Imports torch, which the flags themselves do without."""
 
 import argparse
+import contextlib
+import os
+from collections.abc import Iterator
 
 from engine.app.cli.loading import load_options
+from engine.drafts.suffixes import SuffixDrafter, SuffixStore
 from engine.engine import Engine
+from engine.errors import UsageError
 from engine.load.hub import located
 from engine.load.options import LoadOptions
 from engine.rules.catalogue import open_catalogue
+from models.checkpoint.files import obstacle
 
 
 def fetch_models(args: argparse.Namespace) -> LoadOptions:
@@ -27,4 +33,33 @@ def load_engine(args: argparse.Namespace, options: LoadOptions | None = None) ->
         open_catalogue(catalogue).check(engine.model.tokenizer, engine.runner.vocab_size)
     if (prefix := getattr(args, "load_prefix", None)) is not None:
         engine.load_prefix(prefix)
+    if (file := getattr(args, "draft_store", None)) is not None:
+        _open_store(_suffix_store(engine), file)
     return engine
+
+
+@contextlib.contextmanager
+def kept_texts(args: argparse.Namespace, engine: Engine) -> Iterator[None]:
+    """Write the texts of --draft-store at the end of the block, however it ends. Raises UsageError."""
+    try:
+        yield
+    finally:
+        if args.draft_store is not None:
+            _suffix_store(engine).save(args.draft_store)
+
+
+def _suffix_store(engine: Engine) -> SuffixStore:
+    """The store of the engine's suffix drafter. Raises UsageError."""
+    drafter = engine.drafts.drafter if engine.drafts is not None else None
+    if not isinstance(drafter, SuffixDrafter):
+        raise UsageError("--draft-store: it has texts for suffix drafts", remedy="add --drafts suffix")
+    return drafter.store
+
+
+def _open_store(store: SuffixStore, file: str) -> None:
+    """Read the texts of a file, if there is one; it will be replaced. Raises UsageError."""
+    if (found := obstacle(file)) is not None:
+        what, where = found
+        raise UsageError(f"the suffix store cannot be written: {what}", where=where)
+    if os.path.exists(file):
+        store.load(file)

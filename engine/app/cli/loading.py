@@ -51,6 +51,12 @@ def add_prefix_flags(parser: Parser) -> None:
     parser.group("machine").add_argument("--load-prefix", metavar="FILE", help=text)
 
 
+def add_store_flag(parser: Parser) -> None:
+    """--draft-store."""
+    text = "texts for --drafts suffix: read from FILE at the start, if it is there, and written to it at the end"
+    parser.group("machine").add_argument("--draft-store", metavar="FILE", help=text)
+
+
 def load_options(args: argparse.Namespace) -> LoadOptions:
     """The options that the flags of loading give; options without a flag keep their defaults. Raises UsageError."""
     options = [option for option in options_of(LoadOptions) if hasattr(args, option.argument)]

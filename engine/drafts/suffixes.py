@@ -1,0 +1,226 @@
+"""Drafts from suffixes: what followed where the end of the text occurred before, in this request and in ended ones.
+
+SuffixDecoding (arXiv 2411.04975). A request's own text comes first; the text of ended requests is in a `SuffixStore`,
+from which the oldest leaves. `kernels.suffixes` finds the matches and estimates the probabilities.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.drafts import Draft
+from engine.drafts.suffix_files import SavedTexts, most_salts, read_texts, write_texts
+from engine.errors import UsageError
+from kernels import suffixes
+from kernels.suffixes import BOUNDARY, MOST_MATCHED, MOST_NODES, Suffixes
+
+CAPACITY = 10_000_000  # tokens of ended requests: 158 MB when full
+FIRST_CAPACITY, GROWTH = 1 << 16, 4  # tokens that a store has room for at first, and by how much that grows
+LEAST_SCORE = 1 / 256
+OWN_BONUS = 2  # a match in the request's own text counts as if it were so many tokens longer
+MOST_OWN = 1 << 18  # tokens of a request that are searched, the newest
+LEAST_REPEATED = 64  # first tokens of a text that are not stored again
+PIECE = 16  # tokens of a branch that become text at once
+
+
+@dataclass
+class TextOwner:
+    """The texts of one salt in a store.
+
+    Args:
+        number: in the marks of their symbols.
+        end: the count of written symbols after the last of them.
+    """
+
+    number: int
+    end: int = 0
+
+
+class SuffixStore:
+    """The texts of ended requests, in bounded memory. Texts of one salt match those of this salt only.
+
+    Args:
+        vocab_size: tokens are less than this.
+        fingerprint: of the tokenizer; "" if there is none.
+        capacity: tokens that are kept, a boundary for each text included.
+        impl: see `kernels.suffixes`; None: the fastest.
+
+    Raises:
+        UsageError: the capacity or the vocabulary is out of range.
+    """
+
+    def __init__(self, vocab_size: int, fingerprint: str = "", capacity: int = CAPACITY, impl: str | None = None):
+        try:
+            Suffixes(capacity, vocab_size)  # takes no memory before it is written to
+            self.text = Suffixes(min(capacity, FIRST_CAPACITY), vocab_size)
+        except ValueError as error:
+            raise UsageError(f"the suffix store cannot be made: {error}") from error
+        self.capacity = capacity
+        self.vocab_size, self.fingerprint, self.impl = vocab_size, fingerprint, impl or suffixes.best()
+        self._owners: dict[bytes, TextOwner] = {}  # by the digest of their salt, the least recently added first
+        self._free_numbers = list[int]()  # below the next
+        self._next_number = 0
+
+    def __len__(self) -> int:
+        """Tokens that are kept, a boundary for each text included."""
+        return len(self.text)
+
+    def mark(self, salt: str) -> int | None:
+        """The mark of a salt's symbols; None if it has none."""
+        owner = self._owners.get(_digest(salt))
+        return None if owner is None else owner.number << self.text.token_bits
+
+    def add(self, salt: str, tokens: Sequence[int]) -> None:
+        """Add an ended text; a long beginning that the store has already is left out, as in a conversation's next turn.
+
+        Raises ValueError for tokens out of the vocabulary.
+        """
+        digest = _digest(salt)
+        owner = self._owners.pop(digest, None) or TextOwner(self._number())
+        self._owners[digest] = owner
+        mark = owner.number << self.text.token_bits
+        repeated = suffixes.known(self.text, tokens, mark, impl=self.impl)
+        if repeated == len(tokens):
+            return
+        if repeated >= LEAST_REPEATED:
+            tokens = tokens[repeated - MOST_MATCHED :]
+        self._make_room(1 + len(tokens))
+        suffixes.add(self.text, [BOUNDARY, *tokens], mark, impl=self.impl)
+        owner.end = self.text.fields.written
+
+    def _make_room(self, symbols: int) -> None:
+        """Take more memory if so many symbols more need it and the capacity allows it; all chains are made again."""
+        old, room = self.text, self.text.fields.capacity
+        while room < min(len(old) + symbols, self.capacity):
+            room = min(GROWTH * room, self.capacity)
+        if room == old.fields.capacity:
+            return
+        self.text = Suffixes(room, self.vocab_size)
+        for part in old.parts():
+            suffixes.add(self.text, part, impl=self.impl)
+        for owner in self._owners.values():
+            owner.end += self.text.fields.written - old.fields.written
+
+    def _number(self) -> int:
+        """A number for a new salt; if all are taken, that of the salt that had no text for the longest time."""
+        if self._free_numbers:
+            return self._free_numbers.pop()
+        if self._next_number < most_salts(self.vocab_size):
+            self._next_number += 1
+            return self._next_number - 1
+        owner = self._owners.pop(next(iter(self._owners)))
+        self.text.forget(self.text.fields.written - owner.end)
+        return owner.number
+
+    def save(self, path: str | Path) -> None:
+        """Write the texts to a file, which is replaced as a whole. It holds digests of salts. Raises UsageError."""
+        written = self.text.fields.written
+        owners = [
+            (owner.number, written - owner.end, digest)
+            for digest, owner in self._owners.items()
+            if written - owner.end < len(self.text)
+        ]
+        write_texts(path, SavedTexts(self.vocab_size, self.fingerprint, self.text.parts(), owners))
+
+    def load(self, path: str | Path) -> None:
+        """Read texts into an empty store; of those that are more than its capacity, the newest.
+
+        Raises:
+            UsageError: the file cannot be read, is damaged, or has the texts of another tokenizer.
+        """
+        assert not len(self), "the store has texts"
+        saved = read_texts(path, self.vocab_size, self.fingerprint)
+        self._make_room(sum(map(len, saved.parts)))
+        for part in saved.parts:
+            suffixes.add(self.text, part[-self.capacity :], impl=self.impl)
+        written = self.text.fields.written
+        kept = [owner for owner in saved.owners if owner[1] < len(self)]
+        self._owners = {digest: TextOwner(number, written - age) for number, age, digest in kept}
+        taken = {owner.number for owner in self._owners.values()}
+        self._next_number = max(taken, default=-1) + 1
+        self._free_numbers = [number for number in range(self._next_number) if number not in taken]
+
+    def figures(self) -> dict[str, int]:
+        """Totals, for monitors."""
+        return {"tokens": len(self), "salts": len(self._owners), "bytes": self.text.nbytes}
+
+
+def _digest(salt: str) -> bytes:
+    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class SuffixDrafter:
+    """The drafter of an engine: opens a `SuffixRequest` for each request, and keeps ended texts.
+
+    Args:
+        store: of ended texts.
+    """
+
+    def __init__(self, store: SuffixStore):
+        self.store = store
+
+    def open(self, salt: str | None, prompt: Sequence[int]) -> "SuffixRequest":
+        return SuffixRequest(self.store, salt, prompt)
+
+
+class SuffixRequest:
+    """Drafts for one request; see `engine.drafts.RequestDrafter`.
+
+    The text is that of all beams; what a branch has besides becomes text too, once it is long (the samples of one
+    request resemble each other), a piece at a time.
+
+    Args:
+        store: of ended texts.
+        salt: of the request; None: it uses no other's text and leaves none.
+        prompt: token ids.
+    """
+
+    def __init__(self, store: SuffixStore, salt: str | None, prompt: Sequence[int]):
+        self.store, self.salt, self.prompt = store, salt, list(prompt)
+        self._text = self._empty(len(prompt))
+        self._tail, self._length = list[int](), 0  # the last tokens of the text, and how many it has
+        self._pieces = set[tuple[int, ...]]()  # of branches: the place of their end, and their tokens
+        self.learn(self.prompt)
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        self._append(tokens)
+        self._tail = [*self._tail, *tokens[-MOST_MATCHED:]][-MOST_MATCHED:]
+        self._length += len(tokens)
+
+    def draft(self, ahead: Sequence[int], nodes: int, depth: int) -> Draft:
+        if len(ahead) >= 2 * PIECE:
+            self._learn_branch(ahead)
+        tail = [*self._tail, *ahead[-MOST_MATCHED:]]
+        sources = [(self._text, 0, OWN_BONUS)]
+        if self.salt is not None and (mark := self.store.mark(self.salt)) is not None:
+            sources.append((self.store.text, mark, 0))
+        nodes = min(nodes, MOST_NODES)
+        return Draft(*suffixes.propose(sources, tail, nodes, depth, LEAST_SCORE, impl=self.store.impl))
+
+    def close(self, tokens: Sequence[int]) -> None:
+        if self.salt is not None:
+            self.store.add(self.salt, [*self.prompt, *tokens])
+
+    def _learn_branch(self, ahead: Sequence[int]) -> None:
+        """Make the last whole piece of a branch text, after the tokens before it, if it is not yet."""
+        end = (self._length + len(ahead)) // PIECE * PIECE - self._length
+        start = end - PIECE
+        piece = (self._length + end, *ahead[start:end])
+        if start < 0 or piece in self._pieces:
+            return
+        self._pieces.add(piece)
+        self._append([BOUNDARY, *[*self._tail, *ahead[:start]][-PIECE // 2 :], *ahead[start:end], BOUNDARY])
+        self._append(self._tail[-PIECE // 2 :])  # the text goes on
+
+    def _append(self, symbols: Sequence[int]) -> None:
+        wanted = len(self._text) + len(symbols)
+        if self._text.fields.capacity < min(wanted, MOST_OWN):
+            old, self._text = self._text, self._empty(wanted)
+            for part in old.parts():
+                suffixes.add(self._text, part, impl=self.store.impl)
+        suffixes.add(self._text, symbols, impl=self.store.impl)
+
+    def _empty(self, length: int) -> Suffixes:
+        """A text with room for so many tokens and as many more."""
+        return Suffixes(min(2 * length + 512, MOST_OWN), self.store.vocab_size, fine=True)
