@@ -9,6 +9,7 @@ from tools.bench import (
     aded,
     cache,
     chat,
+    drafts,
     dsbd,
     endings,
     gpu,
@@ -33,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=cli.called("python -m tools.bench"), description=__doc__)
     parser.add_argument("-v", "--verbose", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    ours = (kv, memory, starts, cache, prefixes, quant, peers, speed, gpu, chat, papers, ults, sbon, aded, dsbd, serve,
-            endings, keyboard)  # fmt: skip
+    ours = (kv, memory, starts, cache, prefixes, quant, peers, speed, gpu, chat, papers, ults, sbon, aded, dsbd, drafts,
+            serve, endings, keyboard)  # fmt: skip
     for command in ours:
         command.add_parser(commands)
     args = parser.parse_args(words)
