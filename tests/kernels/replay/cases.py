@@ -24,6 +24,9 @@ from kernels.linear.panels import STEPS, Packed, pack, pack_groups
 from kernels.rows import reference
 from kernels.rows.checks import ACTIVATIONS
 from kernels.short_conv import reference as convolutions
+from kernels.suffixes import BOUNDARY, Suffixes
+from kernels.suffixes import reference as texts
+from kernels.suffixes.state import SuffixSource
 from kernels.tree_attention import native as tree_native
 from kernels.tree_attention import reference as tree_reference
 from tests.kernels.forests import FORESTS, Forest, cast, forest, hash_of
@@ -38,7 +41,8 @@ def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
     rows = norms, rotary, halves, gates, log_softmax, best, draws, windows
-    for add in (*rows, linear, grouped, kv_write, kv_write_int8, kv_copy, short_conv, layouts, tree_attention):
+    trees = kv_write, kv_write_int8, kv_copy, short_conv, layouts, tree_attention, suffixes
+    for add in (*rows, linear, grouped, *trees):
         torch.manual_seed(0)
         add(recording)
     return recording
@@ -446,6 +450,41 @@ def attention(
     pointer = Pointer(asked, dict(zip(names, f.layout.seen, strict=True)))
     out = Expected(blank(q), exact, absolute + 4e-6, 2 * torch.finfo(dtype).eps)
     recording.add(name, "tree_attention", pointer, q, k, v, out)
+
+
+TABLES = (
+    *("symbols", "short_back", "long_back", "pair_back", "single_back"),
+    *("single_heads", "pair_heads", "short_heads", "long_heads"),
+)
+
+
+def suffixes(recording: Recording) -> None:
+    rng = random.Random(0)
+    for vocab, capacity, fine in itertools.product((3, 40), (70, 400), (False, True)):
+        text, mark = Suffixes(capacity, vocab, fine), 1 << texts.token_bits(vocab)
+        for _ in range(8):
+            texts.add(text, [BOUNDARY, *(rng.randrange(vocab) for _ in range(60))], mark)
+        views = {name: getattr(text, name) for name in TABLES}
+        tables = {name: torch.frombuffer(view, dtype=torch.int32) for name, view in views.items() if len(view)}
+        held = Pointer(text.fields, tables)
+        for length in (0, 2, 5, 40):
+            tail = [rng.randrange(vocab) for _ in range(length)]
+            symbols = torch.tensor(tail, dtype=torch.int32)
+            name = f"{vocab} tokens, {capacity} kept, fine {fine}, a tail of {length}"
+            known = texts.known(text, tail, mark)
+            recording.add(name, "suffixes_known", held, symbols, length, mark, returns=known)
+            source = Pointer(SuffixSource(mark=mark, bonus=2), {"text": held})  # type: ignore[dict-item]
+            found = texts.propose([(text, mark, 2)], tail, 12, 9, 1 / 256)
+            kinds = torch.int64, torch.int64, torch.float64
+            outs = [filled(torch.tensor(x, dtype=kind), 12) for x, kind in zip(found, kinds, strict=True)]
+            sizes = length, 12, 9, 1 / 256
+            recording.add(name, "suffixes_propose", source, 1, symbols, *sizes, *outs, returns=len(found[0]))
+
+
+def filled(x: Tensor, size: int) -> Expected:
+    """An output whose first elements are written."""
+    before = torch.full((size,), 7, dtype=x.dtype)
+    return Expected(before, torch.cat([x, before[len(x) :]]))
 
 
 if __name__ == "__main__":
