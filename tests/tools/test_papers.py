@@ -111,7 +111,7 @@ def test_sbon_checks_programs(capsys, real, tmp_path):
     shutil.copytree(real, coder)
     code, text, found = ask(capsys, "sbon", "--model", str(coder))
     rows = {row["search"]: row for row in found["sbon"]["rows"]}
-    assert code == 0 and "functions to write" in text and rows["Bo4"]["reward"] == -1 and rows["Bo4"]["solved"] == 0
+    assert code == 0 and "functions to write" in text and rows["Bo4"]["reward"] == 0 == rows["Bo4"]["solved"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process")
@@ -122,7 +122,7 @@ def test_sbon_checks_programs(capsys, real, tmp_path):
     ("def is_leap(year):\n    return open('x', 'w')", 0.0),
     ("def is_leap(year):\n    while True: pass", 0.0),
     ("def is_leap(year):\n    return [0] * 10**12", 0.0),
-    ("print(4)", -1.0),
+    ("print(4)", 0.0),
 ])  # fmt: skip
 def test_programs_are_judged_by_their_tests_and_may_do_nothing_else(source, share):
     [one] = [exercise for exercise in programs.EXERCISES if exercise.name == "is_leap(year)"]

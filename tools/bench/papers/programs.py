@@ -29,6 +29,12 @@ EXERCISES = (
     Exercise("second_largest(numbers)", "that returns the second largest distinct number of a list, or None",
              (("second_largest([3, 1, 2])", "2"), ("second_largest([5, 5, 4])", "4"), ("second_largest([7])", "None"),
               ("second_largest([2, 2])", "None"), ("second_largest([-1, -5, -3])", "-3"))),
+    Exercise("rotate(items, k)", "that returns a new list, rotated to the right by k places, for any k",
+             (("rotate([1, 2, 3], 1)", "[3, 1, 2]"), ("rotate([1, 2, 3], 0)", "[1, 2, 3]"), ("rotate([], 2)", "[]"),
+              ("rotate([1, 2, 3, 4], 6)", "[3, 4, 1, 2]"), ("rotate([1, 2, 3], -1)", "[2, 3, 1]"))),
+    Exercise("is_leap(year)", "that tells whether a year of the Gregorian calendar is a leap year",
+             (("is_leap(2024)", "True"), ("is_leap(1900)", "False"), ("is_leap(2000)", "True"),
+              ("is_leap(2023)", "False"))),
     Exercise("run_lengths(text)", "that returns a list of pairs (character, length) for the runs of equal characters",
              (("[tuple(x) for x in run_lengths('aabccc')]", "[('a', 2), ('b', 1), ('c', 3)]"),
               ("[tuple(x) for x in run_lengths('')]", "[]"), ("[tuple(x) for x in run_lengths('z')]", "[('z', 1)]"),
@@ -36,12 +42,6 @@ EXERCISES = (
     Exercise("roman(n)", "that returns a number from 1 to 3999 as a Roman numeral",
              (("roman(1)", "'I'"), ("roman(4)", "'IV'"), ("roman(9)", "'IX'"), ("roman(2024)", "'MMXXIV'"),
               ("roman(649)", "'DCXLIX'"))),
-    Exercise("rotate(items, k)", "that returns a new list, rotated to the right by k places, for any k",
-             (("rotate([1, 2, 3], 1)", "[3, 1, 2]"), ("rotate([1, 2, 3], 0)", "[1, 2, 3]"), ("rotate([], 2)", "[]"),
-              ("rotate([1, 2, 3, 4], 6)", "[3, 4, 1, 2]"), ("rotate([1, 2, 3], -1)", "[2, 3, 1]"))),
-    Exercise("is_leap(year)", "that tells whether a year of the Gregorian calendar is a leap year",
-             (("is_leap(2024)", "True"), ("is_leap(1900)", "False"), ("is_leap(2000)", "True"),
-              ("is_leap(2023)", "False"))),
 )  # fmt: skip
 SECONDS, BYTES = 1, 1 << 29  # that a program may use
 JUDGE = """
@@ -67,7 +67,7 @@ write(str(passed))
 
 def reward(prompt: Any, texts: Sequence[str]) -> list[float]:
     """Rewards of answers, or of their beginnings: the share of the tests that the longest part which compiles passes;
-    -1 where there is none."""
+    0 where there is none."""
     question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     exercise = next(one for one in EXERCISES if one.text == question)
     return [judged(program(text), exercise) for text in texts]
@@ -86,9 +86,9 @@ def program(text: str) -> str:
 
 @cache
 def judged(source: str, exercise: Exercise) -> float:
-    """The share of the tests that a program passes; -1 for one that does not define its function."""
+    """The share of the tests that a program passes; 0 for one that does not define its function."""
     if f"def {exercise.name.partition('(')[0]}(" not in source:
-        return -1.0
+        return 0.0
     with tempfile.TemporaryDirectory() as empty:
         try:
             done = subprocess.run(

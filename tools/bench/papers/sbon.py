@@ -67,9 +67,9 @@ def kind_of(models: Models) -> Kind:
     """Programs for a model of code, sums for others."""
     if "coder" in models.name.lower():
         return Kind("functions to write", [one.text for one in EXERCISES][: models.pick(4, 2)], programs.reward,
-                    models.pick(40, 3), models.pick(72, 6), 0.8,
+                    models.pick(32, 3), models.pick(64, 6), 0.8,
                     """The reward is the share of its tests that the function passes, run in a process of its own; of an
-                    unfinished answer it is that of the longest part which compiles, and -1 if that defines no such
+                    unfinished answer it is that of the longest part which compiles, and 0 if that defines no such
                     function. A beginning that lacks its last lines mostly fails all tests, so that beginnings of good
                     and bad functions often rank alike.""")  # fmt: skip
     return Kind("sums", questions(models.pick(6, 2), models.seed), right, 12, models.pick(24, 6), 0.7,
