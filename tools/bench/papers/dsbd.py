@@ -113,8 +113,9 @@ def cost(models: Models, rows: Sequence[dict[str, Any]]) -> str:
     share = sum(row["draft_seconds"] for row in mine) / sum(row["target_seconds"] for row in mine)
     return (
         f"The draft is the target itself in {models.draft}, as there is no smaller relative with the same tokens. Its "
-        f"passes took {share:.2f} of the time of the target's, all together. *n-grams* draft from the prompt and the answer so "
-        "far; *first layers*: the draft is the target without its last layers, in the target's dtype, measured afterwards."
+        f"passes took {share:.2f} of the time of the target's, all together. *n-grams* draft from the prompt and the "
+        "answer so far; *first layers*: the draft is the target without its last layers, in the target's dtype, "
+        "measured afterwards."
     )
 
 
