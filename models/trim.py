@@ -7,6 +7,10 @@ import re
 from torch import Tensor
 
 WORTHWHILE = 1 << 20  # bytes of a mapping, or of a matrix in one, that are worth a call
+# In the system's list of mappings: the ends of each of a library that is not written to and has no page of its own.
+_LIBRARIES = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) r-[-x]p \S+ \S+ \d+ .*\.so[.\d]*\n(?:[A-Z].*\n)*?Anonymous: +0 kB$", re.MULTILINE
+)
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
 _M_ARENA_MAX = -8  # malloc.h
@@ -37,17 +41,13 @@ def release_libraries() -> None:
     """
     try:
         with open("/proc/self/smaps", encoding="utf-8", errors="replace") as maps:
-            start = size = 0
-            for line in maps:
-                if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) r-[-x]p \S+ \S+ \d+ .*\.so[.\d]*$", line):
-                    start = int(found[1], 16)
-                    size = int(found[2], 16) - start
-                elif re.match(r"[0-9a-f]+-", line):
-                    size = 0
-                elif line.split()[:2] == ["Anonymous:", "0"] and size >= WORTHWHILE:
-                    _forget(start, size)
-    except (OSError, ValueError):
+            found = _LIBRARIES.findall(maps.read())
+    except OSError:
         return
+    for low, high in found:
+        start, size = int(low, 16), int(high, 16) - int(low, 16)
+        if size >= WORTHWHILE:
+            _forget(start, size)
 
 
 def is_mapped(weight: Tensor) -> bool:

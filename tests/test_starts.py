@@ -41,8 +41,6 @@ NO_SUCH_FOLDER, NO_SUCH_FLAG = "there is no such folder", "did you mean --model?
 )
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"coppice.py {name}" for name in ("chat", "batch", "serve"))])
 def test_no_torch(command: str, words: str, code: int, said: str, tmp_path: Path):
-    if words == "--search tire" and command != COMMANDS[0]:
-        pytest.skip("one of them is enough")
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "COLUMNS": "100"}
     line = [sys.executable, *command.split(), *words.split()]
