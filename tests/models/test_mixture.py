@@ -135,6 +135,42 @@ def test_packed_ahead(quant, tmp_path):
     assert found.logits(PROMPT).equal(expected.logits(PROMPT))
 
 
+@pytest.mark.parametrize("variant", ["qwen3", "mixtral"])
+def test_experts_that_are_stored_quantised(variant, tmp_path):
+    """In e4m3, by the names of published checkpoints; the router and attention stay floats."""
+    spelled, parts, _ = PUBLISHED.get(variant, PUBLISHED["qwen2"])
+    floats = {}
+
+    def quantised(name, x):
+        layer, _, part = re.sub(r"mlp\.experts", "experts", name).partition("experts.")
+        if part not in ("gate_up_proj", "down_proj"):
+            return {name: x}
+        matrices = zip(parts, x.chunk(2, 1), strict=False) if part == "gate_up_proj" else [(parts[2], x)]
+        found = {}
+        for kind, every in matrices:
+            for i, weight in enumerate(every.float()):
+                module = layer + spelled.format(i, kind).removesuffix(".weight")
+                small, scale = (weight / 0.01).to(torch.float8_e4m3fn), torch.full((1, 1), 0.01)
+                found |= {f"{module}.weight": small, f"{module}.weight_scale_inv": scale}
+                floats[f"{module}.weight"] = small.float() * scale
+        return found
+
+    folder = copied(variant, tmp_path / "quantised", quantised)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    other = copied(variant, tmp_path / "floats", lambda name, x: {} if "experts." in name else {name: x})
+    save_file(load_file(other / "model.safetensors") | floats, other / "model.safetensors")
+    found, expected = load(folder), load(other)
+    assert torch.allclose(found.logits(PROMPT), expected.logits(PROMPT), atol=1e-4)
+    if found.runner.model.stack is not None:
+        assert found.runner.model.layers[0].mlp.matrices.experts[0].up.packed.groups.kind == "float8"
+
+
 def test_bytes_of_a_token():
     size = measure(Checkpoint.open(GOLDEN / "qwen3"), torch.float32, CPU)
     experts = size.config.experts
