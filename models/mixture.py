@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from kernels.experts import Expert, PackedExperts, choose, experts, grouped
 from kernels.rows import activation_mul
 from kernels.stack.calls import Call
-from kernels.tracing import watched
 from models.checkpoint.weights import Weights
 from models.config import Config, Names
 
@@ -57,7 +56,7 @@ class Mixture(nn.Module):
 
     def forward(self, x_TE: Tensor, impl: str) -> Tensor:
         """[T, E] -> the same; `impl` is the pass's."""
-        if impl == "cpp" and self.matrices is not None and not watched():
+        if impl == "cpp" and self.matrices is not None:
             return experts(x_TE, self.matrices)
         activate = partial(activation_mul, name=self.activation, impl=impl)
         chosen = choose(self.router(x_TE), self.routing, self.bias_X)

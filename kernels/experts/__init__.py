@@ -5,12 +5,14 @@ read once for all rows that chose it (native.cpp; `torch.grouped` for matrices t
 """
 
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from kernels import checks
 from kernels.experts import native, reference
 from kernels.experts.packed import Expert, PackedExperts
 from kernels.experts.routing import Routing, choose
 from kernels.experts.torch import grouped
+from kernels.tracing import watched
 
 __all__ = ["Expert", "PackedExperts", "Routing", "choose", "experts", "grouped"]
 
@@ -38,4 +40,8 @@ def experts(x_TE: Tensor, mixture: PackedExperts, *, impl: str = "cpp") -> Tenso
     checks.floats("x_TE", x_TE, 2)
     if x_TE.shape[1] != mixture.width:
         raise ValueError(f"x_TE: expected a width of {mixture.width}, got {list(x_TE.shape)}")
-    return (native if impl == "cpp" else reference).experts(x_TE, mixture)
+    run = (native if impl == "cpp" else reference).experts
+    if not watched():
+        return run(x_TE, mixture)
+    with record_function("coppice::experts"):  # no operator of torch.library: it has hundreds of tensors
+        return run(x_TE, mixture)

@@ -164,6 +164,15 @@ def test_nan_stays_in_its_row():
 
 
 @native
+def test_profilers_see_it():
+    made, x_TE = mixture(Routing(2)), draw(3, 40)
+    with torch.profiler.profile() as profile:
+        found_TE = experts(x_TE, made)
+    assert found_TE.equal(experts(x_TE, made))
+    assert "coppice::experts" in {event.key for event in profile.key_averages()}
+
+
+@native
 def test_what_does_not_fit_is_refused():
     made = mixture(Routing(2))
     with pytest.raises(ValueError, match="width of 40"):

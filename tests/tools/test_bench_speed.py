@@ -1,11 +1,13 @@
 """The speed benchmark on tiny shapes: it runs, its floors and verdicts are computed, never written down."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from models.checkpoint.headers import Checkpoint
+from models.errors import CheckpointError
 from models.formats.int8 import Int8Linear
 from tools.bench import host, limits, measure, speed
 from tools.bench.__main__ import main
@@ -75,6 +77,11 @@ def test_work_counts_every_matrix_but_the_embedding(model):
     assert work.step_seconds(1, 10, 1000, bandwidth=10.0, rate=1e12) == 100
     assert work.step_seconds(3, 10, 0, 1e12, rate=2.0) == 3 * (inner + head + 2 * 10 * 128)
     assert work.prompt_seconds(7, 2.0) == 7 * (inner + 7 * 128)
+
+
+def test_limits_of_mixtures_are_not_known():
+    with pytest.raises(CheckpointError, match="depend on what tokens choose"):
+        limits.Work.of(Checkpoint.open(Path(__file__).parents[1] / "golden/experts/qwen3"))
 
 
 def test_how_ours_and_others_stand():

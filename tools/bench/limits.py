@@ -8,7 +8,9 @@ from itertools import pairwise
 import torch
 
 from kernels.layout import TreeLayout
+from models.checkpoint.experts import EXPERT
 from models.checkpoint.headers import Checkpoint
+from models.errors import CheckpointError
 from models.formats.linear import FORMATS
 from tools.bench import device as on_gpu
 
@@ -72,7 +74,14 @@ class Work:
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> "Work":
-        """Count every matrix except tables of embeddings, and the head even if it is tied to one."""
+        """Count every matrix except tables of embeddings, and the head even if it is tied to one.
+
+        Raises:
+            CheckpointError: a mixture of experts, whose bytes depend on what tokens choose.
+        """
+        if any(EXPERT in name for name in checkpoint.tensors):
+            what = "limits of mixtures of experts are not known: their bytes depend on what tokens choose"
+            raise CheckpointError(what, where=str(checkpoint.folder))
         shapes = {name: info.shape for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
         tables = [name for name in shapes if any(word in name for word in ("embed", "wte", "wpe"))]
         config = checkpoint.config
