@@ -6,6 +6,7 @@
 //   Words, Part, VECTORS what is loaded for LANES outputs, what is multiplied at once, and the registers of both
 //   Sum, Total           of LANES outputs, in a chunk and in a row
 //   GROUPED              whether groups of elements have scales
+//   WHOLE                of groups: whether a Sum is one vector of whole numbers
 // and prepares rows, loads words, makes parts of them, adds a part times elements of a row to sums, and makes values of
 // totals, which are sums of sums, scaled those of groups.
 
@@ -152,7 +153,7 @@ struct Int8 : FourInt8, Plain {
 // DEFAULT_LEAST of one that has minimums.
 struct Grouped {
     typedef Floats Total;
-    static constexpr bool GROUPED = true;
+    static constexpr bool GROUPED = true, WHOLE = false;
     static constexpr int CHUNK = 32;
     static Floats floats(Floats sum) { return sum; }
     static Floats floats(Ints sum) { return __builtin_convertvector(sum, Floats); }
@@ -162,6 +163,7 @@ struct Grouped {
 // Two int4 to a byte, of eight the first four in the low halves; those of rows are rounded.
 struct Int4 : FourNibbles, Grouped {
     typedef Ints Words, Part;
+    static constexpr bool WHOLE = std::is_same_v<Sum, Ints>;
     static constexpr int STEP = 8, BYTES = 4, PARTS = 2;
     static constexpr float ZERO = 0, DEFAULT = 8, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return read<Ints>(at, LANES); }

@@ -53,9 +53,15 @@ struct Rows {
     typename Element::Row* data;
     int64_t stride;
     Unit* units;  // one for each row
-    float* sums;  // of each row's groups; null: they are not needed
+    float* sums;  // of each row's groups, or, see `begins`, int32; null: they are not needed
     int64_t groups;
 };
+
+// Whether sums of products of a group begin with minus the zero times the sum of x: both are whole numbers then.
+template <typename Element>
+bool begins(const Matrix& m) {
+    return Element::WHOLE && !m.zero && !m.least;
+}
 
 // Where a chunk of a set's first panel lies, bytes from one panel to the next, and from a line to what is fetched with it.
 struct Chunk {
@@ -70,7 +76,7 @@ template <int VECTORS>
 struct Chunks {
     const char* at;
     int64_t across, count, ahead;
-    bool least;  // groups have minimums
+    bool least, begin;  // groups have minimums; `begins`
     struct {
         int64_t steps, group;  // a negative group: the sum of x is added with another chunk of the group
         Scale scales[VECTORS];
@@ -82,13 +88,17 @@ template <typename Element, int VECTORS, int COUNT>
                                             int64_t stride, typename Element::Sum (*sums)[VECTORS]) {
     constexpr int EACH = PANEL / LANES;
     typename Element::Words words[VECTORS];
+#pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++)
         words[v] = Element::load(at + v / EACH * across + v % EACH * LANES * Element::BYTES);
 #pragma GCC unroll 8
     for (int p = 0; p < Element::PARTS; p++) {
         typename Element::Part part[VECTORS];
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) part[v] = Element::part(words[v], p);
+#pragma GCC unroll 32
         for (int row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++)
                 sums[row][v] =
                     Element::add(sums[row][v], part[v], x + row * stride + p * (Element::STEP / Element::PARTS));
@@ -131,9 +141,21 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
     for (int64_t c = 0; c < chunks.count; c++) {
         const auto& chunk = chunks.each[c];
         typename Element::Sum sums[COUNT][VECTORS] = {};
+        const bool first_of_group = rows.sums && chunk.group >= 0, corrected = first_of_group && !chunks.begin;
+        const float* of_x = first_of_group ? rows.sums + row0 * rows.groups + chunk.group : nullptr;
+        if constexpr (Element::WHOLE)
+            if (first_of_group && chunks.begin)
+#pragma GCC unroll 32
+                for (int row = 0; row < COUNT; row++) {
+                    int32_t begin;
+                    std::memcpy(&begin, of_x + row * rows.groups, sizeof begin);
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECTORS; v++) sums[row][v] += begin;
+                }
         const bool fetching = c >= first && c < last;
-        auto step = [&](int64_t i) {
+        auto step = [&](int64_t i) __attribute__((always_inline)) {
             if (fetching)
+#pragma GCC unroll 4
                 for (int panel = 0; panel < VECTORS / EACH; panel++)
                     __builtin_prefetch(at + panel * chunks.across + i * LINE + chunks.ahead);
             add_step<Element, VECTORS, COUNT>(at + i * LINE, chunks.across, x + i * Element::STEP, stride, sums);
@@ -142,18 +164,15 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
             for (int64_t i = 0; i < STEPS; i++) step(i);
         else
             for (int64_t i = 0; i < chunk.steps; i++) step(i);
-        if (rows.sums && chunk.group >= 0)
-            for (int row = 0; row < COUNT; row++) {
-                const float of_x = rows.sums[(row0 + row) * rows.groups + chunk.group];
-                for (int v = 0; v < VECTORS; v++)
-                    totals[row][v] += (Element::floats(sums[row][v]) - chunk.scales[v].zero * of_x) * chunk.scales[v].scale;
-                if (chunks.least)
-                    for (int v = 0; v < VECTORS; v++) totals[row][v] += chunk.scales[v].least * of_x;
+#pragma GCC unroll 32
+        for (int row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) {
+                Floats values = Element::floats(sums[row][v]);
+                if (corrected) values -= chunk.scales[v].zero * of_x[row * rows.groups];
+                totals[row][v] += values * chunk.scales[v].scale;
+                if (corrected && chunks.least) totals[row][v] += chunk.scales[v].least * of_x[row * rows.groups];
             }
-        else
-            for (int row = 0; row < COUNT; row++)
-                for (int v = 0; v < VECTORS; v++)
-                    totals[row][v] += Element::floats(sums[row][v]) * chunk.scales[v].scale;
         at += chunk.steps * LINE, x += chunk.steps * Element::STEP;
     }
 }
@@ -175,7 +194,7 @@ Scale scale_of(const Matrix& m, int64_t out, int64_t group, int64_t groups) {
     const float zero = m.least ? Element::DEFAULT_LEAST : Element::DEFAULT;
     Scale scale{};
     if (m.scale_kind == INT8) {
-        const int64_t each = UNIT / m.group, unit = (out / PANEL * (m.width / UNIT) + group / each) * PANEL + out % PANEL;
+        const int64_t unit = (out / PANEL * (m.width / UNIT) + group * m.group / UNIT) * PANEL + out % PANEL;
         scale.scale = load((const int8_t*)m.scale + number) * load((const Float16*)m.unit + unit);
         if (m.least) scale.least = load((const int8_t*)m.least + number) * load((const Float16*)m.least_unit + unit);
         scale.zero = all(zero - Element::ZERO);
@@ -195,13 +214,14 @@ template <typename Element, int VECTORS>
 int64_t take(const Matrix& m, int64_t out, int64_t at, int64_t steps, int64_t groups, Chunks<VECTORS>& chunks) {
     constexpr int STEPS = Element::CHUNK / Element::STEP;
     const int64_t group_steps = (m.group + Element::STEP - 1) / Element::STEP, from = at;
+    int64_t group = at / group_steps;
     for (chunks.count = 0; chunks.count < MOST_CHUNKS && at < steps; chunks.count++) {
         auto& chunk = chunks.each[chunks.count];
-        const int64_t group = at / group_steps, end = std::min(steps, (group + 1) * group_steps);
+        const int64_t end = std::min(steps, (group + 1) * group_steps);
         for (int v = 0; v < VECTORS; v++) chunk.scales[v] = scale_of<Element>(m, out + v * LANES, group, groups);
         chunk.group = at == group * group_steps ? group : -1;
         chunk.steps = std::min<int64_t>(STEPS, end - at);
-        at += chunk.steps;
+        at += chunk.steps, group += at == end;
     }
     return at - from;
 }
@@ -229,7 +249,7 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
         }
     };
     if constexpr (Element::GROUPED) {
-        Chunks<VECTORS> chunks{panel, steps * LINE, 0, 0, m.least != nullptr, {}};
+        Chunks<VECTORS> chunks{panel, steps * LINE, 0, 0, m.least != nullptr, begins<Element>(m), {}};
         for (int64_t at = 0, taken; at < steps; at += taken, chunks.at += taken * LINE) {
             taken = take<Element, VECTORS>(m, out, at, steps, rows.groups, chunks);
             chunks.ahead = ahead(at);
@@ -293,7 +313,12 @@ void prepare(const Matrix& m, const T* x, int64_t row, const Rows<Element>& to, 
     if constexpr (Element::GROUPED)
         for (int64_t group = 0; group < to.groups; group++) {
             const int64_t first = group * m.group;
-            to.sums[row * to.groups + group] = Element::sum(prepared + first, std::min(m.width - first, m.group));
+            float* sum = to.sums + row * to.groups + group;
+            *sum = Element::sum(prepared + first, std::min(m.width - first, m.group));
+            if (begins<Element>(m)) {
+                const int32_t begin = -int32_t(Element::DEFAULT) * int32_t(*sum);
+                std::memcpy(sum, &begin, sizeof begin);
+            }
         }
 }
 
