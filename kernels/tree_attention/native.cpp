@@ -21,7 +21,6 @@
 namespace {
 
 constexpr int MAX_ROWS = 64;  // of a tile
-constexpr int LINE = 64;      // bytes of a cache line
 constexpr int FEW = 4;        // rows, which are multiplied with keys as these are transposed
 constexpr int CUT = 256;      // positions; a multiple of BLOCK
 constexpr int MAX_SERIAL = 1 << 14;  // vector products; only for more is it worth waking threads
@@ -142,9 +141,16 @@ class Worker {
             start = std::min<int64_t>(start, keys[t].oldest), end = std::max<int64_t>(end, keys[t].shared);
         for (int64_t at = std::max(low, start / BLOCK * BLOCK); at < std::min(end, high); at += BLOCK)
             share_block(tile, g, at, part);
+        int token = tile.first;  // of the block that waits until the next one is fetched
+        const OwnBlock* waiting = nullptr;
         for (int t = tile.first; t < tile.last; t++)
-            for (int i = keys[t].first; i < keys[t].last; i++)
-                if (keys.own(i)->number / (CUT / BLOCK) == cut) own_block(tile, g, t, *keys.own(i), part);
+            for (int i = keys[t].first; i < keys[t].last; i++) {
+                if (keys.own(i)->number / (CUT / BLOCK) != cut) continue;
+                ready.fetch(g, *keys.own(i), waiting);
+                if (waiting) own_block(tile, g, token, *waiting, part);
+                token = t, waiting = keys.own(i);
+            }
+        if (waiting) own_block(tile, g, token, *waiting, part);
     }
 
     // Adds a later cut's part.
@@ -373,13 +379,15 @@ void tree_attention(const Attention& p, const T* q, const char* k, const char* v
     const std::vector<Tile> tiles = tiles_of(p, keys);
     const int units = tiles.size() * p.kv_heads;
     int64_t longest = 1, work = 0;
+    int most = 0;  // rows of a tile
     for (const Tile& tile : tiles) {
+        most = std::max(most, tile.rows());
         longest = std::max(longest, tile.last_cut - tile.first_cut);
         work += tile.rows() * (tile.last_cut - tile.first_cut) * CUT * p.kv_heads;
     }
     const int vectors = (p.head_dim + LANES - 1) / LANES;
     const bool shared = units < MIN_UNITS * p.threads && p.threads > 1;
-    const int64_t size = Part::size(MAX_ROWS, vectors), parts = shared ? longest : 1;
+    const int64_t size = Part::size(most, vectors), parts = shared ? longest : 1;
     const std::unique_ptr<Floats[]> room(parts > 1 ? new Floats[units * parts * size] : nullptr);
 #pragma omp parallel num_threads(p.threads) if (work * p.head_dim / LANES > MAX_SERIAL)
     {

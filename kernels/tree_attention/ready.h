@@ -17,6 +17,7 @@ struct Fetch {
 };
 
 constexpr int KEY_VECTORS = BLOCK / LANES;
+constexpr int LINE = 64;  // bytes of a cache line
 
 // Queries are of type T, the cache of type C.
 template <typename T, typename C>
@@ -56,8 +57,7 @@ class Ready {
 
     // The slots of a head are next; `ahead`: those behind them are fetched meanwhile.
     void begin(int g, int last, bool ahead) {
-        const int64_t head = g * p.slots * (row_bytes + (QUANTISED ? SCALE_BYTES : 0));
-        k_SD = k + head, v_SD = v + head;
+        k_SD = k + head(g), v_SD = v + head(g);
         const int64_t next = (slots[last - 1] + int64_t(1)) * row_bytes, end = next + ahead * BLOCK * row_bytes;
         fetch_k = {k_SD + next, k_SD + end}, fetch_v = {v_SD + next, v_SD + end};
         if constexpr (QUANTISED) {
@@ -66,6 +66,20 @@ class Ready {
             for (int j = 0; j < BLOCK; j++) {
                 key_scales[j / LANES][j % LANES] = load(k_S + slots[j], 1)[0];
                 value_scales[j / LANES][j % LANES] = load(v_S + slots[j], 1)[0];
+            }
+        }
+    }
+
+    // Fetches the rows of a token's own block that one before it does not have. Inline, as GCC leaves out calls of
+    // functions that do nothing else.
+    [[gnu::always_inline]] void fetch(int g, const OwnBlock& block, const OwnBlock* before) const {
+        for (uint32_t there = block.there; there; there &= there - 1) {
+            const int j = __builtin_ctz(there);
+            if (before && before->there >> j & 1 && before->slots[j] == block.slots[j]) continue;
+            const int64_t row = head(g) + int64_t(block.slots[j]) * row_bytes;
+            for (int at = 0; at < row_bytes; at += LINE) {
+                __builtin_prefetch(k + row + at);
+                __builtin_prefetch(v + row + at);
             }
         }
     }
@@ -101,6 +115,8 @@ class Ready {
     std::unique_ptr<Ints[]> keys_DS, values_SD;
     const char *k_SD, *v_SD;  // of the head
     int32_t keys_of[BLOCK], values_of[BLOCK];  // the slots whose keys and values are ready
+
+    int64_t head(int g) const { return g * p.slots * (row_bytes + (QUANTISED ? SCALE_BYTES : 0)); }
 
     template <bool PAIRS>
     void take_keys(int i) {
