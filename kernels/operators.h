@@ -319,4 +319,8 @@ int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angl
                       int64_t threads, void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD,
                       int64_t tokens, int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN,
                       const int64_t* adapters_T, const Tail* tail);
+
+// Writes the nanoseconds that calls took since the library was loaded, of each code, then of the tail's product and of
+// its top sums.
+void coppice_stack_clocks(int64_t* nanoseconds);
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import expect
-from kernels.cpp import KINDS, OPERATORS, function
+from kernels.cpp import KINDS, OPERATORS, function, why_not
 from kernels.kv_kinds import row_width
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import Packed, PackedParts
@@ -266,6 +266,16 @@ class _Prepared:
                 raise ValueError(f"angles: expected an even number of columns, at most {self.stack.head_dim}, got {R}")
             self.rotated[i] = *(x.data_ptr() for x in (*table[:2], *table[-2:])), R, rows if by_position else 0
         self.held, self.angles = [*angles], [*map(id, angles)]
+
+
+def clocks() -> dict[str, float]:
+    """Seconds that the calls of stacks in C++ have taken, by codes, "head" and "top sums"; {} where there is no C++."""
+    if why_not():
+        return {}
+    names = *CODES, "head", "top sums"
+    nanoseconds = array("q", [0] * len(names))
+    function("stack_clocks")(nanoseconds.buffer_info()[0])
+    return {name: count * 1e-9 for name, count in zip(names, nanoseconds, strict=True)}
 
 
 @contextmanager

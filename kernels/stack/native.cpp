@@ -5,6 +5,8 @@
 // Shape legend: kernels/layout.py, and E width, M MLP width.
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -29,7 +31,24 @@ void multiply_by(float factor, T* x, int64_t size) {
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
 enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, CODES };
+
+// What has a clock: the codes, then the product of the head, and top sums.
+constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
+std::atomic<int64_t> clocks[CLOCKS];  // nanoseconds
+
+// Adds the time from one call to the next to clocks.
+class Stopwatch {
+  public:
+    void book(int clock) {
+        const auto now = std::chrono::steady_clock::now();
+        clocks[clock].fetch_add((now - last) / std::chrono::nanoseconds(1), std::memory_order_relaxed);
+        last = now;
+    }
+
+  private:
+    std::chrono::steady_clock::time_point last = std::chrono::steady_clock::now();
+};
 
 // One pass: sizes, and the registers, which a layer's operators read and write.
 struct Pass {
@@ -80,15 +99,17 @@ struct Pass {
                              every * head, head);
     }
 
-    void finish(const Tail& tail) const {
+    void finish(const Tail& tail, Stopwatch& watch) const {
         const int64_t row = s.width * s.element;
         for (int64_t n = 0; n < tail.rows; n++)
             std::memcpy((char*)tail.rows_NE + n * row, at[STREAM] + tail.asked[n] * row, row);
         int64_t outs = 0;
         for (const Matrix* part = tail.head; part; part = part->next) outs += part->outs;
         coppice_linear(s.kind, threads, tail.head, tail.rows_NE, tail.logits_NV, tail.rows);
+        watch.book(HEAD);
         coppice_top_sums_of_logits(s.kind, threads, tail.logits_NV, tail.finite, tail.out, tail.sums, tail.parts,
                                    tail.count, tail.rows, outs, tail.size);
+        watch.book(TOP_SUMS);
     }
 
     void run(const Call& c) {
@@ -192,7 +213,15 @@ extern "C" int64_t coppice_stack(const Stack* stack, const Attention* attention,
                                   pass.up_TM.get(),
                                   pass.middle_TM.get()};
     std::copy(registers, registers + ROOMS, pass.at);
-    for (int64_t i = 0; i < stack->count; i++) pass.run(stack->calls[i]);
-    if (tail) pass.finish(*tail);
+    Stopwatch watch;
+    for (int64_t i = 0; i < stack->count; i++) {
+        pass.run(stack->calls[i]);
+        watch.book(int(stack->calls[i].code));
+    }
+    if (tail) pass.finish(*tail, watch);
     return 1;
+}
+
+extern "C" void coppice_stack_clocks(int64_t* nanoseconds) {
+    for (int i = 0; i < CLOCKS; i++) nanoseconds[i] = clocks[i].load(std::memory_order_relaxed);
 }

@@ -10,6 +10,8 @@ import torch
 from engine import Engine
 from engine.cache.pool import PagePool
 from engine.demo import demo_folder
+from kernels.cpp import why_not
+from kernels.stack import clocks
 from models.config import ModelShape
 from models.formats.floats import FloatLinear
 from search import Trie
@@ -123,10 +125,15 @@ def test_watching_changes_nothing_and_books_every_moment(demo, deep):
             ("target: linear layers" in step.parts) == deep and "target: head" in step.parts and "search" in step.parts
         )
         assert all(seconds >= 0 for part, seconds in step.parts.items() if part != "text and events")
+        called = {name for name, seconds in step.calls.items() if seconds}
+        assert ({"product", "attend"} <= called) == (not deep and not why_not()) and "convolve" not in called
+        assert sum(step.calls.values()) < step.seconds
         if deep:
             asked = 1 if step.reads_prompt else 3
             assert step.work["target: head"][1] == 2 * asked * demo.shape.vocab_size * demo.runner.model.config.width
+    before = clocks()
     assert demo.generate([prompt], search, max_new_tokens=5, ignore_eos=True)[0].outputs == plain.outputs
+    assert why_not() or all(clocks()[name] > before[name] for name in ("product", "head", "top sums"))
     assert demo.observer is None and demo.runner.observer is None, "nothing observes the engine any more"
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in demo.runner.model.modules())
 
@@ -137,6 +144,9 @@ def test_the_bundled_demo_by_default(capsys):
     assert sum(row["share"] for row in found["parts"]) == pytest.approx(1)
     assert [step["nodes"]["target"] for step in found["timeline"]] == [found["prompt_tokens"], 3, 3, 3, 3, 3]
     assert {"bare", "watched", "profiled"} == set(found["steps_per_second_by"])
+    called = {row["operator"] for row in found["calls"]}
+    assert why_not() or ({"attend", "product"} <= called and "| attend" in told.out)
+    assert sum(row["share"] for row in found["calls"]) < 1
     products = [op for op in found["operators"] if op["name"].endswith("linear")]
     assert products and all(op["calls"] % (4 * 6 + 1) == 0 for op in products)
     assert "A step takes" in told.out and "% the model" in told.out and "| target: linear layers" in told.out

@@ -33,7 +33,18 @@ from tools.bench.figures import draw, need_figures
 from tools.bench.measure import in_turn, progress, random_tokens
 from tools.bench.report import add_save_flag, finish, stamp
 from tools.profile.clock import Step, Watch, watched
-from tools.profile.report import LEGEND, OPERATORS, group_of, operator_table, paint, part_table, shares
+from tools.profile.report import (
+    CALLS,
+    LEGEND,
+    OPERATORS,
+    call_rows,
+    call_table,
+    group_of,
+    operator_table,
+    paint,
+    part_table,
+    shares,
+)
 from tools.profile.trace import Operator, read_profile
 
 RESULT = "result.json"
@@ -220,6 +231,10 @@ class Profile:
             })  # fmt: skip
         return found
 
+    def calls(self) -> list[dict[str, Any]]:
+        """The operators of a stack in C++, in the steps of decoding."""
+        return call_rows([step for step in self.steps if not step.reads_prompt])
+
     def kind(self, part: str) -> str:
         """The dtype of a part's products."""
         if self.args.quant == "int8":
@@ -243,6 +258,7 @@ class Profile:
             "rates": self.rates,
             "prompt_parts": self.rows(True),
             "parts": self.rows(False),
+            "calls": self.calls(),
             "traced_steps": [self.window.start, min(self.window.stop, len(self.traced))],
             "operators": [vars(op) for op in self.operators],
             "kernels": [vars(op) for op in self.kernels],
@@ -269,6 +285,8 @@ class Profile:
                 parts.append(f"{title}: {count}, {whole:.2f} ms each with the stop watch: {shares(rows)}.")
                 parts.append(part_table(rows))
         parts.append(LEGEND)
+        if calls := self.calls():
+            parts += [CALLS, call_table(calls)]
         count = min(self.window.stop, len(self.traced)) - self.window.start
         parts.append(f"{OPERATORS} {count} steps from step {self.window.start}.")
         wall = sum(step.seconds for step in self.traced[self.window])

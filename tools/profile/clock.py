@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from engine import Engine
 from engine.step.jobs import Batch
 from kernels.linear import PackedParts
-from kernels.stack import one_by_one
+from kernels.stack import clocks, one_by_one
 from models.formats.floats import PackedLinear
 from models.formats.int8 import Int8Linear
 from models.layers import Attention
@@ -41,6 +41,7 @@ class Step:
     live: int = 0  # most tokens with a slot while a pass runs, all models
     kv_bytes: int = 0  # most bytes of pages held then
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds
+    calls: dict[str, float] = field(default_factory=dict)  # seconds of a stack's operators, see `clocks`
     work: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))  # bytes, operations
 
 
@@ -64,6 +65,7 @@ class Watch:
     marks: list[record_function] = field(default_factory=list)
     last: float = 0.0  # time of the latest change of the stack
     ended: float = 0.0  # end of the latest step
+    counted: dict[str, float] = field(default_factory=clocks)  # by the clocks of C++, then
     role: str = "target"
     layouts: list[tuple[int, Any, tuple]] = field(default_factory=list)  # step, layout and the rest of a layer's shape
 
@@ -93,6 +95,8 @@ class Watch:
             step.seconds = now - self.ended
             if self.parts:
                 step.parts[TEXT] += step.seconds - sum(step.parts.values())  # outside the driver
+            before, self.counted = self.counted, clocks()
+            step.calls = {name: seconds - before[name] for name, seconds in self.counted.items()}
             self.steps.append(Step())
             self.after_step(len(self.steps) - 1)
             self.ended = time.perf_counter()

@@ -17,6 +17,8 @@ least that must move, and matrix products; *of roofline*: (the larger of MB / ba
 and `logits`; *search*: the algorithm and its `Evaluate.read`; *engine*: packing, the driver with its trees,
 log-softmax; *text and events*: what lies between two steps. On a GPU these are times of the host, which waits for the
 device only in *answers to the host*."""
+CALLS = """Operators of the layers in C++, whose own clocks count them, in the steps of decoding without the stop watch;
+*share*: of the whole step."""
 OPERATORS = """Operators by torch.profiler, which slows short ones down: compare shares, not times. *self ms*, *MB* and
 *MFLOP* per step; the MB come from the shapes of the arguments, where there is a formula for them."""
 
@@ -79,6 +81,21 @@ def part_table(rows: list[dict[str, Any]]) -> str:
         row["roofline"] = f"{row['of_roofline']:.0%}" if row["of_roofline"] else ""
     return rows_table(rows, {"part": "{part}", "of": "{group}", "ms": "{seconds:ms.3f}", "share": "{share:.1%}",
                              "MB": "{mb}", "MFLOP": "{mflop}", "of roofline": "{roofline}"})  # fmt: skip
+
+
+def call_rows(steps: list[Step]) -> list[dict[str, Any]]:
+    """Mean seconds per step of the operators that C++ called, the longest first, and their shares of the steps."""
+    whole = sum(step.seconds for step in steps)
+    sums: dict[str, float] = defaultdict(float)
+    for step in steps:
+        for name, seconds in step.calls.items():
+            sums[name] += seconds
+    found = sorted(((seconds, name) for name, seconds in sums.items() if seconds), reverse=True)
+    return [{"operator": name, "seconds": s / len(steps), "share": s / whole} for s, name in found]
+
+
+def call_table(rows: list[dict[str, Any]]) -> str:
+    return rows_table(rows, {"operator": "{operator}", "ms": "{seconds:ms.3f}", "share": "{share:.1%}"})
 
 
 def operator_table(
