@@ -5,7 +5,9 @@ import json
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from models.formats.int4 import Int4
 from search import Trie
 from tests.models.gguf.files import WIDE, File, gguf, random
 from tests.tools.output import last_line
-from tools.bench import checkpoints, peers, report, texts, variants
+from tools.bench import checkpoints, peers, report, texts, variants, worker
 from tools.bench.__main__ import main
 from tools.bench.measure import PeakMemory, memory
 from tools.random_checkpoint import make
@@ -273,6 +275,28 @@ def test_ratios_are_theirs_over_ours():
         "seconds": 5, "prefill_seconds": 5, "cpu_seconds": 5, "steps_per_second": 4, "tokens_per_second": 4,
         "growth_bytes": 15, "same_tokens": False, "first_difference": 2,
     }  # fmt: skip
+
+
+def test_openvino_is_held_to_float32_in_those_rows_alone(model, monkeypatch, tmp_path):
+    made = []
+
+    def pipeline(folder, device, scheduler_config, **options):
+        made.append((Path(folder).name, options))
+
+    genai = SimpleNamespace(SchedulerConfig=SimpleNamespace, LLMPipeline=pipeline, __version__="0")
+    for name, module in (("openvino", SimpleNamespace()), ("openvino_genai", genai), ("numpy", SimpleNamespace())):
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("openvino-float32", "openvino-int8"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "done").touch()
+    args = Namespace(threads=2, openvino_python=None, peer_python="python")
+    for kind in ("float32", "bfloat16", "int8"):
+        asked = peers.ask(kind, "openvino", args, Path(model), tmp_path, 1, "cpu")
+        assert not isinstance(asked, str) and asked[1]["folder"] == str(model)
+        worker.OpenVINO(asked[1])
+    threads = {"INFERENCE_NUM_THREADS": 2}
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    assert made == [("openvino-float32", threads | exact), ("openvino-float32", threads), ("openvino-int8", threads)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
