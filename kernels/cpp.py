@@ -270,8 +270,9 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
         objects = {f"{work}/{i}.o": source for i, source in enumerate((*SOURCES, table))}
         options = [command, *FLAGS, *target.flags]
         steps = [[*options, "-c", source, "-o", made] for made, source in objects.items()]
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(_run, steps))
+        longest = sorted(steps, key=lambda step: -Path(step[-3]).stat().st_size)  # none is left for the end
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, longest))
         built = Path(work) / f"{name}.so"
         _run([*options, "-shared", "-o", built, *objects])
         if machine == processor.machine() and target.why_not() is None:
