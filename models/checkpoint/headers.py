@@ -7,8 +7,10 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from kernels.linear import Packed
 from models.checkpoint.experts import one_by_one
 from models.checkpoint.fields import Fields
 from models.checkpoint.files import read_regular
-from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, damaged, read_header
+from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, LastFile, damaged, read_header
 from models.checkpoint.tensors import RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
 from models.errors import CheckpointError, show
@@ -106,6 +108,14 @@ class Checkpoint:
         generation = Fields(self.generation_config, show(file))
         return [*sorted(self.fields.ids(name)), *sorted(generation.ids(name)), None]
 
+    @cached_property
+    def modules(self) -> dict[str, list[TensorInfo]]:
+        """The tensors of each module, by its name."""
+        found: dict[str, list[TensorInfo]] = {}
+        for name, info in self.tensors.items():
+            found.setdefault(name.rpartition(".")[0], []).append(info)
+        return found
+
     @property
     def name(self) -> str:
         """The folder's name, or the file's; in the hub's cache the repository's."""
@@ -189,8 +199,7 @@ class Checkpoint:
         if scheme is None:
             return None
         module = stored.removesuffix(".weight")
-        files = {info.file for part, info in self.tensors.items() if part.rpartition(".")[0] == module}
-        where = ", ".join(sorted(show(file) for file in files))
+        where = ", ".join(sorted({show(info.file) for info in self.modules.get(module, ())}))
 
         def read(suffix: str) -> Tensor | None:
             part = f"{module}.{suffix}"
@@ -272,16 +281,17 @@ class Checkpoint:
                 out[name] = info.read()
             else:
                 by_file.setdefault(info.file, []).append(name)
+        last = vars(self).get("_last") or LastFile()
         for file, group in by_file.items():
             try:
-                with safe_open(file, framework="pt") as mapped:
-                    for name in group:
-                        info = self.tensors[name]
-                        found = mapped.get_tensor(info.name or name)
-                        if info.part is not None:
-                            number, first, last = info.part
-                            found = found[number, first:last] if found.dim() == 3 else found
-                        out[name] = found
+                opened = last.get(file, sum(self.tensors[name].nbytes for name in group))
+                for name in group:
+                    info = self.tensors[name]
+                    found = opened.get_tensor(info.name or name)
+                    if info.part is not None:
+                        number, start, end = info.part
+                        found = found[number, start:end] if found.dim() == 3 else found
+                    out[name] = found
             except (SafetensorError, OSError) as error:
                 raise damaged(file, error) from error
         for name, tensor in out.items():
@@ -291,6 +301,16 @@ class Checkpoint:
             if tensor.data_ptr() % tensor.element_size():  # legal in the format, unfit for vector loads
                 out[name] = tensor.clone()
         return out
+
+    @contextmanager
+    def held_open(self) -> Iterator[None]:
+        """Meanwhile the file that was read last stays open."""
+        vars(self)["_last"] = last = LastFile()
+        try:
+            yield
+        finally:
+            del vars(self)["_last"]
+            last.close()
 
     def packed(self, names: Sequence[str], outs: int, width: int) -> Packed | None:
         """The matrix [outs, width] that was packed ahead of these weights; None if there is none.

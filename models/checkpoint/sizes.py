@@ -145,8 +145,7 @@ class Sizes(Weights):
 
     def _quantised(self, name: str, outs: int) -> int:
         """Bytes of a quantised weight: panels have as many bits and scales, of outputs padded to a piece."""
-        module, tensors = name.removesuffix(".weight"), self.checkpoint.tensors
-        parts = [info for part, info in tensors.items() if part.rpartition(".")[0] == module]
+        parts = self.checkpoint.modules.get(name.removesuffix(".weight"), [])
         stored = sum(math.prod(info.shape) * info.dtype.itemsize for info in parts)
         return int(stored * self._share) * (-(-outs // PIECE) * PIECE) // outs
 

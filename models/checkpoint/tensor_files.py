@@ -50,6 +50,33 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+class LastFile:
+    """Keeps the file that was read last open: where it has thousands of tensors, its header takes longer than a matrix.
+
+    Now and then it is opened anew, as small tensors that were read stay in memory for as long as it is open.
+    """
+
+    BYTES = 64 << 20  # that are read before it is opened anew
+
+    def __init__(self) -> None:
+        self.file: Path | None = None
+        self.handle: Any = None
+        self.left = 0
+
+    def get(self, file: Path, wanted: int) -> Any:
+        """The open file, from which as many bytes will be read. Raises as `safe_open` does."""
+        if file != self.file or self.left < wanted:
+            self.close()
+            self.handle = safe_open(file, framework="pt")
+            self.file, self.left = file, self.BYTES
+        self.left -= wanted
+        return self.handle
+
+    def close(self) -> None:
+        """Let go of the file; views of it stay."""
+        self.file = self.handle = None
+
+
 def damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
     """The error for a file that safetensors refuses, after a look at what it is instead."""
     if "(os error 12)" in str(error):  # no address space to map it into: nothing is wrong with the file

@@ -35,6 +35,11 @@ class TensorInfo:
         """How many numbers it is made of."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def fits(self, part: Part) -> bool:
         """Whether it is what a model needs."""
         return self.shape in part.shapes and self.dtype in part.dtypes

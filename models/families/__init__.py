@@ -74,7 +74,8 @@ def load_model(
         CheckpointError: the architecture is not supported, or the folder does not hold what it needs.
     """
     family = family_of(checkpoint.architecture, str(checkpoint.folder / "config.json"))
-    return family(checkpoint, dtype, device, quant, reader).eval()
+    with checkpoint.held_open():
+        return family(checkpoint, dtype, device, quant, reader).eval()
 
 
 def family_of(architecture: str, where: str) -> type[Decoder]:

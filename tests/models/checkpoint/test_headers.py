@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from models.checkpoint import tensor_files
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import write_tensors
 from models.errors import CheckpointError
@@ -90,6 +91,24 @@ def test_tensors_are_views_of_the_file_and_unmap(tmp_path):
     assert tensors["a"].sum() == size and 4 * size <= mapped_bytes(path) < 6 * size
     del tensors
     assert mapped_bytes(path) == -1
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads Linux's list of mappings")
+def test_a_file_stays_open_while_a_model_is_read(tmp_path, monkeypatch):
+    """Its header is parsed once for many tensors, and again after so many bytes."""
+    path = folder_with(tmp_path, **{name: torch.ones(8) for name in "abc"}) / "model.safetensors"
+    checkpoint, opened, open_file = Checkpoint.open(tmp_path), [], tensor_files.safe_open
+    monkeypatch.setattr(tensor_files, "safe_open", lambda *args, **kw: opened.append(args) or open_file(*args, **kw))
+    with checkpoint.held_open():
+        assert all(checkpoint.read([name])[name].sum() == 8 for name in "abc") and len(opened) == 1
+        assert mapped_bytes(path) >= 0
+    assert mapped_bytes(path) == -1
+    monkeypatch.setattr(tensor_files.LastFile, "BYTES", 70)  # two of the tensors
+    with checkpoint.held_open():
+        assert all(checkpoint.read([name])[name].sum() == 8 for name in "abc") and len(opened) == 3
+    checkpoint.read(["a"])
+    checkpoint.read(["a"])
+    assert len(opened) == 5
 
 
 def test_misaligned_tensors_are_aligned(tmp_path):
