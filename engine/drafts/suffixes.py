@@ -146,6 +146,12 @@ class SuffixStore:
         return {"tokens": len(self), "salts": len(self._owners), "bytes": self.text.nbytes}
 
 
+def full_store_bytes() -> int:
+    """Bytes of a store of the default capacity that is full. It takes no more while it grows: what is new is not
+    written to before the old is copied."""
+    return Suffixes(CAPACITY, 2).nbytes
+
+
 def _digest(salt: str) -> bytes:
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from engine.contract import Search
+from engine.drafts.suffixes import full_store_bytes
 from engine.errors import UsageError
 from engine.load.loading import (
     check_kv_dtype,
@@ -117,6 +118,8 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
         token += size.shape.kv_bytes_per_token(dtype_of_cache(options.kv_dtype, precision.dtype))
+    if options.drafts == "suffix":
+        lines["suffix store, when full"] = full_store_bytes()
     return MemoryPlan(lines, token)
 
 

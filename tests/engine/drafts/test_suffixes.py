@@ -7,10 +7,14 @@ import zlib
 
 import pytest
 
+from engine.demo import demo_folder
 from engine.drafts import Drafter
 from engine.drafts.suffix_files import HEADER
-from engine.drafts.suffixes import FIRST_CAPACITY, LEAST_REPEATED, PIECE, SuffixDrafter, SuffixStore
+from engine.drafts.suffixes import FIRST_CAPACITY, LEAST_REPEATED, PIECE, SuffixDrafter, SuffixStore, full_store_bytes
 from engine.errors import UsageError
+from engine.load.budget import plan
+from engine.load.options import LoadOptions
+from engine.load.sizes import Workload
 from kernels.suffixes import BOUNDARY
 
 VOCAB = 1000
@@ -258,6 +262,11 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         store().load(tmp_path / "pipe")
     with pytest.raises(UsageError, match="cannot be written"):
         store().save(tmp_path / "absent" / "texts")
+
+
+def test_a_plan_counts_the_full_store():
+    plans = [plan(LoadOptions(demo_folder(), drafts=name), Workload(), runtime=0) for name in ("off", "suffix")]
+    assert plans[1].fixed - plans[0].fixed == full_store_bytes() <= 200e6
 
 
 def test_a_capacity_out_of_range():
