@@ -395,7 +395,7 @@ void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void
 
 // Calls f with the element type that multiplies rows of `kind` with a matrix.
 template <typename F>
-void with_element(int64_t kind, const Matrix& m, F f) {
+void with_element([[maybe_unused]] int64_t kind, const Matrix& m, F f) {
     if (m.kind == 0) f(WideFloat32{});
     if (m.kind == 1) {
 #ifdef BFLOAT16_PAIRS
