@@ -32,7 +32,9 @@ def chosen_drafter(named: str | Drafter, runner: Any, processes: int, tokenizer:
         why = "passes of a compiled model have few sizes"
     if named == "auto":
         # Without the C++ kernels a row may depend in its last bits on what rides along.
-        return NGramDrafter() if not why and runner.impl == "cpp" else None
+        if why or runner.impl != "cpp":
+            return None
+        named = "suffix"
     if why:
         raise UsageError(f"drafts: {why}", remedy="leave --drafts out, or give off or auto")
     if named == "ngrams":

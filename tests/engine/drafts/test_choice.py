@@ -9,12 +9,19 @@ from engine import Engine, LoadOptions, UsageError
 from engine.demo import demo_folder
 from engine.drafts.backoff import NGramDrafter
 from engine.drafts.choice import chosen_drafter
+from engine.drafts.suffixes import SuffixDrafter
 from search import Greedy
 from tests.marks import needs_cpp
 
 
 def runner(device="cpu", **more):
-    fields = {"device": torch.device(device), "asynchronous": device != "cpu", "token_buckets": None, "impl": "cpp"}
+    fields = {
+        "vocab_size": 260,
+        "device": torch.device(device),
+        "asynchronous": device != "cpu",
+        "token_buckets": None,
+        "impl": "cpp",
+    }
     return SimpleNamespace(**fields | more)
 
 
@@ -38,7 +45,7 @@ def test_where_drafts_do_not_ride_along(runner, processes):
 
 
 def test_auto_changes_no_bit():
-    assert isinstance(chosen_drafter("auto", runner(), 1), NGramDrafter)
+    assert isinstance(chosen_drafter("auto", runner(), 1), SuffixDrafter)
     assert chosen_drafter("auto", runner(impl="torch"), 1) is None
 
 

@@ -13,6 +13,7 @@ from engine import Engine, KVMemoryError, Request
 from engine.contract.trace import Trace
 from engine.drafts import Draft
 from engine.drafts.backoff import NGramDrafter
+from engine.drafts.suffixes import SuffixDrafter, SuffixStore
 from engine.step.drafting import EngineDrafts
 from engine.step.driver import Driver
 from search import ULTS, BeamSample, BoN, Diverse, Greedy, Sample, SBoN, Trie
@@ -138,6 +139,7 @@ DRAFTERS = {
     "right": lambda asked: foresight(asked),
     "half right": lambda asked: foresight(asked, noise=1),
     "n-grams": lambda asked: NGramDrafter(),
+    "suffixes": lambda asked: SuffixDrafter(SuffixStore(VOCAB)),
     "hostile": lambda asked: Drafts(hostile),
     "empty": lambda asked: Drafts(lambda *_: Draft()),
 }
