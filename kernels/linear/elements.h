@@ -6,7 +6,7 @@
 //   Words, Part, VECTORS what is loaded for LANES outputs, what is multiplied at once, and the registers of both
 //   Sum, Total           of LANES outputs, in a chunk and in a row
 //   GROUPED              whether groups of elements have scales
-//   WHOLE                of groups: whether a Sum is one vector of whole numbers
+//   ROUNDED              elements of a row that are rounded by one largest magnitude and have one Unit; 0: all of a row
 // and prepares rows, loads words, makes parts of them, adds a part times elements of a row to sums, and makes values of
 // totals, which are sums of sums, scaled those of groups.
 
@@ -18,9 +18,10 @@
 
 namespace {
 
-struct Unit {  // of a row of x
+struct Unit {  // of elements of a row of x
     float size;
-    int32_t excess;  // of its sums of products, see Int8
+    int32_t start;  // of their sums of products: what makes up for numbers of the matrix that are too large
+    float sum;      // of their steps
 };
 
 // Scale, zero and minimum of a group, for LANES outputs.
@@ -30,9 +31,9 @@ struct Scale {
 
 // Without groups, of which the sums are values at once, and multiplied part by part.
 struct Plain {
-    static constexpr int PARTS = 1;
+    static constexpr int PARTS = 1, ROUNDED = 0;
     static constexpr bool GROUPED = false;
-    static Floats value(Floats sum, const Unit&, const void*, int64_t, int) { return sum; }
+    static Floats value(Floats sum, const Unit*, const void*, int64_t, int) { return sum; }
 };
 
 // Rows of floats.
@@ -100,19 +101,35 @@ struct PairsOfBFloat16 : Plain {
 };
 #endif
 
-// A row of x in steps of 1 / levels of its largest magnitude: put(i, steps) takes LANES of them, those past the width 0.
-// Returns the largest magnitude.
+// The largest of bits, as a float.
+inline float largest_of_bits(Ints x) {
+    typedef int32_t Four __attribute__((vector_size(16)));
+    Four parts[LANES / 4], most;
+    std::memcpy(parts, &x, sizeof x);
+    most = parts[0];
+    for (const Four part : parts) most = part > most ? part : most;
+    const int32_t bits = std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
+    float largest;
+    std::memcpy(&largest, &bits, sizeof largest);
+    return largest;
+}
+
+inline int32_t total_of(Ints x) {
+    int32_t total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += x[lane];
+    return total;
+}
+
+// Elements of a row in steps of 1 / levels of their largest magnitude: put(i, steps) takes LANES of them, those past the
+// width 0. Returns the largest magnitude.
 template <typename T, typename Put>
 float rounded_row(const T* x, int64_t width, float levels, Put put) {
-    Floats most{};
+    Ints most{};  // bits, by which NaN is larger than all numbers
     each(width, [&](int64_t i, auto n) {
-        const Floats part = ::load(x + i, n), size = part < 0 ? -part : part;
-        most = ((size > most) | (size != size)) ? size : most;  // NaN wins
+        const Ints size = (Ints)::load(x + i, n) & 0x7fffffff;
+        most = size > most ? size : most;
     });
-    float largest = 0;
-    for (int lane = 0; lane < LANES; lane++)
-        if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
-    const float step = largest / levels;
+    const float largest = largest_of_bits(most), step = largest / levels;
     const int32_t top = int32_t(levels);
     each(width, [&](int64_t i, auto n) {
         Ints steps = __builtin_convertvector(nearest(::load(x + i, n) / step), Ints);
@@ -123,12 +140,13 @@ float rounded_row(const T* x, int64_t width, float levels, Put put) {
     return largest;
 }
 
-// Panels hold numbers that are 128 too large, and FourInt8 multiplies by those that are OFFSET too large. Sums are
-// exact, so that all processors agree.
+// Panels hold numbers that are 128 too large, and FourInt8 multiplies by those that are OFFSET too large. Sums of ROUNDED
+// elements are exact; they become floats, in units of the largest magnitude of these elements.
 struct Int8 : FourInt8, Plain {
-    typedef Ints Sum, Total;
+    typedef Ints Sum;
+    typedef Floats Total;
     typedef FourInt8::Part Words;
-    static constexpr int STEP = 4, BYTES = 4, CHUNK = 256;
+    static constexpr int STEP = 4, BYTES = 4, CHUNK = 256, ROUNDED = 64;
     static Words load(const char* at) { return FourInt8::part(read<Ints>(at, LANES)); }
     static Part part(Words words, int) { return words; }
 
@@ -136,16 +154,22 @@ struct Int8 : FourInt8, Plain {
     static Unit prepare(const T* x, int64_t width, Row* row, float levels) {
         Ints sum{};
         const float largest = rounded_row(x, width, levels, [&](int64_t i, Ints steps) {
-            for (int lane = 0; lane < LANES; lane++) row[i + lane / 4 * 4 + ORDER[lane % 4]] = Row(steps[lane]);
+            put_row(steps, row + i);
             sum += steps;
         });
-        int32_t total = 0;
-        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
-        return {largest, OFFSET * total};
+        return {largest, -OFFSET * total_of(sum), 0};
     }
-    static Floats value(Ints sum, const Unit& unit, const void* scale_O, int64_t at, int n) {
-        const Floats exact = __builtin_convertvector(sum - unit.excess, Floats);
-        return exact * ::load((const float*)scale_O + at, n) * unit.size;
+    static Floats value(Floats total, const Unit*, const void* scale_O, int64_t at, int n) {
+        return total * ::load((const float*)scale_O + at, n);
+    }
+
+   private:
+    static void put_row(Ints steps, Row* row) {
+        if constexpr (sizeof(Row) == 1) {
+            const Bytes bytes = __builtin_convertvector(steps, Bytes);
+            std::memcpy(row, &bytes, sizeof bytes);
+        } else
+            for (int lane = 0; lane < LANES; lane++) row[lane / 4 * 4 + ORDER[lane % 4]] = Row(steps[lane]);
     }
 };
 
@@ -153,33 +177,33 @@ struct Int8 : FourInt8, Plain {
 // DEFAULT_LEAST of one that has minimums.
 struct Grouped {
     typedef Floats Total;
-    static constexpr bool GROUPED = true, WHOLE = false;
-    static constexpr int CHUNK = 32;
+    static constexpr bool GROUPED = true;
+    static constexpr int CHUNK = 32, ROUNDED = 0;
     static Floats floats(Floats sum) { return sum; }
     static Floats floats(Ints sum) { return __builtin_convertvector(sum, Floats); }
-    static Floats value(Floats total, const Unit&, const void*, int64_t, int) { return total; }
+    static Floats value(Floats total, const Unit*, const void*, int64_t, int) { return total; }
 };
 
-// Two int4 to a byte, of eight the first four in the low halves; those of rows are rounded.
+// Two int4 to a byte, of eight the first four in the low halves; chunks of rows are rounded.
 struct Int4 : FourNibbles, Grouped {
     typedef Ints Words, Part;
-    static constexpr bool WHOLE = std::is_same_v<Sum, Ints>;
-    static constexpr int STEP = 8, BYTES = 4, PARTS = 2;
+    static constexpr int STEP = 8, BYTES = 4, PARTS = 2, ROUNDED = CHUNK;
     static constexpr float ZERO = 0, DEFAULT = 8, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return read<Ints>(at, LANES); }
     static Part part(Words words, int i) { return (i ? words >> 4 : words) & 0x0f0f0f0f; }
-    static Floats floats(Sum sum) { return Grouped::floats(exact(sum)); }
+    static Floats floats(Sum sum, int32_t start) { return Grouped::floats(exact(sum) + start); }
 
     template <typename T>
     static Unit prepare(const T* x, int64_t width, Row* row, float levels) {
+        Ints sum{};
         const float largest = rounded_row(x, width, levels, [&](int64_t i, Ints steps) {
             for (int lane = 0; lane < LANES; lane++) row[i + lane] = Row(steps[lane]);
+            sum += steps;
         });
         for (int64_t i = (width + LANES - 1) / LANES * LANES; i % STEP; i++) row[i] = 0;
-        return {largest / levels, 0};
+        const int32_t total = total_of(sum);
+        return {largest / levels, -int32_t(DEFAULT) * total, float(total)};
     }
-    static Floats value(Total total, const Unit& unit, const void*, int64_t, int) { return total * unit.size; }
-    static float sum(const Row* row, int64_t count) { return float(std::accumulate(row, row + count, 0)); }
 };
 
 // The same by rows of floats: numbers from -8 up.
@@ -228,7 +252,7 @@ struct Digits : Grouped {
             }
         });
         for (int64_t i = (width + LANES - 1) / LANES * LANES; i % 8; i++) row[i] = {};
-        return {largest / LEVELS, 0};
+        return {largest / LEVELS, 0, 0};
     }
     static Sum add(Sum sum, Part part, const Row* x) {
         for (int digit = 0; digit < DIGITS; digit++)
@@ -243,7 +267,7 @@ struct Digits : Grouped {
         for (int64_t i = 0; i < count; i += 4) found = add(found, FourInt8::part(Ints{} + ONES), row + i);
         return floats(found)[0];
     }
-    static Floats value(Total total, const Unit& unit, const void*, int64_t, int) { return total * unit.size; }
+    static Floats value(Total total, const Unit* unit, const void*, int64_t, int) { return total * unit->size; }
     static constexpr int ONES = int(0x01010101u * (129 - FourInt8::OFFSET));
 };
 

@@ -52,21 +52,20 @@ template <typename Element>
 struct Rows {
     typename Element::Row* data;
     int64_t stride;
-    Unit* units;  // one for each row
-    float* sums;  // of each row's groups, or, see `begins`, int32; null: they are not needed
-    int64_t groups;
+    Unit* units;  // for each ROUNDED elements of a group, or for a row; those of BATCH rows lie side by side
+    float* sums;  // of each row's groups; null: they are not needed
+    int64_t groups, each;  // units of a row
+
+    Unit* unit(int64_t row, int64_t number) const {
+        return units + (row / BATCH * each + number) * BATCH + row % BATCH;
+    }
 };
 
-// Whether sums of products of a group begin with minus the zero times the sum of x: both are whole numbers then.
-template <typename Element>
-bool begins(const Matrix& m) {
-    return Element::WHOLE && !m.zero && !m.least;
-}
-
-// Where a chunk of a set's first panel lies, bytes from one panel to the next, and from a line to what is fetched with it.
+// Where a chunk of a set's first panel lies, bytes from one panel to the next, and from a line to what is fetched with it;
+// the first of its units.
 struct Chunk {
     const char* at;
-    int64_t across, steps, ahead;
+    int64_t across, steps, ahead, unit;
 };
 
 // Chunks of groups, one after the other.
@@ -75,8 +74,8 @@ constexpr int MOST_CHUNKS = 8;
 template <int VECTORS>
 struct Chunks {
     const char* at;
-    int64_t across, count, ahead;
-    bool least, begin;  // groups have minimums; `begins`
+    int64_t across, count, ahead, unit;
+    bool least;  // groups have minimums
     struct {
         int64_t steps, group;  // a negative group: the sum of x is added with another chunk of the group
         Scale scales[VECTORS];
@@ -106,22 +105,37 @@ template <typename Element, int VECTORS, int COUNT>
 }
 
 template <typename Element, int VECTORS, int COUNT>
-void add_block(const typename Element::Row* x, int64_t stride, const Rows<Element>&, int64_t, const Chunk& chunk,
-               int64_t first, int64_t last, typename Element::Total (*totals)[VECTORS]) {
+void add_block(const typename Element::Row* x, int64_t stride, const Rows<Element>& rows, int64_t row0,
+               const Chunk& chunk, int64_t first, int64_t last, typename Element::Total (*totals)[VECTORS]) {
     constexpr int LINE = PANEL * Element::BYTES, EACH = PANEL / LANES;
     typename Element::Sum sums[COUNT][VECTORS] = {};
     auto step = [&](int64_t i) {
         add_step<Element, VECTORS, COUNT>(chunk.at + i * LINE, chunk.across, x + i * Element::STEP, stride, sums);
     };
-    int64_t i = 0;
-    for (; i < last - first; i++) {
+    auto fetching_step = [&](int64_t i) {
         for (int panel = 0; panel < VECTORS / EACH; panel++)
             __builtin_prefetch(chunk.at + panel * chunk.across + (first + i) * LINE + chunk.ahead);
         step(i);
+    };
+    int64_t i = 0;
+    if constexpr (Element::ROUNDED > 0) {
+        const Unit* units = rows.unit(row0, chunk.unit);
+        for (int64_t end; i < chunk.steps; units += BATCH) {
+            for (int row = 0; row < COUNT; row++)
+                for (int v = 0; v < VECTORS; v++) sums[row][v] = Ints{} + units[row].start;
+            end = std::min<int64_t>(i + Element::ROUNDED / Element::STEP, chunk.steps);
+            for (; i < std::min(end, last - first); i++) fetching_step(i);
+            for (; i < end; i++) step(i);
+            for (int row = 0; row < COUNT; row++)
+                for (int v = 0; v < VECTORS; v++)
+                    totals[row][v] += __builtin_convertvector(sums[row][v], Floats) * units[row].size;
+        }
+    } else {
+        for (; i < last - first; i++) fetching_step(i);
+        for (; i < chunk.steps; i++) step(i);
+        for (int row = 0; row < COUNT; row++)
+            for (int v = 0; v < VECTORS; v++) totals[row][v] += sums[row][v];
     }
-    for (; i < chunk.steps; i++) step(i);
-    for (int row = 0; row < COUNT; row++)
-        for (int v = 0; v < VECTORS; v++) totals[row][v] += sums[row][v];
 }
 
 // These loops are over vectors already. GCC would vectorise them again where 7 or 8 rows are multiplied by int4: then
@@ -141,17 +155,8 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
     for (int64_t c = 0; c < chunks.count; c++) {
         const auto& chunk = chunks.each[c];
         typename Element::Sum sums[COUNT][VECTORS] = {};
-        const bool first_of_group = rows.sums && chunk.group >= 0, corrected = first_of_group && !chunks.begin;
-        const float* of_x = first_of_group ? rows.sums + row0 * rows.groups + chunk.group : nullptr;
-        if constexpr (Element::WHOLE)
-            if (first_of_group && chunks.begin)
-#pragma GCC unroll 32
-                for (int row = 0; row < COUNT; row++) {
-                    int32_t begin;
-                    std::memcpy(&begin, of_x + row * rows.groups, sizeof begin);
-#pragma GCC unroll 4
-                    for (int v = 0; v < VECTORS; v++) sums[row][v] += begin;
-                }
+        const float* of_x = rows.sums && chunk.group >= 0 ? rows.sums + row0 * rows.groups + chunk.group : nullptr;
+        [[maybe_unused]] const Unit* units = Element::ROUNDED ? rows.unit(row0, chunks.unit + c) : nullptr;
         const bool fetching = c >= first && c < last;
         auto step = [&](int64_t i) __attribute__((always_inline)) {
             if (fetching)
@@ -168,10 +173,19 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
         for (int row = 0; row < COUNT; row++)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
-                Floats values = Element::floats(sums[row][v]);
-                if (corrected) values -= chunk.scales[v].zero * of_x[row * rows.groups];
-                totals[row][v] += values * chunk.scales[v].scale;
-                if (corrected && chunks.least) totals[row][v] += chunk.scales[v].least * of_x[row * rows.groups];
+                const Scale& scale = chunk.scales[v];
+                if constexpr (Element::ROUNDED > 0) {
+                    const Unit& unit = units[row];
+                    Floats values = Element::floats(sums[row][v], unit.start);
+                    if (rows.sums) values -= scale.zero * unit.sum;
+                    totals[row][v] += values * (scale.scale * unit.size);
+                    if (chunks.least) totals[row][v] += scale.least * (unit.size * unit.sum);
+                } else {
+                    Floats values = Element::floats(sums[row][v]);
+                    if (of_x) values -= scale.zero * of_x[row * rows.groups];
+                    totals[row][v] += values * scale.scale;
+                    if (of_x && chunks.least) totals[row][v] += scale.least * of_x[row * rows.groups];
+                }
             }
         at += chunk.steps * LINE, x += chunk.steps * Element::STEP;
     }
@@ -249,8 +263,8 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
         }
     };
     if constexpr (Element::GROUPED) {
-        Chunks<VECTORS> chunks{panel, steps * LINE, 0, 0, m.least != nullptr, begins<Element>(m), {}};
-        for (int64_t at = 0, taken; at < steps; at += taken, chunks.at += taken * LINE) {
+        Chunks<VECTORS> chunks{panel, steps * LINE, 0, 0, 0, m.least != nullptr, {}};
+        for (int64_t at = 0, taken; at < steps; at += taken, chunks.at += taken * LINE, chunks.unit += chunks.count) {
             taken = take<Element, VECTORS>(m, out, at, steps, rows.groups, chunks);
             chunks.ahead = ahead(at);
             add(at, chunks, chunks.count);
@@ -258,7 +272,8 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
     } else {
         constexpr int STEPS = Element::CHUNK / Element::STEP;
         for (int64_t at = 0; at < steps; at += STEPS) {
-            const Chunk chunk{panel + at * LINE, steps * LINE, std::min<int64_t>(STEPS, steps - at), ahead(at)};
+            const Chunk chunk{panel + at * LINE, steps * LINE, std::min<int64_t>(STEPS, steps - at), ahead(at),
+                              Element::ROUNDED ? at * Element::STEP / Element::ROUNDED : 0};
             add(at, chunk, chunk.steps);
         }
     }
@@ -288,37 +303,52 @@ int64_t stride_of(int64_t width) {
     return stride;
 }
 
-// Room that a thread keeps, for rows of `width`.
+// Calls f(first, last, unit) for the elements of a row that are rounded together: ROUNDED of a group, or all.
+template <typename Element, typename F>
+void each_unit(const Matrix& m, F f) {
+    const int64_t group = Element::GROUPED ? m.group : m.width, each = Element::ROUNDED ? Element::ROUNDED : m.width;
+    int64_t unit = 0;
+    for (int64_t at = 0, end; at < m.width; at = end, unit++) {
+        end = Element::ROUNDED ? std::min({at + each, at / group * group + group, m.width}) : m.width;
+        f(at, end, unit);
+    }
+}
+
+// Room that a thread keeps, for rows of a matrix.
 template <typename Element>
-Rows<Element> room(int64_t rows, int64_t width, int64_t groups) {
+Rows<Element> room(int64_t rows, const Matrix& m, int64_t groups) {
     static thread_local std::unique_ptr<char[]> kept;
     static thread_local int64_t size = 0;
-    const int64_t stride = stride_of<Element>(width), data = rows * stride * sizeof(typename Element::Row);
-    const int64_t sums = data + rows * sizeof(Unit), wanted = sums + rows * groups * sizeof(float) + 64;
+    int64_t units = 0;
+    each_unit<Element>(m, [&](int64_t, int64_t, int64_t) { units++; });
+    const int64_t stride = stride_of<Element>(m.width), data = rows * stride * sizeof(typename Element::Row);
+    const int64_t batches = (rows + BATCH - 1) / BATCH, sums = data + batches * BATCH * units * sizeof(Unit);
+    const int64_t wanted = sums + rows * groups * sizeof(float) + 64;
     if (size < wanted) kept.reset(new char[wanted]), size = wanted;
     char* aligned = kept.get() + 63 - ((uintptr_t)kept.get() + 63) % 64;
-    return {(typename Element::Row*)aligned, stride, (Unit*)(aligned + data), (float*)(aligned + sums), groups};
+    return {(typename Element::Row*)aligned, stride, (Unit*)(aligned + data), (float*)(aligned + sums), groups, units};
 }
 
 // Row `row` of x as it is multiplied, with the sums of its groups. `ordered`: room for a row in another order.
 template <typename Element, typename T>
 void prepare(const Matrix& m, const T* x, int64_t row, const Rows<Element>& to, float* ordered) {
     typename Element::Row* prepared = to.data + row * to.stride;
-    const T* from = x + row * m.width;
+    auto round = [&](const auto* from) {
+        each_unit<Element>(m, [&](int64_t first, int64_t last, int64_t number) {
+            Unit& unit = *to.unit(row, number);
+            unit = Element::prepare(from + first, last - first, prepared + first, m.levels);
+            if (m.zero || m.least) unit.start = 0;
+        });
+    };
     if (m.order) {
-        for (int64_t i = 0; i < m.width; i++) ordered[i] = load(from + m.order[i], 1)[0];
-        to.units[row] = Element::prepare(ordered, m.width, prepared, m.levels);
+        for (int64_t i = 0; i < m.width; i++) ordered[i] = load(x + row * m.width + m.order[i], 1)[0];
+        round(ordered);
     } else
-        to.units[row] = Element::prepare(from, m.width, prepared, m.levels);
-    if constexpr (Element::GROUPED)
+        round(x + row * m.width);
+    if constexpr (Element::GROUPED && !Element::ROUNDED)
         for (int64_t group = 0; group < to.groups; group++) {
             const int64_t first = group * m.group;
-            float* sum = to.sums + row * to.groups + group;
-            *sum = Element::sum(prepared + first, std::min(m.width - first, m.group));
-            if (begins<Element>(m)) {
-                const int32_t begin = -int32_t(Element::DEFAULT) * int32_t(*sum);
-                std::memcpy(sum, &begin, sizeof begin);
-            }
+            to.sums[row * to.groups + group] = Element::sum(prepared + first, std::min(m.width - first, m.group));
         }
 }
 
@@ -337,8 +367,8 @@ struct Work {
                        !(Element::GROUPED && (m.zero || m.least));
     const bool direct = whole && (m.width % 512 || rows <= 4);  // rows are multiplied as they lie
 
-    Rows<Element> given() const { return {(typename Element::Row*)x, m.width, nullptr, nullptr, groups}; }
-    Rows<Element> prepared() const { return direct ? given() : room<Element>(rows, m.width, groups); }
+    Rows<Element> given() const { return {(typename Element::Row*)x, m.width, nullptr, nullptr, groups, 0}; }
+    Rows<Element> prepared() const { return direct ? given() : room<Element>(rows, m, groups); }
 
     void prepare_row(const Rows<Element>& to, int64_t row, float* ordered) const {
         with_type(kind, [&](auto type) { prepare<Element>(m, (const decltype(type)*)x, row, to, ordered); });
@@ -350,7 +380,7 @@ struct Work {
             std::vector<float> ordered(m.order ? m.width : 0);
             for (int64_t row = 0; row < rows; row++) prepare_row(to, row, ordered.data());
         }
-        if (floats && !m.zero && !m.least) to.sums = nullptr;
+        if ((floats || Element::ROUNDED) && !m.zero && !m.least) to.sums = nullptr;
         return to;
     }
 
@@ -359,7 +389,7 @@ struct Work {
         auto finish = [&](int64_t row, int64_t at, auto total) {
             if (at >= m.outs) return;
             const int n = std::min<int64_t>(LANES, m.outs - at);
-            const Floats value = Element::value(total, from.units ? from.units[row] : Unit{}, m.scale, at, n);
+            const Floats value = Element::value(total, from.units ? from.unit(row, 0) : nullptr, m.scale, at, n);
             with_type(kind, [&](auto type) {
                 typedef decltype(type) T;
                 store(m.bias ? value + load((const T*)m.bias + at, n) : value, (T*)out + row * stride + at, n);

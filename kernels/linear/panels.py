@@ -25,6 +25,7 @@ ROWS_AT_ONCE = 1 << 20  # elements that are copied at a time when a matrix is pa
 GroupKind = Literal["int4", "int8", "float8"]
 GROUP_KINDS: dict[str, int] = {"int4": 4, "int8": 5, "float8": 6}  # as C++ numbers them
 GROUP_STEPS = {"int4": 8, "int8": 4, "float8": 4}  # elements in a word
+ROUNDED: dict[str, int] = {"int8": 64, "int4": 32}  # elements of a row of x that are rounded by one largest magnitude
 ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0}  # what stands for zero in groups that have none of their own
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import Groups, Packed, default_zero
+from kernels.linear.panels import ROUNDED, Groups, Packed, default_zero
 
 
 def unpack(matrix: Packed) -> Tensor:
@@ -60,25 +60,40 @@ def quantize(x: Tensor, levels: float = 127) -> tuple[Tensor, Tensor]:
         levels: 127, or 127.5, whose largest steps are -128 and 127.
 
     Returns:
-        uint8 steps, 128 standing for 0, and the largest magnitudes [..., 1] in the dtype of x.
+        Whole steps and the largest magnitudes [..., 1], float32.
     """
-    steps = x.to(torch.float32, copy=True)
-    top = steps.abs().amax(-1, keepdim=True)
-    return steps.div_(top / levels).round_().add_(128).clamp_(0, 255).to(torch.uint8), top.to(x.dtype)
+    x = x.float()
+    top = x.abs().amax(-1, keepdim=True)
+    return (x / (top / levels)).round_().clamp_(max=int(levels)), top
+
+
+def rounded(x: Tensor, levels: float, group: int, together: int) -> Tensor:
+    """Rows [..., in] whose elements are rounded by the largest magnitude of `together`, from the beginning of each
+    `group` of a row on; float64."""
+    width = x.shape[-1]
+    x = _split(_split(x, group), together)
+    steps, top = quantize(x, levels)
+    found = torch.where(top > 0, steps.double() * (top.double() / levels), top.double())
+    return found.flatten(-2)[..., :group].flatten(-2)[..., :width]
+
+
+def _split(x: Tensor, size: int) -> Tensor:
+    """[..., any] -> [..., parts, size], with zeros at the end."""
+    return F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
 
 
 def linear(x: Tensor, matrix: Packed, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, rounded to the dtype of x at the end; arguments as of `kernels.linear.linear`."""
-    if not matrix.levels:
-        y = F.linear(x.double(), unpacked(matrix).double())
-    else:
-        steps, top = quantize(x, matrix.levels)
-        y = F.linear(steps.double() - 128, _steps(matrix)) * top
+    y = F.linear(x.double(), unpacked(matrix).double()) if not matrix.levels else _rounded_product(x, matrix)
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-def _steps(matrix: Packed) -> Tensor:
-    """The factors of steps of x that are `levels` times too large, float64."""
-    if matrix.scale_O is None:
-        return unpacked(matrix).double() / matrix.levels
-    return _ordered(unpack(matrix).double() * matrix.scale_O.unsqueeze(1), matrix)
+def _rounded_product(x: Tensor, matrix: Packed) -> Tensor:
+    """The same by rounded rows, which lie in the order of the matrix; float64."""
+    groups, order_I, scale_O = matrix.groups, matrix.order_I, matrix.scale_O
+    kind, group = ("int8", matrix.width) if groups is None else groups[:2]
+    row = rounded(x if order_I is None else x[..., order_I.long()], matrix.levels, group, ROUNDED[kind])
+    if scale_O is not None:
+        return F.linear(row, unpack(matrix).double()) * (scale_O.double() * matrix.levels)
+    weight_OI = unpacked(matrix).double()
+    return F.linear(row, weight_OI if order_I is None else weight_OI[:, order_I.long()])

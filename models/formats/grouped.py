@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from kernels.linear import Packed, PackedParts, pack_groups
 from kernels.linear.blocks import Block, BlockPanels
 from kernels.linear.codes import Codes, pack_codes, takes
-from kernels.linear.panels import ZEROS, GroupKind, default_zero
-from kernels.linear.reference import quantize
+from kernels.linear.panels import ROUNDED, ZEROS, GroupKind, default_zero
+from kernels.linear.reference import rounded
 from models.formats.coded import CodedLinear, has_codes, warn_of_floats
 from models.formats.floats import FloatLinear, PackedLinear, has_kernels
 from models.trim import is_mapped, let_go
@@ -255,8 +255,7 @@ def _with_zeros(blocks: Iterable[GroupedRows], weights: Sequence[GroupedWeight])
 def _product(x: Tensor, weight: GroupedWeight) -> Tensor:
     """x W^T by floats that are made as they are needed; x is float32."""
     if weight.levels is not None:
-        steps, top = quantize(x, weight.levels)
-        x = torch.where(top > 0, (steps.float() - 128) * (top / weight.levels), 0)
+        x = rounded(x, weight.levels, weight.group, ROUNDED[weight.kind]).float()
     outs, step = weight.shape[0], max(1, CHUNK // weight.shape[1])
     rows = (weight.floats(at, min(at + step, outs)) for at in range(0, outs, step))
     return torch.cat([F.linear(x, part) for part in rows], -1)

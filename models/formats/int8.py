@@ -1,6 +1,6 @@
 """Int8 linear layers: weights quantised per output channel when loaded, activations per token as they come.
 
-A product of two int8 numbers is exact in int32, and every token has a scale of its own, so a token's result does not
+Sums of products of int8 numbers are exact in int32, and every token has scales of its own, so a token's result does not
 depend on those beside it.
 """
 
@@ -17,6 +17,8 @@ from models.formats import coded
 from models.formats.coded import CodedLinear, of_int8
 from models.formats.floats import PackedLinear, blocks, has_kernels, panel_bytes
 
+LEVELS = 0x7F7F  # of activations by oneDNN
+
 
 @lru_cache(maxsize=1)
 def _exact() -> bool:
@@ -24,13 +26,14 @@ def _exact() -> bool:
     weight, ones = torch.full((64, 64), 127, dtype=torch.int8), torch.ones(64)
     packed = torch.ops.onednn.qlinear_prepack(weight, None)
     x, zero = torch.full((1, 64), 255, dtype=torch.uint8), torch.zeros(64, dtype=torch.int32)
-    return bool(_onednn(x, packed, ones, zero, torch.float32).eq(64 * 127 * (255 - 128)).all())
+    return bool(_onednn(x, packed, ones, zero).eq(64 * 127 * (255 - 128)).all())
 
 
 class Int8Linear(PackedLinear):
     """y = x W^T + b with W as int8 times a scale per row, see `models.formats.linear.Linear`.
 
-    x is rounded to 255 steps, each row by its own largest magnitude; on a GPU it is not rounded.
+    By C++, x is rounded to 255 steps of the largest magnitude of each 64 elements of a row; by oneDNN, to 65279 of the
+    largest of the row; on a GPU it is not rounded.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Int8Linear(PackedLinear):
             self.packed = Packed(panels, outs, width, scale_O.div_(127))
         else:
             self.weight = torch.ops.onednn.qlinear_prepack(torch.cat([*rows]), None)
-            self.scale_O = scale_O.div_(127)  # the rows of x are scaled to -127 .. 127
+            self.scale_O = scale_O.div_(LEVELS)
             self.zero_O = torch.zeros(outs, dtype=torch.int32)
 
     @staticmethod
@@ -107,17 +110,19 @@ def quantized(weights: Sequence[Tensor], scale_O: Tensor) -> Iterator[Tensor]:
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, bias: Tensor | None) -> Tensor:
-    """The product by oneDNN; scale_O is that of the weights over 127."""
-    steps, top = quantize_rows(x)
-    kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    # A row of zeros has undefined steps, and is 0 again at the end.
-    y = _onednn(steps, weight, scale_O, zero_O, kind).to(x.dtype)
-    return y.mul_(top) if bias is None else torch.addcmul(bias, y, top)
+    """The product by oneDNN; scale_O is that of the weights over LEVELS. Steps have two digits to the base of 256, each
+    of which is multiplied: a product for each 64 elements, as C++ has them, would take longer."""
+    steps, top = quantize_rows(x, LEVELS)
+    steps = torch.where(top > 0, steps, 0).int()
+    least = (steps + 128 & 255) - 128
+    high, low = (_onednn((digit + 128).to(torch.uint8), weight, scale_O, zero_O) for digit in ((steps - least) >> 8, least))
+    y = high.mul_(256).add_(low).mul_(top)
+    return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 
-def _onednn(steps: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, kind: torch.dtype) -> Tensor:
-    """oneDNN's product of uint8 steps, 128 standing for 0, with a packed matrix."""
-    product = (steps, 1.0, 128, weight, scale_O, zero_O, None, 1.0, 0, kind, "none", [], "")
+def _onednn(steps: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
+    """oneDNN's product of uint8 steps, 128 standing for 0, with a packed matrix; float32."""
+    product = (steps, 1.0, 128, weight, scale_O, zero_O, None, 1.0, 0, torch.float32, "none", [], "")
     return torch.ops.onednn.qlinear_pointwise(*product)
 
 
