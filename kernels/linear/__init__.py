@@ -16,7 +16,7 @@ __all__ = ["Groups", "Packed", "PackedParts", "dot_products", "linear", "pack", 
 
 
 def linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b; rows are rounded where the matrix has levels, see `reference.quantize`.
+    """x W^T + b; rows are rounded where the matrix has levels, see `reference.rounded`.
 
     A row's result does not depend on the rows beside it.
 

@@ -80,8 +80,8 @@ class Packed:
         scale_O: float32, for int8: number * scale_O[out] * levels is the element.
         groups: of elements with a scale each; not with scale_O.
         order_I: int32: the elements of x, in the order in which a row of the matrix multiplies them.
-        levels: rows of x are rounded to steps of 1 / levels of their largest magnitude; 0: they are not, which is so
-            for floats and for groups of int8 and float8.
+        levels: rows of x are rounded to steps of 1 / levels of the largest magnitude of each ROUNDED elements, from the
+            beginning of each group on; 0: they are not, which is so for floats and for groups of int8 and float8.
 
     Raises:
         ValueError: panels, scales, groups or an order that do not fit the sizes.

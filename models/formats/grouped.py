@@ -55,8 +55,8 @@ class GroupedWeight:
         group: elements of a row, side by side, that share a scale; the last group may be shorter.
         rows: rows [first, last) of the matrix.
         order_I: int64; codes_OI[:, i] multiplies input order_I[i]. None: in their own order.
-        levels: activations are rounded to steps of 1 / levels of the largest magnitude of their row and multiplied as
-            int8, which int4 alone has; None: they are multiplied as floats.
+        levels: activations are rounded to steps of 1 / levels of the largest magnitude of each ROUNDED of a group and
+            multiplied as int8, which int4 alone has; None: they are multiplied as floats.
         least: rows have minimums.
         stored: the same as blocks of a file, uint8 [outs, bytes of a row], and their format; None: it is not so.
     """

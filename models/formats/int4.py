@@ -1,4 +1,4 @@
-"""Int4 linear layers: weights quantised in groups when loaded, activations rounded to int8 per token as they come, on a
+"""Int4 linear layers: weights quantised in groups when loaded, activations rounded to int8 in groups as they come, on a
 CPU; on a GPU they keep their dtype."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -115,7 +115,9 @@ def int8_linear(x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, bias
     steps, top = quantize_rows(x, LEVELS)
     steps = torch.where(top > 0, steps, 0).int()
     least = (steps + 128 & 255) - 128
-    high, low = (_onednn((digit + 128).to(torch.uint8), weight, scale_O, zero_O) for digit in ((steps - least) >> 8, least))
+    high, low = (
+        _onednn((digit + 128).to(torch.uint8), weight, scale_O, zero_O) for digit in ((steps - least) >> 8, least)
+    )
     y = high.mul_(256).add_(low).mul_(top)
     return (y if bias is None else y.add_(bias)).to(x.dtype)
 
