@@ -7,6 +7,8 @@ import zlib
 
 import pytest
 
+from engine import Engine
+from engine.contract import Search
 from engine.demo import demo_folder
 from engine.drafts import Drafter
 from engine.drafts.suffix_files import HEADER
@@ -15,7 +17,10 @@ from engine.errors import UsageError
 from engine.load.budget import plan
 from engine.load.options import LoadOptions
 from engine.load.sizes import Workload
+from engine.step.drafting import EngineDrafts
 from kernels.suffixes import BOUNDARY
+from search import Greedy, Sample, Trie
+from tests.marks import needs_cpp
 
 VOCAB = 1000
 TEXT = [17 * i % 900 for i in range(1, 40)]
@@ -262,6 +267,27 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         store().load(tmp_path / "pipe")
     with pytest.raises(UsageError, match="cannot be written"):
         store().save(tmp_path / "absent" / "texts")
+
+
+@needs_cpp
+@pytest.mark.parametrize(
+    "search", [Greedy(), Trie(3), Sample(num_return_sequences=3)], ids=["greedy", "trie", "sample"]
+)
+def test_an_engine_answers_again_in_fewer_passes(search: Search):
+    engine = Engine.load(demo_folder(), drafts="suffix", kv_memory=1 << 24, threads=1)
+    plain = Engine.load(demo_folder(), kv_memory=1 << 24, threads=1)
+    assert engine.drafts is not None
+    drafter = engine.drafts.drafter
+    assert isinstance(drafter, SuffixDrafter)
+    assert drafter.store.fingerprint == engine.tokenizer.fingerprint
+    engine.drafts = EngineDrafts(drafter, always=True)  # whatever it costs
+    first, again, wanted = (
+        one.generate(["Tell me a story about a dog."], search, max_new_tokens=24, ignore_eos=True)[0]
+        for one in (engine, engine, plain)
+    )
+    assert first.outputs == again.outputs == wanted.outputs
+    passes = [result.stats["forward_passes"] for result in (again, first, wanted)]
+    assert passes == sorted(passes) and (passes[0] < passes[2] / 2 or not isinstance(search, Greedy))
 
 
 def test_a_plan_counts_the_full_store():
