@@ -100,7 +100,7 @@ def test_int8_rounds_rows_to_the_nearest_step():
 
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
 def test_a_large_element_coarsens_only_those_beside_it(of_x):
-    """Of real models some elements are a hundred times as large as the rest."""
+    """Some elements of real models are a hundred times as large as the rest."""
     width = 512
     packed, _ = matrix(100, width, torch.int8)
     x = draw(5, width).to(of_x).float()
