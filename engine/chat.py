@@ -1,14 +1,15 @@
 """`python -m engine.chat`: see `engine.app.chat`."""
 
 import sys
+from collections.abc import Sequence
 
 from engine.app.chat_flags import parser
 from engine.app.cli.starting import start
 
 
-def main() -> int:
-    """Run the command line. Returns the exit code."""
-    args = parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line with these words, or with those of the process. Returns the exit code."""
+    args = parser().parse_args(argv)
     return start(args, "engine.app.chat", [args.model, args.draft, args.reward])
 
 

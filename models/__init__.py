@@ -2,8 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+# isort: off
+import models.own  # noqa: F401  # before anything of `kernels` is run
 import kernels  # noqa: F401  # sets a filter before torch is imported
-import models.own  # noqa: F401  # before anything of `kernels` is run  # isort: split
+
+# isort: on
 from models.lazy import exports
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from engine.drafts.choice import NAMES, check_drafter
 from engine.errors import UsageError, check_integer
 from engine.load.flags import Flag, NoFlag, options_of
 from engine.load.sizes import Workload, read_size
-from models.formats import FORMAT_NAMES
+from models.formats import FORMATS
 from models.shard import Shard
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # names of torch's
@@ -126,7 +126,7 @@ class LoadOptions:
             shown="auto: the checkpoint's, or float32",
         ),
     ] = "auto"
-    quant: Annotated[str, Flag(choices=(*FORMATS_SHOWN, "auto"), also=FORMAT_NAMES)] = "none"
+    quant: Annotated[str, Flag(choices=(*FORMATS_SHOWN, "auto"), also=FORMATS)] = "none"
     kv_dtype: Annotated[str, Flag(choices=KV_DTYPES, shown="auto: as --dtype")] = "auto"
     device: Annotated[str, MACHINE(choices=("auto", "cpu", "cuda"), shown="auto: the GPU if there is one")] = "auto"
     threads: Annotated[int | None, MACHINE(metavar="N", read=read_integer, shown="torch's choice")] = None

@@ -1,5 +1,10 @@
-"""A file for each format of weights; their names, which are the values of --quant."""
+"""A file for each format of weights, and the registry of formats."""
 
-FORMAT_NAMES = (
-    "none", "int8", "int4", "int4-head", "int4-64", "int4-128", "int4-zeros", "int4-zeros-64", "int4-zeros-128",
-)  # fmt: skip
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from models.formats.linear import Format
+
+NAMES = "none", "int8", "int4", "int4-head", "int4-64", "int4-128", "int4-zeros", "int4-zeros-64", "int4-zeros-128"
+# By the value of --quant, whose words need no torch: `models.formats.linear` puts the formats to the names.
+FORMATS = cast("dict[str, Format]", dict.fromkeys(NAMES))

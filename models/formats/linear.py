@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kernels.linear import Packed, PackedParts
 from kernels.stack import Matrix
-from models.formats import FORMAT_NAMES
+from models.formats import FORMATS, NAMES
 from models.formats.floats import FloatLinear
 from models.formats.int4 import Int4
 from models.formats.int8 import Int8Linear
@@ -113,7 +113,7 @@ _KINDS: list[Format] = [
     Int4(64, zeros=True),
     Int4(128, zeros=True),
 ]
-FORMATS: dict[str, Format] = dict(zip(FORMAT_NAMES, _KINDS, strict=True))  # by the value of --quant
+FORMATS |= zip(NAMES, _KINDS, strict=True)
 
 
 def is_small(layer: Linear, dtype: torch.dtype) -> bool:

@@ -251,7 +251,7 @@ def test_the_tool_answers_and_shows(loaded: list[int], tmp_path: Path, capsys):
 
 
 def test_a_search_that_fails_leaves_its_trace(loaded: list[int], engine: Engine, tmp_path: Path, monkeypatch, capsys):
-    def fails(rows: Any) -> Any:
+    def fails(*arguments: Any) -> Any:
         raise RuntimeError("on purpose")
 
     monkeypatch.setattr(engine.runner, "answer", fails)
