@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from engine import Engine, Request
+from engine.drafts.backoff import NGramDrafter
+from engine.step.drafting import EngineDrafts
+from engine.step.driver import Driver
+from engine.step.jobs import Job
 from search import ADED, Greedy, Trie
 from tests.marks import needs_cpp
 from tools.random_checkpoint import make
@@ -56,7 +60,7 @@ def run(engine, requests):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_log_probabilities_are_the_same_bits(options, folder):
+def test_log_probabilities_are_the_same_bits(options, folder, monkeypatch):
     load = lambda **more: Engine.load(folder, **options, **{"kv_memory": 1 << 22, "threads": 1} | more)  # noqa: E731
     before = torch.get_num_threads()
     try:
@@ -75,6 +79,13 @@ def test_log_probabilities_are_the_same_bits(options, folder):
         assert bits(again) == alone and all(r.stats["reused_tokens"] for r in again)
         assert run(engine, asked(Trie(beams=4))) == beams
         small = load(kv_memory=420 * engine.pool.bytes_per_token, prefix_cache="off")  # not enough for all at once
-        assert run(small, asked(Trie(beams=4))) == beams
+        preempted, preempt = list[Job](), Driver._preempt
+        monkeypatch.setattr(Driver, "_preempt", lambda driver, job: (preempted.append(job), preempt(driver, job))[1])
+        assert run(small, asked(Trie(beams=4))) == beams and preempted
+        drafting = load(prefix_cache="off")
+        drafting.drafts = EngineDrafts(NGramDrafter(), always=True)  # whatever it costs
+        for search, wanted in ((Greedy(), alone), (Trie(beams=4), beams)):
+            answers = answer(drafting, asked(search))
+            assert bits(answers) == wanted and sum(r.stats["drafted_accepted"] for r in answers) > 0
     finally:
         torch.set_num_threads(before)
