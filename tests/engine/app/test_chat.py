@@ -496,8 +496,9 @@ def test_a_person_at_a_terminal(long):
 
 
 SECOND_REPLY = """
-import sys, time
+import os, sys, time
 from engine.app import chat
+from engine.app.terminal import Interrupt
 from engine.step.driver import Driver
 submit, step, drivers = Driver.submit, Driver.step, []
 def submitting(driver, run):
@@ -511,7 +512,11 @@ def stepping(driver):
         sys.stderr.write("(now)")
         sys.stderr.flush()
         time.sleep(60) if sys.argv[1] == "hangs" else 1 / 0
-Driver.submit, Driver.step = submitting, stepping
+handle = Interrupt._handle
+def handling(self, number, frame):
+    handle(self, number, frame)
+    os.write(2, b"(heard)")
+Driver.submit, Driver.step, Interrupt._handle = submitting, stepping, handling
 sys.exit(chat.main(sys.argv[2:]))
 """
 
@@ -531,7 +536,7 @@ def test_a_conversation_is_saved_whatever_ends_the_chat(long, tmp_path, command,
         typist.wait_for(r"\(now\)")
         if ended_by == "two Ctrl-C":
             typist.interrupt()
-            time.sleep(0.3)  # the kernel would make one of two at once
+            typist.wait_for(r"\(heard\)")  # two at once would be one
             typist.interrupt()
         elif ended_by != "an error":
             typist.process.send_signal(getattr(signal, ended_by))
