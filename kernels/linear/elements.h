@@ -24,9 +24,9 @@ struct Unit {  // of elements of a row of x
     float sum;      // of their steps
 };
 
-// Scale, zero and minimum of a group, for LANES outputs.
+// Of a group, for LANES outputs: a sum of its products is multiplied by `scale`, that of its elements of x by `offset`.
 struct Scale {
-    Floats scale, zero, least;
+    Floats scale, offset;
 };
 
 // Without groups, of which the sums are values at once, and multiplied part by part.
@@ -191,7 +191,8 @@ struct Int4 : FourNibbles, Grouped {
     static constexpr float ZERO = 0, DEFAULT = 8, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return read<Ints>(at, LANES); }
     static Part part(Words words, int i) { return (i ? words >> 4 : words) & 0x0f0f0f0f; }
-    static Floats floats(Sum sum, int32_t start) { return Grouped::floats(exact(sum) + start); }
+    static Sum begin(int32_t start) { return (Sum)(Ints{} + start); }
+    static Floats floats(Sum sum) { return Grouped::floats(exact(sum)); }
 
     template <typename T>
     static Unit prepare(const T* x, int64_t width, Row* row, float levels) {
@@ -201,8 +202,16 @@ struct Int4 : FourNibbles, Grouped {
             sum += steps;
         });
         for (int64_t i = (width + LANES - 1) / LANES * LANES; i % STEP; i++) row[i] = 0;
-        const int32_t total = total_of(sum);
-        return {largest / levels, -int32_t(DEFAULT) * total, float(total)};
+        return {largest / levels, start(sum * -int32_t(DEFAULT)), float(total_of(sum))};
+    }
+
+   private:
+    // Sums in 16 bits are two of each output: of the first two of four elements, and of the others.
+    static int32_t start(Ints each) {
+        if constexpr (std::is_same_v<Sum, Ints>) return total_of(each);
+        int32_t halves[2] = {};
+        for (int lane = 0; lane < LANES; lane++) halves[lane % 4 / 2] += each[lane];
+        return int32_t(uint32_t(halves[1]) << 16 | (halves[0] & 0xffff));
     }
 };
 

@@ -75,11 +75,11 @@ template <int VECTORS>
 struct Chunks {
     const char* at;
     int64_t across, count, ahead, unit;
-    bool least;  // groups have minimums
     struct {
         int64_t steps, group;  // a negative group: the sum of x is added with another chunk of the group
-        Scale scales[VECTORS];
+        const Scale* scales;
     } each[MOST_CHUNKS];
+    Scale scales[MOST_CHUNKS][VECTORS];  // of the groups
 };
 
 template <typename Element, int VECTORS, int COUNT>
@@ -157,6 +157,11 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
         typename Element::Sum sums[COUNT][VECTORS] = {};
         const float* of_x = rows.sums && chunk.group >= 0 ? rows.sums + row0 * rows.groups + chunk.group : nullptr;
         [[maybe_unused]] const Unit* units = Element::ROUNDED ? rows.unit(row0, chunks.unit + c) : nullptr;
+        if constexpr (Element::ROUNDED > 0)
+#pragma GCC unroll 32
+            for (int row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) sums[row][v] = Element::begin(units[row].start);
         const bool fetching = c >= first && c < last;
         auto step = [&](int64_t i) __attribute__((always_inline)) {
             if (fetching)
@@ -173,19 +178,14 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
         for (int row = 0; row < COUNT; row++)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
-                const Scale& scale = chunk.scales[v];
-                if constexpr (Element::ROUNDED > 0) {
-                    const Unit& unit = units[row];
-                    Floats values = Element::floats(sums[row][v], unit.start);
-                    if (rows.sums) values -= scale.zero * unit.sum;
-                    totals[row][v] += values * (scale.scale * unit.size);
-                    if (chunks.least) totals[row][v] += scale.least * (unit.size * unit.sum);
-                } else {
-                    Floats values = Element::floats(sums[row][v]);
-                    if (of_x) values -= scale.zero * of_x[row * rows.groups];
-                    totals[row][v] += values * scale.scale;
-                    if (of_x && chunks.least) totals[row][v] += scale.least * of_x[row * rows.groups];
-                }
+                Floats scale = chunk.scales[v].scale;
+                if constexpr (Element::ROUNDED > 0) scale *= units[row].size;
+                totals[row][v] += Element::floats(sums[row][v]) * scale;
+            }
+        if (Element::ROUNDED ? rows.sums : of_x)
+            for (int row = 0; row < COUNT; row++) {
+                const float sum = Element::ROUNDED ? units[row].size * units[row].sum : of_x[row * rows.groups];
+                for (int v = 0; v < VECTORS; v++) totals[row][v] += chunk.scales[v].offset * sum;
             }
         at += chunk.steps * LINE, x += chunk.steps * Element::STEP;
     }
@@ -201,42 +201,52 @@ void add_rows(int count, const Arguments&... arguments) {
     if constexpr (COUNT > 1) add_rows<Element, VECTORS, COUNT - 1>(count, arguments...);
 }
 
-// Scales, zeros and minimums of a group for LANES outputs from `out` on.
-template <typename Element>
-Scale scale_of(const Matrix& m, int64_t out, int64_t group, int64_t groups) {
-    const int64_t number = (out / PANEL * groups + group) * PANEL + out % PANEL;
-    const float zero = m.least ? Element::DEFAULT_LEAST : Element::DEFAULT;
-    Scale scale{};
-    if (m.scale_kind == INT8) {
-        const int64_t unit = (out / PANEL * (m.width / UNIT) + group * m.group / UNIT) * PANEL + out % PANEL;
-        scale.scale = load((const int8_t*)m.scale + number) * load((const Float16*)m.unit + unit);
-        if (m.least) scale.least = load((const int8_t*)m.least + number) * load((const Float16*)m.least_unit + unit);
-        scale.zero = all(zero - Element::ZERO);
-        return scale;
-    }
+// Scales of the groups first..last for the outputs from `out` on, a whole panel's first.
+template <typename Element, int VECTORS>
+void take_scales(const Matrix& m, int64_t out, int64_t first, int64_t last, int64_t groups, Scale (*to)[VECTORS]) {
+    constexpr int EACH = PANEL / LANES;
+    const Floats zero = all((m.least ? Element::DEFAULT_LEAST : Element::DEFAULT) - Element::ZERO);
+    auto each = [&](auto scale) {
+        for (int64_t group = first; group <= last; group++)
+            for (int v = 0; v < VECTORS; v++) {
+                const int64_t panel = out / PANEL + v / EACH, lane = v % EACH * LANES;
+                to[group - first][v] = scale((panel * groups + group) * PANEL + lane, group, panel, lane);
+            }
+    };
+    if (m.scale_kind == INT8)
+        return each([&](int64_t at, int64_t group, int64_t panel, int64_t lane) -> Scale {
+            const int64_t unit = (panel * (m.width / UNIT) + group * m.group / UNIT) * PANEL + lane;
+            const Floats scale = load((const int8_t*)m.scale + at) * load((const Float16*)m.unit + unit);
+            if (!m.least) return {scale, -zero * scale};
+            const Floats least = load((const int8_t*)m.least + at) * load((const Float16*)m.least_unit + unit);
+            return {scale, least - zero * scale};
+        });
     with_type(m.scale_kind, [&](auto type) {
         typedef decltype(type) T;
-        scale.scale = load((const T*)m.scale + number);
-        scale.zero = m.zero ? load((const T*)m.zero + number) - Element::ZERO : all(zero - Element::ZERO);
-        if (m.least) scale.least = load((const T*)m.least + number);
+        each([&](int64_t at, auto...) -> Scale {
+            const Floats scale = load((const T*)m.scale + at);
+            if (m.least) return {scale, load((const T*)m.least + at) - zero * scale};
+            return {scale, -(m.zero ? load((const T*)m.zero + at) - Element::ZERO : zero) * scale};
+        });
     });
-    return scale;
 }
 
 // The chunks of groups from step `at` on; returns how many steps they have.
 template <typename Element, int VECTORS>
 int64_t take(const Matrix& m, int64_t out, int64_t at, int64_t steps, int64_t groups, Chunks<VECTORS>& chunks) {
     constexpr int STEPS = Element::CHUNK / Element::STEP;
-    const int64_t group_steps = (m.group + Element::STEP - 1) / Element::STEP, from = at;
-    int64_t group = at / group_steps;
+    const int64_t group_steps = (m.group + Element::STEP - 1) / Element::STEP, from = at, first = at / group_steps;
+    int64_t group = first, last = first;
     for (chunks.count = 0; chunks.count < MOST_CHUNKS && at < steps; chunks.count++) {
         auto& chunk = chunks.each[chunks.count];
         const int64_t end = std::min(steps, (group + 1) * group_steps);
-        for (int v = 0; v < VECTORS; v++) chunk.scales[v] = scale_of<Element>(m, out + v * LANES, group, groups);
+        last = group;
+        chunk.scales = chunks.scales[group - first];
         chunk.group = at == group * group_steps ? group : -1;
         chunk.steps = std::min<int64_t>(STEPS, end - at);
         at += chunk.steps, group += at == end;
     }
+    take_scales<Element>(m, out, first, last, groups, chunks.scales);
     return at - from;
 }
 
@@ -263,7 +273,7 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
         }
     };
     if constexpr (Element::GROUPED) {
-        Chunks<VECTORS> chunks{panel, steps * LINE, 0, 0, 0, m.least != nullptr, {}};
+        Chunks<VECTORS> chunks{panel, steps * LINE, 0, 0, 0, {}, {}};
         for (int64_t at = 0, taken; at < steps; at += taken, chunks.at += taken * LINE, chunks.unit += chunks.count) {
             taken = take<Element, VECTORS>(m, out, at, steps, rows.groups, chunks);
             chunks.ahead = ahead(at);
