@@ -109,7 +109,7 @@ def _load() -> tuple[ctypes.CDLL, LibraryFile] | BuildError:
         except BuildError as error:
             if not chosen.trusted:
                 raise
-            _report(f"{error}; kernels are built instead")
+            files.report(f"{error}; kernels are built instead")
             chosen = _kept()
             loaded = _open(chosen)
         return loaded if loaded is not None else _build_once(chosen), chosen
@@ -263,7 +263,7 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
             f"for example CXX={target.machine}-linux-gnu-g++"
         )
     what, start = f"the C++ kernels {announce}", time.monotonic()
-    _report(f"building {what} ...")
+    files.report(f"building {what} ...")
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as work:
         table = Path(work) / "structures.cpp"
         table.write_text(OPERATORS.table(), "utf-8")
@@ -287,12 +287,7 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
         if target is NATIVE:
             facts["processor"] = list(processor.identity())
         files.save(folder, name, built, facts)
-    _report(f"built {what} in {time.monotonic() - start:.0f} s")
-
-
-def _report(text: str) -> None:
-    if sys.stderr is not None:
-        print(f"coppice: {text}", file=sys.stderr, flush=True)
+    files.report(f"built {what} in {time.monotonic() - start:.0f} s")
 
 
 def _run(command: Sequence[str | Path]) -> str:

@@ -11,6 +11,7 @@ import math
 import os
 import pwd
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,12 @@ MAX_FACTS = 1 << 16  # bytes of a JSON file
 
 class BuildError(Exception):
     """The kernels cannot be built or loaded here. The message says why."""
+
+
+def report(text: str) -> None:
+    """Prints a line to stderr, where there is one."""
+    if sys.stderr is not None:
+        print(f"coppice: {text}", file=sys.stderr, flush=True)
 
 
 def private(folder: Path, *, make: bool = False, mode: int = 0o700) -> Path:
@@ -64,7 +71,7 @@ def _check(path: Path, status: os.stat_result, *, above: bool = False) -> None:
     """Raises BuildError if another user could have written the file or folder; `above`: a folder above the one used."""
     if status.st_uid not in (os.geteuid(), 0):
         raise BuildError(
-            f"{path} belongs to user {status.st_uid}, who could plant code there: no kernels are loaded from it; "
+            f"{path} belongs to user {status.st_uid}, who could plant code there: nothing is loaded from it; "
             "set XDG_CACHE_HOME or COPPICE_KERNELS to a folder of your own"
         )
     loose = status.st_mode & 0o022
@@ -76,7 +83,7 @@ def _check(path: Path, status: os.stat_result, *, above: bool = False) -> None:
     if loose:
         raise BuildError(
             f"other users may write to {path} (mode {stat.S_IMODE(status.st_mode):04o}) and plant code there: "
-            f"no kernels are loaded from it; make sure that what is in it is yours, then: chmod go-w '{path}'"
+            f"nothing is loaded from it; make sure that what is in it is yours, then: chmod go-w '{path}'"
         )
 
 
@@ -174,7 +181,7 @@ def facts(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any] |
     Raises:
         BuildError: another user could have written it.
     """
-    descriptor = _open(folder / f"{name}.json", trusted)
+    descriptor = opened(folder / f"{name}.json", trusted)
     if descriptor is None:
         return None
     with open(descriptor, "rb") as file:
@@ -194,7 +201,7 @@ def verified(folder: Path, name: str, facts: dict[str, Any] | None, *, trusted: 
     Raises:
         BuildError: another user could have written it.
     """
-    descriptor = _open(folder / f"{name}.so", trusted)
+    descriptor = opened(folder / f"{name}.so", trusted)
     if descriptor is None:
         return None
     facts = facts or {}
@@ -206,15 +213,22 @@ def verified(folder: Path, name: str, facts: dict[str, Any] | None, *, trusted: 
     return None
 
 
-def _open(path: Path, trusted: bool) -> int | None:
-    """A regular file that only this user or root can have written, opened; None if there is none."""
+def opened(path: Path, trusted: bool = False) -> int | None:
+    """Opens a regular file that only this user or root can have written; returns None if there is none.
+
+    Args:
+        trusted: see `facts`.
+
+    Raises:
+        BuildError: another user could have written it, or it is a link or no regular file.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         if path.is_symlink():
-            raise BuildError(f"{path} is a symbolic link, and no kernels are loaded through one: remove it") from error
+            raise BuildError(f"{path} is a symbolic link, and nothing is loaded through one: remove it") from error
         raise
     try:
         status = os.fstat(descriptor)

@@ -42,6 +42,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="coppice-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
+os.environ["COPPICE_CACHE"] = "off"  # but in the tests of what is derived and kept
+
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 

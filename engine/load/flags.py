@@ -25,6 +25,8 @@ class Flag:
         group: the heading in `--help`.
         metavar: the placeholder for a value in `--help`.
         choices: the words that the flag takes; none: any text.
+        constant: the word that the flag stands for; it takes no value then.
+        help: instead of the text of the docstring.
         also: further words that the field takes from Python.
         read: text -> value; raises ValueError with the expected values.
         many: the flag may be given several times, and the field takes a list.
@@ -38,6 +40,8 @@ class Flag:
     group: str = "model"
     metavar: str | None = None
     choices: tuple[str, ...] = ()
+    constant: str = ""
+    help: str = ""
     also: Collection[str] = ()
     read: Callable[[str], Any] = str
     many: bool = False
@@ -70,7 +74,8 @@ class Option(NamedTuple):
     @property
     def help(self) -> str:
         """The text of `--help` about it."""
-        return self.doc.partition(". ")[0].rstrip(".")
+        own = self.flag.help if isinstance(self.flag, Flag) else ""
+        return own or self.doc.partition(". ")[0].rstrip(".")
 
 
 @functools.cache

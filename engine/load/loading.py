@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from engine.load.capabilities import Capabilities, Precision, explicit_precision
 from engine.load.compiling import check_compile, prepare, warm_up
 from engine.load.distributed import agree, least
 from engine.load.fastest import FormatChoice, fastest_format
+from engine.load.file_cache import file_cache
 from engine.load.options import NO_ADAPTER, LoadOptions
 from engine.load.pooling import Pooling
 from engine.load.pools import make_pools, total_memory
@@ -29,6 +31,7 @@ from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from kernels.kv_fp8 import DTYPE as FP8
 from models.adapters import Adapter
+from models.checkpoint.cached_matrices import cached_matrices
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import PACK_AGAIN
 from models.checkpoint.weights import Weights
@@ -154,6 +157,7 @@ class _Weights:
     def load(
         folder: str | Path, options: LoadOptions, device: torch.device, chat_template: str | Path | None
     ) -> "_Weights":
+        opened = time.time()
         checkpoint, shard = Checkpoint.open(folder), options.place
         precision = shard.first(lambda: pick_dtype(options.dtype, checkpoint, device))
         kept = shard.first(lambda: pick_quant(options.quant, checkpoint, precision.dtype, device))
@@ -161,7 +165,11 @@ class _Weights:
         tokenizer = Tokenizer.of(checkpoint)
         template = load_template(checkpoint.folder, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
-        model = load_model(checkpoint, precision.dtype, device, kept.name, partial(Weights, shard=shard))
+        cached = cached_matrices(file_cache(options.cache), checkpoint, kept.name, shard, device, opened)
+        reader = partial(Weights, shard=shard, cached=cached)
+        model = load_model(checkpoint, precision.dtype, device, kept.name, reader)
+        if cached:
+            cached.keep()
         if adapters:
             model.adapt([*adapters.values()])
         compiled = options.compile == "on" and prepare()

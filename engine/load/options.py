@@ -96,6 +96,9 @@ class LoadOptions:
         parallel: searches that run at once.
         prefix_cache: keep read prompts in pages that nothing else needs. Prompts that begin alike are read once;
             without `kv_memory` or `memory` up to 1 GiB is kept on a CPU.
+        cache: keep what is derived from the model's files at some cost, such as packed matrices, in the user's cache
+            folder, so that later starts need less time. "off" keeps nothing and reads nothing that was kept; see
+            docs/platforms.md.
         compile: compile what is between products with torch, on a GPU only. Loading takes seconds more.
         graphs: run small passes as CUDA graphs on a GPU.
         drafts: guesses that ride along in the passes of every search, which then needs fewer: from the "ngrams" of a
@@ -149,6 +152,10 @@ class LoadOptions:
             | {"profile": "it measures how a prompt is read", "fleet": "workers share the memory of their machine"},
         ),
     ] = "off"
+    cache: Annotated[
+        str,
+        SWITCH("no_cache", constant="off", help="keep nothing that is derived from model files for later starts"),
+    ] = "on"
     compile: Annotated[str, SWITCH()] = "off"
     graphs: Annotated[str, SWITCH()] = "on"
     drafts: Annotated[

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.linear.reference import unpacked
+from models.checkpoint.cached_matrices import CachedMatrices
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import FETCH_AGAIN
 from models.config import HEAD, Config
@@ -38,6 +39,7 @@ class Weights:
         dtype, device: to compute in.
         quant: format of the matrices, a key of `models.formats.linear.FORMATS`; "none" keeps them in `dtype`.
         shard: the place of this process among those that compute the model.
+        cached: matrices that an earlier start made, and that this one makes for later ones; None: nothing is kept.
 
     Attributes:
         part: what this process has of the model, once `divide` was called.
@@ -54,8 +56,9 @@ class Weights:
         device: torch.device,
         quant: str = "none",
         shard: Shard | None = None,
+        cached: CachedMatrices | None = None,
     ):
-        self.checkpoint, self.stored, self.shapes = checkpoint, stored, shapes
+        self.checkpoint, self.stored, self.shapes, self.cached = checkpoint, stored, shapes, cached
         self.dtype, self.device, self.quant, self.shard = dtype, device, quant, shard or Shard()
 
     def divide(self, c: Config) -> Config:
@@ -152,16 +155,23 @@ class Weights:
         width = self.shapes[f"{names[0]}.weight"][not transposed]
         if (packed := self.checkpoint.packed(stored, outs, width)) and has_kernels(torch.float32, self.device):
             return PackedLinear(packed, biases, dtype=self.dtype, device=self.device)
+        key = repr((quant, transposed, stored, pieces, ins))
+        if self.cached and (found := self.cached.get(key)):
+            layer = PackedLinear(found, biases, dtype=self.dtype, device=self.device)
+            layer.names = stored
+            return layer
         grouped = self._grouped(pieces, bias, transposed, ins) if not packed else []
         if grouped and not all(grouped):
             return Joined([self._linear((piece[0],), bias, transposed, [piece], ins) for piece in pieces])
         if grouped:
             try:
-                layer: Linear = GroupedLinear([w for w in grouped if w], biases, dtype=self.dtype, device=self.device)
+                layer = GroupedLinear([w for w in grouped if w], biases, dtype=self.dtype, device=self.device)
             except ValueError as error:
                 what, where = f"{show(', '.join(stored))}: {error}", show(self.checkpoint.folder)
                 raise CheckpointError(what, where=where, remedy=FETCH_AGAIN) from None
             layer.names = stored
+            if self.cached:
+                self.cached.add(key, layer.packed)
             return layer
         codes = of_packed(packed, self.device) if packed and has_codes(self.dtype, self.device) else None
         if codes:
@@ -179,6 +189,8 @@ class Weights:
                 weights = (_cut(weight, some, ins) for weight, some in read)
         layer = FORMATS[quant](weights, biases, dtype=self.dtype, device=self.device)
         layer.names = stored
+        if self.cached and quant != "none":
+            self.cached.add(key, getattr(layer, "packed", None))
         return layer
 
     def embedding(self, name: str) -> "Embedding":

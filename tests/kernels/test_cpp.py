@@ -356,7 +356,7 @@ def test_links_lead_to_no_other_code(planted, tmp_path):
     elsewhere = library.rename(tmp_path / "elsewhere.so")
     library.symlink_to(elsewhere)
     again()
-    assert cpp.why_not() == f"{library} is a symbolic link, and no kernels are loaded through one: remove it"
+    assert cpp.why_not() == f"{library} is a symbolic link, and nothing is loaded through one: remove it"
     library.unlink()
     os.mkfifo(library)
     again()

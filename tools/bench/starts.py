@@ -1,21 +1,25 @@
 """How long a program takes from its start to its first token, and the memory it takes: here and llama.cpp.
 
 Each start is a process of its own that loads the file, evaluates a prompt of one token and generates one. Before a
-first start the file's pages are dropped from the system's cache; a later start finds them there. Imports, the tokenizer
-and everything else that a user waits for are in the seconds; the processor's are those of all threads.
+first start the file's pages are dropped from the system's cache, and of what loading keeps for later starts nothing is
+there; a later start finds both. Imports, the tokenizer, writing what is kept and everything else that a process does
+are in the seconds; the processor's are those of all threads.
 """
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kernels.cpp as cpp  # from kernels: pyright takes that for tools.kernels
 from models.gguf.reader import parts_of
 from tools.bench.checkpoints import MODELS_HELP, defaults, is_gguf
 from tools.bench.flags import add_numbers
@@ -33,8 +37,8 @@ engine.generate([[engine.start_token]], Greedy(), max_new_tokens=1)
 """
 PERIOD = 0.004  # seconds between looks at the process
 LEGEND = """*s*: from the start of the process to its end, the median; *CPU s*: of all its threads; *MB*: the most
-resident memory, of which pages of the mapped file are a part. *first*: no page of the file was in the system's cache,
-unless another process has it mapped."""
+resident memory, of which pages of mapped files are a part. *first*: no page of the file was in the system's cache,
+unless another process has it mapped, and nothing was kept of an earlier start."""
 
 
 def add_parser(commands: Any) -> None:
@@ -48,7 +52,15 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
+    with tempfile.TemporaryDirectory(prefix="starts-") as home:
+        return _measured(args, argv, Path(home) / "coppice")
+
+
+def _measured(args: argparse.Namespace, argv: Sequence[str], cache: Path) -> dict[str, Any]:
+    """`cache`: the folder of what is kept, made here; the kernels are those of this machine."""
     made, rows = stamp(argv), []
+    cache.mkdir()
+    (cache / "kernels").symlink_to(cpp.cache_folder() / "kernels")
     for model in defaults(args.model):
         files = parts_of(model) if is_gguf(model) else sorted(model.glob("*.safetensors"))
         commands = {"coppice": [sys.executable, "-c", STARTS.format(str(model), args.threads)]}
@@ -56,7 +68,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             words = f"-c 256 -npp 1 -ntg 1 -npl 1 -fa on -t {args.threads} -tb {args.threads}"
             commands["llama.cpp"] = [str(args.llama.resolve()), "-m", str(model.resolve()), *words.split()]
         works: dict[tuple[str, bool], Callable[[int], tuple[float, float, float]]] = {
-            (name, first): partial(start, command, files if first else ())
+            (name, first): partial(start, command, files if first else (), cache)
             for first in (True, False) for name, command in commands.items()
         }  # fmt: skip
         for (name, first), found in in_turn(works, args.runs, what=f"{model.name}: round").items():
@@ -70,13 +82,22 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     return result
 
 
-def start(command: Sequence[str], dropped: Sequence[Path], _: int) -> tuple[float, float, float]:
-    """Seconds, processor seconds and peak bytes of a process; pages of files are dropped from the cache before."""
+def start(command: Sequence[str], dropped: Sequence[Path], cache: Path, _: int) -> tuple[float, float, float]:
+    """Seconds, processor seconds and peak bytes of a process.
+
+    Args:
+        dropped: files whose pages are dropped from the system's cache before, and with them what was kept; none: the
+            process finds both.
+        cache: the folder of what is kept.
+    """
+    if dropped:
+        shutil.rmtree(cache / "models", ignore_errors=True)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parent)}
     for path in dropped:
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     ended, most = 0, 0
     while not ended:  # the system's own account of a child's memory begins with that of this process
         most = memory(process.pid, "VmHWM") or most

@@ -32,6 +32,10 @@ def add_load_flag(group: argparse._ActionsContainer, name: str, **others: Any) -
     [option] = [option for option in options_of(LoadOptions) if option.name == name]
     flag = option.flag
     assert isinstance(flag, Flag), name
+    if flag.constant:
+        given = {"action": "store_const", "const": flag.constant, "default": option.default, "help": option.help}
+        group.add_argument(flag_of(option.argument), **{**given, **others})
+        return
     default = others.get("default", option.default if flag.default is None else flag.default)
     shown = flag.shown if flag.shown and "default" not in others else written(default)
     given = {

@@ -1,0 +1,287 @@
+"""Files of what is derived from a model's files, kept in the user's cache folder, so that later starts derive nothing.
+
+A file is named by the digest of what it derives from and of the code that derives it. It has sections of bytes, each at
+a multiple of LINE, then a JSON object with the caller's facts, the places of the sections and a digest of samples of
+them, then the digest and the length of that object, and MAGIC. The sections are mapped when it is opened: processes
+share their memory, and pages come in when they are first read.
+"""
+
+import atexit
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import cpp, files, processor
+from kernels.files import BuildError
+from models.checkpoint.files import open_regular
+
+MAGIC, LINE = b"coppice\1", 64
+FOOT = hashlib.sha256().digest_size + 8 + len(MAGIC)
+MOST_FACTS = 1 << 28  # bytes of the JSON object
+PLACES, PIECE = 256, 1 << 12  # of a large file: the places that are compared with its digest, and the bytes at each
+FILE_PLACES = 16  # the same of a model's files, which the system may have yet to read from the disk
+SPARE = 1 << 30  # bytes of the disk that stay free
+STALE = 24 * 3600  # seconds until a file that was never completed is removed
+CHUNK = 1 << 24  # bytes that are written at once
+TICK = 0.02  # seconds by which the time of a file may lag behind the clock
+PATIENCE = 10.0  # seconds that the end of the interpreter waits for what is being written
+NICE = 5  # of the thread that writes: a third of the time of another one on the same core
+PACKAGE = Path(__file__).parent
+
+
+class CachedFile(NamedTuple):
+    """An open file of the cache.
+
+    Args:
+        facts: of the writer.
+        sections: the bytes, views of the mapped file.
+    """
+
+    facts: dict[str, Any]
+    sections: list[memoryview]
+
+    def tensor(self, section: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """A section as a tensor, which keeps the mapping alive. Raises ValueError if it does not fit."""
+        found = torch.frombuffer(self.sections[section], dtype=dtype)
+        if found.numel() != torch.Size(shape).numel():
+            raise ValueError(f"section {section}: expected {list(shape)}, got {found.numel()} elements")
+        return found.view(list(shape))
+
+
+class FileCache:
+    """A folder of such files, of bounded size: the least recently used ones go first.
+
+    What cannot be read or written is no error: it is derived anew, and a line on stderr says once why.
+
+    Args:
+        folder: it is made when a file is written.
+        bound: bytes of all files together.
+    """
+
+    def __init__(self, folder: Path, bound: int):
+        self.folder, self.bound = folder, bound
+        self._told: set[str] = set()
+
+    def open(self, name: str) -> CachedFile | None:
+        """The file of a name (see `name_of`); None: it is not there, or not to be trusted."""
+        path = self.folder / name
+        try:
+            if not path.exists():
+                return None
+            descriptor = files.opened(files.private(self.folder) / name)
+            if descriptor is None:
+                return None
+            try:
+                found = _read(descriptor)
+                with suppress(OSError):  # on a file system that is not written to
+                    os.utime(descriptor)
+            finally:
+                os.close(descriptor)
+        except ValueError as error:
+            self._say(f"{path}: {error}: what it held is derived again")
+        except (OSError, BuildError, RuntimeError) as error:
+            self._say(f"what is derived from models is not read from {self.folder}: {error}")
+        else:
+            return found
+        return None
+
+    def write(self, name: str, facts: dict[str, Any], sections: Sequence[memoryview]) -> bool:
+        """Write a file whole, or leave what is there; then remove others until all fit the bound.
+
+        Returns:
+            Whether it was written: not if it exceeds the bound or the disk, or if another process writes it.
+        """
+        size = sum(-(-section.nbytes // LINE) * LINE for section in sections)
+        try:
+            folder = files.private(self.folder, make=True)
+            if size > self.bound or size + SPARE > shutil.disk_usage(folder).free:
+                return False
+            written = _write(folder, name, facts, sections)
+            if written:
+                self._evict(folder, name)
+        except (OSError, BuildError, RuntimeError) as error:  # RuntimeError: a user without a home
+            self._say(f"what is derived from models is not kept in {self.folder}: {error}")
+            return False
+        return written
+
+    def _evict(self, folder: Path, kept: str) -> None:
+        """Remove the least recently used files beyond the bound, and the rests of writers that did not end."""
+        with files.locked(folder):
+            found = []
+            for path in folder.iterdir():
+                with suppress(FileNotFoundError):
+                    status = path.stat(follow_symlinks=False)
+                    if path.suffix == ".part":
+                        if time.time() - status.st_mtime > STALE:
+                            path.unlink()
+                        continue
+                    found.append((path.name == kept, status.st_mtime_ns, status.st_size, path))
+            total = sum(size for _, _, size, _ in found)
+            for _, _, size, path in sorted(found):
+                if total <= self.bound or path.name == kept:
+                    break
+                with suppress(OSError):
+                    path.unlink()
+                total -= size
+
+    def _say(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            files.report(text)
+
+
+def name_of(*parts: Any) -> str:
+    """The name of a file that derives from these parts by the code of this version, on this processor."""
+    return hashlib.sha256(repr((parts, code())).encode()).hexdigest()[:40]
+
+
+@lru_cache(maxsize=1)
+def code() -> str:
+    """A digest of the code that derives, and of what its results may depend on besides."""
+    facts = cpp.sources(), cpp.why_not(), processor.identity(), torch.__version__, sys.version_info[:2], sys.byteorder
+    digest = hashlib.sha256(repr(facts).encode())
+    for path in (*sorted(PACKAGE.rglob("*.py")), *sorted(PACKAGE.with_name("kernels").glob("linear/*.py"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def identity(paths: Iterable[Path]) -> str:
+    """A digest that changes when one of these files does: of sizes, inodes, times of changes, and of samples.
+
+    The time of the last change of an inode cannot be set back, unlike that of the content. Raises OSError.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        with open_regular(path) as file:
+            number = file.fileno()
+            status = os.fstat(number)
+            facts = status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+            digest.update(repr(facts).encode())
+            _sample(digest, number, status.st_size, FILE_PLACES)
+    return digest.hexdigest()
+
+
+def changed_since(paths: Iterable[Path], moment: float) -> bool:
+    """Whether one of these files may have changed after a moment of `time.time`. Raises OSError."""
+    return any(os.stat(path).st_ctime > moment - TICK for path in paths)
+
+
+def in_background(work: Callable[[], None]) -> threading.Thread:
+    """Run a function in a thread that gives way to others.
+
+    The end of the interpreter waits for it for `PATIENCE` seconds; then it is cut off, and a later start tries again.
+    """
+
+    def run() -> None:
+        with suppress(OSError, AttributeError):  # not everywhere has a thread a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        work()
+
+    thread = threading.Thread(target=run, name="coppice-file-cache", daemon=True)
+    thread.start()
+    _running.append(thread)
+    return thread
+
+
+_running: list[threading.Thread] = []
+
+
+@atexit.register
+def _finish() -> None:
+    deadline = time.monotonic() + PATIENCE
+    with suppress(KeyboardInterrupt):
+        for thread in _running:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _sample(digest: Any, descriptor: int, size: int, places: int) -> None:
+    """Add pieces of a file's first bytes to a digest, both ends among them; all of a small file."""
+    if size <= places * PIECE:
+        digest.update(os.pread(descriptor, size, 0))
+        return
+    for i in range(places):
+        digest.update(os.pread(descriptor, PIECE, (size - PIECE) * i // (places - 1)))
+
+
+def _write(folder: Path, name: str, facts: dict[str, Any], sections: Sequence[memoryview]) -> bool:
+    """Write a file under another name and rename it; False: another process is about to."""
+    part = folder / f"{name}.part"
+    number = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            files.lock(number)
+        except BlockingIOError:
+            return False
+        if not _is_at(number, part):  # another process has just renamed what we opened
+            return False
+        try:
+            os.ftruncate(number, 0)
+            places, end = [], 0
+            for section in sections:
+                _put(number, section, end)
+                places.append((end, section.nbytes))
+                end = -(-(end + section.nbytes) // LINE) * LINE
+            os.ftruncate(number, end)
+            digest = hashlib.sha256()
+            _sample(digest, number, end, PLACES)
+            found = {"facts": facts, "sections": places, "samples": digest.hexdigest()}
+            text = json.dumps(found, separators=(",", ":")).encode()
+            _put(
+                number, memoryview(text + hashlib.sha256(text).digest() + len(text).to_bytes(8, "little") + MAGIC), end
+            )
+            os.fsync(number)
+            part.replace(folder / name)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
+    finally:
+        os.close(number)
+    return True
+
+
+def _put(descriptor: int, content: memoryview, at: int) -> None:
+    """Write bytes to a place of a file; without a buffer, whose lock a thread that is cut off would keep."""
+    while content.nbytes:
+        count = os.pwrite(descriptor, content[:CHUNK], at)
+        content, at = content[count:], at + count
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one at its path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _read(descriptor: int) -> CachedFile:
+    """Check and map a file. Raises ValueError for what `_write` does not write."""
+    size = os.fstat(descriptor).st_size
+    foot = os.pread(descriptor, FOOT, max(0, size - FOOT))
+    digest, length = foot[: -8 - len(MAGIC)], int.from_bytes(foot[-8 - len(MAGIC) : -len(MAGIC)], "little")
+    end = size - FOOT - length
+    if len(foot) < FOOT or not foot.endswith(MAGIC) or length > MOST_FACTS or end < 0:
+        raise ValueError("it is cut short, or no file of this cache")
+    text = os.pread(descriptor, length, end)
+    if hashlib.sha256(text).digest() != digest:
+        raise ValueError("its description is damaged")
+    found, sampled = json.loads(text), hashlib.sha256()
+    _sample(sampled, descriptor, end, PLACES)
+    if sampled.hexdigest() != found["samples"] or any(at + count > end for at, count in found["sections"]):
+        raise ValueError("its content is damaged")
+    mapped = memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
+    return CachedFile(found["facts"], [mapped[at : at + count] for at, count in found["sections"]])
