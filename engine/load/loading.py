@@ -39,6 +39,7 @@ from models.config import ModelShape
 from models.families import family_of, load_model
 from models.formats.floats import has_products
 from models.formats.linear import FORMATS
+from models.gguf.cached_vocabulary import NewVocabulary
 from models.trim import trim_memory
 
 IDLE = 1 << 30  # bytes of cached prefixes that no request uses, where nobody has said how large the pool is
@@ -157,15 +158,17 @@ class _Weights:
     def load(
         folder: str | Path, options: LoadOptions, device: torch.device, chat_template: str | Path | None
     ) -> "_Weights":
-        opened = time.time()
-        checkpoint, shard = Checkpoint.open(folder), options.place
+        opened, cache = time.time(), file_cache(options.cache)
+        checkpoint, shard = Checkpoint.open(folder, cache), options.place
         precision = shard.first(lambda: pick_dtype(options.dtype, checkpoint, device))
         kept = shard.first(lambda: pick_quant(options.quant, checkpoint, precision.dtype, device))
         adapters = open_adapters(options, checkpoint)
         tokenizer = Tokenizer.of(checkpoint)
+        if isinstance(checkpoint.vocabulary, NewVocabulary):
+            checkpoint.vocabulary.keep()
         template = load_template(checkpoint.folder, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
-        cached = cached_matrices(file_cache(options.cache), checkpoint, kept.name, shard, device, opened)
+        cached = cached_matrices(cache, checkpoint, kept.name, shard, device, opened)
         reader = partial(Weights, shard=shard, cached=cached)
         model = load_model(checkpoint, precision.dtype, device, kept.name, reader)
         if cached:

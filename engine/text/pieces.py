@@ -16,7 +16,11 @@ class Pieces(Sequence[str | None]):
     def __init__(self, pieces: Iterable[str | None]):
         given = [*pieces]
         self._holes = frozenset(i for i, piece in enumerate(given) if piece is None)
-        spelled = [b"" if piece is None else piece.encode("utf-8", "surrogatepass") for piece in given]
+        joined = "\0".join("" if piece is None else piece for piece in given)
+        if joined.count("\0") == len(given) - 1:  # hundreds of thousands in a few calls
+            spelled = joined.encode("utf-8", "surrogatepass").split(b"\0")
+        else:
+            spelled = [b"" if piece is None else piece.encode("utf-8", "surrogatepass") for piece in given]
         self._text = b"".join(spelled)
         self._ends = array("Q", accumulate(map(len, spelled), initial=0))
 

@@ -1,6 +1,9 @@
 """The tokenizer of a GGUF file, from its metadata: without the files that `models.gguf.vocabulary` could write."""
 
+import contextlib
+import gc
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import tokenizers
@@ -17,6 +20,25 @@ def encoder_of(
     vocabulary: FileVocabulary,
 ) -> tuple[LibraryEncoder | SentencePieceEncoder, dict[str, Any], dict[str, str]]:
     """The arguments of a `Tokenizer`. Raises CheckpointError for what is not supported."""
+    with _uncollected():
+        return _encoder_of(vocabulary)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection meanwhile: it would go through hundreds of thousands of new tuples again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _encoder_of(
+    vocabulary: FileVocabulary,
+) -> tuple[LibraryEncoder | SentencePieceEncoder, dict[str, Any], dict[str, str]]:
     config, path = vocabulary.config(), vocabulary.file.path
     if vocabulary.has_scores:
         encoder = SentencePieceEncoder(vocabulary.model(), path, config, vocabulary.pieces)

@@ -26,14 +26,15 @@ from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, Last
 from models.checkpoint.tensors import RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
 from models.errors import CheckpointError, show
+from models.file_cache import FileCache
 from models.folders import check_folder, gguf_file, is_blob, name_of, snapshot
 from models.formats.grouped import GroupedWeight
 from models.formats.packed import PANELS, PREFIXES, Packing
 from models.gguf.architectures import read_config
+from models.gguf.cached_vocabulary import open_gguf
 from models.gguf.reader import GGUF
 from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
 from models.gguf.vocabulary import FileVocabulary
-from models.gguf.vocabulary import read as read_vocabulary
 from models.quantized import EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
 from models.quantized.own import GroupedReader, Grouping, Own
 
@@ -69,13 +70,17 @@ class Checkpoint:
     vocabulary: FileVocabulary | None = None
 
     @staticmethod
-    def open(folder: str | Path) -> Checkpoint:
+    def open(folder: str | Path, cache: FileCache | None = None) -> Checkpoint:
         """Reads and checks the JSON files and every header. Raises CheckpointError naming the file at fault.
 
         Of a folder of the hub's cache the snapshot is opened, see `models.folders`.
+
+        Args:
+            cache: may have what an earlier start made of a GGUF file's vocabulary; the lists of the metadata are not
+                read then.
         """
         try:
-            return _open(snapshot(Path(folder)))
+            return _open(snapshot(Path(folder)), cache)
         except OSError as error:  # no permission, a broken disk
             where = show(error.filename or folder)
             raise CheckpointError(f"cannot be read: {error.strerror}", where=where) from error
@@ -345,19 +350,18 @@ class Checkpoint:
         return GroupedReader(scheme, shape[1], readers, stored)
 
 
-def _open(folder: Path) -> Checkpoint:
+def _open(folder: Path, cache: FileCache | None) -> Checkpoint:
     file = gguf_file(folder)
-    checkpoint = _open_gguf(file) if file else _open_folder(folder)
+    checkpoint = _open_gguf(file, cache) if file else _open_folder(folder)
     # So that a bad value is found here and not in mid-conversation.
     _ = checkpoint.architecture, checkpoint.torch_dtype, checkpoint.eos_token_ids, checkpoint.bos_token_id
     return checkpoint
 
 
-def _open_gguf(path: Path) -> Checkpoint:
-    file = GGUF.open(path)
+def _open_gguf(path: Path, cache: FileCache | None) -> Checkpoint:
+    file, vocabulary = open_gguf(path, cache)
     config = read_config(file)
     tensors = tensors_of(file, config)
-    vocabulary = read_vocabulary(file)
     ends = {"bos_token_id": vocabulary.ids["bos"], "eos_token_id": vocabulary.ends() or None} if vocabulary else {}
     quantized = quantization_of(tensors, config)
     return Checkpoint(

@@ -7,7 +7,7 @@ import math
 import mmap
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from models.folders import PART
 FETCH_AGAIN = "Download the file again."
 SCALARS = "BbHhIif?", "Qqd"  # struct's codes by the numbers of types 0 to 7 and 10 to 12; 8 and 9 are these:
 STRING, ARRAY = 8, 9
+LONG = 1 << 12  # elements of a list that takes a while to read
 MAX_TEXT, MAX_TENSORS, MAX_KEYS, MAX_DIMS, MAX_FILES = 1 << 26, 1 << 16, 1 << 16, 4, 1 << 10
 TYPES: dict[int, tuple[str, int, int]] = {  # by number: name, elements and bytes of a block
     0: ("F32", 1, 4),
@@ -68,6 +69,12 @@ class HeaderEntry(NamedTuple):
     start: int
 
 
+class Skipped(NamedTuple):
+    """A long list in the metadata that was not read: how many elements it has."""
+
+    count: int
+
+
 @dataclass(frozen=True)
 class GGUF:
     """A model in GGUF files of version 2 or 3.
@@ -76,21 +83,26 @@ class GGUF:
         path: of the first file.
         metadata: by key.
         tensors: by name.
+        lists: where the long lists of the first file begin -> where they end.
     """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: dict[str, HeaderEntry]
+    lists: Mapping[int, int] = field(default_factory=dict)
 
     @staticmethod
-    def open(path: Path) -> "GGUF":
+    def open(path: Path, lists: Mapping[int, int] | None = None) -> "GGUF":
         """Read the headers, no tensor. Of a divided model any file may be named.
+
+        Args:
+            lists: `lists` of the same file when it was read before: these become `Skipped`.
 
         Raises:
             CheckpointError: a file is no GGUF file, is damaged, or is missing.
         """
         paths = parts_of(path)
-        first = _header(paths[0])
+        first = _header(paths[0], lists)
         metadata, tensors = first.metadata, first.tensors
         for number, part in enumerate(paths[1:], 1):
             more = _header(part)
@@ -152,14 +164,14 @@ def parts_of(path: Path) -> list[Path]:
     return paths
 
 
-def _header(path: Path) -> GGUF:
+def _header(path: Path, lists: Mapping[int, int] | None = None) -> GGUF:
     """The header of one file."""
     try:
         mapped = map_regular(path, 1)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot be read: {getattr(error, 'strerror', error)}", where=show(path)) from None
     try:
-        return _Header(path, mapped).read()
+        return _Header(path, mapped, lists).read()
     finally:
         if isinstance(mapped, mmap.mmap):
             mapped.close()
@@ -172,15 +184,16 @@ class _CutShortError(CheckpointError):
 class _Header:
     """Reads a header. Every method raises CheckpointError where the file is damaged."""
 
-    def __init__(self, path: Path, data: mmap.mmap | bytes):
+    def __init__(self, path: Path, data: mmap.mmap | bytes, lists: Mapping[int, int] | None = None):
         self.path, self.data, self.size, self.at = path, data, len(data), 0
+        self.skipped, self.lists = lists or {}, dict[int, int]()
 
     def read(self) -> GGUF:
         metadata, entries = self.content()
         align = metadata.get("general.alignment", 32)
         if type(align) is not int or not 0 < align <= 1 << 16 or align & (align - 1):
             raise self.error(f"general.alignment: expected a power of two, got {align!r:.80}", FETCH_AGAIN)
-        return GGUF(self.path, metadata, self.places(entries, -(-self.at // align) * align, align))
+        return GGUF(self.path, metadata, self.places(entries, -(-self.at // align) * align, align), self.lists)
 
     def content(self) -> tuple[dict[str, Any], list[tuple[str, HeaderEntry]]]:
         """The metadata, and the tensors as `entry` describes them."""
@@ -242,7 +255,16 @@ class _Header:
             return self.text()
         if kind != ARRAY:
             return self.number(self.code(kind))
-        kind, count = self.number("I"), self.number("Q")
+        kind, count, start = self.number("I"), self.number("Q"), self.at
+        if self.at < self.skipped.get(start, 0) <= self.size:
+            self.at = self.skipped[start]
+            return Skipped(count)
+        found = self.elements(kind, count)
+        if count >= LONG:
+            self.lists[start] = self.at
+        return found
+
+    def elements(self, kind: int, count: int) -> list[Any]:
         if kind == STRING:
             if 8 * count > self.left():
                 raise self.cut(8 * count)

@@ -363,12 +363,18 @@ def _field(number: int, content: bytes) -> bytes:
     return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 
-def read(file: GGUF) -> FileVocabulary | None:
-    """The vocabulary of a file; None if it has none. Raises CheckpointError for a kind that is not supported."""
+def kind_of(file: GGUF) -> str | None:
+    """The kind of a file's vocabulary; None if it has none. Raises CheckpointError for one that is not supported."""
     kind = file.fields("tokenizer.ggml.").str("model", "none")
     if kind in ("none", "no_vocab"):
         return None
     if kind not in ("llama", "gpt2"):
         what = f"tokenizer.ggml.model: tokenizers of the kind {kind[:80]!r} are not supported"
         raise file.error(what, "supported: llama (SentencePiece of BPE) and gpt2 (byte-level BPE)")
-    return FileVocabulary(file, kind)
+    return kind
+
+
+def read(file: GGUF) -> FileVocabulary | None:
+    """The vocabulary of a file; None if it has none. Raises CheckpointError for a kind that is not supported."""
+    kind = kind_of(file)
+    return None if kind is None else FileVocabulary(file, kind)
