@@ -1,0 +1,115 @@
+"""Programs of Triton kernels that work together have no races: the "last program" merges of attention, of products and
+of top sums. `docs/gpu.md` records which mutants of the kernels the detector finds."""
+
+import functools
+
+import pytest
+import torch
+
+from kernels.rows import log_softmax, top_sums_of
+from kernels.rows.checks import TopSums
+from tests.kernels.forests import cast, forest
+from tests.marks import HAS_TRITON, needs_interpreter
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from kernels import gpu
+    from kernels.linear import triton as products
+    from kernels.linear.codes import pack_codes
+    from kernels.tree_attention import tree_attention
+    from kernels.tree_attention import triton as attention
+    from tests.kernels import races
+
+    @triton.jit
+    def _toy(
+        x_ptr, count_ptr, out_ptr,
+        PEEK: tl.constexpr, SHARED: tl.constexpr, MOST: tl.constexpr, FIRST: tl.constexpr, SEM: tl.constexpr,
+        CACHE: tl.constexpr, THEN: tl.constexpr, LAST: tl.constexpr,
+    ):  # fmt: skip
+        """Four programs store a quarter of x each; the last one stores x in the opposite order, and turns it again."""
+        i = tl.arange(0, 16)
+        if PEEK:
+            tl.load(x_ptr + i)
+        tl.store(x_ptr + i, i, mask=SHARED or i // 4 == tl.program_id(0))
+        if FIRST:
+            tl.debug_barrier()
+        if tl.atomic_add(count_ptr, 1, sem=SEM, scope="gpu") == MOST - 1:
+            tl.store(count_ptr, 0)
+            tl.store(out_ptr + i, tl.load(x_ptr + 15 - i, cache_modifier=CACHE))
+            if THEN:
+                tl.debug_barrier()
+            x = tl.load(out_ptr + 15 - i)
+            if LAST:
+                tl.debug_barrier()
+            tl.store(out_ptr + i, x)
+
+
+pytestmark = needs_interpreter
+
+
+RIGHT = {"PEEK": False, "SHARED": False, "MOST": 4, "FIRST": True, "SEM": "acq_rel", "CACHE": ".cg",
+         "THEN": True, "LAST": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "names"), [
+    ({}, set()),
+    ({"SEM": "relaxed"}, {"UNORDERED", "STOLEN"}),
+    ({"SEM": "acquire"}, {"UNORDERED", "STOLEN"}),
+    ({"SEM": "release"}, {"UNORDERED", "STOLEN"}),
+    ({"FIRST": False}, {"UNRELEASED"}),
+    ({"CACHE": ""}, {"CACHED"}),
+    ({"THEN": False}, {"EXCHANGED"}),
+    ({"LAST": False}, {"UNREAD"}),
+    ({"SHARED": True}, {"OVERWRITTEN"}),
+    ({"PEEK": True}, {"UNORDERED", "STOLEN"}),
+    ({"MOST": 3}, {"UNCOUNTED", "STOLEN"}),
+])  # fmt: skip
+def test_the_detector_finds_races(changed, names):
+    x, count, out = (torch.zeros(n, dtype=torch.int32) for n in (16, 1, 16))
+    with races.watching(0) as watch:
+        _toy[(4,)](x, count, out, **RIGHT | changed)
+    assert set(watch.found) == {f"_toy {getattr(races, name)}" for name in names}
+    assert watch.launches == 1 and watch.accesses >= 16
+
+
+def attend(later, monkeypatch):
+    """Trees of all kinds, in shares that the last program of a tile merges, or a second kernel."""
+    monkeypatch.setattr(attention, "ALONE", -1 if later else 1 << 16)
+    monkeypatch.setattr(attention, "properties", lambda _: gpu.Properties(12, roomy=False))
+    f = forest(0, [(150, 0, 70, 9), (40, 3, 0, 0), (10, 0, 3, 0), (0, 0, 33, 4)], heads=2, kv_heads=1, padding=3)
+    (q, k, v), _ = cast(f, torch.float32)
+    tree_attention(q, k, v, f.layout, scale=0.25, impl="triton")
+
+
+def multiply(monkeypatch):
+    """The width in splits."""
+    monkeypatch.setattr(products, "properties", lambda _: gpu.Properties(8, roomy=False))
+    codes, scale = torch.randint(16, (130, 512), dtype=torch.uint8), torch.rand(130, 4)
+    products.linear(torch.randn(5, 512), pack_codes([(codes, scale, None)], "int4", 130, 512, 128))
+
+
+def rank(monkeypatch):
+    """Two searches of one tile and of many, and rows whose blocks are in groups."""
+    logp, _, peaks = log_softmax(torch.randn(6, 9000), 8990, impl="triton")
+    two = [(slice(0, 2), TopSums([0.0, -1.0], 7)), (slice(2, 6), TopSums([0.0, -1.0, 1.0, 0.5], 40))]
+    top_sums_of(logp, two, peaks, impl="triton")
+    top_sums_of(torch.randn(70, 9000), [(slice(0, 70), TopSums([0.0] * 70, 30))], impl="triton")
+
+
+WORK = {
+    "attention, merged by the last": functools.partial(attend, False),
+    "attention, merged later": functools.partial(attend, True),
+    "product": multiply,
+    "top sums": rank,
+}
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_kernels_have_no_races(work, monkeypatch):
+    torch.manual_seed(0)
+    with races.watching(1) as watch:
+        WORK[work](monkeypatch)
+    assert not watch.found and watch.accesses > 10_000
+    assert not gpu.counters(torch.device("cpu")).any()
