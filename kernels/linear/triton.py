@@ -26,6 +26,24 @@ WAVES = 2  # programs for each multiprocessor that splits of the width aim at
 HALF_BLOCK = tl.constexpr(HALF)
 
 
+def _halves(kind: str, exponent: int, one: int, less: int) -> tl.constexpr:
+    """PTX that makes numbers of four bytes' halves, in pairs: `exponent` above a number's bits is a power of two plus
+    the number, of which `less`, as a float of 16 bits, is left over.
+
+    Lin, Tang et al., "AWQ", and Kim et al., "Who Says Elephants Can't Run", convert so.
+    """
+    lines = [f"mov.b32 e, {exponent * 0x01010101:#x};", f"mov.b32 one, {one * 0x10001:#x};"]
+    lines += [f"mov.b32 less, {less * 0x10001:#x};", "shr.u32 high, $4, 4;"]
+    lines += ["and.b32 low, $4, 0x0f0f0f0f;", "and.b32 high, high, 0x0f0f0f0f;"]
+    for i, (half, bytes) in enumerate((h, b) for h in ("low", "high") for b in ("0x4140", "0x4342")):
+        lines += [f"prmt.b32 pair, {half}, e, {bytes};", f"fma.rn.{kind} ${i}, pair, one, less;"]
+    return tl.constexpr("\n".join(["{", ".reg .b32 low, high, e, one, less, pair;", *lines, "}"]))
+
+
+WHOLE_BF16, LESS_BF16 = (_halves("bf16x2", 0x43, 0x3F80, less) for less in (0xC300, 0xC308))  # -128, -136
+WHOLE_F16, LESS_F16 = (_halves("f16x2", 0x64, 0x3C00, less) for less in (0xE400, 0xE408))  # -1024, -1032
+
+
 def linear(x: Tensor, matrix: Codes, bias: Tensor | None = None) -> Tensor:
     """x W^T + b.
 
@@ -96,29 +114,47 @@ def _product(
     STEPS: tl.constexpr = (WIDTH + K - 1) // K
     share = tl.cdiv(STEPS, tl.num_programs(2))
     begin = tl.program_id(2) * share
+    end = tl.minimum(begin + share, STEPS)
     acc_MN = tl.zeros([M, N], tl.float32)
-    for step in range(begin, tl.minimum(begin + share, STEPS)):
+    tables = scale_ptr, zero_ptr, least_ptr
+    low = _group(tables, n_N, real_N & (begin < end), begin * K, OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST)
+    high = low
+    if KIND == 4:
+        middle = begin * K + HALF_BLOCK
+        high = _group(tables, n_N, real_N & (begin < end), middle, OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST)
+    AHEAD: tl.constexpr = 1 if M < 64 else 0  # turns; two groups of 64 rows' tiles would take all registers
+    for step in range(begin, end):
         first = step * K
+        later, live_N = first + AHEAD * K, real_N & (step + AHEAD < end)
+        next_low = _group(tables, n_N, live_N, later, OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST)
+        next_high = next_low
+        if KIND == 4:
+            next_high = _group(tables, n_N, live_N, later + HALF_BLOCK, OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST)
+        if AHEAD == 0:
+            low, high = next_low, next_high
         if KIND == 4:
             byte_NB = tl.load(
                 code_ptrs[:, None] + (tl.arange(0, HALF_BLOCK) + first // 2)[None, :],
                 mask=real_N[:, None],
                 other=0,
             )
+            low_NB, high_NB = _nibbles(byte_NB, x_ptr.dtype.element_ty, ZEROS or LEAST)
             acc_MN = _add(
-                acc_MN, byte_NB & 15, x_ptrs, real_M, scale_ptr, zero_ptr, least_ptr, order_ptr, n_N, real_N, first,
-                OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST, ORDERED, HALF_BLOCK,
+                acc_MN, low_NB, x_ptrs, real_M, low, order_ptr, first,
+                WIDTH, GROUP, ZEROS, LEAST, ORDERED, HALF_BLOCK,
             )  # fmt: skip
             acc_MN = _add(
-                acc_MN, byte_NB >> 4, x_ptrs, real_M, scale_ptr, zero_ptr, least_ptr, order_ptr, n_N, real_N,
-                first + HALF_BLOCK, OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST, ORDERED, HALF_BLOCK,
+                acc_MN, high_NB, x_ptrs, real_M, high, order_ptr, first + HALF_BLOCK,
+                WIDTH, GROUP, ZEROS, LEAST, ORDERED, HALF_BLOCK,
             )  # fmt: skip
         else:
             byte_NK = tl.load(code_ptrs[:, None] + (tl.arange(0, K) + first)[None, :], mask=real_N[:, None], other=0)
+            number_NK = e4m3(byte_NK) if KIND == 6 else byte_NK.to(tl.int8, bitcast=True).to(tl.float32)
             acc_MN = _add(
-                acc_MN, byte_NK, x_ptrs, real_M, scale_ptr, zero_ptr, least_ptr, order_ptr, n_N, real_N, first,
-                OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST, ORDERED, K,
+                acc_MN, cast(number_NK, x_ptr.dtype.element_ty), x_ptrs, real_M, low, order_ptr, first,
+                WIDTH, GROUP, ZEROS, LEAST, ORDERED, K,
             )  # fmt: skip
+        low, high = next_low, next_high
     if GROUP >= WIDTH and not LEAST:
         acc_MN *= tl.load(scale_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
 
@@ -141,38 +177,64 @@ def _product(
 
 
 @triton.jit
+def _group(
+    tables, n_N, live_N, first, OUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    ZEROS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Scales, zeros and minima of the group of element `first`, for a turn before they are needed: they are in no
+    product of matrix units, so the compiler fetches nothing of them ahead."""
+    scale_ptr, zero_ptr, least_ptr = tables
+    scale_N = tl.zeros(n_N.shape, tl.float32)
+    zero_N, least_N = scale_N, scale_N
+    at_N = n_N
+    if GROUP < WIDTH:
+        at_N += tl.minimum(first, WIDTH - 1) // GROUP * OUTS
+    if GROUP < WIDTH or LEAST:
+        scale_N = tl.load(scale_ptr + at_N, mask=live_N, other=0.0).to(tl.float32)
+    if ZEROS:
+        zero_N = tl.load(zero_ptr + at_N, mask=live_N, other=0.0).to(tl.float32)
+        if KIND == 5:
+            zero_N -= 128.0
+    if LEAST:
+        least_N = tl.load(least_ptr + at_N, mask=live_N, other=0.0).to(tl.float32)
+    return scale_N, zero_N, least_N
+
+
+@triton.jit
+def _nibbles(byte_NB, dtype: tl.constexpr, WHOLE: tl.constexpr):
+    """The numbers in the low and high halves of bytes, exactly; 8 less of each unless WHOLE."""
+    if INTERPRETED or dtype == tl.float32:
+        less = 0.0 if WHOLE else 8.0
+        low_NB, high_NB = (byte_NB & 15).to(tl.float32) - less, (byte_NB >> 4).to(tl.float32) - less
+        return cast(low_NB, dtype), cast(high_NB, dtype)
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            WHOLE_BF16 if WHOLE else LESS_BF16, "=r,=r,=r,=r,r", [byte_NB], (tl.bfloat16, tl.bfloat16), True, 4
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            WHOLE_F16 if WHOLE else LESS_F16, "=r,=r,=r,=r,r", [byte_NB], (tl.float16, tl.float16), True, 4
+        )
+
+
+@triton.jit
 def _add(
-    acc_MN, byte_NK, x_ptrs, real_M, scale_ptr, zero_ptr, least_ptr, order_ptr, n_N, real_N, first,
-    OUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    acc_MN, number_NK, x_ptrs, real_M, group, order_ptr, first,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr,
     ZEROS: tl.constexpr, LEAST: tl.constexpr, ORDERED: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Take one block into the sums. Past the end of a row x is 0."""
+    scale_N, zero_N, least_N = group
     i_K = tl.arange(0, K) + first
     at_K = i_K
     if ORDERED:
         at_K = tl.load(order_ptr + i_K, mask=i_K < WIDTH, other=0)
     x_MK = tl.load(x_ptrs[:, None] + at_K[None, :], mask=real_M[:, None] & (i_K < WIDTH)[None, :], other=0.0)
-    WHOLE: tl.constexpr = GROUP >= WIDTH if not LEAST else False  # type: ignore[assignment]
-    group = 0
-    if not WHOLE:
-        group = tl.minimum(first, WIDTH - 1) // GROUP
-    if KIND == 6:
-        number_NK = e4m3(byte_NK)
-    elif KIND == 5:
-        number_NK = byte_NK.to(tl.int8, bitcast=True).to(tl.float32)
-    else:
-        number_NK = byte_NK.to(tl.float32)
-        if not ZEROS and not LEAST:
-            number_NK -= 8.0
-    part_MN = dot(x_MK, tl.trans(cast(number_NK, x_MK.dtype)))
+    part_MN = dot(x_MK, tl.trans(number_NK))
     if ZEROS:
-        zero_N = tl.load(zero_ptr + group * OUTS + n_N, mask=real_N, other=0.0).to(tl.float32)
-        if KIND == 5:
-            zero_N -= 128.0
         part_MN -= tl.sum(x_MK.to(tl.float32), 1)[:, None] * zero_N[None, :]
-    if not WHOLE:
-        part_MN *= tl.load(scale_ptr + group * OUTS + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
+    if GROUP < WIDTH or LEAST:
+        part_MN *= scale_N[None, :]
     if LEAST:
-        least_N = tl.load(least_ptr + group * OUTS + n_N, mask=real_N, other=0.0).to(tl.float32)
         part_MN += tl.sum(x_MK.to(tl.float32), 1)[:, None] * least_N[None, :]
     return acc_MN + part_MN

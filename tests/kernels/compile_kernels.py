@@ -6,10 +6,8 @@ writes what the compiler says of the attention kernel into the page's table, ins
 """
 
 import itertools
-import re
-import subprocess
+import operator
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -24,6 +22,7 @@ from kernels.linear.codes import Codes
 from kernels.rows import triton as on_rows
 from kernels.rows import triton_sums
 from kernels.tree_attention import triton as tree_attention
+from tests.kernels.sass import main_loops, usage
 
 WHOLE, LAST, LATER = (getattr(tree_attention, name).value for name in ("WHOLE", "LAST", "LATER"))
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -149,14 +148,13 @@ def unspilled(compiled, most=0):
     return registers
 
 
-def usage(compiled):
-    """Registers of a thread, and bytes of its stack, into which registers are spilled."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return tuple(map(int, re.search(r"REG:(\d+) STACK:(\d+)", told).groups()))
+def pinned(compiled, most, loads=0):
+    """Check the loops that multiply matrices, but for those around others: each has at most so many instructions, and
+    at most `loads` that a thread waits for; the rest of what it needs is copied to shared memory turns before."""
+    found = [loop for loop in main_loops(compiled) if loop.total() <= 2 * max(most)]
+    sizes = [loop.total() for loop in found]
+    assert len(sizes) == len(most) and all(map(operator.le, sizes, most)), (sizes, most)
+    assert all(loop["LDG"] <= loads and loop["LDGSTS"] + loop["UTMALDG"] for loop in found), found
 
 
 def table():
@@ -234,3 +232,12 @@ unspilled(product(90, 5, 16, group=4096, ZEROS=True), AROUND)
 unspilled(product(90, 4, 16, ORDERED=True), AROUND)
 unspilled(product(90, 4, 16, group=32, LEAST=True), AROUND)
 unspilled(product(86, 4, 16, torch.float32))
+
+# A multiprocessor issues 4 instructions of 32 threads in a cycle: where memory is the limit, loops have to be short.
+pinned(attend(90, 16, 128, torch.bfloat16), (385, 475, 310))  # a trunk's whole blocks, its last one, branch words
+pinned(attend(90, 64, 128, torch.bfloat16), (375, 420, 480))
+pinned(attend(90, 2048, 128, torch.bfloat16, split=WHOLE), (420, 465, 550, 445))  # consecutive pages, and the same
+for capability in (80, 90):
+    pinned(product(capability, 4, 16, group=32), (230,), loads=4)  # scales, a turn ahead
+pinned(product(90, 4, 64, group=32), (370,), loads=16)
+pinned(product(90, 5, 16, group=4096), (160,))

@@ -141,3 +141,45 @@ def test_what_is_refused():
         x, of, *bias = arguments
         with pytest.raises(ValueError, match=message):
             triton.linear(x, of.to(device), *bias)
+
+
+PTX = {
+    "mov": lambda a: a,
+    "shr": lambda a, n: a >> n,
+    "and": lambda a, b: a & b,
+    "prmt": lambda a, b, picked: sum(((b << 32 | a) >> 8 * (picked >> 4 * i & 7) & 255) << 8 * i for i in range(4)),
+}
+
+
+def executed(ptx, word, dtype):
+    """The registers of instructions on a word of 32 bits; `fma` takes two numbers of the dtype from each."""
+    found = {"$4": word}
+    for line in ptx.strip("{}\n").split(";\n"):
+        name, _, operands = line.strip().partition(" ")
+        if name == ".reg":
+            continue
+        to, *given = operands.rstrip(";").split(", ")
+        values = [found[x] if x in found else int(x, 0) for x in given]
+        if name.startswith("fma"):
+            a, b, c = (torch.tensor([x & 0xFFFF, x >> 16]).to(torch.int16).view(dtype).double() for x in values)
+            found[to] = a * b + c
+        else:
+            found[to] = PTX[name.partition(".")[0]](*values)
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("less", [0, 8])
+def test_halves_of_bytes_become_numbers_exactly(dtype, less):
+    """The instructions that no interpreter runs, one by one, on all bytes."""
+    from kernels.linear import triton as products
+
+    name = ("LESS_" if less else "WHOLE_") + ("BF16" if dtype == torch.bfloat16 else "F16")
+    ptx = getattr(products, name).value
+    assert f".{'b' if dtype == torch.bfloat16 else ''}f16x2" in ptx
+    for first in range(0, 256, 4):
+        numbers = range(first, first + 4)
+        found = executed(ptx, int.from_bytes(bytes(numbers), "little"), dtype)
+        assert [*found["$0"], *found["$1"]] == [n % 16 - less for n in numbers]
+        assert [*found["$2"], *found["$3"]] == [n // 16 - less for n in numbers]

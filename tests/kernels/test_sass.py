@@ -1,0 +1,37 @@
+"""The reader of machine code; `compile_kernels.py` reads what the compiler makes with it."""
+
+from types import SimpleNamespace
+
+from tests.kernels import sass
+
+LISTING = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;                     /* 0x00000a0000017a02 */
+        /*0010*/                   LDG.E.128.SYS R4, desc[UR4][R2.64] ;       /* 0x0000 */
+        /*0020*/             @!P0  LDGSTS.E.BYPASS.128 [R9], [R2.64] ;        /* 0x0000 */
+        /*0030*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;       /* 0x0000 */
+        /*0040*/             @P1   BRA 0x60 ;                                 /* 0x0000 */
+        /*0050*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;              /* 0x0000 */
+        /*0060*/             @!UP0 BRA `(.L_x_1) 0x20 ;                       /* 0x0000 */
+        /*0070*/                   FADD R1, R1, R2 ;                          /* 0x0000 */
+        /*0080*/              @P2  BRA 0x70 ;                                 /* 0x0000 */
+        /*0090*/                   EXIT ;                                     /* 0x0000 */
+        /*00a0*/                   BRA 0xa0;                                  /* 0x0000 */
+"""
+
+
+def test_loops_are_jumps_backwards():
+    assert sass.loops(LISTING) == [
+        {"LDGSTS": 1, "HMMA": 1, "BRA": 2, "BAR": 1},
+        {"FADD": 1, "BRA": 1},
+    ]
+
+
+def test_main_loops_multiply_matrices(monkeypatch):
+    monkeypatch.setattr(sass, "printed", lambda compiled, flag: LISTING)
+    assert [loop["HMMA"] for loop in sass.main_loops(None)] == [1]
+
+
+def test_registers_and_spills_are_read(monkeypatch):
+    line = " Function _attend:\n  REG:158 STACK:8 SHARED:0 LOCAL:0 CONSTANT[0]:720 TEXTURE:0\n"
+    monkeypatch.setattr(sass, "printed", lambda compiled, flag: line)
+    assert sass.usage(SimpleNamespace()) == (158, 8)
