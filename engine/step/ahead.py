@@ -15,16 +15,16 @@ Shapes: n nodes of the guessed pass, C words of ancestry bits, k sums.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from engine.cache.tree import TokenTree
 from engine.contract.top_sums import Next
-from engine.step.packing import Blank, Pass, tensor_of
+from engine.step.packing import Blank, Pass
 from kernels.layout import WORD
+from kernels.rows import next_nodes
+from kernels.rows.checks import NextNodes
 
 
 @dataclass
@@ -52,58 +52,37 @@ class Guess:
 
 
 class GuessedNodes(NamedTuple):
-    """The nodes of a guess, on the device: their sums, float32, the rows of their parents and their tokens."""
+    """The nodes of guesses, on the device: their sums, float32; their tokens; the ancestry words of their parents, but
+    for slots that no node has any more. A parent may have seen slots that the trunk has taken over since."""
 
     sums_n: Tensor
-    row_n: Tensor
     token_n: Tensor
+    inherited_nC: Tensor
 
-
-def choose(numbers: Tensor, guess: Guess, vocab_size: int) -> GuessedNodes:
-    """Choose the nodes of a guess on the device; `Guess.picked` finds the same ones on the host.
-
-    Args:
-        numbers: returned by `top_sums`. Numbers that are not finite choose tokens that exist, as all others.
-    """
-    k = len(numbers) // 2
-    place_k = numbers[k : 2 * k].long().clamp(0, len(guess.asked) * vocab_size - 1)
-    token_k, order = place_k % vocab_size, slice(guess.next.width)
-    if guess.next.ends:
-        ended_k = (token_k.unsqueeze(1) == _tokens(guess.next.ends, numbers.device)).any(1)
-        order = ended_k.byte().sort(stable=True).indices[order]
-    return GuessedNodes(numbers[:k][order].float(), place_k[order] // vocab_size, token_k[order])
-
-
-@lru_cache(maxsize=16)
-def _tokens(ends: frozenset[int], device: torch.device) -> Tensor:
-    return torch.tensor(sorted(ends)).to(device, non_blocking=True)
-
-
-class Fill:
-    """Writes the tokens and the ancestry of a guessed pass into its inputs, on the device.
-
-    Args:
-        guesses, choices: in the order of the pass.
-        ancestry_TC: of the pass under way. It is read here and not later, as the inputs may take its place.
-    """
-
-    def __init__(self, guesses: Sequence[Guess], choices: Sequence[GuessedNodes], ancestry_TC: Tensor):
-        C, device = ancestry_TC.shape[1], ancestry_TC.device
-        asked = [torch.tensor(guess.asked).to(device, non_blocking=True) for guess in guesses]
-        parent_n = torch.cat([at[choice.row_n] for at, choice in zip(asked, choices, strict=True)])
-        live = array("i", b"".join(_live(guess.chunk.tree, C) * len(guess.chunk) for guess in guesses))
-        live_nC = tensor_of(live).view(len(parent_n), C).to(device, non_blocking=True)
-        self.token_n = torch.cat([choice.token_n for choice in choices])
-        self.inherited_nC = ancestry_TC[parent_n] & live_nC
-
-    def __call__(self, inputs: Pass) -> None:
+    def fill(self, inputs: Pass) -> None:
+        """Write tokens and ancestry into the inputs of the guessed pass."""
         n, words_TC = len(self.token_n), inputs.layout.ancestry_TC
         C = min(words_TC.shape[1], self.inherited_nC.shape[1])
         inputs.tokens_T[:n] = self.token_n
         words_TC[:n, :C] |= self.inherited_nC[:, :C]
 
 
-def _live(tree: TokenTree, words: int) -> bytes:
-    """Bits of the branch slots that nodes have; a parent may have seen others, which the trunk has taken over since."""
+def choose(
+    guesses: Sequence[Guess], numbers: Sequence[Tensor], ancestry_TC: Tensor, vocab_size: int, impl: str
+) -> GuessedNodes:
+    """Choose the nodes of guesses on the device; `Guess.picked` finds the same ones on the host.
+
+    Args:
+        numbers: of each guess, returned by `top_sums`.
+        ancestry_TC: of the pass under way. It is read here and not later, as the next inputs may take its place.
+        impl: see `kernels.rows.next_nodes`.
+    """
+    words = ancestry_TC.shape[1]
+    wanted = [NextNodes(g.next.width, g.next.ends, g.asked, _live(g.chunk.tree, words)) for g in guesses]
+    return GuessedNodes(*next_nodes(numbers, wanted, ancestry_TC, vocab_size, impl=impl))
+
+
+def _live(tree: TokenTree, words: int) -> array:
+    """Words of the branch slots that nodes have."""
     bits = sum(1 << slot for slot, node in enumerate(tree.slots.owner[: words * WORD]) if node >= 0)
-    return bits.to_bytes(words * 4, "little")
+    return array("i", bits.to_bytes(words * 4, "little"))

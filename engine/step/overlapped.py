@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.contract.top_sums import Next, TopSums
 from engine.errors import KVMemoryError
-from engine.step.ahead import Fill, Guess, GuessedNodes, choose
+from engine.step.ahead import Guess, choose
 from engine.step.driver import Driver
 from engine.step.jobs import Batch, Job, Share
 from engine.step.packing import Blank, Chunk
@@ -40,13 +40,16 @@ class Flight(Batch):
     launched: Launched | None = None
     guesses: list[tuple[Share, Guess, slice]] = field(default_factory=list)
 
-    def guess(self, share: Share, guess: Guess, choice: GuessedNodes) -> None:
+    def guess(self, share: Share, guess: Guess) -> None:
         """Add the nodes that a search will probably ask for after a share; `Overlapped._confirm` compares."""
         rows = slice(self.tokens, self.tokens + len(guess.chunk))
         self.guesses.append((share, guess, rows))
         self.asked += range(rows.start, rows.stop)
-        self.reads.append((rows, TopSums(choice.sums_n, guess.k)))
         self.tokens += len(guess.chunk)
+
+    def read_sums(self, sums_n: Tensor) -> None:
+        """Ask for the top sums of the guessed nodes, which have these sums."""
+        self.reads += [(rows, TopSums(sums_n[rows], guess.k)) for _, guess, rows in self.guesses]
 
     def give_up(self) -> None:
         """Give the slots of all guesses back."""
@@ -132,22 +135,24 @@ class Overlapped(Driver):
         assert launched is not None and launched.inputs is not None, "a CPU does not look ahead"
         if len(nexts) < len(self.running) or sum(next.width if next else math.inf for next in nexts) > runner.budget:
             return None
-        choices = []
+        numbers = []
         try:
-            for share, numbers in zip(batch.readers, launched.numbers, strict=True):
-                if share is None or (guess := guess_of(share, numbers, batch.asked[share.rows])) is None:
+            for share, found in zip(batch.readers, launched.numbers, strict=True):
+                if share is None or (guess := guess_of(share, found, batch.asked[share.rows])) is None:
                     continue
-                choices.append(choose(numbers, guess, share.pending.partial.width))
-                after.guess(share, guess, choices[-1])
+                after.guess(share, guess)
+                numbers.append(found)
         except KVMemoryError:
-            choices.clear()
-        if len(choices) < len(batch.shares):
+            numbers.clear()
+        if not numbers or len(numbers) < len(batch.shares):
             after.give_up()
             return None
-        guesses = [guess for _, guess, _ in after.guesses]
+        guesses, vocab_size = [guess for _, guess, _ in after.guesses], batch.shares[0].pending.partial.width
         with self._phase("run", after):
-            fill = Fill(guesses, choices, launched.inputs.ancestry_TC)
-            after.launched = runner.launch([guess.chunk for guess in guesses], after.asked, after.reads, fill=fill)
+            nodes = choose(guesses, numbers, launched.inputs.ancestry_TC, vocab_size, runner.impl)
+            after.read_sums(nodes.sums_n)
+            chunks = [guess.chunk for guess in guesses]
+            after.launched = runner.launch(chunks, after.asked, after.reads, fill=nodes.fill)
         return after
 
     def _confirm(self, after: Flight | None) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.rows import checks
-from kernels.rows.checks import TopSums, Vectors
+from kernels.rows.checks import NextNodes, TopSums, Vectors
 from kernels.rows.front import best, implementation, operator
 from kernels.tracing import watched
 
@@ -184,6 +184,30 @@ def top_sums_of(
         top_sums(logp_NV[rows], sums, k, None if peaks_NB is None else peaks_NB[rows], impl=impl)
         for rows, (sums, k) in wanted
     ]
+
+
+def next_nodes(
+    numbers: Sequence[Tensor],
+    wanted: Sequence[NextNodes],
+    ancestry_TC: Tensor,
+    vocab_size: int,
+    *,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose the nodes that follow the top sums of searches: the greatest whose tokens end no hypothesis, then, if
+    there are too few, the greatest that do. Triton does it for all searches in one launch.
+
+    Args:
+        numbers: of each search, as `top_sums` returns them. Numbers that are not finite choose tokens that exist.
+        ancestry_TC: int32, ancestry words of the tokens of the pass, see `kernels.layout`.
+        vocab_size: V of the rows.
+
+    Returns:
+        For the n nodes of all searches, in order: their sums, float32 [n]; their tokens, integers [n]; the words of
+        their parents, but for slots that no node has any more, int32 [n, C].
+    """
+    checks.next_nodes(numbers, wanted, ancestry_TC, vocab_size)
+    return implementation("next_nodes", impl or "torch")(numbers, wanted, ancestry_TC, vocab_size)
 
 
 def top_sums_of_logits(

@@ -1,6 +1,6 @@
 """Checks of the operators on rows, the same for every implementation; see the front for arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,22 @@ class TopSums(NamedTuple):
 
     sums: Sequence[float] | Tensor
     k: int
+
+
+class NextNodes(NamedTuple):
+    """A request for the nodes that follow the top sums of a search, see `kernels.rows.next_nodes`.
+
+    Attributes:
+        width: how many; at most as many as there are sums.
+        ends: tokens that end a hypothesis.
+        parents: the tokens of the pass that have the rows of the sums, row by row.
+        live_C: words of ancestry, as many as the pass has: bits of the slots that nodes have.
+    """
+
+    width: int
+    ends: Collection[int]
+    parents: Sequence[int]
+    live_C: Sequence[int]
 
 
 # --- a function for each operator, with its arguments ---
@@ -103,6 +119,21 @@ def top_sums(logp_NV: Tensor, sums: Sequence[float] | Tensor, k: int, peaks_NB: 
     if k < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
     peaks(logp_NV, peaks_NB)
+
+
+def next_nodes(numbers: Sequence[Tensor], wanted: Sequence[NextNodes], ancestry_TC: Tensor, vocab_size: int) -> None:
+    """Numbers of top sums and a request for each, and ancestry words of the tokens."""
+    expect("ancestry_TC", ancestry_TC, torch.int32, ancestry_TC.shape, ancestry_TC.device, contiguous=False)
+    if len(numbers) != len(wanted) or not wanted or ancestry_TC.ndim != 2:
+        raise ValueError(f"expected numbers for each of {len(wanted)} requests, one or more, got {len(numbers)}")
+    for x, each in zip(numbers, wanted, strict=True):
+        expect("numbers", x, torch.float64, (len(x),), ancestry_TC.device, contiguous=False)
+        if not 0 < each.width <= len(x) // 2:
+            raise ValueError(f"width: expected 1 to {len(x) // 2}, the sums that there are, got {each.width}")
+        if len(each.live_C) != ancestry_TC.shape[1]:
+            raise ValueError(f"live_C: expected {ancestry_TC.shape[1]} words, got {len(each.live_C)}")
+        if not each.parents or min(each.parents) < 0 or max(each.parents) >= len(ancestry_TC):
+            raise ValueError(f"parents: expected tokens below {len(ancestry_TC)}, got {list(each.parents)}")
 
 
 def top_sums_of_logits(x_NV: Tensor, size: int, wanted: Sequence[TopSums]) -> None:

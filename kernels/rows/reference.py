@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.rows.checks import SPAN, TopSums, Vectors
+from kernels.rows.checks import SPAN, NextNodes, TopSums, Vectors
 
 ACTIVATIONS = {
     "relu": F.relu,
@@ -86,6 +86,23 @@ def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor | None]
     logp_NV = torch.log_softmax(x_NV, -1)
     logp_NV[:, size:] = float("-inf")
     return logp_NV, finite_N, None
+
+
+def next_nodes(
+    numbers: Sequence[Tensor], wanted: Sequence[NextNodes], ancestry_TC: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the front for arguments."""
+    sums, tokens, words, device = [], [], [], ancestry_TC.device
+    for x, each in zip(numbers, wanted, strict=True):
+        k = len(x) // 2
+        place_k = x[k : 2 * k].nan_to_num(0).clamp(0, len(each.parents) * vocab_size - 1).long()
+        ended_k = torch.isin(place_k % vocab_size, torch.tensor(sorted(each.ends), dtype=torch.int64, device=device))
+        chosen_n = ended_k.byte().sort(stable=True).indices[: each.width]
+        parent_n = torch.tensor(each.parents, device=device)[place_k[chosen_n] // vocab_size]
+        sums.append(x[chosen_n].float())
+        tokens.append(place_k[chosen_n] % vocab_size)
+        words.append(ancestry_TC[parent_n] & torch.tensor(each.live_C, dtype=torch.int32, device=device))
+    return torch.cat(sums), torch.cat(tokens), torch.cat(words)
 
 
 def top_sums_of_logits(x_NV: Tensor, size: int, wanted: Sequence[TopSums]) -> tuple[list[Tensor], list[bool]]:

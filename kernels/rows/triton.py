@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.gpu import INTERPRETED, cast, check_device, tanh
 from kernels.rows import triton_sums
 from kernels.rows.checks import SPAN, TopSums, Vectors
+from kernels.rows.triton_next import next_nodes as next_nodes  # an operator of this implementation
 
 BLOCK = 1024
 WIDE = 4096  # elements of a row of logits that a program takes

@@ -20,7 +20,7 @@ from kernels.kv_write import triton as kv_write
 from kernels.linear import triton as products
 from kernels.linear.codes import Codes
 from kernels.rows import triton as on_rows
-from kernels.rows import triton_sums
+from kernels.rows import triton_next, triton_sums
 from kernels.tree_attention import triton as tree_attention
 from tests.kernels.sass import main_loops, usage
 
@@ -142,6 +142,13 @@ def top_sums(capability, group):
     return compile(triton_sums._top_sums, capability, types, sizes, **triton_sums.OPTIONS)
 
 
+def next_nodes(capability, sums):
+    types = {"numbers_ptr": "*fp64", "sums_ptr": "*fp32"}
+    types |= {f"{name}_ptr": "*i32" for name in ("table", "ancestry", "token", "inherited")}
+    words = min(16, triton_next.MOST // sums)
+    return compile(triton_next._next_nodes, capability, types, {"LINE": triton_next.LINE, "K": sums, "WORDS": words})
+
+
 def unspilled(compiled, most=0):
     registers, stack = usage(compiled)
     assert stack <= most, (compiled.metadata.name, registers, stack)
@@ -224,6 +231,8 @@ for compiled in log_softmax(90, 128_256):
     unspilled(compiled)
 for capability, group in zip(GPUS, itertools.cycle(triton_sums.GROUPS), strict=False):
     unspilled(top_sums(capability, group))
+for sums in (32, 1024):
+    unspilled(next_nodes(90, sums))
 AROUND = 8  # bytes that ptxas spills around a loop with registers to spare
 for capability, (kind, group, rows) in itertools.product((80, 90), ((4, 32, 16), (5, 4096, 64), (6, 128, 16))):
     unspilled(product(capability, kind, rows, group=group), AROUND)

@@ -242,3 +242,27 @@ def test_fronts_check_their_arguments():
     with pytest.raises(ValueError, match="slots_T: expected slots from 0 to 3, got 8"):
         rotary_write(cache, cache.clone(), q, q, q, slots + 6, HeadTransform())
     assert all(a.equal(b) for a, b in itertools.pairwise([rows.add_norm(x, [x], None, eps=0.0, impl="torch")[0], x]))
+
+
+@DEVICES
+@pytest.mark.parametrize("ends", [(), (3,), (5, 0, 9, 3), tuple(range(10))])
+@pytest.mark.parametrize(("words", "joined"), [(0, True), (3, True), (3, False)])
+def test_next_nodes(ends, words, joined, device):
+    """Searches of one, of several and of many sums, numbers that are not finite among them; slots of several words."""
+    vocab_size, draws = 10, torch.Generator().manual_seed(len(ends))
+    words_TC = torch.randint(-(2**31), 2**31 - 1, (21, words), dtype=torch.int32, generator=draws)
+    numbers, wanted = [], []
+    for width, k, parents in ((1, 1, [4]), (3, 5, [0, 2]), (70, 150, [*range(5, 20)])):
+        values = torch.randn(k, generator=draws).sort(descending=True).values
+        places = torch.randint(len(parents) * vocab_size, (k,), generator=draws).double()
+        if k == 5:
+            values[-1], places[2], places[3] = -math.inf, math.nan, math.inf
+        numbers.append(torch.cat([values.double(), places, torch.zeros(1)]).to(device))
+        live_C = torch.randint(-(2**31), 2**31 - 1, (words,), generator=draws).tolist()
+        wanted.append(rows.NextNodes(width, frozenset(ends), parents, live_C))
+    if joined:
+        numbers = [*torch.cat(numbers).split([len(x) for x in numbers])]
+    strided_TC = torch.stack([words_TC, words_TC], 1).to(device)[:, 0]
+    found = rows.next_nodes(numbers, wanted, strided_TC, vocab_size, impl="triton")
+    expected = reference.next_nodes([x.cpu() for x in numbers], wanted, words_TC, vocab_size)
+    assert [x.tolist() for x in found] == [x.tolist() for x in expected]

@@ -18,6 +18,10 @@ def test_choices_are_the_same_on_host_and_device():
     guess = Guess(Next(2, frozenset([3, 8])), 5, [4, 6], Blank(tree, 0, branches, slots, 1))
     values, places = [-1.0, -1.5, -1.5, -2.0, -float("inf")], [3, 12, 8, 5, 0]
     numbers = torch.tensor([*values, *places, 0.0], dtype=torch.float64)
-    sums_n, row_n, token_n = choose(numbers, guess, 10)
-    assert (sums_n.tolist(), [*zip(row_n.tolist(), token_n.tolist(), strict=True)]) == guess.picked(numbers, 10)
+    words_TC = torch.arange(7, dtype=torch.int32).unsqueeze(1)
+    sums_n, token_n, inherited_nC = choose([guess], [numbers], words_TC, 10, "torch")
+    sums, chosen = guess.picked(numbers, 10)
+    assert (sums_n.tolist(), token_n.tolist()) == (sums, [token for _, token in chosen])
+    live = sum(1 << slot for slot, node in enumerate(tree.slots.owner) if node >= 0)
+    assert inherited_nC.tolist() == [[guess.asked[row] & live] for row, _ in chosen]
     tree.release()

@@ -107,14 +107,17 @@ def test_several_ends(plain, events):
 def test_wrong_guesses_change_nothing(plain, monkeypatch, events):
     rng = random.Random(5)
 
-    def wrong(numbers, guess, vocab_size):
-        sums_n, row_n, token_n = choose(numbers, guess, vocab_size)
-        if rng.random() < 0.5:
-            guess.k += 1  # as no search asks
-            row_n, token_n = row_n * 0, (token_n + 1) % vocab_size
-        return sums_n, row_n, token_n
+    def wrong(guesses, numbers, ancestry_TC, vocab_size, impl):
+        nodes = choose(guesses, numbers, ancestry_TC, vocab_size, impl)
+        widths = [guess.next.width for guess in guesses]
+        for guess, *parts in zip(guesses, nodes.token_n.split(widths), nodes.inherited_nC.split(widths), strict=True):
+            if rng.random() < 0.5:
+                guess.k += 1  # as no search asks
+                parts[0].add_(1).remainder_(vocab_size)
+                parts[1].zero_()
+        return nodes
 
-    monkeypatch.setattr("engine.step.overlapped.choose", lambda *a: type(choose(*a))(*wrong(*a)))
+    monkeypatch.setattr("engine.step.overlapped.choose", wrong)
     for page_size, prompts in ((4, PROMPTS[:1]), (1, PROMPTS), (16, PROMPTS)):
         engine = ahead(plain, page_size=page_size, pages=6400 // page_size)
         for beams in (1, 5):
