@@ -138,26 +138,30 @@ class GraphRunner(Runner):
         edits: Sequence[Edit] = (),
         keeps: Sequence[Keep] = (),
         fill: Ready | None = None,
+        *,
+        keep_rows: bool = True,
     ) -> Launched:
         """Begin a pass, by a CUDA graph if one fits; see `Runner.launch`."""
         if reason := self._unfit(chunks, asked, edits):
             self._tell(logging.INFO, reason)
-            return super().launch(chunks, asked, reads, edits, keeps, fill)
+            return super().launch(chunks, asked, reads, edits, keeps, fill, keep_rows=keep_rows)
         options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
         options |= {"token_buckets": self.tokens, "word_buckets": WORDS, "tree_buckets": TREES}
         with phase(self.observer, "pack"):
             p = pack(chunks, self.pool.page_size, **options)
         inputs, step = Inputs(self.device, fill) if self.asynchronous else None, self._step(p)
         step(self, p, asked, inputs)
-        rows_N = step.rows_T[: len(asked)]
         *results, peaks_NB, hidden_TE = self._outputs
-        logp_NV, finite_N = (x.index_select(0, rows_N) for x in results)  # copies: the next pass fills them
+        in_order = list(asked) == list(range(len(asked)))
+        rows_N = None if in_order else step.rows_T[: len(asked)]
+        keep_rows |= self.impl != "triton"  # others read rows once more where sums are equal
+        logp_NV, finite_N = (_taken(x, len(asked), rows_N, copied=keep_rows) for x in results)
         for rows, keep in keeps:
             keep(hidden_TE[rows])
         if edits:
             logp_NV, finite_N, peaks_NB = self.edited(logp_NV, finite_N, edits)
         elif peaks_NB is not None:
-            peaks_NB = peaks_NB.index_select(0, rows_N)
+            peaks_NB = _taken(peaks_NB, len(asked), rows_N, copied=False)
         return self.read(logp_NV, finite_N, peaks_NB, reads, inputs)
 
     def _step(self, p: Pass) -> "_Step":
@@ -224,13 +228,15 @@ class GraphRunner(Runner):
         """The recorded part of a pass."""
         with phase(self.observer, "forward"):
             hidden_TE = self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
-        results = *self.answer(hidden_TE), hidden_TE
-        if not self._outputs:
+        places = tuple(x if x is None else x[: len(hidden_TE)] for x in self._outputs)
+        results = *self.answer(hidden_TE, out=places[:3] or None), hidden_TE  # type: ignore[arg-type]
+        if not places:
             most = self.tokens[-1]
             self._outputs = tuple(x if x is None else x.new_empty(most, *x.shape[1:]) for x in results)
-        for place, result in zip(self._outputs, results, strict=True):
-            if result is not None:  # peaks may be unknown
-                place[: len(result)] = result
+            places = tuple(x if x is None else x[: len(hidden_TE)] for x in self._outputs)
+        for place, result in zip(places, results, strict=True):
+            if place is not None and result is not place:  # peaks may be unknown
+                place.copy_(result)
 
 
 class _Step:
@@ -270,6 +276,13 @@ class _Step:
             there = weakref.proxy(runner)
             self.replay = runner.recorded(lambda: there.compute(self.inputs), self.inputs)
         self.replay()
+
+
+def _taken(x: Tensor, count: int, rows_N: Tensor | None, *, copied: bool) -> Tensor:
+    """The first so many rows of a result, or those that are listed; copied, the next pass does not overwrite them."""
+    if rows_N is not None:
+        return x.index_select(0, rows_N)
+    return x[:count].clone() if copied else x[:count]
 
 
 def _bucket(p: Pass) -> tuple[int, int, int]:

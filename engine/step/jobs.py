@@ -187,6 +187,11 @@ class Batch:
     def chunks(self) -> list[Chunk]:
         return [share.chunk for share in self.shares]
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether any row is needed after the reads of the pass."""
+        return any(share.top_sums is None or share.chunk.drafts for share in self.shares)
+
     def add(self, job: Job, chunk: Chunk) -> None:
         """Add a request's tokens."""
         pending = job.pending

@@ -116,7 +116,8 @@ class Overlapped(Driver):
         assert isinstance(batch, Flight)
         if batch.shares and runner.asynchronous:
             with self._phase("run", batch), self._released_if_failed(batch):
-                batch.launched = runner.launch(batch.chunks, batch.asked, batch.reads, batch.edits, batch.keeps)
+                work = batch.chunks, batch.asked, batch.reads, batch.edits, batch.keeps
+                batch.launched = runner.launch(*work, keep_rows=batch.keeps_rows)
         return batch
 
     def _land(self, batch: Flight, launched: Launched) -> Rows:
@@ -152,7 +153,7 @@ class Overlapped(Driver):
             nodes = choose(guesses, numbers, launched.inputs.ancestry_TC, vocab_size, runner.impl)
             after.read_sums(nodes.sums_n)
             chunks = [guess.chunk for guess in guesses]
-            after.launched = runner.launch(chunks, after.asked, after.reads, fill=nodes.fill)
+            after.launched = runner.launch(chunks, after.asked, after.reads, fill=nodes.fill, keep_rows=False)
         return after
 
     def _confirm(self, after: Flight | None) -> None:

@@ -18,6 +18,7 @@ from engine.step.packing import Chunk, Packer, Pass
 from engine.step.phases import PhaseObserver, phase
 from engine.step.timing import Overlap, PassTime
 from kernels.rows import log_softmax, top_sums_of, top_sums_of_logits
+from kernels.rows.checks import LogSoftmax
 from kernels.stack import one_by_one
 from models.sharding import Gathered
 
@@ -226,11 +227,14 @@ class Runner:
         edits: Sequence[Edit] = (),
         keeps: Sequence[Keep] = (),
         fill: Ready | None = None,
+        *,
+        keep_rows: bool = True,
     ) -> Launched:
         """Begin the pass that `evaluate` describes, without waiting for a GPU.
 
         Args:
             fill: writes what only the device knows into the inputs, see `engine.step.ahead`.
+            keep_rows: False: only the numbers of reads are needed after the next launch, and rows may be overwritten.
         """
         inputs = Inputs(self.device, fill) if self.asynchronous else None
         rows_NE = self._rows(chunks, asked, keeps, inputs)
@@ -357,21 +361,26 @@ class Runner:
         return self.model.logits(hidden_NE, adapters=adapters) if adapters else self.model.logits(hidden_NE)
 
     def answer(
-        self, hidden_NE: Tensor, edits: Sequence[Edit] = (), adapters: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self,
+        hidden_NE: Tensor,
+        edits: Sequence[Edit] = (),
+        adapters: Sequence[int] = (),
+        out: LogSoftmax | None = None,
+    ) -> LogSoftmax:
         """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device.
 
         Edited rows have no peaks, and the others of their pass have none either.
 
         Args:
             adapters: see `adapters`.
+            out: where log-probabilities and the rest are written, if they are not scores.
         """
         with phase(self.observer, "logits"):
             logits_NV = self.logits_of(hidden_NE, adapters)
         if logits_NV.shape[1] == 1:
             return logits_NV.float(), torch.isfinite(logits_NV).all(-1), None
         with phase(self.observer, "log-softmax"):
-            answers = log_softmax(logits_NV, self.vocab_size, impl=self.impl)
+            answers = log_softmax(logits_NV, self.vocab_size, impl=self.impl, out=out)
         if not edits:
             return answers
         return self.edited(answers[0], answers[1], edits, logits_NV)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.rows import checks
-from kernels.rows.checks import NextNodes, TopSums, Vectors
+from kernels.rows.checks import LogSoftmax, NextNodes, TopSums, Vectors
 from kernels.rows.front import best, implementation, operator
 from kernels.tracing import watched
 
@@ -103,19 +103,31 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
     ...
 
 
-@operator
-def log_softmax(x_NV: Tensor, size: int, *, impl: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def log_softmax(
+    x_NV: Tensor, size: int, *, impl: str, out: LogSoftmax | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probabilities of logits.
 
     Args:
         x_NV: logits; those from index `size` on count in the normalisation.
+        out: where the results are written, contiguous; peaks are needed if the implementation finds them. Triton writes
+            nothing else; others copy.
 
     Returns:
         Log-probabilities, float32 [N, V], -inf from index `size` on; whether all logits of a row are finite, bool [N];
         the peaks of each row, that is, the largest of each block of 128, float32 [N, B], or None if they would cost
         another pass.
     """
-    ...
+    checks.log_softmax(x_NV, size, out)
+    run = implementation("log_softmax", impl)
+    if out is None:
+        return run(x_NV, size)
+    if impl == "triton":
+        return run(x_NV, size, out)
+    logp_NV, finite_N, peaks_NB = run(x_NV, size)
+    if peaks_NB is not None and out[2] is not None:
+        peaks_NB = out[2].copy_(peaks_NB)
+    return out[0].copy_(logp_NV), out[1].copy_(finite_N), peaks_NB
 
 
 @operator

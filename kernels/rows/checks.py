@@ -13,6 +13,9 @@ Vectors = tuple[Tensor, Tensor | None]  # of a norm: its weight, and the bias of
 SPAN = 128  # elements of a row whose largest is a peak
 
 
+LogSoftmax = tuple[Tensor, Tensor, Tensor | None]  # log-probabilities, whether rows are finite, peaks
+
+
 class TopSums(NamedTuple):
     """A request for the k greatest sums of a number of a row and an element of it, see `kernels.rows.top_sums`.
 
@@ -99,9 +102,15 @@ def activation(x_NM: Tensor, name: str) -> None:
     vectors(x_NM)
 
 
-def log_softmax(x_NV: Tensor, size: int) -> None:
-    """Rows, and a number of their elements."""
+def log_softmax(x_NV: Tensor, size: int, out: LogSoftmax | None = None) -> None:
+    """Rows, a number of their elements, and where the results go."""
     count("size", x_NV, size)
+    if out is not None:
+        N, V = x_NV.shape
+        expect("out", out[0], torch.float32, (N, V), x_NV.device)
+        expect("out", out[1], torch.bool, (N,), x_NV.device)
+        if out[2] is not None:
+            expect("out", out[2], torch.float32, (N, -(-V // SPAN)), x_NV.device)
 
 
 def top_k(x_NV: Tensor, k: int) -> None:

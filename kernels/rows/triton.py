@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.gpu import INTERPRETED, cast, check_device, tanh
 from kernels.rows import triton_sums
-from kernels.rows.checks import SPAN, TopSums, Vectors
+from kernels.rows.checks import SPAN, LogSoftmax, TopSums, Vectors
 from kernels.rows.triton_next import next_nodes as next_nodes  # an operator of this implementation
 
 BLOCK = 1024
@@ -55,16 +55,20 @@ def activation_mul(x_NM: Tensor, name: str) -> Tensor:
     return _gate(x_NM, name, gated=True)
 
 
-def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def log_softmax(x_NV: Tensor, size: int, out: LogSoftmax | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """See the front for arguments; two launches, so that a few rows keep a GPU busy."""
     check_device(x_NV)
     x_NV = _rows(x_NV)
     (N, V), device = x_NV.shape, x_NV.device
     grid = triton.cdiv(N, ROWS), triton.cdiv(V, WIDE)
     part_3NC = torch.empty(3, N, grid[1], dtype=torch.float32, device=device)
-    logp_NV = torch.empty(N, V, dtype=torch.float32, device=device)
-    finite_N = torch.empty(N, dtype=torch.bool, device=device)
-    peaks_NB = torch.empty(N, triton.cdiv(V, SPAN), dtype=torch.float32, device=device)
+    logp_NV, finite_N, peaks_NB = out or (
+        torch.empty(N, V, dtype=torch.float32, device=device),
+        torch.empty(N, dtype=torch.bool, device=device),
+        None,
+    )
+    if peaks_NB is None:
+        peaks_NB = torch.empty(N, triton.cdiv(V, SPAN), dtype=torch.float32, device=device)
     _mass[grid](x_NV, part_3NC, N, x_NV.stride(0), V=V, M=ROWS, WIDE=WIDE)
     _log_softmax[grid](
         x_NV, part_3NC, logp_NV, finite_N.view(torch.uint8), peaks_NB, N, x_NV.stride(0),

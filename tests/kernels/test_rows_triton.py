@@ -266,3 +266,18 @@ def test_next_nodes(ends, words, joined, device):
     found = rows.next_nodes(numbers, wanted, strided_TC, vocab_size, impl="triton")
     expected = reference.next_nodes([x.cpu() for x in numbers], wanted, words_TC, vocab_size)
     assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+
+
+@DEVICES
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_log_softmax_writes_where_it_is_told(impl, device):
+    x = draw(3, 300).to(device)
+    expected = rows.log_softmax(x, 290, impl=impl)
+    places = [torch.zeros(5, 300), torch.zeros(5, dtype=torch.bool), torch.zeros(5, 3)]
+    out = tuple(place.to(device)[:3] for place in places)
+    found = rows.log_softmax(x, 290, impl=impl, out=out)
+    for place, result, wanted in zip(out, found, expected, strict=True):
+        assert wanted is None or (result is place and torch.equal(place, wanted))
+    for i, wrong in enumerate((out[0][:2], out[1].float(), out[2][:, :2])):
+        with pytest.raises(ValueError, match="out"):
+            rows.log_softmax(x, 290, impl=impl, out=(*out[:i], wrong, *out[i + 1 :]))

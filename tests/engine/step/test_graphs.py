@@ -27,7 +27,7 @@ from engine.errors import UsageError
 from engine.load.loading import LoadedModel
 from engine.step.graphs import TOKENS, TREES, WORDS, GraphRunner, _Recorder, make_runner
 from engine.step.packing import Chunk, pack
-from engine.step.runner import Runner
+from engine.step.runner import Launched, Runner
 from kernels.kv_kinds import parts
 from kernels.layout import NULL_SLOT
 from search import ULTS, BoN, Greedy, Sample, SBoN, Trie
@@ -369,3 +369,22 @@ def test_which_runner(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"(?s)needs the package triton.*coppice\[gpu\]"):
         make_runner(None, PagePool(plain.shape, 4, 16, torch.float32, "meta"), 9)
+
+
+@needs_interpreter
+def test_rows_are_copied_only_for_those_who_keep_them(monkeypatch):
+    """Log-probabilities are written where they are read, but the next pass overwrites them."""
+    plain, graphs = engines("gqa", "triton", dtype=torch.float32)
+    graphs.runner.asynchronous = True
+    rows, made = [], Launched.__init__
+
+    def noted(self, logp_NV, *others):
+        rows.append(logp_NV)
+        made(self, logp_NV, *others)
+
+    monkeypatch.setattr(Launched, "__init__", noted)
+    for search, copied in ((Trie(beams=2), False), (Sample(seed=3), True)):
+        rows.clear()
+        check(plain, graphs, [[7, 20, 33]], search, max_new_tokens=4, ignore_eos=True)
+        there = graphs.runner._outputs[0].data_ptr()
+        assert {x.data_ptr() == there for x in rows[1:]} == {not copied} and len(rows) > 3
