@@ -156,7 +156,14 @@ def short_conv(
     expect("ancestors_TN", ancestors_TN, torch.int64, (T, K - 1), device)
 
 
-def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None, cap: float | None) -> None:
+def queries(
+    q_THD: Tensor,
+    k_GSD: Tensor,
+    v_GSD: Tensor,
+    window: int | None,
+    cap: float | None,
+    sinks_H: Tensor | None = None,
+) -> None:
     """Raises ValueError for queries and a cache that `kernels.tree_attention.tree_attention` does not take."""
     cache(k_GSD, v_GSD)
     floats("q_THD", q_THD, 3)
@@ -169,6 +176,8 @@ def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None, cap
         raise ValueError(f"window: expected None or at least 0, got {window}")
     if cap is not None and not 0 < cap < math.inf:
         raise ValueError(f"cap: expected None or more than 0, got {cap}")
+    if sinks_H is not None:
+        expect("sinks_H", sinks_H, torch.float32, (H,), k_GSD.device)
 
 
 def tensors(layout: TreeLayout, device: torch.device) -> None:

@@ -150,7 +150,7 @@ void coppice_low_rank(int64_t kind, int64_t threads, const LowRank* adapters, co
 // `experts` gated MLPs, of which a token chooses `chosen` by the logits of `router`: `up` [2 * inner, width], the gate
 // first, and `down` [width, inner] of each, then of the shared one, if `shared` is not 0, which is its inner width and
 // whose outputs are weighted by the sigmoid of `gate` (null: by 1). `scores` numbers SCORES of experts/routing.py, which
-// explains the rest, `function` ACTIVATIONS of rows/checks.py. `bias` [experts] may be null.
+// explains the rest, `function` ACTIVATIONS and GATES of rows/checks.py. `bias` [experts] may be null.
 struct Mixture {
     int64_t experts, chosen, width, inner, shared, scores, normalized, function;
     const Matrix* router;
@@ -206,6 +206,7 @@ struct Attention {
     const int32_t* branch_positions;
     const uint32_t* ancestry;
     float scale, cap;  // a cap of 0: none
+    const float* sinks;  // of the query heads; null: none
 };
 
 // Returns 1 if a layout leads to slots of the cache only, else 0; `ranges` in checks.py finds out what is wrong.
@@ -286,6 +287,7 @@ struct Call {
     Matrix matrix;
     const LowRank* adapters;
     const Mixture* mixture;
+    const float* sinks;
     float scale, cap;
 };
 
@@ -311,7 +313,7 @@ struct Tail {
     int64_t count, rows, size;
 };
 
-// x [T, E] is the stream and is changed. `attention` is that of every layer but for window, scale and cap; its queries
+// x [T, E] is the stream and is changed. `attention` is that of every layer but for window, scale, cap and sinks; its queries
 // will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers with attention, rows
 // [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions. adapters_T [T] are numbers of
 // adapters; null: no token has one. `tail` may be null. Returns 0, and computes nothing, if a token's position has no

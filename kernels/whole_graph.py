@@ -56,6 +56,7 @@ def _tree_attention(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     impl = impl or layout.impl
@@ -63,6 +64,6 @@ def _tree_attention(
         from kernels.tree_attention import triton  # which needs Triton
 
         operands = triton.operands(q_THD, k_GSD, v_GSD, layout)
-        return torch.ops.coppice.tree_attention_triton(*operands, scale, window, cap)
+        return torch.ops.coppice.tree_attention_triton(*operands, scale, window, cap, sinks_H)
     operator = getattr(torch.ops.coppice, f"tree_attention_{impl}")
-    return operator(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap)
+    return operator(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H)

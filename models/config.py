@@ -67,6 +67,7 @@ class Config:
             attention (None: as those), those of the MLP and the head have biases.
         windows, scales: of attention, by layer; empty: none, and 1 / sqrt(head_dim).
         attention_cap: scores of attention become cap * tanh(score / cap).
+        sinks: a logit of each query head joins the denominator of its softmax.
         taps: of the short convolution that a layer has in the place of attention, 0: it has attention; empty: all have.
         conv_bias: convolutions and the matrices around them have biases.
         conv_width: channels of convolutions; 0: `width` of them.
@@ -107,6 +108,7 @@ class Config:
     windows: tuple[int | None, ...] = ()
     scales: tuple[float, ...] = ()
     attention_cap: float | None = None
+    sinks: bool = False
     taps: tuple[int, ...] = ()
     conv_bias: bool = False
     conv_width: int = 0
@@ -208,6 +210,7 @@ class Names:
         attention_norm, mlp_norm: on the input or on the sum, see `Config.norms`.
         attention_out_norm, mlp_out_norm: on the output.
         qkv, up: one stored matrix or several, which lie below each other here.
+        sinks: a logit of each head.
         router, choice_bias: of a mixture of experts: the matrix that makes the scores of experts, and a vector.
         expert: its matrices, those of `up` before the last, the place of its number is {}.
         shared, shared_gate: the same of the shared expert, and the matrix of its weight.
@@ -223,6 +226,7 @@ class Names:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
     conv: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
     attention_out_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -278,6 +282,8 @@ class Names:
                 for name, outs in zip(self.qkv, qkv, strict=True):
                     add(layer + name, (outs, c.width), c.attention_bias)
                 add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
+                if c.sinks:
+                    shapes[layer + self.sinks] = (c.heads,)
             if c.mixed(i):
                 shapes |= {layer + name: shape for name, shape in self.mixture(c).items()}
                 continue

@@ -7,6 +7,7 @@ Shape legend: E width, K taps of a convolution.
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kernels.stack.calls import Call
@@ -31,6 +32,8 @@ class Attention(nn.Module):
         self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm) if c.head_norms else None
         self.all_heads, self.norms_last, self.table = c.head_norms == "all", c.norms_last, c.table(index)
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
+        sinks = layer + names.sinks
+        self.sinks_H = weights.vector(sinks, some=part.sinks, dtype=torch.float32) if c.sinks else None
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "out"."""
@@ -41,7 +44,8 @@ class Attention(nn.Module):
             turns.insert(0 if self.norms_last else 1, Call("rotate", "heads", "heads", table=self.table))
         yield from turns
         yield Call("write", "heads")
-        yield Call("attend", "heads", "mixed", scale=self.scale, window=self.window, cap=self.cap)
+        options = {"scale": self.scale, "window": self.window, "cap": self.cap, "sinks": self.sinks_H}
+        yield Call("attend", "heads", "mixed", **options)
         yield Call("product", "mixed", "out", matrix=self.out)
 
 

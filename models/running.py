@@ -94,7 +94,7 @@ def _write(call: Call, r: Registers) -> None:
 
 
 def _attend(call: Call, r: Registers) -> None:
-    options = {"scale": call.scale, "window": call.window, "cap": call.cap}
+    options = {"scale": call.scale, "window": call.window, "cap": call.cap, "sinks_H": call.sinks}
     k_GSD, v_GSD = r.kept
     r[call.target] = tree_attention(r[call.source][0], k_GSD, v_GSD, r.layout, **options).flatten(1)
 

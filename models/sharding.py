@@ -42,6 +42,7 @@ class Partition:
         qkv, up, into: outputs of matrices that lie below each other.
         heads, inner, channels: inputs of the matrix after attention, after the MLP's activation, after a convolution;
             `channels` are also those of its own weights.
+        sinks: of query heads.
         q_norm, k_norm: elements of norms that read all heads as one row.
         vocab: tokens of the head; None also where the head is so small that every process has it.
     """
@@ -53,6 +54,7 @@ class Partition:
     heads: range | None = None
     inner: range | None = None
     channels: range | None = None
+    sinks: range | None = None
     q_norm: range | None = None
     k_norm: range | None = None
     vocab: range | None = None
@@ -93,6 +95,7 @@ class Partition:
             heads=q_norm,
             inner=inner,
             channels=channels,
+            sinks=heads,
             q_norm=q_norm if c.head_norms == "all" else None,
             k_norm=k_norm if c.head_norms == "all" else None,
             vocab=None if c.scores or c.vocab_size < shard.size**2 else vocab,

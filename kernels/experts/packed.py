@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.checks import expect
 from kernels.cpp import OPERATORS
 from kernels.experts.routing import SCORES, Routing
-from kernels.rows.checks import ACTIVATIONS
+from kernels.rows.checks import ACTIVATIONS, GATES
 from kernels.stack import Matrix
 
 
@@ -88,7 +88,7 @@ class PackedExperts:
             self._chains, routing = chains, self.routing
             shared = 0 if self.shared is None else self.shared.down.packed.width
             sizes = self.width, self.experts[0].down.packed.width, shared
-            rules = SCORES.index(routing.scores), routing.normalized, ACTIVATIONS.index(self.function)
+            rules = SCORES.index(routing.scores), routing.normalized, (ACTIVATIONS + GATES).index(self.function)
             places = [ctypes.addressof(each) for each in chains] + ([] if self.gate is not None else [None])
             bias = None if self.bias_X is None else self.bias_X.data_ptr()
             numbers = routing.epsilon, routing.scale, routing.jitter

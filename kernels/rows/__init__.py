@@ -87,7 +87,8 @@ def activation_mul(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
 
     Args:
         x_NM: gates, then what they let through.
-        name: see `activation`.
+        name: see `activation`; or "clamped_swiglu" (gpt-oss, OpenAI 2025): with the gate at most 7 and the other half
+            from -7 to 7, "quick_gelu" of the gate times 1 + the other half.
     """
     ...
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kernels.checks import expect, floats, within
 
-ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"  # C++ numbers them in this order
+ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"  # C++ numbers them in this order,
+GATES = ("clamped_swiglu",)  # and then these, functions of a gate and what it lets through
 Vectors = tuple[Tensor, Tensor | None]  # of a norm: its weight, and the bias of a LayerNorm
 SPAN = 128  # elements of a row whose largest is a peak
 
@@ -90,7 +91,7 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> None:
 
 def activation_mul(x_NM: Tensor, name: str) -> None:
     """Rows of two halves, and the name of a function."""
-    function(name)
+    function(name, ACTIVATIONS + GATES)
     floats("x_NM", x_NM)
     if x_NM.shape[-1] % 2:
         raise ValueError(f"x_NM: expected rows of two halves, got {list(x_NM.shape)}")
@@ -98,7 +99,7 @@ def activation_mul(x_NM: Tensor, name: str) -> None:
 
 def activation(x_NM: Tensor, name: str) -> None:
     """Rows, and the name of a function."""
-    function(name)
+    function(name, ACTIVATIONS)
     vectors(x_NM)
 
 
@@ -198,10 +199,10 @@ def vectors(x_NE: Tensor, **vectors: Tensor) -> None:
         expect(name, vector, x_NE.dtype, x_NE.shape[-1:], x_NE.device, contiguous=False)
 
 
-def function(name: str) -> None:
+def function(name: str, known: Sequence[str]) -> None:
     """The name of a function."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"name: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    if name not in known:
+        raise ValueError(f"name: expected one of {', '.join(known)}, got {name!r}")
 
 
 def count(name: str, x_NV: Tensor, number: int) -> None:

@@ -78,6 +78,8 @@ Floats gelu(Floats x) {
     return x * (x < 0 ? tail : 1 - tail);
 }
 
+constexpr int64_t CLAMPED_SWIGLU = 6;  // after the ACTIVATIONS in checks.py
+
 // Calls f with the function that Python numbers so (ACTIVATIONS in checks.py).
 template <typename F>
 void with_activation(int64_t number, F f) {
@@ -103,9 +105,15 @@ void activate_mul(F run, int64_t threads, const T* x, T* out, int64_t rows, int6
     for (int64_t r = 0; r < rows; r++) {
         const T* gate = x + r * 2 * width;
         each(width, [&](int64_t i, auto n) {
-            store(run(load(gate + i, n)) * load(gate + width + i, n), out + r * width + i, n);
+            store(run(load(gate + i, n), load(gate + width + i, n)), out + r * width + i, n);
         });
     }
+}
+
+// NaN stays.
+Floats clamped_swiglu(Floats gate, Floats up) {
+    const Floats most = all(7), some = gate > most ? most : gate, near = up > most ? most : up < -most ? -most : up;
+    return times_sigmoid(some, 1.702f * some) * (near + 1);
 }
 
 // The largest of some elements, of which `read` returns n from the i-th on.
@@ -398,7 +406,12 @@ extern "C" void coppice_activation_mul(int64_t kind, int64_t threads, int64_t nu
                                        int64_t rows, int64_t width) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
-        with_activation(number, [&](auto run) { activate_mul(run, threads, (const T*)x, (T*)out, rows, width); });
+        if (number == CLAMPED_SWIGLU)
+            return activate_mul(clamped_swiglu, threads, (const T*)x, (T*)out, rows, width);
+        with_activation(number, [&](auto run) {
+            const auto gated = [&](Floats gate, Floats up) { return run(gate) * up; };
+            activate_mul(gated, threads, (const T*)x, (T*)out, rows, width);
+        });
     });
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.checks import native
 from kernels.cpp import KINDS, function
-from kernels.rows.checks import ACTIVATIONS, SPAN, TopSums
+from kernels.rows.checks import ACTIVATIONS, GATES, SPAN, TopSums
 from kernels.tracing import like, register
 
 
@@ -54,7 +54,7 @@ def activation_mul(x_NM: Tensor, name: str) -> Tensor:
     native(x_NM)
     x_NM, width = x_NM.contiguous(), x_NM.shape[-1] // 2
     out = _half(x_NM)
-    _run("activation_mul", x_NM, ACTIVATIONS.index(name), x_NM, out, out.numel() // width, width)
+    _run("activation_mul", x_NM, (ACTIVATIONS + GATES).index(name), x_NM, out, out.numel() // width, width)
     return out
 
 

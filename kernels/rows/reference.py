@@ -18,6 +18,7 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "tanh": torch.tanh,
 }
+GATES = {"clamped_swiglu": lambda gate, up: ACTIVATIONS["quick_gelu"](gate.clamp(max=7)) * (up.clamp(-7, 7) + 1)}
 LINES = 16  # see `top_k`: this many make reading and sorting cost least together
 
 
@@ -71,7 +72,7 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 def activation_mul(x_NM: Tensor, name: str) -> Tensor:
     """See the front for arguments."""
     gate, up = x_NM.chunk(2, -1)
-    return ACTIVATIONS[name](gate) * up
+    return GATES[name](gate, up) if name in GATES else ACTIVATIONS[name](gate) * up
 
 
 def activation(x_NM: Tensor, name: str) -> Tensor:

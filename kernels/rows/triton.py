@@ -19,7 +19,7 @@ from kernels.rows.triton_next import next_nodes as next_nodes  # an operator of 
 BLOCK = 1024
 WIDE = 4096  # elements of a row of logits that a program takes
 ROWS = 16 if INTERPRETED.value else 1  # of a program: an interpreted program costs the same however many it has
-NUMBERS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "quick_gelu": 4, "tanh": 5}
+NUMBERS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "quick_gelu": 4, "tanh": 5, "clamped_swiglu": 6}
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -280,9 +280,14 @@ def _activate(
     real_MB = (n_M < N)[:, None] & (i_B < WIDTH)[None, :]
     at_MB = n_M[:, None] * stride_xn + i_B[None, :]
     dtype = out_ptr.dtype.element_ty
-    y_MB = cast(_activated(tl.load(x_ptr + at_MB, mask=real_MB, other=0.0).to(tl.float32), KIND), dtype)
+    x_MB = tl.load(x_ptr + at_MB, mask=real_MB, other=0.0).to(tl.float32)
+    if KIND == 6:
+        x_MB = tl.where(x_MB > 7, 7.0, x_MB)
+    y_MB = cast(_activated(x_MB, KIND), dtype)
     if GATED:
         up_MB = tl.load(x_ptr + at_MB + WIDTH, mask=real_MB, other=0.0).to(tl.float32)
+        if KIND == 6:
+            up_MB = tl.where(up_MB > 7, 7.0, tl.where(up_MB < -7, -7.0, up_MB)) + 1
         y_MB = cast(y_MB.to(tl.float32) * up_MB, dtype)
     tl.store(out_ptr + n_M[:, None] * WIDTH + i_B[None, :], y_MB, mask=real_MB)
 
@@ -298,7 +303,7 @@ def _activated(x, KIND: tl.constexpr):
         y = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(y)) / 2 = sigmoid(2 y)
     elif KIND == 3:
         y = x * _sigmoid(x)
-    elif KIND == 4:
+    elif KIND == 4 or KIND == 6:
         y = x * _sigmoid(1.702 * x)
     else:
         y = tanh(x)

@@ -15,7 +15,7 @@ from kernels.cpp import KINDS, OPERATORS, function, why_not
 from kernels.kv_kinds import row_width
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import Packed, PackedParts
-from kernels.rows.checks import ACTIVATIONS, TopSums
+from kernels.rows.checks import ACTIVATIONS, GATES, TopSums
 from kernels.rows.native import LogitSums
 from kernels.stack.calls import CODES, REGISTERS, Call
 from kernels.tracing import watched
@@ -108,6 +108,9 @@ class Stack:
             elif call.code == "head_norms":
                 for norm, heads in ((call.norm, self.heads), (call.more, self.kv_heads)):
                     check("a head's norm", norm, (heads if call.all_heads else 1) * self.head_dim)
+            elif call.code == "attend":
+                if call.sinks is not None:
+                    expect("an attention's sinks", call.sinks, torch.float32, (self.heads,), _CPU)
             elif call.code == "convolve":
                 check("a convolution", call.norm, self.taps, widths[call.target])
             elif call.code == "product":
@@ -296,12 +299,12 @@ def _described(call: Call) -> ctypes.Structure:
     registers = (REGISTERS.index(name) if name else 0 for name in (call.source, call.target))
     numbers = call.all_heads, call.table, -1 if call.window is None else call.window
     norms = (_STRUCTURES["Norm"](*map(_address, (x.weight, x.bias) if x else (None, None))) for x in call[3:5])
-    function = ACTIVATIONS.index(call.function), call.gated
+    function = (ACTIVATIONS + GATES).index(call.function), call.gated
     packed, bias = call.matrix.matrix if call.matrix else (None, None)
     matrix = packed.described(bias) if packed else _STRUCTURES["Matrix"]()
     adapters = None if call.adapters is None else call.adapters.described()
     mixture = None if call.mixture is None else ctypes.addressof(call.mixture.matrices.described())
-    more = matrix, adapters, mixture, call.scale, call.cap or 0.0
+    more = matrix, adapters, mixture, _address(call.sinks), call.scale, call.cap or 0.0
     return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, *norms, *more)
 
 

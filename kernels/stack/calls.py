@@ -23,7 +23,7 @@ CODES = (
     "head_norms",  # queries by `norm`, keys by `more`, in place; `all_heads`: of all heads as one row
     "rotate",  # queries and keys, by the angles of `table`, in place
     "write",  # keys and values into the cache
-    "attend",  # target = attention of the queries; `scale`, `window`, `cap`
+    "attend",  # target = attention of the queries; `scale`, `window`, `cap`, `sinks`
     "convolve",  # target = the short convolution of source, with the weights and bias of `norm`
     "activate",  # target = `function` of source; `gated`: of the first half, times the second
     "scale",  # target *= `scale`
@@ -41,7 +41,7 @@ class Call(NamedTuple):
         source, target: registers; the same for an operator in place.
         norm, more: with a `weight` and a `bias`, which is None for an RMSNorm.
         matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
-        scale, window, cap: of attention, see `kernels.tree_attention`; or a factor.
+        scale, window, cap, sinks: of attention, see `kernels.tree_attention`; or a factor.
         table: the number of the angles.
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.
@@ -57,6 +57,7 @@ class Call(NamedTuple):
     scale: float = 1.0
     window: int | None = None
     cap: float | None = None
+    sinks: Any = None
     table: int = 0
     function: str = "relu"
     gated: bool = False

@@ -133,6 +133,7 @@ struct Pass {
             case ATTEND: {
                 const int64_t row = attention.cache == INT8 ? s.head_dim + SCALE_BYTES : head;
                 attention.window = c.window, attention.scale = c.scale, attention.cap = c.cap;
+                attention.sinks = c.sinks;
                 coppice_tree_attention(&attention, source, k, v, target);
                 k += s.kv_heads * slots * row, v += s.kv_heads * slots * row;
                 return;

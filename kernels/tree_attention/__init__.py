@@ -20,6 +20,7 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Softmax attention of each token over the trunk tokens and branch nodes that it sees.
@@ -31,6 +32,8 @@ def tree_attention(
         layout: the pass.
         scale: factor of the dot products.
         cap: of the scores, which become cap * tanh(score / cap) (Bello et al., 2017); None: they stay as they are.
+        sinks_H: float32, contiguous, a logit of each query head that joins the denominator of its softmax and has no
+            value (gpt-oss, OpenAI 2025; Miller, 2023, with a logit of 0); None: there is none.
         window: a token at position p sees only positions > p - window; None sees all.
         impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU, no FP8) or
             "triton" (GPU kernels); None takes the layout's.
@@ -46,18 +49,18 @@ def tree_attention(
     impl = impl or layout.impl
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    _check(q_THD, k_GSD, v_GSD, layout, window, cap, impl)
+    _check(q_THD, k_GSD, v_GSD, layout, window, cap, sinks_H, impl)
     if impl == "triton":
         from kernels.tree_attention import triton  # absent on some machines, and slow to import
 
-        return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap)
+        return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap, sinks_H)
     if impl == "reference":
-        return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap)
+        return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap, sinks_H)
     if impl == "torch":
-        return plain.tree_attention(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap)
+        return plain.tree_attention(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H)
     if watched():
-        return ops.coppice.tree_attention_cpp(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap)
-    return native.attend(q_THD, k_GSD, v_GSD, native.seen(layout, k_GSD.shape[1]), scale, window, cap)
+        return ops.coppice.tree_attention_cpp(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H)
+    return native.attend(q_THD, k_GSD, v_GSD, native.seen(layout, k_GSD.shape[1]), scale, window, cap, sinks_H)
 
 
 def _check(
@@ -67,9 +70,10 @@ def _check(
     layout: TreeLayout,
     window: int | None,
     cap: float | None,
+    sinks_H: Tensor | None,
     impl: str,
 ) -> None:
-    checks.queries(q_THD, k_GSD, v_GSD, window, cap)
+    checks.queries(q_THD, k_GSD, v_GSD, window, cap, sinks_H)
     if layout.positions_T.shape[0] != q_THD.shape[0]:
         raise ValueError(f"expected a layout of {q_THD.shape[0]} tokens, got {layout.positions_T.shape[0]}")
     if impl == "cpp":

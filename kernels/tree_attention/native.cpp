@@ -8,6 +8,7 @@
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -168,8 +169,11 @@ class Worker {
     void write(const Tile& tile, int g, const Part& part) {
         for (int row = 0; row < tile.rows(); row++) {
             const int token = token_of(tile, row);
-            const float sum = sum_of(part.sum_R[row]), share = sum == 0 ? (keys[token].end ? NAN : 0) : 1 / sum;
-            T* to = out + (int64_t(token) * p.heads + head_of(tile, g, row)) * D;
+            const int head = head_of(tile, g, row);
+            const float sum = sum_of(part.sum_R[row]);
+            float share = sum == 0 ? (keys[token].end ? NAN : 0) : 1 / sum;
+            if (p.sinks && sum != 0) share = beside(p.sinks[head], part.most_R[row], sum);
+            T* to = out + (int64_t(token) * p.heads + head) * D;
             each(D, [&](int64_t d, auto n) { store(part.out_RD[row * vectors + d / LANES] * share, to + d, n); });
         }
     }
@@ -191,6 +195,12 @@ class Worker {
 
     static int token_of(const Tile& tile, int row) { return tile.first + row / tile.heads; }
     int head_of(const Tile& tile, int g, int row) const { return g * group + tile.head + row % tile.heads; }
+
+    // 1 / the sum of exponentials with that of a sink, for outputs that `most` is the base of.
+    static float beside(float sink, float most, float sum) {
+        const float above = double(sink) * M_LOG2E - most, power = exp2_of(all(-std::abs(above)))[0];
+        return above > 0 ? power / (sum * power + 1) : 1 / (sum + power);
+    }
 
     // The lanes that a token sees of a block of the trunk at a position: from the first on, and before the second.
     static std::pair<int, int> lanes_of(const Token& token, int64_t at) {

@@ -15,6 +15,7 @@ def tree_attention(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v over exactly the slots a token sees; see the front for arguments."""
     group = q_THD.shape[1] // k_GSD.shape[0]
@@ -30,7 +31,9 @@ def tree_attention(
                 scores_HN = scale * (k_HND @ q_THD[t].unsqueeze(-1)).squeeze(-1)
                 if cap is not None:
                     scores_HN = cap * torch.tanh(scores_HN / cap)
-                p_HN = torch.softmax(scores_HN, -1)
+                if sinks_H is not None:
+                    scores_HN = torch.cat([scores_HN, sinks_H.to(scores_HN.dtype).unsqueeze(1)], -1)
+                p_HN = torch.softmax(scores_HN, -1)[:, : len(slots)]
                 out_THD[t] = (p_HN.unsqueeze(1) @ v_HND).squeeze(1)
     return out_THD
 

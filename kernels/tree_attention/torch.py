@@ -52,6 +52,7 @@ def tree_attention(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """See the front for arguments."""
     H, D = q_THD.shape[1:]
@@ -73,7 +74,7 @@ def tree_attention(
         scores_GNK = _scores(q_GND, keys, tile.branch_bias_NW, cap)
         if tile.hidden_NK is not None:
             scores_GNK[..., tile.masked].masked_fill_(tile.hidden_NK, float("-inf"))
-        p_GNK = torch.softmax(scores_GNK, -1).to(mixed)
+        p_GNK = _softmax(scores_GNK, sinks_H).to(mixed)
         if tile.blind_N1 is not None:
             p_GNK.masked_fill_(tile.blind_N1, 0.0)
         out_GND = _mix(p_GNK, values)
@@ -95,6 +96,16 @@ def _scores(q_GND: Tensor, keys: list[Tensor], bias_NW: Tensor | None, cap: floa
     if bias_NW is not None:
         scores.append(_branch_scores(bias_NW, q_GND, keys[-1], cap))
     return torch.cat(scores, -1) if len(scores) > 1 else scores[0]
+
+
+def _softmax(scores_GNK: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """Weights of keys; a head's sink takes the rest."""
+    if sinks_H is None:
+        return torch.softmax(scores_GNK, -1)
+    G, N, _ = scores_GNK.shape
+    sinks_Gh = sinks_H.to(scores_GNK.dtype).view(G, -1)
+    sinks_GN1 = sinks_Gh.repeat(1, N // sinks_Gh.shape[1]).unsqueeze(-1)
+    return torch.softmax(torch.cat([scores_GNK, sinks_GN1], -1), -1)[..., :-1]
 
 
 def _capped(scores: Tensor, cap: float | None) -> Tensor:

@@ -63,7 +63,7 @@ LONG = 128  # rows of a prompt's tile, which has a multiprocessor for itself
 WAVES = 4  # so many times the programs that run at once even out trees of all lengths by themselves
 ROOM: dict[tuple, int] = {}  # how many programs a multiprocessor has room for, by kernel
 ALONE = 1 << 16  # bytes that a program merges in less time than the launch of another kernel takes
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def tree_attention(
@@ -74,13 +74,14 @@ def tree_attention(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """See the front for arguments.
 
     Raises:
         ValueError: what the kernel cannot do: a dtype, a head size above 256, another device.
     """
-    return _tree_attention(*operands(q_THD, k_GSD, v_GSD, layout), scale, window, cap)
+    return _tree_attention(*operands(q_THD, k_GSD, v_GSD, layout), scale, window, cap, sinks_H)
 
 
 def operands(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> tuple:
@@ -108,6 +109,7 @@ def _tree_attention(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     _check(q_THD, k_GSD, v_GSD, token_starts)
     if q_THD.stride(2) != 1:
@@ -126,18 +128,18 @@ def _tree_attention(
     blocks = None, None
     if gpu.bulk and M == LONG and window is None and D == D2 and k_GSD.dtype == q_THD.dtype:
         blocks = tuple(TensorDescriptor(x, [G * x.shape[1], D], [D, 1], [sizes["N"], D]) for x in (k_GSD, v_GSD))
-    plain = T, R, W, scale / cap if cap else scale * LOG2_E, (cap or 0.0) * LOG2_E, window or 0
+    plain = T, R, W, scale / cap if cap else scale * LOG2_E.value, (cap or 0.0) * LOG2_E.value, window or 0
     strides = q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trunk_pages_RP.stride()
     lengths = token_starts, trunk_len_R, branch_len_R
     tables = positions_T, trunk_seen_T, trunk_pages_RP, branch_slots_RW, branch_positions_RW, ancestry_TC
 
     def arguments(out: Tensor, shares: Tensor, logs: Tensor, counts: Tensor) -> tuple:
-        return q_THD, k_GSD, v_GSD, *blocks, out, shares, logs, counts, *lengths, *tables, *plain, *strides
+        return q_THD, k_GSD, v_GSD, sinks_H, *blocks, out, shares, logs, counts, *lengths, *tables, *plain, *strides
 
     def room(split: int) -> int:
         if INTERPRETED:
             return 2
-        key = (q_THD.device, q_THD.dtype, k_GSD.dtype, split, blocks[0] is None, *constants.values())
+        key = (q_THD.device, q_THD.dtype, k_GSD.dtype, split, blocks[0] is None, sinks_H is None, *constants.values())
         if key not in ROOM:
             share, log = torch.empty(2, 4, device=q_THD.device)  # both aligned, or another kernel is compiled for it
             ROOM[key] = _room(gpu, arguments(q_THD, share, log, counters(q_THD.device)), split, constants)
@@ -216,7 +218,7 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, i
 
 @triton.jit(do_not_specialize=["T", "R", "window", "stride_pr", "stride_pp"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, out_ptr, share_ptr, log_ptr, count_ptr, starts_ptr, lengths_ptr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, k_blocks, v_blocks, out_ptr, share_ptr, log_ptr, count_ptr, starts_ptr, lengths_ptr,
     branches_ptr, positions_ptr, seen_ptr, pages_ptr, slots_ptr, places_ptr, words_ptr,
     T, R, W, scale, cap, window,
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
@@ -268,6 +270,10 @@ def _attend(
 
     top_M = tl.full([M], float("-inf"), tl.float32)
     sum_M = tl.zeros([M], tl.float32)
+    if sinks_ptr is not None:  # noqa: SIM102 (known when it is compiled, unlike the next)
+        if split == 0:
+            top_M = tl.load(sinks_ptr + head_M, mask=real_M, other=0.0) * LOG2_E
+            sum_M += 1.0
     acc_MD = tl.zeros([M, D2], tl.float32)
     far = stride_kg // (D + SCALE) * D  # from the elements of a head to their scales
     k_ptr += g * stride_kg

@@ -48,7 +48,9 @@ def compile(kernel, capability, types, constants, **options):
     return compiled
 
 
-def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, trees=1, cache=None):
+def attend(
+    capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, trees=1, cache=None, sinks=False
+):
     roomy = (SHARED | OTHERS)[capability] >= 160_000
     sizes = tree_attention._sizes(rows, head, dtype, roomy=roomy)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
@@ -56,6 +58,7 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
     types = {name: BYTES.get(cache, f"*{e}") for name in ("k_ptr", "v_ptr")} | {"q_ptr": f"*{e}"}
     types |= {"out_ptr": f"*{e}", "share_ptr": "*fp32", "log_ptr": "*fp32", "scale": "fp32", "cap": "fp32"}
     types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "stride_kg": "i64", "stride_vg": "i64"}
+    types |= {"sinks_ptr": "*fp32"} if sinks else {}
     lengths = "count", "starts", "lengths", "branches"
     types |= {f"{name}_ptr": "*i32" for name in (*lengths, "seen", "pages", "places", "words")}
     constants = {
@@ -68,6 +71,7 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
         "PAGE": 16,
         "D": head,
     }
+    constants |= {} if sinks else {"sinks_ptr": None}
     constants |= {"SCALE": {None: 0, "int8": 2, "fp8": 4}[cache], "D2": max(16, triton.next_power_of_2(head))}
     if bulk(capability, sizes["M"], head, windowed, cache):
         types |= dict.fromkeys(("k_blocks", "v_blocks"), f"tensordesc<{e}[{sizes['N']},{head}]>")
@@ -201,6 +205,8 @@ attend(90, 16, 80, torch.float16, windowed=True, trees=16)
 attend(90, 16, 96, torch.bfloat16)
 attend(90, 16, 256, torch.bfloat16, windowed=True, capped=True)
 attend(90, 16, 33, torch.float16)
+attend(90, 16, 64, torch.bfloat16, windowed=True, sinks=True)
+unspilled(attend(90, 2048, 64, torch.bfloat16, split=WHOLE, sinks=True))
 attend(90, 2048, 256, torch.bfloat16, split=WHOLE)
 for rows in (16, 2048):
     unspilled(attend(90, rows, 128, torch.float32, split=LAST if rows < 2048 else WHOLE))

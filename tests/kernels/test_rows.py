@@ -68,13 +68,28 @@ def test_rotary_of_strided_heads(dtype, head_dim, dims):
 
 
 @DTYPES
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", [*reference.ACTIVATIONS, *reference.GATES])
 @pytest.mark.parametrize("width", [1, 16, 40, 2048])
 def test_activation_mul(dtype, name, width):
     x = draw(15, 2 * width, dtype=dtype) * 4
     x[0, 0], x[1, 0], x[2, 0] = 1000, -1000, 0
+    x[0, -1], x[1, -1] = 20, -20
     exact, plain = reference.activation_mul(x.double(), name), reference.activation_mul(x, name)
     no_worse(rows.activation_mul(x, name, impl="cpp"), dtype, exact, plain)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_a_clamped_gate(impl):
+    """As gpt-oss's own formula has it; NaN stays."""
+    gate, up = draw(9, 40) * 9, draw(9, 40, seed=1) * 9
+    found = rows.activation_mul(torch.cat([gate, up], 1), "clamped_swiglu", impl=impl)
+    low = gate.double().clamp(max=7.0)
+    expected = (up.double().clamp(-7.0, 7.0) + 1) * low * torch.sigmoid(1.702 * low)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    bad = torch.tensor([[math.nan, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, math.nan]])
+    assert rows.activation_mul(bad, "clamped_swiglu", impl=impl).isnan().equal(torch.eye(2).bool())
+    with pytest.raises(ValueError, match=r"name: expected one of relu, .*got 'clamped_swiglu'"):
+        rows.activation(gate, "clamped_swiglu", impl=impl)
 
 
 @DTYPES

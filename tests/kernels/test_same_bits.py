@@ -119,10 +119,13 @@ def test_neighbours_and_where_keys_lie_do_not_show(heads, dtype, kept):
                     assert row.isfinite().all() and row.equal(expected[i]), (length, trunk, asked, i)
 
 
+SINKS = {"window": 300, "sinks_H": torch.tensor([1.5, -2.0, 0.0, 4.0, -0.5, 2.5])}
+
+
 @CACHES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", [{"window": 1}, {"window": 40}, {"window": 300}, {"cap": 2.0}], ids=str)
-def test_windows_and_caps(options, dtype, kept):
+@pytest.mark.parametrize("options", [{"window": 1}, {"window": 40}, {"window": 300}, {"cap": 2.0}, SINKS], ids=str)
+def test_windows_caps_and_sinks(options, dtype, kept):
     for seed, length in enumerate((70, 520)):
         sequences = Sequences(seed, length, length // 2, 4, (2, 6, 64))
         expected = [sequences.attend([], 0, dtype, kept, alone=i, **options)[0] for i in range(4)]

@@ -108,6 +108,7 @@ OPTIONS = {
     "gelu": {"activation": "gelu_tanh"},
     "bias of queries": {"attention_bias": True, "out_bias": False},
     "cap": {"attention_cap": 2.0, "windows": (7, None, 3)},
+    "sinks": {"sinks": True, "windows": (7, None, 3)},
 }
 
 

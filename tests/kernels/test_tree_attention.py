@@ -48,7 +48,7 @@ def quick(impl, device, kept=None, name="", seed=0, prefix=0, **_):
 slow_in_part = pytest.mark.full(unless=quick)
 
 
-def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None):
+def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None, sinks=None):
     """Plain PyTorch in the dtype of its inputs: gather what a token sees, softmax(scale q k) v. Our own reading."""
     k_GSD, v_GSD = (floats(parts(x), q_THD.dtype) for x in (k_GSD, v_GSD))
     group = q_THD.shape[1] // k_GSD.shape[0]
@@ -69,15 +69,18 @@ def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None):
                 scores = (q_THD[t].unsqueeze(1) @ k.transpose(1, 2)) * scale
                 if cap is not None:
                     scores = torch.tanh(scores / cap) * cap
-                p = torch.softmax(scores, -1)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks.to(scores.dtype).view(-1, 1, 1)], -1)
+                p = torch.softmax(scores, -1)[..., : len(slots)]
                 out[t] = (p @ v).squeeze(1)
     return out
 
 
-def run(impl, device, q, k, v, layout, scale, window=None, cap=None):
+def run(impl, device, q, k, v, layout, scale, window=None, cap=None, sinks=None):
     """An implementation on a device; the result on the host."""
-    moved = [x.to(device) for x in (q, k, v)]
-    return tree_attention(*moved, layout.to(device), scale=scale, window=window, cap=cap, impl=impl).cpu()
+    moved, sinks_H = [x.to(device) for x in (q, k, v)], None if sinks is None else sinks.to(device)
+    options = {"scale": scale, "window": window, "cap": cap, "sinks_H": sinks_H}
+    return tree_attention(*moved, layout.to(device), **options, impl=impl).cpu()
 
 
 @CACHES
@@ -550,6 +553,8 @@ def test_front_checks_its_arguments():
 
     for cap in (0.0, -1.0, float("nan"), float("inf")):
         refused("cap: expected None or more than 0", q, k, v, cap=cap)
+    for sinks in (torch.zeros(3), torch.zeros(4).double(), torch.zeros(8)[::2], torch.zeros(1, 4)):
+        refused("sinks_H: expected contiguous float32", q, k, v, sinks_H=sinks)
     refused("k_GSD: expected contiguous float32", q, k[..., :8], v[..., :8])
     refused("v_GSD: expected contiguous float32", q, k, v[:, :-1])
     refused("a multiple of the cache's 2 heads, got 3", q[:, :3], k, v)
@@ -614,7 +619,7 @@ def test_custom_ops(name, impl, kept):
     arguments = (q, k, v, layout.positions_T, layout.token_starts, layout.trunk_seen_T,
                  layout.trunk_runs, layout.branch_slots_RW, layout.branch_positions_RW, layout.ancestry_TC)  # fmt: skip
     attention, write = (getattr(torch.ops.coppice, f"{name}_{impl}").default for name in ("tree_attention", "kv_write"))
-    for options in ((None,), (9,), (9, 2.0)):
+    for options in ((None,), (9,), (9, 2.0), (9, None, torch.randn(q.shape[1]))):
         torch.library.opcheck(attention, (*arguments, 0.25, *options))
     rows = torch.randn(len(q), k.shape[0], q.shape[2])
     slots = torch.arange(2, 2 + len(q))
@@ -629,7 +634,7 @@ def test_triton_custom_ops(device):
     f = forest(4, [(45, 0, 18, 6), (30, 30, 0, 0)])
     q, k, v = (x.nan_to_num(0).to(device) for x in cast(f, torch.float32)[0])
     arguments = triton.operands(q, k, v, f.layout.to(device))
-    for options in ((None,), (9,), (9, 2.0)):
+    for options in ((None,), (9,), (9, 2.0), (9, None, torch.randn(q.shape[1], device=device))):
         torch.library.opcheck(torch.ops.coppice.tree_attention_triton.default, (*arguments, 0.25, *options))
     rows = torch.randn(len(q), k.shape[0], k.shape[2], device=device)
     slots = torch.arange(2, 2 + len(q), device=device)

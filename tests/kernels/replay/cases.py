@@ -22,7 +22,7 @@ from kernels.kv_kinds import parts
 from kernels.linear import reference as products
 from kernels.linear.panels import STEPS, Packed, pack, pack_groups
 from kernels.rows import reference
-from kernels.rows.checks import ACTIVATIONS
+from kernels.rows.checks import ACTIVATIONS, GATES
 from kernels.short_conv import reference as convolutions
 from kernels.suffixes import BOUNDARY, Suffixes
 from kernels.suffixes import reference as texts
@@ -148,7 +148,7 @@ def gates(recording: Recording) -> None:
         for rows in (1, 3, 70) if width == 259 else (3,):
             x, of = draw(rows, 2 * width, dtype=dtype, scale=4.0), f"{name} {rows} x {width}"
             x[0, 0], x[-1, 0] = 1000, -1000
-            for number, activation in enumerate(ACTIVATIONS):
+            for number, activation in enumerate(ACTIVATIONS + GATES):
                 exact, plain = (reference.activation_mul(v, activation) for v in (x.double(), x))
                 out = written(blank(plain), exact, plain)
                 recording.add(f"{activation} {of}", "activation_mul", kind, 2, number, x, out, rows, width)
@@ -425,6 +425,12 @@ def tree_attention(recording: Recording) -> None:
         for kept in (None, torch.int8):
             name = f"{kind}, {rows} rows, cap {cap}, cache of {kept or dtype}"
             attention(recording, name, f, dtype, 30, kept=kept, cap=cap)
+    for (kind, _, dtype), rows in itertools.product(kinds(), (1, 3, 9)):
+        f = forest(rows, [(300, 0, 20, rows), (40, 9, 0, 0)], head_dim=33, padding=2)
+        for kept in (None, torch.int8):
+            sinks = torch.tensor([1.5, -2.0, 30.0, -torch.inf])
+            name = f"{kind}, {rows} rows, sinks, cache of {kept or dtype}"
+            attention(recording, name, f, dtype, 280, kept=kept, sinks=sinks)
     f = forest(6, [(70, 0, 33, 4)])
     f.cache.v_LGSD[..., 3] = math.nan
     attention(recording, "values of NaN", f, torch.float32)
@@ -439,15 +445,17 @@ def attention(
     threads: int = 2,
     kept: torch.dtype | None = None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ):
     (q, k, v), wide = ([x.nan_to_num(0.5), *others] for x, *others in cast(f, dtype, kept))  # the queries of padding
-    exact, plain = (tree_reference.tree_attention(*x, f.layout, 0.3, window, cap) for x in (wide, (q, k, v)))
+    exact, plain = (tree_reference.tree_attention(*x, f.layout, 0.3, window, cap, sinks) for x in (wide, (q, k, v)))
     off = (plain.double() - exact).abs()
     absolute = 2 * off[off.isfinite()].max().item() if off.isfinite().any() else 0.0
     seen = tree_native._seen(f.layout.seen)
-    asked = tree_native.problem(q, k, seen, 0.3, window, threads, cap)
+    asked = tree_native.problem(q, k, seen, 0.3, window, threads, cap, sinks)
     names = "positions", "starts", "seen", "runs", "branch_slots", "branch_positions", "ancestry"
-    pointer = Pointer(asked, dict(zip(names, f.layout.seen, strict=True)))
+    more = {} if sinks is None else {"sinks": sinks}
+    pointer = Pointer(asked, dict(zip(names, f.layout.seen, strict=True)) | more)
     out = Expected(blank(q), exact, absolute + 4e-6, 2 * torch.finfo(dtype).eps)
     recording.add(name, "tree_attention", pointer, q, k, v, out)
 
