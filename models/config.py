@@ -33,6 +33,7 @@ class Experts:
         choice_bias: the choice, and nothing else, adds a vector to the scores of experts.
         shared_width: inside an expert that all tokens have besides; 0: there is none.
         shared_gate: a matrix makes the weight of the shared expert; if not, it weighs 1.
+        bias: the matrices of experts, and the one that makes their scores, have biases.
     """
 
     count: int
@@ -42,6 +43,7 @@ class Experts:
     choice_bias: bool = False
     shared_width: int = 0
     shared_gate: bool = False
+    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -308,6 +310,8 @@ class Names:
         for (*up, down), width in every + ([(self.shared, mixed.shared_width)] if mixed.shared_width else []):
             shapes |= {f"{name}.weight": (2 * width // len(up), c.width) for name in up}
             shapes[f"{down}.weight"] = c.width, width
+        if mixed.bias:
+            shapes |= {f"{name.removesuffix('.weight')}.bias": shape[:1] for name, shape in shapes.items()}
         return shapes | ({f"{self.shared_gate}.weight": (1, c.width)} if mixed.shared_gate else {})
 
     def kinds(self, c: Config) -> dict[str, str]:

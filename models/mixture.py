@@ -28,11 +28,12 @@ class Mixture(nn.Module):
         mixed, layer = c.experts, names.layer.format(index)
         assert mixed is not None
         self.routing, self.activation = mixed.routing, c.activation
-        self.router = weights.linear(layer + names.router, exact=True)
+        self.router = weights.linear(layer + names.router, bias=mixed.bias, exact=True)
 
         def mlp(parts: Sequence[str]) -> nn.ModuleList:
             *up, down = (layer + part for part in parts)
-            return nn.ModuleList([weights.linear(*up), weights.linear(down)])  # type: ignore[list-item]
+            both = weights.linear(*up, bias=mixed.bias), weights.linear(down, bias=mixed.bias)
+            return nn.ModuleList(both)  # type: ignore[arg-type]
 
         self.experts = nn.ModuleList(mlp([part.format(i) for part in names.expert]) for i in range(mixed.count))
         self.shared = mlp(names.shared) if mixed.shared_width else None

@@ -389,6 +389,20 @@ def test_fields_of_experts(commands: Commands, folder: Path, monkeypatch: pytest
     commands.refuse(folder, 3, field, "config.json")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("swiglu_limit", 6.5), ("swiglu_alpha", "1.702"), ("num_local_experts", 1), ("sliding_window", None),
+     ("hidden_act", "gelu"), ("attention_bias", 1), ("layer_types", [])],
+)  # fmt: skip
+def test_fields_of_gpt_oss(commands: Commands, folder: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any):
+    monkeypatch.setattr(Checkpoint, "read", None)  # refused before a weight is looked at
+    monkeypatch.setattr(Checkpoint, "rows", None)
+    named = {"num_local_experts": "num_experts_per_tok", "layer_types": "the weights do not fit"}.get(field, field)
+    edit(folder / "config.json", **{"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "head_dim": 8,
+                                    "num_experts_per_tok": 2, field: value})  # fmt: skip
+    commands.refuse(folder, 3, named)
+
+
 def test_a_mixture_whose_experts_are_not_there(commands: Commands, folder: Path):
     edit(folder / "config.json", **MIXTURE)
     commands.refuse(folder, 3, "the weights do not fit the config", "mlp.experts.0.", str(folder))

@@ -293,10 +293,10 @@ class Checkpoint:
                 for name in group:
                     info = self.tensors[name]
                     found = opened.get_tensor(info.name or name)
-                    if info.part is not None:
-                        number, start, end = info.part
-                        found = found[number, start:end] if found.dim() == 3 else found
-                    out[name] = found
+                    try:
+                        out[name] = found if info.part is None else info.part.of(found)
+                    except IndexError:
+                        out[name] = found  # which has changed, as is found below
             except (SafetensorError, OSError) as error:
                 raise damaged(file, error) from error
         for name, tensor in out.items():

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +16,32 @@ from models.errors import CheckpointError, show
 from models.quantized.parts import Part
 
 
+class Cut(NamedTuple):
+    """Rows `first`, `first + step` and so on below `last` of a matrix, or elements of a vector, of a tensor of several.
+
+    Args:
+        number: of the matrix.
+        transposed: they are its columns.
+    """
+
+    number: int
+    first: int
+    last: int
+    step: int = 1
+    transposed: bool = False
+
+    def of(self, stored: Tensor) -> Tensor:
+        """A view of the tensor that has all of them."""
+        found = stored[self.number].T if self.transposed else stored[self.number]
+        return found[self.first : self.last : self.step]
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor as a header describes it. `packed`: the file has its values in a packed matrix alone.
 
     `name`: that of the file, where the model has another one for it.
-    `part`: it is rows [first, last) of a matrix of the file's tensor, which has several: number, first, last.
+    `part`: the part of the file's tensor that it is; None: all.
     """
 
     file: Path
@@ -28,7 +49,7 @@ class TensorInfo:
     dtype: torch.dtype
     packed: bool = False
     name: str = ""
-    part: tuple[int, int, int] | None = None
+    part: Cut | None = None
 
     @property
     def elements(self) -> int:

@@ -11,6 +11,7 @@ from models.errors import CheckpointError, nearest
 from models.families import (
     gemma,
     gpt2,
+    gpt_oss,
     granite,
     hunyuan,
     lfm2,
@@ -43,6 +44,7 @@ _CLASSES: list[type[Decoder]] = [
     mistral.Ministral3,
     mixtral.Mixtral,
     mixtral.PhiMoe,
+    gpt_oss.GptOss,
     smollm3.SmolLM3,
     granite.Granite,
     granite.GraniteMoe,

@@ -7,7 +7,7 @@ them with the headers) and makes a `GroupedWeight` of them, whose rows are read 
 from collections.abc import Callable
 
 from models.checkpoint.fields import Fields
-from models.quantized import awq, compressed, float8, gptq, own
+from models.quantized import awq, compressed, float8, gptq, mxfp4, own
 from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Part, Quantization, Scheme, Source, unsupported
 
 __all__ = ["EMBEDDING", "LINEAR", "METHODS", "TRANSPOSED", "Part", "Quantization", "Scheme", "Source", "quantization"]
@@ -18,6 +18,7 @@ METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "coppice": own.parse,
     "fp8": float8.parse,
     "gptq": gptq.parse,
+    "mxfp4": mxfp4.parse,
 }
 
 

@@ -187,7 +187,6 @@ def pack(**weights):
 UNREAD = {
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "torchao": {"quant_method": "torchao"},
-    "mxfp4": {"quant_method": "mxfp4"},
     "nvfp4": {"quant_method": "nvfp4"},
     "hqq": {"quant_method": "hqq"},
     "''": {"bits": 4},

@@ -1,0 +1,56 @@
+"""gpt-oss (OpenAI 2025): experts with clamped gates and biases in all layers, sinks of attention, windows in turns."""
+
+from models.checkpoint.fields import Fields
+from models.config import FULL, SLIDING, Config, experts, layer_types, rotary, windows
+from models.decoder import Decoder
+
+ALPHA, LIMIT = 1.702, 7.0  # of the gates: those of the kernels
+YARN = {  # where the config says nothing of rotary embeddings
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+class GptOss(Decoder):
+    """A mixture of experts whose matrices all have biases."""
+
+    architectures = ("GptOssForCausalLM", "GptOssForSequenceClassification")
+    default_eos_token_ids = frozenset([200002, 200012])
+    base = "model."
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if not fields.sub("rope_scaling") and not fields.sub("rope_parameters"):
+            fields = Fields({**fields.config, "rope_parameters": YARN}, fields.file)
+        fields.choice("hidden_act", ("silu", "swish"), default="silu")
+        for name, only in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
+            if fields.float(name, only) != only:
+                raise fields.error(name, f"{only:g}: other gates are not supported")
+        width = fields.int("intermediate_size", default=2880)
+        kv_heads = None if "num_key_value_heads" in fields.config else 8
+        head_dim = None if "head_dim" in fields.config else 64
+        shared = {"kv_heads": kv_heads, "head_dim": head_dim, "mlp_width": width, "theta": 150000.0}
+        options = rotary(fields, positions=131072, **shared)
+        layers = options["layers"]
+        kinds = layer_types(fields, [FULL if i % 2 else SLIDING for i in range(layers)])
+        window = fields.int("sliding_window", None if "sliding_window" in fields.config else 128, high=2**31)
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=True),
+            sinks=True,
+            windows=windows(fields, kinds, window),
+            experts=experts(
+                fields,
+                count=128,
+                chosen=4,
+                width=width,
+                layers=[True] * layers,
+                scores="softmax_of_chosen",
+                bias=True,
+            ),
+            **options | {"activation": "clamped_swiglu"},
+        )
