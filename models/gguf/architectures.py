@@ -18,7 +18,7 @@ from models.checkpoint.fields import Fields
 from models.checkpoint.files import open_regular
 from models.config import FULL, SLIDING
 from models.errors import nearest
-from models.gguf.experts import SIGMOID, experts
+from models.gguf.experts import SIGMOID, SOFTMAX_OF_CHOSEN, experts
 from models.gguf.reader import FETCH_AGAIN, GGUF
 from models.rope import RopeConfig, RotaryEmbedding
 
@@ -40,7 +40,7 @@ CAPS = "attn_logit_softcapping", "final_logit_softcapping"  # the same words
 READ = {  # those of the keys above that an architecture reads
     "granite": GRANITE.values(),
     "granitemoe": (*GRANITE.values(), "expert_count"),
-    **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe", "lfm2moe"), ("expert_count",)),
+    **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe", "lfm2moe", "gpt-oss"), ("expert_count",)),
     "gemma2": CAPS,
     "gemma3": CAPS[1:],
     "mistral3": ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
@@ -237,6 +237,16 @@ def _olmoe(file: GGUF, keys: Fields) -> dict[str, Any]:
     return config | width | mixed | norm | _named("OlmoeForCausalLM", "olmoe")
 
 
+def _gpt_oss(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config, mixed = _gated(file, keys, rotated="all"), experts(file, keys, scores=SOFTMAX_OF_CHOSEN)
+    config |= _windows(keys, keys.int("attention.sliding_window", 0, low=0, high=2**31), 2)
+    if config["rope_scaling"]:
+        config["rope_scaling"]["truncate"] = False  # as of the one model; the file does not say
+    more = {"intermediate_size": mixed.pop("moe_intermediate_size"), "num_local_experts": mixed.pop("num_experts")}
+    bias = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+    return config | more | mixed | bias | _named("GptOssForCausalLM", "gpt_oss")
+
+
 def _hunyuan(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _gated(file, keys, rotated="all") | {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
     return config | _named("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
@@ -309,6 +319,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "phi2": _phi2,
     "phi3": _phi3,
     "gpt2": _gpt2,
+    "gpt-oss": _gpt_oss,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

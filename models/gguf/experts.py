@@ -5,7 +5,7 @@ from typing import Any
 from models.checkpoint.fields import Fields
 from models.gguf.reader import FETCH_AGAIN, GGUF
 
-SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of what is made of the logits of experts
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what is made of the logits of experts
 
 
 def experts(file: GGUF, keys: Fields, *, scores: int = SOFTMAX, some: bool = False) -> dict[str, Any]:

@@ -66,6 +66,12 @@ _SHARED = {
     "blk.ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _LFM2_EXPERTS = {own: name.replace("mlp.", "feed_forward.") for own, name in _EXPERTS.items()}
+_GPT_OSS = {
+    **{name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"},
+    **_EXPERTS,
+    "blk.post_attention_norm": "post_attention_layernorm",
+    "blk.attn_sinks": "self_attn.sinks",
+}
 _PHI2 = {
     "output_norm": "model.final_layernorm",
     "blk.attn_output": "self_attn.dense",
@@ -81,6 +87,7 @@ NAMES = {
     "qwen2moe": _LLAMA | _EXPERTS | _SHARED,
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     "gpt2": _GPT2,
+    "gpt-oss": _GPT_OSS,
     "hunyuan-dense": _LLAMA | _HUNYUAN,
     "lfm2": _LFM2,
     "lfm2moe": _LFM2 | _LFM2_EXPERTS | {"blk.exp_probs_b": "feed_forward.expert_bias"},
@@ -104,5 +111,5 @@ def checkpoint_name(architecture: str, stored: str) -> str | None:
     if name is None:
         return None
     layers = "transformer.h" if architecture == "gpt2" else "model.layers"
-    name = name if name.endswith("expert_bias") else f"{name}.{end}"
+    name = name if name.endswith(("expert_bias", ".sinks")) else f"{name}.{end}"
     return name if layer is None else f"{layers}.{layer}.{name}"

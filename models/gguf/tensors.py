@@ -184,8 +184,8 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
     all have one tensor for the experts of a layer."""
     arch = file.fields().str("general.architecture")
     name = checkpoint_name(arch, own) or own
-    if EXPERT in name and len(entry.shape) == 3 and entry.shape[0] <= MOST_EXPERTS:
-        (count, *shape), rows = entry.shape, entry.shape[1]
+    if EXPERT in name and len(entry.shape) == 2 + name.endswith(".weight") and entry.shape[0] <= MOST_EXPERTS:
+        (count, *shape), rows = entry.shape, math.prod(entry.shape[1:-1])
         for number in range(count):
             start = entry.start + number * rows * entry.row_bytes
             named = name.format(number)

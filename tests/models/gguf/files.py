@@ -25,7 +25,7 @@ ARCHITECTURES = {
     },
     **{"gemma3_text": "gemma3", "hunyuan_v1_dense": "hunyuan-dense", "olmo3": "olmo2"},
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "mixtral": "llama"},
-    **{"granitemoe": "granitemoe", "lfm2_moe": "lfm2moe"},
+    **{"granitemoe": "granitemoe", "lfm2_moe": "lfm2moe", "gpt_oss": "gpt-oss"},
 }
 GOLDEN = Path(__file__).parents[2] / "golden"
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -34,6 +34,8 @@ PARTS = {  # of mixtures of experts, by the ends of their names in transformers
     **{f"{part}_proj.weight": f"ffn_{part}.weight" for part in ("gate", "up", "down")},  # of layers without them
     "gate.weight": "ffn_gate_inp.weight",
     "router.weight": "ffn_gate_inp.weight",
+    "router.bias": "ffn_gate_inp.bias",
+    "gate.bias": "ffn_gate_inp.bias",
     "expert_bias": "exp_probs_b.bias",
     "experts.down_proj": "ffn_down_exps.weight",
     "shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
@@ -110,12 +112,15 @@ class File:
             if self.arch.startswith("gemma") and name.endswith("norm.weight"):
                 values = values + 1
             mixed = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|feed_forward|block_sparse_moe)\.(.+)", name)
+            if mixed and self.arch == "gpt-oss" and "." not in mixed[2].removeprefix("experts."):
+                self._in_turns(f"blk.{mixed[1]}.ffn_", mixed[2], values)
+                continue
             if mixed and mixed[2] == "experts.gate_up_proj":
                 for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                     self.add(f"blk.{mixed[1]}.ffn_{part}_exps.weight", half, self.format)
                 continue
-            if mixed and (one := re.fullmatch(r"experts\.(\d+)\.(\w+)_proj\.weight", mixed[2])):
-                own.setdefault(f"blk.{mixed[1]}.ffn_{one[2]}_exps.weight", {})[int(one[1])] = values
+            if mixed and (one := re.fullmatch(r"experts\.(\d+)\.(\w+)_proj\.(weight|bias)", mixed[2])):
+                own.setdefault(f"blk.{mixed[1]}.ffn_{one[2]}_exps.{one[3]}", {})[int(one[1])] = values
                 continue
             if mixed and mixed[2] in PARTS and "num_experts_per_tok" in c:
                 values = values[0] if mixed[2] == "shared_expert_gate.weight" else values
@@ -132,18 +137,28 @@ class File:
                 values = permute(values, c.get("num_key_value_heads") or heads)
             key = names.get_name(name, try_suffixes=(".weight", ".bias"))
             key = "cls.output.weight" if name == "score.weight" else key
+            key = key if key.endswith((".weight", ".bias")) else f"{key}.weight"  # sinks
             vector = values.ndim == 1 or key == "position_embd.weight" or "shortconv.conv" in key
             usual = F32 if vector else self.format
             if values.shape[-1] % gguf.GGML_QUANT_SIZES[usual][0]:  # as llama-quantize does
                 usual = gguf.GGMLQuantizationType.Q8_0
             self.add(key, values, self.formats.get(key, usual))
         for name, matrices in own.items():
-            self.add(name, np.stack([matrices[i] for i in range(len(matrices))]), self.format)
+            format = self.format if name.endswith(".weight") else F32
+            self.add(name, np.stack([matrices[i] for i in range(len(matrices))]), format)
         if self.rope.get("rope_type") == "llama3":
             self.add(FACTORS[0], self._llama3())
         for name, key in zip(FACTORS[1:], ("long_factor", "short_factor"), strict=True):
             if key in self.rope:
                 self.add(name, np.array(self.rope[key], np.float32))
+
+    def _in_turns(self, layer, name, values):
+        """Tensors of all experts of a layer of gpt-oss, [in, out] with gates and ups in turns, and their biases."""
+        part, bias = name.removeprefix("experts.").partition("_proj")[::2]
+        values = values if bias else values.swapaxes(1, 2)
+        halves = {"gate": values[:, ::2], "up": values[:, 1::2]} if part == "gate_up" else {part: values}
+        for half, own in halves.items():
+            self.add(f"{layer}{half}_exps.{'bias' if bias else 'weight'}", own, F32 if bias else self.format)
 
     def add(self, name, values, format=F32):
         """A tensor of floats, in a format."""

@@ -33,6 +33,7 @@ FLOATS = [
         "mistral/ministral3",
     ),
     *(f"experts/{name}" for name in ("qwen2", "qwen3", "olmoe", "mixtral", "mixtral_window", "granite", "lfm2")),
+    *("gpt_oss/plain", "gpt_oss/full"),
 ]
 PROMPT = list(range(3, 30))
 
@@ -150,11 +151,28 @@ def test_formats_are_what_the_package_dequantises(variant, format, tmp_path):
 @pytest.mark.parametrize("format", ["F16", "Q4_1", "Q5_0", "Q6_K"])
 @pytest.mark.parametrize("variant", [
     "phi/plain", "phi3/plain", "gpt2/plain", "qwen2/tied", "qwen3/bias", "gemma/one", "gemma/two", "gemma/three",
-    "olmo/plain", "hunyuan/plain", "stablelm/plain", "lfm2/plain", "experts/qwen2", "experts/lfm2",
+    "olmo/plain", "hunyuan/plain", "stablelm/plain", "lfm2/plain", "experts/qwen2", "experts/lfm2", "gpt_oss/plain",
 ])  # fmt: skip
 def test_formats_of_families(variant, format, tmp_path):
     file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])
     same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
+
+
+def test_experts_in_mxfp4_as_files_have_them(tmp_path):
+    """Attention in Q8_0 beside them; the matrices are those of the file, exactly."""
+    source = random(tmp_path / "source", "gpt_oss/plain", **WIDE)
+    file = File(source, TYPES.MXFP4, {f"blk.{i}.attn_{part}.weight": TYPES.Q8_0 for i in range(3) for part in "qkv"})
+    same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
+    checkpoint = Checkpoint.open(tmp_path / "file.gguf")
+    assert checkpoint.config["rope_scaling"]["truncate"] is False
+    assert [kind[0] for kind in checkpoint.config["layer_types"]] == list("sfs")
+    for part in ("gate", "up", "down"):
+        name = f"model.layers.1.mlp.experts.4.{part}_proj.weight"
+        exact = file.floats(f"blk.1.ffn_{part}_exps.weight")[4]
+        weight = checkpoint.grouped(name, name, tuple(exact.shape), "Linear", biased=True)
+        assert weight and weight.floats().equal(exact)
+    engine = Engine.load(tmp_path / "file.gguf", kv_memory=1 << 22)
+    assert (engine.runner.model.stack is not None) == (not cpp.why_not())
 
 
 def test_mixed_formats_as_files_have_them(tmp_path):
