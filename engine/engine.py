@@ -101,7 +101,9 @@ class Engine:
         target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(options.reward):
             target.reward = options.reward
-        if drafter := chosen_drafter(options.drafts, target.runner, target.shard.size, target.model.tokenizer):
+        draft = models["draft"].runner if "draft" in models else None
+        of_target = target.runner, target.shard.size, target.model.tokenizer
+        if drafter := chosen_drafter(options.drafts, *of_target, draft):
             target.drafts = EngineDrafts(drafter)
         trim_memory()
         release_libraries()  # of what only loading uses

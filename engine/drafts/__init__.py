@@ -6,9 +6,10 @@ a node that was evaluated so, its row is known and no pass is needed. Rows do no
 guess changes an answer: a drafter may guess badly, but only time is lost.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass
@@ -72,4 +73,51 @@ class Drafter(Protocol):
                 `PrefixCache`; None: nothing is to be kept of the request, nor used of others.
             prompt: token ids, at least one.
         """
+        ...
+
+
+@dataclass
+class Wanted:
+    """A request's part of what a pass may draft, for a drafter that guesses for several at once.
+
+    Args:
+        request: the drafter's, which has learnt the text.
+        ahead: of each live node, see `RequestDrafter.draft`.
+        depth: of each live node the most tokens ahead of it; 0: none.
+        nodes: most nodes of each draft, at least 1.
+        sums: of each live node, where the search goes on with the greatest sums of these and log-probabilities.
+        width: with how many.
+        saving: seconds that a pass of the request takes, which true guesses save; 0: they are wanted at any cost.
+        spare: seconds that may be spent on reading what was generated since the drafter's latest guess.
+        odds: level of the drafts -> estimated probability that the search asks for nothing else there, for `sums`.
+        ends: tokens that end an output: they are not to be drafted.
+        states, after: of each live node the state of what constrains it, and the state after another token, see
+            `engine.rules.state.NodeStates`; None: nothing does.
+
+    Attributes:
+        passes: (number of the pass, tokens of this request, seconds) of passes of another model that were for it.
+        seconds: of these, but for reading the prompt.
+    """
+
+    request: RequestDrafter
+    ahead: Sequence[Sequence[int]]
+    depth: Sequence[int]
+    nodes: int
+    sums: Sequence[float] | None = None
+    width: int = 1
+    saving: float = 0.0
+    spare: float = math.inf
+    odds: Callable[[int], float] = lambda level: 1.0
+    ends: Collection[int] = ()
+    states: Sequence[Any] | None = None
+    after: Any = None
+    passes: list[tuple[int, int, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class JointDrafter(Drafter, Protocol):
+    """A drafter that guesses for all live nodes of all requests of a step at once."""
+
+    def draft_together(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[Draft]]:
+        """A draft for each live node of each request, in order."""
         ...

@@ -9,7 +9,9 @@ from engine.errors import UsageError
 NAMES = ("off", "auto", "ngrams", "suffix", "model")
 
 
-def chosen_drafter(named: str | Drafter, runner: Any, processes: int, tokenizer: Any = None) -> Drafter | None:
+def chosen_drafter(
+    named: str | Drafter, runner: Any, processes: int, tokenizer: Any = None, draft: Any = None
+) -> Drafter | None:
     """The drafter of an engine; None: nothing is drafted.
 
     Args:
@@ -17,6 +19,7 @@ def chosen_drafter(named: str | Drafter, runner: Any, processes: int, tokenizer:
         runner: the target's, see `engine.step.runner`.
         processes: that share the model.
         tokenizer: its tokenizer; None if it has none.
+        draft: the runner of a draft model; None without one.
 
     Raises:
         UsageError: there is no such drafter, or drafts do not ride along on this device.
@@ -44,9 +47,14 @@ def chosen_drafter(named: str | Drafter, runner: Any, processes: int, tokenizer:
 
         fingerprint = "" if tokenizer is None else tokenizer.fingerprint
         return SuffixDrafter(SuffixStore(runner.vocab_size, fingerprint))
-    if isinstance(named, str):
-        what = "a draft model drafts under --search dsbd only"
-        raise UsageError(f"drafts: {named} is not available: {what}", remedy="give suffix, ngrams or auto")
+    if named == "model":
+        from engine.drafts.model import ModelDrafter  # imports torch
+
+        if draft is None:
+            remedy = "give --draft DIR, a smaller one of the same tokenizer"
+            raise UsageError("drafts: model needs a draft model", remedy=remedy)
+        return ModelDrafter(draft)
+    assert not isinstance(named, str), named
     return named
 
 

@@ -27,6 +27,7 @@ class DraftSize:
     LEAST = (0.5, 0.2, 0.05)  # probabilities that nodes of several drafts have at least, of which the best is taken
     MOST_TOGETHER = 2.0  # times as often as hoped that passes are taken to be saved
     KINDS = 8  # classes of guesses, by their probability
+    HALF = 0.5  # probability that the drafts of a level are all that is asked for there, before anything is known
     PRIOR = 2.0  # guesses that a class starts with, as true as their probability
     INHERITED = 6.0  # most guesses that a class starts with after an earlier request
     MEMORY = 0.98  # weight of an outcome after the next one
@@ -45,6 +46,8 @@ class DraftSize:
         self.credit = self.FIRST  # time that drafts may lose, in steps
         self.hoped = 0.0  # passes that the drafts chosen last were expected to save, for several live nodes
         self.saved = self.hopes = self.PRIOR  # passes that such drafts have saved, and were expected to
+        self.levels = 0  # that `choose_levels` chose last
+        self.reached, self.whole = list[float](), list[float]()  # levels that were asked for; nothing else was asked
 
     def inherit(self, other: "DraftSize") -> None:
         """Begin with what an earlier request has learnt."""
@@ -54,6 +57,10 @@ class DraftSize:
         weight = min(1.0, self.INHERITED / other.hopes)
         self.hopes, self.saved, self.host = weight * other.hopes, weight * other.saved, other.host
         self.credit = min(self.FIRST, max(self.LEAST_FIRST, other.credit))
+        for reached, whole in zip(other.reached, other.whole, strict=True):
+            weight = min(1.0, self.INHERITED / reached)
+            self.reached.append(weight * reached)
+            self.whole.append(weight * whole)
 
     def wanted(self) -> int:
         """How many nodes to draft now."""
@@ -123,6 +130,40 @@ class DraftSize:
         self.wish = min(self.most, 2 * size + 2 * len(drafts))
         return best
 
+    def cost(self, rows: int) -> float:
+        """Seconds of a pass of so many tokens without drafts; 0 if none was measured, or time does not count."""
+        return 0.0 if self.seconds is None else self.seconds(rows)
+
+    def odds(self, level: int) -> float:
+        """The probability that a search asks for nothing but the drafted nodes at this level and those above it, from
+        earlier drafts of `choose_levels`."""
+        return math.prod([w / r for w, r in zip(self.whole[:level], self.reached[:level], strict=True)])
+
+    def choose_levels(self, drafts: Sequence[Draft], rows: int) -> Sequence[Sequence[int]]:
+        """Which nodes of each draft to evaluate, where those of a level are all that a search asks for there or not.
+
+        Args:
+            drafts: of the live nodes; some may be empty.
+            rows: tokens of the pass without drafts.
+        """
+        at = [levels_of(draft) for draft in drafts]
+        deepest = max([0, *(max(levels, default=0) for levels in at)])
+        while len(self.whole) < deepest:
+            self.whole.append(self.HALF * self.PRIOR)
+            self.reached.append(self.PRIOR)
+        best = deepest
+        if self.seconds is not None and (plain := self.seconds(rows)):
+            best, rate, gain, nodes = 0, 1 / (plain + self.host.seconds(1)), 1.0, 0
+            for level in range(1, deepest + 1):
+                nodes += sum(levels.count(level) for levels in at)
+                gain += self.odds(level)
+                cost = self.seconds(rows + nodes) + self.host.seconds(1 + nodes)
+                if nodes <= self.most and gain / cost > rate:
+                    best, rate = level, gain / cost
+            self.wish = min(self.most, len(drafts) * (best + 2))
+        self.levels = best
+        return [[i for i, level in enumerate(levels) if level <= best] for levels in at]
+
     def _chances(self, draft: Draft) -> list[float]:
         """The probabilities of a draft's nodes, corrected by what became of earlier guesses."""
         chances: list[float] = []
@@ -152,7 +193,12 @@ class DraftSize:
         self.true[kind] = self.MEMORY * self.true[kind] + came
 
     def note_together(self, saved: int) -> None:
-        """Note how many passes the drafts saved that `choose_together` chose last."""
+        """Note how many passes the drafts saved that were chosen last for several live nodes."""
+        for level in range(self.levels):
+            if saved >= level:
+                self.reached[level] = self.MEMORY * self.reached[level] + 1
+                self.whole[level] = self.MEMORY * self.whole[level] + (saved > level)
+        self.levels = 0
         if self.hoped:
             self.hopes = self.MEMORY * self.hopes + self.hoped
             self.saved = min(self.hopes * self.MOST_TOGETHER, self.MEMORY * self.saved + saved)

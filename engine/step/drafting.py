@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from engine.cache.drafts import DraftedNode
+from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate
 from engine.contract.checks import guarded_edit
 from engine.contract.top_sums import FoundSums, TopSums, find_top_sums, found_in_entries
-from engine.drafts import Draft, Drafter
+from engine.drafts import Draft, Drafter, Wanted
+from engine.drafts.model import ModelDrafts
 from engine.drafts.size import MAX_NODES, DraftSize
 from engine.errors import KVMemoryError
 from engine.rules.constrained import Constrained
@@ -97,6 +99,7 @@ class JobDrafts:
         time: of passes.
 
     Attributes:
+        beside: trees that the drafter has in the caches of other models; who has the request releases them.
         nodes, accepted, saved: drafted nodes; those whose rows the search asked for; passes that were saved.
     """
 
@@ -113,18 +116,20 @@ class JobDrafts:
         """Forget the tree: the search starts again."""
         if self.tree is not None:
             self.close(())
-        self.tree, self.request = None, None
+        self.tree, self.request, self.beside = None, None, list[TokenTree]()
         self.nodes = self.accepted = self.saved = 0
         self._learnt = 0  # tokens of the trunk that the drafter was told
         self._guesses: dict[int, tuple[Guesses, int]] = {}  # asked node -> its place in what was guessed around it
         self._host, self._rows, self._latest, self._since, self._planned = 0.0, 0, 0, 0, False  # of the latest pass
-        self._known = 0
+        self._known, self._live = 0, list[int]()
 
     def begin(self, tree: TokenTree) -> None:
         """Draft below the nodes of a tree that holds the prompt."""
         self.tree = tree
         with self._guarded():
             self.request = self.engine.drafter.open(self.salt, tree.trunk.tokens[: tree.prompt_length])
+            if isinstance(self.request, ModelDrafts):
+                self.beside = [self.request.tree]
 
     def close(self, tokens: Sequence[int]) -> None:
         """The request has ended with these tokens."""
@@ -145,46 +150,102 @@ class JobDrafts:
         try:
             yield
         except Exception as error:
-            self.request = None
-            if self.tree is not None:
-                self.tree.drop_drafts()
-            self.engine.failed(error)
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Go on without drafts after an error of the drafter."""
+        self.request = None
+        if self.tree is not None:
+            self.tree.drop_drafts()
+        for tree in self.beside:
+            tree.release()
+        self.engine.failed(error)
+
+    def give_way(self, pool: PagePool) -> bool:
+        """Free what a draft model holds of a pool, so that it drafts no more; whether that was anything."""
+        held = [tree for tree in self.beside if tree.pool is pool and tree.page_count]
+        if held and isinstance(self.request, ModelDrafts):
+            self.request.give_up()
+        return bool(held)
+
+    @property
+    def joint(self) -> bool:
+        """Whether the drafter guesses for several requests at once."""
+        return hasattr(self.engine.drafter, "draft_together")
 
     # --- before a pass ---
 
-    def extend(
+    def ask(
         self,
         chunk: Chunk,
         request: Evaluate,
         partial_answer: PartialRows | PartialSums,
         constrained: Constrained | None,
         known: int,
-        room: int,
-    ) -> Chunk:
-        """A chunk that completes a request, with drafted nodes below the nodes of the request. They have slots.
+    ) -> Wanted | None:
+        """Say what to draft below the nodes of a request that a chunk completes; None: nothing.
 
         Args:
             constrained: of a tree that has constraints.
             known: nodes of the request whose rows are known.
-            room: tokens that the pass has room for.
         """
-        if self.request is None or chunk.tree is not self.tree or request.hidden is not None or chunk.trunk_tokens > 1:
-            return chunk
+        tree = chunk.tree
+        if self.request is None or tree is not self.tree or request.hidden is not None or chunk.trunk_tokens > 1:
+            return None
         sums = isinstance(partial_answer, PartialSums)
-        if sums and constrained is not None and constrained.few.suffices(chunk.tree, request.nodes):
-            return chunk  # whole rows would be computed for the drafts alone
-        began, drafts = time.thread_time(), list[DraftedNode]()
+        if sums and constrained is not None and constrained.few.suffices(tree, request.nodes):
+            return None  # whole rows would be computed for the drafts alone
+        began = time.thread_time()
         self._settle(len(chunk), known)
+        self._live, asked = [], None
         with self._guarded():
             self._learn()
-            live = [node for node in request.nodes if chunk.tree.is_evaluated(node)]
+            live = [node for node in request.nodes if tree.is_evaluated(node)]
             if (wanted := self.size.wanted()) and live and len(live) <= MAX_NODES:
-                drafts = self._planted(chunk.tree, live, wanted, constrained, len(chunk), self._room(chunk.tree, room))
-                self._planned = True
-        self._latest, self.nodes = len(drafts), self.nodes + len(drafts)
+                states = None if constrained is None or not constrained.states.watches(tree) else constrained.states
+                asked = Wanted(
+                    self.request,
+                    [path_below(tree, node) for node in live],
+                    [max(0, self._reach(tree, node)) for node in live],
+                    max(1, wanted // len(live)),
+                    [*map(float, partial_answer.top_sums(live).sums)] if sums else None,
+                    len(live) if request.next is None else request.next.width,
+                    saving=self.size.cost(len(chunk)),
+                    spare=self.size.credit * self.size.cost(len(chunk)) if self.size.seconds else math.inf,
+                    odds=self.size.odds,
+                    ends=self.ends,
+                    states=None if states is None else [states.of(tree, node) for node in live],
+                    after=None if states is None else states.after,
+                )
+                self._live = live
         self._host = time.thread_time() - began
+        return asked
+
+    def guess(self, wanted: Wanted) -> list[Draft] | None:
+        """The drafts of this request, by its drafter alone; None if that fails."""
+        began, drafts = time.thread_time(), None
+        with self._guarded():
+            places = zip(wanted.ahead, wanted.depth, strict=True)
+            drafts = [wanted.request.draft(ahead, wanted.nodes, depth) if depth else Draft() for ahead, depth in places]
+        self._host += time.thread_time() - began
+        return drafts
+
+    def extend(self, chunk: Chunk, wanted: Wanted, drafts: Sequence[Draft], room: int) -> Chunk:
+        """A chunk with drafted nodes below the live nodes. They have slots.
+
+        Args:
+            wanted: returned by `ask` for the chunk.
+            drafts: for it.
+            room: tokens that the pass has room for.
+        """
+        began, planted = time.thread_time(), list[DraftedNode]()
+        with self._guarded():
+            planted = self._planted(chunk, wanted, drafts, self._room(chunk.tree, room))
+            self._planned = True
+        self._latest, self.nodes = len(planted), self.nodes + len(planted)
+        self._host += time.thread_time() - began + wanted.seconds
         table = chunk.tree.slots.table[0]
-        return replace(chunk, drafts=drafts, slots=[*chunk.slots, *(table[draft.slot] for draft in drafts)])
+        return replace(chunk, drafts=planted, slots=[*chunk.slots, *(table[draft.slot] for draft in planted)])
 
     def _settle(self, rows: int, known: int) -> None:
         """Account for the latest pass of the request, now that it needs another one."""
@@ -208,26 +269,19 @@ class JobDrafts:
         kept = sum(isinstance(node.row, WholeRow) for node in tree.drafts) + len(tree.drafts.rows)
         return max(0, min(room, free, ROWS_BYTES // (4 * self.vocab_size) - kept))
 
-    def _planted(
-        self, tree: TokenTree, live: Sequence[int], wanted: int, constrained: Constrained | None, rows: int, room: int
-    ) -> list[DraftedNode]:
-        """Draft below live nodes and take slots for what is worth a place in a pass; returns the new nodes."""
-        each = max(1, wanted // len(live))
-        states = None if constrained is None or not constrained.states.watches(tree) else constrained.states
-        drafts = []
-        for node in live:
-            draft, reach = Draft(), self._reach(tree, node)
-            if reach > 0:
-                assert self.request is not None
-                guessed = self.request.draft(path_below(tree, node), each, reach)
-                draft = self._sound(guessed, each, reach, tree.children(node))
-                if states is not None:
-                    draft = allowed(draft, states.of(tree, node), states.after)
+    def _planted(self, chunk: Chunk, wanted: Wanted, guessed: Sequence[Draft], room: int) -> list[DraftedNode]:
+        """Take slots for the guesses that are worth a place in a pass; returns the new nodes."""
+        tree, live, drafts = chunk.tree, self._live, list[Draft]()
+        for i, (node, guesses) in enumerate(zip(live, guessed, strict=True)):
+            draft = self._sound(guesses, wanted.nodes, wanted.depth[i], tree.children(node))
+            if wanted.states is not None:
+                draft = allowed(draft, wanted.states[i], wanted.after)
             drafts.append(draft)
-        for node, draft in zip(live, drafts, strict=True):
             self._guesses[node] = Guesses(draft), -1
+        by_level = self.joint and wanted.sums is not None and len(live) > 1
+        choose = self.size.choose_levels if by_level else self.size.choose_together
         planted: list[DraftedNode] = []
-        for node, draft, chosen in zip(live, drafts, self.size.choose_together(drafts, rows), strict=True):
+        for node, draft, chosen in zip(live, drafts, choose(drafts, len(chunk)), strict=True):
             placed: dict[int, DraftedNode | int] = {-1: node}
             for i in chosen:
                 if len(planted) < room and (parent := placed.get(draft.parents[i])) is not None:

@@ -34,6 +34,7 @@ from engine.errors import KVMemoryError, NumericsError
 from engine.rules.constrained import RowPlan
 from engine.step.crowding import check_share, who_gives_way
 from engine.step.drafting import JobDrafts
+from engine.step.guessing import Guessing
 from engine.step.interrupts import uninterrupted
 from engine.step.jobs import Batch, Job, Pending, Share, Work
 from engine.step.packing import Chunk
@@ -92,6 +93,8 @@ class Driver:
         if job.constrained is not None and (len(job.trees) == 1 or model == "draft"):
             job.constrained.states.watch(tree)
         job.trace.watch(tree, model)
+        if job.drafts is not None and job.drafts.tree is tree:
+            job.trees += job.drafts.beside
         return tree
 
     def spare(self, job: Job, pool: PagePool) -> int:
@@ -189,21 +192,17 @@ class Driver:
                 if room and job in self.running and (chunk := self._allocate(job, room)) is not None:
                     chosen.append((job, chunk))
                     room -= len(chunk)
-            for job, chunk in chosen:
-                if job in self.running and job.pending:  # it was not preempted since
-                    chunk = self._with_drafts(job, job.pending, chunk, room)
-                    room -= len(chunk.drafts)
-                    batch.add(job, chunk)
+            kept = [
+                (job, chunk) for job, chunk in chosen if job in self.running and job.pending
+            ]  # it was not preempted since
+            drafted = Guessing(kept, room)
+            for (job, _), chunk in zip(kept, drafted.chunks, strict=True):
+                batch.add(job, chunk)
+            batch.began += drafted.seconds
+            for tokens, seconds in drafted.passes:
+                self.work["draft"].add(int(tokens), seconds)
             batch.strategy = strategy_of(batch)
         return batch
-
-    @staticmethod
-    def _with_drafts(job: Job, pending: Pending, chunk: Chunk, room: int) -> Chunk:
-        """A chunk and the drafts that ride along, if it completes a request."""
-        if job.drafts is None or pending.left or pending.by_rope:
-            return chunk
-        job.drafts.charge.load = job.batch_load
-        return job.drafts.extend(chunk, pending.request, pending.partial, pending.constrained, len(pending.known), room)
 
     def _run(self, batch: Batch) -> Rows:
         """Evaluate a batch: rows, and whether each is finite. If that fails, its slots are released."""
@@ -318,7 +317,9 @@ class Driver:
 
     def _drop_drafts(self, pool: PagePool) -> bool:
         """Free what drafts hold of a pool; whether that was anything."""
-        return sum([tree.drop_drafts() for job in self.running for tree in job.trees if tree.pool is pool]) > 0
+        dropped = sum([tree.drop_drafts() for job in self.running for tree in job.trees if tree.pool is pool])
+        gone = [job.drafts.give_way(pool) for job in self.running if job.drafts is not None]
+        return dropped > 0 or any(gone)
 
     # --- the life of a job ---
 
@@ -515,7 +516,7 @@ class Driver:
             others[f"{name}_nodes_evaluated"] = done.tokens
             others[f"{name}_seconds"] = done.seconds
             pool = self.runners[name].pool
-            others[f"{name}_live_nodes_peak"] = max(t.peak_live for t in job.trees if t.pool is pool)
+            others[f"{name}_live_nodes_peak"] = max([t.peak_live for t in job.trees if t.pool is pool], default=0)
         return {
             "prompt_tokens": target.prompt_length,
             "reused_tokens": target.reused,

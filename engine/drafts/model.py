@@ -1,0 +1,363 @@
+"""Drafts by a smaller model of the same vocabulary: its likeliest continuations of every live node, level by level.
+
+Each request has a tree in the smaller model's cache, which follows the live nodes of the request's search and holds
+what was drafted below them. A level of the drafts of all requests is one pass of the smaller model. Where a search goes
+on with the best sums, as beam search does, a level has the nodes that the search would go on with if the smaller
+model's log-probabilities were the model's (the forest of DSBD, arXiv 2409.16560 section 3, with the best sums in place
+of draws); elsewhere each live node has its own likeliest continuation, and a single one alternatives besides.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.cache.tree import TokenTree
+from engine.contract.top_sums import TopSums
+from engine.drafts import Draft, Wanted
+from engine.errors import KVMemoryError
+from engine.step.packing import Chunk
+from engine.step.runner import Runner
+
+LEVELS = 8  # most tokens ahead
+CANDIDATES = 8  # best tokens of a row that are looked at
+OFFERED = 2  # children of a node that are drafted where one sequence goes on
+LEAST_CHANCE = 0.05  # the least probability of such a node
+MEASURED = 64  # most tokens of a pass whose time tells of passes of few
+CATCH_UP = 8  # tokens that are read whatever they cost
+
+
+class ModelDrafts:
+    """Drafts for one request; see `engine.drafts.RequestDrafter`. Whoever opened it releases its tree.
+
+    Args:
+        drafter: has the model.
+        salt: of cached prefixes, see `PrefixCache`.
+        prompt: token ids.
+
+    Attributes:
+        tree: in the smaller model's cache. Its nodes below the text are those of live nodes, and evaluated ones.
+        rows: evaluated node -> its best tokens with their log-probabilities, best first.
+    """
+
+    def __init__(self, drafter: "ModelDrafter", salt: str | None, prompt: Sequence[int]):
+        self.drafter, shape, pool = drafter, drafter.runner.model.shape, drafter.runner.pool
+        self.tree = TokenTree(pool, prompt, switch_length=shape.switch_length)
+        self.tree.salt = salt
+        self.rows: dict[int, list[tuple[int, float]]] = {}
+        self._end = self.tree.root  # of the text
+        self._vocab, switch = shape.vocab_size, shape.switch_length
+        self._longest = math.inf if shape.max_positions is None else shape.max_positions
+        if switch is not None:  # rotary embeddings do not change within a text that is drafted
+            self.tree.use_rope(len(prompt) > switch)
+            self._longest = self._longest if len(prompt) > switch else switch
+        self._fits = max(prompt) < self._vocab
+        if pool.prefixes is not None:
+            self.tree.reuse()
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        self._fits = self._fits and max(tokens, default=0) < self._vocab
+        if self._fits:
+            self._end = self.tree.grow_path(self._end, tokens)[-1] if tokens else self._end
+
+    def draft(self, ahead: Sequence[int], nodes: int, depth: int) -> Draft:
+        [[draft]] = self.drafter.draft_together([Wanted(self, [ahead], [depth], nodes)])
+        return draft
+
+    def close(self, tokens: Sequence[int]) -> None:
+        self.rows = {}
+
+    def give_up(self) -> None:
+        """Free all pages and draft no more."""
+        self._fits, self.rows = False, {}
+        self.tree.release()
+
+    def follow(self, ahead: Sequence[Sequence[int]]) -> list[int]:
+        """The nodes of live nodes in the tree, without rows yet if they are new; empty if they cannot be drafted.
+
+        What is below no live node is dropped.
+        """
+        tree = self.tree
+        if not self._fits or any(max(path, default=0) >= self._vocab for path in ahead):
+            return []
+        if tree.position(self._end) + max(map(len, ahead), default=0) + 1 >= self._longest:
+            return []
+        twins = [tree.grow_path(self._end, path)[-1] if path else self._end for path in ahead]
+        kept, below = {self._end: None}, [*twins]
+        for node in below:
+            kept[node] = None
+            below += tree.children(node).values()
+        tree.keep(kept)
+        self.rows = {node: row for node, row in self.rows.items() if node in kept}
+        return twins
+
+    def reach(self, ahead: Sequence[int]) -> int:
+        """How many tokens after a live node the model's context has room for."""
+        return int(min(LEVELS, self._longest - 1 - self.tree.position(self._end) - len(ahead)))
+
+
+class ForestHead(NamedTuple):
+    """A node whose children are drafted next.
+
+    Attributes:
+        live: the number of the live node that it is below.
+        place: its index in that node's draft; -1: the live node.
+        node: in the smaller model's tree; of a drafted node its parent's, until it is evaluated.
+        token: of a drafted node that is not evaluated; else None.
+        chance: probability of the path from the live node, by the smaller model.
+        total: the live node's sum and the log-probability of the path.
+        state: of the constraint.
+    """
+
+    live: int
+    place: int
+    node: int
+    token: int | None
+    chance: float
+    total: float
+    state: Any
+
+
+@dataclass
+class Forest:
+    """The drafts of one request while they grow.
+
+    Args:
+        wanted: of the request.
+        drafts: of its live nodes.
+        heads: nodes of the latest level that may have children.
+        level: of the drafts; 0: the live nodes.
+    """
+
+    wanted: Wanted
+    request: ModelDrafts
+    drafts: list[Draft]
+    heads: list[ForestHead]
+    level: int = 0
+
+    @staticmethod
+    def begin(wanted: Wanted) -> "Forest":
+        """A forest without drafts; without heads if nothing can be drafted."""
+        request, sums, states, ahead = wanted.request, wanted.sums, wanted.states, wanted.ahead
+        assert isinstance(request, ModelDrafts)
+        heads = [
+            ForestHead(i, -1, node, None, 1.0, 0.0 if sums is None else float(sums[i]), states and states[i])
+            for i, node in enumerate(request.follow(ahead))
+        ]
+        return Forest(wanted, request, [Draft() for _ in ahead], heads)
+
+    def unknown(self) -> list[int]:
+        """Grow the heads; returns those without a row."""
+        tree, rows = self.request.tree, self.request.rows
+        self.heads = [
+            head if head.token is None else head._replace(node=tree.child(head.node, head.token), token=None)
+            for head in self.heads
+        ]
+        unknown = [*dict.fromkeys(head.node for head in self.heads if head.node not in rows)]
+        for node in unknown:
+            if tree.is_evaluated(node):  # as the ancestor of a live node
+                tree.forget_row(node)
+        return unknown
+
+    def grow(self) -> None:
+        """Draft the next level below the heads, and make heads of its nodes."""
+        wanted, self.level = self.wanted, self.level + 1
+        found = [each for head in self.heads for each in self._children(head)]
+        if wanted.sums is not None and (len(wanted.ahead) > 1 or wanted.width > 1):
+            found.sort(key=lambda each: -each.total)
+            best, others = found[: wanted.width], []
+        else:
+            found.sort(key=lambda each: -each.chance)
+            best = [*{each.live: each for each in reversed(found)}.values()]
+            others = [each for each in found[1:OFFERED] if each.chance >= LEAST_CHANCE] if len(self.drafts) == 1 else []
+        self.heads = []
+        for goes_on, each in [*((True, each) for each in best), *((False, each) for each in others)]:
+            draft = self.drafts[each.live]
+            if len(draft.tokens) < wanted.nodes and each.token is not None:
+                draft.tokens.append(each.token)
+                draft.parents.append(each.place)
+                draft.scores.append(each.chance)
+                if goes_on and self.level < self._reach(each.live):
+                    self.heads.append(each._replace(place=len(draft.tokens) - 1))
+        self.heads = [head for head in self.heads if len(self.drafts[head.live].tokens) < wanted.nodes]
+
+    def _reach(self, live: int) -> int:
+        """How many levels a live node may have."""
+        return min(self.wanted.depth[live], self.request.reach(self.wanted.ahead[live]))
+
+    def _children(self, head: ForestHead) -> list[ForestHead]:
+        """The likeliest allowed tokens after a head; what is forbidden leaves its probability to the others."""
+        wanted, row = self.wanted, self.request.rows.get(head.node, ())
+        if self.level > self._reach(head.live):
+            return []
+        found, left = [], max(0.0, 1.0 - math.fsum(math.exp(logp) for _, logp in row))
+        for token, logp in row:
+            if token in wanted.ends:
+                continue
+            state = head.state
+            if state is not None and (state := wanted.after(state, token)).by_processor is None:
+                continue
+            found.append((token, logp, state))
+            left += math.exp(logp)
+        shift = math.log(left) if head.state is not None and left > 0 else 0.0
+        return [
+            ForestHead(
+                head.live, head.place, head.node, token, head.chance * math.exp(logp - shift), head.total + logp, state
+            )
+            for token, logp, state in found
+            if logp > -math.inf
+        ]
+
+    def worth(self, seconds: float) -> bool:
+        """Whether another level is worth a pass of the smaller model that takes so long."""
+        if self.level >= LEVELS:
+            return False
+        if not self.wanted.saving:
+            return True
+        if len(self.drafts) > 1 and self.wanted.sums is not None:
+            chance = self.wanted.odds(self.level + 1)
+        else:
+            by_live = [0.0] * len(self.drafts)
+            for head in self.heads:
+                by_live[head.live] += head.chance
+            chance = math.prod(by_live)
+        return chance * self.wanted.saving > seconds
+
+
+class ReadPart(NamedTuple):
+    """A request's part of a pass of the smaller model.
+
+    Attributes:
+        rows: nodes whose rows are wanted, and their places among the tokens of the chunk; none of a chunk that has not
+            all that they need.
+        whole: whether it has.
+        of_prompt: how many of the tokens belong to the prompt.
+    """
+
+    forest: Forest
+    chunk: Chunk
+    rows: list[tuple[int, int]]
+    whole: bool
+    of_prompt: int
+
+    @staticmethod
+    def take(forest: Forest, nodes: Sequence[int], room: int) -> "ReadPart | None":
+        """Take slots for what the rows of some nodes need, or for as much as there is room for; None for nothing. A
+        request that finds the cache full drafts no more."""
+        tree = forest.request.tree
+        trunk, branches = tree.pending(nodes)
+        taken = min(trunk, room)
+        some = branches[: room - taken]
+        if not taken and not some:
+            return None
+        before, whole = tree.trunk.cached, taken == trunk and len(some) == len(branches)
+        try:
+            chunk = Chunk(tree, taken, some, tree.allocate(taken, some))
+        except KVMemoryError:
+            forest.request.give_up()
+            return None
+        place = {tree.root: taken - 1} | {node: taken + i for i, node in enumerate(some)}
+        rows = [(node, place[node]) for node in nodes] if whole else []
+        of_prompt = max(0, min(tree.prompt_length, before + taken) - before)
+        return ReadPart(forest, chunk, rows, whole, of_prompt)
+
+
+class ModelDrafter:
+    """The drafter of an engine that has a draft model.
+
+    Args:
+        runner: the smaller model's. Its vocabulary is the model's.
+
+    Attributes:
+        passes: that it has run.
+    """
+
+    def __init__(self, runner: Runner):
+        self.runner, self.passes = runner, 0
+
+    def open(self, salt: str | None, prompt: Sequence[int]) -> ModelDrafts:
+        return ModelDrafts(self, salt, prompt)
+
+    @torch.inference_mode()
+    def draft_together(self, wanted: Sequence[Wanted]) -> list[list[Draft]]:
+        """See `JointDrafter`. A level of all drafts takes one pass."""
+        forests = [Forest.begin(each) for each in wanted]
+        growing = [forest for forest in forests if forest.heads and self._affordable(forest)]
+        while growing:
+            growing, others = self._read(growing), len(growing)
+            for forest in growing:
+                forest.grow()
+            growing = [each for each in growing if each.heads and each.worth(self._seconds(each) / others)]
+        return [forest.drafts for forest in forests]
+
+    def _seconds(self, forest: Forest) -> float:
+        """The time of a pass for the next level of a forest."""
+        return self.runner.time.seconds(len(forest.heads))
+
+    def _affordable(self, forest: Forest) -> bool:
+        """Whether the request may spend the time to read what was generated since it drafted last."""
+        tree = forest.request.tree
+        trunk, nodes = tree.pending([head.node for head in forest.heads])
+        tokens = trunk + len(nodes) - max(0, tree.prompt_length - tree.trunk.cached)
+        return tokens <= CATCH_UP or self.runner.time.seconds(tokens) <= forest.wanted.spare
+
+    def _read(self, forests: Sequence[Forest]) -> list[Forest]:
+        """Evaluate the heads of forests in one pass, as far as it has room; returns the forests whose heads have rows.
+
+        Of others a part of the text was read.
+        """
+        room, ready, parts = self.runner.budget, list[Forest](), list[ReadPart]()
+        try:
+            for forest in forests:
+                nodes = forest.unknown()
+                part = ReadPart.take(forest, nodes, room) if nodes else None
+                if part is not None:
+                    parts.append(part)
+                    room -= len(part.chunk)
+                if not nodes or (part is not None and part.whole):
+                    ready.append(forest)
+            if parts:
+                self._run(parts)
+        except BaseException:
+            for part in parts:
+                part.chunk.tree.release_slots(part.chunk.trunk_tokens, part.chunk.nodes)
+            raise
+        return ready
+
+    def _run(self, parts: Sequence["ReadPart"]) -> None:
+        """Run a pass, keep the best tokens of its rows, and note its time."""
+        began, runner, first = time.perf_counter(), self.runner, 0
+        owners, places = list[tuple[ModelDrafts, int]](), list[int]()
+        for part in parts:
+            for node, place in part.rows:
+                owners.append((part.forest.request, node))
+                places.append(first + place)
+            first += len(part.chunk)
+        for (request, node), row in zip(owners, self._best([part.chunk for part in parts], places), strict=True):
+            request.rows[node] = row
+        seconds = time.perf_counter() - began
+        self.passes += 1
+        if first <= MEASURED and not any(part.of_prompt for part in parts):
+            runner.time.note(first, seconds)
+        for part in parts:
+            tokens, wanted = len(part.chunk), part.forest.wanted
+            wanted.passes.append((self.passes, tokens, seconds))
+            wanted.seconds += seconds * (tokens - part.of_prompt) / first
+
+    def _best(self, chunks: Sequence[Chunk], places: Sequence[int]) -> list[list[tuple[int, float]]]:
+        """The best tokens of rows of a pass with their log-probabilities; none of a row that is not finite."""
+        runner, k = self.runner, min(CANDIDATES, self.runner.vocab_size)
+        if not places:
+            runner.forward(chunks)
+            return []
+        if runner.only_sums:
+            founds, finite = runner.evaluate_top_sums(chunks, places, [TopSums([0.0], k)] * len(places))
+            rows = [[*zip(found[1].int().tolist(), found[0].tolist(), strict=True)] for found in founds]
+        else:
+            logp_NV, finite, _ = runner.evaluate(chunks, places)
+            best = logp_NV.topk(k)
+            rows = [[*zip(*row, strict=True)] for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+        return [row if sound else [] for row, sound in zip(rows, finite, strict=True)]

@@ -1,0 +1,76 @@
+"""The drafts of all requests of a pass: a drafter that has a model guesses for all of its requests at once."""
+
+import time
+from collections.abc import Sequence
+
+from engine.drafts import Draft, Wanted
+from engine.step.jobs import Job, Work
+from engine.step.packing import Chunk
+
+
+class Guessing:
+    """Adds drafts to the chunks of a pass.
+
+    Args:
+        parts: the requests of a pass and their chunks, which have slots.
+        room: further tokens that the pass has room for.
+
+    Attributes:
+        chunks: with drafts.
+        passes: [tokens, seconds] of passes of a draft model.
+        seconds: of all guesses of drafters that guess for several requests at once.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Job, Chunk]], room: int):
+        self.passes, self.seconds = list[list[float]](), 0.0
+        asked = [self._ask(job, chunk) for job, chunk in parts]
+        guessed = self._guessed([(job, wanted) for (job, _), wanted in zip(parts, asked, strict=True) if wanted])
+        self.chunks: list[Chunk] = []
+        for (job, chunk), wanted in zip(parts, asked, strict=True):
+            if wanted is not None and job.drafts is not None and (drafts := guessed.get(id(wanted))) is not None:
+                chunk = job.drafts.extend(chunk, wanted, drafts, room)
+                room -= len(chunk.drafts)
+            self.chunks.append(chunk)
+
+    @staticmethod
+    def _ask(job: Job, chunk: Chunk) -> Wanted | None:
+        """Ask a request what to draft; None: nothing, or its chunk does not complete what it asks for."""
+        pending = job.pending
+        if job.drafts is None or pending is None or pending.left or pending.by_rope:
+            return None
+        job.drafts.charge.load = job.batch_load
+        return job.drafts.ask(chunk, pending.request, pending.partial, pending.constrained, len(pending.known))
+
+    def _guessed(self, asked: Sequence[tuple[Job, Wanted]]) -> dict[int, Sequence[Draft]]:
+        """The drafts for what is wanted, by its id; none where a drafter fails."""
+        found: dict[int, Sequence[Draft]] = {}
+        together: dict[int, list[tuple[Job, Wanted]]] = {}
+        for job, wanted in asked:
+            assert job.drafts is not None
+            if job.drafts.joint:
+                together.setdefault(id(job.drafts.engine.drafter), []).append((job, wanted))
+            elif (drafts := job.drafts.guess(wanted)) is not None:
+                found[id(wanted)] = drafts
+        for group in together.values():
+            found |= self._guessed_together(group)
+        return found
+
+    def _guessed_together(self, group: Sequence[tuple[Job, Wanted]]) -> dict[int, Sequence[Draft]]:
+        """The drafts of requests of one drafter that guesses for all at once."""
+        began, every = time.perf_counter(), [wanted for _, wanted in group]
+        try:
+            drafts = group[0][0].drafts.engine.drafter.draft_together(every)  # type: ignore[union-attr]
+            return {id(wanted): each for wanted, each in zip(every, drafts, strict=True)}
+        except Exception as error:
+            for job, _ in group:
+                assert job.drafts is not None
+                job.drafts.fail(error)
+            return {}
+        finally:
+            self.seconds += time.perf_counter() - began
+            passes: dict[int, list[float]] = {}
+            for job, wanted in group:
+                for number, tokens, seconds in wanted.passes:
+                    job.work.setdefault("draft", Work()).add(tokens, seconds)
+                    passes.setdefault(number, [0, seconds])[0] += tokens
+            self.passes += passes.values()
