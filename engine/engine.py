@@ -18,6 +18,7 @@ from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
 from engine.contract import ContinuationScore, Evaluate, Search, SearchResult
 from engine.drafts.choice import chosen_drafter
+from engine.drafts.requested import RequestedDrafters
 from engine.embeddings import embedding_of, embedding_requests, stacked
 from engine.errors import CoppiceError, UsageError, check_integer
 from engine.load.budget import allow
@@ -67,6 +68,7 @@ class Engine:
         self.companions: dict[str, Engine] = {}
         self.reward: RewardFunction | None = None  # instead of a model
         self.drafts: EngineDrafts | None = None  # guesses that ride along, see `LoadOptions`
+        self.drafters = RequestedDrafters()  # others, which requests choose
         self.observer: PhaseObserver | None = None  # is notified of the phases of each step
         self.load_seconds = 0.0
 
@@ -441,7 +443,7 @@ class Engine:
     def service(self) -> Service:
         """The loop that answers requests by this engine's models; `generate` and all others use one each."""
         others = {role: engine.model for role, engine in self.companions.items()}
-        models = Models(self.model, others, self.reward, self.drafts)
+        models = Models(self.model, others, self.reward, self.drafts, self.drafters)
         return Service(models, self.parallel, self.observer)
 
 

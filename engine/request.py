@@ -14,6 +14,8 @@ from engine.contract.checks import attributed, check_search
 from engine.contract.distinct import TEXT, check_distinct
 from engine.contract.scoring import Scoring
 from engine.contract.trace import Trace
+from engine.drafts import Drafter
+from engine.drafts.requested import RequestedDrafters
 from engine.errors import UsageError, check_flag, check_integer, shortened
 from engine.load.loading import LoadedModel
 from engine.load.options import RewardFunction
@@ -63,8 +65,9 @@ class Request(Rules):
         adapter: the name of an adapter that the engine has, or "none"; None takes its first one, if it has any.
         cache_salt: only requests with the same salt share cached prefixes. With a salt for each user, response times do
             not reveal what others have asked. None: the request neither uses nor leaves any. See `Engine.load`.
-        drafts: whether drafts may ride along in the request's passes, if the engine has a drafter, see `LoadOptions`.
-            Answers do not depend on it.
+        drafts: what drafts ride along in the request's passes: the engine's (True, see `LoadOptions`), none (False), or
+            those of a name of `LoadOptions.drafts` or of a `engine.drafts.Drafter`, whatever the engine has. Answers do
+            not depend on it.
     """
 
     prompt: Sequence[int] | str
@@ -82,7 +85,7 @@ class Request(Rules):
     parse_special: bool = False
     heal: bool = False
     distinct: str | None = None
-    drafts: bool = True
+    drafts: bool | str | Drafter = True
 
 
 class RequestOptions(TypedDict, total=False):
@@ -101,7 +104,7 @@ class RequestOptions(TypedDict, total=False):
     parse_special: bool
     heal: bool
     distinct: str | None
-    drafts: bool
+    drafts: bool | str | Drafter
     constraint: Constraint | None
     constraint_scores: str
     begin: str | bytes | None
@@ -215,12 +218,14 @@ class Models:
         others: by role: "draft", "reward".
         reward: a function instead of a reward model.
         drafts: guesses that ride along; None: none.
+        drafters: others, which requests may choose.
     """
 
     target: LoadedModel
     others: Mapping[str, LoadedModel] = field(default_factory=dict)
     reward: RewardFunction | None = None
     drafts: EngineDrafts | None = None
+    drafters: RequestedDrafters = field(default_factory=RequestedDrafters)
 
     @property
     def shard(self) -> Shard:
@@ -243,6 +248,7 @@ class Checked:
         stops: None without stop strings.
         constrained: edits its rows; None if nothing does. It belongs to one run of the request.
         healed: the end of the prompt's text that outputs begin with; "" if nothing was cut.
+        drafts: guesses that ride along; None: none.
     """
 
     request: Request
@@ -252,6 +258,7 @@ class Checked:
     stops: StopStrings | None = None
     constrained: Constrained | None = None
     healed: str = ""
+    drafts: EngineDrafts | None = None
 
     def text(self, tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
         """The text of an output, without stop strings."""
@@ -289,7 +296,9 @@ def check_request(models: Models, request: Request, share: float = 1.0) -> Check
         request.search.check(vocab_size, eos)
     constrained = request.at_work(ids, limit, vocab_size, eos, target.tokenizer)
     check_memory(target.runner.pool, request.search, len(ids), limit, share)
-    return Checked(request, ids, limit, eos, stops, constrained, healed)
+    drafts = models.drafters.of(request.drafts, models)
+    drafts = None if request.search.drafts_itself else drafts
+    return Checked(request, ids, limit, eos, stops, constrained, healed, drafts)
 
 
 def _heal(target: LoadedModel, request: Request, ids: list[int]) -> tuple[Request, list[int], str]:
@@ -356,7 +365,6 @@ def _check_fields(request: Request) -> None:
     """Check the fields that need no model, but for those of `Rules`. Raises UsageError."""
     check_stop(request.stop)
     check_flag("heal", request.heal)
-    check_flag("drafts", request.drafts)
     check_logprobs(request.logprobs)
     if not isinstance(request.cache_salt, str | None):
         raise UsageError(f"cache_salt: expected a text or None, got {request.cache_salt!r}")

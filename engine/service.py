@@ -296,10 +296,10 @@ class Service:
         )
         if request.logprobs is not None:
             job.kept = HiddenRows(target.runner, request.logprobs, checked.constrained)
-        if self.models.drafts is not None and request.drafts and not request.search.drafts_itself:
+        if checked.drafts is not None:
             runner = target.runner
             job.drafts = JobDrafts(
-                self.models.drafts, request.cache_salt, checked.limit, checked.eos, runner.vocab_size, runner.time
+                checked.drafts, request.cache_salt, checked.limit, checked.eos, runner.vocab_size, runner.time
             )
         entry.job, entry.trunk, entry.retire = self.driver.submit(job), None, None
 

@@ -30,7 +30,7 @@ from search.base import REGISTRY, chosen, make_search, parameters, paths
 MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
-LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs", "heal", "distinct", "adapter")
+LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs", "heal", "distinct", "adapter", "drafts")
 OPTIONS = (*LIMITS, *PLAIN_RULES, "parse_special")  # keys of params that belong to no search
 UNTRACEABLE = Scoring, TextVector  # they generate nothing
 READ_AHEAD = 64  # lines of a pipe

@@ -10,7 +10,12 @@ NAMES = ("off", "auto", "ngrams", "suffix", "model")
 
 
 def chosen_drafter(
-    named: str | Drafter, runner: Any, processes: int, tokenizer: Any = None, draft: Any = None
+    named: str | Drafter,
+    runner: Any,
+    processes: int,
+    tokenizer: Any = None,
+    draft: Any = None,
+    capacity: int | None = None,
 ) -> Drafter | None:
     """The drafter of an engine; None: nothing is drafted.
 
@@ -20,6 +25,7 @@ def chosen_drafter(
         processes: that share the model.
         tokenizer: its tokenizer; None if it has none.
         draft: the runner of a draft model; None without one.
+        capacity: of a suffix store; None: the usual one.
 
     Raises:
         UsageError: there is no such drafter, or drafts do not ride along on this device.
@@ -43,10 +49,10 @@ def chosen_drafter(
     if named == "ngrams":
         return NGramDrafter()
     if named == "suffix":
-        from engine.drafts.suffixes import SuffixDrafter, SuffixStore  # imports torch, which the flags do without
+        from engine.drafts.suffixes import CAPACITY, SuffixDrafter, SuffixStore  # torch, which the flags do without
 
         fingerprint = "" if tokenizer is None else tokenizer.fingerprint
-        return SuffixDrafter(SuffixStore(runner.vocab_size, fingerprint))
+        return SuffixDrafter(SuffixStore(runner.vocab_size, fingerprint, capacity or CAPACITY))
     if named == "model":
         from engine.drafts.model import ModelDrafter  # imports torch
 

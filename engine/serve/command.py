@@ -122,6 +122,7 @@ def each_model(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
         each.model, each.rerank_template = folder, template
         if found:  # companions and adapters are the first one's
             each.draft = each.reward = None
+            each.drafts = "off" if each.drafts == "model" else each.drafts
             each.adapter = []
         if args.kv_memory is not None:
             each.kv_memory = max(1, args.kv_memory // len(words))

@@ -174,6 +174,18 @@ def test_stop_bias_and_rules(server):
     assert ask(server, HOT, choices=["warm", "mild"], beams=2).choices[0].message.content in ("warm", "mild")
 
 
+def test_requests_choose_their_drafts(server):
+    found = {name: ask(server, HOT, beams=3, drafts=name) for name in ("off", "ngrams", "suffix", "model", False, True)}
+    assert len({reply.choices[0].message.content for reply in found.values()}) == 1
+    stats = {name: reply.coppice["stats"][0] for name, reply in found.items()}
+    drafted = [name for name in found if "drafted_nodes" in stats[name]]
+    assert drafted == ["ngrams", "suffix", "model"] and "draft_forward_passes" in stats["model"]
+    text = server.client.completions.create(
+        model="demo", prompt="The moon", max_tokens=6, temperature=0, extra_body={"drafts": "ngrams"}
+    )
+    assert "drafted_nodes" in text.coppice["stats"][0]
+
+
 def test_json(server):
     pytest.importorskip("llguidance", reason="needs the extra grammar")
     schema = {
@@ -255,6 +267,8 @@ def test_xtc_and_dry_by_the_names_of_llama_server(server, alone):
         ({"xtc_probability": 0.5, "beams": 2}, "xtc_probability", "has no such parameter"),
         ({"dry_base": 0.5}, "dry_base", "expected a number"),
         ({"distinct": "tokens"}, "distinct", "expected text or text-sum"),
+        ({"drafts": "fast"}, "drafts", "expected off, auto, ngrams, suffix or model, or a Drafter, true or false"),
+        ({"drafts": 1}, "drafts", "expected off, auto"),
         ({"n": 0}, "n", "n: expected an integer from 1"),
         ({"n": 3, "beams": 2}, "n", "n: expected an integer from 1 to 2, got 3"),
         ({"n": 2, "search": "greedy"}, "n", "'greedy' has no such parameter"),

@@ -1,0 +1,57 @@
+"""The drafters that requests choose by name, beside the one that the engine was loaded with."""
+
+from typing import Any
+
+from engine.drafts import Drafter
+from engine.drafts.backoff import NGramDrafter
+from engine.drafts.choice import check_drafter, chosen_drafter
+from engine.drafts.model import ModelDrafter
+from engine.drafts.suffixes import FIRST_CAPACITY, SuffixDrafter
+from engine.errors import UsageError, shortened
+from engine.step.drafting import EngineDrafts
+
+KINDS = {"ngrams": NGramDrafter, "suffix": SuffixDrafter, "auto": SuffixDrafter, "model": ModelDrafter}
+
+
+class RequestedDrafters:
+    """The drafters of an engine that its requests have chosen, each made at its first use."""
+
+    def __init__(self):
+        self._made: dict[
+            str, tuple[Any, EngineDrafts]
+        ] = {}  # name -> the draft model's runner, if any, and the drafter
+
+    def of(self, choice: Any, models: Any) -> EngineDrafts | None:
+        """The drafter for a request; None: nothing is drafted.
+
+        A choice by name is the engine's own drafter if that is of this kind. Suffixes of another engine come from few
+        ended requests.
+
+        Args:
+            choice: `Request.drafts`.
+            models: the `engine.request.Models` that answer.
+
+        Raises:
+            UsageError: there is no such drafter, no draft model, or drafts do not ride along here.
+        """
+        if isinstance(choice, bool):
+            return models.drafts if choice else None
+        try:
+            check_drafter(choice)
+        except UsageError as error:
+            raise UsageError(f"{error.what.split(', got ')[0]}, true or false, got {shortened(repr(choice))}") from None
+        own, draft = models.drafts, models.others.get("draft")
+        if isinstance(choice, str) and own is not None and isinstance(own.drafter, KINDS.get(choice, ())):
+            return own
+        runner = draft.runner if draft is not None and choice == "model" else None
+        if isinstance(choice, str) and choice in self._made and self._made[choice][0] is runner:
+            return self._made[choice][1]
+        target = models.target
+        of_target = target.runner, models.shard.size, target.tokenizer
+        drafter: Drafter | None = chosen_drafter(choice, *of_target, runner, FIRST_CAPACITY)
+        if drafter is None:
+            return None
+        made = EngineDrafts(drafter)
+        if isinstance(choice, str):
+            self._made[choice] = runner, made
+        return made
