@@ -38,6 +38,10 @@ void coppice_activation_mul(int64_t kind, int64_t threads, int64_t number, const
 void coppice_activation(int64_t kind, int64_t threads, int64_t number, const void* x, void* out, int64_t rows,
                         int64_t width);
 
+// x [rows, width] times the logistic function of gates, whose rows are `stride` apart; out may be x.
+void coppice_sigmoid_mul(int64_t kind, int64_t threads, const void* x, const void* gates, void* out, int64_t rows,
+                         int64_t width, int64_t stride);
+
 void coppice_log_softmax(int64_t kind, int64_t threads, const void* x, float* out, bool* finite, float* peaks,
                          int64_t rows, int64_t width, int64_t size);
 
@@ -291,9 +295,10 @@ struct Call {
     float scale, cap;
 };
 
-// `up` is the width of the product before an activation, `taps` that of short convolutions, 0: there are none.
+// `up` is the width of the product before an activation, `taps` that of short convolutions, 0: there are none; `gates`
+// are heads of gates before the queries, all heads' or none.
 struct Stack {
-    int64_t kind, element, heads, kv_heads, head_dim, width, mlp_width, up, taps, count;
+    int64_t kind, element, heads, kv_heads, gates, head_dim, width, mlp_width, up, taps, count;
     const Call* calls;
     float eps;
 };
@@ -314,7 +319,7 @@ struct Tail {
 };
 
 // x [T, E] is the stream and is changed. `attention` is that of every layer but for window, scale, cap and sinks; its queries
-// will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers with attention, rows
+// will lie in heads [T, gates + H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers with attention, rows
 // [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions. adapters_T [T] are numbers of
 // adapters; null: no token has one. `tail` may be null. Returns 0, and computes nothing, if a token's position has no
 // angles.

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FUSED = ("rms_norm", "layer_norm", "rotary", "activation", "activation_mul")  # compilers get their definitions to fuse
+FUSED = (
+    "rms_norm",
+    "layer_norm",
+    "rotary",
+    "activation",
+    "activation_mul",
+    "sigmoid_mul",
+)  # compilers get their definitions to fuse
 
 
 def register(name: str, run: Callable[..., Any], fake: Callable[..., Any], *, mutates: Sequence[str] = ()) -> None:

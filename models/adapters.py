@@ -241,6 +241,7 @@ def low_rank(
     *,
     small: bool,
     packed: bool,
+    order: Sequence[range] | None = None,
 ) -> LowRank | None:
     """An adapter of a matrix that these modules make, below each other; None if it changes none of them.
 
@@ -249,6 +250,7 @@ def low_rank(
         dtype, device: to compute in.
         small: see `Adapter.factors`.
         packed: for C++.
+        order: outputs of all modules in the matrix's order; None: as they are.
 
     Raises:
         CheckpointError: values that are not finite.
@@ -256,7 +258,10 @@ def low_rank(
     parts, first = [], 0
     for module in modules:
         if module in fitted.modules:
-            parts.append(adapter.factors(first, fitted.modules[module], dtype, small=small))
+            part = adapter.factors(first, fitted.modules[module], dtype, small=small)
+            own = [x for x in order or () if first <= x.start < first + outs[module][0]]
+            rows = [part.b_OR[x.start - first : x.stop - first] for x in own]
+            parts.append(part._replace(b_OR=torch.cat(rows)) if len(rows) > 1 else part)
         first += outs[module][0]
     if not parts:
         return None

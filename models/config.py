@@ -63,6 +63,8 @@ class Config:
         parallel: attention and MLP stand side by side and share the norm of the input.
         head_norms: queries and keys have norms of their own: "each" head by itself, or "all" heads as one row.
         norms_last: they are normed after they are rotated, not before.
+        query_gate: the matrix of queries makes as many gates: below the queries of each head, whose attention they let
+            through by the logistic function.
         gated: the MLP multiplies its activated half with the other half.
         experts: what some layers have in the place of the MLP; None: all have an MLP.
         attention_bias, out_bias, mlp_bias, head_bias: the matrices of queries, keys and values, the one after
@@ -103,6 +105,7 @@ class Config:
     final_norm: bool = True
     head_norms: Literal["", "each", "all"] = ""
     norms_last: bool = False
+    query_gate: bool = False
     attention_bias: bool = False
     out_bias: bool | None = None
     mlp_bias: bool = False
@@ -270,7 +273,8 @@ class Names:
                 shapes[f"{name}.bias"] = shape[:1]
 
         q, kv, up = c.heads * c.head_dim, c.kv_heads * c.head_dim, (2 if c.gated else 1) * c.mlp_width
-        qkv = (q, kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
+        queries = (2 if c.query_gate else 1) * q
+        qkv = (queries, kv, kv) if len(self.qkv) == 3 else (queries + 2 * kv,)
         for i in range(c.layers):
             layer = self.layer.format(i)
             for name, size in self.norms(c, i).items():

@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         ignored: tensors that a checkpoint may hold besides.
         base: begins the names of a save of the whole model; a save of the model without its head lacks it.
         config, shape: of this process's part of the model, see `models.sharding`.
-        shard: the place of this process among those that compute the model.
+        shard, part: the place of this process among those that compute the model, and what it has of it.
         rotaries: the rotary tables, as `Config.table` numbers them.
         before, after: the calls before the first layer, on a GPU, and after the last one.
         stack: all layers as one call, on a CPU; None where that has no operators.
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         stored = checkpoint.check(shapes, ignore=self.ignored, tied=tied, base=self.base, kinds=names.kinds(c))
         weights = reader(checkpoint, stored, shapes, dtype, device, quant)
         self.config = c = weights.divide(c)
-        self.shape, self.shard = ModelShape.of(c), weights.shard
+        self.shape, self.shard, self.part = ModelShape.of(c), weights.shard, weights.part
         self.embedding = weights.embedding(f"{names.embedding}.weight")
         scale = c.embedding_scale
         self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if c.rounded_scale else scale
@@ -223,8 +223,9 @@ class Decoder(nn.Module):
                     continue
                 matrix: Linear = call.matrix
                 options = {"small": is_small(matrix, self.dtype), "packed": has_kernels(self.dtype, device)}
+                order = self.part.qkv if call.target == "heads" else None
                 each = [
-                    low_rank(matrix.made_of, adapter, found, outs, self.dtype, device, **options)
+                    low_rank(matrix.made_of, adapter, found, outs, self.dtype, device, order=order, **options)
                     for adapter, found in zip(adapters, fitted, strict=True)
                 ]
                 if any(each):

@@ -34,6 +34,7 @@ class Attention(nn.Module):
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
         sinks = layer + names.sinks
         self.sinks_H = weights.vector(sinks, some=part.sinks, dtype=torch.float32) if c.sinks else None
+        self.gated = c.query_gate
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "out"."""
@@ -46,6 +47,8 @@ class Attention(nn.Module):
         yield Call("write", "heads")
         options = {"scale": self.scale, "window": self.window, "cap": self.cap, "sinks": self.sinks_H}
         yield Call("attend", "heads", "mixed", **options)
+        if self.gated:
+            yield Call("gate", "heads", "mixed")
         yield Call("product", "mixed", "out", matrix=self.out)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.kv_write import HeadTransform, kv_write, rotary_write
 from kernels.layout import KVCache, TreeLayout
 from kernels.low_rank import low_rank
-from kernels.rows import activation, activation_mul, add_norm, rotary
+from kernels.rows import activation, activation_mul, add_norm, rotary, sigmoid_mul
 from kernels.short_conv import short_conv
 from kernels.stack.calls import Call
 from kernels.tree_attention import tree_attention
@@ -29,10 +29,12 @@ class Registers(dict[str, Any]):
 
     Attributes:
         kept: the cache of the layer that runs.
+        gates_TM: those that lay before the queries of "heads".
         together: whether operators run together, see `fused`.
     """
 
     kept: Sequence[Tensor]
+    gates_TM: Tensor
 
     def __init__(
         self,
@@ -50,7 +52,9 @@ class Registers(dict[str, Any]):
         """Queries, keys and values; queries and keys stay one tensor if they are one and need not be apart."""
         H, G, parts = self.config.heads, self.config.kv_heads, self["heads"]
         if isinstance(parts, Tensor):
-            rows_THD = parts.unflatten(-1, (H + 2 * G, self.config.head_dim))
+            rows_THD = parts.unflatten(-1, (-1, self.config.head_dim))
+            if self.config.query_gate:
+                self.gates_TM, rows_THD = rows_THD[:, :H].flatten(1), rows_THD[:, H:]
             parts = rows_THD.split([H, G, G] if queries else [H + G, G], 1)
         elif queries and len(parts) == 2:
             parts = [*parts[0].split([H, G], 1), parts[1]]
@@ -127,6 +131,10 @@ def _adapt(call: Call, r: Registers) -> None:
 
 def _mix(call: Call, r: Registers) -> None:
     r[call.target] = call.mixture(r[call.source], r.impl)
+
+
+def _gate(call: Call, r: Registers) -> None:
+    r[call.target] = sigmoid_mul(r[call.target], r.gates_TM, impl=r.impl)
 
 
 # --- several calls as one, on a GPU ---
@@ -223,6 +231,7 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "add": _add,
     "adapt": _adapt,
     "mix": _mix,
+    "gate": _gate,
     "turns": _turn_and_write,
     "sums": _add_and_norm,
 }

@@ -35,11 +35,11 @@ def part(total: int, shard: Shard, unit: int = 1) -> range:
 
 @dataclass(frozen=True)
 class Partition:
-    """The part of a model that a process has. Ranges are None where it has all.
+    """The part of a model that a process has. Ranges are None where it has all, in their order.
 
     Args:
         config: of this part: heads, widths of MLP and convolutions are those of the process.
-        qkv, up, into: outputs of matrices that lie below each other.
+        qkv, up, into: outputs of matrices that lie below each other, in the order of the layer's.
         heads, inner, channels: inputs of the matrix after attention, after the MLP's activation, after a convolution;
             `channels` are also those of its own weights.
         sinks: of query heads.
@@ -72,7 +72,7 @@ class Partition:
             CheckpointError: heads that cannot be divided among so many processes.
         """
         if shard.size == 1:
-            return Partition(c)
+            return Partition(c, qkv=_qkv(c, range(c.heads), range(c.kv_heads)) if c.query_gate else None)
         if c.experts is not None:
             raise CheckpointError(
                 "mixtures of experts cannot be divided among processes", where=where, remedy="start one process"
@@ -89,7 +89,7 @@ class Partition:
         q_norm, k_norm = _times(heads, D), _times(kv, D)
         return Partition(
             replace(c, heads=len(heads), kv_heads=len(kv), mlp_width=len(inner), conv_width=len(channels)),
-            qkv=(q_norm, _after(k_norm, c.heads * D), _after(k_norm, (c.heads + c.kv_heads) * D)),
+            qkv=_qkv(c, heads, kv),
             up=(inner, _after(inner, M)) if c.gated else (inner,),
             into=[_after(channels, i * c.width) for i in range(3)],
             heads=q_norm,
@@ -115,6 +115,17 @@ def _check_heads(c: Config, shard: Shard, where: str) -> None:
             where=where,
             remedy=f"start one of {able} processes",
         )
+
+
+def _qkv(c: Config, heads: range, kv: range) -> list[range]:
+    """The outputs of queries, keys and values that some heads have; gates lie before the queries of all of them."""
+    D, keys = c.head_dim, _times(kv, c.head_dim)
+    if c.query_gate:
+        queries = [_after(range(D), (2 * head + half) * D) for half in (1, 0) for head in heads]
+    else:
+        queries = [_times(heads, D)]
+    first = (2 if c.query_gate else 1) * c.heads * D
+    return [*queries, _after(keys, first), _after(keys, first + c.kv_heads * D)]
 
 
 def _times(some: range, factor: int) -> range:

@@ -91,7 +91,7 @@ def twin_of(variant):
 def test_the_golden_files_are_there():
     assert {"llama/gqa", "llama/dynamic", "llama/yarn", "llama/llama3_v4", "opt/post_norm", "gpt2/plain"} <= {*VARIANTS}
     assert len(VARIANTS) + len(CLASSIFIERS) == len(EVERYTHING) and {*SHARED} <= {*VARIANTS}
-    families = ("opt", "gpt2", "phi", "phi3", "qwen2", "qwen3", "stablelm", "smollm3", "olmo", "hunyuan")
+    families = ("opt", "gpt2", "phi", "phi3", "qwen2", "qwen3", "qwen3_5", "stablelm", "smollm3", "olmo", "hunyuan")
     assert {f"{family}/classifier" for family in families} <= {*CLASSIFIERS}
 
 

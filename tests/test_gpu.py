@@ -17,7 +17,16 @@ pytestmark = [
 GOLDEN = Path(__file__).parent / "golden" / "llama"
 FAMILIES = [  # of each a variant with windows, layers without rotation, or whatever else is its own
     *("gemma/one", "gemma/two", "gemma/three", "gpt2/plain", "granite/plain", "hunyuan/plain", "lfm2/bias"),
-    *("mistral/ministral3", "olmo/olmo3", "opt/plain", "phi/plain", "phi3/plain", "qwen2/windows", "qwen3/windows"),
+    *(
+        "mistral/ministral3",
+        "olmo/olmo3",
+        "opt/plain",
+        "phi/plain",
+        "phi3/plain",
+        "qwen2/windows",
+        "qwen3/windows",
+        "qwen3_5/bias",
+    ),
     *("smollm3/windows", "stablelm/parallel"),
 ]
 

@@ -46,6 +46,7 @@ ADAPTERS = {  # name -> model, rank, alpha, modules, further options
     "gemma3_ends": ("gemma/three", 4, 8, ["embed_tokens", "q_proj"], {}),
     "gpt2_ends": ("gpt2/plain", 4, 8, ["wte", "lm_head"], {}),
     "opt_ends": ("opt/plain", 4, 8, ["embed_tokens", "fc1"], {}),
+    "qwen3_5_gates": ("qwen3_5/plain", 4, 8, ["q_proj", "v_proj"], {}),
 }
 
 

@@ -104,6 +104,18 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
     ...
 
 
+@operator
+def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, *, impl: str) -> Tensor:
+    """x times the logistic function of gates (Qiu et al., 2025, "Gated attention", equation 5).
+
+    Args:
+        x_NM: rows.
+        gate_NM: as many gates, in the dtype of x; rows may lie apart.
+    """
+    ...
+
+
+@operator
 def log_softmax(
     x_NV: Tensor, size: int, *, impl: str, out: LogSoftmax | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -103,6 +103,12 @@ def activation(x_NM: Tensor, name: str) -> None:
     vectors(x_NM)
 
 
+def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> None:
+    """Rows, and a gate for each of their elements."""
+    floats("x_NM", x_NM, 2)
+    expect("gate_NM", gate_NM, x_NM.dtype, x_NM.shape, x_NM.device, contiguous=False)
+
+
 def log_softmax(x_NV: Tensor, size: int, out: LogSoftmax | None = None) -> None:
     """Rows, a number of their elements, and where the results go."""
     count("size", x_NV, size)

@@ -116,6 +116,15 @@ Floats clamped_swiglu(Floats gate, Floats up) {
     return times_sigmoid(some, 1.702f * some) * (near + 1);
 }
 
+template <typename T>
+void sigmoid_mul(int64_t threads, const T* x, const T* gates, T* out, int64_t rows, int64_t width, int64_t stride) {
+#pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
+    for (int64_t r = 0; r < rows; r++)
+        each(width, [&](int64_t i, auto n) {
+            store(times_sigmoid(load(x + r * width + i, n), load(gates + r * stride + i, n)), out + r * width + i, n);
+        });
+}
+
 // The largest of some elements, of which `read` returns n from the i-th on.
 template <typename F>
 float peak_of(int64_t width, F read) {
@@ -412,6 +421,14 @@ extern "C" void coppice_activation_mul(int64_t kind, int64_t threads, int64_t nu
             const auto gated = [&](Floats gate, Floats up) { return run(gate) * up; };
             activate_mul(gated, threads, (const T*)x, (T*)out, rows, width);
         });
+    });
+}
+
+extern "C" void coppice_sigmoid_mul(int64_t kind, int64_t threads, const void* x, const void* gates, void* out,
+                                    int64_t rows, int64_t width, int64_t stride) {
+    with_type(kind, [&](auto type) {
+        typedef decltype(type) T;
+        sigmoid_mul(threads, (const T*)x, (const T*)gates, (T*)out, rows, width, stride);
     });
 }
 

@@ -67,6 +67,15 @@ def activation(x_NM: Tensor, name: str) -> Tensor:
     return out_NM
 
 
+def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
+    """See the front for arguments."""
+    native(x_NM)
+    x_NM, gate_NM = x_NM.contiguous(), gate_NM if gate_NM.stride(1) == 1 else gate_NM.contiguous()
+    out_NM = torch.empty_like(x_NM)
+    _run("sigmoid_mul", x_NM, x_NM, gate_NM, out_NM, *x_NM.shape, gate_NM.stride(0))
+    return out_NM
+
+
 def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """See the front for arguments."""
     native(x_NV)
@@ -201,6 +210,7 @@ register("layer_norm", layer_norm, like)
 register("rotary", rotary, like)
 register("activation_mul", activation_mul, lambda x_NM, name: _half(x_NM))
 register("activation", activation, like)
+register("sigmoid_mul", sigmoid_mul, like)
 register("log_softmax", log_softmax, _log_softmax_like)
 register("top_k", top_k, _pairs)
 register("top_sums", top_sums, _sums_like)

@@ -80,6 +80,11 @@ def activation(x_NM: Tensor, name: str) -> Tensor:
     return ACTIVATIONS[name](x_NM)
 
 
+def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
+    """See the front for arguments."""
+    return x_NM * gate_NM.sigmoid()
+
+
 def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """See the front for arguments; without peaks."""
     x_NV = x_NV.float()

@@ -55,6 +55,17 @@ def activation_mul(x_NM: Tensor, name: str) -> Tensor:
     return _gate(x_NM, name, gated=True)
 
 
+def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
+    """See the front for arguments."""
+    check_device(x_NM, gate_NM)
+    x_NM, gate_NM = _rows(x_NM), _rows(gate_NM)
+    N, M = x_NM.shape
+    out_NM = torch.empty(N, M, dtype=x_NM.dtype, device=x_NM.device)
+    grid = triton.cdiv(N, ROWS), triton.cdiv(M, BLOCK // 2)
+    _let_through[grid](x_NM, gate_NM, out_NM, N, x_NM.stride(0), gate_NM.stride(0), WIDTH=M, M=ROWS, BLOCK=BLOCK // 2)
+    return out_NM
+
+
 def log_softmax(x_NV: Tensor, size: int, out: LogSoftmax | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """See the front for arguments; two launches, so that a few rows keep a GPU busy."""
     check_device(x_NV)
@@ -289,6 +300,21 @@ def _activate(
         if KIND == 6:
             up_MB = tl.where(up_MB > 7, 7.0, tl.where(up_MB < -7, -7.0, up_MB)) + 1
         y_MB = cast(y_MB.to(tl.float32) * up_MB, dtype)
+    tl.store(out_ptr + n_M[:, None] * WIDTH + i_B[None, :], y_MB, mask=real_MB)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _let_through(
+    x_ptr, gate_ptr, out_ptr, N, stride_xn, stride_gn,
+    WIDTH: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of M rows, times the logistic function of their gates."""
+    n_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    i_B = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real_MB = (n_M < N)[:, None] & (i_B < WIDTH)[None, :]
+    x_MB = tl.load(x_ptr + n_M[:, None] * stride_xn + i_B[None, :], mask=real_MB, other=0.0).to(tl.float32)
+    gate_MB = tl.load(gate_ptr + n_M[:, None] * stride_gn + i_B[None, :], mask=real_MB, other=0.0).to(tl.float32)
+    y_MB = cast(x_MB * _sigmoid(gate_MB), out_ptr.dtype.element_ty)
     tl.store(out_ptr + n_M[:, None] * WIDTH + i_B[None, :], y_MB, mask=real_MB)
 
 

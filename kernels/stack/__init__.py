@@ -81,7 +81,9 @@ class Stack:
         self.head_dim = head_dim
         self.taps = max((len(call.norm.weight) for call in calls if call.code == "convolve"), default=0)
         up = max(((2 if call.gated else 1) * mlp_width for call in calls if call.code == "activate"), default=0)
-        every = (heads + 2 * kv_heads) * head_dim
+        self.gates = heads if any(call.code == "gate" for call in calls) else 0
+        self.every = self.gates + heads + 2 * kv_heads
+        every = self.every * head_dim
         widths = width, width, width, every, heads * head_dim, 3 * width, width, up, mlp_width
         self._head: tuple[Matrix, ctypes.Structure] | None = None  # the latest, and its structure of C++
         self._check(dict(zip(REGISTERS, widths, strict=True)))
@@ -89,7 +91,7 @@ class Stack:
         self.adapters = min((len(call.adapters) for call in calls if call.code == "adapt"), default=1)  # numbers
         self.attending, self.convolving = codes.count("attend"), codes.count("convolve")
         self._calls = (_STRUCTURES["Call"] * len(calls))(*map(_described, calls))
-        sizes = heads, kv_heads, head_dim, width, mlp_width, up, self.taps, len(calls)
+        sizes = heads, kv_heads, self.gates, head_dim, width, mlp_width, up, self.taps, len(calls)
         self.described = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, ctypes.addressof(self._calls), eps)
         tables = 1 + max((call.table for call in calls if call.code == "rotate"), default=-1)
         self.tables: Any = _STRUCTURES["Angles"] * tables
@@ -199,7 +201,7 @@ class Stack:
         if prepared.angles != [*map(id, angles)]:
             prepared.turn(angles)
         threads = prepared.problem.threads = torch.get_num_threads()
-        heads = torch.empty(T * (self.heads + 2 * self.kv_heads) * self.head_dim, dtype=self.dtype)
+        heads = torch.empty(T * self.every * self.head_dim, dtype=self.dtype)
         pointers = x_TE.data_ptr(), *prepared.pointers, heads.data_ptr()
         more = *prepared.sizes, self._adapted(layout, T), tail
         if not function("stack")(*prepared.structures, threads, *pointers, *more):
@@ -249,8 +251,8 @@ class _Prepared:
         for x in (cache.k_LGSD, cache.v_LGSD):
             expect("a stack's cache", x, kept, (stack.attending, stack.kv_heads, S, row_width(D, kept)), _CPU)
         conv = stack.convolved(cache, layout, T, S)
-        heads_THD = torch.empty(T, stack.heads + 2 * stack.kv_heads, D, dtype=stack.dtype, device="meta")
-        queries_THD = heads_THD[:, : stack.heads]
+        heads_THD = torch.empty(T, stack.every, D, dtype=stack.dtype, device="meta")
+        queries_THD = heads_THD[:, stack.gates : stack.gates + stack.heads]
         self.problem = native.problem(queries_THD, cache.k_LGSD, native.seen(layout, S), 1.0, None, 1)
         self.rotated, self.angles = stack.tables(), [-1]
         self.structures = *map(ctypes.addressof, (stack.described, self.problem, self.rotated)), len(self.rotated)

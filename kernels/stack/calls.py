@@ -10,7 +10,7 @@ REGISTERS = (
     "stream",  # E: what layers add to
     "read",  # E: the norm of the stream that a part reads; later the output of the MLP
     "out",  # E: the output of attention or of a convolution
-    "heads",  # (H + 2 G) D: queries, keys and values
+    "heads",  # (H + 2 G) D: queries, keys and values; (2 H + 2 G) D: gates before them
     "mixed",  # H D: what attention makes of the values
     "gates",  # 3 E: what a convolution reads
     "convolved",  # E
@@ -30,6 +30,7 @@ CODES = (
     "add",  # target += source
     "adapt",  # target += what the adapters of tokens make of source
     "mix",  # target = what the experts of `mixture` make of source
+    "gate",  # target *= the logistic function of the gates in source
 )
 
 

@@ -31,7 +31,7 @@ void multiply_by(float factor, T* x, int64_t size) {
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
 enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, CODES };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, CODES };
 
 // What has a clock: the codes, then the product of the head, and top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
@@ -61,7 +61,9 @@ struct Pass {
     char *k, *v, *rows;  // of the layer that comes next
     const int64_t kept;
     const int64_t *ancestors_TN, *adapters_T;
-    const int64_t turned = s.heads + s.kv_heads, every = turned + s.kv_heads, head = s.head_dim * s.element;
+    const int64_t turned = s.heads + s.kv_heads, every = s.gates + turned + s.kv_heads;
+    const int64_t head = s.head_dim * s.element;
+    char *const queries = heads_THD + s.gates * head, *const keys = queries + s.heads * head;
     const std::unique_ptr<char[]> read_TE = room(s.width), out_TE = room(s.width);
     const std::unique_ptr<char[]> mixed_THD = room(s.taps ? std::max(s.heads * s.head_dim, s.width) : s.heads * s.head_dim);
     const std::unique_ptr<char[]> gates_TF = room(s.taps ? 3 * s.width : 0);
@@ -113,28 +115,28 @@ struct Pass {
     }
 
     void run(const Call& c) {
-        char *source = at[c.source], *target = at[c.target], *keys = heads_THD + s.heads * head;
+        char *source = at[c.source], *target = at[c.target];
         switch (c.code) {
             case NORM:
                 return normalize(c.norm, source, target);
             case PRODUCT:
                 return coppice_linear(s.kind, threads, &c.matrix, source, target, tokens);
             case HEAD_NORMS:
-                normalize_heads(c.norm, c.all_heads, source, s.heads);
+                normalize_heads(c.norm, c.all_heads, queries, s.heads);
                 return normalize_heads(c.more, c.all_heads, keys, s.kv_heads);
             case ROTATE: {
                 const Angles& a = angles[c.table];
-                if (a.query_cos == a.cos) return rotate(source, a.cos, a.sin, a.dims, turned);
-                rotate(source, a.query_cos, a.query_sin, a.dims, s.heads);
+                if (a.query_cos == a.cos) return rotate(queries, a.cos, a.sin, a.dims, turned);
+                rotate(queries, a.query_cos, a.query_sin, a.dims, s.heads);
                 return rotate(keys, a.cos, a.sin, a.dims, s.kv_heads);
             }
             case WRITE:
-                return write(keys, heads_THD + turned * head);
+                return write(keys, keys + s.kv_heads * head);
             case ATTEND: {
                 const int64_t row = attention.cache == INT8 ? s.head_dim + SCALE_BYTES : head;
                 attention.window = c.window, attention.scale = c.scale, attention.cap = c.cap;
                 attention.sinks = c.sinks;
-                coppice_tree_attention(&attention, source, k, v, target);
+                coppice_tree_attention(&attention, queries, k, v, target);
                 k += s.kv_heads * slots * row, v += s.kv_heads * slots * row;
                 return;
             }
@@ -160,6 +162,9 @@ struct Pass {
                 return;
             case MIX:
                 return coppice_experts(s.kind, threads, c.mixture, source, target, tokens);
+            case GATE:
+                return coppice_sigmoid_mul(s.kind, threads, target, source, target, tokens, s.heads * s.head_dim,
+                                           every * s.head_dim);
         }
     }
 };

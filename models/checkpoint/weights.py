@@ -4,7 +4,9 @@ A process that computes a model with others reads its part of each.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +150,7 @@ class Weights:
         exact: bool = False,
     ) -> Linear:
         own = bias and ins is None  # a sum over processes gets its bias after it is made
-        biases = [_cut(self._read(f"{name}.bias"), some) for name, some in pieces] if own else None
+        biases = [_cut(found, some) for found, some in self._parts(pieces, "bias")] if own else None
         outs = sum(self.shapes[f"{name}.weight"][transposed] for name in names)
         quant = "none" if exact else format_of(self.quant, outs, head=tuple(names) == (HEAD,))
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
@@ -182,7 +184,7 @@ class Weights:
             weights = iter([unpacked(packed)])
         else:
             # Read one after the other by whoever takes them, so that their pages of the file can go when copied.
-            read = ((self._read(f"{name}.weight"), some) for name, some in pieces)
+            read = self._parts(pieces, "weight")
             if transposed:
                 weights = (_cut(weight, ins, some).T for weight, some in read)
             else:
@@ -219,6 +221,13 @@ class Weights:
                 what = f"{module} cannot be divided among {self.shard.size} processes: {error}"
                 raise CheckpointError(what, where=str(self.checkpoint.folder), remedy=remedy) from None
         return found if any(found) else []
+
+    def _parts(self, pieces: Sequence[tuple[str, range | None]], kind: str) -> Iterator[tuple[Tensor, range | None]]:
+        """The tensor of each piece; one that several are parts of is read once."""
+        for name, those in groupby(pieces, key=itemgetter(0)):
+            found = self._read(f"{name}.{kind}")
+            for _, some in those:
+                yield found, some
 
     def _read(self, name: str) -> Tensor:
         name = self.stored.get(name, name)

@@ -102,6 +102,16 @@ def test_activation(dtype, name, width):
     no_worse(rows.activation(x, name, impl="cpp"), dtype, exact, plain)
 
 
+@DTYPES
+@pytest.mark.parametrize("width", [1, 16, 40, 2048])
+def test_sigmoid_mul(dtype, width):
+    wide = draw(15, 3 * width, dtype=dtype) * 4
+    for x, gate in ((wide[:, :width], wide[:, width : 2 * width]), (wide[:, ::3], wide[:, 1::3])):
+        gate[0, 0], gate[1, 0], gate[2, 0] = 1000, -1000, 0
+        exact, plain = reference.sigmoid_mul(x.double(), gate.double()), reference.sigmoid_mul(x, gate)
+        no_worse(rows.sigmoid_mul(x, gate, impl="cpp"), dtype, exact, plain)
+
+
 @pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_activation_of_every_size(name):
     """For each sign and magnitudes from 1e-30 to 1e30 the error is a few roundings, to where the value dwindles."""
@@ -155,6 +165,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype, bad):
         rows.layer_norm(x, torch.ones(40, dtype=dtype), torch.zeros(40, dtype=dtype), 1e-5, impl="cpp"),
         *(rows.activation(x, name, impl="cpp") for name in reference.ACTIVATIONS if name != "tanh" or bad != math.inf),
         rows.activation_mul(x, "silu", impl="cpp"),
+        rows.sigmoid_mul(x, torch.ones_like(x), impl="cpp"),
         rows.rotary(x.view(4, 4, 10), cos, sin, impl="cpp").flatten(1),
     ):
         assert y.isfinite().all(-1).tolist() == [True, True, False, True]
@@ -189,6 +200,7 @@ def test_cpp_refuses_what_it_cannot_do():
         lambda: rows.activation(x.double(), "gelu", impl="cpp"),
         lambda: rows.rotary(x.double().view(2, 1, 8), cos.double(), cos.double(), impl="cpp"),
         lambda: rows.activation_mul(x.double(), "silu", impl="cpp"),
+        lambda: rows.sigmoid_mul(x.double(), x.double(), impl="cpp"),
         lambda: rows.top_k(x.double(), 2, impl="cpp"),
         lambda: rows.top_k(x.to("meta"), 2, impl="cpp"),
         lambda: rows.at_least(x.double(), 0.5, 2, impl="cpp"),
@@ -380,6 +392,7 @@ def test_custom_ops():
     cos, sin = draw(5, 4), draw(5, 4, seed=1)
     calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "top_k": (x, 3)}
     calls |= {"layer_norm": (x, weight, weight, 1e-5), "activation": (x, "gelu"), "activation_mul": (x, "silu")}
+    calls["sigmoid_mul"] = x[:, :8], x[:, 8:]
     calls["at_least"] = (torch.log_softmax(x, -1), -9.0, 3)
     calls["top_sums"] = (x, [0.0, 1.0, 2.0, 3.0, 4.0], 3, reference.peaks(x))
     calls["log_softmax"] = (x, 15)

@@ -94,6 +94,18 @@ def test_activations(name, count, width, dtype, device):
 
 @DEVICES
 @DTYPES
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (18, 600)])
+def test_gates(count, width, dtype, device):
+    wide = draw(count, 3 * width, dtype=dtype) * 4
+    wide[0, width] = 200
+    wide[-1, -1] = -40
+    x, gate = wide[:, :width], wide[:, 2 * width :]
+    found = rows.sigmoid_mul(x.to(device), gate.to(device), impl="triton")
+    no_worse(found, reference.sigmoid_mul(x, gate), reference.sigmoid_mul(x.double(), gate.double()))
+
+
+@DEVICES
+@DTYPES
 @pytest.mark.parametrize(("count", "width", "size"), [(1, 100, 97), (18, 4500, 4400), (2, 129, 129)])
 def test_log_softmax(count, width, size, dtype, device):
     x = draw(count, width + 3, dtype=dtype)[:, :width] * 5

@@ -37,7 +37,7 @@ SIZES = {
 VARIANTS = [
     *("opt/plain", "opt/no_biases", "opt/no_affine", "gpt2/plain", "gpt2/unscaled", "gpt2/gelu", "gpt2/wide"),
     *("opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/plain", "phi/gqa", "phi/partial", "phi/qk_layernorm"),
-    *("phi3/plain", "phi3/window", "qwen3/plain", "qwen3/windows", "qwen3/bias"),
+    *("phi3/plain", "phi3/window", "qwen3/plain", "qwen3/windows", "qwen3/bias", "qwen3_5/plain", "qwen3_5/bias"),
     *("qwen2/windows", "mistral/ministral", "stablelm/plain", "stablelm/parallel"),
     *("mistral/ministral3", "smollm3/plain", "granite/plain", "olmo/olmo3", "hunyuan/plain"),
     *("lfm2/plain", "lfm2/bias", "lfm2/one_tap"),
@@ -107,6 +107,8 @@ OPTIONS = {
     "three tables": {"ropes": ROPES},
     "gelu": {"activation": "gelu_tanh"},
     "bias of queries": {"attention_bias": True, "out_bias": False},
+    "gates": {"query_gate": True, "head_norms": "each", "plus_one": True},
+    "gates, bias": {"query_gate": True, "attention_bias": True},
     "cap": {"attention_cap": 2.0, "windows": (7, None, 3)},
     "sinks": {"sinks": True, "windows": (7, None, 3)},
 }
@@ -170,7 +172,8 @@ def test_logits_and_embedding_take_their_multipliers(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "variant", ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows", "lfm2/bias", "gemma/two"]
+    "variant",
+    ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows", "qwen3_5/bias", "lfm2/bias", "gemma/two"],
 )
 def test_an_int8_cache_of_other_families(variant, monkeypatch):
     check(GOLDEN / variant, ("float32", "none", "int8"), monkeypatch)

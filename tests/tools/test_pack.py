@@ -24,6 +24,7 @@ FAMILIES = [
     "phi/plain",
     "phi3/plain",
     "qwen3/bias",
+    "qwen3_5/bias",
 ]
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")

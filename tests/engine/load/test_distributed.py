@@ -60,6 +60,7 @@ VARIANTS = (
     "phi3/longrope",
     "qwen2/plain",
     "qwen3/plain",
+    "qwen3_5/bias",
     "smollm3/plain",
     "stablelm/parallel",
     "quantized/gptq_conv1d",

@@ -38,10 +38,18 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "llama"
 
 FAMILIES = [  # of each a variant with windows, layers without rotation, or whatever else is its own
     *("gemma/one", "gemma/two", "gemma/three", "granite/plain", "hunyuan/plain", "lfm2/plain", "mistral/ministral"),
-    *("mistral/ministral3", "olmo/plain", "olmo/olmo3", "qwen2/windows", "qwen3/windows", "smollm3/windows"),
+    *(
+        "mistral/ministral3",
+        "olmo/plain",
+        "olmo/olmo3",
+        "qwen2/windows",
+        "qwen3/windows",
+        "qwen3_5/bias",
+        "smollm3/windows",
+    ),
     *("stablelm/parallel", "wrapped/gemma3"),
 ]
-ONE_PER_OPTION = "gemma/two", "granite/plain", "lfm2/plain", "smollm3/windows", "stablelm/parallel"
+ONE_PER_OPTION = "gemma/two", "granite/plain", "lfm2/plain", "qwen3_5/bias", "smollm3/windows", "stablelm/parallel"
 
 
 class Recorder:
