@@ -111,7 +111,8 @@ def load(folder: Path) -> Any:
     config = json.loads((folder / "config.json").read_text())
     architecture = config["architectures"][0]
     # Its other products of experts round in another way.
-    eager = {"experts_implementation": "eager"} if config.get("num_experts_per_tok") else {}
+    mixed = {**config, **config.get("text_config", {})}.get("num_experts_per_tok")
+    eager = {"experts_implementation": "eager"} if mixed else {}
     kinds = {"SequenceClassification": AutoModelForSequenceClassification,
              "ConditionalGeneration": AutoModelForImageTextToText}  # fmt: skip
     kind = kinds.get(architecture.rpartition("For")[2], AutoModelForCausalLM)

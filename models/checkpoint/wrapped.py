@@ -65,6 +65,7 @@ TEXT_MODELS = {
     "qwen2_5_vl_text": _QWEN_VL,
     "qwen3": TextModel("Qwen3ForCausalLM", (151936, 4096, 22016, 32, 32)),
     "qwen3_5_text": TextModel("Qwen3_5ForCausalLM", (248320, 4096, 12288, 32, 16)),
+    "qwen3_5_moe_text": TextModel("Qwen3_5MoeForCausalLM", (248320, 2048, 512, 40, 16)),
     "qwen3_vl_text": TextModel("Qwen3ForCausalLM", (151936, 4096, 22016, 32, 32), {"rope_theta": 5e5}),
     "smollm3": TextModel("SmolLM3ForCausalLM", (128256, 2048, 11008, 36, 16)),
     "stablelm": TextModel("StableLmForCausalLM", (50304, 2560, 6912, 32, 32)),

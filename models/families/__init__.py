@@ -40,6 +40,8 @@ _CLASSES: list[type[Decoder]] = [
     qwen2.Qwen2,
     qwen3.Qwen3,
     qwen3_5.Qwen35,
+    qwen3_5.Qwen35Moe,
+    qwen3_5.Qwen3Next,
     qwen_moe.Qwen2Moe,
     qwen_moe.Qwen3Moe,
     mistral.Mistral,

@@ -1,11 +1,13 @@
-"""Qwen3.5 (Qwen Team, 2026): a Qwen3 whose queries make gates of attention's output, with norms of 1 + weight."""
+"""Qwen3-Next (Qwen Team, 2025) and Qwen3.5 (2026): gates of attention's output, which the matrix of queries makes,
+norms of 1 + weight, heads that are rotated in part; dense, or experts with one that every token has."""
 
 import re
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, Config, layer_types, rotary
+from models.config import FULL, Config, experts, layer_types, rotary
 from models.decoder import Decoder
+from models.families.qwen_moe import experts_by_step
 from models.rope import BUFFERS
 
 LINEAR = "linear_attention"  # a kind of layers
@@ -13,7 +15,7 @@ BESIDE = tuple(map(re.compile, (r"mtp\..+", r"model\.visual\..+")))  # draft lay
 
 
 def common(fields: Fields, *, kv_heads: int, mlp_width: int | None = None) -> dict[str, Any]:
-    """Arguments of a `Config` that Qwen3-Next and Qwen3.5 read alike; see `rotary`."""
+    """Arguments of a `Config` that all of them read alike; see `rotary`."""
     found = rotary(fields, positions=32768, kv_heads=kv_heads, head_dim=256, mlp_width=mlp_width, partial=0.25)
     step = fields.int("full_attention_interval", default=4)
     kinds = layer_types(fields, [LINEAR if i % step else FULL for i in range(1, found["layers"] + 1)], (FULL, LINEAR))
@@ -28,10 +30,15 @@ def common(fields: Fields, *, kv_heads: int, mlp_width: int | None = None) -> di
     }
 
 
-class Qwen35(Decoder):
-    """The dense models."""
+def shared(fields: Fields) -> dict[str, Any]:
+    """Arguments of `Experts` for the expert that every token has."""
+    return {"shared_width": fields.int("shared_expert_intermediate_size", default=512), "shared_gate": True}
 
-    architectures = ("Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification")
+
+class Qwen35(Decoder):
+    """The dense models of Qwen3.5."""
+
+    architectures: tuple[str, ...] = ("Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification")
     default_eos_token_ids = frozenset([248046])
     ignored = (*BUFFERS, *BESIDE)
     base = "model."
@@ -39,3 +46,31 @@ class Qwen35(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         return Config(**common(fields, kv_heads=4))
+
+
+class Qwen35Moe(Qwen35):
+    """Those with experts, in every layer."""
+
+    architectures = ("Qwen3_5MoeForCausalLM",)
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        width = fields.int("moe_intermediate_size", default=512)
+        options = common(fields, kv_heads=2, mlp_width=width)
+        every = [True] * options["layers"]
+        mixed = experts(fields, count=256, chosen=8, width=width, layers=every, normalized=True, **shared(fields))
+        return Config(experts=mixed, **options)
+
+
+class Qwen3Next(Qwen35):
+    """Qwen3-Next: experts in some layers or in all."""
+
+    architectures = ("Qwen3NextForCausalLM", "Qwen3NextForSequenceClassification")
+    default_eos_token_ids = frozenset([151645])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        options = common(fields, kv_heads=2, mlp_width=fields.int("intermediate_size", default=5632))
+        rules = {"count": 512, "chosen": 10, "width": 512, "normalized": True}
+        mixed = experts_by_step(fields, options["layers"], **rules, **shared(fields))
+        return Config(experts=mixed, **options)

@@ -31,7 +31,7 @@ class Qwen2Moe(Decoder):
             attention_bias=fields.bool("qkv_bias", default=True),
             out_bias=False,
             windows=windows(fields, kinds, window),
-            experts=_experts(fields, layers, count=60, chosen=4, width=1408, **shared),
+            experts=experts_by_step(fields, layers, count=60, chosen=4, width=1408, **shared),
             **options,
         )
 
@@ -53,7 +53,7 @@ class Qwen3Moe(Decoder):
             attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             windows=(_window(fields),) * layers,
-            experts=_experts(fields, layers, count=128, chosen=8, width=768),
+            experts=experts_by_step(fields, layers, count=128, chosen=8, width=768),
             **options,
         )
 
@@ -70,8 +70,18 @@ def _window(fields: Fields) -> int | None:
     return fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
 
 
-def _experts(fields: Fields, layers: int, *, count: int, chosen: int, width: int, **shared: Any) -> Experts | None:
-    """The layers are those of every `decoder_sparse_step`, but for those that `mlp_only_layers` lists."""
+def experts_by_step(
+    fields: Fields, layers: int, *, count: int, chosen: int, width: int, normalized: bool = False, **shared: Any
+) -> Experts | None:
+    """`Config.experts` in the layers of every `decoder_sparse_step`, but for those that `mlp_only_layers` lists.
+
+    Args:
+        count, chosen, width, normalized: values of absent fields; see `models.config.Experts` and `Routing`.
+        shared: of `Experts`.
+
+    Raises:
+        CheckpointError: naming the field.
+    """
     step, dense = fields.int("decoder_sparse_step", default=1), fields.config.get("mlp_only_layers") or []
     if type(dense) is not list or any(type(i) is not int for i in dense):
         raise fields.error("mlp_only_layers", "a list of numbers of layers")
@@ -81,6 +91,6 @@ def _experts(fields: Fields, layers: int, *, count: int, chosen: int, width: int
         chosen=chosen,
         width=fields.int("moe_intermediate_size", default=width),
         layers=[i not in dense and (i + 1) % step == 0 for i in range(layers)],
-        normalized=fields.bool("norm_topk_prob", default=False),
+        normalized=fields.bool("norm_topk_prob", default=normalized),
         **shared,
     )

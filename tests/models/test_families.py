@@ -18,6 +18,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+ATTENTION = {"layer_types": ["full_attention"] * 4}
 HYBRID = {"num_local_experts": 0, "layer_types": ["attention"] * 4}
 
 
@@ -52,6 +53,14 @@ def read(architecture, **changes):
         ("PhimoeForCausalLM", "short_mscale", {"rope_scaling": {"type": "longrope"}}),
         ("PhimoeForCausalLM", "long_mscale", {"rope_scaling": {"type": "su", "short_mscale": 1, "long_mscale": 2}}),
         ("Lfm2MoeForCausalLM", "layer_types", {}),
+        *((f"{name}ForCausalLM", "layer_types", {}) for name in ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")),
+        ("Qwen3_5MoeForCausalLM", "num_experts_per_tok", {**ATTENTION, "num_experts": 4}),
+        ("Qwen3NextForCausalLM", "mlp_only_layers", {**ATTENTION, "mlp_only_layers": 1}),
+        (
+            "Qwen3NextForCausalLM",
+            "shared_expert_intermediate_size",
+            {**ATTENTION, "shared_expert_intermediate_size": 0},
+        ),
     ],
 )
 def test_refusals_name_the_field(architecture, field, changes):
@@ -87,6 +96,14 @@ def test_defaults_of_mixtures():
     assert mixtral.experts.routing.normalized and read("OlmoeForCausalLM").experts.count == 64
     lfm2 = read("Lfm2MoeForCausalLM", layer_types=["conv", "full_attention"] * 2)
     assert lfm2.experts.layers == (0, 0, 1, 1) and lfm2.experts.choice_bias and lfm2.tied and lfm2.mlp_width == 40
+    moe, following = (
+        read(f"{name}ForCausalLM", **ATTENTION, mlp_only_layers=[1]) for name in ("Qwen3_5Moe", "Qwen3Next")
+    )
+    assert (moe.kv_heads, moe.head_dim, moe.experts.count, moe.experts.routing.chosen) == (2, 256, 256, 8)
+    assert (following.experts.count, following.experts.routing.chosen) == (512, 10)
+    assert moe.experts.width == moe.experts.shared_width == following.experts.width == 512
+    assert moe.experts.layers == (1, 1, 1, 1) and following.experts.layers == (1, 0, 1, 1)
+    assert moe.experts.routing.normalized and following.experts.routing.normalized and moe.rope.head_dim == 64
     assert read("GraniteMoeForCausalLM", shared_intermediate_size=8).experts.shared_width == 0
     assert read("GraniteMoeSharedForCausalLM", shared_intermediate_size=8).experts.shared_width == 8
 

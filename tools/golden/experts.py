@@ -52,6 +52,17 @@ LONG = {
     "short_mscale": 1.25, "long_mscale": 1.25, "original_max_position_embeddings": 64, "factor": 2.0,
 }  # fmt: skip
 
+QWEN3_5 = {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 6, "head_dim": 16,
+    "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "layer_types": ["full_attention"] * 3, "intermediate_size": ABSENT,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+NEXT = QWEN3_5 | {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "intermediate_size": 32,
+    "decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": True,
+}  # fmt: skip
+
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2 | {"mlp_only_layers": [1]},
     "qwen2_windows": QWEN2 | WINDOW | {"max_window_layers": 2, "qkv_bias": False, "norm_topk_prob": True},
@@ -70,6 +81,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2_plain": LFM2 | {"use_expert_bias": False, "norm_topk_prob": False, "conv_bias": True, "num_dense_layers": 0},
     "phi": PHI,
     "phi_longrope": PHI | {"rope_parameters": LONG},
+    "qwen3_5": QWEN3_5 | {"num_experts_per_tok": 3},
+    "qwen3_next": NEXT,
+    "qwen3_next_steps": NEXT | {"decoder_sparse_step": 2, "norm_topk_prob": False, "attention_bias": True},
+    "qwen3_next_defaults": NEXT | dict.fromkeys(
+        ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "hidden_act", "rms_norm_eps", "rope_parameters"),
+        ABSENT),
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 OTHERS: dict[str, dict[str, Any]] = dict.fromkeys(("qwen2_windows", "qwen3_steps", "mixtral_window"), BORDER)

@@ -6,6 +6,7 @@ The files hold one tensor of the other parts, which transformers fills with nois
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -69,9 +70,26 @@ def _llama(changes: Mapping[str, Any]) -> Callable[[Path, int], object]:
     return lambda folder, seed: random_checkpoint.make(folder, **options, seed=seed)
 
 
+def _golden(variant: str) -> Callable[[Path, int], object]:
+    """Another family's golden checkpoint, without its results."""
+    source = Path(__file__).parents[2] / "tests" / "golden" / variant
+
+    def write(folder: Path, seed: int) -> None:
+        results = shutil.ignore_patterns("golden.*")
+        shutil.copytree(source, folder, ignore=results, dirs_exist_ok=True)
+
+    return write
+
+
 NO_TOKENS: dict[str, Any] = dict.fromkeys(("architectures", "bos_token_id", "eos_token_id", "dtype"), ABSENT)
 LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": CLIP,
          "image_token_index": 2, "vision_feature_layer": -1, "vocab_size": 7}  # fmt: skip
+QWEN3_5 = {"model_type": "qwen3_5", "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1,
+           "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1, "out_hidden_size": 24,
+           "num_position_embeddings": 4}  # fmt: skip
+QWEN3_5_OUTER = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+                 "vision_config": QWEN3_5, "image_token_id": 2, "video_token_id": 2, "vision_start_token_id": 2,
+                 "vision_end_token_id": 2, "tie_word_embeddings": False}  # fmt: skip
 MROPE = {"type": "mrope", "mrope_section": [2, 1, 1], "rope_type": "default"}
 WRAPPERS = {
     "llava": Wrapper(_llama({}), LLAVA, "inner", "multi_modal_projector.linear_1.weight", NO_TOKENS),
@@ -114,6 +132,13 @@ WRAPPERS = {
         {"architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl", "vision_config": SIGLIP2,
          "image_token_id": 2, "downsample_factor": 1},
         "outer", "model.multi_modal_projector.linear_1.weight", NO_TOKENS),
+    "qwen3_5": Wrapper(
+        _golden("qwen3_5/plain"), QWEN3_5_OUTER, "outer", "model.visual.merger.norm.weight", NO_TOKENS),
+    "qwen3_5_moe": Wrapper(
+        _golden("experts/qwen3_5"),
+        QWEN3_5_OUTER | {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+                         "vision_config": QWEN3_5 | {"model_type": "qwen3_5_moe"}},
+        "outer", "model.visual.merger.norm.weight", NO_TOKENS),
 }  # fmt: skip
 SHAPES = {"linear_1": (32, 8), "proj": (32, 32)} | dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm"), (8,))  # of parts
 

@@ -31,7 +31,12 @@ def changed(tmp_path, variant, change):
 
 
 def test_the_note_names_what_is_left_out_with_its_bytes():
-    for variant, part in {"llava": "multi_modal_projector", "qwen3_vl": "visual", "idefics3": "connector"}.items():
+    for variant, part in {
+        "llava": "multi_modal_projector",
+        "qwen3_vl": "visual",
+        "qwen3_5": "visual",
+        "idefics3": "connector",
+    }.items():
         engine = Engine.load(GOLDEN / variant)
         assert f"only the text model is loaded, without {part} (0.0 MiB)" in engine.capabilities.warning
         checkpoint = Checkpoint.open(GOLDEN / variant)
