@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.cpp import KINDS
 from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_kinds import SCALE_BYTES
-from kernels.layout import WORD, TreeLayout
+from kernels.layout import BLOCK, WORD, DeltaPaths, TreeLayout
 
 
 def expect(
@@ -154,6 +154,38 @@ def short_conv(
         expect("bias_E", bias_E, x_TF.dtype, (E,), device)
     expect("slots_T", slots_T, torch.int64, (T,), device)
     expect("ancestors_TN", ancestors_TN, torch.int64, (T, K - 1), device)
+
+
+def delta_net(x_TF: Tensor, weights: Any, rows_RW: Tensor, states_SHKV: Tensor, paths: DeltaPaths) -> None:
+    """Raises ValueError for what `kernels.delta_net.delta_net` does not take."""
+    floats("x_TF", x_TF, 2)
+    kind, device, wide = weights.kind, x_TF.device, torch.promote_types(x_TF.dtype, torch.float32)
+    H, K, V = kind.state
+    if kind.taps < 1 or min(kind.key_heads, *kind.state) < 1 or H % kind.key_heads:
+        raise ValueError(f"weights: expected a tap, a head of a size and a multiple of key heads or more, got {kind}")
+    expect("x_TF", x_TF, x_TF.dtype, (len(x_TF), kind.channels + H * V + 2 * H), device, contiguous=False)
+    shapes = {"taps_KC": (kind.taps, kind.channels), "decay_H": (H,), "bias_H": (H,), "norm_V": (V,)}
+    for name, shape in shapes.items():
+        expect(name, getattr(weights, name), wide, shape, device)
+    expect("rows_RW", rows_RW, wide, (len(rows_RW), kind.row), device)
+    expect("states_SHKV", states_SHKV, wide, (len(states_SHKV), H, K, V), device)
+    kept = vars(paths)
+    if kept.get("_fits") != (len(x_TF), kind.reach, len(rows_RW), len(states_SHKV)):
+        _paths(paths, len(x_TF), kind, len(rows_RW), len(states_SHKV), device)
+        kept["_fits"] = len(x_TF), kind.reach, len(rows_RW), len(states_SHKV)
+
+
+def _paths(paths: DeltaPaths, tokens: int, kind: Any, rows: int, states: int, device: torch.device) -> None:
+    for name in ("rows_T", "lengths_T", "bases_T", "folds_T"):
+        expect(name, getattr(paths, name), torch.int64, (tokens,), device)
+    expect("paths_TN", paths.paths_TN, torch.int64, (tokens, kind.reach), device)
+    if not tokens:
+        return
+    for name, end in (("rows_T", rows), ("bases_T", states), ("folds_T", states), ("lengths_T", BLOCK)):
+        within(name, getattr(paths, name).tolist(), end)
+    least_T, most_T = paths.paths_TN.aminmax(dim=1)
+    if int(most_T.max()) >= rows or not bool((least_T >= -torch.arange(tokens, device=device)).all()):
+        raise ValueError(f"paths_TN: expected rows below {rows}, or earlier tokens, got {paths.paths_TN.tolist()}")
 
 
 def queries(

@@ -22,7 +22,9 @@ from kernels.kv_kinds import row_width
 
 NULL_SLOT = 0  # holds zeros for ever: what holes and padding read
 TRASH_SLOT = 1  # what padding tokens write; nothing reads it
+NULL_STATE = 0  # the state of a recurrent layer before the first token: zeros for ever
 WORD = 32
+BLOCK = 32  # tokens of a sequence after which a recurrent layer keeps a state
 HOST = ("trunk_runs", "adapters_T")  # fields of a layout that stay on the host
 
 
@@ -48,6 +50,8 @@ class TreeLayout:
     adapters_T: Tensor | None = (
         None  # int64, on the host: the number of each token's adapter; 0, or no tensor: it has none
     )
+
+    paths: "DeltaPaths | None" = None  # of recurrent layers; None: the model has none
 
     @property
     def rows_impl(self) -> str:
@@ -75,6 +79,61 @@ class TreeLayout:
     def branch_mask_TW(self) -> Tensor:
         """The ancestry bits unpacked: bool [T, W]."""
         return unpack_bits(self.ancestry_TC)
+
+
+@dataclass(frozen=True)
+class DeltaPaths:
+    """Rows of tokens and states, in stores of their own, that the recurrent layers of a pass read and write.
+
+    A sequence is cut into blocks of `BLOCK` tokens. A token reads the state that its block begins with, and the rows of
+    its ancestors in the block: so what it computes depends on its sequence alone, and sequences share what they have in
+    common. The token that ends a block leaves the state of its sequence. Reads and writes are in the order of the
+    tokens: a state may take the place of the one that it is made of.
+    """
+
+    rows_T: Tensor  # int64, the row that keeps each token; TRASH_SLOT: none does
+    paths_TN: Tensor  # int64, rows of the ancestors in the token's block and before taps of the convolution, parents
+    #   first; -1 - t: that of token t of the pass; NULL_SLOT where none is
+    lengths_T: Tensor  # int64, how many of them, the first, are in the token's block
+    bases_T: Tensor  # int64, the state that the token's block begins with
+    folds_T: Tensor  # int64, the state that takes the place after the token; NULL_STATE: none does
+
+
+@dataclass(frozen=True)
+class DeltaKind:
+    """The sizes of a recurrent layer: of a gated delta net (`kernels.delta_net`).
+
+    Args:
+        key_heads, value_heads: of queries and keys; of values, a multiple.
+        key_size, value_size: elements of a head.
+        taps: of the convolution before it.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Elements of queries, keys and values of a token: what the convolution reads."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    @property
+    def row(self) -> int:
+        """Elements of a token's row: inputs of the convolution, keys, what it writes to each state, decays."""
+        return self.channels + self.key_heads * self.key_size + self.value_heads * (self.value_size + 1)
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """The shape of a state."""
+        return self.value_heads, self.key_size, self.value_size
+
+    @property
+    def reach(self) -> int:
+        """Ancestors that a token may read."""
+        return max(BLOCK, self.taps) - 1
 
 
 @dataclass(frozen=True)
@@ -113,6 +172,7 @@ class KVCache:
         others: one tensor or two for each other `CacheKind`.
         places: of each layer: the number of its tensors (0: keys and values, 1: the first of the others), and its place
             in them; layers may share one. Empty: keys and values, in order.
+        recurrent: rows [L, R, W] and states [L, S, H, K, V] of recurrent layers, which have the number -1 in `places`.
     """
 
     def __init__(
@@ -121,11 +181,13 @@ class KVCache:
         v_LGSD: Tensor,
         others: Sequence[Sequence[Tensor]] = (),
         places: Sequence[tuple[int, int]] = (),
+        recurrent: tuple[Tensor, ...] = (),
     ):
         self.k_LGSD, self.v_LGSD = k_LGSD, v_LGSD
         self.groups = (k_LGSD, v_LGSD), *map(tuple, others)
         places = places or [(0, i) for i in range(len(k_LGSD))]
-        self.layers = [tuple(x[i] for x in self.groups[number]) for number, i in places]
+        self.recurrent = recurrent
+        self.layers = [tuple(x[i] for x in (*self.groups, recurrent)[number]) for number, i in places]
 
 
 def unpack_bits(words_TC: Tensor) -> Tensor:

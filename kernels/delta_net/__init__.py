@@ -1,0 +1,52 @@
+"""Gated delta nets over tree tokens: the front that checks and picks an implementation."""
+
+from torch import Tensor  # `torch` is the module beside this one
+
+from kernels import checks
+from kernels.delta_net import reference
+from kernels.delta_net import torch as plain
+from kernels.delta_net.weights import DeltaWeights
+from kernels.layout import DeltaPaths
+
+IMPLEMENTATIONS = ("reference", "torch")
+
+
+def delta_net(
+    x_TF: Tensor,
+    weights: DeltaWeights,
+    rows_RW: Tensor,
+    states_SHKV: Tensor,
+    paths: DeltaPaths,
+    *,
+    impl: str = "torch",
+) -> Tensor:
+    """The gated delta net of Qwen3-Next (Yang, Kautz and Hatamizadeh, 2025, "Gated Delta Networks", equation 10), with
+    the convolution before it and the gated norm after it.
+
+    A head has a state S [K, V]. A token with query q, key k, value v, decay a and strength b makes of its parent's
+    state S' = a S + k u^T with u = b (v - a S^T k), and reads S'^T q / sqrt(K). As S' is a S plus an outer product, the
+    states of all descendants follow from one S and the k, u and a of the tokens between. These are kept as a row of
+    each token; states are kept at the ends of blocks only, see `DeltaPaths`. So beams share states, and nothing is
+    copied when they fork.
+
+    Args:
+        x_TF: of each token side by side: queries and keys of G heads [K], values of H heads [V], a gate for each of
+            these elements, the logits of strengths and the inputs of decays for each of these heads.
+        weights: see there; queries, keys and values are convolved, then silu is applied, then queries and keys are
+            divided by their lengths.
+        rows_RW: one layer's rows, see `DeltaKind.row`, contiguous, in the dtype of the weights. NULL_SLOT holds zeros.
+        states_SHKV: one layer's states, contiguous, of the same dtype. NULL_STATE holds zeros.
+        paths: what is read and written.
+        impl: "reference" (the definition) or "torch" (fast PyTorch).
+
+    Returns:
+        [T, H * V] in the dtype of x.
+
+    Raises:
+        ValueError: tensors that do not fit together, rows or states out of range, unknown impl.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    checks.delta_net(x_TF, weights, rows_RW, states_SHKV, paths)
+    run = reference.delta_net if impl == "reference" else plain.delta_net
+    return run(x_TF, weights, rows_RW, states_SHKV, paths)
