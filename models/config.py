@@ -1,5 +1,6 @@
 """The computation of a decoder and the names of its tensors: all that most families differ in."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from kernels.experts.routing import Routing
-from kernels.layout import CacheKind
+from kernels.layout import CacheKind, DeltaKind
 from models.checkpoint.fields import Fields
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 from models.rope import RopeConfig
@@ -47,6 +48,22 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Recurrent:
+    """Layers with a gated delta net in the place of attention.
+
+    Args:
+        kind: the sizes, in all of them.
+        layers: which layers they are.
+        interleaved: two matrices make what it reads, the heads of keys one after the other, each with its heads of
+            values (Qwen3-Next); if not, four do, and heads of one kind lie together.
+    """
+
+    kind: DeltaKind
+    layers: tuple[bool, ...]
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class Config:
     """Every option that affects the computation. The defaults are Llama's.
 
@@ -75,6 +92,7 @@ class Config:
         taps: of the short convolution that a layer has in the place of attention, 0: it has attention; empty: all have.
         conv_bias: convolutions and the matrices around them have biases.
         conv_width: channels of convolutions; 0: `width` of them.
+        recurrent: layers with a state in the place of keys and values; None: there are none.
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
         embedding_scale: factor of the embedding; `rounded_scale`: it is rounded to the model's dtype first.
         residual_scale: factor of what attention and MLP add to the stream.
@@ -117,6 +135,7 @@ class Config:
     taps: tuple[int, ...] = ()
     conv_bias: bool = False
     conv_width: int = 0
+    recurrent: Recurrent | None = None
     embedding_width: int | None = None
     embedding_scale: float = 1.0
     rounded_scale: bool = False
@@ -146,8 +165,14 @@ class Config:
         """Whether a layer has a mixture of experts in the place of the MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
-    def kept(self, layer: int) -> CacheKind:
-        """The rows that a layer keeps of each token."""
+    def recurs(self, layer: int) -> bool:
+        """Whether a layer has a state in the place of keys and values."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
+
+    def kept(self, layer: int) -> CacheKind | DeltaKind:
+        """The rows that a layer keeps of each token, or the sizes of a recurrent layer."""
+        if self.recurrent is not None and self.recurs(layer):
+            return self.recurrent.kind
         if self.taps and self.taps[layer]:
             return CacheKind(1, self.conv_width or self.width, pair=False)
         return CacheKind(self.kv_heads, self.head_dim)
@@ -166,7 +191,7 @@ class ModelShape:
         switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
             grows past it is evaluated afresh; None: they never do.
         kept: what each layer keeps of a token, where some keep something else than keys and values of `kv_heads`
-            heads of `head_dim`; empty: none does.
+            heads of `head_dim`; empty: none does. Recurrent layers are all of one kind.
         ancestors: how many of a token's latest ancestors short convolutions read.
         output_width: of the rows that the head reads.
     """
@@ -179,7 +204,7 @@ class ModelShape:
     steady_length: int | None = None
     scores: bool = False
     switch_length: int | None = None
-    kept: tuple[CacheKind, ...] = ()
+    kept: tuple[CacheKind | DeltaKind, ...] = ()
     ancestors: int = 0
     output_width: int = 0
 
@@ -198,7 +223,23 @@ class ModelShape:
     def groups(self) -> dict[CacheKind, int]:
         """How many layers keep what; keys and values of `kv_heads` heads of `head_dim` first."""
         first = CacheKind(self.kv_heads, self.head_dim)
-        return {first: 0} | Counter(self.kept) if self.kept else {first: self.layers}
+        kept = Counter(kept for kept in self.kept if isinstance(kept, CacheKind))
+        return {first: 0} | kept if self.kept else {first: self.layers}
+
+    @property
+    def delta(self) -> DeltaKind | None:
+        """The kind of recurrent layers; None: there are none."""
+        return next((kept for kept in self.kept if isinstance(kept, DeltaKind)), None)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in all recurrent layers, which are float32 in every model."""
+        return 0 if self.delta is None else 4 * self.delta.row * self.kept.count(self.delta)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state in all recurrent layers."""
+        return 0 if self.delta is None else 4 * math.prod(self.delta.state) * self.kept.count(self.delta)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token's slot takes in all layers, in a cache of this dtype."""
@@ -212,6 +253,8 @@ class Names:
     Args:
         layer: begins the names of a layer's parts, {} is its number.
         conv: the matrix before a short convolution, its own weights, and the matrix after it.
+        recurrent_in: the matrices before a gated delta net, two of an interleaved one; its weights `delta_taps`,
+            `delta_decay`, `delta_bias`, `delta_norm`, and the matrix after it, `recurrent_out`.
         attention_norm, mlp_norm: on the input or on the sum, see `Config.norms`.
         attention_out_norm, mlp_out_norm: on the output.
         qkv, up: one stored matrix or several, which lie below each other here.
@@ -233,6 +276,17 @@ class Names:
     out: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"
     conv: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
+    recurrent_in: tuple[str, ...] = (
+        "linear_attn.in_proj_qkv",
+        "linear_attn.in_proj_z",
+        "linear_attn.in_proj_b",
+        "linear_attn.in_proj_a",
+    )
+    delta_taps: str = "linear_attn.conv1d.weight"
+    delta_decay: str = "linear_attn.A_log"
+    delta_bias: str = "linear_attn.dt_bias"
+    delta_norm: str = "linear_attn.norm.weight"
+    recurrent_out: str = "linear_attn.out_proj"
     attention_out_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp_out_norm: str = "post_feedforward_layernorm"
@@ -284,6 +338,8 @@ class Names:
                 shapes_of = (3 * c.width, c.width), (c.width, 1, taps), (c.width, c.width)
                 for name, shape in zip(self.conv, shapes_of, strict=True):
                     add(layer + name, shape, c.conv_bias)
+            elif c.recurrent is not None and c.recurs(i):
+                shapes |= {layer + name: shape for name, shape in self.delta(c, c.recurrent).items()}
             else:
                 for name, outs in zip(self.qkv, qkv, strict=True):
                     add(layer + name, (outs, c.width), c.attention_bias)
@@ -302,6 +358,17 @@ class Names:
             return shapes | {f"{SCORE}.weight": (1, embedding_width)}
         bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
         return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
+
+    def delta(self, c: Config, recurrent: Recurrent) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors of a recurrent layer, after `layer`."""
+        kind, (H, _, V) = recurrent.kind, recurrent.kind.state
+        outs = kind.channels + H * V, 2 * H
+        if not recurrent.interleaved:
+            outs = kind.channels, H * V, H, H
+        matrices = {f"{name}.weight": (out, c.width) for name, out in zip(self.recurrent_in, outs, strict=True)}
+        vectors = {self.delta_taps: (kind.channels, 1, kind.taps), self.delta_norm: (V,)}
+        vectors |= dict.fromkeys((self.delta_decay, self.delta_bias), (H,))
+        return matrices | vectors | {f"{self.recurrent_out}.weight": (c.width, H * V)}
 
     def mixture(self, c: Config) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors of a mixture of experts, after `layer`."""

@@ -86,6 +86,10 @@ class Decoder(nn.Module):
             raise CheckpointError(
                 "mixtures of experts run on a CPU only", where=str(checkpoint.folder), remedy="Use --device cpu."
             )
+        if c.recurrent is not None and device.type != "cpu":
+            raise CheckpointError(
+                "recurrent layers run on a CPU only", where=str(checkpoint.folder), remedy="Use --device cpu."
+            )
         tied = {f"{HEAD}.weight": f"{names.embedding}.weight"} if c.tied and not c.scores else {}
         shapes = names.tensors(c)
         stored = checkpoint.check(shapes, ignore=self.ignored, tied=tied, base=self.base, kinds=names.kinds(c))
@@ -251,6 +255,8 @@ class Decoder(nn.Module):
         c, layers = self.config, cast(Sequence[Layer], self.layers)
         calls = [call for layer in layers for call in layer.calls]
         if any(call.matrix is not None and call.matrix.matrix is None for call in calls):
+            return None
+        if c.recurrent is not None:
             return None
         if any(call.mixture is not None and call.mixture.matrices is None for call in calls):
             return None

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.stack.calls import Call
+from kernels.delta_net import DeltaWeights
+from kernels.layout import DeltaKind
+from kernels.stack.calls import RECUR, Call
 from models.checkpoint.weights import Weights
-from models.config import Config, Names
+from models.config import Config, Names, Recurrent
 from models.mixture import Mixture
 from models.norms import Norm, head_norm
 from models.running import Registers, Together, run
@@ -79,6 +81,48 @@ class ShortConv(nn.Module):
         yield Call("product", "convolved", "out", matrix=self.out)
 
 
+class GatedDeltaNet(nn.Module):
+    """A gated delta net over the ancestors of tokens, in the place of attention (`kernels.delta_net`).
+
+    Attributes:
+        weights: its own, float32 whatever the model's dtype.
+        order: where the operator's inputs stand among the outputs of interleaved matrices; None: in their places.
+    """
+
+    def __init__(self, c: Config, names: Names, weights: Weights, recurrent: Recurrent, index: int):
+        super().__init__()
+        layer, kind = names.layer.format(index), recurrent.kind
+        self.into = weights.linear(*(layer + name for name in names.recurrent_in))
+        self.out = weights.linear(layer + names.recurrent_out)
+
+        def vector(name: str) -> Tensor:
+            return weights.vector(layer + name).float()
+
+        taps_KC = vector(names.delta_taps).squeeze(1).T.contiguous()
+        decay_H, bias_H, norm_V = -vector(names.delta_decay).exp(), vector(names.delta_bias), vector(names.delta_norm)
+        self.weights = DeltaWeights(kind, taps_KC, decay_H, bias_H, norm_V, c.norm_eps)
+        self.order = interleaved(kind).to(weights.device) if recurrent.interleaved else None
+
+    def calls(self, source: str) -> Iterator[Call]:
+        """The calls from the register `source` to "out"."""
+        yield Call("product", source, "gates", matrix=self.into)
+        yield Call(RECUR, "gates", "convolved", delta=self)
+        yield Call("product", "convolved", "out", matrix=self.out)
+
+
+def interleaved(kind: DeltaKind) -> Tensor:
+    """The places of what `delta_net` reads among the outputs of Qwen3-Next's two matrices, int64.
+
+    The first one makes, for each head of keys, a query, a key, its values and their gates; the second one, for each
+    head of keys, the strengths of its heads of values, and the inputs of their decays.
+    """
+    G, (H, K, V) = kind.key_heads, kind.state
+    sizes = K, K, H // G * V, H // G * V
+    first = torch.arange(kind.channels + H * V)
+    parts = [*first.view(G, -1).split(sizes, 1), *(first[-1] + 1 + torch.arange(2 * H)).view(G, -1).chunk(2, 1)]
+    return torch.cat([part.flatten() for part in parts])
+
+
 class MLP(nn.Module):
     """Two products and an activation between them; gated, the activated half is multiplied with the other half."""
 
@@ -142,9 +186,11 @@ class Layer(nn.Module):
         self.mlp_residual = (
             None if c.parallel else Residual(c, weights, layer + names.mlp_norm, layer + names.mlp_out_norm)
         )
-        mixer = ShortConv if c.taps and c.taps[index] else Attention
-        feeder = Mixture if c.mixed(index) else MLP
-        self.attention, self.mlp = mixer(c, names, weights, index), feeder(c, names, weights, index)
+        if c.recurrent is not None and c.recurs(index):
+            self.attention = GatedDeltaNet(c, names, weights, c.recurrent, index)
+        else:
+            self.attention = (ShortConv if c.taps and c.taps[index] else Attention)(c, names, weights, index)
+        self.mlp = (Mixture if c.mixed(index) else MLP)(c, names, weights, index)
         self.calls = list(self._calls())
 
     def _calls(self) -> Iterator[Call]:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from kernels.delta_net import delta_net
 from kernels.kv_write import HeadTransform, kv_write, rotary_write
 from kernels.layout import KVCache, TreeLayout
 from kernels.low_rank import low_rank
 from kernels.rows import activation, activation_mul, add_norm, rotary, sigmoid_mul
 from kernels.short_conv import short_conv
-from kernels.stack.calls import Call
+from kernels.stack.calls import RECUR, Call
 from kernels.tree_attention import tree_attention
 from models.config import Config
 from models.norms import DividedNorm
@@ -109,6 +110,15 @@ def _convolve(call: Call, r: Registers) -> None:
         ancestors_TN = slots_T.new_empty(len(x_TF), 0)
     weights = call.norm.weight, call.norm.bias
     r[call.target] = short_conv(x_TF, *weights, rows_1SE[0], slots_T, ancestors_TN, impl=r.layout.impl)
+
+
+def _recur(call: Call, r: Registers) -> None:
+    x_TF, (rows_RW, states_SHKV), paths = r[call.source], r.kept, r.layout.paths
+    if paths is None:
+        raise ValueError("a recurrent layer: expected a layout with paths")
+    if call.delta.order is not None:
+        x_TF = x_TF.index_select(1, call.delta.order)
+    r[call.target] = delta_net(x_TF, call.delta.weights, rows_RW, states_SHKV, paths)
 
 
 def _activate(call: Call, r: Registers) -> None:
@@ -226,6 +236,7 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "write": _write,
     "attend": _attend,
     "convolve": _convolve,
+    RECUR: _recur,
     "activate": _activate,
     "scale": _scale,
     "add": _add,

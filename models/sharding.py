@@ -77,6 +77,10 @@ class Partition:
             raise CheckpointError(
                 "mixtures of experts cannot be divided among processes", where=where, remedy="start one process"
             )
+        if c.recurrent is not None:
+            raise CheckpointError(
+                "recurrent layers cannot be divided among processes", where=where, remedy="start one process"
+            )
         _check_heads(c, shard, where)
         D, M, heads = c.head_dim, c.mlp_width, part(c.heads, shard)
         kv = part(c.kv_heads, shard)

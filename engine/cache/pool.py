@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.cache.prefixes import PrefixCache
+from engine.cache.states import Stores
 from engine.errors import KVMemoryError
 from kernels.kv_write import kv_copier
-from kernels.layout import NULL_SLOT, TRASH_SLOT, CacheKind, KVCache
+from kernels.layout import NULL_SLOT, TRASH_SLOT, CacheKind, DeltaKind, KVCache
 from models.config import ModelShape
 
 FREE, CLAIMED, USED, IDLE = 0, 1, 2, 3
@@ -29,6 +30,7 @@ class PagePool:
         pages: pages that trees may take.
         page_size: slots per page.
         dtype, device: of keys and values; of 8 bits: see `kernels.kv_kinds`.
+        rows, states: that trees may take, where the model has recurrent layers.
 
     Several trees may hold a page, which none of them writes to then. A page of `prefixes` that no tree holds is idle:
     it counts as free, and goes when a page is wanted and no other is left.
@@ -37,6 +39,8 @@ class PagePool:
         prefixes: cached prefixes; None: none are kept.
         kept: pages of these, held by trees or idle.
         ancestors: see `ModelShape`.
+        stores: who has the rows and states of recurrent layers; None: the model has none.
+        row_bytes, state_bytes: of one of these, in all layers.
         device: of the cache and of log-probabilities. A search that reads from these after the answer makes the host
             wait for a GPU; there it has `Evaluate.read` read what it may need.
     """
@@ -48,6 +52,9 @@ class PagePool:
         page_size: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
+        rows: int = 1024,
+        states: int = 64,
     ):
         if pages < 1 or page_size < 1:
             raise ValueError(f"expected pages >= 1 and page_size >= 1, got {pages} and {page_size}")
@@ -57,7 +64,9 @@ class PagePool:
         self.ancestors = shape.ancestors
         self.bytes_per_token = shape.kv_bytes_per_token(dtype)
         slots = (pages + self.reserved) * page_size
-        self.cache = _cache(shape, slots, dtype, device)
+        self.stores = None if shape.delta is None else Stores(shape.delta, rows, states)
+        self.row_bytes, self.state_bytes = shape.row_bytes, shape.state_bytes
+        self.cache = _cache(shape, slots, dtype, device, rows, states)
         self.device = self.cache.k_LGSD.device
         self._copiers = [kv_copier(*group) for group in self.cache.groups]
         self._state = bytearray(bytes([USED]) * self.reserved + bytes(pages))  # the rest is FREE
@@ -177,19 +186,31 @@ class PagePool:
         if self.prefixes is not None:
             self.prefixes.check_invariants()
 
+    def check_stores(self, held: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Check that exactly these rows and states are in use, each by one tree; for tests."""
+        for i, store in enumerate(() if self.stores is None else (self.stores.rows, self.stores.states)):
+            places = [place for each in held for place in each[i]]
+            assert len({*places}) == len(places) == store.used, (store.name, len(places), store.used)
 
-def _cache(shape: ModelShape, slots: int, dtype: torch.dtype, device: torch.device | str) -> KVCache:
+
+def _cache(
+    shape: ModelShape, slots: int, dtype: torch.dtype, device: torch.device | str, rows: int, states: int
+) -> KVCache:
     """The tensors of a model's layers; see `KVCache`."""
-    groups, places, seen = shape.groups, [], Counter[CacheKind]()
+    groups, places, seen = shape.groups, [], Counter[CacheKind | DeltaKind]()
     for kept in shape.kept:
-        places.append(([*groups].index(kept), seen[kept]))
+        places.append((-1 if isinstance(kept, DeltaKind) else [*groups].index(kept), seen[kept]))
         seen[kept] += 1
     tensors = []
     for kept, layers in groups.items():
         width, own = kept.row(dtype)
         tensors.append([_reserve((layers, kept.heads, slots, width), own, device) for _ in range(1 + kept.pair)])
     (k_LGSD, v_LGSD), *others = tensors
-    return KVCache(k_LGSD, v_LGSD, others, places)
+    recurrent: tuple[Tensor, ...] = ()
+    if (kind := shape.delta) is not None:
+        sizes = (seen[kind], rows + max(NULL_SLOT, TRASH_SLOT) + 1, kind.row), (seen[kind], states + 1, *kind.state)
+        recurrent = tuple(_reserve(size, torch.float32, device) for size in sizes)
+    return KVCache(k_LGSD, v_LGSD, others, places, recurrent)
 
 
 def _reserve(size: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.cache.pool import PagePool
+from engine.cache.states import Held, TrunkStates
 from engine.errors import KVMemoryError
+from kernels.layout import BLOCK, NULL_STATE
 
 FREE, RESERVED = -1, -2  # in the place of a node
 
@@ -21,6 +23,7 @@ class Trunk:
     long_rope: bool = False  # rotary embeddings of a sequence longer than the model's switch length
     adapter: int = 0  # the number of the adapter that keys and values were computed with; 0: none
     runs: list[list[int]] = field(default_factory=list)  # [first page, pages] of each contiguous piece
+    states: TrunkStates | None = None  # what recurrent layers keep, where the model has such
 
     def reserve(self, pool: PagePool, tokens: int, first: int) -> None:
         """Take pages for `tokens` tokens, from `first` on if those are free. Raises KVMemoryError."""
@@ -80,9 +83,9 @@ class Trunk:
                 self.runs.pop()
 
     def truncate(self, pool: PagePool, cached: int) -> None:
-        """Forget the keys and values after the first `cached` tokens."""
-        self.cached = cached
-        self.trim(pool, -(-cached // pool.page_size))
+        """Forget the keys and values after the first `cached` tokens; all, where recurrent layers must begin anew."""
+        self.cached = cached if self.states is None else self.states.truncate(cached)
+        self.trim(pool, -(-self.cached // pool.page_size))
 
     def slot(self, place: int, page_size: int) -> int:
         """The slot in the pool of the token at this place."""
@@ -104,6 +107,7 @@ class BranchSlots:
         count: slots that nodes have.
         owner: the node that has each slot; -1 where it is free, -2 where it is reserved.
         table: of each slot, its slot in the pool (int64) and its token's position (int32); 0 where it is free.
+        held: what recurrent layers keep, by slots; empty where the model has none.
     """
 
     def __init__(self, pool: PagePool):
@@ -118,6 +122,7 @@ class BranchSlots:
         self.free: list[int] = []  # heap: the lowest goes first, which keeps the table short
         self.owner: list[int] = []
         self.table = (array("q"), array("i"))
+        self.held: dict[int, Held] = {}
         self.count = 0
 
     @property
@@ -132,7 +137,14 @@ class BranchSlots:
 
     def take(self, node: int, position: int, wish: int | None) -> int:
         """A slot for a node; in the page `wish`, if that is free and a new page is needed. Raises KVMemoryError."""
-        slot = heapq.heappop(self.free) if self.free else self._add_page(wish)
+        held = self.pool.stores.take(position) if self.pool.stores is not None else None
+        try:
+            slot = heapq.heappop(self.free) if self.free else self._add_page(wish)
+        except KVMemoryError:
+            self._give([] if held is None else [held])
+            raise
+        if held is not None:
+            self.held[slot] = held
         i, size = slot // self.size, self.size
         self.load[i] += 1
         self.count += 1
@@ -178,6 +190,8 @@ class BranchSlots:
         if not slots:
             return
         size, owner, load, (places, positions) = self.size, self.owner, self.load, self.table
+        if self.held:
+            self._give(self.detach(slots))
         for slot in slots:
             owner[slot] = FREE
             places[slot] = positions[slot] = 0
@@ -192,8 +206,17 @@ class BranchSlots:
         heapq.heapify(self.free)
         self._shorten()
 
+    def detach(self, slots: Iterable[int]) -> list[Held]:
+        """Take what recurrent layers keep of slots; the caller has it from now on."""
+        return [held for slot in slots if (held := self.held.pop(slot, None)) is not None]
+
+    def _give(self, held: Iterable[Held]) -> None:
+        if self.pool.stores is not None:
+            self.pool.stores.give(held)
+
     def release_all(self) -> None:
         """Give everything back."""
+        self._give(self.held.values())
         self.pool.give(*self.pages_held)
         self.clear()
 
@@ -222,6 +245,10 @@ class BranchSlots:
         for s, node in enumerate(self.owner):
             assert self.table[0][s] == (self.pages[s // size] * size + s % size if node != FREE else 0)
             assert node != FREE or self.table[1][s] == 0
+        taken = {slot for slot, node in enumerate(self.owner) if node != FREE}
+        assert self.held.keys() == (taken if self.pool.stores is not None else set())
+        for slot, held in self.held.items():
+            assert (held.state != NULL_STATE) == (self.table[1][slot] % BLOCK == BLOCK - 1)
         reserved = self.owner.count(RESERVED)
         assert self.count == sum(node >= 0 for node in self.owner) == sum(self.load) - reserved
         assert len(self.owner) == len(self.table[0]) == len(self.table[1]) == size * len(self.pages)

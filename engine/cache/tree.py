@@ -8,7 +8,9 @@ from engine.cache.drafts import DraftedNode, Drafts
 from engine.cache.nodes import FREED, IN_TRUNK, NO_SLOT, Nodes
 from engine.cache.pool import PagePool
 from engine.cache.slots import RESERVED, BranchSlots, Trunk
+from engine.cache.states import Held, TrunkStates, whole
 from engine.errors import KVMemoryError
+from kernels.layout import NULL_STATE
 
 
 class TreeObserver(Protocol):
@@ -63,6 +65,8 @@ class TokenTree(Nodes):
         self.pool, self.switch_length = pool, switch_length
         self.observer: TreeObserver | None = None
         self.salt: str | None = None
+        if pool.stores is not None:
+            self.trunk.states = TrunkStates(pool.stores)
         if trunk is not None:
             self._adopt(trunk)
         self.reused = self.trunk.cached  # prompt tokens that need no evaluation
@@ -74,7 +78,7 @@ class TokenTree(Nodes):
         self.slots = BranchSlots(pool)
         self.drafts = Drafts()
         self._reserved: list[int] | None = None  # branch slots, see `reserve`
-        self.peak_live = self.peak_unshared = self.peak_pages = 0
+        self.peak_live = self.peak_unshared = self.peak_pages = self.peak_state_bytes = 0
 
     # --- reading ---
 
@@ -148,9 +152,10 @@ class TokenTree(Nodes):
             node = self._parent[node]
         stem.reverse()
         table, _ = self.slots.table
-        source = [table[slot] for n in stem if (slot := self._slot[n]) >= 0]
+        slots = [slot for n in stem if (slot := self._slot[n]) >= 0]
+        source, held = [table[slot] for slot in slots], self.slots.detach(slots)
         self.slots.release_all()
-        self._extend_trunk(source)  # the released pages suffice
+        self._extend_trunk(source, held)  # the released pages suffice
         for siblings in self._children.values():
             for n in siblings.values():
                 self._slot[n] = FREED
@@ -200,13 +205,13 @@ class TokenTree(Nodes):
         missing = -(-(len(self.trunk.tokens) + len(slots)) // size) - len(self.trunk.pages)
         if slots and missing > self.pool.free_pages + self.slots.pages_emptied(free + slots):
             stem, slots = [], []  # it stays in the branches, with the slots that it has
-        source = [self.slots.table[0][slot] for slot in slots]
+        source, held = [self.slots.table[0][slot] for slot in slots], self.slots.detach(slots)
         self.slots.release(free + slots)
         if not stem:
             return
         if slots:
             promoted = sum(1 << slot for slot in slots)
-            self._extend_trunk(source)
+            self._extend_trunk(source, held)
             for n in stem:
                 self._bits.pop(n, None)
             for n in self._bits:
@@ -217,8 +222,9 @@ class TokenTree(Nodes):
             self._slot[n] = IN_TRUNK
         self.root = stem[-1]
 
-    def _extend_trunk(self, source: Sequence[int]) -> None:
-        """Copy the keys and values of slots to the trunk's end; the caller has just released these slots.
+    def _extend_trunk(self, source: Sequence[int], held: Sequence[Held]) -> None:
+        """Copy the keys and values of slots to the trunk's end; the caller has just released these slots. What
+        recurrent layers `held` there is not copied.
 
         The pool has room. Slots that are in their place already are not copied; the others are read before any is
         written.
@@ -230,6 +236,8 @@ class TokenTree(Nodes):
         moves = [(s, t) for i, s in enumerate(source) if s != (t := trunk.slot(start + i, size))]
         if moves:
             self.pool.copy([s for s, _ in moves], [t for _, t in moves])
+        if trunk.states is not None:
+            trunk.states.append(start, held)
         trunk.cached = start + len(source)
         self._note_peaks()
 
@@ -292,6 +300,8 @@ class TokenTree(Nodes):
             if trunk_tokens and start % size:
                 trunk.own_end(self.pool)
             trunk.reserve(self.pool, start + trunk_tokens, self._next_page())
+            if trunk.states is not None:
+                trunk.states.extend(start, trunk_tokens)
             for node in nodes:
                 position = self._position[node]
                 taken.append(slot := slots.take(node, position, self._wish(position)))
@@ -420,6 +430,10 @@ class TokenTree(Nodes):
         self.peak_live = max(self.peak_live, self.live_tokens)
         self.peak_unshared = max(self.peak_unshared, self._paths_length)
         self.peak_pages = max(self.peak_pages, self.page_count)
+        if self.trunk.states is not None:
+            rows, states = map(len, self.states_held)
+            size = rows * self.pool.row_bytes + states * self.pool.state_bytes
+            self.peak_state_bytes = max(self.peak_state_bytes, size)
 
     def release_slots(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
         """Undo `allocate` after a pass that failed."""
@@ -444,6 +458,18 @@ class TokenTree(Nodes):
             bits |= 1 << self._slot[node]
             node = self._parent[node]
         return bits | self._bits.get(node, 0)
+
+    def held(self, node: DraftedNode | int) -> Held | None:
+        """The row and state of a node that is evaluated, or about to be; None: it is in the trunk."""
+        slot = node.slot if isinstance(node, DraftedNode) else self._slot[node]
+        return None if slot == IN_TRUNK else self.slots.held[slot]
+
+    @property
+    def states_held(self) -> tuple[list[int], list[int]]:
+        """The rows and the states of recurrent layers that the tree holds."""
+        rows, states = ([], []) if self.trunk.states is None else self.trunk.states.held
+        held = self.slots.held.values()
+        return rows + [each.row for each in held], states + [each.state for each in held if each.state != NULL_STATE]
 
     def branch_table(self) -> tuple["array[int]", "array[int]"]:
         """For each branch slot its slot in the pool and its token's position; 0 if it is free. Read only."""
@@ -532,6 +558,8 @@ class TokenTree(Nodes):
         shared = shared_length(trunk.tokens[:limit], self.trunk.tokens)
         mine = self.trunk
         mine.pages, mine.runs, mine.long_rope = trunk.pages, trunk.runs, trunk.long_rope
+        if trunk.states is not None:
+            mine.states, trunk.states = trunk.states, None
         trunk.pages, trunk.runs, trunk.cached = [], [], 0
         mine.truncate(self.pool, shared)
 
@@ -562,6 +590,9 @@ class TokenTree(Nodes):
         assert self.trunk.cached <= len(self.trunk.tokens)
         assert len(self.trunk.pages) == -(-self.trunk.cached // size), (len(self.trunk.pages), self.trunk.cached)
         assert len(set(self.pages_held)) == len(self.pages_held) == self.page_count
+        if (states := self.trunk.states) is not None:
+            assert states.folded == whole(self.trunk.cached) and (states.state != NULL_STATE) == (states.folded > 0)
+            assert {*range(states.earliest(self.trunk.cached), self.trunk.cached)} <= states.rows.keys()
         assert [p for first, n in self.trunk.runs for p in range(first, first + n)] == self.trunk.pages
 
 

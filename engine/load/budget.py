@@ -25,7 +25,7 @@ from engine.load.loading import (
     pick_quant,
 )
 from engine.load.options import FORMATS_SHOWN, LoadOptions, bytes_of
-from engine.load.pools import MAX_TOKENS, total_memory
+from engine.load.pools import MAX_TOKENS, least_stores, shares_of, total_memory
 from engine.load.sizes import Workload, size_text
 from engine.rules.grammars import KEPT_BYTES
 from engine.text.tokenizer import FILES
@@ -34,6 +34,7 @@ from engine.text.tokenizer_limits import parse
 from kernels.layout import NULL_SLOT, TRASH_SLOT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import ModelSize, measure
+from models.config import ModelShape
 from models.formats.linear import FORMATS
 from models.gguf.vocabulary import FileVocabulary
 from models.trim import release_libraries
@@ -53,11 +54,13 @@ class MemoryPlan:
 
     Args:
         lines: what is not the cache, by name, in the order of the sum.
-        token: of the cache, all models together.
+        token: of the cache, all models together; with what that leaves to states of recurrent layers.
+        least: of the smallest cache.
     """
 
     lines: Mapping[str, int]
     token: int
+    least: int = 0
 
     @property
     def fixed(self) -> int:
@@ -66,7 +69,7 @@ class MemoryPlan:
 
     def cache(self, tokens: int) -> int:
         """Bytes of a cache for some tokens, and for the slots that no tree gets."""
-        return (tokens + RESERVED) * self.token
+        return max((tokens + RESERVED) * self.token, self.least)
 
     def total(self, tokens: int) -> int:
         """Bytes with a cache for so many tokens."""
@@ -74,7 +77,7 @@ class MemoryPlan:
 
     def left(self, memory: int) -> int:
         """Bytes that are left for slots of the cache."""
-        return memory - self.fixed - self.cache(0)
+        return memory - self.fixed - RESERVED * self.token
 
     def spelled(self, tokens: int, needs: str) -> str:
         """The sum, line by line."""
@@ -102,7 +105,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
     lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
     if find_spec("llguidance") is not None:
         lines["compiled grammars"] = KEPT_BYTES
-    token = 0
+    token, shapes = 0, list[ModelShape]()
     for role, folder in options.folders.items():
         checkpoint = Checkpoint.open(folder)
         precision = pick_dtype(options.dtype, checkpoint, device)
@@ -118,9 +121,10 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
         token += size.shape.kv_bytes_per_token(dtype_of_cache(options.kv_dtype, precision.dtype))
+        shapes.append(size.shape)
     if options.drafts == "suffix":
         lines["suffix store, when full"] = full_store_bytes()
-    return MemoryPlan(lines, token)
+    return MemoryPlan(lines, token * shares_of(shapes), least_stores(shapes))
 
 
 def allow(options: LoadOptions) -> int:
@@ -134,7 +138,7 @@ def allow(options: LoadOptions) -> int:
     memory = memory_bytes(options, torch.get_num_threads())
     planned, (least, _) = plan(options, workload), workload.slots
     left = planned.left(memory)
-    if left < planned.cache(least) - planned.cache(0):
+    if memory < planned.total(least):
         raise UsageError(
             f"memory: {size_text(memory)} is less than the {size_text(planned.total(least))} that this needs",
             where=planned.spelled(least, str(workload)),
@@ -220,6 +224,8 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim
     heads += 4 * c.width * bool(c.taps)
     row = 5 * c.width + heads + (3 if c.gated else 2) * c.mlp_width
+    if c.recurrent is not None:  # float32, in PyTorch
+        row += 8 * c.recurrent.kind.channels * torch.float32.itemsize // element
     if c.experts is not None:  # rows of a token by each expert that it chose, and those of the shared one
         row += c.experts.routing.chosen * (c.width + 3 * c.experts.width) + c.width + 3 * c.experts.shared_width
         row += c.experts.count

@@ -111,13 +111,14 @@ class LoadedModel:
         return f"{self.key}-{[*self.adapters.values()][number - 1]}" if number and self.key else self.key
 
     def cache_prefixes(self, bounded: bool) -> None:
-        """Keep prefixes of requests in the pool, except where keys depend on how long their sequence was in the end.
+        """Keep prefixes of requests in the pool, except where keys depend on how long their sequence was in the end, or
+        where recurrent layers have states, which are not kept with pages.
 
         Args:
             bounded: on a CPU at most `IDLE` bytes: memory of its pool is taken only when it is written to.
         """
         pool = self.runner.pool
-        if self.shape.steady_length is None:
+        if self.shape.steady_length is None and self.shape.delta is None:
             most = max(1, IDLE // pool.page_bytes) if bounded and pool.device.type == "cpu" else pool.pages
             if (shard := getattr(self.runner.model, "shard", None)) is not None and shard.size > 1:
                 most = least(shard, most)  # pages go in all processes at once

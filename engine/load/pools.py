@@ -19,6 +19,8 @@ from engine.load.sizes import size_text
 from models.config import ModelShape
 from models.shard import Shard
 
+ROWS, STATES = 4096, 256  # most that an automatic pool has, of recurrent layers
+STATES_LEAST = 3  # a trunk's, the one before it while a pass runs, and one of a branch
 PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
 MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
@@ -40,8 +42,9 @@ def make_pools(
     """
     size = PAGE_SIZE[device.type]
     page_bytes = size * sum(shape.kv_bytes_per_token(dtype) for shape, dtype in models)
+    shares = shares_of([shape for shape, _ in models])
     if kv_memory is not None:
-        pages = kv_memory // page_bytes
+        pages, stored = kv_memory // shares // page_bytes, kv_memory // shares
         if pages < 1:
             raise KVMemoryError(
                 f"--kv-memory {size_text(kv_memory)} is less than a page of {size} tokens ({size_text(page_bytes)})",
@@ -50,14 +53,60 @@ def make_pools(
     else:
         here = shard.local if shard is not None else 1
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // here
-        pages = max(1, min(free // 2 // page_bytes, MAX_TOKENS // size))
+        stored = free // 2 // shares
+        pages = max(1, min(stored // page_bytes, MAX_TOKENS // size))
+    stores = stores_of([shape for shape, _ in models], stored, bounded=kv_memory is None)
     pages = least(shard, pages) if shard is not None else pages
     try:
-        return [PagePool(shape, pages, size, dtype, device) for shape, dtype in models]
+        return [PagePool(shape, pages, size, dtype, device, **stores) for shape, dtype in models]
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:
         raise KVMemoryError(
             f"the machine cannot give {size_text(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"
         ) from error
+
+
+def shares_of(shapes: Sequence[ModelShape]) -> int:
+    """Equal parts of the memory of a cache: keys and values are one; rows and states of recurrent layers, two more."""
+    return 3 if any(shape.delta is not None for shape in shapes) else 1
+
+
+def least_stores(shapes: Sequence[ModelShape]) -> int:
+    """Bytes of the smallest cache that holds the rows and states of a sequence; 0 without recurrent layers."""
+    row, state = _store_bytes(shapes)
+    return shares_of(shapes) * max(_least_rows(shapes) * row, STATES_LEAST * state) if state else 0
+
+
+def _store_bytes(shapes: Sequence[ModelShape]) -> tuple[int, int]:
+    """Bytes of a row and of a state, all models together."""
+    return sum(shape.row_bytes for shape in shapes), sum(shape.state_bytes for shape in shapes)
+
+
+def _least_rows(shapes: Sequence[ModelShape]) -> int:
+    return 2 * max(shape.delta.reach for shape in shapes if shape.delta is not None)
+
+
+def stores_of(shapes: Sequence[ModelShape], memory: int, bounded: bool) -> dict[str, int]:
+    """How many rows and states each pool of some models has, by the arguments of `PagePool`.
+
+    Args:
+        memory: bytes of all rows together, and of all states.
+        bounded: no more than an automatic pool has.
+
+    Raises:
+        KVMemoryError: a sequence has no room.
+    """
+    row, state = _store_bytes(shapes)
+    if not state:
+        return {}
+    rows, states, least = memory // row, memory // state, _least_rows(shapes)
+    if rows < least or states < STATES_LEAST:
+        raise KVMemoryError(
+            "the memory of the KV cache does not hold the states of the recurrent layers for one sequence",
+            where=f"a third is for {least} rows of {size_text(row)}, a third for {STATES_LEAST} states of "
+            f"{size_text(state)}",
+            remedy=f"give --kv-memory at least {size_text(least_stores(shapes), math.ceil)}",
+        )
+    return {"rows": min(rows, ROWS), "states": min(states, STATES)} if bounded else {"rows": rows, "states": states}
 
 
 def total_memory() -> int:

@@ -524,7 +524,7 @@ class Driver:
             "nodes_evaluated": max(0, mine.tokens - (target.prompt_length - target.reused - 1)),
             "prefill_seconds": prefilled - job.started,
             "decode_seconds": now - prefilled,
-            "kv_bytes_peak": sum(t.peak_pages * t.pool.page_bytes for t in job.trees),
+            "kv_bytes_peak": sum(t.peak_pages * t.pool.page_bytes + t.peak_state_bytes for t in job.trees),
             "kv_bytes_per_token": target.pool.bytes_per_token,
             "live_nodes_peak": target.peak_live,
             "unshared_nodes_peak": target.peak_unshared,

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from engine.cache.drafts import DraftedNode
 from engine.cache.tree import TokenTree
-from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, TreeLayout
+from engine.step.paths import PathColumns
+from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, DeltaKind, TreeLayout
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Packer:
         page_size: of the pool that all trees share.
         device: where the tensors go.
         ancestors: how many of each token's latest ancestors the layout names.
+        delta: the kind of recurrent layers, of which the layout has the paths then; without buckets.
         token_buckets, word_buckets, tree_buckets, page_buckets: sizes that T, the ancestry words, R and the pages of
             the longest trunk are padded to, so that compiled graphs are reused. Padding tokens attend to nothing and
             write to the trash slot.
@@ -117,6 +119,7 @@ class Packer:
         device: torch.device | str = "cpu",
         *,
         ancestors: int = 0,
+        delta: DeltaKind | None = None,
         token_buckets: Sequence[int] | None = None,
         word_buckets: Sequence[int] | None = None,
         tree_buckets: Sequence[int] | None = None,
@@ -126,6 +129,7 @@ class Packer:
         frames: int = 0,
     ):
         self.page_size, self.device, self.ancestors = page_size, torch.device(device), ancestors
+        self.delta = delta
         self.token_buckets, self.word_buckets, self.tree_buckets = token_buckets, word_buckets, tree_buckets
         self.page_buckets = page_buckets
         self.impl, self.rows, self.frames = impl, rows, frames
@@ -154,7 +158,13 @@ class Packer:
                 if len(self._frames) == self.frames:
                     del self._frames[next(iter(self._frames))]
                 self._frames[sizes] = frame
-        return frame.filled(columns)
+        inputs = frame.filled(columns)
+        if self.delta is None:
+            return inputs
+        paths = PathColumns(self.delta)
+        for chunk in chunks:
+            paths.add(chunk.tree, chunk.trunk_tokens, [*chunk.nodes, *chunk.drafts])
+        return replace(inputs, layout=replace(inputs.layout, paths=paths.tensors()))
 
 
 def pack(chunks: Sequence[Chunk], page_size: int, device: torch.device | str = "cpu", **options: Any) -> Pass:

@@ -100,6 +100,10 @@ def load_prefix(engine: Owner, path: str | Path, salt: str = "") -> list[int]:
 def _check(engine: Owner) -> None:
     if engine.shard.size > 1:
         raise UsageError("a prefix in a file is for a model in one process", remedy="leave out --load-prefix")
+    if engine.shape.delta is not None:
+        raise UsageError(
+            "prefixes of this model cannot be kept", where="its recurrent layers have states, which files do not hold"
+        )
     if engine.pool.prefixes is None:
         if engine.shape.steady_length is not None:
             raise UsageError(

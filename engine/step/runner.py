@@ -157,7 +157,9 @@ class Runner:
         if self._packer is None or self._packed_by != options:
             kept = {"page_buckets": PAGES, "frames": FRAMES} if impl == "cpp" else {}
             more = {"token_buckets": buckets[0], "word_buckets": buckets[1], "impl": impl, "rows": rows, **kept}
-            self._packer = Packer(self.pool.page_size, self.device, ancestors=self.pool.ancestors, **more)
+            stores = self.pool.stores
+            more |= {"ancestors": self.pool.ancestors, "delta": None if stores is None else stores.kind}
+            self._packer = Packer(self.pool.page_size, self.device, **more)
             self._packed_by = options
         return self._packer.pack(chunks)
 

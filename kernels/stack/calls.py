@@ -12,8 +12,8 @@ REGISTERS = (
     "out",  # E: the output of attention or of a convolution
     "heads",  # (H + 2 G) D: queries, keys and values; (2 H + 2 G) D: gates before them
     "mixed",  # H D: what attention makes of the values
-    "gates",  # 3 E: what a convolution reads
-    "convolved",  # E
+    "gates",  # 3 E: what a convolution reads; as wide as it is, what a gated delta net reads
+    "convolved",  # E; the result of a gated delta net
     "up",  # M, or 2 M of a gated MLP
     "middle",  # M
 )
@@ -32,6 +32,7 @@ CODES = (
     "mix",  # target = what the experts of `mixture` make of source
     "gate",  # target *= the logistic function of the gates in source
 )
+RECUR = "recur"  # target = the gated delta net `delta` of source; only Python executes it
 
 
 class Call(NamedTuple):
@@ -47,6 +48,7 @@ class Call(NamedTuple):
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.
         mixture: experts, with packed `matrices`, see `kernels.experts`.
+        delta: with `weights` and an `order`, see `models.layers.GatedDeltaNet`.
     """
 
     code: str
@@ -65,3 +67,4 @@ class Call(NamedTuple):
     all_heads: bool = False
     adapters: Any = None
     mixture: Any = None
+    delta: Any = None

@@ -1,0 +1,178 @@
+"""The rows and states of recurrent layers: who has which, and what a trunk keeps of them. See `DeltaPaths`."""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from engine.errors import KVMemoryError
+from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind
+
+
+class Held(NamedTuple):
+    """The row of a token, and the state after it, NULL_STATE if its block does not end there."""
+
+    row: int
+    state: int = NULL_STATE
+
+
+class Store:
+    """Places that trees take and give back, the lowest first, so that memory that was never needed is not touched.
+
+    Args:
+        first, count: the numbers of the places.
+        name: of what they hold, for messages.
+    """
+
+    def __init__(self, first: int, count: int, name: str):
+        self.count, self.name, self.used = count, name, 0
+        self._free = [*range(first, first + count)]
+
+    def take(self) -> int:
+        """Take a place. Raises KVMemoryError if none is left."""
+        if not self._free:
+            raise KVMemoryError(
+                f"the KV cache is full: all {self.count} {self.name} of recurrent layers are in use",
+                remedy="give --kv-memory more, or ask for fewer beams or new tokens",
+            )
+        self.used += 1
+        return heapq.heappop(self._free)
+
+    def give(self, place: int) -> None:
+        """Give a place back."""
+        heapq.heappush(self._free, place)
+        self.used -= 1
+        assert self.used >= 0
+
+
+class Stores:
+    """The rows and states of a pool.
+
+    Args:
+        kind: of the recurrent layers.
+        rows, states: how many trees may take.
+    """
+
+    def __init__(self, kind: DeltaKind, rows: int, states: int):
+        first = max(NULL_SLOT, TRASH_SLOT) + 1
+        self.kind, self.rows, self.states = kind, Store(first, rows, "rows"), Store(NULL_STATE + 1, states, "states")
+
+    def take(self, position: int) -> Held:
+        """The row of a token at a position, and its state if a block ends with it. Raises KVMemoryError."""
+        row = self.rows.take()
+        if position % BLOCK < BLOCK - 1:
+            return Held(row)
+        try:
+            return Held(row, self.states.take())
+        except KVMemoryError:
+            self.rows.give(row)
+            raise
+
+    def give(self, held: Iterable[Held]) -> None:
+        """Give rows and states back."""
+        for row, state in held:
+            self.rows.give(row)
+            if state != NULL_STATE:
+                self.states.give(state)
+
+
+class TrunkStates:
+    """The share of a trunk: one state, of all its whole blocks, and the rows that later tokens may read.
+
+    A pass that ends blocks of a trunk makes the next state; the one before is kept until the next pass, as this one may
+    fail.
+
+    Attributes:
+        rows: by positions.
+        state, folded: the state, and how many tokens it is of.
+        before: the same of the state before, while that is kept.
+    """
+
+    def __init__(self, stores: Stores):
+        self.stores = stores
+        self.rows: dict[int, int] = {}
+        self.state, self.folded = NULL_STATE, 0
+        self.before: tuple[int, int] | None = None
+
+    @property
+    def held(self) -> tuple[list[int], list[int]]:
+        """The rows and the states that are held."""
+        states = [self.state, *([] if self.before is None else self.before[:1])]
+        return [*self.rows.values()], [state for state in states if state != NULL_STATE]
+
+    def earliest(self, length: int) -> int:
+        """The first token of the first `length` ones whose row tokens after them may read."""
+        return max(0, whole(length) - self.stores.kind.taps + 1)
+
+    def extend(self, length: int, tokens: int) -> None:
+        """Take what a pass needs that evaluates the tokens after the first `length`. Raises KVMemoryError: nothing was
+        taken."""
+        self.settle(length)
+        end, taken, state = length + tokens, dict[int, int](), NULL_STATE
+        try:
+            for position in range(max(length, self.earliest(end)), end):
+                taken[position] = self.stores.rows.take()
+            if whole(end) > self.folded:
+                state = self.stores.states.take()
+        except KVMemoryError:
+            for row in taken.values():
+                self.stores.rows.give(row)
+            raise
+        self.rows |= taken
+        if state != NULL_STATE:
+            self.before = self.state, self.folded
+            self.state, self.folded = state, whole(end)
+
+    def append(self, length: int, held: Sequence[Held]) -> None:
+        """Take over what branch nodes had that are the tokens after the first `length` now."""
+        for position, (row, state) in enumerate(held, length):
+            self.rows[position] = row
+            if state != NULL_STATE:
+                self._give_state(self.state)
+                self.state, self.folded = state, position + 1
+        self.settle(length + len(held))
+
+    def settle(self, length: int) -> None:
+        """Give back what no pass after the first `length` tokens reads."""
+        if self.before is not None:
+            self._give_state(self.before[0])
+            self.before = None
+        self._keep_rows(self.earliest(length), length)
+
+    def truncate(self, length: int) -> int:
+        """Forget the tokens after the first `length`. Returns how many are left: none if their state is not kept."""
+        if self.before is not None and self.before[1] == whole(length) < self.folded:
+            self._give_state(self.state)
+            (self.state, self.folded), self.before = self.before, None
+        rows = range(self.earliest(length), length)
+        if self.folded != whole(length) or any(position not in self.rows for position in rows):
+            length = 0
+            self._give_state(self.state)
+            self.state, self.folded = NULL_STATE, 0
+            self.settle(0)
+        self._keep_rows(0, length)
+        return length
+
+    def base(self, position: int, first: int | None = None) -> int:
+        """The state that the block of a token begins with.
+
+        Args:
+            first: of the tokens of the trunk that a pass evaluates, the token among them; None: it is below the trunk.
+        """
+        length, state = whole(position), (self.state, self.folded)
+        if first is not None and self.before is not None and length <= first:
+            state = self.before
+        assert length == state[1] or (first is not None and first < length <= self.folded)
+        return state[0] if length else NULL_STATE
+
+    def _keep_rows(self, first: int, end: int) -> None:
+        for position in [p for p in self.rows if not first <= p < end]:
+            self.stores.rows.give(self.rows.pop(position))
+
+    def _give_state(self, state: int) -> None:
+        if state != NULL_STATE:
+            self.stores.states.give(state)
+
+
+def whole(length: int) -> int:
+    """The tokens of whole blocks among the first `length`."""
+    return length // BLOCK * BLOCK

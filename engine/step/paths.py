@@ -1,0 +1,88 @@
+"""The rows and states that recurrent layers read and write in a pass, from the trees of its chunks."""
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from engine.cache.drafts import DraftedNode
+from engine.cache.states import whole
+from engine.cache.tree import TokenTree
+from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind, DeltaPaths
+
+
+class PathColumns:
+    """The columns of `DeltaPaths`, tree by tree.
+
+    Args:
+        kind: of the recurrent layers.
+    """
+
+    def __init__(self, kind: DeltaKind):
+        self.kind = kind
+        self.rows: list[int] = []
+        self.paths: list[int] = []
+        self.lengths: list[int] = []
+        self.bases: list[int] = []
+        self.folds: list[int] = []
+
+    def add(self, tree: TokenTree, trunk_tokens: int, nodes: Sequence[int | DraftedNode]) -> None:
+        """Add the next tokens of a trunk, and branch nodes (parents first); they have rows and states already."""
+        states, end = tree.trunk.states, tree.trunk.cached
+        assert states is not None
+        first, start = end - trunk_tokens, len(self.rows)
+
+        def in_trunk(position: int) -> int:
+            return -1 - (start + position - first) if position >= first else states.rows[position]
+
+        for position in range(first, end):
+            path = [in_trunk(p) for p in range(position - 1, position - self._count(position) - 1, -1)]
+            fold = states.state if (position + 1) % BLOCK == 0 else NULL_STATE
+            row = states.rows.get(position, TRASH_SLOT)
+            self._append(row, position, path, states.base(position, first), fold)
+        numbers: dict[int | DraftedNode, int] = {}
+        for node in nodes:
+            position = node.position if isinstance(node, DraftedNode) else tree.position(node)
+            path, at, block = [], _parent(tree, node), whole(position)
+            count, base = self._count(position), NULL_STATE
+            while (held := tree.held(at)) is not None:
+                above = position - 1 - len(path)
+                if above < block and base == NULL_STATE:
+                    base = held.state
+                if len(path) >= count and (base != NULL_STATE or block == 0):
+                    break
+                path.append(-1 - numbers[at] if at in numbers else held.row)
+                at = _parent(tree, at)
+            else:
+                last = position - 1 - len(path)  # of the trunk
+                path += [in_trunk(p) for p in range(last, position - count - 1, -1)]
+                if base == NULL_STATE:
+                    base = states.base(position)
+            held = tree.held(node)
+            assert held is not None
+            numbers[node] = len(self.rows)
+            self._append(held.row, position, path[:count], base, held.state)
+
+    def _count(self, position: int) -> int:
+        """How many ancestors a token reads: those in its block, and before the taps of its convolution."""
+        return min(position, max(position % BLOCK, self.kind.taps - 1))
+
+    def _append(self, row: int, position: int, path: list[int], base: int, fold: int) -> None:
+        self.rows.append(row)
+        self.paths += path + [NULL_SLOT] * (self.kind.reach - len(path))
+        self.lengths.append(position % BLOCK)
+        self.bases.append(base)
+        self.folds.append(fold)
+
+    def tensors(self) -> DeltaPaths:
+        """The columns as tensors."""
+        T = len(self.rows)
+        numbers = array("q", self.rows + self.lengths + self.bases + self.folds + self.paths)
+        rows_T, lengths_T, bases_T, folds_T, paths = torch.frombuffer(numbers, dtype=torch.int64).split(
+            [T, T, T, T, T * self.kind.reach]
+        )
+        return DeltaPaths(rows_T, paths.view(T, -1), lengths_T, bases_T, folds_T)
+
+
+def _parent(tree: TokenTree, node: int | DraftedNode) -> int | DraftedNode:
+    return node.parent if isinstance(node, DraftedNode) else tree.parent(node)

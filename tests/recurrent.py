@@ -1,0 +1,54 @@
+"""Random models whose layers are attention and gated delta nets, small enough to be evaluated afresh often."""
+
+from dataclasses import replace
+
+import torch
+from safetensors.torch import save_file
+
+from kernels.layout import DeltaKind
+from models import FAMILIES
+from models.checkpoint.headers import Checkpoint
+from models.config import Recurrent
+from models.families.llama import Llama
+from tools.random_checkpoint import draw, make
+
+VOCAB = 120
+KIND = DeltaKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
+
+
+def hybrid(folder, monkeypatch, *, kind=KIND, layers="rar", interleaved=False, seed=1, scale=0.7, **options):
+    """Write a checkpoint of a family that is a Llama but for recurrent layers: those that `layers` names "r"."""
+    matrices = {} if not interleaved else {"recurrent_in": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")}
+
+    class Hybrid(Llama):
+        names = replace(Llama.names, **matrices)
+
+        @staticmethod
+        def read(fields):
+            recurrent = Recurrent(kind, tuple(layer == "r" for layer in layers), interleaved)
+            return replace(Llama.read(fields), recurrent=recurrent)
+
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", Hybrid)
+    sizes = {"width": 32, "mlp": 48, "heads": 4, "kv_heads": 2, "vocab": VOCAB, "max_positions": 400}
+    make(folder, layers=len(layers), seed=seed, scale=scale, **sizes | options)
+    shapes = Hybrid.names.tensors(Hybrid.read(Checkpoint.open(folder).fields))
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, shape in shapes.items():
+        if name.endswith(("A_log", "dt_bias", "conv1d.weight")):
+            tensors[name] = torch.rand(shape, generator=generator) - 0.5
+        else:
+            tensors[name] = draw(name, shape, seed=seed, scale=scale, tied=False)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def check_stores(engine, trees=()):
+    """Nothing but these trees holds rows or states of recurrent layers."""
+    engine.pool.check_stores([tree.states_held for tree in trees])
+    rows, states = engine.pool.cache.recurrent
+    assert rows[:, 0].eq(0).all() and states[:, 0].eq(0).all()
+
+
+def fresh(engine, ids):
+    """Log-probabilities after every token of a sequence that is evaluated by itself, float32 [len(ids), V]."""
+    return torch.log_softmax(engine.runner.logits(ids), -1)
