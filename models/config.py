@@ -169,6 +169,10 @@ class Config:
         """Whether a layer has a state in the place of keys and values."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return not self.recurs(layer) and not (self.taps and self.taps[layer])
+
     def kept(self, layer: int) -> CacheKind | DeltaKind:
         """The rows that a layer keeps of each token, or the sizes of a recurrent layer."""
         if self.recurrent is not None and self.recurs(layer):
@@ -403,9 +407,7 @@ class Names:
         if "output" in c.norms:
             names += [self.attention_out_norm, self.mlp_out_norm]
         q, k = (c.heads, c.kv_heads) if c.head_norms == "all" else (1, 1)
-        heads = (
-            {self.q_norm: q * c.head_dim, self.k_norm: k * c.head_dim} if c.head_norms and c.kept(layer).pair else {}
-        )
+        heads = {self.q_norm: q * c.head_dim, self.k_norm: k * c.head_dim} if c.head_norms and c.attends(layer) else {}
         return dict.fromkeys(names, c.width) | heads
 
 

@@ -101,7 +101,7 @@ def draw_all(
         if name.endswith((".bias", "_bias")):
             deviation = 0.2
         elif len(shape) == 1:
-            drawn[name] = unit + 1
+            drawn[name] = 4 * unit - 3 if name.endswith(".A_log") else unit + 1  # memories of 3 to 150 tokens
             continue
         elif name == head:
             deviation = math.sqrt(2 * math.log(max(shape[0], 8)) / shape[1])

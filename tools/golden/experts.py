@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.qwen3_5 import BLOCKS, RECURRENT
 
 WIDTH = 24
 CONFIG: dict[str, Any] = {
@@ -84,11 +85,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_5": QWEN3_5 | {"num_experts_per_tok": 3},
     "qwen3_next": NEXT,
     "qwen3_next_steps": NEXT | {"decoder_sparse_step": 2, "norm_topk_prob": False, "attention_bias": True},
+    "qwen3_next_recurrent": NEXT | RECURRENT | {"layer_types": ["linear_attention"] * 2 + ["full_attention"]},
     "qwen3_next_defaults": NEXT | dict.fromkeys(
         ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "hidden_act", "rms_norm_eps", "rope_parameters"),
         ABSENT),
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 OTHERS: dict[str, dict[str, Any]] = dict.fromkeys(("qwen2_windows", "qwen3_steps", "mixtral_window"), BORDER)
+OTHERS["qwen3_next_recurrent"] = BLOCKS
 
 VARIANTS = variants(CONFIG, CHANGES, OTHERS)

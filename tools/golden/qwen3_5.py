@@ -1,4 +1,4 @@
-"""Qwen3.5, its layers with attention: gates of queries, norms of 1 + weight, heads that are rotated in part."""
+"""Qwen3.5: gates of queries, norms of 1 + weight, heads that are rotated in part, gated delta nets."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 MROPE = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+RECURRENT = {
+    "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}  # fmt: skip
 DEFAULTS = ("rope_parameters", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "attention_bias")
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -27,7 +31,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "wide": dict.fromkeys(("num_key_value_heads", "head_dim", "layer_types"), ABSENT)
     | {"num_hidden_layers": 1, "full_attention_interval": 1},
     "yarn": {"rope_parameters": ROPE | MROPE | YARN | {"partial_rotary_factor": 0.5}},
+    "recurrent": RECURRENT | {"layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_interval": RECURRENT
+    | {"layer_types": ABSENT, "full_attention_interval": 3, "num_hidden_layers": 4, "tie_word_embeddings": True},
+    "recurrent_taps": RECURRENT | {"layer_types": ["full_attention", "linear_attention"], "linear_conv_kernel_dim": 2}
+    | {"linear_num_key_heads": 4, "linear_value_head_dim": 12, "rms_norm_eps": 0.03},
     "classifier": {"architectures": ["Qwen3_5TextForSequenceClassification"], "num_labels": 1},
 }  # fmt: skip
 
-VARIANTS = variants(CONFIG, CHANGES, {})
+BLOCKS: dict[str, Any] = {
+    "logits": [(3, 3), (31, 2), (33, 4), (100, 40)],
+    "prompts": (17, 40, 70),
+}  # blocks of 32 tokens
+OTHERS: dict[str, dict[str, Any]] = dict.fromkeys(("recurrent", "recurrent_interval", "recurrent_taps"), BLOCKS)
+
+VARIANTS = variants(CONFIG, CHANGES, OTHERS)

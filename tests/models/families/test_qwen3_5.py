@@ -9,14 +9,21 @@ from models.errors import CheckpointError
 from tests.marks import IMPLS
 from tests.models.copies import GOLDEN, changed
 
+RECURRENT = {"layer_types": ["linear_attention", "full_attention"]}
 TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(40)]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": None}, "layer_types: expected layers of full_attention: linear_attention is not supported"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention is not supported"),
+        ({"layer_types": None}, "layer_types: expected at least one layer of full_attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "missing model.layers.0.linear_attn.A_log"),
+        (
+            RECURRENT | {"linear_num_key_heads": 3},
+            "linear_num_value_heads: expected a multiple of",
+        ),
+        (RECURRENT | {"linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim: expected"),
+        (RECURRENT | {"hidden_act": "gelu"}, "hidden_act: expected one of silu, swish"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected 2 of full_attention and"),
         ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval: expected"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads 4"),
