@@ -18,6 +18,7 @@ from models.checkpoint.fields import Fields
 from models.checkpoint.files import open_regular
 from models.config import FULL, SLIDING
 from models.errors import nearest
+from models.gguf.delta_nets import delta_nets, without_draft_layers
 from models.gguf.experts import SIGMOID, SOFTMAX_OF_CHOSEN, experts
 from models.gguf.reader import FETCH_AGAIN, GGUF
 from models.rope import RopeConfig, RotaryEmbedding
@@ -41,6 +42,7 @@ READ = {  # those of the keys above that an architecture reads
     "granite": GRANITE.values(),
     "granitemoe": (*GRANITE.values(), "expert_count"),
     **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe", "lfm2moe", "gpt-oss"), ("expert_count",)),
+    **dict.fromkeys(("qwen3next", "qwen35moe"), ("expert_count",)),
     "gemma2": CAPS,
     "gemma3": CAPS[1:],
     "mistral3": ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
@@ -160,6 +162,21 @@ def _qwen(file: GGUF, keys: Fields) -> dict[str, Any]:
     if arch.startswith("qwen2"):
         return config | _named("Qwen2ForCausalLM", "qwen2")
     return config | {"attention_bias": bias} | _named("Qwen3ForCausalLM", "qwen3")
+
+
+def _qwen35(file: GGUF, keys: Fields) -> dict[str, Any]:
+    keys = without_draft_layers(file, keys)
+    config = {"partial_rotary_factor": 1.0} | _gated(file, keys, rotated="some") | delta_nets(file, keys)
+    if (arch := file.fields().str("general.architecture")) == "qwen35":
+        return config | _named("Qwen3_5ForCausalLM", "qwen3_5_text")
+    config |= experts(file, keys, some=arch == "qwen3next")
+    config["shared_expert_intermediate_size"] = keys.int("expert_shared_feed_forward_length")
+    norm = keys.bool("expert_weights_norm", default=True)
+    if arch == "qwen3next":
+        return config | {"norm_topk_prob": norm} | _named("Qwen3NextForCausalLM", "qwen3_next")
+    if not norm:
+        raise keys.error("expert_weights_norm", "true")
+    return config | _named("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
 
 
 def _phi3(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -316,6 +333,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "qwen2moe": _qwen,
     "qwen3moe": _qwen,
     "qwen3vl": _qwen,
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _qwen35),
     "phi2": _phi2,
     "phi3": _phi3,
     "gpt2": _gpt2,

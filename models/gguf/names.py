@@ -65,6 +65,9 @@ _SHARED = {
     "blk.ffn_up_shexp": "mlp.shared_expert.up_proj",
     "blk.ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_QWEN35 = {name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"} | {
+    "blk.post_attention_norm": "post_attention_layernorm"
+}
 _LFM2_EXPERTS = {own: name.replace("mlp.", "feed_forward.") for own, name in _EXPERTS.items()}
 _GPT_OSS = {
     **{name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"},
@@ -84,6 +87,8 @@ NAMES = {
         ("mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3", "stablelm"), _LLAMA
     ),
     **dict.fromkeys(("llama", "qwen3moe", "olmoe", "granitemoe"), _LLAMA | _EXPERTS),
+    "qwen35": _QWEN35,
+    **dict.fromkeys(("qwen3next", "qwen35moe"), _QWEN35 | _EXPERTS | _SHARED),
     "qwen2moe": _LLAMA | _EXPERTS | _SHARED,
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     "gpt2": _GPT2,

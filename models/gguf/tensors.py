@@ -26,6 +26,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 SUPPORTED = ", ".join([*FLOATS, *BLOCKS])
+PLUS_ONE = "gemma", "qwen3next", "qwen35"  # architectures whose norms are stored as 1 + weight
 IGNORED = *FACTORS, "attn_rot_embd.weight"  # frequencies: the configuration has them
 
 
@@ -38,7 +39,7 @@ class Stored(TensorInfo):
         rows, row_bytes, start: how many rows there are, and where they lie.
         heads: rows of the matrix are in the order of interleaved rotation, this many heads; 0: they are not.
         transposed: checkpoints have it [in, out].
-        plus_one: the file has 1 + the values, as it has norms of Gemma.
+        plus_one: the file has 1 + the values, as it has norms of Gemma and Qwen3.5.
     """
 
     format: str = "F32"
@@ -219,7 +220,7 @@ def _stored(
     if arch in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         heads = heads if shape[0] % (2 * heads) == 0 else 0  # of another shape than the model's: it is refused
-    plus_one = arch.startswith("gemma") and name.endswith("norm.weight") and entry.format in FLOATS
+    plus_one = arch.startswith(PLUS_ONE) and name.endswith("norm.weight") and entry.format in FLOATS
     dtype = torch.float32 if plus_one else (FLOATS | INTEGERS).get(entry.format, torch.uint8)
     transposed = False
     if entry.format in BLOCKS:

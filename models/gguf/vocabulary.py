@@ -26,6 +26,7 @@ _CASES = [rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{times}" for times in (rf"*{_LOWER}+"
 _SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
 LLAMA3 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
 QWEN2 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}|{_REST}"
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 TEKKEN = "|".join([*_CASES, r"\p{N}", _SLASH])
 GPT4O = "|".join([*(f"{case}{_ENDINGS}?" for case in _CASES), r"\p{N}{1,3}", _SLASH])
 DEEPSEEK3 = (  # one after the other
@@ -49,6 +50,7 @@ SPLITS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "hunyuan"), QWEN2),
     **dict.fromkeys(("solar-open", "grok-2"), QWEN2),
     **dict.fromkeys(("hunyuan-dense", "deepseek-v3", "joyai-llm", "hy_v4"), DEEPSEEK3),
+    "qwen35": QWEN35,
     "deepseek-coder": DEEPSEEK_CODER,
     "seed-coder": SEED,
     "minicpm5": MINICPM5,
@@ -58,7 +60,7 @@ SPLITS: dict[str, str | tuple[str, ...]] = {
 WHOLE_WORDS = {name for name, split in SPLITS.items() if split is LLAMA3} - {"dbrx", "smaug-bpe", "chatglm-bpe"}
 WHOLE_WORDS |= {"tekken", "minicpm5"}  # a word that is a token is not merged from its bytes
 BEGIN = WHOLE_WORDS - {"glm4", "minicpm5"}  # a text begins with BOS, unless the file has another word on it
-COMPOSED = {"qwen2"}  # its tokenizer.json composes characters (NFC)
+COMPOSED = {"qwen2", "qwen35"}  # whose tokenizer.json composes characters (NFC)
 # What ends a turn where the file names other tokens, or none: llama.cpp finds these by their spelling as well.
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>")
 SPACE = "▁"

@@ -84,7 +84,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phi_longrope": PHI | {"rope_parameters": LONG},
     "qwen3_5": QWEN3_5 | {"num_experts_per_tok": 3},
     "qwen3_next": NEXT,
-    "qwen3_next_steps": NEXT | {"decoder_sparse_step": 2, "norm_topk_prob": False, "attention_bias": True},
+    "qwen3_next_steps": NEXT | {
+        "decoder_sparse_step": 2, "mlp_only_layers": [], "norm_topk_prob": False, "attention_bias": True},
     "qwen3_next_recurrent": NEXT | RECURRENT | {"layer_types": ["linear_attention"] * 2 + ["full_attention"]},
     "qwen3_next_defaults": NEXT | dict.fromkeys(
         ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "hidden_act", "rms_norm_eps", "rope_parameters"),

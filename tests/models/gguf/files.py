@@ -15,6 +15,7 @@ from models.checkpoint.fields import Fields
 from models.checkpoint.headers import WEIGHTS
 from models.checkpoint.tensor_files import write_tensors
 from models.gguf.architectures import CAPS, FACTORS, GRANITE, INTERLEAVED
+from models.gguf.tensors import PLUS_ONE
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[test]'")
 ARCHITECTURES = {
@@ -25,6 +26,7 @@ ARCHITECTURES = {
     },
     **{"gemma3_text": "gemma3", "hunyuan_v1_dense": "hunyuan-dense", "olmo3": "olmo2"},
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "mixtral": "llama"},
+    **{"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
     **{"granitemoe": "granitemoe", "lfm2_moe": "lfm2moe", "gpt_oss": "gpt-oss"},
 }
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -41,6 +43,7 @@ PARTS = {  # of mixtures of experts, by the ends of their names in transformers
     "shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     **{f"shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
 }
+SHARES = {"phi2": 0.5, **dict.fromkeys(("stablelm", "qwen3next", "qwen35", "qwen35moe"), 0.25)}  # of heads, rotated
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
 
 
@@ -109,7 +112,7 @@ class File:
         own = {}  # matrices of experts that have one each
         for name, tensor in load_file(self.folder / "model.safetensors").items():
             values = tensor.float().numpy()
-            if self.arch.startswith("gemma") and name.endswith("norm.weight"):
+            if self.arch.startswith(PLUS_ONE) and name.endswith("norm.weight"):
                 values = values + 1
             mixed = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|feed_forward|block_sparse_moe)\.(.+)", name)
             if mixed and self.arch == "gpt-oss" and "." not in mixed[2].removeprefix("experts."):
@@ -186,11 +189,9 @@ class File:
             yield from (("attention.head_count", c["n_head"]),)
             yield "attention.layer_norm_epsilon", c["layer_norm_epsilon"]
             return
-        rotated = int(
-            r.get("partial_rotary_factor", {"phi2": 0.5, "stablelm": 0.25}.get(self.arch, 1.0)) * self.head_dim
-        )
+        rotated = int(r.get("partial_rotary_factor", SHARES.get(self.arch, 1.0)) * self.head_dim)
         yield from (("block_count", c["num_hidden_layers"]), ("context_length", c["max_position_embeddings"]))
-        yield from (("embedding_length", c["hidden_size"]), ("feed_forward_length", c["intermediate_size"]))
+        yield from (("embedding_length", c["hidden_size"]), ("feed_forward_length", c.get("intermediate_size")))
         yield "attention.head_count", c["num_attention_heads"]
         shared, types = c.get("num_key_value_heads") or c["num_attention_heads"], c.get("layer_types", [])
         yield "attention.head_count_kv", [0 if t == "conv" else shared for t in types] if "conv" in types else shared
@@ -222,6 +223,8 @@ class File:
         yield "expert_shared_feed_forward_length", c.get("shared_expert_intermediate_size")
         yield "expert_weights_norm", c.get("norm_topk_prob")
         yield "expert_weights_scale", c.get("routed_scaling_factor")
+        if "layer_types" in c and self.arch in ("qwen3next", "qwen35", "qwen35moe"):
+            yield from (("full_attention_interval", 1), ("rope.dimension_sections", [11, 11, 10, 0]))
         if self.arch == "mistral3":
             yield "attention.temperature_scale", r["llama_4_scaling_beta"]
             yield "rope.scaling.yarn_log_multiplier", r.get("mscale_all_dim", 0.0)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -34,6 +35,8 @@ FLOATS = [
     ),
     *(f"experts/{name}" for name in ("qwen2", "qwen3", "olmoe", "mixtral", "mixtral_window", "granite", "lfm2")),
     *("gpt_oss/plain", "gpt_oss/full"),
+    *("qwen3_5/plain", "qwen3_5/bias", "qwen3_5/yarn", "experts/qwen3_5", "experts/qwen3_next"),
+    "experts/qwen3_next_steps",
 ]
 PROMPT = list(range(3, 30))
 
@@ -148,10 +151,32 @@ def test_formats_are_what_the_package_dequantises(variant, format, tmp_path):
     assert sum(info.elements for info in checkpoint.tensors.values()) == wanted
 
 
+def test_draft_layers_of_files_are_left_out(tmp_path):
+    file = File(GOLDEN / "qwen3_5/plain")
+    layers = {name.replace("blk.1.", "blk.2."): x for name, x in file.tensors.items() if name.startswith("blk.1.")}
+    for name, x in (layers | {"blk.2.nextn.eh_proj.weight": np.ones((24, 48), np.float32)}).items():
+        file.add(name, x)
+    file.keys |= {"qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1}
+    same(file.write(tmp_path / "file.gguf"), GOLDEN / "qwen3_5/plain", 1e-5)
+
+
+@pytest.mark.parametrize("keys, message", [
+    ({"full_attention_interval": 2}, "linear_attention is not supported"),
+    ({"attention.recurrent_layers": [True, False]}, "linear_attention is not supported"),
+    ({"attention.recurrent_layers": [False]}, "attention.recurrent_layers: expected 2 flags"),
+])  # fmt: skip
+def test_kinds_of_layers_of_qwen3_5(keys, message, tmp_path):
+    file = File(GOLDEN / "qwen3_5/plain")
+    file.keys |= {f"qwen35.{key}": value for key, value in keys.items()}
+    with pytest.raises(CheckpointError, match=message):
+        Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 22)
+
+
 @pytest.mark.parametrize("format", ["F16", "Q4_1", "Q5_0", "Q6_K"])
 @pytest.mark.parametrize("variant", [
     "phi/plain", "phi3/plain", "gpt2/plain", "qwen2/tied", "qwen3/bias", "gemma/one", "gemma/two", "gemma/three",
     "olmo/plain", "hunyuan/plain", "stablelm/plain", "lfm2/plain", "experts/qwen2", "experts/lfm2", "gpt_oss/plain",
+    "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next",
 ])  # fmt: skip
 def test_formats_of_families(variant, format, tmp_path):
     file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])

@@ -100,6 +100,10 @@ GPT4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 HUNYUAN = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",
@@ -118,6 +122,7 @@ def split(*patterns, digits=False):
 FAMILIES = {  # by tokenizer.ggml.pre: the pre-tokenizer, whether whole words are looked up first, whether NFC
     "llama-bpe": (split(LLAMA3), True, False),
     "qwen2": (split(LLAMA3.replace("{1,3}", "")), False, True),
+    "qwen35": (split(QWEN35), False, True),
     "smollm": (split(digits=True), False, False),
     "refact": (split(digits=True), False, False),
     "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), False, False),
