@@ -1,5 +1,7 @@
 """gpt-oss (OpenAI 2025): experts with clamped gates and biases in all layers, sinks of attention, windows in turns."""
 
+from typing import Any
+
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config, experts, layer_types, rotary, windows
 from models.decoder import Decoder
@@ -34,7 +36,7 @@ class GptOss(Decoder):
         kv_heads = None if "num_key_value_heads" in fields.config else 8
         head_dim = None if "head_dim" in fields.config else 64
         shared = {"kv_heads": kv_heads, "head_dim": head_dim, "mlp_width": width, "theta": 150000.0}
-        options = rotary(fields, positions=131072, **shared)
+        options: dict[str, Any] = rotary(fields, positions=131072, **shared) | {"activation": "clamped_swiglu"}
         layers = options["layers"]
         kinds = layer_types(fields, [FULL if i % 2 else SLIDING for i in range(layers)])
         window = fields.int("sliding_window", None if "sliding_window" in fields.config else 128, high=2**31)
@@ -52,5 +54,5 @@ class GptOss(Decoder):
                 scores="softmax_of_chosen",
                 bias=True,
             ),
-            **options | {"activation": "clamped_swiglu"},
+            **options,
         )
