@@ -195,6 +195,17 @@ int64_t coppice_short_conv(int64_t kind, int64_t kept, int64_t threads, const vo
                            const void* bias, void* rows, const int64_t* slots_T, const int64_t* ancestors_TN, void* out,
                            int64_t tokens, int64_t width, int64_t count, int64_t slots);
 
+// --- delta_net ---
+
+// See `kernels.delta_net` for tensors: x [tokens, channels + values + 2 * value_heads], rows and states of a layer, the
+// tensors of a `DeltaPaths`, whose numbers are in range. `kept` [tokens, row] and `queries` [tokens, keys] are room.
+void coppice_delta_net(int64_t kind, int64_t threads, const void* x, const float* taps_KC, const float* decay_H,
+                       const float* bias_H, const float* norm_V, float* rows, float* states, const int64_t* rows_T,
+                       const int64_t* paths_TN, const int64_t* lengths_T, const int64_t* bases_T,
+                       const int64_t* folds_T, float* kept, float* queries, void* out, int64_t tokens,
+                       int64_t key_heads, int64_t value_heads, int64_t key_size, int64_t value_size, int64_t taps,
+                       int64_t reach, float eps);
+
 // --- tree_attention ---
 
 // Sizes of the queries and of a layer's cache, the tensors of a `TreeLayout`, and options. `kind` is that of queries

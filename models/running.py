@@ -118,7 +118,8 @@ def _recur(call: Call, r: Registers) -> None:
         raise ValueError("a recurrent layer: expected a layout with paths")
     if call.delta.order is not None:
         x_TF = x_TF.index_select(1, call.delta.order)
-    r[call.target] = delta_net(x_TF, call.delta.weights, rows_RW, states_SHKV, paths)
+    impl = "cpp" if r.layout.impl == "cpp" else "torch"
+    r[call.target] = delta_net(x_TF, call.delta.weights, rows_RW, states_SHKV, paths, impl=impl)
 
 
 def _activate(call: Call, r: Registers) -> None:

@@ -3,12 +3,12 @@
 from torch import Tensor  # `torch` is the module beside this one
 
 from kernels import checks
-from kernels.delta_net import reference
+from kernels.delta_net import native, reference
 from kernels.delta_net import torch as plain
 from kernels.delta_net.weights import DeltaWeights
 from kernels.layout import DeltaPaths
 
-IMPLEMENTATIONS = ("reference", "torch")
+IMPLEMENTATIONS = ("reference", "torch", "cpp")
 
 
 def delta_net(
@@ -37,7 +37,7 @@ def delta_net(
         rows_RW: one layer's rows, see `DeltaKind.row`, contiguous, in the dtype of the weights. NULL_SLOT holds zeros.
         states_SHKV: one layer's states, contiguous, of the same dtype. NULL_STATE holds zeros.
         paths: what is read and written.
-        impl: "reference" (the definition) or "torch" (fast PyTorch).
+        impl: "reference" (the definition), "torch" (fast PyTorch) or "cpp" (C++, on a CPU).
 
     Returns:
         [T, H * V] in the dtype of x.
@@ -48,5 +48,5 @@ def delta_net(
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     checks.delta_net(x_TF, weights, rows_RW, states_SHKV, paths)
-    run = reference.delta_net if impl == "reference" else plain.delta_net
+    run = {"reference": reference, "torch": plain, "cpp": native}[impl].delta_net
     return run(x_TF, weights, rows_RW, states_SHKV, paths)

@@ -19,6 +19,7 @@ from engine.step.packing import Chunk
 from models.errors import CheckpointError
 from models.shard import Shard
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Diverse, Greedy, Sample, SBoN, Speculative, Trie
+from tests.marks import needs_cpp
 from tests.recurrent import check_stores, fresh, hybrid
 
 PROMPTS = [[5, 6, 7], [*range(3, 90)], [1, 9, 9, 1] * 8 + [4]]
@@ -125,6 +126,29 @@ def test_prompts_in_chunks_drafts_and_preemption(load, monkeypatch):
     assert [r.outputs[0].token_ids for r in results] == tokens[Trie(beams=4)]
     assert preempted
     check_stores(small)
+
+
+@needs_cpp
+def test_log_probabilities_are_the_same_bits(load):
+    """Alone and together, in chunks, drafted, with other threads."""
+
+    def bits(search, prompts=PROMPTS):
+        return [(r.outputs[0].token_ids, r.outputs[0].token_logprobs) for r in answers(engine, search, 40, prompts)]
+
+    engine = load()
+    alone = [bits(Greedy(), [prompt])[0] for prompt in PROMPTS]
+    beams = [bits(Trie(beams=4), [prompt])[0] for prompt in PROMPTS]
+    assert bits(Greedy()) == alone and bits(Trie(beams=4)) == beams and bits(ADED(nodes=6)) == alone
+    engine.runner.budget = 19
+    assert bits(Greedy()) == alone and bits(Trie(beams=4)) == beams
+    engine.runner.budget, engine.drafts = 256, EngineDrafts(NGramDrafter(), always=True)
+    assert bits(Greedy()) == alone and bits(Trie(beams=4)) == beams
+    before = torch.get_num_threads()
+    try:
+        engine = load(threads=2)
+        assert bits(Greedy()) == alone and bits(Trie(beams=4)) == beams
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_rows_that_do_not_suffice_for_one_search(load):

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from kernels import cpp
+from kernels.delta_net import DeltaWeights
+from kernels.delta_net import reference as deltas
 from kernels.kv_int8 import quantise
 from kernels.kv_kinds import parts
+from kernels.layout import DeltaKind
 from kernels.linear import reference as products
 from kernels.linear.panels import STEPS, Packed, pack, pack_groups
 from kernels.rows import reference
@@ -31,6 +34,7 @@ from kernels.tree_attention import native as tree_native
 from kernels.tree_attention import reference as tree_reference
 from tests.kernels.forests import FORESTS, Forest, cast, forest, hash_of
 from tests.kernels.replay.recording import Expected, Pointer, Recording
+from tests.kernels.test_delta_net import Growing
 
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 33, 64, 100, 259)
 EPS = 1e-5
@@ -41,7 +45,7 @@ def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
     rows = norms, rotary, halves, gates, log_softmax, best, draws, windows
-    trees = kv_write, kv_write_int8, kv_copy, short_conv, layouts, tree_attention, suffixes
+    trees = kv_write, kv_write_int8, kv_copy, short_conv, delta_net, layouts, tree_attention, suffixes
     for add in (*rows, linear, grouped, *trees):
         torch.manual_seed(0)
         add(recording)
@@ -370,6 +374,41 @@ def short_conv(recording: Recording) -> None:
                 of = f"{name} in {kept}, {taps} taps, {tokens} x {width}, bias {own is not None}, bad {bad is not None}"
                 arguments = kind, number, 2, x, weight, own, cache, *wrong, out, *sizes
                 recording.add(of, "short_conv", *arguments, returns=int(bad is None))
+
+
+def delta_net(recording: Recording) -> None:
+    """Two passes over trees, whose tokens read states, older rows and each other; NaN where nobody may read."""
+    shapes = (2, 4, 8, 6, 4), (1, 1, 5, 3, 1), (1, 3, 33, 9, 2), (2, 2, 16, 64, 3)
+    for (name, kind, dtype), shape in itertools.product(kinds(), shapes):
+        sizes = DeltaKind(*shape)
+        grown = Growing(sizes, 1)
+        w, room = grown.weights, math.inf
+        for tokens, chains in ((40, 36), (9, 2)):
+            x, paths = grown.grow(tokens, chains)
+            x = x.to(dtype)
+            kept = [grown.rows.clone(), grown.states.clone()]
+            wide = [each.double() for each in kept]
+            plain = deltas.delta_net(x, w, grown.rows, grown.states, paths)
+            weights = DeltaWeights(*(each.double() if isinstance(each, Tensor) else each for each in w))
+            exact = deltas.delta_net(x.double(), weights, *wide, paths)
+            cache = [
+                bounded(before, after, found)
+                for before, after, found in zip(kept, wide, (grown.rows, grown.states), strict=True)
+            ]
+            widths = sizes.row, sizes.key_heads * sizes.key_size
+            scratch = (torch.full((tokens * width,), math.nan) for width in widths)
+            numbers = paths.rows_T, paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T
+            recording.add(
+                f"{name}, {tokens} tokens of {sizes}", "delta_net", kind, 2, x, w.taps_KC, w.decay_H, w.bias_H,
+                w.norm_V, *cache, *numbers, *(Expected(each, each.double(), room) for each in scratch),
+                bounded(blank(plain), exact, plain), tokens, *shape, sizes.reach, w.eps,
+            )  # fmt: skip
+
+
+def bounded(before: Tensor, exact: Tensor, plain: Tensor) -> Expected:
+    """An output whose sums may be made in another order, see `written`."""
+    found = written(before, exact, plain)
+    return dataclasses.replace(found, absolute=3 * found.absolute)
 
 
 def layouts(recording: Recording) -> None:

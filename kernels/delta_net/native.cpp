@@ -1,0 +1,248 @@
+// Gated delta nets on a CPU. Arithmetic is float32. Every token is computed in one order, whatever tokens are beside it;
+// those that read one state read it together, while a part of it is in the cache of a core.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "../operators.h"
+#include "../vectors.h"
+
+namespace {
+
+constexpr int64_t NULL_STATE = 0, TRASH = 1;  // as in layout.py
+constexpr int64_t MOST = 64;                  // tokens that read a state together
+constexpr int WIDE = 4;                       // vectors of a row of a state that are computed together
+
+inline Floats silu(Floats x) {
+    const Floats e = exp2_of((x < 0 ? x : -x) * LOG2_E);
+    return x * (x < 0 ? e : all(1.0f)) / (1 + e);
+}
+
+inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+// Calls f(at, vectors, count) for parts of `width` elements: of WIDE whole vectors, of one, or of `count` lanes.
+template <typename F>
+inline void parts(int64_t width, F f) {
+    int64_t at = 0;
+    for (; at + WIDE * LANES <= width; at += WIDE * LANES)
+        f(at, std::integral_constant<int, WIDE>{}, std::integral_constant<int, LANES>{});
+    each(width - at, [&](int64_t i, auto n) { f(at + i, std::integral_constant<int, 1>{}, n); });
+}
+
+template <typename T>
+struct DeltaNet {
+    const T* x_TF;
+    const float *taps_KC, *decay_H, *bias_H, *norm_V;
+    float *rows, *states;
+    const int64_t *rows_T, *paths_TN, *lengths_T, *bases_T, *folds_T;
+    float *kept, *queries;  // rows of the pass's tokens, and their queries
+    T* out;
+    int64_t tokens, G, H, K, V, taps, reach;
+    float eps;
+
+    int64_t keys() const { return G * K; }
+    int64_t values() const { return H * V; }
+    int64_t channels() const { return 2 * keys() + values(); }
+    int64_t row() const { return channels() + keys() + values() + H; }
+    int64_t width() const { return channels() + values() + 2 * H; }
+    const float* row_of(int64_t at) const { return at < 0 ? kept + (-1 - at) * row() : rows + at * row(); }
+
+    void take(int64_t t) const {
+        const T* x = x_TF + t * width();
+        each(channels(), [&](int64_t e, auto n) { store(load(x + e, n), kept + t * row() + e, n); });
+    }
+
+    // Sums of the taps of some channels.
+    void convolve(int64_t t, int64_t first, int64_t end, float* to) const {
+        const float* own = kept + t * row();
+        const int64_t C = channels();
+        each(end - first, [&](int64_t i, auto n) {
+            const int64_t e = first + i;
+            Floats sum = load(own + e, n) * load(taps_KC + (taps - 1) * C + e, n);
+            for (int64_t j = 0; j < taps - 1; j++)
+                sum += load(row_of(paths_TN[t * reach + j]) + e, n) * load(taps_KC + (taps - 2 - j) * C + e, n);
+            store(silu(sum), to + i, n);
+        });
+    }
+
+    void normalize(float* x, float factor) const {
+        Floats sum{};
+        each(K, [&](int64_t e, auto n) { sum += load(x + e, n) * load(x + e, n); });
+        const float scale = factor / std::sqrt(sum_of(sum) + 1e-6f);
+        each(K, [&](int64_t e, auto n) { store(load(x + e, n) * scale, x + e, n); });
+    }
+
+    // The query, the key, the values (in the place of what the token writes) and the decays of a token.
+    void prepare(int64_t t) const {
+        float* own = kept + t * row() + channels();
+        convolve(t, 0, keys(), queries + t * keys());
+        convolve(t, keys(), channels(), own);
+        for (int64_t g = 0; g < G; g++) {
+            normalize(queries + t * keys() + g * K, 1 / std::sqrt(float(K)));
+            normalize(own + g * K, 1);
+        }
+        const T* a = x_TF + t * width() + channels() + values() + H;
+        for (int64_t h = 0; h < H; h++)
+            own[keys() + values() + h] = decay_H[h] * softplus(load(a + h, 1)[0] + bias_H[h]);
+    }
+
+    // A head of a state times a key and a query, [V] each.
+    template <typename Vectors, typename Count>
+    void read(const float* state, const float* key, const float* query, int64_t at, float* by_key, float* by_query,
+              Vectors vectors, Count n) const {
+        Floats one[vectors()]{}, two[vectors()]{};
+        for (int64_t k = 0; k < K; k++)
+            for (int i = 0; i < vectors(); i++) {
+                const Floats s = load(state + k * V + at + i * LANES, n);
+                one[i] += s * key[k];
+                two[i] += s * query[k];
+            }
+        for (int i = 0; i < vectors(); i++) {
+            store(one[i], by_key + at + i * LANES, n);
+            store(two[i], by_query + at + i * LANES, n);
+        }
+    }
+
+    // What one head of a token has of its ancestors in the block: keys, what they wrote, decays since, products.
+    struct Above {
+        std::vector<const float*> keys, written;
+        std::vector<float> since, by_key, by_query, weights;
+    };
+
+    void head(int64_t h, Above& above, std::vector<float>& room) const {
+        const int64_t key = channels() + h / (H / G) * K, value = channels() + keys() + h * V;
+        for (int64_t first = 0, end; first < tokens; first = end) {
+            const int64_t base = bases_T[first];
+            for (end = first + 1; end < tokens && end - first < MOST && bases_T[end] == base; end++)
+                if (folds_T[end - 1] != NULL_STATE && folds_T[end - 1] == base) break;
+            const float* state = states + (base * H + h) * K * V;
+            if (base == NULL_STATE)
+                std::fill(room.begin(), room.end(), 0.0f);
+            else
+                parts(V, [&](int64_t at, auto vectors, auto n) {
+                    for (int64_t t = first; t < end; t++) {
+                        float* to = room.data() + (t - first) * 2 * V;
+                        const float* query = queries + t * keys() + h / (H / G) * K;
+                        read(state, kept + t * row() + key, query, at, to, to + V, vectors, n);
+                    }
+                });
+            for (int64_t t = first; t < end; t++)
+                token(t, h, key, value, state, room.data() + (t - first) * 2 * V, above);
+        }
+    }
+
+    void token(int64_t t, int64_t h, int64_t key, int64_t value, const float* state, float* reads, Above& above) const {
+        float* own = kept + t * row();
+        const float *query = queries + t * keys() + h / (H / G) * K, *x_key = own + key;
+        const int64_t count = lengths_T[t], decays = channels() + keys() + values() + h;
+        float log = own[decays], same = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const float* row = row_of(paths_TN[t * reach + i]);
+            above.keys[i] = row + key, above.written[i] = row + value, above.since[i] = std::exp(log);
+            Floats one{}, two{};
+            each(K, [&](int64_t e, auto n) {
+                one += load(row + key + e, n) * load(x_key + e, n);
+                two += load(row + key + e, n) * load(query + e, n);
+            });
+            above.by_key[i] = above.since[i] * sum_of(one), above.by_query[i] = above.since[i] * sum_of(two);
+            log += row[decays];
+        }
+        Floats product{};
+        each(K, [&](int64_t e, auto n) { product += load(x_key + e, n) * load(query + e, n); });
+        same = sum_of(product);
+        const T *z = x_TF + t * width() + channels() + h * V, *b = x_TF + t * width() + channels() + values() + h;
+        const float all_since = std::exp(log), beta = 1 / (1 + std::exp(-load(b, 1)[0]));
+        Floats squares{};
+        parts(V, [&](int64_t at, auto vectors, auto n) {
+            Floats told[vectors()], seen[vectors()];
+            for (int i = 0; i < vectors(); i++) {
+                told[i] = load(reads + at + i * LANES, n) * all_since;
+                seen[i] = load(reads + V + at + i * LANES, n) * all_since;
+            }
+            for (int64_t j = 0; j < count; j++)
+                for (int i = 0; i < vectors(); i++) {
+                    const Floats u = load(above.written[j] + at + i * LANES, n);
+                    told[i] += u * above.by_key[j];
+                    seen[i] += u * above.by_query[j];
+                }
+            for (int i = 0; i < vectors(); i++) {
+                float* to = own + value + at + i * LANES;
+                const Floats u = (load(to, n) - told[i]) * beta;
+                store(u, to, n);
+                seen[i] += u * same;
+                squares += load_lanes(seen[i], n) * seen[i];
+                store(seen[i], reads + V + at + i * LANES, n);
+            }
+        });
+        if (folds_T[t] != NULL_STATE) {
+            above.keys[count] = x_key, above.written[count] = own + value, above.since[count] = 1;
+            fold(state, states + (folds_T[t] * H + h) * K * V, all_since, count + 1, above);
+        }
+        const float scale = 1 / std::sqrt(sum_of(squares) / V + eps);
+        each(V, [&](int64_t e, auto n) {
+            store(load(reads + V + e, n) * scale * load(norm_V + e, n) * silu(load(z + e, n)),
+                  out + t * values() + h * V + e, n);
+        });
+    }
+
+    // The first lanes, the others 0.
+    static Floats load_lanes(Floats x, int n) {
+        for (int i = n; i < LANES; i++) x[i] = 0;
+        return x;
+    }
+
+    // A head of the state after a token; it may take the place of the one before.
+    void fold(const float* state, float* to, float since, int64_t count, Above& above) const {
+        for (int64_t k = 0; k < K; k++)
+            for (int64_t j = 0; j < count; j++) above.weights[k * count + j] = above.since[j] * above.keys[j][k];
+        parts(V, [&](int64_t at, auto vectors, auto n) {
+            for (int64_t k = 0; k < K; k++) {
+                Floats sum[vectors()];
+                for (int i = 0; i < vectors(); i++) sum[i] = load(state + k * V + at + i * LANES, n) * since;
+                for (int64_t j = 0; j < count; j++)
+                    for (int i = 0; i < vectors(); i++)
+                        sum[i] += load(above.written[j] + at + i * LANES, n) * above.weights[k * count + j];
+                for (int i = 0; i < vectors(); i++) store(sum[i], to + k * V + at + i * LANES, n);
+            }
+        });
+    }
+
+    void run(int64_t threads) const {
+#pragma omp parallel num_threads(threads)
+        {
+#pragma omp for
+            for (int64_t t = 0; t < tokens; t++) take(t);
+#pragma omp for
+            for (int64_t t = 0; t < tokens; t++) prepare(t);
+            Above above;
+            above.keys.resize(reach + 1), above.written.resize(reach + 1), above.since.resize(reach + 1);
+            above.by_key.resize(reach + 1), above.by_query.resize(reach + 1), above.weights.resize((reach + 1) * K);
+            std::vector<float> room(std::min(tokens, MOST) * 2 * V);
+#pragma omp for schedule(dynamic)
+            for (int64_t h = 0; h < H; h++) head(h, above, room);
+#pragma omp for
+            for (int64_t t = 0; t < tokens; t++)
+                if (rows_T[t] != TRASH)
+                    std::memcpy(rows + rows_T[t] * row(), kept + t * row(), row() * sizeof(float));
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" void coppice_delta_net(int64_t kind, int64_t threads, const void* x, const float* taps_KC,
+                                  const float* decay_H, const float* bias_H, const float* norm_V, float* rows,
+                                  float* states, const int64_t* rows_T, const int64_t* paths_TN,
+                                  const int64_t* lengths_T, const int64_t* bases_T, const int64_t* folds_T, float* kept,
+                                  float* queries, void* out, int64_t tokens, int64_t key_heads, int64_t value_heads,
+                                  int64_t key_size, int64_t value_size, int64_t taps, int64_t reach, float eps) {
+    with_type(kind, [&](auto type) {
+        typedef decltype(type) T;
+        DeltaNet<T>{(const T*)x, taps_KC,  decay_H,   bias_H,  norm_V, rows,    states,    rows_T,
+                    paths_TN,    lengths_T, bases_T,  folds_T, kept,   queries, (T*)out,   tokens,
+                    key_heads,   value_heads, key_size, value_size, taps, reach, eps}
+            .run(threads);
+    });
+}
