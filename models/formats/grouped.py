@@ -214,6 +214,7 @@ def _on_device(
 def _packed(weights: Sequence[GroupedWeight]) -> Packed:
     """One matrix of weights that are alike."""
     first, outs, width = weights[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    order_I = None if first.order_I is None else first.order_I.to(torch.int32)
     if first.stored:
         panels = BlockPanels(first.stored[1], outs, width)
         for rows_OB, block in (weight.stored for weight in weights if weight.stored):
@@ -222,8 +223,9 @@ def _packed(weights: Sequence[GroupedWeight]) -> Packed:
                 panels.add(block, part)
                 if mapped:
                     let_go(part)
-        return panels.done()
-    order_I = None if first.order_I is None else first.order_I.to(torch.int32)
+        packed = panels.done()
+        packed.order_I = order_I
+        return packed
     panels, groups = pack_groups(_blocks(weights), first.kind, outs, width, first.group)
     return Packed(panels, outs, width, groups=groups, order_I=order_I, levels=first.levels or 0)
 

@@ -66,8 +66,19 @@ _SHARED = {
     "blk.ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _QWEN35 = {name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"} | {
-    "blk.post_attention_norm": "post_attention_layernorm"
+    "blk.post_attention_norm": "post_attention_layernorm",
+    "blk.attn_qkv": "linear_attn.in_proj_qkv",
+    "blk.attn_gate": "linear_attn.in_proj_z",
+    "blk.ssm_alpha": "linear_attn.in_proj_a",
+    "blk.ssm_beta": "linear_attn.in_proj_b",
+    "blk.ssm_ba": "linear_attn.in_proj_ba",
+    "blk.ssm_a": "linear_attn.A_log",
+    "blk.ssm_conv1d": "linear_attn.conv1d",
+    "blk.ssm_dt": "linear_attn.dt_bias",
+    "blk.ssm_norm": "linear_attn.norm",
+    "blk.ssm_out": "linear_attn.out_proj",
 }
+BARE = "expert_bias", ".sinks", ".A_log", ".dt_bias"  # names of checkpoints that end so have nothing after them
 _LFM2_EXPERTS = {own: name.replace("mlp.", "feed_forward.") for own, name in _EXPERTS.items()}
 _GPT_OSS = {
     **{name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"},
@@ -108,13 +119,13 @@ def checkpoint_name(architecture: str, stored: str) -> str | None:
 
     Of a tensor of all experts {} stands for the number of one.
     """
-    found = re.fullmatch(r"(?:blk\.(0|[1-9]\d{0,4})\.)?([\w.]+)\.(weight|bias)", stored)
+    found = re.fullmatch(r"(?:blk\.(0|[1-9]\d{0,4})\.)?([\w.]+?)(?:\.(weight|bias))?", stored)
     if found is None:
         return None
     layer, part, end = found.groups()
     name = NAMES[architecture].get(part if layer is None else f"blk.{part}")
-    if name is None:
+    if name is None or (end is None and not name.endswith(BARE)):
         return None
     layers = "transformer.h" if architecture == "gpt2" else "model.layers"
-    name = name if name.endswith(("expert_bias", ".sinks")) else f"{name}.{end}"
+    name = name if name.endswith(BARE) else f"{name}.{end}"
     return name if layer is None else f"{layers}.{layer}.{name}"

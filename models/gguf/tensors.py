@@ -4,7 +4,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from models.config import HEAD
 from models.errors import CheckpointError, show
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.gguf.architectures import FACTORS, INTERLEAVED
+from models.gguf.delta_nets import DELTA_NET, ordered
 from models.gguf.names import checkpoint_name
 from models.gguf.reader import FETCH_AGAIN, GGUF, HeaderEntry
 from models.quantized.parts import Part, Source
@@ -40,6 +41,9 @@ class Stored(TensorInfo):
         heads: rows of the matrix are in the order of interleaved rotation, this many heads; 0: they are not.
         transposed: checkpoints have it [in, out].
         plus_one: the file has 1 + the values, as it has norms of Gemma and Qwen3.5.
+        negative_exp: the file has minus the exponential of the values, as it has decays of gated delta nets.
+        pieces: of its rows or elements, in the order that checkpoints have them in; empty: they are.
+        columns: the same of the elements of a row.
     """
 
     format: str = "F32"
@@ -49,6 +53,9 @@ class Stored(TensorInfo):
     heads: int = 0
     transposed: bool = False
     plus_one: bool = False
+    negative_exp: bool = False
+    pieces: tuple[range, ...] = ()
+    columns: tuple[range, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -80,8 +87,14 @@ class Stored(TensorInfo):
             word = next(x for x in WORDS if size % x.itemsize == 0 and found.data_ptr() % x.itemsize == 0)
             words = found.view(word).unflatten(0, (self.heads, -1, 2))
             found = words.transpose(1, 2).flatten(0, 2).view(dtype)
+        if self.pieces:
+            found = torch.cat([found[some.start : some.stop] for some in self.pieces])
+        if self.columns and self.format not in BLOCKS:
+            found = torch.cat([found[:, some.start : some.stop] for some in self.columns], 1)
         if self.plus_one:
             found = found.float() - 1
+        if self.negative_exp:
+            found = found.float().neg().log()
         return found.T if self.transposed else found.view(self.shape)
 
     def reader(self, name: str) -> "RowReader | BlockReader":
@@ -107,6 +120,7 @@ class BlockScheme:
     """The form in which a quantised weight is stored, see `models.quantized.Scheme`."""
 
     block: Block
+    columns: tuple[range, ...] = ()
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
@@ -115,7 +129,12 @@ class BlockScheme:
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
-        return _weight(self.block, source.tensor("weight"), width)
+        weight = _weight(self.block, source.tensor("weight"), width)
+        if not self.columns:
+            return weight
+        order = torch.empty(width, dtype=torch.int64)
+        order[torch.cat([torch.arange(some.start, some.stop) for some in self.columns])] = torch.arange(width)
+        return replace(weight, order_I=order)
 
 
 @dataclass(frozen=True)
@@ -170,7 +189,7 @@ def tensors_of(file: GGUF, config: Mapping[str, Any]) -> dict[str, Stored]:
 def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> BlockQuantization | None:
     """`Checkpoint.quantization` for these tensors."""
     schemes = {
-        name.removesuffix(".weight"): BlockScheme(BLOCKS[info.format])
+        name.removesuffix(".weight"): BlockScheme(BLOCKS[info.format], info.columns)
         for name, info in tensors.items()
         if info.format in BLOCKS
     }
@@ -197,6 +216,9 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
         return
     outs, rows = entry.shape[0], math.prod(entry.shape[:-1])
     whole = _stored(arch, config, name, entry, entry.shape, rows, entry.start)
+    if DELTA_NET in name:
+        yield from ordered(arch, config, name, whole)
+        return
     if ".qkv_proj." not in name or arch == "phi3" or len(entry.shape) > 2:
         yield name, whole
         return
@@ -221,11 +243,12 @@ def _stored(
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         heads = heads if shape[0] % (2 * heads) == 0 else 0  # of another shape than the model's: it is refused
     plus_one = arch.startswith(PLUS_ONE) and name.endswith("norm.weight") and entry.format in FLOATS
+    plus_one = plus_one and DELTA_NET not in name
     dtype = torch.float32 if plus_one else (FLOATS | INTEGERS).get(entry.format, torch.uint8)
     transposed = False
     if entry.format in BLOCKS:
         shape = (rows, entry.row_bytes)
-    elif name.endswith("conv.conv.weight") and len(shape) == 2:
+    elif name.endswith(("conv.conv.weight", "conv1d.weight")) and len(shape) == 2:
         shape = (shape[0], 1, shape[1])
     elif arch == "gpt2" and name.startswith("transformer.h.") and len(shape) == 2:
         shape, transposed = shape[::-1], True

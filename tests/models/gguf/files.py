@@ -112,6 +112,9 @@ class File:
         own = {}  # matrices of experts that have one each
         for name, tensor in load_file(self.folder / "model.safetensors").items():
             values = tensor.float().numpy()
+            if ".linear_attn." in name:
+                self._delta_net(*name.removeprefix("model.layers.").split(".linear_attn."), values)
+                continue
             if self.arch.startswith(PLUS_ONE) and name.endswith("norm.weight"):
                 values = values + 1
             mixed = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|feed_forward|block_sparse_moe)\.(.+)", name)
@@ -154,6 +157,34 @@ class File:
         for name, key in zip(FACTORS[1:], ("long_factor", "short_factor"), strict=True):
             if key in self.rope:
                 self.add(name, np.array(self.rope[key], np.float32))
+
+    def _delta_net(self, layer, part, x):
+        """A tensor of a gated delta net; heads of values go from [keys, of each] to [of each, keys]."""
+        c, part = self.config, part.removesuffix(".weight")
+        G, H, K, V = (c[f"linear_{n}"] for n in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+        if part == "in_proj_qkvz":
+            q, k, v, z = np.split(x.reshape(G, -1, x.shape[1]), np.cumsum([K, K, H // G * V]), axis=1)
+            qkv = np.concatenate([y.reshape(-1, x.shape[1]) for y in (q, k, v)])
+            self.add(f"blk.{layer}.attn_qkv.weight", qkv, self.format)
+            self.add(f"blk.{layer}.attn_gate.weight", z.reshape(-1, x.shape[1]), self.format)
+            return
+        if self.arch != "qwen3next" and part != "norm":
+            axis, first = int(part == "out_proj"), 2 * G * K if part in ("in_proj_qkv", "conv1d") else 0
+            size = 1 if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else V
+            y = np.moveaxis(x, axis, 0)
+            tail = y[first:].reshape(G, H // G, size, *y.shape[1:]).swapaxes(0, 1).reshape(-1, *y.shape[1:])
+            x = np.moveaxis(np.concatenate([y[:first], tail]), 0, axis)
+        own = {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_a": "ssm_alpha", "in_proj_b": "ssm_beta",
+               "in_proj_ba": "ssm_ba", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}  # fmt: skip
+        if part in ("A_log", "dt_bias"):
+            self.add(f"blk.{layer}.ssm_{'a' if part == 'A_log' else 'dt.bias'}", -np.exp(x) if part == "A_log" else x)
+            return
+        x, key = x.squeeze(1) if part == "conv1d" else x, f"blk.{layer}.{own[part]}.weight"
+        matrix = part in ("in_proj_qkv", "in_proj_z", "out_proj", "in_proj_a", "in_proj_b", "in_proj_ba")
+        format = self.format if matrix else F32
+        if x.shape[-1] % gguf.GGML_QUANT_SIZES[format][0]:
+            format = gguf.GGMLQuantizationType.Q8_0
+        self.add(key, x, self.formats.get(key, format))
 
     def _in_turns(self, layer, name, values):
         """Tensors of all experts of a layer of gpt-oss, [in, out] with gates and ups in turns, and their biases."""
@@ -223,8 +254,15 @@ class File:
         yield "expert_shared_feed_forward_length", c.get("shared_expert_intermediate_size")
         yield "expert_weights_norm", c.get("norm_topk_prob")
         yield "expert_weights_scale", c.get("routed_scaling_factor")
-        if "layer_types" in c and self.arch in ("qwen3next", "qwen35", "qwen35moe"):
-            yield from (("full_attention_interval", 1), ("rope.dimension_sections", [11, 11, 10, 0]))
+        if self.arch in ("qwen3next", "qwen35", "qwen35moe"):
+            yield "rope.dimension_sections", [11, 11, 10, 0]
+            yield "attention.recurrent_layers", [kind == "linear_attention" for kind in types] or None
+            yield "full_attention_interval", c.get("full_attention_interval")
+            yield "ssm.conv_kernel", c.get("linear_conv_kernel_dim")
+            yield "ssm.state_size", c.get("linear_key_head_dim")
+            yield "ssm.group_count", c.get("linear_num_key_heads")
+            yield "ssm.time_step_rank", c.get("linear_num_value_heads")
+            yield "ssm.inner_size", c.get("linear_num_value_heads", 0) * c.get("linear_value_head_dim", 0) or None
         if self.arch == "mistral3":
             yield "attention.temperature_scale", r["llama_4_scaling_beta"]
             yield "rope.scaling.yarn_log_multiplier", r.get("mscale_all_dim", 0.0)

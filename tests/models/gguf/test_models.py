@@ -36,14 +36,14 @@ FLOATS = [
     *(f"experts/{name}" for name in ("qwen2", "qwen3", "olmoe", "mixtral", "mixtral_window", "granite", "lfm2")),
     *("gpt_oss/plain", "gpt_oss/full"),
     *("qwen3_5/plain", "qwen3_5/bias", "qwen3_5/yarn", "experts/qwen3_5", "experts/qwen3_next"),
-    "experts/qwen3_next_steps",
+    *("experts/qwen3_next_steps", "qwen3_5/recurrent", "qwen3_5/recurrent_taps"),
 ]
 PROMPT = list(range(3, 30))
 
 
 def same(folder, other, relative):
     """Whether two checkpoints have the same logits, greedy tokens and beams."""
-    ours, theirs = (Engine.load(path, dtype="float32", kv_memory=1 << 22) for path in (folder, other))
+    ours, theirs = (Engine.load(path, dtype="float32", kv_memory=1 << 24) for path in (folder, other))
     expected = theirs.logits(PROMPT)
     assert (ours.logits(PROMPT) - expected).abs().max() <= relative * expected.std()
     for search in (Greedy(), Trie(beams=4)):
@@ -161,15 +161,45 @@ def test_draft_layers_of_files_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("keys, message", [
-    ({"full_attention_interval": 2}, "linear_attention is not supported"),
-    ({"attention.recurrent_layers": [True, False]}, "linear_attention is not supported"),
+    ({"attention.recurrent_layers": [True, True]}, "layer_types: expected at least one layer of full_attention"),
     ({"attention.recurrent_layers": [False]}, "attention.recurrent_layers: expected 2 flags"),
+    ({"attention.recurrent_layers": [1, 0]}, "attention.recurrent_layers: expected 2 flags"),
+    ({"ssm.inner_size": 23}, "ssm.inner_size: expected a multiple of ssm.time_step_rank, 4"),
+    ({"ssm.time_step_rank": None}, "ssm.time_step_rank: expected a value"),
+    ({"ssm.time_step_rank": 3}, "linear_num_value_heads: expected a multiple of linear_num_key_heads, 2"),
+    ({"ssm.group_count": 1}, r"in_proj_qkv.weight in .*expected \[40, 24\]"),
 ])  # fmt: skip
-def test_kinds_of_layers_of_qwen3_5(keys, message, tmp_path):
-    file = File(GOLDEN / "qwen3_5/plain")
+def test_keys_of_qwen3_5_are_checked(keys, message, tmp_path):
+    file = File(GOLDEN / "qwen3_5/recurrent")
     file.keys |= {f"qwen35.{key}": value for key, value in keys.items()}
+    file.keys = {key: value for key, value in file.keys.items() if value is not None}
     with pytest.raises(CheckpointError, match=message):
-        Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 22)
+        Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 24)
+
+
+def test_an_interval_names_the_layers_with_attention(tmp_path):
+    file = File(GOLDEN / "qwen3_5/recurrent_interval")
+    same(file.write(tmp_path / "file.gguf"), GOLDEN / "qwen3_5/recurrent_interval", 1e-5)
+    del file.keys["qwen35.full_attention_interval"]
+    config = Checkpoint.open(file.write(tmp_path / "file.gguf")).config
+    assert config["layer_types"] == ["linear_attention"] * 3 + ["full_attention"]
+
+
+@pytest.mark.parametrize("format", ["F32", "F16", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("variant", ["qwen3_5/recurrent", "experts/qwen3_next_recurrent"])
+def test_gated_delta_nets_in_blocks(variant, format, tmp_path):
+    """Heads of 64 values in blocks of 32 or 256: those of a row may change places inside of a block."""
+    sizes = WIDE | {"linear_value_head_dim": 64, "linear_key_head_dim": 32, "mlp_only_layers": []}
+    source = random(tmp_path / "source", variant, **sizes)
+    file = File(source, TYPES[format])
+    if format == "F32":
+        same(file.write(tmp_path / "file.gguf"), source, 1e-4)
+    same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
+
+
+def test_layers_without_experts_beside_gated_delta_nets_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="experts in all layers, as there are gated delta nets"):
+        Engine.load(File(GOLDEN / "experts/qwen3_next_recurrent").write(tmp_path / "file.gguf"))
 
 
 @pytest.mark.parametrize("format", ["F16", "Q4_1", "Q5_0", "Q6_K"])
