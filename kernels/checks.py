@@ -134,7 +134,7 @@ def turn(q_THD: Tensor, k_TGD: Tensor, turn: Any) -> None:
     for name, norm, heads in (("q_norm", turn.q_norm, q_THD.shape[1]), ("k_norm", turn.k_norm, k_TGD.shape[1])):
         for x in norm or ():
             if x is not None:
-                expect(name, x, dtype, (D * heads if turn.all_heads else D,), device)
+                expect(name, x, dtype, (D * heads if turn.all_heads or turn.own_norms else D,), device)
 
 
 def short_conv(

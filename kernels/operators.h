@@ -20,9 +20,10 @@ void coppice_rms_norm(int64_t kind, int64_t threads, const void* x, const void* 
 void coppice_layer_norm(int64_t kind, int64_t threads, const void* x, const void* weight, const void* bias, void* out,
                         int64_t rows, int64_t width, float eps);
 
-// Norms of heads, in place: x [tokens, heads, head_dim], `token_stride` apart. Without a bias RMSNorms.
+// Norms of heads, in place: x [tokens, heads, head_dim], `token_stride` apart. Without a bias RMSNorms. A head's vectors
+// begin `step` elements after those of the one before; 0: all have the same.
 void coppice_head_norm(int64_t kind, int64_t threads, void* x, const void* weight, const void* bias, int64_t tokens,
-                       int64_t heads, int64_t head_dim, int64_t token_stride, float eps);
+                       int64_t heads, int64_t head_dim, int64_t token_stride, int64_t step, float eps);
 
 // x [tokens, heads, head_dim] with strides of its own, cos and sin [tokens, dims]; heads of out are contiguous. It may
 // be x.
@@ -297,7 +298,7 @@ struct Angles {
 // An operator of a layer, which reads register `source` and writes register `target`; stack/calls.py has the codes, and
 // which of the fields a code reads. `more` is the norm of keys. A negative window: none.
 struct Call {
-    int64_t code, source, target, all_heads, table, window, function, gated;
+    int64_t code, source, target, all_heads, own_norms, table, window, function, gated;
     Norm norm, more;
     Matrix matrix;
     const LowRank* adapters;

@@ -78,7 +78,8 @@ class Config:
         norms: where the norms of attention and of the MLP stand: on their input, on their output before it is added to
             the stream, on the sum. One, or several.
         parallel: attention and MLP stand side by side and share the norm of the input.
-        head_norms: queries and keys have norms of their own: "each" head by itself, or "all" heads as one row.
+        head_norms: queries and keys have norms of their own: "each" head by itself, or "all" heads as one row, or each
+            by itself with a weight of its "own" and no bias.
         norms_last: they are normed after they are rotated, not before.
         query_gate: the matrix of queries makes as many gates: below the queries of each head, whose attention they let
             through by the logistic function.
@@ -121,7 +122,7 @@ class Config:
     norms: tuple[Literal["input", "output", "sum"], ...] = ("input",)
     parallel: bool = False
     final_norm: bool = True
-    head_norms: Literal["", "each", "all"] = ""
+    head_norms: Literal["", "each", "all", "own"] = ""
     norms_last: bool = False
     query_gate: bool = False
     attention_bias: bool = False
@@ -261,6 +262,7 @@ class Names:
             `delta_decay`, `delta_bias`, `delta_norm`, and the matrix after it, `recurrent_out`.
         attention_norm, mlp_norm: on the input or on the sum, see `Config.norms`.
         attention_out_norm, mlp_out_norm: on the output.
+        q_norm, k_norm: of heads; where each has its own, the place of its number is {}.
         qkv, up: one stored matrix or several, which lie below each other here.
         sinks: a logit of each head.
         router, choice_bias: of a mixture of experts: the matrix that makes the scores of experts, and a vector.
@@ -335,9 +337,12 @@ class Names:
         qkv = (queries, kv, kv) if len(self.qkv) == 3 else (queries + 2 * kv,)
         for i in range(c.layers):
             layer = self.layer.format(i)
-            for name, size in self.norms(c, i).items():
+            for name, size in self.norms(c).items():
                 if c.affine:
                     add(layer + name, (size,), not c.rms)
+            for name, size in self.norms_of_heads(c, i).items():
+                if c.affine:
+                    add(layer + name, (size,), not c.rms and c.head_norms != "own")
             if c.taps and (taps := c.taps[i]):
                 shapes_of = (3 * c.width, c.width), (c.width, 1, taps), (c.width, c.width)
                 for name, shape in zip(self.conv, shapes_of, strict=True):
@@ -399,16 +404,23 @@ class Names:
             name: TRANSPOSED if self.transposed and name.startswith(layer) else LINEAR for name in matrices
         }
 
-    def norms(self, c: Config, layer: int) -> dict[str, int]:
-        """The norms of a layer, and the sizes of their vectors."""
+    def norms(self, c: Config) -> dict[str, int]:
+        """The norms of a layer but for those of heads, and the sizes of their vectors."""
         names = []
         if {"input", "sum"} & {*c.norms}:
             names += [self.attention_norm] if c.parallel else [self.attention_norm, self.mlp_norm]
         if "output" in c.norms:
             names += [self.attention_out_norm, self.mlp_out_norm]
-        q, k = (c.heads, c.kv_heads) if c.head_norms == "all" else (1, 1)
-        heads = {self.q_norm: q * c.head_dim, self.k_norm: k * c.head_dim} if c.head_norms and c.attends(layer) else {}
-        return dict.fromkeys(names, c.width) | heads
+        return dict.fromkeys(names, c.width)
+
+    def norms_of_heads(self, c: Config, layer: int) -> dict[str, int]:
+        """The norms of queries and keys of a layer, and the sizes of their vectors."""
+        if not c.head_norms or not c.attends(layer):
+            return {}
+        both = ((self.q_norm, c.heads), (self.k_norm, c.kv_heads))
+        if c.head_norms == "own":
+            return {name.format(h): c.head_dim for name, heads in both for h in range(heads)}
+        return {name: (heads if c.head_norms == "all" else 1) * c.head_dim for name, heads in both}
 
 
 def architecture(fields: Fields) -> str:

@@ -30,9 +30,10 @@ class Attention(nn.Module):
         qkv, part = (layer + name for name in names.qkv), weights.part
         self.qkv = weights.linear(*qkv, bias=c.attention_bias, transposed=transposed, outs=part.qkv)
         self.out = weights.linear(layer + names.out, bias=out_bias, transposed=transposed, ins=part.heads)
-        self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm) if c.head_norms else None
-        self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm) if c.head_norms else None
-        self.all_heads, self.norms_last, self.table = c.head_norms == "all", c.norms_last, c.table(index)
+        self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm, c.heads) if c.head_norms else None
+        self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm, c.kv_heads) if c.head_norms else None
+        self.all_heads, self.own_norms = c.head_norms == "all", c.head_norms == "own"
+        self.norms_last, self.table = c.norms_last, c.table(index)
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
         sinks = layer + names.sinks
         self.sinks_H = weights.vector(sinks, some=part.sinks, dtype=torch.float32) if c.sinks else None
@@ -41,7 +42,8 @@ class Attention(nn.Module):
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "out"."""
         yield Call("product", source, "heads", matrix=self.qkv)
-        norms = Call("head_norms", "heads", "heads", norm=self.q_norm, more=self.k_norm, all_heads=self.all_heads)
+        kinds = {"all_heads": self.all_heads, "own_norms": self.own_norms}
+        norms = Call("head_norms", "heads", "heads", norm=self.q_norm, more=self.k_norm)._replace(**kinds)
         turns = [] if self.q_norm is None else [norms]
         if self.table is not None:
             turns.insert(0 if self.norms_last else 1, Call("rotate", "heads", "heads", table=self.table))

@@ -50,6 +50,38 @@ class DividedNorm(Norm):
         return (x_float * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
 
 
-def head_norm(c: Config, weights: Weights, name: str, some: range | None) -> Norm:
-    """The norm of each head, or of all of them, of which this process has `some` elements."""
+class OwnNorms(Norm):
+    """A norm for each head, with a weight of its own and no bias; their vectors lie one after the other.
+
+    Args:
+        name: of a head's norm, the place of its number is {}.
+        heads: that this process has.
+    """
+
+    def __init__(self, c: Config, weights: Weights, name: str, heads: range):
+        nn.Module.__init__(self)
+        self.eps = c.norm_eps
+        self.weight = torch.cat([weights.vector(f"{name.format(h)}.weight") for h in heads])
+        self.bias = None if c.rms else torch.zeros_like(self.weight)
+
+    def forward(self, x: Tensor, impl: str) -> Tensor:
+        """[T, H, D] -> the same."""
+        rows, weights = x.unbind(1), self.weight.chunk(x.shape[1])
+        if self.bias is None:
+            normed = [rms_norm(row, weight, self.eps, impl=impl) for row, weight in zip(rows, weights, strict=True)]
+        else:
+            parts = zip(rows, weights, self.bias.chunk(x.shape[1]), strict=True)
+            normed = [layer_norm(row, weight, bias, self.eps, impl=impl) for row, weight, bias in parts]
+        return torch.stack(normed, 1)
+
+
+def head_norm(c: Config, weights: Weights, name: str, some: range | None, heads: int) -> Norm:
+    """The norm of each head, or of all of them, of which this process has `some` elements.
+
+    Args:
+        heads: of this process.
+    """
+    if c.head_norms == "own":
+        first = 0 if some is None else some.start // c.head_dim
+        return OwnNorms(c, weights, name, range(first, first + heads))
     return Norm(c, weights, name) if some is None else DividedNorm(c, weights, name, some)

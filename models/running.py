@@ -171,6 +171,7 @@ def _turn_and_write(together: Together, r: Registers) -> None:
         r.config.norm_eps,
         norms_last=turns[0].code == "rotate",
         all_heads=norms is not None and norms.all_heads,
+        own_norms=norms is not None and norms.own_norms,
     )
     (k_GSD, v_GSD), (q_THD, k_TGD, v_TGD) = r.kept, r.split()
     r["heads"] = [rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, r.layout.write_slots_T, turn, impl=r.impl)]

@@ -43,7 +43,7 @@ class Partition:
         heads, inner, channels: inputs of the matrix after attention, after the MLP's activation, after a convolution;
             `channels` are also those of its own weights.
         sinks: of query heads.
-        q_norm, k_norm: elements of norms that read all heads as one row.
+        q_norm, k_norm: elements of norms that read all heads as one row, or that each head has of its own.
         vocab: tokens of the head; None also where the head is so small that every process has it.
     """
 
@@ -100,8 +100,8 @@ class Partition:
             inner=inner,
             channels=channels,
             sinks=heads,
-            q_norm=q_norm if c.head_norms == "all" else None,
-            k_norm=k_norm if c.head_norms == "all" else None,
+            q_norm=q_norm if c.head_norms in ("all", "own") else None,
+            k_norm=k_norm if c.head_norms in ("all", "own") else None,
             vocab=None if c.scores or c.vocab_size < shard.size**2 else vocab,
         )
 

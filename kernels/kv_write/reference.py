@@ -1,5 +1,8 @@
 """The definition of a KV write: row by row."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from kernels.kv_kinds import parts, stored
@@ -26,14 +29,20 @@ def rotary_write(
             if rotated and angles:
                 x_THD = rotary(x_THD, *angles, impl="torch")
             if not rotated and norm is not None:
-                weight, bias = norm
-                rows = x_THD.flatten(1) if turn.all_heads else x_THD
-                if bias is None:
-                    rows = rms_norm(rows, weight, turn.eps, impl="torch")
-                else:
-                    rows = layer_norm(rows, weight, bias, turn.eps, impl="torch")
-                x_THD = rows.view(x_THD.shape)
+                rows = [x_THD.flatten(1)] if turn.all_heads else x_THD.unbind(1) if turn.own_norms else [x_THD]
+                parts = zip(rows, *(_parts(vector, len(rows)) for vector in norm), strict=True)
+                x_THD = torch.stack([normed(*part) for part in parts], 1).view(x_THD.shape)
         return x_THD
+
+    def normed(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None:
+            return rms_norm(rows, weight, turn.eps, impl="torch")
+        return layer_norm(rows, weight, bias, turn.eps, impl="torch")
 
     kv_write(k_GSD, v_GSD, turned(k_TGD, turn.k_norm, turn.angles[:2]), v_TGD, slots_T)
     return turned(q_THD, turn.q_norm, turn.angles[-2:])
+
+
+def _parts(vector: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    """A norm's vector for each of the rows that it is for."""
+    return [None] * count if vector is None else vector.chunk(count)

@@ -72,7 +72,7 @@ def rotary_write(
         q_THD, k_TGD, v_TGD, *angles[:2], *angles[-2:], *norms, k_GSD, v_GSD, out_THD, slots_T, T,
         *strides, k_GSD.stride(0), v_GSD.stride(0), turn.eps,
         H=H, G=G, D=D, D2=D2, R=turn.angles[0].shape[1] if turn.angles else 0, NORM=kind, LAST=turn.norms_last,
-        ALL=whole, M=M, num_warps=warps(M * D2) if whole else 1,
+        ALL=whole, OWN=turn.own_norms, M=M, num_warps=warps(M * D2) if whole else 1,
     )  # fmt: skip
     return out_THD
 
@@ -186,7 +186,7 @@ def _turn(
     q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, k_ptr, v_ptr, out_ptr, slots_ptr, T,
     stride_qt, stride_qh, stride_nkt, stride_nkg, stride_nvt, stride_nvg, stride_kg, stride_vg, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, R: tl.constexpr,
-    NORM: tl.constexpr, LAST: tl.constexpr, ALL: tl.constexpr, M: tl.constexpr,
+    NORM: tl.constexpr, LAST: tl.constexpr, ALL: tl.constexpr, OWN: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """M heads: of a token those of queries, of keys, of values in a row; or all those of queries, keys or values of one
     token. Every step is rounded to the dtype."""
@@ -208,10 +208,11 @@ def _turn(
     y_MD = _pick(q_ptr, at_q_M, q_M, new_k_ptr, at_k_M, k_M, other_D, turned_D).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
     norms = q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr
+    LONG: tl.constexpr = ALL or OWN
     if NORM > 0 and not LAST:
         mean_M, inverse_M = _moments(x_MD, real_D, q_M | k_M, eps, D, NORM, ALL)
-        x_MD = _normed(x_MD, d_D, real_D, q_M, k_M, h_M, g_M, mean_M, inverse_M, norms, D, NORM, ALL, dtype)
-        y_MD = _normed(y_MD, other_D, turned_D, q_M, k_M, h_M, g_M, mean_M, inverse_M, norms, D, NORM, ALL, dtype)
+        x_MD = _normed(x_MD, d_D, real_D, q_M, k_M, h_M, g_M, mean_M, inverse_M, norms, D, NORM, LONG, dtype)
+        y_MD = _normed(y_MD, other_D, turned_D, q_M, k_M, h_M, g_M, mean_M, inverse_M, norms, D, NORM, LONG, dtype)
     if R > 0:
         at_M, row_M = t_M * R, q_M | k_M
         cos_MD = _pick(q_cos_ptr, at_M, q_M, cos_ptr, at_M, row_M & ~q_M, d_D, turned_D).to(tl.float32)
@@ -221,7 +222,7 @@ def _turn(
         x_MD = cast(x_MD, dtype).to(tl.float32)
     if NORM > 0 and LAST:
         mean_M, inverse_M = _moments(x_MD, real_D, q_M | k_M, eps, D, NORM, ALL)
-        x_MD = _normed(x_MD, d_D, real_D, q_M, k_M, h_M, g_M, mean_M, inverse_M, norms, D, NORM, ALL, dtype)
+        x_MD = _normed(x_MD, d_D, real_D, q_M, k_M, h_M, g_M, mean_M, inverse_M, norms, D, NORM, LONG, dtype)
     x_MD = cast(x_MD, dtype)
     tl.store(out_ptr + ((t_M * H + h_M) * D)[:, None] + d_D[None, :], x_MD, mask=q_M[:, None] & real_D[None, :])
     written_MD = tl.load(
@@ -266,21 +267,21 @@ def _total(x_MD, ALL: tl.constexpr):
 @triton.jit
 def _normed(
     x_MD, d_D, real_D, q_M, k_M, h_M, g_M, mean_M, inverse_M, norms,
-    D: tl.constexpr, NORM: tl.constexpr, ALL: tl.constexpr, dtype: tl.constexpr,
+    D: tl.constexpr, NORM: tl.constexpr, LONG: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Elements d of rows after their norm."""
     q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr = norms
     y_MD = (x_MD - mean_M[:, None]) * inverse_M[:, None]
-    y_MD *= _vector(q_weight_ptr, k_weight_ptr, d_D, real_D, q_M, k_M, h_M, g_M, D, ALL)
+    y_MD *= _vector(q_weight_ptr, k_weight_ptr, d_D, real_D, q_M, k_M, h_M, g_M, D, LONG)
     if NORM == 2:
-        y_MD += _vector(q_bias_ptr, k_bias_ptr, d_D, real_D, q_M, k_M, h_M, g_M, D, ALL)
+        y_MD += _vector(q_bias_ptr, k_bias_ptr, d_D, real_D, q_M, k_M, h_M, g_M, D, LONG)
     return cast(tl.where(real_D[None, :], y_MD, 0.0), dtype).to(tl.float32)
 
 
 @triton.jit
-def _vector(q_ptr, k_ptr, d_D, real_D, q_M, k_M, h_M, g_M, D: tl.constexpr, ALL: tl.constexpr):
-    """Elements d of a norm's vector for each row."""
-    if ALL:
+def _vector(q_ptr, k_ptr, d_D, real_D, q_M, k_M, h_M, g_M, D: tl.constexpr, LONG: tl.constexpr):
+    """Elements d of a norm's vector for each row; LONG: it has D elements for each head."""
+    if LONG:
         x_MD = _pick(q_ptr, h_M * D, q_M, k_ptr, g_M * D, k_M, d_D, real_D).to(tl.float32)
     else:
         q_D = tl.load(q_ptr + d_D, mask=real_D, other=0.0).to(tl.float32)

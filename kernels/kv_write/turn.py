@@ -17,6 +17,7 @@ class HeadTransform(NamedTuple):
         eps: of the norms.
         norms_last: heads are normed after they are rotated, not before.
         all_heads: those of queries are normed as one row, and those of keys; vectors are as long, [H * D] and [G * D].
+        own_norms: each head by itself, and by vectors of its own, which lie one after the other, [H * D] and [G * D].
     """
 
     angles: tuple[Tensor, ...] = ()
@@ -25,3 +26,4 @@ class HeadTransform(NamedTuple):
     eps: float = 0.0
     norms_last: bool = False
     all_heads: bool = False
+    own_norms: bool = False

@@ -383,17 +383,19 @@ extern "C" void coppice_layer_norm(int64_t kind, int64_t threads, const void* x,
 }
 
 extern "C" void coppice_head_norm(int64_t kind, int64_t threads, void* x, const void* weight, const void* bias,
-                                  int64_t tokens, int64_t heads, int64_t head_dim, int64_t token_stride, float eps) {
+                                  int64_t tokens, int64_t heads, int64_t head_dim, int64_t token_stride, int64_t step,
+                                  float eps) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
 #pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > MAX_SERIAL)
         for (int64_t t = 0; t < tokens; t++)
             for (int64_t h = 0; h < heads; h++) {
                 T* row = (T*)x + t * token_stride + h * head_dim;
-                if (bias)
-                    layer_norm(row, (const T*)weight, (const T*)bias, row, head_dim, eps);
+                const T *w = (const T*)weight + h * step, *b = bias ? (const T*)bias + h * step : nullptr;
+                if (b)
+                    layer_norm(row, w, b, row, head_dim, eps);
                 else
-                    rms_norm(row, (const T*)weight, row, head_dim, eps);
+                    rms_norm(row, w, row, head_dim, eps);
             }
     });
 }

@@ -109,7 +109,7 @@ class Stack:
                 check("a norm", call.norm, widths[call.target])
             elif call.code == "head_norms":
                 for norm, heads in ((call.norm, self.heads), (call.more, self.kv_heads)):
-                    check("a head's norm", norm, (heads if call.all_heads else 1) * self.head_dim)
+                    check("a head's norm", norm, (heads if call.all_heads or call.own_norms else 1) * self.head_dim)
             elif call.code == "attend":
                 if call.sinks is not None:
                     expect("an attention's sinks", call.sinks, torch.float32, (self.heads,), _CPU)
@@ -299,7 +299,7 @@ def one_by_one(model: Any) -> Iterator[None]:
 
 def _described(call: Call) -> ctypes.Structure:
     registers = (REGISTERS.index(name) if name else 0 for name in (call.source, call.target))
-    numbers = call.all_heads, call.table, -1 if call.window is None else call.window
+    numbers = call.all_heads, call.own_norms, call.table, -1 if call.window is None else call.window
     norms = (_STRUCTURES["Norm"](*map(_address, (x.weight, x.bias) if x else (None, None))) for x in call[3:5])
     function = (ACTIVATIONS + GATES).index(call.function), call.gated
     packed, bias = call.matrix.matrix if call.matrix else (None, None)

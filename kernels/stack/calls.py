@@ -20,7 +20,8 @@ REGISTERS = (
 CODES = (
     "norm",  # target = the norm of source
     "product",  # target = source times `matrix`, plus its bias
-    "head_norms",  # queries by `norm`, keys by `more`, in place; `all_heads`: of all heads as one row
+    # queries by `norm`, keys by `more`, in place; `all_heads`: of all heads as one row; `own_norms`: of each by its own
+    "head_norms",
     "rotate",  # queries and keys, by the angles of `table`, in place
     "write",  # keys and values into the cache
     "attend",  # target = attention of the queries; `scale`, `window`, `cap`, `sinks`
@@ -65,6 +66,7 @@ class Call(NamedTuple):
     function: str = "relu"
     gated: bool = False
     all_heads: bool = False
+    own_norms: bool = False
     adapters: Any = None
     mixture: Any = None
     delta: Any = None

@@ -81,9 +81,10 @@ struct Pass {
             coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, s.width, s.eps);
     }
 
-    void normalize_heads(const Norm& norm, bool all, char* x, int64_t heads) const {
-        const int64_t D = s.head_dim, count = all ? 1 : heads, size = all ? heads * D : D;
-        coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, count, size, every * D, s.eps);
+    void normalize_heads(const Norm& norm, const Call& c, char* x, int64_t heads) const {
+        const int64_t D = s.head_dim, count = c.all_heads ? 1 : heads, size = c.all_heads ? heads * D : D;
+        const int64_t token = every * D, step = c.own_norms ? D : 0;
+        coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, count, size, token, step, s.eps);
     }
 
     void rotate(char* x, const void* cos, const void* sin, int64_t dims, int64_t heads) const {
@@ -122,8 +123,8 @@ struct Pass {
             case PRODUCT:
                 return coppice_linear(s.kind, threads, &c.matrix, source, target, tokens);
             case HEAD_NORMS:
-                normalize_heads(c.norm, c.all_heads, queries, s.heads);
-                return normalize_heads(c.more, c.all_heads, keys, s.kv_heads);
+                normalize_heads(c.norm, c, queries, s.heads);
+                return normalize_heads(c.more, c, keys, s.kv_heads);
             case ROTATE: {
                 const Angles& a = angles[c.table];
                 if (a.query_cos == a.cos) return rotate(queries, a.cos, a.sin, a.dims, turned);

@@ -1,14 +1,15 @@
 """StableLM and StableLM 2 (Bellagente et al. 2024): a Llama with LayerNorms and heads that are rotated in part."""
 
 from models.checkpoint.fields import Fields
-from models.config import Config, rotary
+from models.config import Config, Names, rotary
 from models.decoder import Decoder
 
 
 class StableLM(Decoder):
-    """A gated MLP beside attention or after it; biases of queries, keys and values."""
+    """A gated MLP beside attention or after it; biases of queries, keys and values; in some LayerNorms of heads."""
 
     architectures = ("StableLmForCausalLM", "StableLmForSequenceClassification")
+    names = Names(q_norm="self_attn.q_layernorm.norms.{}", k_norm="self_attn.k_layernorm.norms.{}")
     default_eos_token_ids = frozenset([0])
     base = "model."
 
@@ -18,11 +19,10 @@ class StableLM(Decoder):
         options = rotary(fields, positions=4096, kv_heads=kv_heads, partial=0.25)
         if options["head_dim"] * options["heads"] != options["width"]:
             raise fields.error("head_dim", "hidden_size / num_attention_heads")
-        if fields.bool("qk_layernorm", default=False):
-            raise fields.error("qk_layernorm", "false: a LayerNorm for each head is not supported")
         return Config(
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
             rms=False,
+            head_norms="own" if fields.bool("qk_layernorm", default=False) else "",
             parallel=fields.bool("use_parallel_residual", default=False),
             attention_bias=fields.bool("use_qkv_bias", default=False),
             out_bias=False,

@@ -310,6 +310,7 @@ def _stablelm(file: GGUF, keys: Fields) -> dict[str, Any]:
         "layer_norm_eps": _epsilon(keys, "attention.layer_norm_epsilon"),
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,  # whatever the key says, as in llama.cpp
         "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
     return config | {"partial_rotary_factor": 1.0} | rope | more
 

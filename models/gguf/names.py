@@ -94,9 +94,7 @@ _PHI2 = {
 }
 _HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "self_attn.key_layernorm"}
 NAMES = {
-    **dict.fromkeys(
-        ("mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3", "stablelm"), _LLAMA
-    ),
+    **dict.fromkeys(("mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3"), _LLAMA),
     **dict.fromkeys(("llama", "qwen3moe", "olmoe", "granitemoe"), _LLAMA | _EXPERTS),
     "qwen35": _QWEN35,
     **dict.fromkeys(("qwen3next", "qwen35moe"), _QWEN35 | _EXPERTS | _SHARED),
@@ -110,6 +108,7 @@ NAMES = {
     "olmo2": {name: own for name, own in _LLAMA.items() if name not in ("blk.attn_norm", "blk.ffn_norm")}
     | _OUTPUT_NORMS,
     "phi2": _LLAMA | _PHI2,
+    "stablelm": _LLAMA | {f"blk.attn_{x}_norm": f"self_attn.{x}_layernorm.norms.{{}}" for x in "qk"},
     "phi3": _LLAMA | {"blk.ffn_up": "mlp.gate_up_proj"},
 }
 
@@ -117,7 +116,7 @@ NAMES = {
 def checkpoint_name(architecture: str, stored: str) -> str | None:
     """The name of a tensor in checkpoints; None for one that the architecture has no place for.
 
-    Of a tensor of all experts {} stands for the number of one.
+    Of a tensor of all experts, or of norms of all heads, {} stands for the number of one.
     """
     found = re.fullmatch(r"(?:blk\.(0|[1-9]\d{0,4})\.)?([\w.]+?)(?:\.(weight|bias))?", stored)
     if found is None:

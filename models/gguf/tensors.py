@@ -201,10 +201,11 @@ def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) ->
 
 def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) -> Iterator[tuple[str, Stored]]:
     """A tensor by its name; some files have one matrix for queries, keys and values where checkpoints have three, and
-    all have one tensor for the experts of a layer."""
+    all have one tensor for the experts of a layer, and for norms that each head has of its own."""
     arch = file.fields().str("general.architecture")
     name = checkpoint_name(arch, own) or own
-    if EXPERT in name and len(entry.shape) == 2 + name.endswith(".weight") and entry.shape[0] <= MOST_EXPERTS:
+    dims = 3 if EXPERT in name and name.endswith(".weight") else 2
+    if "{}" in name and len(entry.shape) == dims and entry.shape[0] <= MOST_EXPERTS:
         (count, *shape), rows = entry.shape, math.prod(entry.shape[1:-1])
         for number in range(count):
             start = entry.start + number * rows * entry.row_bytes

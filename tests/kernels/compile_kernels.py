@@ -97,7 +97,7 @@ def turn(capability, head, norm, cache=None, heads=0):
     types |= dict.fromkeys(("k_ptr", "v_ptr"), BYTES.get(cache, "*bf16"))
     types = dict.fromkeys(pointers, "*bf16") | types
     sizes = {"H": heads or 32, "G": 8, "D": head, "D2": head, "R": head, "NORM": norm, "LAST": False}
-    sizes |= {"M": triton.next_power_of_2(heads) if heads else 4, "ALL": heads > 0}
+    sizes |= {"M": triton.next_power_of_2(heads) if heads else 4, "ALL": heads > 0, "OWN": False}
     warps = kv_write.warps(sizes["M"] * head) if heads else 1
     return compile(kv_write._turn, capability, types, sizes, num_warps=warps)
 

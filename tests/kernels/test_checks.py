@@ -280,7 +280,7 @@ def stack(**changes):
 
     norms = parts.get("q_norm"), parts.get("k_norm")
     q_norm, k_norm = (norm or vectors(torch.ones(4)) for norm in norms)
-    more = {"all_heads": parts.get("all_heads", False)}
+    more = {name: parts.get(name, False) for name in ("all_heads", "own_norms")}
     attention = [
         product("read", "heads", parts["qkv"]),
         *([Call("head_norms", "heads", "heads", norm=q_norm, more=k_norm, **more)] if any(norms) else []),
@@ -322,6 +322,7 @@ def stack(**changes):
         {"q_norm": vectors(torch.ones(8))},
         {"k_norm": vectors(torch.ones(4), torch.ones(8))},
         {"q_norm": vectors(torch.ones(4)), "all_heads": True},
+        {"q_norm": vectors(torch.ones(4)), "own_norms": True},
     ],
 )
 def test_parts_that_make_no_stack(changes):

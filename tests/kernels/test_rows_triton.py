@@ -180,7 +180,7 @@ def test_top_sums_of_several_ranges(device):
     assert all(len(found) == len(right) for found, right in zip(rest, expected, strict=True))
 
 
-TURNS = [  # norms, after the rotation, rotated thirds of dims, tables of angles, of all heads
+TURNS = [  # norms, after the rotation, rotated thirds of dims, tables of angles, of all heads or of each its own
     ("none", False, 8, 2, False),
     ("rms", False, 8, 2, False),
     ("rms", True, 8, 2, False),
@@ -189,6 +189,8 @@ TURNS = [  # norms, after the rotation, rotated thirds of dims, tables of angles
     ("rms", False, 0, 0, False),
     ("rms", False, 8, 2, True),
     ("ln", True, 4, 4, True),
+    ("ln", False, 4, 2, "own"),
+    ("rms", True, 8, 2, "own"),
 ]
 
 
@@ -199,6 +201,7 @@ TURNS = [  # norms, after the rotation, rotated thirds of dims, tables of angles
 def test_heads_are_normed_rotated_and_written(kind, last, dims, tables, whole, kept, dtype, device):
     """Rows are views of one product, as they are in a layer; 3 query heads to a key/value head, of an odd size."""
     (T, H, G, D), dims = (3 if whole else 7, 6, 2, 24), 3 * dims
+    all_own = whole is True, whole == "own"
     split = lambda x: x.split([H, G, G], 1)  # noqa: E731
     x = draw(T, H + 2 * G, D, dtype=dtype)
     angles = tuple(draw(T, max(dims // 2, 1), seed=9 + i).repeat(1, 2).cos().to(dtype) for i in range(tables))
@@ -209,7 +212,9 @@ def test_heads_are_normed_rotated_and_written(kind, last, dims, tables, whole, k
         caches = [torch.zeros(G, 12, row_width(D, kept or own), dtype=kept or own, device=where) for _ in "kv"]
         for part in (part for cache in caches for part in parts(cache)):
             part.fill_(5)
-        turn = HeadTransform(moved(angles, where, own), *(moved(norm, where, own) for norm in norms), 1e-5, last, whole)
+        turn = HeadTransform(
+            moved(angles, where, own), *(moved(norm, where, own) for norm in norms), 1e-5, last, *all_own
+        )
         q = rotary_write(*caches, *split(x.to(where, own)), slots.to(where), turn, impl=impl)
         return q, *caches
 

@@ -38,7 +38,7 @@ VARIANTS = [
     *("opt/plain", "opt/no_biases", "opt/no_affine", "gpt2/plain", "gpt2/unscaled", "gpt2/gelu", "gpt2/wide"),
     *("opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/plain", "phi/gqa", "phi/partial", "phi/qk_layernorm"),
     *("phi3/plain", "phi3/window", "qwen3/plain", "qwen3/windows", "qwen3/bias", "qwen3_5/plain", "qwen3_5/bias"),
-    *("qwen2/windows", "mistral/ministral", "stablelm/plain", "stablelm/parallel"),
+    *("qwen2/windows", "mistral/ministral", "stablelm/plain", "stablelm/parallel", "stablelm/qk_layernorm"),
     *("mistral/ministral3", "smollm3/plain", "granite/plain", "olmo/olmo3", "hunyuan/plain"),
     *("lfm2/plain", "lfm2/bias", "lfm2/one_tap"),
     *("experts/qwen2", "experts/qwen3_steps", "experts/olmoe", "experts/mixtral_window", "experts/granite_shared"),
@@ -101,6 +101,7 @@ OPTIONS = {
     "four norms": {"norms": ("input", "output"), "plus_one": True},
     "norms of outputs and sums": {"norms": ("output", "sum")},
     "all heads": {"head_norms": "all"},
+    "norms of each head": {"head_norms": "own", "rms": False},
     "norms after the rotation": {"head_norms": "each", "norms_last": True},
     "multipliers": {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0, "logit_cap": 3.0},
     "side by side": {"parallel": True, "residual_scale": 0.22, "rms": False},
@@ -124,6 +125,8 @@ def test_every_option_as_the_operators_one_by_one(options, kind, tmp_path, monke
 def write(folder, options, monkeypatch):
     """A checkpoint of a family that is a Llama but for some options."""
     names = Names(mlp_norm="before_mlp", attention_out_norm="after_attention", mlp_out_norm="after_mlp")
+    if options.get("head_norms") == "own":
+        names = replace(names, q_norm="q_norms.{}", k_norm="k_norms.{}")
 
     class Other(Llama):
         @staticmethod

@@ -30,7 +30,6 @@ def read(architecture, **changes):
 @pytest.mark.parametrize(
     ("architecture", "field", "changes"),
     [
-        ("StableLmForCausalLM", "qk_layernorm", {"qk_layernorm": True}),
         ("StableLmForCausalLM", "head_dim", {"head_dim": 16}),
         ("GraniteForCausalLM", "logits_scaling", {"logits_scaling": 0}),
         ("GraniteMoeHybridForCausalLM", "num_local_experts", {**HYBRID, "num_local_experts": 8}),

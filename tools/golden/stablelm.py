@@ -24,6 +24,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         ("rope_parameters", "hidden_act", "layer_norm_eps", "tie_word_embeddings",
          "use_qkv_bias", "qk_layernorm", "use_parallel_residual"), ABSENT),
     "parallel": {"use_parallel_residual": True, "use_qkv_bias": False, "tie_word_embeddings": True},
+    "qk_layernorm": {"qk_layernorm": True},
+    "qk_parallel": {"qk_layernorm": True, "use_parallel_residual": True, "num_key_value_heads": 1},
     "classifier": {"architectures": ["StableLmForSequenceClassification"], "num_labels": 1},
 }  # fmt: skip
 VARIANTS = variants(CONFIG, CHANGES, {})

@@ -63,6 +63,7 @@ VARIANTS = (
     "qwen3_5/bias",
     "smollm3/plain",
     "stablelm/parallel",
+    "stablelm/qk_layernorm",
     "quantized/gptq_conv1d",
     "quantized/gptq_desc_act",
 )

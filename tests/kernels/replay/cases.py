@@ -100,8 +100,17 @@ def norms(recording: Recording) -> None:
                 x[:, inner] = define(own, *(v.to(x.dtype) for v in vectors), EPS).flatten(1)
             out = written(wide, after, plain)
             both = *vectors, *(() if len(vectors) == 2 else (None,))
-            sizes = 5, heads, width, stride, EPS
+            sizes = 5, heads, width, stride, 0, EPS
             recording.add(f"{name} heads of {width}", "head_norm", kind, next(threads), out, *both, *sizes)
+        vectors = draw(heads, width, dtype=dtype, scale=2.0), draw(heads, width, dtype=dtype)
+        after, plain = wide.double(), wide.clone()
+        for x in (after, plain):
+            for h in range(heads):
+                own = x[:, h * width : (h + 1) * width]
+                own.copy_(reference.layer_norm(own.clone(), *(v[h].to(x.dtype) for v in vectors), EPS))
+        sizes = 5, heads, width, stride, width, EPS
+        out = written(wide, after, plain)
+        recording.add(f"{name} own heads of {width}", "head_norm", kind, next(threads), out, *vectors, *sizes)
 
 
 def rotary(recording: Recording) -> None:

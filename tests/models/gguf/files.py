@@ -109,7 +109,7 @@ class File:
         heads = c.get("num_attention_heads", c.get("n_head"))
         kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(kinds[self.arch], c.get("num_hidden_layers", c.get("n_layer")))
-        own = {}  # matrices of experts that have one each
+        own = {}  # matrices of experts, and norms of heads, that have one each
         for name, tensor in load_file(self.folder / "model.safetensors").items():
             values = tensor.float().numpy()
             if ".linear_attn." in name:
@@ -133,6 +133,9 @@ class File:
                 format = F32 if values.ndim == 1 or mixed[2] in ("gate.weight", "router.weight") else self.format
                 self.add(f"blk.{mixed[1]}.{PARTS[mixed[2]]}", values, format)
                 continue
+            if norm := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.(\d+)\.weight", name):
+                own.setdefault(f"blk.{norm[1]}.attn_{norm[2]}_norm.weight", {})[int(norm[3])] = values
+                continue
             if ".conv.conv." in name:
                 values = values.squeeze(1)
             if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
@@ -150,7 +153,7 @@ class File:
                 usual = gguf.GGMLQuantizationType.Q8_0
             self.add(key, values, self.formats.get(key, usual))
         for name, matrices in own.items():
-            format = self.format if name.endswith(".weight") else F32
+            format = self.format if name.endswith("exps.weight") else F32
             self.add(name, np.stack([matrices[i] for i in range(len(matrices))]), format)
         if self.rope.get("rope_type") == "llama3":
             self.add(FACTORS[0], self._llama3())

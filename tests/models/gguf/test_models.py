@@ -31,6 +31,7 @@ FLOATS = [
         "hunyuan/plain",
         "stablelm/plain",
         "stablelm/parallel",
+        "stablelm/qk_layernorm",
         "mistral/ministral3",
     ),
     *(f"experts/{name}" for name in ("qwen2", "qwen3", "olmoe", "mixtral", "mixtral_window", "granite", "lfm2")),
@@ -205,8 +206,8 @@ def test_layers_without_experts_beside_gated_delta_nets_are_refused(tmp_path):
 @pytest.mark.parametrize("format", ["F16", "Q4_1", "Q5_0", "Q6_K"])
 @pytest.mark.parametrize("variant", [
     "phi/plain", "phi3/plain", "gpt2/plain", "qwen2/tied", "qwen3/bias", "gemma/one", "gemma/two", "gemma/three",
-    "olmo/plain", "hunyuan/plain", "stablelm/plain", "lfm2/plain", "experts/qwen2", "experts/lfm2", "gpt_oss/plain",
-    "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next",
+    "olmo/plain", "hunyuan/plain", "stablelm/plain", "stablelm/qk_layernorm", "lfm2/plain", "experts/qwen2",
+    "experts/lfm2", "gpt_oss/plain", "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next",
 ])  # fmt: skip
 def test_formats_of_families(variant, format, tmp_path):
     file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])
