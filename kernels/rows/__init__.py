@@ -115,7 +115,6 @@ def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, *, impl: str) -> Tensor:
     ...
 
 
-@operator
 def log_softmax(
     x_NV: Tensor, size: int, *, impl: str, out: LogSoftmax | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
