@@ -63,6 +63,8 @@ BEGIN = WHOLE_WORDS - {"glm4", "minicpm5"}  # a text begins with BOS, unless the
 COMPOSED = {"qwen2", "qwen35"}  # whose tokenizer.json composes characters (NFC)
 # What ends a turn where the file names other tokens, or none: llama.cpp finds these by their spelling as well.
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>")
+CHANNELS = "<|channel|>"  # of gpt-oss: a text has several messages, which <|end|> ends, and others end the text
+CHANNEL_ENDS = "<|return|>", "<|call|>", "<|endoftext|>"
 SPACE = "▁"
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' words and GGUF's
 
@@ -121,7 +123,7 @@ class FileVocabulary:
     def ends(self) -> list[int]:
         """The tokens that end a text."""
         named = [self.ids["eos"], self._id("eot_token_id"), self._id("eom_token_id")]
-        spelled = [self.vocab.get(token) for token in ENDS]
+        spelled = [self.vocab.get(token) for token in (CHANNEL_ENDS if CHANNELS in self.vocab else ENDS)]
         found = [i for i in named if i is not None]
         return list(dict.fromkeys(found + [i for i in spelled if i is not None and self.types[i] == CONTROL]))
 

@@ -84,6 +84,15 @@ def test_what_ends_a_text(tmp_path):
     assert templates == [{"name": "default", "template": "D"}, {"name": "tools", "template": "T"}]
 
 
+def test_the_end_of_a_message_of_a_channel_ends_no_text(tmp_path):
+    """gpt-oss ends what it thinks by <|end|>, and goes on."""
+    file = File(GOLDEN / "llama/plain")
+    tokens = ["<unk>", "<s>", "<|return|>", "<|end|>", "<|call|>", "<|channel|>", "<|endoftext|>"]
+    file.keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [2, *[3] * 6]}
+    read, _ = tokenizer_of(file, tmp_path / "file")
+    assert read.ends() == [2, 4, 6]
+
+
 # --- tokenizers that are trained here, in the words of the tokenizer.json files of the families ---
 
 LLAMA3 = (
