@@ -37,7 +37,7 @@ class Sample(RowSampling):
         drawn = Utterances(task, self.num_return_sequences, self.warp(), self.seed)
         settled = 0
         while drawn.live:
-            yield from drawn.extend()
+            yield from drawn.extend(apart=True)
             shared = shared_length(*drawn.tokens, start=settled)
             yield Report(
                 drawn.tokens[0][settled:shared],
@@ -71,29 +71,42 @@ class Utterances:
         self.live = list(range(count))
         self._node = [self.tree.root] * count  # the last of each
 
-    def extend(self) -> Generator[Evaluate, Any, None]:
-        """Draw one more token of every live sequence. A KVMemoryError changes nothing."""
-        rows = {node: row for row, node in enumerate(dict.fromkeys(self._node[i] for i in self.live))}
-        row = [rows[self._node[i]] for i in self.live]
-        positions = [self.tree.position(self._node[self.live[0]]) + 1] * len(self.live)
+    def extend(self, apart: bool = False) -> Generator[Evaluate, Any, None]:
+        """Draw one more token of every live sequence. A KVMemoryError changes nothing.
+
+        Args:
+            apart: sequences whose next rows are known, as they were drafted, have more tokens drawn, which takes no
+                pass; the others do not wait for these, nor these for them.
+        """
+        yield from self._draw(self.live, apart)
+        while apart and (known := [i for i in self.live if self.tree.has_row(self._node[i])]):
+            if len(known) == len(self.live):
+                return  # a step of all
+            yield from self._draw(known, apart)
+
+    def _draw(self, going: Sequence[int], apart: bool) -> Generator[Evaluate, Any, None]:
+        """Draw one more token of some of the live sequences."""
+        rows = {node: row for row, node in enumerate(dict.fromkeys(self._node[i] for i in going))}
+        row = [rows[self._node[i]] for i in going]
+        positions = [self.tree.position(self._node[i]) + 1 for i in going]
 
         def read(logp_NV: Tensor, _peaks_NB: Tensor | None) -> Tensor:
             """The tokens drawn, and their log-probabilities."""
             row_n = torch.tensor(row).to(logp_NV.device, non_blocking=True)
-            token_n = self.warp.draws(logp_NV, self.seed, self.live, positions, row_n)
+            token_n = self.warp.draws(logp_NV, self.seed, going, positions, row_n)
             return torch.cat([token_n.double(), logp_NV[row_n, token_n].double()])
 
-        found = (yield Evaluate(self.tree, list(rows), read)).numbers
+        found = (yield Evaluate(self.tree, list(rows), read, apart=apart)).numbers
         drawn = found.tolist()
-        for i, token, logp in zip(self.live, map(int, drawn), drawn[len(row) :], strict=False):
+        for i, token, logp in zip(going, map(int, drawn), drawn[len(row) :], strict=False):
             self.tokens[i].append(token)
             self.logprobs[i] += logp
             self.reasons[i] = self.task.finish_reason(self.tokens[i])
-        self.live = [i for i in self.live if self.reasons[i] is None]
-        nodes = self.tree.grow([self._node[i] for i in self.live], [self.tokens[i][-1] for i in self.live])
-        for i, node in zip(self.live, nodes, strict=True):
+        going = [i for i in going if self.reasons[i] is None]
+        nodes = self.tree.grow([self._node[i] for i in going], [self.tokens[i][-1] for i in going])
+        for i, node in zip(going, nodes, strict=True):
             self._node[i] = node
-        self.retain(self.live)
+        self.retain([i for i in self.live if self.reasons[i] is None])
 
     def retain(self, live: Sequence[int]) -> None:
         """Let only these of the live sequences go on; free the slots of the others."""

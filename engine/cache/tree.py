@@ -333,6 +333,10 @@ class TokenTree(Nodes):
 
     # --- drafts ---
 
+    def has_row(self, node: int) -> bool:
+        """Whether the row of a node is known, as it was drafted: an `Evaluate` of such nodes alone needs no pass."""
+        return node in self.drafts.rows
+
     def draft(self, parent: DraftedNode | int, token: int) -> tuple[DraftedNode, bool]:
         """The drafted child of an evaluated node for a token that the search has not grown there, and whether it is
         new, to be evaluated. Raises KVMemoryError."""

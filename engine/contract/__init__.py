@@ -62,6 +62,8 @@ class Evaluate:
             in parts, as passes compute them: what the head would read, on the model's device and in its dtype, in
             memory that the next pass may write to. No log-probabilities are computed. Tokens that are in the cache
             already, such as those of a cached prefix, have none. Not with `read` or `top_sums`.
+        apart: a hint: the search goes on below each of the nodes without waiting for the others where it need not, see
+            `TokenTree.has_row`. It changes no answer.
     """
 
     tree: TokenTree
@@ -70,6 +72,7 @@ class Evaluate:
     top_sums: TopSums | None = None
     next: Next | None = None
     hidden: TakeHidden | None = None
+    apart: bool = False
 
     def answer(self, rows_NV: Tensor, peaks_NB: Tensor | None = None) -> Answer:
         """The answer that consists of these rows, and of what `read` returns for them; or of their top sums."""

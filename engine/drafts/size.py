@@ -26,6 +26,7 @@ class DraftSize:
     SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # with the text's last token, sizes that `PassTime` measures
     LEAST = (0.5, 0.2, 0.05)  # probabilities that nodes of several drafts have at least, of which the best is taken
     MOST_TOGETHER = 2.0  # times as often as hoped that passes are taken to be saved
+    AHEAD = 16  # tokens by which a sequence that has drafts may be ahead of the last one
     KINDS = 8  # classes of guesses, by their probability
     HALF = 0.5  # probability that the drafts of a level are all that is asked for there, before anything is known
     PRIOR = 2.0  # guesses that a class starts with, as true as their probability
@@ -130,6 +131,35 @@ class DraftSize:
         self.wish = min(self.most, 2 * size + 2 * len(drafts))
         return best
 
+    def choose_apart(self, drafts: Sequence[Draft], rows: int, places: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Which nodes of each draft to evaluate, where the search goes on below each live node by itself: the likeliest
+        of all drafts.
+
+        n live nodes and further ones bring n + (the sum of their probabilities) tokens. The passes are as many as the
+        last of the sequences needs, so those that are far ahead have no drafts.
+
+        Args:
+            drafts: of the live nodes.
+            rows: tokens of the pass without drafts.
+            places: positions of the live nodes in their sequences.
+        """
+        most = min(places) + self.AHEAD
+        chances = [self._chances(draft) if at <= most else [] for draft, at in zip(drafts, places, strict=True)]
+        ranked = sorted([(-p, i, at) for i, given in enumerate(chances) for at, p in enumerate(given)])
+        best = len(ranked)
+        if self.seconds is not None and (plain := self.seconds(rows)):
+            best, rate, gain, before = 0, rows / (plain + self.host.seconds(1)), float(rows), 0
+            for size in self.SIZES:
+                gain, before = gain - math.fsum(p for p, _, _ in ranked[before:size]), size
+                cost = self.seconds(rows + size) + self.host.seconds(1 + size)
+                if size <= min(len(ranked), self.most) and gain / cost > rate:
+                    best, rate = size, gain / cost
+            self.wish = min(self.most, 2 * best + 2 * len(drafts))
+        chosen: list[list[int]] = [[] for _ in drafts]
+        for _, i, at in ranked[:best]:
+            chosen[i].append(at)
+        return [sorted(nodes) for nodes in chosen]
+
     def cost(self, rows: int) -> float:
         """Seconds of a pass of so many tokens without drafts; 0 if none was measured, or time does not count."""
         return 0.0 if self.seconds is None else self.seconds(rows)
@@ -192,7 +222,7 @@ class DraftSize:
         self.tried[kind] = self.MEMORY * self.tried[kind] + 1
         self.true[kind] = self.MEMORY * self.true[kind] + came
 
-    def note_together(self, saved: int) -> None:
+    def note_together(self, saved: float) -> None:
         """Note how many passes the drafts saved that were chosen last for several live nodes."""
         for level in range(self.levels):
             if saved >= level:
@@ -204,7 +234,7 @@ class DraftSize:
             self.saved = min(self.hopes * self.MOST_TOGETHER, self.MEMORY * self.saved + saved)
             self.hoped = 0.0
 
-    def settle(self, host: float, nodes: int, tokens: int, rows: int = 1, known: int = 0) -> None:
+    def settle(self, host: float, nodes: int, tokens: float, rows: int = 1, known: int = 0) -> None:
         """Account for a step with a draft: seconds of the host, nodes evaluated, tokens gained.
 
         Args:

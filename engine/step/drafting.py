@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -120,8 +121,8 @@ class JobDrafts:
         self.nodes = self.accepted = self.saved = 0
         self._learnt = 0  # tokens of the trunk that the drafter was told
         self._guesses: dict[int, tuple[Guesses, int]] = {}  # asked node -> its place in what was guessed around it
-        self._host, self._rows, self._latest, self._since, self._planned = 0.0, 0, 0, 0, False  # of the latest pass
-        self._known, self._live = 0, list[int]()
+        self._host, self._rows, self._latest, self._since, self._planned = 0.0, 0, 0, 0.0, False  # of the latest pass
+        self._known, self._live, self._apart = 0, list[int](), False
 
     def begin(self, tree: TokenTree) -> None:
         """Draft below the nodes of a tree that holds the prompt."""
@@ -197,7 +198,7 @@ class JobDrafts:
             return None  # whole rows would be computed for the drafts alone
         began = time.thread_time()
         self._settle(len(chunk), known)
-        self._live, asked = [], None
+        self._live, self._apart, asked = [], request.apart and len(request.nodes) > 1, None
         with self._guarded():
             self._learn()
             live = [node for node in request.nodes if tree.is_evaluated(node)]
@@ -254,7 +255,7 @@ class JobDrafts:
             self.size.settle(self._host, self._latest, 1 + self._since, self._rows, self._known)
         elif self._rows:
             self.size.plain(0.0)
-        self._host, self._rows, self._latest, self._since, self._planned = 0.0, rows, 0, 0, False
+        self._host, self._rows, self._latest, self._since, self._planned = 0.0, rows, 0, 0.0, False
         self._known = known
 
     def _learn(self) -> None:
@@ -280,6 +281,8 @@ class JobDrafts:
             self._guesses[node] = Guesses(draft), -1
         by_level = self.joint and wanted.sums is not None and len(live) > 1
         choose = self.size.choose_levels if by_level else self.size.choose_together
+        if self._apart:
+            choose = partial(self.size.choose_apart, places=[tree.position(node) for node in live])
         planted: list[DraftedNode] = []
         for node, draft, chosen in zip(live, drafts, choose(drafts, len(chunk)), strict=True):
             placed: dict[int, DraftedNode | int] = {-1: node}
@@ -414,10 +417,10 @@ class JobDrafts:
             partial_answer.add(nodes, logp_NV)
         return nodes, logp_NV
 
-    def answered(self) -> None:
-        """An answer needed no pass, as all of its rows were known."""
+    def answered(self, nodes: int) -> None:
+        """An answer for so many nodes needed no pass, as all of its rows were known."""
         self.saved += 1
-        self._since += 1
+        self._since += min(1.0, nodes / len(self._live)) if self._apart and self._live else 1
 
 
 class Guesses:

@@ -359,7 +359,7 @@ class Driver:
                 if pending.left:
                     break
                 if pending.known and job.drafts is not None:
-                    job.drafts.answered()
+                    job.drafts.answered(len(pending.known))
                 error, answer, job.pending = None, pending.partial.answer(), None
         except StopIteration as stop:
             wrong = result_fault(stop.value, self.runners["target"].vocab_size if job.foreign else None)

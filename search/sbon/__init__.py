@@ -49,7 +49,7 @@ class BoN(RowSampling):
     def run(self, task: Task) -> SearchGenerator:
         race = Race(task, self, self.n)
         while race.drawn.live:
-            yield from race.drawn.extend()
+            yield from race.drawn.extend(apart=True)
             yield race.report()
         return (yield from race.end())
 

@@ -33,6 +33,31 @@ def test_several_have_whole_levels_where_rows_are_free():
     assert [[*nodes] for nodes in chosen] == [[0], [0], [0]]  # the third has nothing two levels ahead
 
 
+def test_of_live_nodes_apart_the_likeliest_guesses_of_all_are_taken():
+    drafts = [chain(0.9, 0.9), chain(0.1), Draft(), chain(0.95)]
+    assert DraftSize(free).choose_apart(drafts, 4, [9] * 4) == [[0, 1], [], [], [0]]
+    assert DraftSize(dear).choose_apart(drafts, 4, [9] * 4) == [[], [], [], []]
+    assert DraftSize(None).choose_apart(drafts, 4, [9] * 4) == [[0, 1], [0], [], [0]]
+    assert DraftSize(free).choose_apart(drafts, 4, [99, 9, 9, 9]) == [[], [0], [], [0]]  # one that is far ahead waits
+
+
+def test_levels_are_taken_as_far_as_they_came_true_before():
+    drafts = [chain(0.9, 0.9, 0.9), chain(0.5), Draft()]
+    size = DraftSize(lambda tokens: 1 + tokens / 20)
+    assert DraftSize(None).choose_levels(drafts, 3) == [[0, 1, 2], [0], []]
+    for _ in range(30):
+        chosen = size.choose_levels(drafts, 3)
+        size.note_together(1)  # the second level never has all that is asked for
+    assert chosen == [[0], [0], []] and size.odds(1) > 0.9 and size.odds(2) < 0.2
+    for _ in range(200):
+        size.choose_levels(drafts, 3)
+        size.note_together(0)
+    assert size.choose_levels(drafts, 3) == [[], [], []]
+    other = DraftSize(free)
+    other.inherit(size)
+    assert other.odds(1) == pytest.approx(size.odds(1))
+
+
 def test_nothing_pays_where_one_live_node_has_no_draft_or_rows_are_dear():
     drafts = [chain(0.95, 0.9), chain(0.95, 0.9)]
     assert [*map(list, DraftSize(free).choose_together([*drafts, Draft()], 3))] == [[], [], []]

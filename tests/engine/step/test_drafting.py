@@ -321,6 +321,24 @@ def test_text_that_repeats_itself_takes_half_the_passes(loaded):
     assert got.stats["passes_saved"] + got.stats["forward_passes"] == 200
 
 
+@pytest.mark.parametrize("search", [Sample(seed=5, num_return_sequences=3), BoN(n=3, seed=5, num_return_sequences=3)])
+def test_sequences_do_not_wait_for_each_other(search, loaded):
+    """Each is drafted one token ahead at other places, so that never all of them have what they ask for next."""
+    engine = loaded()
+    asked = lambda: [Request([1, 9, 8], search, NEW, ignore_eos=True, logprobs=0, reward=reward)]  # noqa: E731
+    plain = answers(engine, asked())
+    texts = [(1, 9, 8, *output.token_ids) for output in plain[0].outputs]
+
+    def draft(text, nodes, depth):
+        known = [each for i, each in enumerate(texts) if each[: len(text)] == text and (len(text) + i) % 3 and depth]
+        return Draft([each[len(text)] for each in known[:1]], [-1][: len(known)], [0.9][: len(known)])
+
+    got = with_drafts(engine, Drafts(draft), asked())
+    assert facts(got) == facts(plain)
+    assert got[0].stats["forward_passes"] <= plain[0].stats["forward_passes"] * 0.75
+    assert got[0].stats["nodes_evaluated"] == plain[0].stats["nodes_evaluated"]  # no guess is wrong
+
+
 def test_requests_may_turn_drafts_off(loaded):
     engine = loaded()
     drafter = Drafts(lambda *_: Draft([5], [-1], [0.5]))
