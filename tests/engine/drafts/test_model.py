@@ -172,10 +172,11 @@ def test_on_other_models(name, golden):
     assert passes(got) < passes(plain)
 
 
+@pytest.mark.parametrize("golden", ["phi3/longrope", "qwen3_5/recurrent"])
 @pytest.mark.parametrize("name", ["greedy", "trie"])
-def test_a_text_that_crosses_a_switch_of_rotary_embeddings(name):
-    """It is drafted on either side of the switch, which one of the prompts is before."""
-    engine = Engine.load(GOLDEN / "phi3" / "longrope", draft=GOLDEN / "phi3" / "longrope", kv_memory=1 << 22, threads=1)
+def test_models_whose_rows_differ_in_their_last_bits(name, golden):
+    """A switch of rotary embeddings, which one of the prompts is before; recurrent layers."""
+    engine = Engine.load(GOLDEN / golden, draft=GOLDEN / golden, kv_memory=1 << 22, threads=1)
     plain = answers(engine, requests(4, SEARCHES[name], ignore_eos=True))
     got = with_drafts(engine, requests(4, SEARCHES[name], ignore_eos=True))
     assert [r.outputs[0].token_ids for r in got] == [r.outputs[0].token_ids for r in plain]
