@@ -52,7 +52,9 @@ def read(architecture, **changes):
         ("PhimoeForCausalLM", "short_mscale", {"rope_scaling": {"type": "longrope"}}),
         ("PhimoeForCausalLM", "long_mscale", {"rope_scaling": {"type": "su", "short_mscale": 1, "long_mscale": 2}}),
         ("Lfm2MoeForCausalLM", "layer_types", {}),
-        *((f"{name}ForCausalLM", "layer_types", {}) for name in ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")),
+        ("Qwen3_5ForCausalLM", "layer_types", {"layer_types": ["linear_attention"] * 4}),
+        ("Qwen3_5MoeForCausalLM", "layer_types", {"full_attention_interval": 5}),
+        ("Qwen3NextForCausalLM", "linear_num_value_heads", {"linear_num_value_heads": 24}),
         ("Qwen3_5MoeForCausalLM", "num_experts_per_tok", {**ATTENTION, "num_experts": 4}),
         ("Qwen3NextForCausalLM", "mlp_only_layers", {**ATTENTION, "mlp_only_layers": 1}),
         (

@@ -1,0 +1,70 @@
+"""Qwen3-Next (Qwen Team, 2025): gated delta nets (Yang et al., 2025) in most layers; in the others attention whose
+matrix of queries makes gates; norms of 1 + weight, heads that are rotated in part, experts with a shared one."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kernels.layout import DeltaKind
+from models.checkpoint.fields import Fields
+from models.config import FULL, Config, Recurrent, layer_types, rotary
+from models.decoder import Decoder
+from models.families.qwen_moe import experts_by_step
+from models.rope import BUFFERS
+
+LINEAR = "linear_attention"  # layers with a gated delta net
+BESIDE = tuple(map(re.compile, (r"mtp\..+", r"model\.visual\..+")))  # draft layers and encoders, which no text needs
+
+
+def common(fields: Fields, *, kv_heads: int, mlp_width: int | None = None, interleaved: bool = False) -> dict[str, Any]:
+    """Arguments of a `Config` that Qwen3-Next and Qwen3.5 read alike; see `rotary` and `Recurrent`."""
+    found = rotary(fields, positions=32768, kv_heads=kv_heads, head_dim=256, mlp_width=mlp_width, partial=0.25)
+    step = fields.int("full_attention_interval", default=4)
+    kinds = layer_types(fields, [LINEAR if i % step else FULL for i in range(1, found["layers"] + 1)], (FULL, LINEAR))
+    if FULL not in kinds:
+        raise fields.error("layer_types", f"at least one layer of {FULL}")
+    return found | {
+        "recurrent": recurrent(fields, kinds, interleaved) if LINEAR in kinds else None,
+        "norm_eps": fields.float("rms_norm_eps", default=1e-6, low=0.0),
+        "attention_bias": fields.bool("attention_bias", default=False),
+        "plus_one": True,
+        "head_norms": "each",
+        "query_gate": True,
+    }
+
+
+def recurrent(fields: Fields, kinds: Sequence[str], interleaved: bool) -> Recurrent:
+    """The layers with a gated delta net, whose convolution has the activation of the MLP."""
+    fields.choice("hidden_act", ("silu", "swish"), default="silu")
+    names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+    defaults = 16, 32, 128, 128, 4
+    most = dict.fromkeys(names[:-1], 2**16) | {names[-1]: 64}
+    heads = (fields.int(f"linear_{name}", size, high=most[name]) for name, size in zip(names, defaults, strict=True))
+    kind = DeltaKind(*heads)
+    if kind.value_heads % kind.key_heads:
+        raise fields.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {kind.key_heads}")
+    return Recurrent(kind, tuple(each == LINEAR for each in kinds), interleaved)
+
+
+def shared(fields: Fields) -> dict[str, Any]:
+    """Arguments of `Experts` for the expert that every token has."""
+    return {"shared_width": fields.int("shared_expert_intermediate_size", default=512), "shared_gate": True}
+
+
+class Qwen3Next(Decoder):
+    """Experts in some layers or in all."""
+
+    architectures = ("Qwen3NextForCausalLM", "Qwen3NextForSequenceClassification")
+    names = replace(Decoder.names, recurrent_in=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"))
+    default_eos_token_ids = frozenset([151645])
+    ignored = (*BUFFERS, *BESIDE)
+    base = "model."
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        width = fields.int("intermediate_size", default=5632)
+        options = common(fields, kv_heads=2, mlp_width=width, interleaved=True)
+        rules = {"count": 512, "chosen": 10, "width": 512, "normalized": True}
+        mixed = experts_by_step(fields, options["layers"], **rules, **shared(fields))
+        return Config(experts=mixed, **options)
