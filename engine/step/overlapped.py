@@ -7,6 +7,7 @@ searches take turns in two halves where that is faster.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -71,6 +72,7 @@ class Overlapped(Driver):
     def __init__(self, runners: dict[str, Runner], parallel: int = 16, observer: PhaseObserver | None = None):
         super().__init__(runners, parallel, observer)
         self.under_way: dict[str, Flight] = {}  # by model
+        self.guesses = Counter[str]()  # requests that were guessed right, and wrong
         self._landed = 0.0  # when the latest answer was read
 
     def turn(self, model: str) -> None:
@@ -162,6 +164,7 @@ class Overlapped(Driver):
             share = confirmed(before, guess, rows) if before.job in self.running else None
             assert after is not None
             after.readers.append(share)
+            self.guesses["wrong" if share is None else "right"] += 1
             if share is None:
                 guess.chunk.tree.give_up()
             else:

@@ -17,7 +17,7 @@ from models.config import ModelShape
 from tests.marks import needs_interpreter
 from tools.bench import device, gpu, peers
 from tools.bench.__main__ import main
-from tools.bench.gpu import setting, single_kernels, whole_steps
+from tools.bench.gpu import each_kernel, graph_times, setting, single_kernels, whole_steps
 from tools.kernels.scenes import scene
 
 TINY = {"vocab_size": 70, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -72,10 +72,12 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(device, "times_of", times_of)
     monkeypatch.setattr(device, "recorded", recorded)
     monkeypatch.setattr(device, "copy_bandwidth", lambda runs: 1e9)
+    monkeypatch.setattr(device, "read_bandwidth", lambda runs: 2e9)
     monkeypatch.setattr(device, "flex_attention", lambda *_: 1 / 0)
     monkeypatch.setattr(single_kernels, "ROWS", (2,))
     monkeypatch.setattr(whole_steps, "RUNS", 1)
     monkeypatch.setattr(single_kernels, "COLD", 0)
+    monkeypatch.setattr(each_kernel, "LATER", 1)
     monkeypatch.setattr(whole_steps, "profile", lambda activities: profiled)
     monkeypatch.setattr(peers, "measure", lambda *_: found | {"growth_bytes": {"median": 1}})
 
@@ -105,7 +107,9 @@ def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
         assert result["rows"] and all("of_floor" not in row or row["of_floor"] > 0 for row in result["rows"]), name
     targets = {target["name"]: target for result in results.values() for target in result["targets"]}
     unmet = [name for name, target in targets.items() if target["value"] is None]
-    assert len(targets) == 9 and unmet == ["attention, least x FlexAttention"]
+    assert len(targets) == 10 and unmet == ["attention, least x FlexAttention"]
+    assert targets["kernels that fail or are wrong"]["met"], results["smoke"]
+    assert len(results["smoke"]["rows"]) == 28
     assert all(row["difference"] < 0.05 for row in results["attention"]["rows"])
     assert targets["3 beams, prompt 20, x transformers"]["met"] and targets["beams of Qwen3-0.6B's shape"]["met"]
     assert {row["searches"]: row["bytes"] for row in results["searches"]["rows"]}.keys() == {1, 3}
@@ -127,10 +131,36 @@ def test_what_fails_or_comes_too_late_is_said(stand_in, capsys, monkeypatch):
 @needs_interpreter
 def test_programs_of_other_shapes_are_tried(stand_in, monkeypatch):
     monkeypatch.setattr(single_kernels, "OPTIONS", ({"N": 32}, {"N": 128}, {"M": 0}))
+    monkeypatch.setattr(single_kernels, "ALONE", ({"ALONE": 1 << 14},))
     found = stand_in("--stages", "tune")["tune"]
     shapes = [(row["queries"], row["shape"]) for row in found["rows"]]
-    assert sorted(shapes) == [(q, shape) for q in (2, 3) for shape in ("N 128", "N 32", "as it is")]
-    assert [shape for _, shape in shapes[::3]] == ["as it is"] * 2 and len(found["notes"]) == 2
+    assert sorted(shapes) == [(q, shape) for q in (2, 3) for shape in ("ALONE 16384", "N 128", "N 32", "as it is")]
+    assert [shape for _, shape in shapes[::4]] == ["as it is"] * 2 and len(found["notes"]) == 2
+
+
+def test_all_stages_end_within_nine_minutes(stand_in, monkeypatch):
+    """The last case of a stage may begin at its end."""
+    assert sum(stage.seconds for stage in gpu.STAGES.values() if stage.usual) <= gpu.TOTAL <= 540 - 30
+    monkeypatch.setattr(gpu, "TOTAL", -1)
+    notes = stand_in("--stages", "products", "steps")["steps"]["notes"]
+    assert {note.partition(": ")[2] for note in notes} == {"the stage's time is over"}
+
+
+def test_graphs_are_timed_as_they_are_replayed():
+    replayed = []
+    steps = (16, 1, 1), (1, 1, 1), (8, 1, 1)
+    kept = {key: SimpleNamespace(replay=lambda key=key: replayed.append(key)) for key in steps}
+    kept[32, 1, 1] = SimpleNamespace(replay=None)  # not recorded yet
+    usual = [step.replay for step in kept.values()]
+    runner = SimpleNamespace(device=torch.device("cpu"), _steps=kept)
+    with graph_times.graph_times(runner) as times:
+        for key in (1, 1, 1), (16, 1, 1), (16, 1, 1):
+            kept[key].replay()
+    assert [step.replay for step in kept.values()] == usual and replayed == [(1, 1, 1), (16, 1, 1), (16, 1, 1)]
+    assert {key: len(seconds) for key, seconds in times.items()} == {(1, 1, 1): 1, (16, 1, 1): 2}
+    assert all(second > 0 for seconds in times.values() for second in seconds)
+    assert graph_times.largest({(1, 1, 1): [9.0], (16, 1, 1): [3.0, 1.0, 2.0], (32, 1, 0): [5.0]}) == 2.0
+    assert graph_times.largest({}) is None
 
 
 def test_kernels_by_time():

@@ -32,6 +32,12 @@ def copy_bandwidth(runs: int, size: int = 1 << 31) -> float:
     return 2 * source.numel() / seconds_of(lambda: target.copy_(source), runs)
 
 
+def read_bandwidth(runs: int, size: int = 1 << 31) -> float:
+    """Bytes per second of a sum on the device: it reads, and writes next to nothing."""
+    source = torch.zeros(size // 4, dtype=torch.float32, device="cuda")
+    return size / seconds_of(source.sum, runs)
+
+
 def recorded(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
     """All calls as one CUDA graph."""
     for call in calls[:2]:

@@ -1,4 +1,4 @@
-"""A GPU in stages: kernels and steps against its limits, many searches, small weights, wide beams, transformers.
+"""A GPU in stages: each kernel once, steps and where their time goes, kernels against limits, many searches, weights.
 
 Shapes are those of Llama-2-7B and Qwen3-0.6B, weights random and made on the device. Each stage prints its table, what
 was wanted and one JSON line as soon as it is done, and with --save has a section of its own; one that fails, or whose
@@ -13,31 +13,36 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tools.bench.gpu.each_kernel import smoke
 from tools.bench.gpu.setting import Found, Setting
 from tools.bench.gpu.single_kernels import attention, products, tune
 from tools.bench.gpu.whole_steps import searches, steps, transformers, weights, where, wide
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, comparison_table, finish, rows_table, stamp
 
+TOTAL = 500  # seconds after which no stage begins a case: all stages end within nine minutes
+
 
 class Stage(NamedTuple):
-    """A stage; `usual` ones run unless others are named."""
+    """A stage, which begins no case after so many seconds; `usual` ones run unless others are named."""
 
     run: Callable[[Setting], Found]
     about: str
+    seconds: float
     usual: bool = True
 
 
-STAGES = {
-    "attention": Stage(attention, "tree attention, FlexAttention, SDPA"),
-    "tune": Stage(tune, "tree attention by its programs' shapes", False),
-    "products": Stage(products, "matrices in bfloat16, 8 and 4 bits"),
-    "steps": Stage(steps, "a step of one beam and of many"),
-    "searches": Stage(searches, "many searches at once"),
-    "weights": Stage(weights, "steps on weights of 8 and 4 bits"),
-    "wide": Stage(wide, "hundreds of beams of a small model"),
-    "transformers": Stage(transformers, "its beam search"),
-    "where": Stage(where, "kernels by time, gaps"),
+STAGES = {  # the first answers first
+    "smoke": Stage(smoke, "each kernel once, against its definition", 70),
+    "steps": Stage(steps, "a step of one beam and of many: graph, host, guesses", 80),
+    "where": Stage(where, "kernels by time, gaps", 30),
+    "attention": Stage(attention, "tree attention, FlexAttention, SDPA", 60),
+    "tune": Stage(tune, "tree attention by its programs' shapes", 120, usual=False),
+    "searches": Stage(searches, "many searches at once", 60),
+    "weights": Stage(weights, "steps on weights of 8 and 4 bits", 50),
+    "products": Stage(products, "matrices in bfloat16, 8 and 4 bits", 30),
+    "wide": Stage(wide, "hundreds of beams of a small model", 30),
+    "transformers": Stage(transformers, "its beam search", 40),
 }
 
 
@@ -56,7 +61,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--runs", type=int, default=20, help="of each kernel; the median counts (%(default)s)")
     parser.add_argument("--layers", type=int, help="of the Llama (32)")
     parser.add_argument("--compile", nargs="+", default=["off"], choices=["off", "on"], help="in the stage steps (off)")
-    parser.add_argument("--seconds", type=float, default=120, help="after which a stage begins nothing (%(default)s)")
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[32, 8], help="in the stage attention (%(default)s)")
+    text = f"after which a stage begins nothing (its own; {TOTAL} for all)"
+    parser.add_argument("--seconds", type=float, metavar="S", help=text)
     add_save_flag(parser)
     parser.set_defaults(run=run)
 
@@ -67,6 +74,8 @@ def run(args: argparse.Namespace, argv: Sequence[str], make: Callable[..., Setti
         print("no GPU here: nothing to measure")
         return {}
     setting, results = make(args), {}
+    if args.seconds is None:
+        setting.end = time.perf_counter() + TOTAL
     with setting.listening():
         for name in args.stages:
             results[name] = measure(name, setting, args, argv)
@@ -80,7 +89,7 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, argv: Sequenc
     """Run one stage, print and save what it found."""
     progress(f"stage {name}")
     made, began = stamp(argv), time.perf_counter()
-    setting.begin(args.seconds)
+    setting.begin(STAGES[name].seconds if args.seconds is None else args.seconds)
     found: dict[str, Any] = {"rows": [], "targets": []}
     body = []
     try:

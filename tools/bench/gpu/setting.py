@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import gc
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -68,11 +70,14 @@ class Setting:
         self.args, self.device, self.small = args, device, small
         self.large = {**large, **({"num_hidden_layers": args.layers} if args.layers else {})}
         self.notes: list[str] = []
-        self.begin(args.seconds)
+        self.until = self.end = math.inf  # when this stage, and when all of them begin no more
 
     def begin(self, seconds: float) -> None:
-        """A stage begins, and has so long."""
-        self.until, self.notes = time.perf_counter() + seconds, []
+        """A stage begins, and has so long, and what the last one left in memory goes: some refer to each other."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.until, self.notes = min(time.perf_counter() + seconds, self.end), []
 
     def note(self, what: str, error: BaseException | str) -> None:
         """Keep why there is no figure."""
@@ -105,6 +110,9 @@ class Setting:
                 continue
             progress(name)
             if (row := self.attempt(name, case)) is not None:
+                progress(
+                    "   " + ", ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float))
+                )
                 found.append(row)
         return found
 
@@ -125,6 +133,13 @@ class Setting:
         return bandwidth
 
     @cached_property
+    def read(self) -> float:
+        """Bytes per second of a large sum, which only reads."""
+        bandwidth = on_gpu.read_bandwidth(self.args.runs)
+        progress(f"read: {bandwidth / 1e9:.0f} GB/s")
+        return bandwidth
+
+    @cached_property
     def model(self) -> "Made":
         """The Llama in bfloat16."""
         return make(Llama, self.large, self.device)
@@ -133,7 +148,12 @@ class Setting:
     def heading(self) -> str:
         """The line above the tables: the model and the bandwidth."""
         layers = self.large["num_hidden_layers"]
-        return f"Llama-2-7B of {layers} layers, bfloat16, random weights; copy {self.copy / 1e9:.0f} GB/s."
+        return f"Llama-2-7B of {layers} layers, bfloat16, random weights; {self.bandwidths}"
+
+    @property
+    def bandwidths(self) -> str:
+        """The bandwidths of the device, for headings."""
+        return f"copy {self.copy / 1e9:.0f} GB/s, read {self.read / 1e9:.0f} GB/s."
 
     def engine(self, made: "Made", tokens: int, *, compiled: bool = False) -> Engine:
         """Make an engine whose pool holds this number of tokens."""

@@ -25,6 +25,7 @@ OPTIONS = tuple(  # of programs of tree attention
     {"N": keys, "num_warps": warps, "num_stages": stages}
     for keys, warps, stages in itertools.product((32, 64, 128), (4, 8), (3, 5, 7))
 )
+ALONE = tuple({"ALONE": 1 << bits} for bits in (14, 15, 17, 18))  # bytes that one program merges
 COLD = 1 << 29  # bytes of bfloat16 matrices, of which the first has left the caches when the last is read
 ATTENTION = """*GB/s*: bytes of the live keys and values, each counted once, over the time of a layer's attention in a
 CUDA graph that goes through every layer's own cache; *of copy*: the same over the bandwidth of a large copy, read and
@@ -35,20 +36,27 @@ int8*, *x by int4*: the time in bfloat16 (cuBLAS) over that of the same product 
 
 def attention(s: Setting) -> Found:
     """Tree attention of one layer: ours, FlexAttention, masked scaled_dot_product_attention."""
-    shapes = itertools.product(s.args.prefix, sorted({*s.args.queries, s.args.beams}))
-    with torch.inference_mode():
-        rows = s.rows((f"{n} tokens, {q} queries", partial(attend, s, n, q)) for n, q in shapes)
+    H, queries = s.large["num_attention_heads"], sorted({*s.args.queries, s.args.beams})
+    heads = [g for g in s.args.kv_heads if H % g == 0] or [H]
+    shapes = itertools.product(heads, s.args.prefix, queries)
+    with torch.inference_mode():  # rivals are compared once
+        rows = s.rows((f"{g} key/value heads, {n} tokens, {q} queries", partial(attend, s, n, q, g, g == heads[0]))
+                      for g, n, q in shapes)  # fmt: skip
     targets = [
-        comparison(f"attention over {row['prefix']}, {row['queries']} queries, of copy", row["of_copy"], 0.85)
+        comparison(
+            f"attention over {row['prefix']}, {row['queries']} queries, {row['kv_heads']} key/value heads, of copy",
+            row["of_copy"],
+            0.85,
+        )
         for row in rows
         if row["queries"] == s.args.beams
     ]
     for rival, name in (("flex", "FlexAttention"), ("sdpa", "SDPA")):
-        ratios = [row[f"x_{rival}"] for row in rows if row[f"x_{rival}"] is not None]
+        ratios = [row[f"x_{rival}"] for row in rows if row.get(f"x_{rival}") is not None]
         targets.append(comparison(f"attention, least x {name}", min(ratios, default=None), 1.0))
     return Found(s.heading, rows, {
-        "prefix": "{prefix}", "queries": "{queries}", "us": "{seconds:us.1f}", "GB/s": "{rate:G.0f}",
-        "of copy": "{of_copy:.2f}", "x FlexAttention": "{x_flex:.1f}", "x SDPA": "{x_sdpa:.1f}",
+        "key/value heads": "{kv_heads}", "prefix": "{prefix}", "queries": "{queries}", "us": "{seconds:us.1f}",
+        "GB/s": "{rate:G.0f}", "of copy": "{of_copy:.2f}", "x FlexAttention": "{x_flex:.1f}", "x SDPA": "{x_sdpa:.1f}",
         "largest difference": "{difference:.1e}",
     }, ATTENTION, targets)  # fmt: skip
 
@@ -63,15 +71,22 @@ def attend(s: Setting, prefix: int, queries: int, kv_heads: int | None = None, r
     q_THD = torch.randn(queries, H, D, dtype=torch.bfloat16, device=s.device)
     ours = [lambda i=i: tree_attention(q_THD, k_LGSD[i], v_LGSD[i], tree.layout, scale=D**-0.5) for i in range(L)]
     seconds, moved = on_gpu.seconds_of(on_gpu.recorded(ours), runs) / L, 2 * G * D * 2 * len(tree.slots_S)
-    row = {"prefix": prefix, "queries": queries, "seconds": seconds, "bytes": moved, "rate": moved / seconds}
+    row = {
+        "prefix": prefix,
+        "queries": queries,
+        "kv_heads": G,
+        "seconds": seconds,
+        "bytes": moved,
+        "rate": moved / seconds,
+    }
     row["of_copy"] = row["rate"] / s.copy
     if not rivals:
-        return row
+        return row | dict.fromkeys(("x_sdpa", "x_flex", "difference"))
     packed = [(k_LGSD[i, :, tree.slots_S][None], v_LGSD[i, :, tree.slots_S][None]) for i in range(L)]
     q_1HTD, mask = q_THD.transpose(0, 1)[None].contiguous(), tree.visible_QS
 
     def sdpa(k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q_1HTD, k, v, attn_mask=mask)
+        return F.scaled_dot_product_attention(q_1HTD, k, v, attn_mask=mask, enable_gqa=G < H)
 
     def times_over(make_rival: Callable[[], Callable[[Tensor, Tensor], Tensor]]) -> float:
         rival = make_rival()
@@ -89,7 +104,13 @@ def tune(s: Setting) -> Found:
     usual, H = triton._sizes, s.large["num_attention_heads"]
 
     def case(group: int, queries: int, option: dict[str, int]) -> dict[str, Any]:
-        with mock.patch.object(triton, "_sizes", lambda *asked: usual(*asked) | option), torch.inference_mode():
+        sizes, alone = dict(option), option.get("ALONE", triton.ALONE)
+        sizes.pop("ALONE", None)
+        with (
+            mock.patch.object(triton, "_sizes", lambda *asked, **roomy: usual(*asked, **roomy) | sizes),
+            mock.patch.object(triton, "ALONE", alone),
+            torch.inference_mode(),
+        ):
             row = attend(s, s.args.prefix[0], queries, H // group, rivals=False)
         return row | {"group": group, "option": option}
 
@@ -97,7 +118,7 @@ def tune(s: Setting) -> Found:
     for group, queries in itertools.product((1, 4), sorted({*s.args.queries, s.args.beams})):
         if H % group == 0:
             found = s.rows((f"group {group}, {queries} queries, {option}", partial(case, group, queries, option))
-                           for option in ({}, *OPTIONS))  # fmt: skip
+                           for option in ({}, *ALONE, *OPTIONS))  # fmt: skip
             rows += [*found[:1], *sorted(found[1:], key=lambda row: row["seconds"])[:4]]
     for row in rows:
         row["shape"] = ", ".join(f"{name} {value}" for name, value in row["option"].items()) or "as it is"

@@ -1,11 +1,12 @@
 """Stages of whole steps: one search and many, small weights, wide beams, transformers, where the time goes."""
 
+import gc
 import itertools
 import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from models.families.llama import Llama
 from models.families.qwen3 import Qwen3
 from search import Trie
 from tools.bench import peers
+from tools.bench.gpu.graph_times import graph_times, largest
 from tools.bench.gpu.random_models import Made, make
 from tools.bench.gpu.setting import PAGE, SMALL, Found, Setting
 from tools.bench.measure import cores
@@ -30,6 +32,9 @@ over the time of a step, search included."""
 
 SEARCHES = """*tokens/s*: of all searches, a token a step each. *by bytes*: what *x one search* can be at most, as every
 search reads keys and values of its own."""
+GRAPH = {"graph ms": "{graph:ms.2f}", "besides ms": "{besides:ms.2f}", "guessed": "{guessed:.2f}"}  # columns
+GRAPHS = """*graph*: a replay of the step's CUDA graph between two events; *besides*: the rest of the step, what else is
+launched and what the device waits for; *guessed*: of the passes that began early, the share that searches asked for."""
 WHERE = "*share*: of the time of all kernels, in the second half of a search; *us*: of a launch, on average."
 
 
@@ -42,32 +47,41 @@ def decode(s: Setting, made: Made, engine: Engine, prompt: int, beams: int, sear
     """A step of all searches while all of them decode: the median of some runs, after one that records the graphs."""
     draw, new = torch.Generator().manual_seed(0), s.args.new_tokens
     ids = torch.randint(5, engine.shape.vocab_size, (searches, prompt), generator=draw).tolist()
-    times, growth, live = [], 0, 0
+    times, growth, live, graphs, guesses = [], 0, 0, [], Counter()
     for run in range(RUNS + 1):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
+        drivers: list[Any] = []
         steps: list[tuple[float, int, int]] = []  # after each: the time, tokens so far, searches under way
 
-        def note(driver: Any, steps: list[tuple[float, int, int]] = steps) -> None:
+        def note(driver: Any, steps: list[tuple[float, int, int]] = steps, drivers: list[Any] = drivers) -> None:
             steps.append((time.perf_counter(), driver.work["target"].tokens, len(driver.running)))
+            drivers[:] = [driver]
 
         requests = (Request(one, Trie(beams=beams), max_new_tokens=new, ignore_eos=True) for one in ids)
-        for _, outcome in engine.serve(requests, on_step=note):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            live = outcome.stats["live_nodes_peak"]
+        with graph_times(engine.runner) as replays:
+            for _, outcome in engine.serve(requests, on_step=note):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                live = outcome.stats["live_nodes_peak"]
         least = searches * (prompt + 2 * beams)
         full = [(at, tokens) for at, tokens, running in steps if running == searches and tokens >= least]
         if len(full) < 2:
             raise ValueError(f"no two steps of all {searches} searches: more --new-tokens are needed")
         (begin, first), (end, last) = full[0], full[-1]
-        times += [(end - begin) * searches * beams / (last - first)] if run else []
+        if run:
+            times.append((end - begin) * searches * beams / (last - first))
+            graphs.append(largest(replays))
+            guesses += getattr(drivers[0], "guesses", Counter())
         growth = torch.cuda.max_memory_allocated() - before
+    graph = min((x for x in graphs if x is not None), default=None)
     seconds, cache = statistics.median(times), engine.pool.bytes_per_token * (prompt + live) / 2
     moved = made.bytes + searches * cache
     return {
         "prompt": prompt, "beams": beams, "searches": searches, "seconds": seconds, "bytes": moved, "growth": growth,
         "of_floor": moved / s.copy / seconds, "tokens_per_second": searches / seconds,
+        "graph": graph, "besides": None if graph is None else seconds - graph,
+        "guessed": guesses["right"] / guesses.total() if guesses else None,
     }  # fmt: skip
 
 
@@ -94,8 +108,8 @@ def steps(s: Setting) -> Found:
     where = f"{s.args.beams} beams, prompt {s.args.prefix[0]}"
     return Found(s.heading, rows, {
         "prompt": "{prompt}", "compile": "{compile}", "beams": "{beams}", "ms per step": "{seconds:ms.2f}",
-        "of floor": "{of_floor:.2f}", "x one beam": "{x_beam:.2f}", "growth MB": "{growth:M.1f}",
-    }, f"{FLOOR} *x one beam*: over the time with one beam.", [
+        **GRAPH, "of floor": "{of_floor:.2f}", "x one beam": "{x_beam:.2f}", "growth MB": "{growth:M.1f}",
+    }, f"{FLOOR} {GRAPHS} *x one beam*: over the time with one beam.", [
         comparison(f"step of {where}, of floor", found.get("of_floor"), 0.80),
         comparison(f"step of {where}, x one beam", found.get("x_beam"), 1.10, at_most=True),
     ])  # fmt: skip
@@ -115,8 +129,8 @@ def searches(s: Setting) -> Found:
     return Found(s.heading, rows, {
         "searches": "{searches}", "beams": "{beams}", "prompt": "{prompt}", "ms per step": "{seconds:ms.2f}",
         "tokens/s": "{tokens_per_second:.0f}", "x one search": "{x_one:.1f}", "by bytes": "{bound:.1f}",
-        "of floor": "{of_floor:.2f}",
-    }, f"{SEARCHES} {FLOOR}", [
+        **GRAPH, "of floor": "{of_floor:.2f}",
+    }, f"{SEARCHES} {FLOOR} {GRAPHS}", [
         comparison(f"{most} searches of {beams} beams, prompt {prompt}: tokens/s, x one", found, 8.0)])  # fmt: skip
 
 
@@ -149,7 +163,7 @@ def wide(s: Setting) -> Found:
     counts = sorted({1, min(64, most), most})
     rows = s.rows((f"{n} beams", partial(decode, s, made, engine, prompt, n)) for n in counts)
     found = max((row["beams"] for row in rows), default=None)
-    return Found(f"Qwen3-0.6B's shape, bfloat16, random weights; copy {s.copy / 1e9:.0f} GB/s.", rows, {
+    return Found(f"Qwen3-0.6B's shape, bfloat16, random weights; {s.bandwidths}", rows, {
         "beams": "{beams}", "prompt": "{prompt}", "ms per step": "{seconds:ms.2f}", "of floor": "{of_floor:.2f}",
         "growth MB": "{growth:M.1f}",
     }, FLOOR, [comparison("beams of Qwen3-0.6B's shape", found, most)])  # fmt: skip
@@ -160,6 +174,8 @@ def transformers(s: Setting) -> Found:
     prompt, beams, new = s.args.prefix[0], s.args.beams, s.args.new_tokens
     engine = s.engine(s.model, tokens_of(prompt, beams, new))
     ours = {"engine": "coppice", **decode(s, s.model, engine, prompt, beams)}
+    del engine
+    gc.collect()
     torch.cuda.empty_cache()
     ids = torch.randint(5, s.large["vocab_size"], (prompt,)).tolist()
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:

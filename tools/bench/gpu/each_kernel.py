@@ -1,0 +1,214 @@
+"""The stage that comes first: each Triton kernel once, against its definition, with the time of its first call, which
+compiles it, and of later ones; how attention cut its work, and how many programs a multiprocessor has room for."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from engine.cache.pool import PagePool
+from engine.step.packing import Chunk, pack
+from kernels.kv_fp8 import DTYPE as FP8
+from kernels.kv_kinds import floats, parts, row_width, stored
+from kernels.kv_write import HeadTransform, kv_write, rotary_write
+from kernels.linear.codes import Codes, row_bytes, unpacked
+from kernels.rows import NextNodes, activation_mul, add_norm, log_softmax, next_nodes, top_sums
+from kernels.tree_attention import tree_attention
+from models.config import ModelShape
+from tools.bench.gpu.setting import PAGE, Found, Setting
+from tools.bench.report import comparison
+from tools.kernels.scenes import beams, crowded, prompt
+
+LATER = 3  # calls after the first
+MOST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # difference from float64 that is none
+SMOKE = """*error*: the largest difference from the definition, in float64 where it is floats; *first*: of the first
+call, which compiles; *us*: of later ones, the host included. *cut*: rows of a tile, whether tiles are whole, merged by
+their last program or later, programs, and how many of them a multiprocessor has room for."""
+
+Plan = Callable[[PagePool], list[Chunk]]
+Run = Callable[[str], Tensor]  # by the implementation: "triton" or "reference"
+
+
+class Case(NamedTuple):
+    """A call of a kernel; `most` is the largest difference that is none, `alone` stands in for `ALONE` of attention."""
+
+    name: str
+    run: Run
+    most: float
+    alone: int | None = None
+
+
+def smoke(s: Setting) -> Found:
+    """Each kernel once."""
+    with torch.inference_mode():
+        rows = s.rows((case.name, partial(once, s, case)) for case in (*of_attention(s), *of_others(s)))
+    wrong = sum(not row["right"] for row in rows) + len(s.notes)
+    return Found("Each kernel once, against its definition.", rows, {
+        "kernel": "{name}", "error": "{error:.1e}", "at most": "{most:.0e}", "right": "{right:yes}",
+        "first s": "{first:.2f}", "us": "{seconds:us.1f}", "cut": "{cut}",
+    }, SMOKE, [comparison("kernels that fail or are wrong", wrong, 0, at_most=True)])  # fmt: skip
+
+
+def once(s: Setting, case: Case) -> dict[str, Any]:
+    """Call a kernel, and its definition."""
+    from kernels.tree_attention import triton  # absent on some machines
+
+    cut, real = [], triton._grid
+
+    def grid(*arguments: Any) -> tuple[int, int]:
+        programs, split = real(*arguments)
+        cut[:] = [f"{arguments[5]} rows, {('whole', 'last', 'later')[split]}, {programs} programs"]
+        cut.extend(f"room {room}" for room in list(triton.ROOM.values())[-1:])
+        return programs, split
+
+    alone, run = triton.ALONE if case.alone is None else case.alone, case.run
+    with mock.patch.object(triton, "_grid", grid), mock.patch.object(triton, "ALONE", alone):
+        found, first = timed(s, lambda: run("triton"), 1)
+        _, later = timed(s, lambda: run("triton"), LATER)
+    exact = run("reference").double()
+    error = float((found.double() - exact).abs().nan_to_num(torch.inf).max())
+    return {"name": case.name, "error": error, "most": case.most, "right": error <= case.most, "first": first,
+            "seconds": later, "cut": ", ".join(cut)}  # fmt: skip
+
+
+def timed(s: Setting, work: Callable[[], Tensor], calls: int) -> tuple[Tensor, float]:
+    """Call work several times; the last result, and the seconds of a call."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        out = work()
+    if s.device.type == "cuda":
+        torch.cuda.synchronize()
+    return out, (time.perf_counter() - began) / calls
+
+
+def of_attention(s: Setting) -> Iterator[Case]:
+    """Tree attention: tiles of all sizes, whole and cut; windows, caps, dtypes, caches of 8 bits."""
+    n, q, H = s.args.prefix[0], s.args.beams, s.large["num_attention_heads"]
+    D, few = s.large["hidden_size"] // H, max(1, H // 4)
+
+    def case(name: str, plan: Plan, kv_heads: int = few, dtype: torch.dtype = torch.bfloat16, alone: int | None = None,
+             kept: torch.dtype | None = None, **options: Any) -> Case:  # fmt: skip
+        run = attention(s, plan, (H, kv_heads, D), dtype, kept, options)
+        return Case(f"attention, {name}", run, MOST[dtype], alone)
+
+    def wide(pool: PagePool) -> list[Chunk]:
+        return [beams(pool, n, [q] * 3)]
+
+    yield case("one row", lambda pool: [prompt(pool, n, 1)], H)
+    yield case(f"{q} rows, a key for each head", wide, H)
+    yield case(f"{q} rows, merged later", wide, H, alone=-1)
+    yield case(f"{q} rows, 4 heads to a key", wide)
+    yield case("64 rows", lambda pool: [beams(pool, n, [64, 64])])
+    yield case("a prompt's end, consecutive pages", lambda pool: [prompt(pool, n, min(500, n))])
+    yield case("a prompt's end, pages apart", lambda pool: [prompt(crowded(pool), n, min(500, n))])
+    yield case("16 trees", lambda pool: [beams(pool, 1 + i * n // 16, [9, 9]) for i in range(16)])
+    yield case("a window and a cap, float16", wide, dtype=torch.float16, window=n // 2 + 1, cap=30.0)
+    yield case("float32", wide, dtype=torch.float32)
+    yield case("a cache in int8", wide, kept=torch.int8)
+    yield case("a cache in fp8", wide, kept=FP8)
+
+
+def attention(
+    s: Setting, plan: Plan, heads: Sequence[int], dtype: torch.dtype,
+    kept: torch.dtype | None, options: dict[str, Any],
+) -> Run:  # fmt: skip
+    """A pass of random queries, keys and values."""
+    H, G, D = heads
+    made: list[Any] = []
+
+    def run(impl: str) -> Tensor:
+        if not made:  # not before its turn
+            pool = PagePool(ModelShape(1, 1, 1, 1, None), 16 * (s.args.prefix[0] // PAGE + 40), PAGE)
+            layout = pack(plan(pool), PAGE, impl="triton").layout
+            k, v = (torch.randn(G, pool.cache.k_LGSD.shape[2], D, dtype=dtype, device=s.device) for _ in range(2))
+            made.extend([layout.to(s.device), torch.randn(len(layout.positions_T), H, D, dtype=dtype, device=s.device)])
+            made.extend(x if kept is None else cached(x, kept) for x in (k, v))
+        layout, q, k, v = made
+        if impl == "reference":
+            q, k, v = q.double(), *(floats(parts(x), torch.float64) for x in (k, v))
+        return tree_attention(q, k, v, layout, scale=D**-0.5, impl=impl, **options)
+
+    return run
+
+
+def cached(x_GSD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floats as a cache of 8 bits."""
+    cache = torch.zeros(*x_GSD.shape[:-1], row_width(x_GSD.shape[-1], dtype), dtype=dtype, device=x_GSD.device)
+    for part, rows in zip(parts(cache), stored(x_GSD, dtype), strict=True):
+        part.copy_(rows)
+    return cache
+
+
+def of_others(s: Setting) -> Iterator[Case]:
+    """Products with small numbers; norms, gates and writes of keys and values; log-probabilities and top sums."""
+    E, V, q, device, bf16 = s.large["hidden_size"], s.large["vocab_size"], s.args.beams, s.device, torch.bfloat16
+    for (kind, group), rows in itertools.product((("int4", 32), ("int8", E), ("float8", 32)), (1, 16, 64)):
+        yield Case(f"product, {kind}, {rows} rows", product(s, kind, group, rows), 2e-2)
+    x_NE, w_E = torch.randn(q, E, dtype=bf16, device=device), torch.ones(E, dtype=bf16, device=device)
+    x_THD, x_NV = x_NE.view(q, s.large["num_attention_heads"], -1), torch.randn(q, V, device=device)
+    numbers = top_sums(x_NV, [0.0] * q, 2 * q, impl="torch")
+
+    def normed(impl: str) -> Tensor:
+        x = wider(x_NE, impl)
+        return add_norm(x, [x], (wider(w_E, impl), None), eps=1e-5, impl=impl)[1]
+
+    yield Case("sum and norm", normed, MOST[bf16])
+    yield Case("gate", lambda impl: activation_mul(wider(x_NE, impl), "silu", impl=impl), 2 * MOST[bf16])
+    yield Case("write of keys and values", partial(written, x_THD), 0)
+    yield Case("norms and rotation of heads", partial(turned, x_THD), 2 * MOST[bf16])
+    yield Case("log-probabilities", lambda impl: log_softmax(wider(x_NV, impl), V, impl=impl)[0], MOST[torch.float32])
+    yield Case("top sums", lambda impl: top_sums(x_NV, [0.0] * q, 2 * q, impl=impl)[: 2 * q], 0)
+    yield Case("next nodes", partial(nodes, numbers, q, V), 0)
+
+
+def wider(x: Tensor, impl: str) -> Tensor:
+    """Float64 for a definition."""
+    return x.double() if impl == "reference" else x
+
+
+def product(s: Setting, kind: str, group: int, rows: int) -> Run:
+    """Rows by a square matrix of random numbers; the error is in parts of the largest result."""
+    E = s.large["hidden_size"]
+    codes = torch.randint(120, (E, row_bytes(kind, E)), dtype=torch.uint8, device=s.device)  # type: ignore[arg-type]
+    scale = torch.rand(-(-E // group), E, device=s.device).half() / E
+    matrix = Codes(kind, group, E, E, codes, scale)  # type: ignore[arg-type]
+    x_NE = torch.randn(rows, E, dtype=torch.bfloat16, device=s.device)
+    exact_NE = x_NE.double() @ unpacked(matrix).double().T
+
+    def run(impl: str) -> Tensor:
+        from kernels.linear.triton import linear  # absent on some machines
+
+        out = exact_NE if impl == "reference" else linear(x_NE, matrix)
+        return out / exact_NE.abs().max()
+
+    return run
+
+
+def written(x_THD: Tensor, impl: str) -> Tensor:
+    """A cache after a write."""
+    (T, H, D), device = x_THD.shape, x_THD.device
+    k, v = (torch.zeros(H, T + 1, D, dtype=x_THD.dtype, device=device) for _ in range(2))
+    kv_write(k, v, x_THD, -x_THD, torch.arange(1, T + 1, device=device), impl=impl)
+    return torch.cat([k, v])
+
+
+def turned(x_THD: Tensor, impl: str) -> Tensor:
+    """Queries, normed and rotated."""
+    x_THD, (T, H, D) = wider(x_THD, impl), x_THD.shape
+    k, v = (torch.zeros(H, T + 1, D, dtype=x_THD.dtype, device=x_THD.device) for _ in range(2))
+    angle_TD = torch.linspace(0, 3, T, dtype=torch.float64, device=k.device).unsqueeze(1).expand(T, D)
+    angles = tuple(x.to(x_THD.dtype) for x in (angle_TD.cos(), angle_TD.sin()))
+    ones, slots_T = (x_THD.new_ones(D), None), torch.arange(1, T + 1, device=k.device)
+    return rotary_write(k, v, x_THD, x_THD, x_THD, slots_T, HeadTransform(angles, ones, ones, 1e-5), impl=impl)
+
+
+def nodes(numbers: Tensor, q: int, V: int, impl: str) -> Tensor:
+    """Tokens and sums of the nodes that follow."""
+    words_TC = torch.ones(q, 1, dtype=torch.int32, device=numbers.device)
+    sums_n, token_n, _ = next_nodes([numbers], [NextNodes(q, {1, 2}, range(q), [1])], words_TC, V, impl=impl)
+    return torch.cat([sums_n.double(), token_n.double()])
