@@ -228,15 +228,14 @@ def _attend(
 ):  # fmt: skip
     """One tile of rows, one share of the keys, one key/value head."""
     program = tl.program_id(0)
-    tree, tile, tiles, g, split, shares, lo, trunk_blocks, begin, end = task(
+    tree, first, tokens, tile, tiles, g, split, shares, lo, trunk_blocks, begin, end = task(
         program, tl.num_programs(0), starts_ptr, lengths_ptr, branches_ptr, R, W, window,
         WINDOWED, SPLIT, R2, GROUP, HEADS // GROUP, D2, M, N,
     )  # fmt: skip
     if tree >= R:
         return
     g = g.to(tl.int64)
-    first = tl.load(starts_ptr + tree)
-    rows = (tl.load(starts_ptr + tree + 1) - first) * GROUP
+    rows = tokens * GROUP
     row_M = tile * M + tl.arange(0, M)
     real_M = row_M < rows
     t_M = first + row_M // GROUP

@@ -69,8 +69,9 @@ def task(
     """The tile and the share of keys that a program works on.
 
     Returns:
-        its tree (R: it has nothing to do); its tile, and of how many; the head; its share, and of how many; the tree's
-        first key and blocks of the trunk, as of `_keys`; the first of its blocks, and the end of them.
+        its tree (R: it has nothing to do), the tree's first token, and how many it has; its tile, and of how many; the
+        head; its share, and of how many; the tree's first key and blocks of the trunk, as of `_keys`; the first of its
+        blocks, and the end of them.
     """
     end_R, size = _shares(
         programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window, WINDOWED, SPLIT, R2, GROUP, G, D2, M, N
@@ -78,16 +79,24 @@ def task(
     before_R = end_R <= program
     at = program - tl.max(tl.where(before_R, end_R, 0))
     tree = tl.minimum(tl.sum(before_R.to(tl.int32)), R)
-    real = tree < R
-    tokens = tl.load(starts_ptr + tree + 1, mask=real, other=1) - tl.load(starts_ptr + tree, mask=real, other=0)
-    trunk = tl.load(lengths_ptr + tree, mask=real, other=0)
-    branches = tl.load(branches_ptr + tree, mask=real, other=0)
+    there = tree < R
+    if R2 > 1:
+        starts_ptr += tree
+        lengths_ptr += tree
+        branches_ptr += tree
+    else:  # a place that is known: what lies there is loaded with what `_shares` adds up, not after it
+        there = program >= 0
+    first = tl.load(starts_ptr, mask=there, other=0)
+    tokens = tl.load(starts_ptr + 1, mask=there, other=1) - first
+    trunk = tl.load(lengths_ptr, mask=there, other=0)
+    branches = tl.load(branches_ptr, mask=there, other=0)
     lo, trunk_blocks, blocks = _keys(tokens, trunk, branches, W, window, WINDOWED, N)
     tiles, shares = (tokens * GROUP + M - 1) // M, (blocks + size - 1) // size
     split, length = at // tiles % shares, (blocks + shares - 1) // shares
     begin = split * length
     end = tl.minimum(begin + length, blocks)
-    return tree, at % tiles, tiles, at // (tiles * shares), split, shares, lo, trunk_blocks, begin, end
+    head = at // (tiles * shares)
+    return tree, first, tokens, at % tiles, tiles, head, split, shares, lo, trunk_blocks, begin, end
 
 
 @triton.jit

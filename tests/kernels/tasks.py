@@ -15,7 +15,7 @@ def _list(
     D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    tree, tile, _, g, split, shares, _, _, begin, end = task(
+    tree, _, _, tile, _, g, split, shares, _, _, begin, end = task(
         program, programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window,
         WINDOWED, SPLIT, R2, GROUP, G, D2, M, N,
     )  # fmt: skip
