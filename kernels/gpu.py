@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 import torch
 import triton
@@ -34,6 +35,11 @@ def build_launcher() -> None:
     Raises whatever Triton does where it cannot.
     """
     runtime.driver.active.get_current_target()
+
+
+def compiled_before() -> bool:
+    """Whether attention has been compiled on this machine, for any model: Triton keeps on disk what it compiles."""
+    return any(Path(knobs.cache.dir).glob("*/_attend.cubin"))
 
 
 def check_device(*tensors: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The requirements of a GPU: a generation that the kernels know, triton, and what triton builds with."""
 
 import importlib.util
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import torch
 from engine.errors import UsageError
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 products and with copies that run beside them
+COMPILES = "Triton compiles each kernel at its first use, seconds for some of them; the next start finds them on disk"
 WITHOUT = "or use --device cpu"
 
 
 def check_gpu() -> None:
-    """Refuse a GPU that cannot serve, before weights are read.
+    """Refuse a GPU that cannot serve, before weights are read. Say so where its kernels are still to be compiled.
 
     Raises:
         UsageError: an old GPU, no triton, or triton cannot build the module that launches kernels.
@@ -26,7 +28,7 @@ def check_gpu() -> None:
             remedy="use --device cpu, or a newer GPU",
         )
     check_triton()
-    from kernels.gpu import build_launcher  # triton is absent on some machines, and slow to import
+    from kernels.gpu import build_launcher, compiled_before  # triton is absent on some machines, and slow to import
 
     try:
         build_launcher()
@@ -35,6 +37,8 @@ def check_gpu() -> None:
             f"triton cannot build what launches its kernels: {_why_no_build(error)}",
             remedy=f"install a C compiler (or name one in CC) and Python's headers (python3-dev), {WITHOUT}",
         ) from error
+    if sys.stderr is not None and not compiled_before():
+        print(f"coppice: {COMPILES}", file=sys.stderr, flush=True)
 
 
 def check_triton() -> None:

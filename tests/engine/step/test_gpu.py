@@ -44,6 +44,19 @@ def test_an_old_gpu_is_refused(gpu, name):
 
 
 @needs_triton
+def test_kernels_that_are_still_to_be_compiled_are_announced(gpu, monkeypatch, tmp_path, capsys):
+    gpu((9, 0))
+    set_driver(monkeypatch, lambda: SimpleNamespace(get_current_target=lambda: 0))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pick_device("cuda")
+    assert "Triton compiles each kernel at its first use" in capsys.readouterr().err
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel/_attend.cubin").touch()
+    pick_device("cuda")
+    assert not capsys.readouterr().err
+
+
+@needs_triton
 def test_what_triton_builds_with(gpu, monkeypatch, tmp_path):
     gpu((9, 0))
     set_driver(monkeypatch, lambda: SimpleNamespace(get_current_target=lambda: 0))
