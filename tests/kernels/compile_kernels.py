@@ -28,6 +28,7 @@ WHOLE, LAST, LATER = (getattr(tree_attention, name).value for name in ("WHOLE", 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 BYTES = {"int8": "*i8", "fp8": "*u8"}  # caches of 8 bits, as kernels take them
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes that one program may have
+OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # its loops over keys are a fifth longer
 OTHERS = {89: 101_376, 100: 232_448, 120: 101_376}  # compiled for the table only
 GPUS = {80: "A100", 86: "A10, RTX 30", 89: "L4, L40, RTX 40", 90: "H100, H200", 100: "B200", 120: "RTX 50"}
 THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}  # of a multiprocessor
@@ -149,7 +150,7 @@ def top_sums(capability, group):
 def next_nodes(capability, sums):
     types = {"numbers_ptr": "*fp64", "sums_ptr": "*fp32"}
     types |= {f"{name}_ptr": "*i32" for name in ("table", "ancestry", "token", "inherited")}
-    words = min(16, triton_next.MOST // sums)
+    words = min(16, triton_next.WORDS_AT_ONCE // sums)
     return compile(triton_next._next_nodes, capability, types, {"LINE": triton_next.LINE, "K": sums, "WORDS": words})
 
 
@@ -163,7 +164,7 @@ def pinned(compiled, most, loads=0):
     """Check the loops that multiply matrices, but for those around others: each has at most so many instructions, and
     at most `loads` that a thread waits for; the rest of what it needs is copied to shared memory turns before."""
     found = [loop for loop in main_loops(compiled) if loop.total() <= 2 * max(most)]
-    sizes = [loop.total() for loop in found]
+    sizes = [loop.total() / (1.25 if OLD else 1) for loop in found]
     assert len(sizes) == len(most) and all(map(operator.le, sizes, most)), (sizes, most)
     assert all(loop["LDG"] <= loads and loop["LDGSTS"] + loop["UTMALDG"] for loop in found), found
 
