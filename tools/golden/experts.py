@@ -91,7 +91,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "hidden_act", "rms_norm_eps", "rope_parameters"),
         ABSENT),
     "qwen3_5_recurrent": QWEN3_5 | RECURRENT | {
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "rms_norm_eps": 1e-3},
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 OTHERS: dict[str, dict[str, Any]] = dict.fromkeys(("qwen2_windows", "qwen3_steps", "mixtral_window"), BORDER)
