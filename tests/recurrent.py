@@ -1,6 +1,7 @@
 """Random models whose layers are attention and gated delta nets, small enough to be evaluated afresh often."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,7 +30,7 @@ def hybrid(folder, monkeypatch, *, kind=KIND, layers="rar", interleaved=False, s
             return replace(Llama.read(fields), recurrent=recurrent)
 
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", Hybrid)
-    sizes = {"width": 32, "mlp": 48, "heads": 4, "kv_heads": 2, "vocab": VOCAB, "max_positions": 400}
+    sizes: dict[str, Any] = {"width": 32, "mlp": 48, "heads": 4, "kv_heads": 2, "vocab": VOCAB, "max_positions": 400}
     make(folder, layers=len(layers), seed=seed, scale=scale, **sizes | options)
     shapes = Hybrid.names.tensors(Hybrid.read(Checkpoint.open(folder).fields))
     generator, tensors = torch.Generator().manual_seed(seed), {}

@@ -87,7 +87,8 @@ def test_drafts_of_another_recurrent_model(search, load, tmp_path, monkeypatch):
     engine.add("draft", draft)
     for prompt, result in zip(PROMPTS, answers(engine, search), strict=True):
         check(engine, prompt, result)
-    check_stores(engine), check_stores(draft)
+    check_stores(engine)
+    check_stores(draft)
 
 
 @pytest.mark.parametrize("layers", ["ra", "rrra", "ar", "arrr"])

@@ -132,5 +132,5 @@ def test_beams_share_the_states_of_what_they_share():
     evaluate(memory, tree, [tree.root, *beams, *stem])
     assert len(tree.states_held[1]) == 2
     tree.keep(beams)
-    assert len(tree.states_held[1]) == 1 and tree.trunk.states.folded == 64
+    assert len(tree.states_held[1]) == 1 and tree.trunk.states is not None and tree.trunk.states.folded == 64
     memory.check([tree])
