@@ -36,6 +36,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert len(found["compared"]) == 4 + 3 and "| 5 beams" in page.read_text("utf-8")
 
 
+def test_drafts_of_a_model(capsys: pytest.CaptureFixture[str]):
+    shape = ["--kinds", "copying", "--searches", "greedy", "--prompts", "1", "--new-tokens", "12", "--runs", "1"]
+    rest = ["--draft", str(demo_folder("draft")), "--threads", "1", "--store-tokens", "0"]
+    assert main(["drafts", *shape, *rest]) == 0
+    rows = last_line(capsys)["results"]
+    assert [row["drafter"] for row in rows] == [*drafts.DRAFTERS, "model"] and all(row["same"] for row in rows)
+
+
 def test_lookup_of_llama_cpp(tmp_path: Path):
     program = tmp_path / "lookup"
     program.write_text(LOOKUP.format(log=tmp_path / "log", seconds="0.500"))

@@ -1,4 +1,5 @@
-"""Drafts under greedy decoding, beams and samples: passes and time without drafts, with n-grams, with suffixes.
+"""Drafts under greedy decoding, beams and samples: passes and time without drafts, with n-grams, with suffixes, and
+with a draft model (--draft).
 
 Requests that copy, edit code or write freely. Every search answers all of them without drafts and with each drafter in
 turn, one request at a time; a drafter begins anew for each kind of text, and may use what ended requests of this kind
@@ -29,6 +30,7 @@ from engine.contract import Search
 from engine.demo import demo_folder, is_demo
 from engine.drafts import Drafter
 from engine.drafts.backoff import NGramDrafter
+from engine.drafts.model import ModelDrafter
 from engine.drafts.suffixes import CAPACITY, SuffixDrafter, SuffixStore
 from engine.errors import UsageError
 from engine.request import Done, Prefill
@@ -43,7 +45,7 @@ from tools.bench.texts import Asked, ask, chats, edits, passages
 SEARCHES: dict[str, Search] = {
     "greedy": Greedy(), "5 beams": Trie(5), "sample x 4": Sample(num_return_sequences=4), "15 beams": Trie(15),
 }  # fmt: skip
-DRAFTERS = ("off", "ngrams", "suffix")
+DRAFTERS = ("off", "ngrams", "suffix")  # and "model", where there is a draft model
 COPYING = ("code edits", "copying")
 WANTED = {"greedy": 2.0, "5 beams": 1.5, "sample x 4": 1.4, "15 beams": 0.98}  # x where text repeats
 NEVER_BELOW = 0.98  # x elsewhere
@@ -60,6 +62,7 @@ the median. *same*: tokens and log-probabilities are those without drafts."""
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("drafts", help="drafts under every search, and the suffix store", description=__doc__)
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP.replace("smollm2-135m-instruct", CODE) % "the demo")
+    parser.add_argument("--draft", metavar="MODEL", help="a draft model, whose drafts are measured too (none)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="of text (all)")
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=[*SEARCHES], help="(all)")
     parser.add_argument("--llama-lookup", type=Path, metavar="PATH", help="llama.cpp's program; --model is a GGUF file")
@@ -90,7 +93,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     path = located(args.model) if args.model else find(CODE) or demo_folder()
     if args.llama_lookup is not None and not is_gguf(path):
         raise UsageError("--llama-lookup: llama.cpp reads GGUF files", remedy="give one as --model")
-    engine = Engine.load(path, dtype=args.dtype, quant=args.quant, threads=args.threads)
+    draft = None if args.draft is None else located(args.draft)
+    engine = Engine.load(path, draft=draft, dtype=args.dtype, quant=args.quant, threads=args.threads)
     name, rows, peers = "demo" if is_demo(path) else path.name, list[dict[str, Any]](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         for kind in args.kinds:
@@ -145,6 +149,8 @@ def make_drafter(name: str, engine: Engine) -> Drafter | None:
     """A new drafter; None for "off"."""
     if name == "suffix":
         return SuffixDrafter(SuffixStore(engine.runner.vocab_size, engine.tokenizer.fingerprint))
+    if name == "model":
+        return ModelDrafter(engine.companions["draft"].runner)
     return NGramDrafter() if name == "ngrams" else None
 
 
@@ -165,7 +171,8 @@ def compare(engine: Engine, kind: str, search: str, asked: Sequence[Asked], args
             "outputs": [[(o.token_ids, o.logprob) for o in result.outputs] for result in results],
         }
 
-    found = in_turn({name: partial(answer_all, name) for name in DRAFTERS}, args.runs)
+    names = [*DRAFTERS, *(["model"] if "draft" in engine.companions else [])]
+    found = in_turn({name: partial(answer_all, name) for name in names}, args.runs)
     engine.drafts = None
     plain, rows = found["off"], []
     for name, rounds in found.items():
