@@ -202,7 +202,8 @@ class JobDrafts:
         with self._guarded():
             self._learn()
             live = [node for node in request.nodes if tree.is_evaluated(node)]
-            if (wanted := self.size.wanted()) and live and len(live) <= MAX_NODES:
+            unmeasured = self.joint and self.size.seconds is not None and not self.size.cost(len(chunk))
+            if (wanted := self.size.wanted()) and live and len(live) <= MAX_NODES and not unmeasured:
                 states = None if constrained is None or not constrained.states.watches(tree) else constrained.states
                 asked = Wanted(
                     self.request,
