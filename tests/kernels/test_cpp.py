@@ -95,6 +95,66 @@ def test_kernels_are_built_once_and_kept(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.fixture
+def sharing(tiny, monkeypatch):
+    """A longest source, one that includes a header and one that does not; returns the commands that are run."""
+    header, user = tiny.with_name("common.h"), tiny.with_name("user.cpp")
+    header.write_text("#pragma once\ninline long long number() { return 42; }\n")
+    tiny.write_text(f'#include "{header}"\nvoid more(long long* to) {{ *to = number(); }}\n' + " " * 1000)
+    user.write_text(
+        f'#include "{header}"\nvoid more(long long* to);\n'
+        'extern "C" void coppice_answer(long long* to) { more(to); *to += number() - 42; }\n'
+    )
+    monkeypatch.setattr(cpp, "SHARED", header)
+    monkeypatch.setattr(cpp, "SOURCES", [tiny, user])
+    commands, run = list[list[str]](), cpp._run
+
+    def noted(command):
+        commands.append([str(word) for word in command])
+        return run(command)
+
+    monkeypatch.setattr(cpp, "_run", noted)
+    again()
+    return commands
+
+
+def units(commands, name):
+    """Whether each compilation of a source began with the parsed header."""
+    return ["-include" in command for command in commands if any(word.endswith(f"/{name}") for word in command)]
+
+
+@needs_compiler
+def test_a_header_is_parsed_once_for_all_but_the_longest_source(sharing):
+    assert answer() == 42
+    assert sum("c++-header" in command for command in sharing) == 1
+    assert units(sharing, "tiny.cpp") == [False] and units(sharing, "user.cpp") == [True]
+    assert units(sharing, "structures.cpp") == [False]
+
+
+@needs_compiler
+@pytest.mark.parametrize("refused", ["c++-header", "-include"])
+def test_a_compiler_that_parses_no_header_ahead(refused, sharing, monkeypatch):
+    run = cpp._run
+
+    def refuses(command):
+        if refused in [str(word) for word in command]:
+            raise cpp.BuildError("it is not supported")
+        return run(command)
+
+    monkeypatch.setattr(cpp, "_run", refuses)
+    assert answer() == 42
+    assert units(sharing, "user.cpp") == [False]
+
+
+@needs_compiler
+def test_an_error_of_a_source_that_begins_with_the_header_is_named(sharing, tiny):
+    user = tiny.with_name("user.cpp")
+    user.write_text(f"{user.read_text()}mistake;\n")
+    again()
+    assert "user.cpp" in cpp.why_not() and "mistake" in cpp.why_not()
+    assert units(sharing, "user.cpp") == [True, False]
+
+
 @needs_compiler
 def test_the_name_tells_sources_flags_and_processors_apart(monkeypatch, tiny):
     names = {cpp.find().name}
