@@ -133,10 +133,11 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(at, kept, tmp_path, mo
     def touched(paths):
         looks.append(paths)
         if len(looks) == (1 if at == "the first look" else 2):
+            time.sleep(0.1)  # longer than a tick of the file system's clock, which lags behind
             os.utime(folder / "model.safetensors")
         return file_cache.identity(paths)
 
-    time.sleep(0.1)  # longer than a tick of the file system's clock
+    time.sleep(0.1)
     monkeypatch.setattr(cached_matrices, "identity", touched)
     loaded(folder, quant="int8")
     assert not kept.exists() and looks
