@@ -18,6 +18,8 @@
 //   float sum_of(Floats)                              of all lanes
 //   Floats nearest(Floats x)                          the nearest whole numbers, ties to even, for |x| < 2^22
 //   Floats scaled(Floats y, Floats power, Floats x)   y * 2^power for a power of -125 to 0; 0 where x < -125
+//   Floats fused(Floats x, Floats y, Floats sum)      x * y + sum, rounded once where the processor can: compilers do so
+//                                                     in some of the loops that they make of one, and not in others
 //   REGISTERS, SPARE_REGISTERS                        of vectors, and of these what a product needs besides sums
 //   struct FourInt8                                   the products of words of four int8 with four of a row
 //                                                     INT8_DOTS is defined where one instruction makes four, and `nearest`
@@ -147,7 +149,7 @@ struct Float32 {
     static Sum add(Sum sum, Ints words, int32_t x) {
         float value;
         std::memcpy(&value, &x, sizeof value);
-        return sum + (Floats)words * value;
+        return fused((Floats)words, all(value), sum);
     }
 };
 

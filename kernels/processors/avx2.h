@@ -34,6 +34,14 @@ inline Floats scaled(Floats y, Floats power, Floats x) {
     return x < -125.0f ? Floats{} : y * (Floats)exponent;
 }
 
+inline Floats fused(Floats x, Floats y, Floats sum) {
+#ifdef __FMA__
+    return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#else
+    return x * y + sum;
+#endif
+}
+
 constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
 
 #ifdef __AVXVNNI__

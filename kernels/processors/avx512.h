@@ -34,6 +34,10 @@ inline Floats scaled(Floats y, Floats power, Floats x) {
     return (Floats)_mm512_maskz_scalef_ps(there, (__m512)y, (__m512)power);
 }
 
+inline Floats fused(Floats x, Floats y, Floats sum) {
+    return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+}
+
 constexpr int REGISTERS = 32, SPARE_REGISTERS = 0;  // multiplications take an operand from memory for all lanes
 
 #ifdef __AVX512BF16__

@@ -31,6 +31,10 @@ inline Floats scaled(Floats y, Floats power, Floats x) {
     return x < -125.0f ? Floats{} : y * (Floats)exponent;
 }
 
+inline Floats fused(Floats x, Floats y, Floats sum) {
+    return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
+}
+
 constexpr int REGISTERS = 32, SPARE_REGISTERS = 1;
 
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC

@@ -51,6 +51,8 @@ inline Floats scaled(Floats y, Floats power, Floats x) {
     return x < -125.0f ? Floats{} : y * (Floats)exponent;
 }
 
+inline Floats fused(Floats x, Floats y, Floats sum) { return x * y + sum; }
+
 constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
 
 struct FourInt8 {
