@@ -17,9 +17,7 @@ class RequestedDrafters:
     """The drafters of an engine that its requests have chosen, each made at its first use."""
 
     def __init__(self):
-        self._made: dict[
-            str, tuple[Any, EngineDrafts]
-        ] = {}  # name -> the draft model's runner, if any, and the drafter
+        self._made: dict[str, tuple[Any, EngineDrafts]] = {}  # by name; with the draft model's runner, if any
 
     def of(self, choice: Any, models: Any) -> EngineDrafts | None:
         """The drafter for a request; None: nothing is drafted.
