@@ -98,16 +98,20 @@ def next_nodes(
     numbers: Sequence[Tensor], wanted: Sequence[NextNodes], ancestry_TC: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the front for arguments."""
-    sums, tokens, words, device = [], [], [], ancestry_TC.device
+    sums, tokens, words = [], [], []
+
+    def there(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(ancestry_TC.device, non_blocking=True)
+
     for x, each in zip(numbers, wanted, strict=True):
         k = len(x) // 2
         place_k = x[k : 2 * k].nan_to_num(0).clamp(0, len(each.parents) * vocab_size - 1).long()
-        ended_k = torch.isin(place_k % vocab_size, torch.tensor(sorted(each.ends), dtype=torch.int64, device=device))
+        ended_k = torch.isin(place_k % vocab_size, there(sorted(each.ends)))
         chosen_n = ended_k.byte().sort(stable=True).indices[: each.width]
-        parent_n = torch.tensor(each.parents, device=device)[place_k[chosen_n] // vocab_size]
+        parent_n = there(each.parents)[place_k[chosen_n] // vocab_size]
         sums.append(x[chosen_n].float())
         tokens.append(place_k[chosen_n] % vocab_size)
-        words.append(ancestry_TC[parent_n] & torch.tensor(each.live_C, dtype=torch.int32, device=device))
+        words.append(ancestry_TC[parent_n] & there(each.live_C, torch.int32))
     return torch.cat(sums), torch.cat(tokens), torch.cat(words)
 
 
