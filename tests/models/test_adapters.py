@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine import Engine
 from models.adapters import Adapter
 from models.errors import CheckpointError
-from tests.marks import needs_cpp, needs_interpreter
+from tests.marks import needs_cpp, needs_int8, needs_interpreter
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ADAPTERS = json.loads((GOLDEN / "adapters" / "golden.json").read_text())
@@ -58,7 +58,13 @@ def merged(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["llama_all", "gpt2_all", "phi3_fused", "opt_all"])
 @pytest.mark.parametrize(
-    "options", [{"dtype": "bfloat16"}, {"quant": "int8"}, pytest.param({"quant": "int4"}, marks=needs_cpp)], ids=str
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        pytest.param({"quant": "int8"}, marks=needs_int8),
+        pytest.param({"quant": "int4"}, marks=needs_cpp),
+    ],
+    ids=str,
 )
 def test_beside_rounded_weights(name: str, options: dict[str, Any], tmp_path: Path):
     """The rounding of the base is what is off, and not that of the adapter."""
@@ -71,7 +77,7 @@ def test_beside_rounded_weights(name: str, options: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-@pytest.mark.parametrize("quant", ["int8", pytest.param("int4", marks=needs_cpp)])
+@pytest.mark.parametrize("quant", [pytest.param("int8", marks=needs_int8), pytest.param("int4", marks=needs_cpp)])
 def test_logits_beside_codes_are_those_of_peft(name: str, quant: str):
     """They are off by what they are without the adapter: by the rounding of the base."""
     plain, base, ids = loaded(name, dtype="float32"), loaded(name, dtype="float32", quant=quant), ADAPTERS[name]["ids"]

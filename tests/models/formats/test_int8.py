@@ -14,13 +14,13 @@ from engine import Engine, UsageError
 from models.formats import floats, int8
 from models.formats.int8 import Int8Linear, quantized
 from search import Trie
+from tests.marks import needs_int8
 from tools.bench.measure import weight_bytes
 from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests/golden"
 CPU = torch.device("cpu")
-needs_int8 = pytest.mark.skipif(bool(Int8Linear.why_not(CPU)), reason=str(Int8Linear.why_not(CPU)))
 
 
 def draw(*shape, seed=0):
