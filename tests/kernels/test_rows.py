@@ -80,7 +80,7 @@ def test_activation_mul(dtype, name, width):
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
 def test_a_clamped_gate(impl):
-    """As gpt-oss's own formula has it; NaN stays."""
+    """The clamped gates equal gpt-oss's own formula; NaN stays."""
     gate, up = draw(9, 40) * 9, draw(9, 40, seed=1) * 9
     found = rows.activation_mul(torch.cat([gate, up], 1), "clamped_swiglu", impl=impl)
     low = gate.double().clamp(max=7.0)
