@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from engine.cache.kept_states import KeptStates
 from engine.cache.prefixes import PrefixCache
 from engine.cache.states import Stores
 from engine.errors import KVMemoryError
@@ -37,6 +38,7 @@ class PagePool:
 
     Attributes:
         prefixes: cached prefixes; None: none are kept.
+        kept_states: what recurrent layers need of these; None: no prefixes, or no such layers.
         kept: pages of these, held by trees or idle.
         ancestors: see `ModelShape`.
         stores: who has the rows and states of recurrent layers; None: the model has none.
@@ -72,6 +74,7 @@ class PagePool:
         self._state = bytearray(bytes([USED]) * self.reserved + bytes(pages))  # the rest is FREE
         self.used_pages = self.idle_pages = 0
         self.prefixes: PrefixCache | None = None
+        self.kept_states: KeptStates | None = None
         self.kept: set[int] = set()
         self._others: Counter[int] = Counter()  # page -> trees that hold it besides the first
 
@@ -83,6 +86,14 @@ class PagePool:
     @property
     def page_bytes(self) -> int:
         return self.page_size * self.bytes_per_token
+
+    def cache_prefixes(self, most: int, most_rows: int, most_states: int) -> None:
+        """Keep prefixes of ended requests: no more than these idle pages, rows and states."""
+        self.prefixes = PrefixCache(self, most)
+        if self.stores is not None:
+            size = self.state_bytes + (self.stores.kind.taps - 1) * self.row_bytes
+            spacing = -(-size // self.bytes_per_token)
+            self.kept_states = KeptStates(self.stores, self.page_size, most_rows, most_states, spacing)
 
     def claim(self, pages: int) -> range:
         """Wish for `pages` contiguous pages; fewer, where no gap is as long."""
@@ -166,6 +177,8 @@ class PagePool:
         """Keep pages no longer."""
         for page in pages:
             self.kept.remove(page)
+            if self.kept_states is not None:
+                self.kept_states.forget(range(page * self.page_size, (page + 1) * self.page_size))
             if self._state[page] == IDLE:
                 self._state[page] = FREE
                 self.idle_pages -= 1
@@ -187,10 +200,15 @@ class PagePool:
             self.prefixes.check_invariants()
 
     def check_stores(self, held: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Check that exactly these rows and states are in use, each by one tree; for tests."""
+        """Check that trees and the cache hold exactly these rows and states that are in use; for tests."""
+        every, kept = [*held], self.kept_states
+        if kept is not None:
+            every.append(kept.held)
+            kept.check_invariants({page * self.page_size + i for page in self.kept for i in range(self.page_size)})
         for i, store in enumerate(() if self.stores is None else (self.stores.rows, self.stores.states)):
-            places = [place for each in held for place in each[i]]
-            assert len({*places}) == len(places) == store.used, (store.name, len(places), store.used)
+            places = Counter(place for each in every for place in each[i])
+            assert len(places) == store.used, (store.name, len(places), store.used)
+            assert places - Counter([*places]) == store.others, store.name
 
 
 def _cache(

@@ -1,8 +1,9 @@
 """The rows and states of recurrent layers: who has which, and what a trunk keeps of them. See `DeltaPaths`."""
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.errors import KVMemoryError
 from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind
@@ -15,20 +16,34 @@ class Held(NamedTuple):
     state: int = NULL_STATE
 
 
+class Spare(Protocol):
+    """Holds places that it can do without: a `KeptStates`."""
+
+    def evict(self) -> bool: ...
+
+
 class Store:
     """Places that trees take and give back, the lowest first, so that memory that was never needed is not touched.
 
     Args:
         first, count: the numbers of the places.
         name: of what they hold, for messages.
+
+    Attributes:
+        spare: gives places back when a tree needs one and none is free.
+        others: place -> how many hold it besides the first.
     """
 
     def __init__(self, first: int, count: int, name: str):
         self.count, self.name, self.used = count, name, 0
+        self.spare: Spare | None = None
+        self.others: Counter[int] = Counter()
         self._free = [*range(first, first + count)]
 
     def take(self) -> int:
         """Take a place. Raises KVMemoryError if none is left."""
+        while not self._free and self.spare is not None and self.spare.evict():
+            pass
         if not self._free:
             raise KVMemoryError(
                 f"the KV cache is full: all {self.count} {self.name} of recurrent layers are in use",
@@ -37,8 +52,17 @@ class Store:
         self.used += 1
         return heapq.heappop(self._free)
 
+    def hold(self, place: int) -> None:
+        """Take a place that others have as well; nobody writes to it from then on."""
+        self.others[place] += 1
+
     def give(self, place: int) -> None:
         """Give a place back."""
+        if place in self.others:
+            self.others[place] -= 1
+            if not self.others[place]:
+                del self.others[place]
+            return
         heapq.heappush(self._free, place)
         self.used -= 1
         assert self.used >= 0
@@ -130,6 +154,15 @@ class TrunkStates:
                 self._give_state(self.state)
                 self.state, self.folded = state, position + 1
         self.settle(length + len(held))
+
+    def adopt(self, folded: int, state: int, rows: dict[int, int]) -> None:
+        """Hold what others have of a trunk's first tokens, in place of what is held: the state after `folded` tokens,
+        and the rows of others by their positions."""
+        self.stores.states.hold(state)
+        for row in rows.values():
+            self.stores.rows.hold(row)
+        self.truncate(0)
+        self.state, self.folded, self.rows = state, folded, rows
 
     def settle(self, length: int) -> None:
         """Give back what no pass after the first `length` tokens reads."""

@@ -1,7 +1,7 @@
 """TokenTree: the tokens of one search, in a trunk that all sequences share, and in branches, with their slots."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from engine.cache.drafts import DraftedNode, Drafts
@@ -10,7 +10,7 @@ from engine.cache.pool import PagePool
 from engine.cache.slots import RESERVED, BranchSlots, Trunk
 from engine.cache.states import Held, TrunkStates, whole
 from engine.errors import KVMemoryError
-from kernels.layout import NULL_STATE
+from kernels.layout import BLOCK, NULL_STATE
 
 
 class TreeObserver(Protocol):
@@ -70,6 +70,7 @@ class TokenTree(Nodes):
         if trunk is not None:
             self._adopt(trunk)
         self.reused = self.trunk.cached  # prompt tokens that need no evaluation
+        self._stops: Collection[int] = ()  # lengths of the trunk after which a pass ends, so that states are kept
         self._read = 0  # trunk tokens in the cache when the variant of rotary embeddings last changed
         wanted = -(-max(expected, len(prompt)) // pool.page_size)
         self._claim = pool.claim(wanted) if not self.trunk.pages else range(0)
@@ -510,28 +511,47 @@ class TokenTree(Nodes):
         trunk, before = self.trunk, self.trunk.cached
         if self.pool.prefixes is None or self.salt is None:
             return 0
+        size, kept = self.pool.page_size, self.pool.kept_states
         pages, cached = self.pool.prefixes.match(trunk.tokens[:-1], (self.salt, trunk.long_rope, trunk.adapter))
+        if kept is not None:
+            self._stops = {whole(cached), self.prompt_length - BLOCK * (self.prompt_length % BLOCK == 0)}
+            cached = kept.find(pages, cached)
         if cached <= before:
             return 0
-        trunk.share(self.pool, pages)
+        trunk.share(self.pool, pages[: -(-cached // size)])
         trunk.cached = cached
+        if kept is not None and trunk.states is not None:
+            kept.share(pages, cached, trunk.states)
         self.reused += max(0, min(cached, self.prompt_length) - max(before, self._read))  # a token counts once
         return cached - before
 
-    def save(self, whole: bool = False) -> None:
+    def save(self, going_on: bool = False) -> None:
         """Give the pool's cache what is evaluated of the trunk, and hold its pages where it has the same.
 
+        States of recurrent layers are kept at its end, at the end of the prompt, where this prompt and an earlier one
+        part, and at distances within a prompt.
+
         Args:
-            whole: only pages that are full, as the tree goes on.
+            going_on: only pages that are full.
         """
         trunk, size = self.trunk, self.pool.page_size
-        cached = trunk.cached - trunk.cached % size if whole else trunk.cached
+        cached = trunk.cached - trunk.cached % size if going_on else trunk.cached
         if self.pool.prefixes is None or self.salt is None:
             return
         pages = trunk.pages[: -(-cached // size)]
         found = self.pool.prefixes.insert(trunk.tokens[:cached], pages, (self.salt, trunk.long_rope, trunk.adapter))
         if found != pages[: len(found)]:
             trunk.share(self.pool, found)
+        if self.pool.kept_states is not None and trunk.states is not None:
+            if cached and trunk.pages[(cached - 1) // size] not in self.pool.kept:
+                cached -= 1 + (cached - 1) % size  # the cache has that page of another tree, with tokens after these
+            inside = going_on and trunk.cached != self.prompt_length and trunk.cached not in self._stops
+            self.pool.kept_states.keep(trunk.pages, cached, trunk.states, inside)
+
+    def until_stop(self, tokens: int) -> int:
+        """How many of the next trunk tokens a pass evaluates: fewer, if a state is to be kept among them."""
+        start = self.trunk.cached
+        return min([tokens, *(stop - start for stop in self._stops if stop > start)])
 
     # --- the end ---
 

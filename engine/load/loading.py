@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from engine.cache.pool import PagePool
-from engine.cache.prefixes import PrefixCache
 from engine.errors import CheckpointError, UsageError, check_flag, shortened
 from engine.load.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
 from engine.load.compiling import check_compile, prepare, warm_up
@@ -23,7 +23,7 @@ from engine.load.fastest import FormatChoice, fastest_format
 from engine.load.file_cache import file_cache
 from engine.load.options import NO_ADAPTER, LoadOptions
 from engine.load.pooling import Pooling
-from engine.load.pools import make_pools, total_memory
+from engine.load.pools import make_pools, shares_of, total_memory
 from engine.step.gpu import check_gpu
 from engine.step.graphs import GraphRunner, make_runner
 from engine.step.runner import Runner
@@ -111,18 +111,20 @@ class LoadedModel:
         return f"{self.key}-{[*self.adapters.values()][number - 1]}" if number and self.key else self.key
 
     def cache_prefixes(self, bounded: bool) -> None:
-        """Keep prefixes of requests in the pool, except where keys depend on how long their sequence was in the end, or
-        where recurrent layers have states, which are not kept with pages.
+        """Keep prefixes of requests in the pool, except where keys depend on how long their sequence was in the end.
 
         Args:
             bounded: on a CPU at most `IDLE` bytes: memory of its pool is taken only when it is written to.
         """
-        pool = self.runner.pool
-        if self.shape.steady_length is None and self.shape.delta is None:
-            most = max(1, IDLE // pool.page_bytes) if bounded and pool.device.type == "cpu" else pool.pages
-            if (shard := getattr(self.runner.model, "shard", None)) is not None and shard.size > 1:
-                most = least(shard, most)  # pages go in all processes at once
-            pool.prefixes = PrefixCache(pool, most)
+        pool, shape = self.runner.pool, self.shape
+        if shape.steady_length is not None:
+            return
+        room = IDLE // shares_of([shape]) if bounded and pool.device.type == "cpu" else sys.maxsize
+        most = max(1, min(room // pool.page_bytes, pool.pages))
+        if (shard := getattr(self.runner.model, "shard", None)) is not None and shard.size > 1:
+            most = least(shard, most)  # pages go in all processes at once
+        stored = (0, 0) if shape.delta is None else (room // shape.row_bytes, room // shape.state_bytes)
+        pool.cache_prefixes(most, *stored)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises CheckpointError if there is none."""

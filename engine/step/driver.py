@@ -247,7 +247,7 @@ class Driver:
                     rows = share.draft_rows
                     JobDrafts.take_rows(tree, drafts, logp_NV[rows], finite[rows], share.excess_N1)
                 if share.chunk.trunk_tokens > 1 and tree.trunk.cached <= tree.prompt_length:
-                    tree.save(whole=True)  # others that wait with the same prompt need not read it
+                    tree.save(going_on=True)  # others that wait with the same prompt need not read it
                 if share.nodes:
                     rows_NV = logp_NV[share.rows]
                     share.pending.partial.add(share.nodes, rows_NV)
@@ -282,7 +282,7 @@ class Driver:
         tree = pending.request.tree
         if pending.trunk_left > 1 and tree.trunk.cached < tree.prompt_length - 1 and not job.traced:
             pending.trunk_left -= tree.reuse()  # another request may have read the same since
-        trunk = min(pending.trunk_left, room)
+        trunk = tree.until_stop(min(pending.trunk_left, room))
         nodes = pending.nodes_left[: room - trunk] if trunk == pending.trunk_left else []
         while True:
             among = self.running

@@ -1,7 +1,8 @@
 """Prefixes in files: the keys and values of a long system prompt, evaluated once and read by every later process.
 
-A safetensors file: for each kind of thing that layers keep one tensor or two, [L, G, tokens, D], and in its metadata
-the tokens, the model as it is computed (weights, dtypes, weight format), and a checksum. It holds no salt.
+A safetensors file: for each kind of thing that layers keep one tensor or two, [L, G, tokens, D]; of recurrent layers
+the state after the last whole block and the rows that tokens after the prefix read. Its metadata has the tokens, the
+model as it is computed (weights, dtypes, weight format), and a checksum. It holds no salt.
 """
 
 import json
@@ -15,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.cache.pool import PagePool
+from engine.cache.states import TrunkStates
 from engine.cache.tree import TokenTree
 from engine.errors import UsageError, shortened
 from engine.step.packing import Chunk
 from engine.step.runner import Runner
 from kernels.kv_kinds import parts
+from kernels.layout import BLOCK
 from models.checkpoint.files import open_regular, replacing
 from models.checkpoint.tensor_files import buffer_of, write_tensors
 from models.config import ModelShape
@@ -47,10 +50,13 @@ def save_prefix(engine: Owner, path: str | Path, tokens: Sequence[int]) -> None:
     """Evaluate tokens, keep them in the engine's cache of prefixes, and write what it keeps of them to a file.
 
     Raises:
-        UsageError: the file cannot be written, the engine keeps no prefixes, or the tokens are invalid.
+        UsageError: the file cannot be written, the engine keeps no prefixes, or the tokens are invalid or too few.
         KVMemoryError: they do not fit into the cache.
     """
     _check(engine)
+    if engine.shape.delta is not None and len(tokens) < BLOCK:
+        what = f"the prefix is too short: expected at least {BLOCK} tokens, got {len(tokens)}"
+        raise UsageError(what, where="recurrent layers keep a state of each whole block of tokens")
     runner, switch = engine.runner, engine.shape.switch_length
     tree = TokenTree(engine.pool, tokens, expected=len(tokens), switch_length=switch)
     tree.use_rope(switch is not None and len(tokens) > switch)
@@ -61,6 +67,7 @@ def save_prefix(engine: Owner, path: str | Path, tokens: Sequence[int]) -> None:
                 chunk = min(runner.budget, left)
                 runner.forward([Chunk(tree, chunk, [], tree.allocate(chunk, []))])
             kept = {name: x_LGSD[:, :, _slots(tree)].cpu() for name, x_LGSD in _parts(engine.pool).items()}
+            kept |= {name: x_L[:, places] for name, (x_L, places) in _recurrent(tree).items()}
             tree.save()
     finally:
         tree.release()
@@ -91,6 +98,8 @@ def load_prefix(engine: Owner, path: str | Path, salt: str = "") -> list[int]:
             tree.allocate(len(tokens), [])
             for name, x_LGSD in _parts(engine.pool).items():
                 x_LGSD[:, :, _slots(tree)] = kept[name].to(x_LGSD.device)
+            for name, (x_L, places) in _recurrent(tree).items():
+                x_L[:, places] = kept[name]
         tree.save()
     finally:
         tree.release()
@@ -100,10 +109,6 @@ def load_prefix(engine: Owner, path: str | Path, salt: str = "") -> list[int]:
 def _check(engine: Owner) -> None:
     if engine.shard.size > 1:
         raise UsageError("a prefix in a file is for a model in one process", remedy="leave out --load-prefix")
-    if engine.shape.delta is not None:
-        raise UsageError(
-            "prefixes of this model cannot be kept", where="its recurrent layers have states, which files do not hold"
-        )
     if engine.pool.prefixes is None:
         if engine.shape.steady_length is not None:
             raise UsageError(
@@ -116,6 +121,17 @@ def _parts(pool: PagePool) -> dict[str, Tensor]:
     """The tensors of a cache whose slots are rows, by the names that a file has for them."""
     groups = ([part for x_LGSD in group for part in parts(x_LGSD)] for group in pool.cache.groups)
     return {f"{i}.{j}": x_LGSD for i, group in enumerate(groups) for j, x_LGSD in enumerate(group)}
+
+
+def _recurrent(tree: TokenTree) -> dict[str, tuple[Tensor, list[int]]]:
+    """The tensors of recurrent layers, by the names that a file has for them, and the places in them of what a trunk
+    has, which hold what later tokens read."""
+    states, cached = tree.trunk.states, tree.trunk.cached
+    if states is None:
+        return {}
+    rows_LRW, states_LSHKV = tree.pool.cache.recurrent
+    rows = [states.rows[place] for place in range(states.earliest(cached), cached)]
+    return {"rows": (rows_LRW, rows), "states": (states_LSHKV, [states.state])}
 
 
 def _slots(tree: TokenTree) -> Tensor:
@@ -155,7 +171,7 @@ def _read(engine: Owner, path: str | Path) -> tuple[list[int], dict[str, Tensor]
         raise UsageError("the prefix is damaged: its checksum is another", where=where, remedy=REMEDY)
     try:
         tokens = _tokens(engine, metadata.get("tokens", ""))
-        _check_tensors(_parts(engine.pool), kept, len(tokens))
+        _check_tensors(engine.pool, kept, len(tokens))
     except ValueError as error:
         raise UsageError(f"the prefix is not valid: {error}", where=where, remedy=REMEDY) from None
     return tokens, kept
@@ -164,25 +180,33 @@ def _read(engine: Owner, path: str | Path) -> tuple[list[int], dict[str, Tensor]
 def _tokens(engine: Owner, text: str) -> list[int]:
     """The tokens of a file's metadata. Raises ValueError."""
     vocab, reach = engine.shape.vocab_size, engine.shape.max_positions
+    least = 1 if engine.shape.delta is None else BLOCK
     try:
         tokens = json.loads(text)
     except (ValueError, RecursionError):
         tokens = None
     if not isinstance(tokens, list) or not tokens or any(type(t) is not int or not 0 <= t < vocab for t in tokens):
         raise ValueError(f"tokens: expected a list of ids from 0 to {vocab - 1}, got {shortened(ascii(text))}")
+    if len(tokens) < least:
+        raise ValueError(f"tokens: expected at least {least}, got {len(tokens)}")
     if reach is not None and len(tokens) > reach:
         raise ValueError(f"tokens: expected at most {reach}, the model's context, got {len(tokens)}")
     return tokens
 
 
-def _check_tensors(parts: dict[str, Tensor], kept: dict[str, Tensor], tokens: int) -> None:
+def _check_tensors(pool: PagePool, kept: dict[str, Tensor], tokens: int) -> None:
     """Check a file's tensors against those of the cache. Raises ValueError."""
-    if kept.keys() != parts.keys():
-        raise ValueError(f"expected the tensors {', '.join(parts)}, got {shortened(ascii(', '.join(kept)))}")
-    for name, x_LGSD in parts.items():
-        found, shape = kept[name], [*x_LGSD.shape[:2], tokens, x_LGSD.shape[3]]
-        if [*found.shape] != shape or found.dtype != x_LGSD.dtype:
-            want, got = f"{shape} of {x_LGSD.dtype}", f"{[*found.shape]} of {found.dtype}"
+    like = {name: (x_LGSD, [*x_LGSD.shape[:2], tokens, x_LGSD.shape[3]]) for name, x_LGSD in _parts(pool).items()}
+    if pool.stores is not None:
+        counts = tokens - TrunkStates(pool.stores).earliest(tokens), 1
+        for name, x_L, count in zip(("rows", "states"), pool.cache.recurrent, counts, strict=True):
+            like[name] = x_L, [len(x_L), count, *x_L.shape[2:]]
+    if kept.keys() != like.keys():
+        raise ValueError(f"expected the tensors {', '.join(like)}, got {shortened(ascii(', '.join(kept)))}")
+    for name, (x, shape) in like.items():
+        found = kept[name]
+        if [*found.shape] != shape or found.dtype != x.dtype:
+            want, got = f"{shape} of {x.dtype}", f"{[*found.shape]} of {found.dtype}"
             raise ValueError(f"{name}: expected {want}, got {got}")
         if found.dtype == torch.uint8:  # e4m3
             sound = not bool((found & 127 == 127).any())

@@ -1,14 +1,12 @@
 """Searches of models with recurrent layers: their log-probabilities are those of each text evaluated by itself."""
 
-import math
-
 import pytest
 import torch
 
 from engine import Engine, Request
 from engine.cache.tree import TokenTree
 from engine.drafts.backoff import NGramDrafter
-from engine.errors import KVMemoryError, UsageError
+from engine.errors import KVMemoryError
 from engine.load.budget import plan
 from engine.load.options import LoadOptions
 from engine.load.sizes import Workload
@@ -203,14 +201,9 @@ def test_memory_is_reported(load):
     assert pages < result.stats["kv_bytes_peak"] < pages + 300 * engine.pool.row_bytes + 5 * engine.pool.state_bytes
 
 
-def test_what_recurrent_layers_do_not_do(load, tmp_path):
-    engine = load(prefix_cache="on")
-    assert engine.pool.prefixes is None
-    with pytest.raises(UsageError, match="its recurrent layers have states, which files do not hold"):
-        engine.save_prefix(tmp_path / "prefix", [1, 2, 3])
+def test_recurrent_layers_are_not_divided_among_processes(load):
     with pytest.raises(CheckpointError, match="recurrent layers cannot be divided among processes"):
         load(shard=Shard(0, 2))
-    assert math.isfinite(engine.pool.row_bytes)
 
 
 def test_the_plan_counts_rows_and_states(load, tmp_path):

@@ -11,6 +11,7 @@ from engine.step import prefix_files
 from models.checkpoint.tensor_files import write_tensors
 from search import Greedy, Trie
 from tests.engine.cache.test_prefixes import ROOT, exact, load, make_folder, same
+from tests.recurrent import check_stores, hybrid
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,34 @@ def test_convolutions_and_int8_in_a_file(kv_dtype, tmp_path):
     same(*results)
     assert results[1].stats["reused_tokens"] == 30
     same(results[0], Engine.load(path, **options).generate([[*prefix, 9]], Trie(beams=3), max_new_tokens=5)[0])
+
+
+@pytest.mark.parametrize("length", [64, 90])
+def test_recurrent_layers_in_a_file(length, tmp_path, monkeypatch):
+    options = {"kv_memory": 6 << 20, "dtype": "float32"}
+    hybrid(tmp_path, monkeypatch)
+    writer, reader = (Engine.load(tmp_path, prefix_cache="on", **options) for _ in range(2))
+    file, prefix = tmp_path / "prefix", [3 + i % 90 for i in range(length)]
+    writer.save_prefix(file, prefix)
+    reader.load_prefix(file)
+    cold = Engine.load(tmp_path, **options).generate([[*prefix, 9]], Trie(beams=3), max_new_tokens=40)[0]
+    for warm in (writer, reader):
+        [result] = warm.generate([[*prefix, 9]], Trie(beams=3), max_new_tokens=40)
+        assert result.stats["reused_tokens"] == length
+        same(result, cold)
+        check_stores(warm)
+    with pytest.raises(UsageError, match="too short: expected at least 32 tokens, got 31"):
+        writer.save_prefix(file, prefix[:31])
+    with safe_open(file, framework="pt") as opened:
+        metadata, kept = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    for change in ({"states": kept["states"][:, :0]}, {"rows": kept["rows"][:, 1:]}, {"rows": kept["rows"] * math.nan}):
+        damaged = kept | {name: x.contiguous() for name, x in change.items()}
+        checksum = prefix_files._checksum(damaged, metadata["tokens"])
+        with open(tmp_path / "damaged", "wb") as opened:
+            write_tensors(opened, damaged, metadata | {"checksum": checksum})
+        with pytest.raises(UsageError, match=f"not valid: {next(iter(change))}: expected"):
+            reader.load_prefix(tmp_path / "damaged")
+    check_stores(reader)
 
 
 def test_files_that_are_refused(folder, tmp_path):

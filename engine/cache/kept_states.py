@@ -1,0 +1,150 @@
+"""KeptStates: the states of recurrent layers that cached prefixes keep, and the rows that tokens after them read.
+
+The cache of pages has every prefix once, so the slot of a token names the prefix that it ends. A state takes as many
+bytes as the keys and values of hundreds of tokens, so few are kept: `TokenTree.save` and `keep` choose them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.cache.states import Stores, TrunkStates, whole
+from kernels.layout import BLOCK
+
+
+@dataclass(eq=False)
+class KeptState:
+    """A state, and the rows that go with it.
+
+    Args:
+        state: after the prefix, which is of whole blocks.
+        before: rows of its last tokens, which convolutions after it read, in order.
+        after: rows of tokens in the block after it, by their slots: prefixes may part there.
+    """
+
+    state: int
+    before: list[int]
+    after: dict[int, int] = field(default_factory=dict)
+
+
+class KeptStates:
+    """The states and rows of the cached prefixes of one pool. Trees hold them as well; nothing is copied.
+
+    What was used the longest ago goes when a tree needs a state or a row and none is free, so that the cache refuses
+    nothing, and when its page goes.
+
+    Args:
+        stores, page_size: of the pool.
+        most_rows, most_states: that are kept.
+        spacing: tokens between states inside of prompts: see `keep`.
+
+    Attributes:
+        states: by the slot of the last token that they are of; in the order of their use.
+    """
+
+    def __init__(self, stores: Stores, page_size: int, most_rows: int, most_states: int, spacing: int):
+        self.page_size = page_size
+        self.stores, self.most_rows, self.most_states, self.spacing = stores, most_rows, most_states, spacing
+        self.states: dict[int, KeptState] = {}
+        self.row_count = 0
+        self._blocks: dict[int, int] = {}  # slot of a row after a state -> slot of that state
+        stores.rows.spare = stores.states.spare = self
+
+    def find(self, pages: Sequence[int], length: int) -> int:
+        """How many of the first `length` tokens of a cached prefix, which these pages hold, a trunk can take over."""
+        for folded in range(whole(length), 0, -BLOCK):
+            if (kept := self.states.get(self._slot(pages, folded - 1))) is not None:
+                end = folded
+                while end < length and self._slot(pages, end) in kept.after:
+                    end += 1
+                return end
+        return 0
+
+    def share(self, pages: Sequence[int], length: int, states: TrunkStates) -> None:
+        """Give a trunk what is kept of as many tokens as `find` told, in place of what it has."""
+        folded = whole(length)
+        slot = self._slot(pages, folded - 1)
+        kept = self.states[slot]
+        rows = dict(zip(range(folded - len(kept.before), folded), kept.before, strict=True))
+        rows |= {place: kept.after[self._slot(pages, place)] for place in range(folded, length)}
+        states.adopt(folded, kept.state, rows)
+        self._use(slot)
+
+    def keep(self, pages: Sequence[int], length: int, states: TrunkStates, inside: bool = False) -> None:
+        """Keep the state of a trunk, and the rows that go with it.
+
+        Args:
+            pages: of the trunk; the cache has the first `length` tokens in them.
+            inside: a prompt, at a place that other prompts need not share: only where the tokens since the last state
+                that is kept take as many bytes as this one, so that states at most double the memory of a prompt.
+        """
+        folded, rows, taps = states.folded, states.rows, self.stores.kind.taps
+        if not 0 < folded <= length:
+            return
+        if inside and folded - self.find(pages, folded) < self.spacing:
+            return
+        if (slot := self._slot(pages, folded - 1)) not in self.states:
+            before = [rows[position] for position in range(max(0, folded - taps + 1), folded)]
+            self._hold(states.state, before)
+            self.states[slot] = KeptState(states.state, before)
+        kept = self.states[slot]
+        for position in range(folded, length):
+            if (at := self._slot(pages, position)) not in kept.after:
+                self._hold(None, [rows[position]])
+                kept.after[at] = rows[position]
+                self._blocks[at] = slot
+        self._use(slot)
+        while len(self.states) > self.most_states or self.row_count > self.most_rows:
+            self.evict()
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Give up what is kept of tokens whose slots the cache gives up."""
+        for slot in slots:
+            if slot in self.states:
+                self._drop(slot)
+            if (block := self._blocks.pop(slot, None)) is not None:
+                self._give([self.states[block].after.pop(slot)])
+
+    def evict(self) -> bool:
+        """Give up what was used the longest ago. Returns whether there was anything."""
+        for slot in self.states:
+            self._drop(slot)
+            return True
+        return False
+
+    def _slot(self, pages: Sequence[int], place: int) -> int:
+        return pages[place // self.page_size] * self.page_size + place % self.page_size
+
+    def _use(self, slot: int) -> None:
+        self.states[slot] = self.states.pop(slot)
+
+    def _hold(self, state: int | None, rows: Sequence[int]) -> None:
+        if state is not None:
+            self.stores.states.hold(state)
+        for row in rows:
+            self.stores.rows.hold(row)
+        self.row_count += len(rows)
+
+    def _give(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.stores.rows.give(row)
+        self.row_count -= len(rows)
+
+    def _drop(self, slot: int) -> None:
+        kept = self.states.pop(slot)
+        for each in kept.after:
+            del self._blocks[each]
+        self._give([*kept.before, *kept.after.values()])
+        self.stores.states.give(kept.state)
+
+    @property
+    def held(self) -> tuple[list[int], list[int]]:
+        """The rows and the states that are kept; a row may be there twice."""
+        every = self.states.values()
+        rows = [row for kept in every for row in (*kept.before, *kept.after.values())]
+        return rows, [kept.state for kept in every]
+
+    def check_invariants(self, cached: set[int]) -> None:
+        """Check that redundant state agrees, and that all slots are in these pages' slots; for tests."""
+        assert self._blocks == {at: slot for slot, kept in self.states.items() for at in kept.after}
+        assert self.states.keys() | self._blocks.keys() <= cached
+        assert self.row_count == len(self.held[0]) <= self.most_rows and len(self.states) <= self.most_states
