@@ -160,19 +160,29 @@ def delta_net(x_TF: Tensor, weights: Any, rows_RW: Tensor, states_SHKV: Tensor, 
     """Raises ValueError for what `kernels.delta_net.delta_net` does not take."""
     floats("x_TF", x_TF, 2)
     kind, device, wide = weights.kind, x_TF.device, torch.promote_types(x_TF.dtype, torch.float32)
-    H, K, V = kind.state
-    if kind.taps < 1 or min(kind.key_heads, *kind.state) < 1 or H % kind.key_heads:
+    delta_weights(weights, wide, device)
+    expect("x_TF", x_TF, x_TF.dtype, (len(x_TF), kind.width), device, contiguous=False)
+    expect("rows_RW", rows_RW, wide, (len(rows_RW), kind.row), device)
+    expect("states_SHKV", states_SHKV, wide, (len(states_SHKV), *kind.state), device)
+    delta_paths(paths, len(x_TF), kind, len(rows_RW), len(states_SHKV), device)
+
+
+def delta_weights(weights: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError for sizes and weights of a gated delta net that do not fit together."""
+    kind, (H, K, V) = weights.kind, weights.kind.state
+    if kind.taps < 1 or min(kind.key_heads, H, K, V) < 1 or H % kind.key_heads:
         raise ValueError(f"weights: expected a tap, a head of a size and a multiple of key heads or more, got {kind}")
-    expect("x_TF", x_TF, x_TF.dtype, (len(x_TF), kind.channels + H * V + 2 * H), device, contiguous=False)
     shapes = {"taps_KC": (kind.taps, kind.channels), "decay_H": (H,), "bias_H": (H,), "norm_V": (V,)}
     for name, shape in shapes.items():
-        expect(name, getattr(weights, name), wide, shape, device)
-    expect("rows_RW", rows_RW, wide, (len(rows_RW), kind.row), device)
-    expect("states_SHKV", states_SHKV, wide, (len(states_SHKV), H, K, V), device)
+        expect(name, getattr(weights, name), dtype, shape, device)
+
+
+def delta_paths(paths: DeltaPaths, tokens: int, kind: Any, rows: int, states: int, device: torch.device) -> None:
+    """Raises ValueError for paths that lead out of so many rows and states; once for each pass."""
     kept = vars(paths)
-    if kept.get("_fits") != (len(x_TF), kind.reach, len(rows_RW), len(states_SHKV)):
-        _paths(paths, len(x_TF), kind, len(rows_RW), len(states_SHKV), device)
-        kept["_fits"] = len(x_TF), kind.reach, len(rows_RW), len(states_SHKV)
+    if kept.get("_fits") != (tokens, kind.reach, rows, states):
+        _paths(paths, tokens, kind, rows, states, device)
+        kept["_fits"] = tokens, kind.reach, rows, states
 
 
 def _paths(paths: DeltaPaths, tokens: int, kind: Any, rows: int, states: int, device: torch.device) -> None:

@@ -62,6 +62,9 @@ class TreeLayout:
         """Its tensors hold another pass than before: operators check it again."""
         vars(self).pop("_fits", None)
         vars(self).pop("_slots", None)
+        if self.paths is not None:
+            vars(self.paths).pop("_fits", None)
+            vars(self.paths).pop("_groups", None)
 
     def to(self, device: torch.device | str) -> "TreeLayout":
         """The same layout on a device, but for `trunk_runs` and `adapters_T`."""
@@ -119,6 +122,11 @@ class DeltaKind:
     def channels(self) -> int:
         """Elements of queries, keys and values of a token: what the convolution reads."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    @property
+    def width(self) -> int:
+        """Elements that the operator reads of a token: these, gates of values, strengths and inputs of decays."""
+        return self.channels + self.value_heads * (self.value_size + 2)
 
     @property
     def row(self) -> int:

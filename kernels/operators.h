@@ -295,6 +295,31 @@ struct Angles {
     int64_t dims, positions;
 };
 
+// A gated delta net. `order`: where its inputs stand among the elements of the register that it reads; null: in their
+// places.
+struct Delta {
+    const float* taps_KC;
+    const float* decay_H;
+    const float* bias_H;
+    const float* norm_V;
+    const int64_t* order;
+    int64_t key_heads, value_heads, key_size, value_size, taps;
+    float eps;
+};
+
+// What gated delta nets read and write in a pass: the tensors of a `DeltaPaths`, whose numbers are in range, and the
+// rows [L, row_count, row] and states [L, state_count, H, K, V] of the layers with such.
+struct Paths {
+    const int64_t* rows_T;
+    const int64_t* paths_TN;
+    const int64_t* lengths_T;
+    const int64_t* bases_T;
+    const int64_t* folds_T;
+    float* rows;
+    float* states;
+    int64_t reach, row_count, state_count;
+};
+
 // An operator of a layer, which reads register `source` and writes register `target`; stack/calls.py has the codes, and
 // which of the fields a code reads. `more` is the norm of keys. A negative window: none.
 struct Call {
@@ -304,13 +329,15 @@ struct Call {
     const LowRank* adapters;
     const Mixture* mixture;
     const float* sinks;
+    const Delta* delta;
     float scale, cap;
 };
 
 // `up` is the width of the product before an activation, `taps` that of short convolutions, 0: there are none; `gates`
-// are heads of gates before the queries, all heads' or none.
+// are heads of gates before the queries, all heads' or none. `into` and `mixed` are widths of registers: of what a
+// convolution or a gated delta net reads; of what these, or attention, write.
 struct Stack {
-    int64_t kind, element, heads, kv_heads, gates, head_dim, width, mlp_width, up, taps, count;
+    int64_t kind, element, heads, kv_heads, gates, head_dim, width, mlp_width, up, taps, into, mixed, count;
     const Call* calls;
     float eps;
 };
@@ -332,13 +359,13 @@ struct Tail {
 
 // x [T, E] is the stream and is changed. `attention` is that of every layer but for window, scale, cap and sinks; its queries
 // will lie in heads [T, gates + H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers with attention, rows
-// [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions. adapters_T [T] are numbers of
-// adapters; null: no token has one. `tail` may be null. Returns 0, and computes nothing, if a token's position has no
+// [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions, `paths` those of gated delta nets.
+// adapters_T [T] are numbers of adapters; null: no token has one. `tail` may be null. Returns 0, and computes nothing, if a token's position has no
 // angles.
 int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
                       int64_t threads, void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD,
                       int64_t tokens, int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN,
-                      const int64_t* adapters_T, const Tail* tail);
+                      const Paths* paths, const int64_t* adapters_T, const Tail* tail);
 
 // Writes the nanoseconds that calls took since the library was loaded, of each code, then of the tail's product and of
 // its top sums.

@@ -256,8 +256,6 @@ class Decoder(nn.Module):
         calls = [call for layer in layers for call in layer.calls]
         if any(call.matrix is not None and call.matrix.matrix is None for call in calls):
             return None
-        if c.recurrent is not None:
-            return None
         if any(call.mixture is not None and call.mixture.matrices is None for call in calls):
             return None
         sizes = {name: getattr(c, name) for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim")}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kernels.delta_net import DeltaWeights
 from kernels.layout import DeltaKind
-from kernels.stack.calls import RECUR, Call
+from kernels.stack.calls import Call
 from models.checkpoint.weights import Weights
 from models.config import Config, Names, Recurrent
 from models.mixture import Mixture
@@ -108,7 +108,7 @@ class GatedDeltaNet(nn.Module):
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "out"."""
         yield Call("product", source, "gates", matrix=self.into)
-        yield Call(RECUR, "gates", "convolved", delta=self)
+        yield Call("recur", "gates", "convolved", delta=self)
         yield Call("product", "convolved", "out", matrix=self.out)
 
 

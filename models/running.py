@@ -14,7 +14,7 @@ from kernels.layout import KVCache, TreeLayout
 from kernels.low_rank import low_rank
 from kernels.rows import activation, activation_mul, add_norm, rotary, sigmoid_mul
 from kernels.short_conv import short_conv
-from kernels.stack.calls import RECUR, Call
+from kernels.stack.calls import Call
 from kernels.tree_attention import tree_attention
 from models.config import Config
 from models.norms import DividedNorm
@@ -238,7 +238,7 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "write": _write,
     "attend": _attend,
     "convolve": _convolve,
-    RECUR: _recur,
+    "recur": _recur,
     "activate": _activate,
     "scale": _scale,
     "add": _add,

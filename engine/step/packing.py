@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.cache.drafts import DraftedNode
 from engine.cache.tree import TokenTree
-from engine.step.paths import PathColumns
+from engine.step.paths import PathColumns, paths_of
 from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, DeltaKind, TreeLayout
 
 
@@ -137,7 +137,7 @@ class Packer:
 
     def pack(self, chunks: Sequence[Chunk]) -> Pass:
         """The inputs of a pass of chunks, one per tree."""
-        columns = _Columns(self.ancestors)
+        columns = _Columns(self.ancestors, self.delta)
         for chunk in chunks:
             columns.add(chunk)
         columns.pad(
@@ -158,13 +158,7 @@ class Packer:
                 if len(self._frames) == self.frames:
                     del self._frames[next(iter(self._frames))]
                 self._frames[sizes] = frame
-        inputs = frame.filled(columns)
-        if self.delta is None:
-            return inputs
-        paths = PathColumns(self.delta)
-        for chunk in chunks:
-            paths.add(chunk.tree, chunk.trunk_tokens, [*chunk.nodes, *chunk.drafts])
-        return replace(inputs, layout=replace(inputs.layout, paths=paths.tensors()))
+        return frame.filled(columns)
 
 
 def pack(chunks: Sequence[Chunk], page_size: int, device: torch.device | str = "cpu", **options: Any) -> Pass:
@@ -175,8 +169,9 @@ def pack(chunks: Sequence[Chunk], page_size: int, device: torch.device | str = "
 class _Columns:
     """The columns of a layout with a row per token, and those with a row per tree."""
 
-    def __init__(self, reach: int):
+    def __init__(self, reach: int, delta: DeltaKind | None):
         self.reach = reach
+        self.paths = None if delta is None else PathColumns(delta)
         self.ancestors: list[int] = []
         self.tokens: list[int] = []
         self.positions: list[int] = []
@@ -217,6 +212,8 @@ class _Columns:
             for latest in (*found, *(tree.latest_ancestors(node, reach) for node in nodes)):
                 self.ancestors += latest
                 self.ancestors += [NULL_SLOT] * (reach - len(latest))
+        if self.paths is not None:
+            self.paths.add(tree, chunk.trunk_tokens, nodes)
 
     def pad(self, tokens: int, trees: int) -> None:
         """Add padding tokens to the last tree, and trees without tokens."""
@@ -236,7 +233,8 @@ class _Columns:
     def longs(self, sizes: PassSizes) -> "array[int]":
         """The columns of 64 bits, as `_Frame` has them."""
         adapters = self.adapters if sizes.adapted else []
-        numbers = array("q", self.tokens + self.positions + self.spans + self.slots + self.ancestors + adapters)
+        paths = [] if self.paths is None else self.paths.numbers
+        numbers = array("q", self.tokens + self.positions + self.spans + self.slots + self.ancestors + adapters + paths)
         for slots, _ in self.tables:
             _extend(numbers, slots, sizes.words * WORD)
         return numbers
@@ -266,10 +264,11 @@ class _Frame:
 
     def __init__(self, sizes: PassSizes, packer: Packer):
         T, R, W, P, reach = sizes.tokens, sizes.trees, sizes.words * WORD, sizes.pages, packer.ancestors
-        self.sizes, self.device = sizes, packer.device
-        self._longs, longs = _memory("q", [T, T, T, T, T * reach, T * sizes.adapted, R * W])
+        self.sizes, self.device, delta = sizes, packer.device, packer.delta
+        paths = 0 if delta is None else T * (4 + delta.reach)
+        self._longs, longs = _memory("q", [T, T, T, T, T * reach, T * sizes.adapted, paths, R * W])
         self._ints, ints = _memory("i", [R + 1, T, R, 3 * sizes.runs, R, R * P, R * W, T * sizes.words])
-        tokens_T, positions_T, spans_T, slots_T, ancestors, adapters_T, branch_slots = longs
+        tokens_T, positions_T, spans_T, slots_T, ancestors, adapters_T, numbers, branch_slots = longs
         starts, seen_T, lengths_R, runs, filled_R, pages, branch_positions, ancestry = ints
         layout = TreeLayout(
             positions_T=positions_T,
@@ -288,6 +287,7 @@ class _Frame:
             rows=packer.rows,
             ancestors_TN=ancestors.view(T, reach) if reach else None,
             adapters_T=adapters_T if sizes.adapted else None,
+            paths=None if delta is None else paths_of(numbers, T, delta),
         )
         self.inputs = Pass(tokens_T, spans_T, layout)
 

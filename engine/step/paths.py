@@ -1,9 +1,8 @@
 """The rows and states that recurrent layers read and write in a pass, from the trees of its chunks."""
 
-from array import array
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
 from engine.cache.drafts import DraftedNode
 from engine.cache.states import whole
@@ -74,14 +73,17 @@ class PathColumns:
         self.bases.append(base)
         self.folds.append(fold)
 
-    def tensors(self) -> DeltaPaths:
-        """The columns as tensors."""
-        T = len(self.rows)
-        numbers = array("q", self.rows + self.lengths + self.bases + self.folds + self.paths)
-        rows_T, lengths_T, bases_T, folds_T, paths = torch.frombuffer(numbers, dtype=torch.int64).split(
-            [T, T, T, T, T * self.kind.reach]
-        )
-        return DeltaPaths(rows_T, paths.view(T, -1), lengths_T, bases_T, folds_T)
+    @property
+    def numbers(self) -> list[int]:
+        """All columns, as `paths_of` takes them."""
+        return self.rows + self.lengths + self.bases + self.folds + self.paths
+
+
+def paths_of(numbers: Tensor, tokens: int, kind: DeltaKind) -> DeltaPaths:
+    """The paths in `PathColumns.numbers`, int64, of so many tokens."""
+    *columns, paths = numbers.split([*([tokens] * 4), tokens * kind.reach])
+    rows_T, lengths_T, bases_T, folds_T = columns
+    return DeltaPaths(rows_T, paths.view(tokens, kind.reach), lengths_T, bases_T, folds_T)
 
 
 def _parent(tree: TokenTree, node: int | DraftedNode) -> int | DraftedNode:

@@ -1,10 +1,12 @@
 """Calls the C++ gated delta net (native.cpp): inputs of float32, bfloat16 and float16, a CPU."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from kernels import checks
-from kernels.cpp import KINDS, function
+from kernels.cpp import KINDS, OPERATORS, function
 from kernels.delta_net.weights import DeltaWeights
 from kernels.layout import DeltaPaths
 
@@ -21,3 +23,11 @@ def delta_net(x_TF: Tensor, weights: DeltaWeights, rows_RW: Tensor, states_SHKV:
     sizes = T, kind.key_heads, *kind.state, kind.taps, kind.reach
     function("delta_net")(KINDS[x_TF.dtype], torch.get_num_threads(), *pointers, *sizes, weights.eps)
     return out_TE
+
+
+def described(weights: DeltaWeights, order: Tensor | None) -> ctypes.Structure:
+    """The weights for a stack of layers; valid as long as they live. `order`: see `models.layers.GatedDeltaNet`."""
+    vectors = weights.taps_KC, weights.decay_H, weights.bias_H, weights.norm_V, order
+    pointers = (None if x is None else x.data_ptr() for x in vectors)
+    kind = weights.kind
+    return OPERATORS.structures["Delta"](*pointers, kind.key_heads, *kind.state, kind.taps, weights.eps)

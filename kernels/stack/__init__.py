@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import checks
 from kernels.checks import expect
 from kernels.cpp import KINDS, OPERATORS, function, why_not
+from kernels.delta_net import native as deltas
 from kernels.kv_kinds import row_width
-from kernels.layout import KVCache, TreeLayout
+from kernels.layout import DeltaKind, DeltaPaths, KVCache, TreeLayout
 from kernels.linear import Packed, PackedParts
 from kernels.rows.checks import ACTIVATIONS, GATES, TopSums
 from kernels.rows.native import LogitSums
@@ -82,16 +84,26 @@ class Stack:
         self.taps = max((len(call.norm.weight) for call in calls if call.code == "convolve"), default=0)
         up = max(((2 if call.gated else 1) * mlp_width for call in calls if call.code == "activate"), default=0)
         self.gates = heads if any(call.code == "gate" for call in calls) else 0
+        self.delta: DeltaKind | None = next((call.delta.weights.kind for call in calls if call.code == "recur"), None)
         self.every = self.gates + heads + 2 * kv_heads
         every = self.every * head_dim
-        widths = width, width, width, every, heads * head_dim, 3 * width, width, up, mlp_width
+        into, convolved = (3 * width, width) if self.taps else (0, 0)
+        if self.delta is not None:
+            into, convolved = self.delta.width, self.delta.value_heads * self.delta.value_size
+        widths = width, width, width, every, heads * head_dim, into, convolved, up, mlp_width
         self._head: tuple[Matrix, ctypes.Structure] | None = None  # the latest, and its structure of C++
         self._check(dict(zip(REGISTERS, widths, strict=True)))
         codes = [call.code for call in calls]
         self.adapters = min((len(call.adapters) for call in calls if call.code == "adapt"), default=1)  # numbers
         self.attending, self.convolving = codes.count("attend"), codes.count("convolve")
-        self._calls = (_STRUCTURES["Call"] * len(calls))(*map(_described, calls))
-        sizes = heads, kv_heads, self.gates, head_dim, width, mlp_width, up, self.taps, len(calls)
+        self.recurring = codes.count("recur")
+        self._deltas = [deltas.described(call.delta.weights, call.delta.order) for call in calls if call.delta]
+        described = iter(self._deltas)
+        self._calls = (_STRUCTURES["Call"] * len(calls))(
+            *(_described(call, next(described) if call.delta else None) for call in calls)
+        )
+        mixed = max(heads * head_dim, convolved)
+        sizes = heads, kv_heads, self.gates, head_dim, width, mlp_width, up, self.taps, into, mixed, len(calls)
         self.described = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, ctypes.addressof(self._calls), eps)
         tables = 1 + max((call.table for call in calls if call.code == "rotate"), default=-1)
         self.tables: Any = _STRUCTURES["Angles"] * tables
@@ -122,6 +134,12 @@ class Stack:
                     raise ValueError(f"expected a matrix {[outs, width]}, got {[packed.outs, packed.width]}")
                 if bias is not None:
                     expect("a matrix's bias", bias, self.dtype, (outs,), _CPU)
+            elif call.code == "recur":
+                if (kind := call.delta.weights.kind) != self.delta:
+                    raise ValueError(f"expected gated delta nets of {self.delta}, got {kind}")
+                checks.delta_weights(call.delta.weights, torch.float32, _CPU)
+                if call.delta.order is not None:
+                    expect("an order", call.delta.order, torch.int64, (kind.width,), _CPU)
             elif call.code == "mix":
                 if call.mixture.matrices.width != self.width:
                     raise ValueError(f"expected experts of width {self.width}, got {call.mixture.matrices.width}")
@@ -203,7 +221,9 @@ class Stack:
         threads = prepared.problem.threads = torch.get_num_threads()
         heads = torch.empty(T * self.every * self.head_dim, dtype=self.dtype)
         pointers = x_TE.data_ptr(), *prepared.pointers, heads.data_ptr()
-        more = *prepared.sizes, self._adapted(layout, T), tail
+        more = *prepared.sizes, prepared.paths, self._adapted(layout, T), tail
+        if self.delta is not None:
+            self.check_paths(cache, layout, T)
         if not function("stack")(*prepared.structures, threads, *pointers, *more):
             raise ValueError(f"positions_T: expected positions that the angles have, got {layout.positions_T.tolist()}")
 
@@ -234,6 +254,19 @@ class Stack:
         expect("ancestors_TN", ancestors_TN, torch.int64, (tokens, self.taps - 1), _CPU)
         return rows_LSE.data_ptr(), KINDS[rows_LSE.dtype], ancestors_TN.data_ptr()
 
+    def check_paths(self, cache: KVCache, layout: TreeLayout, tokens: int) -> DeltaPaths:
+        """The paths of a layout. Raises ValueError for those that lead out of the cache of gated delta nets."""
+        kind, paths = self.delta, layout.paths
+        assert kind is not None
+        if paths is None:
+            raise ValueError("a stack with gated delta nets: expected a layout with paths")
+        rows_LRW, states_LSHKV = cache.recurrent
+        R, S = rows_LRW.shape[1], states_LSHKV.shape[1]
+        expect("a stack's rows of gated delta nets", rows_LRW, torch.float32, (self.recurring, R, kind.row), _CPU)
+        expect("a stack's states", states_LSHKV, torch.float32, (self.recurring, S, *kind.state), _CPU)
+        checks.delta_paths(paths, tokens, kind, R, S, _CPU)
+        return paths
+
 
 class _Prepared:
     """The arguments of a stack's call that stay the same for a layout and a cache.
@@ -257,7 +290,15 @@ class _Prepared:
         self.rotated, self.angles = stack.tables(), [-1]
         self.structures = *map(ctypes.addressof, (stack.described, self.problem, self.rotated)), len(self.rotated)
         self.pointers = cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr(), layout.write_slots_T.data_ptr()
-        self.sizes = T, S, *conv
+        self.sizes, self.paths = (T, S, *conv), None
+        if stack.delta is not None:
+            paths, (rows_LRW, states_LSHKV) = stack.check_paths(cache, layout, T), cache.recurrent
+            numbers = paths.rows_T, paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T
+            pointers = (x.data_ptr() for x in (*numbers, rows_LRW, states_LSHKV))
+            self.described = _STRUCTURES["Paths"](
+                *pointers, stack.delta.reach, rows_LRW.shape[1], states_LSHKV.shape[1]
+            )
+            self.paths = ctypes.addressof(self.described)
 
     def turn(self, angles: Sequence[Angles]) -> None:
         """Take other angles. Raises ValueError for those that do not fit."""
@@ -297,7 +338,7 @@ def one_by_one(model: Any) -> Iterator[None]:
         stack.idle = idle
 
 
-def _described(call: Call) -> ctypes.Structure:
+def _described(call: Call, delta: ctypes.Structure | None) -> ctypes.Structure:
     registers = (REGISTERS.index(name) if name else 0 for name in (call.source, call.target))
     numbers = call.all_heads, call.own_norms, call.table, -1 if call.window is None else call.window
     norms = (_STRUCTURES["Norm"](*map(_address, (x.weight, x.bias) if x else (None, None))) for x in call[3:5])
@@ -306,7 +347,8 @@ def _described(call: Call) -> ctypes.Structure:
     matrix = packed.described(bias) if packed else _STRUCTURES["Matrix"]()
     adapters = None if call.adapters is None else call.adapters.described()
     mixture = None if call.mixture is None else ctypes.addressof(call.mixture.matrices.described())
-    more = matrix, adapters, mixture, _address(call.sinks), call.scale, call.cap or 0.0
+    recurs = None if delta is None else ctypes.addressof(delta)
+    more = matrix, adapters, mixture, _address(call.sinks), recurs, call.scale, call.cap or 0.0
     return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, *norms, *more)
 
 

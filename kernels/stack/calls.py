@@ -32,8 +32,8 @@ CODES = (
     "adapt",  # target += what the adapters of tokens make of source
     "mix",  # target = what the experts of `mixture` make of source
     "gate",  # target *= the logistic function of the gates in source
+    "recur",  # target = the gated delta net `delta` of source
 )
-RECUR = "recur"  # target = the gated delta net `delta` of source; only Python executes it
 
 
 class Call(NamedTuple):

@@ -29,9 +29,15 @@ void multiply_by(float factor, T* x, int64_t size) {
     each(size, [&](int64_t i, auto n) { store(load(x + i, n) * factor, x + i, n); });
 }
 
+// Calls f with an unsigned number of as many bytes as an element has.
+template <typename F>
+void with_element(int64_t bytes, F f) {
+    bytes == 2 ? f(uint16_t()) : f(uint32_t());
+}
+
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
 enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, CODES };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, CODES };
 
 // What has a clock: the codes, then the product of the head, and top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
@@ -61,17 +67,45 @@ struct Pass {
     char *k, *v, *rows;  // of the layer that comes next
     const int64_t kept;
     const int64_t *ancestors_TN, *adapters_T;
+    const Paths* paths;
+    float *delta_rows, *states;  // of the gated delta net that comes next
     const int64_t turned = s.heads + s.kv_heads, every = s.gates + turned + s.kv_heads;
     const int64_t head = s.head_dim * s.element;
     char *const queries = heads_THD + s.gates * head, *const keys = queries + s.heads * head;
     const std::unique_ptr<char[]> read_TE = room(s.width), out_TE = room(s.width);
-    const std::unique_ptr<char[]> mixed_THD = room(s.taps ? std::max(s.heads * s.head_dim, s.width) : s.heads * s.head_dim);
-    const std::unique_ptr<char[]> gates_TF = room(s.taps ? 3 * s.width : 0);
+    const std::unique_ptr<char[]> mixed_THD = room(s.mixed);
+    const std::unique_ptr<char[]> gates_TF = room(s.into);
     const std::unique_ptr<char[]> up_TM = room(s.up), middle_TM = room(s.mlp_width);
     char* at[ROOMS] = {};
 
     std::unique_ptr<char[]> room(int64_t width) const {
         return std::unique_ptr<char[]>(new char[tokens * width * s.element]);
+    }
+
+    // Room of gated delta nets: rows of the tokens, their queries, and inputs in order.
+    std::unique_ptr<float[]> fresh, delta_queries;
+    std::unique_ptr<char[]> ordered;
+
+    void recur(const Delta& d, const char* x, char* out) {
+        const int64_t keys = d.key_heads * d.key_size, values = d.value_heads * d.value_size;
+        const int64_t row = 3 * keys + 2 * values + d.value_heads, width = 2 * keys + 2 * values + 2 * d.value_heads;
+        if (!fresh) fresh.reset(new float[tokens * row]), delta_queries.reset(new float[tokens * keys]);
+        if (d.order) {
+            if (!ordered) ordered = room(width);
+            with_element(s.element, [&](auto type) {
+                auto to = (decltype(type)*)ordered.get();
+                auto from = (const decltype(type)*)x;
+#pragma omp parallel for num_threads(threads) if (tokens * width > 1 << 14)
+                for (int64_t t = 0; t < tokens; t++)
+                    for (int64_t i = 0; i < width; i++) to[t * width + i] = from[t * width + d.order[i]];
+            });
+            x = ordered.get();
+        }
+        const Paths& p = *paths;
+        coppice_delta_net(s.kind, threads, x, d.taps_KC, d.decay_H, d.bias_H, d.norm_V, delta_rows, states, p.rows_T,
+                          p.paths_TN, p.lengths_T, p.bases_T, p.folds_T, fresh.get(), delta_queries.get(), out, tokens,
+                          d.key_heads, d.value_heads, d.key_size, d.value_size, d.taps, p.reach, d.eps);
+        delta_rows += p.row_count * row, states += p.state_count * values * d.key_size;
     }
 
     void normalize(const Norm& norm, const void* x, void* out) const {
@@ -166,6 +200,8 @@ struct Pass {
             case GATE:
                 return coppice_sigmoid_mul(s.kind, threads, target, source, target, tokens, s.heads * s.head_dim,
                                            every * s.head_dim);
+            case RECUR:
+                return recur(*c.delta, source, target);
         }
     }
 };
@@ -205,11 +241,13 @@ class Turns {
 extern "C" int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
                                  int64_t threads, void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD,
                                  int64_t tokens, int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN,
-                                 const int64_t* adapters_T, const Tail* tail) {
+                                 const Paths* paths, const int64_t* adapters_T, const Tail* tail) {
     const Turns turns(angles, tables, attention->positions, tokens, stack->element);
     if (!turns.fit) return 0;
-    Pass pass{*stack, *attention, turns.angles.data(), slots_T, heads_THD, threads,      tokens,
-              slots,  k,          v,                   rows,    kept,      ancestors_TN, adapters_T};
+    Pass pass{*stack, *attention, turns.angles.data(), slots_T,    heads_THD,
+              threads, tokens,    slots,               k,          v,
+              rows,   kept,       ancestors_TN,        adapters_T, paths,
+              paths ? paths->rows : nullptr, paths ? paths->states : nullptr};
     char* registers[ROOMS] = {(char*)x,
                                   pass.read_TE.get(),
                                   pass.out_TE.get(),

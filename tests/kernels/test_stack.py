@@ -17,6 +17,7 @@ from engine.cache.tree import TokenTree
 from engine.errors import NumericsError
 from engine.step.packing import Chunk, pack
 from kernels import cpp
+from kernels.layout import KVCache
 from kernels.rows import TopSums
 from kernels.stack import Angles, Stack, one_by_one
 from models import FAMILIES
@@ -26,6 +27,7 @@ from models.families.llama import Llama
 from models.rope import RopeConfig
 from models.running import Registers, run
 from search import Greedy, Trie
+from tests.recurrent import hybrid
 from tools.random_checkpoint import make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -43,6 +45,7 @@ VARIANTS = [
     *("lfm2/plain", "lfm2/bias", "lfm2/one_tap"),
     *("experts/qwen2", "experts/qwen3_steps", "experts/olmoe", "experts/mixtral_window", "experts/granite_shared"),
     *("experts/lfm2", "experts/phi", "experts/qwen3_5", "experts/qwen3_next", "gpt_oss/plain"),
+    *("qwen3_5/recurrent_taps", "experts/qwen3_next_recurrent"),
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
@@ -64,9 +67,9 @@ def folder(request, tmp_path_factory):
     return path
 
 
-def passes(engine):
+def passes(engine, length=20):
     """Hidden rows of a prompt, of branches below it, and of a second tree beside them; then the cache."""
-    trees = [TokenTree(engine.pool, [5, 6, 7, 8, 9]), TokenTree(engine.pool, list(range(20)))]
+    trees = [TokenTree(engine.pool, [5, 6, 7, 8, 9]), TokenTree(engine.pool, list(range(length)))]
     found = []
     for rounds in range(2):
         chunks = []
@@ -78,6 +81,7 @@ def passes(engine):
             chunks.append(Chunk(tree, prompt, nodes, tree.allocate(prompt, nodes)))
         found.append(engine.runner.forward(chunks).clone())
     found += [x[:, :, :80].clone() for group in engine.pool.cache.groups for x in group]
+    found += [x[:, :80].clone() for x in engine.pool.cache.recurrent]
     for tree in trees:
         tree.release()
     return found
@@ -182,15 +186,46 @@ def test_an_int8_cache_of_other_families(variant, monkeypatch):
     check(GOLDEN / variant, ("float32", "none", "int8"), monkeypatch)
 
 
-def check(folder, kind, monkeypatch):
+@pytest.mark.parametrize("kind", [*KINDS, ("float32", "none", "int8")], ids="-".join)
+@pytest.mark.parametrize("options", [{}, {"interleaved": True, "layers": "rrar"}], ids=["in order", "interleaved"])
+def test_recurrent_layers_as_their_operators(options, kind, tmp_path, monkeypatch):
+    """Blocks end in the trunk and in branches, whose tokens read states and each other's rows."""
+    hybrid(tmp_path, monkeypatch, **options)
+    check(tmp_path, kind, monkeypatch, length=94)
+
+
+def test_paths_and_stores_of_recurrent_layers_that_do_not_fit(tmp_path, monkeypatch):
+    hybrid(tmp_path, monkeypatch)
+    engine = load(tmp_path)
+    stack, cache, E = engine.runner.model.stack, engine.pool.cache, 32
+    tree = TokenTree(engine.pool, [1, 2, 3])
+    chunk = Chunk(tree, 3, [], tree.allocate(3, []))
+    layout = engine.runner.pack([chunk]).layout
+    angles = [Angles((torch.ones(3, stack.head_dim),) * 2)]
+    rows, states = cache.recurrent
+    others = [
+        ("expected a layout with paths", replace(layout, paths=None), cache.recurrent),
+        ("rows_T: expected", replace(layout, paths=replace(layout.paths, rows_T=layout.paths.rows_T + 10**6)), None),
+        ("stack's rows of gated delta nets: expected", layout, (rows[:1], states)),
+        ("stack's states: expected", layout, (rows, states.bfloat16())),
+    ]
+    for words, other, recurrent in others:
+        stores = KVCache(*cache.groups[0], cache.groups[1:], recurrent=recurrent or cache.recurrent)
+        with pytest.raises(ValueError, match=words):
+            stack(torch.zeros(3, E), angles, stores, other)
+    stack(torch.zeros(3, E), angles, cache, layout)
+    tree.release()
+
+
+def check(folder, kind, monkeypatch, length=20):
     taken, run = [], Stack.__call__
     monkeypatch.setattr(Stack, "__call__", lambda self, x, *rest: taken.append(len(x)) or run(self, x, *rest))
     engine = load(folder, kind)
-    together = passes(engine)
-    assert taken == [25, 16]
+    together = passes(engine, length)
+    assert taken == [5 + length, 16]
     engine = load(folder, kind)
     engine.runner.model.stack.idle = True
-    assert all(map(torch.equal, together, passes(engine))) and len(taken) == 2
+    assert all(map(torch.equal, together, passes(engine, length))) and len(taken) == 2
 
 
 def test_a_window(tmp_path):

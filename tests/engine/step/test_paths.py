@@ -4,11 +4,12 @@ import contextlib
 import random
 
 import pytest
+import torch
 
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.errors import KVMemoryError
-from engine.step.paths import PathColumns
+from engine.step.paths import PathColumns, paths_of
 from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, CacheKind, DeltaKind
 from models.config import ModelShape
 
@@ -25,7 +26,7 @@ class Memory:
     def run(self, tree, trunk, nodes, drafts=()):
         columns = PathColumns(KIND)
         columns.add(tree, trunk, [*nodes, *drafts])
-        paths = columns.tensors()
+        paths = paths_of(torch.tensor(columns.numbers), len(columns.rows), KIND)
         first = tree.trunk.cached - trunk
         whole = [tuple(tree.trunk.tokens[: i + 1]) for i in range(first, first + trunk)]
         for node in [*nodes, *drafts]:
