@@ -83,8 +83,8 @@ struct Pass {
     }
 
     // Room of gated delta nets: rows of the tokens, their queries, and inputs in order.
-    std::unique_ptr<float[]> fresh, delta_queries;
-    std::unique_ptr<char[]> ordered;
+    std::unique_ptr<float[]> fresh{}, delta_queries{};
+    std::unique_ptr<char[]> ordered{};
 
     void recur(const Delta& d, const char* x, char* out) {
         const int64_t keys = d.key_heads * d.key_size, values = d.value_heads * d.value_size;
