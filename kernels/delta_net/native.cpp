@@ -1,5 +1,6 @@
 // Gated delta nets on a CPU. Arithmetic is float32. Every token is computed in one order, whatever tokens are beside it;
-// those that read one state read it together, while a part of it is in the cache of a core.
+// those that read one state read it together, a few at each time that a part of it is loaded. Products and sums are
+// fused by name, so that it does not matter with how many others a sum is made.
 
 #include <cmath>
 #include <cstdint>
@@ -13,22 +14,36 @@ namespace {
 
 constexpr int64_t NULL_STATE = 0, TRASH = 1;  // as in layout.py
 constexpr int64_t MOST = 64;                  // tokens that read a state together
-constexpr int WIDE = 4;                       // vectors of a row of a state that are computed together
+constexpr int TOGETHER = 4;                   // tokens, ancestors or rows of a state that are computed together
+constexpr int WIDE = REGISTERS < 32 ? 2 : 4;  // vectors of a row of a state that are computed together
+constexpr int NARROW = WIDE / 2;              // the same, for several tokens, each with two sums
 
 inline Floats silu(Floats x) {
     const Floats e = exp2_of((x < 0 ? x : -x) * LOG2_E);
     return x * (x < 0 ? e : all(1.0f)) / (1 + e);
 }
 
+inline Floats exp_of(Floats x) { return exp2_of(x * LOG2_E); }
+
 inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
-// Calls f(at, vectors, count) for parts of `width` elements: of WIDE whole vectors, of one, or of `count` lanes.
-template <typename F>
+// Calls f(at, vectors, count) for parts of `width` elements: of MANY whole vectors, of one, or of `count` lanes.
+template <int MANY, typename F>
 inline void parts(int64_t width, F f) {
     int64_t at = 0;
-    for (; at + WIDE * LANES <= width; at += WIDE * LANES)
-        f(at, std::integral_constant<int, WIDE>{}, std::integral_constant<int, LANES>{});
+    for (; at + MANY * LANES <= width; at += MANY * LANES)
+        f(at, std::integral_constant<int, MANY>{}, std::integral_constant<int, LANES>{});
     each(width - at, [&](int64_t i, auto n) { f(at + i, std::integral_constant<int, 1>{}, n); });
+}
+
+// Calls f(first, number) for all of `count` things: TOGETHER of them, and what is left over; `number` is a constant.
+template <typename F>
+inline void groups(int64_t count, F f) {
+    int64_t at = 0;
+    for (; at + TOGETHER <= count; at += TOGETHER) f(at, std::integral_constant<int, TOGETHER>{});
+    if (count - at == 3) f(at, std::integral_constant<int, 3>{});
+    if (count - at == 2) f(at, std::integral_constant<int, 2>{});
+    if (count - at == 1) f(at, std::integral_constant<int, 1>{});
 }
 
 template <typename T>
@@ -88,21 +103,24 @@ struct DeltaNet {
             own[keys() + values() + h] = decay_H[h] * softplus(load(a + h, 1)[0] + bias_H[h]);
     }
 
-    // A head of a state times a key and a query, [V] each.
-    template <typename Vectors, typename Count>
-    void read(const float* state, const float* key, const float* query, int64_t at, float* by_key, float* by_query,
+    // A head of a state times the keys and the queries of some tokens, [V] each.
+    template <typename Tokens, typename Vectors, typename Count>
+    void read(const float* state, int64_t t, int64_t key, int64_t query, int64_t at, float* reads, Tokens some,
               Vectors vectors, Count n) const {
-        Floats one[vectors()]{}, two[vectors()]{};
+        Floats one[some()][vectors()]{}, two[some()][vectors()]{};
         for (int64_t k = 0; k < K; k++)
             for (int i = 0; i < vectors(); i++) {
                 const Floats s = load(state + k * V + at + i * LANES, n);
-                one[i] += s * key[k];
-                two[i] += s * query[k];
+                for (int j = 0; j < some(); j++) {
+                    one[j][i] = fused(s, all(kept[(t + j) * row() + key + k]), one[j][i]);
+                    two[j][i] = fused(s, all(queries[(t + j) * keys() + query + k]), two[j][i]);
+                }
             }
-        for (int i = 0; i < vectors(); i++) {
-            store(one[i], by_key + at + i * LANES, n);
-            store(two[i], by_query + at + i * LANES, n);
-        }
+        for (int j = 0; j < some(); j++)
+            for (int i = 0; i < vectors(); i++) {
+                store(one[j][i], reads + 2 * j * V + at + i * LANES, n);
+                store(two[j][i], reads + (2 * j + 1) * V + at + i * LANES, n);
+            }
     }
 
     // What one head of a token has of its ancestors in the block: keys, what they wrote, decays since, products.
@@ -118,15 +136,18 @@ struct DeltaNet {
             for (end = first + 1; end < tokens && end - first < MOST && bases_T[end] == base; end++)
                 if (folds_T[end - 1] != NULL_STATE && folds_T[end - 1] == base) break;
             const float* state = states + (base * H + h) * K * V;
+            const int64_t query = h / (H / G) * K;
             if (base == NULL_STATE)
                 std::fill(room.begin(), room.end(), 0.0f);
+            else if (end - first == 1)
+                parts<2 * WIDE>(V, [&](int64_t at, auto vectors, auto n) {
+                    read(state, first, key, query, at, room.data(), std::integral_constant<int, 1>{}, vectors, n);
+                });
             else
-                parts(V, [&](int64_t at, auto vectors, auto n) {
-                    for (int64_t t = first; t < end; t++) {
-                        float* to = room.data() + (t - first) * 2 * V;
-                        const float* query = queries + t * keys() + h / (H / G) * K;
-                        read(state, kept + t * row() + key, query, at, to, to + V, vectors, n);
-                    }
+                parts<NARROW>(V, [&](int64_t at, auto vectors, auto n) {
+                    groups(end - first, [&](int64_t i, auto some) {
+                        read(state, first + i, key, query, at, room.data() + i * 2 * V, some, vectors, n);
+                    });
                 });
             for (int64_t t = first; t < end; t++)
                 token(t, h, key, value, state, room.data() + (t - first) * 2 * V, above);
@@ -137,25 +158,37 @@ struct DeltaNet {
         float* own = kept + t * row();
         const float *query = queries + t * keys() + h / (H / G) * K, *x_key = own + key;
         const int64_t count = lengths_T[t], decays = channels() + keys() + values() + h;
-        float log = own[decays], same = 0;
+        float log = own[decays];
         for (int64_t i = 0; i < count; i++) {
             const float* row = row_of(paths_TN[t * reach + i]);
-            above.keys[i] = row + key, above.written[i] = row + value, above.since[i] = std::exp(log);
-            Floats one{}, two{};
-            each(K, [&](int64_t e, auto n) {
-                one += load(row + key + e, n) * load(x_key + e, n);
-                two += load(row + key + e, n) * load(query + e, n);
-            });
-            above.by_key[i] = above.since[i] * sum_of(one), above.by_query[i] = above.since[i] * sum_of(two);
+            above.keys[i] = row + key, above.written[i] = row + value, above.since[i] = log;
+            for (int64_t e = 0; e < K; e += 16) __builtin_prefetch(row + key + e);
+            for (int64_t e = 0; e < V; e += 16) __builtin_prefetch(row + value + e);
             log += row[decays];
         }
+        above.since[count] = log;
+        each(count + 1, [&](int64_t i, auto n) { store(exp_of(load(&above.since[i], n)), &above.since[i], n); });
+        groups(count, [&](int64_t first, auto some) {
+            Floats one[some()]{}, two[some()]{};
+            each(K, [&](int64_t e, auto n) {
+                const Floats by_key = load(x_key + e, n), by_query = load(query + e, n);
+                for (int i = 0; i < some(); i++) {
+                    const Floats x = load(above.keys[first + i] + e, n);
+                    one[i] = fused(x, by_key, one[i]), two[i] = fused(x, by_query, two[i]);
+                }
+            });
+            for (int i = 0; i < some(); i++) {
+                above.by_key[first + i] = above.since[first + i] * sum_of(one[i]);
+                above.by_query[first + i] = above.since[first + i] * sum_of(two[i]);
+            }
+        });
         Floats product{};
-        each(K, [&](int64_t e, auto n) { product += load(x_key + e, n) * load(query + e, n); });
-        same = sum_of(product);
+        each(K, [&](int64_t e, auto n) { product = fused(load(x_key + e, n), load(query + e, n), product); });
+        const float same = sum_of(product);
         const T *z = x_TF + t * width() + channels() + h * V, *b = x_TF + t * width() + channels() + values() + h;
-        const float all_since = std::exp(log), beta = 1 / (1 + std::exp(-load(b, 1)[0]));
+        const float all_since = above.since[count], beta = 1 / (1 + std::exp(-load(b, 1)[0]));
         Floats squares{};
-        parts(V, [&](int64_t at, auto vectors, auto n) {
+        parts<WIDE>(V, [&](int64_t at, auto vectors, auto n) {
             Floats told[vectors()], seen[vectors()];
             for (int i = 0; i < vectors(); i++) {
                 told[i] = load(reads + at + i * LANES, n) * all_since;
@@ -164,15 +197,15 @@ struct DeltaNet {
             for (int64_t j = 0; j < count; j++)
                 for (int i = 0; i < vectors(); i++) {
                     const Floats u = load(above.written[j] + at + i * LANES, n);
-                    told[i] += u * above.by_key[j];
-                    seen[i] += u * above.by_query[j];
+                    told[i] = fused(u, all(above.by_key[j]), told[i]);
+                    seen[i] = fused(u, all(above.by_query[j]), seen[i]);
                 }
             for (int i = 0; i < vectors(); i++) {
                 float* to = own + value + at + i * LANES;
                 const Floats u = (load(to, n) - told[i]) * beta;
                 store(u, to, n);
-                seen[i] += u * same;
-                squares += load_lanes(seen[i], n) * seen[i];
+                seen[i] = fused(u, all(same), seen[i]);
+                squares = fused(load_lanes(seen[i], n), seen[i], squares);
                 store(seen[i], reads + V + at + i * LANES, n);
             }
         });
@@ -195,17 +228,25 @@ struct DeltaNet {
 
     // A head of the state after a token; it may take the place of the one before.
     void fold(const float* state, float* to, float since, int64_t count, Above& above) const {
-        for (int64_t k = 0; k < K; k++)
-            for (int64_t j = 0; j < count; j++) above.weights[k * count + j] = above.since[j] * above.keys[j][k];
-        parts(V, [&](int64_t at, auto vectors, auto n) {
-            for (int64_t k = 0; k < K; k++) {
-                Floats sum[vectors()];
-                for (int i = 0; i < vectors(); i++) sum[i] = load(state + k * V + at + i * LANES, n) * since;
-                for (int64_t j = 0; j < count; j++)
+        for (int64_t j = 0; j < count; j++)
+            each(K, [&](int64_t k, auto n) {
+                store(load(above.keys[j] + k, n) * above.since[j], &above.weights[j * K + k], n);
+            });
+        parts<WIDE>(V, [&](int64_t at, auto vectors, auto n) {
+            groups(K, [&](int64_t k, auto some) {
+                Floats sum[some()][vectors()];
+                for (int m = 0; m < some(); m++)
                     for (int i = 0; i < vectors(); i++)
-                        sum[i] += load(above.written[j] + at + i * LANES, n) * above.weights[k * count + j];
-                for (int i = 0; i < vectors(); i++) store(sum[i], to + k * V + at + i * LANES, n);
-            }
+                        sum[m][i] = load(state + (k + m) * V + at + i * LANES, n) * since;
+                for (int64_t j = 0; j < count; j++)
+                    for (int i = 0; i < vectors(); i++) {
+                        const Floats u = load(above.written[j] + at + i * LANES, n);
+                        for (int m = 0; m < some(); m++)
+                            sum[m][i] = fused(u, all(above.weights[j * K + k + m]), sum[m][i]);
+                    }
+                for (int m = 0; m < some(); m++)
+                    for (int i = 0; i < vectors(); i++) store(sum[m][i], to + (k + m) * V + at + i * LANES, n);
+            });
         });
     }
 
