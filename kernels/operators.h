@@ -359,13 +359,13 @@ struct Tail {
 
 // x [T, E] is the stream and is changed. `attention` is that of every layer but for window, scale, cap and sinks; its queries
 // will lie in heads [T, gates + H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers with attention, rows
-// [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions, `paths` those of gated delta nets.
-// adapters_T [T] are numbers of adapters; null: no token has one. `tail` may be null. Returns 0, and computes nothing, if a token's position has no
-// angles.
+// [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions, `paths` those of gated delta
+// nets. adapters_T [T] are numbers of adapters; null: no token has one. `tail` may be null. `tapped` [T, N, E] gets the N
+// rows of each token that calls copy; null: none. Returns 0, and computes nothing, if a token's position has no angles.
 int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
                       int64_t threads, void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD,
                       int64_t tokens, int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN,
-                      const Paths* paths, const int64_t* adapters_T, const Tail* tail);
+                      const Paths* paths, const int64_t* adapters_T, const Tail* tail, char* tapped, int64_t copies);
 
 // Writes the nanoseconds that calls took since the library was loaded, of each code, then of the tail's product and of
 // its top sums.

@@ -51,6 +51,7 @@ class Decoder(nn.Module):
         tail: the head, where it can join that call.
         adapters: that requests choose from, by their numbers in a pass less one.
         ends: what these change in the embedding and the head.
+        tapped: the layers before which passes copy the stream, see `tap`.
     """
 
     architectures: ClassVar[tuple[str, ...]]
@@ -108,6 +109,7 @@ class Decoder(nn.Module):
         self.head = weights.head(SCORE) if c.scores else weights.head(HEAD, bias=c.head_bias)
         self.dtype, self.device, self.adapters = dtype, device, list[Adapter]()
         self.ends: AdaptedEnds | None = None
+        self.tapped: Sequence[int] = ()
         self.after = [] if self.norm is None else [Call("norm", "stream", "read", norm=self.norm)]
         self._join()
         self.stack = self._stack()
@@ -115,27 +117,35 @@ class Decoder(nn.Module):
         self.tail: Matrix | None = getattr(self.head, "matrix", None) if plain and self.stack else None
 
     def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, spans_T: Tensor, cache: KVCache, layout: TreeLayout
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        spans_T: Tensor,
+        cache: KVCache,
+        layout: TreeLayout,
+        tapped_TNE: Tensor | None = None,
     ) -> Tensor:
         """Evaluate the T tokens of a pass; their keys and values go into the cache.
 
         Args:
             tokens_T, positions_T: int64; positions of a learned table lie below `shape.max_positions`.
             spans_T: int64, length of each token's sequence when it was evaluated (for length-dependent rotary kinds).
+            tapped_TNE: is filled with the stream before each layer of `tapped`; None: nobody wants it.
 
         Returns:
             hidden rows [T, E], final norm applied.
         """
         x_TE = self._embedded(tokens_T, positions_T, layout)
         if self.stack is not None and self.stack.takes(layout):
-            return self.stack(x_TE, self._angles(positions_T, spans_T), cache, layout)
+            return self.stack(x_TE, self._angles(positions_T, spans_T), cache, layout, tapped_TNE)
         tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
         registers = Registers(x_TE, self.config, tables, cache, layout)
+        registers["tapped"] = tapped_TNE
         run(self.before if registers.together else (), registers)
         for layer in self.layers:
             layer(registers)
         run(() if registers.together else self.after, registers)
-        return registers["read" if self.after else "stream"]
+        return registers["stream" if self.norm is None else "read"]
 
     @property
     def joins(self) -> bool:
@@ -152,11 +162,12 @@ class Decoder(nn.Module):
         asked: Sequence[int],
         size: int,
         wanted: Sequence[TopSums],
+        tapped_TNE: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor], list[bool]]:
         """`forward`, the logits of some of the tokens and their top sums, as one call.
 
         Args:
-            tokens_T, positions_T, spans_T, cache, layout: as of `forward`.
+            tokens_T, positions_T, spans_T, cache, layout, tapped_TNE: as of `forward`.
             asked: the tokens, ascending.
             size, wanted: see `kernels.rows.top_sums_of_logits`.
 
@@ -166,7 +177,7 @@ class Decoder(nn.Module):
         assert self.stack is not None and self.tail is not None
         x_TE = self._embedded(tokens_T, positions_T, layout)
         pass_ = x_TE, self._angles(positions_T, spans_T), cache, layout
-        return x_TE, *self.stack.top_sums(*pass_, self.tail, asked, size, wanted)
+        return x_TE, *self.stack.top_sums(*pass_, self.tail, asked, size, wanted, tapped_TNE)
 
     def _angles(self, positions_T: Tensor, spans_T: Tensor) -> list[Angles]:
         return [rotary.angles(positions_T, spans_T, self.dtype) for rotary in self.rotaries]
@@ -239,6 +250,21 @@ class Decoder(nn.Module):
             layer.calls = calls
         self.adapters = [*adapters]
         self.ends = AdaptedEnds(adapters, fitted, names, c, self.head, self.dtype, device)
+        self._join()
+        self.stack = self._stack()
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Have passes copy the stream before some layers, on a CPU, for who reads it.
+
+        Args:
+            layers: ascending; `config.layers` stands for the stream after the last one, before the norm.
+        """
+        self.tapped = tuple(layers)
+        calls = {layer: Call("tap", "stream", table=number) for number, layer in enumerate(layers)}
+        for index, layer in enumerate(cast(Sequence[Layer], self.layers)):
+            layer.calls = [*([calls[index]] if index in calls else []), *layer.calls]
+        if (last := calls.get(self.config.layers)) is not None:
+            self.after = [last, *self.after]
         self._join()
         self.stack = self._stack()
 

@@ -148,6 +148,11 @@ def _gate(call: Call, r: Registers) -> None:
     r[call.target] = sigmoid_mul(r[call.target], r.gates_TM, impl=r.impl)
 
 
+def _tap(call: Call, r: Registers) -> None:
+    if (tapped_TNE := r.get("tapped")) is not None:
+        tapped_TNE[:, call.table] = r[call.source]
+
+
 # --- several calls as one, on a GPU ---
 
 
@@ -245,6 +250,7 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "adapt": _adapt,
     "mix": _mix,
     "gate": _gate,
+    "tap": _tap,
     "turns": _turn_and_write,
     "sums": _add_and_norm,
 }

@@ -156,8 +156,7 @@ class GraphRunner(Runner):
         rows_N = None if in_order else step.rows_T[: len(asked)]
         keep_rows |= self.impl != "triton"  # others read rows once more where sums are equal
         logp_NV, finite_N = (_taken(x, len(asked), rows_N, copied=keep_rows) for x in results)
-        for rows, keep in keeps:
-            keep(hidden_TE[rows])
+        self._give(keeps, hidden_TE)
         if edits:
             logp_NV, finite_N, peaks_NB = self.edited(logp_NV, finite_N, edits)
         elif peaks_NB is not None:

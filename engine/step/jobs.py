@@ -213,16 +213,17 @@ class Batch:
         if job.kept is not None and chunk.tree is job.trees[0]:
             count, keep = job.kept.wanted(chunk.tree, chunk.trunk_tokens, chunk.nodes)
             if count:
-                self.keeps.append((slice(end - count, end), keep))
+                self.keeps.append(Keep(slice(end - count, end), keep))
             if chunk.drafts:
-                self.keeps.append((slice(end, self.tokens), partial(job.kept.keep_drafted, chunk.tree, chunk.drafts)))
+                keep = partial(job.kept.keep_drafted, chunk.tree, chunk.drafts)
+                self.keeps.append(Keep(slice(end, self.tokens), keep))
         if chunk.drafts:
             share.draft_rows = slice(len(self.asked), len(self.asked) + len(chunk.drafts))
             self.asked += range(end, self.tokens)
             if pending.constrained is not None and pending.constrained.edits.of_logits:
                 self.edits.append(Edit(share.draft_rows, partial(share.note_excess), True))
         if (hidden := pending.request.hidden) is not None:
-            self.keeps.append((slice(self.tokens - len(chunk), self.tokens), partial(self._give, hidden)))
+            self.keeps.append(Keep(slice(self.tokens - len(chunk), self.tokens), partial(self._give, hidden)))
         self.shares.append(share)
 
     def _give(self, hidden: TakeHidden, rows_TE: Tensor) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,12 +23,19 @@ from kernels.stack import one_by_one
 from models.sharding import Gathered
 
 Part = tuple[slice, Read | TopSums]  # a range of the rows asked for, and what reads it, or the top sums that are wanted
-Keep = tuple[slice, Callable[[Tensor], None]]  # a range of a pass's tokens, and what gets their hidden rows
 Answers = tuple[Tensor, list[bool], list[Tensor]]
 Ready = Callable[[Pass], None]  # gets a pass's inputs on the device
 PAGES = tuple(1 << i for i in range(31))  # of a page table, which grows with a text: few sizes of passes to prepare
 FRAMES = 64  # sizes of passes that are kept prepared
 Rows = tuple[Tensor, list[bool]]  # float32 [N, V], or empty where no search needs them; whether each row is finite
+
+
+class Keep(NamedTuple):
+    """A range of a pass's tokens, and what gets their rows: hidden ones, or those that the model taps, [T, N, E]."""
+
+    rows: slice
+    take: Callable[[Tensor], None]
+    tapped: bool = False
 
 
 class Strategy(Protocol):
@@ -120,7 +127,8 @@ class Runner:
     """One model with its pool: evaluates chunks of trees.
 
     Args:
-        model: `forward(tokens_T, positions_T, spans_T, cache, layout) -> hidden_TE`, `logits(hidden_NE)` and `shape`.
+        model: `forward(tokens_T, positions_T, spans_T, cache, layout, *tapped) -> hidden_TE`, `logits(hidden_NE)` and
+            `shape`.
         pool: the model's KV cache.
         vocab_size: tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
         budget: most tokens per pass; longer prompts go in chunks.
@@ -163,18 +171,20 @@ class Runner:
             self._packed_by = options
         return self._packer.pack(chunks)
 
-    def forward(self, chunks: Sequence[Chunk], ready: Ready | None = None) -> Tensor:
+    def forward(self, chunks: Sequence[Chunk], ready: Ready | None = None, *tapped: Tensor) -> Tensor:
         """Pack and run the model: hidden rows of every token of the pass.
 
         Args:
             ready: is called with the inputs when they are on the device.
+            tapped: is filled with rows, see `Decoder.forward`.
         """
         with phase(self.observer, "pack"):
             p = self.pack(chunks)
         if ready is not None:
             ready(p)
         with phase(self.observer, "forward"):
-            return self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
+            inputs = p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout
+            return self.model.forward(*inputs, *tapped)
 
     def logits(self, ids: Sequence[int], adapter: int = 0) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V].
@@ -213,7 +223,7 @@ class Runner:
             asked: rows of the pass whose next-token log-probabilities are wanted.
             reads: functions that read ranges of these rows, or top sums that are wanted of them, see `Evaluate`.
             edits: functions that edit ranges of these rows before they are read.
-            keeps: functions that get the hidden rows of ranges of the pass's tokens, and must copy what they keep.
+            keeps: functions that get the rows of ranges of the pass's tokens, and must copy what they keep.
 
         Returns:
             float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
@@ -308,10 +318,23 @@ class Runner:
         """The top sums of rows by the call that evaluates the layers."""
         p = self.pack(chunks)
         inputs = p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout
-        hidden_TE, found, finite = self.model.top_sums(*inputs, asked, self.vocab_size, wanted)
-        for rows, keep in keeps:
-            keep(hidden_TE[rows])
+        tapped = self._tapped(chunks, keeps)
+        hidden_TE, found, finite = self.model.top_sums(*inputs, asked, self.vocab_size, wanted, *tapped)
+        self._give(keeps, hidden_TE, *tapped)
         return found, finite
+
+    def _tapped(self, chunks: Sequence[Chunk], keeps: Sequence[Keep]) -> Sequence[Tensor]:
+        """Room for the rows that are tapped, [T, N, E], if any function wants them."""
+        if not any(keep.tapped for keep in keeps):
+            return ()
+        model, tokens = self.model, sum(map(len, chunks))
+        return (torch.empty(tokens, len(model.tapped), model.config.width, dtype=self.dtype, device=self.device),)
+
+    @staticmethod
+    def _give(keeps: Sequence[Keep], hidden_TE: Tensor, *tapped: Tensor) -> None:
+        """Give rows to the functions that keep them."""
+        for keep in keeps:
+            keep.take((tapped[0] if keep.tapped else hidden_TE)[keep.rows])
 
     def _gathered_sums(self, rows_NE: Tensor, wanted: Sequence[TopSums]) -> tuple[list[FoundSums], list[bool]]:
         """The top sums of rows that are divided among processes and never gathered."""
@@ -331,9 +354,9 @@ class Runner:
         self, chunks: Sequence[Chunk], asked: Sequence[int], keeps: Sequence[Keep], ready: Ready | None = None
     ) -> Tensor:
         """Hidden rows of the tokens asked for."""
-        hidden_TE = self.forward(chunks) if ready is None else self.forward(chunks, ready)
-        for rows, keep in keeps:
-            keep(hidden_TE[rows])
+        tapped = self._tapped(chunks, keeps)
+        hidden_TE = self.forward(chunks, ready, *tapped)
+        self._give(keeps, hidden_TE, *tapped)
         if len(asked) == len(hidden_TE):
             return hidden_TE
         return hidden_TE[torch.tensor(asked, dtype=torch.int64).to(self.device, non_blocking=True)]

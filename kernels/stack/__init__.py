@@ -96,7 +96,7 @@ class Stack:
         codes = [call.code for call in calls]
         self.adapters = min((len(call.adapters) for call in calls if call.code == "adapt"), default=1)  # numbers
         self.attending, self.convolving = codes.count("attend"), codes.count("convolve")
-        self.recurring = codes.count("recur")
+        self.recurring, self.tapping = codes.count("recur"), codes.count("tap")
         self._deltas = [deltas.described(call.delta.weights, call.delta.order) for call in calls if call.delta]
         described = iter(self._deltas)
         self._calls = (_STRUCTURES["Call"] * len(calls))(
@@ -157,12 +157,20 @@ class Stack:
         """Whether it runs passes of C++: unless a profiler wants to see operators."""
         return not self.idle and not watched()
 
-    def __call__(self, x_TE: Tensor, angles: Sequence[Angles], cache: KVCache, layout: TreeLayout) -> Tensor:
+    def __call__(
+        self,
+        x_TE: Tensor,
+        angles: Sequence[Angles],
+        cache: KVCache,
+        layout: TreeLayout,
+        tapped_TNE: Tensor | None = None,
+    ) -> Tensor:
         """Evaluate the tokens of a pass; their keys and values go into the cache.
 
         Args:
             x_TE: embeddings, of the stack's dtype; they are overwritten.
             angles: those of each table that layers name.
+            tapped_TNE: is filled with the rows that are tapped; None: nobody wants them.
 
         Returns:
             [T, E], the last norm applied.
@@ -170,7 +178,7 @@ class Stack:
         Raises:
             ValueError: tensors that do not fit together, or a layout that leads out of the cache.
         """
-        self._run(x_TE, angles, cache, layout, None)
+        self._run(x_TE, angles, cache, layout, None, tapped_TNE)
         return x_TE
 
     def top_sums(
@@ -183,11 +191,12 @@ class Stack:
         asked: Sequence[int],
         size: int,
         wanted: Sequence[TopSums],
+        tapped_TNE: Tensor | None = None,
     ) -> tuple[list[Tensor], list[bool]]:
         """Evaluate the tokens of a pass, and find the top sums of the log-probabilities after some of them.
 
         Args:
-            x_TE, angles, cache, layout: as of a call; x_TE becomes what that returns.
+            x_TE, angles, cache, layout, tapped_TNE: as of a call; x_TE becomes what that returns.
             head: makes logits of rows.
             asked: the tokens, ascending.
             size, wanted: see `kernels.rows.top_sums_of_logits`, which also has the results.
@@ -204,14 +213,22 @@ class Stack:
         places = (x.buffer_info()[0] for x in (sums.sums, sums.finite, sums.out, sums.parts))
         pointers = rows.buffer_info()[0], *(room.data_ptr() for room in rooms), *places
         tail = _STRUCTURES["Tail"](ctypes.addressof(self._head[1]), *pointers, len(wanted), N, size)
-        self._run(x_TE, angles, cache, layout, ctypes.addressof(tail))
+        self._run(x_TE, angles, cache, layout, ctypes.addressof(tail), tapped_TNE)
         return sums.found()
 
     def _run(
-        self, x_TE: Tensor, angles: Sequence[Angles], cache: KVCache, layout: TreeLayout, tail: int | None
+        self,
+        x_TE: Tensor,
+        angles: Sequence[Angles],
+        cache: KVCache,
+        layout: TreeLayout,
+        tail: int | None,
+        tapped_TNE: Tensor | None,
     ) -> None:
         T, S = layout.positions_T.shape[0], cache.k_LGSD.shape[2]
         expect("a stack's rows", x_TE, self.dtype, (T, self.width), _CPU)
+        if tapped_TNE is not None:
+            expect("tapped rows", tapped_TNE, self.dtype, (T, self.tapping, self.width), _CPU)
         prepared: _Prepared | None = vars(layout).get("_prepared")
         if prepared is None or prepared.stack is not self or prepared.cache is not cache:
             prepared = vars(layout)["_prepared"] = _Prepared(self, cache, layout)
@@ -222,6 +239,7 @@ class Stack:
         heads = torch.empty(T * self.every * self.head_dim, dtype=self.dtype)
         pointers = x_TE.data_ptr(), *prepared.pointers, heads.data_ptr()
         more = *prepared.sizes, prepared.paths, self._adapted(layout, T), tail
+        more = *more, _address(tapped_TNE), self.tapping
         if self.delta is not None:
             self.check_paths(cache, layout, T)
         if not function("stack")(*prepared.structures, threads, *pointers, *more):

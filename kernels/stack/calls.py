@@ -33,6 +33,7 @@ CODES = (
     "mix",  # target = what the experts of `mixture` make of source
     "gate",  # target *= the logistic function of the gates in source
     "recur",  # target = the gated delta net `delta` of source
+    "tap",  # the rows of source are copied for whoever wants them, as number `table` of each token's
 )
 
 
@@ -45,7 +46,7 @@ class Call(NamedTuple):
         norm, more: with a `weight` and a `bias`, which is None for an RMSNorm.
         matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
         scale, window, cap, sinks: of attention, see `kernels.tree_attention`; or a factor.
-        table: the number of the angles.
+        table: the number of the angles, or of what is tapped.
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.
         mixture: experts, with packed `matrices`, see `kernels.experts`.

@@ -37,7 +37,7 @@ void with_element(int64_t bytes, F f) {
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
 enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, CODES };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, TAP, CODES };
 
 // What has a clock: the codes, then the product of the head, and top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
@@ -69,6 +69,8 @@ struct Pass {
     const int64_t *ancestors_TN, *adapters_T;
     const Paths* paths;
     float *delta_rows, *states;  // of the gated delta net that comes next
+    char* const tapped;
+    const int64_t copies;  // of each token's rows
     const int64_t turned = s.heads + s.kv_heads, every = s.gates + turned + s.kv_heads;
     const int64_t head = s.head_dim * s.element;
     char *const queries = heads_THD + s.gates * head, *const keys = queries + s.heads * head;
@@ -202,6 +204,12 @@ struct Pass {
                                            every * s.head_dim);
             case RECUR:
                 return recur(*c.delta, source, target);
+            case TAP: {
+                const int64_t row = s.width * s.element;
+                for (int64_t t = 0; tapped && t < tokens; t++)
+                    std::memcpy(tapped + (t * copies + c.table) * row, source + t * row, row);
+                return;
+            }
         }
     }
 };
@@ -241,13 +249,14 @@ class Turns {
 extern "C" int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
                                  int64_t threads, void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD,
                                  int64_t tokens, int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN,
-                                 const Paths* paths, const int64_t* adapters_T, const Tail* tail) {
+                                 const Paths* paths, const int64_t* adapters_T, const Tail* tail, char* tapped,
+                                 int64_t copies) {
     const Turns turns(angles, tables, attention->positions, tokens, stack->element);
     if (!turns.fit) return 0;
     Pass pass{*stack, *attention, turns.angles.data(), slots_T,    heads_THD,
               threads, tokens,    slots,               k,          v,
               rows,   kept,       ancestors_TN,        adapters_T, paths,
-              paths ? paths->rows : nullptr, paths ? paths->states : nullptr};
+              paths ? paths->rows : nullptr, paths ? paths->states : nullptr, tapped, copies};
     char* registers[ROOMS] = {(char*)x,
                                   pass.read_TE.get(),
                                   pass.out_TE.get(),

@@ -16,6 +16,7 @@ from engine import Engine
 from engine.cache.tree import TokenTree
 from engine.errors import NumericsError
 from engine.step.packing import Chunk, pack
+from engine.step.runner import Keep
 from kernels import cpp
 from kernels.layout import KVCache
 from kernels.rows import TopSums
@@ -254,7 +255,7 @@ def test_the_head_and_top_sums_join(folder, kind):
         chunks = [Chunk(tree, n, [], tree.allocate(n, [])) for tree, n in zip(trees, (5, 20), strict=True)]
         hidden = []
         with nullcontext() if joined else one_by_one(runner.model):
-            answers, finite = runner.evaluate_top_sums(chunks, [4, 20, 24], wanted, [(slice(3, 5), hidden.append)])
+            answers, finite = runner.evaluate_top_sums(chunks, [4, 20, 24], wanted, [Keep(slice(3, 5), hidden.append)])
         found.append([*answers, hidden[0].clone(), torch.tensor(finite)])
         with pytest.raises(ValueError, match="asked: expected 3 tokens of 25, ascending") if joined else nullcontext():
             runner.evaluate_top_sums(chunks, [4, 20, 25] if joined else [4, 20, 24], wanted)
@@ -321,4 +322,42 @@ def test_what_does_not_fit_is_refused(folder):
     ):
         with pytest.raises(ValueError, match="expected contiguous"):
             stack(x, [Angles((cos, cos))], cache, layout)
+    tree.release()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tapped_streams_are_those_before_layers(dtype, tmp_path):
+    """By the layers in one call and one by one, those that hooks see; rows stay the same bits. Untapped, no call is
+    added."""
+    make(tmp_path, layers=4, width=64, mlp=96, heads=4, kv_heads=2, vocab=260, max_positions=64, seed=1)
+    engine = load(tmp_path, (dtype, "none"))
+    runner, model, streams = engine.runner, engine.runner.model, []
+
+    def evaluate(*keeps):
+        tree = TokenTree(runner.pool, range(3, 20))
+        with torch.inference_mode():
+            chunks = [Chunk(tree, 17, [], tree.allocate(17, []))]
+            [best], _ = runner.evaluate_top_sums(chunks, [16], [TopSums([0.0], 9)], keeps)
+        tree.release()
+        return best
+
+    assert "tap" not in [call.code for call in model.stack.calls]
+    plain = evaluate()
+    first = model.layers[0].register_forward_pre_hook(lambda _, args: streams.append(args[0]["stream"].clone()))
+    hooks = [layer.register_forward_hook(lambda _, args, out: streams.append(out.clone())) for layer in model.layers]
+    with one_by_one(model):
+        evaluate()
+    for hook in (first, *hooks):
+        hook.remove()
+    model.tap([0, 2, 4])
+    seen, hidden = [], []
+    keeps = Keep(slice(2, 17), seen.append, True), Keep(slice(2, 17), hidden.append)
+    assert evaluate().equal(plain) and evaluate(*keeps).equal(plain)
+    with one_by_one(model):
+        evaluate(*keeps)
+    want = torch.stack([streams[layer][2:] for layer in (0, 2, 4)], 1)
+    assert seen[0].equal(want) and seen[1].equal(want) and hidden[0].equal(hidden[1])
+    with pytest.raises(ValueError, match="tapped rows: expected contiguous"):
+        tree = TokenTree(runner.pool, [3])
+        runner.forward([Chunk(tree, 1, [], tree.allocate(1, []))], None, torch.empty(1, 2, 64, dtype=runner.dtype))
     tree.release()

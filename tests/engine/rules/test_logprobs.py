@@ -152,7 +152,7 @@ def test_an_interrupted_output(engine):
 def test_no_pass_is_added_and_nothing_is_kept_unasked(engine, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        Runner, "forward", lambda self, chunks, real=Runner.forward: calls.append(1) or real(self, chunks)
+        Runner, "forward", lambda self, *given, real=Runner.forward: calls.append(1) or real(self, *given)
     )
     monkeypatch.setattr(HiddenRows, "keep", lambda *args, real=HiddenRows.keep: calls.append("keep") or real(*args))
     counts = []

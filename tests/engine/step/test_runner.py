@@ -11,6 +11,7 @@ from engine.cache.tree import TokenTree
 from engine.contract.top_sums import TopSums
 from engine.rules.edits import Edit
 from engine.step.packing import Chunk
+from engine.step.runner import Keep
 from kernels.rows import top_sums
 
 MODEL, PROMPT = Path(__file__).parents[2] / "golden/llama/plain", [5, 6, 7, 8]
@@ -40,7 +41,7 @@ def test_rows_edits_reads_and_hidden_rows(runner, chunk):
     kept = []
     edit = Edit(slice(1, 2), partial(lambda rows_NV, excess_N1: rows_NV.fill_(-1.0)), False)
     reads = [(slice(0, 1), lambda rows_NV, peaks_NB: rows_NV.sum(1).double()), (slice(1, 2), TopSums([0.5], 2))]
-    keep = (slice(2, 4), lambda hidden_TE: kept.append(hidden_TE.clone()))
+    keep = Keep(slice(2, 4), lambda hidden_TE: kept.append(hidden_TE.clone()))
     logp_NV, finite, numbers = runner.evaluate([chunk], [3, 1], reads, [edit], [keep])
     torch.testing.assert_close(logp_NV[0], expected_TV[3], rtol=0, atol=1e-4)
     assert logp_NV[1].eq(-1).all() and finite == [True, True] and kept[0].shape[0] == 2
