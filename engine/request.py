@@ -32,6 +32,7 @@ from engine.step.jobs import Job
 from engine.text.stopping import CONTEXT, StopStrings, check_stop
 from engine.text.tokenizer import Tokenizer
 from engine.words import TEXT_SUM
+from models.draft_heads import DraftHead
 from models.shard import Shard
 
 
@@ -390,6 +391,9 @@ def _check_roles(models: Models, request: Request) -> None:
         if role not in models.others and not (role == "reward" and (request.reward or models.reward)):
             kind = {"draft": "a smaller one of the same tokenizer", "reward": "one with a scalar head"}[role]
             raise UsageError(f"this search needs a {role} model", remedy=f"give --{role} DIR, {kind}")
+        if role == "draft" and isinstance(models.others[role].runner.model, DraftHead):
+            remedy = "give a model by --draft; a head drafts under other searches, by --drafts"
+            raise UsageError("this search needs a draft model, and the draft is a head of the model", remedy=remedy)
     if models.shard.size > 1 and getattr(request.search, "save", None) is not None:
         raise UsageError("save: processes that share a model save nothing", remedy="leave out --aded-save")
 

@@ -24,7 +24,7 @@ def chosen_drafter(
         runner: the target's, see `engine.step.runner`.
         processes: that share the model.
         tokenizer: its tokenizer; None if it has none.
-        draft: the runner of a draft model; None without one.
+        draft: the runner of a draft model, or of a head of the target; None without one.
         capacity: of a suffix store; None: the usual one.
 
     Raises:
@@ -54,14 +54,21 @@ def chosen_drafter(
         fingerprint = "" if tokenizer is None else tokenizer.fingerprint
         return SuffixDrafter(SuffixStore(runner.vocab_size, fingerprint, capacity or CAPACITY))
     if named == "model":
-        from engine.drafts.model import ModelDrafter  # imports torch
-
-        if draft is None:
-            remedy = "give --draft DIR, a smaller one of the same tokenizer"
-            raise UsageError("drafts: model needs a draft model", remedy=remedy)
-        return ModelDrafter(draft)
+        return drafter_of(draft)
     assert not isinstance(named, str), named
     return named
+
+
+def drafter_of(draft: Any) -> Drafter:
+    """The drafter of a draft model or a head, by its runner. Raises UsageError if there is none."""
+    from engine.drafts.heads import HeadDrafter  # here and below: torch, which the flags do without
+    from engine.drafts.model import ModelDrafter
+    from models.draft_heads import DraftHead
+
+    if draft is None:
+        remedy = "give --draft DIR, a smaller one of the same tokenizer, or an EAGLE-3 head of the model"
+        raise UsageError("drafts: model needs a draft model", remedy=remedy)
+    return (HeadDrafter if isinstance(draft.model, DraftHead) else ModelDrafter)(draft)
 
 
 def check_drafter(named: Any) -> None:

@@ -327,7 +327,7 @@ class ModelDrafter:
             raise
         return ready
 
-    def _run(self, parts: Sequence["ReadPart"]) -> None:
+    def _run(self, parts: Sequence[ReadPart]) -> None:
         """Run a pass, keep the best tokens of its rows, and note its time."""
         began, runner, first = time.perf_counter(), self.runner, 0
         owners, places = list[tuple[ModelDrafts, int]](), list[int]()
@@ -336,7 +336,7 @@ class ModelDrafter:
                 owners.append((part.forest.request, node))
                 places.append(first + place)
             first += len(part.chunk)
-        for (request, node), row in zip(owners, self._best([part.chunk for part in parts], places), strict=True):
+        for (request, node), row in zip(owners, self._best(parts, places), strict=True):
             request.rows[node] = row
         seconds = time.perf_counter() - began
         self.passes += 1
@@ -347,9 +347,10 @@ class ModelDrafter:
             wanted.passes.append((self.passes, tokens, seconds))
             wanted.seconds += seconds * (tokens - part.of_prompt) / first
 
-    def _best(self, chunks: Sequence[Chunk], places: Sequence[int]) -> list[list[tuple[int, float]]]:
+    def _best(self, parts: Sequence[ReadPart], places: Sequence[int]) -> list[list[tuple[int, float]]]:
         """The best tokens of rows of a pass with their log-probabilities; none of a row that is not finite."""
         runner, k = self.runner, min(CANDIDATES, self.runner.vocab_size)
+        chunks = [part.chunk for part in parts]
         if not places:
             runner.forward(chunks)
             return []

@@ -10,7 +10,7 @@ from engine.drafts.suffixes import FIRST_CAPACITY, SuffixDrafter
 from engine.errors import UsageError, shortened
 from engine.step.drafting import EngineDrafts
 
-KINDS = {"ngrams": NGramDrafter, "suffix": SuffixDrafter, "auto": SuffixDrafter, "model": ModelDrafter}
+KINDS = {"ngrams": NGramDrafter, "suffix": SuffixDrafter, "auto": SuffixDrafter}
 
 
 class RequestedDrafters:
@@ -47,6 +47,8 @@ class RequestedDrafters:
         target = models.target
         of_target = target.runner, models.shard.size, target.tokenizer
         drafter: Drafter | None = chosen_drafter(choice, *of_target, runner, FIRST_CAPACITY)
+        if own is not None and isinstance(drafter, ModelDrafter) and getattr(own.drafter, "runner", None) is runner:
+            return own
         if drafter is None:
             return None
         made = EngineDrafts(drafter)

@@ -35,6 +35,7 @@ from kernels.layout import NULL_SLOT, TRASH_SLOT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import ModelSize, measure
 from models.config import ModelShape
+from models.draft_heads import HEADS
 from models.formats.linear import FORMATS
 from models.gguf.vocabulary import FileVocabulary
 from models.trim import release_libraries
@@ -112,6 +113,9 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         quant = pick_quant(options.quant, checkpoint, precision.dtype, device).name
         size = measure(checkpoint, precision.dtype, device, quant, options.place)
         name = role if len(options.folders) > 1 else ""
+        if checkpoint.architecture in HEADS:
+            rows = workload.slots[0] * size.config.width * precision.dtype.itemsize
+            lines["rows of prompts for the draft head"] = rows
         format = f" ({quant})" if quant != "none" else ""
         lines[f"{name} weights{format}".strip()] = size.weights
         adapters = open_adapters(options, checkpoint) if role == "target" else {}

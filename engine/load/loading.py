@@ -36,6 +36,7 @@ from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import PACK_AGAIN
 from models.checkpoint.weights import Weights
 from models.config import ModelShape
+from models.draft_heads import DraftHead
 from models.families import family_of, load_model
 from models.formats.floats import has_products
 from models.formats.linear import FORMATS
@@ -242,8 +243,9 @@ class _Weights:
 
 def open_adapters(options: LoadOptions, checkpoint: Checkpoint) -> dict[str, Adapter]:
     """The adapters of a model, checked against its configuration. Raises CheckpointError, UsageError."""
-    found, family = {}, family_of(checkpoint.architecture, str(checkpoint.folder / "config.json"))
+    found = {}
     for name, (folder, scale) in options.scaled_adapters.items():
+        family = family_of(checkpoint.architecture, str(checkpoint.folder / "config.json"))
         for option, used in (("shard", options.place.size > 1), ("compile", options.compile == "on")):
             if used:
                 raise UsageError(f"adapters: they are not served with {option}", remedy="merge the adapter")
@@ -270,6 +272,7 @@ def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, Loaded
         role: _Weights.load(folder, options if role == "target" else others, device, template.get(role))
         for role, folder in options.folders.items()
     }
+    attach_heads(parts)
     caches = [(part.model.shape, part.cache_dtype) for part in parts.values()]
     recorded = options.graphs == "on" and shard.size == 1
     pools = make_pools(caches, device, kv_memory, shard)
@@ -282,6 +285,19 @@ def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, Loaded
     return models
 
 
+def attach_heads(parts: Mapping[str, _Weights]) -> None:
+    """Give the target its draft head, if there is one. Raises UsageError, CheckpointError."""
+    for role, part in parts.items():
+        if isinstance(part.model, DraftHead):
+            if role != "draft":
+                raise UsageError(
+                    f"a draft head cannot be the {'model' if role == 'target' else role}: it drafts for one",
+                    where=part.checkpoint.name,
+                    remedy="give it by --draft, with --drafts model",
+                )
+            part.model.attach(parts["target"].model)
+
+
 def check_companion(role: str, target: LoadedModel, other: LoadedModel) -> None:
     """Refuse a model that cannot play its role, "draft" or "reward", beside another. Raises UsageError."""
     if role == "reward":
@@ -292,6 +308,8 @@ def check_companion(role: str, target: LoadedModel, other: LoadedModel) -> None:
                 remedy="give a checkpoint whose architecture ends in ForSequenceClassification",
             )
         return
+    if isinstance(other.runner.model, DraftHead):
+        return  # it has become the target's
     if other.shape.scores:
         raise UsageError("the draft is a reward model: it generates none", where=other.name)
     if target.tokenizer and other.tokenizer:

@@ -74,7 +74,8 @@ class LoadOptions:
     Args:
         folder: folder with config.json, safetensors, tokenizer, a GGUF file, or a name on the hub: org/name[:Q4_K_M].
             A name may have a revision and a file, `org/name@revision:FILE.gguf`; a path that is there goes first.
-        draft: a smaller model of the same tokenizer. As `folder`, for searches and `drafts` that draft by a model.
+        draft: a smaller model of the same tokenizer. As `folder`, for searches and `drafts` that draft by a model; for
+            the latter also an EAGLE-3 head of the model.
         reward: a model with a scalar head, to rank. As `folder`, for searches that rank; from Python also a function,
             see `Request`.
         chat_template: a Jinja file; none: plain completion.
@@ -103,8 +104,8 @@ class LoadOptions:
         graphs: run small passes as CUDA graphs on a GPU.
         drafts: guesses that ride along in the passes of every search, which then needs fewer: from the "ngrams" of a
             request's prompt and output, the longest "suffix" of its text, found in it and in ended requests' texts, or
-            a smaller "model" (`draft`). "auto": suffix, where that changes no bit. From Python also a
-            `engine.drafts.Drafter`. On a CPU; see docs/drafts.md.
+            a smaller "model" or a head of the model (`draft`). "auto": suffix, where that changes no bit. From Python
+            also a `engine.drafts.Drafter`. On a CPU; see docs/drafts.md.
         shard: the place of this process among several that share the models, companions too, see
             `engine.load.distributed.together`. All load alike and get the same requests; memory is that of each.
 

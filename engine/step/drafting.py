@@ -23,6 +23,7 @@ from engine.contract import Evaluate
 from engine.contract.checks import guarded_edit
 from engine.contract.top_sums import FoundSums, TopSums, find_top_sums, found_in_entries
 from engine.drafts import Draft, Drafter, Wanted
+from engine.drafts.heads import HeadDrafts
 from engine.drafts.model import ModelDrafts
 from engine.drafts.size import MAX_NODES, DraftSize
 from engine.errors import KVMemoryError
@@ -326,6 +327,19 @@ class JobDrafts:
 
     # --- after a pass ---
 
+    def hears(self, tree: TokenTree) -> bool:
+        """Whether the drafter wants the rows of the passes of a tree."""
+        return tree is self.tree and isinstance(self.request, HeadDrafts)
+
+    def hear(self, chunk: Chunk, rows_TE: Tensor) -> None:
+        """Tell the drafter the rows of a chunk that was evaluated, as its head reads them."""
+        tree = chunk.tree
+        with self._guarded():
+            assert isinstance(self.request, HeadDrafts)
+            self._learn()
+            paths = [path_below(tree, node) for node in [*chunk.nodes, *chunk.drafts]]
+            self.request.hear(chunk.cached - chunk.trunk_tokens, paths, rows_TE)
+
     @staticmethod
     def take_rows(
         tree: TokenTree, drafts: Sequence[DraftedNode], logp_NV: Tensor, finite: Sequence[bool], excess: Tensor | None
@@ -443,9 +457,12 @@ class Guesses:
         return self.draft.scores[node] / (self.draft.scores[parent] if parent >= 0 else 1.0)
 
 
-def path_below(tree: TokenTree, node: int) -> list[int]:
-    """The tokens from the trunk's end to a live node."""
+def path_below(tree: TokenTree, node: DraftedNode | int) -> list[int]:
+    """The tokens from the trunk's end to a live node, or to a drafted one."""
     path = []
+    while isinstance(node, DraftedNode):
+        path.append(node.token)
+        node = node.parent
     while node != tree.root:
         path.append(tree.token(node))
         node = tree.parent(node)

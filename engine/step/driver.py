@@ -34,7 +34,7 @@ from engine.errors import KVMemoryError, NumericsError
 from engine.rules.constrained import RowPlan
 from engine.step.crowding import check_share, who_gives_way
 from engine.step.drafting import JobDrafts
-from engine.step.guessing import Guessing
+from engine.step.guessing import Guessing, listen
 from engine.step.interrupts import uninterrupted
 from engine.step.jobs import Batch, Job, Pending, Share, Work
 from engine.step.packing import Chunk
@@ -201,6 +201,7 @@ class Driver:
             batch.began += drafted.seconds
             for tokens, seconds in drafted.passes:
                 self.work["draft"].add(int(tokens), seconds)
+            listen(batch)
             batch.strategy = strategy_of(batch)
         return batch
 

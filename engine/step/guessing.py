@@ -1,11 +1,17 @@
-"""The drafts of all requests of a pass: a drafter that has a model guesses for all of its requests at once."""
+"""The drafts of all requests of a pass: a drafter that has a model guesses for all of its requests at once, and one
+that has a head of the target gets the rows of all of them at once."""
 
 import time
 from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
 
 from engine.drafts import Draft, Wanted
-from engine.step.jobs import Job, Work
+from engine.drafts.heads import HeadDrafter
+from engine.step.jobs import Batch, Job, Share, Work
 from engine.step.packing import Chunk
+from engine.step.runner import Keep
 
 
 class Guessing:
@@ -74,3 +80,25 @@ class Guessing:
                     job.work.setdefault("draft", Work()).add(tokens, seconds)
                     passes.setdefault(number, [0, seconds])[0] += tokens
             self.passes += passes.values()
+
+
+def listen(batch: Batch) -> None:
+    """Have the heads that draft for a batch get the rows of its pass."""
+    groups: dict[int, tuple[HeadDrafter, list[tuple[Share, slice]]]] = {}
+    end = 0
+    for share in batch.shares:
+        start, end = end, end + len(share.chunk)
+        if (drafts := share.job.drafts) is not None and drafts.hears(share.chunk.tree):
+            drafter = drafts.engine.drafter
+            assert isinstance(drafter, HeadDrafter)
+            groups.setdefault(id(drafter), (drafter, []))[1].append((share, slice(start, end)))
+    for drafter, shares in groups.values():
+        batch.keeps.append(Keep(slice(0, end), partial(_hear, drafter, shares), drafter.head.taps))
+
+
+def _hear(drafter: HeadDrafter, shares: Sequence[tuple[Share, slice]], rows: Tensor) -> None:
+    """Give each request its part of the rows of a pass."""
+    rows_TE = drafter.head.taken(rows)
+    for share, tokens in shares:
+        if share.job.drafts is not None:
+            share.job.drafts.hear(share.chunk, rows_TE[tokens])

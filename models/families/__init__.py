@@ -1,12 +1,14 @@
 """A file for each family, and the registry of their architectures: from a checkpoint to the model of its family."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.weights import Weights
 from models.decoder import Decoder
+from models.draft_heads import HEADS
 from models.errors import CheckpointError, nearest
 from models.families import (
     gemma,
@@ -74,13 +76,16 @@ def load_model(
     device: torch.device,
     quant: str = "none",
     reader: Callable[..., Weights] = Weights,
-) -> Decoder:
-    """Build the checkpoint's model; see `Weights` for the arguments, and `Sizes` for another reader.
+) -> Any:
+    """Build the checkpoint's model, or its draft head (`models.draft_heads`).
+
+    See `Weights` for the arguments, and `Sizes` for another reader.
 
     Raises:
         CheckpointError: the architecture is not supported, or the folder does not hold what it needs.
     """
-    family = family_of(checkpoint.architecture, str(checkpoint.folder / "config.json"))
+    name = checkpoint.architecture
+    family = HEADS.get(name) or family_of(name, str(checkpoint.folder / "config.json"))
     with checkpoint.held_open():
         return family(checkpoint, dtype, device, quant, reader).eval()
 

@@ -30,7 +30,7 @@ from engine.contract import Search
 from engine.demo import demo_folder, is_demo
 from engine.drafts import Drafter
 from engine.drafts.backoff import NGramDrafter
-from engine.drafts.model import ModelDrafter
+from engine.drafts.choice import drafter_of
 from engine.drafts.suffixes import CAPACITY, SuffixDrafter, SuffixStore
 from engine.errors import UsageError
 from engine.request import Done, Prefill
@@ -62,7 +62,7 @@ the median. *same*: tokens and log-probabilities are those without drafts."""
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("drafts", help="drafts under every search, and the suffix store", description=__doc__)
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP.replace("smollm2-135m-instruct", CODE) % "the demo")
-    parser.add_argument("--draft", metavar="MODEL", help="a draft model, whose drafts are measured too (none)")
+    parser.add_argument("--draft", metavar="MODEL", help="a draft model or head, whose drafts are measured too (none)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="of text (all)")
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=[*SEARCHES], help="(all)")
     parser.add_argument("--llama-lookup", type=Path, metavar="PATH", help="llama.cpp's program; --model is a GGUF file")
@@ -150,7 +150,7 @@ def make_drafter(name: str, engine: Engine) -> Drafter | None:
     if name == "suffix":
         return SuffixDrafter(SuffixStore(engine.runner.vocab_size, engine.tokenizer.fingerprint))
     if name == "model":
-        return ModelDrafter(engine.companions["draft"].runner)
+        return drafter_of(engine.companions["draft"].runner)
     return NGramDrafter() if name == "ngrams" else None
 
 

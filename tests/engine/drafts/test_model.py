@@ -142,7 +142,8 @@ def test_a_long_prompt_is_read_in_parts(loaded):
     asked = lambda: [Request([1] + [5 + i % 90 for i in range(300)], Greedy(), 40, ignore_eos=True)]  # noqa: E731
     plain, seen = answers(engine, asked()), []
     run = ModelDrafter._best
-    ModelDrafter._best = lambda self, chunks, places: seen.append(sum(map(len, chunks))) or run(self, chunks, places)
+    sizes = lambda parts: sum(len(part.chunk) for part in parts)  # noqa: E731
+    ModelDrafter._best = lambda self, parts, places: seen.append(sizes(parts)) or run(self, parts, places)
     try:
         got = with_drafts(engine, asked())
     finally:
@@ -269,7 +270,7 @@ def test_a_drafter_by_itself(loaded):
 def test_a_pass_that_fails_leaves_no_slots(loaded, monkeypatch):
     drafter = ModelDrafter(loaded().companions["draft"].runner)
     request = drafter.open(None, [1, 9, 8, 7])
-    monkeypatch.setattr(drafter, "_best", lambda chunks, places: 1 / 0)
+    monkeypatch.setattr(drafter, "_best", lambda parts, places: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         request.draft([5], 4, 2)
     assert request.tree.live_tokens == 0
