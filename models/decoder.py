@@ -42,6 +42,7 @@ class Decoder(nn.Module):
         names: of the tensors.
         default_eos_token_ids: where no file of the checkpoint has any.
         ignored: tensors that a checkpoint may hold besides.
+        has_mtp: whether checkpoints may hold a draft head, see `models.mtp`.
         base: begins the names of a save of the whole model; a save of the model without its head lacks it.
         config, shape: of this process's part of the model, see `models.sharding`.
         shard, part: the place of this process among those that compute the model, and what it has of it.
@@ -58,6 +59,7 @@ class Decoder(nn.Module):
     names: ClassVar[Names] = Names()
     default_eos_token_ids: ClassVar[frozenset[int]] = frozenset([2])
     ignored: ClassVar[Sequence[re.Pattern[str]]] = BUFFERS
+    has_mtp: ClassVar[bool] = False
     base: ClassVar[str] = ""
 
     @staticmethod

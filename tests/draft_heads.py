@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 LAYER = {"mlp": 96, "heads": 4, "kv_heads": 2}
 
@@ -62,4 +62,25 @@ def make_eagle(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields | config))
     save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def add_mtp(folder: Path) -> dict[str, torch.Tensor]:
+    """Give a checkpoint of Qwen3-Next or Qwen3.5 a head with a layer like one of its own; returns its tensors."""
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    norm = next(name for name in stored if name.endswith(("model.norm.weight", "language_model.norm.weight")))
+    inside = max(name.partition("self_attn.")[0] for name in stored if name.endswith(".self_attn.q_norm.weight"))
+    shapes = {
+        f"mtp.layers.0.{name.removeprefix(inside)}": tuple(tensor.shape)
+        for name, tensor in stored.items()
+        if name.startswith(inside)
+    }
+    width = stored[norm].shape[0]
+    shapes["mtp.fc.weight"] = width, 2 * width
+    tensors = random_tensors(shapes, seed=6)
+    tensors = {name: tensor - 1 if tensor.dim() == 1 else tensor for name, tensor in tensors.items()}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = 0.2 * torch.randn(width, generator=torch.Generator().manual_seed(len(name)))
+    save_file(stored | tensors, path)
     return tensors

@@ -6,7 +6,7 @@ from engine.drafts import Drafter
 from engine.drafts.backoff import NGramDrafter
 from engine.errors import UsageError
 
-NAMES = ("off", "auto", "ngrams", "suffix", "model")
+NAMES = ("off", "auto", "ngrams", "suffix", "model", "mtp")
 
 
 def chosen_drafter(
@@ -53,18 +53,25 @@ def chosen_drafter(
 
         fingerprint = "" if tokenizer is None else tokenizer.fingerprint
         return SuffixDrafter(SuffixStore(runner.vocab_size, fingerprint, capacity or CAPACITY))
-    if named == "model":
-        return drafter_of(draft)
+    if named in ("model", "mtp"):
+        return drafter_of(str(named), draft)
     assert not isinstance(named, str), named
     return named
 
 
-def drafter_of(draft: Any) -> Drafter:
-    """The drafter of a draft model or a head, by its runner. Raises UsageError if there is none."""
+def drafter_of(named: str, draft: Any) -> Drafter:
+    """The drafter of a draft model or a head, by its runner.
+
+    Raises:
+        UsageError: there is none, or it is none of the model's own for "mtp".
+    """
     from engine.drafts.heads import HeadDrafter  # here and below: torch, which the flags do without
     from engine.drafts.model import ModelDrafter
     from models.draft_heads import DraftHead
+    from models.mtp import MTP
 
+    if named == "mtp" and (draft is None or not isinstance(draft.model, MTP)):
+        raise UsageError("drafts: the model was loaded without its own head", remedy="load it with --drafts mtp")
     if draft is None:
         remedy = "give --draft DIR, a smaller one of the same tokenizer, or an EAGLE-3 head of the model"
         raise UsageError("drafts: model needs a draft model", remedy=remedy)

@@ -11,6 +11,7 @@ from engine.errors import UsageError, shortened
 from engine.step.drafting import EngineDrafts
 
 KINDS = {"ngrams": NGramDrafter, "suffix": SuffixDrafter, "auto": SuffixDrafter}
+OF_MODELS = ("model", "mtp")
 
 
 class RequestedDrafters:
@@ -41,7 +42,7 @@ class RequestedDrafters:
         own, draft = models.drafts, models.others.get("draft")
         if isinstance(choice, str) and own is not None and isinstance(own.drafter, KINDS.get(choice, ())):
             return own
-        runner = draft.runner if draft is not None and choice == "model" else None
+        runner = draft.runner if draft is not None and choice in OF_MODELS else None
         if isinstance(choice, str) and choice in self._made and self._made[choice][0] is runner:
             return self._made[choice][1]
         target = models.target

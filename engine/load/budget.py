@@ -107,13 +107,14 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
     if find_spec("llguidance") is not None:
         lines["compiled grammars"] = KEPT_BYTES
     token, shapes = 0, list[ModelShape]()
-    for role, folder in options.folders.items():
-        checkpoint = Checkpoint.open(folder)
+    folders = {**options.folders, **({"draft": options.folder} if options.drafts == "mtp" else {})}
+    for role, folder in folders.items():
+        checkpoint, own_head = Checkpoint.open(folder), role == "draft" and options.drafts == "mtp"
         precision = pick_dtype(options.dtype, checkpoint, device)
         quant = pick_quant(options.quant, checkpoint, precision.dtype, device).name
-        size = measure(checkpoint, precision.dtype, device, quant, options.place)
-        name = role if len(options.folders) > 1 else ""
-        if checkpoint.architecture in HEADS:
+        size = measure(checkpoint, precision.dtype, device, quant, options.place, own_head=own_head)
+        name = role if len(folders) > 1 else ""
+        if own_head or checkpoint.architecture in HEADS:
             rows = workload.slots[0] * size.config.width * precision.dtype.itemsize
             lines["rows of prompts for the draft head"] = rows
         format = f" ({quant})" if quant != "none" else ""
@@ -122,7 +123,8 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         if adapters:
             small = quant != "none" or checkpoint.quantization is not None or precision.dtype.itemsize < 4
             lines["weights of adapters"] = sum(adapter.bytes(small, precision.dtype) for adapter in adapters.values())
-        lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
+        if not own_head:
+            lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
         token += size.shape.kv_bytes_per_token(dtype_of_cache(options.kv_dtype, precision.dtype))
         shapes.append(size.shape)

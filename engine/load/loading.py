@@ -41,6 +41,7 @@ from models.families import family_of, load_model
 from models.formats.floats import has_products
 from models.formats.linear import FORMATS
 from models.gguf.cached_vocabulary import NewVocabulary
+from models.mtp import MTP
 from models.trim import trim_memory
 
 IDLE = 1 << 30  # bytes of cached prefixes that no request uses, where nobody has said how large the pool is
@@ -240,6 +241,12 @@ class _Weights:
             notes.append(f"{what}: name its folder by --adapter to use it")
         return notes
 
+    def own_head(self) -> "_Weights":
+        """The draft head that the checkpoint has beside its model."""
+        options = self.precision.dtype, self.model.device, self.quant.name
+        head = MTP(self.checkpoint, type(self.model), *options).eval()
+        return replace(self, model=head, tokenizer=None, template=None, adapters={})
+
 
 def open_adapters(options: LoadOptions, checkpoint: Checkpoint) -> dict[str, Adapter]:
     """The adapters of a model, checked against its configuration. Raises CheckpointError, UsageError."""
@@ -272,6 +279,10 @@ def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, Loaded
         role: _Weights.load(folder, options if role == "target" else others, device, template.get(role))
         for role, folder in options.folders.items()
     }
+    if options.drafts == "mtp":
+        if "draft" in parts:
+            raise UsageError("drafts: mtp is the head of the model's own checkpoint", remedy="leave out --draft")
+        parts["draft"] = parts["target"].own_head()
     attach_heads(parts)
     caches = [(part.model.shape, part.cache_dtype) for part in parts.values()]
     recorded = options.graphs == "on" and shard.size == 1
@@ -280,7 +291,8 @@ def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, Loaded
     target = models["target"]
     for role in list(models)[1:]:
         check_companion(role, target, models[role])
-        told = [*filter(None, [target.capabilities.warning]), *(f"{role}: {note}" for note in parts[role].left_out())]
+        notes = parts[role].left_out() if parts[role].checkpoint is not parts["target"].checkpoint else []
+        told = [*filter(None, [target.capabilities.warning]), *(f"{role}: {note}" for note in notes)]
         target.capabilities = replace(target.capabilities, warning="\n".join(told))
     return models
 

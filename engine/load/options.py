@@ -104,8 +104,8 @@ class LoadOptions:
         graphs: run small passes as CUDA graphs on a GPU.
         drafts: guesses that ride along in the passes of every search, which then needs fewer: from the "ngrams" of a
             request's prompt and output, the longest "suffix" of its text, found in it and in ended requests' texts, or
-            a smaller "model" or a head of the model (`draft`). "auto": suffix, where that changes no bit. From Python
-            also a `engine.drafts.Drafter`. On a CPU; see docs/drafts.md.
+            a smaller "model" or a head of the model (`draft`), the head in the model's own checkpoint, "mtp". "auto":
+            suffix, where that changes no bit. From Python also a `engine.drafts.Drafter`. On a CPU; see docs/drafts.md.
         shard: the place of this process among several that share the models, companions too, see
             `engine.load.distributed.together`. All load alike and get the same requests; memory is that of each.
 

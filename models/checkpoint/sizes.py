@@ -16,11 +16,12 @@ from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import FLOATS
 from models.checkpoint.weights import Weights
 from models.config import HEAD, Config, ModelShape
-from models.families import load_model
+from models.families import family_of, load_model
 from models.formats.floats import has_kernels
 from models.formats.linear import FORMATS, format_of
 from models.formats.packed import PREFIXES
 from models.gguf.tensors import Stored
+from models.mtp import MTP
 from models.shard import Shard
 from models.sharding import part
 
@@ -56,11 +57,20 @@ class ModelSize:
 
 
 def measure(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none", shard: Shard | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quant: str = "none",
+    shard: Shard | None = None,
+    *,
+    own_head: bool = False,
 ) -> ModelSize:
     """Count the bytes of a model, or of a process's part of it; no weights are read.
 
-    See `load_model` for arguments and errors.
+    See `load_model` for other arguments and errors.
+
+    Args:
+        own_head: of the draft head that the checkpoint has beside its model, see `models.mtp`.
     """
     found: list[Sizes] = []
 
@@ -68,7 +78,11 @@ def measure(
         found.append(Sizes(*arguments, shard=shard))
         return found[-1]
 
-    model = load_model(checkpoint, dtype, device, quant, reader)
+    if own_head:
+        family = family_of(checkpoint.architecture, str(checkpoint.folder / "config.json"))
+        model = MTP(checkpoint, family, dtype, device, quant, reader)
+    else:
+        model = load_model(checkpoint, dtype, device, quant, reader)
     return ModelSize(found[0].matrices, found[0].vectors, model.config, model.shape, found[0].chosen)
 
 

@@ -126,7 +126,7 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     nested = {name: found[1] for name in names if (found := NESTED.fullmatch(name))}
     if not nested:
         return {name: name for name in names if TEXT.fullmatch(name)}
-    heads = {name: name for name in names if name.startswith("lm_head.")}
+    heads = {name: name for name in names if name.startswith(("lm_head.", "mtp."))}
     own = {name: rest if TEXT.fullmatch(rest) else f"model.{rest}" for name, rest in nested.items()}
     return {text: stored for stored, text in (heads | own).items()}
 

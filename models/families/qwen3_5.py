@@ -14,6 +14,7 @@ class Qwen35(Decoder):
     architectures: tuple[str, ...] = ("Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification")
     default_eos_token_ids = frozenset([248046])
     ignored = (*BUFFERS, *BESIDE)
+    has_mtp = True
     base = "model."
 
     @staticmethod

@@ -59,6 +59,7 @@ class Qwen3Next(Decoder):
     names = replace(Decoder.names, recurrent_in=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"))
     default_eos_token_ids = frozenset([151645])
     ignored = (*BUFFERS, *BESIDE)
+    has_mtp = True
     base = "model."
 
     @staticmethod

@@ -150,7 +150,7 @@ def make_drafter(name: str, engine: Engine) -> Drafter | None:
     if name == "suffix":
         return SuffixDrafter(SuffixStore(engine.runner.vocab_size, engine.tokenizer.fingerprint))
     if name == "model":
-        return drafter_of(engine.companions["draft"].runner)
+        return drafter_of("model", engine.companions["draft"].runner)
     return NGramDrafter() if name == "ngrams" else None
 
 

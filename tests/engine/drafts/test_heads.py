@@ -2,13 +2,14 @@
 
 import functools
 import math
+import shutil
 import warnings
 from collections import defaultdict
 
 import pytest
 import torch
 
-from engine import Engine, KVMemoryError, Request, UsageError
+from engine import CheckpointError, Engine, KVMemoryError, Request, UsageError
 from engine.cache.tree import TokenTree
 from engine.drafts.heads import HeadDrafter, HeadDrafts
 from engine.step.drafting import EngineDrafts
@@ -16,8 +17,9 @@ from engine.step.packing import Chunk
 from engine.step.runner import Keep
 from search import DSBD, Greedy
 from tests import draws as random_draws
-from tests.draft_heads import make_eagle
+from tests.draft_heads import add_mtp, make_eagle
 from tests.engine.step.test_drafting import (
+    GOLDEN,
     SEARCHES,
     VOCAB,
     answers,
@@ -37,9 +39,11 @@ READ = [0, 2, 4]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    found = {name: tmp_path_factory.mktemp(name) for name in ("target", "head")}
+    found = {name: tmp_path_factory.mktemp(name) for name in ("target", "head", "qwen")}
     make(found["target"], **SIZES, seed=1, scale=0.7)
     make_eagle(found["head"], width=64, vocab=VOCAB, known=VOCAB // 2, read=READ)
+    shutil.copytree(GOLDEN / "qwen3_5/recurrent", found["qwen"], dirs_exist_ok=True)
+    add_mtp(found["qwen"])
     return found
 
 
@@ -148,10 +152,13 @@ def fresh_rows(engine, text):
     return found[0]
 
 
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
 @pytest.mark.parametrize("name", ["greedy", "samples", "trie", "beam-sample"])
-def test_heads_read_the_models_rows_of_the_tokens_before(name, loaded, knowing, given):
+def test_heads_read_the_models_rows_of_the_tokens_before(name, kind, loaded, folders, knowing, given):
     """Whatever was drafted, pruned, kept or read again meanwhile; what is guessed has the head's own rows."""
-    engine = loaded()
+    options = {"kv_memory": 1 << 24, "threads": 1, "parallel": 4}
+    engine = loaded() if kind == "eagle" else Engine.load(folders["qwen"], drafts="mtp", **options)
+    engine.drafts = None
     asked = lambda: [Request(prompt, SEARCHES[name], 20, ignore_eos=True) for prompt in ([1, 9, 8], [7, 6, 5, 4, 3])]  # noqa: E731
     plain = answers(engine, asked())
     knowing()
@@ -261,5 +268,33 @@ def test_by_name(kv_dtype, folders):
     assert result.stats["draft_forward_passes"] > 0
     [result] = engine.generate([[1, 2, 3]], Greedy(), max_new_tokens=8, ignore_eos=True, drafts="model")
     assert engine.drafters._made == {}  # the engine's own
+    with pytest.raises(UsageError, match="drafts: the model was loaded without its own head"):
+        engine.generate([[1, 2, 3]], Greedy(), max_new_tokens=8, drafts="mtp")
     with pytest.raises(UsageError, match="this search needs a draft model, and the draft is a head of the model"):
         engine.generate([[1, 2, 3]], DSBD(), max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    "golden", ["qwen3_5/plain", "experts/qwen3_5_recurrent", "experts/qwen3_next", "wrapped/qwen3_5"]
+)
+def test_heads_of_the_checkpoints_own(golden, tmp_path, knowing):
+    shutil.copytree(GOLDEN / golden, tmp_path, dirs_exist_ok=True)
+    add_mtp(tmp_path)
+    engine = Engine.load(tmp_path, drafts="mtp", kv_memory=1 << 24, threads=1)
+    engine.drafts = None
+    for name in ("greedy", "sample", "trie"):
+        asked = lambda name=name: requests(4, SEARCHES[name], ignore_eos=True)  # noqa: E731
+        plain = answers(engine, asked())
+        knowing()
+        got = with_drafts(engine, asked())
+        assert [[o.token_ids for o in r.outputs] for r in got] == [[o.token_ids for o in r.outputs] for r in plain]
+        assert sum(result.stats["passes_saved"] for result in got) > 0
+
+
+def test_what_has_no_head_of_its_own(folders):
+    with pytest.raises(CheckpointError, match=r"the checkpoint has no draft head of its own \(mtp\.\*\)"):
+        Engine.load(GOLDEN / "qwen3_5/plain", drafts="mtp", kv_memory=1 << 22)
+    with pytest.raises(CheckpointError, match="the checkpoint has no draft head of its own"):
+        Engine.load(folders["target"], drafts="mtp", kv_memory=1 << 22)
+    with pytest.raises(UsageError, match="drafts: mtp is the head of the model's own checkpoint"):
+        Engine.load(folders["qwen"], draft=folders["qwen"], drafts="mtp", kv_memory=1 << 24)

@@ -267,7 +267,7 @@ def test_xtc_and_dry_by_the_names_of_llama_server(server, alone):
         ({"xtc_probability": 0.5, "beams": 2}, "xtc_probability", "has no such parameter"),
         ({"dry_base": 0.5}, "dry_base", "expected a number"),
         ({"distinct": "tokens"}, "distinct", "expected text or text-sum"),
-        ({"drafts": "fast"}, "drafts", "expected off, auto, ngrams, suffix or model, or a Drafter, true or false"),
+        ({"drafts": "fast"}, "drafts", "expected off, auto, ngrams, suffix, model or mtp, or a Drafter, true or false"),
         ({"drafts": 1}, "drafts", "expected off, auto"),
         ({"n": 0}, "n", "n: expected an integer from 1"),
         ({"n": 3, "beams": 2}, "n", "n: expected an integer from 1 to 2, got 3"),
