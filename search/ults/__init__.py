@@ -292,9 +292,12 @@ class Children:
 
     def read(self, logp_NV: Tensor, _peaks_NB: Tensor | None = None) -> Tensor:
         """The numbers that `of` takes, float64, on the device of the log-probabilities."""
-        logp_NV, mass_N1 = self._renormalised(logp_NV)
-        best_N2K = top_k(logp_NV, self._listed(logp_NV))
-        return best_N2K.view(-1) if mass_N1 is None else torch.cat([best_N2K.flatten(1), mass_N1.double()], 1).view(-1)
+        kept_NV, mass_N1 = self._kept(logp_NV)
+        best_N2K = top_k(kept_NV, self._listed(logp_NV))
+        if mass_N1 is None:
+            return best_N2K.view(-1)
+        best_N2K[:, 0] = (best_N2K[:, 0].float() - mass_N1).double()  # a row less its sum, where it is wanted
+        return torch.cat([best_N2K.flatten(1), mass_N1.double()], 1).view(-1)
 
     def of(self, answer: Answer) -> list[tuple[list[float], list[int], float]]:
         """For each node log-probabilities and tokens of its children, best first, of equals the lower token, without
@@ -308,7 +311,8 @@ class Children:
                 found = zip(logps, tokens, strict=True)
                 if listed < logp_NV.shape[1] and logps[min(self.most, listed) - 1] == logps[-1] > -math.inf:
                     # A tie across the border: it is not defined which of the equals top_k chose.
-                    logp_V = self._renormalised(logp_NV[i : i + 1])[0][0]
+                    kept_NV, mass_N1 = self._kept(logp_NV[i : i + 1])
+                    logp_V = (kept_NV if mass_N1 is None else kept_NV - mass_N1)[0]
                     token_K = (logp_V >= logps[-1]).nonzero().view(-1)
                     found = zip(logp_V[token_K].double().tolist(), token_K.tolist(), strict=True)
                 ranked = sorted((pair for pair in found if pair[0] > -math.inf), key=lambda pair: (-pair[0], pair[1]))
@@ -320,11 +324,10 @@ class Children:
         """How many tokens are read: one past the border, and on a GPU more, which spares it most reads of a tie."""
         return min(self.most + 1 if logp_NV.is_cpu else 2 * self.most + 1, logp_NV.shape[1])
 
-    def _renormalised(self, logp_NV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities without the excluded tokens, and the logarithm of their sum before."""
+    def _kept(self, logp_NV: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities without the excluded tokens, and the logarithm of their sum, None if none is excluded."""
         if not self.excluded:
             return logp_NV, None
         excluded = torch.tensor([token for token in self.excluded if token < logp_NV.shape[1]], dtype=torch.int64)
         logp_NV = logp_NV.index_fill(1, excluded.to(logp_NV.device, non_blocking=True), -math.inf)
-        mass_N1 = logp_NV.logsumexp(1, keepdim=True).clamp(min=-3e38)  # where no other token is possible
-        return logp_NV - mass_N1, mass_N1
+        return logp_NV, logp_NV.logsumexp(1, keepdim=True).clamp(min=-3e38)  # where no other token is possible

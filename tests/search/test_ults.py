@@ -274,6 +274,14 @@ def test_the_most_probable_children_of_long_rows(vocab):
     for row_V, (logps, tokens, _) in zip(logp_NV, found, strict=True):
         ranked = sorted((-logp, token) for token, logp in enumerate(row_V.tolist()) if logp > -math.inf)[:10]
         assert [(-logp, token) for logp, token in zip(logps, tokens, strict=True)] == ranked
+    children = Children(10, (2, 110))
+    kept_NV = logp_NV.index_fill(1, torch.tensor([2, 110]), -math.inf)
+    mass_N1 = kept_NV.logsumexp(1, keepdim=True)
+    found = children.of(Answer(logp_NV, children.read(logp_NV)))
+    for row_V, mass_1, (logps, tokens, mass) in zip(kept_NV - mass_N1, mass_N1, found, strict=True):
+        ranked = sorted((-logp, token) for token, logp in enumerate(row_V.tolist()) if logp > -math.inf)[:10]
+        assert [(-logp, token) for logp, token in zip(logps, tokens, strict=True)] == ranked
+        assert mass == float(mass_1)
 
 
 def test_impossible_tokens_are_no_children():
