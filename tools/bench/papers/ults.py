@@ -25,6 +25,7 @@ TOKENS, NEW = 200, 20  # of Wikipedia, section 5.2
 DEPTH = 40  # TL;DR's
 # Section 5.2.2, the only numbers given: TL;DR, GPT-2, 40 tokens: (log-likelihood, nodes).
 PAPER = {"ULTS, empirical prior, k_max 20": (-18.31, 137.90), "beam search, k 5": (-21.33, 196)}
+OTHERS = 6  # questions, and functions, whose answers give the prior of answers that end
 ANSWERS = "two questions", "two functions whose variable is to be renamed"
 ERRATA = (
     """The paper's rule is *descendant*, one node per round, with Beta beliefs and as many children as k_max; finished
@@ -75,16 +76,21 @@ def run(models: Models) -> Findings:
 
 def with_ends(engine: Engine, prior: str, models: Models) -> list[dict[str, Any]]:
     """Answers that end where the model ends them: questions, and edits of code."""
-    asked = [*chats(engine, models.pick(2, 1)), *edits(engine, models.pick(2, 1))]
+    few, depth = models.pick(2, 1), models.pick(40, 4)
+    asked = [*chats(engine, few), *edits(engine, few)]
+    others = [one.ids for one in (*chats(engine, OTHERS + few)[few:], *edits(engine, OTHERS + few)[few:])]
+    folder = models.scratch / "ends"
+    folder.mkdir()
+    own = str(bench.gather(engine, 0, depth, models.seed, folder, without=lambda search: search, prompts=others))
     beams, k_max = models.pick(REAL_BEAMS, (1, 3)), models.pick((4, 20, 40), (3,))
     searches: list[tuple[dict[str, Any], Search]] = [
         ({"search": "beam", "k": k}, Trie(beams=k, length_penalty=0.0)) for k in beams
     ]
     searches += [({"search": f"flat, batch {8 if k < 40 else 16}", "k": k},
-                  ULTS(k_max=k, batch=8 if k < 40 else 16, prior=prior)) for k in k_max]  # fmt: skip
-    rows = bench.side_by_side(
-        engine, [one.ids for one in asked], searches, models.pick(40, 4), eos_token_ids=asked[0].ends
-    )
+                  ULTS(k_max=k, batch=8 if k < 40 else 16, prior=own)) for k in k_max]  # fmt: skip
+    searches.append(({"search": "flat, batch 8, prior of documentation", "k": k_max[len(k_max) // 2]},
+                     ULTS(k_max=k_max[len(k_max) // 2], prior=prior)))  # fmt: skip
+    rows = bench.side_by_side(engine, [one.ids for one in asked], searches, depth, eos_token_ids=asked[0].ends)
     bench.beside_beams(rows)
     return rows
 
@@ -95,7 +101,7 @@ def ended_text(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         f"With real ends: {', '.join(ANSWERS)}; at most {rows[0]['depth']} new tokens. An answer that ends is a "
         "hypothesis of beam search (length penalty 0, so that hypotheses of all lengths compare by log-likelihood), "
-        "and a leaf of ULTS.",
+        f"and a leaf of ULTS. Its prior: softmax vectors of answers to {2 * OTHERS} other such requests, with ends.",
         bench.model_table(rows),
     ]
 
