@@ -133,12 +133,25 @@ def test_programs_are_judged_by_their_tests_and_may_do_nothing_else(source, shar
 
 
 def test_sbon_checks_sums(capsys, real):
-    code, _, found = ask(capsys, "sbon", "--model", real)
+    code, text, found = ask(capsys, "sbon", "--model", real)
     rows = {row["search"]: row for row in found["sbon"]["rows"]}
-    assert code == 0 and list(rows) == ["Bo1", "Bo4", "SBoN, N = 4"]
+    assert code == 0 and list(rows) == ["Bo1", "Bo4", "SBoN, N = 4", "SBoN, N = 4, memory"]
     assert rows["Bo1"]["drawn"] < rows["SBoN, N = 4"]["drawn"] <= rows["Bo4"]["drawn"]
-    assert rows["SBoN, N = 4"]["beside"] == "Bo4" and rows["Bo4"]["tokens"] == 1
+    assert rows["SBoN, N = 4"]["tokens"] <= 1 and rows["SBoN, N = 4, memory"]["bytes"] < rows["Bo4"]["bytes"]
     assert all(row["of"] == 2 for row in rows.values())
+    assert [row["search"] for row in found["sbon"]["judged"]] == ["Bo4", "SBoN, N = 4"]
+    assert [row["tokens"] for row in found["sbon"]["ranks"]] == list(sbon.AFTER) and "reward head" in text
+
+
+def test_sbon_is_compared_with_the_least_best_of_n_that_is_as_good():
+    rows = [{"search": name, "n": n, "reward": reward, "drawn": 10 * n, "cpu": n}
+            for name, n, reward in (("Bo16", 16, 0.5), ("Bo4", 4, 0.3), ("Bo1", 1, 0.0))]  # fmt: skip
+    rows += [{"search": f"SBoN, N = {n}", "n": n, "reward": reward, "drawn": 80, "cpu": 2.0}
+             for n, reward in ((16, 0.25), (4, 0.9))]  # fmt: skip
+    sbon.beside_best_of_n(rows)
+    assert (rows[3]["tokens"], rows[3]["times"]) == (0.5, 8)
+    assert (rows[3]["equal"], rows[3]["equal_tokens"], rows[3]["equal_times"]) == ("Bo4", 2, 2)
+    assert rows[4]["times"] == 2 and "equal" not in rows[4]  # none is as good
 
 
 def test_each_paper_has_a_model_of_its_own(capsys, monkeypatch, tmp_path, real):
@@ -159,7 +172,10 @@ def test_an_answer_is_judged_by_its_first_own_number():
     assert sbon.right(prompt, ["17 + 2", "17 + 26 = 3", "17 + 2 = 19", "26 + 4, 3"]) == [0, -1, -1, -1]
     assert sbon.right("What is 1 + 2?", ["", "3"]) == [0, 1]
     asked = sbon.questions(4, 0)
-    assert [text.count("+") for text in asked] == [1, 1, 2, 2] and asked != sbon.questions(4, 1)
+    assert [text.count("+") for text in asked] == [1, 1, 1, 2] and asked != sbon.questions(4, 1)
+    assert len({*sbon.questions(sbon.TRAINING, 0)}) == sbon.TRAINING
+    with pytest.raises(ValueError, match="two numbers"):
+        sbon.questions(400, 0)
 
 
 def test_a_paper_that_fails_does_not_lose_the_others(capsys, monkeypatch, tmp_path):

@@ -3,13 +3,18 @@
 import argparse
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from random import Random
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from engine.contract import Search
+from engine import Engine
+from engine.contract import Search, SearchResult
 from engine.load.options import RewardFunction
+from engine.text.prompting import chat_prompt
 from search import BoN, SBoN
+from tools import reward_head
 from tools.bench import sbon as bench
 from tools.bench.checkpoints import CHAT
 from tools.bench.measure import in_turn
@@ -17,6 +22,7 @@ from tools.bench.papers import programs
 from tools.bench.papers.common import Findings, Models, bullets
 from tools.bench.papers.programs import EXERCISES
 from tools.bench.report import rows_table
+from tools.bench.variants import first_layers
 
 TITLE = "Accelerating Best-of-N via Speculative Rejection"
 SETTING = """AlpacaFarm-SFT10K, Llama3-8B and Llama3-8B-Instruct, each with the reward models Mistral-7B-RM, Eurus-7B-RM
@@ -36,7 +42,14 @@ DIFFERS = (
     """*SBoN* keeps utterances that had finished although they rank below the cut: it costs nothing. *the paper's rule*
     gives them up. Both keep exactly N - floor(alpha N); the paper's quantile keeps one more, and ties.""",
 )
-ALPHA = 0.75
+ALPHA, SUMS = 0.75, "sums"
+TRAINING, ANSWERS, LAYERS = 140, 12, 20  # sums that a head is trained and tested on, answers to each, its layers
+TWO = 37 * 7  # sums of two numbers, of 3 to 39 and of 3 to 9
+AFTER = (2, 4, 6, 8, 12, 16, 24)  # tokens of a beginning
+LEGEND = f"""*CPU s*: of a task, in this process. *tokens of BoN*, *x BoN*: tokens drawn over those of best-of-N with
+the same N, and its seconds over the search's own. *as good*: the least best-of-N with at least the same reward, and the
+same for it. In the paper SBoN is {TABLE_1["SBoN"][0]:.1f} times as fast as best-of-100 at a score of
+{TABLE_1["SBoN"][1]}, and best-of-25 {TABLE_1["Bo25"][0]:.1f} times at {TABLE_1["Bo25"][1]}."""
 SOLVED = """*solved*: tasks whose best utterance is right; *reward*: of the best, the mean. At equal draws best-of-N
     solves whatever any of its N utterances solves; SBoN loses a task only if it rejects every utterance that would
     become right."""
@@ -72,7 +85,7 @@ def kind_of(models: Models) -> Kind:
                     unfinished answer it is that of the longest part which compiles, and 0 if that defines no such
                     function. A beginning that lacks its last lines mostly fails all tests, so that beginnings of good
                     and bad functions often rank alike.""")  # fmt: skip
-    return Kind("sums", questions(models.pick(6, 2), models.seed), right, 12, models.pick(24, 6), 0.7,
+    return Kind(SUMS, questions(models.pick(8, 2), models.seed), right, 12, models.pick(24, 6), 0.7,
                 """The reward is a function that checks: 1 if the first number that is none of the question's is the
                 sum, -1 if it is another, 0 while there is none. A beginning that has the number is judged as surely as
                 the whole, which no reward model can; the paper's rewards of beginnings foresee, with errors, what is
@@ -86,50 +99,134 @@ def run(models: Models) -> Findings:
 
 def by_function(models: Models) -> Findings:
     """Best-of-N and SBoN on tasks whose answers a function checks."""
-    engine, kind = models.engine(), kind_of(models)
-    shared, wanted = {"temperature": kind.temperature, "seed": models.seed}, models.pick((16, 64), (4,))
-    searches: dict[str, Search] = {f"Bo{n}": BoN(n=n, **shared) for n in (1, wanted[0] // 4, *wanted)}
+    kind, wanted = kind_of(models), models.pick((16, 64, 128), (4,))
+    shared, few = {"temperature": kind.temperature, "seed": models.seed}, wanted[-1] // 4
+    searches: dict[str, Search] = {f"Bo{n}": BoN(n=n, **shared) for n in sorted({1, wanted[0] // 4, few, *wanted})}
     searches |= {f"SBoN, N = {n}": SBoN(n=n, tau=kind.tau, alpha=ALPHA, **shared) for n in wanted}
-    asked = argparse.Namespace(max_new_tokens=kind.tokens)
+    engine = models.engine()
     engine.reward = kind.reward
+    rows = solved_rows(engine, kind, searches)
+    less = models.engine(kv_memory=few_whole(engine, kind, few))
+    less.reward = kind.reward
+    scarce = SBoN(n=wanted[-1], tau=kind.tau // 2, alpha=0.5, schedule="memory", **shared)
+    rows += solved_rows(less, kind, {f"SBoN, N = {wanted[-1]}, memory": scarce})
+    beside_best_of_n(rows)
+    found: dict[str, Any] = {"rows": rows}
+    body = [
+        f"{models.name}, {models.dtype}, {len(kind.tasks)} {kind.what} ({kind.tasks[0]!r}, {kind.tasks[-1]!r}), up to "
+        f"{kind.tokens} tokens, temperature {kind.temperature}. SBoN: tau {kind.tau}, alpha {ALPHA}; *memory*: its "
+        f"memory schedule, tau {kind.tau // 2}, alpha 0.5, in a cache of {few} whole answers, as Bo{few} needs it.",
+        solved_table(rows),
+        LEGEND,
+        bullets([*DIFFERS[1:2], kind.differs, SOLVED]),
+    ]
+    if kind.what == SUMS:
+        foreseen = foresight(models, engine, kind, wanted)
+        body += foreseen.pop("text")
+        found |= foreseen
+    return Findings("\n\n".join(body), found)
 
-    def measured(search: Search, i: int) -> tuple[float, bench.Run]:
+
+def solved_rows(engine: Engine, kind: Kind, searches: Mapping[str, Search]) -> list[dict[str, Any]]:
+    """A row for each search: tasks solved, tokens drawn, seconds of the processor; the searches take turns."""
+    asked = argparse.Namespace(max_new_tokens=kind.tokens)
+
+    def measured(search: Search, i: int) -> tuple[float, SearchResult]:
         used = time.process_time()
-        found = bench.ask(engine, {"messages": [{"role": "user", "content": kind.tasks[i]}]}, search, asked)
+        _, found = bench.ask(engine, {"messages": [{"role": "user", "content": kind.tasks[i]}]}, search, asked)
         return time.process_time() - used, found
 
-    runs = in_turn({name: lambda i, s=s: measured(s, i) for name, s in searches.items()}, len(kind.tasks), what="task")
+    runs = in_turn({name: partial(measured, search) for name, search in searches.items()}, len(kind.tasks), what="task")
     rows = []
     for name, own in runs.items():
-        base = f"Bo{name.removeprefix('SBoN, N = ')}" if name.startswith("SBoN") else f"Bo{wanted[-1]}"
-        mine, others = ([run for _, run in found] for found in (own, runs[base]))
-        solved = [result.outputs[0].score == 1 for _, result in mine]
-        used = [sum(seconds for seconds, _ in found) for found in (own, runs[base])]
-        rows.append(bench.summary(name, mine, others) | {
-            "beside": base, "solved": sum(solved), "of": len(solved), "cpu": used[0] / len(own),
-            "cpu_ratio": used[1] / used[0],
-            "drawn": sum(result.stats["tokens_drawn"] for _, result in mine) / len(mine)})  # fmt: skip
-    body = "\n\n".join([
-        f"{models.name}, {models.dtype}, {len(kind.tasks)} {kind.what} ({kind.tasks[0]!r}, {kind.tasks[-1]!r}), up to "
-        f"{kind.tokens} tokens, temperature {kind.temperature}. SBoN: tau {kind.tau}, alpha {ALPHA}.",
-        rows_table(rows, {
-            "": "{search}", "solved": "{solved} of {of}", "reward": "{reward:.2f}", "tokens drawn": "{drawn:.0f}",
-            "beside": "{beside}", "tokens": "{tokens:.2f}", "speedup": "{speedup:.2f}", "CPU s": "{cpu:.2f}",
-            "by CPU time": "{cpu_ratio:.2f}", "peak MB": "{bytes:MB}"}),
-        "*tokens*, *speedup*: tokens drawn over those of the search that it stands beside, and that one's seconds over "
-        "its own, the median over the tasks, in turn; *CPU s*: a task's, in this process. In the paper SBoN is "
-        f"{TABLE_1['SBoN'][0]:.1f} times as fast as best-of-100 at a score of {TABLE_1['SBoN'][1]}, and best-of-25 "
-        f"{TABLE_1['Bo25'][0]:.1f} times at {TABLE_1['Bo25'][1]}.",
-        bullets([*DIFFERS[1:2], kind.differs, SOLVED]),
-    ])  # fmt: skip
-    return Findings(body, {"rows": rows})
+        texts = [result.outputs[0].text for _, result in own]
+        rewards = [next(iter(kind.reward(task, [text]))) for task, text in zip(kind.tasks, texts, strict=True)]
+        rows.append({
+            "search": name, "n": int(re.findall(r"\d+", name)[0]), "solved": rewards.count(1), "of": len(own),
+            "reward": fmean(rewards), "cpu": fmean(seconds for seconds, _ in own),
+            "drawn": fmean(result.stats["tokens_drawn"] for _, result in own),
+            "bytes": max(result.stats["kv_bytes_peak"] for _, result in own)})  # fmt: skip
+    return rows
 
 
-def questions(number: int, seed: int) -> list[str]:
-    """Sums of two numbers of one digit, then of three: what a small model solves now and then."""
+def few_whole(engine: Engine, kind: Kind, count: int) -> int:
+    """Bytes of a cache that holds `count` whole answers to the longest question."""
+    prompts = [chat_prompt(engine, [{"role": "user", "content": task}]).ids for task in kind.tasks]
+    return engine.pool.bytes_per_token * (max(map(len, prompts)) + count * kind.tokens)
+
+
+def beside_best_of_n(rows: Sequence[dict[str, Any]]) -> None:
+    """Add, to rows of SBoN, best-of-N with the same N, and the least best-of-N with at least the reward."""
+    plain = sorted((row for row in rows if row["search"].startswith("Bo")), key=lambda row: row["n"])
+    for row in (row for row in rows if row["search"].startswith("SBoN")):
+        same = next(one for one in plain if one["n"] == row["n"])
+        row |= {"tokens": row["drawn"] / same["drawn"], "times": same["cpu"] / row["cpu"]}
+        if good := next((one for one in plain if one["reward"] >= row["reward"]), None):
+            row |= {"equal": good["search"], "equal_tokens": row["drawn"] / good["drawn"],
+                    "equal_times": good["cpu"] / row["cpu"]}  # fmt: skip
+
+
+def solved_table(rows: Sequence[dict[str, Any]]) -> str:
+    return rows_table(rows, {
+        "": "{search}", "solved": "{solved} of {of}", "reward": "{reward:.2f}", "tokens drawn": "{drawn:.0f}",
+        "CPU s": "{cpu:.2f}", "peak MB": "{bytes:MB}", "tokens of BoN": "{tokens:.2f}", "x BoN": "{times:.2f}",
+        "as good": "{equal}", "tokens of it": "{equal_tokens:.2f}", "x it": "{equal_times:.2f}"})  # fmt: skip
+
+
+def questions(number: int, seed: object) -> list[str]:
+    """Different sums of two numbers, the last quarter of three: what a small model solves now and then. Raises
+    ValueError if there are not so many."""
     draw = Random(f"papers:sums:{seed}")
-    numbers = [[draw.randrange(3, 10) for _ in range(2 + (i >= number // 2))] for i in range(number)]
-    return [f"What is {' + '.join(map(str, some))}?" for some in numbers]
+    found: dict[str, None] = {}
+    if number - number // 4 > TWO:
+        raise ValueError(f"{number} questions: there are {TWO} of two numbers")
+    while len(found) < number:
+        three = len(found) >= number - number // 4
+        numbers = [draw.randrange(3, 10 if three else 40), *(draw.randrange(3, 10) for _ in range(1 + three))]
+        found[f"What is {' + '.join(map(str, numbers))}?"] = None
+    return [*found]
+
+
+def foresight(models: Models, engine: Engine, kind: Kind, wanted: Sequence[int]) -> dict[str, Any]:
+    """The same searches with a head on the model's own states that was trained to predict the function: how well it
+    foresees, and what it is worth. The engine keeps it as its reward model."""
+    options = {"max_new_tokens": kind.tokens, "temperature": kind.temperature, "seed": models.seed + 1}
+    texts = [text for text in questions(models.pick(TRAINING, 12), f"training:{models.seed}") if text not in kind.tasks]
+    used = time.process_time()
+
+    def right_ones(text: str, answers: list[str]) -> list[bool]:
+        return [reward == 1 for reward in kind.reward(text, answers)]
+
+    known = reward_head.answered(engine, texts, right_ones, models.pick(ANSWERS, 8), **options)
+    folder = first_layers(models.floats(), models.pick(LAYERS, 2), models.scratch)
+    loaded = {"dtype": models.dtype, "threads": models.threads}
+    rows = reward_head.states(Engine.load(folder, **loaded), known)
+    kept = len(known) * 3 // 4  # the others say how well the head foresees
+    head_E = reward_head.fit(known[:kept], rows[:kept])
+    seconds = time.process_time() - used
+    scores = [[(rows_TE @ head_E).tolist() for rows_TE in own] for own in rows[kept:]]
+    decode = engine.tokenizer.decode
+    checked = [[[*kind.reward(text, [decode(answer[: t + 1]) for t in range(len(answer))])] for answer in one.answers]
+               for text, one in zip(texts[kept:], known[kept:], strict=True)]  # fmt: skip
+    ranks = [{"tokens": t, "head": reward_head.agreement(known[kept:], scores, t),
+              "function": reward_head.agreement(known[kept:], checked, t)} for t in AFTER]  # fmt: skip
+    reward_head.reward_folder(folder, head_E)
+    engine.add("reward", Engine.load(folder, **loaded))
+    tau, shared = kind.tau // 2, {"temperature": kind.temperature, "seed": models.seed}
+    searches: dict[str, Search] = {f"Bo{n}": BoN(n=n, **shared) for n in wanted}
+    searches |= {f"SBoN, N = {n}": SBoN(n=n, tau=tau, alpha=ALPHA, **shared) for n in wanted}
+    judged = solved_rows(engine, kind, searches)
+    beside_best_of_n(judged)
+    return {"ranks": ranks, "judged": judged, "text": [
+        f"With a reward head: a linear map of the states after {models.pick(LAYERS, 2)} layers, trained to rank "
+        f"beginnings of right answers above those of wrong ones, on {kept} other sums with {models.pick(ANSWERS, 8)} "
+        f"answers of the model each ({seconds:.0f} s of the processor in all). How often it does so on "
+        f"{len(known) - kept} sums that it was not trained on (0.5 is chance), and how often the function does:",
+        rows_table(ranks, {"after tokens": "{tokens}", "head": "{head:.2f}", "function": "{function:.2f}"}),
+        f"The same sums as above, the head as the only reward, tau {tau}, alpha {ALPHA}; *solved* and *reward* by the "
+        "function:",
+        solved_table(judged),
+    ]}  # fmt: skip
 
 
 def right(prompt: Any, texts: Sequence[str]) -> list[float]:
