@@ -225,6 +225,7 @@ class GraphRunner(Runner):
 
     def compute(self, p: Pass) -> None:
         """The recorded part of a pass."""
+        p.layout.refilled()
         with phase(self.observer, "forward"):
             hidden_TE = self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
         places = tuple(x if x is None else x[: len(hidden_TE)] for x in self._outputs)

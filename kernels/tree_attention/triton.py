@@ -15,12 +15,12 @@ about as many are made as the GPU runs programs at once::
 
     programs  [ tree 0: head 0: share 0: tiles | share 1: tiles | head 1: ... ][ tree 1: ... ][ none ]
 
-How many programs there are depends on shapes alone; what each of them does it finds out from the lengths of the trees,
-by a sum over them (`triton_shares`). So everything that changes from step to step is read from tensors, and the launch
-can be part of a CUDA graph. A program leaves its share of the output, normalised, with the logarithm of the sum of its
-exponentials, by which shares are weighed. The last program of a tile to arrive merges them, in the order of keys; where
-a few tiles have all programs, one program would read shares for longer than a launch takes, and a second kernel of many
-programs does it. Logarithms are to base 2 throughout.
+How many programs there are depends on shapes alone. What each of them does follows from the lengths of the trees, and a
+small kernel lists it once for all layers of a pass that are alike (`triton_shares.tasks`). So everything that changes
+from step to step is read from tensors, and the launches can be part of a CUDA graph. A program leaves its share of the
+output, normalised, with the logarithm of the sum of its exponentials, by which shares are weighed. The last program of
+a tile to arrive merges them, in the order of keys; where a few tiles have all programs, one program would read shares
+for longer than a launch takes, and a second kernel of many programs does it. Logarithms are to base 2 throughout.
 
 Of a cache of 8 bits (kernels/kv_kinds.py) elements become numbers of the queries' dtype in registers. Scores are
 multiplied by the scales of keys, and weights by those of values; for float16, whose range they may leave, the values.
@@ -55,7 +55,19 @@ from kernels.gpu import (
 from kernels.kv_kinds import row_width
 from kernels.layout import TreeLayout
 from kernels.tracing import like, register
-from kernels.tree_attention.triton_shares import LAST, LATER, WHOLE, WORD, merge, merged, store, task
+from kernels.tree_attention.triton_shares import (
+    LAST,
+    LATER,
+    WHOLE,
+    WORD,
+    Tasks,
+    Trees,
+    merge,
+    merged,
+    store,
+    task,
+    tasks,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -81,15 +93,17 @@ def tree_attention(
     Raises:
         ValueError: what the kernel cannot do: a dtype, a head size above 256, another device.
     """
-    return _tree_attention(*operands(q_THD, k_GSD, v_GSD, layout), scale, window, cap, sinks_H)
+    made = vars(layout).setdefault("_tasks", {})
+    return _run(q_THD, k_GSD, v_GSD, _trees(layout), made, scale, window, cap, sinks_H)
 
 
 def operands(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> tuple:
     """The arguments of the custom operator that come before scale and window."""
-    trunk = layout.positions_T, layout.token_starts, layout.trunk_seen_T, layout.trunk_pages_RP
-    lengths = layout.trunk_len_R, layout.branch_len_R
-    branches = layout.branch_slots_RW, layout.branch_positions_RW, layout.ancestry_TC
-    return q_THD, k_GSD, v_GSD, *trunk, *lengths, *branches, layout.page_size
+    return q_THD, k_GSD, v_GSD, *_trees(layout)
+
+
+def _trees(layout: TreeLayout) -> Trees:
+    return Trees(*(getattr(layout, name) for name in Trees._fields))
 
 
 def _tree_attention(
@@ -111,30 +125,47 @@ def _tree_attention(
     cap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    _check(q_THD, k_GSD, v_GSD, token_starts)
+    trunk = positions_T, token_starts, trunk_seen_T, trunk_pages_RP
+    branches = branch_slots_RW, branch_positions_RW, ancestry_TC
+    trees = Trees(*trunk, trunk_len_R, branch_len_R, *branches, page_size)
+    return _run(q_THD, k_GSD, v_GSD, trees, {}, scale, window, cap, sinks_H)
+
+
+def _run(
+    q_THD: Tensor,
+    k_GSD: Tensor,
+    v_GSD: Tensor,
+    trees: Trees,
+    made: dict[tuple, Tasks],
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Launch the kernels; `made` are the tasks of other layers."""
+    _check(q_THD, k_GSD, v_GSD, trees.token_starts)
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
     T, H, D = q_THD.shape
-    G, R, W = k_GSD.shape[0], len(trunk_len_R), branch_slots_RW.shape[1]
+    G, R, W = k_GSD.shape[0], len(trees.trunk_len_R), trees.branch_slots_RW.shape[1]
     gpu = properties(q_THD.device)
     sizes = _sizes(T * H // G // R, D, q_THD.dtype, gpu.roomy)
-    M, D2 = sizes["M"], max(16, triton.next_power_of_2(D))
+    M, N, D2, group = sizes["M"], sizes["N"], max(16, triton.next_power_of_2(D)), H // G
     constants = {
-        "WINDOWED": window is not None, "CAPPED": cap is not None,
-        "R2": 1 if R == 1 else max(16, triton.next_power_of_2(R)), "GROUP": H // G, "HEADS": H, "PAGE": page_size,
+        "WINDOWED": window is not None, "CAPPED": cap is not None, "GROUP": group, "HEADS": H, "PAGE": trees.page_size,
         "SCALE": row_width(0, k_GSD.dtype), "D": D, "D2": D2, **sizes,
     }  # fmt: skip
     k_GSD, v_GSD = raw(k_GSD), raw(v_GSD)
     blocks = None, None
     if gpu.bulk and M == LONG and window is None and D == D2 and k_GSD.dtype == q_THD.dtype:
-        blocks = tuple(TensorDescriptor(x, [G * x.shape[1], D], [D, 1], [sizes["N"], D]) for x in (k_GSD, v_GSD))
-    plain = T, R, W, scale / cap if cap else scale * LOG2_E.value, (cap or 0.0) * LOG2_E.value, window or 0
-    strides = q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trunk_pages_RP.stride()
-    lengths = token_starts, trunk_len_R, branch_len_R
-    tables = positions_T, trunk_seen_T, trunk_pages_RP, branch_slots_RW, branch_positions_RW, ancestry_TC
+        blocks = tuple(TensorDescriptor(x, [G * x.shape[1], D], [D, 1], [N, D]) for x in (k_GSD, v_GSD))
+    plain = W, scale / cap if cap else scale * LOG2_E.value, (cap or 0.0) * LOG2_E.value, window or 0
+    strides = q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trees.trunk_pages_RP.stride()
+    tables = trees.positions_T, trees.trunk_seen_T, trees.trunk_pages_RP
+    tables += trees.branch_slots_RW, trees.branch_positions_RW, trees.ancestry_TC
 
-    def arguments(out: Tensor, shares: Tensor, logs: Tensor, counts: Tensor) -> tuple:
-        return q_THD, k_GSD, v_GSD, sinks_H, *blocks, out, shares, logs, counts, *lengths, *tables, *plain, *strides
+    def arguments(task: Tensor, out: Tensor, shares: Tensor, logs: Tensor, counts: Tensor) -> tuple:
+        return q_THD, k_GSD, v_GSD, sinks_H, *blocks, out, shares, logs, counts, task, *tables, *plain, *strides
 
     def room(split: int) -> int:
         if INTERPRETED:
@@ -142,20 +173,25 @@ def _tree_attention(
         key = (q_THD.device, q_THD.dtype, k_GSD.dtype, split, blocks[0] is None, sinks_H is None, *constants.values())
         if key not in ROOM:
             share, log = torch.empty(2, 4, device=q_THD.device)  # both aligned, or another kernel is compiled for it
-            ROOM[key] = _room(gpu, arguments(q_THD, share, log, counters(q_THD.device)), split, constants)
+            counts = counters(q_THD.device)
+            ROOM[key] = _room(gpu, arguments(counts, q_THD, share, log, counts), split, constants)
         return ROOM[key]
 
-    programs, split = _grid(gpu.processors, room, T * H // G, R, G, M, D2)
+    programs, split = _grid(gpu.processors, room, T * group, R, G, M, D2)
+    if (key := (programs, split, window, group, G, D2, M, N)) not in made:
+        made[key] = tasks(trees, programs, split, window, GROUP=group, G=G, D2=D2, M=M, N=N)
+    listed = made[key]
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if split == WHOLE.value:
-        _attend[(programs,)](*arguments(out_THD, out_THD, out_THD, out_THD), SPLIT=split, **constants)
+        _attend[(programs,)](*arguments(listed.programs, *[out_THD] * 4), SPLIT=split, **constants)
         return out_THD
     shares = torch.empty((programs, M, D), dtype=torch.float32, device=q_THD.device)
     logs = torch.empty((programs, M), dtype=torch.float32, device=q_THD.device)
-    _attend[(programs,)](*arguments(out_THD, shares, logs, counters(q_THD.device)), SPLIT=split, **constants)
+    counts = counters(q_THD.device)
+    _attend[(programs,)](*arguments(listed.programs, out_THD, shares, logs, counts), SPLIT=split, **constants)
     if split == LATER.value:
-        kept = {name: constants[name] for name in ("WINDOWED", "R2", "GROUP", "HEADS", "D", "D2", "M", "N")}
-        merge[(T * H,)](out_THD, shares, logs, *lengths, programs, R, W, window or 0, K=16, num_warps=2, **kept)
+        kept = {name: constants[name] for name in ("GROUP", "HEADS", "D", "D2", "M")}
+        merge[(T * H,)](out_THD, shares, logs, listed.tokens, K=16, num_warps=2, **kept)
     return out_THD
 
 
@@ -216,26 +252,20 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, i
     return {"M": M, "N": N, "num_warps": 8 if M == 128 else 4, "num_stages": 5 if roomy else 2}
 
 
-@triton.jit(do_not_specialize=["T", "R", "window", "stride_pr", "stride_pp"])
+@triton.jit(do_not_specialize=["window", "stride_pr", "stride_pp"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, k_blocks, v_blocks, out_ptr, share_ptr, log_ptr, count_ptr, starts_ptr, lengths_ptr,
-    branches_ptr, positions_ptr, seen_ptr, pages_ptr, slots_ptr, places_ptr, words_ptr,
-    T, R, W, scale, cap, window,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, k_blocks, v_blocks, out_ptr, share_ptr, log_ptr, count_ptr, task_ptr,
+    positions_ptr, seen_ptr, pages_ptr, slots_ptr, places_ptr, words_ptr, W, scale, cap, window,
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    PAGE: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, one share of the keys, one key/value head."""
     program = tl.program_id(0)
-    tree, first, tokens, tile, tiles, g, split, shares, lo, trunk_blocks, begin, end = task(
-        program, tl.num_programs(0), starts_ptr, lengths_ptr, branches_ptr, R, W, window,
-        WINDOWED, SPLIT, R2, GROUP, HEADS // GROUP, D2, M, N,
-    )  # fmt: skip
-    if tree >= R:
+    tree, first, rows, tile, tiles, g, split, shares, block, last_block, first_w, last_w = task(task_ptr, program)
+    if tree < 0:
         return
     g = g.to(tl.int64)
-    rows = tokens * GROUP
     row_M = tile * M + tl.arange(0, M)
     real_M = row_M < rows
     t_M = first + row_M // GROUP
@@ -249,13 +279,12 @@ def _attend(
     seen_M = tl.load(seen_ptr + t_M, mask=real_M, other=0)
     oldest_M = seen_M  # the first position inside the window
     hi = tl.max(seen_M)
-    first_n, last_n = lo + begin * N, tl.minimum(lo + tl.minimum(end, trunk_blocks) * N, hi)
+    first_n, last_n = block * N, tl.minimum(last_block * N, hi)
     if WINDOWED:
         oldest_M = (tl.load(positions_ptr + t_M, mask=real_M, other=0) - window + 1).to(tl.int32)
         first_n = tl.maximum(first_n, tl.min(tl.where(seen_M > 0, oldest_M, hi)) // N * N)
 
     # The share's words, up to the last one in which a row of this tile sees a slot.
-    first_w, last_w = tl.maximum(begin - trunk_blocks, 0), tl.maximum(end - trunk_blocks, 0)
     words = 0
     AHEAD: tl.constexpr = 2048 // M  # words that are read at once
     for c in range(first_w, last_w, AHEAD):

@@ -1,14 +1,18 @@
 """The shares of a tile's keys: which program has which, and how the rows of the output are merged from them.
 
-A program finds out its task from the lengths of all trees, by a sum over them (`_shares`). `triton.py` draws the
-programs and explains the shapes.
+The task of each program follows from the lengths of all trees, by a sum over them (`_shares`). All layers of a pass
+that are alike have the same tasks, so a small kernel lists them once (`list_tasks`), and each program of a layer reads
+its own record. `triton.py` draws the programs and explains the shapes.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
 # (what triton.jit takes and gives is no function to a type checker)
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.gpu import cast
 
@@ -16,6 +20,50 @@ WHOLE, LAST, LATER = (tl.constexpr(i) for i in range(3))  # tiles are not cut; w
 LEAST_SHARE = tl.constexpr(2)  # blocks of a share: fewer are sooner done than merged
 MOST_MERGED = tl.constexpr(1 << 18)  # bytes that the last program of a tile merges
 WORD = tl.constexpr(32)
+TASK = tl.constexpr(12)  # numbers of a program's record
+ROW = tl.constexpr(4)  # numbers of a token's record
+LISTED = 1 << 12  # records that a program writes times trees that it adds up
+
+
+class Trees(NamedTuple):
+    """The tensors of a layout that attention reads, see `TreeLayout`."""
+
+    positions_T: Tensor
+    token_starts: Tensor
+    trunk_seen_T: Tensor
+    trunk_pages_RP: Tensor
+    trunk_len_R: Tensor
+    branch_len_R: Tensor
+    branch_slots_RW: Tensor
+    branch_positions_RW: Tensor
+    ancestry_TC: Tensor
+    page_size: int
+
+
+class Tasks(NamedTuple):
+    """The records of a launch's programs, int32 [programs, TASK]; of its tokens, int32 [T, ROW], if a second kernel
+    merges their shares."""
+
+    programs: Tensor
+    tokens: Tensor | None
+
+
+def tasks(trees: Trees, programs: int, split: int, window: int | None, **sizes: int) -> Tasks:
+    """List the tasks of a launch.
+
+    Args:
+        split: WHOLE, LAST or LATER.
+        sizes: GROUP, G, D2, M and N of the launch.
+    """
+    R, T, W = len(trees.trunk_len_R), len(trees.positions_T), trees.branch_slots_RW.shape[1]
+    later, new, R2 = split == LATER.value, trees.token_starts.new_empty, max(16, triton.next_power_of_2(R))
+    made, P = Tasks(new(programs, TASK.value), new(T, ROW.value) if later else None), max(16, min(128, LISTED // R2))
+    list_tasks[(triton.cdiv(max(programs, T if later else 0), P),)](
+        made.programs, made.tokens, trees.token_starts, trees.trunk_len_R, trees.branch_len_R,
+        programs, T, R, W, window or 0,
+        WINDOWED=window is not None, SPLIT=split, R2=R2, P=P, **sizes,
+    )  # fmt: skip
+    return made
 
 
 @triton.jit
@@ -61,42 +109,85 @@ def _shares(
 
 
 @triton.jit
-def task(
-    program, programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window,
-    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
-    D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+def _of_trees(
+    tree_P, there_P, size, starts_ptr, lengths_ptr, branches_ptr, W, window,
+    WINDOWED: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The tile and the share of keys that a program works on.
+    """Trees' first tokens, and how many they have; tiles of a head; the results of `_keys`; shares of a tile."""
+    first_P = tl.load(starts_ptr + tree_P, mask=there_P, other=0)
+    tokens_P = tl.load(starts_ptr + tree_P + 1, mask=there_P, other=1) - first_P
+    trunk_P = tl.load(lengths_ptr + tree_P, mask=there_P, other=0)
+    branches_P = tl.load(branches_ptr + tree_P, mask=there_P, other=0)
+    lo_P, trunk_blocks_P, blocks_P = _keys(tokens_P, trunk_P, branches_P, W, window, WINDOWED, N)
+    tiles_P = (tokens_P * GROUP + M - 1) // M
+    return first_P, tokens_P, tiles_P, lo_P, trunk_blocks_P, blocks_P, (blocks_P + size - 1) // size
 
-    Returns:
-        its tree (R: it has nothing to do), the tree's first token, and how many it has; its tile, and of how many; the
-        head; its share, and of how many; the tree's first key and blocks of the trunk, as of `_keys`; the first of its
-        blocks, and the end of them.
-    """
+
+@triton.jit(do_not_specialize=["programs", "T", "R", "window"])
+def list_tasks(
+    task_ptr, token_ptr, starts_ptr, lengths_ptr, branches_ptr, programs, T, R, W, window,
+    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
+    D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Write the records of P programs, and of P tokens. A program that has nothing to do has the tree -1."""
     end_R, size = _shares(
         programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window, WINDOWED, SPLIT, R2, GROUP, G, D2, M, N
     )
-    before_R = end_R <= program
-    at = program - tl.max(tl.where(before_R, end_R, 0))
-    tree = tl.minimum(tl.sum(before_R.to(tl.int32)), R)
-    there = tree < R
-    if R2 > 1:
-        starts_ptr += tree
-        lengths_ptr += tree
-        branches_ptr += tree
-    else:  # a place that is known: what lies there is loaded with what `_shares` adds up, not after it
-        there = program >= 0
-    first = tl.load(starts_ptr, mask=there, other=0)
-    tokens = tl.load(starts_ptr + 1, mask=there, other=1) - first
-    trunk = tl.load(lengths_ptr, mask=there, other=0)
-    branches = tl.load(branches_ptr, mask=there, other=0)
-    lo, trunk_blocks, blocks = _keys(tokens, trunk, branches, W, window, WINDOWED, N)
-    tiles, shares = (tokens * GROUP + M - 1) // M, (blocks + size - 1) // size
-    split, length = at // tiles % shares, (blocks + shares - 1) // shares
-    begin = split * length
-    end = tl.minimum(begin + length, blocks)
-    head = at // (tiles * shares)
-    return tree, first, tokens, at % tiles, tiles, head, split, shares, lo, trunk_blocks, begin, end
+    program_P = tl.program_id(0) * P + tl.arange(0, P)
+    before_PR = end_R[None, :] <= program_P[:, None]
+    at_P = program_P - tl.max(tl.where(before_PR, end_R[None, :], 0), 1)
+    tree_P = tl.sum(before_PR.to(tl.int32), 1)
+    there_P = tree_P < R
+    first_P, tokens_P, tiles_P, lo_P, trunk_blocks_P, blocks_P, shares_P = _of_trees(
+        tree_P, there_P, size, starts_ptr, lengths_ptr, branches_ptr, W, window, WINDOWED, GROUP, M, N
+    )
+    split_P, length_P = at_P // tiles_P % shares_P, (blocks_P + shares_P - 1) // shares_P
+    begin_P = split_P * length_P
+    end_P = tl.minimum(begin_P + length_P, blocks_P)
+    at_ptr, real_P = task_ptr + program_P * TASK, program_P < programs
+    tl.store(at_ptr, tl.where(there_P, tree_P, -1), mask=real_P)
+    tl.store(at_ptr + 1, first_P, mask=real_P)
+    tl.store(at_ptr + 2, tokens_P * GROUP, mask=real_P)
+    tl.store(at_ptr + 3, at_P % tiles_P, mask=real_P)
+    tl.store(at_ptr + 4, tiles_P, mask=real_P)
+    tl.store(at_ptr + 5, at_P // (tiles_P * shares_P), mask=real_P)
+    tl.store(at_ptr + 6, split_P, mask=real_P)
+    tl.store(at_ptr + 7, shares_P, mask=real_P)
+    tl.store(at_ptr + 8, lo_P // N + begin_P, mask=real_P)
+    tl.store(at_ptr + 9, lo_P // N + tl.minimum(end_P, trunk_blocks_P), mask=real_P)
+    tl.store(at_ptr + 10, tl.maximum(begin_P - trunk_blocks_P, 0), mask=real_P)
+    tl.store(at_ptr + 11, tl.maximum(end_P - trunk_blocks_P, 0), mask=real_P)
+    if token_ptr is not None:
+        r_R, t_P = tl.arange(0, R2), program_P
+        starts_R = tl.load(starts_ptr + r_R, mask=r_R < R, other=0)
+        tree_P = tl.sum(((starts_R[None, :] <= t_P[:, None]) & (r_R < R)[None, :]).to(tl.int32), 1) - 1
+        first_P, _, tiles_P, _, _, _, shares_P = _of_trees(
+            tree_P, t_P < T, size, starts_ptr, lengths_ptr, branches_ptr, W, window, WINDOWED, GROUP, M, N
+        )
+        begin_P = tl.max(tl.where(r_R[None, :] < tree_P[:, None], end_R[None, :], 0), 1)
+        at_ptr, real_P = token_ptr + t_P * ROW, t_P < T
+        tl.store(at_ptr, first_P, mask=real_P)
+        tl.store(at_ptr + 1, begin_P, mask=real_P)
+        tl.store(at_ptr + 2, tiles_P, mask=real_P)
+        tl.store(at_ptr + 3, shares_P, mask=real_P)
+
+
+@triton.jit
+def task(task_ptr, program):
+    """The tile and the share of keys that a program works on.
+
+    Returns:
+        its tree (-1: it has nothing to do), the tree's first token, and how many rows it has; its tile, and of how
+        many; the head; its share, and of how many; its first block of the trunk's keys, counted from the trunk's
+        beginning, and the end of them; its first word of branch slots, and the end of them.
+    """
+    at_ptr = task_ptr + program * TASK
+    tree, first, rows, tile = tl.load(at_ptr), tl.load(at_ptr + 1), tl.load(at_ptr + 2), tl.load(at_ptr + 3)
+    tiles, head, split, shares = tl.load(at_ptr + 4), tl.load(at_ptr + 5), tl.load(at_ptr + 6), tl.load(at_ptr + 7)
+    block, last_block, word, last_word = (
+        tl.load(at_ptr + 8), tl.load(at_ptr + 9), tl.load(at_ptr + 10), tl.load(at_ptr + 11)
+    )  # fmt: skip
+    return tree, first, rows, tile, tiles, head, split, shares, block, last_block, word, last_word
 
 
 @triton.jit
@@ -131,28 +222,20 @@ def merged(share_ptr, log_ptr, line_B, real_B, step, shares, D: tl.constexpr, D2
     return acc_BD / tl.where(sum_B == 0, 1.0, sum_B)[:, None]
 
 
-@triton.jit(do_not_specialize=["programs", "R", "window"])
+@triton.jit
 def merge(
-    out_ptr, share_ptr, log_ptr, starts_ptr, lengths_ptr, branches_ptr, programs, R, W, window,
-    WINDOWED: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    out_ptr, share_ptr, log_ptr, token_ptr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """One row of the output, if its tile was cut into shares."""
     line = tl.program_id(0)
     t, head = line // HEADS, line % HEADS
-    end_R, size = _shares(
-        programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window,
-        WINDOWED, LATER, R2, GROUP, HEADS // GROUP, D2, M, N,
+    token_ptr += t * ROW
+    first, begin, tiles, shares = (
+        tl.load(token_ptr), tl.load(token_ptr + 1), tl.load(token_ptr + 2), tl.load(token_ptr + 3)
     )  # fmt: skip
-    r_R = tl.arange(0, R2)
-    tree = tl.sum(((tl.load(starts_ptr + r_R, mask=r_R < R, other=0) <= t) & (r_R < R)).to(tl.int32)) - 1
-    first = tl.load(starts_ptr + tree)
-    tokens = tl.load(starts_ptr + tree + 1) - first
-    _, _, blocks = _keys(tokens, tl.load(lengths_ptr + tree), tl.load(branches_ptr + tree), W, window, WINDOWED, N)
-    shares, tiles = (blocks + size - 1) // size, (tokens * GROUP + M - 1) // M
     if shares > 1:
         row = (t - first) * GROUP + head % GROUP
-        begin = tl.max(tl.where(r_R < tree, end_R, 0))
         program = begin + head // GROUP * shares * tiles + row // M
         share_B = tl.full([1], program.to(tl.int64) * M + row % M, tl.int64)
         real_B = share_B >= 0

@@ -22,6 +22,7 @@ from kernels.linear.codes import Codes
 from kernels.rows import triton as on_rows
 from kernels.rows import triton_next, triton_sums
 from kernels.tree_attention import triton as tree_attention
+from kernels.tree_attention import triton_shares
 from tests.kernels.sass import main_loops, usage
 
 WHOLE, LAST, LATER = (getattr(tree_attention, name).value for name in ("WHOLE", "LAST", "LATER"))
@@ -50,7 +51,7 @@ def compile(kernel, capability, types, constants, **options):
 
 
 def attend(
-    capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, trees=1, cache=None, sinks=False
+    capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, cache=None, sinks=False
 ):
     roomy = (SHARED | OTHERS)[capability] >= 160_000
     sizes = tree_attention._sizes(rows, head, dtype, roomy=roomy)
@@ -60,13 +61,11 @@ def attend(
     types |= {"out_ptr": f"*{e}", "share_ptr": "*fp32", "log_ptr": "*fp32", "scale": "fp32", "cap": "fp32"}
     types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "stride_kg": "i64", "stride_vg": "i64"}
     types |= {"sinks_ptr": "*fp32"} if sinks else {}
-    lengths = "count", "starts", "lengths", "branches"
-    types |= {f"{name}_ptr": "*i32" for name in (*lengths, "seen", "pages", "places", "words")}
+    types |= {f"{name}_ptr": "*i32" for name in ("count", "task", "seen", "pages", "places", "words")}
     constants = {
         "WINDOWED": windowed,
         "CAPPED": capped,
         "SPLIT": split,
-        "R2": trees,
         "GROUP": 4,
         "HEADS": 32,
         "PAGE": 16,
@@ -83,6 +82,13 @@ def attend(
         assert "cp.async.cg" in compiled.asm["ptx"], "keys and values are not fetched ahead, 16 bytes at a time"
         assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == bulk(capability, sizes["M"], head, windowed, cache)
     return compiled
+
+
+def tasks(capability, split, trees):
+    types = {f"{name}_ptr": "*i32" for name in ("task", "token", "starts", "lengths", "branches")}
+    sizes = {"WINDOWED": True, "SPLIT": split, "R2": trees, "GROUP": 4, "G": 8, "D2": 128, "M": 64, "N": 32}
+    sizes |= {"P": min(128, triton_shares.LISTED // trees)} | ({} if split == LATER else {"token_ptr": None})
+    return compile(triton_shares.list_tasks, capability, types, sizes)
 
 
 def bulk(capability, rows, head, windowed, cache):
@@ -202,7 +208,7 @@ for capability in SHARED:
         attend(capability, rows, head, torch.bfloat16, split=LAST if rows < 2048 else WHOLE)
 for capability, split in itertools.product((90, 100), (LAST, LATER)):  # wide beams: a prompt's tiles, in shares
     unspilled(attend(capability, 2048, 128, torch.bfloat16, split=split))
-attend(90, 16, 80, torch.float16, windowed=True, trees=16)
+attend(90, 16, 80, torch.float16, windowed=True)
 attend(90, 16, 96, torch.bfloat16)
 attend(90, 16, 256, torch.bfloat16, windowed=True, capped=True)
 attend(90, 16, 33, torch.float16)
@@ -218,10 +224,11 @@ for capability, cache in itertools.product(SHARED, BYTES):
     unspilled(attend(capability, 16, 128, torch.bfloat16, cache=cache))
 for dtype in (torch.float16, torch.float32):
     attend(90, 16, 64, dtype, cache="fp8")
-types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16"}
-types |= {f"{name}_ptr": "*i32" for name in ("starts", "lengths", "branches")}
-sizes = {"WINDOWED": True, "R2": 16, "GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "N": 32, "K": 16}
+types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16", "token_ptr": "*i32"}
+sizes = {"GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "K": 16}
 unspilled(compile(tree_attention.merge, 90, types, sizes, num_warps=2))
+for split, trees in itertools.product((WHOLE, LAST, LATER), (16, 128)):
+    unspilled(tasks(90, split, trees))
 types = {"slots_ptr": "*i64"} | {f"{name}_ptr": "*bf16" for name in ("k", "v", "new_k", "new_v")}
 compile(kv_write._write, 90, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
 sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}

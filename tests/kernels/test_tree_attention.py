@@ -321,7 +321,7 @@ class Launches:
 def test_a_launch_serves_other_lengths(device, later, monkeypatch):
     """A CUDA graph launches the same arguments again, with other numbers in the tensors."""
     from kernels import gpu
-    from kernels.tree_attention import triton
+    from kernels.tree_attention import triton, triton_shares
 
     shapes = [(150, 0, 40, 9), (20, 0, 1, 1), (40, 0, 33, 4)]
     recorded, replayed = (forest(2, trees, heads=2, kv_heads=1) for trees in (shapes, shapes[::-1]))
@@ -330,19 +330,37 @@ def test_a_launch_serves_other_lengths(device, later, monkeypatch):
     layout = recorded.layout.to(device)
     monkeypatch.setattr(triton, "properties", lambda _: gpu.Properties(20, False))
     monkeypatch.setattr(triton, "ALONE", -1 if later else triton.ALONE)
-    kernels = [Launches(triton._attend), Launches(triton.merge)]
-    monkeypatch.setattr(triton, "_attend", kernels[0])
-    monkeypatch.setattr(triton, "merge", kernels[1])
+    kernels = []
+    for module, name in ((triton_shares, "list_tasks"), (triton, "_attend"), (triton, "merge")):
+        kernels.append(Launches(getattr(module, name)))
+        monkeypatch.setattr(module, name, kernels[-1])
     out = tree_attention(*tensors, layout, scale=0.25, impl="triton")
     for x, other in zip(tensors, later_inputs, strict=True):
         x.copy_(other)
     for name, x in vars(layout).items():
         if isinstance(x, torch.Tensor) and name != "trunk_runs":
             x.copy_(getattr(replayed.layout, name))
-    for kernel in kernels[: 1 + later]:
+    for kernel in kernels[: 2 + later]:
         [(grid, arguments, constants)] = kernel.found
         kernel.kernel[grid](*arguments, **constants)
     torch.testing.assert_close(out.cpu().double(), naive(*wide, replayed.layout, 0.25, None), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", TRITON)
+def test_layers_that_are_alike_share_their_tasks(device, monkeypatch):
+    """Until the layout has other numbers."""
+    from kernels.tree_attention import triton_shares
+
+    f = forest(2, [(150, 0, 40, 9), (20, 0, 1, 1)])
+    (q, k, v), _ = cast(f, torch.float32)
+    q, k, v, layout = q.to(device), k.to(device), v.to(device), f.layout.to(device)
+    monkeypatch.setattr(triton_shares, "list_tasks", kernel := Launches(triton_shares.list_tasks))
+    for window, listed in ((None, 1), (None, 1), (9, 2), (None, 2), (9, 2)):
+        tree_attention(q, k, v, layout, scale=0.25, window=window, impl="triton")
+        assert len(kernel.found) == listed
+    layout.changed()
+    tree_attention(q, k, v, layout, scale=0.25, impl="triton")
+    assert len(kernel.found) == 3
 
 
 UNEVEN = [(8192, 15, 70), (256, 15, 0), (256, 3, 40), (256, 1, 9)]
@@ -362,21 +380,32 @@ def test_every_block_has_a_program_and_none_has_many(trees, split, window, devic
 
     M, N, G, group, R = 16, 64, 1, 4, len(trees)
     programs, _ = triton._grid(15, lambda _: 3, sum(n for _, n, _ in trees) * group, R, G, M, 128)
-    found = tasks(trees, programs, window, getattr(triton, split).value, G, group, M, N, device)
-    blocks, tiles, wanted = [], [], []
+    found, of_tokens = tasks(trees, programs, window, getattr(triton, split).value, G, group, M, N, device)
+    blocks, tiles, wanted, got = [], [], [], []
     for r, (trunk, tokens, branches) in enumerate(trees):
-        lo = max(trunk - tokens - window + 1, 0) // N * N if window else 0
-        blocks.append(max(-(-(trunk - lo) // N) + -(-branches // 32), 1))
+        lo = max(trunk - tokens - window + 1, 0) // N if window else 0
+        every = [(0, i) for i in range(lo, -(-trunk // N))] + [(1, w) for w in range(-(-branches // 32))]
+        blocks.append(max(len(every), 1))
         tiles.append(-(-tokens * group // M))
-        wanted += [(r, tile, g, i) for tile in range(tiles[r]) for g in range(G) for i in range(blocks[r])]
-    assert sorted((*task[:3], i) for task in found for i in range(*task[-2:])) == wanted
-    for r, tile, g, share, shares, *_ in found:
+        wanted += [(r, tile, g, *each) for tile in range(tiles[r]) for g in range(G) for each in every]
+    longest = 0
+    for r, tile, g, share, shares, block, last_block, word, last_word in found:
+        mine = [(0, i) for i in range(block, last_block)] + [(1, w) for w in range(word, last_word)]
+        got += [(r, tile, g, *each) for each in mine]
+        longest = max(longest, len(mine))
         assert {other[3] for other in found if other[:3] == (r, tile, g)} == set(range(shares)) and share < shares
+    assert sorted(got) == wanted
     most = -(-sum(map(int.__mul__, tiles, blocks)) * G // (programs - sum(tiles) * G))
     if split == "LAST":
         most = max(most, -(-max(blocks) // 32))  # shares of 8 KiB make 256 KiB
-    longest = max(end - begin for *_, begin, end in found)
     assert longest == max(blocks) if split == "WHOLE" else longest <= max(most, 2) < max(blocks)
+    if split == "LATER":  # where the shares of each tree begin, and how many a tile has
+        starts, first = [], 0
+        for r, (_, tokens, _) in enumerate(trees):
+            mine = [task for task in found if task[0] == r]
+            starts += [[sum(n for _, n, _ in trees[:r]), first, tiles[r], mine[0][4]] for _ in range(tokens)]
+            first += len(mine)
+        assert of_tokens == starts
 
 
 @needs_triton

@@ -346,6 +346,26 @@ def test_triton_kernels_find_the_golden_tokens(variant, search):
 
 
 @needs_interpreter
+def test_every_pass_of_a_graph_lists_the_tasks_of_attention(monkeypatch):
+    """Once for all layers, and within what is recorded: the lengths of trees are others at each replay."""
+    from kernels.tree_attention import triton
+
+    listed, passes, real = [], [], triton.tasks
+    _, graphs = engines("gqa", "triton")
+    assert graphs.pool.cache.k_LGSD.shape[0] > 1
+
+    def counted(p, compute=graphs.runner.compute):
+        before = len(listed)
+        compute(p)
+        passes.append(len(listed) - before)
+
+    monkeypatch.setattr(graphs.runner, "compute", counted)
+    monkeypatch.setattr(triton, "tasks", lambda *given, **sizes: (listed.append(1), real(*given, **sizes))[1])
+    graphs.generate([[7, 20, 33]], Trie(beams=2), max_new_tokens=5, ignore_eos=True)
+    assert passes == [1, 1, 1, 1] and graphs.runner.record.replayed == 3
+
+
+@needs_interpreter
 @pytest.mark.full(unless=lambda variant: variant in ONE_PER_OPTION)
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_triton_kernels_compute_the_golden_logits(variant):
