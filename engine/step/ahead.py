@@ -59,12 +59,12 @@ class GuessedNodes(NamedTuple):
     token_n: Tensor
     inherited_nC: Tensor
 
-    def fill(self, inputs: Pass) -> None:
-        """Write tokens and ancestry into the inputs of the guessed pass."""
-        n, words_TC = len(self.token_n), inputs.layout.ancestry_TC
+    def fill(self, first: int, inputs: Pass) -> None:
+        """Write tokens and ancestry into the inputs of a pass, where `first` is the first guessed node."""
+        own, words_TC = slice(first, first + len(self.token_n)), inputs.layout.ancestry_TC
         C = min(words_TC.shape[1], self.inherited_nC.shape[1])
-        inputs.tokens_T[:n] = self.token_n
-        words_TC[:n, :C] |= self.inherited_nC[:, :C]
+        inputs.tokens_T[own] = self.token_n
+        words_TC[own, :C] |= self.inherited_nC[:, :C]
 
 
 def choose(

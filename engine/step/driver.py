@@ -180,14 +180,14 @@ class Driver:
         pool = self.runners[model].pool
         return [job for job in self.running if job.pending and job.pending.request.tree.pool is pool]
 
-    def _schedule(self, model: str, jobs: Sequence[Job]) -> Batch:
-        """Choose the tokens of a model's next pass, and take slots for them.
+    def _schedule(self, model: str, jobs: Sequence[Job], room: int | None = None) -> Batch:
+        """Choose the tokens of a model's next pass, and take slots for them; at most `room`, or the runner's budget.
 
         Short requests come first: others decode while a long prompt fills the rest of the budget.
         """
         with self._phase("schedule"):
             batch = self.batches(model, self.runners[model], time.perf_counter())
-            room, chosen = batch.runner.budget, []
+            room, chosen = batch.runner.budget if room is None else room, []
             for job in sorted(jobs, key=lambda job: job.pending.left if job.pending else 0):
                 if room and job in self.running and (chunk := self._allocate(job, room)) is not None:
                     chosen.append((job, chunk))
@@ -216,7 +216,7 @@ class Driver:
     def _account(self, batch: Batch, began: float, ended: float) -> None:
         """Note the time and the tokens of a pass that has run."""
         shares = batch.shares
-        if all(share.chunk.trunk_tokens <= 1 for share in shares):  # `PassTime` excludes prompts
+        if not batch.reads_prompt:  # `PassTime` excludes prompts
             batch.runner.time.note(batch.tokens, ended - batch.began)
         for share in shares:
             tokens = len(share.chunk)

@@ -188,6 +188,11 @@ class Batch:
         return [share.chunk for share in self.shares]
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether more than the last token of a prompt is among its tokens."""
+        return any(share.chunk.trunk_tokens > 1 for share in self.shares)
+
+    @property
     def keeps_rows(self) -> bool:
         """Whether any row is needed after the reads of the pass."""
         return any(share.top_sums is None or share.chunk.drafts for share in self.shares)

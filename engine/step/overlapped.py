@@ -1,15 +1,20 @@
 """The driver of a GPU: it launches the next pass before the host has read the answer of the last one.
 
-A reader of the CPU's path needs nothing of this file. Where all searches that run have said what they will most likely
-ask for (`Evaluate.next`), that is launched, see `engine.step.ahead`; a wrong guess costs the device a pass. Other
-searches take turns in two halves where that is faster.
+A reader of the CPU's path needs nothing of this file. Where searches have said what they will most likely ask for
+(`Evaluate.next`), that is launched, see `engine.step.ahead`; a wrong guess costs the device a pass. Searches that ask
+already ride along. Those of the pass under way that say nothing, as one that reads its prompt, miss a pass::
+
+    pass         1: A B C   2: A B, guessed   3: A B, guessed, C   4: A B C, guessed     A, B, C: searches
+
+Where too many say nothing, searches take turns in two halves, if that is faster.
 """
 
-import math
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -43,19 +48,17 @@ class Flight(Batch):
 
     def guess(self, share: Share, guess: Guess) -> None:
         """Add the nodes that a search will probably ask for after a share; `Overlapped._confirm` compares."""
-        rows = slice(self.tokens, self.tokens + len(guess.chunk))
-        self.guesses.append((share, guess, rows))
-        self.asked += range(rows.start, rows.stop)
-        self.tokens += len(guess.chunk)
+        count = len(guess.chunk)
+        self.guesses.append((share, guess, slice(len(self.asked), len(self.asked) + count)))
+        self.asked += range(self.tokens, self.tokens + count)
+        self.tokens += count
 
     def read_sums(self, sums_n: Tensor) -> None:
         """Ask for the top sums of the guessed nodes, which have these sums."""
-        self.reads += [(rows, TopSums(sums_n[rows], guess.k)) for _, guess, rows in self.guesses]
-
-    def give_up(self) -> None:
-        """Give the slots of all guesses back."""
-        for _, guess, _ in self.guesses:
-            guess.chunk.tree.give_up()
+        each_n = sums_n.split([len(guess.chunk) for _, guess, _ in self.guesses])
+        self.reads += [
+            (rows, TopSums(each, guess.k)) for (_, guess, rows), each in zip(self.guesses, each_n, strict=True)
+        ]
 
     def leave(self, running: Sequence[Job]) -> bool:
         """Take out the searches that have ended or begun anew since the launch; whether any is left."""
@@ -96,7 +99,7 @@ class Overlapped(Driver):
             raise
         if after is not None and after.shares:
             self.under_way[model] = after
-        if batch.shares and batch.launched.seconds:
+        if batch.shares and batch.launched.seconds and not batch.reads_prompt:
             host = time.perf_counter() - began - batch.launched.waited
             batch.runner.overlap.note(host, batch.launched.seconds, len(batch.shares))
 
@@ -107,8 +110,9 @@ class Overlapped(Driver):
 
     def _taking_turns(self, model: str) -> list[Job]:
         """The searches of the next pass: half of those that ask, where the others are better evaluated beside them."""
-        jobs = self._asking(model)
-        if self.runners[model].overlap.helps(len(jobs)) and not all(next_of(job) for job in jobs):
+        jobs, overlap = self._asking(model), self.runners[model].overlap
+        silent = sum(next_of(job) is None for job in jobs)
+        if overlap.helps(len(jobs)) and not overlap.helps_without(silent, len(jobs)):
             return jobs[: -(-len(jobs) // 2)]
         return jobs
 
@@ -132,30 +136,57 @@ class Overlapped(Driver):
         return rows
 
     def _guess(self, batch: Flight) -> Flight | None:
-        """Launch the predicted next pass. Returns None unless every running search has given a hint."""
-        runner, launched, nexts = batch.runner, batch.launched, [next_of_share(share) for share in batch.shares]
-        after = Flight(batch.model, runner, time.perf_counter())
+        """Launch the predicted requests of searches that have given a hint, and the requests of those that wait.
+
+        Returns None where that is nothing, or where it is faster to wait for the searches without a hint.
+        """
+        runner, launched, silent = batch.runner, batch.launched, 0
         assert launched is not None and launched.inputs is not None, "a CPU does not look ahead"
-        if len(nexts) < len(self.running) or sum(next.width if next else math.inf for next in nexts) > runner.budget:
+        room = runner.budget
+        for share in batch.shares:
+            if (next := next_of_share(share)) is None:
+                silent += 1
+            else:
+                room -= next.width
+        waiting = self._waiting(batch)
+        able, count = len(batch.shares) - silent, len(batch.shares) + len(waiting)
+        if not able or room < 0 or not runner.overlap.helps_without(silent, count):
             return None
-        numbers = []
-        try:
-            for share, found in zip(batch.readers, launched.numbers, strict=True):
-                if share is None or (guess := guess_of(share, found, batch.asked[share.rows])) is None:
-                    continue
-                after.guess(share, guess)
-                numbers.append(found)
-        except KVMemoryError:
-            numbers.clear()
-        if not numbers or len(numbers) < len(batch.shares):
-            after.give_up()
+        after, numbers = self._riders(batch, waiting, room), []
+        guessed_from = after.tokens
+        for share, found in zip(batch.readers, launched.numbers, strict=True):
+            if share is None or share.job not in self.running or share.job.pending is not share.pending:
+                continue  # it gave way to one that waits
+            with contextlib.suppress(KVMemoryError):
+                if (guess := guess_of(share, found, batch.asked[share.rows])) is not None:
+                    after.guess(share, guess)
+                    numbers.append(found)
+        if not after.tokens:
             return None
-        guesses, vocab_size = [guess for _, guess, _ in after.guesses], batch.shares[0].pending.partial.width
-        with self._phase("run", after):
-            nodes = choose(guesses, numbers, launched.inputs.ancestry_TC, vocab_size, runner.impl)
-            after.read_sums(nodes.sums_n)
-            chunks = [guess.chunk for guess in guesses]
-            after.launched = runner.launch(chunks, after.asked, after.reads, fill=nodes.fill, keep_rows=False)
+        with self._phase("run", after), self._released_if_failed(after):
+            chunks, fill = after.chunks, None
+            if numbers:
+                guesses = [guess for _, guess, _ in after.guesses]
+                vocab_size = after.guesses[0][0].pending.partial.width
+                nodes = choose(guesses, numbers, launched.inputs.ancestry_TC, vocab_size, runner.impl)
+                after.read_sums(nodes.sums_n)
+                chunks += [guess.chunk for guess in guesses]
+                fill = partial(nodes.fill, guessed_from)
+            work = chunks, after.asked, after.reads, after.edits, after.keeps
+            after.launched = runner.launch(*work, fill=fill, keep_rows=after.keeps_rows)
+        return after
+
+    def _waiting(self, batch: Flight) -> list[Job]:
+        """The searches that ask and are in no pass."""
+        theirs = {id(share.job) for share in batch.shares}
+        return [job for job in self._asking(batch.model) if id(job) not in theirs]
+
+    def _riders(self, batch: Flight, jobs: Sequence[Job], room: int) -> Flight:
+        """A pass of searches, of at most so many tokens, that is still to be launched."""
+        if not jobs:
+            return Flight(batch.model, batch.runner, time.perf_counter())
+        after = self._schedule(batch.model, jobs, room)
+        assert isinstance(after, Flight)
         return after
 
     def _confirm(self, after: Flight | None) -> None:
@@ -172,10 +203,10 @@ class Overlapped(Driver):
 
     def _beside(self, batch: Flight) -> Flight | None:
         """Launch a pass of the searches that wait for none, if that hides the host's work; see `Overlap`."""
-        if not batch.runner.overlap.helps(len(self.running)) or all(next_of(job) for job in self.running):
-            return None  # all of them look ahead together from the next pass on
-        theirs = {id(share.job) for share in batch.shares}
-        other = self._launch(batch.model, [job for job in self._asking(batch.model) if id(job) not in theirs])
+        overlap, silent = batch.runner.overlap, sum(next_of(job) is None for job in self.running)
+        if not overlap.helps(len(self.running)) or overlap.helps_without(silent, len(self.running)):
+            return None  # those that look ahead do so from the next pass on
+        other = self._launch(batch.model, self._waiting(batch))
         return other if other.shares else None
 
 

@@ -26,6 +26,20 @@ class Overlap:
         """Whether halves are faster for so many searches."""
         return searches > 1 and self.device > 0 and self.host * searches > self.device
 
+    def helps_without(self, silent: int, searches: int) -> bool:
+        """Whether passes that are launched ahead hide more time than is lost by searches that then miss a pass.
+
+        All of so many searches hide their host's work, at most a pass of it; those that miss it lose their part of a
+        pass.
+
+        Args:
+            silent: searches that miss it.
+            searches: all of them.
+        """
+        if 2 * silent > searches:
+            return False
+        return not self.device or silent * self.device <= searches * min(self.host * searches, self.device)
+
 
 class PassTime:
     """Seconds of a pass by its number of tokens: `one` for a single token, and for other sizes multiples of it.

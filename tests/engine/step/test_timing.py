@@ -44,3 +44,14 @@ def test_when_halves_help():
     for _ in range(100):
         overlap.note(host=0.001, device=0.004, searches=4)
     assert not overlap.helps(8) and overlap.helps(17)
+
+
+def test_when_some_miss_a_pass():
+    """They lose their part of it; others hide the host's work, which counts up to the time of a pass."""
+    overlap = Overlap()
+    assert overlap.helps_without(4, 8) and not overlap.helps_without(5, 8)  # before anything is measured
+    overlap.note(host=0.002, device=0.008, searches=8)  # a quarter of a pass
+    assert overlap.helps_without(0, 8) and overlap.helps_without(2, 8) and not overlap.helps_without(3, 8)
+    slow_host = Overlap()
+    slow_host.note(host=0.032, device=0.008, searches=8)
+    assert slow_host.helps_without(4, 8) and not slow_host.helps_without(5, 8)
