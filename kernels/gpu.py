@@ -1,9 +1,13 @@
 """Shared by the Triton kernels: whether they are interpreted, and the properties of the GPU."""
 
+import contextlib
 import functools
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +16,8 @@ from torch import Tensor
 from triton import knobs, runtime
 
 MOST_COUNTERS = 1 << 16
+MOST_THREADS = 16  # that compile
+SECONDS_BETWEEN = 0.25  # of news
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as it stands when kernels are defined
 
 
@@ -37,9 +43,69 @@ def build_launcher() -> None:
     runtime.driver.active.get_current_target()
 
 
-def compiled_before() -> bool:
-    """Whether attention has been compiled on this machine, for any model: Triton keeps on disk what it compiles."""
-    return any(Path(knobs.cache.dir).glob("*/_attend.cubin"))
+_launcher: Callable[..., Any] | None = None  # instead of a launch: gets the kernel and its grid
+
+
+def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
+    """A function that launches a kernel with a grid of programs; within `compiling` it has it compiled instead."""
+    return kernel[grid] if _launcher is None else _launcher(kernel, grid)
+
+
+@contextlib.contextmanager
+def launching_by(launcher: Callable[..., Any]) -> Iterator[None]:
+    """Within it, what this function makes of a kernel and its grid takes the arguments of launches."""
+    global _launcher
+    before, _launcher = _launcher, launcher
+    try:
+        yield
+    finally:
+        _launcher = before
+
+
+@contextlib.contextmanager
+def compiling(tell: Callable[[int, int], None]) -> Iterator[None]:
+    """Within it, kernels are compiled instead of launched, in threads; at its end they are there.
+
+    One that cannot be compiled raises its error when it is launched. Other threads must launch nothing meanwhile.
+
+    Args:
+        tell: is called a few times a second with how many kernels are there, and how many there are to be.
+    """
+
+    def warm(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return functools.partial(kernel.warmup, grid=grid)
+
+    with _Threads() as threads, triton.AsyncCompileMode(threads, ignore_errors=True):  # type: ignore[arg-type]
+        with launching_by(warm):
+            yield
+        while wait(threads.made, timeout=SECONDS_BETWEEN).not_done:
+            tell(sum(future.done() for future in threads.made), len(threads.made))
+
+
+class _Threads(ThreadPoolExecutor):
+    """Threads that compile: Triton's compiler and ptxas leave Python's lock to others most of the time."""
+
+    def __init__(self):
+        super().__init__(min(MOST_THREADS, len(os.sched_getaffinity(0))))
+        self.made: list[Future] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:  # pyright: ignore
+        """See `Executor`."""
+        self.made.append(future := super().submit(self._built, fn, *args, **kwargs))
+        return future
+
+    @staticmethod
+    def _built(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A compiled kernel. Triton before 3.7 also has a C compiler build a launcher for each, which it keeps."""
+        kernel = fn(*args, **kwargs)
+        with contextlib.suppress(Exception):  # it will be raised again by the first launch
+            runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # pyright: ignore
+        return kernel
+
+
+def pending(kernel: Any) -> bool:
+    """Whether a thread is still compiling what `kernel.warmup` has returned."""
+    return isinstance(kernel, triton.FutureKernel) and not kernel.future.done()
 
 
 def check_device(*tensors: Tensor) -> None:

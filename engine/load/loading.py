@@ -24,7 +24,7 @@ from engine.load.file_cache import file_cache
 from engine.load.options import NO_ADAPTER, LoadOptions
 from engine.load.pooling import Pooling
 from engine.load.pools import make_pools, shares_of, total_memory
-from engine.step.gpu import check_gpu
+from engine.step.gpu import check_gpu, compile_ahead
 from engine.step.graphs import GraphRunner, make_runner
 from engine.step.runner import Runner
 from engine.text.template import ChatTemplate
@@ -289,6 +289,9 @@ def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, Loaded
     pools = make_pools(caches, device, kv_memory, shard)
     models = {role: part.with_pool(pool, recorded) for (role, part), pool in zip(parts.items(), pools, strict=True)}
     target = models["target"]
+    for model in models.values():
+        if shard.size == 1:
+            compile_ahead(model.runner)
     for role in list(models)[1:]:
         check_companion(role, target, models[role])
         notes = parts[role].left_out() if parts[role].checkpoint is not parts["target"].checkpoint else []

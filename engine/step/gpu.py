@@ -1,21 +1,32 @@
-"""The requirements of a GPU: a generation that the kernels know, triton, and what triton builds with."""
+"""The requirements of a GPU: a generation that the kernels know, triton, and what triton builds with; and a model's
+kernels, compiled before its first request."""
 
 import importlib.util
 import sys
 import sysconfig
+import time
+import warnings
+from array import array
 from pathlib import Path
 
 import torch
 
-from engine.errors import UsageError
+from engine.cache.tree import TokenTree
+from engine.contract.top_sums import TopSums
+from engine.errors import KVMemoryError, UsageError
+from engine.step.packing import Chunk
+from engine.step.runner import Runner
+from kernels.rows import NextNodes, next_nodes
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 products and with copies that run beside them
-COMPILES = "Triton compiles each kernel at its first use, seconds for some of them; the next start finds them on disk"
+USUAL = (1, 4, 16, 32, 64, 256)  # tokens of passes whose kernels are compiled ahead, besides the largest
+ASKED = 16  # rows of these passes, of which top sums are wanted
+PATIENCE = 1.0  # seconds of compiling that nobody is told of
 WITHOUT = "or use --device cpu"
 
 
 def check_gpu() -> None:
-    """Refuse a GPU that cannot serve, before weights are read. Say so where its kernels are still to be compiled.
+    """Refuse a GPU that cannot serve, before weights are read.
 
     Raises:
         UsageError: an old GPU, no triton, or triton cannot build the module that launches kernels.
@@ -28,7 +39,7 @@ def check_gpu() -> None:
             remedy="use --device cpu, or a newer GPU",
         )
     check_triton()
-    from kernels.gpu import build_launcher, compiled_before  # triton is absent on some machines, and slow to import
+    from kernels.gpu import build_launcher  # triton is absent on some machines, and slow to import
 
     try:
         build_launcher()
@@ -37,8 +48,6 @@ def check_gpu() -> None:
             f"triton cannot build what launches its kernels: {_why_no_build(error)}",
             remedy=f"install a C compiler (or name one in CC) and Python's headers (python3-dev), {WITHOUT}",
         ) from error
-    if sys.stderr is not None and not compiled_before():
-        print(f"coppice: {COMPILES}", file=sys.stderr, flush=True)
 
 
 def check_triton() -> None:
@@ -53,3 +62,71 @@ def _why_no_build(error: Exception) -> str:
     if not header.exists():
         return f"there is no {header}"
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def compile_ahead(runner: Runner) -> None:
+    """Compile the kernels of a model in threads, before a request waits for them; a line on stderr says how far it is.
+    Warns if that fails.
+
+    Passes of usual sizes show which kernels these are: all but Triton's are launched, whose results are random numbers
+    then. A second round finds what depends on the first: how attention cuts its work follows from the registers that
+    its compiled kernel takes.
+    """
+    from kernels.gpu import INTERPRETED, compiling
+
+    if runner.impl != "triton" or INTERPRETED.value:
+        return
+    progress = CompilerProgress()
+    try:
+        for _ in range(2):
+            with compiling(progress.tell):
+                usual_passes(runner)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        warnings.warn(f"kernels are compiled at their first use, as it failed ahead of it: {reason}", stacklevel=2)
+    progress.end()
+
+
+@torch.inference_mode()
+def usual_passes(runner: Runner) -> None:
+    """Begin passes of usual sizes that a pool has room for, with what a beam search asks; nobody reads the answers."""
+    for count in sorted({*(n for n in USUAL if n < runner.budget), runner.budget}):
+        tree = TokenTree(runner.pool, [0] * count)
+        try:
+            chunk = Chunk(tree, count, [], tree.allocate(count, []))
+            asked = range(count)[-ASKED:]
+            wanted = TopSums([0.0] * len(asked), 2 * len(asked))
+            reads = [] if runner.model.shape.scores else [(slice(0, len(asked)), wanted)]
+            numbers = Runner.launch(runner, [chunk], asked, reads).numbers
+            if numbers:
+                ancestry_TC = torch.zeros(count, 16, dtype=torch.int32, device=runner.device)
+                nodes = [NextNodes(len(asked), [], [*asked], array("i", [0] * 16))]
+                next_nodes(numbers, nodes, ancestry_TC, runner.model.shape.vocab_size, impl=runner.impl)
+        except KVMemoryError:
+            return
+        finally:
+            tree.release()
+
+
+class CompilerProgress:
+    """Tells on stderr how many kernels are compiled, where that takes long: on a terminal a line that changes,
+    elsewhere one at the beginning and one at the end."""
+
+    def __init__(self):
+        self.began, self.told = time.perf_counter(), False
+        self.terminal = sys.stderr is not None and sys.stderr.isatty()
+
+    def tell(self, done: int, count: int) -> None:
+        """So many are, of so many."""
+        if sys.stderr is None or time.perf_counter() - self.began < PATIENCE or (self.told and not self.terminal):
+            return
+        text = f"coppice: {done} of {count} kernels compiled for this GPU; later starts find them on disk"
+        print(f"\r{text}\x1b[K" if self.terminal else text, end="" if self.terminal else None,
+              file=sys.stderr, flush=True)  # fmt: skip
+        self.told = True
+
+    def end(self) -> None:
+        """All are."""
+        if self.told:
+            text = f"coppice: kernels compiled in {time.perf_counter() - self.began:.0f} s"
+            print(f"\r{text}\x1b[K" if self.terminal else text, file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import INTERPRETED, cast, check_device, raw
+from kernels.gpu import INTERPRETED, cast, check_device, launch, raw
 from kernels.kv_fp8 import LARGEST_NUMBER as FP8_MOST
 from kernels.kv_fp8 import PER_STEP as FP8_PER_STEP
 from kernels.kv_int8 import LEAST_SCALE, PER_STEP
@@ -37,9 +37,9 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     if k_GSD.dtype.itemsize == 1:
         sizes = {"G": G, "D": D, "D2": triton.next_power_of_2(D), "M": HEADS, "num_warps": 1}
         written = k_GSD, v_GSD, k_TGD, v_TGD, slots_T, T, k_GSD.stride(0), v_GSD.stride(0)
-        _write_rows[(triton.cdiv(T * G, HEADS),)](*written, *strides, **sizes)
+        launch(_write_rows, triton.cdiv(T * G, HEADS))(*written, *strides, **sizes)
         return
-    _write[T, triton.cdiv(G * D, BLOCK)](
+    launch(_write, T, triton.cdiv(G * D, BLOCK))(
         k_GSD, v_GSD, k_TGD, v_TGD, slots_T,
         k_GSD.stride(0), v_GSD.stride(0), *strides,
         G=G, D=D, BLOCK=BLOCK,
@@ -68,7 +68,7 @@ def rotary_write(
     strides = (x.stride(i) for x in (q_THD, k_TGD, v_TGD) for i in (0, 1))
     whole, D2 = turn.all_heads and kind > 0, triton.next_power_of_2(D)
     M = triton.next_power_of_2(max(H, G)) if whole else HEADS
-    _turn[(T, 3) if whole else (triton.cdiv(T * (H + 2 * G), HEADS),)](
+    launch(_turn, *((T, 3) if whole else (triton.cdiv(T * (H + 2 * G), HEADS),)))(
         q_THD, k_TGD, v_TGD, *angles[:2], *angles[-2:], *norms, k_GSD, v_GSD, out_THD, slots_T, T,
         *strides, k_GSD.stride(0), v_GSD.stride(0), turn.eps,
         H=H, G=G, D=D, D2=D2, R=turn.angles[0].shape[1] if turn.angles else 0, NORM=kind, LAST=turn.norms_last,

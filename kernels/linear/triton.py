@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import INTERPRETED, cast, check_device, counters, dot, e4m3, last_of, properties
+from kernels.gpu import INTERPRETED, cast, check_device, counters, dot, e4m3, last_of, launch, properties
 from kernels.linear.codes import BLOCK, HALF, Codes, takes
 
 NUMBERS = {"int4": 4, "int8": 5, "float8": 6}
@@ -71,7 +71,7 @@ def linear(x: Tensor, matrix: Codes, bias: Tensor | None = None) -> Tensor:
     splits = _splits(properties(x.device).processors, grid[0] * grid[1], triton.cdiv(matrix.width, sizes["K"]))
     parts = torch.empty(splits, T, outs, dtype=torch.float32, device=x.device) if splits > 1 else out
     zero, least, order = matrix.zero_GO, matrix.least_GO, matrix.order_I
-    _product[*grid, splits](
+    launch(_product, *grid, splits)(
         x_TI, matrix.codes_OB, matrix.scale_GO, matrix.scale_GO if zero is None else zero,
         matrix.scale_GO if least is None else least,
         matrix.codes_OB if order is None else order, out if bias is None else bias, out, parts, counters(x.device),

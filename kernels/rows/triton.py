@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import INTERPRETED, cast, check_device, tanh
+from kernels.gpu import INTERPRETED, cast, check_device, launch, tanh
 from kernels.rows import triton_sums
 from kernels.rows.checks import SPAN, LogSoftmax, TopSums, Vectors
 from kernels.rows.triton_next import next_nodes as next_nodes  # an operator of this implementation
@@ -62,7 +62,8 @@ def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
     N, M = x_NM.shape
     out_NM = torch.empty(N, M, dtype=x_NM.dtype, device=x_NM.device)
     grid = triton.cdiv(N, ROWS), triton.cdiv(M, BLOCK // 2)
-    _let_through[grid](x_NM, gate_NM, out_NM, N, x_NM.stride(0), gate_NM.stride(0), WIDTH=M, M=ROWS, BLOCK=BLOCK // 2)
+    strides, sizes = (x_NM.stride(0), gate_NM.stride(0)), {"WIDTH": M, "M": ROWS, "BLOCK": BLOCK // 2}
+    launch(_let_through, *grid)(x_NM, gate_NM, out_NM, N, *strides, **sizes)
     return out_NM
 
 
@@ -80,8 +81,8 @@ def log_softmax(x_NV: Tensor, size: int, out: LogSoftmax | None = None) -> tuple
     )
     if peaks_NB is None:
         peaks_NB = torch.empty(N, triton.cdiv(V, SPAN), dtype=torch.float32, device=device)
-    _mass[grid](x_NV, part_3NC, N, x_NV.stride(0), V=V, M=ROWS, WIDE=WIDE)
-    _log_softmax[grid](
+    launch(_mass, *grid)(x_NV, part_3NC, N, x_NV.stride(0), V=V, M=ROWS, WIDE=WIDE)
+    launch(_log_softmax, *grid)(
         x_NV, part_3NC, logp_NV, finite_N.view(torch.uint8), peaks_NB, N, x_NV.stride(0),
         V=V, END=size, SPAN=SPAN, C=grid[1], C2=triton.next_power_of_2(grid[1]), M=ROWS, WIDE=WIDE,
     )  # fmt: skip
@@ -98,7 +99,7 @@ def top_sums_of(logp_NV: Tensor, wanted: Sequence[tuple[slice, TopSums]], peaks_
     if peaks_NB is None:
         peaks_NB = torch.empty(N, triton.cdiv(V, SPAN), dtype=torch.float32, device=device)
         grid = triton.cdiv(N, ROWS), triton.cdiv(V, WIDE)
-        _peaks[grid](logp_NV, peaks_NB, N, logp_NV.stride(0), V=V, SPAN=SPAN, M=ROWS, WIDE=WIDE)
+        launch(_peaks, *grid)(logp_NV, peaks_NB, N, logp_NV.stride(0), V=V, SPAN=SPAN, M=ROWS, WIDE=WIDE)
     lists = [x for _, (sums, _) in wanted if not isinstance(sums, Tensor) for x in sums]
     given_M, parts, at = torch.tensor(lists, dtype=torch.float32).to(device, non_blocking=True), [], 0
     for _, (sums, _) in wanted:
@@ -122,7 +123,7 @@ def _add_norm(
     weight_E, bias_E = norm or (x_NE, None)
     out_weight_E, out_bias_E = out_norm or (x_NE, None)
     E2 = triton.next_power_of_2(E)
-    _sum[(triton.cdiv(len(x_NE), ROWS),)](
+    launch(_sum, triton.cdiv(len(x_NE), ROWS))(
         x_NE, one_NE, two_NE, weight_E, x_NE if bias_E is None else bias_E,
         out_weight_E, x_NE if out_bias_E is None else out_bias_E, total_NE, out_NE,
         len(x_NE), x_NE.stride(0), one_NE.stride(0), two_NE.stride(0), scale, eps,
@@ -149,7 +150,7 @@ def _gate(x: Tensor, name: str, *, gated: bool) -> Tensor:
     N, M = len(x_NM), x_NM.shape[1] // (1 + gated)
     out = torch.empty(*x.shape[:-1], M, dtype=x.dtype, device=x.device)
     sizes = {"KIND": NUMBERS[name], "GATED": gated, "WIDTH": M, "M": ROWS, "BLOCK": BLOCK // 2}
-    _activate[triton.cdiv(N, ROWS), triton.cdiv(M, BLOCK // 2)](x_NM, out, N, x_NM.stride(0), **sizes)
+    launch(_activate, triton.cdiv(N, ROWS), triton.cdiv(M, BLOCK // 2))(x_NM, out, N, x_NM.stride(0), **sizes)
     return out
 
 

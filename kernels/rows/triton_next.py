@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import check_device
+from kernels.gpu import check_device, launch
 from kernels.rows.checks import NextNodes
 
 LINE = 8  # numbers of a search in the table
-WORDS_AT_ONCE = 4096  # words of ancestry that a program takes
+WORDS_AT_ONCE = 4096  # words of ancestry that a program takes of all sums
+MOST_WORDS = 16  # of each
 
 
 def next_nodes(
@@ -34,8 +35,8 @@ def next_nodes(
     token_n = torch.empty(n, dtype=torch.int32, device=device)
     inherited_nC = torch.empty(n, C, dtype=torch.int32, device=device)
     K = triton.next_power_of_2(max(len(x) // 2 for x in numbers))
-    words = max(1, min(triton.next_power_of_2(C), WORDS_AT_ONCE // K))
-    _next_nodes[len(wanted), max(1, triton.cdiv(C, words))](
+    words = max(1, min(MOST_WORDS, WORDS_AT_ONCE // K))
+    launch(_next_nodes, len(wanted), max(1, triton.cdiv(C, words)))(
         joined, table, ancestry_TC, sums_n, token_n, inherited_nC, vocab_size, C, ancestry_TC.stride(0),
         LINE=LINE, K=K, WORDS=words,
     )  # fmt: skip

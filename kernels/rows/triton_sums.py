@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import counters, last_of
+from kernels.gpu import counters, last_of, launch
 from kernels.rows.checks import SPAN
 
 TILE = 2048
@@ -48,7 +48,7 @@ def top_sums(
     table_P7, outs, works = _table(tuple(ranges), tuple(counts), B, group, logp_NV.device)
     out = torch.empty(outs, dtype=torch.float64, device=logp_NV.device)
     work = torch.empty(works, dtype=torch.int32, device=logp_NV.device)
-    _top_sums[triton.cdiv(most, TILE), len(ranges)](
+    launch(_top_sums, triton.cdiv(most, TILE), len(ranges))(
         logp_NV, peaks_NB, sums_M, table_P7, work, out, counters(logp_NV.device), V, B, logp_NV.stride(0),
         LOG_GROUP=group.bit_length() - 1, LOG_SPAN=SPAN.bit_length() - 1, TILE=TILE, RANKED=256, **OPTIONS,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import check_device
+from kernels.gpu import check_device, launch
 from kernels.tracing import as_wide, register
 
 BLOCK = 1024
@@ -28,9 +28,9 @@ def short_conv(
         x_TF = x_TF.contiguous()
     out_TE = torch.empty(T, E, dtype=x_TF.dtype, device=x_TF.device)
     grid, sizes = (T, triton.cdiv(E, BLOCK)), {"E": E, "BLOCK": BLOCK}
-    _write[grid](x_TF, rows_SE, slots_T, x_TF.stride(0), **sizes)
-    bias, options = weight_KE if bias_E is None else bias_E, {"N": K - 1, "BIAS": bias_E is not None}
-    _mix[grid](x_TF, weight_KE, bias, rows_SE, ancestors_TN, slots_T, out_TE, x_TF.stride(0), **options, **sizes)
+    launch(_write, *grid)(x_TF, rows_SE, slots_T, x_TF.stride(0), **sizes)
+    bias, sizes = weight_KE if bias_E is None else bias_E, sizes | {"N": K - 1, "BIAS": bias_E is not None}
+    launch(_mix, *grid)(x_TF, weight_KE, bias, rows_SE, ancestors_TN, slots_T, out_TE, x_TF.stride(0), **sizes)
     return out_TE
 
 

@@ -48,6 +48,8 @@ from kernels.gpu import (
     dot,
     finite_e4m3,
     last_of,
+    launch,
+    pending,
     properties,
     raw,
     tanh,
@@ -174,7 +176,9 @@ def _run(
         if key not in ROOM:
             share, log = torch.empty(2, 4, device=q_THD.device)  # both aligned, or another kernel is compiled for it
             counts = counters(q_THD.device)
-            ROOM[key] = _room(gpu, arguments(counts, q_THD, share, log, counts), split, constants)
+            if (found := _room(gpu, arguments(counts, q_THD, share, log, counts), split, constants)) is None:
+                return 2
+            ROOM[key] = found
         return ROOM[key]
 
     programs, split = _grid(gpu.processors, room, T * group, R, G, M, D2)
@@ -183,21 +187,24 @@ def _run(
     listed = made[key]
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if split == WHOLE.value:
-        _attend[(programs,)](*arguments(listed.programs, *[out_THD] * 4), SPLIT=split, **constants)
+        launch(_attend, programs)(*arguments(listed.programs, *[out_THD] * 4), SPLIT=split, **constants)
         return out_THD
     shares = torch.empty((programs, M, D), dtype=torch.float32, device=q_THD.device)
     logs = torch.empty((programs, M), dtype=torch.float32, device=q_THD.device)
     counts = counters(q_THD.device)
-    _attend[(programs,)](*arguments(listed.programs, out_THD, shares, logs, counts), SPLIT=split, **constants)
+    launch(_attend, programs)(*arguments(listed.programs, out_THD, shares, logs, counts), SPLIT=split, **constants)
     if split == LATER.value:
         kept = {name: constants[name] for name in ("GROUP", "HEADS", "D", "D2", "M")}
-        merge[(T * H,)](out_THD, shares, logs, listed.tokens, K=16, num_warps=2, **kept)
+        launch(merge, T * H)(out_THD, shares, logs, listed.tokens, K=16, num_warps=2, **kept)
     return out_THD
 
 
-def _room(gpu: Properties, arguments: tuple, split: int, constants: dict[str, int]) -> int:
-    """How many programs of the kernel, which is compiled for this, a multiprocessor runs at once."""
+def _room(gpu: Properties, arguments: tuple, split: int, constants: dict[str, int]) -> int | None:
+    """How many programs of the kernel, which is compiled for this, a multiprocessor runs at once; None as long as a
+    thread compiles it."""
     kernel = _attend.warmup(*arguments, grid=(1,), SPLIT=split, **constants)
+    if pending(kernel):
+        return None
     kernel._init_handles()
     return gpu.programs(kernel.n_regs, kernel.metadata.shared, constants["num_warps"])
 

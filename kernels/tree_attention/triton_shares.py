@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import cast
+from kernels.gpu import cast, launch
 
 WHOLE, LAST, LATER = (tl.constexpr(i) for i in range(3))  # tiles are not cut; who merges their shares
 LEAST_SHARE = tl.constexpr(2)  # blocks of a share: fewer are sooner done than merged
@@ -58,7 +58,7 @@ def tasks(trees: Trees, programs: int, split: int, window: int | None, **sizes: 
     R, T, W = len(trees.trunk_len_R), len(trees.positions_T), trees.branch_slots_RW.shape[1]
     later, new, R2 = split == LATER.value, trees.token_starts.new_empty, max(16, triton.next_power_of_2(R))
     made, P = Tasks(new(programs, TASK.value), new(T, ROW.value) if later else None), max(16, min(128, LISTED // R2))
-    list_tasks[(triton.cdiv(max(programs, T if later else 0), P),)](
+    launch(list_tasks, triton.cdiv(max(programs, T if later else 0), P))(
         made.programs, made.tokens, trees.token_starts, trees.trunk_len_R, trees.branch_len_R,
         programs, T, R, W, window or 0,
         WINDOWED=window is not None, SPLIT=split, R2=R2, P=P, **sizes,

@@ -156,7 +156,7 @@ def top_sums(capability, group):
 def next_nodes(capability, sums):
     types = {"numbers_ptr": "*fp64", "sums_ptr": "*fp32"}
     types |= {f"{name}_ptr": "*i32" for name in ("table", "ancestry", "token", "inherited")}
-    words = min(16, triton_next.WORDS_AT_ONCE // sums)
+    words = min(triton_next.MOST_WORDS, triton_next.WORDS_AT_ONCE // sums)
     return compile(triton_next._next_nodes, capability, types, {"LINE": triton_next.LINE, "K": sums, "WORDS": words})
 
 

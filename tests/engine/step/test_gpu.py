@@ -1,17 +1,28 @@
 """The requirements of a GPU, checked before weights are read; errors say what to do. The GPU is pretended."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine import Engine, UsageError
+from engine.cache.pool import PagePool
 from engine.load import compiling
-from engine.load.loading import pick_device
+from engine.load.loading import LoadedModel, pick_device
+from engine.step.gpu import compile_ahead, usual_passes
+from engine.step.graphs import GraphRunner
 from kernels import cpp
+from search import Trie
+from tests.marks import needs_interpreter
 
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests/golden"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
@@ -43,17 +54,69 @@ def test_an_old_gpu_is_refused(gpu, name):
     assert pick_device("cpu") == torch.device("cpu")
 
 
+class Recorded:
+    """Kernels and constants of launches, which happen if they are to."""
+
+    def __init__(self, happen):
+        self.happen, self.found = happen, set()
+
+    def __call__(self, kernel, grid):
+        def launch(*arguments, **constants):
+            self.found.add((kernel.fn.__name__, *sorted(constants.items())))
+            if self.happen:
+                kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+@needs_interpreter
+@pytest.mark.parametrize("variant", ["llama/gqa", "gemma/two", "lfm2/bias"])
+def test_usual_passes_have_the_kernels_of_a_search(variant):
+    from kernels.gpu import launching_by
+
+    engine = Engine.load(GOLDEN / variant, dtype="float32", device="cpu", kv_memory=1 << 22)
+    pool, options = PagePool(engine.shape, 200, 16), {"impl": "triton", "record": lambda run: run}
+    runner = GraphRunner(engine.runner.model, pool, engine.runner.vocab_size, **options)
+    runner.asynchronous = True
+    ahead = Engine(LoadedModel(runner, engine.shape, engine.model.tokenizer, eos_token_ids=frozenset([2])))
+    with launching_by(usual := Recorded(happen=False)):
+        compile_ahead(runner)  # nothing: what is interpreted is not compiled
+        assert not usual.found
+        usual_passes(runner)
+    assert runner.pool.free_pages == 200
+    with launching_by(needed := Recorded(happen=True)):
+        for beams in (1, 4):
+            ahead.generate([[5, 7, 9]], Trie(beams=beams), max_new_tokens=3, ignore_eos=True)
+    assert needed.found <= usual.found and {"_attend", "_top_sums"} < {name for name, *_ in needed.found}
+
+
 @needs_triton
-def test_kernels_that_are_still_to_be_compiled_are_announced(gpu, monkeypatch, tmp_path, capsys):
-    gpu((9, 0))
-    set_driver(monkeypatch, lambda: SimpleNamespace(get_current_target=lambda: 0))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pick_device("cuda")
-    assert "Triton compiles each kernel at its first use" in capsys.readouterr().err
-    (tmp_path / "kernel").mkdir()
-    (tmp_path / "kernel/_attend.cubin").touch()
-    pick_device("cuda")
-    assert not capsys.readouterr().err
+def test_a_model_loads_although_nothing_could_be_compiled_ahead(monkeypatch):
+    from kernels import gpu
+
+    def fail(runner):
+        raise RuntimeError("no room\nfor it")
+
+    monkeypatch.setattr(gpu, "INTERPRETED", SimpleNamespace(value=False))
+    monkeypatch.setattr("engine.step.gpu.usual_passes", fail)
+    with pytest.warns(UserWarning, match=r"at their first use, as it failed ahead of it: RuntimeError: no room$"):
+        compile_ahead(SimpleNamespace(impl="triton"))
+    assert gpu._launcher is None
+
+
+@needs_triton
+def test_kernels_are_compiled_in_threads_and_told_of(tmp_path):
+    """To machine code, for a device that is pretended."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    script = ROOT / "tests/engine/step/compiled_ahead.py"
+    first, second = (
+        subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True) for _ in range(2)
+    )
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stdout == second.stdout == "_write _write_rows, then nothing\n"
+    assert first.stderr.endswith("s\n") and "kernels compiled for this GPU" in first.stderr
+    assert len([*tmp_path.glob("*/*.cubin")]) == 2 and not second.stderr
 
 
 @needs_triton
