@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs, runtime
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MOST_COUNTERS = 1 << 16
+FIRST_IN_GRAPHS = 12_030  # CUDA 12.3
 MOST_THREADS = 16  # that compile
 SECONDS_BETWEEN = 0.25  # of news
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as it stands when kernels are defined
@@ -48,7 +50,33 @@ _launcher: Callable[..., Any] | None = None  # instead of a launch: gets the ker
 
 def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
     """A function that launches a kernel with a grid of programs; within `compiling` it has it compiled instead."""
-    return kernel[grid] if _launcher is None else _launcher(kernel, grid)
+    run = kernel[grid] if _launcher is None else _launcher(kernel, grid)
+    return functools.partial(run, **options) if (options := early(kernel)) else run
+
+
+def early(kernel: Any) -> dict[str, bool]:
+    """Options of a launch that may begin before the kernel before it has ended (programmatic dependent launch, CUDA C++
+    Programming Guide): for kernels that wait by `after_the_last`, where `COPPICE_PDL=on` asks for it and GPU and driver
+    have it. Not measured yet, and off by default."""
+    return {"EARLY": True, "launch_pdl": True} if early_launches() and "EARLY" in kernel.arg_names else {}
+
+
+@functools.cache
+def early_launches() -> bool:
+    """Whether kernels are launched early: from sm_90 on; CUDA graphs record such launches from CUDA 12.3 on."""
+    if INTERPRETED or os.environ.get("COPPICE_PDL") != "on":
+        return False
+    driver = torch._C._cuda_getDriverVersion()  # pyright: ignore
+    return torch.cuda.get_device_capability() >= (9, 0) and driver >= FIRST_IN_GRAPHS
+
+
+@triton.jit
+def after_the_last(EARLY: tl.constexpr):
+    """Wait for the end of the kernel before this one, if this one may begin earlier, and let the next one begin. It
+    comes before all else: what follows reads what the last kernel wrote, or writes what it read."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @contextlib.contextmanager

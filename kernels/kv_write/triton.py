@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import INTERPRETED, cast, check_device, launch, raw
+from kernels.gpu import INTERPRETED, after_the_last, cast, check_device, launch, raw
 from kernels.kv_fp8 import LARGEST_NUMBER as FP8_MOST
 from kernels.kv_fp8 import PER_STEP as FP8_PER_STEP
 from kernels.kv_int8 import LEAST_SCALE, PER_STEP
@@ -86,9 +86,10 @@ def warps(elements: int) -> int:
 def _write(
     k_ptr, v_ptr, new_k_ptr, new_v_ptr, slots_ptr,
     stride_kg, stride_vg, stride_nkt, stride_nkg, stride_nvt, stride_nvg,
-    G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """A block of one token's keys and values, all heads in a row."""
+    after_the_last(EARLY)
     t = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g, d, real = (i // D).to(tl.int64), i % D, i < G * D
@@ -103,9 +104,10 @@ def _write(
 def _write_rows(
     k_ptr, v_ptr, new_k_ptr, new_v_ptr, slots_ptr, T,
     stride_kg, stride_vg, stride_nkt, stride_nkg, stride_nvt, stride_nvg,
-    G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """M rows of keys and as many of values, heads of a token in a row."""
+    after_the_last(EARLY)
     n_M = tl.program_id(0) * M + tl.arange(0, M)
     t_M, g_M, real_M = (n_M // G).to(tl.int64), (n_M % G).to(tl.int64), n_M < T * G
     d_D = tl.arange(0, D2)
@@ -187,9 +189,11 @@ def _turn(
     stride_qt, stride_qh, stride_nkt, stride_nkg, stride_nvt, stride_nvg, stride_kg, stride_vg, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, R: tl.constexpr,
     NORM: tl.constexpr, LAST: tl.constexpr, ALL: tl.constexpr, OWN: tl.constexpr, M: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """M heads: of a token those of queries, of keys, of values in a row; or all those of queries, keys or values of one
     token. Every step is rounded to the dtype."""
+    after_the_last(EARLY)
     n_M = tl.program_id(0) * M + tl.arange(0, M)
     t_M, h_M, real_M = (n_M // (H + 2 * G)).to(tl.int64), (n_M % (H + 2 * G)).to(tl.int64), n_M < T * (H + 2 * G)
     if ALL:

@@ -16,7 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import INTERPRETED, cast, check_device, counters, dot, e4m3, last_of, launch, properties
+from kernels.gpu import (
+    INTERPRETED,
+    after_the_last,
+    cast,
+    check_device,
+    counters,
+    dot,
+    e4m3,
+    last_of,
+    launch,
+    properties,
+)
 from kernels.linear.codes import BLOCK, HALF, Codes, takes
 
 NUMBERS = {"int4": 4, "int8": 5, "float8": 6}
@@ -103,9 +114,10 @@ def _product(
     T, stride_xt,
     OUTS: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     ZEROS: tl.constexpr, LEAST: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """M rows, N outputs, one share of the width."""
+    after_the_last(EARLY)
     n_N = tl.program_id(0) * N + tl.arange(0, N)
     t_M = tl.program_id(1) * M + tl.arange(0, M)
     real_N, real_M = n_N < OUTS, t_M < T

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import INTERPRETED, cast, check_device, launch, tanh
+from kernels.gpu import INTERPRETED, after_the_last, cast, check_device, launch, tanh
 from kernels.rows import triton_sums
 from kernels.rows.checks import SPAN, LogSoftmax, TopSums, Vectors
 from kernels.rows.triton_next import next_nodes as next_nodes  # an operator of this implementation
@@ -159,9 +159,10 @@ def _sum(
     x_ptr, one_ptr, two_ptr, weight_ptr, bias_ptr, out_weight_ptr, out_bias_ptr, total_ptr, out_ptr,
     N, stride_xn, stride_on, stride_tn, scale, eps,
     ADDENDS: tl.constexpr, NORM: tl.constexpr, OUT_NORM: tl.constexpr, SCALED: tl.constexpr,
-    E: tl.constexpr, E2: tl.constexpr, M: tl.constexpr,
+    E: tl.constexpr, E2: tl.constexpr, M: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """M rows. Every step is rounded to the dtype, as separate operators would leave it."""
+    after_the_last(EARLY)
     n_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     e_E = tl.arange(0, E2)
     real_ME = (n_M < N)[:, None] & (e_E < E)[None, :]
@@ -285,8 +286,10 @@ def _store_peaks(x_MW, peaks_ptr, n_M, N, V: tl.constexpr, SPAN: tl.constexpr, M
 def _activate(
     x_ptr, out_ptr, N, stride_xn,
     KIND: tl.constexpr, GATED: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """A block of M rows of the output."""
+    after_the_last(EARLY)
     n_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i_B = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_MB = (n_M < N)[:, None] & (i_B < WIDTH)[None, :]
@@ -307,9 +310,10 @@ def _activate(
 @triton.jit(do_not_specialize=["N"])
 def _let_through(
     x_ptr, gate_ptr, out_ptr, N, stride_xn, stride_gn,
-    WIDTH: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """A block of M rows, times the logistic function of their gates."""
+    after_the_last(EARLY)
     n_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i_B = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_MB = (n_M < N)[:, None] & (i_B < WIDTH)[None, :]

@@ -42,10 +42,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.gpu import (
     INTERPRETED,
     Properties,
+    after_the_last,
     cast,
     check_device,
     counters,
     dot,
+    early,
     finite_e4m3,
     last_of,
     launch,
@@ -202,7 +204,7 @@ def _run(
 def _room(gpu: Properties, arguments: tuple, split: int, constants: dict[str, int]) -> int | None:
     """How many programs of the kernel, which is compiled for this, a multiprocessor runs at once; None as long as a
     thread compiles it."""
-    kernel = _attend.warmup(*arguments, grid=(1,), SPLIT=split, **constants)
+    kernel = _attend.warmup(*arguments, grid=(1,), SPLIT=split, **constants, **early(_attend))
     if pending(kernel):
         return None
     kernel._init_handles()
@@ -266,8 +268,10 @@ def _attend(
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     PAGE: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of rows, one share of the keys, one key/value head."""
+    after_the_last(EARLY)
     program = tl.program_id(0)
     tree, first, rows, tile, tiles, g, split, shares, block, last_block, first_w, last_w = task(task_ptr, program)
     if tree < 0:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import cast, launch
+from kernels.gpu import after_the_last, cast, launch
 
 WHOLE, LAST, LATER = (tl.constexpr(i) for i in range(3))  # tiles are not cut; who merges their shares
 LEAST_SHARE = tl.constexpr(2)  # blocks of a share: fewer are sooner done than merged
@@ -226,8 +226,10 @@ def merged(share_ptr, log_ptr, line_B, real_B, step, shares, D: tl.constexpr, D2
 def merge(
     out_ptr, share_ptr, log_ptr, token_ptr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One row of the output, if its tile was cut into shares."""
+    after_the_last(EARLY)
     line = tl.program_id(0)
     t, head = line // HEADS, line % HEADS
     token_ptr += t * ROW

@@ -7,6 +7,7 @@ writes what the compiler says of the attention kernel into the page's table, ins
 
 import itertools
 import operator
+import re
 import sys
 from pathlib import Path
 
@@ -30,6 +31,7 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 BYTES = {"int8": "*i8", "fp8": "*u8"}  # caches of 8 bits, as kernels take them
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes that one program may have
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # its loops over keys are a fifth longer
+EARLY = {"EARLY": False}  # whether kernels may be launched early
 OTHERS = {89: 101_376, 100: 232_448, 120: 101_376}  # compiled for the table only
 GPUS = {80: "A100", 86: "A10, RTX 30", 89: "L4, L40, RTX 40", 90: "H100, H200", 100: "B200", 120: "RTX 50"}
 THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}  # of a multiprocessor
@@ -37,6 +39,7 @@ THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}  # of a
 
 def compile(kernel, capability, types, constants, **options):
     """Compile for arguments of these types, pointers and strides aligned as PyTorch's are."""
+    constants = constants | (EARLY if "EARLY" in kernel.arg_names else {})
     signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
     aligned = [i for i, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name.startswith("stride_")]
     source = ASTSource(
@@ -166,6 +169,18 @@ def unspilled(compiled, most=0):
     return registers
 
 
+def waits(kernel, arguments, **more):
+    """Check that a kernel that may be launched early waits before it touches memory."""
+    EARLY["EARLY"] = True
+    compiled = kernel(*arguments, **more)
+    EARLY["EARLY"] = False
+    lines = compiled.asm["ptx"].splitlines()
+    first = next(i for i, line in enumerate(lines) if "griddepcontrol.wait" in line)
+    touching = [i for i, line in enumerate(lines) if re.search(r"\b(ld|st|atom|red)\.\w*\.?global|cp\.async", line)]
+    assert touching and first < min(touching), compiled.metadata.name
+    assert any("griddepcontrol.launch_dependents" in line for line in lines)
+
+
 def pinned(compiled, most, loads=0):
     """Check the loops that multiply matrices, but for those around others: each has at most so many instructions, and
     at most `loads` that a thread waits for; the rest of what it needs is copied to shared memory turns before."""
@@ -264,3 +279,11 @@ for capability in (80, 90):
     pinned(product(capability, 4, 16, group=32), (230,), loads=4)  # scales, a turn ahead
 pinned(product(90, 4, 64, group=32), (370,), loads=16)
 pinned(product(90, 5, 16, group=4096), (160,))
+
+for capability in (90, 100):
+    waits(attend, (capability, 16, 128, torch.bfloat16))
+    waits(attend, (capability, 2048, 128, torch.bfloat16), split=WHOLE)
+    waits(turn, (capability, 128, 1))
+    waits(product, (capability, 4, 16), group=32)
+    waits(add_norm, (capability, 4096))
+    waits(gate, (capability, 4096))

@@ -91,6 +91,28 @@ def test_usual_passes_have_the_kernels_of_a_search(variant):
 
 
 @needs_triton
+def test_kernels_that_wait_are_launched_early_where_that_is_asked_for(monkeypatch):
+    from kernels import gpu
+
+    def launched(names):
+        kernel = SimpleNamespace(arg_names=names)
+        with gpu.launching_by(lambda kernel, grid: lambda *arguments, **options: options):
+            return gpu.launch(kernel, 1)(M=16)
+
+    assert not gpu.early_launches() and launched(["M", "EARLY"]) == {"M": 16}
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12_030, raising=False)
+    for asked, wanted in (("off", False), ("on", True)):
+        monkeypatch.setenv("COPPICE_PDL", asked)
+        assert gpu.early_launches.__wrapped__() == wanted
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert not gpu.early_launches.__wrapped__()
+    monkeypatch.setattr(gpu, "early_launches", lambda: True)
+    assert launched(["M", "EARLY"]) == {"M": 16, "EARLY": True, "launch_pdl": True} and launched(["M"]) == {"M": 16}
+
+
+@needs_triton
 def test_a_model_loads_although_nothing_could_be_compiled_ahead(monkeypatch):
     from kernels import gpu
 
