@@ -53,9 +53,7 @@ def compile(kernel, capability, types, constants, **options):
     return compiled
 
 
-def attend(
-    capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, cache=None, sinks=False
-):
+def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, cache=None, sinks=False):
     roomy = (SHARED | OTHERS)[capability] >= 160_000
     sizes = tree_attention._sizes(rows, head, dtype, roomy=roomy)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
