@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import cpp
 from models.checkpoint.headers import Checkpoint
 from models.errors import CheckpointError
 from models.formats.int8 import Int8Linear
-from tools.bench import host, limits, measure, speed
+from tools.bench import host, limits, measure, peaks, speed
 from tools.bench.__main__ import main
 from tools.random_checkpoint import make
 
@@ -25,6 +26,7 @@ def model(tmp_path_factory):
 def quick(monkeypatch):
     monkeypatch.setattr(limits, "BYTES", 1 << 16)
     monkeypatch.setattr(limits, "GEMM", (4, 8, 16))
+    monkeypatch.setattr(peaks, "ROUNDS", 1 << 10)
 
 
 @pytest.mark.full
@@ -106,3 +108,13 @@ def test_int8_errors_are_those_of_the_logits(model):
     found = speed.int8_errors(model, list(range(3, 30)))
     assert 0 < found["mean"] < found["max"] and 0 < found["kl"] < 0.5 and 0.5 < found["top1"] <= 1
     assert "off by" in speed.error_text(found)[0] and speed.error_text(None) == []
+
+
+@pytest.mark.skipif(cpp.compiler() is None, reason="there is no C++ compiler")
+def test_the_processor_is_measured_by_its_instructions(monkeypatch):
+    monkeypatch.setattr(peaks, "ROUNDS", 1 << 14)
+    rates = peaks.product_rates(["float32", "bfloat16", "int8"], 1)
+    assert rates["float32"] > 1e9 and rates["int8"] > rates["float32"] / 2, rates
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(cpp.BuildError, match="could not be compiled"):
+        peaks.product_rates(["float32"], 1)

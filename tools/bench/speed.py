@@ -18,7 +18,7 @@ import torch
 from engine import Engine
 from models.checkpoint.headers import Checkpoint
 from models.formats.int8 import Int8Linear
-from tools.bench import gpu, host, limits, peers, variants
+from tools.bench import gpu, host, limits, peaks, peers, variants
 from tools.bench.checkpoints import add_flags, checkpoint, is_gguf
 from tools.bench.flags import add_numbers
 from tools.bench.measure import cores, in_turn, progress, ratio
@@ -31,13 +31,13 @@ DEPTHS = (100, 1000)
 ROUNDS = 5  # of each comparison
 AROUND = 32  # steps on either side of a depth
 CHECKED = 256  # tokens of the comparison of logits
-# Targets; those of steps per second with the rate of the machine for which they were set.
+# Targets; those of steps per second with the rate of large products on the machine for which they were set.
 TOTAL, TOTAL_CT2 = 8.0, 4.0
 STEPS = {"float32": (22.0, 150e9), "bfloat16": (30.0, 420e9)}
 LONG, WIDE, DEEP, HOST, INT8, INT8_BYTES = 0.7, 2.0, 0.9, 0.5e-3, 1.25, 0.30
 
 LEGEND = f"""*floor*: the least that a step can take here, by the bytes of weights and live keys and values at the
-measured bandwidth, or by its operations at the measured rate of a large product in that dtype, whichever is more; *of
+larger measured bandwidth, or by its operations at the rate of the processor's instructions, whichever is more; *of
 floor*: floor / measured. *x total*: the other engine's seconds over ours in the same dtype. int8: weights in
 int8, the rest in bfloat16; CTranslate2's own int8 is compared with it. Below, ratios of prompts, beams and dtypes
 are medians over {ROUNDS} rounds in which these settings took turns, that of depths over {ROUNDS} texts."""
@@ -77,18 +77,20 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     kinds = [kind for kind in args.dtypes if kind != "int8" or not Int8Linear.why_not(torch.device("cpu"))]
     for kind in set(args.dtypes) - set(kinds):
         progress(f"{kind}: {Int8Linear.why_not(torch.device('cpu'))}")
-    bandwidth, rates = limits.read_bandwidth(), {kind: limits.gemm_rate(kind) for kind in kinds}
+    before, large = limits.read_bandwidth(), {kind: limits.gemm_rate(kind) for kind in kinds}
+    rates = peaks.product_rates(dict.fromkeys(["float32", *kinds]), args.threads)
     with checkpoint(args) as (model, name), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = model
         if is_gguf(model):
             folder, kinds = variants.in_dtype(model, "float32", Path(scratch)), [*kinds, GGUF]
-            rates[GGUF] = limits.gemm_rate("float32")
+            rates[GGUF] = rates["float32"]
         bench = Bench(args, model, folder, scratch)
         rows = [bench.row("coppice", kind, b, n) for n in args.prompt_tokens for kind in kinds for b in args.beams]
         for peer in args.peers:
             for kind in [k for k in kinds if k in peers.KINDS and peer in peers.KINDS[k] and k != GGUF]:
                 rows += [bench.row(peer, kind, beams, args.prompt_tokens[0]) for beams in args.beams]
-        work = limits.Work.of(Checkpoint.open(folder))
+        work, after = limits.Work.of(Checkpoint.open(folder)), limits.read_bandwidth()
+        bandwidth = max(before, after)
         for row in rows:
             if "seconds" in row:
                 made["versions"] |= row["versions"]
@@ -98,11 +100,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         idle = host.step_seconds(max(args.beams), args.depths)
         errors = int8_errors(folder, bench.prompt(CHECKED)) if "int8" in kinds else None
         traced = trace(Engine.load(folder, dtype="float32", device="cpu", kv_memory=1 << 28))
-    compared = comparisons(rows, rates, rounds, depths, idle, args)
+    compared = comparisons(rows, large, rounds, depths, idle, args)
     setting = (
         f"{name}; prompts of {bench.what}, {args.new_tokens} new tokens, {args.threads} threads, medians of "
-        f"{args.runs} runs. Memory is read at {bandwidth / 1e9:.1f} GB/s; large products run at "
-        f"{', '.join(f'{rate / 1e9:.0f} GFLOP/s ({kind})' for kind, rate in rates.items())}."
+        f"{args.runs} runs. Memory was read at {before / 1e9:.1f} GB/s before them and {after / 1e9:.1f} after; the "
+        f"processor's instructions make {of_kinds(rates)}, large products of ours {of_kinds(large)}."
     )
     body = "\n\n".join(
         [setting, result_table(rows), LEGEND, comparison_table(compared), traced_text(traced), *error_text(errors)]
@@ -119,6 +121,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         slug("speed", *of, machine["cpu"], machine["vector"], f"{args.threads} threads"), made, body, result, args.save
     )
     return result
+
+
+def of_kinds(rates: dict[str, float]) -> str:
+    """Rates of kinds in words."""
+    return ", ".join(f"{rate / 1e9:.0f} GFLOP/s ({kind})" for kind, rate in rates.items())
 
 
 class Bench:

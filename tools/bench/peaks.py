@@ -1,0 +1,44 @@
+"""The most operations per second of a processor, by its own instructions: none of our kernels takes part."""
+
+import ctypes
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kernels.cpp import FLAGS, BuildError, compiler
+from kernels.processor import NATIVE
+
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 3}  # bfloat16 by float32 where no instruction multiplies it
+ROUNDS, RUNS = 1 << 19, 5
+
+
+def product_rates(kinds: Iterable[str], threads: int) -> dict[str, float]:
+    """Operations per second, multiplications and additions, that so many threads make together of elements of a kind.
+
+    Raises:
+        BuildError: there is no C++ compiler, or it fails.
+    """
+    source = Path(__file__).with_suffix(".cpp")
+    if (program := compiler()) is None:
+        raise BuildError("no C++ compiler was found, with which the peaks of the processor are measured")
+    with tempfile.TemporaryDirectory(prefix="peaks-") as folder:
+        built = Path(folder) / "peaks.so"
+        command = [program, *FLAGS, *NATIVE.flags, "-Wno-missing-declarations", "-shared", str(source), "-o"]
+        done = subprocess.run([*command, str(built)], capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(f"{source} could not be compiled: {done.stderr.strip()}")
+        peak = ctypes.CDLL(str(built)).peak
+    peak.restype, peak.argtypes = ctypes.c_int64, (ctypes.c_int64, ctypes.c_int64)
+    rates = {}
+    with ThreadPoolExecutor(threads) as pool:  # ctypes lets other threads run meanwhile
+        for kind in kinds:
+            best = 0.0
+            for _ in range(RUNS):
+                began = time.perf_counter()
+                made = sum(pool.map(lambda _, kind=kind: peak(KINDS[kind], ROUNDS), range(threads)))  # type: ignore[misc]
+                best = max(best, made * ROUNDS / (time.perf_counter() - began))
+            rates[kind] = best
+    return rates
