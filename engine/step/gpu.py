@@ -72,9 +72,11 @@ def compile_ahead(runner: Runner) -> None:
     then. A second round finds what depends on the first: how attention cuts its work follows from the registers that
     its compiled kernel takes.
     """
-    from kernels.gpu import INTERPRETED, compiling
+    if runner.impl != "triton":
+        return
+    from kernels.gpu import INTERPRETED, compiling  # triton, which takes memory and needs numpy
 
-    if runner.impl != "triton" or INTERPRETED.value:
+    if INTERPRETED.value:
         return
     progress = CompilerProgress()
     try:
