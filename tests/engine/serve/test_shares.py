@@ -201,7 +201,7 @@ def test_a_check_takes_the_time_of_its_request(start, held):
     server = start("--timeout", "0.2")
     reply = post(server.url, {"prompt": "a"}, "/v1/completions")
     assert reply.status_code == 504 and "more than 0.2 s" in reply.text and seen == ["a"]
-    assert not server.app.served["demo"].lane.held
+    until(lambda: not server.app.served["demo"].lane.held)  # it is let go behind the reply
 
 
 # --- sizes, before anything is done ---
