@@ -222,7 +222,7 @@ def prompt_of(args: argparse.Namespace, model: Path, tokens: int) -> tuple[list[
     """The ids of a prompt, and what they are: of Python's documentation; random ones for a random model."""
     if args.random is not None or (args.model is None and find(CHAT) is None):
         return random_tokens(Checkpoint.open(model).config["vocab_size"], tokens, args.seed), "random tokens"
-    return plain(Engine.load(model, kv_memory="16M"), tokens, args.seed), "tokens of Python's documentation"
+    return plain(Engine.load(model, device="cpu"), tokens, args.seed), "tokens of Python's documentation"
 
 
 def ask(
