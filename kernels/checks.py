@@ -159,8 +159,12 @@ def short_conv(
 def delta_net(x_TF: Tensor, weights: Any, rows_RW: Tensor, states_SHKV: Tensor, paths: DeltaPaths) -> None:
     """Raises ValueError for what `kernels.delta_net.delta_net` does not take."""
     floats("x_TF", x_TF, 2)
-    kind, device, wide = weights.kind, x_TF.device, torch.promote_types(x_TF.dtype, torch.float32)
-    delta_weights(weights, wide, device)
+    delta_weights(weights, torch.promote_types(x_TF.dtype, torch.float32), x_TF.device)
+    _recurrent(x_TF, weights.kind, rows_RW, states_SHKV, paths)
+
+
+def _recurrent(x_TF: Tensor, kind: Any, rows_RW: Tensor, states_SHKV: Tensor, paths: DeltaPaths) -> None:
+    device, wide = x_TF.device, torch.promote_types(x_TF.dtype, torch.float32)
     expect("x_TF", x_TF, x_TF.dtype, (len(x_TF), kind.width), device, contiguous=False)
     expect("rows_RW", rows_RW, wide, (len(rows_RW), kind.row), device)
     expect("states_SHKV", states_SHKV, wide, (len(states_SHKV), *kind.state), device)
@@ -169,11 +173,33 @@ def delta_net(x_TF: Tensor, weights: Any, rows_RW: Tensor, states_SHKV: Tensor, 
 
 def delta_weights(weights: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ValueError for sizes and weights of a gated delta net that do not fit together."""
-    kind, (H, K, V) = weights.kind, weights.kind.state
-    if kind.taps < 1 or min(kind.key_heads, H, K, V) < 1 or H % kind.key_heads:
-        raise ValueError(f"weights: expected a tap, a head of a size and a multiple of key heads or more, got {kind}")
+    kind, H, V = weights.kind, weights.kind.value_heads, weights.kind.value_size
+    _sizes(kind)
     shapes = {"taps_KC": (kind.taps, kind.channels), "decay_H": (H,), "bias_H": (H,), "norm_V": (V,)}
     for name, shape in shapes.items():
+        expect(name, getattr(weights, name), dtype, shape, device)
+
+
+def _sizes(kind: Any) -> None:
+    if kind.taps < 1 or min(kind.key_heads, *kind.state) < 1 or kind.value_heads % kind.key_heads:
+        raise ValueError(f"weights: expected a tap, a head of a size and a multiple of key heads or more, got {kind}")
+
+
+def scan(x_TF: Tensor, weights: Any, rows_RW: Tensor, states_SHKV: Tensor, paths: DeltaPaths) -> None:
+    """Raises ValueError for what `kernels.scan.scan` does not take."""
+    floats("x_TF", x_TF, 2)
+    scan_weights(weights, torch.promote_types(x_TF.dtype, torch.float32), x_TF.device)
+    _recurrent(x_TF, weights.kind, rows_RW, states_SHKV, paths)
+
+
+def scan_weights(weights: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError for sizes and weights of a layer of Mamba-2 that do not fit together."""
+    kind, H, V = weights.kind, weights.kind.value_heads, weights.kind.value_size
+    _sizes(kind)
+    if not 0 <= weights.least <= weights.most:
+        raise ValueError(f"least: expected a step of 0 or more, at most {weights.most}, got {weights.least}")
+    shapes = {"taps_KC": (kind.taps, kind.channels), "shift_C": (kind.channels,), "norm_E": (H * V,)}
+    for name, shape in (shapes | dict.fromkeys(("decay_H", "bias_H", "skip_H"), (H,))).items():
         expect(name, getattr(weights, name), dtype, shape, device)
 
 

@@ -149,6 +149,19 @@ class DeltaKind:
         return max(BLOCK, self.taps) - 1
 
 
+class ScanKind(DeltaKind):
+    """The sizes of a recurrent layer of Mamba-2 (`kernels.scan`): heads of keys are the groups of B and C, of as many
+    elements as a state; a head of values is one of x.
+
+    What it keeps is cut as that of a gated delta net: B is the key, the step times x what is written.
+    """
+
+    @property
+    def width(self) -> int:
+        """Elements that the operator reads of a token: gates of values, these channels, inputs of steps."""
+        return self.channels + self.value_heads * (self.value_size + 1)
+
+
 @dataclass(frozen=True)
 class CacheKind:
     """The rows that a layer keeps of each token, in the token's slot: rows of a tensor, or of two.

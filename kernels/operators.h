@@ -207,6 +207,38 @@ void coppice_delta_net(int64_t kind, int64_t threads, const void* x, const float
                        int64_t key_heads, int64_t value_heads, int64_t key_size, int64_t value_size, int64_t taps,
                        int64_t reach, float eps);
 
+// --- scan ---
+
+// A selective scan of Mamba-2, see `kernels.scan`.
+struct Scan {
+    const float* taps_KC;
+    const float* shift_C;
+    const float* decay_H;
+    const float* bias_H;
+    const float* skip_H;
+    const float* norm_E;
+    int64_t key_heads, value_heads, key_size, value_size, taps;
+    float eps, least, most;
+};
+
+// What layers with a state read and write in a pass: the tensors of a `DeltaPaths`, whose numbers are in range, and the
+// rows [L, row_count, row] and states [L, state_count, H, K, V] of the layers with such.
+struct Paths {
+    const int64_t* rows_T;
+    const int64_t* paths_TN;
+    const int64_t* lengths_T;
+    const int64_t* bases_T;
+    const int64_t* folds_T;
+    float* rows;
+    float* states;
+    int64_t reach, row_count, state_count;
+};
+
+// x [tokens, channels + values + value_heads]; `paths` has the rows and states of one layer. `kept` [tokens, row], `queries`
+// [tokens, keys], `sums` [tokens, values] and `products` [tokens, key_heads, reach + 1] are room.
+void coppice_scan(int64_t kind, int64_t threads, const void* x, const Scan* scan, const Paths* paths, float* kept,
+                  float* queries, float* sums, float* products, void* out, int64_t tokens);
+
 // --- tree_attention ---
 
 // Sizes of the queries and of a layer's cache, the tensors of a `TreeLayout`, and options. `kind` is that of queries
@@ -307,19 +339,6 @@ struct Delta {
     float eps;
 };
 
-// What gated delta nets read and write in a pass: the tensors of a `DeltaPaths`, whose numbers are in range, and the
-// rows [L, row_count, row] and states [L, state_count, H, K, V] of the layers with such.
-struct Paths {
-    const int64_t* rows_T;
-    const int64_t* paths_TN;
-    const int64_t* lengths_T;
-    const int64_t* bases_T;
-    const int64_t* folds_T;
-    float* rows;
-    float* states;
-    int64_t reach, row_count, state_count;
-};
-
 // An operator of a layer, which reads register `source` and writes register `target`; stack/calls.py has the codes, and
 // which of the fields a code reads. `more` is the norm of keys. A negative window: none.
 struct Call {
@@ -330,12 +349,13 @@ struct Call {
     const Mixture* mixture;
     const float* sinks;
     const Delta* delta;
+    const Scan* scan;
     float scale, cap;
 };
 
 // `up` is the width of the product before an activation, `taps` that of short convolutions, 0: there are none; `gates`
 // are heads of gates before the queries, all heads' or none. `into` and `mixed` are widths of registers: of what a
-// convolution or a gated delta net reads; of what these, or attention, write.
+// convolution or a layer with a state reads; of what these, or attention, write.
 struct Stack {
     int64_t kind, element, heads, kv_heads, gates, head_dim, width, mlp_width, up, taps, into, mixed, count;
     const Call* calls;
@@ -359,8 +379,8 @@ struct Tail {
 
 // x [T, E] is the stream and is changed. `attention` is that of every layer but for window, scale, cap and sinks; its queries
 // will lie in heads [T, gates + H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers with attention, rows
-// [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions, `paths` those of gated delta
-// nets. adapters_T [T] are numbers of adapters; null: no token has one. `tail` may be null. `tapped` [T, N, E] gets the N
+// [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions, `paths` those of layers with
+// a state. adapters_T [T] are numbers of adapters; null: no token has one. `tail` may be null. `tapped` [T, N, E] gets the N
 // rows of each token that calls copy; null: none. Returns 0, and computes nothing, if a token's position has no angles.
 int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
                       int64_t threads, void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from kernels.experts.routing import Routing
-from kernels.layout import CacheKind, DeltaKind
+from kernels.layout import CacheKind, DeltaKind, ScanKind
 from models.checkpoint.fields import Fields
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 from models.rope import RopeConfig
@@ -20,7 +20,9 @@ ACTIVATIONS = {  # to the names of `kernels.rows.activation`
     "swish": "silu",
 }
 HEAD, SCORE = "lm_head", "score"
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
+# Kinds of layers in `layer_types`, and what transformers called them before.
+FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
+OLD_KINDS = {"attention": FULL, "mamba": RECURRENT}
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,23 @@ class Experts:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Layers with a gated delta net in the place of attention.
+    """Layers with a gated delta net in the place of attention, or with a selective scan of Mamba-2.
 
     Args:
-        kind: the sizes, in all of them.
+        kind: the sizes, in all of them; those of a scan are a `ScanKind`.
         layers: which layers they are.
         interleaved: two matrices make what it reads, the heads of keys one after the other, each with its heads of
             values (Qwen3-Next); if not, four do, and heads of one kind lie together.
+        bias, conv_bias: of a scan: the matrices around it have biases, and its convolution.
+        steps: of a scan: the least step, and the greatest.
     """
 
     kind: DeltaKind
     layers: tuple[bool, ...]
     interleaved: bool = False
+    bias: bool = False
+    conv_bias: bool = False
+    steps: tuple[float, float] = (0.0, math.inf)
 
 
 @dataclass(frozen=True)
@@ -258,8 +265,9 @@ class Names:
     Args:
         layer: begins the names of a layer's parts, {} is its number.
         conv: the matrix before a short convolution, its own weights, and the matrix after it.
-        recurrent_in: the matrices before a gated delta net, two of an interleaved one; its weights `delta_taps`,
-            `delta_decay`, `delta_bias`, `delta_norm`, and the matrix after it, `recurrent_out`.
+        recurrent_in: the matrices before a gated delta net, two of an interleaved one, or the one before a scan; its
+            weights `delta_taps`, `delta_decay`, `delta_bias`, `delta_norm`, those of a scan alone `scan_shift` and
+            `scan_skip`, and the matrix after it, `recurrent_out`.
         attention_norm, mlp_norm: on the input or on the sum, see `Config.norms`.
         attention_out_norm, mlp_out_norm: on the output.
         q_norm, k_norm: of heads; where each has its own, the place of its number is {}.
@@ -292,6 +300,8 @@ class Names:
     delta_decay: str = "linear_attn.A_log"
     delta_bias: str = "linear_attn.dt_bias"
     delta_norm: str = "linear_attn.norm.weight"
+    scan_shift: str = "mamba.conv1d.bias"
+    scan_skip: str = "mamba.D"
     recurrent_out: str = "linear_attn.out_proj"
     attention_out_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -348,7 +358,8 @@ class Names:
                 for name, shape in zip(self.conv, shapes_of, strict=True):
                     add(layer + name, shape, c.conv_bias)
             elif c.recurrent is not None and c.recurs(i):
-                shapes |= {layer + name: shape for name, shape in self.delta(c, c.recurrent).items()}
+                made = self.scan if isinstance(c.recurrent.kind, ScanKind) else self.delta
+                shapes |= {layer + name: shape for name, shape in made(c, c.recurrent).items()}
             else:
                 for name, outs in zip(self.qkv, qkv, strict=True):
                     add(layer + name, (outs, c.width), c.attention_bias)
@@ -369,7 +380,7 @@ class Names:
         return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
 
     def delta(self, c: Config, recurrent: Recurrent) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors of a recurrent layer, after `layer`."""
+        """Names and shapes of the tensors of a gated delta net, after `layer`."""
         kind, (H, _, V) = recurrent.kind, recurrent.kind.state
         outs = kind.channels + H * V, 2 * H
         if not recurrent.interleaved:
@@ -378,6 +389,18 @@ class Names:
         vectors = {self.delta_taps: (kind.channels, 1, kind.taps), self.delta_norm: (V,)}
         vectors |= dict.fromkeys((self.delta_decay, self.delta_bias), (H,))
         return matrices | vectors | {f"{self.recurrent_out}.weight": (c.width, H * V)}
+
+    def scan(self, c: Config, recurrent: Recurrent) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors of a selective scan, after `layer`."""
+        kind, (H, _, V), [into] = recurrent.kind, recurrent.kind.state, self.recurrent_in
+        shapes: dict[str, tuple[int, ...]] = {f"{into}.weight": (kind.width, c.width)}
+        shapes[f"{self.recurrent_out}.weight"] = c.width, H * V
+        if recurrent.bias:
+            shapes |= {f"{into}.bias": (kind.width,), f"{self.recurrent_out}.bias": (c.width,)}
+        if recurrent.conv_bias:
+            shapes[self.scan_shift] = (kind.channels,)
+        shapes |= dict.fromkeys((self.delta_decay, self.delta_bias, self.scan_skip), (H,))
+        return shapes | {self.delta_taps: (kind.channels, 1, kind.taps), self.delta_norm: (H * V,)}
 
     def mixture(self, c: Config) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors of a mixture of experts, after `layer`."""
@@ -525,8 +548,8 @@ def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (
         CheckpointError: another number of layers, or a kind that is not one of `kinds`.
     """
     found = fields.config.get("layer_types") or list(default)
-    if type(found) is list:  # as transformers called them before
-        found = [FULL if kind == "attention" else kind for kind in found]
+    if type(found) is list:
+        found = [OLD_KINDS.get(kind, kind) if type(kind) is str else kind for kind in found]
     if type(found) is not list or len(found) != len(default) or any(kind not in kinds for kind in found):
         raise fields.error("layer_types", f"{len(default)} of {' and '.join(kinds)}")
     return tuple(found)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.delta_net import DeltaWeights
-from kernels.layout import DeltaKind
+from kernels.layout import DeltaKind, ScanKind
+from kernels.scan import ScanWeights
 from kernels.stack.calls import Call
 from models.checkpoint.weights import Weights
 from models.config import Config, Names, Recurrent
@@ -112,6 +113,35 @@ class GatedDeltaNet(nn.Module):
         yield Call("product", "convolved", "out", matrix=self.out)
 
 
+class SelectiveScan(nn.Module):
+    """A selective scan of Mamba-2 over the ancestors of tokens, in the place of attention (`kernels.scan`).
+
+    Attributes:
+        weights: its own, float32 whatever the model's dtype.
+    """
+
+    def __init__(self, c: Config, names: Names, weights: Weights, recurrent: Recurrent, kind: ScanKind, index: int):
+        super().__init__()
+        layer = names.layer.format(index)
+        self.into = weights.linear(*(layer + name for name in names.recurrent_in), bias=recurrent.bias)
+        self.out = weights.linear(layer + names.recurrent_out, bias=recurrent.bias)
+
+        def vector(name: str) -> Tensor:
+            return weights.vector(layer + name).float()
+
+        taps_KC = vector(names.delta_taps).squeeze(1).T.contiguous()
+        shift_C = vector(names.scan_shift) if recurrent.conv_bias else taps_KC.new_zeros(kind.channels)
+        decay_H, bias_H, norm_E = -vector(names.delta_decay).exp(), vector(names.delta_bias), vector(names.delta_norm)
+        vectors = taps_KC, shift_C, decay_H, bias_H, vector(names.scan_skip), norm_E
+        self.weights = ScanWeights(kind, *vectors, c.norm_eps, *recurrent.steps)
+
+    def calls(self, source: str) -> Iterator[Call]:
+        """The calls from the register `source` to "out"."""
+        yield Call("product", source, "gates", matrix=self.into)
+        yield Call("scan", "gates", "convolved", delta=self)
+        yield Call("product", "convolved", "out", matrix=self.out)
+
+
 def interleaved(kind: DeltaKind) -> Tensor:
     """The places of what `delta_net` reads among the outputs of Qwen3-Next's two matrices, int64.
 
@@ -189,7 +219,11 @@ class Layer(nn.Module):
             None if c.parallel else Residual(c, weights, layer + names.mlp_norm, layer + names.mlp_out_norm)
         )
         if c.recurrent is not None and c.recurs(index):
-            self.attention = GatedDeltaNet(c, names, weights, c.recurrent, index)
+            recurrent, kind = c.recurrent, c.recurrent.kind
+            if isinstance(kind, ScanKind):
+                self.attention = SelectiveScan(c, names, weights, recurrent, kind, index)
+            else:
+                self.attention = GatedDeltaNet(c, names, weights, recurrent, index)
         else:
             self.attention = (ShortConv if c.taps and c.taps[index] else Attention)(c, names, weights, index)
         self.mlp = (Mixture if c.mixed(index) else MLP)(c, names, weights, index)

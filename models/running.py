@@ -13,6 +13,7 @@ from kernels.kv_write import HeadTransform, kv_write, rotary_write
 from kernels.layout import KVCache, TreeLayout
 from kernels.low_rank import low_rank
 from kernels.rows import activation, activation_mul, add_norm, rotary, sigmoid_mul
+from kernels.scan import scan
 from kernels.short_conv import short_conv
 from kernels.stack.calls import Call
 from kernels.tree_attention import tree_attention
@@ -116,10 +117,10 @@ def _recur(call: Call, r: Registers) -> None:
     x_TF, (rows_RW, states_SHKV), paths = r[call.source], r.kept, r.layout.paths
     if paths is None:
         raise ValueError("a recurrent layer: expected a layout with paths")
-    if call.delta.order is not None:
+    if call.code == "recur" and call.delta.order is not None:
         x_TF = x_TF.index_select(1, call.delta.order)
-    impl = "cpp" if r.layout.impl == "cpp" else "torch"
-    r[call.target] = delta_net(x_TF, call.delta.weights, rows_RW, states_SHKV, paths, impl=impl)
+    impl, operator = "cpp" if r.layout.impl == "cpp" else "torch", scan if call.code == "scan" else delta_net
+    r[call.target] = operator(x_TF, call.delta.weights, rows_RW, states_SHKV, paths, impl=impl)
 
 
 def _activate(call: Call, r: Registers) -> None:
@@ -244,6 +245,7 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "attend": _attend,
     "convolve": _convolve,
     "recur": _recur,
+    "scan": _recur,
     "activate": _activate,
     "scale": _scale,
     "add": _add,

@@ -1,4 +1,4 @@
-"""Random models whose layers are attention and gated delta nets, small enough to be evaluated afresh often."""
+"""Random models whose layers are attention and gated delta nets or scans, small enough to be evaluated afresh often."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,27 +6,32 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from kernels.layout import DeltaKind
+from kernels.layout import DeltaKind, ScanKind
 from models import FAMILIES
 from models.checkpoint.headers import Checkpoint
 from models.config import Recurrent
+from models.families.granite_hybrid import SCANS
 from models.families.llama import Llama
 from tools.random_checkpoint import draw, make
 
 VOCAB = 120
 KIND = DeltaKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
+SCAN = ScanKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
 
 
 def hybrid(folder, monkeypatch, *, kind=KIND, layers="rar", interleaved=False, seed=1, scale=0.7, **options):
     """Write a checkpoint of a family that is a Llama but for recurrent layers: those that `layers` names "r"."""
-    matrices = {} if not interleaved else {"recurrent_in": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")}
+    scans = isinstance(kind, ScanKind)
+    matrices: dict[str, Any] = SCANS if scans else {}
+    if interleaved:
+        matrices = {"recurrent_in": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")}
 
     class Hybrid(Llama):
         names = replace(Llama.names, **matrices)
 
         @staticmethod
         def read(fields):
-            recurrent = Recurrent(kind, tuple(layer == "r" for layer in layers), interleaved)
+            recurrent = Recurrent(kind, tuple(layer == "r" for layer in layers), interleaved, scans, scans)
             return replace(Llama.read(fields), recurrent=recurrent)
 
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", Hybrid)
@@ -35,7 +40,7 @@ def hybrid(folder, monkeypatch, *, kind=KIND, layers="rar", interleaved=False, s
     shapes = Hybrid.names.tensors(Hybrid.read(Checkpoint.open(folder).fields))
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, shape in shapes.items():
-        if name.endswith(("A_log", "dt_bias", "conv1d.weight")):
+        if name.endswith(("A_log", "dt_bias", "conv1d.weight", ".D")):
             tensors[name] = torch.rand(shape, generator=generator) - 0.5
         else:
             tensors[name] = draw(name, shape, seed=seed, scale=scale, tied=False)

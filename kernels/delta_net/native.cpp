@@ -2,84 +2,32 @@
 // those that read one state read it together, a few at each time that a part of it is loaded. Products and sums are
 // fused by name, so that it does not matter with how many others a sum is made.
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-
 #include "../operators.h"
-#include "../vectors.h"
+#include "../recurrent.h"
 
 namespace {
 
-constexpr int64_t NULL_STATE = 0, TRASH = 1;  // as in layout.py
-constexpr int64_t MOST = 64;                  // tokens that read a state together
-constexpr int TOGETHER = 4;                   // tokens, ancestors or rows of a state that are computed together
-constexpr int WIDE = REGISTERS < 32 ? 2 : 4;  // vectors of a row of a state that are computed together
-constexpr int NARROW = WIDE / 2;              // the same, for several tokens, each with two sums
+constexpr int NARROW = WIDE / 2;  // vectors of a row of a state, for several tokens, each with two sums
 
-inline Floats silu(Floats x) {
-    const Floats e = exp2_of((x < 0 ? x : -x) * LOG2_E);
-    return x * (x < 0 ? e : all(1.0f)) / (1 + e);
-}
-
-inline Floats exp_of(Floats x) { return exp2_of(x * LOG2_E); }
-
-inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
-
-// Calls f(at, vectors, count) for parts of `width` elements: of MANY whole vectors, of one, or of `count` lanes.
-template <int MANY, typename F>
-inline void parts(int64_t width, F f) {
-    int64_t at = 0;
-    for (; at + MANY * LANES <= width; at += MANY * LANES)
-        f(at, std::integral_constant<int, MANY>{}, std::integral_constant<int, LANES>{});
-    each(width - at, [&](int64_t i, auto n) { f(at + i, std::integral_constant<int, 1>{}, n); });
-}
-
-// Calls f(first, number) for all of `count` things: TOGETHER of them, and what is left over; `number` is a constant.
-template <typename F>
-inline void groups(int64_t count, F f) {
-    int64_t at = 0;
-    for (; at + TOGETHER <= count; at += TOGETHER) f(at, std::integral_constant<int, TOGETHER>{});
-    if (count - at == 3) f(at, std::integral_constant<int, 3>{});
-    if (count - at == 2) f(at, std::integral_constant<int, 2>{});
-    if (count - at == 1) f(at, std::integral_constant<int, 1>{});
+// The first lanes, the others 0.
+inline Floats first_lanes(Floats x, int n) {
+    for (int i = n; i < LANES; i++) x[i] = 0;
+    return x;
 }
 
 template <typename T>
-struct DeltaNet {
+struct DeltaNet : Recurrence {
     const T* x_TF;
-    const float *taps_KC, *decay_H, *bias_H, *norm_V;
-    float *rows, *states;
-    const int64_t *rows_T, *paths_TN, *lengths_T, *bases_T, *folds_T;
-    float *kept, *queries;  // rows of the pass's tokens, and their queries
+    const float *decay_H, *bias_H, *norm_V;
+    float* queries;  // of the pass's tokens
     T* out;
-    int64_t tokens, G, H, K, V, taps, reach;
     float eps;
 
-    int64_t keys() const { return G * K; }
-    int64_t values() const { return H * V; }
-    int64_t channels() const { return 2 * keys() + values(); }
-    int64_t row() const { return channels() + keys() + values() + H; }
     int64_t width() const { return channels() + values() + 2 * H; }
-    const float* row_of(int64_t at) const { return at < 0 ? kept + (-1 - at) * row() : rows + at * row(); }
 
     void take(int64_t t) const {
         const T* x = x_TF + t * width();
         each(channels(), [&](int64_t e, auto n) { store(load(x + e, n), kept + t * row() + e, n); });
-    }
-
-    // Sums of the taps of some channels.
-    void convolve(int64_t t, int64_t first, int64_t end, float* to) const {
-        const float* own = kept + t * row();
-        const int64_t C = channels();
-        each(end - first, [&](int64_t i, auto n) {
-            const int64_t e = first + i;
-            Floats sum = load(own + e, n) * load(taps_KC + (taps - 1) * C + e, n);
-            for (int64_t j = 0; j < taps - 1; j++)
-                sum += load(row_of(paths_TN[t * reach + j]) + e, n) * load(taps_KC + (taps - 2 - j) * C + e, n);
-            store(silu(sum), to + i, n);
-        });
     }
 
     void normalize(float* x, float factor) const {
@@ -92,8 +40,8 @@ struct DeltaNet {
     // The query, the key, the values (in the place of what the token writes) and the decays of a token.
     void prepare(int64_t t) const {
         float* own = kept + t * row() + channels();
-        convolve(t, 0, keys(), queries + t * keys());
-        convolve(t, keys(), channels(), own);
+        convolve(t, 0, keys(), nullptr, queries + t * keys());
+        convolve(t, keys(), channels(), nullptr, own);
         for (int64_t g = 0; g < G; g++) {
             normalize(queries + t * keys() + g * K, 1 / std::sqrt(float(K)));
             normalize(own + g * K, 1);
@@ -123,18 +71,16 @@ struct DeltaNet {
             }
     }
 
-    // What one head of a token has of its ancestors in the block: keys, what they wrote, decays since, products.
-    struct Above {
-        std::vector<const float*> keys, written;
-        std::vector<float> since, by_key, by_query, weights;
+    // What one head of a token has of its ancestors besides: products of its key and of its query with their keys.
+    struct Told : Above {
+        std::vector<float> by_key, by_query;
     };
 
-    void head(int64_t h, Above& above, std::vector<float>& room) const {
+    void head(int64_t h, Told& above, std::vector<float>& room) const {
         const int64_t key = channels() + h / (H / G) * K, value = channels() + keys() + h * V;
         for (int64_t first = 0, end; first < tokens; first = end) {
             const int64_t base = bases_T[first];
-            for (end = first + 1; end < tokens && end - first < MOST && bases_T[end] == base; end++)
-                if (folds_T[end - 1] != NULL_STATE && folds_T[end - 1] == base) break;
+            end = end_of_group(first);
             const float* state = states + (base * H + h) * K * V;
             const int64_t query = h / (H / G) * K;
             if (base == NULL_STATE)
@@ -154,20 +100,10 @@ struct DeltaNet {
         }
     }
 
-    void token(int64_t t, int64_t h, int64_t key, int64_t value, const float* state, float* reads, Above& above) const {
+    void token(int64_t t, int64_t h, int64_t key, int64_t value, const float* state, float* reads, Told& above) const {
         float* own = kept + t * row();
         const float *query = queries + t * keys() + h / (H / G) * K, *x_key = own + key;
-        const int64_t count = lengths_T[t], decays = channels() + keys() + values() + h;
-        float log = own[decays];
-        for (int64_t i = 0; i < count; i++) {
-            const float* row = row_of(paths_TN[t * reach + i]);
-            above.keys[i] = row + key, above.written[i] = row + value, above.since[i] = log;
-            for (int64_t e = 0; e < K; e += 16) __builtin_prefetch(row + key + e);
-            for (int64_t e = 0; e < V; e += 16) __builtin_prefetch(row + value + e);
-            log += row[decays];
-        }
-        above.since[count] = log;
-        each(count + 1, [&](int64_t i, auto n) { store(exp_of(load(&above.since[i], n)), &above.since[i], n); });
+        const int64_t count = look_up(t, key, value, channels() + keys() + values() + h, above);
         groups(count, [&](int64_t first, auto some) {
             Floats one[some()]{}, two[some()]{};
             each(K, [&](int64_t e, auto n) {
@@ -205,7 +141,7 @@ struct DeltaNet {
                 const Floats u = (load(to, n) - told[i]) * beta;
                 store(u, to, n);
                 seen[i] = fused(u, all(same), seen[i]);
-                squares = fused(load_lanes(seen[i], n), seen[i], squares);
+                squares = fused(first_lanes(seen[i], n), seen[i], squares);
                 store(seen[i], reads + V + at + i * LANES, n);
             }
         });
@@ -220,36 +156,6 @@ struct DeltaNet {
         });
     }
 
-    // The first lanes, the others 0.
-    static Floats load_lanes(Floats x, int n) {
-        for (int i = n; i < LANES; i++) x[i] = 0;
-        return x;
-    }
-
-    // A head of the state after a token; it may take the place of the one before.
-    void fold(const float* state, float* to, float since, int64_t count, Above& above) const {
-        for (int64_t j = 0; j < count; j++)
-            each(K, [&](int64_t k, auto n) {
-                store(load(above.keys[j] + k, n) * above.since[j], &above.weights[j * K + k], n);
-            });
-        parts<WIDE>(V, [&](int64_t at, auto vectors, auto n) {
-            groups(K, [&](int64_t k, auto some) {
-                Floats sum[some()][vectors()];
-                for (int m = 0; m < some(); m++)
-                    for (int i = 0; i < vectors(); i++)
-                        sum[m][i] = load(state + (k + m) * V + at + i * LANES, n) * since;
-                for (int64_t j = 0; j < count; j++)
-                    for (int i = 0; i < vectors(); i++) {
-                        const Floats u = load(above.written[j] + at + i * LANES, n);
-                        for (int m = 0; m < some(); m++)
-                            sum[m][i] = fused(u, all(above.weights[j * K + k + m]), sum[m][i]);
-                    }
-                for (int m = 0; m < some(); m++)
-                    for (int i = 0; i < vectors(); i++) store(sum[m][i], to + (k + m) * V + at + i * LANES, n);
-            });
-        });
-    }
-
     void run(int64_t threads) const {
 #pragma omp parallel num_threads(threads)
         {
@@ -257,16 +163,12 @@ struct DeltaNet {
             for (int64_t t = 0; t < tokens; t++) take(t);
 #pragma omp for
             for (int64_t t = 0; t < tokens; t++) prepare(t);
-            Above above;
-            above.keys.resize(reach + 1), above.written.resize(reach + 1), above.since.resize(reach + 1);
-            above.by_key.resize(reach + 1), above.by_query.resize(reach + 1), above.weights.resize((reach + 1) * K);
+            Told above{this->above(), std::vector<float>(reach + 1), std::vector<float>(reach + 1)};
             std::vector<float> room(std::min(tokens, MOST) * 2 * V);
 #pragma omp for schedule(dynamic)
             for (int64_t h = 0; h < H; h++) head(h, above, room);
 #pragma omp for
-            for (int64_t t = 0; t < tokens; t++)
-                if (rows_T[t] != TRASH)
-                    std::memcpy(rows + rows_T[t] * row(), kept + t * row(), row() * sizeof(float));
+            for (int64_t t = 0; t < tokens; t++) keep(t);
         }
     }
 };
@@ -281,9 +183,8 @@ extern "C" void coppice_delta_net(int64_t kind, int64_t threads, const void* x, 
                                   int64_t key_size, int64_t value_size, int64_t taps, int64_t reach, float eps) {
     with_type(kind, [&](auto type) {
         typedef decltype(type) T;
-        DeltaNet<T>{(const T*)x, taps_KC,  decay_H,   bias_H,  norm_V, rows,    states,    rows_T,
-                    paths_TN,    lengths_T, bases_T,  folds_T, kept,   queries, (T*)out,   tokens,
-                    key_heads,   value_heads, key_size, value_size, taps, reach, eps}
-            .run(threads);
+        const Recurrence pass{taps_KC, rows, states, rows_T, paths_TN, lengths_T, bases_T, folds_T, kept,
+                              tokens, key_heads, value_heads, key_size, value_size, taps, reach};
+        DeltaNet<T>{pass, (const T*)x, decay_H, bias_H, norm_V, queries, (T*)out, eps}.run(threads);
     });
 }

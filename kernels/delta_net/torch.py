@@ -22,7 +22,7 @@ def delta_net(x_TF: Tensor, weights: DeltaWeights, rows_RW: Tensor, states_SHKV:
     H, K, V = kind.state
     C, E, G = kind.channels, kind.key_heads * K, kind.key_heads
     inputs_TC, z_TE, b_TH, a_TH = x_TF.to(wide).split([C, H * V, H, H], -1)
-    mixed_TC = F.silu(_convolved(inputs_TC, weights.taps_KC, rows_RW[:, :C], paths.paths_TN))
+    mixed_TC = F.silu(convolved(inputs_TC, weights.taps_KC, rows_RW[:, :C], paths.paths_TN))
     q_TGK, k_TGK = (x.reshape(T, G, K) for x in mixed_TC[:, : 2 * E].split([E, E], -1))
     q_TGK, k_TGK = (x * torch.rsqrt(x.square().sum(-1, True) + 1e-6) for x in (q_TGK, k_TGK))
     v_THV = mixed_TC[:, 2 * E :].reshape(T, H, V)
@@ -41,13 +41,24 @@ def delta_net(x_TF: Tensor, weights: DeltaWeights, rows_RW: Tensor, states_SHKV:
     return (normed_THV.flatten(1) * F.silu(z_TE)).to(x_TF.dtype)
 
 
-def _convolved(inputs_TC: Tensor, taps_KC: Tensor, rows_RC: Tensor, paths_TN: Tensor) -> Tensor:
+def convolved(inputs_TC: Tensor, taps_KC: Tensor, rows_RC: Tensor, paths_TN: Tensor) -> Tensor:
+    """Sums of taps [K, C] times the inputs of tokens and of their ancestors, parts of rows, [T, C]."""
     sum_TC = inputs_TC * taps_KC[-1]
     for i in range(len(taps_KC) - 1):
         at_T = paths_TN[:, i]
         kept_TC, passed_TC = rows_RC.index_select(0, at_T.clamp(min=0)), inputs_TC[(-1 - at_T).clamp(min=0)]
         sum_TC = sum_TC + torch.where(at_T.unsqueeze(1) < 0, passed_TC, kept_TC) * taps_KC[-2 - i]
     return sum_TC
+
+
+def decays(group: Group, decay_AH: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Returns what is left of the block's first state at each token, [H, N, 1], and of what its ancestors in the block
+    wrote, [H, N, A], from the logarithms of decays of so many rows and then of the tokens."""
+    # Logarithms of decays since the block's beginning; small differences of large ones lose digits in float32.
+    since_HA = (group.within_AA.double() @ decay_AH.double()).T
+    between_HNA = (since_HA[:, rows:, None] - since_HA[:, None, :]).to(decay_AH.dtype)
+    between_HNA = between_HNA.masked_fill(~group.within_AA[rows:], float("-inf")).exp()
+    return since_HA[:, rows:, None].to(decay_AH.dtype).exp(), between_HNA
 
 
 def _block(
@@ -63,11 +74,7 @@ def _block(
     H, K, _ = state_HKV.shape
     q_HNK, k_HAK = (x.transpose(0, 1).repeat_interleave(H // x.shape[1], 0) for x in (q_NGK, k_AGK))
     k_HNK, beta_HN1 = k_HAK[:, P:], beta_NH.T.unsqueeze(-1)
-    # Logarithms of decays since the block's beginning; small differences of large ones lose digits in float32.
-    since_HA = (group.within_AA.double() @ decay_AH.double()).T
-    between_HNA = (since_HA[:, P:, None] - since_HA[:, None, :]).to(decay_AH.dtype)
-    between_HNA = between_HNA.masked_fill(~group.within_AA[P:], float("-inf")).exp()
-    since_HN1 = since_HA[:, P:, None].to(decay_AH.dtype).exp()
+    since_HN1, between_HNA = decays(group, decay_AH, P)
 
     told_HNA = beta_HN1 * between_HNA * (k_HNK @ k_HAK.mT)
     right_HNV = beta_HN1 * (v_NHV.transpose(0, 1) - since_HN1 * (k_HNK @ state_HKV))

@@ -19,6 +19,7 @@ from kernels.layout import DeltaKind, DeltaPaths, KVCache, TreeLayout
 from kernels.linear import Packed, PackedParts
 from kernels.rows.checks import ACTIVATIONS, GATES, TopSums
 from kernels.rows.native import LogitSums
+from kernels.scan import native as scans
 from kernels.stack.calls import CODES, REGISTERS, Call
 from kernels.tracing import watched
 from kernels.tree_attention import native
@@ -84,7 +85,7 @@ class Stack:
         self.taps = max((len(call.norm.weight) for call in calls if call.code == "convolve"), default=0)
         up = max(((2 if call.gated else 1) * mlp_width for call in calls if call.code == "activate"), default=0)
         self.gates = heads if any(call.code == "gate" for call in calls) else 0
-        self.delta: DeltaKind | None = next((call.delta.weights.kind for call in calls if call.code == "recur"), None)
+        self.delta: DeltaKind | None = next((call.delta.weights.kind for call in calls if call.delta), None)
         self.every = self.gates + heads + 2 * kv_heads
         every = self.every * head_dim
         into, convolved = (3 * width, width) if self.taps else (0, 0)
@@ -96,12 +97,9 @@ class Stack:
         codes = [call.code for call in calls]
         self.adapters = min((len(call.adapters) for call in calls if call.code == "adapt"), default=1)  # numbers
         self.attending, self.convolving = codes.count("attend"), codes.count("convolve")
-        self.recurring, self.tapping = codes.count("recur"), codes.count("tap")
-        self._deltas = [deltas.described(call.delta.weights, call.delta.order) for call in calls if call.delta]
-        described = iter(self._deltas)
-        self._calls = (_STRUCTURES["Call"] * len(calls))(
-            *(_described(call, next(described) if call.delta else None) for call in calls)
-        )
+        self.recurring, self.tapping = codes.count("recur") + codes.count("scan"), codes.count("tap")
+        self._layers = [None if call.delta is None else _recurrent(call) for call in calls]
+        self._calls = (_STRUCTURES["Call"] * len(calls))(*map(_described, calls, self._layers))
         mixed = max(heads * head_dim, convolved)
         sizes = heads, kv_heads, self.gates, head_dim, width, mlp_width, up, self.taps, into, mixed, len(calls)
         self.described = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, ctypes.addressof(self._calls), eps)
@@ -134,11 +132,12 @@ class Stack:
                     raise ValueError(f"expected a matrix {[outs, width]}, got {[packed.outs, packed.width]}")
                 if bias is not None:
                     expect("a matrix's bias", bias, self.dtype, (outs,), _CPU)
-            elif call.code == "recur":
+            elif call.code in ("recur", "scan"):
                 if (kind := call.delta.weights.kind) != self.delta:
-                    raise ValueError(f"expected gated delta nets of {self.delta}, got {kind}")
-                checks.delta_weights(call.delta.weights, torch.float32, _CPU)
-                if call.delta.order is not None:
+                    raise ValueError(f"expected layers with a state of {self.delta}, got {kind}")
+                fits = checks.delta_weights if call.code == "recur" else checks.scan_weights
+                fits(call.delta.weights, torch.float32, _CPU)
+                if call.code == "recur" and call.delta.order is not None:
                     expect("an order", call.delta.order, torch.int64, (kind.width,), _CPU)
             elif call.code == "mix":
                 if call.mixture.matrices.width != self.width:
@@ -273,14 +272,14 @@ class Stack:
         return rows_LSE.data_ptr(), KINDS[rows_LSE.dtype], ancestors_TN.data_ptr()
 
     def check_paths(self, cache: KVCache, layout: TreeLayout, tokens: int) -> DeltaPaths:
-        """The paths of a layout. Raises ValueError for those that lead out of the cache of gated delta nets."""
+        """The paths of a layout. Raises ValueError for those that lead out of the cache of layers with a state."""
         kind, paths = self.delta, layout.paths
         assert kind is not None
         if paths is None:
-            raise ValueError("a stack with gated delta nets: expected a layout with paths")
+            raise ValueError("a stack of layers with a state: expected a layout with paths")
         rows_LRW, states_LSHKV = cache.recurrent
         R, S = rows_LRW.shape[1], states_LSHKV.shape[1]
-        expect("a stack's rows of gated delta nets", rows_LRW, torch.float32, (self.recurring, R, kind.row), _CPU)
+        expect("a stack's rows of layers with a state", rows_LRW, torch.float32, (self.recurring, R, kind.row), _CPU)
         expect("a stack's states", states_LSHKV, torch.float32, (self.recurring, S, *kind.state), _CPU)
         checks.delta_paths(paths, tokens, kind, R, S, _CPU)
         return paths
@@ -356,7 +355,12 @@ def one_by_one(model: Any) -> Iterator[None]:
         stack.idle = idle
 
 
-def _described(call: Call, delta: ctypes.Structure | None) -> ctypes.Structure:
+def _recurrent(call: Call) -> ctypes.Structure:
+    weights = call.delta.weights
+    return scans.described(weights) if call.code == "scan" else deltas.described(weights, call.delta.order)
+
+
+def _described(call: Call, layer: ctypes.Structure | None) -> ctypes.Structure:
     registers = (REGISTERS.index(name) if name else 0 for name in (call.source, call.target))
     numbers = call.all_heads, call.own_norms, call.table, -1 if call.window is None else call.window
     norms = (_STRUCTURES["Norm"](*map(_address, (x.weight, x.bias) if x else (None, None))) for x in call[3:5])
@@ -365,8 +369,8 @@ def _described(call: Call, delta: ctypes.Structure | None) -> ctypes.Structure:
     matrix = packed.described(bias) if packed else _STRUCTURES["Matrix"]()
     adapters = None if call.adapters is None else call.adapters.described()
     mixture = None if call.mixture is None else ctypes.addressof(call.mixture.matrices.described())
-    recurs = None if delta is None else ctypes.addressof(delta)
-    more = matrix, adapters, mixture, _address(call.sinks), recurs, call.scale, call.cap or 0.0
+    recurs = [None if layer is None or call.code != code else ctypes.addressof(layer) for code in ("recur", "scan")]
+    more = matrix, adapters, mixture, _address(call.sinks), *recurs, call.scale, call.cap or 0.0
     return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, *norms, *more)
 
 

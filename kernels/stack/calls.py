@@ -12,8 +12,8 @@ REGISTERS = (
     "out",  # E: the output of attention or of a convolution
     "heads",  # (H + 2 G) D: queries, keys and values; (2 H + 2 G) D: gates before them
     "mixed",  # H D: what attention makes of the values
-    "gates",  # 3 E: what a convolution reads; as wide as it is, what a gated delta net reads
-    "convolved",  # E; the result of a gated delta net
+    "gates",  # 3 E: what a convolution reads; as wide as it is, what a layer with a state reads
+    "convolved",  # E; the result of a layer with a state
     "up",  # M, or 2 M of a gated MLP
     "middle",  # M
 )
@@ -33,6 +33,7 @@ CODES = (
     "mix",  # target = what the experts of `mixture` make of source
     "gate",  # target *= the logistic function of the gates in source
     "recur",  # target = the gated delta net `delta` of source
+    "scan",  # target = the selective scan `delta` of source
     "tap",  # the rows of source are copied for whoever wants them, as number `table` of each token's
 )
 
@@ -50,7 +51,7 @@ class Call(NamedTuple):
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.
         mixture: experts, with packed `matrices`, see `kernels.experts`.
-        delta: with `weights` and an `order`, see `models.layers.GatedDeltaNet`.
+        delta: with `weights`, and of a gated delta net an `order`, see `models.layers`.
     """
 
     code: str

@@ -37,7 +37,7 @@ void with_element(int64_t bytes, F f) {
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
 enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, TAP, CODES };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, TAP, CODES };
 
 // What has a clock: the codes, then the product of the head, and top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
@@ -68,7 +68,7 @@ struct Pass {
     const int64_t kept;
     const int64_t *ancestors_TN, *adapters_T;
     const Paths* paths;
-    float *delta_rows, *states;  // of the gated delta net that comes next
+    float *delta_rows, *states;  // of the layer with a state that comes next
     char* const tapped;
     const int64_t copies;  // of each token's rows
     const int64_t turned = s.heads + s.kv_heads, every = s.gates + turned + s.kv_heads;
@@ -84,8 +84,8 @@ struct Pass {
         return std::unique_ptr<char[]>(new char[tokens * width * s.element]);
     }
 
-    // Room of gated delta nets: rows of the tokens, their queries, and inputs in order.
-    std::unique_ptr<float[]> fresh{}, delta_queries{};
+    // Room of layers with a state: rows of the tokens, their queries, and inputs in order; of scans besides.
+    std::unique_ptr<float[]> fresh{}, delta_queries{}, sums{}, products{};
     std::unique_ptr<char[]> ordered{};
 
     void recur(const Delta& d, const char* x, char* out) {
@@ -108,6 +108,21 @@ struct Pass {
                           p.paths_TN, p.lengths_T, p.bases_T, p.folds_T, fresh.get(), delta_queries.get(), out, tokens,
                           d.key_heads, d.value_heads, d.key_size, d.value_size, d.taps, p.reach, d.eps);
         delta_rows += p.row_count * row, states += p.state_count * values * d.key_size;
+    }
+
+    void recur(const Scan& d, const char* x, char* out) {
+        const int64_t keys = d.key_heads * d.key_size, values = d.value_heads * d.value_size;
+        const int64_t row = 3 * keys + 2 * values + d.value_heads;
+        if (!fresh) {
+            fresh.reset(new float[tokens * row]), delta_queries.reset(new float[tokens * keys]);
+            sums.reset(new float[tokens * values]);
+            products.reset(new float[tokens * d.key_heads * (paths->reach + 1)]);
+        }
+        Paths layer = *paths;
+        layer.rows = delta_rows, layer.states = states;
+        coppice_scan(s.kind, threads, x, &d, &layer, fresh.get(), delta_queries.get(), sums.get(), products.get(), out,
+                     tokens);
+        delta_rows += layer.row_count * row, states += layer.state_count * values * d.key_size;
     }
 
     void normalize(const Norm& norm, const void* x, void* out) const {
@@ -204,6 +219,8 @@ struct Pass {
                                            every * s.head_dim);
             case RECUR:
                 return recur(*c.delta, source, target);
+            case SCAN:
+                return recur(*c.scan, source, target);
             case TAP: {
                 const int64_t row = s.width * s.element;
                 for (int64_t t = 0; tapped && t < tokens; t++)

@@ -1,10 +1,9 @@
-"""Granite 3 and dense Granite 4 (IBM 2024, 2025): a Llama with four factors, in Granite 4 also without rotation, and in
-some models of Granite 3 with experts."""
+"""Granite 3 (IBM 2024): a Llama with four factors, and in some models with experts."""
 
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, Config, Names, architecture, experts, layer_types, rotary
+from models.config import Config, Names, architecture, experts, rotary
 from models.decoder import Decoder
 
 
@@ -45,29 +44,8 @@ class GraniteMoe(Decoder):
         return Config(experts=mixed, **factors(fields, options["layers"]), **options)
 
 
-class GraniteHybrid(Decoder):
-    """Granite 4 without Mamba layers and experts: one matrix for both halves of the MLP."""
-
-    architectures = ("GraniteMoeHybridForCausalLM",)
-    names = Names(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
-    base = "model."
-
-    @staticmethod
-    def read(fields: Fields) -> Config:
-        if fields.config.get("num_local_experts") != 0:  # absent is 8
-            raise fields.error("num_local_experts", "0: experts are not supported")
-        options = rotary(fields, positions=2048, mlp_width=fields.int("shared_intermediate_size", default=1024))
-        if not fields.config.get("layer_types"):  # absent is Mamba in all layers
-            fields = Fields({**fields.config, "layer_types": fields.config.get("layers_block_type")}, fields.file)
-        if set(layer_types(fields, ["Mamba"] * options["layers"], (FULL, "Mamba"))) != {FULL}:
-            raise fields.error("layer_types", "attention in all layers: Mamba layers are not supported")
-        if fields.config.get("position_embedding_type") != "rope":
-            options["rope"] = None
-        return Config(**factors(fields, options["layers"]), **options)
-
-
 def factors(fields: Fields, layers: int) -> dict[str, Any]:
-    """The factors that both have beyond a Llama."""
+    """The factors that all have beyond a Llama."""
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
     embedding, attention, residual, logits = (fields.float(name, default=1.0) for name in names)
     if not logits:

@@ -8,12 +8,11 @@ from typing import Any
 
 from kernels.layout import DeltaKind
 from models.checkpoint.fields import Fields
-from models.config import FULL, Config, Recurrent, layer_types, rotary
+from models.config import FULL, RECURRENT, Config, Recurrent, layer_types, rotary
 from models.decoder import Decoder
 from models.families.qwen_moe import experts_by_step
 from models.rope import BUFFERS
 
-LINEAR = "linear_attention"  # layers with a gated delta net
 BESIDE = tuple(map(re.compile, (r"mtp\..+", r"model\.visual\..+")))  # draft layers and encoders, which no text needs
 
 
@@ -21,11 +20,12 @@ def common(fields: Fields, *, kv_heads: int, mlp_width: int | None = None, inter
     """Arguments of a `Config` that Qwen3-Next and Qwen3.5 read alike; see `rotary` and `Recurrent`."""
     found = rotary(fields, positions=32768, kv_heads=kv_heads, head_dim=256, mlp_width=mlp_width, partial=0.25)
     step = fields.int("full_attention_interval", default=4)
-    kinds = layer_types(fields, [LINEAR if i % step else FULL for i in range(1, found["layers"] + 1)], (FULL, LINEAR))
+    default = [RECURRENT if i % step else FULL for i in range(1, found["layers"] + 1)]
+    kinds = layer_types(fields, default, (FULL, RECURRENT))
     if FULL not in kinds:
         raise fields.error("layer_types", f"at least one layer of {FULL}")
     return found | {
-        "recurrent": recurrent(fields, kinds, interleaved) if LINEAR in kinds else None,
+        "recurrent": recurrent(fields, kinds, interleaved) if RECURRENT in kinds else None,
         "norm_eps": fields.float("rms_norm_eps", default=1e-6, low=0.0),
         "attention_bias": fields.bool("attention_bias", default=False),
         "plus_one": True,
@@ -44,7 +44,7 @@ def recurrent(fields: Fields, kinds: Sequence[str], interleaved: bool) -> Recurr
     kind = DeltaKind(*heads)
     if kind.value_heads % kind.key_heads:
         raise fields.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {kind.key_heads}")
-    return Recurrent(kind, tuple(each == LINEAR for each in kinds), interleaved)
+    return Recurrent(kind, tuple(each == RECURRENT for each in kinds), interleaved)
 
 
 def shared(fields: Fields) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from models.errors import CheckpointError
 from models.shard import Shard
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Diverse, Greedy, Sample, SBoN, Speculative, Trie
 from tests.marks import needs_cpp
-from tests.recurrent import check_stores, fresh, hybrid
+from tests.recurrent import SCAN, check_stores, fresh, hybrid
 
 PROMPTS = [[5, 6, 7], [*range(3, 90)], [1, 9, 9, 1] * 8 + [4]]
 SEARCHES = [
@@ -32,11 +32,11 @@ SEARCHES = [
 ]
 
 
-@pytest.fixture
-def load(tmp_path, monkeypatch):
+@pytest.fixture(params=[{}, {"kind": SCAN}], ids=["delta net", "scan"])
+def load(request, tmp_path, monkeypatch):
     def make(**options):
-        names = "kind", "layers", "interleaved", "seed"
-        hybrid(tmp_path / "model", monkeypatch, **{n: options.pop(n) for n in names if n in options})
+        names = "layers", "seed"
+        hybrid(tmp_path / "model", monkeypatch, **request.param, **{n: options.pop(n) for n in names if n in options})
         return Engine.load(tmp_path / "model", **{"dtype": "float32", "kv_memory": "48M", "threads": 1} | options)
 
     return make
@@ -90,9 +90,9 @@ def test_drafts_of_another_recurrent_model(search, load, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("layers", ["ra", "rrra", "ar", "arrr"])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_layers_of_both_kinds_in_any_order(layers, interleaved, load):
-    engine = load(layers=layers, interleaved=interleaved)
+@pytest.mark.parametrize("load", [{}, {"interleaved": True}, {"kind": SCAN}], indirect=True, ids=str)
+def test_layers_of_both_kinds_in_any_order(layers, load):
+    engine = load(layers=layers)
     for search in (Greedy(), Trie(beams=3)):
         for prompt, result in zip(PROMPTS, answers(engine, search, 36), strict=True):
             check(engine, prompt, result)

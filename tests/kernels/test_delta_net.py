@@ -51,11 +51,18 @@ def along(x_TF, weights):
 
 
 class Growing:
-    """Trees that grow from pass to pass, each token with a row, each token at a block's end with a state."""
+    """Trees that grow from pass to pass, each token with a row, each token at a block's end with a state.
+
+    Attributes:
+        operator, weights_of, inputs_of, along: of the layer that is checked.
+    """
+
+    operator, weights_of = staticmethod(delta_net), staticmethod(weights_of)
+    inputs_of, along = staticmethod(inputs_of), staticmethod(along)
 
     def __init__(self, kind, seed, dtype=torch.float32, roots=3):
         self.kind, self.draw, self.rng = kind, torch.Generator().manual_seed(seed), random.Random(seed)
-        self.weights = weights_of(kind, self.draw, dtype)
+        self.weights = self.weights_of(kind, self.draw, dtype)
         self.parents, self.inputs, self.outputs = [], [], []
         self.rows = torch.full((900, kind.row), float("nan"), dtype=dtype)
         self.states = torch.full((200, *kind.state), float("nan"), dtype=dtype)
@@ -89,21 +96,40 @@ class Growing:
             row = node + 2, path, len(above) - whole, base, self.state.get(node, NULL_STATE)
             for column, each in zip(columns, row, strict=True):
                 column.append(each)
-        x_TF = inputs_of(self.kind, tokens, self.draw, self.rows.dtype)
+        x_TF = self.inputs_of(self.kind, tokens, self.draw, self.rows.dtype)
         self.inputs.append(x_TF)
         return x_TF, DeltaPaths(*(torch.tensor(column, dtype=torch.int64) for column in columns))
 
     def run(self, impl, tokens, chains):
         x_TF, paths = self.grow(tokens, chains)
-        self.outputs.append(delta_net(x_TF, self.weights, self.rows, self.states, paths, impl=impl))
+        self.outputs.append(self.operator(x_TF, self.weights, self.rows, self.states, paths, impl=impl))
 
     def check(self, tolerance):
         x_TF, found = torch.cat(self.inputs).double(), torch.cat(self.outputs).double()
-        weights = DeltaWeights(*(x.double() if torch.is_tensor(x) else x for x in self.weights))
         for node in range(0, len(x_TF), 7):
             path = self.path(node)
-            torch.testing.assert_close(found[path], along(x_TF[path], weights), rtol=tolerance, atol=tolerance)
+            expected = self.along(x_TF[path], doubled(self.weights))
+            torch.testing.assert_close(found[path], expected, rtol=tolerance, atol=tolerance)
         return max(len(self.path(node)) for node in range(len(x_TF)))
+
+
+def doubled(weights):
+    return type(weights)(*(x.double() if torch.is_tensor(x) else x for x in weights))
+
+
+def errors_of(growing, kind, impl):
+    """The errors of the definition and of an implementation in float32, against the definition in float64."""
+    errors = []
+    for name in ("reference", impl):
+        forest, exact = growing(kind, 2), growing(kind, 2, torch.float64)
+        for tokens, chains in ((45, 40), (20, 9), (5, 1)):
+            forest.run(name, tokens, chains)
+            _, paths = exact.grow(tokens, chains)
+            x_TF = forest.inputs[-1].double()
+            stores = exact.rows, exact.states
+            exact.outputs.append(exact.operator(x_TF, doubled(forest.weights), *stores, paths, impl="reference"))
+        errors.append((torch.cat(forest.outputs).double() - torch.cat(exact.outputs)).square().mean().sqrt().item())
+    return errors
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -119,17 +145,7 @@ def test_every_path_is_the_recurrence(impl, kind):
 @pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_error_is_at_most_twice_that_of_the_definition(impl, kind):
-    errors = []
-    for name in ("reference", impl):
-        forest = Growing(kind, 2)
-        exact = Growing(kind, 2, torch.float64)
-        for tokens, chains in ((45, 40), (20, 9), (5, 1)):
-            forest.run(name, tokens, chains)
-            x_TF, paths = exact.grow(tokens, chains)
-            x_TF = forest.inputs[-1].double()
-            weights = DeltaWeights(*(x.double() if torch.is_tensor(x) else x for x in forest.weights))
-            exact.outputs.append(delta_net(x_TF, weights, exact.rows, exact.states, paths, impl="reference"))
-        errors.append((torch.cat(forest.outputs).double() - torch.cat(exact.outputs)).square().mean().sqrt().item())
+    errors = errors_of(Growing, kind, impl)
     assert errors[1] <= 2 * errors[0], errors
 
 

@@ -28,7 +28,7 @@ from models.families.llama import Llama
 from models.rope import RopeConfig
 from models.running import Registers, run
 from search import Greedy, Trie
-from tests.recurrent import hybrid
+from tests.recurrent import SCAN, hybrid
 from tools.random_checkpoint import make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -46,7 +46,7 @@ VARIANTS = [
     *("lfm2/plain", "lfm2/bias", "lfm2/one_tap"),
     *("experts/qwen2", "experts/qwen3_steps", "experts/olmoe", "experts/mixtral_window", "experts/granite_shared"),
     *("experts/lfm2", "experts/phi", "experts/qwen3_5", "experts/qwen3_next", "gpt_oss/plain"),
-    *("qwen3_5/recurrent_taps", "experts/qwen3_next_recurrent"),
+    *("qwen3_5/recurrent_taps", "experts/qwen3_next_recurrent", "granite/scans_experts", "granite/scans_groups"),
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
@@ -188,7 +188,11 @@ def test_an_int8_cache_of_other_families(variant, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, ("float32", "none", "int8")], ids="-".join)
-@pytest.mark.parametrize("options", [{}, {"interleaved": True, "layers": "rrar"}], ids=["in order", "interleaved"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"interleaved": True, "layers": "rrar"}, {"kind": SCAN, "layers": "rrar"}],
+    ids=["in order", "interleaved", "scan"],
+)
 def test_recurrent_layers_as_their_operators(options, kind, tmp_path, monkeypatch):
     """Blocks end in the trunk and in branches, whose tokens read states and each other's rows."""
     hybrid(tmp_path, monkeypatch, **options)
@@ -207,7 +211,7 @@ def test_paths_and_stores_of_recurrent_layers_that_do_not_fit(tmp_path, monkeypa
     others = [
         ("expected a layout with paths", replace(layout, paths=None), cache.recurrent),
         ("rows_T: expected", replace(layout, paths=replace(layout.paths, rows_T=layout.paths.rows_T + 10**6)), None),
-        ("stack's rows of gated delta nets: expected", layout, (rows[:1], states)),
+        ("stack's rows of layers with a state: expected", layout, (rows[:1], states)),
         ("stack's states: expected", layout, (rows, states.bfloat16())),
     ]
     for words, other, recurrent in others:

@@ -1,13 +1,16 @@
 """Families that are options of a decoder: what their configurations refuse, and defaults that no golden file shows."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 
+from kernels.layout import ScanKind
 from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.wrapped import TEXT_MODELS
+from models.config import Recurrent
 from models.errors import CheckpointError
 
 SIZES = {
@@ -20,6 +23,7 @@ SIZES = {
 }
 ATTENTION = {"layer_types": ["full_attention"] * 4}
 HYBRID = {"num_local_experts": 0, "layer_types": ["attention"] * 4}
+SCANS = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
 
 
 def read(architecture, **changes):
@@ -32,10 +36,18 @@ def read(architecture, **changes):
     [
         ("StableLmForCausalLM", "head_dim", {"head_dim": 16}),
         ("GraniteForCausalLM", "logits_scaling", {"logits_scaling": 0}),
-        ("GraniteMoeHybridForCausalLM", "num_local_experts", {**HYBRID, "num_local_experts": 8}),
-        ("GraniteMoeHybridForCausalLM", "num_local_experts", {"layer_types": ["attention"] * 4}),
-        ("GraniteMoeHybridForCausalLM", "layer_types", {"num_local_experts": 0}),
-        ("GraniteMoeHybridForCausalLM", "layer_types", {**HYBRID, "layer_types": ["attention", "mamba"] * 2}),
+        ("GraniteMoeHybridForCausalLM", "num_experts_per_tok", {**HYBRID, "num_local_experts": 1}),
+        ("GraniteMoeHybridForCausalLM", "layer_types", {}),
+        ("GraniteMoeHybridForCausalLM", "layer_types", {"layers_block_type": ["mamba"] * 4}),
+        ("GraniteMoeHybridForCausalLM", "layer_types", {"layer_types": ["attention", "sliding_attention"] * 2}),
+        ("GraniteMoeHybridForCausalLM", "hidden_act", {**SCANS, "hidden_act": "gelu"}),
+        ("GraniteMoeHybridForCausalLM", "mamba_n_heads", {**SCANS, "mamba_n_heads": 24}),
+        ("GraniteMoeHybridForCausalLM", "mamba_d_head", {**SCANS, "mamba_d_head": 4}),
+        ("GraniteMoeHybridForCausalLM", "mamba_n_groups", {**SCANS, "mamba_n_groups": 3}),
+        ("GraniteMoeHybridForCausalLM", "mamba_d_conv", {**SCANS, "mamba_d_conv": 65}),
+        ("GraniteMoeHybridForCausalLM", "time_step_limit", {**SCANS, "time_step_limit": None}),
+        ("GraniteMoeHybridForCausalLM", "time_step_limit", {**SCANS, "time_step_limit": [0.5, 0.1]}),
+        ("GraniteMoeHybridForCausalLM", "time_step_limit", {**SCANS, "time_step_limit": [0.5, "inf"]}),
         ("SmolLM3ForCausalLM", "no_rope_layers", {"no_rope_layers": [1, 0]}),
         ("SmolLM3ForCausalLM", "no_rope_layers", {"no_rope_layers": [1, 0, 2, 1]}),
         ("SmolLM3ForCausalLM", "no_rope_layer_interval", {"no_rope_layer_interval": 0}),
@@ -77,6 +89,12 @@ def test_defaults_of_transformers():
     assert read("Olmo3ForCausalLM").windows == (4096, 4096, 4096, None)
     assert {rope.theta for rope in read("Olmo3ForCausalLM", rope_theta=1e4).ropes} == {1e4, 5e5}
     assert read("GraniteMoeHybridForCausalLM", **HYBRID).rope is None
+    scans = read("GraniteMoeHybridForCausalLM", **SCANS)
+    kind = ScanKind(key_heads=1, value_heads=8, key_size=256, value_size=8, taps=4)
+    assert scans.recurrent == Recurrent(kind, (True, False) * 2, conv_bias=True)
+    assert (scans.experts.count, scans.experts.routing.chosen, scans.experts.shared_width) == (8, 2, 1024)
+    limit = [0.25, {"__float__": "Infinity"}]
+    assert read("GraniteMoeHybridForCausalLM", **SCANS, time_step_limit=limit).recurrent.steps == (0.25, math.inf)
     assert read("Qwen2ForCausalLM", use_sliding_window=True, max_window_layers=3).windows == (None, None, None, 4096)
 
 

@@ -1,10 +1,11 @@
-"""Granite 3 and dense Granite 4: factors, biases, ties, spellings, with and without rotation."""
+"""Granite 3 and 4: factors, biases, ties, spellings, with and without rotation; scans of Mamba-2, experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.qwen3_5 import BLOCKS
 
 CONFIG = {
     "architectures": ["GraniteForCausalLM"], "model_type": "granite", "vocab_size": VOCAB, "hidden_size": 24,
@@ -20,6 +21,11 @@ HYBRID = FACTORS | {
     "num_experts_per_tok": 0, "shared_intermediate_size": 40, "layer_types": ["attention", "attention"],
     "mamba_n_heads": 4, "mamba_d_head": 12, "position_embedding_type": "nope",
 }  # fmt: skip
+SCANS = HYBRID | {
+    "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 6, "mamba_d_state": 10,
+    "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "mamba_chunk_size": 16,
+}  # fmt: skip
 
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": FACTORS,
@@ -30,5 +36,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hybrid": HYBRID | {"tie_word_embeddings": True},
     "hybrid_rope": HYBRID | V4 | {"position_embedding_type": "rope", "layer_types": ABSENT, "attention_bias": True,
                                   "layers_block_type": ["attention", "attention"]},
+    "scans": SCANS | {"num_local_experts": 0, "num_experts_per_tok": 0},
+    "scans_experts": SCANS | {"layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                              "num_hidden_layers": 3},
+    "scans_groups": SCANS | V4 | {"num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ABSENT,
+                                  "layers_block_type": ["attention", "mamba"], "mamba_n_groups": 4, "mamba_d_conv": 2,
+                                  "mamba_d_head": "auto", "mamba_expand": 3, "mamba_n_heads": 12, "rms_norm_eps": 0.03,
+                                  "mamba_conv_bias": False, "mamba_proj_bias": True, "attention_bias": True},
 }  # fmt: skip
-VARIANTS = variants(CONFIG, CHANGES, {})
+
+OTHERS: dict[str, dict[str, Any]] = {name: BLOCKS for name in CHANGES if name.startswith("scans")}
+VARIANTS = variants(CONFIG, CHANGES, OTHERS)

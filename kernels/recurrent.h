@@ -1,0 +1,142 @@
+// What the layers with a state share on a CPU: paths to rows and states, convolutions, states at the ends of blocks.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t NULL_STATE = 0, TRASH = 1;  // as in layout.py
+constexpr int64_t MOST = 64;                  // tokens that read a state together
+constexpr int TOGETHER = 4;                   // tokens, ancestors or rows of a state that are computed together
+constexpr int WIDE = REGISTERS < 32 ? 2 : 4;  // vectors of a row of a state that are computed together
+
+inline Floats silu(Floats x) {
+    const Floats e = exp2_of((x < 0 ? x : -x) * LOG2_E);
+    return x * (x < 0 ? e : all(1.0f)) / (1 + e);
+}
+
+inline Floats exp_of(Floats x) { return exp2_of(x * LOG2_E); }
+
+inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+// Calls f(at, vectors, count) for parts of `width` elements: of MANY whole vectors, of one, or of `count` lanes.
+template <int MANY, typename F>
+inline void parts(int64_t width, F f) {
+    int64_t at = 0;
+    for (; at + MANY * LANES <= width; at += MANY * LANES)
+        f(at, std::integral_constant<int, MANY>{}, std::integral_constant<int, LANES>{});
+    each(width - at, [&](int64_t i, auto n) { f(at + i, std::integral_constant<int, 1>{}, n); });
+}
+
+// Calls f(first, number) for all of `count` things: TOGETHER of them, and what is left over; `number` is a constant.
+template <typename F>
+inline void groups(int64_t count, F f) {
+    int64_t at = 0;
+    for (; at + TOGETHER <= count; at += TOGETHER) f(at, std::integral_constant<int, TOGETHER>{});
+    if (count - at == 3) f(at, std::integral_constant<int, 3>{});
+    if (count - at == 2) f(at, std::integral_constant<int, 2>{});
+    if (count - at == 1) f(at, std::integral_constant<int, 1>{});
+}
+
+// A pass of a layer: G heads of keys [K], H of values [V]. `kept` are rows of the pass's tokens: channels, keys, what is
+// written, logarithms of decays.
+struct Recurrence {
+    const float* taps_KC;
+    float *rows, *states;
+    const int64_t *rows_T, *paths_TN, *lengths_T, *bases_T, *folds_T;
+    float* kept;
+    int64_t tokens, G, H, K, V, taps, reach;
+
+    int64_t keys() const { return G * K; }
+    int64_t values() const { return H * V; }
+    int64_t channels() const { return 2 * keys() + values(); }
+    int64_t row() const { return channels() + keys() + values() + H; }
+    const float* row_of(int64_t at) const { return at < 0 ? kept + (-1 - at) * row() : rows + at * row(); }
+
+    // Sums of the taps of some channels of a token, and a bias [channels], which may be null.
+    void convolve(int64_t t, int64_t first, int64_t end, const float* bias, float* to) const {
+        const float* own = kept + t * row();
+        const int64_t C = channels();
+        each(end - first, [&](int64_t i, auto n) {
+            const int64_t e = first + i;
+            Floats sum = load(own + e, n) * load(taps_KC + (taps - 1) * C + e, n);
+            for (int64_t j = 0; j < taps - 1; j++)
+                sum += load(row_of(paths_TN[t * reach + j]) + e, n) * load(taps_KC + (taps - 2 - j) * C + e, n);
+            if (bias) sum += load(bias + e, n);
+            store(silu(sum), to + i, n);
+        });
+    }
+
+    // The tokens from the first on, at most MOST, that read one state before any of them takes its place; their end.
+    int64_t end_of_group(int64_t first) const {
+        int64_t end = first + 1;
+        for (const int64_t base = bases_T[first]; end < tokens && end - first < MOST && bases_T[end] == base; end++)
+            if (folds_T[end - 1] != NULL_STATE && folds_T[end - 1] == base) break;
+        return end;
+    }
+
+    // What a head of a token has of its ancestors in the block and then of itself: keys, what they wrote, and what is
+    // left of that, the last of it of the block's first state.
+    struct Above {
+        std::vector<const float*> keys, written;
+        std::vector<float> since, weights;
+    };
+
+    Above above() const {
+        Above found;
+        found.keys.resize(reach + 1), found.written.resize(reach + 1), found.since.resize(reach + 1);
+        found.weights.resize((reach + 1) * K);
+        return found;
+    }
+
+    // Finds these but for the token's own; `key`, `value` and `decay` are places in rows. Returns how many they are.
+    int64_t look_up(int64_t t, int64_t key, int64_t value, int64_t decay, Above& above) const {
+        const int64_t count = lengths_T[t];
+        float log = kept[t * row() + decay];
+        for (int64_t i = 0; i < count; i++) {
+            const float* row = row_of(paths_TN[t * reach + i]);
+            above.keys[i] = row + key, above.written[i] = row + value, above.since[i] = log;
+            for (int64_t e = 0; e < K; e += 16) __builtin_prefetch(row + key + e);
+            for (int64_t e = 0; e < V; e += 16) __builtin_prefetch(row + value + e);
+            log += row[decay];
+        }
+        above.since[count] = log;
+        each(count + 1, [&](int64_t i, auto n) { store(exp_of(load(&above.since[i], n)), &above.since[i], n); });
+        return count;
+    }
+
+    // A head of the state after a token; it may take the place of the one before.
+    void fold(const float* state, float* to, float since, int64_t count, Above& above) const {
+        for (int64_t j = 0; j < count; j++)
+            each(K, [&](int64_t k, auto n) {
+                store(load(above.keys[j] + k, n) * above.since[j], &above.weights[j * K + k], n);
+            });
+        parts<WIDE>(V, [&](int64_t at, auto vectors, auto n) {
+            groups(K, [&](int64_t k, auto some) {
+                Floats sum[some()][vectors()];
+                for (int m = 0; m < some(); m++)
+                    for (int i = 0; i < vectors(); i++)
+                        sum[m][i] = load(state + (k + m) * V + at + i * LANES, n) * since;
+                for (int64_t j = 0; j < count; j++)
+                    for (int i = 0; i < vectors(); i++) {
+                        const Floats u = load(above.written[j] + at + i * LANES, n);
+                        for (int m = 0; m < some(); m++)
+                            sum[m][i] = fused(u, all(above.weights[j * K + k + m]), sum[m][i]);
+                    }
+                for (int m = 0; m < some(); m++)
+                    for (int i = 0; i < vectors(); i++) store(sum[m][i], to + (k + m) * V + at + i * LANES, n);
+            });
+        });
+    }
+
+    void keep(int64_t t) const {
+        if (rows_T[t] != TRASH) std::memcpy(rows + rows_T[t] * row(), kept + t * row(), row() * sizeof(float));
+    }
+};
+
+}  // namespace

@@ -1,0 +1,49 @@
+"""Selective scans of Mamba-2 over tree tokens: the front that checks and picks an implementation."""
+
+from torch import Tensor  # `torch` is the module beside this one
+
+from kernels import checks
+from kernels.layout import DeltaPaths
+from kernels.scan import native, reference
+from kernels.scan import torch as plain
+from kernels.scan.weights import ScanWeights
+
+IMPLEMENTATIONS = ("reference", "torch", "cpp")
+
+
+def scan(
+    x_TF: Tensor,
+    weights: ScanWeights,
+    rows_RW: Tensor,
+    states_SHKV: Tensor,
+    paths: DeltaPaths,
+    *,
+    impl: str = "torch",
+) -> Tensor:
+    """The state space layer of Mamba-2 (Dao and Gu, 2024, "Transformers are SSMs", section 7.1), with the convolution
+    before it and the gated norm after it.
+
+    A head has a state S [K, V]. A token with x [V], B and C [K] of the head's group and a step d makes of its parent's
+    state S' = exp(d A) S + B (d x)^T, and reads S'^T C + D x. What a token adds is an outer product, as that of a gated
+    delta net (`kernels.delta_net`) is, but hangs on no state: rows, states and paths are the same.
+
+    Args:
+        x_TF: of each token side by side: a gate for each element of H heads [V], x of these, B and C of G groups [K],
+            the inputs of steps for each of the heads.
+        weights: see there; x, B and C are convolved, then silu is applied.
+        rows_RW: one layer's rows, see `ScanKind.row`, contiguous, in the dtype of the weights. NULL_SLOT holds zeros.
+        states_SHKV: one layer's states, contiguous, of the same dtype. NULL_STATE holds zeros.
+        paths: what is read and written.
+        impl: "reference" (the definition), "torch" (fast PyTorch) or "cpp" (C++, on a CPU).
+
+    Returns:
+        [T, H * V] in the dtype of x.
+
+    Raises:
+        ValueError: tensors that do not fit together, rows or states out of range, unknown impl.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    checks.scan(x_TF, weights, rows_RW, states_SHKV, paths)
+    run = {"reference": reference, "torch": plain, "cpp": native}[impl].scan
+    return run(x_TF, weights, rows_RW, states_SHKV, paths)

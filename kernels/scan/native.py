@@ -1,0 +1,35 @@
+"""Calls the C++ selective scan (native.cpp): inputs of float32, bfloat16 and float16, a CPU."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kernels import checks
+from kernels.cpp import KINDS, OPERATORS, function
+from kernels.layout import DeltaPaths
+from kernels.scan.weights import ScanWeights
+
+
+def scan(x_TF: Tensor, weights: ScanWeights, rows_RW: Tensor, states_SHKV: Tensor, paths: DeltaPaths) -> Tensor:
+    """See the front for arguments."""
+    checks.native(x_TF)
+    kind, T, x_TF = weights.kind, len(x_TF), x_TF.contiguous()
+    G, values = kind.key_heads, kind.value_heads * kind.value_size
+    out_TE = torch.empty(T, values, dtype=x_TF.dtype)
+    rooms = [torch.empty(T, size) for size in (kind.row, G * kind.key_size, values, G * (kind.reach + 1))]
+    numbers = paths.rows_T, paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T
+    pointers = (x.data_ptr() for x in (*numbers, rows_RW, states_SHKV))
+    kept = OPERATORS.structures["Paths"](*pointers, kind.reach, len(rows_RW), len(states_SHKV))
+    structures = described(weights), kept
+    pointers = x_TF.data_ptr(), *map(ctypes.addressof, structures), *(x.data_ptr() for x in (*rooms, out_TE))
+    function("scan")(KINDS[x_TF.dtype], torch.get_num_threads(), *pointers, T)
+    return out_TE
+
+
+def described(weights: ScanWeights) -> ctypes.Structure:
+    """The weights; valid as long as they live."""
+    kind = weights.kind
+    pointers = (x.data_ptr() for x in weights[1:7])
+    sizes = kind.key_heads, *kind.state, kind.taps
+    return OPERATORS.structures["Scan"](*pointers, *sizes, weights.eps, weights.least, weights.most)
