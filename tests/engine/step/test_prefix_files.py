@@ -11,7 +11,7 @@ from engine.step import prefix_files
 from models.checkpoint.tensor_files import write_tensors
 from search import Greedy, Trie
 from tests.engine.cache.test_prefixes import ROOT, exact, load, make_folder, same
-from tests.recurrent import check_stores, hybrid
+from tests.recurrent import KIND, SCAN, check_stores, hybrid
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +53,10 @@ def test_convolutions_and_int8_in_a_file(kv_dtype, tmp_path):
     same(results[0], Engine.load(path, **options).generate([[*prefix, 9]], Trie(beams=3), max_new_tokens=5)[0])
 
 
-@pytest.mark.parametrize("length", [64, 90])
-def test_recurrent_layers_in_a_file(length, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("length", "kind"), [(64, KIND), (90, KIND), (90, SCAN)])
+def test_recurrent_layers_in_a_file(length, kind, tmp_path, monkeypatch):
     options = {"kv_memory": 6 << 20, "dtype": "float32"}
-    hybrid(tmp_path, monkeypatch)
+    hybrid(tmp_path, monkeypatch, kind=kind)
     writer, reader = (Engine.load(tmp_path, prefix_cache="on", **options) for _ in range(2))
     file, prefix = tmp_path / "prefix", [3 + i % 90 for i in range(length)]
     writer.save_prefix(file, prefix)

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from kernels import cpp
-from kernels.delta_net import DeltaWeights
-from kernels.delta_net import reference as deltas
 from kernels.kv_int8 import quantise
 from kernels.kv_kinds import parts
-from kernels.layout import DeltaKind
+from kernels.layout import DeltaKind, ScanKind
 from kernels.linear import reference as products
 from kernels.linear.panels import STEPS, Packed, pack, pack_groups
 from kernels.rows import reference
 from kernels.rows.checks import ACTIVATIONS, GATES
+from kernels.scan import native as scanning
 from kernels.short_conv import reference as convolutions
 from kernels.suffixes import BOUNDARY, Suffixes
 from kernels.suffixes import reference as texts
@@ -34,7 +33,8 @@ from kernels.tree_attention import native as tree_native
 from kernels.tree_attention import reference as tree_reference
 from tests.kernels.forests import FORESTS, Forest, cast, forest, hash_of
 from tests.kernels.replay.recording import Expected, Pointer, Recording
-from tests.kernels.test_delta_net import Growing
+from tests.kernels.test_delta_net import Growing, doubled
+from tests.kernels.test_scan import Scanned
 
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 33, 64, 100, 259)
 EPS = 1e-5
@@ -45,7 +45,7 @@ def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
     rows = norms, rotary, halves, gates, log_softmax, best, draws, windows
-    trees = kv_write, kv_write_int8, kv_copy, short_conv, delta_net, layouts, tree_attention, suffixes
+    trees = kv_write, kv_write_int8, kv_copy, short_conv, recurrent, layouts, tree_attention, suffixes
     for add in (*rows, linear, grouped, *trees):
         torch.manual_seed(0)
         add(recording)
@@ -385,33 +385,41 @@ def short_conv(recording: Recording) -> None:
                 recording.add(of, "short_conv", *arguments, returns=int(bad is None))
 
 
-def delta_net(recording: Recording) -> None:
+def recurrent(recording: Recording) -> None:
     """Two passes over trees, whose tokens read states, older rows and each other; NaN where nobody may read."""
     shapes = (2, 4, 8, 6, 4), (1, 1, 5, 3, 1), (1, 3, 33, 9, 2), (2, 2, 16, 64, 3)
-    for (name, kind, dtype), shape in itertools.product(kinds(), shapes):
-        sizes = DeltaKind(*shape)
-        grown = Growing(sizes, 1)
-        w, room = grown.weights, math.inf
+    for (name, kind, dtype), shape, scans in itertools.product(kinds(), shapes, (False, True)):
+        grown = Scanned(ScanKind(*shape), 1) if scans else Growing(DeltaKind(*shape), 1)
+        sizes, w, run = grown.kind, grown.weights, grown.operator
         for tokens, chains in ((40, 36), (9, 2)):
             x, paths = grown.grow(tokens, chains)
             x = x.to(dtype)
             kept = [grown.rows.clone(), grown.states.clone()]
             wide = [each.double() for each in kept]
-            plain = deltas.delta_net(x, w, grown.rows, grown.states, paths)
-            weights = DeltaWeights(*(each.double() if isinstance(each, Tensor) else each for each in w))
-            exact = deltas.delta_net(x.double(), weights, *wide, paths)
+            plain = run(x, w, grown.rows, grown.states, paths, impl="reference")
+            exact = run(x.double(), doubled(w), *wide, paths, impl="reference")
             cache = [
                 bounded(before, after, found)
                 for before, after, found in zip(kept, wide, (grown.rows, grown.states), strict=True)
             ]
-            widths = sizes.row, sizes.key_heads * sizes.key_size
-            scratch = (torch.full((tokens * width,), math.nan) for width in widths)
+            widths = [sizes.row, sizes.key_heads * sizes.key_size]
+            widths += [sizes.value_heads * sizes.value_size, sizes.key_heads * (sizes.reach + 1)] if scans else []
+            blanks = (torch.full((tokens * width,), math.nan) for width in widths)
+            rooms = [Expected(each, each.double(), math.inf) for each in blanks]
             numbers = paths.rows_T, paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T
-            recording.add(
-                f"{name}, {tokens} tokens of {sizes}", "delta_net", kind, 2, x, w.taps_KC, w.decay_H, w.bias_H,
-                w.norm_V, *cache, *numbers, *(Expected(each, each.double(), room) for each in scratch),
-                bounded(blank(plain), exact, plain), tokens, *shape, sizes.reach, w.eps,
-            )  # fmt: skip
+            out, case = bounded(blank(plain), exact, plain), f"{name}, {tokens} tokens of {sizes}"
+            if scans:
+                fields = (field for field, *_ in cpp.OPERATORS.structures["Scan"]._fields_[:6])
+                weights = Pointer(scanning.described(w), dict(zip(fields, w[1:7], strict=True)))
+                places = cpp.OPERATORS.structures["Paths"](*[None] * 7, sizes.reach, *map(len, kept))
+                fields = (field for field, *_ in places._fields_[:7])
+                at = Pointer(places, dict(zip(fields, (*numbers, *cache), strict=True)))
+                recording.add(case, "scan", kind, 2, x, weights, at, *rooms, out, tokens)
+            else:
+                recording.add(
+                    case, "delta_net", kind, 2, x, w.taps_KC, w.decay_H, w.bias_H, w.norm_V, *cache, *numbers, *rooms,
+                    out, tokens, *shape, sizes.reach, w.eps,
+                )  # fmt: skip
 
 
 def bounded(before: Tensor, exact: Tensor, plain: Tensor) -> Expected:
@@ -529,7 +537,7 @@ def suffixes(recording: Recording) -> None:
             name = f"{vocab} tokens, {capacity} kept, fine {fine}, a tail of {length}"
             known = texts.known(text, tail, mark)
             recording.add(name, "suffixes_known", held, symbols, length, mark, returns=known)
-            source = Pointer(SuffixSource(mark=mark, bonus=2), {"text": held})  # type: ignore[dict-item]
+            source = Pointer(SuffixSource(mark=mark, bonus=2), {"text": held})
             found = texts.propose([(text, mark, 2)], tail, 12, 9, 1 / 256)
             kinds = torch.int64, torch.int64, torch.float64
             outs = [filled(torch.tensor(x, dtype=kind), 12) for x, kind in zip(found, kinds, strict=True)]

@@ -13,7 +13,7 @@ All numbers are 64 bits, little-endian: integers, or floats where it says so; a 
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,10 +43,10 @@ class Expected:
 
 @dataclass(frozen=True)
 class Pointer:
-    """The address of a structure, of which some fields are addresses of tensors, of structures or null."""
+    """The address of a structure; some fields are addresses of tensors, perhaps written, of structures or null."""
 
     structure: ctypes.Structure
-    fields: dict[str, Tensor] = field(default_factory=dict)
+    fields: "Mapping[str, Tensor | Expected | Pointer]" = field(default_factory=dict)
 
 
 Argument = int | float | None | Tensor | Expected | Pointer
