@@ -21,6 +21,7 @@ from models.errors import nearest
 from models.gguf.delta_nets import delta_nets, without_draft_layers
 from models.gguf.experts import SIGMOID, SOFTMAX_OF_CHOSEN, experts
 from models.gguf.reader import FETCH_AGAIN, GGUF
+from models.gguf.scans import scans
 from models.rope import RopeConfig, RotaryEmbedding
 
 EMBEDDING, HEAD, SCORE = "token_embd.weight", "output.weight", "cls.output.weight"
@@ -40,7 +41,7 @@ GRANITE = {  # its words for them
 CAPS = "attn_logit_softcapping", "final_logit_softcapping"  # the same words
 READ = {  # those of the keys above that an architecture reads
     "granite": GRANITE.values(),
-    "granitemoe": (*GRANITE.values(), "expert_count"),
+    **dict.fromkeys(("granitemoe", "granitehybrid"), (*GRANITE.values(), "expert_count")),
     **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe", "lfm2moe", "gpt-oss"), ("expert_count",)),
     **dict.fromkeys(("qwen3next", "qwen35moe"), ("expert_count",)),
     "gemma2": CAPS,
@@ -52,6 +53,7 @@ INTERLEAVED = (
     "llama",
     "granite",
     "granitemoe",
+    "granitehybrid",
     "mistral3",
     "smollm3",
 )  # rows of queries and keys are in the order of interleaved rotation
@@ -124,6 +126,24 @@ def _granitemoe(file: GGUF, keys: Fields) -> dict[str, Any]:
     plain = Fields({**keys.config, "expert_count": None}, keys.file, keys.prefix)
     width = {"intermediate_size": mixed.pop("moe_intermediate_size")}
     return _granite(file, plain) | width | mixed | _named("GraniteMoeForCausalLM", "granitemoe")
+
+
+def _granitehybrid(file: GGUF, keys: Fields) -> dict[str, Any]:
+    name = "attention.head_count_kv"  # 0 of layers of Mamba-2
+    shared = keys.config.get(name)
+    if not isinstance(shared, list) or len(shared) != keys.int("block_count", high=2**14):
+        raise keys.error(name, "a number for each layer")
+    plain = Fields(
+        {**keys.config, name: [heads for heads in shared if heads], "expert_count": None}, keys.file, keys.prefix
+    )
+    config = _granite(file, plain) | _named("GraniteMoeHybridForCausalLM", "granitemoehybrid")
+    config |= scans(file, keys, config["hidden_size"])
+    if not keys.config.get("expert_count"):
+        return config | {"num_local_experts": 0, "shared_intermediate_size": config["intermediate_size"]}
+    mixed = experts(file, keys)
+    counts = {"num_local_experts": mixed["num_experts"], "num_experts_per_tok": mixed["num_experts_per_tok"]}
+    width = keys.int("expert_shared_feed_forward_length")
+    return config | counts | {"intermediate_size": mixed["moe_intermediate_size"], "shared_intermediate_size": width}
 
 
 def _mistral3(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -347,6 +367,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "granite": _granite,
     "granitemoe": _granitemoe,
+    "granitehybrid": _granitehybrid,
     "hunyuan-dense": _hunyuan,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2moe,

@@ -78,7 +78,19 @@ _QWEN35 = {name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"} 
     "blk.ssm_norm": "linear_attn.norm",
     "blk.ssm_out": "linear_attn.out_proj",
 }
-BARE = "expert_bias", ".sinks", ".A_log", ".dt_bias"  # names of checkpoints that end so have nothing after them
+_GRANITE4 = {  # see `models.gguf.scans` for the MLP
+    **{name: own for name, own in _LLAMA.items() if not own.startswith("mlp.")},
+    **_EXPERTS,
+    **{f"blk.ffn_{part}{end}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down") for end in ("", "_shexp")},
+    "blk.ssm_in": "mamba.in_proj",
+    "blk.ssm_conv1d": "mamba.conv1d",
+    "blk.ssm_dt": "mamba.dt_bias",
+    "blk.ssm_a": "mamba.A_log",
+    "blk.ssm_d": "mamba.D",
+    "blk.ssm_norm": "mamba.norm",
+    "blk.ssm_out": "mamba.out_proj",
+}
+BARE = "expert_bias", ".sinks", ".A_log", ".dt_bias", ".D"  # names of checkpoints that end so have nothing after them
 _LFM2_EXPERTS = {own: name.replace("mlp.", "feed_forward.") for own, name in _EXPERTS.items()}
 _GPT_OSS = {
     **{name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"},
@@ -102,6 +114,7 @@ NAMES = {
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     "gpt2": _GPT2,
     "gpt-oss": _GPT_OSS,
+    "granitehybrid": _GRANITE4,
     "hunyuan-dense": _LLAMA | _HUNYUAN,
     "lfm2": _LFM2,
     "lfm2moe": _LFM2 | _LFM2_EXPERTS | {"blk.exp_probs_b": "feed_forward.expert_bias"},

@@ -21,6 +21,7 @@ from models.gguf.architectures import FACTORS, INTERLEAVED
 from models.gguf.delta_nets import DELTA_NET, ordered
 from models.gguf.names import checkpoint_name
 from models.gguf.reader import FETCH_AGAIN, GGUF, HeaderEntry
+from models.gguf.scans import SCAN, joined, vector
 from models.quantized.parts import Part, Source
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,6 +45,7 @@ class Stored(TensorInfo):
         negative_exp: the file has minus the exponential of the values, as it has decays of gated delta nets.
         pieces: of its rows or elements, in the order that checkpoints have them in; empty: they are.
         columns: the same of the elements of a row.
+        below: a tensor whose rows follow its own; those are its last ones.
     """
 
     format: str = "F32"
@@ -56,15 +58,21 @@ class Stored(TensorInfo):
     negative_exp: bool = False
     pieces: tuple[range, ...] = ()
     columns: tuple[range, ...] = ()
+    below: "Stored | None" = None
 
     @property
     def elements(self) -> int:
         """How many numbers it is made of."""
-        block = BLOCKS.get(self.format)
-        return super().elements if block is None else self.rows * self.row_bytes // block.bytes * block.size
+        if (block := BLOCKS.get(self.format)) is None:
+            return super().elements
+        own = self.rows * self.row_bytes // block.bytes * block.size
+        return own if self.below is None else own + self.below.elements
 
     def read(self) -> Tensor:
         """The tensor: a view of the file where its order is that of checkpoints. Raises CheckpointError."""
+        if self.below is not None:
+            shape = self.shape[0] - self.below.shape[0], *self.shape[1:]
+            return torch.cat([replace(self, shape=shape, below=None).read(), self.below.read()])
         size, first = self.rows * self.row_bytes, self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         dtype = (FLOATS | INTEGERS).get(self.format, torch.uint8)
         try:
@@ -181,6 +189,7 @@ def tensors_of(file: GGUF, config: Mapping[str, Any]) -> dict[str, Stored]:
             if name in found:
                 raise file.error(f"two tensors stand for {show(name)}", FETCH_AGAIN)
             found[name] = stored
+    joined(file, found)
     if not found:
         raise file.error("the file holds no tensors", FETCH_AGAIN)
     return found
@@ -219,6 +228,9 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
     whole = _stored(arch, config, name, entry, entry.shape, rows, entry.start)
     if DELTA_NET in name:
         yield from ordered(arch, config, name, whole)
+        return
+    if SCAN in name:
+        yield name, vector(name, whole)
         return
     if ".qkv_proj." not in name or arch == "phi3" or len(entry.shape) > 2:
         yield name, whole

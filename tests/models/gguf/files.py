@@ -27,7 +27,7 @@ ARCHITECTURES = {
     **{"gemma3_text": "gemma3", "hunyuan_v1_dense": "hunyuan-dense", "olmo3": "olmo2"},
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "mixtral": "llama"},
     **{"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
-    **{"granitemoe": "granitemoe", "lfm2_moe": "lfm2moe", "gpt_oss": "gpt-oss"},
+    **{"granitemoe": "granitemoe", "granitemoehybrid": "granitehybrid", "lfm2_moe": "lfm2moe", "gpt_oss": "gpt-oss"},
 }
 GOLDEN = Path(__file__).parents[2] / "golden"
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -115,6 +115,9 @@ class File:
             if ".linear_attn." in name:
                 self._delta_net(*name.removeprefix("model.layers.").split(".linear_attn."), values)
                 continue
+            if self.arch == "granitehybrid" and (part := re.search(r"layers\.(\d+)\.(mamba|shared_mlp)\.(.+)", name)):
+                self._granite4(*part.groups(), values)
+                continue
             if self.arch.startswith(PLUS_ONE) and name.endswith("norm.weight"):
                 values = values + 1
             mixed = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|feed_forward|block_sparse_moe)\.(.+)", name)
@@ -160,6 +163,28 @@ class File:
         for name, key in zip(FACTORS[1:], ("long_factor", "short_factor"), strict=True):
             if key in self.rope:
                 self.add(name, np.array(self.rope[key], np.float32))
+
+    def _granite4(self, layer, module, part, x):
+        """A tensor of a scan, or of the MLP that all tokens have."""
+        c, matrix = self.config, part.endswith(("_proj.weight", "_linear.weight"))
+        if module == "shared_mlp":
+            end = "_shexp" if c["num_local_experts"] else ""
+            names = ("gate", "up") if part == "input_linear.weight" else ("down",)
+            found = {f"ffn_{n}{end}.weight": half for n, half in zip(names, np.split(x, len(names)), strict=True)}
+        elif part == "A_log":
+            found = {"ssm_a": -np.exp(x)[:, None]}
+        elif part == "norm.weight":
+            found = {"ssm_norm.weight": x.reshape(c["mamba_n_groups"], -1)}
+        else:
+            own = {"in_proj": "ssm_in", "out_proj": "ssm_out", "conv1d": "ssm_conv1d"}
+            name = {"D": "ssm_d", "dt_bias": "ssm_dt.bias"}.get(part) or ".".join(
+                (own[part.split(".")[0]], part.split(".")[1])
+            )
+            found = {name: x[:, None] if part == "D" else x.squeeze(1) if part == "conv1d.weight" else x}
+        for name, values in found.items():
+            format = self.format if matrix and values.shape[-1] % gguf.GGML_QUANT_SIZES[self.format][0] == 0 else F32
+            key = f"blk.{layer}.{name}"
+            self.add(key, values, self.formats.get(key, format))
 
     def _delta_net(self, layer, part, x):
         """A tensor of a gated delta net; heads of values go from [keys, of each] to [of each, keys]."""
@@ -227,8 +252,12 @@ class File:
         yield from (("block_count", c["num_hidden_layers"]), ("context_length", c["max_position_embeddings"]))
         yield from (("embedding_length", c["hidden_size"]), ("feed_forward_length", c.get("intermediate_size")))
         yield "attention.head_count", c["num_attention_heads"]
-        shared, types = c.get("num_key_value_heads") or c["num_attention_heads"], c.get("layer_types", [])
-        yield "attention.head_count_kv", [0 if t == "conv" else shared for t in types] if "conv" in types else shared
+        shared, types = (
+            c.get("num_key_value_heads") or c["num_attention_heads"],
+            c.get("layer_types") or c.get("layers_block_type", []),
+        )
+        without = [t in ("conv", "mamba") or (t == "linear_attention" and "mamba_n_heads" in c) for t in types]
+        yield "attention.head_count_kv", [0 if each else shared for each in without] if any(without) else shared
         yield "shortconv.l_cache", c.get("conv_L_cache")
         yield "attention.key_length", c.get("head_dim")
         yield "attention.value_length", c.get("head_dim")
@@ -266,6 +295,14 @@ class File:
             yield "ssm.group_count", c.get("linear_num_key_heads")
             yield "ssm.time_step_rank", c.get("linear_num_value_heads")
             yield "ssm.inner_size", c.get("linear_num_value_heads", 0) * c.get("linear_value_head_dim", 0) or None
+        if self.arch == "granitehybrid":
+            yield "expert_shared_feed_forward_length", c["shared_intermediate_size"]
+            yield "rope.scaling.finetuned", c.get("position_embedding_type") == "rope"
+            yield "ssm.conv_kernel", c["mamba_d_conv"]
+            yield "ssm.state_size", c["mamba_d_state"]
+            yield "ssm.group_count", c["mamba_n_groups"]
+            yield "ssm.time_step_rank", c["mamba_n_heads"]
+            yield "ssm.inner_size", c["mamba_expand"] * c["hidden_size"]
         if self.arch == "mistral3":
             yield "attention.temperature_scale", r["llama_4_scaling_beta"]
             yield "rope.scaling.yarn_log_multiplier", r.get("mscale_all_dim", 0.0)

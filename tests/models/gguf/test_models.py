@@ -38,6 +38,7 @@ FLOATS = [
     *("gpt_oss/plain", "gpt_oss/full"),
     *("qwen3_5/plain", "qwen3_5/bias", "qwen3_5/yarn", "experts/qwen3_5", "experts/qwen3_next"),
     *("experts/qwen3_next_steps", "qwen3_5/recurrent", "qwen3_5/recurrent_taps"),
+    *("granite/scans", "granite/scans_experts", "granite/scans_groups"),
 ]
 PROMPT = list(range(3, 30))
 
@@ -198,6 +199,32 @@ def test_gated_delta_nets_in_blocks(variant, format, tmp_path):
     same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
 
 
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"attention.head_count_kv": 2}, "attention.head_count_kv: expected a number for each layer"),
+    ({"attention.head_count_kv": [0, 2, 0]}, "attention.head_count_kv: expected a number for each layer"),
+    ({"attention.head_count_kv": [0, 0]}, "attention.head_count_kv: expected one number for all layers"),
+    ({"ssm.inner_size": 40}, "ssm.inner_size: expected a multiple of embedding_length, 24"),
+    ({"ssm.time_step_rank": None}, "ssm.time_step_rank: expected a value"),
+    ({"ssm.group_count": 3}, "mamba_n_groups: expected a divisor of mamba_n_heads 8"),
+    ({"ssm.state_size": 8}, r"in_proj.weight in .*expected \[120, 24\]"),
+])  # fmt: skip
+def test_keys_of_granite_4_are_checked(keys, message, tmp_path):
+    file = File(GOLDEN / "granite/scans")
+    file.keys |= {f"granitehybrid.{key}": value for key, value in keys.items()}
+    file.keys = {key: value for key, value in file.keys.items() if value is not None}
+    with pytest.raises(CheckpointError, match=message):
+        Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 24)
+
+
+def test_halves_of_a_matrix_that_differ_are_refused(tmp_path):
+    file = File(GOLDEN / "granite/scans", formats={"blk.1.ffn_up.weight": TYPES.F16})
+    with pytest.raises(CheckpointError, match=r"shared_mlp.gate_proj.weight is F32, and the matrix beside it F16"):
+        Checkpoint.open(file.write(tmp_path / "file.gguf"))
+    del file.tensors["blk.1.ffn_up.weight"]
+    with pytest.raises(CheckpointError, match=r"shared_mlp.gate_proj.weight: there is no other half"):
+        Checkpoint.open(file.write(tmp_path / "file.gguf"))
+
+
 def test_layers_without_experts_beside_gated_delta_nets_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="experts in all layers, as there are gated delta nets"):
         Engine.load(File(GOLDEN / "experts/qwen3_next_recurrent").write(tmp_path / "file.gguf"))
@@ -207,7 +234,7 @@ def test_layers_without_experts_beside_gated_delta_nets_are_refused(tmp_path):
 @pytest.mark.parametrize("variant", [
     "phi/plain", "phi3/plain", "gpt2/plain", "qwen2/tied", "qwen3/bias", "gemma/one", "gemma/two", "gemma/three",
     "olmo/plain", "hunyuan/plain", "stablelm/plain", "stablelm/qk_layernorm", "lfm2/plain", "experts/qwen2",
-    "experts/lfm2", "gpt_oss/plain", "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next",
+    "experts/lfm2", "gpt_oss/plain", "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next", "granite/scans_groups",
 ])  # fmt: skip
 def test_formats_of_families(variant, format, tmp_path):
     file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])

@@ -1,0 +1,72 @@
+"""Granite 4 in GGUF files: kinds of layers, shapes of vectors, halves of what checkpoints have as one matrix."""
+
+import math
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from models.checkpoint.fields import Fields
+from models.config import FULL, RECURRENT
+from models.gguf.reader import FETCH_AGAIN, GGUF
+
+SCAN = ".mamba."  # in the names of its tensors
+GATE, UP, DOWN = (f".shared_mlp.{part}_proj.weight" for part in ("gate", "up", "down"))  # as files have them
+Held = TypeVar("Held", bound=Any)  # `models.gguf.tensors.Stored`
+
+
+def scans(file: GGUF, keys: Fields, width: int) -> dict[str, Any]:
+    """The fields of layers that are scans of Mamba-2 or attention; those without heads of keys are scans.
+
+    Args:
+        width: of the model.
+    """
+    shared = keys.config["attention.head_count_kv"]
+    inner = keys.int("ssm.inner_size")
+    if inner % width:
+        raise keys.error("ssm.inner_size", f"a multiple of embedding_length, {width}")
+    return {
+        "layer_types": [FULL if heads else RECURRENT for heads in shared],
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
+        "position_embedding_type": "rope" if keys.bool("rope.scaling.finetuned", default=True) else "nope",
+        "mamba_n_heads": keys.int("ssm.time_step_rank", high=2**16),
+        "mamba_n_groups": keys.int("ssm.group_count", high=2**16),
+        "mamba_d_state": keys.int("ssm.state_size", high=2**16),
+        "mamba_d_conv": keys.int("ssm.conv_kernel", high=64),
+        "mamba_expand": inner // width,
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
+        "mamba_proj_bias": any(name.endswith(".ssm_in.bias") for name in file.tensors),
+    }
+
+
+def vector(name: str, stored: Held) -> Held:
+    """A tensor of a scan in the shape that checkpoints have; files have columns, and a row for each group of a norm."""
+    part = name.rpartition(SCAN)[2]
+    if part == "A_log":
+        stored = replace(stored, dtype=torch.float32, negative_exp=True)
+    return replace(stored, shape=(math.prod(stored.shape),)) if part in ("A_log", "D", "norm.weight") else stored
+
+
+def joined(file: GGUF, tensors: dict[str, Held]) -> None:
+    """Give the MLP that all tokens have the names of checkpoints, and one matrix in the place of its first two.
+
+    Raises:
+        CheckpointError: the two halves have different formats, or there is one alone.
+    """
+    for name in [name for name in tensors if name.endswith((GATE, UP, DOWN))]:
+        layer, part = name.removesuffix(".weight").rsplit(".", 1)
+        if part == "down_proj":
+            tensors[f"{layer}.output_linear.weight"] = tensors.pop(name)
+            continue
+        gate, up = (tensors.get(f"{layer}.{half}_proj.weight") for half in ("gate", "up"))
+        if gate is None or up is None:
+            raise file.error(f"{name}: there is no other half", FETCH_AGAIN)
+        if part == "up_proj":
+            continue
+        if (gate.format, gate.shape[1:]) != (up.format, up.shape[1:]):
+            what = f"{name} is {gate.format}, and the matrix beside it {up.format}"
+            raise file.error(what, "Quantise both to one format: they are one matrix here.")
+        shape = (gate.shape[0] + up.shape[0], *gate.shape[1:])
+        tensors[f"{layer}.input_linear.weight"] = replace(gate, shape=shape, below=up)
+    for name in [name for name in tensors if name.endswith((GATE, UP))]:
+        del tensors[name]
