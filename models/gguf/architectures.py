@@ -118,14 +118,13 @@ def _granite(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _granitemoe(file: GGUF, keys: Fields) -> dict[str, Any]:
-    if keys.int("expert_shared_feed_forward_length", 0, low=0):
-        raise keys.error(
-            "expert_shared_feed_forward_length", "0: shared experts of this architecture are not supported"
-        )
-    mixed = experts(file, keys)
+    mixed, shared = experts(file, keys), keys.int("expert_shared_feed_forward_length", 0, low=0)
     plain = Fields({**keys.config, "expert_count": None}, keys.file, keys.prefix)
     width = {"intermediate_size": mixed.pop("moe_intermediate_size")}
-    return _granite(file, plain) | width | mixed | _named("GraniteMoeForCausalLM", "granitemoe")
+    config = _granite(file, plain) | width | mixed
+    if not shared:
+        return config | _named("GraniteMoeForCausalLM", "granitemoe")
+    return config | _named("GraniteMoeSharedForCausalLM", "granitemoeshared") | {"shared_intermediate_size": shared}
 
 
 def _granitehybrid(file: GGUF, keys: Fields) -> dict[str, Any]:

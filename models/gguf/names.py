@@ -78,10 +78,11 @@ _QWEN35 = {name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"} 
     "blk.ssm_norm": "linear_attn.norm",
     "blk.ssm_out": "linear_attn.out_proj",
 }
-_GRANITE4 = {  # see `models.gguf.scans` for the MLP
-    **{name: own for name, own in _LLAMA.items() if not own.startswith("mlp.")},
+_SHARED_MLP = {f"blk.ffn_{part}_shexp": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down")}  # see `scans`
+_GRANITE4 = {
+    **{name: own.replace("mlp.", "shared_mlp.") for name, own in _LLAMA.items()},
     **_EXPERTS,
-    **{f"blk.ffn_{part}{end}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down") for end in ("", "_shexp")},
+    **_SHARED_MLP,
     "blk.ssm_in": "mamba.in_proj",
     "blk.ssm_conv1d": "mamba.conv1d",
     "blk.ssm_dt": "mamba.dt_bias",
@@ -107,7 +108,8 @@ _PHI2 = {
 _HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "self_attn.key_layernorm"}
 NAMES = {
     **dict.fromkeys(("mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3"), _LLAMA),
-    **dict.fromkeys(("llama", "qwen3moe", "olmoe", "granitemoe"), _LLAMA | _EXPERTS),
+    **dict.fromkeys(("llama", "qwen3moe", "olmoe"), _LLAMA | _EXPERTS),
+    "granitemoe": _LLAMA | _EXPERTS | _SHARED_MLP,
     "qwen35": _QWEN35,
     **dict.fromkeys(("qwen3next", "qwen35moe"), _QWEN35 | _EXPERTS | _SHARED),
     "qwen2moe": _LLAMA | _EXPERTS | _SHARED,

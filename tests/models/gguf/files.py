@@ -27,7 +27,13 @@ ARCHITECTURES = {
     **{"gemma3_text": "gemma3", "hunyuan_v1_dense": "hunyuan-dense", "olmo3": "olmo2"},
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "mixtral": "llama"},
     **{"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
-    **{"granitemoe": "granitemoe", "granitemoehybrid": "granitehybrid", "lfm2_moe": "lfm2moe", "gpt_oss": "gpt-oss"},
+    **{
+        "granitemoe": "granitemoe",
+        "granitemoeshared": "granitemoe",
+        "granitemoehybrid": "granitehybrid",
+        "lfm2_moe": "lfm2moe",
+        "gpt_oss": "gpt-oss",
+    },
 }
 GOLDEN = Path(__file__).parents[2] / "golden"
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -115,7 +121,9 @@ class File:
             if ".linear_attn." in name:
                 self._delta_net(*name.removeprefix("model.layers.").split(".linear_attn."), values)
                 continue
-            if self.arch == "granitehybrid" and (part := re.search(r"layers\.(\d+)\.(mamba|shared_mlp)\.(.+)", name)):
+            if self.arch.startswith("granite") and (
+                part := re.search(r"layers\.(\d+)\.(mamba|shared_mlp)\.(.+)", name)
+            ):
                 self._granite4(*part.groups(), values)
                 continue
             if self.arch.startswith(PLUS_ONE) and name.endswith("norm.weight"):
@@ -295,8 +303,9 @@ class File:
             yield "ssm.group_count", c.get("linear_num_key_heads")
             yield "ssm.time_step_rank", c.get("linear_num_value_heads")
             yield "ssm.inner_size", c.get("linear_num_value_heads", 0) * c.get("linear_value_head_dim", 0) or None
+        if self.arch in ("granitemoe", "granitehybrid"):
+            yield "expert_shared_feed_forward_length", c.get("shared_intermediate_size")
         if self.arch == "granitehybrid":
-            yield "expert_shared_feed_forward_length", c["shared_intermediate_size"]
             yield "rope.scaling.finetuned", c.get("position_embedding_type") == "rope"
             yield "ssm.conv_kernel", c["mamba_d_conv"]
             yield "ssm.state_size", c["mamba_d_state"]
