@@ -94,14 +94,15 @@ struct Recurrence {
         return found;
     }
 
-    // Finds these but for the token's own; `key`, `value` and `decay` are places in rows. Returns how many they are.
-    int64_t look_up(int64_t t, int64_t key, int64_t value, int64_t decay, Above& above) const {
+    // Finds these but for the token's own; `key`, `value` and `decay` are places in rows, `soon` is how many elements of
+    // keys are read soon. Returns how many they are.
+    int64_t look_up(int64_t t, int64_t key, int64_t value, int64_t decay, int64_t soon, Above& above) const {
         const int64_t count = lengths_T[t];
         float log = kept[t * row() + decay];
         for (int64_t i = 0; i < count; i++) {
             const float* row = row_of(paths_TN[t * reach + i]);
             above.keys[i] = row + key, above.written[i] = row + value, above.since[i] = log;
-            for (int64_t e = 0; e < K; e += 16) __builtin_prefetch(row + key + e);
+            for (int64_t e = 0; e < soon; e += 16) __builtin_prefetch(row + key + e);
             for (int64_t e = 0; e < V; e += 16) __builtin_prefetch(row + value + e);
             log += row[decay];
         }

@@ -103,7 +103,7 @@ struct DeltaNet : Recurrence {
     void token(int64_t t, int64_t h, int64_t key, int64_t value, const float* state, float* reads, Told& above) const {
         float* own = kept + t * row();
         const float *query = queries + t * keys() + h / (H / G) * K, *x_key = own + key;
-        const int64_t count = look_up(t, key, value, channels() + keys() + values() + h, above);
+        const int64_t count = look_up(t, key, value, channels() + keys() + values() + h, K, above);
         groups(count, [&](int64_t first, auto some) {
             Floats one[some()]{}, two[some()]{};
             each(K, [&](int64_t e, auto n) {

@@ -99,7 +99,7 @@ struct SelectiveScan : Recurrence {
 
     void token(int64_t t, int64_t h, int64_t key, int64_t value, const float* state, const float* reads,
                Above& above) const {
-        const int64_t count = look_up(t, key, value, channels() + keys() + values() + h, above);
+        const int64_t count = look_up(t, key, value, channels() + keys() + values() + h, 0, above);
         const float left = above.since[count], *by_query = products + (t * G + h / (H / G)) * (reach + 1);
         above.keys[count] = kept + t * row() + key, above.written[count] = kept + t * row() + value;
         above.since[count] = 1;
