@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from engine.load.fastest import FormatChoice, fastest_dtype, pretended
-from kernels import cpp
+from kernels import cpp, same_bits
 from models.formats.floats import can_pack, has_kernels, has_products
 from models.formats.linear import FORMATS
 
@@ -76,6 +76,7 @@ class Capabilities:
             weights += f", {kv_dtype} cache"
         if device.type != "cpu":
             where, paths = "GPU", {"Triton kernels": True} | ({"CUDA graphs": True} if graphs else {})
+            paths |= {"the same bits in any batch": True} if same_bits.asked() else {}
         else:
             which = cpp.built_ahead() if impl == "cpp" else cpp.why_not()
             where, paths = (

@@ -10,16 +10,21 @@ import torch
 
 from engine.errors import UsageError
 from engine.load.startup import METAS
-from kernels import cpp
+from kernels import cpp, same_bits
 from kernels.files import private
 
 
 def check_compile(compile: str, device: torch.device) -> None:
-    """Refuse `--compile on` on a CPU. Raises UsageError."""
+    """Refuse `--compile on` on a CPU, and where rows are to have the same bits beside any others. Raises UsageError."""
     if compile == "on" and device.type == "cpu":
         raise UsageError(
             "compile: on a CPU a compiled model is slower than one that is not, with the C++ kernels and without them",
             remedy="leave out --compile on: it is for a GPU",
+        )
+    if compile == "on" and same_bits.asked():
+        raise UsageError(
+            "compile: what torch.compile makes of operators may add up in an order that depends on the number of rows",
+            remedy="leave out --compile on, or do not set COPPICE_SAME_BITS",
         )
 
 

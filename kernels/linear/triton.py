@@ -5,6 +5,10 @@ order. Numbers are whole, or of few bits, so that bfloat16 and float16 hold them
 group is multiplied on matrix units into float32, and only then by its scale. A zero or a minimum counts by the sum of x
 over the block. So nothing of the matrix is rounded.
 
+With `COPPICE_SAME_BITS=on` a row's sums do not depend on the rows beside it: programs have one size, and the shares of
+the width are a matrix's own; many rows leave a program all shares, which it adds up in turn. `floats` multiplies plain
+matrices so.
+
 Shapes besides those of `kernels.linear.codes`: T rows, M, N and K rows, outputs and elements of x in a block.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
@@ -16,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import same_bits
 from kernels.gpu import (
     INTERPRETED,
     after_the_last,
@@ -31,8 +36,10 @@ from kernels.gpu import (
 from kernels.linear.codes import BLOCK, HALF, Codes, takes
 
 NUMBERS = {"int4": 4, "int8": 5, "float8": 6}
+FLOATS = tl.constexpr(7)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_SPLITS = 8
+SAME_ROWS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}  # of a program, however many there are
 WAVES = 2  # programs for each multiprocessor that splits of the width aim at
 HALF_BLOCK = tl.constexpr(HALF)
 
@@ -73,23 +80,53 @@ def linear(x: Tensor, matrix: Codes, bias: Tensor | None = None) -> Tensor:
         raise ValueError(f"bias: expected {x.dtype} [{matrix.outs}], got {bias.dtype} {list(bias.shape)}")
     if not takes(matrix.kind, matrix.size, matrix.width):
         raise ValueError(f"matrix: groups of {matrix.size} {matrix.kind} in rows of {matrix.width} have no product")
+    return _multiply(x, matrix, matrix.codes_OB, NUMBERS[matrix.kind], bias)
+
+
+def floats(x: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b of floats; a row does not depend on the rows beside it.
+
+    Args:
+        x: [..., width], float16, bfloat16 or float32.
+        matrix_OI: in the dtype of x, contiguous, on the same device.
+        bias: [outs] or None, contiguous, in the dtype of x.
+
+    Raises:
+        ValueError: tensors that the kernel cannot reach or multiply.
+    """
+    check_device(x, matrix_OI)
+    outs, width = matrix_OI.shape
+    if x.dtype not in DTYPES or matrix_OI.dtype != x.dtype or x.shape[-1] != width or not matrix_OI.is_contiguous():
+        raise ValueError(
+            f"expected a matrix in x's dtype, in order, of a width of {x.shape[-1]}, got {list(matrix_OI.shape)}"
+        )
+    whole = Codes("int8", width, outs, width, matrix_OI, matrix_OI)  # one group a row, and no scales
+    return _multiply(x, whole, matrix_OI, FLOATS.value, bias)
+
+
+def _multiply(x: Tensor, matrix: Codes, table: Tensor, kind: int, bias: Tensor | None) -> Tensor:
+    """x W^T + b of numbers in a table [outs, ...]."""
     x_TI = x.reshape(-1, matrix.width)
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     T, outs = len(x_TI), matrix.outs
     out = torch.empty(*x.shape[:-1], outs, dtype=x.dtype, device=x.device)
-    sizes = shape(matrix, T)
+    same = same_bits.asked() or kind == FLOATS.value
+    sizes = shape(matrix, SAME_ROWS[x.dtype] if same else T)
     grid = triton.cdiv(outs, sizes["N"]), triton.cdiv(T, sizes["M"])
-    splits = _splits(properties(x.device).processors, grid[0] * grid[1], triton.cdiv(matrix.width, sizes["K"]))
+    tiles, blocks = grid[0] * (1 if same else grid[1]), triton.cdiv(matrix.width, sizes["K"])
+    splits, turns = _splits(properties(x.device).processors, tiles, blocks), 1
+    if same and grid[1] > 1:
+        splits, turns = 1, splits
     parts = torch.empty(splits, T, outs, dtype=torch.float32, device=x.device) if splits > 1 else out
     zero, least, order = matrix.zero_GO, matrix.least_GO, matrix.order_I
     launch(_product, *grid, splits)(
-        x_TI, matrix.codes_OB, matrix.scale_GO, matrix.scale_GO if zero is None else zero,
+        x_TI, table, matrix.scale_GO, matrix.scale_GO if zero is None else zero,
         matrix.scale_GO if least is None else least,
-        matrix.codes_OB if order is None else order, out if bias is None else bias, out, parts, counters(x.device),
+        table if order is None else order, out if bias is None else bias, out, parts, counters(x.device),
         T, x_TI.stride(0),
-        OUTS=outs, WIDTH=matrix.width, BYTES=matrix.codes_OB.shape[1], GROUP=matrix.size, KIND=NUMBERS[matrix.kind],
+        OUTS=outs, WIDTH=matrix.width, BYTES=table.shape[1], GROUP=matrix.size, KIND=kind,
         ZEROS=zero is not None, LEAST=least is not None, ORDERED=order is not None, BIAS=bias is not None,
-        SPLIT=splits > 1, **sizes,
+        SPLIT=splits > 1, TURNS=turns, **sizes,
     )  # fmt: skip
     return out
 
@@ -114,7 +151,7 @@ def _product(
     T, stride_xt,
     OUTS: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     ZEROS: tl.constexpr, LEAST: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EARLY: tl.constexpr = False,
+    TURNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """M rows, N outputs, one share of the width."""
     after_the_last(EARLY)
@@ -123,12 +160,51 @@ def _product(
     real_N, real_M = n_N < OUTS, t_M < T
     x_ptrs = x_ptr + t_M.to(tl.int64) * stride_xt
     code_ptrs = codes_ptr + n_N.to(tl.int64) * BYTES
-    STEPS: tl.constexpr = (WIDTH + K - 1) // K
-    share = tl.cdiv(STEPS, tl.num_programs(2))
-    begin = tl.program_id(2) * share
-    end = tl.minimum(begin + share, STEPS)
-    acc_MN = tl.zeros([M, N], tl.float32)
+    share = tl.cdiv((WIDTH + K - 1) // K, tl.num_programs(2) * TURNS)
     tables = scale_ptr, zero_ptr, least_ptr
+    acc_MN = tl.zeros([M, N], tl.float32)
+    if TURNS > 1:
+        for turn in range(0, TURNS):
+            acc_MN += _sums(
+                x_ptr, x_ptrs, code_ptrs, tables, order_ptr, n_N, real_M, real_N, turn * share, share,
+                OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST, ORDERED, M, N, K,
+            )  # fmt: skip
+    else:
+        acc_MN = _sums(
+            x_ptr, x_ptrs, code_ptrs, tables, order_ptr, n_N, real_M, real_N, tl.program_id(2) * share, share,
+            OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST, ORDERED, M, N, K,
+        )  # fmt: skip
+
+    real_MN = real_M[:, None] & real_N[None, :]
+    at_MN = t_M[:, None].to(tl.int64) * OUTS + n_N[None, :]
+    last = True
+    if SPLIT:
+        tl.store(part_ptr + tl.program_id(2) * T * OUTS + at_MN, acc_MN, mask=real_MN)
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        last = last_of(count_ptr + tile, tl.num_programs(2))
+    if last:
+        if SPLIT:
+            acc_MN = tl.zeros([M, N], tl.float32)
+            for split in range(0, tl.num_programs(2)):
+                part_ptrs = part_ptr + split * T * OUTS + at_MN
+                acc_MN += tl.load(part_ptrs, mask=real_MN, other=0.0, cache_modifier=".cg")
+        if GROUP >= WIDTH and KIND != FLOATS and not LEAST:
+            acc_MN *= tl.load(scale_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
+        if BIAS:
+            acc_MN += tl.load(bias_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
+        tl.store(out_ptr + at_MN, cast(acc_MN, out_ptr.dtype.element_ty), mask=real_MN)
+
+
+@triton.jit
+def _sums(
+    x_ptr, x_ptrs, code_ptrs, tables, order_ptr, n_N, real_M, real_N, begin, share,
+    OUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    ZEROS: tl.constexpr, LEAST: tl.constexpr, ORDERED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The sums of one share of the width; where a row is one group, without its scale."""
+    end = tl.minimum(begin + share, (WIDTH + K - 1) // K)
+    acc_MN = tl.zeros([M, N], tl.float32)
     low = _group(tables, n_N, real_N & (begin < end), begin * K, OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST)
     high = low
     if KIND == 4:
@@ -159,6 +235,13 @@ def _product(
                 acc_MN, high_NB, x_ptrs, real_M, high, order_ptr, first + HALF_BLOCK,
                 WIDTH, GROUP, ZEROS, LEAST, ORDERED, HALF_BLOCK,
             )  # fmt: skip
+        elif KIND == FLOATS:
+            i_K = tl.arange(0, K) + first
+            real_NK = real_N[:, None] & (i_K < WIDTH)[None, :]
+            number_NK = tl.load(code_ptrs[:, None] + i_K[None, :], mask=real_NK, other=0.0)
+            acc_MN = _add(
+                acc_MN, number_NK, x_ptrs, real_M, low, order_ptr, first, WIDTH, GROUP, ZEROS, LEAST, ORDERED, K
+            )
         else:
             byte_NK = tl.load(code_ptrs[:, None] + (tl.arange(0, K) + first)[None, :], mask=real_N[:, None], other=0)
             number_NK = e4m3(byte_NK) if KIND == 6 else byte_NK.to(tl.int8, bitcast=True).to(tl.float32)
@@ -167,25 +250,7 @@ def _product(
                 WIDTH, GROUP, ZEROS, LEAST, ORDERED, K,
             )  # fmt: skip
         low, high = next_low, next_high
-    if GROUP >= WIDTH and not LEAST:
-        acc_MN *= tl.load(scale_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
-
-    real_MN = real_M[:, None] & real_N[None, :]
-    at_MN = t_M[:, None].to(tl.int64) * OUTS + n_N[None, :]
-    last = True
-    if SPLIT:
-        tl.store(part_ptr + tl.program_id(2) * T * OUTS + at_MN, acc_MN, mask=real_MN)
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        last = last_of(count_ptr + tile, tl.num_programs(2))
-    if last:
-        if SPLIT:
-            acc_MN = tl.zeros([M, N], tl.float32)
-            for split in range(0, tl.num_programs(2)):
-                part_ptrs = part_ptr + split * T * OUTS + at_MN
-                acc_MN += tl.load(part_ptrs, mask=real_MN, other=0.0, cache_modifier=".cg")
-        if BIAS:
-            acc_MN += tl.load(bias_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
-        tl.store(out_ptr + at_MN, cast(acc_MN, out_ptr.dtype.element_ty), mask=real_MN)
+    return acc_MN
 
 
 @triton.jit

@@ -32,6 +32,7 @@ Shapes besides those of `kernels.layout`: M rows of a tile, N keys of a block, H
 # (what triton.jit takes and gives is no function to a type checker)
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -39,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels import same_bits
 from kernels.gpu import (
     INTERPRETED,
     Properties,
@@ -48,7 +50,6 @@ from kernels.gpu import (
     counters,
     dot,
     early,
-    finite_e4m3,
     last_of,
     launch,
     pending,
@@ -59,12 +60,13 @@ from kernels.gpu import (
 from kernels.kv_kinds import row_width
 from kernels.layout import TreeLayout
 from kernels.tracing import like, register
+from kernels.tree_attention import triton_fixed
+from kernels.tree_attention.triton_fold import fold, weigh
 from kernels.tree_attention.triton_shares import (
     LAST,
     LATER,
     WHOLE,
     WORD,
-    Tasks,
     Trees,
     merge,
     merged,
@@ -140,7 +142,7 @@ def _run(
     k_GSD: Tensor,
     v_GSD: Tensor,
     trees: Trees,
-    made: dict[tuple, Tasks],
+    made: dict[tuple, Any],
     scale: float,
     window: int | None,
     cap: float | None,
@@ -150,6 +152,8 @@ def _run(
     _check(q_THD, k_GSD, v_GSD, trees.token_starts)
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
+    if same_bits.asked():
+        return triton_fixed.run(q_THD, k_GSD, v_GSD, trees, made, scale, window, cap, sinks_H)
     T, H, D = q_THD.shape
     G, R, W = k_GSD.shape[0], len(trees.trunk_len_R), trees.branch_slots_RW.shape[1]
     gpu = properties(q_THD.device)
@@ -329,14 +333,14 @@ def _attend(
                 if CAPPED:
                     score_MN = tanh(score_MN) * cap
                 score_MN = tl.where(seen_M[:, None] > 0, score_MN, float("-inf"))
-                p_MN, fade_M, top_M, sum_M = _weigh(score_MN, top_M, sum_M)
+                p_MN, fade_M, top_M, sum_M = weigh(score_MN, top_M, sum_M)
                 v_ND = v_blocks.load([at + n, 0])
                 acc_MD = acc_MD * fade_M[:, None] + dot(cast(p_MN, v_ND.dtype), v_ND)
             first_n = straight
         for n in range(first_n, whole, N):
             n_N = n + tl.arange(0, N)
             page_N = tl.load(pages_ptr + tree * stride_pr + (n_N // PAGE) * stride_pp)
-            top_M, sum_M, acc_MD = _fold(
+            top_M, sum_M, acc_MD = fold(
                 q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, n_N >= 0, seen_M[:, None] > 0, scale,
                 cap, top_M, sum_M, acc_MD, far, CAPPED, False, SCALE, D, D2,
             )  # fmt: skip
@@ -348,7 +352,7 @@ def _attend(
         visible_MN = n_N[None, :] < seen_M[:, None]
         if WINDOWED:
             visible_MN &= n_N[None, :] >= oldest_M[:, None]
-        top_M, sum_M, acc_MD = _fold(
+        top_M, sum_M, acc_MD = fold(
             q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, live_N, visible_MN, scale,
             cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2,
         )  # fmt: skip
@@ -360,7 +364,7 @@ def _attend(
         if WINDOWED:
             visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
         live_N = tl.max(visible_MN.to(tl.int32), 0) > 0  # others may never have been written
-        top_M, sum_M, acc_MD = _fold(
+        top_M, sum_M, acc_MD = fold(
             q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale,
             cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2,
         )  # fmt: skip
@@ -383,47 +387,6 @@ def _attend(
 
 
 @triton.jit
-def _fold(
-    q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale, cap, top_M, sum_M, acc_MD, far,
-    CAPPED: tl.constexpr, MASKED: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
-):  # fmt: skip
-    """Take one more block of keys and values into the running maximum, sum and output; unless MASKED all are live."""
-    d_D = tl.arange(0, D2)
-    at_ND = slot_N[:, None] * D + d_D[None, :]
-    if MASKED or D < D2:
-        live_ND = (live_N if MASKED else slot_N >= 0)[:, None] & (d_D < D)[None, :]
-        k_ND = tl.load(k_ptr + at_ND, mask=live_ND, other=0)
-        v_ND = tl.load(v_ptr + at_ND, mask=live_ND, other=0)
-    else:
-        k_ND, v_ND = tl.load(k_ptr + at_ND), tl.load(v_ptr + at_ND)
-    if SCALE:
-        k_scale_N, v_scale_N = _scales(k_ptr + far, slot_N, live_N), _scales(v_ptr + far, slot_N, live_N)
-        k_ND, v_ND = _numbers(k_ND, q_MD.dtype), _numbers(v_ND, q_MD.dtype)
-        if q_MD.dtype == tl.float16:
-            v_ND = (v_ND.to(tl.float32) * v_scale_N[:, None]).to(tl.float16)
-    score_MN = dot(q_MD, tl.trans(k_ND)) * scale
-    if SCALE:
-        score_MN *= k_scale_N[None, :]
-    if CAPPED:
-        score_MN = tanh(score_MN) * cap
-    score_MN = tl.where(visible_MN, score_MN, float("-inf"))
-    p_MN, fade_M, top_M, sum_M = _weigh(score_MN, top_M, sum_M)
-    if SCALE and q_MD.dtype != tl.float16:
-        p_MN *= v_scale_N[None, :]
-    return top_M, sum_M, acc_MD * fade_M[:, None] + dot(cast(p_MN, v_ND.dtype), v_ND)
-
-
-@triton.jit
-def _weigh(score_MN, top_M, sum_M):
-    """Weights of a block's keys, of all before them, and the running maximum and sum."""
-    new_M = tl.maximum(top_M, tl.max(score_MN, 1))
-    base_M = tl.where(new_M == float("-inf"), 0.0, new_M)
-    p_MN = tl.exp2(score_MN - base_M[:, None])
-    fade_M = tl.exp2(top_M - base_M)
-    return p_MN, fade_M, new_M, sum_M * fade_M + tl.sum(p_MN, 1)
-
-
-@triton.jit
 def _straight(pages_ptr, stride, keys, PAGE: tl.constexpr):
     """The first page of a trunk, and how many of its first keys lie in that page and those right after it."""
     first, pages = tl.load(pages_ptr, mask=keys > 0, other=0), (keys + PAGE - 1) // PAGE
@@ -433,23 +396,6 @@ def _straight(pages_ptr, stride, keys, PAGE: tl.constexpr):
         page_P = tl.load(pages_ptr + p_P * stride, mask=p_P < pages, other=0)
         run = tl.minimum(run, tl.min(tl.where((p_P < pages) & (page_P != first + p_P), p_P, pages)))
     return first, tl.minimum(run * PAGE, keys)
-
-
-@triton.jit
-def _scales(scale_ptr, slot_N, live_N):
-    """Scales of slots, float32 of FP8 and bfloat16 of int8, as float32."""
-    if scale_ptr.dtype.element_ty == tl.uint8:
-        return tl.load(scale_ptr.to(tl.pointer_type(tl.float32)) + slot_N, mask=live_N, other=0.0)
-    bits_N = tl.load(scale_ptr.to(tl.pointer_type(tl.int16)) + slot_N, mask=live_N, other=0)
-    return (bits_N.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _numbers(x_ND, dtype: tl.constexpr):
-    """Elements of a cache of 8 bits, which every dtype of queries holds."""
-    if x_ND.dtype == tl.uint8:
-        return finite_e4m3(x_ND, dtype)
-    return cast(x_ND.to(tl.float32), dtype)
 
 
 register("tree_attention_triton", _tree_attention, like)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels import cpp
+from kernels import cpp, same_bits
 from kernels.linear import Packed, PackedParts, dot_products, linear, pack
 from kernels.linear.panels import shape as panels_shape
 from kernels.stack import Matrix
@@ -169,6 +169,10 @@ class FloatLinear(PackedLinear):
             # Opaque to the compiler, which would take the packed weight for a plain one.
             run = torch.ops.coppice.blocked_linear if watched() else blocked_linear
             return run(x, self.weights[0], self.bias, self.out_features)
+        if x.is_cuda and x.dtype in cpp.KINDS and same_bits.asked():  # cuBLAS chooses its order by the number of rows
+            from kernels.linear import triton  # absent on some machines, and slow to import
+
+            return triton.floats(x, self.weights[0], self.bias)
         if self.joined:
             return F.linear(x, self.weights[0], self.bias)
         y = (

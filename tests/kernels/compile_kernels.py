@@ -23,7 +23,7 @@ from kernels.linear.codes import Codes
 from kernels.rows import triton as on_rows
 from kernels.rows import triton_next, triton_sums
 from kernels.tree_attention import triton as tree_attention
-from kernels.tree_attention import triton_shares
+from kernels.tree_attention import triton_fixed, triton_shares
 from tests.kernels.sass import main_loops, usage
 
 WHOLE, LAST, LATER = (getattr(tree_attention, name).value for name in ("WHOLE", "LAST", "LATER"))
@@ -85,6 +85,35 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
     return compiled
 
 
+def attend_fixed(capability, head, dtype, *, windowed=False, capped=False, cache=None, sinks=False, group=4):
+    roomy = (SHARED | OTHERS)[capability] >= 160_000
+    shape = triton_fixed.sizes(head, dtype, roomy)
+    options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
+    pointers = {name for name in triton_fixed._attend.arg_names if name.endswith("_ptr")}
+    types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(("q_ptr", "out_ptr"), f"*{NAMES[dtype]}")
+    types |= dict.fromkeys(("k_ptr", "v_ptr"), BYTES.get(cache, f"*{NAMES[dtype]}"))
+    types |= {"level_ptr": "*fp32", "log_ptr": "*fp32", "scale": "fp32", "cap": "fp32", "positions_ptr": "*i64"}
+    types |= {"stride_kg": "i64", "stride_vg": "i64"} | ({"sinks_ptr": "*fp32"} if sinks else {})
+    constants = {"WINDOWED": windowed, "CAPPED": capped, "GROUP": group, "HEADS": 32, "PAGE": 16, "D": head}
+    constants |= {"SCALE": {None: 0, "int8": 2, "fp8": 4}[cache], "D2": max(16, triton.next_power_of_2(head))}
+    constants |= {} if sinks else {"sinks_ptr": None}
+    return compile(triton_fixed._attend, capability, types, constants | shape, **options)
+
+
+def around_fixed(capability, trees):
+    """The kernels that list what attention in one order does, and the one that joins its shares."""
+    sizes = {"PAGE": 16, "N": 32, "R2": trees}
+    types = dict.fromkeys((name for name in triton_fixed.list_paths.arg_names if name.endswith("_ptr")), "*i32")
+    yield compile(triton_fixed.list_paths, capability, types | {"slots_ptr": "*i64"}, sizes)
+    types = dict.fromkeys((name for name in triton_fixed.list_shares.arg_names if name.endswith("_ptr")), "*i32")
+    sizes = {"WINDOWED": True, "R2": trees, "GROUP": 4, "G": 8, "M": 64, "P": 32, "K": 64}
+    yield compile(triton_fixed.list_shares, capability, types, sizes | {"SPLIT": True})
+    yield compile(triton_fixed.list_shares, capability, types, sizes | {"SPLIT": False, "token_ptr": None})
+    types = {"out_ptr": "*bf16", "sinks_ptr": "*fp32", "level_ptr": "*fp32", "log_ptr": "*fp32", "token_ptr": "*i32"}
+    sizes = {"GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "LEVELS": triton_fixed.LEVELS}
+    yield compile(triton_fixed._join_shares, capability, types, sizes)
+
+
 def tasks(capability, split, trees):
     types = {f"{name}_ptr": "*i32" for name in ("task", "token", "starts", "lengths", "branches")}
     sizes = {"WINDOWED": True, "SPLIT": split, "R2": trees, "GROUP": 4, "G": 8, "D2": 128, "M": 64, "N": 32}
@@ -119,7 +148,25 @@ def product(capability, kind, rows, dtype=torch.bfloat16, group=128, **more):
     sizes = products.shape(matrix, rows)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     constants = {"OUTS": 4096, "WIDTH": 4096, "BYTES": 2048 if kind == 4 else 4096, "GROUP": group, "KIND": kind}
-    constants |= {"ZEROS": False, "LEAST": False, "ORDERED": False, "BIAS": True, "SPLIT": rows <= 16} | more
+    constants |= {
+        "ZEROS": False,
+        "LEAST": False,
+        "ORDERED": False,
+        "BIAS": True,
+        "SPLIT": rows <= 16,
+        "TURNS": 1,
+    } | more
+    return compile(products._product, capability, types, constants | sizes, **options)
+
+
+def floats(capability, dtype, turns=1):
+    """A product of floats in one order, of a few rows or of many."""
+    types = {name: f"*{NAMES[dtype]}" for name in products._product.arg_names if name.endswith("_ptr")}
+    types |= {"part_ptr": "*fp32" if turns == 1 else f"*{NAMES[dtype]}", "count_ptr": "*i32"}
+    sizes = products.shape(Codes("int8", 4096, 4096, 4096, *torch.empty(2, 1)), products.SAME_ROWS[dtype])
+    options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"OUTS": 4096, "WIDTH": 4096, "BYTES": 4096, "GROUP": 4096, "KIND": products.FLOATS.value}
+    constants |= {"ZEROS": False, "LEAST": False, "ORDERED": False, "BIAS": True, "SPLIT": turns == 1, "TURNS": turns}
     return compile(products._product, capability, types, constants | sizes, **options)
 
 
@@ -242,6 +289,14 @@ sizes = {"GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "K": 16}
 unspilled(compile(tree_attention.merge, 90, types, sizes, num_warps=2))
 for split, trees in itertools.product((WHOLE, LAST, LATER), (16, 128)):
     unspilled(tasks(90, split, trees))
+for capability, head in itertools.product((80, 90, 100), (64, 128)):  # ptxas spills around the loop over keys
+    unspilled(attend_fixed(capability, head, torch.bfloat16), 80)
+unspilled(attend_fixed(90, 128, torch.bfloat16, cache="int8"))
+unspilled(attend_fixed(90, 256, torch.bfloat16, windowed=True, capped=True))
+unspilled(attend_fixed(90, 64, torch.float16, windowed=True, sinks=True, cache="fp8"))
+unspilled(attend_fixed(80, 128, torch.float32))
+for compiled in around_fixed(90, 16):
+    unspilled(compiled)
 types = {"slots_ptr": "*i64"} | {f"{name}_ptr": "*bf16" for name in ("k", "v", "new_k", "new_v")}
 compile(kv_write._write, 90, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
 sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}
@@ -268,11 +323,15 @@ unspilled(product(90, 5, 16, group=4096, ZEROS=True), AROUND)
 unspilled(product(90, 4, 16, ORDERED=True), AROUND)
 unspilled(product(90, 4, 16, group=32, LEAST=True), AROUND)
 unspilled(product(86, 4, 16, torch.float32))
+for capability, dtype, turns in itertools.product((80, 90), (torch.bfloat16, torch.float32), (1, 4)):
+    unspilled(floats(capability, dtype, turns), AROUND)
+unspilled(product(90, 4, 64, group=32, TURNS=4), AROUND)
 
 # A multiprocessor issues 4 instructions of 32 threads in a cycle: where memory is the limit, loops have to be short.
 pinned(attend(90, 16, 128, torch.bfloat16), (385, 475, 310))  # a trunk's whole blocks, its last one, branch words
 pinned(attend(90, 64, 128, torch.bfloat16), (375, 420, 480))
 pinned(attend(90, 2048, 128, torch.bfloat16, split=WHOLE), (420, 465, 550, 445))  # consecutive pages, and the same
+pinned(attend_fixed(90, 128, torch.bfloat16), (620,))
 for capability in (80, 90):
     pinned(product(capability, 4, 16, group=32), (230,), loads=4)  # scales, a turn ahead
 pinned(product(90, 4, 64, group=32), (370,), loads=16)
@@ -281,6 +340,7 @@ pinned(product(90, 5, 16, group=4096), (160,))
 for capability in (90, 100):
     waits(attend, (capability, 16, 128, torch.bfloat16))
     waits(attend, (capability, 2048, 128, torch.bfloat16), split=WHOLE)
+    waits(attend_fixed, (capability, 128, torch.bfloat16))
     waits(turn, (capability, 128, 1))
     waits(product, (capability, 4, 16), group=32)
     waits(add_norm, (capability, 4096))

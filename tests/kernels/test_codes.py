@@ -117,6 +117,34 @@ def test_splits_do_not_show(splits, device, monkeypatch):
 
 
 @needs_triton
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["float", "int4", "int8"])
+def test_rows_beside_a_row_do_not_show(kind, dtype, device, monkeypatch):
+    """A few rows by programs that share the width, and many by programs that add up all shares in turn."""
+    from kernels.linear import triton
+
+    monkeypatch.setenv("COPPICE_SAME_BITS", "on")
+    monkeypatch.setattr(triton, "_splits", lambda _, tiles, blocks: min(5, blocks) if tiles == 2 else 1 / 0)
+    size = 1000 if kind == "int8" else 40 if kind == "float" else 32
+    outs, width = 150, 1000 if kind == "int8" else 992
+    random = torch.Generator().manual_seed(3)
+    x, bias = (torch.randn(*shape, generator=random).to(dtype).to(device) for shape in ((150, width), (outs,)))
+    if kind == "float":
+        exact = torch.randn(outs, width, generator=random)
+        matrix = exact.to(dtype).to(device)
+    else:
+        made, exact, order = draw(kind, size, False, outs, width, False)
+        matrix = packed(made, kind, size, outs, width, order).to(device)
+    multiply = triton.floats if kind == "float" else triton.linear
+    whole = multiply(x, matrix, bias)
+    right = x.double().cpu() @ exact.double().T + bias.double().cpu()
+    torch.testing.assert_close(whole.cpu().double(), right, rtol=2e-2, atol=float(right.abs().max()) * 5e-3)
+    for first, last in ((0, 1), (149, 150), (60, 77), (3, 150)):
+        assert multiply(x[first:last], matrix, bias).equal(whole[first:last])
+
+
+@needs_triton
 def test_how_the_width_is_split():
     from kernels.linear import triton
 

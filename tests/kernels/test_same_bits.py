@@ -35,7 +35,9 @@ class Sequences:
     def rows(self, i):
         return torch.cat([self.common, self.tails[i]])
 
-    def attend(self, asked, trunk, dtype, kept, *, alone=None, tokens=1, threads=1, **options):
+    def attend(
+        self, asked, trunk, dtype, kept, *, alone=None, tokens=1, threads=1, impl="cpp", device="cpu", **options
+    ):
         """Returns the outputs of the last `tokens` tokens of sequences.
 
         Args:
@@ -96,7 +98,10 @@ class Sequences:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            out = tree_attention(torch.stack(q).to(dtype), *cache, layout, scale=D**-0.5, impl="cpp", **options)
+            if "sinks_H" in options:
+                options["sinks_H"] = options["sinks_H"].to(device)
+            there = [x.to(device) for x in (torch.stack(q).to(dtype), *cache)]
+            out = tree_attention(*there, layout.to(device), scale=D**-0.5, impl=impl, **options).cpu()
         finally:
             torch.set_num_threads(before)
         return out.view(len(sequences), tokens, H, D)

@@ -107,7 +107,7 @@ def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
         assert result["rows"] and all("of_floor" not in row or row["of_floor"] > 0 for row in result["rows"]), name
     targets = {target["name"]: target for result in results.values() for target in result["targets"]}
     unmet = [name for name, target in targets.items() if target["value"] is None]
-    assert len(targets) == 10 and unmet == ["attention, least x FlexAttention"]
+    assert len(targets) == 12 and unmet == ["attention, least x FlexAttention"]
     assert targets["kernels that fail or are wrong"]["met"], results["smoke"]
     assert len(results["smoke"]["rows"]) == 28
     assert all(row["difference"] < 0.05 for row in results["attention"]["rows"])

@@ -16,7 +16,7 @@ import torch
 from tools.bench.gpu.each_kernel import smoke
 from tools.bench.gpu.setting import Found, Setting
 from tools.bench.gpu.single_kernels import attention, products, tune
-from tools.bench.gpu.whole_steps import searches, steps, transformers, weights, where, wide
+from tools.bench.gpu.whole_steps import bits, searches, steps, transformers, weights, where, wide
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, comparison_table, finish, rows_table, stamp
 
@@ -41,6 +41,7 @@ STAGES = {  # the first answers first
     "searches": Stage(searches, "many searches at once", 60),
     "weights": Stage(weights, "steps on weights of 8 and 4 bits", 50),
     "products": Stage(products, "matrices in bfloat16, 8 and 4 bits", 30),
+    "bits": Stage(bits, "steps with sums in one order, whatever rides along", 40),
     "wide": Stage(wide, "hundreds of beams of a small model", 30),
     "transformers": Stage(transformers, "its beam search", 40),
 }

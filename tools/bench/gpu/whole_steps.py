@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine import Engine
 from engine.engine import Request
+from kernels.same_bits import asking
 from models.families.llama import Llama
 from models.families.qwen3 import Qwen3
 from search import Trie
@@ -112,6 +113,29 @@ def steps(s: Setting) -> Found:
     }, f"{FLOOR} {GRAPHS} *x one beam*: over the time with one beam.", [
         comparison(f"step of {where}, of floor", found.get("of_floor"), 0.80),
         comparison(f"step of {where}, x one beam", found.get("x_beam"), 1.10, at_most=True),
+    ])  # fmt: skip
+
+
+def bits(s: Setting) -> Found:
+    """Decoding steps with sums in one order, against those without."""
+
+    def case(choice: str, prompt: int, beams: int) -> dict[str, Any]:
+        with asking(choice):
+            engine = s.engine(s.model, tokens_of(prompt, beams, s.args.new_tokens))
+            return {"same_bits": choice, **decode(s, s.model, engine, prompt, beams)}
+
+    sizes = itertools.product(s.args.prefix[:1], (1, s.args.beams), ("off", "on"))
+    rows = s.rows((f"prompt {p}, {b} beams, same bits {c}", partial(case, c, p, b)) for p, b, c in sizes)
+    plain = {row["beams"]: row["seconds"] for row in rows if row["same_bits"] == "off"}
+    for row in rows:
+        row["x_off"] = row["seconds"] / plain[row["beams"]] if row["beams"] in plain else None
+    found = {row["beams"]: row["x_off"] for row in rows if row["same_bits"] == "on"}
+    return Found(s.heading, rows, {
+        "prompt": "{prompt}", "beams": "{beams}", "same bits": "{same_bits}", "ms per step": "{seconds:ms.2f}",
+        **GRAPH, "x off": "{x_off:.2f}",
+    }, f"{GRAPHS} *x off*: over the time without.", [
+        comparison(f"step of {beams} beams in one order, x off", found.get(beams), 1.03, at_most=True)
+        for beams in (1, s.args.beams)
     ])  # fmt: skip
 
 

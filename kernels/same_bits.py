@@ -1,0 +1,26 @@
+"""Whether a row's bits may depend on the rows beside it on a GPU. The C++ kernels never let them."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+NAME = "COPPICE_SAME_BITS"
+
+
+def asked() -> bool:
+    """Whether `COPPICE_SAME_BITS=on` asks for one order of all sums in attention and products. What that costs on a GPU
+    is not measured, so it is off by default."""
+    return os.environ.get(NAME) == "on"
+
+
+@contextlib.contextmanager
+def asking(choice: str) -> Iterator[None]:
+    """Within it, the variable is "on" or "off"; a CUDA graph stays as it was recorded."""
+    before = os.environ.get(NAME)
+    os.environ[NAME] = choice
+    try:
+        yield
+    finally:
+        os.environ.pop(NAME)
+        if before is not None:
+            os.environ[NAME] = before
