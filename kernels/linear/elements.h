@@ -6,6 +6,7 @@
 //   Words, Part, VECTORS what is loaded for LANES outputs, what is multiplied at once, and the registers of both
 //   Sum, Total           of LANES outputs, in a chunk and in a row
 //   GROUPED              whether groups of elements have scales
+//   SUMS                 the most sums of a block, see `in_flight`
 //   ROUNDED              elements of a row that are rounded by one largest magnitude and have one Unit; 0: all of a row
 // and prepares rows, loads words, makes parts of them, adds a part times elements of a row to sums, and makes values of
 // totals, which are sums of sums, scaled those of groups.
@@ -24,14 +25,19 @@ struct Unit {  // of elements of a row of x
     float sum;      // of their steps
 };
 
-// Of a group, for LANES outputs: a sum of its products is multiplied by `scale`, that of its elements of x by `offset`.
-struct Scale {
-    Floats scale, offset;
-};
+// The most sums in a block of rounded rows. AVX-512 with VNNI makes sums so fast that the time in which they become floats
+// shows, unless the processor begins the next ones meanwhile: its window of instructions has to hold both.
+constexpr int in_flight([[maybe_unused]] int sums) {
+#ifdef INT8_DOTS
+    return LANES == 16 ? sums : REGISTERS;
+#else
+    return REGISTERS;
+#endif
+}
 
 // Without groups, of which the sums are values at once, and multiplied part by part.
 struct Plain {
-    static constexpr int PARTS = 1, ROUNDED = 0;
+    static constexpr int PARTS = 1, ROUNDED = 0, SUMS = REGISTERS;
     static constexpr bool GROUPED = false;
     static Floats value(Floats sum, const Unit*, const void*, int64_t, int) { return sum; }
 };
@@ -146,7 +152,7 @@ struct Int8 : FourInt8, Plain {
     typedef Ints Sum;
     typedef Floats Total;
     typedef FourInt8::Part Words;
-    static constexpr int STEP = 4, BYTES = 4, CHUNK = 256, ROUNDED = 64;
+    static constexpr int STEP = 4, BYTES = 4, CHUNK = 256, ROUNDED = 64, SUMS = in_flight(16);
     static Words load(const char* at) { return FourInt8::part(read<Ints>(at, LANES)); }
     static Part part(Words words, int) { return words; }
 
@@ -178,7 +184,7 @@ struct Int8 : FourInt8, Plain {
 struct Grouped {
     typedef Floats Total;
     static constexpr bool GROUPED = true;
-    static constexpr int CHUNK = 32, ROUNDED = 0;
+    static constexpr int CHUNK = 32, ROUNDED = 0, SUMS = REGISTERS;
     static Floats floats(Floats sum) { return sum; }
     static Floats floats(Ints sum) { return __builtin_convertvector(sum, Floats); }
     static Floats value(Floats total, const Unit*, const void*, int64_t, int) { return total; }
@@ -187,7 +193,7 @@ struct Grouped {
 // Two int4 to a byte, of eight the first four in the low halves; chunks of rows are rounded.
 struct Int4 : FourNibbles, Grouped {
     typedef Ints Words, Part;
-    static constexpr int STEP = 8, BYTES = 4, PARTS = 2, ROUNDED = CHUNK;
+    static constexpr int STEP = 8, BYTES = 4, PARTS = 2, ROUNDED = CHUNK, SUMS = in_flight(14);
     static constexpr float ZERO = 0, DEFAULT = 8, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return read<Ints>(at, LANES); }
     static Part part(Words words, int i) { return (i ? words >> 4 : words) & 0x0f0f0f0f; }
@@ -198,17 +204,21 @@ struct Int4 : FourNibbles, Grouped {
     static Unit prepare(const T* x, int64_t width, Row* row, float levels) {
         Ints sum{};
         const float largest = rounded_row(x, width, levels, [&](int64_t i, Ints steps) {
-            for (int lane = 0; lane < LANES; lane++) row[i + lane] = Row(steps[lane]);
+            const auto narrow = __builtin_convertvector(steps, RowVector);
+            std::memcpy(row + i, &narrow, sizeof narrow);
             sum += steps;
         });
         for (int64_t i = (width + LANES - 1) / LANES * LANES; i % STEP; i++) row[i] = 0;
-        return {largest / levels, start(sum * -int32_t(DEFAULT)), float(total_of(sum))};
+        const int32_t total = total_of(sum);
+        return {largest / levels, start(sum * -int32_t(DEFAULT), total * -int32_t(DEFAULT)), float(total)};
     }
 
    private:
+    typedef Row RowVector __attribute__((vector_size(LANES * sizeof(Row))));
+
     // Sums in 16 bits are two of each output: of the first two of four elements, and of the others.
-    static int32_t start(Ints each) {
-        if constexpr (std::is_same_v<Sum, Ints>) return total_of(each);
+    static int32_t start(Ints each, int32_t total) {
+        if constexpr (std::is_same_v<Sum, Ints>) return total;
         int32_t halves[2] = {};
         for (int lane = 0; lane < LANES; lane++) halves[lane % 4 / 2] += each[lane];
         return int32_t(uint32_t(halves[1]) << 16 | (halves[0] & 0xffff));
