@@ -1,0 +1,305 @@
+// The sums of a block of rows with a set of vectors of outputs, in a chunk of the width, and the scales of groups.
+
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "../operators.h"
+#include "../vectors.h"
+#include "elements.h"
+
+namespace {
+
+constexpr int PANEL = 16;     // outputs side by side
+constexpr int PIECE = 64;     // outputs
+constexpr int UNIT = 256;     // elements of a row that share a unit of scales
+constexpr int BATCH = 60;     // rows that share a fetch from the second-level cache
+constexpr int LEAST = LANES == PANEL ? 2 : PANEL / LANES;  // vectors per row of a set
+
+// Whether the sums of a block and the vectors that it multiplies by fit into the registers, and are few enough.
+template <typename Element>
+constexpr bool fits(int rows, int vectors) {
+    constexpr int OF_SUM = sizeof(typename Element::Sum) / sizeof(Floats);
+    return (rows * OF_SUM + Element::VECTORS) * vectors + SPARE_REGISTERS <= REGISTERS &&
+           rows * vectors <= Element::SUMS;
+}
+
+// Whether the steps between two roundings are written out: in a loop of so few they take a quarter longer.
+template <typename Element>
+constexpr bool WRITTEN_OUT = Element::SUMS < REGISTERS;
+
+template <typename Element>
+constexpr int max_rows(int vectors) {
+    int rows = 1;
+    while (fits<Element>(rows + 1, vectors)) rows++;
+    return rows;
+}
+
+// Vectors of sums per row of a set: a piece if the rows are so few that it fits.
+template <typename Element>
+constexpr int vectors_for(int rows) {
+    int vectors = PIECE / LANES;
+    while (vectors > LEAST && !fits<Element>(rows, vectors)) vectors /= 2;
+    return vectors;
+}
+
+// Rows as an element type multiplies by them, `stride` apart.
+template <typename Element>
+struct Rows {
+    typename Element::Row* data;
+    int64_t stride;
+    Unit* units;  // for each ROUNDED elements of a group, or for a row; those of BATCH rows lie side by side
+    float* sums;  // of each row's groups; null: they are not needed
+    int64_t groups, each;  // units of a row
+
+    Unit* unit(int64_t row, int64_t number) const {
+        return units + (row / BATCH * each + number) * BATCH + row % BATCH;
+    }
+};
+
+// Where a chunk of a set's first panel lies, bytes from one panel to the next, and from a line to what is fetched with it;
+// the first of its units.
+struct Chunk {
+    const char* at;
+    int64_t across, steps, ahead, unit;
+};
+
+// Chunks of groups, one after the other.
+constexpr int MOST_CHUNKS = 8;
+
+template <int VECTORS>
+struct Chunks {
+    const char* at;
+    int64_t across, count, ahead, unit;
+    struct {
+        int64_t steps, group;  // a negative group: the sum of x is added with another chunk of the group
+        int64_t place;         // of its group's scales
+    } each[MOST_CHUNKS];
+    // Of the groups, for LANES outputs each: sums of products are multiplied by `scales`, and by `offsets` those of
+    // elements of x, if rows have them.
+    Floats scales[MOST_CHUNKS][VECTORS], offsets[MOST_CHUNKS][VECTORS];
+};
+
+template <typename Element, int VECTORS, int COUNT>
+[[gnu::always_inline]] inline void add_step(const char* at, int64_t across, const typename Element::Row* x,
+                                            int64_t stride, typename Element::Sum (*sums)[VECTORS]) {
+    constexpr int EACH = PANEL / LANES;
+    typename Element::Words words[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++)
+        words[v] = Element::load(at + v / EACH * across + v % EACH * LANES * Element::BYTES);
+#pragma GCC unroll 8
+    for (int p = 0; p < Element::PARTS; p++) {
+        typename Element::Part part[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) part[v] = Element::part(words[v], p);
+#pragma GCC unroll 32
+        for (int row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++)
+                sums[row][v] =
+                    Element::add(sums[row][v], part[v], x + row * stride + p * (Element::STEP / Element::PARTS));
+    }
+}
+
+template <typename Element, int VECTORS, int COUNT>
+void add_block(const typename Element::Row* x, int64_t stride, const Rows<Element>& rows, int64_t row0,
+               const Chunk& chunk, int64_t first, int64_t last, typename Element::Total (*totals)[VECTORS]) {
+    constexpr int LINE = PANEL * Element::BYTES, EACH = PANEL / LANES;
+    typename Element::Sum sums[COUNT][VECTORS] = {};
+    auto fetch = [&](int64_t i) {
+        for (int panel = 0; panel < VECTORS / EACH; panel++)
+            __builtin_prefetch(chunk.at + panel * chunk.across + (first + i) * LINE + chunk.ahead);
+    };
+    auto step = [&](int64_t i) {
+        add_step<Element, VECTORS, COUNT>(chunk.at + i * LINE, chunk.across, x + i * Element::STEP, stride, sums);
+    };
+    int64_t i = 0;
+    if constexpr (Element::ROUNDED > 0) {
+        constexpr int STEPS = Element::ROUNDED / Element::STEP;
+        const Unit* units = rows.unit(row0, chunk.unit);
+        for (int64_t end; i < chunk.steps; i = end, units += BATCH) {
+#pragma GCC unroll 32
+            for (int row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) sums[row][v] = Ints{} + units[row].start;
+            end = std::min<int64_t>(i + STEPS, chunk.steps);
+            if (WRITTEN_OUT<Element> && end == i + STEPS) {
+                for (int64_t at = i; at < std::min(end, last - first); at++) fetch(at);
+                asm("" : "+r"(stride));  // or GCC keeps the place of each word of each row, most of them in memory
+#pragma GCC unroll 16
+                for (int s = 0; s < STEPS; s++) step(i + s);
+            } else {
+                int64_t at = i;
+                for (; at < std::min(end, last - first); at++) fetch(at), step(at);
+                for (; at < end; at++) step(at);
+            }
+#pragma GCC unroll 32
+            for (int row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++)
+                    totals[row][v] += __builtin_convertvector(sums[row][v], Floats) * units[row].size;
+        }
+    } else {
+        for (; i < last - first; i++) fetch(i), step(i);
+        for (; i < chunk.steps; i++) step(i);
+        for (int row = 0; row < COUNT; row++)
+            for (int v = 0; v < VECTORS; v++) totals[row][v] += sums[row][v];
+    }
+}
+
+// These loops are over vectors already. GCC would vectorise them again where 7 or 8 rows are multiplied by int4: then
+// sums lie in memory, and 15 rows take twice as long.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("no-tree-vectorize")
+#endif
+
+// A chunk of one group: `steps` of it, an int64_t or a constant. `ahead`: see Chunk; 0: nothing is fetched.
+template <typename Element, int VECTORS, int COUNT, typename Steps>
+[[gnu::always_inline]] inline void add_chunk(const char* at, int64_t across, int64_t ahead,
+                                             const typename Element::Row* x, int64_t stride, Steps steps,
+                                             const Unit* units, const Floats* scales,
+                                             typename Element::Total (*totals)[VECTORS]) {
+    constexpr int LINE = PANEL * Element::BYTES, EACH = PANEL / LANES;
+    typename Element::Sum sums[COUNT][VECTORS] = {};
+    if constexpr (Element::ROUNDED > 0)
+#pragma GCC unroll 32
+        for (int row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[row][v] = Element::begin(units[row].start);
+    auto fetch = [&](int64_t i) __attribute__((always_inline)) {
+        if (ahead)
+#pragma GCC unroll 4
+            for (int panel = 0; panel < VECTORS / EACH; panel++)
+                __builtin_prefetch(at + panel * across + i * LINE + ahead);
+    };
+    auto step = [&](int64_t i) __attribute__((always_inline)) {
+        add_step<Element, VECTORS, COUNT>(at + i * LINE, across, x + i * Element::STEP, stride, sums);
+    };
+    if constexpr (WRITTEN_OUT<Element> && !std::is_same_v<Steps, int64_t>) {
+        for (int i = 0; i < Steps::value; i++) fetch(i);
+#pragma GCC unroll 4
+        for (int i = 0; i < Steps::value; i++) step(i);
+    } else
+        for (int64_t i = 0; i < steps; i++) fetch(i), step(i);
+#pragma GCC unroll 32
+    for (int row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            Floats scale = scales[v];
+            if constexpr (Element::ROUNDED > 0) scale *= units[row].size;
+            totals[row][v] += Element::floats(sums[row][v]) * scale;
+        }
+}
+
+// The same out of line, for the last chunk of a row: beside the other it would take registers from that.
+template <typename Element, int VECTORS, int COUNT, typename... Arguments>
+[[gnu::noinline]] void add_rest(const Arguments&... arguments) {
+    add_chunk<Element, VECTORS, COUNT>(arguments...);
+}
+
+// The same for chunks of groups; `first` and `last` are those whose successors are fetched.
+template <typename Element, int VECTORS, int COUNT>
+void add_block(const typename Element::Row* x, int64_t stride, const Rows<Element>& rows, int64_t row0,
+               const Chunks<VECTORS>& chunks, int64_t first, int64_t last,
+               typename Element::Total (*totals)[VECTORS]) {
+    constexpr int LINE = PANEL * Element::BYTES, STEPS = Element::CHUNK / Element::STEP;
+    const char* at = chunks.at;
+    const Unit* units = Element::ROUNDED ? rows.unit(row0, chunks.unit) : nullptr;
+    const int64_t across = chunks.across, count = chunks.count;
+    const bool summed = rows.sums;
+    for (int64_t c = 0; c < count; c++, units += Element::ROUNDED ? BATCH : 0) {
+        const auto& chunk = chunks.each[c];
+        const int64_t ahead = c >= first && c < last ? chunks.ahead : 0;
+        const Floats* scales = chunks.scales[chunk.place];
+        if (chunk.steps == STEPS) {
+            if (WRITTEN_OUT<Element>) asm("" : "+r"(stride));  // as above
+            add_chunk<Element, VECTORS, COUNT>(at, across, ahead, x, stride,
+                                               std::integral_constant<int64_t, STEPS>{}, units, scales, totals);
+        } else if (WRITTEN_OUT<Element>)
+            add_rest<Element, VECTORS, COUNT>(at, across, ahead, x, stride, chunk.steps, units, scales, totals);
+        else
+            add_chunk<Element, VECTORS, COUNT>(at, across, ahead, x, stride, chunk.steps, units, scales, totals);
+        if (summed && (Element::ROUNDED || chunk.group >= 0)) {
+            const float* of_x = rows.sums + row0 * rows.groups + chunk.group;
+            const Floats* offsets = chunks.offsets[chunk.place];
+            for (int row = 0; row < COUNT; row++) {
+                const float sum = Element::ROUNDED ? units[row].size * units[row].sum : of_x[row * rows.groups];
+                for (int v = 0; v < VECTORS; v++) totals[row][v] += offsets[v] * sum;
+            }
+        }
+        at += chunk.steps * LINE, x += chunk.steps * Element::STEP;
+    }
+}
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC pop_options
+#endif
+
+template <typename Element, int VECTORS, int COUNT = max_rows<Element>(VECTORS), typename... Arguments>
+void add_rows(int count, const Arguments&... arguments) {
+    if (count == COUNT) return add_block<Element, VECTORS, COUNT>(arguments...);
+    if constexpr (COUNT > 1) add_rows<Element, VECTORS, COUNT - 1>(count, arguments...);
+}
+
+// Scales of the groups first..last for the outputs from `out` on, a whole panel's first; offsets if they are wanted.
+template <typename Element, int VECTORS>
+void take_scales(const Matrix& m, int64_t out, int64_t first, int64_t last, int64_t groups, bool offsets,
+                 Chunks<VECTORS>& to) {
+    constexpr int EACH = PANEL / LANES;
+    const Floats zero = all((m.least ? Element::DEFAULT_LEAST : Element::DEFAULT) - Element::ZERO);
+    auto each = [&](auto scale, auto offset) {
+        for (int v = 0; v < VECTORS; v++) {
+            const int64_t panel = out / PANEL + v / EACH, lane = v % EACH * LANES;
+            for (int64_t group = first; group <= last; group++) {
+                const int64_t at = (panel * groups + group) * PANEL + lane;
+                const Floats of_group = to.scales[group - first][v] = scale(at, group, panel, lane);
+                if (offsets) to.offsets[group - first][v] = offset(of_group, at, group, panel, lane);
+            }
+        }
+    };
+    if (m.scale_kind == INT8) {
+        const int of_unit = __builtin_ctzll(UNIT / m.group);
+        auto counted = [&](const void* values, const void* units, int64_t at, int64_t group, int64_t panel,
+                           int64_t lane) {
+            const int64_t unit = (panel * (m.width / UNIT) + (group >> of_unit)) * PANEL + lane;
+            return load((const int8_t*)values + at) * load((const Float16*)units + unit);
+        };
+        return each([&](auto... place) { return counted(m.scale, m.unit, place...); },
+                    [&](Floats scale, auto... place) {
+                        if (!m.least) return -zero * scale;
+                        return counted(m.least, m.least_unit, place...) - zero * scale;
+                    });
+    }
+    with_type(m.scale_kind, [&](auto type) {
+        typedef decltype(type) T;
+        each([&](int64_t at, auto...) { return load((const T*)m.scale + at); },
+             [&](Floats scale, int64_t at, auto...) {
+                 if (m.least) return load((const T*)m.least + at) - zero * scale;
+                 return -(m.zero ? load((const T*)m.zero + at) - Element::ZERO : zero) * scale;
+             });
+    });
+}
+
+// The chunks of groups from step `at` on; returns how many steps they have.
+template <typename Element, int VECTORS>
+int64_t take(const Matrix& m, int64_t out, int64_t at, int64_t steps, int64_t groups, bool offsets,
+             Chunks<VECTORS>& chunks) {
+    constexpr int STEPS = Element::CHUNK / Element::STEP;
+    const int64_t group_steps = (m.group + Element::STEP - 1) / Element::STEP, from = at, first = at / group_steps;
+    int64_t last = first, begin = first * group_steps, end = std::min(steps, begin + group_steps);
+    for (chunks.count = 0; chunks.count < MOST_CHUNKS && at < steps; chunks.count++) {
+        if (at == end) last++, begin = end, end = std::min(steps, end + group_steps);
+        auto& chunk = chunks.each[chunks.count];
+        chunk.place = last - first;
+        chunk.group = at == begin ? last : -1;
+        chunk.steps = std::min<int64_t>(STEPS, end - at);
+        at += chunk.steps;
+    }
+    take_scales<Element>(m, out, first, last, groups, offsets, chunks);
+    return at - from;
+}
+
+}  // namespace
