@@ -6,7 +6,7 @@
 //   Words, Part, VECTORS what is loaded for LANES outputs, what is multiplied at once, and the registers of both
 //   Sum, Total           of LANES outputs, in a chunk and in a row
 //   GROUPED              whether groups of elements have scales
-//   SUMS                 the most sums of a block, see `in_flight`
+//   SUMS                 the most sums of a block
 //   ROUNDED              elements of a row that are rounded by one largest magnitude and have one Unit; 0: all of a row
 // and prepares rows, loads words, makes parts of them, adds a part times elements of a row to sums, and makes values of
 // totals, which are sums of sums, scaled those of groups.
@@ -25,15 +25,13 @@ struct Unit {  // of elements of a row of x
     float sum;      // of their steps
 };
 
-// The most sums in a block of rounded rows. AVX-512 with VNNI makes sums so fast that the time in which they become floats
-// shows, unless the processor begins the next ones meanwhile: its window of instructions has to hold both.
-constexpr int in_flight([[maybe_unused]] int sums) {
+// The most sums in a block of int4. AVX-512 with VNNI makes sums so fast that the time in which they become floats shows,
+// unless the processor begins the next ones meanwhile: its window of instructions has to hold both.
 #ifdef INT8_DOTS
-    return LANES == 16 ? sums : REGISTERS;
+constexpr int INT4_SUMS = LANES == 16 ? 14 : REGISTERS;
 #else
-    return REGISTERS;
+constexpr int INT4_SUMS = REGISTERS;
 #endif
-}
 
 // Without groups, of which the sums are values at once, and multiplied part by part.
 struct Plain {
@@ -152,7 +150,7 @@ struct Int8 : FourInt8, Plain {
     typedef Ints Sum;
     typedef Floats Total;
     typedef FourInt8::Part Words;
-    static constexpr int STEP = 4, BYTES = 4, CHUNK = 256, ROUNDED = 64, SUMS = in_flight(16);
+    static constexpr int STEP = 4, BYTES = 4, CHUNK = 256, ROUNDED = 64;
     static Words load(const char* at) { return FourInt8::part(read<Ints>(at, LANES)); }
     static Part part(Words words, int) { return words; }
 
@@ -193,7 +191,7 @@ struct Grouped {
 // Two int4 to a byte, of eight the first four in the low halves; chunks of rows are rounded.
 struct Int4 : FourNibbles, Grouped {
     typedef Ints Words, Part;
-    static constexpr int STEP = 8, BYTES = 4, PARTS = 2, ROUNDED = CHUNK, SUMS = in_flight(14);
+    static constexpr int STEP = 8, BYTES = 4, PARTS = 2, ROUNDED = CHUNK, SUMS = INT4_SUMS;
     static constexpr float ZERO = 0, DEFAULT = 8, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return read<Ints>(at, LANES); }
     static Part part(Words words, int i) { return (i ? words >> 4 : words) & 0x0f0f0f0f; }

@@ -108,41 +108,29 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
                const Chunk& chunk, int64_t first, int64_t last, typename Element::Total (*totals)[VECTORS]) {
     constexpr int LINE = PANEL * Element::BYTES, EACH = PANEL / LANES;
     typename Element::Sum sums[COUNT][VECTORS] = {};
-    auto fetch = [&](int64_t i) {
-        for (int panel = 0; panel < VECTORS / EACH; panel++)
-            __builtin_prefetch(chunk.at + panel * chunk.across + (first + i) * LINE + chunk.ahead);
-    };
     auto step = [&](int64_t i) {
         add_step<Element, VECTORS, COUNT>(chunk.at + i * LINE, chunk.across, x + i * Element::STEP, stride, sums);
     };
+    auto fetching_step = [&](int64_t i) {
+        for (int panel = 0; panel < VECTORS / EACH; panel++)
+            __builtin_prefetch(chunk.at + panel * chunk.across + (first + i) * LINE + chunk.ahead);
+        step(i);
+    };
     int64_t i = 0;
     if constexpr (Element::ROUNDED > 0) {
-        constexpr int STEPS = Element::ROUNDED / Element::STEP;
         const Unit* units = rows.unit(row0, chunk.unit);
-        for (int64_t end; i < chunk.steps; i = end, units += BATCH) {
-#pragma GCC unroll 32
+        for (int64_t end; i < chunk.steps; units += BATCH) {
             for (int row = 0; row < COUNT; row++)
-#pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++) sums[row][v] = Ints{} + units[row].start;
-            end = std::min<int64_t>(i + STEPS, chunk.steps);
-            if (WRITTEN_OUT<Element> && end == i + STEPS) {
-                for (int64_t at = i; at < std::min(end, last - first); at++) fetch(at);
-                asm("" : "+r"(stride));  // or GCC keeps the place of each word of each row, most of them in memory
-#pragma GCC unroll 16
-                for (int s = 0; s < STEPS; s++) step(i + s);
-            } else {
-                int64_t at = i;
-                for (; at < std::min(end, last - first); at++) fetch(at), step(at);
-                for (; at < end; at++) step(at);
-            }
-#pragma GCC unroll 32
+            end = std::min<int64_t>(i + Element::ROUNDED / Element::STEP, chunk.steps);
+            for (; i < std::min(end, last - first); i++) fetching_step(i);
+            for (; i < end; i++) step(i);
             for (int row = 0; row < COUNT; row++)
-#pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++)
                     totals[row][v] += __builtin_convertvector(sums[row][v], Floats) * units[row].size;
         }
     } else {
-        for (; i < last - first; i++) fetch(i), step(i);
+        for (; i < last - first; i++) fetching_step(i);
         for (; i < chunk.steps; i++) step(i);
         for (int row = 0; row < COUNT; row++)
             for (int v = 0; v < VECTORS; v++) totals[row][v] += sums[row][v];
@@ -215,7 +203,8 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
         const int64_t ahead = c >= first && c < last ? chunks.ahead : 0;
         const Floats* scales = chunks.scales[chunk.place];
         if (chunk.steps == STEPS) {
-            if (WRITTEN_OUT<Element>) asm("" : "+r"(stride));  // as above
+            if (WRITTEN_OUT<Element>)
+                asm("" : "+r"(stride));  // or GCC keeps the place of each word of each row, most of them in memory
             add_chunk<Element, VECTORS, COUNT>(at, across, ahead, x, stride,
                                                std::integral_constant<int64_t, STEPS>{}, units, scales, totals);
         } else if (WRITTEN_OUT<Element>)
