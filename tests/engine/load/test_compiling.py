@@ -15,7 +15,7 @@ from engine.load import compiling
 from engine.load.loading import LoadedModel
 from engine.load.options import LoadOptions
 from engine.step.graphs import LEAST_COMPILED, GraphRunner
-from kernels import cpp
+from kernels import cpp, same_bits
 from kernels.tracing import compiled
 from search import Greedy, Sample, Trie
 from tools.bench.traced import trace
@@ -57,6 +57,20 @@ def test_on_a_cpu_it_is_refused():
     with pytest.raises(UsageError, match="compile: on a CPU a compiled model is slower") as refused:
         Engine.load(MODEL, dtype="float32", device="cpu", compile="on", kv_memory=1 << 22)
     assert refused.value.remedy == "leave out --compile on: it is for a GPU"
+
+
+def test_where_rows_are_to_have_the_same_bits_it_is_refused(monkeypatch):
+    monkeypatch.delenv(same_bits.NAME, raising=False)
+    gpu = torch.device("cuda")
+    compiling.check_compile("on", gpu)
+    with same_bits.asking("on"):
+        compiling.check_compile("off", gpu)
+        with pytest.raises(UsageError, match="in an order that depends on the number of rows"):
+            compiling.check_compile("on", gpu)
+        with same_bits.asking("off"):
+            compiling.check_compile("on", gpu)
+        assert same_bits.asked()
+    assert not same_bits.asked()
 
 
 @pytest.fixture
