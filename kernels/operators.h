@@ -152,10 +152,22 @@ void coppice_low_rank(int64_t kind, int64_t threads, const LowRank* adapters, co
 
 // --- experts ---
 
+// The experts of all mixtures of a model that lie in mapped files, of which at most `limit` bytes stay in memory: `held`
+// are. Expert i has `sizes[i]` bytes in the places `first[i]` to `first[i + 1]`, each an address and bytes, whole pages;
+// `used[i]` is the time of its last use by `clock`, 0: it is not in memory.
+struct Keeper {
+    int64_t limit, held, clock, count;
+    const int64_t* first;
+    const int64_t* places;
+    const int64_t* sizes;
+    int64_t* used;
+};
+
 // `experts` gated MLPs, of which a token chooses `chosen` by the logits of `router`: `up` [2 * inner, width], the gate
 // first, and `down` [width, inner] of each, then of the shared one, if `shared` is not 0, which is its inner width and
 // whose outputs are weighted by the sigmoid of `gate` (null: by 1). `scores` numbers SCORES of experts/routing.py, which
-// explains the rest, `function` ACTIVATIONS and GATES of rows/checks.py. `bias` [experts] may be null.
+// explains the rest, `function` ACTIVATIONS and GATES of rows/checks.py. `bias` [experts] may be null. `keeper`, or null,
+// has the experts from number `kept` on.
 struct Mixture {
     int64_t experts, chosen, width, inner, shared, scores, normalized, function;
     const Matrix* router;
@@ -163,6 +175,8 @@ struct Mixture {
     const Matrix* down;
     const Matrix* gate;
     const float* bias;
+    Keeper* keeper;
+    int64_t kept;
     float epsilon, scale, jitter;
 };
 

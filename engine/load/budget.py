@@ -5,16 +5,17 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from engine.contract import Search
 from engine.drafts.suffixes import full_store_bytes
 from engine.errors import UsageError
+from engine.load.experts import ExpertBytes, why_whole
 from engine.load.loading import (
     check_kv_dtype,
     check_quant,
@@ -57,11 +58,13 @@ class MemoryPlan:
         lines: what is not the cache, by name, in the order of the sum.
         token: of the cache, all models together; with what that leaves to states of recurrent layers.
         least: of the smallest cache.
+        experts: of the target, which are among its weights; None: it has none.
     """
 
     lines: Mapping[str, int]
     token: int
     least: int = 0
+    experts: ExpertBytes | None = None
 
     @property
     def fixed(self) -> int:
@@ -79,6 +82,13 @@ class MemoryPlan:
     def left(self, memory: int) -> int:
         """Bytes that are left for slots of the cache."""
         return memory - self.fixed - RESERVED * self.token
+
+    def with_experts(self, limit: int) -> "MemoryPlan":
+        """The same with so many bytes of the target's experts in memory."""
+        assert self.experts is not None
+        line = self.experts.line
+        lines = {**self.lines, line: self.lines[line] - self.experts.every}
+        return replace(self, lines={**lines, "experts that stay in memory": limit})
 
     def spelled(self, tokens: int, needs: str) -> str:
         """The sum, line by line."""
@@ -106,7 +116,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
     lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
     if find_spec("llguidance") is not None:
         lines["compiled grammars"] = KEPT_BYTES
-    token, shapes = 0, list[ModelShape]()
+    token, shapes, experts = 0, list[ModelShape](), None
     folders = {**options.folders, **({"draft": options.folder} if options.drafts == "mtp" else {})}
     for role, folder in folders.items():
         checkpoint, own_head = Checkpoint.open(folder), role == "draft" and options.drafts == "mtp"
@@ -118,7 +128,9 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
             rows = workload.slots[0] * size.config.width * precision.dtype.itemsize
             lines["rows of prompts for the draft head"] = rows
         format = f" ({quant})" if quant != "none" else ""
-        lines[f"{name} weights{format}".strip()] = size.weights
+        lines[weights := f"{name} weights{format}".strip()] = size.weights
+        if role == "target":
+            experts = ExpertBytes.of(size, weights, partial(why_whole, options, checkpoint, quant))
         adapters = open_adapters(options, checkpoint) if role == "target" else {}
         if adapters:
             small = quant != "none" or checkpoint.quantization is not None or precision.dtype.itemsize < 4
@@ -130,11 +142,21 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         shapes.append(size.shape)
     if options.drafts == "suffix":
         lines["suffix store, when full"] = full_store_bytes()
-    return MemoryPlan(lines, token * shares_of(shapes), least_stores(shapes))
+    return MemoryPlan(lines, token * shares_of(shapes), least_stores(shapes), experts)
 
 
-def allow(options: LoadOptions) -> int:
-    """The bytes for the cache that keep a process within `options.memory`.
+class AllowedBytes(NamedTuple):
+    """The bytes that keep a process within its memory: for the cache, and for experts; None: all experts fit."""
+
+    cache: int
+    experts: int | None = None
+
+
+def allow(options: LoadOptions) -> AllowedBytes:
+    """The bytes that keep a process within `options.memory`.
+
+    Where that does not hold all experts of a mixture, what is left beyond the least of both is halved between experts
+    and the cache, if `options.kv_memory` does not say what the cache gets.
 
     Raises:
         CheckpointError: as of `Engine.load`.
@@ -143,11 +165,14 @@ def allow(options: LoadOptions) -> int:
     workload, kv_memory = options.workload or Workload(parallel=options.parallel), options.kv_bytes
     memory = memory_bytes(options, torch.get_num_threads())
     planned, (least, _) = plan(options, workload), workload.slots
+    experts = planned.experts if memory < planned.total(least) else None
+    if experts is not None and experts.apart() is None:
+        planned = planned.with_experts(experts.least)
     left = planned.left(memory)
     if memory < planned.total(least):
         raise UsageError(
             f"memory: {size_text(memory)} is less than the {size_text(planned.total(least))} that this needs",
-            where=planned.spelled(least, str(workload)),
+            where="\n".join([planned.spelled(least, str(workload)), *_of_experts(experts)]),
             remedy=_remedies(options, memory, workload, planned.total(least)),
         )
     if kv_memory is not None and kv_memory > left:
@@ -156,7 +181,14 @@ def allow(options: LoadOptions) -> int:
             where=planned.spelled(0, "none yet"),
             remedy="leave out --kv-memory, or lower it",
         )
-    return kv_memory if kv_memory is not None else min(left, MAX_TOKENS * planned.token)
+    spare = 0 if experts is None else memory - planned.total(least)
+    cache = kv_memory if kv_memory is not None else min(left - spare // 2, MAX_TOKENS * planned.token)
+    return AllowedBytes(cache, None if experts is None else min(experts.least + left - cache, experts.every))
+
+
+def _of_experts(experts: ExpertBytes | None) -> list[str]:
+    """Say in a refusal what is known about experts."""
+    return [] if experts is None else [f"  experts: {experts.touched()}; {experts.limits()}"]
 
 
 def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int) -> str:
@@ -341,7 +373,7 @@ def table(options: LoadOptions, search_of: Any, context: int | None, new: int) -
     context = min(context or reach or 4096, reach or context or 4096)
     new = min(new, context - 1) or 1
     start, runtime = peak(), runtime_bytes()  # a small model takes less than the imports did
-    touched = []
+    touched, of_experts = [], []
     rows = [("weights", "", "cache", "", "beams", "tokens", "scratch", "runtime", "total")]
     for quant in quants:
         if FORMATS[quant].why_not(device) is not None:
@@ -349,6 +381,9 @@ def table(options: LoadOptions, search_of: Any, context: int | None, new: int) -
         if size.config.experts is not None:
             one = measure(checkpoint, precision.dtype, device, quant, options.place).touched
             touched.append(f"{_megabytes(one)} ({'own' if own else quant})")
+            some = plan(replace(options, quant=quant, device="cpu"), Workload(), runtime).experts
+            assert some is not None
+            of_experts.append(f"\nExperts, {'own' if own else quant}: {some.touched()}; {some.limits()}.")
         for kv_dtype in ("auto", "int8"):
             for beams in BEAMS:
                 work = Workload(search_of(beams), context - new, new)
@@ -373,6 +408,7 @@ def table(options: LoadOptions, search_of: Any, context: int | None, new: int) -
     if (mixed := size.config.experts) is not None:
         chosen = f"{mixed.routing.chosen} of {mixed.count} experts of a layer"
         notes += f"\nA token chooses {chosen}: a pass of one token reads {', '.join(touched)} of matrices."
+        notes += "".join(of_experts)
     if options.place.size > 1:
         title += f"; each of {options.place.size} processes"
     return "\n".join([title, "", *lines, "", notes])

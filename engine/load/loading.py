@@ -19,6 +19,7 @@ from engine.errors import CheckpointError, UsageError, check_flag, shortened
 from engine.load.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
 from engine.load.compiling import check_compile, prepare, warm_up
 from engine.load.distributed import agree, least
+from engine.load.experts import keep_experts
 from engine.load.fastest import FormatChoice, fastest_format
 from engine.load.file_cache import file_cache
 from engine.load.options import NO_ADAPTER, LoadOptions
@@ -261,12 +262,13 @@ def open_adapters(options: LoadOptions, checkpoint: Checkpoint) -> dict[str, Ada
     return found
 
 
-def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, LoadedModel]:
+def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None = None) -> dict[str, LoadedModel]:
     """Load models by role, with pools of as many tokens each; errors as of `Engine.load`.
 
     Args:
         options: how; `memory` and `kv_memory` are not read.
         kv_memory: bytes of all pools; None: what suits the free memory.
+        experts: bytes of the target's experts that stay in memory; None: all.
     """
     device, shard = pick_device(options.device), options.place
     check_quant(options.quant, device)
@@ -279,6 +281,8 @@ def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, Loaded
         role: _Weights.load(folder, options if role == "target" else others, device, template.get(role))
         for role, folder in options.folders.items()
     }
+    if experts is not None:
+        held = keep_experts(parts["target"].model, experts, parts["target"].checkpoint.name)
     if options.drafts == "mtp":
         if "draft" in parts:
             raise UsageError("drafts: mtp is the head of the model's own checkpoint", remedy="leave out --draft")
@@ -289,6 +293,9 @@ def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, Loaded
     pools = make_pools(caches, device, kv_memory, shard)
     models = {role: part.with_pool(pool, recorded) for (role, part), pool in zip(parts.items(), pools, strict=True)}
     target = models["target"]
+    if experts is not None:
+        told = [*filter(None, [target.capabilities.warning]), held]
+        target.capabilities = replace(target.capabilities, warning="\n".join(told))
     for model in models.values():
         if shard.size == 1:
             compile_ahead(model.runner)

@@ -9,12 +9,13 @@ from torch.autograd.profiler import record_function
 
 from kernels import checks
 from kernels.experts import native, reference
+from kernels.experts.keeper import Keeper, least_limit
 from kernels.experts.packed import Expert, PackedExperts
 from kernels.experts.routing import Routing, choose
 from kernels.experts.torch import grouped
 from kernels.tracing import watched
 
-__all__ = ["Expert", "PackedExperts", "Routing", "choose", "experts", "grouped"]
+__all__ = ["Expert", "Keeper", "PackedExperts", "Routing", "choose", "experts", "grouped", "least_limit"]
 
 IMPLEMENTATIONS = ("reference", "cpp")
 

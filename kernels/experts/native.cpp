@@ -7,7 +7,10 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <vector>
+
+#include <sys/mman.h>
 
 #include "../operators.h"
 #include "../vectors.h"
@@ -80,6 +83,39 @@ class Choice {
     std::vector<float> keys;
 };
 
+// The places are memory that nobody can write to, and whose pages a file has, all of them: keeper.py sees to that.
+void advise(const Keeper& keeper, int64_t expert, int advice) {
+    for (int64_t i = keeper.first[expert]; i < keeper.first[expert + 1]; i++)
+        madvise((void*)keeper.places[2 * i], size_t(keeper.places[2 * i + 1]), advice);
+}
+
+// Makes room for the experts that rows chose before their pages come in: the least recently used ones go. All that are
+// to come are asked for at once, so that the disk reads them side by side.
+void keep(Keeper& keeper, int64_t kept, const std::vector<int64_t>& chosen) {
+    static std::mutex alone;  // passes of several threads
+    const std::lock_guard<std::mutex> lock(alone);
+    const int64_t now = ++keeper.clock;
+    std::vector<int64_t> missing;
+    for (int64_t number : chosen) {
+        const int64_t expert = kept + number;
+        if (keeper.used[expert] == 0) {
+            missing.push_back(expert);
+            keeper.held += keeper.sizes[expert];
+        }
+        keeper.used[expert] = now;
+    }
+    while (keeper.held > keeper.limit) {
+        int64_t oldest = -1;
+        for (int64_t i = 0; i < keeper.count; i++)
+            if (keeper.used[i] && keeper.used[i] < now && (oldest < 0 || keeper.used[i] < keeper.used[oldest])) oldest = i;
+        if (oldest < 0) break;  // one pass needs more
+        advise(keeper, oldest, MADV_DONTNEED);
+        keeper.used[oldest] = 0;
+        keeper.held -= keeper.sizes[oldest];
+    }
+    for (int64_t expert : missing) advise(keeper, expert, MADV_WILLNEED);
+}
+
 template <typename T>
 std::unique_ptr<T[]> room(int64_t size) {
     return std::unique_ptr<T[]>(new T[size]);
@@ -97,6 +133,7 @@ void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, T* out, in
         for (int64_t i = 0; i < X; i++) wide[i] = load(logits.get() + r * X + i, 1)[0];
         choice.make(wide.data(), &chosen[r * K], &weights[r * K]);
     }
+    if (m.keeper) keep(*m.keeper, m.kept, chosen);
     // Rows by expert: of each its first place, and the place of each choice.
     for (int64_t expert : chosen) first[expert + 1]++;
     for (int64_t i = 0; i < X; i++) first[i + 1] += first[i];

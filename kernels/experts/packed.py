@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,11 @@ class PackedExperts:
             bias = None if self.bias_X is None else self.bias_X.data_ptr()
             numbers = routing.epsilon, routing.scale, routing.jitter
             self._described = OPERATORS.structures["Mixture"](
-                len(self.experts), routing.chosen, *sizes, *rules, *places, bias, *numbers
+                len(self.experts), routing.chosen, *sizes, *rules, *places, bias, None, 0, *numbers
             )
         return self._described
+
+    def keep(self, keeper: Any, first: int) -> None:
+        """Have a `Keeper` make room for the experts that rows choose, which has them from this number on."""
+        self._keeper, described = keeper, self.described()
+        described.keeper, described.kept = ctypes.addressof(keeper.described), first

@@ -47,6 +47,11 @@ class CachedMatrices:
         self._known: dict[str, Packed | PackedParts] = {}
         self._new = False
 
+    @property
+    def found(self) -> bool:
+        """Whether an earlier start made them."""
+        return self._file is not None
+
     def get(self, key: str) -> Packed | PackedParts | None:
         """The matrix of a key, mapped; None: it is not in the file."""
         entries = self._file.facts.get(key) if self._file else None

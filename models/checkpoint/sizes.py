@@ -33,6 +33,7 @@ class ModelSize:
     Args:
         matrices: of the linear layers, as their format keeps them.
         chosen: of these, of experts that tokens choose.
+        layers: that have such experts.
         vectors: norms, biases, tables of positions, and on a device the embedding.
         config, shape: of the model.
     """
@@ -42,6 +43,7 @@ class ModelSize:
     config: Config
     shape: ModelShape
     chosen: int = 0
+    layers: int = 0
 
     @property
     def touched(self) -> int:
@@ -83,13 +85,15 @@ def measure(
         model = MTP(checkpoint, family, dtype, device, quant, reader)
     else:
         model = load_model(checkpoint, dtype, device, quant, reader)
-    return ModelSize(found[0].matrices, found[0].vectors, model.config, model.shape, found[0].chosen)
+    sizes = found[0]
+    return ModelSize(sizes.matrices, sizes.vectors, model.config, model.shape, sizes.chosen, len(sizes.mixed))
 
 
 class Sizes(Weights):
     """Stands in for `Weights`: reads nothing and counts the bytes of the weights that a model asks for."""
 
     matrices = vectors = chosen = 0
+    mixed: frozenset[str] = frozenset()  # names of layers' experts
     _share = 1.0  # of a matrix that this process has
 
     def vector(
@@ -123,7 +127,9 @@ class Sizes(Weights):
         taken = width if ins is None else len(ins)
         size = self._bytes(stored, [*own.values()], taken, head=tuple(names) == (HEAD,), exact=exact)
         self.matrices += size
-        self.chosen += size if EXPERT in names[0] else 0
+        if EXPERT in names[0]:
+            self.chosen += size
+            self.mixed |= {names[0].partition(EXPERT)[0]}
         return _Nothing(stored)
 
     def embedding(self, name: str) -> Any:

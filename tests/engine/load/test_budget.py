@@ -220,8 +220,8 @@ def test_what_is_left_is_the_caches(checkpoint, monkeypatch):
     monkeypatch.setattr("engine.load.budget.runtime_bytes", lambda: 200 * MB)
     fixed = plan(LoadOptions(checkpoint), Workload()).fixed
     options = LoadOptions(checkpoint, memory=fixed + 40 * MB, workload=Workload())
-    assert 30 * MB < allow(options) < 41 * MB
-    assert allow(replace(options, kv_memory=5 * MB)) == 5 * MB
+    assert 30 * MB < allow(options).cache < 41 * MB
+    assert allow(replace(options, kv_memory=5 * MB)) == (5 * MB, None)
     with pytest.raises(UsageError, match=r"--kv-memory 300\.0 MB is more than"):
         allow(replace(options, kv_memory="300M"))
 
