@@ -75,15 +75,19 @@ def make(output: str | Path, machine: str, names: Sequence[str] = ()) -> dict[st
 def build(folder: Path, names: Sequence[str]) -> None:
     """Build targets into a folder. Raises UsageError."""
     machine = TARGETS[names[0]].machine
-    if machine != processor.machine():
-        os.environ.setdefault("CXX", f"{machine}-linux-gnu-g++")
-    if cpp.compiler() is None:
-        raise UsageError("no C++ compiler was found", remedy="install one (Debian: g++), or name one by CXX")
+    cross = machine != processor.machine() and "CXX" not in os.environ
+    if cross:
+        os.environ["CXX"] = f"{machine}-linux-gnu-g++"
     try:
+        if cpp.compiler() is None:
+            raise UsageError("no C++ compiler was found", remedy="install one (Debian: g++), or name one by CXX")
         for name in names:
             cpp.build(folder, name, TARGETS[name], announce=f"for {name}")
     except cpp.BuildError as error:
         raise UsageError(f"the kernels were not built: {error}") from error
+    finally:
+        if cross:
+            del os.environ["CXX"]
 
 
 def tag(libraries: Sequence[Path], machine: str) -> str:

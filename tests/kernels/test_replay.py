@@ -5,11 +5,9 @@ time), with all warnings, which are errors. A small program then calls the opera
 Python, so that an emulator can run it.
 """
 
-import errno
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,14 +55,7 @@ def replay(folder: Path, library: Path, recording: Recording, compiler: str, run
     """Returns what the program prints: failed cases, and a line that counts them."""
     recording.save(folder / "recording")
     command = [*run, driver(folder, compiler), library, folder / "recording"]
-    env = os.environ | {"OMP_NUM_THREADS": "2"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
-    except OSError as error:
-        if error.errno != errno.ENOEXEC:  # Linux's answer too when it cannot read a program's header for want of memory
-            raise
-        time.sleep(1)
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "2"})
     return done.stdout + done.stderr
 
 

@@ -83,6 +83,7 @@ def test_the_other_machine_needs_a_cross_compiler(tiny, monkeypatch, tmp_path, c
     monkeypatch.setenv("PATH", str(tmp_path))
     assert wheel.main(["--output", str(tmp_path / "out"), "--machine", OTHER]) == 2
     assert "no C++ compiler was found" in capfd.readouterr().err and not list((tmp_path / "out").iterdir())
+    assert "CXX" not in os.environ
 
 
 def test_a_target_is_for_its_machine(tmp_path, capsys):

@@ -33,7 +33,7 @@ def test_quantised_weights_are_near(variant, quant):
 
 @pytest.mark.parametrize(("module", "outs", "width"), [("mamba.in_proj", 124, 24), ("mamba.out_proj", 24, 48)])
 def test_an_adapter_is_added_to_a_matrix(module, outs, width, tmp_path):
-    """As the checkpoint whose matrix is the sum."""
+    """The answers are those of the checkpoint whose matrix is the sum."""
     draw = torch.Generator().manual_seed(3)
     a, b = torch.randn(2, width, generator=draw) / 8, torch.randn(outs, 2, generator=draw) / 8
     folder, name = tmp_path / "adapter", f"model.layers.0.{module}"
