@@ -117,8 +117,8 @@ def doubled(weights):
     return type(weights)(*(x.double() if torch.is_tensor(x) else x for x in weights))
 
 
-def errors_of(growing, kind, impl):
-    """The errors of the definition and of an implementation in float32, against the definition in float64."""
+def errors_of(growing, kind, impl, over=torch.mean):
+    """The errors of the definition and of an implementation in float32, against the definition in float64, over tokens."""
     errors = []
     for name in ("reference", impl):
         forest, exact = growing(kind, 2), growing(kind, 2, torch.float64)
@@ -128,7 +128,8 @@ def errors_of(growing, kind, impl):
             x_TF = forest.inputs[-1].double()
             stores = exact.rows, exact.states
             exact.outputs.append(exact.operator(x_TF, doubled(forest.weights), *stores, paths, impl="reference"))
-        errors.append((torch.cat(forest.outputs).double() - torch.cat(exact.outputs)).square().mean().sqrt().item())
+        squares = (torch.cat(forest.outputs).double() - torch.cat(exact.outputs)).square().mean(1)
+        errors.append(over(squares).sqrt().item())
     return errors
 
 
