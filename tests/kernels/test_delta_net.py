@@ -118,7 +118,7 @@ def doubled(weights):
 
 
 def errors_of(growing, kind, impl, over=torch.mean):
-    """The errors of the definition and of an implementation in float32, against the definition in float64, over tokens."""
+    """The errors of the definition and of an implementation in float32 against that in float64, over tokens."""
     errors = []
     for name in ("reference", impl):
         forest, exact = growing(kind, 2), growing(kind, 2, torch.float64)
