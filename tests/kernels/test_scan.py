@@ -69,8 +69,8 @@ def test_every_path_is_the_recurrence(impl, kind):
 @pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_error_is_at_most_twice_that_of_the_definition(impl, kind):
-    # A norm of few values enlarges the errors of a token whose values nearly vanish, which would decide by itself.
-    errors = errors_of(Scanned, kind, impl, torch.median)
+    # A norm of few values enlarges the errors of a token whose values nearly vanish: one would decide a single draw.
+    errors = errors_of(Scanned, kind, impl, draws=8)
     assert errors[1] <= 2 * errors[0], errors
 
 
