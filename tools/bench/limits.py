@@ -16,6 +16,7 @@ from tools.bench import device as on_gpu
 
 BYTES = 1 << 28  # read to measure the bandwidth: more than any cache holds
 GEMM = (512, 2048, 4096)  # rows, in, out
+QUANTISED = ("int8", "int4")  # kinds of weights whose activations are in bfloat16
 
 
 def best(work: Callable[[], object], runs: int = 5) -> float:
@@ -43,12 +44,12 @@ def copy_bandwidth() -> float:
 
 @torch.inference_mode()
 def gemm_rate(kind: str) -> float:
-    """Operations per second of a large linear layer of the models: "float32", "bfloat16", "int8"."""
+    """Operations per second of a large linear layer of the models: "float32", "bfloat16", "int8", "int4"."""
     rows, width, out = GEMM
-    dtype = torch.bfloat16 if kind == "int8" else getattr(torch, kind)
+    dtype = torch.bfloat16 if kind in QUANTISED else getattr(torch, kind)
     weight = torch.randn(out, width)
     x = torch.randn(rows, width).to(dtype)
-    format = FORMATS["int8" if kind == "int8" else "none"]
+    format = FORMATS[kind if kind in QUANTISED else "none"]
     layer = format([weight], dtype=dtype, device=x.device)
     return 2 * rows * width * out / best(lambda: layer(x))
 

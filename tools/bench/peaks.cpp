@@ -6,22 +6,24 @@ namespace {
 
 constexpr int SUMS = 12;  // as many as hide how long a product takes, and fit into 16 registers with what they multiply
 
+FourInt8::Row row[4 * SUMS];
+int32_t words[SUMS];
+Floats numbers[SUMS];
+volatile double kept;
+
 template <typename Sum, typename Add>
 double run(int64_t rounds, Add add) {
     Sum sums[SUMS] = {};
     for (int64_t i = 0; i < rounds; i++) {
-        asm volatile("" ::: "memory");  // or products of the same numbers would be made once
+        asm volatile("" : "+m"(row), "+m"(words), "+m"(numbers));  // or products of the same numbers would be made once
 #pragma GCC unroll 16
         for (int s = 0; s < SUMS; s++) sums[s] = add(sums[s], s);
     }
     double found = 0;
+#pragma GCC unroll 16
     for (int s = 0; s < SUMS; s++) found += sums[s][0];
     return found;
 }
-
-FourInt8::Row row[4 * SUMS];
-int32_t words[SUMS];
-volatile double kept;
 
 }  // namespace
 
@@ -39,6 +41,6 @@ extern "C" int64_t peak(int64_t kind, int64_t rounds) {
         return SUMS * LANES * 2 * 2;
     }
 #endif
-    kept = run<Floats>(rounds, [&](Floats sum, int s) { return Float32::add(sum, given, words[s]); });
+    kept = run<Floats>(rounds, [&](Floats sum, int s) { return fused((Floats)given, numbers[s], sum); });
     return SUMS * LANES * 2;
 }

@@ -11,7 +11,8 @@ from pathlib import Path
 from kernels.cpp import FLAGS, BuildError, compiler
 from kernels.processor import NATIVE
 
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 3}  # bfloat16 by float32 where no instruction multiplies it
+# Where no instruction multiplies a kind, bfloat16 is multiplied as float32 and int4 as int8.
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 3, "int4": 3}
 ROUNDS, RUNS = 1 << 19, 5
 
 

@@ -25,7 +25,7 @@ from tools.bench.measure import cores, in_turn, progress, ratio
 from tools.bench.report import add_save_flag, comparison, comparison_table, finish, rows_table, slug, stamp
 from tools.bench.traced import Traced, trace
 
-KINDS = ("float32", "bfloat16", "int8")
+KINDS = ("float32", "bfloat16", "int8", "int4")
 GGUF = "gguf"  # the kind of a GGUF file as it is; the others are made of its weights dequantised
 DEPTHS = (100, 1000)
 ROUNDS = 5  # of each comparison
@@ -38,8 +38,8 @@ LONG, WIDE, DEEP, HOST, INT8, INT8_BYTES = 0.7, 2.0, 0.9, 0.5e-3, 1.25, 0.30
 
 LEGEND = f"""*floor*: the least that a step can take here, by the bytes of weights and live keys and values at the
 larger measured bandwidth, or by its operations at the rate of the processor's instructions, whichever is more; *of
-floor*: floor / measured. *x total*: the other engine's seconds over ours in the same dtype. int8: weights in
-int8, the rest in bfloat16; CTranslate2's own int8 is compared with it. Below, ratios of prompts, beams and dtypes
+floor*: floor / measured. *x total*: the other engine's seconds over ours in the same dtype. int8, int4: weights
+in that, the rest in bfloat16; CTranslate2's own int8 is compared with it. Below, ratios of prompts, beams and dtypes
 are medians over {ROUNDS} rounds in which these settings took turns, that of depths over {ROUNDS} texts."""
 
 
@@ -74,7 +74,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         return gpu.run(parser.parse_args(["gpu"] if args.save is None else ["gpu", "--save", str(args.save)]), argv)
     made = stamp(argv)
     torch.set_num_threads(args.threads)
-    kinds = [kind for kind in args.dtypes if kind != "int8" or not Int8Linear.why_not(torch.device("cpu"))]
+    kinds = [
+        kind for kind in args.dtypes if kind not in limits.QUANTISED or not Int8Linear.why_not(torch.device("cpu"))
+    ]
     for kind in set(args.dtypes) - set(kinds):
         progress(f"{kind}: {Int8Linear.why_not(torch.device('cpu'))}")
     before, large = limits.read_bandwidth(), {kind: limits.gemm_rate(kind) for kind in kinds}

@@ -32,7 +32,8 @@ class Coppice:
         from search import Trie
         from tools.bench.measure import weight_bytes
 
-        dtype, quant = ("bfloat16", "int8") if spec["dtype"] == "int8" else (spec["dtype"], "none")
+        kind = spec["dtype"]
+        dtype, quant = ("bfloat16", kind) if kind.startswith("int") else (kind, "none")
         dtype, quant = spec.get("compute", dtype), spec.get("quant", quant)
         self.engine = Engine.load(spec["folder"], dtype=dtype, quant=quant, device=spec.get("device", "cpu"),
                                   threads=spec["threads"], compile=spec.get("compile", "off"))  # fmt: skip
