@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from models.config import ModelShape
 from tests.marks import needs_interpreter
 from tools.bench import device, gpu, peers
 from tools.bench.__main__ import main
-from tools.bench.gpu import each_kernel, graph_times, setting, single_kernels, whole_steps
+from tools.bench.gpu import each_kernel, graph_times, setting, single_kernels, whole_model, whole_steps
 from tools.kernels.scenes import scene
 
 TINY = {"vocab_size": 70, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -97,7 +98,7 @@ def stand_in(monkeypatch):
 def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
     page = tmp_path / "page.md"
     results = stand_in("--save", str(page))
-    assert list(results) == [name for name in gpu.STAGES if name != "tune"]
+    assert list(results) == [name for name, stage in gpu.STAGES.items() if stage.usual]
     notes = [note for result in results.values() for note in result["notes"]]
     assert notes == ["FlexAttention: ZeroDivisionError: division by zero"] * 2
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
@@ -136,6 +137,17 @@ def test_programs_of_other_shapes_are_tried(stand_in, monkeypatch):
     shapes = [(row["queries"], row["shape"]) for row in found["rows"]]
     assert sorted(shapes) == [(q, shape) for q in (2, 3) for shape in ("ALONE 16384", "N 128", "N 32", "as it is")]
     assert [shape for _, shape in shapes[::4]] == ["as it is"] * 2 and len(found["notes"]) == 2
+
+
+@needs_interpreter
+def test_a_compiled_model_is_compared(stand_in, monkeypatch):
+    real, without = torch.compile, mock.patch.object(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: without(real(model, **options)))
+    monkeypatch.setattr(whole_model, "COMPILER", {"backend": "eager"})
+    monkeypatch.setattr(whole_model, "SIZES", (1, 3))
+    found = stand_in("--stages", "compiled")["compiled"]
+    assert [row["tokens"] for row in found["rows"]] == [1, 3] and not found["notes"]
+    assert all(row["difference"] < 0.02 and row["compiled"] > 0 for row in found["rows"])
 
 
 def test_all_stages_end_within_nine_minutes(stand_in, monkeypatch):

@@ -16,6 +16,7 @@ import torch
 from tools.bench.gpu.each_kernel import smoke
 from tools.bench.gpu.setting import Found, Setting
 from tools.bench.gpu.single_kernels import attention, products, tune
+from tools.bench.gpu.whole_model import compiled
 from tools.bench.gpu.whole_steps import bits, searches, steps, transformers, weights, where, wide
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, comparison_table, finish, rows_table, stamp
@@ -42,6 +43,7 @@ STAGES = {  # the first answers first
     "weights": Stage(weights, "steps on weights of 8 and 4 bits", 50),
     "products": Stage(products, "matrices in bfloat16, 8 and 4 bits", 30),
     "bits": Stage(bits, "steps with sums in one order, whatever rides along", 40),
+    "compiled": Stage(compiled, "all layers by torch.compile: minutes, fewer with --layers 8", 300, usual=False),
     "wide": Stage(wide, "hundreds of beams of a small model", 30),
     "transformers": Stage(transformers, "its beam search", 40),
 }
