@@ -165,7 +165,7 @@ def list_paths(
         end = tl.maximum(end, tl.max(tl.where(here_C, place_C + 1, 0)))
     tl.store(end_ptr + t, end)
     tl.store(shared_ptr + t, tl.where(end > 0, tl.minimum(seen, begin), seen))
-    tl.atomic_max(last_ptr + tree, tl.maximum(end, seen))
+    tl.atomic_max(last_ptr + tree, tl.maximum(end, seen), sem="relaxed")  # the next kernel reads it
     own_ptr += t * L
     for n in range(0, L, COLUMNS):
         n_C = n + c_C

@@ -22,6 +22,7 @@ STOLEN = "writes what another program has read, unordered"
 UNCOUNTED = "counts by a number that another program has written, unordered"
 EXCHANGED = "reads what another thread has written, no barrier between"
 UNREAD = "writes what another thread has read, no barrier between"
+REWRITTEN = "writes what another thread has written, no barrier between"
 UNRELEASED = "releases what other threads have written, no barrier between"
 
 
@@ -76,9 +77,11 @@ class Watch:
         self.stored[program] = now[1]
         self.accesses += len(addresses)
         for place, address in addresses:
-            other, epoch, *_ = self.written.get(address, (program, *now))
+            other, epoch, barriers, there = self.written.get(address, (program, *now, place))
             if not self.ordered(program, other, epoch):
                 self.note(OVERWRITTEN)
+            elif other == program and barriers == now[1] and there != place:
+                self.note(REWRITTEN)
             for other, epoch in self.readers.pop(address, {}).items():
                 if not self.ordered(program, other, epoch):
                     self.note(STOLEN)

@@ -8,7 +8,9 @@ import torch
 
 from kernels.rows import log_softmax, top_sums_of
 from kernels.rows.checks import TopSums
+from kernels.same_bits import asking
 from tests.kernels.forests import cast, forest
+from tests.kernels.test_same_bits import Sequences
 from tests.marks import HAS_TRITON, needs_interpreter
 
 if HAS_TRITON:
@@ -20,6 +22,7 @@ if HAS_TRITON:
     from kernels.linear.codes import pack_codes
     from kernels.tree_attention import tree_attention
     from kernels.tree_attention import triton as attention
+    from kernels.tree_attention import triton_fixed as fixed
     from tests.kernels import races
 
     @triton.jit
@@ -83,6 +86,14 @@ def attend(later, monkeypatch):
     tree_attention(q, k, v, f.layout, scale=0.25, impl="triton")
 
 
+def attend_fixed(monkeypatch):
+    """Branches of a trunk by blocks of fixed positions, in shares that a second kernel joins."""
+    monkeypatch.setattr(fixed, "properties", lambda _: gpu.Properties(8, roomy=False))
+    sequences = Sequences(590, 590, 390, 4, (1, 2, 32))
+    with asking("on"):
+        sequences.attend([2, 0, 3], 295, torch.float32, None, tokens=3, impl="triton")
+
+
 def multiply(monkeypatch):
     """The width in splits."""
     monkeypatch.setattr(products, "properties", lambda _: gpu.Properties(8, roomy=False))
@@ -101,6 +112,7 @@ def rank(monkeypatch):
 WORK = {
     "attention, merged by the last": functools.partial(attend, False),
     "attention, merged later": functools.partial(attend, True),
+    "attention, in one order": attend_fixed,
     "product": multiply,
     "top sums": rank,
 }
