@@ -89,8 +89,10 @@ gpu:
 	@$(PYTHON) -m venv .venv
 	@$(call install,,--no-compile)
 
+# Tests start hundreds of processes, each of which would compile torch where Python may not write bytecode.
 .venv/.installed-test: .venv/.installed
 	@$(call install,test$(comma)viz)
+	@$(PY) -m compileall -q -j 0 .venv/lib >>.venv/install.log 2>&1 || true
 
 .venv/.installed-dev: .venv/.installed-test
 	@$(call install,test$(comma)viz$(comma)dev)

@@ -61,6 +61,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str], cache: Path) -> dic
     made, rows = stamp(argv), []
     cache.mkdir()
     (cache / "kernels").symlink_to(cpp.cache_folder() / "kernels")
+    kept = {"coppice": [cache / "models"], "llama.cpp": []}
     for model in defaults(args.model):
         files = parts_of(model) if is_gguf(model) else sorted(model.glob("*.safetensors"))
         commands = {"coppice": [sys.executable, "-c", STARTS.format(str(model), args.threads)]}
@@ -68,7 +69,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str], cache: Path) -> dic
             words = f"-c 256 -npp 1 -ntg 1 -npl 1 -fa on -t {args.threads} -tb {args.threads}"
             commands["llama.cpp"] = [str(args.llama.resolve()), "-m", str(model.resolve()), *words.split()]
         works: dict[tuple[str, bool], Callable[[int], tuple[float, float, float]]] = {
-            (name, first): partial(start, command, files if first else (), cache)
+            (name, first): partial(start, command, [*files, *kept[name]] if first else [], cache.parent)
             for first in (True, False) for name, command in commands.items()
         }  # fmt: skip
         for (name, first), found in in_turn(works, args.runs, what=f"{model.name}: round").items():
@@ -82,20 +83,20 @@ def _measured(args: argparse.Namespace, argv: Sequence[str], cache: Path) -> dic
     return result
 
 
-def start(command: Sequence[str], dropped: Sequence[Path], cache: Path, _: int) -> tuple[float, float, float]:
+def start(command: Sequence[str], dropped: Sequence[Path], home: Path, _: int) -> tuple[float, float, float]:
     """Seconds, processor seconds and peak bytes of a process.
 
     Args:
-        dropped: files whose pages are dropped from the system's cache before, and with them what was kept; none: the
-            process finds both.
-        cache: the folder of what is kept.
+        dropped: files whose pages are dropped from the system's cache before, and folders that are removed.
+        home: the folder of the process's caches.
     """
-    if dropped:
-        shutil.rmtree(cache / "models", ignore_errors=True)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parent)}
     for path in dropped:
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(home)}
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     ended, most = 0, 0
