@@ -5,8 +5,10 @@ A command line has torch imported by `import_torch`, which leaves out what only 
 that import the engine.
 """
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import runpy
 import signal
@@ -38,6 +40,7 @@ def import_torch() -> None:
     """
     if "torch" in sys.modules:
         return
+    atexit.register(gc.freeze)  # Python's last collections would go through all of torch, for 0.2 s
     left_out = {METAS: ModuleType(METAS), **({} if "numpy" in sys.modules else {"numpy": None})}
     loading = threading.Thread(target=_load_library, daemon=True)  # holds no lock of Python most of the time
     loading.start()
