@@ -60,7 +60,7 @@ class Decoder(nn.Module):
     default_eos_token_ids: ClassVar[frozenset[int]] = frozenset([2])
     ignored: ClassVar[Sequence[re.Pattern[str]]] = BUFFERS
     has_mtp: ClassVar[bool] = False
-    base: ClassVar[str] = ""
+    base: ClassVar[str] = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

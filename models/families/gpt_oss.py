@@ -22,7 +22,6 @@ class GptOss(Decoder):
 
     architectures = ("GptOssForCausalLM", "GptOssForSequenceClassification")
     default_eos_token_ids = frozenset([200002, 200012])
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

@@ -11,7 +11,6 @@ class Granite(Decoder):
     """A Llama with factors of embedding, attention, stream and logits."""
 
     architectures = ("GraniteForCausalLM",)
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:
@@ -25,7 +24,6 @@ class GraniteMoe(Decoder):
 
     architectures = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
     names = Names(shared=("shared_mlp.input_linear", "shared_mlp.output_linear"))
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

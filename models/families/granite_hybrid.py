@@ -31,7 +31,6 @@ class GraniteHybrid(Decoder):
         down="shared_mlp.output_linear",
         shared=("shared_mlp.input_linear", "shared_mlp.output_linear"),
     )
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

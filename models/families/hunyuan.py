@@ -12,7 +12,6 @@ class HunYuan(Decoder):
 
     architectures = ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1ForSequenceClassification")
     names = Names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

@@ -28,7 +28,6 @@ class Mistral(Decoder):
         "MinistralForCausalLM",
         "MinistralForSequenceClassification",
     )
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:
@@ -48,7 +47,6 @@ class Ministral3(Decoder):
     """A Llama whose queries grow with their position."""
 
     architectures = ("Ministral3ForCausalLM", "Ministral3ForSequenceClassification")
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

@@ -9,7 +9,6 @@ class Mixtral(Decoder):
     """A Mistral with experts, whose weights add up to 1."""
 
     architectures = ("MixtralForCausalLM", "MixtralForSequenceClassification")
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:
@@ -31,7 +30,6 @@ class PhiMoe(Decoder):
 
     architectures = ("PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeForSequenceClassification")
     default_eos_token_ids = frozenset([32000])
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

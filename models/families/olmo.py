@@ -17,7 +17,6 @@ class Olmo(Decoder):
         "Olmo3ForSequenceClassification",
     )
     default_eos_token_ids = frozenset([50279])
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

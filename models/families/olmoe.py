@@ -10,7 +10,6 @@ class Olmoe(Decoder):
 
     architectures = ("OlmoeForCausalLM",)
     default_eos_token_ids = frozenset([50279])
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

@@ -11,7 +11,6 @@ class OPT(Decoder):
     """Its embedding may be narrower than its layers, its norms may lack vectors."""
 
     architectures = ("OPTForCausalLM", "OPTForSequenceClassification")
-    base = "model."
     ignored = (re.compile(r"(model\.)?decoder\.version"),)
     names = Names(
         embedding="model.decoder.embed_tokens",

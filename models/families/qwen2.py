@@ -10,7 +10,6 @@ class Qwen2(Decoder):
 
     architectures = ("Qwen2ForCausalLM", "Qwen2ForSequenceClassification")
     default_eos_token_ids = frozenset([151645])
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

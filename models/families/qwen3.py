@@ -11,7 +11,6 @@ class Qwen3(Decoder):
 
     architectures = ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification")
     default_eos_token_ids = frozenset([151645])
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

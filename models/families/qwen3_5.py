@@ -15,7 +15,6 @@ class Qwen35(Decoder):
     default_eos_token_ids = frozenset([248046])
     ignored = (*BUFFERS, *BESIDE)
     has_mtp = True
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

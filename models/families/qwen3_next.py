@@ -60,7 +60,6 @@ class Qwen3Next(Decoder):
     default_eos_token_ids = frozenset([151645])
     ignored = (*BUFFERS, *BESIDE)
     has_mtp = True
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

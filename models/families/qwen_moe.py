@@ -13,7 +13,6 @@ class Qwen2Moe(Decoder):
 
     architectures = ("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification")
     default_eos_token_ids = frozenset([151645])
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:
@@ -41,7 +40,6 @@ class Qwen3Moe(Decoder):
 
     architectures = ("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification")
     default_eos_token_ids = frozenset([151645])
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

@@ -10,7 +10,6 @@ class SmolLM3(Decoder):
 
     architectures = ("SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification")
     default_eos_token_ids = frozenset([128001])
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:

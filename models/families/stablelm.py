@@ -11,7 +11,6 @@ class StableLM(Decoder):
     architectures = ("StableLmForCausalLM", "StableLmForSequenceClassification")
     names = Names(q_norm="self_attn.q_layernorm.norms.{}", k_norm="self_attn.k_layernorm.norms.{}")
     default_eos_token_ids = frozenset([0])
-    base = "model."
 
     @staticmethod
     def read(fields: Fields) -> Config:
