@@ -11,6 +11,7 @@ from pathlib import Path
 from engine.errors import CheckpointError
 from engine.text.tokenizer import FILES
 from models.checkpoint.headers import ADAPTERS, CONFIG_BYTES, INDEX, INDEX_BYTES, WEIGHTS, read_json
+from models.checkpoint.model_types import with_architecture
 from models.checkpoint.wrapped import is_wrapped, text_config
 from models.errors import show
 from models.folders import PART
@@ -72,7 +73,7 @@ def architecture_of(path: Path) -> str:
     Raises:
         CheckpointError: it is no config, or has no text model that is supported.
     """
-    config = read_json(path, CONFIG_BYTES)
+    config = with_architecture(read_json(path, CONFIG_BYTES))
     if is_wrapped(config):
         config = text_config(config, show(path))
     names = config.get("architectures")

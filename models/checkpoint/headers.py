@@ -22,6 +22,7 @@ from kernels.linear import Packed
 from models.checkpoint.experts import one_by_one
 from models.checkpoint.fields import Fields
 from models.checkpoint.files import read_regular
+from models.checkpoint.model_types import with_architecture
 from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, LastFile, damaged, read_header
 from models.checkpoint.tensors import RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
@@ -379,7 +380,7 @@ def _open_folder(folder: Path) -> Checkpoint:
             where=show(folder),
             remedy="Name the folder that holds it, or download the model again with all its files.",
         )
-    config = read_json(folder / "config.json", CONFIG_BYTES)
+    config = with_architecture(read_json(folder / "config.json", CONFIG_BYTES))
     generation = folder / "generation_config.json"
     generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else {}
     tensors = _tensors(folder)
