@@ -30,7 +30,7 @@ class Detokenizer:
         self._drop = self._dropped = ""  # the prefix's text that was held back, and the part of it that came since
         if prefix_ids:
             self.push(prefix_ids)
-            self._drop = copy.deepcopy(self).finish()
+            self._drop = _rest(copy.deepcopy(self._stages))
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids; returns the text that has become certain."""
@@ -44,10 +44,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the text that was held back; the detokenizer cannot be used again."""
-        pieces: list[str] = []
-        for stage in self._stages:
-            pieces = [new for old in pieces for new in stage.take(old)] + list(stage.finish())
-        return self._new("".join(pieces)) + self._dropped
+        return self._new(_rest(self._stages)) + self._dropped
 
     def _new(self, text: str) -> str:
         if not self._drop:
@@ -58,6 +55,14 @@ class Detokenizer:
         text, self._dropped = self._dropped.removeprefix(self._drop), ""
         self._drop = ""
         return text
+
+
+def _rest(stages: Iterable["Stage"]) -> str:
+    """The text that stages hold back; they cannot be used again."""
+    pieces: list[str] = []
+    for stage in stages:
+        pieces = [new for old in pieces for new in stage.take(old)] + list(stage.finish())
+    return "".join(pieces)
 
 
 def run(makers: Iterable[Callable[[], "Stage"]], pieces: Iterable[str]) -> str:

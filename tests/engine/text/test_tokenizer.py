@@ -155,6 +155,15 @@ def test_streaming_equals_decoding(case, cuts, split):
         assert text.endswith(whole)
 
 
+def test_a_stream_after_a_prefix_copies_no_tokenizer():
+    backend = _spaces()
+    backend.normalizer = normalizers.Replace(" ", "▁")  # as Gemma's: the library cannot copy it
+    assert streamed(built(backend).stream([258]), [258]) == " a"
+    backend = _word_level()
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "z")])
+    assert streamed(built(backend).stream([2]), [1, 2]) == "z"
+
+
 @pytest.mark.parametrize("name", [*CHATTING, *MERGES, "sp_bpe", "sp_legacy"])
 @pytest.mark.parametrize("text", NASTY)
 def test_round_trip_without_a_half_character(name, text):
