@@ -15,6 +15,10 @@ DTYPES = ("dtype", "torch_dtype")
 # Where the tensors of a text model lie: `language_model.model.layers.0`, `model.language_model.layers.0`, ...
 NESTED = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(.+)")
 TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm|decoder|rotary_emb)|transformer|lm_head)\..+")
+# Wholes whose head is the embedding if they do not say otherwise themselves, whatever their text model says.
+TIED = frozenset(
+    ("deepseek_vl", "gemma3", "granite_speech", "internvl", "janus", "lfm2_vl", "lighton_ocr", "mistral3", "ovis2")
+)
 REFUSED = {"paligemma": "it attends to a prompt in both directions"}
 
 
@@ -45,9 +49,9 @@ _QWEN_VL = TextModel(
     {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6},
 )
 TEXT_MODELS = {
-    "gemma2": TextModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8)),
+    "gemma2": TextModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
     "gemma3_text": TextModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
-    "granite": TextModel("GraniteForCausalLM", (32000, 4096, 11008, 32, 32)),
+    "granite": TextModel("GraniteForCausalLM", (32000, 4096, 11008, 32, 32), unused=("logits_scaling",)),
     "hunyuan_v1_dense": TextModel("HunYuanDenseV1ForCausalLM", (290943, 4096, 11008, 32, 32)),
     "lfm2": TextModel("Lfm2ForCausalLM", (65536, 2560, 12288, 32, 32)),
     "llama": TextModel("LlamaForCausalLM", (32000, 4096, 11008, 32, 32)),
@@ -66,7 +70,12 @@ TEXT_MODELS = {
     "qwen3": TextModel("Qwen3ForCausalLM", (151936, 4096, 22016, 32, 32)),
     "qwen3_5_text": TextModel("Qwen3_5ForCausalLM", (248320, 4096, 12288, 32, 16)),
     "qwen3_5_moe_text": TextModel("Qwen3_5MoeForCausalLM", (248320, 2048, 512, 40, 16)),
-    "qwen3_vl_text": TextModel("Qwen3ForCausalLM", (151936, 4096, 22016, 32, 32), {"rope_theta": 5e5}),
+    "qwen3_vl_text": TextModel(
+        "Qwen3ForCausalLM",
+        (151936, 4096, 22016, 32, 32),
+        {"rope_theta": 5e5, "max_position_embeddings": 128000},
+        unused=("use_sliding_window", "layer_types"),
+    ),
     "smollm3": TextModel("SmolLM3ForCausalLM", (128256, 2048, 11008, 36, 16)),
     "stablelm": TextModel("StableLmForCausalLM", (50304, 2560, 6912, 32, 32)),
 }
@@ -108,7 +117,10 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
     if outside:
         inner = {name: value for name, value in inner.items() if name not in DTYPES}
     inner |= {name: config[name] for name in (*OUTER, *outside) if config.get(name) is not None}
-    if given and given.config.get("tie_word_embeddings") is True:  # configs before transformers 5 have it there
+    tied = whole in TIED and config.get("tie_word_embeddings") is None
+    if tied or (
+        given and given.config.get("tie_word_embeddings") is True
+    ):  # configs before transformers 5 have it there
         inner["tie_word_embeddings"] = True
     # Of both, the defaults of the wrappers differ: a file without a head has its embedding for one.
     inner.setdefault("tie_word_embeddings", True)

@@ -87,6 +87,30 @@ def test_a_whole_gemma_3_caps_no_logits(tmp_path):
     assert found[0].equal(found[1])
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("gemma2", {"final_logit_softcapping": 30.0}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("qwen3_vl_text", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 36}),
+    ],
+)
+def test_a_whole_does_not_read_fields_of_the_text_model_alone(kind, fields):
+    config = text_config(LLAVA | {"text_config": {"model_type": kind, **fields}}, "config.json")
+    assert {name: config[name] for name in fields} == dict.fromkeys(fields)
+
+
+def test_wholes_that_tie_their_head_whatever_the_text_says(tmp_path):
+    untied = TEXT | {"tie_word_embeddings": False}
+    whole = {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl", "text_config": untied}
+    assert text_config(whole, "")["tie_word_embeddings"]
+    assert not text_config(whole | {"tie_word_embeddings": False}, "")["tie_word_embeddings"]
+    assert not text_config(LLAVA | {"text_config": untied}, "")["tie_word_embeddings"]
+    folder = changed(tmp_path, "gemma3", lambda config: config["text_config"].update(tie_word_embeddings=False))
+    found = [Engine.load(path, dtype="float32").logits([5, 6, 7]) for path in (folder, GOLDEN / "gemma3")]
+    assert found[0].equal(found[1])
+
+
 def test_an_older_qwen_has_the_fields_of_its_text_at_the_top():
     rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
     outer = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "vision_config": {}}
