@@ -7,8 +7,6 @@ from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 
-import torch
-
 CPUINFO = Path("/proc/cpuinfo")
 # Lines of /proc/cpuinfo that identify the instructions of a processor. Its model is among them, because an old kernel
 # does not list every instruction set of a new processor, and compilers ask the processor itself.
@@ -118,6 +116,8 @@ def features() -> frozenset[str]:
 
 def _features_of_torch() -> set[str]:
     """Features that torch reports, for operating systems without /proc/cpuinfo."""
+    import torch  # here: nothing else needs it
+
     if machine() != "x86_64":
         return set()
     found: set[str] = set()

@@ -48,6 +48,59 @@ def test_no_torch(command: str, words: str, code: int, said: str, tmp_path: Path
     assert (done.returncode, said in done.stdout + done.stderr, "is imported" in done.stderr) == (code, True, False)
 
 
+TOOLS = """
+import contextlib, importlib, io, re, sys
+sys.argv, sys.orig_argv, modules = ["-m"], ["python", "-m", sys.argv[1]], sys.argv[1:]
+def code(name, *words):
+    sys.argv, said = [name], io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            importlib.import_module(name).main([*words])
+    except SystemExit as end:
+        return end.code, said.getvalue()
+import tools  # as `python -m` does, before it sets sys.argv
+for name in modules:
+    found, text = code(name, "--help")
+    assert found == 0 and "usage: " in text, (name, text)
+    assert code(name, "--no-such-flag")[0] == 2, name
+commands = re.findall(r"^    (\\w+) ", code("tools.bench.__main__", "--help")[1], re.MULTILINE)
+for command in commands:
+    assert code("tools.bench.__main__", command, "--help")[0] == 0, command
+from models.later import Later
+def captured(value, place):
+    parts = {}
+    if isinstance(value, dict):
+        parts = value
+    elif isinstance(value, (list, tuple)):
+        parts = dict(enumerate(value))
+    elif isinstance(value, type) and value.__module__.startswith("tools."):
+        parts = {name: each for name, each in vars(value).items() if name != "__annotations__"}
+    elif hasattr(value, "__defaults__"):
+        parts = {"default": value.__defaults__ or value.__kwdefaults__}
+    for name, part in parts.items():
+        if isinstance(part, Later):
+            yield f"{place}.{name}"
+        else:
+            yield from captured(part, f"{place}.{name}")
+for name, module in [*sys.modules.items()]:
+    if name.startswith("tools."):
+        found = [*captured([each for each in vars(module).values() if not isinstance(each, Later)], name)]
+        assert not found, found
+print(len(commands))
+"""
+
+
+def test_tools_need_no_torch(tmp_path: Path):
+    """Their help and their wrong flags; and nothing but the names of modules waits for its import."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    files = [file for file in (ROOT / "tools").rglob("*.py") if "def main(argv" in file.read_text("utf-8")]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    line = [sys.executable, "-c", TOOLS, *names]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    assert len(names) >= 16 and done.returncode == 0 and int(done.stdout) >= 19, done.stderr
+
+
 def test_the_blocker_blocks(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

@@ -12,15 +12,18 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from engine.app import cli
 from engine.demo import demo_folder
 from engine.errors import CoppiceError, UsageError, shortened
-from engine.load.hub import local_path
-from engine.rules.catalogue import Built, build, write_catalogue
-from engine.text.tokenizer import Tokenizer
-from models.checkpoint.headers import Checkpoint
+from models.later import later
+
+with later():
+    import torch
+
+    from engine.load.hub import local_path
+    from engine.rules.catalogue import Built, build, write_catalogue
+    from engine.text.tokenizer import Tokenizer
+    from models.checkpoint.headers import Checkpoint
 
 KEYS = {"id", "text", "token_ids"}
 SHOWN = 5  # repeated items that are named

@@ -24,16 +24,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from engine.app.cli import called, run
 from engine.errors import CheckpointError, UsageError
 from models.checkpoint.files import open_regular
-from models.checkpoint.headers import CONFIG_BYTES, INDEX_BYTES, Checkpoint, read_json
-from models.checkpoint.tensor_files import DTYPES, FETCH_AGAIN, write_tensors
 from models.folders import snapshot
-from tools import gguf
+from models.later import later
+
+with later():
+    import torch
+    from torch import Tensor
+
+    from models.checkpoint.headers import CONFIG_BYTES, INDEX_BYTES, Checkpoint, read_json
+    from models.checkpoint.tensor_files import DTYPES, FETCH_AGAIN, write_tensors
+    from tools import gguf
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 COPIED = (".json", ".txt", ".model", ".jinja", ".md")

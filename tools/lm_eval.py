@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine import CoppiceError, Engine, Request
 from engine.app import cli
 from engine.errors import UsageError
-from engine.request import score_request
-from search import Greedy, Sample
+from models.later import later
+
+with later():
+    from engine import CoppiceError, Engine, Request
+    from engine.request import score_request
+    from search import Greedy, Sample
 
 Ids = Sequence[int]
 NEW_TOKENS = 256  # of a generated answer, where the task says nothing

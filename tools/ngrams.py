@@ -13,10 +13,13 @@ from pathlib import Path
 
 from engine.app import cli
 from engine.errors import UsageError
-from engine.load.hub import local_path
-from engine.text.tokenizer import Tokenizer
-from models.checkpoint.headers import Checkpoint
-from search.aded.ngrams import MAGIC, REST, SUCCESSORS, Run, count, merge, open_store, write_store
+from models.later import later
+
+with later():
+    from engine.load.hub import local_path
+    from engine.text.tokenizer import Tokenizer
+    from models.checkpoint.headers import Checkpoint
+    from search.aded.ngrams import MAGIC, REST, SUCCESSORS, Run, count, merge, open_store, write_store
 
 PIECE = 1 << 18  # characters tokenised at once
 HELD = 1 << 22  # distinct tri-grams of a piece of work, about; 16 bytes each, and as much again while they are merged
@@ -29,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--input", required=True, nargs="+", metavar="FILE", help="UTF-8 texts or stores; -: stdin")
     text = "the store; replaced if it is there"
     parser.add_argument("--output", required=True, type=cli.output_file, metavar="FILE", help=text)
-    text = f"likeliest successors kept per pair of tokens, at least 4; 0: all ({SUCCESSORS})"
-    parser.add_argument("--successors", type=int, default=SUCCESSORS, metavar="N", help=text)
+    text = "likeliest successors kept per pair of tokens, at least 4; 0: all (as many as the search itself keeps)"
+    parser.add_argument("--successors", type=int, metavar="N", help=text)
     parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
     parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks")
     args = parser.parse_args(argv)
@@ -39,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build(args: argparse.Namespace) -> int:
     """Count, merge, write."""
+    args.successors = SUCCESSORS if args.successors is None else args.successors
     if args.successors and not 4 <= args.successors < REST:
         raise UsageError(f"--successors: expected 0 or an integer >= 4, got {args.successors}")
     checkpoint = Checkpoint.open(local_path(args.model))

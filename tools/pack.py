@@ -12,22 +12,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from engine.app.cli import called, run
 from engine.errors import CheckpointError, UsageError
-from engine.load.hub import local_path
-from engine.load.loading import check_quant
-from kernels.linear import Packed
-from models.checkpoint.headers import WEIGHTS, Checkpoint
-from models.checkpoint.tensor_files import write_tensors
-from models.families import load_model
-from models.formats.floats import PackedLinear, has_kernels
-from models.formats.linear import FORMATS
-from models.formats.packed import PREFIXES, Packing, Size
-from tools import gguf
+from models.formats import NAMES
+from models.later import later
 from tools.convert import copy_others, new_folder
+
+with later():
+    import torch
+    from torch import Tensor
+
+    from engine.load.hub import local_path
+    from engine.load.loading import check_quant
+    from kernels.linear import Packed
+    from models.checkpoint.headers import WEIGHTS, Checkpoint
+    from models.checkpoint.tensor_files import write_tensors
+    from models.families import load_model
+    from models.formats.floats import PackedLinear, has_kernels
+    from models.formats.packed import PREFIXES, Packing, Size
+    from tools import gguf
 
 
 def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict[str, Any]:
@@ -95,9 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("source", metavar="MODEL", help="model folder")
     parser.add_argument("--output", metavar="DIR", required=True, help="folder to make; must not exist")
-    parser.add_argument(
-        "--quant", choices=FORMATS, default="none", help="format of the matrices (default: their dtype)"
-    )
+    parser.add_argument("--quant", choices=NAMES, default="none", help="format of the matrices (default: their dtype)")
     parser.add_argument("-v", "--verbose", action="store_true", help="traceback of errors")
     args = parser.parse_args(argv)
 

@@ -24,9 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from models.later import import_now, later
 
-DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16"), "float16": (torch.float16, "F16")}
+with later():
+    import torch
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 UNK, BOS, EOS = 0, 1, 2
 HEAD_NORMS = {"llama": (), "qwen3": ("self_attn.q_norm", "self_attn.k_norm")}  # by family
 
@@ -82,7 +85,7 @@ def write_safetensors(
     path: Path, shapes: dict[str, tuple[int, ...]], dtype: str, tensors: Iterator[torch.Tensor]
 ) -> int:
     """Write `tensors`, in the order of `shapes`, holding one at a time; returns their bytes."""
-    torch_dtype, code = DTYPES[dtype]
+    torch_dtype, code = getattr(torch, dtype), DTYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -278,6 +281,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--attention-bias", action="store_true")
     parser.add_argument("--mlp-bias", action="store_true")
     shape = vars(parser.parse_args(argv))
+    import_now()
     start = time.perf_counter()
     try:
         made = make(shape.pop("out"), progress=True, **shape)

@@ -11,12 +11,15 @@ from contextlib import closing
 from typing import Any
 
 from engine.app import cli
-from engine.app.trace_page import check_target, load, saving, write
-from engine.contract.trace import Traces
-from engine.conversation import Conversation
-from engine.engine import Done, Prefill, Progress
 from engine.errors import UsageError
-from search.base import make_search
+from models.later import later
+
+with later():
+    from engine.app.trace_page import check_target, load, saving, write
+    from engine.contract.trace import Traces
+    from engine.conversation import Conversation
+    from engine.engine import Done, Prefill, Progress
+    from search.base import make_search
 
 PROMPT = "Tell me a story about a fox."
 EPILOG = """\

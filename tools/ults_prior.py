@@ -10,43 +10,23 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from engine.app import cli, records
-from engine.engine import Engine, Request
+from engine.app import cli
 from engine.errors import CoppiceError, UsageError
-from engine.text.prompting import TemplateOptions
 from models.checkpoint.files import obstacle
-from search import ULTS
-from search.base import Output, Search, SearchGenerator, SearchResult, Task
-from search.ults.prior import Vectors, cache_file, gather
+from models.later import later
 
+with later():
+    import torch
 
-@dataclass(frozen=True)
-class Collect(Search):
-    """A search without a result of its own: it collects the softmax vectors of its nodes.
-
-    Args:
-        found: they are appended to it.
-        completions: per prompt.
-        seed: of their draws.
-    """
-
-    found: list[Vectors]
-    completions: int
-    seed: int
-
-    def run(self, task: Task) -> SearchGenerator:
-        tree, depth = task.tree, task.max_new_tokens
-        vectors, _ = yield from gather(tree, depth, task.eos_token_ids, self.completions, self.seed)
-        self.found.append(vectors)
-        return SearchResult([Output([], None, None, "length")])
-
-    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        return prompt_tokens + new_tokens - 1, prompt_tokens + self.completions * (new_tokens - 1)
+    from engine.app import records
+    from engine.engine import Engine, Request
+    from engine.text.prompting import TemplateOptions
+    from search import ULTS
+    from search.ults.prior import Vectors, cache_file
+    from tools.bench.searches import Collect
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--input", required=True, metavar="FILE", help="JSON Lines with prompts, as engine.batch reads")
     group.add_argument("--output", metavar="FILE", help="safetensors to write (where searches of this depth look)")
     group.add_argument("--depth", type=int, default=20, metavar="N", help="tokens of a continuation (%(default)s)")
-    children = "without --output: of those searches (%(default)s)"
-    group.add_argument("--children", type=int, default=ULTS.children, metavar="N", help=children)
+    children = "without --output: of those searches (the default of ULTS)"
+    group.add_argument("--children", type=int, metavar="N", help=children)
     group.add_argument("--completions", type=int, default=1, metavar="N", help="per prompt (%(default)s)")
     group.add_argument("--vectors", type=int, default=1000, metavar="N", help="kept, drawn from all (%(default)s)")
     group.add_argument("--ignore-eos", action="store_true", help="for fixed-length search: no token ends a text")
@@ -70,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def collect(args: argparse.Namespace) -> int:
     """Gather vectors with progress on stderr, and write them."""
+    args.children = ULTS.children if args.children is None else args.children
     for name, low in (("depth", 1), ("children", 1), ("completions", 1), ("vectors", 1), ("seed", 0)):
         if getattr(args, name) < low:
             raise UsageError(f"--{name}: expected an integer >= {low}, got {getattr(args, name)}")

@@ -21,16 +21,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import kernels.cpp as cpp  # from kernels: pyright takes that for tools.kernels
 import kernels.processor as processor
 from engine.app.cli import run
 from engine.errors import UsageError
 from kernels.processor import NATIVE, TARGETS
+from models.later import later
+
+with later():
+    import kernels.cpp as cpp  # from kernels: pyright takes that for tools.kernels
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = "engine", "kernels", "models", "search", "tools"
 FILES = "pyproject.toml", "coppice.py", "README.md", "LICENSE"
-LEFT_OUT = shutil.ignore_patterns("__pycache__", cpp.PREBUILT.name)
 MACHINES = tuple(dict.fromkeys(target.machine for target in TARGETS.values() if target.machine))
 # The oldest C library, 2.N, of systems that have version 3.4.M of the C++ library, as manylinux pairs them.
 CXX_SYSTEMS = {19: 17, 22: 24, 24: 27, 28: 31, 29: 34, 30: 35}
@@ -60,8 +62,9 @@ def make(output: str | Path, machine: str, names: Sequence[str] = ()) -> dict[st
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="coppice-wheel-") as work:
         tree = Path(work, "tree")
+        left_out = shutil.ignore_patterns("__pycache__", cpp.PREBUILT.name)
         for package in PACKAGES:
-            shutil.copytree(ROOT / package, tree / package, ignore=LEFT_OUT)
+            shutil.copytree(ROOT / package, tree / package, ignore=left_out)
         for file in FILES:
             shutil.copy(ROOT / file, tree)
         kernels = tree / "kernels" / cpp.PREBUILT.name

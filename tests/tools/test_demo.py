@@ -141,4 +141,4 @@ def trained(folder: Path, ids: list[int]) -> tuple[train.Weights, torch.Tensor]:
     """The weights that were written, and the rows that the training's own model makes of them."""
     config = json.loads((folder / "config.json").read_text())
     weights = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-    return weights, train.hidden(weights, config, torch.tensor([ids]))[0]
+    return weights, train.hidden(weights, config, torch.tensor([ids]), torch.float32)[0]

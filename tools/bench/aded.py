@@ -11,29 +11,29 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from engine import Engine
-from engine.contract import Answer, Evaluate, Search, Task
 from engine.demo import is_demo
 from engine.drafts import Draft
 from engine.errors import UsageError
-from kernels.rows.reference import peaks
-from search import ADED, Greedy
-from search.aded.drafters import MCTS
-from search.aded.ngrams import open_store
+from models.later import later
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import in_turn, progress, random_tokens, ratio, spread, standard_error
 from tools.bench.report import finish, rows_table, stamp
-from tools.bench.searches import Altered, after_prompt
-from tools.bench.texts import corpus, draw_prompts
 from tools.random_checkpoint import make
+
+with later():
+    from engine import Engine
+    from engine.contract import Search
+    from search import ADED, Greedy
+    from search.aded.drafters import MCTS
+    from search.aded.ngrams import open_store
+    from tools.bench.searches import Recite, after_prompt
+    from tools.bench.texts import corpus, draw_prompts
 
 SLOWEST, SPEEDUP, HOST_MS = 0.95, 1.5, 0.5  # targets
 HOST = ("draft_ms", "verify_ms")
@@ -74,27 +74,6 @@ class Chain:
             draft.tokens.append(next(iter(known)))
             draft.scores.append(0.5 ** len(draft.tokens))
         return draft
-
-
-@dataclass(frozen=True)
-class Recite(Altered):
-    """A search on a model that is made to write a given text."""
-
-    text: Sequence[int]
-    writer: Engine  # its tokenizer made the text's tokens
-
-    def task(self, task: Task) -> Task:
-        return replace(task, tokenizer=self.writer.tokenizer)
-
-    def alter(self, task: Task, request: Evaluate, rows_NV: Tensor) -> Answer:
-        tree, on_path = task.tree, {task.tree.root}
-        rows_NV.fill_(-math.log(rows_NV.shape[1]))
-        for i, node in enumerate(request.nodes):
-            at = tree.position(node) - tree.prompt_length
-            if node == tree.root or (tree.parent(node) in on_path and tree.token(node) == self.text[at]):
-                on_path.add(node)
-                rows_NV[i, self.text[at + 1]] = 0.0
-        return request.answer(rows_NV, peaks(rows_NV))
 
 
 def add_parser(commands: Any) -> None:

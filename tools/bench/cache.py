@@ -5,22 +5,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
-from torch import Tensor
-
-from engine import Engine
 from engine.demo import demo_folder, is_demo
-from kernels.kv_fp8 import DTYPE as FP8
-from kernels.kv_kinds import floats, stored
-from kernels.kv_write import kv_write
-from kernels.stack import one_by_one
-from search import Sample
+from models.later import later
 from tools.bench.checkpoints import MODELS_HELP, defaults
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
 from tools.bench.report import finish, rows_table, stamp
+
+with later():
+    from unittest import mock
+
+    import torch
+    from torch import Tensor
+
+    from engine import Engine
+    from kernels.kv_fp8 import DTYPE as FP8
+    from kernels.kv_kinds import floats, stored
+    from kernels.kv_write import kv_write
+    from kernels.stack import one_by_one
+    from search import Sample
 
 LEGEND = """The texts are samples of the model itself (temperature 1); every position is compared. *KL*: divergence from
 the log-probabilities of the float32 cache, in nats; *same best token*: both have the same most probable one. Weights

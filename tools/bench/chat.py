@@ -8,14 +8,17 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from engine import Engine
-from engine.conversation import Conversation, Dropped
 from engine.demo import demo_folder
-from engine.engine import Done
-from search import Greedy
+from models.later import later
 from tools.bench import measure
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.report import finish, rows_table, stamp
+
+with later():
+    from engine import Engine
+    from engine.conversation import Conversation, Dropped
+    from engine.engine import Done
+    from search import Greedy
 
 LEGEND = """A row counts the turns since the row before it. *reused*: tokens of all prompts together that were in the
 cache, over all tokens of the prompts. *dropped*: how often the context was full, so that old turns were left out.

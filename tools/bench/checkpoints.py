@@ -12,10 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from engine.errors import UsageError
-from engine.load.hub import local_path
 from models.folders import gguf_file
+from models.later import later
 from tools.bench.measure import progress
 from tools.random_checkpoint import make
+
+with later():
+    from engine.load.hub import local_path
 
 VARIABLE = "COPPICE_CHECKPOINTS"
 CHAT, CODE = "smollm2-135m-instruct", "qwen2.5-coder-0.5b"  # as names of folders or files begin

@@ -18,34 +18,41 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from engine import Engine, SearchResult
 from engine.app.cli import add_load_flag
-from engine.contract import Search
 from engine.demo import demo_folder, is_demo
 from engine.drafts import Drafter
 from engine.drafts.backoff import NGramDrafter
 from engine.drafts.choice import drafter_of
-from engine.drafts.suffixes import CAPACITY, SuffixDrafter, SuffixStore
 from engine.errors import UsageError
-from engine.request import Done, Prefill
-from engine.step.drafting import EngineDrafts
-from search import Greedy, Sample, Trie
+from models.later import later
 from tools.bench.checkpoints import CODE, MODEL_HELP, find, is_gguf, located
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import MB, cores, in_turn, memory, progress, ratio
 from tools.bench.report import comparison, comparison_table, finish, rows_table, stamp
-from tools.bench.texts import Asked, ask, chats, edits, passages
 
-SEARCHES: dict[str, Search] = {
-    "greedy": Greedy(), "5 beams": Trie(5), "sample x 4": Sample(num_return_sequences=4), "15 beams": Trie(15),
-}  # fmt: skip
+with later():
+    from engine import Engine, SearchResult
+    from engine.contract import Search
+    from engine.drafts.suffixes import CAPACITY, SuffixDrafter, SuffixStore
+    from engine.request import Done, Prefill
+    from engine.step.drafting import EngineDrafts
+    from search import Greedy, Sample, Trie
+    from tools.bench.texts import Asked, ask, chats, edits, passages
+
+SEARCHES: dict[str, Callable[[], Search]] = {
+    "greedy": lambda: Greedy(),
+    "5 beams": lambda: Trie(5),
+    "sample x 4": lambda: Sample(num_return_sequences=4),
+    "15 beams": lambda: Trie(15),
+}
 DRAFTERS = ("off", "ngrams", "suffix")  # and "model", where there is a draft model
+KINDS = ("code edits", "copying", "open prose")  # of requests
 COPYING = ("code edits", "copying")
 WANTED = {"greedy": 2.0, "5 beams": 1.5, "sample x 4": 1.4, "15 beams": 0.98}  # x where text repeats
 NEVER_BELOW = 0.98  # x elsewhere
@@ -72,7 +79,7 @@ def add_parser(commands: Any) -> None:
         prompts=(3, "of each kind"),
         new_tokens=(128, "of each answer, at most"),
         runs=(3, "of each, for medians"),
-        store_tokens=(CAPACITY, "of the suffix store that is measured alone; 0: none is"),
+        store_tokens=(None, "of the suffix store that is measured alone; 0: none is (as many as it holds)"),
     )
     add_run_flags(parser, "drafts", "auto", run)
 
@@ -83,13 +90,11 @@ def copies(engine: Engine, number: int) -> list[Asked]:
     return [ask(engine, f"Repeat this text word for word, and nothing else.\n\n{text}") for text in texts]
 
 
-KINDS = {"code edits": edits, "copying": copies, "open prose": chats}
-
-
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
-    made = stamp(argv)
-    store = measure_store(args.store_tokens) if args.store_tokens else None
+    made, make = stamp(argv), dict(zip(KINDS, (edits, copies, chats), strict=True))
+    tokens = CAPACITY if args.store_tokens is None else args.store_tokens
+    store = measure_store(tokens) if tokens else None
     path = located(args.model) if args.model else find(CODE) or demo_folder()
     if args.llama_lookup is not None and not is_gguf(path):
         raise UsageError("--llama-lookup: llama.cpp reads GGUF files", remedy="give one as --model")
@@ -98,7 +103,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     name, rows, peers = "demo" if is_demo(path) else path.name, list[dict[str, Any]](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         for kind in args.kinds:
-            asked = KINDS[kind](engine, args.prompts)
+            asked = make[kind](engine, args.prompts)
             for search in args.searches:
                 progress(f"{kind}, {search}")
                 rows += compare(engine, kind, search, asked, args)
@@ -160,7 +165,7 @@ def compare(engine: Engine, kind: str, search: str, asked: Sequence[Asked], args
     def answer_all(name: str, _: int) -> dict[str, Any]:
         drafter = make_drafter(name, engine)
         engine.drafts = None if drafter is None else EngineDrafts(drafter)
-        found = [timed(engine, one, SEARCHES[search], args.new_tokens) for one in asked]
+        found = [timed(engine, one, SEARCHES[search](), args.new_tokens) for one in asked]
         seconds, used, results = map(list, zip(*found, strict=True))
         stats = [result.stats for result in results]
         return {

@@ -12,29 +12,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from engine import Engine
-from engine.cache.pool import PagePool
-from engine.cache.tree import TokenTree
-from engine.contract import Evaluate, Search, SearchResult, Task
 from engine.errors import UsageError
-from engine.step.packing import Chunk
-from kernels.rows.reference import peaks
-from models.checkpoint.headers import Checkpoint
-from models.config import ModelShape
-from search import DSBD, BeamSample, Speculative
+from models.later import later
 from tools.bench.figures import draw
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import in_turn, progress, spread, standard_error
 from tools.bench.report import RESULTS, finish, rows_table, stamp
-from tools.bench.searches import run_alone
-from tools.bench.texts import corpus, draw_prompts
 from tools.random_checkpoint import make
 
+with later():
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from engine import Engine
+    from engine.cache.pool import PagePool
+    from engine.cache.tree import TokenTree
+    from engine.contract import Evaluate, Search, SearchResult, Task
+    from engine.step.packing import Chunk
+    from kernels.rows.reference import peaks
+    from models.checkpoint.headers import Checkpoint
+    from models.config import ModelShape
+    from search import DSBD, BeamSample, Speculative
+    from tools.bench.searches import run_alone
+    from tools.bench.texts import corpus, draw_prompts
+
 LIMIT_MS = 0.5  # target of the search's own time per round
-SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 WIDTH, DRAFT_WIDTH = 768, 256  # of the simulated pair
 COLORS = {
     "dsbd": "tab:blue",
@@ -81,7 +83,7 @@ def add_parser(commands: Any) -> None:
         top_k=20,
         top_p=0.9,
     )
-    front.add_argument("--drafts", nargs="+", default=[DSBD.drafts], help="ways of drawing (the default)")
+    front.add_argument("--drafts", nargs="+", help="ways of drawing (the default)")
     front.add_argument("--figure", nargs="?", const="", metavar="FILE", help="an SVG (docs/results/dsbd-NAME.svg)")
     add_run_flags(front, "dsbd", "auto", run_front)
 
@@ -141,13 +143,14 @@ def front_report(
 def searches(args: argparse.Namespace, store: Path | None = None) -> list[tuple[str, Search]]:
     """The searches to compare, with labels; a store adds those whose drafts are n-grams."""
     warp = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    kinds = args.drafts or [DSBD.drafts]
     found: list[tuple[str, Search]] = [(f"beam-sample W={n}", BeamSample(beams=n, **warp)) for n in args.beams]
     found += [(f"speculative gamma={n}", Speculative(gamma=n, **warp)) for n in args.gamma]
-    for gamma, kind, n in ((g, k, n) for g in args.gamma for k in args.drafts for n in args.draft_beams):
+    for gamma, kind, n in ((g, k, n) for g in args.gamma for k in kinds for n in args.draft_beams):
         for t, least in ((t, w) for t in args.threshold for w in args.min_width if w <= n):
             label = f"dsbd W_S={n} t={t:g} W_min={least}"
             label += f" gamma={gamma}" if len(args.gamma) > 1 else ""
-            label += f" {kind}" if len(args.drafts) > 1 else ""
+            label += f" {kind}" if len(kinds) > 1 else ""
             options = {"gamma": gamma, "threshold": t, "min_width": least, "drafts": kind}
             found.append((label, DSBD(draft_beams=n, **options, **warp)))
             if store is not None:
@@ -303,13 +306,13 @@ def simulate(folder: Path, deviation: float, *, layers: int = 12, vocab: int = 3
     return target, draft
 
 
-@torch.inference_mode()
 def hidden(folder: Path, ids: Sequence[int]) -> torch.Tensor:
     """The rows that go into a model's head."""
     engine = Engine.load(folder)
     tree = TokenTree(engine.pool, ids)
     try:
-        return engine.runner.forward([Chunk(tree, len(ids), [], tree.allocate(len(ids), []))])[: len(ids)].clone()
+        with torch.inference_mode():
+            return engine.runner.forward([Chunk(tree, len(ids), [], tree.allocate(len(ids), []))])[: len(ids)].clone()
     finally:
         tree.release()
 
@@ -347,7 +350,6 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
     return result
 
 
-@torch.inference_mode()
 def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> dict[str, float]:
     """Seconds inside the search, rounds and steps of a run.
 
@@ -359,10 +361,10 @@ def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> dict[str, 
     blurred_NV = logits_NV + 0.5 * torch.randn(64, vocab, generator=random)
     answers = {"target": torch.log_softmax(logits_NV, -1), "draft": torch.log_softmax(blurred_NV, -1)}
     known = {name: peaks(logp_NV) for name, logp_NV in answers.items()}
-    trees = {}
+    trees, shape = {}, ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 
     def open_tree(name: str, prompt: Sequence[int]) -> TokenTree:
-        trees[name] = TokenTree(PagePool(SHAPE, 4096, 1), list(prompt))
+        trees[name] = TokenTree(PagePool(shape, 4096, 1), list(prompt))
         return trees[name]
 
     task = Task(open_tree("target", [1, 2, 3]), new_tokens, frozenset(), vocab, None, open_tree)
@@ -373,5 +375,6 @@ def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> dict[str, 
         which = [(tree.token(node) * 7 + tree.position(node)) % 64 for node in request.nodes]
         return answers[name][which], known[name][which]
 
-    seconds, result = run_alone(replace(config, seed=seed), task, rows_of)
+    with torch.inference_mode():
+        seconds, result = run_alone(replace(config, seed=seed), task, rows_of)
     return {"seconds": seconds} | {key: result.stats[key] for key in ("rounds", "steps")}

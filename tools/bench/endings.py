@@ -7,19 +7,22 @@ searched once, as far as it may go, and every rule is applied to what was record
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from engine import Engine
-from engine.contract import Report, Task
-from engine.text.prompting import chat_prompt
-from search import Trie
-from search.finished import Finished
-from search.options import MAX_PATIENCE, hypotheses
-from tools.bench import texts
+from models.later import later
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
 from tools.bench.report import finish, rows_table, stamp
+
+with later():
+    from engine import Engine
+    from engine.text.prompting import chat_prompt
+    from search import Trie
+    from search.finished import Finished
+    from search.options import MAX_PATIENCE, hypotheses
+    from tools.bench import texts
+    from tools.bench.searches import Recorded
 
 QUESTIONS = {  # -> what a right answer has
     "What is the capital of France, and why is it famous?": r"Paris",
@@ -52,17 +55,6 @@ RULES: dict[str, dict[str, Any]] = {
     "patience 0.2": {"patience": 0.2},
     "early_stopping best": {"early_stopping": "best"},
 }
-
-
-@dataclass(frozen=True)
-class Recorded(Trie):
-    """Beam search to the last token, with the score of the best live beam after each step."""
-
-    scores: list[float] = field(default_factory=list)
-
-    def _report(self, task: Task, done: Finished, live: list[int], scores: list[float]) -> Report:
-        self.scores.append(scores[0])
-        return super()._report(task, done, live, scores)
 
 
 @dataclass(frozen=True)

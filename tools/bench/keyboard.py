@@ -5,8 +5,9 @@ distinct. First each list is waited for. Then keys come at an interval, each of 
 bursts after which the last list is waited for.
 """
 
+from __future__ import annotations
+
 import argparse
-import asyncio
 import os
 import statistics
 import time
@@ -14,13 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine import AsyncEngine, Engine, Request, SearchResult
 from engine.app.cli import add_load_flag
 from engine.demo import demo_folder, is_demo
-from search import Trie
+from models.later import later
 from tools.bench import measure
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.report import comparison, comparison_table, finish, rows_table, stamp
+
+with later():
+    import asyncio
+
+    from engine import AsyncEngine, Engine, Request, SearchResult
+    from search import Trie
 
 TEXT = " ".join([
     "Once upon a time there was a little girl who had a small brown dog. Every day they went to the park together,",

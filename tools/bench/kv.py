@@ -5,14 +5,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from engine import Engine
-from engine.contract import Search
-from engine.engine import Done, Prefill, Progress
-from search import Trie
+from models.later import later
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
 from tools.bench.report import finish, rows_table, stamp
+
+with later():
+    from engine import Engine
+    from engine.contract import Search
+    from engine.engine import Done, Prefill, Progress
+    from search import Trie
 
 LIMIT = 1.10  # kv_bytes_peak / bytes of the live tokens at their peak
 LEGEND = f"""*KV / live*: bytes of all pages held over bytes of live tokens (trunk and branches), each at its peak; the

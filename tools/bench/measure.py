@@ -9,14 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from engine.version import __version__
-from kernels.linear import Packed
+from models.later import later
+
+with later():
+    from importlib import metadata
+
+    import torch
+
+    from kernels.linear import Packed
 
 MB = 1e6
 K = TypeVar("K")

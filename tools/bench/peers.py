@@ -29,17 +29,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-import torch
-
-from engine import Engine
 from engine.errors import UsageError
-from models.checkpoint.headers import Checkpoint
-from tools.bench import variants
+from models.later import later
 from tools.bench.checkpoints import CHAT, add_flags, checkpoint, find, is_gguf
 from tools.bench.flags import add_numbers
 from tools.bench.measure import PeakMemory, cores, in_turn, memory, progress, random_tokens, spread
 from tools.bench.report import add_save_flag, comparison, comparison_table, finish, megabytes, rows_table, slug, stamp
-from tools.bench.texts import plain
+
+with later():
+    import torch
+
+    from engine import Engine
+    from models.checkpoint.headers import Checkpoint
+    from tools.bench import variants
+    from tools.bench.texts import plain
 
 PEERS = ("coppice", "transformers", "ctranslate2", "openvino", "llama.cpp")
 KINDS = {  # of weights, with the engines that have them

@@ -7,12 +7,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from engine import Engine, SearchResult
 from engine.demo import demo_folder, is_demo
-from search import Trie
+from models.later import later
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
 from tools.bench.report import finish, rows_table, stamp
+
+with later():
+    from engine import Engine, SearchResult
+    from search import Trie
 
 LEGEND = """Token ids of documents and questions are random. *prompt*: the seconds to the first log-probabilities, of
 all questions one after another, the first included, which reads the document; cold, without the cache, the mean of a

@@ -7,14 +7,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine.demo import demo_folder, is_demo
-from models.formats.linear import FORMATS
-from tools.bench import variants
+from models.later import later
 from tools.bench.cache import COLUMNS, divergence, each_logits, load, sampled
 from tools.bench.checkpoints import MODELS_HELP, defaults, is_gguf
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress, weight_bytes
 from tools.bench.report import finish, rows_table, slug, stamp
-from tools.bench.texts import plain
+
+with later():
+    from models.formats.linear import FORMATS
+    from tools.bench import variants
+    from tools.bench.texts import plain
 
 SHOWN = "int8", "int4", "int4-head"  # of real models
 LEGEND = """Real texts are chapters of Python's documentation, those of the demo are its samples (temperature 1); every

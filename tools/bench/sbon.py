@@ -9,15 +9,18 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
-from engine import Engine, Request
-from engine.contract import Search, SearchResult
 from engine.demo import with_defaults
 from engine.errors import CoppiceError, UsageError
-from search import BoN, SBoN
+from models.later import later
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import in_turn, ratio, standard_error
 from tools.bench.report import finish, rows_table, stamp
-from tools.bench.texts import story_requests
+
+with later():
+    from engine import Engine, Request
+    from engine.contract import Search, SearchResult
+    from search import BoN, SBoN
+    from tools.bench.texts import story_requests
 
 Run = tuple[float, SearchResult]  # seconds and result
 TABLE = """Per prompt, all on the same keyed draws. *speedup*: seconds of the first row over its own, the median over

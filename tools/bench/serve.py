@@ -1,7 +1,6 @@
 """A server under load: clients with mixed searches and widths beside one after another, and clients that leave."""
 
 import argparse
-import http.client
 import itertools
 import json
 import os
@@ -23,9 +22,13 @@ from random import Random
 from typing import Any
 
 from engine.demo import is_demo
+from models.later import later
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
 from tools.bench.report import comparison, comparison_table, finish, rows_table, stamp
+
+with later():
+    import http.client
 
 ROOT = Path(__file__).parents[2]
 HEADERS = {"Content-Type": "application/json"}

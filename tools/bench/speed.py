@@ -13,17 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from engine import Engine
-from models.checkpoint.headers import Checkpoint
-from models.formats.int8 import Int8Linear
-from tools.bench import gpu, host, limits, peaks, peers, variants
+from models.later import later
+from tools.bench import gpu, peers
 from tools.bench.checkpoints import add_flags, checkpoint, is_gguf
 from tools.bench.flags import add_numbers
 from tools.bench.measure import cores, in_turn, progress, ratio
 from tools.bench.report import add_save_flag, comparison, comparison_table, finish, rows_table, slug, stamp
-from tools.bench.traced import Traced, trace
+
+with later():
+    import torch
+
+    from engine import Engine
+    from models.checkpoint.headers import Checkpoint
+    from models.formats.int8 import Int8Linear
+    from tools.bench import host, limits, peaks, variants
+    from tools.bench.traced import Traced, trace
 
 KINDS = ("float32", "bfloat16", "int8", "int4")
 GGUF = "gguf"  # the kind of a GGUF file as it is; the others are made of its weights dequantised

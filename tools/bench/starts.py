@@ -19,12 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import kernels.cpp as cpp  # from kernels: pyright takes that for tools.kernels
 from models.gguf.reader import parts_of
+from models.later import later
 from tools.bench.checkpoints import MODELS_HELP, defaults, is_gguf
 from tools.bench.flags import add_numbers
 from tools.bench.measure import cores, in_turn, memory
 from tools.bench.report import add_save_flag, finish, rows_table, stamp
+
+with later():
+    import kernels.cpp as cpp  # from kernels: pyright takes that for tools.kernels
 
 STARTS = """
 from engine.load.startup import import_torch

@@ -10,24 +10,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from engine import Engine
-from engine.cache.pool import PagePool
-from engine.cache.tree import TokenTree
-from engine.contract import Evaluate, Search, SearchResult, Task
 from engine.demo import is_demo
-from search import ULTS, Trie
-from search.ults.prior import Vectors
+from models.later import later
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.figures import draw, log_axis, need_figures
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import in_turn, progress, spread, standard_error
 from tools.bench.report import finish, rows_table, stamp, table
-from tools.bench.searches import after_prompt, run_alone
-from tools.bench.texts import WithoutEos, draw_prompts
-from tools.toy_trees import SHAPE, ToyTree
-from tools.ults_prior import Collect
+
+with later():
+    import torch
+
+    from engine import Engine
+    from engine.cache.pool import PagePool
+    from engine.cache.tree import TokenTree
+    from engine.contract import Evaluate, Search, SearchResult, Task
+    from search import ULTS, Trie
+    from search.ults.prior import Vectors
+    from tools.bench.searches import Collect, after_prompt, run_alone
+    from tools.bench.texts import WithoutEos, draw_prompts
+    from tools.toy_trees import SHAPE, ToyTree
 
 ALPHAS, EPSILONS = (0.1, 0.2, 0.5, 0.8), (0.05, 0.1, 0.3)
 LIMIT_MS, NODES_RATIO = 0.3, 0.75  # targets
@@ -263,14 +265,15 @@ def gather(
     seed: int,
     folder: Path,
     vectors: int = 1000,
-    without: Callable[[Search], Search] = WithoutEos,
+    without: Callable[[Search], Search] | None = None,
     prompts: Sequence[list[int]] | None = None,
 ) -> Path:
-    """Gather a prior of 1000 vectors, as in the paper, from other prompts; `without` wraps the search that does."""
+    """Gather a prior of 1000 vectors, as in the paper, from other prompts; `without` wraps the search that does, by
+    default so that no text ends."""
     found: list[Vectors] = []
     prompts = prompts or draw_prompts(engine, -(-vectors // depth), prompt_tokens, seed)
     for i, prompt in enumerate(prompts):
-        engine.generate([prompt], without(Collect(found, 1, i)), max_new_tokens=depth)
+        engine.generate([prompt], (without or WithoutEos)(Collect(found, 1, i)), max_new_tokens=depth)
     path = folder / f"prior-{depth}.safetensors"
     Vectors.cat(found).save(path)
     return path

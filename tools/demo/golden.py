@@ -10,15 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import search  # noqa: F401 - fills the registry
-from engine import Engine, UsageError
 from engine.app.cli import output_file
-from engine.contract import SearchResult
 from engine.demo import demo_folder
-from engine.engine import Request
-from search.base import REGISTRY, make_search, parameters
+from models.later import import_now, later
+
+with later():
+    import torch
+
+    import search  # noqa: F401 - fills the registry
+    from engine import Engine, UsageError
+    from engine.contract import SearchResult
+    from engine.engine import Request
+    from search.base import REGISTRY, make_search, parameters
 
 GOLDEN = Path("tests/golden/demo.json")
 PARAMS: dict[str, dict[str, Any]] = {  # small, so that runs are quick, and with different outputs
@@ -110,6 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.demo.golden", description=__doc__)
     parser.add_argument("--output", type=output_file, default=GOLDEN, help=f"({GOLDEN})")
     args = parser.parse_args(argv)
+    import_now()
     engines = [load("float32"), load("float64"), shake(load("float32"))]
     golden = {}
     for name in sorted(REGISTRY):

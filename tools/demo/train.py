@@ -18,15 +18,17 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-import tokenizers
-import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-
 from engine.demo import demo_folder
+from models.later import import_now, later
 from tools.demo.generator import Dialogue, dialogue, pair, text
+
+with later():
+    import tokenizers
+    import torch
+    import torch.nn.functional as F
+    from safetensors.torch import save_file
+    from torch import Tensor
+    from torch.nn.utils.rnn import pad_sequence
 
 PAD, BEGIN, END = 0, 1, 2
 ROLE = {"system": 3, "user": 4, "assistant": 5}
@@ -156,7 +158,7 @@ def is_reward(config: dict[str, Any]) -> bool:
     return config["architectures"] == ["LlamaForSequenceClassification"]
 
 
-def hidden(w: Weights, config: dict[str, Any], ids_BT: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def hidden(w: Weights, config: dict[str, Any], ids_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [B, T, E] before the head. A row sees its past only: padding on the right changes nothing."""
     head, eps = config["head_dim"], config["rms_norm_eps"]
     inverse = config["rope_theta"] ** -(torch.arange(0, head, 2) / head)
@@ -272,6 +274,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.demo.train", description=__doc__)
     parser.add_argument("--folder", type=Path, default=demo_folder().parent, help="holds target, draft and reward")
     folder = parser.parse_args(argv).folder
+    import_now()
     teacher = None
     for name in STEPS:
         config = json.loads((folder / name / "config.json").read_text(encoding="utf-8"))

@@ -12,15 +12,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from engine.app.cli import fetch_models, rules, run, search_params
 from engine.errors import CoppiceError, UsageError
-from engine.load.distributed import ProcessError, check_alone
-from models.checkpoint.headers import Checkpoint
-from search.base import make_search
-from tools.fleet.store import Line, Store, read_input
+from models.later import later
 from tools.fleet.worker import Worker, check_search, depended_on, make_parser
+
+with later():
+    import torch
+
+    from engine.app.cli import fetch_models, rules, run, search_params
+    from engine.load.distributed import ProcessError, check_alone
+    from models.checkpoint.headers import Checkpoint
+    from search.base import make_search
+    from tools.fleet.store import Line, Store, read_input
 
 RETRIES = 5  # times that a block is given to another worker when its own has died
 BLOCKS = 8  # for each worker, so that all end at about the same time

@@ -5,13 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.app.batch_flags import COMMON, add_request_flags
-from engine.app.cli import Parser, add_verbosity_flags, load_engine, positive, template_options
-from engine.app.records import Place, answer, encoded, identified, make_request
-from engine.contract import Search
-from engine.engine import Request
+from engine.app.cli import Parser, add_verbosity_flags, positive, template_options
 from engine.errors import CoppiceError, UsageError
 from engine.load.flags import Flag, options_of
 from engine.load.options import LoadOptions
+from models.later import later
+
+with later():
+    from engine.app.cli import load_engine
+    from engine.app.records import Place, answer, encoded, identified, make_request
+    from engine.contract import Search
+    from engine.engine import Request
 
 
 class Worker:

@@ -21,45 +21,50 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine.app import cli
 from engine.errors import UsageError
-from engine.load.loading import pick_device
-from tools.bench import limits
+from models.later import later
 from tools.bench.figures import draw, need_figures
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, finish, stamp
 from tools.kernels.contenders import NAMES, OPERATORS, PACKED, contenders, load_candidate
-from tools.kernels.lab import Lab, Shape, verdicts
-from tools.kernels.report import paint, report
-from tools.kernels.scenes import level_sizes
+
+with later():
+    import torch
+
+    from engine.load.loading import pick_device
+    from tools.bench import limits
+    from tools.kernels.lab import Lab, Shape, verdicts
+    from tools.kernels.report import paint, report
+    from tools.kernels.scenes import level_sizes
 
 TEMPLATE = Path(__file__).with_name("template.py")
+GRIDS: dict[str, dict[str, list[Any]]] = {  # what a command line does not name, by device
+    "cpu": {"prefix": [512, 2048], "heads": [(12, 12), (12, 4)], "head_dim": [64], "dtypes": ["float32", "bfloat16"]},
+    "cuda": {"prefix": [4096, 8192], "heads": [(32, 32), (32, 8)], "head_dim": [128], "dtypes": ["bfloat16"]},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     parser = cli.Parser("python -m tools.kernels", __doc__ or "", epilog=TEMPLATE.read_text("utf-8").split('"""')[1])
-    cuda = torch.cuda.is_available()
     parser.add_argument("--candidate", metavar="FILE", help="a Python file that defines an operator, see below")
     parser.add_argument("--print-template", action="store_true", help="print a candidate to begin with, and end")
     parser.add_argument("--ops", nargs="+", choices=OPERATORS, metavar="OP", help="(what FILE defines; else all)")
     text = f"{' '.join(NAMES)} (default: all that run without much preparation)"
     parser.add_argument("--impls", nargs="+", choices=NAMES, default=[], metavar="NAME", help=text)
     group = parser.add_argument_group("grid")
-    group.add_argument("--prefix", type=int, nargs="+", default=[4096, 8192] if cuda else [512, 2048], metavar="N")
+    text = "tokens of the trunk (512 2048; on a GPU 4096 8192)"
+    group.add_argument("--prefix", type=int, nargs="+", metavar="N", help=text)
     group.add_argument("--queries", type=int, nargs="+", default=[1, 15, 64], metavar="N")
     group.add_argument("--branching", type=int, nargs="+", default=[1, 4], metavar="N", help="children of a node")
     group.add_argument("--depth", type=int, default=4, metavar="N", help="levels below the prefix (%(default)s)")
-    heads = ["32:32", "32:8"] if cuda else ["12:12", "12:4"]
-    group.add_argument("--heads", nargs="+", type=heads_of, default=[heads_of(h) for h in heads], metavar="H:G",
-                       help=f"query and key/value heads ({' '.join(heads)})")  # fmt: skip
-    group.add_argument("--head-dim", type=int, nargs="+", default=[128] if cuda else [64], metavar="N")
+    text = "query and key/value heads (12:12 12:4; on a GPU 32:32 32:8)"
+    group.add_argument("--heads", nargs="+", type=heads_of, metavar="H:G", help=text)
+    group.add_argument("--head-dim", type=int, nargs="+", metavar="N", help="(64; on a GPU 128)")
     kinds = ("float32", "bfloat16", "float16")
-    dtypes = ["bfloat16"] if cuda else list(kinds[:2])
-    group.add_argument("--dtypes", nargs="+", choices=kinds, default=dtypes, metavar="NAME", help=" ".join(kinds))
+    group.add_argument("--dtypes", nargs="+", choices=kinds, metavar="NAME", help=" ".join(kinds))
     group = parser.add_argument_group("measuring")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's choice)")
@@ -76,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.print_template:
             print(TEMPLATE.read_text("utf-8"), end="")
             return 0
-        result = run(args, words)
+        with torch.inference_mode():
+            result = run(args, words)
         wrong = {name for found in result["right"].values() for name, right in found.items() if not right}
         return UsageError.exit_code if result["candidate"] in wrong else int(not wrong <= {*PACKED})
 
@@ -94,15 +100,16 @@ def heads_of(text: str) -> tuple[int, int]:
     return found
 
 
-@torch.inference_mode()
 def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
     if args.picture or args.save is not None:
         need_figures()
+    device = pick_device(args.device)
+    vars(args).update({name: grid for name, grid in GRIDS[device.type].items() if getattr(args, name) is None})
     if min([*args.prefix, *args.queries, *args.branching, args.depth, *args.head_dim, args.threads or 1]) < 1:
         raise UsageError("the grid's numbers and --threads: expected at least 1")
     candidates = load_candidate(args.candidate, args.ops or OPERATORS) if args.candidate else {}
-    device, made = pick_device(args.device), stamp(words, "tools.kernels")
+    made = stamp(words, "tools.kernels")
     if args.threads:
         torch.set_num_threads(args.threads)
     progress("measuring the machine")

@@ -11,17 +11,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
 from engine.errors import UsageError
-from kernels.cpp import why_not as why_no_cpp
-from kernels.kv_write import kv_write
-from kernels.layout import TreeLayout
-from kernels.tree_attention import tree_attention
-from tools.bench.device import flex_attention
-from tools.kernels.scenes import Scene
+from models.later import later
+
+with later():
+    import torch
+    from torch import Tensor
+    from torch.nn import functional as F
+
+    from kernels.cpp import why_not as why_no_cpp
+    from kernels.kv_write import kv_write
+    from kernels.layout import TreeLayout
+    from kernels.tree_attention import tree_attention
+    from tools.bench.device import flex_attention
+    from tools.kernels.scenes import Scene
 
 OPERATORS = ("tree_attention", "kv_write")
 PACKED = ("sdpa", "flex")  # these take contiguous keys and a mask, made beforehand

@@ -16,36 +16,39 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
-from engine import Engine
 from engine.app import cli
-from engine.contract import Search
 from engine.demo import is_demo
-from engine.engine import Done
 from engine.errors import UsageError
 from models.checkpoint.files import obstacle
-from search import make_search
-from tools.bench import limits
+from models.later import later
 from tools.bench.checkpoints import add_random_flag, add_shape_flags, checkpoint
 from tools.bench.figures import draw, need_figures
 from tools.bench.measure import in_turn, progress, random_tokens
 from tools.bench.report import add_save_flag, finish, stamp
-from tools.profile.clock import Step, Watch, watched
-from tools.profile.report import (
-    CALLS,
-    LEGEND,
-    OPERATORS,
-    call_rows,
-    call_table,
-    group_of,
-    operator_table,
-    paint,
-    part_table,
-    shares,
-)
-from tools.profile.trace import Operator, read_profile
+
+with later():
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from engine import Engine
+    from engine.contract import Search
+    from engine.engine import Done
+    from search import make_search
+    from tools.bench import limits
+    from tools.profile.clock import Step, Watch, watched
+    from tools.profile.report import (
+        CALLS,
+        LEGEND,
+        OPERATORS,
+        call_rows,
+        call_table,
+        group_of,
+        operator_table,
+        paint,
+        part_table,
+        shares,
+    )
+    from tools.profile.trace import Operator, read_profile
 
 RESULT = "result.json"
 PROMPT = "Tell me a story about a fox."

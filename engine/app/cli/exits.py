@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from engine.errors import CoppiceError
 from engine.load.startup import started
+from models.later import import_now
 
 INTERRUPTED, CLOSED_PIPE = 130, 141
 
@@ -22,6 +23,7 @@ def run(
     A KeyboardInterrupt of `main` may have a message: how to continue. During `before`, which checks and imports what
     `main` needs, Ctrl-C ends the process.
     """
+    import_now()
     shown = warnings.showwarning
     warnings.showwarning = (lambda *_, **__: None) if quiet else _show_warning
     try:

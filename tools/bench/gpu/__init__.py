@@ -9,43 +9,44 @@ import argparse
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
-import torch
-
-from tools.bench.gpu.each_kernel import smoke
-from tools.bench.gpu.setting import Found, Setting
-from tools.bench.gpu.single_kernels import attention, products, tune
-from tools.bench.gpu.whole_model import compiled
-from tools.bench.gpu.whole_steps import bits, searches, steps, transformers, weights, where, wide
+from models.later import later
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, comparison_table, finish, rows_table, stamp
+
+with later():
+    import torch
+
+    from tools.bench.gpu.setting import Setting
 
 TOTAL = 500  # seconds after which no stage begins a case: all stages end within nine minutes
 
 
 class Stage(NamedTuple):
-    """A stage, which begins no case after so many seconds; `usual` ones run unless others are named."""
+    """A stage, a function of `module`, which begins no case after so many seconds; `usual` ones run unless others are
+    named."""
 
-    run: Callable[[Setting], Found]
+    module: str
     about: str
     seconds: float
     usual: bool = True
 
 
 STAGES = {  # the first answers first
-    "smoke": Stage(smoke, "each kernel once, against its definition", 70),
-    "steps": Stage(steps, "a step of one beam and of many: graph, host, guesses", 80),
-    "where": Stage(where, "kernels by time, gaps", 30),
-    "attention": Stage(attention, "tree attention, FlexAttention, SDPA", 60),
-    "tune": Stage(tune, "tree attention by its programs' shapes", 120, usual=False),
-    "searches": Stage(searches, "many searches at once", 60),
-    "weights": Stage(weights, "steps on weights of 8 and 4 bits", 50),
-    "products": Stage(products, "matrices in bfloat16, 8 and 4 bits", 30),
-    "bits": Stage(bits, "steps with sums in one order, whatever rides along", 40),
-    "compiled": Stage(compiled, "all layers by torch.compile: minutes, fewer with --layers 8", 300, usual=False),
-    "wide": Stage(wide, "hundreds of beams of a small model", 30),
-    "transformers": Stage(transformers, "its beam search", 40),
+    "smoke": Stage("each_kernel", "each kernel once, against its definition", 70),
+    "steps": Stage("whole_steps", "a step of one beam and of many: graph, host, guesses", 80),
+    "where": Stage("whole_steps", "kernels by time, gaps", 30),
+    "attention": Stage("single_kernels", "tree attention, FlexAttention, SDPA", 60),
+    "tune": Stage("single_kernels", "tree attention by its programs' shapes", 120, usual=False),
+    "searches": Stage("whole_steps", "many searches at once", 60),
+    "weights": Stage("whole_steps", "steps on weights of 8 and 4 bits", 50),
+    "products": Stage("single_kernels", "matrices in bfloat16, 8 and 4 bits", 30),
+    "bits": Stage("whole_steps", "steps with sums in one order, whatever rides along", 40),
+    "compiled": Stage("whole_model", "all layers by torch.compile: minutes, fewer with --layers 8", 300, usual=False),
+    "wide": Stage("whole_steps", "hundreds of beams of a small model", 30),
+    "transformers": Stage("whole_steps", "its beam search", 40),
 }
 
 
@@ -71,12 +72,12 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, argv: Sequence[str], make: Callable[..., Setting] = Setting) -> dict[str, Any]:
+def run(args: argparse.Namespace, argv: Sequence[str], make: Callable[..., Setting] | None = None) -> dict[str, Any]:
     """Measure and report, stage by stage."""
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure")
         return {}
-    setting, results = make(args), {}
+    setting, results = (make or Setting)(args), {}
     if args.seconds is None:
         setting.end = time.perf_counter() + TOTAL
     with setting.listening():
@@ -96,7 +97,7 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, argv: Sequenc
     found: dict[str, Any] = {"rows": [], "targets": []}
     body = []
     try:
-        result = STAGES[name].run(setting)
+        result = getattr(import_module(f"{__name__}.{STAGES[name].module}"), name)(setting)
         found |= {"rows": result.rows, "targets": result.targets}
         body = [result.heading, rows_table(result.rows, result.columns), result.legend] if result.rows else []
     except Exception as error:  # of this stage alone, unless the GPU itself is lost

@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,14 +20,16 @@ from typing import Any
 from engine.app.cli import add_load_flag
 from engine.demo import is_demo, with_defaults
 from engine.errors import CoppiceError
+from models.later import later
 from tools.bench.checkpoints import MODEL_HELP, find, located
 from tools.bench.figures import draw, need_figures
 from tools.bench.measure import progress
-from tools.bench.papers import aded, dsbd, sbon, trie, ults
-from tools.bench.papers.common import Findings, Models
 from tools.bench.report import add_save_flag, slug, stamp, stamp_text, write_section
 
-PAPERS: dict[str, ModuleType] = {"trie": trie, "ults": ults, "sbon": sbon, "aded": aded, "dsbd": dsbd}
+with later():
+    from tools.bench.papers.common import Findings, Models
+
+PAPERS = ("trie", "ults", "sbon", "aded", "dsbd")
 
 
 def paper_name(text: str) -> str:
@@ -59,9 +62,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     made, found, failed = stamp(argv), {}, []
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
         for name in args.papers or PAPERS:
-            began, models = time.perf_counter(), opened(args, PAPERS[name], Path(scratch, name))
+            began, paper = time.perf_counter(), import_module(f"{__name__}.{name}")
+            models = opened(args, paper, Path(scratch, name))
             try:
-                findings = compare(PAPERS[name], models)
+                findings = compare(paper, models)
             except Exception as error:
                 if args.verbose:
                     traceback.print_exc()
@@ -71,10 +75,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
                 continue
             found[name] = findings.result
             progress(f"{name}: {time.perf_counter() - began:.0f} s")
-            print(f"# {PAPERS[name].TITLE}\n\n{findings.body}\n", flush=True)
+            print(f"# {paper.TITLE}\n\n{findings.body}\n", flush=True)
             try:
                 if args.save is not None:
-                    save(args.save, name, models, stamp_text(made), findings)
+                    save(args.save, paper, models, stamp_text(made), findings)
             except OSError as error:
                 failed.append(name)
                 progress(f"{name} could not be saved: {error}")
@@ -105,10 +109,10 @@ def compare(paper: ModuleType, models: Models) -> Findings:
     return findings._replace(body=f"**The paper:** {setting}\n\n**Here:** {findings.body}")
 
 
-def save(page: Path, name: str, models: Models, stamped: str, findings: Findings) -> None:
+def save(page: Path, paper: ModuleType, models: Models, stamped: str, findings: Findings) -> None:
     """Replace the paper's section of the page and its picture."""
     label = "" if models.demo else f"-{slug(models.name)}"
-    section, title = f"papers-{name}{label}", PAPERS[name].TITLE
+    section, title = f"papers-{paper.__name__.rpartition('.')[2]}{label}", paper.TITLE
     body = f"{stamped}\n\n{findings.body}"
     if findings.paint is not None and findings.size is not None:
         draw(page.with_name(f"{section}.svg"), findings.size, findings.paint)

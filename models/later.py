@@ -1,0 +1,73 @@
+"""Imports that wait until a command line has read its flags, so that help and wrong flags need no torch.
+
+A module with flags imports under `with later():` what only its work needs. The parser is made without these names;
+`import_now`, which `engine.app.cli.run` calls before the work, imports them. Other programs import them at once.
+"""
+
+import builtins
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_modules: list[dict[str, Any]] | None = None  # the names of each module with imports that wait; None: none may wait
+
+
+class Later:
+    """A name whose import waits. It may stand in annotations; anything else needs `import_now`.
+
+    Args:
+        statement: the arguments of `__import__`.
+        path: the attributes of what that returns.
+    """
+
+    def __init__(self, statement: tuple[Any, ...], path: tuple[str, ...] = ()):
+        self._statement, self._path = statement, path
+
+    def __getattr__(self, name: str) -> "Later":
+        return Later(self._statement, (*self._path, name))
+
+    def __or__(self, other: object) -> "Later":  # of annotations
+        return self
+
+    __ror__ = __or__
+
+    def imported(self) -> Any:
+        """Import it."""
+        return functools.reduce(getattr, self._path, __import__(*self._statement))
+
+
+def let_wait(package: str) -> None:
+    """Let imports under `later` wait, if `python -m` is starting a module of this package."""
+    global _modules
+    if sys.argv[:1] == ["-m"] and any(word.startswith(f"{package}.") for word in sys.orig_argv):
+        _modules = []
+
+
+@contextmanager
+def later() -> Iterator[None]:
+    """The import statements of the block wait for `import_now`, if they may."""
+    if (modules := _modules) is None:
+        yield
+        return
+
+    def wait(name: str, names: Any, *others: Any) -> Later:
+        modules.append(names)
+        return Later((name, names, *others))
+
+    importing, builtins.__import__ = builtins.__import__, wait  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        builtins.__import__ = importing
+
+
+def import_now() -> None:
+    """Make the imports that wait; later ones do not wait."""
+    global _modules
+    modules, _modules = _modules or [], None
+    for names in modules:
+        for name, value in [*names.items()]:
+            if isinstance(value, Later):
+                names[name] = value.imported()
