@@ -2,7 +2,8 @@
 
 A safetensors file: for each kind of thing that layers keep one tensor or two, [L, G, tokens, D]; of recurrent layers
 the state after the last whole block and the rows that tokens after the prefix read. Its metadata has the tokens, the
-model as it is computed (weights, dtypes, weight format), and a checksum. It holds no salt.
+model as it is computed (weights, dtypes, weight format; on which kind of device, with which order of sums), and a
+checksum. It holds no salt.
 """
 
 import json
@@ -21,6 +22,7 @@ from engine.cache.tree import TokenTree
 from engine.errors import UsageError, shortened
 from engine.step.packing import Chunk
 from engine.step.runner import Runner
+from kernels import same_bits
 from kernels.kv_kinds import parts
 from kernels.layout import BLOCK
 from models.checkpoint.files import open_regular, replacing
@@ -28,7 +30,7 @@ from models.checkpoint.tensor_files import buffer_of, write_tensors
 from models.config import ModelShape
 from models.shard import Shard
 
-FORMAT, VERSION = "coppice prefix", "2"
+FORMAT, VERSION = "coppice prefix", "3"
 LARGEST = float(1 << 20)  # of keys, values and scales: sums of their products stay finite
 REMEDY = "make one with --save-prefix and the same flags"
 
@@ -72,6 +74,7 @@ def save_prefix(engine: Owner, path: str | Path, tokens: Sequence[int]) -> None:
     finally:
         tree.release()
     metadata = {"format": FORMAT, "version": VERSION, "model": _model(engine), "tokens": json.dumps([*tokens])}
+    metadata["computed"] = _computed(engine.pool.device)
     try:
         with replacing(Path(path)) as file:
             write_tensors(file, kept, metadata | {"checksum": _checksum(kept, metadata["tokens"])})
@@ -83,8 +86,8 @@ def load_prefix(engine: Owner, path: str | Path, salt: str = "") -> list[int]:
     """Put a saved prefix into the engine's cache, as if a request of this salt had just used it. Returns its tokens.
 
     Raises:
-        UsageError: the file cannot be read, is no prefix, is damaged or holds what no model computes, or another model
-            or format made it; the engine keeps no prefixes.
+        UsageError: the file cannot be read, is no prefix, is damaged or holds what no model computes, or another model,
+            format, kind of device or order of sums made it; the engine keeps no prefixes.
         KVMemoryError: the prefix does not fit into the cache.
     """
     _check(engine)
@@ -144,6 +147,11 @@ def _model(engine: Owner) -> str:
     return engine.model_key.rpartition("-")[2]
 
 
+def _computed(device: torch.device) -> str:
+    """The bits of keys and values depend on it: the kind of device, and on a GPU whether all sums have one order."""
+    return f"{device.type}, {same_bits.NAME}=on" if device.type != "cpu" and same_bits.asked() else device.type
+
+
 def _checksum(kept: dict[str, Tensor], tokens: str) -> str:
     checksum = zlib.crc32(tokens.encode())
     for name in sorted(kept):
@@ -167,6 +175,9 @@ def _read(engine: Owner, path: str | Path) -> tuple[list[int], dict[str, Tensor]
     if metadata.get("model") != _model(engine):
         what = "another model, dtype or format of weights or cache made the prefix"
         raise UsageError(what, where=f"{where}, loaded: {engine.name}", remedy=REMEDY)
+    if (made := metadata.get("computed")) != (ours := _computed(engine.pool.device)):
+        what = f"the prefix was computed on {shortened(ascii(made))}, not on {ours!r}"
+        raise UsageError(what, where=where, remedy=REMEDY)
     if metadata.get("checksum") != _checksum(kept, metadata.get("tokens", "")):
         raise UsageError("the prefix is damaged: its checksum is another", where=where, remedy=REMEDY)
     try:

@@ -3,11 +3,13 @@
 import math
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from engine import Engine, KVMemoryError, UsageError
 from engine.load import pools
 from engine.step import prefix_files
+from kernels import same_bits
 from models.checkpoint.tensor_files import write_tensors
 from search import Greedy, Trie
 from tests.engine.cache.test_prefixes import ROOT, exact, load, make_folder, same
@@ -118,6 +120,14 @@ def numbers(value):
     return change
 
 
+def test_what_bits_depend_on():
+    said = []
+    for choice in ("on", "off"):
+        with same_bits.asking(choice):
+            said += [prefix_files._computed(torch.device(kind)) for kind in ("cpu", "cuda")]
+    assert said == ["cpu", "cuda, COPPICE_SAME_BITS=on", "cpu", "cuda"]
+
+
 CRAFTED = {
     "no tokens": (lambda found, tensors: found.pop("tokens"), "tokens: expected a list of ids from 0 to 119, got ''"),
     "no list": (metadata("tokens", "7"), "tokens: expected a list"),
@@ -130,6 +140,9 @@ CRAFTED = {
     "outside": (metadata("tokens", str([120] * 60)), "tokens: expected a list of ids from 0 to 119"),
     "endless": (metadata("tokens", str([5] * 401)), "tokens: expected at most 400, the model's context, got 401"),
     "fewer": (metadata("tokens", str([5] * 59)), "expected .*59.* got .*60"),
+    "another device": (metadata("computed", "cuda"), "computed on 'cuda', not on 'cpu'"),
+    "another order of sums": (metadata("computed", "cpu, COPPICE_SAME_BITS=on"), "=on', not on 'cpu'"),
+    "no device": (lambda found, tensors: found.pop("computed"), "computed on None"),
     "another tensor": (lambda found, tensors: tensors.update(x=tensors[min(tensors)]), "expected the tensors"),
     "a tensor less": (lambda found, tensors: tensors.pop(min(tensors)), "expected the tensors"),
     "a shape": (
