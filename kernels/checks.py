@@ -5,7 +5,7 @@ what only it cannot do, for example a dtype that C++ does not have.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +35,12 @@ def expect(
         f"{name}: expected {order}{_short(dtype)} {list(shape)} on {device}, "
         f"got {_short(x.dtype)} {list(x.shape)} on {x.device}, strides {list(x.stride())}"
     )
+
+
+def implementation(impl: str, known: Collection[str]) -> None:
+    """Raises ValueError unless an operator has an implementation of this name."""
+    if impl not in known:
+        raise ValueError(f"impl: expected one of {', '.join(known)}, got {impl!r}")
 
 
 def floats(name: str, x: Tensor, dims: int | None = None) -> None:

@@ -244,6 +244,25 @@ def e4m3(byte):
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
 
 
+PAIRS = """{
+            .reg .b32 a, b, s, t;
+            prmt.b32 a, $2, 0, 0x4140;
+            prmt.b32 b, $2, 0, 0x4342;
+            shl.b32 t, a, %(shift)s;
+            and.b32 s, a, 0x00800080;
+            mad.lo.u32 a, s, %(sign)s, t;
+            shl.b32 t, b, %(shift)s;
+            and.b32 s, b, 0x00800080;
+            mad.lo.u32 b, s, %(sign)s, t;
+            mov.b32 s, %(bias)s;
+            mov.b32 t, 0x80008000;
+            fma.rn.%(dtype)s $0, a, s, t;
+            fma.rn.%(dtype)s $1, b, s, t;
+            }"""
+BFLOAT16_OF_E4M3 = tl.constexpr(PAIRS % {"shift": "4", "sign": "0xf0", "bias": "0x7b807b80", "dtype": "bf16x2"})
+FLOAT16_OF_E4M3 = tl.constexpr(PAIRS % {"shift": "7", "sign": "0x80", "bias": "0x5c005c00", "dtype": "f16x2"})
+
+
 @triton.jit
 def finite_e4m3(byte, dtype: tl.constexpr):
     """Convert e4m3, none of it NaN, to a dtype; nothing is lost.
@@ -254,43 +273,9 @@ def finite_e4m3(byte, dtype: tl.constexpr):
     if INTERPRETED or dtype == tl.float32:
         x = e4m3(byte).to(dtype)
     elif dtype == tl.bfloat16:
-        x = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, s, t;
-            prmt.b32 a, $2, 0, 0x4140;
-            prmt.b32 b, $2, 0, 0x4342;
-            shl.b32 t, a, 4;
-            and.b32 s, a, 0x00800080;
-            mad.lo.u32 a, s, 0xf0, t;
-            shl.b32 t, b, 4;
-            and.b32 s, b, 0x00800080;
-            mad.lo.u32 b, s, 0xf0, t;
-            mov.b32 s, 0x7b807b80;
-            mov.b32 t, 0x80008000;
-            fma.rn.bf16x2 $0, a, s, t;
-            fma.rn.bf16x2 $1, b, s, t;
-            }""",
-            "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+        x = tl.inline_asm_elementwise(BFLOAT16_OF_E4M3, "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4)
     else:
-        x = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, s, t;
-            prmt.b32 a, $2, 0, 0x4140;
-            prmt.b32 b, $2, 0, 0x4342;
-            shl.b32 t, a, 7;
-            and.b32 s, a, 0x00800080;
-            mad.lo.u32 a, s, 0x80, t;
-            shl.b32 t, b, 7;
-            and.b32 s, b, 0x00800080;
-            mad.lo.u32 b, s, 0x80, t;
-            mov.b32 s, 0x5c005c00;
-            mov.b32 t, 0x80008000;
-            fma.rn.f16x2 $0, a, s, t;
-            fma.rn.f16x2 $1, b, s, t;
-            }""",
-            "=r,=r,r", [byte], tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
+        x = tl.inline_asm_elementwise(FLOAT16_OF_E4M3, "=r,=r,r", [byte], tl.float16, is_pure=True, pack=4)
     return x
 
 

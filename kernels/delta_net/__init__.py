@@ -45,8 +45,7 @@ def delta_net(
     Raises:
         ValueError: tensors that do not fit together, rows or states out of range, unknown impl.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    checks.implementation(impl, IMPLEMENTATIONS)
     checks.delta_net(x_TF, weights, rows_RW, states_SHKV, paths)
     run = {"reference": reference, "torch": plain, "cpp": native}[impl].delta_net
     return run(x_TF, weights, rows_RW, states_SHKV, paths)

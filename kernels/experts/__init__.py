@@ -36,8 +36,7 @@ def experts(x_TE: Tensor, mixture: PackedExperts, *, impl: str = "cpp") -> Tenso
     Raises:
         ValueError: rows of another width, or an impl that is not known.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    checks.implementation(impl, IMPLEMENTATIONS)
     checks.floats("x_TE", x_TE, 2)
     if x_TE.shape[1] != mixture.width:
         raise ValueError(f"x_TE: expected a width of {mixture.width}, got {list(x_TE.shape)}")

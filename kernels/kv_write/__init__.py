@@ -34,8 +34,7 @@ def kv_write(
             cannot do. Slots on a GPU are not checked, because that would wait for the GPU: the code that makes them
             answers for them.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    checks.implementation(impl, IMPLEMENTATIONS)
     if impl != "cpp":  # C++ checks them itself
         checks.kv_write(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
         if slots_T.is_cpu:

@@ -29,8 +29,7 @@ def low_rank(y_TO: Tensor, x_TI: Tensor, adapters: Adapters, adapters_T: Tensor,
     Raises:
         ValueError: tensors that do not fit together, unknown numbers or impl.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    checks.implementation(impl, IMPLEMENTATIONS)
     checks.floats("x", x_TI, 2)
     T = len(x_TI)
     checks.expect("x", x_TI, x_TI.dtype, (T, adapters.width), x_TI.device)

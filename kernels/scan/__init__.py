@@ -31,19 +31,10 @@ def scan(
         x_TF: of each token side by side: a gate for each element of H heads [V], x of these, B and C of G groups [K],
             the inputs of steps for each of the heads.
         weights: see there; x, B and C are convolved, then silu is applied.
-        rows_RW: one layer's rows, see `ScanKind.row`, contiguous, in the dtype of the weights. NULL_SLOT holds zeros.
-        states_SHKV: one layer's states, contiguous, of the same dtype. NULL_STATE holds zeros.
-        paths: what is read and written.
-        impl: "reference" (the definition), "torch" (fast PyTorch) or "cpp" (C++, on a CPU).
-
-    Returns:
-        [T, H * V] in the dtype of x.
-
-    Raises:
-        ValueError: tensors that do not fit together, rows or states out of range, unknown impl.
+        rows_RW, states_SHKV, paths, impl: as of `kernels.delta_net.delta_net`, with rows of `ScanKind.row`; so are what
+            is returned and raised.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    checks.implementation(impl, IMPLEMENTATIONS)
     checks.scan(x_TF, weights, rows_RW, states_SHKV, paths)
     run = {"reference": reference, "torch": plain, "cpp": native}[impl].scan
     return run(x_TF, weights, rows_RW, states_SHKV, paths)

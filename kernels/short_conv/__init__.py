@@ -44,8 +44,7 @@ def short_conv(
             cannot do. Slots on a GPU are not checked, because that would wait for the GPU: the code that makes them
             answers for them.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    checks.implementation(impl, IMPLEMENTATIONS)
     checks.short_conv(x_TF, weight_KE, bias_E, rows_SE, slots_T, ancestors_TN)
     if slots_T.is_cpu and impl != "cpp":  # C++ checks them itself
         checks.within("slots_T", slots_T.tolist(), len(rows_SE))

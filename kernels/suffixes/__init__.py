@@ -3,6 +3,7 @@ finds them in a suffix tree; here chains of places do, as in LZ77's programs, in
 
 from collections.abc import Collection, Sequence
 
+from kernels import checks
 from kernels.cpp import why_not
 from kernels.suffixes import native, reference
 from kernels.suffixes.reference import MOST_MATCHED, Nodes, Source
@@ -98,8 +99,7 @@ def propose(
 
 
 def _chosen(impl: str):
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    checks.implementation(impl, IMPLEMENTATIONS)
     return IMPLEMENTATIONS[impl]
 
 

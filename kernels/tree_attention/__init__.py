@@ -47,8 +47,7 @@ def tree_attention(
             the GPU: the code that makes the layout answers for them.
     """
     impl = impl or layout.impl
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    checks.implementation(impl, IMPLEMENTATIONS)
     _check(q_THD, k_GSD, v_GSD, layout, window, cap, sinks_H, impl)
     if impl == "triton":
         from kernels.tree_attention import triton  # absent on some machines, and slow to import

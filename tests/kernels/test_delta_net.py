@@ -192,6 +192,31 @@ def test_half_precision_rounds_the_result_alone(impl):
     torch.testing.assert_close(found, exact.bfloat16(), rtol=2e-2, atol=1e-3)
 
 
+def check_refused(forest, name, spoil):
+    """A spoilt argument, weight or path is refused by name, by every implementation alike."""
+    x_TF, paths = forest.grow(9, 3)
+    options = {"x_TF": x_TF, "weights": forest.weights, "rows_RW": forest.rows, "states_SHKV": forest.states}
+    options["paths"] = paths
+    if name in options:
+        options[name] = spoil(options[name])
+    elif name in forest.weights._fields:
+        options["weights"] = forest.weights._replace(**{name: spoil(getattr(forest.weights, name))})
+    else:
+        options["paths"] = replace(paths, **{name: spoil(getattr(paths, name))})
+    said = refusals(lambda impl: forest.operator(**options, impl=impl), ["reference", *FAST])
+    assert re.match(rf"{name}: expected ", said)
+
+
+def check_refused_sizes(forest):
+    """Heads that do not divide one another are refused, and so is an implementation that does not exist."""
+    x_TF, paths = forest.grow(2, 1)
+    wrong = forest.weights._replace(kind=replace(forest.kind, key_heads=3))
+    with pytest.raises(ValueError, match="weights: expected a tap, a head"):
+        forest.operator(x_TF, wrong, forest.rows, forest.states, paths)
+    with pytest.raises(ValueError, match="impl: expected one of reference, torch, cpp, got 'c'"):
+        forest.operator(x_TF, forest.weights, forest.rows, forest.states, paths, impl="c")
+
+
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [
@@ -215,25 +240,8 @@ def test_half_precision_rounds_the_result_alone(impl):
     ],
 )
 def test_what_is_refused(name, spoil):
-    forest = Growing(SMALL, 5)
-    x_TF, paths = forest.grow(9, 3)
-    options = {"x_TF": x_TF, "weights": forest.weights, "rows_RW": forest.rows, "states_SHKV": forest.states}
-    options["paths"] = paths
-    if name in options:
-        options[name] = spoil(options[name])
-    elif name in DeltaWeights._fields:
-        options["weights"] = forest.weights._replace(**{name: spoil(getattr(forest.weights, name))})
-    else:
-        options["paths"] = replace(paths, **{name: spoil(getattr(paths, name))})
-    said = refusals(lambda impl: delta_net(**options, impl=impl), ["reference", *FAST])
-    assert re.match(rf"{name}: expected ", said)
+    check_refused(Growing(SMALL, 5), name, spoil)
 
 
 def test_sizes_and_implementations_that_do_not_exist():
-    forest = Growing(SMALL, 6)
-    x_TF, paths = forest.grow(2, 1)
-    wrong = forest.weights._replace(kind=replace(SMALL, key_heads=3))
-    with pytest.raises(ValueError, match="weights: expected a tap, a head"):
-        delta_net(x_TF, wrong, forest.rows, forest.states, paths)
-    with pytest.raises(ValueError, match="impl: expected one of reference, torch, cpp, got 'c'"):
-        delta_net(x_TF, forest.weights, forest.rows, forest.states, paths, impl="c")
+    check_refused_sizes(Growing(SMALL, 6))

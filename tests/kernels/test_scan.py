@@ -1,8 +1,5 @@
 """Selective scans over trees: the plain recurrence along every path, implementations, what is refused."""
 
-import re
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -10,8 +7,7 @@ from torch.nn import functional as F
 from kernels import cpp
 from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, ScanKind
 from kernels.scan import ScanWeights, scan
-from tests.kernels.test_checks import refusals
-from tests.kernels.test_delta_net import Growing, errors_of, sequence
+from tests.kernels.test_delta_net import Growing, check_refused, check_refused_sizes, errors_of, sequence
 
 FAST = ["torch", *([] if cpp.why_not() else ["cpp"])]
 SMALL = ScanKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
@@ -117,25 +113,8 @@ def test_half_precision_rounds_the_result_alone(impl):
     ],
 )
 def test_what_is_refused(name, spoil):
-    forest = Scanned(SMALL, 5)
-    x_TF, paths = forest.grow(9, 3)
-    options = {"x_TF": x_TF, "weights": forest.weights, "rows_RW": forest.rows, "states_SHKV": forest.states}
-    options["paths"] = paths
-    if name in options:
-        options[name] = spoil(options[name])
-    elif name in ScanWeights._fields:
-        options["weights"] = forest.weights._replace(**{name: spoil(getattr(forest.weights, name))})
-    else:
-        options["paths"] = replace(paths, **{name: spoil(getattr(paths, name))})
-    said = refusals(lambda impl: scan(**options, impl=impl), ["reference", *FAST])
-    assert re.match(rf"{name}: expected ", said)
+    check_refused(Scanned(SMALL, 5), name, spoil)
 
 
 def test_sizes_and_implementations_that_do_not_exist():
-    forest = Scanned(SMALL, 6)
-    x_TF, paths = forest.grow(2, 1)
-    wrong = forest.weights._replace(kind=replace(SMALL, key_heads=3))
-    with pytest.raises(ValueError, match="weights: expected a tap, a head"):
-        scan(x_TF, wrong, forest.rows, forest.states, paths)
-    with pytest.raises(ValueError, match="impl: expected one of reference, torch, cpp, got 'c'"):
-        scan(x_TF, forest.weights, forest.rows, forest.states, paths, impl="c")
+    check_refused_sizes(Scanned(SMALL, 6))
