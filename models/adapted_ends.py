@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from kernels.low_rank import Adapters, Factors, LowRank
 from kernels.low_rank import low_rank as add_low_rank
 from models.adapters import Adapter, Fitted, low_rank
-from models.config import HEAD, Config, Names
+from models.config import Config
 from models.formats.floats import FloatLinear, has_kernels
 from models.formats.linear import Linear, is_small
+from models.names import HEAD, Names
 
 
 class AdaptedEnds:

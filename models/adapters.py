@@ -22,8 +22,9 @@ from models.checkpoint.headers import ADAPTERS, CONFIG_BYTES, Checkpoint, header
 from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS
 from models.checkpoint.tensors import TensorInfo
 from models.checkpoint.wrapped import NESTED
-from models.config import HEAD, Config, Names
+from models.config import Config
 from models.errors import CheckpointError, show
+from models.names import HEAD, Names
 
 CONFIG, WEIGHTS, PICKLE = ADAPTERS
 KEY = re.compile(

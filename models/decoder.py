@@ -22,11 +22,12 @@ from models.adapters import Adapter, low_rank, matrices
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.weights import Weights
-from models.config import HEAD, SCORE, Config, ModelShape, Names
+from models.config import Config, ModelShape
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels
 from models.formats.linear import Linear, is_small
 from models.layers import Layer
+from models.names import HEAD, SCORE, Names
 from models.norms import Norm
 from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, fused, run

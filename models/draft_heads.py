@@ -21,12 +21,14 @@ from kernels.stack.calls import Call
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.weights import Weights
-from models.config import HEAD, Config, ModelShape, Names, rotary
+from models.config import Config, ModelShape
 from models.decoder import Decoder
 from models.errors import CheckpointError, show
 from models.layers import MLP, Attention
+from models.names import HEAD, Names
 from models.norms import Norm
 from models.quantized import LINEAR
+from models.reading import rotary
 from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, run
 

@@ -15,8 +15,9 @@ from kernels.layout import DeltaKind, ScanKind
 from kernels.scan import ScanWeights
 from kernels.stack.calls import Call
 from models.checkpoint.weights import Weights
-from models.config import Config, Names, Recurrent
+from models.config import Config, Recurrent
 from models.mixture import Mixture
+from models.names import Names
 from models.norms import Norm, head_norm
 from models.running import Registers, Together, run
 

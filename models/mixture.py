@@ -11,7 +11,8 @@ from kernels.experts import Expert, PackedExperts, choose, experts, grouped
 from kernels.rows import activation_mul
 from kernels.stack.calls import Call
 from models.checkpoint.weights import Weights
-from models.config import Config, Names
+from models.config import Config
+from models.names import Names
 
 
 class Mixture(nn.Module):

@@ -17,9 +17,9 @@ from engine.text.tokenizer import Tokenizer
 from kernels.linear.blocks import BLOCKS, Block
 from models.checkpoint.headers import WEIGHTS, Checkpoint
 from models.checkpoint.tensor_files import write_tensors
-from models.config import HEAD
 from models.gguf.reader import FETCH_AGAIN
 from models.gguf.tensors import Stored
+from models.names import HEAD
 from models.quantized.own import Grouping, Own
 
 PIECE = 1 << 21  # elements that are converted at a time

@@ -23,7 +23,7 @@ from ctranslate2.specs import common_spec, transformer_spec  # type: ignore[impo
 from torch import Tensor
 
 from models.checkpoint.headers import Checkpoint
-from models.config import HEAD
+from models.names import HEAD
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "models/demo/target"

@@ -27,7 +27,7 @@ _ROUTERS = (".block_sparse_moe.router.layer.", ".block_sparse_moe.router.", ".ml
 
 
 def one_by_one(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The same tensors; those of experts one by one, and by the names of `models.config.Names`.
+    """The same tensors; those of experts one by one, and by the names of `models.names.Names`.
 
     Raises:
         CheckpointError: two spellings of one matrix.

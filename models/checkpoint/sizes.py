@@ -15,13 +15,14 @@ from models.checkpoint.experts import EXPERT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import FLOATS
 from models.checkpoint.weights import Weights
-from models.config import HEAD, Config, ModelShape
+from models.config import Config, ModelShape
 from models.families import family_of, load_model
 from models.formats.floats import has_kernels
 from models.formats.linear import FORMATS, format_of
 from models.formats.packed import PREFIXES
 from models.gguf.tensors import Stored
 from models.mtp import MTP
+from models.names import HEAD
 from models.shard import Shard
 from models.sharding import part
 

@@ -16,12 +16,13 @@ from kernels.linear.reference import unpacked
 from models.checkpoint.cached_matrices import CachedMatrices
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import FETCH_AGAIN
-from models.config import HEAD, Config
+from models.config import Config
 from models.errors import CheckpointError, show
 from models.formats.coded import CodedLinear, has_codes, of_packed
 from models.formats.floats import PackedLinear, blocks, has_kernels
 from models.formats.grouped import GroupedLinear, GroupedWeight
 from models.formats.linear import FORMATS, Joined, Linear, format_of
+from models.names import HEAD
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 from models.shard import Shard
 from models.sharding import EVEN, Agreed, Gathered, Partition, Summed, part

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, SLIDING, Config, Names, layer_types, ropes, rotary, windows
+from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
+from models.names import Names
+from models.reading import layer_types, ropes, rotary, windows
 
 BASES = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}  # of Gemma 3
 

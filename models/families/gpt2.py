@@ -3,8 +3,10 @@
 import re
 
 from models.checkpoint.fields import Fields
-from models.config import Config, Names, common
+from models.config import Config
 from models.decoder import Decoder
+from models.names import Names
+from models.reading import common
 
 
 class GPT2(Decoder):

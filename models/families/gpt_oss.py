@@ -3,8 +3,9 @@
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, SLIDING, Config, experts, layer_types, rotary, windows
+from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
+from models.reading import experts, layer_types, rotary, windows
 
 ALPHA, LIMIT = 1.702, 7.0  # of the gates: those of the kernels
 YARN = {  # where the config says nothing of rotary embeddings

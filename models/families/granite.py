@@ -3,8 +3,10 @@
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.config import Config, Names, architecture, experts, rotary
+from models.config import Config
 from models.decoder import Decoder
+from models.names import Names
+from models.reading import architecture, experts, rotary
 
 
 class Granite(Decoder):

@@ -7,9 +7,11 @@ from typing import Any
 
 from kernels.layout import ScanKind
 from models.checkpoint.fields import Fields
-from models.config import FULL, RECURRENT, Config, Names, Recurrent, experts, layer_types, rotary
+from models.config import FULL, RECURRENT, Config, Recurrent
 from models.decoder import Decoder
 from models.families.granite import factors
+from models.names import Names
+from models.reading import experts, layer_types, rotary
 
 SCANS: dict[str, Any] = {  # fields of `Names`
     "recurrent_in": ("mamba.in_proj",),

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 from models.checkpoint.fields import Fields
-from models.config import Config, Names, rotary
+from models.config import Config
 from models.decoder import Decoder
+from models.names import Names
+from models.reading import rotary
 
 
 class HunYuan(Decoder):

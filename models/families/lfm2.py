@@ -4,8 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.config import Config, Names, experts, rotary
+from models.config import Config
 from models.decoder import Decoder
+from models.names import Names
+from models.reading import experts, rotary
 
 CONV, FULL = "conv", "full_attention"
 

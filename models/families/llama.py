@@ -1,8 +1,9 @@
 """Llama 1, 2, 3.x (Touvron et al. 2023)."""
 
 from models.checkpoint.fields import Fields
-from models.config import Config, rotary
+from models.config import Config
 from models.decoder import Decoder
+from models.reading import rotary
 
 
 class Llama(Decoder):

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, SLIDING, Config, layer_types, rotary, windows
+from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
+from models.reading import layer_types, rotary, windows
 
 MINISTRAL3_ROPE = {
     "rope_type": "yarn",

@@ -1,8 +1,9 @@
 """Mixtral (Jiang et al. 2024) and Phi-3.5-MoE (Abdin et al. 2024): experts in all layers."""
 
 from models.checkpoint.fields import Fields
-from models.config import Config, experts, rotary
+from models.config import Config
 from models.decoder import Decoder
+from models.reading import experts, rotary
 
 
 class Mixtral(Decoder):

@@ -1,8 +1,9 @@
 """OLMo 2 and 3 (Team OLMo 2025): norms on the outputs of attention and MLP, and on all heads as one row."""
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, SLIDING, Config, architecture, layer_types, ropes, rotary, windows
+from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
+from models.reading import architecture, layer_types, ropes, rotary, windows
 
 BASE = 500000.0  # of OLMo 3's rotary embedding
 

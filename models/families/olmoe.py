@@ -1,8 +1,9 @@
 """OLMoE (Muennighoff et al. 2024): experts in all layers, norms of all heads as one row."""
 
 from models.checkpoint.fields import Fields
-from models.config import Config, experts, rotary
+from models.config import Config
 from models.decoder import Decoder
+from models.reading import experts, rotary
 
 
 class Olmoe(Decoder):

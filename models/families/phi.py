@@ -1,8 +1,10 @@
 """Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023): attention and MLP side by side, heads rotated in part."""
 
 from models.checkpoint.fields import Fields
-from models.config import Config, Names, rotary
+from models.config import Config
 from models.decoder import Decoder
+from models.names import Names
+from models.reading import rotary
 
 
 class Phi(Decoder):

@@ -1,8 +1,10 @@
 """Phi-3, 3.5, 4-mini (Abdin et al. 2024): a Llama with fused projections, stretched by LongRoPE (Ding et al. 2024)."""
 
 from models.checkpoint.fields import Fields
-from models.config import Config, Names, rotary
+from models.config import Config
 from models.decoder import Decoder
+from models.names import Names
+from models.reading import rotary
 
 # The first Phi-3 configs call longrope `su`, or `yarn`, which it is not.
 ROPE_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}

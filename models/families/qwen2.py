@@ -1,8 +1,9 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases of queries, keys and values, and windows in some layers."""
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, SLIDING, Config, layer_types, rotary, windows
+from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
+from models.reading import layer_types, rotary, windows
 
 
 class Qwen2(Decoder):

@@ -1,9 +1,10 @@
 """Qwen3 (Yang et al. 2025): a Llama with an RMSNorm per head on queries and keys, and windows in some layers."""
 
 from models.checkpoint.fields import Fields
-from models.config import Config, rotary
+from models.config import Config
 from models.decoder import Decoder
 from models.families.qwen2 import windows_from
+from models.reading import rotary
 
 
 class Qwen3(Decoder):

@@ -2,9 +2,10 @@
 experts in every layer."""
 
 from models.checkpoint.fields import Fields
-from models.config import Config, experts
+from models.config import Config
 from models.decoder import Decoder
 from models.families.qwen3_next import BESIDE, common, shared
+from models.reading import experts
 from models.rope import BUFFERS
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from kernels.layout import DeltaKind
 from models.checkpoint.fields import Fields
-from models.config import FULL, RECURRENT, Config, Recurrent, layer_types, rotary
+from models.config import FULL, RECURRENT, Config, Recurrent
 from models.decoder import Decoder
 from models.families.qwen_moe import experts_by_step
+from models.reading import layer_types, rotary
 from models.rope import BUFFERS
 
 BESIDE = tuple(map(re.compile, (r"mtp\..+", r"model\.visual\..+")))  # draft layers and encoders, which no text needs

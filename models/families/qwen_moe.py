@@ -4,8 +4,9 @@ all."""
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, SLIDING, Config, Experts, experts, layer_types, rotary, windows
+from models.config import FULL, SLIDING, Config, Experts
 from models.decoder import Decoder
+from models.reading import experts, layer_types, rotary, windows
 
 
 class Qwen2Moe(Decoder):

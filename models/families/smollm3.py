@@ -1,8 +1,9 @@
 """SmolLM3 (Bakouch et al. 2025): a Llama of which some layers rotate nothing, and may have windows."""
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, SLIDING, Config, layer_types, rotary, windows
+from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
+from models.reading import layer_types, rotary, windows
 
 
 class SmolLM3(Decoder):

@@ -1,8 +1,10 @@
 """StableLM and StableLM 2 (Bellagente et al. 2024): a Llama with LayerNorms and heads that are rotated in part."""
 
 from models.checkpoint.fields import Fields
-from models.config import Config, Names, rotary
+from models.config import Config
 from models.decoder import Decoder
+from models.names import Names
+from models.reading import rotary
 
 
 class StableLM(Decoder):

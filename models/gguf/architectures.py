@@ -3,29 +3,20 @@
 What a configuration cannot say is refused by name: a file that loads computes what its model computes.
 """
 
-import itertools
-import math
-import os
-import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from models.checkpoint.fields import Fields
-from models.checkpoint.files import open_regular
 from models.config import FULL, SLIDING
 from models.errors import nearest
 from models.gguf.delta_nets import delta_nets, without_draft_layers
 from models.gguf.experts import SIGMOID, SOFTMAX_OF_CHOSEN, experts
-from models.gguf.reader import FETCH_AGAIN, GGUF
+from models.gguf.reader import GGUF
+from models.gguf.rotary import decimal, rotary
 from models.gguf.scans import scans
-from models.rope import RopeConfig, RotaryEmbedding
 
 EMBEDDING, HEAD, SCORE = "token_embd.weight", "output.weight", "cls.output.weight"
-FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 OTHER_MATH = (  # keys that change the numbers, and that no configuration here has a word for
     *("expert_count", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "use_parallel_residual"),
     *("attention.temperature_scale", "attn_logit_softcapping", "final_logit_softcapping"),
@@ -58,7 +49,6 @@ INTERLEAVED = (
     "smollm3",
 )  # rows of queries and keys are in the order of interleaved rotation
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-NEAR = 1e-5  # relative error of frequencies that are rounded
 
 
 def read_config(file: GGUF) -> dict[str, Any]:
@@ -113,8 +103,8 @@ def _llama(file: GGUF, keys: Fields) -> dict[str, Any]:
 def _granite(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _llama(file, keys) | _named("GraniteForCausalLM", "granite")
     for word, key in GRANITE.items():
-        config[word] = _decimal(keys.float(key, 1.0))
-    return config | {"attention_multiplier": _decimal(keys.float("attention.scale", config["head_dim"] ** -0.5))}
+        config[word] = decimal(keys.float(key, 1.0))
+    return config | {"attention_multiplier": decimal(keys.float("attention.scale", config["head_dim"] ** -0.5))}
 
 
 def _granitemoe(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -152,9 +142,9 @@ def _mistral3(file: GGUF, keys: Fields) -> dict[str, Any]:
         return config
     rope = (config.pop("rope_scaling") or {"rope_type": "default"}) | {"rope_theta": config.pop("rope_theta")}
     if factor := keys.float("rope.scaling.yarn_log_multiplier", 0.0):  # alike, so that they cancel each other out
-        rope |= {"mscale": _decimal(factor), "mscale_all_dim": _decimal(factor)}
+        rope |= {"mscale": decimal(factor), "mscale_all_dim": decimal(factor)}
     original = keys.int("rope.scaling.original_context_length", config["max_position_embeddings"], high=2**31)
-    rope |= {"llama_4_scaling_beta": _decimal(growth), "original_max_position_embeddings": original}
+    rope |= {"llama_4_scaling_beta": decimal(growth), "original_max_position_embeddings": original}
     window = {"sliding_window": config.get("sliding_window")}
     return config | window | _named("Ministral3ForCausalLM", "ministral3") | {"rope_parameters": rope}
 
@@ -211,7 +201,7 @@ def _phi3(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 def _phi2(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _attention(file, keys) | _named("PhiForCausalLM", "phi")
-    rope = _rope(file, keys, config.pop("head_dim"), config["max_position_embeddings"], "some")
+    rope = rotary(file, keys, config.pop("head_dim"), config["max_position_embeddings"], "some")
     share = {"partial_rotary_factor": 1.0} | rope
     return config | share | {"hidden_act": "gelu_new", "layer_norm_eps": _epsilon(keys, "attention.layer_norm_epsilon")}
 
@@ -237,7 +227,7 @@ def _gemma2(file: GGUF, keys: Fields) -> dict[str, Any]:
     window, base = keys.int("attention.sliding_window", 4096, high=2**31), keys.float("rope.freq_base", 10000.0)
     if keys.float("rope.freq_base_swa", base) != base:  # of layers with a window
         raise keys.error("rope.freq_base_swa", "the rope.freq_base")
-    caps = {name: _decimal(keys.float(name)) for name in CAPS if keys.config.get(name) is not None}
+    caps = {name: decimal(keys.float(name)) for name in CAPS if keys.config.get(name) is not None}
     return _sized(file, keys, window, period=2, whole=46) | _named("Gemma2ForCausalLM", "gemma2") | caps
 
 
@@ -245,8 +235,8 @@ def _gemma3(file: GGUF, keys: Fields) -> dict[str, Any]:
     window = keys.int("attention.sliding_window", 0, low=0, high=2**31)
     config = _sized(file, keys, window, period=6, whole=62) | _named("Gemma3ForCausalLM", "gemma3_text")
     cap = keys.float(CAPS[1], 0.0)
-    base = _decimal(keys.float("rope.freq_base_swa", 10000.0, low=1.0, high=1e15))
-    return config | {"rope_local_base_freq": base, CAPS[1]: _decimal(cap) if cap else None}
+    base = decimal(keys.float("rope.freq_base_swa", 10000.0, low=1.0, high=1e15))
+    return config | {"rope_local_base_freq": base, CAPS[1]: decimal(cap) if cap else None}
 
 
 def _sized(file: GGUF, keys: Fields, window: int, *, period: int, whole: int) -> dict[str, Any]:
@@ -264,7 +254,7 @@ def _olmo2(file: GGUF, keys: Fields) -> dict[str, Any]:
     if not window:
         return config | _named("Olmo2ForCausalLM", "olmo2")
     base, scaling = config.pop("rope_theta"), config.pop("rope_scaling") or {"rope_type": "default"}
-    local = _decimal(keys.float("rope.freq_base_swa", base, low=1.0, high=1e15))
+    local = decimal(keys.float("rope.freq_base_swa", base, low=1.0, high=1e15))
     ropes = {FULL: scaling | {"rope_theta": base}, SLIDING: {"rope_type": "default", "rope_theta": local}}
     return config | _windows(keys, window, 4) | _named("Olmo3ForCausalLM", "olmo3") | {"rope_parameters": ropes}
 
@@ -316,14 +306,14 @@ def _lfm2moe(file: GGUF, keys: Fields) -> dict[str, Any]:
         "num_dense_layers": len(dense),
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in file.tensors),
         "norm_topk_prob": keys.bool("expert_weights_norm", default=True),
-        "routed_scaling_factor": _decimal(keys.float("expert_weights_scale", 1.0)) or 1.0,  # 0: none
+        "routed_scaling_factor": decimal(keys.float("expert_weights_scale", 1.0)) or 1.0,  # 0: none
     }
     return config | more | _named("Lfm2MoeForCausalLM", "lfm2_moe")
 
 
 def _stablelm(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _attention(file, keys) | _named("StableLmForCausalLM", "stablelm")
-    rope = _rope(file, keys, config["head_dim"], config["max_position_embeddings"], "some")
+    rope = rotary(file, keys, config["head_dim"], config["max_position_embeddings"], "some")
     more = {
         "hidden_act": "silu",
         "layer_norm_eps": _epsilon(keys, "attention.layer_norm_epsilon"),
@@ -410,7 +400,7 @@ def _mlp_width(file: GGUF, keys: Fields) -> int:
 def _gated(file: GGUF, keys: Fields, rotated: str) -> dict[str, Any]:
     """The configuration of a decoder with RMSNorms and a gated MLP; `rotated`: "all" dims of a head, or "some"."""
     config = _attention(file, keys)
-    rope = _rope(file, keys, config["head_dim"], config["max_position_embeddings"], rotated)
+    rope = rotary(file, keys, config["head_dim"], config["max_position_embeddings"], rotated)
     return config | rope | {"hidden_act": "silu", "rms_norm_eps": _epsilon(keys, "attention.layer_norm_rms_epsilon")}
 
 
@@ -425,112 +415,10 @@ def _alike(keys: Fields, name: str, default: Any = None) -> int:
 
 
 def _epsilon(keys: Fields, name: str) -> float:
-    return _decimal(keys.float(name, low=0.0, high=1.0))
-
-
-def _decimal(value: float) -> float:
-    """The shortest decimal number that becomes the same float32: 1e-05 for 9.999999747378752e-06."""
-    stored = struct.pack("<f", value)
-    return next(short for n in range(1, 18) if struct.pack("<f", short := float(f"{value:.{n}g}")) == stored)
+    return decimal(keys.float(name, low=0.0, high=1.0))
 
 
 def _dtype(file: GGUF) -> str:
     """The dtype of most matrices that are floats."""
     found = Counter(DTYPES[e.format] for e in file.tensors.values() if len(e.shape) > 1 and e.format in DTYPES)
     return found.most_common(1)[0][0] if found else "float32"
-
-
-# --- rotary embeddings ---
-
-
-def _rope(file: GGUF, keys: Fields, head_dim: int, context: int, rotated: str) -> dict[str, Any]:
-    dims = keys.int("rope.dimension_count", head_dim, high=head_dim)
-    if rotated == "all" and dims != head_dim:
-        raise keys.error("rope.dimension_count", f"the size of a head, {head_dim}")
-    theta = _decimal(keys.float("rope.freq_base", 10000.0, low=1.0, high=1e15))
-    share = {"partial_rotary_factor": dims / head_dim} if dims != head_dim else {}
-    scaling, top = _scaling(file, keys, theta, dims, context), {}
-    if scaling and scaling["rope_type"] == "longrope":  # where Phi-3 has it
-        top["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
-    return {"rope_theta": theta, "rope_scaling": scaling, **share, **top}
-
-
-def _scaling(file: GGUF, keys: Fields, theta: float, dims: int, context: int) -> dict[str, Any] | None:
-    """`rope_scaling` of the configuration."""
-    plain, long, short = (_factors(file, name, dims // 2) if name in file.tensors else None for name in FACTORS)
-    kind = keys.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), "none")
-    factor = keys.float("rope.scaling.factor", 0.0, low=0.0, high=1e6) or keys.float("rope.scale_linear", 0.0)
-    original = keys.int("rope.scaling.original_context_length", context, high=2**31)
-    attention = keys.float("rope.scaling.attn_factor", 1.0)
-    if long or short:
-        if not (long and short) or plain or kind not in ("none", "longrope"):
-            raise keys.error("rope.scaling.type", "factors for long and for short texts, without other scaling")
-        scale = max(1.0, context / original)
-        usual = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
-        scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
-        other = {} if math.isclose(attention, usual, rel_tol=1e-6) else {"attention_factor": _decimal(attention)}
-        return scaling | {"original_max_position_embeddings": original} | other
-    if attention != 1.0:
-        raise keys.error("rope.scaling.attn_factor", "1, or factors for long and for short texts")
-    if plain and any(value != 1.0 for value in plain):
-        if kind != "none":
-            raise keys.error("rope.scaling.type", f"none, as there is a tensor {FACTORS[0]}")
-        return _llama3(file, theta, dims, torch.tensor(plain, dtype=torch.float64))
-    if kind == "yarn":
-        return _yarn(keys, factor, original)
-    if kind == "longrope":
-        raise keys.error("rope.scaling.type", f"the tensors {' and '.join(FACTORS[1:])}")
-    return {"rope_type": "linear", "factor": _decimal(factor)} if factor not in (0.0, 1.0) else None
-
-
-def _yarn(keys: Fields, factor: float, original: int) -> dict[str, Any]:
-    names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
-    given = {name: keys.float(f"rope.scaling.{key}", None) for key, name in names.items()}
-    scaling = {"rope_type": "yarn", "factor": _decimal(factor), "original_max_position_embeddings": original}
-    return scaling | {name: _decimal(value) for name, value in given.items() if value is not None}
-
-
-def _factors(file: GGUF, name: str, count: int) -> list[float]:
-    entry = file.entry(name)
-    if entry.format != "F32" or entry.shape != (count,):
-        raise file.error(f"tensor {name!r}: expected {count} numbers in F32, got {entry.format} {list(entry.shape)}")
-    try:
-        with open_regular(entry.file) as stored:
-            values = struct.unpack(f"<{count}f", os.pread(stored.fileno(), 4 * count, entry.start))
-    except (OSError, struct.error):
-        raise file.error("the file became shorter while it was read", FETCH_AGAIN) from None
-    if not all(1e-6 <= value <= 1e9 for value in values):
-        raise file.error(f"tensor {name!r}: expected factors from 1e-06 to 1e+09", FETCH_AGAIN)
-    return list(map(_decimal, values))
-
-
-def _llama3(file: GGUF, theta: float, dims: int, factors_F: Tensor) -> dict[str, Any]:
-    """The parameters whose frequencies are those of the file. Raises CheckpointError if there are none."""
-    plain_F = RotaryEmbedding(RopeConfig(dims, theta=theta)).inv_freq.double()
-
-    def error(found: tuple[float, float, float, float]) -> float:
-        length, factor, low, high = found
-        rope = RopeConfig(dims, "llama3", theta, int(length), factor, low, high)
-        return ((RotaryEmbedding(rope).inv_freq * factors_F / plain_F) - 1).abs().max().item()
-
-    best = min(_candidates(plain_F, factors_F), key=error)
-    if error(best) > NEAR:
-        raise file.error(f"tensor {FACTORS[0]!r}: its factors are not those of Llama 3, and no others are supported")
-    names = ("original_max_position_embeddings", "factor", "low_freq_factor", "high_freq_factor")
-    return {"rope_type": "llama3", **dict(zip(names, best, strict=True))}
-
-
-def _candidates(plain_F: Tensor, factors_F: Tensor) -> Iterator[tuple[int, float, float, float]]:
-    """Parameters to try, the usual ones first: original length, factor, low and high factor of frequencies."""
-    largest, lengths = factors_F.max().item(), (8192, *(2**n for n in range(5, 19)))
-    slowed = {largest, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0}
-    yield from itertools.product(lengths, sorted(slowed, reverse=True), (1.0, 0.5, 2.0), (4.0, 2.5, 8.0))
-    for factor in (factor for factor in slowed if factor > 1):
-        # Between the two wavelengths 1 / factor_F is a linear function of the frequency.
-        between = (factors_F > 1 + 1e-6) & (factors_F < factor * (1 - 1e-6))
-        if between.sum() >= 2:
-            share = (1 / factors_F[between] - 1 / factor) / (1 - 1 / factor)
-            x = plain_F[between] / (2 * math.pi)
-            slope = ((share[0] - share[-1]) / (x[0] - x[-1])).item()
-            if slope > 0 and (low := x[0].item() - share[0].item() / slope) > 0:
-                yield 8192, factor, low * 8192, (low + 1 / slope) * 8192

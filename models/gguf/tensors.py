@@ -14,14 +14,15 @@ from kernels.linear.blocks import BLOCKS, Block
 from models.checkpoint.experts import EXPERT, MOST_EXPERTS
 from models.checkpoint.files import open_regular
 from models.checkpoint.tensors import RowReader, TensorInfo
-from models.config import HEAD
 from models.errors import CheckpointError, show
 from models.formats.grouped import GroupedRows, GroupedWeight
-from models.gguf.architectures import FACTORS, INTERLEAVED
+from models.gguf.architectures import INTERLEAVED
 from models.gguf.delta_nets import DELTA_NET, ordered
 from models.gguf.names import checkpoint_name
 from models.gguf.reader import FETCH_AGAIN, GGUF, HeaderEntry
+from models.gguf.rotary import FACTORS
 from models.gguf.scans import SCAN, joined, vector
+from models.names import HEAD
 from models.quantized.parts import Part, Source
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

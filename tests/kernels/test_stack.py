@@ -23,8 +23,8 @@ from kernels.rows import TopSums
 from kernels.stack import Angles, Stack, one_by_one
 from models import FAMILIES
 from models.checkpoint.headers import Checkpoint
-from models.config import Names
 from models.families.llama import Llama
+from models.names import Names
 from models.rope import RopeConfig
 from models.running import Registers, run
 from search import Greedy, Trie

@@ -11,9 +11,9 @@ from engine import Engine
 from engine.errors import UsageError
 from kernels.rows import activation
 from models.checkpoint.headers import Checkpoint
-from models.config import ACTIVATIONS
 from models.errors import CheckpointError
 from models.formats.floats import FloatLinear
+from models.reading import ACTIVATIONS
 from search import Greedy, Trie
 from tests.models.copies import changed
 

@@ -14,7 +14,8 @@ from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import WEIGHTS
 from models.checkpoint.tensor_files import write_tensors
-from models.gguf.architectures import CAPS, FACTORS, GRANITE, INTERLEAVED
+from models.gguf.architectures import CAPS, GRANITE, INTERLEAVED
+from models.gguf.rotary import FACTORS
 from models.gguf.tensors import PLUS_ONE
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[test]'")

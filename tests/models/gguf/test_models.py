@@ -12,7 +12,7 @@ from kernels import cpp
 from kernels.linear.blocks import BLOCKS
 from models.checkpoint.headers import Checkpoint
 from models.formats.grouped import GroupedLinear
-from models.gguf import architectures
+from models.gguf import rotary
 from models.gguf.names import NAMES, checkpoint_name
 from models.gguf.reader import GGUF
 from models.rope import RopeConfig, RotaryEmbedding
@@ -354,7 +354,7 @@ def test_one_matrix_for_queries_keys_and_values(tmp_path):
 def test_parameters_of_llama_3_are_recovered(dims, length, factor, low, high, tmp_path):
     made = RopeConfig(dims, "llama3", 500000.0, length, factor, low, high)
     inv_freq, plain = RotaryEmbedding(made).inv_freq, RotaryEmbedding(RopeConfig(dims, theta=500000.0)).inv_freq
-    found = architectures._llama3(GGUF(tmp_path, {}, {}), 500000.0, dims, (plain / inv_freq).double())
+    found = rotary._llama3(GGUF(tmp_path, {}, {}), 500000.0, dims, (plain / inv_freq).double())
     rope = {"head_dim": dims, "rope_theta": 500000.0, "rope_scaling": found}
     again = RotaryEmbedding(RopeConfig.from_hf(rope, dims, 4096)).inv_freq
     assert torch.allclose(again, inv_freq, rtol=1e-5, atol=0)

@@ -9,11 +9,11 @@ from torch import Tensor
 from kernels.linear.codes import Codes, row_bytes
 from models.checkpoint.fields import Fields
 from models.checkpoint.weights import Weights
-from models.config import HEAD
 from models.decoder import Decoder
 from models.families.llama import Llama
 from models.formats.coded import CodedLinear
 from models.formats.linear import format_of
+from models.names import HEAD
 from tools.bench.measure import progress
 
 GROUP = 32  # elements of an int4 matrix that share a scale

@@ -1,0 +1,197 @@
+"""The names of a decoder's tensors in a checkpoint, with their shapes."""
+
+from dataclasses import dataclass
+
+from kernels.layout import ScanKind
+from models.config import Config, Recurrent
+from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
+
+HEAD, SCORE = "lm_head", "score"
+
+
+@dataclass(frozen=True)
+class Names:
+    """The tensors in a checkpoint, without `.weight` and `.bias`; the defaults are Llama's.
+
+    Args:
+        layer: begins the names of a layer's parts, {} is its number.
+        conv: the matrix before a short convolution, its own weights, and the matrix after it.
+        recurrent_in: the matrices before a gated delta net, two of an interleaved one, or the one before a scan; its
+            weights `delta_taps`, `delta_decay`, `delta_bias`, `delta_norm`, those of a scan alone `scan_shift` and
+            `scan_skip`, and the matrix after it, `recurrent_out`.
+        attention_norm, mlp_norm: on the input or on the sum, see `Config.norms`.
+        attention_out_norm, mlp_out_norm: on the output.
+        q_norm, k_norm: of heads; where each has its own, the place of its number is {}.
+        qkv, up: one stored matrix or several, which lie below each other here.
+        sinks: a logit of each head.
+        router, choice_bias: of a mixture of experts: the matrix that makes the scores of experts, and a vector.
+        expert: its matrices, those of `up` before the last, the place of its number is {}.
+        shared, shared_gate: the same of the shared expert, and the matrix of its weight.
+        positions: the table of learned positions; position p has row p + `offset`.
+        project: the matrices between `embedding_width` and `width`, in and out.
+        transposed: the layers' matrices are stored [in, out].
+    """
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}."
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    out: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
+    conv: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
+    recurrent_in: tuple[str, ...] = (
+        "linear_attn.in_proj_qkv",
+        "linear_attn.in_proj_z",
+        "linear_attn.in_proj_b",
+        "linear_attn.in_proj_a",
+    )
+    delta_taps: str = "linear_attn.conv1d.weight"
+    delta_decay: str = "linear_attn.A_log"
+    delta_bias: str = "linear_attn.dt_bias"
+    delta_norm: str = "linear_attn.norm.weight"
+    scan_shift: str = "mamba.conv1d.bias"
+    scan_skip: str = "mamba.D"
+    recurrent_out: str = "linear_attn.out_proj"
+    attention_out_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = "post_feedforward_layernorm"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    choice_bias: str = "mlp.expert_bias"
+    expert: tuple[str, str, str] = (
+        "mlp.experts.{}.gate_proj",
+        "mlp.experts.{}.up_proj",
+        "mlp.experts.{}.down_proj",
+    )
+    shared: tuple[str, ...] = (
+        "mlp.shared_expert.gate_proj",
+        "mlp.shared_expert.up_proj",
+        "mlp.shared_expert.down_proj",
+    )
+    shared_gate: str = "mlp.shared_expert_gate"
+    norm: str = "model.norm"
+    positions: str = ""
+    offset: int = 0
+    project: tuple[str, str] = ("", "")
+    transposed: bool = False
+
+    def tensors(self, c: Config) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of everything that a checkpoint of this configuration holds."""
+        embedding_width = c.embedding_width or c.width
+        shapes: dict[str, tuple[int, ...]] = {f"{self.embedding}.weight": (c.vocab_size, embedding_width)}
+        if self.positions:
+            shapes[f"{self.positions}.weight"] = (c.max_positions + self.offset, c.width)
+        if c.embedding_width:
+            into, out_of = self.project
+            shapes |= {f"{into}.weight": (c.width, embedding_width), f"{out_of}.weight": (embedding_width, c.width)}
+
+        def add(name: str, shape: tuple[int, ...], bias: bool) -> None:
+            shapes[f"{name}.weight"] = shape[::-1] if self.transposed else shape
+            if bias:
+                shapes[f"{name}.bias"] = shape[:1]
+
+        q, kv, up = c.heads * c.head_dim, c.kv_heads * c.head_dim, (2 if c.gated else 1) * c.mlp_width
+        queries = (2 if c.query_gate else 1) * q
+        qkv = (queries, kv, kv) if len(self.qkv) == 3 else (queries + 2 * kv,)
+        for i in range(c.layers):
+            layer = self.layer.format(i)
+            for name, size in self.norms(c).items():
+                if c.affine:
+                    add(layer + name, (size,), not c.rms)
+            for name, size in self.norms_of_heads(c, i).items():
+                if c.affine:
+                    add(layer + name, (size,), not c.rms and c.head_norms != "own")
+            if c.taps and (taps := c.taps[i]):
+                shapes_of = (3 * c.width, c.width), (c.width, 1, taps), (c.width, c.width)
+                for name, shape in zip(self.conv, shapes_of, strict=True):
+                    add(layer + name, shape, c.conv_bias)
+            elif c.recurrent is not None and c.recurs(i):
+                made = self.scan if isinstance(c.recurrent.kind, ScanKind) else self.delta
+                shapes |= {layer + name: shape for name, shape in made(c, c.recurrent).items()}
+            else:
+                for name, outs in zip(self.qkv, qkv, strict=True):
+                    add(layer + name, (outs, c.width), c.attention_bias)
+                add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
+                if c.sinks:
+                    shapes[layer + self.sinks] = (c.heads,)
+            if c.mixed(i):
+                shapes |= {layer + name: shape for name, shape in self.mixture(c).items()}
+                continue
+            for name in self.up:
+                add(layer + name, (up // len(self.up), c.width), c.mlp_bias)
+            add(layer + self.down, (c.width, c.mlp_width), c.mlp_bias)
+        if c.final_norm and c.affine:
+            add(self.norm, (c.width,), not c.rms)
+        if c.scores:
+            return shapes | {f"{SCORE}.weight": (1, embedding_width)}
+        bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
+        return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
+
+    def delta(self, c: Config, recurrent: Recurrent) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors of a gated delta net, after `layer`."""
+        kind, (H, _, V) = recurrent.kind, recurrent.kind.state
+        outs = kind.channels + H * V, 2 * H
+        if not recurrent.interleaved:
+            outs = kind.channels, H * V, H, H
+        matrices = {f"{name}.weight": (out, c.width) for name, out in zip(self.recurrent_in, outs, strict=True)}
+        vectors = {self.delta_taps: (kind.channels, 1, kind.taps), self.delta_norm: (V,)}
+        vectors |= dict.fromkeys((self.delta_decay, self.delta_bias), (H,))
+        return matrices | vectors | {f"{self.recurrent_out}.weight": (c.width, H * V)}
+
+    def scan(self, c: Config, recurrent: Recurrent) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors of a selective scan, after `layer`."""
+        kind, (H, _, V), [into] = recurrent.kind, recurrent.kind.state, self.recurrent_in
+        shapes: dict[str, tuple[int, ...]] = {f"{into}.weight": (kind.width, c.width)}
+        shapes[f"{self.recurrent_out}.weight"] = c.width, H * V
+        if recurrent.bias:
+            shapes |= {f"{into}.bias": (kind.width,), f"{self.recurrent_out}.bias": (c.width,)}
+        if recurrent.conv_bias:
+            shapes[self.scan_shift] = (kind.channels,)
+        shapes |= dict.fromkeys((self.delta_decay, self.delta_bias, self.scan_skip), (H,))
+        return shapes | {self.delta_taps: (kind.channels, 1, kind.taps), self.delta_norm: (H * V,)}
+
+    def mixture(self, c: Config) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors of a mixture of experts, after `layer`."""
+        if (mixed := c.experts) is None:
+            return {}
+        shapes: dict[str, tuple[int, ...]] = {f"{self.router}.weight": (mixed.count, c.width)}
+        if mixed.choice_bias:
+            shapes[self.choice_bias] = (mixed.count,)
+        every = [(tuple(name.format(i) for name in self.expert), mixed.width) for i in range(mixed.count)]
+        for (*up, down), width in every + ([(self.shared, mixed.shared_width)] if mixed.shared_width else []):
+            shapes |= {f"{name}.weight": (2 * width // len(up), c.width) for name in up}
+            shapes[f"{down}.weight"] = c.width, width
+        if mixed.bias:
+            shapes |= {f"{name.removesuffix('.weight')}.bias": shape[:1] for name, shape in shapes.items()}
+        return shapes | ({f"{self.shared_gate}.weight": (1, c.width)} if mixed.shared_gate else {})
+
+    def kinds(self, c: Config) -> dict[str, str]:
+        """The classes in transformers of linear layers and the token embedding, by the names of their weights."""
+        tables = (f"{self.embedding}.weight", f"{self.positions}.weight")
+        matrices = (name for name, shape in self.tensors(c).items() if len(shape) == 2 and name not in tables)
+        layer = self.layer.partition("{")[0]
+        embedding = {f"{self.embedding}.weight": EMBEDDING}
+        return embedding | {
+            name: TRANSPOSED if self.transposed and name.startswith(layer) else LINEAR for name in matrices
+        }
+
+    def norms(self, c: Config) -> dict[str, int]:
+        """The norms of a layer but for those of heads, and the sizes of their vectors."""
+        names = []
+        if {"input", "sum"} & {*c.norms}:
+            names += [self.attention_norm] if c.parallel else [self.attention_norm, self.mlp_norm]
+        if "output" in c.norms:
+            names += [self.attention_out_norm, self.mlp_out_norm]
+        return dict.fromkeys(names, c.width)
+
+    def norms_of_heads(self, c: Config, layer: int) -> dict[str, int]:
+        """The norms of queries and keys of a layer, and the sizes of their vectors."""
+        if not c.head_norms or not c.attends(layer):
+            return {}
+        both = ((self.q_norm, c.heads), (self.k_norm, c.kv_heads))
+        if c.head_norms == "own":
+            return {name.format(h): c.head_dim for name, heads in both for h in range(heads)}
+        return {name: (heads if c.head_norms == "all" else 1) * c.head_dim for name, heads in both}

@@ -1,0 +1,163 @@
+"""Reads the fields of a Hugging Face config that families have in common, as arguments of a `Config`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kernels.experts.routing import Routing
+from models.checkpoint.fields import Fields
+from models.config import FULL, RECURRENT, SLIDING, Experts
+from models.rope import RopeConfig
+
+ACTIVATIONS = {  # to the names of `kernels.rows.activation`
+    **{name: name for name in ("silu", "relu", "gelu", "quick_gelu", "tanh")},
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
+    "swish": "silu",
+}
+OLD_KINDS = {"attention": FULL, "mamba": RECURRENT}  # what transformers called kinds of layers before
+
+
+def architecture(fields: Fields) -> str:
+    """The first of the config's architectures, checked by `Checkpoint.architecture`."""
+    return str((fields.config.get("architectures") or [""])[0])
+
+
+def common(fields: Fields, *, activation: str, default: str, tied: bool) -> dict[str, Any]:
+    """Arguments of a `Config` that every family reads alike.
+
+    Args:
+        activation, default: the field of the MLP's activation, and its value where it is absent.
+        tied: the value of `tie_word_embeddings` where it is absent.
+    """
+    return {
+        "vocab_size": fields.int("vocab_size"),
+        "activation": ACTIVATIONS[fields.choice(activation, set(ACTIVATIONS), default=default)],
+        "tied": fields.bool("tie_word_embeddings", default=tied),
+        # A `...ForSequenceClassification` is a reward model, which scores the text so far.
+        "scores": architecture(fields).endswith("ForSequenceClassification"),
+    }
+
+
+def rotary(
+    fields: Fields,
+    *,
+    positions: int,
+    activation: str = "silu",
+    activation_field: str = "hidden_act",
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    mlp_width: int | None = None,
+    tied: bool = False,
+    one_rope: bool = True,
+    **rope: Any,
+) -> dict[str, Any]:
+    """Arguments of a `Config` that families with rotary embeddings read alike.
+
+    Args:
+        positions, activation, kv_heads, head_dim, tied: values of absent fields; None: as many heads as queries have,
+            and an even share of the width.
+        activation_field: the name of the field.
+        one_rope: all layers share a rotary table; if not, `Config.ropes` is for the caller to read.
+        mlp_width: of a family that has another field for it than `intermediate_size`.
+        rope: see `RopeConfig.from_hf`.
+
+    Raises:
+        CheckpointError: naming the field.
+    """
+    width = fields.int("hidden_size")
+    heads = fields.int("num_attention_heads", high=2**14)
+    shared = fields.int("num_key_value_heads", default=kv_heads or heads, high=2**14)
+    if heads % shared:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+    if not head_dim and fields.config.get("head_dim") is None and width % heads:
+        raise fields.error("hidden_size", f"a multiple of num_attention_heads {heads}")
+    size = fields.int("head_dim", default=head_dim or width // heads, high=2**14)
+    if size % 2 and "partial" not in rope:
+        raise fields.error("head_dim", "an even number")
+    max_positions = fields.int("max_position_embeddings", default=positions, high=2**31)
+    return common(fields, activation=activation_field, default=activation, tied=tied) | {
+        "width": width,
+        "heads": heads,
+        "kv_heads": shared,
+        "head_dim": size,
+        "mlp_width": mlp_width or fields.int("intermediate_size"),
+        "layers": fields.int("num_hidden_layers", high=2**14),
+        "max_positions": max_positions,
+        "rope": RopeConfig.from_hf(fields, size, max_positions, **rope) if one_rope else None,
+    }
+
+
+def experts(
+    fields: Fields, *, count: int, chosen: int, width: int, layers: Sequence[bool], scores: str = "softmax", **more: Any
+) -> Experts | None:
+    """`Config.experts` of the fields that families share; None: no layer has any.
+
+    Args:
+        count, chosen: of experts, and of those of a token, where the fields are absent.
+        width, layers: see `Experts`.
+        scores: see `Routing`.
+        more: of `Routing` and of `Experts`.
+
+    Raises:
+        CheckpointError: more experts are chosen than there are.
+    """
+    if not any(layers):
+        return None
+    name = "num_experts" if fields.config.get("num_experts") is not None else "num_local_experts"
+    count = fields.int(name, default=count, high=2**12)
+    chosen = fields.int("num_experts_per_tok", default=chosen, high=2**12)
+    if chosen > count:
+        raise fields.error("num_experts_per_tok", f"at most {name}, which is {count},")
+    rules = {field: more.pop(field) for field in Routing._fields if field in more}
+    return Experts(count, width, Routing(chosen, scores, **rules), tuple(layers), **more)
+
+
+def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (FULL, SLIDING)) -> tuple[str, ...]:
+    """The kind of each layer, by the field `layer_types`, or `default` where that is absent.
+
+    Raises:
+        CheckpointError: another number of layers, or a kind that is not one of `kinds`.
+    """
+    found = fields.config.get("layer_types") or list(default)
+    if type(found) is list:
+        found = [OLD_KINDS.get(kind, kind) if type(kind) is str else kind for kind in found]
+    if type(found) is not list or len(found) != len(default) or any(kind not in kinds for kind in found):
+        raise fields.error("layer_types", f"{len(default)} of {' and '.join(kinds)}")
+    return tuple(found)
+
+
+def windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """`Config.windows` of layers of these kinds: sliding ones have the window of the field `sliding_window`.
+
+    Raises:
+        CheckpointError: a layer slides, and there is no window.
+    """
+    if SLIDING in kinds and window is None:
+        raise fields.error("sliding_window", "a window, as layer_types has layers of sliding attention")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def ropes(
+    fields: Fields, kinds: Sequence[str], head_dim: int, max_positions: int, bases: Mapping[str, tuple[str, float]]
+) -> tuple[RopeConfig, ...]:
+    """`Config.ropes` of layers of these kinds, whose rotary tables differ.
+
+    `rope_parameters` of transformers 5 has an object for each kind; before, `rope_scaling` was of full attention, and
+    each kind had a field of its own for the base.
+
+    Args:
+        bases: by kind, the name of that field, and the base where there is none.
+
+    Raises:
+        CheckpointError: naming the field.
+    """
+    nested, tables = fields.sub("rope_parameters") or Fields({}, fields.file), {}
+    for kind, (name, base) in bases.items():
+        stretched = fields.sub("rope_scaling") if kind == FULL else None
+        found = {**getattr(nested.sub(kind), "config", {}), **getattr(stretched, "config", {})}
+        if found.get("rope_theta") is None:
+            found["rope_theta"] = fields.float(name, base, low=1.0, high=1e15) if name else base
+        part = Fields({"rope_parameters": found}, fields.file)
+        tables[kind] = RopeConfig.from_hf(part, head_dim, max_positions)
+    if len({table.switch_length for table in tables.values()} - {None}) > 1:
+        raise fields.error("rope_parameters", "one original_max_position_embeddings of longrope for all layers")
+    return tuple(tables[kind] for kind in kinds)
