@@ -5,7 +5,8 @@ import pytest
 from tests.marks import HAS_FIGURES
 from tests.tools.output import last_line
 from tools.bench.__main__ import main
-from tools.bench.ults import abscissa, beside_beams, ordinate
+from tools.bench.curves import abscissa, ordinate
+from tools.bench.ults import beside_beams
 from tools.random_checkpoint import make
 
 

@@ -5,7 +5,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,26 +13,22 @@ from typing import Any
 from engine.demo import is_demo
 from models.later import later
 from tools.bench.checkpoints import add_flags, checkpoint
-from tools.bench.figures import draw, log_axis, need_figures
+from tools.bench.curves import abscissa, grouped, ordinate, plot_curves, save_figure, share
+from tools.bench.figures import need_figures
 from tools.bench.flags import add_numbers, add_run_flags
-from tools.bench.measure import in_turn, progress, spread, standard_error
-from tools.bench.report import finish, rows_table, stamp, table
+from tools.bench.measure import in_turn, standard_error
+from tools.bench.report import finish, rows_table, stamp
+from tools.bench.ults_alone import run_overhead, run_toy
 
 with later():
-    import torch
-
     from engine import Engine
-    from engine.cache.pool import PagePool
-    from engine.cache.tree import TokenTree
-    from engine.contract import Evaluate, Search, SearchResult, Task
+    from engine.contract import Search, SearchResult
     from search import ULTS, Trie
     from search.ults.prior import Vectors
-    from tools.bench.searches import Collect, after_prompt, run_alone
+    from tools.bench.searches import Collect, after_prompt
     from tools.bench.texts import WithoutEos, draw_prompts
-    from tools.toy_trees import SHAPE, ToyTree
 
-ALPHAS, EPSILONS = (0.1, 0.2, 0.5, 0.8), (0.05, 0.1, 0.3)
-LIMIT_MS, NODES_RATIO = 0.3, 0.75  # targets
+NODES_RATIO = 0.75  # target
 WIDE_RATIO, OWN_SHARE = 0.7, 0.03  # of the time of wide beams; of a pass
 
 
@@ -81,137 +77,6 @@ def add_parser(commands: Any) -> None:
     )
     wide.add_argument("--fit", nargs="+", default=["beta", "pools"], help="beta pools")
     add_run_flags(wide, "ults", "float32", run_wide)
-
-
-# --- toy trees ---
-
-
-def run_toy(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Mean nodes and log-likelihood of every rule beside beam search."""
-    if args.save is not None:
-        need_figures()
-    made, rows, curves, optima = stamp(argv), [], {}, {}
-    for alpha in ALPHAS:
-        trees = [ToyTree(seed, alpha) for seed in range(args.trees)]
-        optima[alpha] = statistics.fmean(tree.optimum() for tree in trees)
-        curves[alpha] = beam_curve(trees)
-        for select, fit, epsilon in itertools.product(("flat", "descendant", "posterior"), ("beta", "pools"), EPSILONS):
-            rows.append(toy_row(trees, curves[alpha], alpha, select, fit, epsilon))
-        progress(f"alpha {alpha}: done")
-    groups = grouped(rows, "select", "fit", "epsilon")
-    figure = save_figure("ults-toy", (15, 3.8), lambda f: draw_toy(f, rows, curves, optima), args.save)
-    body = "\n\n".join([
-        f"{args.trees} trees per alpha, branching 8, depth 5, no limit per level, one node per round; mean nodes / "
-        "mean log-likelihood.",
-        table(["", *(f"alpha {a}" for a in ALPHAS)], [
-            ["optimum", *(f"{optima[a]:.4f}" for a in ALPHAS)],
-            *[[f"beam {k + 1}", *(f"{curves[a][k][0]:.0f} / {curves[a][k][1]:.4f}" for a in ALPHAS)] for k in range(7)],
-            *[[f"{select} {fit} eps {eps}", *(f"{r['nodes']:.2f} / {r['value']:.4f}" for r in group)]
-              for (select, fit, eps), group in groups],
-        ]),
-        "Optima found, and nodes as a share of what beam search (interpolated) needs for the same log-likelihood:",
-        table(["", *(f"alpha {a}" for a in ALPHAS)], [
-            [" ".join([select, fit, f"eps {eps}"]), *(f"{r['found']:.3f}, {share(r['of_beam'])}" for r in group)]
-            for (select, fit, eps), group in groups
-        ]),
-        figure,
-    ])  # fmt: skip
-    finish("ults-toy", made, body, {"optima": optima, "beam": curves, "results": rows}, args.save)
-    return {"results": rows}
-
-
-def beam_curve(trees: Sequence[ToyTree]) -> list[tuple[float, float]]:
-    """Mean nodes and log-likelihood of beam search with 1 to 7 beams."""
-    found = [[tree.beam_search(beams) for tree in trees] for beams in range(1, 8)]
-    return [(statistics.fmean(n for _, n in f), statistics.fmean(v for v, _ in f)) for f in found]
-
-
-def toy_row(
-    trees: Sequence[ToyTree], curve: Sequence[tuple[float, float]], alpha: float, select: str, fit: str, epsilon: float
-) -> dict[str, Any]:
-    """ULTS on toy trees drawn from its prior, against beam search's curve."""
-    search = ULTS(select=select, fit=fit, epsilon=epsilon, k_max=0, children=8, batch=1, prior="dirichlet", alpha=alpha)
-    row = {"alpha": alpha, "select": select, "fit": fit, "epsilon": epsilon, **measure_toy(search, trees)}
-    beam = abscissa(curve, row["value"])
-    return row | {"of_beam": row["nodes"] / beam if beam else None}
-
-
-def measure_toy(search: ULTS, trees: Sequence[ToyTree]) -> dict[str, float]:
-    results = [tree.search(search) for tree in trees]
-    nodes = [r.stats["nodes_evaluated"] for r in results]
-    values = [r.outputs[0].logprob or 0.0 for r in results]
-    found = [value > tree.optimum() - 1e-5 for value, tree in zip(values, trees, strict=True)]
-    return {
-        "nodes": statistics.fmean(nodes),
-        "nodes_error": standard_error(nodes),
-        "value": statistics.fmean(values),
-        "found": statistics.fmean(found),
-    }
-
-
-def draw_toy(figure: Any, rows: list[dict[str, Any]], curves: dict[float, list], optima: dict[float, float]) -> None:
-    for axis, alpha in zip(figure.subplots(1, len(ALPHAS)), ALPHAS, strict=True):
-        beams = [{"search": "beam", "nodes": nodes, "value": value} for nodes, value in curves[alpha]]
-        ours = [r | {"search": f"{r['select']}, {r['fit']}"} for r in rows if r["alpha"] == alpha]
-        plot_curves(axis, beams + ours, "nodes", "nodes evaluated", f"alpha {alpha}")
-        axis.axhline(optima[alpha], color="grey", lw=0.8, ls=":", label="optimum")
-    figure.axes[0].set_ylabel("mean log-likelihood")
-    figure.axes[-1].legend(fontsize=7)
-
-
-def plot_curves(
-    axis: Any, rows: Sequence[dict[str, Any]], key: str, label: str, title: str, *, log: bool = False
-) -> None:
-    """A curve of log-likelihood over `key` for each search of the rows, beam search's in black."""
-    for (search,), group in grouped(rows, "search"):
-        points = sorted((r[key], r["value"]) for r in group)
-        style = {"color": "black", "marker": "o"} if search == "beam" else {"marker": "s"}
-        axis.plot(*zip(*points, strict=True), ms=4, lw=1.2, label=search, **style)
-    axis.set(title=title, xlabel=label)
-    if log:
-        log_axis(axis, [r[key] for r in rows])
-
-
-# --- the search alone ---
-
-
-def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Time between an answer and the next Evaluate, per evaluated node; a table replaces the model."""
-    made, rows, works = stamp(argv), [], {}
-    generator = torch.Generator().manual_seed(0)
-    rows_RV = torch.log_softmax(torch.randn(256, args.vocab, generator=generator) * 4, -1)
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        prior = Path(folder) / "prior.safetensors"
-        Vectors.of(rows_RV).save(prior)
-        batches: list[int] = args.batches
-        for select, batch in itertools.product(("flat", "descendant", "posterior"), batches):
-            search = ULTS(
-                select=select, k_max=args.k_max, batch=batch, samples=args.samples, prior=str(prior), epsilon=0.0
-            )
-            works[select, batch] = lambda _, search=search: think(search, args.depth, rows_RV)
-        for (select, batch), found in in_turn(works, args.runs, warm_up=True).items():
-            stats = found[0][1].stats
-            ms = spread([seconds / stats["nodes_evaluated"] * 1e3 for seconds, _ in found])
-            rows.append({"select": select, "batch": batch, "nodes": stats["nodes_evaluated"],
-                         "rounds": stats["rounds"], "ms": ms.pop("median"), **ms})  # fmt: skip
-    body = "\n\n".join([
-        f"Search alone, a table of softmax vectors over {args.vocab} tokens for a model: {args.samples} samples, k_max "
-        f"{args.k_max}, 20 children, depth {args.depth}, medians of {args.runs} runs; target: at most {LIMIT_MS} ms.",
-        rows_table(rows, {"rule": "{select}", "batch": "{batch}", "nodes": "{nodes}", "rounds": "{rounds}",
-                          "ms per node": "{ms:.3f}", "least-most": "{min:.3f}-{max:.3f}"}),
-    ])  # fmt: skip
-    finish("ults-overhead", made, body, {"results": rows}, args.save)
-    return {"results": rows}
-
-
-def think(search: ULTS, depth: int, rows_RV: torch.Tensor) -> tuple[float, SearchResult]:
-    """Run a search over rows chosen by path; returns its seconds, without those of the answers, and its result."""
-    tree = TokenTree(PagePool(SHAPE, 1 << 14, 1), [0])
-
-    def rows_of(request: Evaluate) -> tuple[torch.Tensor, None]:
-        return rows_RV[[hash(tuple(tree.path(node))) % len(rows_RV) for node in request.nodes]], None
-
-    return run_alone(search, Task(tree, depth, frozenset(), rows_RV.shape[1]), rows_of)
 
 
 # --- a model ---
@@ -470,43 +335,3 @@ def wide_text(k: int, reached: Sequence[tuple[dict[str, Any], dict[str, float]]]
         f"nodes; {fast['search']}, k {fast['k']} in {quick['ms']:.0%} of their time (target: {WIDE_RATIO:.0%}, with at "
         f"most {OWN_SHARE:.0%} of a pass for the search itself; here {fast['own_of_pass']:.1%})."
     )
-
-
-# --- both ---
-
-
-def abscissa(curve: Sequence[tuple[float, float]], value: float) -> float | None:
-    """Where a curve, through points (x, value), first reaches a value; None where it does not or begins above it."""
-    curve = sorted(curve)
-    for (x0, v0), (x1, v1) in itertools.pairwise(curve):
-        if v0 <= value <= v1:
-            return x0 + (x1 - x0) * (value - v0) / (v1 - v0) if v1 > v0 else x0
-    return None
-
-
-def ordinate(curve: Sequence[tuple[float, float]], x: float) -> float:
-    """The height of a curve, through points (x, value), where it is defined."""
-    curve = sorted(curve)
-    (x0, v0), (x1, v1) = next(((p, q) for p, q in itertools.pairwise(curve) if p[0] <= x <= q[0]))
-    return v0 + (v1 - v0) * (x - x0) / (x1 - x0)
-
-
-def grouped(rows: Iterable[dict[str, Any]], *keys: str) -> list[tuple[tuple, list[dict[str, Any]]]]:
-    """Rows by the values of keys, in order of appearance."""
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return list(groups.items())
-
-
-def share(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.0%}"
-
-
-def save_figure(name: str, size: tuple[float, float], paint: Callable[[Any], None], save: Path | None) -> str:
-    """With `--save`, draw NAME.svg in the page's folder; returns the Markdown that shows it."""
-    if save is None:
-        return ""
-    path = save.with_name(f"{name}.svg")
-    draw(path, size, paint)
-    return f"![{name}]({path.name})"
