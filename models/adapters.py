@@ -18,7 +18,8 @@ import torch
 from kernels.low_rank import Factors, LowRank
 from models.checkpoint.fields import Fields
 from models.checkpoint.files import open_regular
-from models.checkpoint.headers import ADAPTERS, CONFIG_BYTES, Checkpoint, header_of, read_json
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.listing import ADAPTERS, CONFIG_BYTES, header_of, read_json
 from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS
 from models.checkpoint.tensors import TensorInfo
 from models.checkpoint.wrapped import NESTED

@@ -34,7 +34,8 @@ with later():
     import torch
     from torch import Tensor
 
-    from models.checkpoint.headers import CONFIG_BYTES, INDEX_BYTES, Checkpoint, read_json
+    from models.checkpoint.headers import Checkpoint
+    from models.checkpoint.listing import CONFIG_BYTES, INDEX_BYTES, read_json
     from models.checkpoint.tensor_files import DTYPES, FETCH_AGAIN, write_tensors
     from tools import gguf
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.text.tokenizer import Tokenizer
 from kernels.linear.blocks import BLOCKS, Block
-from models.checkpoint.headers import WEIGHTS, Checkpoint
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.listing import WEIGHTS
 from models.checkpoint.tensor_files import write_tensors
 from models.gguf.reader import FETCH_AGAIN
 from models.gguf.tensors import Stored

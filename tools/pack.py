@@ -25,7 +25,8 @@ with later():
     from engine.load.hub import local_path
     from engine.load.loading import check_quant
     from kernels.linear import Packed
-    from models.checkpoint.headers import WEIGHTS, Checkpoint
+    from models.checkpoint.headers import Checkpoint
+    from models.checkpoint.listing import WEIGHTS
     from models.checkpoint.tensor_files import write_tensors
     from models.families import load_model
     from models.formats.floats import PackedLinear, has_kernels

@@ -19,7 +19,8 @@ from engine import Engine, Request
 from engine.contract import Evaluate, Output, Search, SearchGenerator, SearchResult, Task
 from engine.errors import UsageError
 from engine.text.prompting import chat_prompt
-from models.checkpoint.headers import WEIGHTS, Checkpoint
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.listing import WEIGHTS
 from models.checkpoint.tensor_files import write_tensors
 from search import Sample
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.errors import CheckpointError
 from engine.text.tokenizer import FILES
-from models.checkpoint.headers import ADAPTERS, CONFIG_BYTES, INDEX, INDEX_BYTES, WEIGHTS, read_json
+from models.checkpoint.listing import ADAPTERS, CONFIG_BYTES, INDEX, INDEX_BYTES, WEIGHTS, read_json
 from models.checkpoint.model_types import with_architecture
 from models.checkpoint.wrapped import is_wrapped, text_config
 from models.errors import show

@@ -8,7 +8,8 @@ from typing import Any
 
 from engine.words import LAST, MEAN
 from models.checkpoint.files import read_regular
-from models.checkpoint.headers import Checkpoint, read_json
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.listing import read_json
 from models.errors import CheckpointError
 
 MODULES, CONFIG = "modules.json", "config.json"  # the second in the folder of the module Pooling

@@ -7,7 +7,8 @@ import pytest
 from engine import CheckpointError, Engine
 from engine.text.tokenizer import Tokenizer
 from kernels.linear.blocks import BLOCKS
-from models.checkpoint.headers import WEIGHTS, Checkpoint
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.listing import WEIGHTS
 from models.quantized.own import GroupedReader
 from tests.models.gguf.files import GOLDEN, WIDE, File, gguf, random, sentencepiece_file
 from tools import convert, requantise

@@ -9,7 +9,8 @@ import pytest
 from engine import CheckpointError, Engine, UsageError
 from kernels import cpp
 from models.checkpoint import weights
-from models.checkpoint.headers import WEIGHTS, Checkpoint
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.listing import WEIGHTS
 from models.checkpoint.tensor_files import write_tensors
 from models.formats.packed import KEY, Packing
 from tools import pack

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.errors import UsageError
 from kernels.linear.blocks import BLOCKS
-from models.checkpoint.headers import WEIGHTS, Checkpoint
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.listing import WEIGHTS
 from models.checkpoint.tensor_files import buffer_of, write_tensors
 from models.gguf.tensors import Stored
 from tools.convert import copy_others

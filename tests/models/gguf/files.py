@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from models import FAMILIES
 from models.checkpoint.fields import Fields
-from models.checkpoint.headers import WEIGHTS
+from models.checkpoint.listing import WEIGHTS
 from models.checkpoint.tensor_files import write_tensors
 from models.gguf.architectures import CAPS, GRANITE, INTERLEAVED
 from models.gguf.rotary import FACTORS
