@@ -1,10 +1,10 @@
 """Mixtures of experts: each token chooses a few of many gated MLPs and gets the weighted sum of what they make of it.
 
 `routing.py` defines the choice, `reference.py` the whole. Rows of a pass are grouped by expert, so that an expert is
-read once for all rows that chose it (native.cpp; `torch.grouped` for matrices that C++ does not multiply).
+read once for all rows that chose it (native.cpp; triton.py; `torch.grouped` for matrices that C++ does not multiply).
 """
 
-from torch import Tensor
+from torch import Tensor, float32  # `torch` is the module beside this one
 from torch.autograd.profiler import record_function
 
 from kernels import checks
@@ -12,12 +12,14 @@ from kernels.experts import native, reference
 from kernels.experts.keeper import Keeper, least_limit
 from kernels.experts.packed import Expert, PackedExperts
 from kernels.experts.routing import Routing, choose
+from kernels.experts.stacked import Stacked
 from kernels.experts.torch import grouped
 from kernels.tracing import watched
 
-__all__ = ["Expert", "Keeper", "PackedExperts", "Routing", "choose", "experts", "grouped", "least_limit"]
+__all__ = ["Expert", "Keeper", "PackedExperts", "Routing", "Stacked", "choose", "experts", "grouped", "least_limit", "routed"]
 
 IMPLEMENTATIONS = ("reference", "cpp")
+OF_ROUTED = ("reference", "triton")
 
 
 def experts(x_TE: Tensor, mixture: PackedExperts, *, impl: str = "cpp") -> Tensor:
@@ -45,3 +47,62 @@ def experts(x_TE: Tensor, mixture: PackedExperts, *, impl: str = "cpp") -> Tenso
         return run(x_TE, mixture)
     with record_function("coppice::experts"):  # no operator of torch.library: it has hundreds of tensors
         return run(x_TE, mixture)
+
+
+def routed(
+    x_TE: Tensor,
+    logits_TX: Tensor,
+    up: Stacked,
+    down: Stacked,
+    routing: Routing,
+    function: str,
+    *,
+    bias_X: Tensor | None = None,
+    shared_TE: Tensor | None = None,
+    gate_T1: Tensor | None = None,
+    impl: str = "triton",
+) -> Tensor:
+    """`experts` for a GPU, after the products of the router and of the shared expert; nothing waits for the device.
+
+    Args:
+        x_TE: float32, bfloat16 or float16; the definition also takes float64.
+        logits_TX: what the router makes of x, in its dtype.
+        up, down: matrices [2 M, E], the gate's outputs first, and [E, M]; floats and biases in the dtype of x.
+        routing, bias_X: see `choose`.
+        function: see `kernels.rows.activation_mul`.
+        shared_TE: what the shared expert makes of x, contiguous; None: there is none.
+        gate_T1: logits, contiguous, whose sigmoids weigh the shared expert; None: it weighs 1.
+        impl: "reference" (the definition) or "triton".
+
+    Returns:
+        [T, E] in the dtype of x.
+
+    Raises:
+        ValueError: tensors that do not fit together, or an impl that is not known.
+    """
+    if impl not in OF_ROUTED:
+        raise ValueError(f"impl: expected one of {', '.join(OF_ROUTED)}, got {impl!r}")
+    checks.floats("x_TE", x_TE, 2)
+    (T, E), dtype, device = x_TE.shape, x_TE.dtype, x_TE.device
+    X, inner = up.count, down.width
+    for name, matrix, shape in (("up", up, (2 * inner, E)), ("down", down, (E, inner))):
+        if (matrix.count, matrix.outs, matrix.width) != (X, *shape):
+            raise ValueError(f"{name}: expected {X} matrices {[*shape]}, got {matrix}")
+        for tensor in (matrix.table, matrix.bias):
+            if isinstance(tensor, Tensor):
+                checks.expect(name, tensor, dtype, (X * matrix.outs, *tensor.shape[1:]), device)
+    if not 0 < routing.chosen <= X:
+        raise ValueError(f"chosen: expected 1 to {X} experts, got {routing.chosen}")
+    checks.expect("logits_TX", logits_TX, dtype, (T, X), device)
+    if bias_X is not None:
+        checks.expect("bias_X", bias_X, float32, (X,), device)
+    for name, tensor, width in (("shared_TE", shared_TE, E), ("gate_T1", gate_T1, 1)):
+        if tensor is not None:
+            checks.expect(name, tensor, dtype, (T, width), device)
+    if impl == "reference":
+        run = reference.routed
+    else:
+        from kernels.experts import triton  # absent on some machines, and slow to import
+
+        run = triton.routed
+    return run(x_TE, logits_TX, up, down, routing, function, bias_X, shared_TE, gate_T1)

@@ -1,10 +1,13 @@
 """The definition of a mixture of experts: token by token."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kernels.experts.packed import Expert, PackedExperts
-from kernels.experts.routing import choose
+from kernels.experts.routing import Routing, choose
+from kernels.experts.stacked import Stacked
 from kernels.linear import PackedParts, reference
 from kernels.rows.reference import activation_mul
 from kernels.stack import Matrix
@@ -12,17 +15,51 @@ from kernels.stack import Matrix
 
 def experts(x_TE: Tensor, mixture: PackedExperts) -> Tensor:
     """See the front for arguments."""
-    numbers_TK, weights_TK = choose(_product(x_TE, mixture.router), mixture.routing, mixture.bias_X)
+    shared_TE = None if mixture.shared is None else _expert(x_TE, mixture.shared, mixture.function)
+    gate_T1 = None if mixture.gate is None else _product(x_TE, mixture.gate)
+    chosen = choose(_product(x_TE, mixture.router), mixture.routing, mixture.bias_X)
+    return _sums(
+        x_TE, *chosen, lambda x, number: _expert(x, mixture.experts[number], mixture.function), shared_TE, gate_T1
+    )
+
+
+def routed(
+    x_TE: Tensor,
+    logits_TX: Tensor,
+    up: Stacked,
+    down: Stacked,
+    routing: Routing,
+    function: str,
+    bias_X: Tensor | None,
+    shared_TE: Tensor | None,
+    gate_T1: Tensor | None,
+) -> Tensor:
+    """See the front for arguments."""
+
+    def expert(x_1E: Tensor, number: int) -> Tensor:
+        return down.product(activation_mul(up.product(x_1E, number), function), number)
+
+    return _sums(x_TE, *choose(logits_TX, routing, bias_X), expert, shared_TE, gate_T1)
+
+
+def _sums(
+    x_TE: Tensor,
+    numbers_TK: Tensor,
+    weights_TK: Tensor,
+    expert: Callable[[Tensor, int], Tensor],
+    shared_TE: Tensor | None,
+    gate_T1: Tensor | None,
+) -> Tensor:
+    wide = weights_TK.dtype
     out_TE = torch.empty_like(x_TE)
     for t, (numbers, weights) in enumerate(zip(numbers_TK.tolist(), weights_TK, strict=True)):
         x_1E = x_TE[t : t + 1]
-        wide = weights.dtype
         sum_1E = torch.zeros_like(x_1E, dtype=wide)
         for number, weight in zip(numbers, weights, strict=True):
-            sum_1E += weight * _expert(x_1E, mixture.experts[number], mixture.function).to(wide)
-        if mixture.shared is not None:
-            y_1E = _expert(x_1E, mixture.shared, mixture.function).to(wide)
-            sum_1E += y_1E if mixture.gate is None else _product(x_1E, mixture.gate).to(wide).sigmoid() * y_1E
+            sum_1E += weight * expert(x_1E, number).to(wide)
+        if shared_TE is not None:
+            y_E = shared_TE[t].to(wide)
+            sum_1E += y_E if gate_T1 is None else gate_T1[t].to(wide).sigmoid() * y_E
         out_TE[t] = sum_1E[0]
     return out_TE
 

@@ -95,13 +95,18 @@ def floats(x: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
         ValueError: tensors that the kernel cannot reach or multiply.
     """
     check_device(x, matrix_OI)
-    outs, width = matrix_OI.shape
+    width = matrix_OI.shape[1]
     if x.dtype not in DTYPES or matrix_OI.dtype != x.dtype or x.shape[-1] != width or not matrix_OI.is_contiguous():
         raise ValueError(
             f"expected a matrix in x's dtype, in order, of a width of {x.shape[-1]}, got {list(matrix_OI.shape)}"
         )
-    whole = Codes("int8", width, outs, width, matrix_OI, matrix_OI)  # one group a row, and no scales
-    return _multiply(x, whole, matrix_OI, FLOATS.value, bias)
+    return _multiply(x, whole(matrix_OI), matrix_OI, FLOATS.value, bias)
+
+
+def whole(matrix_OI: Tensor) -> Codes:
+    """Floats in the place of small numbers: one group a row, and no scales."""
+    outs, width = matrix_OI.shape
+    return Codes("int8", width, outs, width, matrix_OI, matrix_OI)
 
 
 def _multiply(x: Tensor, matrix: Codes, table: Tensor, kind: int, bias: Tensor | None) -> Tensor:
@@ -114,7 +119,7 @@ def _multiply(x: Tensor, matrix: Codes, table: Tensor, kind: int, bias: Tensor |
     sizes = shape(matrix, SAME_ROWS[x.dtype] if same else T)
     grid = triton.cdiv(outs, sizes["N"]), triton.cdiv(T, sizes["M"])
     tiles, blocks = grid[0] * (1 if same else grid[1]), triton.cdiv(matrix.width, sizes["K"])
-    splits, turns = _splits(properties(x.device).processors, tiles, blocks), 1
+    splits, turns = split_count(properties(x.device).processors, tiles, blocks), 1
     if same and grid[1] > 1:
         splits, turns = 1, splits
     parts = torch.empty(splits, T, outs, dtype=torch.float32, device=x.device) if splits > 1 else out
@@ -140,7 +145,7 @@ def shape(matrix: Codes, rows: int) -> dict[str, int]:
     return {"M": M, "N": 128 if INTERPRETED else 64, "K": K, "num_warps": 4, "num_stages": 6 if M == 16 else 3}
 
 
-def _splits(processors: int, tiles: int, blocks: int) -> int:
+def split_count(processors: int, tiles: int, blocks: int) -> int:
     """Into how many shares the width is split: of four blocks or more each."""
     return max(1, min(WAVES * processors // tiles, MAX_SPLITS, blocks // 4))
 
@@ -165,12 +170,12 @@ def _product(
     acc_MN = tl.zeros([M, N], tl.float32)
     if TURNS > 1:
         for turn in range(0, TURNS):
-            acc_MN += _sums(
+            acc_MN += sums(
                 x_ptr, x_ptrs, code_ptrs, tables, order_ptr, n_N, real_M, real_N, turn * share, share,
                 OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST, ORDERED, M, N, K,
             )  # fmt: skip
     else:
-        acc_MN = _sums(
+        acc_MN = sums(
             x_ptr, x_ptrs, code_ptrs, tables, order_ptr, n_N, real_M, real_N, tl.program_id(2) * share, share,
             OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST, ORDERED, M, N, K,
         )  # fmt: skip
@@ -179,30 +184,50 @@ def _product(
     at_MN = t_M[:, None].to(tl.int64) * OUTS + n_N[None, :]
     last = True
     if SPLIT:
-        tl.store(part_ptr + tl.program_id(2) * T * OUTS + at_MN, acc_MN, mask=real_MN)
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        last = last_of(count_ptr + tile, tl.num_programs(2))
+        last = is_last_share(acc_MN, part_ptr, count_ptr + tile, at_MN, real_MN, T * OUTS)
     if last:
         if SPLIT:
-            acc_MN = tl.zeros([M, N], tl.float32)
-            for split in range(0, tl.num_programs(2)):
-                part_ptrs = part_ptr + split * T * OUTS + at_MN
-                acc_MN += tl.load(part_ptrs, mask=real_MN, other=0.0, cache_modifier=".cg")
-        if GROUP >= WIDTH and KIND != FLOATS and not LEAST:
-            acc_MN *= tl.load(scale_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
-        if BIAS:
-            acc_MN += tl.load(bias_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
+            acc_MN = sum_of_shares(part_ptr, at_MN, real_MN, T * OUTS, M, N)
+        acc_MN = finished(acc_MN, scale_ptr, bias_ptr, n_N, real_N, GROUP >= WIDTH and KIND != FLOATS and not LEAST, BIAS)
         tl.store(out_ptr + at_MN, cast(acc_MN, out_ptr.dtype.element_ty), mask=real_MN)
 
 
 @triton.jit
-def _sums(
+def is_last_share(acc_MN, part_ptr, count_ptr, at_MN, real_MN, size):
+    """Store the sums of one share of the width, a plane of so many numbers; whether all shares of the tile are there."""
+    tl.store(part_ptr + tl.program_id(2) * size + at_MN, acc_MN, mask=real_MN)
+    return last_of(count_ptr, tl.num_programs(2))
+
+
+@triton.jit
+def sum_of_shares(part_ptr, at_MN, real_MN, size, M: tl.constexpr, N: tl.constexpr):
+    """The sums of all shares, in their order."""
+    acc_MN = tl.zeros([M, N], tl.float32)
+    for split in range(0, tl.num_programs(2)):
+        acc_MN += tl.load(part_ptr + split * size + at_MN, mask=real_MN, other=0.0, cache_modifier=".cg")
+    return acc_MN
+
+
+@triton.jit
+def finished(acc_MN, scale_ptr, bias_ptr, n_N, real_N, SCALED: tl.constexpr, BIAS: tl.constexpr):
+    """Sums times the scales of outputs, plus their biases."""
+    if SCALED:
+        acc_MN *= tl.load(scale_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        acc_MN += tl.load(bias_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
+    return acc_MN
+
+
+@triton.jit
+def sums(
     x_ptr, x_ptrs, code_ptrs, tables, order_ptr, n_N, real_M, real_N, begin, share,
     OUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     ZEROS: tl.constexpr, LEAST: tl.constexpr, ORDERED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one share of the width; where a row is one group, without its scale."""
+    """The sums of one share of the width for rows at `x_ptrs` and outputs n of a table; where a row is one group, without
+    its scale."""
     end = tl.minimum(begin + share, (WIDTH + K - 1) // K)
     acc_MN = tl.zeros([M, N], tl.float32)
     low = _group(tables, n_N, real_N & (begin < end), begin * K, OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST)

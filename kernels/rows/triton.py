@@ -296,14 +296,11 @@ def _activate(
     at_MB = n_M[:, None] * stride_xn + i_B[None, :]
     dtype = out_ptr.dtype.element_ty
     x_MB = tl.load(x_ptr + at_MB, mask=real_MB, other=0.0).to(tl.float32)
-    if KIND == 6:
-        x_MB = tl.where(x_MB > 7, 7.0, x_MB)
-    y_MB = cast(_activated(x_MB, KIND), dtype)
     if GATED:
         up_MB = tl.load(x_ptr + at_MB + WIDTH, mask=real_MB, other=0.0).to(tl.float32)
-        if KIND == 6:
-            up_MB = tl.where(up_MB > 7, 7.0, tl.where(up_MB < -7, -7.0, up_MB)) + 1
-        y_MB = cast(y_MB.to(tl.float32) * up_MB, dtype)
+        y_MB = gated(x_MB, up_MB, KIND, dtype)
+    else:
+        y_MB = cast(_activated(x_MB, KIND), dtype)
     tl.store(out_ptr + n_M[:, None] * WIDTH + i_B[None, :], y_MB, mask=real_MB)
 
 
@@ -319,8 +316,17 @@ def _let_through(
     real_MB = (n_M < N)[:, None] & (i_B < WIDTH)[None, :]
     x_MB = tl.load(x_ptr + n_M[:, None] * stride_xn + i_B[None, :], mask=real_MB, other=0.0).to(tl.float32)
     gate_MB = tl.load(gate_ptr + n_M[:, None] * stride_gn + i_B[None, :], mask=real_MB, other=0.0).to(tl.float32)
-    y_MB = cast(x_MB * _sigmoid(gate_MB), out_ptr.dtype.element_ty)
+    y_MB = cast(x_MB * sigmoid(gate_MB), out_ptr.dtype.element_ty)
     tl.store(out_ptr + n_M[:, None] * WIDTH + i_B[None, :], y_MB, mask=real_MB)
+
+
+@triton.jit
+def gated(gate, up, KIND: tl.constexpr, dtype: tl.constexpr):
+    """The function of a gate times what it lets through, both float32; rounded to the dtype as `activation_mul` does."""
+    if KIND == 6:
+        gate = tl.where(gate > 7, 7.0, gate)
+        up = tl.where(up > 7, 7.0, tl.where(up < -7, -7.0, up)) + 1
+    return cast(cast(_activated(gate, KIND), dtype).to(tl.float32) * up, dtype)
 
 
 @triton.jit
@@ -331,18 +337,18 @@ def _activated(x, KIND: tl.constexpr):
     elif KIND == 1:
         y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     elif KIND == 2:
-        y = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(y)) / 2 = sigmoid(2 y)
+        y = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(y)) / 2 = sigmoid(2 y)
     elif KIND == 3:
-        y = x * _sigmoid(x)
+        y = x * sigmoid(x)
     elif KIND == 4 or KIND == 6:
-        y = x * _sigmoid(1.702 * x)
+        y = x * sigmoid(1.702 * x)
     else:
         y = tanh(x)
     return y
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     """1 / (1 + exp(-x)), by an exponential that does not overflow."""
     e = tl.exp(-tl.abs(x))
     return tl.where(x < 0, e, 1.0) / (1 + e)

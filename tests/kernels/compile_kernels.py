@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.experts import triton as on_experts
 from kernels.gpu import Properties
 from kernels.kv_write import triton as kv_write
 from kernels.linear import triton as products
@@ -168,6 +169,38 @@ def floats(capability, dtype, turns=1):
     constants = {"OUTS": 4096, "WIDTH": 4096, "BYTES": 4096, "GROUP": 4096, "KIND": products.FLOATS.value}
     constants |= {"ZEROS": False, "LEAST": False, "ORDERED": False, "BIAS": True, "SPLIT": turns == 1, "TURNS": turns}
     return compile(products._product, capability, types, constants | sizes, **options)
+
+
+def of_experts(capability, kind, rows, dtype=torch.bfloat16, function=3, group=128, experts=128, **more):
+    """A product of tiles of 128 experts of 768 rows, gated, or of 2048; kind 7 is of floats."""
+    outs, width = (2048, 768) if function < 0 else (1536, 2048)
+    name = {4: "int4", 5: "int8", 6: "float8", 7: "int8"}[kind]
+    whole = {5: width, 7: width}.get(kind, group)
+    sizes = products.shape(Codes(name, whole, outs, width, *torch.empty(2, 1)), rows)
+    options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
+    types = {name: f"*{NAMES[dtype]}" for name in on_experts._product.arg_names if name.endswith("_ptr")}
+    types |= {"codes_ptr": "*u8", "scale_ptr": "*fp16", "zero_ptr": "*fp16", "least_ptr": "*fp16"} if kind < 7 else {}
+    types |= dict.fromkeys(("order_ptr", "tiles_ptr", "count_ptr"), "*i32")
+    types |= {"columns_ptr": "*i64", "part_ptr": "*fp32" if more.get("SPLIT") else f"*{NAMES[dtype]}"}
+    flags = ("ZEROS", "LEAST", "ORDERED", "BIAS", "SPLIT")
+    constants = {"C": 8, "ALL": experts * outs, "OUTS": outs, "WIDTH": width, "BYTES": width // (2 if kind == 4 else 1)}
+    constants |= {"GROUP": whole, "KIND": kind, "FUNCTION": function} | dict.fromkeys(flags, False) | more
+    return compile(on_experts._product, capability, types, constants | sizes, **options)
+
+
+def around_experts(capability, experts, chosen, scores=0):
+    """The choice of experts, the tiles of their rows, the sums."""
+    types = {"logits_ptr": "*bf16", "bias_ptr": "*fp32", "experts_ptr": "*i32", "weights_ptr": "*fp32"}
+    types |= dict.fromkeys(("epsilon", "scale", "far"), "fp32")
+    X2, C2 = triton.next_power_of_2(experts), triton.next_power_of_2(chosen)
+    sizes = {"X": experts, "X2": X2, "C": chosen, "C2": C2, "SCORES": scores, "ROWS": 1}
+    flags = {"NORMALIZED": scores != 1, "BIASED": scores == 2}
+    yield compile(on_experts._choose, capability, types, sizes | flags, num_warps=1)
+    types = dict.fromkeys(("experts_ptr", "order_ptr", "tiles_ptr"), "*i32")
+    yield compile(on_experts._sort, capability, types, {"X2": X2, "M": 16, "ENTRIES": on_experts.ENTRIES})
+    types = dict.fromkeys(("made_ptr", "shared_ptr", "gate_ptr", "out_ptr"), "*bf16") | {"weights_ptr": "*fp32"}
+    sizes = {"E": 2048, "C": chosen, "SHARED": True, "GATED": True, "ROWS": 1, "BLOCK": on_experts.BLOCK}
+    yield compile(on_experts._add_up, capability, types, sizes)
 
 
 def add_norm(capability, width):

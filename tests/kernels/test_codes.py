@@ -107,7 +107,7 @@ def test_splits_do_not_show(splits, device, monkeypatch):
     """Whatever their number, and twice: counters are as they were."""
     from kernels.linear import triton
 
-    monkeypatch.setattr(triton, "_splits", lambda *_: splits)
+    monkeypatch.setattr(triton, "split_count", lambda *_: splits)
     made, exact, _ = draw("int4", 32, False, 150, 400, False)
     matrix, x = packed(made, "int4", 32, 150, 400, None).to(device), torch.randn(20, 400)
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_rows_beside_a_row_do_not_show(kind, dtype, device, monkeypatch):
     from kernels.linear import triton
 
     monkeypatch.setenv("COPPICE_SAME_BITS", "on")
-    monkeypatch.setattr(triton, "_splits", lambda _, tiles, blocks: min(5, blocks) if tiles == 2 else 1 / 0)
+    monkeypatch.setattr(triton, "split_count", lambda _, tiles, blocks: min(5, blocks) if tiles == 2 else 1 / 0)
     size = 1000 if kind == "int8" else 40 if kind == "float" else 32
     outs, width = 150, 1000 if kind == "int8" else 992
     random = torch.Generator().manual_seed(3)
@@ -148,8 +148,8 @@ def test_rows_beside_a_row_do_not_show(kind, dtype, device, monkeypatch):
 def test_how_the_width_is_split():
     from kernels.linear import triton
 
-    assert triton._splits(132, 64, 64) == 4 and triton._splits(132, 500, 64) == 1
-    assert triton._splits(132, 1, 1000) == 8 and triton._splits(132, 16, 9) == 2
+    assert triton.split_count(132, 64, 64) == 4 and triton.split_count(132, 500, 64) == 1
+    assert triton.split_count(132, 1, 1000) == 8 and triton.split_count(132, 16, 9) == 2
 
 
 @needs_triton
