@@ -86,9 +86,11 @@ class Decoder(nn.Module):
         """
         super().__init__()
         c, names = self.read(checkpoint.fields), self.names
-        if c.experts is not None and device.type != "cpu":
+        if c.experts is not None and device.type != "cpu" and checkpoint.packing is not None:
             raise CheckpointError(
-                "mixtures of experts run on a CPU only", where=str(checkpoint.folder), remedy="Use --device cpu."
+                "mixtures of experts that were packed ahead run on a CPU only",
+                where=str(checkpoint.folder),
+                remedy="Use --device cpu, or give the checkpoint that they were packed from.",
             )
         if c.recurrent is not None and device.type != "cpu":
             raise CheckpointError(

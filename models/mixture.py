@@ -7,12 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.experts import Expert, PackedExperts, choose, experts, grouped
+from kernels.experts import Expert, PackedExperts, Stacked, choose, experts, grouped, routed
 from kernels.rows import activation_mul
 from kernels.stack.calls import Call
 from models.checkpoint.weights import Weights
 from models.config import Config
 from models.names import Names
+
+
+def stacks(device: torch.device) -> bool:
+    """Whether a device has the experts of a layer below each other, for `kernels.experts.routed`: a GPU."""
+    return device.type == "cuda"
 
 
 class Mixture(nn.Module):
@@ -21,6 +26,8 @@ class Mixture(nn.Module):
     The matrix that makes the scores stays as exact as the checkpoint has it: a choice that tips over is no small error.
 
     Attributes:
+        experts: products up and down of each.
+        stacked: the same of all on a GPU, instead; None elsewhere.
         matrices: the same for C++; None where it does not multiply one of the matrices.
     """
 
@@ -36,7 +43,14 @@ class Mixture(nn.Module):
             both = weights.linear(*up, bias=mixed.bias), weights.linear(down, bias=mixed.bias)
             return nn.ModuleList(both)  # type: ignore[arg-type]
 
-        self.experts = nn.ModuleList(mlp([part.format(i) for part in names.expert]) for i in range(mixed.count))
+        own = [[part.format(i) for part in names.expert] for i in range(mixed.count)]
+        self.stacked: tuple[Stacked, Stacked] | None = None
+        if stacks(weights.device):
+            ups = [layer + part for parts in own for part in parts[:-1]]
+            downs = [layer + parts[-1] for parts in own]
+            up, down = (weights.stacked(mixed.count, *each, bias=mixed.bias) for each in (ups, downs))
+            self.stacked, own = (up, down), []
+        self.experts = nn.ModuleList(map(mlp, own))
         self.shared = mlp(names.shared) if mixed.shared_width else None
         self.gate = weights.linear(layer + names.shared_gate) if mixed.shared_gate else None
         bias = layer + names.choice_bias
@@ -47,7 +61,9 @@ class Mixture(nn.Module):
         mlps: list[Any] = [*self.experts, *([] if self.shared is None else [self.shared])]
         router, gate = self.router.matrix, None if self.gate is None else self.gate.matrix
         pairs = [Expert(*(linear.matrix for linear in mlp)) for mlp in mlps]
-        if router is None or any(matrix is None for pair in pairs for matrix in pair) or (self.gate and gate is None):
+        if self.stacked or router is None or any(matrix is None for pair in pairs for matrix in pair):
+            return None
+        if self.gate and gate is None:
             return None
         shared = None if self.shared is None else pairs.pop()
         return PackedExperts(self.routing, self.activation, router, pairs, self.bias_X, shared, gate)
@@ -61,10 +77,17 @@ class Mixture(nn.Module):
         if impl == "cpp" and self.matrices is not None:
             return experts(x_TE, self.matrices)
         activate = partial(activation_mul, name=self.activation, impl=impl)
-        chosen = choose(self.router(x_TE), self.routing, self.bias_X)
-        sum_TE = grouped(x_TE, *chosen, [tuple(mlp) for mlp in self.experts], activate)  # type: ignore[misc]
+        logits_TX, gate_T1 = self.router(x_TE), None if self.gate is None else self.gate(x_TE)
+        shared_TE = None
         if self.shared is not None:
             up, down = self.shared
-            y_TE = down(activate(up(x_TE))).to(sum_TE.dtype)
-            sum_TE += y_TE if self.gate is None else self.gate(x_TE).to(sum_TE.dtype).sigmoid() * y_TE
+            shared_TE = down(activate(up(x_TE)))
+        if self.stacked:
+            rules = {"bias_X": self.bias_X, "shared_TE": shared_TE, "gate_T1": gate_T1}
+            return routed(x_TE, logits_TX, *self.stacked, self.routing, self.activation, **rules)
+        chosen = choose(logits_TX, self.routing, self.bias_X)
+        sum_TE = grouped(x_TE, *chosen, [tuple(mlp) for mlp in self.experts], activate)  # type: ignore[misc]
+        if shared_TE is not None:
+            y_TE = shared_TE.to(sum_TE.dtype)
+            sum_TE += y_TE if gate_T1 is None else gate_T1.to(sum_TE.dtype).sigmoid() * y_TE
         return sum_TE.to(x_TE.dtype)

@@ -135,10 +135,10 @@ def _choose(
         found_RC = tl.where(c_C == c, score_R1, found_RC)
         left_RX &= x_X != best_R1
     if SCORES == 0:
-        top_R1 = tl.max(logits_RX, 1)[:, None]
+        top_R1 = _top(logits_RX)
         weights_RC = tl.exp(found_RC - top_R1) / tl.sum(tl.exp(logits_RX - top_R1), 1)[:, None]
     elif SCORES == 1:
-        weights_RC = tl.exp(found_RC - tl.max(found_RC, 1)[:, None])
+        weights_RC = tl.exp(found_RC - _top(found_RC))
         weights_RC /= tl.sum(weights_RC, 1)[:, None]
     else:
         weights_RC = tl.where(c_C < C, found_RC, 0.0)
@@ -147,6 +147,13 @@ def _choose(
     real_RC, at_RC = (t_R < T)[:, None] & (c_C < C), t_R[:, None] * C + c_C
     tl.store(experts_ptr + at_RC, experts_RC, mask=real_RC)
     tl.store(weights_ptr + at_RC, weights_RC * scale, mask=real_RC)
+
+
+@triton.jit
+def _top(x_RN):
+    """The largest of each row; 0 where all are -inf."""
+    top_R = tl.max(x_RN, 1)
+    return tl.where(top_R == float("-inf"), 0.0, top_R)[:, None]
 
 
 @triton.jit(do_not_specialize=["entries", "tiles"])

@@ -133,6 +133,10 @@ class Sizes(Weights):
             self.mixed |= {names[0].partition(EXPERT)[0]}
         return _Nothing(stored)
 
+    def stacked(self, count: int, *names: str, bias: bool = False) -> Any:
+        """Count the bytes of the experts of a layer."""
+        return self.linear(*names, bias=bias)
+
     def embedding(self, name: str) -> Any:
         """Rows that are read from the file on a CPU, and resident elsewhere."""
         if self.device.type != "cpu":

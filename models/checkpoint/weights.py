@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.experts import Stacked
 from kernels.linear.reference import unpacked
 from models.checkpoint.cached_matrices import CachedMatrices
 from models.checkpoint.headers import Checkpoint
@@ -117,6 +119,23 @@ class Weights:
             return layer
         added = torch.cat([self.vector(f"{name}.bias") for name in names]) if bias else None
         return Summed(layer, added, self.shard)
+
+    def stacked(self, count: int, *names: str, bias: bool = False) -> Stacked:
+        """The matrices of so many experts of a layer, on a GPU; several of an expert share their input.
+
+        Raises:
+            CheckpointError: the experts are stored in different ways.
+        """
+        layer: Any = self.linear(*names, bias=bias)
+        layer = getattr(layer, "whole", None) or layer
+        tables = layer.parts if isinstance(layer, CodedLinear) else getattr(layer, "weights", [])
+        if len(tables) != 1:
+            raise CheckpointError(
+                f"a GPU multiplies experts of one format and order, unlike those of {show(names[0])}",
+                where=show(self.checkpoint.folder),
+                remedy="Use --device cpu.",
+            )
+        return Stacked(count, tables[0], layer.bias)
 
     def head(self, name: str, *, bias: bool = False) -> Linear:
         """The matrix that makes logits, or the scores of a scalar head."""

@@ -1,0 +1,175 @@
+"""Experts on a GPU: the choice, the tiles of rows sorted by expert, and what their matrices make of them."""
+
+import functools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kernels.experts import Routing, Stacked, choose, grouped, routed
+from kernels.rows import activation_mul
+from tests.kernels.test_codes import draw as draw_codes
+from tests.kernels.test_codes import packed
+from tests.kernels.test_experts import ROUTINGS, draw
+from tests.marks import DEVICES, TRITON, needs_triton
+
+pytestmark = needs_triton
+COUNT, WIDTH, INNER = 7, 40, 24
+FORMATS = {  # numbers, elements that share a scale (0: a row), zeros or minimums, order of columns; None: floats
+    "floats": None,
+    "int4": ("int4", 32, False, False),
+    "int4 with zeros": ("int4", 32, True, True),
+    "int4 with minimums": ("int4", 0, "least", False),
+    "int8": ("int8", 0, False, False),
+    "MXFP4": ("int8", 32, False, False),
+    "float8": ("float8", 16, False, False),
+}
+CASES = [  # every rule and every format, in any dtype
+    *((routing, "floats", dtype) for routing, dtype in zip(ROUTINGS, ("float32", "bfloat16", "float16") * 2, strict=True)),
+    *(("normalized", kind, dtype) for kind, dtype in zip(FORMATS, ("float32", "bfloat16", "float16") * 3, strict=False)),
+    ("of chosen", "MXFP4", "bfloat16"),
+]  # fmt: skip
+
+
+def stacked(outs, width, kind, seed):
+    """Matrices of all experts, and the elements that they stand for, float64."""
+    if FORMATS[kind] is None:
+        exact = draw(COUNT * outs, width, seed=seed).double() / width**0.5
+        return exact, exact
+    numbers, size, zeros, ordered = FORMATS[kind]
+    made, exact, order = draw_codes(numbers, size or width, zeros, COUNT * outs, width, ordered, seed)
+    return packed(made, numbers, size or width, COUNT * outs, width, order), exact
+
+
+class Made:
+    """Random experts, and what float64, PyTorch and a GPU make of random rows."""
+
+    def __init__(self, routing, kind="floats", dtype="float32", *, tokens=30, function="silu", bias=True, shared=True):
+        self.routing, self.function, self.dtype = routing, function, getattr(torch, dtype)
+        cast = functools.partial(torch.Tensor.to, dtype=self.dtype)
+        self.tables = [stacked(2 * INNER, WIDTH, kind, 1), stacked(WIDTH, INNER, kind, 2)]
+        if FORMATS[kind] is None:
+            self.tables = [(cast(table), cast(table).double()) for table, _ in self.tables]
+        scale = self.tables[0][1].square().sum(1).mean().rsqrt()  # products of random numbers would be large
+        self.x_TE = cast(draw(tokens, WIDTH, seed=3) * scale)
+        self.logits_TX = cast(draw(tokens, COUNT, seed=4))
+        self.biases = [cast(draw(len(exact), seed=5)) if bias else None for _, exact in self.tables]
+        self.bias_X = draw(COUNT, seed=6) if routing.scores == "sigmoid" else None
+        self.shared = [cast(draw(tokens, size, seed=7)) if shared else None for size in (WIDTH, 1)]
+
+    def run(self, impl, device="cpu"):
+        to = (lambda x: x.double()) if impl == "reference" else lambda x: x.to(device)
+        tables = [exact if impl == "reference" else table for table, exact in self.tables]
+        biases = [None if x is None else to(x) for x in self.biases]
+        up, down = (Stacked(COUNT, table.to(device), bias) for table, bias in zip(tables, biases, strict=True))
+        shared_TE, gate_T1 = (None if x is None else to(x) for x in self.shared)
+        more = {"bias_X": None if self.bias_X is None else self.bias_X.to(device), "shared_TE": shared_TE}
+        rules = self.routing, self.function
+        x_TE, logits_TX = to(self.x_TE), to(self.logits_TX)
+        return routed(x_TE, logits_TX, up, down, *rules, **more, gate_T1=gate_T1, impl=impl).cpu()
+
+    def plain(self):
+        """Plain PyTorch, in the dtype."""
+        weights = [exact.to(self.dtype).view(COUNT, -1, exact.shape[1]) for _, exact in self.tables]
+        biases = [[None] * COUNT if b is None else b.view(COUNT, -1) for b in self.biases]
+        products = [
+            [functools.partial(F.linear, weight=w[i], bias=b[i]) for w, b in zip(weights, biases, strict=True)]
+            for i in range(COUNT)
+        ]
+        chosen = choose(self.logits_TX, self.routing, self.bias_X)
+        activate = functools.partial(activation_mul, name=self.function, impl="torch")
+        sum_TE = grouped(self.x_TE, *chosen, products, activate)
+        if self.shared[0] is not None:
+            sum_TE += self.shared[1].float().sigmoid() * self.shared[0].float()
+        return sum_TE.to(self.dtype)
+
+
+def check(made, device):
+    exact_TE, found_TE = made.run("reference"), made.run("triton", device)
+    assert found_TE.dtype == made.dtype
+    plain, found = ((x_TE.double() - exact_TE).abs() for x_TE in (made.plain(), found_TE))
+    step = torch.finfo(made.dtype).eps * exact_TE.abs().max()
+    assert found.max() <= 2 * plain.max() + step / 2
+    assert found.square().mean().sqrt() <= 2 * plain.square().mean().sqrt() + step / 8
+
+
+@DEVICES
+@pytest.mark.parametrize(("routing", "kind", "dtype"), CASES)
+def test_the_error_is_at_most_twice_that_of_pytorch(routing, kind, dtype, device):
+    check(Made(ROUTINGS[routing], kind, dtype, shared=kind == "floats", bias=kind != "int8"), device)
+
+
+@DEVICES
+@pytest.mark.parametrize("function", ["clamped_swiglu", "gelu_tanh"])
+@pytest.mark.parametrize("tokens", [1, 5, 100])
+def test_gates_and_tiles_of_all_sizes(function, tokens, device):
+    made = Made(ROUTINGS["of chosen"], "MXFP4", "bfloat16", tokens=tokens, function=function)
+    made.x_TE *= 9  # beyond the clamps
+    check(made, device)
+
+
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize("shares", [2, 5])
+def test_shares_of_the_width_do_not_show(shares, device, monkeypatch):
+    from kernels.linear import triton
+
+    made = Made(ROUTINGS["normalized"], "floats")
+    whole_TE = made.run("triton", device)
+    monkeypatch.setattr(triton, "split_count", lambda *_: shares)
+    for _ in range(2):
+        torch.testing.assert_close(made.run("triton", device), whole_TE, rtol=1e-5, atol=1e-5)
+    assert not triton.counters(torch.device(device, 0) if device == "cuda" else torch.device("cpu")).any()
+
+
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize("name", ["even", "one expert", "the last one", "one entry"])
+def test_tiles(name, device):
+    """Each entry is in one tile, which is of its expert; entries stay in order, and spare tiles are marked."""
+    from kernels.experts.triton import ENTRIES, _sort
+    from kernels.gpu import launch
+
+    X, M, entries = 6, 16, 1 if name == "one entry" else ENTRIES + 90
+    experts_P = {"one expert": torch.full((entries,), 2), "the last one": torch.full((entries,), X - 1)}.get(
+        name, torch.randint(X, (entries,), generator=torch.Generator().manual_seed(0))
+    ).int()
+    tiles = min(X, entries) + (entries - min(X, entries)) // M
+    order_P, tiles_3 = (torch.full(s, 99, dtype=torch.int32, device=device) for s in ((entries,), (3, tiles)))
+    launch(_sort, X)(experts_P.to(device), order_P, tiles_3, entries, tiles, X2=8, M=M, ENTRIES=ENTRIES)
+    assert order_P.tolist() == experts_P.argsort(stable=True).tolist()
+    found = [tile for tile in zip(*tiles_3.tolist(), strict=True) if tile[0] >= 0]
+    expected, place = [], 0
+    for expert, count in enumerate(experts_P.bincount(minlength=X).tolist()):
+        expected += [(expert, place + i, min(place + i + M, place + count)) for i in range(0, count, M)]
+        place += count
+    assert found == expected and tiles_3[0, len(found) :].eq(-1).all()
+
+
+@DEVICES
+def test_equals_go_to_the_lower_number_and_nan_stays_in_its_row(device):
+    for routing in ROUTINGS.values():
+        made = Made(routing, tokens=5, shared=False)
+        made.logits_TX[0], made.x_TE[1], made.logits_TX[3] = 0.5, torch.nan, torch.nan
+        found_TE, exact_TE = made.run("triton", device), made.run("reference")
+        torch.testing.assert_close(found_TE.double(), exact_TE, rtol=1e-4, atol=1e-4, equal_nan=True)
+        assert found_TE[[0, 2, 4]].isfinite().all() and found_TE[[1, 3]].isnan().all()
+
+
+def test_what_does_not_fit_is_refused():
+    made = Made(Routing(2))
+    up, down = (Stacked(COUNT, table, bias) for (table, _), bias in zip(made.tables, made.biases, strict=True))
+    given = made.x_TE, made.logits_TX, up, down, Routing(2), "silu"
+    for at, value, message in (
+        (0, made.x_TE[:, 1:], r"up: expected 7 matrices \[48, 39\]"),
+        (0, made.x_TE.half(), "up: expected contiguous float16"),
+        (1, made.logits_TX[:, 1:], r"logits_TX: expected contiguous float32 \[30, 7\]"),
+        (3, up, "up: expected 7 matrices"),
+        (4, Routing(8), "1 to 7 experts, got 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            routed(*given[:at], value, *given[at + 1 :])
+    with pytest.raises(ValueError, match=r"gate_T1: expected contiguous float32 \[30, 1\]"):
+        routed(*given, gate_T1=made.x_TE)
+    with pytest.raises(ValueError, match="impl: expected one of reference, triton"):
+        routed(*given, impl="cpp")
+    with pytest.raises(ValueError, match="expected the rows of 5 matrices, got 336"):
+        Stacked(5, made.tables[0][0])
