@@ -28,6 +28,7 @@ FAMILIES = [  # of each a variant with windows, layers without rotation, or what
         "qwen3_5/bias",
     ),
     *("smollm3/windows", "stablelm/parallel"),
+    *("experts/lfm2", "experts/phi", "experts/qwen2_windows", "gpt_oss/mxfp4", "gpt_oss/plain"),
 ]
 
 

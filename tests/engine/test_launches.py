@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from engine import Engine
 from engine.cache.tree import TokenTree
 from engine.step.packing import Chunk, pack
+from kernels.experts import Routing, Stacked, routed
 from kernels.rows import TopSums, log_softmax, top_sums_of
 from models.formats.floats import FloatLinear
 
@@ -116,6 +117,16 @@ def test_launches_of_a_layer(name, launches):
     one_by_one, together = (of_a_layer(MODELS[name], rows, launches) for rows in ("torch", None))
     assert f"| {name} | {one_by_one.total()} | {together.total()} |" in DOCS.read_text(encoding="utf-8")
     assert not [operator for operator in together if operator.startswith("aten")]
+
+
+def test_launches_of_experts(launches):
+    """The choice, the tiles, two products and the sums; nothing that a host would wait for."""
+    up, down = (Stacked(6, torch.randn(6 * outs, width)) for outs, width in ((32, 8), (8, 16)))
+    x_TE, logits_TX, bias_X = torch.randn(3, 8), torch.randn(3, 6), torch.zeros(6)
+    counters(x_TE.device)
+    with torch.inference_mode(), launches:
+        routed(x_TE, logits_TX, up, down, Routing(2, "sigmoid"), "silu", bias_X=bias_X, shared_TE=x_TE)
+    assert +launches.found == {"_choose": 1, "_sort": 1, "_product": 2, "_add_up": 1}
 
 
 def test_launches_after_the_last_layer(launches):

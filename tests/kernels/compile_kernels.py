@@ -359,6 +359,16 @@ unspilled(product(86, 4, 16, torch.float32))
 for capability, dtype, turns in itertools.product((80, 90), (torch.bfloat16, torch.float32), (1, 4)):
     unspilled(floats(capability, dtype, turns), AROUND)
 unspilled(product(90, 4, 64, group=32, TURNS=4), AROUND)
+for capability, chosen in itertools.product((80, 90), ((8, 2, 3), (128, 8, 0), (128, 4, 1), (512, 10, 2))):
+    for compiled in around_experts(capability, *chosen):
+        unspilled(compiled)
+for capability, (kind, rows, function) in itertools.product(
+    (80, 90), ((7, 16, 3), (7, 64, -1), (4, 16, 3), (4, 64, -1), (5, 64, 3))
+):
+    unspilled(of_experts(capability, kind, rows, function=function, group=32))
+unspilled(of_experts(90, 7, 16, torch.float32))
+unspilled(of_experts(90, 4, 16, group=32, LEAST=True, SPLIT=True))
+unspilled(of_experts(120, 5, 16, function=6, BIAS=True, SPLIT=True))
 
 # A multiprocessor issues 4 instructions of 32 threads in a cycle: where memory is the limit, loops have to be short.
 pinned(attend(90, 16, 128, torch.bfloat16), (385, 475, 310))  # a trunk's whole blocks, its last one, branch words
@@ -369,6 +379,9 @@ for capability in (80, 90):
     pinned(product(capability, 4, 16, group=32), (230,), loads=4)  # scales, a turn ahead
 pinned(product(90, 4, 64, group=32), (370,), loads=16)
 pinned(product(90, 5, 16, group=4096), (160,))
+for capability in (80, 90):
+    pinned(of_experts(capability, 7, 16), (70,))
+    pinned(of_experts(capability, 4, 16, group=32), (240,), loads=8)  # scales of gates, and of what they let through
 
 for capability in (90, 100):
     waits(attend, (capability, 16, 128, torch.bfloat16))
@@ -376,5 +389,6 @@ for capability in (90, 100):
     waits(attend_fixed, (capability, 128, torch.bfloat16))
     waits(turn, (capability, 128, 1))
     waits(product, (capability, 4, 16), group=32)
+    waits(of_experts, (capability, 7, 16))
     waits(add_norm, (capability, 4096))
     waits(gate, (capability, 4096))

@@ -1,11 +1,12 @@
-"""Programs of Triton kernels that work together have no races: the "last program" merges of attention, of products and
-of top sums. `docs/gpu.md` records which mutants of the kernels the detector finds."""
+"""Programs of Triton kernels that work together have no races: the "last program" merges of attention, of products, of
+experts and of top sums. `docs/gpu.md` records which mutants of the kernels the detector finds."""
 
 import functools
 
 import pytest
 import torch
 
+from kernels.experts import Routing, Stacked, routed
 from kernels.rows import log_softmax, top_sums_of
 from kernels.rows.checks import TopSums
 from kernels.same_bits import asking
@@ -101,6 +102,14 @@ def multiply(monkeypatch):
     products.linear(torch.randn(5, 512), pack_codes([(codes, scale, None)], "int4", 130, 512, 128))
 
 
+def route(monkeypatch):
+    """Experts of few rows, the width in splits, and of many, in several tiles."""
+    monkeypatch.setattr(products, "split_count", lambda *_: 2)
+    up, down = Stacked(5, torch.randn(5 * 64, 130)), Stacked(5, torch.randn(5 * 130, 32))
+    for rows in (3, 40):
+        routed(torch.randn(rows, 130), torch.randn(rows, 5), up, down, Routing(2), "silu")
+
+
 def rank(monkeypatch):
     """Two searches of one tile and of many, and rows whose blocks are in groups."""
     logp, _, peaks = log_softmax(torch.randn(6, 9000), 8990, impl="triton")
@@ -114,6 +123,7 @@ WORK = {
     "attention, merged later": functools.partial(attend, True),
     "attention, in one order": attend_fixed,
     "product": multiply,
+    "experts": route,
     "top sums": rank,
 }
 

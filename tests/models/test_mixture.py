@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,25 @@ from engine import Engine
 from engine.load.budget import table
 from engine.load.options import LoadOptions
 from kernels import cpp
+from kernels.experts import routed
+from kernels.linear.codes import Codes
+from kernels.linear.reference import unpacked
 from models import load_model
 from models.adapters import Adapter
-from models.checkpoint.experts import one_by_one
+from models.checkpoint.experts import EXPERT, one_by_one
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
 from models.checkpoint.tensors import TensorInfo
+from models.checkpoint.weights import Weights
 from models.errors import CheckpointError
+from models.formats.coded import CodedLinear, of_packed
+from models.formats.floats import FloatLinear
 from models.mixture import Mixture
 from models.sharding import Partition, Shard
-from search import Trie
-from tests.marks import needs_cpp
+from search import Greedy, Trie
+from tests.engine.step.test_graphs import engines
+from tests.marks import needs_cpp, needs_interpreter
+from tests.models.formats.test_coded import on_triton
 from tools.pack import pack
 
 GOLDEN = Path(__file__).parents[1] / "golden/experts"
@@ -172,6 +181,76 @@ def test_experts_that_are_stored_quantised(variant, tmp_path):
         assert found.runner.model.layers[0].mlp.matrices.experts[0].up.packed.groups.kind == "float8"
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Experts are stacked, and matrices kept as a GPU has them."""
+    real = Weights.linear
+
+    def linear(self, *names, **options):
+        layer = real(self, *names, **options)
+        if isinstance(layer, FloatLinear):
+            layer.weights, layer.joined = [unpacked(layer.packed).to(layer.dtype)], True
+        else:
+            biases, parts = None if layer.bias is None else [layer.bias], getattr(layer.packed, "parts", [layer.packed])
+            codes = [of_packed(part, CPU) for part in parts]
+            layer.whole = CodedLinear(codes, biases, dtype=layer.dtype, device=CPU)
+        layer.packed = None
+        return layer
+
+    monkeypatch.setattr(Weights, "linear", linear)
+    monkeypatch.setattr("models.mixture.stacks", lambda device: True)
+
+
+GPT_OSS = "../gpt_oss/"
+
+
+@needs_interpreter
+@needs_cpp
+@pytest.mark.full(unless=lambda variant: variant in ("lfm2", "qwen2_windows", GPT_OSS + "mxfp4"))
+@pytest.mark.parametrize(
+    "variant",
+    ["granite_shared", "lfm2", "mixtral", "olmoe", "phi", "qwen2_windows", "qwen3", GPT_OSS + "mxfp4", GPT_OSS + "plain"],
+)
+def test_golden_logits_and_tokens_in_graphs_of_a_gpu(variant, as_on_a_gpu):
+    folder = GOLDEN / variant
+    golden = json.loads((folder / "golden.json").read_text())
+    _, graphs = engines(folder, "triton")
+    [entry] = [entry for entry in golden["logits"] if len(entry["prompt_ids"]) == 17]
+    expected_TV = load_file(folder / "golden.safetensors")[entry["tensor"]]
+    error_T = (graphs.logits(entry["prompt_ids"])[-entry["rows"] :] - expected_TV).abs().amax(-1)
+    assert (error_T / (expected_TV.amax(-1) - expected_TV.amin(-1))).max() < 1e-5
+    runs = [(run, run["outputs"][0]["token_ids"][:3]) for run in golden["runs"] if run["search"] == "greedy"]
+    run, tokens = min((run for run in runs if len(run[1]) == 3), key=lambda run: len(run[0]["prompt_ids"]))
+    [result] = graphs.generate([run["prompt_ids"]], Greedy(), max_new_tokens=3, ignore_eos=run["ignore_eos"])
+    assert result.outputs[0].token_ids == tokens and graphs.runner.record.replayed
+
+
+@needs_interpreter
+@needs_cpp
+@pytest.mark.parametrize("quant", ["int8", "int4", "int4-zeros"])
+def test_small_numbers_on_a_gpu(quant, as_on_a_gpu, monkeypatch):
+    """Logits are those of the definition with the same matrices."""
+    model = load(GOLDEN / "qwen3", quant=quant)
+    assert all(isinstance(x.table, Codes) for x in model.runner.model.layers[0].mlp.stacked)
+    found = on_triton(model).logits(PROMPT)
+    monkeypatch.setattr("models.mixture.routed", partial(routed, impl="reference"))
+    torch.testing.assert_close(on_triton(model).logits(PROMPT), found, rtol=1e-4, atol=1e-4)
+
+
+@needs_cpp
+def test_experts_in_several_formats_are_refused_on_a_gpu(as_on_a_gpu, monkeypatch):
+    real = Weights.linear
+
+    def linear(self, *names, **options):
+        layer = real(self, *names, **options)
+        layer.weights = layer.weights * (2 if EXPERT in names[0] else 1)
+        return layer
+
+    monkeypatch.setattr(Weights, "linear", linear)
+    with pytest.raises(CheckpointError, match=r"experts of one format and order, unlike those of .*experts\.0\.gate_proj"):
+        load(GOLDEN / "qwen3")
+
+
 def test_bytes_of_a_token():
     size = measure(Checkpoint.open(GOLDEN / "qwen3"), torch.float32, CPU)
     experts = size.config.experts
@@ -187,8 +266,9 @@ def test_bytes_of_a_token():
 
 def test_what_experts_do_not_have_is_refused(tmp_path):
     checkpoint = Checkpoint.open(GOLDEN / "qwen3")
-    with pytest.raises(CheckpointError, match="mixtures of experts run on a CPU only"):
-        load_model(checkpoint, torch.float32, torch.device("cuda"))
+    pack(GOLDEN / "qwen3", tmp_path / "packed", quant="int8")
+    with pytest.raises(CheckpointError, match="packed ahead run on a CPU only"):
+        load_model(Checkpoint.open(tmp_path / "packed"), torch.float32, torch.device("cuda"))
     config = load_model(checkpoint, torch.float32, CPU).config
     with pytest.raises(CheckpointError, match="cannot be divided among processes"):
         Partition.of(config, Shard(0, 2), "model")

@@ -76,6 +76,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(device, "read_bandwidth", lambda runs: 2e9)
     monkeypatch.setattr(device, "flex_attention", lambda *_: 1 / 0)
     monkeypatch.setattr(single_kernels, "ROWS", (2,))
+    monkeypatch.setattr(single_kernels, "MIXTURE", (7, 2, 64, 32))
     monkeypatch.setattr(whole_steps, "RUNS", 1)
     monkeypatch.setattr(single_kernels, "COLD", 0)
     monkeypatch.setattr(each_kernel, "LATER", 1)
@@ -110,10 +111,11 @@ def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
     unmet = [name for name, target in targets.items() if target["value"] is None]
     assert len(targets) == 12 and unmet == ["attention, least x FlexAttention"]
     assert targets["kernels that fail or are wrong"]["met"], results["smoke"]
-    assert len(results["smoke"]["rows"]) == 28
+    assert len(results["smoke"]["rows"]) == 31
     assert all(row["difference"] < 0.05 for row in results["attention"]["rows"])
     assert targets["3 beams, prompt 20, x transformers"]["met"] and targets["beams of Qwen3-0.6B's shape"]["met"]
     assert {row["searches"]: row["bytes"] for row in results["searches"]["rows"]}.keys() == {1, 3}
+    assert [row["weights"] for row in results["experts"]["rows"]] == ["bfloat16", "int8", "int4"]
     plain, small, smaller = (row["gigabytes"] for row in results["weights"]["rows"])
     assert plain > small > smaller
 

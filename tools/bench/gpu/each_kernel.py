@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.cache.pool import PagePool
 from engine.step.packing import Chunk, pack
+from kernels.experts import Routing, routed
 from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_kinds import floats, parts, row_width, stored
 from kernels.kv_write import HeadTransform, kv_write, rotary_write
@@ -20,7 +21,8 @@ from kernels.linear.codes import Codes, row_bytes, unpacked
 from kernels.rows import NextNodes, activation_mul, add_norm, log_softmax, next_nodes, top_sums
 from kernels.tree_attention import tree_attention
 from models.config import ModelShape
-from tools.bench.gpu.setting import PAGE, Found, Setting
+from tools.bench.gpu.random_models import random_experts
+from tools.bench.gpu.setting import PAGE, SMALL, Found, Setting
 from tools.bench.report import comparison
 from tools.kernels.scenes import beams, crowded, prompt
 
@@ -149,6 +151,8 @@ def of_others(s: Setting) -> Iterator[Case]:
     E, V, q, device, bf16 = s.large["hidden_size"], s.large["vocab_size"], s.args.beams, s.device, torch.bfloat16
     for (kind, group), rows in itertools.product((("int4", 32), ("int8", E), ("float8", 32)), (1, 16, 64)):
         yield Case(f"product, {kind}, {rows} rows", product(s, kind, group, rows), 2e-2)
+    for kind in ("none", *SMALL):
+        yield Case(f"experts, {kind}", experts(s, kind), 2e-2)
     x_NE, w_E = torch.randn(q, E, dtype=bf16, device=device), torch.ones(E, dtype=bf16, device=device)
     x_THD, x_NV = x_NE.view(q, s.large["num_attention_heads"], -1), torch.randn(q, V, device=device)
     numbers = top_sums(x_NV, [0.0] * q, 2 * q, impl="torch")
@@ -185,6 +189,22 @@ def product(s: Setting, kind: str, group: int, rows: int) -> Run:
 
         out = exact_NE if impl == "reference" else linear(x_NE, matrix)
         return out / exact_NE.abs().max()
+
+    return run
+
+
+def experts(s: Setting, kind: str) -> Run:
+    """Rows by two of eight random experts; the error is in parts of the largest result."""
+    E, q, device = s.large["hidden_size"], s.args.beams, s.device
+    up, down = (random_experts(kind, 8, *sizes, device) for sizes in ((E, E), (E, E // 2)))
+    x_NE, logits_NX = (torch.randn(q, size, dtype=torch.bfloat16, device=device) for size in (E, 8))
+    scale = 1.0
+
+    def run(impl: str) -> Tensor:
+        nonlocal scale
+        out_NE = routed(x_NE, logits_NX, up, down, Routing(2, normalized=True), "silu", impl=impl).float()
+        scale = float(out_NE.abs().max()) if scale == 1.0 else scale
+        return out_NE / scale
 
     return run
 

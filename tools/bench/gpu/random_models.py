@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.experts import Stacked
 from kernels.linear.codes import Codes, row_bytes
 from models.checkpoint.fields import Fields
 from models.checkpoint.weights import Weights
@@ -91,6 +92,13 @@ def random_codes(
     scale = torch.full((-(-width // group), outs), 1e-3, dtype=torch.float16, device=device)
     part = Codes(kind, group, outs, width, codes, scale)  # type: ignore[arg-type]
     return CodedLinear([part], None, dtype=dtype, device=device)
+
+
+def random_experts(kind: str, count: int, outs: int, width: int, device: torch.device) -> Stacked:
+    """Matrices of so many experts, bfloat16 ("none") or random small numbers."""
+    if kind == "none":
+        return Stacked(count, torch.randn(count * outs, width, dtype=torch.bfloat16, device=device) * 0.02)
+    return Stacked(count, random_codes(kind, count * outs, width, device).parts[0])
 
 
 def code_bytes(layer: CodedLinear) -> int:

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from engine.cache.pool import PagePool
 from engine.step.graphs import WORDS
+from kernels.experts import Routing, choose, routed
 from kernels.tree_attention import tree_attention
 from models.config import ModelShape
 from tools.bench import device as on_gpu
-from tools.bench.gpu.random_models import code_bytes, random_codes
+from tools.bench.gpu.random_models import code_bytes, random_codes, random_experts
 from tools.bench.gpu.setting import PAGE, SMALL, Found, Setting
 from tools.bench.report import comparison
 from tools.kernels.scenes import scene
@@ -27,11 +28,15 @@ OPTIONS = tuple(  # of programs of tree attention
 )
 ALONE = tuple({"ALONE": 1 << bits} for bits in (14, 15, 17, 18))  # bytes that one program merges
 COLD = 1 << 29  # bytes of bfloat16 matrices, of which the first has left the caches when the last is read
+MIXTURE = 128, 8, 2048, 768  # experts, those of a row, width, inner width
 ATTENTION = """*GB/s*: bytes of the live keys and values, each counted once, over the time of a layer's attention in a
 CUDA graph that goes through every layer's own cache; *of copy*: the same over the bandwidth of a large copy, read and
 written bytes counted. *x FlexAttention*, *x SDPA*: their time over ours, on contiguous keys and a ready mask."""
 PRODUCTS = """*of copy*: bytes of the matrix over the time of a product, over the bandwidth of a large copy. *x by
 int8*, *x by int4*: the time in bfloat16 (cuBLAS) over that of the same product with weights of 8 or 4 bits."""
+
+EXPERTS = """*us*: of a layer's experts in a CUDA graph: choice, sorting, products, sums; *of copy*: bytes of the
+experts that any row chose, each once, over that time, over the bandwidth of a large copy."""
 
 
 def attention(s: Setting) -> Found:
@@ -160,3 +165,30 @@ def multiply(s: Setting, name: str, outs: int, width: int, rows: int) -> dict[st
             [partial(layer, x_TI) for layer in layers], code_bytes(layers[0])))  # fmt: skip
         found[f"x_{kind}"], found[f"of_copy_{kind}"] = (found["seconds"] / got[0], got[1]) if got else (None, None)
     return found
+
+
+def experts(s: Setting) -> Found:
+    """A layer of experts of Qwen3-30B-A3B's shape, after the product of its router."""
+    with torch.inference_mode():
+        rows = s.rows((f"experts in {kind}, {n} rows", partial(route, s, kind, n))
+                      for kind in ("none", *SMALL) for n in ROWS)  # fmt: skip
+    return Found(s.heading, rows, {
+        "weights": "{weights}", "rows": "{rows}", "experts read": "{experts}", "us": "{seconds:us.1f}",
+        "of copy": "{of_copy:.2f}",
+    }, EXPERTS)  # fmt: skip
+
+
+def route(s: Setting, kind: str, rows: int) -> dict[str, Any]:
+    """Random rows, in turn by copies of the layer that no cache holds."""
+    X, chosen, E, M = MIXTURE
+    shapes, bf16, rules = ((2 * M, E), (E, M)), torch.bfloat16, Routing(chosen, normalized=True)
+    layers = [[random_experts(kind, X, *shape, s.device) for shape in shapes] for _ in range(2)]
+    x_TE, logits_TX = (torch.randn(rows, size, dtype=bf16, device=s.device) for size in (E, X))
+    calls = [partial(routed, x_TE, logits_TX, *layer, rules, "silu") for layer in layers]
+    seconds = on_gpu.seconds_of(on_gpu.recorded(calls), s.args.runs) / len(calls)
+    read = len(choose(logits_TX, rules)[0].unique())
+    tables = [x.table for x in layers[0]]
+    size = sum(x.nbytes if isinstance(x, Tensor) else x.codes_OB.nbytes + x.scale_GO.nbytes for x in tables)
+    name = "bfloat16" if kind == "none" else kind
+    moved = {"experts": read, "seconds": seconds, "of_copy": size * read // X / seconds / s.copy}
+    return {"weights": name, "rows": rows} | moved
