@@ -16,7 +16,8 @@ from kernels.experts.stacked import Stacked
 from kernels.experts.torch import grouped
 from kernels.tracing import watched
 
-__all__ = ["Expert", "Keeper", "PackedExperts", "Routing", "Stacked", "choose", "experts", "grouped", "least_limit", "routed"]
+__all__ = ["Expert", "Keeper", "PackedExperts", "Routing", "Stacked", "choose", "experts", "grouped", "least_limit"]
+__all__ += ["routed"]
 
 IMPLEMENTATIONS = ("reference", "cpp")
 OF_ROUTED = ("reference", "triton")

@@ -228,7 +228,8 @@ def _product(
     if last:
         if SPLIT:
             acc_MN = sum_of_shares(part_ptr, at_MN, real_MN, P * OUTS, M, N)
-        acc_MN = finished(acc_MN, scale_ptr, bias_ptr, n_N, real_N, GROUP >= WIDTH and KIND != FLOATS and not LEAST, BIAS)
+        SCALED: tl.constexpr = GROUP >= WIDTH and KIND != FLOATS and not LEAST
+        acc_MN = finished(acc_MN, scale_ptr, bias_ptr, n_N, real_N, SCALED, BIAS)
         dtype: tl.constexpr = out_ptr.dtype.element_ty
         if FUNCTION < 0:
             out_ptrs = out_ptr + out_M[:, None].to(tl.int64) * OUTS + j_N[None, :]
@@ -237,7 +238,8 @@ def _product(
             gate_MH, up_MH = tl.split(tl.reshape(cast(acc_MN, dtype).to(tl.float32), [M, N // 2, 2]))
             j_H = tl.program_id(1) * (N // 2) + tl.arange(0, N // 2)
             out_ptrs = out_ptr + out_M[:, None].to(tl.int64) * (OUTS // 2) + j_H[None, :]
-            tl.store(out_ptrs, gated(gate_MH, up_MH, FUNCTION, dtype), mask=real_M[:, None] & (j_H < OUTS // 2)[None, :])
+            real_MH = real_M[:, None] & (j_H < OUTS // 2)[None, :]
+            tl.store(out_ptrs, gated(gate_MH, up_MH, FUNCTION, dtype), mask=real_MH)
 
 
 @triton.jit(do_not_specialize=["T"])

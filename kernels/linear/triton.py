@@ -189,13 +189,14 @@ def _product(
     if last:
         if SPLIT:
             acc_MN = sum_of_shares(part_ptr, at_MN, real_MN, T * OUTS, M, N)
-        acc_MN = finished(acc_MN, scale_ptr, bias_ptr, n_N, real_N, GROUP >= WIDTH and KIND != FLOATS and not LEAST, BIAS)
+        SCALED: tl.constexpr = GROUP >= WIDTH and KIND != FLOATS and not LEAST
+        acc_MN = finished(acc_MN, scale_ptr, bias_ptr, n_N, real_N, SCALED, BIAS)
         tl.store(out_ptr + at_MN, cast(acc_MN, out_ptr.dtype.element_ty), mask=real_MN)
 
 
 @triton.jit
 def is_last_share(acc_MN, part_ptr, count_ptr, at_MN, real_MN, size):
-    """Store the sums of one share of the width, a plane of so many numbers; whether all shares of the tile are there."""
+    """Store the sums of a share of the width, in a plane of so many numbers; whether all shares of a tile are there."""
     tl.store(part_ptr + tl.program_id(2) * size + at_MN, acc_MN, mask=real_MN)
     return last_of(count_ptr, tl.num_programs(2))
 
@@ -226,8 +227,8 @@ def sums(
     ZEROS: tl.constexpr, LEAST: tl.constexpr, ORDERED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one share of the width for rows at `x_ptrs` and outputs n of a table; where a row is one group, without
-    its scale."""
+    """The sums of one share of the width, of rows at `x_ptrs` and outputs n of a table; where a row is one group,
+    without its scale."""
     end = tl.minimum(begin + share, (WIDTH + K - 1) // K)
     acc_MN = tl.zeros([M, N], tl.float32)
     low = _group(tables, n_N, real_N & (begin < end), begin * K, OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST)

@@ -322,7 +322,7 @@ def _let_through(
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr, dtype: tl.constexpr):
-    """The function of a gate times what it lets through, both float32; rounded to the dtype as `activation_mul` does."""
+    """The function of a gate times what it lets through, both float32, rounded as `activation_mul` does."""
     if KIND == 6:
         gate = tl.where(gate > 7, 7.0, gate)
         up = tl.where(up > 7, 7.0, tl.where(up < -7, -7.0, up)) + 1

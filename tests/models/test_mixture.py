@@ -201,16 +201,14 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr("models.mixture.stacks", lambda device: True)
 
 
-GPT_OSS = "../gpt_oss/"
+ON_GPU = ["granite_shared", "lfm2", "mixtral", "olmoe", "phi", "qwen2_windows", "qwen3"]
+ON_GPU += ["../gpt_oss/mxfp4", "../gpt_oss/plain"]
 
 
 @needs_interpreter
 @needs_cpp
-@pytest.mark.full(unless=lambda variant: variant in ("lfm2", "qwen2_windows", GPT_OSS + "mxfp4"))
-@pytest.mark.parametrize(
-    "variant",
-    ["granite_shared", "lfm2", "mixtral", "olmoe", "phi", "qwen2_windows", "qwen3", GPT_OSS + "mxfp4", GPT_OSS + "plain"],
-)
+@pytest.mark.full(unless=lambda variant: variant in ("lfm2", "../gpt_oss/mxfp4"))
+@pytest.mark.parametrize("variant", ON_GPU)
 def test_golden_logits_and_tokens_in_graphs_of_a_gpu(variant, as_on_a_gpu):
     folder = GOLDEN / variant
     golden = json.loads((folder / "golden.json").read_text())
@@ -227,7 +225,7 @@ def test_golden_logits_and_tokens_in_graphs_of_a_gpu(variant, as_on_a_gpu):
 
 @needs_interpreter
 @needs_cpp
-@pytest.mark.parametrize("quant", ["int8", "int4", "int4-zeros"])
+@pytest.mark.parametrize("quant", ["int8", "int4"])
 def test_small_numbers_on_a_gpu(quant, as_on_a_gpu, monkeypatch):
     """Logits are those of the definition with the same matrices."""
     model = load(GOLDEN / "qwen3", quant=quant)
@@ -247,7 +245,7 @@ def test_experts_in_several_formats_are_refused_on_a_gpu(as_on_a_gpu, monkeypatc
         return layer
 
     monkeypatch.setattr(Weights, "linear", linear)
-    with pytest.raises(CheckpointError, match=r"experts of one format and order, unlike those of .*experts\.0\.gate_proj"):
+    with pytest.raises(CheckpointError, match=r"experts of one format and order, unlike those of .*0\.gate_proj"):
         load(GOLDEN / "qwen3")
 
 
