@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.text.tokenizer import Tokenizer
 from kernels.linear.blocks import BLOCKS, Block
+from kernels.linear.panels import NIBBLES, exponents
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.listing import WEIGHTS
 from models.checkpoint.tensor_files import write_tensors
@@ -53,9 +54,8 @@ def convert(path: Path, folder: Path) -> dict[str, Any]:
             targets[name] = Target(name, "", info.shape, info.dtype)
             continue
         block, module = BLOCKS[info.format], name.removesuffix(".weight")
-        quantized[module] = grouping = Grouping(
-            block.kind, block.group, torch.float16 if block.scales == "half" else torch.float32, least=block.least
-        )
+        scale = {"half": torch.float16, "exponents": torch.uint8}.get(block.scales, torch.float32)
+        quantized[module] = grouping = Grouping(block.kind, block.group, scale, least=block.least)
         for part, (shape, dtype) in grouping.layout(info.rows, info.elements // info.rows).items():
             targets[f"{module}.{part}"] = Target(name, part, shape, dtype)
     if source.quantization and (scheme := source.quantization.scheme(HEAD, "")) and HEAD not in quantized:
@@ -114,8 +114,8 @@ def _part(block: Block, stored_OB: Tensor, part: str) -> Tensor:
     if part != "codes":
         found = scale if part == "scale" else least
         assert found is not None
-        return found
-    return codes[:, 0::2] | codes[:, 1::2] << 4 if block.kind == "int4" else codes
+        return exponents(found) if block.scales == "exponents" else found
+    return codes[:, 0::2] | codes[:, 1::2] << 4 if block.kind in NIBBLES else codes
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

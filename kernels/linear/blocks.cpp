@@ -1,5 +1,5 @@
 // Blocks of ggml's formats to packed panels (layout: panels.py), without a look at their values: codes stay codes, or
-// become the whole numbers that a table has for them. blocks.py has the definition.
+// become the whole numbers that a table has for them (IQ4). blocks.py has the definition.
 
 #include <algorithm>
 #include <cstring>
@@ -13,8 +13,8 @@ constexpr int PANEL = 16;
 constexpr int MOST_ELEMENTS = 256, MOST_GROUPS = 16;
 constexpr uint8_t SIGN = 128;  // int8 codes are so much more than their numbers
 
-// What a block has besides codes: of each group a scale and perhaps a minimum. `Value` is float16 as bits, float, or int8, which
-// counts in units.
+// What a block has besides codes: of each group a scale and perhaps a minimum. `Value` is float16 as bits, an exponent,
+// or int8, which counts in units.
 template <typename T>
 struct Decoded {
     typedef T Value;
@@ -51,7 +51,6 @@ inline void look_up(uint8_t* codes, int count, const int8_t (&table)[16]) {
 }
 
 constexpr int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr int8_t E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 template <int BYTES_, int SIZE_, int GROUP_, int BITS_, bool LEAST_, typename Value>
 struct Format : Decoded<Value> {
@@ -116,12 +115,10 @@ struct IQ4_NL : Format<18, 32, 32, 8, false, uint16_t> {
     }
 };
 
-struct MXFP4 : Format<17, 32, 32, 8, false, float> {
+struct MXFP4 : Format<17, 32, 32, 4, false, uint8_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
-        const uint32_t bits = b[0] < 2 ? 0x00200000u << b[0] : uint32_t(b[0] - 1) << 23;  // 2^(b - 128)
-        std::memcpy(scale, &bits, sizeof bits);
+        scale[0] = b[0];
         nibbles<16>(b + 1, codes);
-        look_up(codes, 32, E2M1);
     }
 };
 

@@ -1,8 +1,8 @@
 """Block formats of ggml as packed matrices have them: codes with scales and minimums of groups, exactly.
 
 `Block.rows` is the definition, in PyTorch; `BlockPanels` packs rows of blocks as they lie in a file, by C++. No value
-is rounded: codes stay what they are, and those of a table (IQ4, MXFP4) become the whole numbers that the table has.
-Formats with scales of scales keep both: int8, which count in units of float16 for UNIT elements each.
+is rounded: codes stay what they are, and those of IQ4 become the whole numbers that its table has. Formats with scales
+of scales keep both: int8, which count in units of float16 for UNIT elements each. MXFP4 keeps the exponents of scales.
 
 Shape legend: O outputs, N blocks of a row, B bytes of a block, I inputs (the width of a row), G groups of a row.
 """
@@ -16,13 +16,12 @@ from torch import Tensor
 
 from kernels.checks import expect
 from kernels.cpp import function
-from kernels.linear.panels import PANEL, UNIT, GroupKind, Groups, Packed, shape
+from kernels.linear.panels import PANEL, UNIT, GroupKind, Groups, Packed, power, shape
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers
 THREAD_BYTES = 4 << 20  # of blocks that are worth a thread: threads that wait for others on a busy machine cost seconds
 SIGN = 128  # codes of int8 are so much more than their numbers
-SCALES = {"half": torch.float16, "float": torch.float32, "units": torch.int8}
+SCALES = {"half": torch.float16, "exponents": torch.uint8, "units": torch.int8}
 
 
 class BlockRows(NamedTuple):
@@ -42,7 +41,7 @@ class Block:
         bytes, size: bytes and elements of a block.
         kind, group: of the codes, see `kernels.linear.panels.Groups`.
         least: groups have minimums.
-        scales: how they are kept: in float16, in float32, or as int8 with units.
+        scales: how they are kept: in float16, as exponents of float4, or as int8 with units.
         decode: blocks uint8 [O, N, B] to rows.
     """
 
@@ -52,7 +51,7 @@ class Block:
     kind: GroupKind
     group: int
     least: bool
-    scales: Literal["half", "float", "units"]
+    scales: Literal["half", "exponents", "units"]
     decode: Callable[[Tensor], BlockRows]
 
     def rows(self, stored_OB: Tensor) -> BlockRows:
@@ -228,9 +227,7 @@ def _iq4_xs(b: Tensor) -> BlockRows:
 
 
 def _mxfp4(b: Tensor) -> BlockRows:
-    exponent = b[..., :1].int() - 128  # one less than the block's, as the table has twice the numbers
-    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-    return _grouped(_looked_up(_nibbles(b[..., 1:]), E2M1), scale)
+    return _grouped(_nibbles(b[..., 1:]), power(b[..., :1]))
 
 
 BLOCKS = {  # by ggml's names
@@ -246,5 +243,5 @@ BLOCKS = {  # by ggml's names
     "Q6_K": Block(14, 210, 256, "int8", 16, False, "units", _q6_k),
     "IQ4_NL": Block(20, 18, 32, "int8", 32, False, "half", _iq4_nl),
     "IQ4_XS": Block(23, 136, 256, "int8", 32, False, "units", _iq4_xs),
-    "MXFP4": Block(39, 17, 32, "int8", 32, False, "float", _mxfp4),
+    "MXFP4": Block(39, 17, 32, "float4", 32, False, "exponents", _mxfp4),
 }

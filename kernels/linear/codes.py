@@ -3,6 +3,7 @@
     int4    a byte has elements i (low half) and i + 32 of a block of 64
     int8    number - 128, two's complement
     float8  e4m3
+    float4  as int8: twice its numbers
 
 Rows are padded to whole blocks of 64 elements. Scales lie by group, so that a program reads those of its outputs side
 by side. Shape legend: O outputs, B bytes of a row, G groups of a row.
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import GroupKind, default_zero
+from kernels.linear.panels import GroupKind, default_zero, numbers
 
 BLOCK = 64
 HALF = BLOCK // 2
-STEPS = {"int4": HALF, "int8": 16, "float8": 16}  # what the size of groups is a multiple of, unless a row is one group
+STEPS = {"int4": HALF, "int8": 16, "float8": 16, "float4": 16}  # what the size of groups is a multiple of, unless a row is one group
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,14 @@ def pack_codes(
     """
     if not takes(kind, size, width):
         raise ValueError(f"size: expected a multiple of {STEPS[kind]}, or the width {width}, got {size}")
+    whole, kind = kind == "float4", "int8" if kind == "float4" else kind
     codes_OB = torch.empty(outs, row_bytes(kind, width), dtype=torch.uint8, device=device)
     found: list[list[Tensor]] = [[], [], []]
     first = 0
     for codes_NI, *values in blocks:
         assert codes_NI is not None
+        if whole:
+            codes_NI = (numbers("float4", codes_NI) + 128).to(torch.uint8)
         codes_OB[first : first + len(codes_NI)] = _row(codes_NI, kind).to(device)
         for parts, x_NG in zip(found, values, strict=False):
             parts += [] if x_NG is None else [x_NG]

@@ -5,7 +5,7 @@
 //   CHUNK                elements of a row that are summed up before they are added to its total
 //   Words, Part, VECTORS what is loaded for LANES outputs, what is multiplied at once, and the registers of both
 //   Sum, Total           of LANES outputs, in a chunk and in a row
-//   GROUPED              whether groups of elements have scales
+//   GROUPED, EXPONENTS   whether groups of elements have scales, and these are powers of two
 //   SUMS                 the most sums of a block
 //   ROUNDED              elements of a row that are rounded by one largest magnitude and have one Unit; 0: all of a row
 // and prepares rows, loads words, makes parts of them, adds a part times elements of a row to sums, and makes values of
@@ -181,7 +181,7 @@ struct Int8 : FourInt8, Plain {
 // DEFAULT_LEAST of one that has minimums.
 struct Grouped {
     typedef Floats Total;
-    static constexpr bool GROUPED = true;
+    static constexpr bool GROUPED = true, EXPONENTS = false;
     static constexpr int CHUNK = 32, ROUNDED = 0, SUMS = REGISTERS;
     static Floats floats(Floats sum) { return sum; }
     static Floats floats(Ints sum) { return __builtin_convertvector(sum, Floats); }
@@ -243,6 +243,32 @@ struct WideInt8 : Grouped, WideRows {
     static Part part(Words words, int i) { return __builtin_convertvector(words << (24 - i * 8) >> 24, Floats); }
 };
 
+// Twice the numbers of E2M1, which are whole, and `more`.
+constexpr Table twice_e2m1(int more) {
+    constexpr int SIZES[] = {0, 1, 2, 3, 4, 6, 8, 12};
+    Table found{};
+    for (int i = 0; i < 16; i++) found.of[i] = int8_t((i < 8 ? SIZES[i] : -SIZES[i - 8]) + more);
+    return found;
+}
+
+// Two E2M1 to a byte as int4 are, with scales of their own kind.
+struct WideFloat4 : Grouped, WideRows {
+    struct Words {
+        Ints low, high;
+    };
+    static constexpr int STEP = 8, BYTES = 4, PARTS = 8, VECTORS = 3;
+    static constexpr bool EXPONENTS = true;
+    static constexpr float ZERO = 0, DEFAULT = 0, DEFAULT_LEAST = 0;
+    static constexpr Table NUMBERS = twice_e2m1(0);
+    static Words load(const char* at) {
+        const Ints words = read<Ints>(at, LANES);
+        return {looked_up(words & 0x0f0f0f0f, NUMBERS), looked_up(words >> 4 & 0x0f0f0f0f, NUMBERS)};
+    }
+    static Part part(Words words, int i) {
+        return __builtin_convertvector((i < 4 ? words.low : words.high) << (24 - i % 4 * 8) >> 24, Floats);
+    }
+};
+
 #ifdef INT8_DOTS
 // Rows of floats, multiplied by integers: a row is rounded to steps of 1 / LEVELS of its largest magnitude, whose sums with
 // codes are exact. A step has three digits to the base of 256, from -128 to 127. Of four elements the first digits lie
@@ -302,6 +328,19 @@ struct DigitsInt8 : Digits {
     static constexpr float ZERO = 128 - FourInt8::OFFSET, DEFAULT = 128, DEFAULT_LEAST = 128;
     static Words load(const char* at) { return FourInt8::part(read<Ints>(at, LANES)); }
     static Part part(Words words, int) { return words; }
+};
+
+// As DigitsInt8 has them, to the bit.
+struct DigitsFloat4 : Digits {
+    typedef Ints Words;
+    static constexpr int STEP = 8, BYTES = 4, PARTS = 2, VECTORS = 2;
+    static constexpr bool EXPONENTS = true;
+    static constexpr float ZERO = 0, DEFAULT = FourInt8::OFFSET, DEFAULT_LEAST = 0;
+    static constexpr Table NUMBERS = twice_e2m1(FourInt8::OFFSET);
+    static Words load(const char* at) { return read<Ints>(at, LANES); }
+    static Part part(Words words, int i) {
+        return (Part)looked_up((i ? words >> 4 : words) & 0x0f0f0f0f, NUMBERS);
+    }
 };
 #endif
 

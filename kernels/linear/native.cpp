@@ -219,10 +219,12 @@ void with_element([[maybe_unused]] int64_t kind, const Matrix& m, F f) {
 #ifdef INT8_DOTS
     if (m.kind == 4) return f(DigitsInt4{});
     if (m.kind == 5) return f(DigitsInt8{});
+    if (m.kind == 7) return f(DigitsFloat4{});
 #endif
     if (m.kind == 4) f(WideInt4{});
     if (m.kind == 5) f(WideInt8{});
     if (m.kind == 6) f(WideFloat8{});
+    if (m.kind == 7) f(WideFloat4{});
 }
 
 void multiply(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t stride, int64_t rows) {

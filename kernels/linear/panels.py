@@ -1,7 +1,7 @@
 """Packed matrices: panels of 16 outputs, one panel after the other.
 
 A panel holds, for each step along the width, a line with a word of each output: one float32 or float16, two bfloat16,
-four int8, uint8 or float8, or eight int4, of which the first four lie in the low halves of the bytes. Processors read
+four int8, uint8 or float8, or eight int4 or float4, of which the first four lie in the low halves of the bytes. Processors read
 it as it lies, with vectors of any size: AMX tiles and the dot products of all instruction sets take words of this kind.
 """
 
@@ -22,11 +22,13 @@ STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  
 MAX_INT8_WIDTH = 1 << 16  # sums of more products of int8 would not fit into 32 bits
 ROWS_AT_ONCE = 1 << 20  # elements that are copied at a time when a matrix is packed
 
-GroupKind = Literal["int4", "int8", "float8"]
-GROUP_KINDS: dict[str, int] = {"int4": 4, "int8": 5, "float8": 6}  # as C++ numbers them
-GROUP_STEPS = {"int4": 8, "int8": 4, "float8": 4}  # elements in a word
+GroupKind = Literal["int4", "int8", "float8", "float4"]
+GROUP_KINDS: dict[str, int] = {"int4": 4, "int8": 5, "float8": 6, "float4": 7}  # as C++ numbers them
+GROUP_STEPS = {"int4": 8, "int8": 4, "float8": 4, "float4": 8}  # elements in a word
+NIBBLES = ("int4", "float4")  # kinds of four bits
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of float4
 ROUNDED: dict[str, int] = {"int8": 64, "int4": 32}  # elements of a row of x that are rounded by one largest magnitude
-ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0}  # what stands for zero in groups that have none of their own
+ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0}  # what stands for zero in groups that have none of their own
 
 
 def default_zero(kind: GroupKind, least: bool) -> float:
@@ -34,15 +36,36 @@ def default_zero(kind: GroupKind, least: bool) -> float:
     return 0.0 if least and kind == "int4" else ZEROS[kind]
 
 
+def numbers(kind: GroupKind, codes: Tensor) -> Tensor:
+    """The numbers that codes stand for, float32."""
+    if kind == "float8":
+        return codes.view(torch.float8_e4m3fn).float()
+    return torch.tensor(E2M1, dtype=torch.float32)[codes.int()] if kind == "float4" else codes.float()
+
+
+def power(exponent: Tensor) -> Tensor:
+    """2^(exponent - 128), float32: what scales of float4 stand for, which are half those of E2M1."""
+    exponent = exponent.int() - 128
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+
+
+def exponents(scale: Tensor) -> Tensor:
+    """The inverse of `power`. Raises ValueError for scales that are not its."""
+    found = (scale.frexp().exponent + 127).clamp(0, 255).to(torch.uint8)
+    if not power(found).equal(scale):
+        raise ValueError("scale: expected powers of two from 2^-128 to 2^127, of which float4 has the exponents")
+    return found
+
+
 class Groups(NamedTuple):
     """The form of elements in groups of a packed matrix: (number - zero) * scale + least.
 
     Args:
-        kind: int4: numbers from 0 to 15; int8: from 0 to 255; float8: e4m3.
+        kind: int4: numbers from 0 to 15; int8: from 0 to 255; float8: e4m3; float4: twice those of e2m1.
         size: elements of a row that share a scale, side by side; a multiple of 8, or the whole width.
-        scale: [panels, groups, 16], float16 or float32.
-        zero: like scale; None: that of `default_zero`. float8 has none.
-        least: like scale; None: 0. Not with zeros.
+        scale: [panels, groups, 16], float16 or float32; of float4 uint8, see `power`.
+        zero: like scale; None: that of `default_zero`. Floats have none.
+        least: like scale; None: 0. Not with zeros, and not of floats.
         unit, least_unit: [panels, width / UNIT, 16], float16: what scales and minimums count in, if they are int8;
             groups then divide UNIT, and there are no zeros.
     """
@@ -63,7 +86,7 @@ class Groups(NamedTuple):
 
         scale, zero, least = self.scale, self.zero, self.least
         return (
-            counted(scale, self.unit),
+            power(scale) if self.kind == "float4" else counted(scale, self.unit),
             None if zero is None else zero.float(),
             None if least is None else counted(least, self.least_unit),
         )
@@ -81,7 +104,7 @@ class Packed:
         groups: of elements with a scale each; not with scale_O.
         order_I: int32: the elements of x, in the order in which a row of the matrix multiplies them.
         levels: rows of x are rounded to steps of 1 / levels of the largest magnitude of each ROUNDED elements, from the
-            beginning of each group on; 0: they are not, which is so for floats and for groups of int8 and float8.
+            beginning of each group on; 0: they are not, which is so for floats and for groups of int8, float8 and float4.
 
     Raises:
         ValueError: panels, scales, groups or an order that do not fit the sizes.
@@ -129,8 +152,9 @@ class Packed:
             raise ValueError(f"levels: expected 1 to 127.5 for int8, 0 for floats, got {self.levels} for {kind}")
         if groups is None:
             return
-        if groups.kind not in GROUP_KINDS or (groups.kind == "float8" and any(x is not None for x in groups[3:])):
-            raise ValueError(f"groups: expected one of {list(GROUP_KINDS)}, float8 without zeros, got {groups.kind}")
+        plain = groups.kind in ("float8", "float4")
+        if groups.kind not in GROUP_KINDS or (plain and any(x is not None for x in groups[3:])):
+            raise ValueError(f"groups: expected one of {list(GROUP_KINDS)}, floats without zeros, got {groups.kind}")
         if groups.zero is not None and groups.least is not None:
             raise ValueError("groups: expected zeros or minimums, got both")
         if not (0 < groups.size < self.width and groups.size % 8 == 0) and groups.size != self.width:
@@ -141,8 +165,9 @@ class Packed:
             raise ValueError(
                 f"units: expected groups of which {UNIT} and the width {self.width} are multiples, no zeros"
             )
-        if groups.scale.dtype not in ((torch.int8,) if counted else (torch.float32, torch.float16)):
-            expected = "int8 with units" if counted else "float16 or float32"
+        dtypes = (torch.int8,) if counted else (torch.float32, torch.float16)
+        if groups.scale.dtype not in ((torch.uint8,) if groups.kind == "float4" else dtypes):
+            expected = "uint8" if groups.kind == "float4" else "int8 with units" if counted else "float16 or float32"
             raise ValueError(f"scale: expected {expected}, got {groups.scale.dtype}")
         if counted != (groups.least_unit is not None) and groups.least is not None:
             raise ValueError("units: expected those of scales and minimums, or of neither")
@@ -281,7 +306,10 @@ def pack_groups(
             [any, groups], float32. `outs` rows together.
         kind, size: see `Groups`.
         outs, width: of the matrix.
-        dtype: of scales, zeros and minimums, if they are the same in it; else they become float32.
+        dtype: of scales, zeros and minimums, if they are the same in it; else they become float32. Not of float4.
+
+    Raises:
+        ValueError: scales of float4 that are no powers of two.
     """
     filling = Filling(torch.empty(shape(kind, outs, width), dtype=torch.uint8))
     groups = -(-width // size)
@@ -289,14 +317,17 @@ def pack_groups(
     first = 0
     for codes_OI, *values in blocks:
         assert codes_OI is not None
-        filling.add(_nibbles(codes_OI) if kind == "int4" else codes_OI)
+        filling.add(_nibbles(codes_OI) if kind in NIBBLES else codes_OI)
         for i, x_OG in enumerate(values):
             if x_OG is not None:
                 kept = whole[i] = torch.zeros(len(filling.panels) * PANEL, groups) if first == 0 else whole[i]
                 assert kept is not None
                 kept[first : first + len(codes_OI)] = x_OG
         first += len(codes_OI)
-    if any(not x.to(dtype).float().equal(x) for x in whole if x is not None):
+    if kind == "float4":
+        assert whole[0] is not None
+        whole[0], dtype = torch.cat([exponents(whole[0][:outs]), whole[0][outs:].byte()]), torch.uint8
+    elif any(not x.to(dtype).float().equal(x) for x in whole if x is not None):
         dtype = torch.float32
     laid = (None if x is None else x.view(-1, PANEL, groups).transpose(1, 2).to(dtype).contiguous() for x in whole)
     return filling.done(), Groups(kind, size, *laid)  # type: ignore[arg-type]

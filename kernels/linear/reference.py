@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import ROUNDED, Groups, Packed, default_zero
+from kernels.linear.panels import NIBBLES, ROUNDED, Packed, default_zero, numbers
 
 
 def unpack(matrix: Packed) -> Tensor:
     """Elements [outs, width] in the packed dtype; the codes of groups, uint8."""
     rows = matrix.panels.transpose(1, 2).flatten(2).flatten(0, 1)[: matrix.outs]
     if matrix.groups is not None:
-        if matrix.groups.kind == "int4":
+        if matrix.groups.kind in NIBBLES:
             four = rows.unflatten(1, (-1, 4))
             rows = torch.stack([four & 15, four >> 4], 2).flatten(1)
         return rows[:, : matrix.width]
@@ -25,7 +25,7 @@ def unpacked(matrix: Packed) -> Tensor:
     if groups is not None:
         zero = default_zero(groups.kind, groups.least is not None)
         scales, zeros, leasts = groups.values()
-        weight_OI = (_numbers(weight_OI, groups) - _spread(matrix, zeros, zero)) * _spread(matrix, scales)
+        weight_OI = (numbers(groups.kind, weight_OI) - _spread(matrix, zeros, zero)) * _spread(matrix, scales)
         weight_OI += _spread(matrix, leasts)
     elif matrix.scale_O is not None:
         weight_OI = weight_OI * (matrix.scale_O * matrix.levels).unsqueeze(1)
@@ -37,10 +37,6 @@ def _ordered(weight_OI: Tensor, matrix: Packed) -> Tensor:
     if matrix.order_I is None:
         return weight_OI
     return torch.empty_like(weight_OI).index_copy_(1, matrix.order_I.long(), weight_OI)
-
-
-def _numbers(codes_OI: Tensor, groups: Groups) -> Tensor:
-    return codes_OI.view(torch.float8_e4m3fn).float() if groups.kind == "float8" else codes_OI.float()
 
 
 def _spread(matrix: Packed, x: Tensor | None, default: float = 0.0) -> Tensor:

@@ -233,6 +233,12 @@ void add_rows(int count, const Arguments&... arguments) {
     if constexpr (COUNT > 1) add_rows<Element, VECTORS, COUNT - 1>(count, arguments...);
 }
 
+// 2^(exponent - 128), the smallest of which are subnormal.
+inline Floats power(Bytes exponents) {
+    const Ints exponent = extended(exponents) & 255;
+    return (Floats)(exponent < 2 ? (exponent + 1) << 21 : (exponent - 1) << 23);
+}
+
 // Scales of the groups first..last for the outputs from `out` on, a whole panel's first; offsets if they are wanted.
 template <typename Element, int VECTORS>
 void take_scales(const Matrix& m, int64_t out, int64_t first, int64_t last, int64_t groups, bool offsets,
@@ -249,6 +255,9 @@ void take_scales(const Matrix& m, int64_t out, int64_t first, int64_t last, int6
             }
         }
     };
+    if constexpr (Element::EXPONENTS)
+        return each([&](int64_t at, auto...) { return power(read<Bytes>((const int8_t*)m.scale + at, LANES)); },
+                    [&](Floats scale, auto...) { return -zero * scale; });
     if (m.scale_kind == INT8) {
         const int of_unit = __builtin_ctzll(UNIT / m.group);
         auto counted = [&](const void* values, const void* units, int64_t at, int64_t group, int64_t panel,

@@ -42,6 +42,11 @@ inline Floats fused(Floats x, Floats y, Floats sum) {
 #endif
 }
 
+inline Ints looked_up(Ints places, const Table& table) {
+    const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table.of));
+    return (Ints)_mm256_shuffle_epi8(both, (__m256i)places);
+}
+
 constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
 
 #ifdef __AVXVNNI__

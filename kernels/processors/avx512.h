@@ -38,6 +38,10 @@ inline Floats fused(Floats x, Floats y, Floats sum) {
     return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
 }
 
+inline Ints looked_up(Ints places, const Table& table) {
+    return (Ints)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table.of)), (__m512i)places);
+}
+
 constexpr int REGISTERS = 32, SPARE_REGISTERS = 0;  // multiplications take an operand from memory for all lanes
 
 #ifdef __AVX512BF16__

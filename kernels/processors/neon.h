@@ -35,6 +35,10 @@ inline Floats fused(Floats x, Floats y, Floats sum) {
     return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
 }
 
+inline Ints looked_up(Ints places, const Table& table) {
+    return (Ints)vqtbl1q_s8(vld1q_s8(table.of), (uint8x16_t)places);
+}
+
 constexpr int REGISTERS = 32, SPARE_REGISTERS = 1;
 
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC

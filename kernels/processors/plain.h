@@ -53,6 +53,14 @@ inline Floats scaled(Floats y, Floats power, Floats x) {
 
 inline Floats fused(Floats x, Floats y, Floats sum) { return x * y + sum; }
 
+inline Ints looked_up(Ints places, const Table& table) {
+    uint8_t bytes[sizeof places];
+    __builtin_memcpy(bytes, &places, sizeof places);
+    for (uint8_t& byte : bytes) byte = uint8_t(table.of[byte]);
+    __builtin_memcpy(&places, bytes, sizeof places);
+    return places;
+}
+
 constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
 
 struct FourInt8 {

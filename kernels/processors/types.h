@@ -12,4 +12,8 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));  // also elements of 16-bit types, as bits
 
+struct Table {
+    int8_t of[16];
+};
+
 }  // namespace

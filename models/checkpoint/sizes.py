@@ -169,11 +169,10 @@ class Sizes(Weights):
         return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
 
     def _quantised(self, name: str, outs: int) -> int:
-        """Bytes of a quantised weight: panels have as many bits and scales, of outputs padded to a piece; but MXFP4 has
-        8 bits there, and scales of 16."""
+        """Bytes of a quantised weight: panels have as many bits and scales, of outputs padded to a piece."""
         module = name.removesuffix(".weight")
         if blocks := self.checkpoint.tensors.get(f"{module}.weight_blocks"):
-            return BLOCKS["Q8_0"].packed_bytes(outs, round(blocks.elements * 2 // blocks.shape[0] * self._share))
+            return BLOCKS["MXFP4"].packed_bytes(outs, round(blocks.elements * 2 // blocks.shape[0] * self._share))
         parts = self.checkpoint.modules.get(module, [])
         stored = sum(math.prod(info.shape) * info.dtype.itemsize for info in parts)
         return int(stored * self._share) * (-(-outs // PIECE) * PIECE) // outs

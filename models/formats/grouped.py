@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from kernels.linear import Packed, PackedParts, pack_groups
 from kernels.linear.blocks import Block, BlockPanels
 from kernels.linear.codes import Codes, pack_codes, takes
-from kernels.linear.panels import ROUNDED, ZEROS, GroupKind, default_zero
+from kernels.linear.panels import ROUNDED, ZEROS, GroupKind, default_zero, numbers
 from kernels.linear.reference import rounded
 from models.formats.coded import CodedLinear, has_codes, warn_of_floats
 from models.formats.floats import FloatLinear, PackedLinear, has_kernels
@@ -33,8 +33,9 @@ class GroupedRows(NamedTuple):
     """Rows of a matrix: w[o, i] = (number of codes[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group.
 
     Args:
-        codes_OI: uint8. int4: 0 to 15; int8: 0 to 255; float8: the bits of an e4m3 number.
-        scale_OG: float32.
+        codes_OI: uint8. int4: 0 to 15; int8: 0 to 255; float8: the bits of an e4m3 number; float4: those of an e2m1
+            number, which stand for twice that.
+        scale_OG: float32; of float4 powers of two.
         zero_OG: float32, or None for that of `default_zero`.
         least_OG: float32, or None for 0; not with zeros.
     """
@@ -110,7 +111,7 @@ class GroupedWeight:
     def floats(self, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as float32, their columns in the order of the inputs."""
         codes_OI, scale_OG, zero_OG, least_OG = self.rows(first, self.shape[0] if last is None else last)
-        numbers_OI = codes_OI.view(torch.float8_e4m3fn).float() if self.kind == "float8" else codes_OI.float()
+        numbers_OI = numbers(self.kind, codes_OI)
         spread = partial(_spread, group=self.group, width=self.shape[1])
         numbers_OI -= default_zero(self.kind, self.least) if zero_OG is None else spread(zero_OG)
         numbers_OI *= spread(scale_OG)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.linear.blocks import E2M1, SIGN
+from kernels.linear.panels import power
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import Part, Source, Uniform
 
 GROUP = 32
-BIAS, NAN = 127, 255  # of exponents; what stands for no number
+NAN = 255  # the exponent that stands for no number
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,13 @@ class Mxfp4:
         if exponent_OG.eq(NAN).any():
             raise source.error("weight_scales has values that are no numbers")
         return GroupedWeight(
-            "int8", (outs, width), GROUP, lambda first, last: _rows(blocks_OGB, exponent_OG, first, last)
+            "float4", (outs, width), GROUP, lambda first, last: _rows(blocks_OGB, exponent_OG, first, last)
         )
 
 
 def _rows(blocks_OGB: Tensor, exponent_OG: Tensor, first: int, last: int) -> GroupedRows:
-    """Codes of twice the numbers, which are whole, and half the scales."""
-    octets, exponent = blocks_OGB[first:last], exponent_OG[first:last].int() - BIAS - 1
-    codes = torch.stack((octets & 15, octets >> 4), -1).flatten(1)
-    numbers_OI = torch.tensor([number + SIGN for number in E2M1], dtype=torch.uint8)[codes.int()]
-    return GroupedRows(numbers_OI, torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent))
+    octets = blocks_OGB[first:last]
+    return GroupedRows(torch.stack((octets & 15, octets >> 4), -1).flatten(1), power(exponent_OG[first:last]))
 
 
 def parse(fields: Fields) -> Uniform:

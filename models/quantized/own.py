@@ -4,28 +4,32 @@ w[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group. 
 has a code in a byte, or two of four bits (an even input in the low half); `M.scale`, and `M.zero` or `M.least`, have a
 number for each group. Without `M.zero`, codes of eight bits stand around 128, and codes of four bits around 8, or with
 `M.least` around 0. `quantization_config` has `quant_method` "coppice", `version` 1, and in `weights` for each module
-{"kind": "int4" or "int8", "group": G, "zeros": true or false, "least": true or false}. A head that shares the values of
-the token embedding is listed beside it.
+{"kind": "int4", "int8" or "float4", "group": G, "zeros": true or false, "least": true or false}. float4 has codes of e2m1,
+which stand for twice its numbers, around 0, and scales 2^(n - 128), of which n is stored. A head that shares the values
+of the token embedding is listed beside it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from kernels.linear.panels import GroupKind
+from kernels.linear.panels import NIBBLES, GroupKind, power
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import Part, Shape, Source, unsupported
 
 METHOD, VERSION = "coppice", 1
+KINDS = ("int4", "int8", "float4")
 EXACT = (torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """How a weight is stored; `scale` is the dtype that one is written in, files may have either of `EXACT`."""
+    """How a weight is stored; `scale` is the dtype that one is written in. Files may have either of `EXACT`, but for float4,
+    whose scales are uint8."""
 
     kind: GroupKind
     group: int
@@ -36,7 +40,7 @@ class Grouping:
     def layout(self, outs: int, width: int) -> dict[str, tuple[Shape, torch.dtype]]:
         """Shapes and dtypes of the tensors."""
         groups = -(-width // self.group)
-        codes = -(-width // 2) if self.kind == "int4" else width
+        codes = -(-width // 2) if self.kind in NIBBLES else width
         layout: dict[str, tuple[Shape, torch.dtype]] = {
             "codes": ((outs, codes), torch.uint8),
             "scale": ((outs, groups), self.scale),
@@ -47,7 +51,8 @@ class Grouping:
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
         layout = self.layout(outs, width)
-        return {name: Part((shape,), (dtype,) if name == "codes" else EXACT) for name, (shape, dtype) in layout.items()}
+        exact = (torch.uint8,) if self.kind == "float4" else EXACT
+        return {name: Part((shape,), (dtype,) if name == "codes" else exact) for name, (shape, dtype) in layout.items()}
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
@@ -56,15 +61,16 @@ class Grouping:
         least = source.scale("least") if self.least else None
 
         def rows(first: int, last: int) -> GroupedRows:
-            values = (None if x is None else x[first:last] for x in (scale, zero, least))
-            return self._rows(codes[first:last], width, *values)
+            values = (None if x is None else x[first:last] for x in (zero, least))
+            return self._rows(codes[first:last], width, scale[first:last], *values)
 
         return GroupedWeight(self.kind, (outs, width), self.group, rows, least=self.least)
 
-    def _rows(self, codes: Tensor, width: int, *values: Tensor | None) -> GroupedRows:
-        if self.kind == "int4":
+    def _rows(self, codes: Tensor, width: int, scale: Tensor, *values: Tensor | None) -> GroupedRows:
+        if self.kind in NIBBLES:
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :width]
-        return GroupedRows(codes, *(None if x is None else x.float() for x in values))  # type: ignore[arg-type]
+        scale = power(scale) if self.kind == "float4" else scale.float()
+        return GroupedRows(codes, scale, *(None if x is None else x.float() for x in values))
 
 
 class GroupedReader:
@@ -85,7 +91,7 @@ class GroupedReader:
         """[len(rows), width]. Raises CheckpointError if the file has become shorter."""
         read = {name: part(rows) for name, part in self.parts.items()}
         grouping, shape = self.grouping, (len(rows), self.width)
-        found = grouping._rows(read["codes"], self.width, *map(read.get, ("scale", "zero", "least")))
+        found = grouping._rows(read["codes"], self.width, read["scale"], read.get("zero"), read.get("least"))
         return GroupedWeight(grouping.kind, shape, grouping.group, lambda *_: found, least=grouping.least).floats()
 
 
@@ -117,9 +123,11 @@ def parse(fields: Fields) -> Own:
     weights = {}
     for module in listed.config:
         own = listed.sub(module) or Fields({}, fields.file, f"{listed.prefix}{module}.")
-        kind: GroupKind = "int4" if own.choice("kind", ("int4", "int8")) == "int4" else "int8"
+        kind = cast(GroupKind, own.choice("kind", KINDS))
         zeros, least = own.bool("zeros", default=False), own.bool("least", default=False)
-        if zeros and least:
-            raise own.error("least", "false, where there are zeros")
+        if least and (zeros or kind == "float4"):
+            raise own.error("least", "false, where there are zeros, and of float4")
+        if zeros and kind == "float4":
+            raise own.error("zeros", "false, of float4")
         weights[module] = Grouping(kind, own.int("group"), zeros=zeros, least=least)
     return Own(weights)

@@ -6,6 +6,7 @@ import torch
 from kernels import cpp
 from kernels.linear import linear, reference
 from kernels.linear.blocks import BLOCKS, BlockPanels
+from kernels.linear.panels import numbers
 from tests.models.gguf.files import gguf
 
 TYPES = gguf.GGMLQuantizationType
@@ -28,8 +29,8 @@ def values(block, rows_OB):
     """The elements, float32."""
     codes, scale, least = block.rows(rows_OB)
     spread = lambda x: x.repeat_interleave(block.group, 1)  # noqa: E731
-    zero = {"int4": 0.0 if block.least else 8.0, "int8": 128.0}[block.kind]
-    found = (codes.float() - zero) * spread(scale)
+    zero = {"int4": 0.0 if block.least else 8.0, "int8": 128.0, "float4": 0.0}[block.kind]
+    found = (numbers(block.kind, codes) - zero) * spread(scale)
     return found if least is None else found + spread(least)
 
 

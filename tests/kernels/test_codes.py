@@ -7,6 +7,7 @@ import torch
 
 from kernels.linear import codes
 from kernels.linear.codes import Codes, pack_codes, takes, unpacked
+from kernels.linear.panels import E2M1, NIBBLES
 from tests.marks import DEVICES, needs_triton
 
 FORMATS = [  # kind, group, zeros, outs, width, whether columns have another order
@@ -22,23 +23,26 @@ FORMATS = [  # kind, group, zeros, outs, width, whether columns have another ord
     ("int8", 16, "least", 20, 72, False),
     ("float8", 64, False, 65, 128, False),
     ("float8", 77, False, 8, 77, False),
+    ("float4", 32, False, 65, 128, False),
 ]
 
 
 def draw(kind, size, zeros, outs, width, ordered, seed=0):
     """Numbers, scales and zeros, and the elements that they stand for in float64, columns as those of x."""
     random = torch.Generator().manual_seed(seed)
-    numbers = torch.randint(0, 16 if kind == "int4" else 256, (outs, width), generator=random, dtype=torch.uint8)
+    numbers = torch.randint(0, 16 if kind in NIBBLES else 256, (outs, width), generator=random, dtype=torch.uint8)
     if kind == "float8":
         numbers[(numbers & 127) == 127] = 0
     groups = -(-width // size)
     scale = (torch.rand(outs, groups, generator=random) / 8 + 0.01).half().float()
-    middle = {"int4": 8.0, "int8": 128.0, "float8": 0.0}[kind]
+    scale = scale.log2().round().exp2() if kind == "float4" else scale
+    middle = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0}[kind]
     own = (torch.rand(outs, groups, generator=random) * 2 * middle).half().float()
     zero, least = own if zeros is True else None, own / 64 - 0.1 if zeros == "least" else None
     if least is not None:
         least, middle = least.half().float(), 0.0 if kind == "int4" else middle
     value = numbers.view(torch.float8_e4m3fn).double() if kind == "float8" else numbers.double()
+    value = torch.tensor(E2M1, dtype=torch.float64)[numbers.int()] if kind == "float4" else value
     values = scale, middle + 0 * scale if zero is None else zero, 0 * scale if least is None else least
     wide = [x.double().repeat_interleave(size, 1)[:, :width] for x in values]
     exact, order = (value - wide[1]) * wide[0] + wide[2], torch.randperm(width, generator=random) if ordered else None

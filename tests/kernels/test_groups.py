@@ -12,7 +12,9 @@ pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {c
 SIZES = [(64, 64, 32), (100, 72, 24), (257, 1000, 40), (65, 2048, 128), (130, 5, 5), (300, 512, 512), (70, 100, 16)]
 COUNTS = (1, 2, 3, 5, 15, 16, 17, 61, 130)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST = {"int4": 15, "int8": 255, "float8": 0x7E}
+MOST = {"int4": 15, "int8": 255, "float8": 0x7E, "float4": 15}
+LARGEST = MOST | {"float8": 448, "float4": 12}  # numbers
+FLOATS = ("float8", "float4")
 
 
 def draw(*shape, seed=0):
@@ -26,6 +28,8 @@ def matrix(kind, outs, width, size, *, zeros=False, ordered=False, levels=0.0, d
     if kind == "float8":
         codes_OI |= torch.randint(0, 2, (outs, width), dtype=torch.uint8, generator=random) << 7
     scale_OG = ((draw(outs, -(-width // size), seed=1).abs() + 0.5) / 64).to(dtype).float()  # sums fit into float16
+    if kind == "float4":
+        scale_OG, dtype = scale_OG.log2().round().exp2(), torch.uint8
     zero_OG = torch.randint_like(scale_OG, 0, MOST[kind] + 2) if zeros is True else None
     least_OG = draw(*scale_OG.shape, seed=3).to(dtype).float() if zeros == "least" else None
     values = codes_OI, scale_OG, zero_OG, least_OG
@@ -61,11 +65,11 @@ def test_some_outputs_of_a_matrix_are_those_of_the_whole(kind, zeros, outs, widt
 @pytest.mark.parametrize("kind", MOST)
 @pytest.mark.parametrize(("outs", "width", "size"), SIZES)
 def test_floats_are_multiplied_to_rounding(kind, of_x, zeros, ordered, outs, width, size):
-    if kind == "float8" and zeros:
-        pytest.skip("float8 has no zeros")
+    if kind in FLOATS and zeros:
+        pytest.skip("floats have no zeros")
     packed, _ = matrix(kind, outs, width, size, zeros=zeros, ordered=ordered)
     weight_OI, bias_O = reference.unpacked(packed).double(), draw(outs, seed=2).to(of_x)
-    codes = packed.groups.scale.float().max() * (448 if kind == "float8" else MOST[kind])
+    codes = packed.groups.values()[0].max() * LARGEST[kind]
     for count in COUNTS:
         x = draw(count, width, seed=10 + count).to(of_x)
         found, exact = linear(x, packed, bias_O), reference.linear(x.double(), packed, bias_O)
@@ -138,6 +142,37 @@ def test_every_number_of_float8():
     assert found.flatten().equal(codes_OI.view(torch.float8_e4m3fn).float().flatten())
 
 
+def test_every_number_of_float4():
+    """With scales from the smallest to the largest: twice e2m1, half the scale."""
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    codes_OI, exponents = torch.arange(16, dtype=torch.uint8).expand(7, 16), torch.tensor([0, 1, 2, 100, 127, 128, 255])
+    scale_OG = (exponents.double() - 128).exp2().unsqueeze(1)
+    panels, groups = pack_groups([(codes_OI, scale_OG.float())], "float4", 7, 16, 16)
+    packed = Packed(panels, 7, 16, groups=groups)
+    assert groups.scale[0, 0, :7].equal(exponents.byte()) and panels.shape == (4, 2, 16, 4)
+    exact = (torch.cat([sizes, -sizes]) * 2 * scale_OG).float()
+    assert reference.unpacked(packed).equal(exact)
+    found = linear(torch.eye(16), packed).T[:6]  # products with steps of rows leave the range of floats by the last
+    assert ((found - exact[:6]).abs() <= 256 * torch.finfo(torch.float32).eps * scale_OG[:6]).all()
+
+
+@pytest.mark.parametrize("of_x", DTYPES, ids=str)
+def test_float4_is_int8_of_the_same_numbers_to_the_bit(of_x):
+    whole = torch.tensor([128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116]).byte()
+    for outs, width, size in SIZES:
+        packed, codes_OI = matrix("float4", outs, width, size, ordered=True)
+        scale_OG = packed.groups.values()[0].transpose(1, 2).flatten(0, 1)[:outs]
+        panels, groups = pack_groups([(whole[codes_OI.int()], scale_OG)], "int8", outs, width, size)
+        wide, x = Packed(panels, outs, width, groups=groups, order_I=packed.order_I), draw(130, width).to(of_x)
+        for count in COUNTS:
+            assert linear(x[:count], packed).equal(linear(x[:count], wide))
+
+
+def test_scales_of_float4_are_powers_of_two():
+    with pytest.raises(ValueError, match="scale: expected powers of two"):
+        pack_groups([(torch.zeros(1, 8, dtype=torch.uint8), torch.full((1, 1), 3.0))], "float4", 1, 8, 8)
+
+
 def test_int8_of_other_levels():
     """127.5, whose steps go from -128 to 127."""
     weight_OI = (draw(64, 100, seed=1) * 40).clamp(-128, 127).to(torch.int8)
@@ -153,7 +188,7 @@ def test_int8_of_other_levels():
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "levels"), [*((kind, 0) for kind in MOST), ("int4", 127)])
 def test_rows_do_not_depend_on_those_beside_them(kind, levels, of_x):
-    packed, _ = matrix(kind, 96, 520, 40, zeros=kind != "float8", levels=levels)
+    packed, _ = matrix(kind, 96, 520, 40, zeros=kind not in FLOATS, levels=levels)
     x = draw(130, 520, seed=1).to(of_x)
     whole = linear(x, packed)
     for count in COUNTS:
@@ -191,6 +226,7 @@ def test_compilers_see_an_operator():
         ({"scale": torch.ones(4, 2, 16, dtype=torch.float64)}, "float16 or float32"),
         ({"scale": torch.ones(4, 3, 16)}, "scale"),
         ({"zero": torch.ones(4, 2, 16, dtype=torch.float32)}, "zero"),
+        ({"kind": "float4"}, "scale: expected uint8"),
     ],
 )
 def test_groups_that_do_not_fit(change, message):
@@ -206,5 +242,5 @@ def test_orders_and_levels_that_do_not_fit():
         Packed(packed.panels, 64, 64, **given, order_I=torch.zeros(64, dtype=torch.int32))
     with pytest.raises(ValueError, match="levels"):
         Packed(packed.panels, 64, 64, **given, levels=127)
-    with pytest.raises(ValueError, match="float8 without zeros"):
+    with pytest.raises(ValueError, match="floats without zeros"):
         Packed(packed.panels, 64, 64, groups=Groups("float8", 32, packed.groups.scale, packed.groups.scale))

@@ -84,7 +84,7 @@ def test_mxfp4_is_exact(tmp_path):
     torch.testing.assert_close(found.logits(PROMPT), expected.logits(PROMPT), rtol=1e-4, atol=1e-4)
     if found.runner.model.stack is not None:
         up = found.runner.model.layers[0].mlp.matrices.experts[0].up.packed
-        assert up.groups.kind == "int8" and up.groups.size == 32
+        assert up.groups.kind == "float4" and up.groups.size == 32 and up.groups.scale.dtype == torch.uint8
 
 
 def test_experts_in_turns():
@@ -159,8 +159,8 @@ def test_bytes_of_blocks():
 
     size = measure(Checkpoint.open(GOLDEN / "mxfp4"), torch.float32, torch.device("cpu"))
     widths = ((64, 32), (64, 32), (32, 64))
-    least = 3 * 6 * sum(BLOCKS["Q8_0"].packed_bytes(*shape) for shape in widths)
-    assert size.chosen == least  # 8 bits, and a scale of 16 for 32
+    assert size.chosen == 3 * 6 * sum(BLOCKS["MXFP4"].packed_bytes(*shape) for shape in widths)
+    assert BLOCKS["MXFP4"].packed_bytes(64, 96) == 64 * 96 * 4.25 / 8  # a scale of 8 bits for 32
 
 
 def test_fields():
