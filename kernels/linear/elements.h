@@ -253,19 +253,17 @@ constexpr Table twice_e2m1(int more) {
 
 // Two E2M1 to a byte as int4 are, with scales of their own kind.
 struct WideFloat4 : Grouped, WideRows {
-    struct Words {
-        Ints low, high;
-    };
-    static constexpr int STEP = 8, BYTES = 4, PARTS = 8, VECTORS = 3;
+    typedef Ints Words;
+    static constexpr int STEP = 8, BYTES = 4, PARTS = 8, VECTORS = 2;
     static constexpr bool EXPONENTS = true;
     static constexpr float ZERO = 0, DEFAULT = 0, DEFAULT_LEAST = 0;
     static constexpr Table NUMBERS = twice_e2m1(0);
     static Words load(const char* at) {
-        const Ints words = read<Ints>(at, LANES);
-        return {looked_up(words & 0x0f0f0f0f, NUMBERS), looked_up(words >> 4 & 0x0f0f0f0f, NUMBERS)};
+        return read<Ints>(at, LANES);
     }
     static Part part(Words words, int i) {
-        return __builtin_convertvector((i < 4 ? words.low : words.high) << (24 - i % 4 * 8) >> 24, Floats);
+        const Ints numbers = looked_up((i < 4 ? words : words >> 4) & 0x0f0f0f0f, NUMBERS);
+        return __builtin_convertvector(numbers << (24 - i % 4 * 8) >> 24, Floats);
     }
 };
 
