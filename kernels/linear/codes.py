@@ -20,7 +20,8 @@ from kernels.linear.panels import GroupKind, default_zero, numbers
 
 BLOCK = 64
 HALF = BLOCK // 2
-STEPS = {"int4": HALF, "int8": 16, "float8": 16, "float4": 16}  # what the size of groups is a multiple of, unless a row is one group
+# What the size of groups is a multiple of, unless a row is one group.
+STEPS = {"int4": HALF, "int8": 16, "float8": 16, "float4": 16}
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def pack_codes(
     Args:
         blocks: codes [any, width], uint8; then scales, zeros and minimums (the last two None, or absent, in all blocks)
             [any, groups], float32. `outs` rows together.
-        kind, size, order_I: see `Codes`.
+        kind, size, order_I: see `Codes`; float4 becomes int8.
         outs, width: of the matrix.
 
     Raises:
@@ -83,7 +84,8 @@ def pack_codes(
     """
     if not takes(kind, size, width):
         raise ValueError(f"size: expected a multiple of {STEPS[kind]}, or the width {width}, got {size}")
-    whole, kind = kind == "float4", "int8" if kind == "float4" else kind
+    whole: bool = kind == "float4"
+    kind = "int8" if whole else kind
     codes_OB = torch.empty(outs, row_bytes(kind, width), dtype=torch.uint8, device=device)
     found: list[list[Tensor]] = [[], [], []]
     first = 0

@@ -258,9 +258,7 @@ struct WideFloat4 : Grouped, WideRows {
     static constexpr bool EXPONENTS = true;
     static constexpr float ZERO = 0, DEFAULT = 0, DEFAULT_LEAST = 0;
     static constexpr Table NUMBERS = twice_e2m1(0);
-    static Words load(const char* at) {
-        return read<Ints>(at, LANES);
-    }
+    static Words load(const char* at) { return read<Ints>(at, LANES); }
     static Part part(Words words, int i) {
         const Ints numbers = looked_up((i < 4 ? words : words >> 4) & 0x0f0f0f0f, NUMBERS);
         return __builtin_convertvector(numbers << (24 - i % 4 * 8) >> 24, Floats);
@@ -336,9 +334,7 @@ struct DigitsFloat4 : Digits {
     static constexpr float ZERO = 0, DEFAULT = FourInt8::OFFSET, DEFAULT_LEAST = 0;
     static constexpr Table NUMBERS = twice_e2m1(FourInt8::OFFSET);
     static Words load(const char* at) { return read<Ints>(at, LANES); }
-    static Part part(Words words, int i) {
-        return (Part)looked_up((i ? words >> 4 : words) & 0x0f0f0f0f, NUMBERS);
-    }
+    static Part part(Words words, int i) { return (Part)looked_up((i ? words >> 4 : words) & 0x0f0f0f0f, NUMBERS); }
 };
 #endif
 

@@ -1,8 +1,9 @@
 """Packed matrices: panels of 16 outputs, one panel after the other.
 
 A panel holds, for each step along the width, a line with a word of each output: one float32 or float16, two bfloat16,
-four int8, uint8 or float8, or eight int4 or float4, of which the first four lie in the low halves of the bytes. Processors read
-it as it lies, with vectors of any size: AMX tiles and the dot products of all instruction sets take words of this kind.
+four int8, uint8 or float8, or eight int4 or float4, of which the first four lie in the low halves of the bytes.
+Processors read it as it lies, with vectors of any size: AMX tiles and the dot products of all instruction sets take
+words of this kind.
 """
 
 import ctypes
@@ -28,7 +29,8 @@ GROUP_STEPS = {"int4": 8, "int8": 4, "float8": 4, "float4": 8}  # elements in a 
 NIBBLES = ("int4", "float4")  # kinds of four bits
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of float4
 ROUNDED: dict[str, int] = {"int8": 64, "int4": 32}  # elements of a row of x that are rounded by one largest magnitude
-ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0}  # what stands for zero in groups that have none of their own
+# What stands for zero in groups that have none of their own.
+ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0}
 
 
 def default_zero(kind: GroupKind, least: bool) -> float:
@@ -104,7 +106,7 @@ class Packed:
         groups: of elements with a scale each; not with scale_O.
         order_I: int32: the elements of x, in the order in which a row of the matrix multiplies them.
         levels: rows of x are rounded to steps of 1 / levels of the largest magnitude of each ROUNDED elements, from the
-            beginning of each group on; 0: they are not, which is so for floats and for groups of int8, float8 and float4.
+            beginning of each group on; 0: they are not, which is so for floats and for groups of all kinds but int4.
 
     Raises:
         ValueError: panels, scales, groups or an order that do not fit the sizes.

@@ -4,9 +4,9 @@ w[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group. 
 has a code in a byte, or two of four bits (an even input in the low half); `M.scale`, and `M.zero` or `M.least`, have a
 number for each group. Without `M.zero`, codes of eight bits stand around 128, and codes of four bits around 8, or with
 `M.least` around 0. `quantization_config` has `quant_method` "coppice", `version` 1, and in `weights` for each module
-{"kind": "int4", "int8" or "float4", "group": G, "zeros": true or false, "least": true or false}. float4 has codes of e2m1,
-which stand for twice its numbers, around 0, and scales 2^(n - 128), of which n is stored. A head that shares the values
-of the token embedding is listed beside it.
+{"kind": "int4", "int8" or "float4", "group": G, "zeros": true or false, "least": true or false}. float4 has codes of
+e2m1, four bits that stand for twice its numbers, and scales 2^(n - 128), of which n is stored in a byte. A head that
+shares the values of the token embedding is listed beside it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,8 @@ EXACT = (torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Grouping:
-    """How a weight is stored; `scale` is the dtype that one is written in. Files may have either of `EXACT`, but for float4,
-    whose scales are uint8."""
+    """How a weight is stored; `scale` is the dtype that one is written in. Files may have either of `EXACT`; of float4
+    uint8 alone."""
 
     kind: GroupKind
     group: int
