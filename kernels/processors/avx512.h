@@ -50,9 +50,12 @@ inline Floats add_pairs(Floats sum, Ints pairs, int32_t pair) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
 }
 
-inline Shorts nearest_bfloat16(Floats x) { return (Shorts)_mm512_cvtneps_pbh((__m512)x); }
-inline Floats floats_of(Shorts bfloat16) {
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bfloat16), 16);
+inline Ints bfloat16_of(Floats low, Floats high) { return (Ints)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+
+inline Ints pairs_of(Floats even, Floats odd) {
+    const __m512i indices = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                             21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (Ints)_mm512_permutexvar_epi16(indices, (__m512i)bfloat16_of(even, odd));
 }
 
 inline void interleave(const void* one, const void* two, void* to) {

@@ -32,7 +32,7 @@ class Ready {
 
     Ready(const Attention& p, const char* k, const char* v)
         : p(p), k(k), v(v), D(p.head_dim), pairs(PAIRABLE && D % 2 == 0), words(pairs ? D / 2 : D),
-          value_width((D + LANES - 1) / LANES * LANES), keys_DS(new Ints[words * KEY_VECTORS]),
+          value_width((D + LANES - 1) / LANES * LANES), row_width((words + LANES - 1) / LANES * LANES), keys_DS(new Ints[row_width * KEY_VECTORS]),
           values_SD(new Ints[BLOCK * value_width / LANES]) {}
 
     const Attention& p;
@@ -45,6 +45,9 @@ class Ready {
     const int32_t* values[BLOCK];  // of each key or, for pairs, of each two: a row of words
     Fetch fetch_k, fetch_v;
     Floats key_scales[KEY_VECTORS], value_scales[KEY_VECTORS];  // of an int8 cache
+
+    const int32_t* rows;           // of words of the keys that `take_rows` made ready
+    int across;                    // words from one to the next
 
     // Words i of the keys.
     const int32_t* key_words(int i) const { return (const int32_t*)&keys_DS[i * KEY_VECTORS]; }
@@ -90,6 +93,31 @@ class Ready {
         for (int i = first / LANES; i * LANES < last; i++) take_keys<PAIRS>(i);
     }
 
+    // Makes the keys of lanes first .. last - 1 ready as rows of words: as they lie in the cache, if they can.
+    template <bool PAIRS>
+    void take_rows(int first, int last) {
+        const bool as_they_are = row_bytes == 4 * words;
+        int j = first + 1;
+        while (j < last && slots[j] == slots[j - 1] + 1) j++;
+        if (as_they_are && j == last) {
+            rows = (const int32_t*)(k_SD + int64_t(slots[first]) * row_bytes), across = words;
+            return;
+        }
+        std::fill_n(keys_of, BLOCK, -1);
+        across = row_width;
+        int32_t* to = (int32_t*)keys_DS.get();
+        rows = to;
+        for (j = first; j < last; j++, to += across) {
+            const char* row = k_SD + int64_t(slots[j]) * row_bytes;
+            if (as_they_are)
+                std::memcpy(to, row, row_bytes);
+            else if constexpr (PAIRS)
+                each(words, [&](int64_t d, auto n) { write(pairs_at((const C*)row + 2 * d, n), to + d, n); });
+            else
+                each(D, [&](int64_t d, auto n) { store(load((const C*)row + d, n), (float*)to + d, n); });
+        }
+    }
+
     // Makes the values of lanes first .. last - 1 ready; for pairs even numbers.
     void take_values(int first, int last) {
         if (pairs)
@@ -112,6 +140,7 @@ class Ready {
 
   private:
     const int row_bytes = D * sizeof(C);
+    const int row_width;  // words of a row of keys, which fill vectors
     std::unique_ptr<Ints[]> keys_DS, values_SD;
     const char *k_SD, *v_SD;  // of the head
     int32_t keys_of[BLOCK], values_of[BLOCK];  // the slots whose keys and values are ready
@@ -177,6 +206,15 @@ class Ready {
 
     // Floats that are bfloat16, too.
     static Ints pair(Floats low, Floats high) { return (Ints)((Words)low >> 16) | ((Ints)high & ~0xffff); }
+
+#ifdef BFLOAT16_PAIRS
+    // `count` words of pairs of elements from memory.
+    static Ints pairs_at(const C* from, int count) {
+        float floats[2 * LANES] = {};
+        each(2 * count, [&](int64_t i, auto n) { store(load(from + i, n), floats + i, n); });
+        return bfloat16_of(load(floats), load(floats + LANES));
+    }
+#endif
 
     void take_value(int j) {
         const char* row = v_SD + int64_t(slots[j]) * row_bytes;
