@@ -30,6 +30,7 @@
 //   Ints bfloat16_of(Floats low, Floats high)         2 * LANES of the nearest bfloat16, in order
 //   Ints pairs_of(Floats even, Floats odd)            pairs of them
 //   void interleave(one, two, to)                     of 2 * LANES each
+//   Floats rough_exp2(Floats x)                       optional, with ROUGH_EXP2 defined: 2^x for x <= 0, within 1e-4
 //   void transpose(Ints (&x)[LANES])                  optional, with TRANSPOSE defined
 #if defined(__AVX512F__)
 #include "processors/avx512.h"
@@ -196,6 +197,10 @@ inline Floats exp2_of(Floats x) {
     y = y * f + 1.0f;
     return scaled(y, whole, x);
 }
+
+#if defined(BFLOAT16_PAIRS) && !defined(ROUGH_EXP2)
+inline Floats rough_exp2(Floats x) { return exp2_of(x); }
+#endif
 
 inline Floats tanh_of(Floats x) {
     const Floats square = x * x, e = exp2_of((x < 0 ? x : -x) * (2 * LOG2_E)), far = (1 - e) / (1 + e);

@@ -1,9 +1,9 @@
 // Tree attention on a CPU: the same bits for a row whatever rows are beside it, wherever its keys lie, and with any
 // number of threads. Keys come in blocks of fixed positions (keys.h), a block is made ready for all rows of a tile that
-// see it (ready.h), and two small matrix products make scores of queries and keys, and outputs of weights and values. A
-// row's numbers are added up in one order: over the elements of a head, over the lanes of a block, over blocks; what it
-// does not see has the weight 0, which changes no bit. The softmax is computed online (Milakov and Gimelshein, 2018),
-// for each CUT positions anew, and then merged in order, so threads may share a long trunk.
+// see it (ready.h), and two small matrix products (products.h) make scores of queries and keys, and outputs of weights
+// and values. A row's numbers are added up in one order: over the elements of a head, over the lanes of a block, over
+// blocks; what it does not see has the weight 0, which changes no bit. The softmax (softmax.h) is computed for each CUT
+// positions anew, and then merged in order, so threads may share a long trunk.
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
@@ -24,7 +24,7 @@
 namespace {
 
 constexpr int FEW = 4;        // rows, which are multiplied with keys as these are transposed
-constexpr int WASTE = LANES / 2;  // rows that fill vectors, so that keys need not be transposed
+constexpr int WASTE = LANES / 2;     // rows that may lack in full vectors of them; of more, keys are the lanes
 constexpr int CUT = 256;      // positions; a multiple of BLOCK
 constexpr int MAX_SERIAL = 1 << 14;  // vector products; only for more is it worth waking threads
 constexpr int MIN_UNITS = 4;         // for each thread; of fewer, cuts are shared among threads
@@ -196,8 +196,8 @@ class Worker {
             });
             ready.take_values(from, to);
             softmax.template by_key<EACH>(low, count, from, to, masked, part);
-            const int step = count * LANES;
-            return mix<Element>(row, rows, row - low, std::integral_constant<int, 1>{}, step, from / EACH, to / EACH, part);
+            const std::integral_constant<int, 1> next;
+            return mix<Element>(row, rows, row - low, next, count * LANES, from / EACH, to / EACH, part);
         }
         const int first = from / LANES, last = vectors_of(to);
         if (rows <= FEW && tile_rows <= FEW) {
@@ -229,8 +229,8 @@ class Worker {
         by_columns(0, vectors, [&](int i, auto columns) {
             by_rows<MOST_ROWS<columns>>(rows, [&](int r, auto count) {
                 multiply<Element, count, columns, count <= FEW ? 4 : 2>(
-                    weights + r * across, along, across, [&](int j) { return ready.values[j] + i * LANES; }, first, last,
-                    (float*)&part.out_RD[(row + r) * vectors + i], ready.value_width, softmax.keep + at + r,
+                    weights + r * across, along, across, [&](int j) { return ready.values[j] + i * LANES; }, first,
+                    last, (float*)&part.out_RD[(row + r) * vectors + i], ready.value_width, softmax.keep + at + r,
                     ready.fetch_v);
             });
         });

@@ -1,5 +1,6 @@
-// Makes the keys and values of a block ready for products: keys transposed, so that the lanes of a vector are keys, and
-// values as rows of floats; or both as pairs of bfloat16, where the processor multiplies these.
+// Makes the keys and values of a block ready for products: keys transposed, so that the lanes of a vector are keys, or
+// as rows, whose elements are multiplied by vectors of queries; and values as rows. Both are floats, or pairs of
+// bfloat16, where the processor multiplies these.
 
 #pragma once
 
@@ -32,7 +33,8 @@ class Ready {
 
     Ready(const Attention& p, const char* k, const char* v)
         : p(p), k(k), v(v), D(p.head_dim), pairs(PAIRABLE && D % 2 == 0), words(pairs ? D / 2 : D),
-          value_width((D + LANES - 1) / LANES * LANES), row_width((words + LANES - 1) / LANES * LANES), keys_DS(new Ints[row_width * KEY_VECTORS]),
+          value_width((D + LANES - 1) / LANES * LANES), row_width((words + LANES - 1) / LANES * LANES),
+          keys_DS(new Ints[row_width * KEY_VECTORS]),
           values_SD(new Ints[BLOCK * value_width / LANES]) {}
 
     const Attention& p;

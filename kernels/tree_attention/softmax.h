@@ -25,7 +25,8 @@ struct Part {
     static int64_t size(int rows, int vectors) { return 2 * (vectors_of(rows) + 1) + rows * vectors; }
 
     Part(Floats* room, int rows)
-        : most_R((float*)room), sum_R((float*)(room + vectors_of(rows) + 1)), out_RD(room + 2 * (vectors_of(rows) + 1)) {}
+        : most_R((float*)room), sum_R((float*)(room + vectors_of(rows) + 1)),
+          out_RD(room + 2 * (vectors_of(rows) + 1)) {}
 
     void clear(int rows, int vectors) const {
         std::fill_n((Floats*)most_R, vectors_of(rows) + 1, NEVER);
@@ -70,12 +71,12 @@ class Softmax {
 #ifdef BFLOAT16_PAIRS
             if constexpr (EACH == 2)
                 for (int i = first / 2 * 2; i < last; i += 2) {
-                    const Floats low = i < first ? Floats{} : exp2_of(some[i] - base[r]);
-                    const Floats high = i + 1 < last ? exp2_of(some[i + 1] - base[r]) : Floats{};
+                    const Floats low = i < first ? Floats{} : rough_exp2(some[i] - base[r]);
+                    const Floats high = i + 1 < last ? rough_exp2(some[i + 1] - base[r]) : Floats{};
                     Ints words = bfloat16_of(low, high);
                     sum = add_pairs(sum, words, ONES);
-                    if (QUANTISED)
-                        words = bfloat16_of(low * load(value_scales + i * LANES), high * load(value_scales + (i + 1) * LANES));
+                    const float* scales = value_scales + i * LANES;
+                    if (QUANTISED) words = bfloat16_of(low * load(scales), high * load(scales + LANES));
                     write(words, (Ints*)scores + (r * KEY_VECTORS + i) / 2, LANES);
                 }
 #endif
@@ -118,8 +119,8 @@ class Softmax {
                 }
 #ifdef BFLOAT16_PAIRS
                 if constexpr (EACH == 2) {
-                    const Floats even = exp2_of(some[2 * j * count] - most);
-                    const Floats odd = exp2_of(some[(2 * j + 1) * count] - most);
+                    const Floats even = rough_exp2(some[2 * j * count] - most);
+                    const Floats odd = rough_exp2(some[(2 * j + 1) * count] - most);
                     const Ints words = pairs_of(even, odd);
                     sum = add_pairs(sum, words, ONES);
                     some[j * count] = (Floats)(
