@@ -23,9 +23,9 @@
 
 namespace {
 
-constexpr int FEW = 4;        // rows, which are multiplied with keys as these are transposed
-constexpr int WASTE = LANES / 2;     // rows that may lack in full vectors of them; of more, keys are the lanes
-constexpr int CUT = 256;      // positions; a multiple of BLOCK
+constexpr int FEW = 4;             // rows, which are multiplied with keys as these are transposed
+constexpr int WASTE = LANES / 4;     // rows that vectors of them may lack; where more are missing, keys are the lanes
+constexpr int CUT = 256;           // positions; a multiple of BLOCK
 constexpr int MAX_SERIAL = 1 << 14;  // vector products; only for more is it worth waking threads
 constexpr int MIN_UNITS = 4;         // for each thread; of fewer, cuts are shared among threads
 
@@ -181,24 +181,12 @@ class Worker {
     // EACH: elements of a word.
     template <typename Element, int EACH>
     void attend(int row, int rows, int from, int to, bool masked, const Part& part) {
-        const int low = row / LANES * LANES, count = vectors_of(row + rows - low);
-        if (rows > FEW && count * LANES - rows <= WASTE) {
-            from = from / EACH * EACH, to = (to + EACH - 1) / EACH * EACH;
-            ready.template take_rows<EACH == 2>(from, to);
-            by_columns(0, count, [&](int c, auto columns) {
-                const int32_t* q = (const int32_t*)q_DR.get() + low + c * LANES;
-                by_rows<MOST_ROWS<columns>>(to - from, [&](int k, auto keys) {
-                    multiply<Element, keys, columns, 1>(
-                        ready.rows + k * ready.across, 1, ready.across, [&](int d) { return q + d * across; }, 0,
-                        ready.words, (float*)&softmax.scores[(from + k) * count + c], count * LANES, nullptr,
-                        ready.fetch_k);
-                });
-            });
-            ready.take_values(from, to);
-            softmax.template by_key<EACH>(low, count, from, to, masked, part);
-            const std::integral_constant<int, 1> next;
-            return mix<Element>(row, rows, row - low, next, count * LANES, from / EACH, to / EACH, part);
+#ifdef BFLOAT16_PAIRS
+        if constexpr (EACH == 2) {
+            const int low = row / LANES * LANES, count = vectors_of(row + rows - low);
+            if (rows > FEW && count * LANES - rows <= WASTE) return attend_by_key(row, rows, from, to, masked, part);
         }
+#endif
         const int first = from / LANES, last = vectors_of(to);
         if (rows <= FEW && tile_rows <= FEW) {
             for (int i = first; i < last; i++)
@@ -220,6 +208,28 @@ class Worker {
         constexpr int WORDS = BLOCK / EACH;
         mix<Element>(row, rows, 0, std::integral_constant<int, WORDS>{}, 1, from / EACH, (to + EACH - 1) / EACH, part);
     }
+
+#ifdef BFLOAT16_PAIRS
+    // The same with rows as lanes: nothing is transposed.
+    void attend_by_key(int row, int rows, int from, int to, bool masked, const Part& part) {
+        const int low = row / LANES * LANES, count = vectors_of(row + rows - low);
+        from = from / 2 * 2, to = (to + 1) / 2 * 2;
+        ready.take_rows(from, to);
+        by_columns(0, count, [&](int c, auto columns) {
+            const int32_t* q = (const int32_t*)q_DR.get() + low + c * LANES;
+            by_rows<MOST_ROWS<columns>>(to - from, [&](int k, auto keys) {
+                multiply<TwoBFloat16, keys, columns, 1>(
+                    ready.rows + k * ready.across, 1, ready.across, [&](int d) { return q + d * across; }, 0,
+                    ready.words, (float*)&softmax.scores[(from + k) * count + c], count * LANES, nullptr,
+                    ready.fetch_k);
+            });
+        });
+        ready.take_values(from, to);
+        softmax.by_key(low, count, from, to, masked, part);
+        const std::integral_constant<int, 1> next;
+        mix<TwoBFloat16>(row, rows, row - low, next, count * LANES, from / 2, to / 2, part);
+    }
+#endif
 
     // Adds values first .. last - 1, or pairs of them, to outputs; weights of row r are words r * across + i * along
     // from word `at` on.

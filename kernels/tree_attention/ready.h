@@ -95,30 +95,27 @@ class Ready {
         for (int i = first / LANES; i * LANES < last; i++) take_keys<PAIRS>(i);
     }
 
-    // Makes the keys of lanes first .. last - 1 ready as rows of words: as they lie in the cache, if they can.
-    template <bool PAIRS>
+#ifdef BFLOAT16_PAIRS
+    // Makes the keys of lanes first .. last - 1 ready as rows of pairs: as they lie in the cache, if they can.
     void take_rows(int first, int last) {
-        const bool as_they_are = row_bytes == 4 * words;
         int j = first + 1;
         while (j < last && slots[j] == slots[j - 1] + 1) j++;
-        if (as_they_are && j == last) {
+        if (!QUANTISED && j == last) {
             rows = (const int32_t*)(k_SD + int64_t(slots[first]) * row_bytes), across = words;
             return;
         }
         std::fill_n(keys_of, BLOCK, -1);
-        across = row_width;
         int32_t* to = (int32_t*)keys_DS.get();
-        rows = to;
+        rows = to, across = row_width;
         for (j = first; j < last; j++, to += across) {
             const char* row = k_SD + int64_t(slots[j]) * row_bytes;
-            if (as_they_are)
-                std::memcpy(to, row, row_bytes);
-            else if constexpr (PAIRS)
+            if (QUANTISED)
                 each(words, [&](int64_t d, auto n) { write(pairs_at((const C*)row + 2 * d, n), to + d, n); });
             else
-                each(D, [&](int64_t d, auto n) { store(load((const C*)row + d, n), (float*)to + d, n); });
+                std::memcpy(to, row, row_bytes);
         }
     }
+#endif
 
     // Makes the values of lanes first .. last - 1 ready; for pairs even numbers.
     void take_values(int first, int last) {

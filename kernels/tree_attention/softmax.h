@@ -94,8 +94,8 @@ class Softmax {
         }
     }
 
-    // Scores and weights lie key by key, `count` vectors of rows for each key; keys from .. to - 1, words of them.
-    template <int EACH>
+#ifdef BFLOAT16_PAIRS
+    // Scores and pairs of weights lie key by key, `count` vectors of rows for each; keys from .. to - 1, even numbers.
     void by_key(int row, int count, int from, int to, bool masked, const Part& part) {
         for (int c = 0; c < count; c++) {
             Floats* some = scores + c;
@@ -110,23 +110,13 @@ class Softmax {
             begin(row + c * LANES, c * LANES, most, part);
             most = load(base + c * LANES);
             Floats sums[LANES] = {};
-            for (int j = from / EACH; j < to / EACH; j++) {
-                Floats& sum = sums[j % LANES];
-                if constexpr (EACH == 1) {
-                    const Floats weights = exp2_of(some[j * count] - most);
-                    sum += weights;
-                    some[j * count] = QUANTISED ? weights * value_scales[j] : weights;
-                }
-#ifdef BFLOAT16_PAIRS
-                if constexpr (EACH == 2) {
-                    const Floats even = rough_exp2(some[2 * j * count] - most);
-                    const Floats odd = rough_exp2(some[(2 * j + 1) * count] - most);
-                    const Ints words = pairs_of(even, odd);
-                    sum = add_pairs(sum, words, ONES);
-                    some[j * count] = (Floats)(
-                        QUANTISED ? pairs_of(even * value_scales[2 * j], odd * value_scales[2 * j + 1]) : words);
-                }
-#endif
+            for (int j = from / 2; j < to / 2; j++) {
+                const Floats even = rough_exp2(some[2 * j * count] - most);
+                const Floats odd = rough_exp2(some[(2 * j + 1) * count] - most);
+                Ints words = pairs_of(even, odd);
+                sums[j % LANES] = add_pairs(sums[j % LANES], words, ONES);
+                if (QUANTISED) words = pairs_of(even * value_scales[2 * j], odd * value_scales[2 * j + 1]);
+                some[j * count] = (Floats)words;
             }
 #pragma GCC unroll 8
             for (int stride = LANES / 2; stride; stride /= 2)
@@ -134,6 +124,7 @@ class Softmax {
             end(row + c * LANES, c * LANES, sums[0], part);
         }
     }
+#endif
 
   private:
     static constexpr int32_t ONES = 0x3f803f80;  // two, of bfloat16
