@@ -8,7 +8,8 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from engine.cache.tree import TokenTree, shared_length
+from engine.cache.placed import shared_length
+from engine.cache.tree import TokenTree
 from engine.contract import Report, Search, SearchResult
 from engine.contract.checks import attributed, check_search
 from engine.contract.distinct import TEXT, check_distinct

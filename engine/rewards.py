@@ -10,7 +10,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.cache.tree import TokenTree, shared_length
+from engine.cache.placed import shared_length
+from engine.cache.tree import TokenTree
 from engine.contract import Answer, Evaluate
 from engine.errors import CheckpointError, KVMemoryError, UsageError
 from engine.load.loading import LoadedModel

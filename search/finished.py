@@ -7,7 +7,8 @@ import math
 from bisect import insort
 from collections.abc import Iterable
 
-from engine.cache.tree import TokenTree, shared_length
+from engine.cache.placed import shared_length
+from engine.cache.tree import TokenTree
 from engine.rules.endings import STUCK
 from search.base import Output
 

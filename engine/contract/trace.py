@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.cache.tree import TokenTree, shared_length
+from engine.cache.placed import shared_length
+from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Report, Search, SearchResult
 from engine.text.tokenizer import Tokenizer
 

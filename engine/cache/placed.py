@@ -1,0 +1,239 @@
+"""The nodes of a tree with their slots in a pool: which token has which, and what of it a pass reads."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from engine.cache.drafts import DraftedNode
+from engine.cache.nodes import IN_TRUNK, NO_SLOT, Nodes
+from engine.cache.pool import PagePool
+from engine.cache.slots import BranchSlots, Trunk
+from engine.cache.states import Held, TrunkStates
+from engine.errors import KVMemoryError
+from kernels.layout import NULL_STATE
+
+
+class PlacedNodes(Nodes):
+    """Nodes that take slots of a pool when they are evaluated. `TokenTree` prunes them.
+
+    Args:
+        pool, prompt, expected, trunk: see `TokenTree`.
+
+    Attributes:
+        slots: those of branches.
+        peak_live, peak_unshared, peak_pages, peak_state_bytes: the most tokens that had slots, tokens of all paths,
+            pages and bytes of recurrent layers, so far.
+    """
+
+    def __init__(self, pool: PagePool, prompt: Sequence[int], expected: int = 0, trunk: Trunk | None = None):
+        super().__init__(prompt)
+        self.pool, self.slots = pool, BranchSlots(pool)
+        if pool.stores is not None:
+            self.trunk.states = TrunkStates(pool.stores)
+        if trunk is not None:
+            self._adopt(trunk)
+        wanted = -(-max(expected, len(prompt)) // pool.page_size)
+        self._claim = pool.claim(wanted) if not self.trunk.pages else range(0)
+        self._bits: dict[int, int] = {}  # latest node -> bits of the branch slots of its ancestors and itself
+        self._spent: list[int] = []  # nodes whose bits are part of those of the latest nodes: to be dropped next
+        self.peak_live = self.peak_unshared = self.peak_pages = self.peak_state_bytes = 0
+
+    # --- reading ---
+
+    def is_evaluated(self, node: int) -> bool:
+        """Whether the cache has the keys and values of the node and its ancestors."""
+        if self._slot[node] == IN_TRUNK:
+            return self._position[node] < self.trunk.cached
+        return self._slot[node] >= 0
+
+    def can_evaluate(self, nodes: Iterable[int]) -> bool:
+        """Whether all of these are live nodes of this tree that are not evaluated yet."""
+        slots = self._slot
+        for node in nodes:
+            if type(node) is not int or not 0 <= node < len(slots):
+                return False
+            if slots[node] != NO_SLOT and (node != self.root or self.is_evaluated(node)):
+                return False
+        return True
+
+    @property
+    def live_tokens(self) -> int:
+        """Tokens that hold a slot: evaluated trunk and branches."""
+        return self.trunk.cached + self.slots.count
+
+    @property
+    def live_branches(self) -> int:
+        """Branch nodes that hold a slot."""
+        return self.slots.count
+
+    @property
+    def room(self) -> int:
+        """Tokens that all pages of the pool hold, free or not."""
+        return self.pool.pages * self.pool.page_size
+
+    @property
+    def page_count(self) -> int:
+        """How many pages of the pool the tree holds."""
+        return len(self.trunk.pages) + self.slots.page_count
+
+    @property
+    def pages_held(self) -> list[int]:
+        """The pages of the pool that the tree holds."""
+        return self.trunk.pages + self.slots.pages_held
+
+    # --- slots ---
+
+    def pending(self, nodes: Iterable[int]) -> tuple[int, list[int]]:
+        """The tokens to evaluate for `nodes`: the number of trunk tokens, and branch nodes, parents first."""
+        need: set[int] = set()
+        for node in nodes:
+            if not self.is_live(node):
+                raise ValueError(f"node {node} is not live: it was dropped by keep()")
+            while self._slot[node] == NO_SLOT and node not in need:
+                need.add(node)
+                node = self._parent[node]
+        return len(self.trunk.tokens) - self.trunk.cached, sorted(need)
+
+    def pages_wanted(self, nodes: Iterable[int], more: int) -> int:
+        """The pages that the tree must take to evaluate `nodes`, and then `more` branch nodes below them."""
+        trunk, branches = self.pending(nodes)
+        size, slots = self.pool.page_size, len(branches) + more - len(self.slots.free)
+        return -(-(self.trunk.cached + trunk) // size) - len(self.trunk.pages) + max(0, -(-slots // size))
+
+    def allocate(self, trunk_tokens: int, nodes: Sequence[int]) -> list[int]:
+        """Take slots for the next trunk tokens and for branch nodes (parents first), which are to be evaluated.
+
+        Returns:
+            their slots in the pool, trunk first.
+
+        Raises:
+            KVMemoryError: the pool is full; nothing was taken.
+        """
+        trunk, start, slots, taken, size = self.trunk, self.trunk.cached, self.slots, [], self.pool.page_size
+        self._forget_spent()
+        try:
+            if trunk_tokens and start % size:
+                trunk.own_end(self.pool)
+            trunk.reserve(self.pool, start + trunk_tokens, self._next_page())
+            if trunk.states is not None:
+                trunk.states.extend(start, trunk_tokens)
+            for node in nodes:
+                position = self._position[node]
+                taken.append(slot := slots.take(node, position, self._wish(position)))
+                self._place(node, slot)
+        except KVMemoryError:
+            self._release(0, nodes[: len(taken)])
+            raise
+        self._spent = [self._parent[node] for node in nodes]
+        trunk.cached = start + trunk_tokens
+        self._note_peaks()
+        return [trunk.slot(start + i, size) for i in range(trunk_tokens)] + [slots.table[0][slot] for slot in taken]
+
+    def _release(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
+        self.slots.release([self._slot[node] for node in nodes])
+        for node in nodes:
+            self._slot[node] = NO_SLOT
+            self._bits.pop(node, None)
+        self.trunk.truncate(self.pool, self.trunk.cached - trunk_tokens)
+
+    def _wish(self, position: int) -> int | None:
+        """The page where the trunk will want the token of a position, should it come to that; with pages of one."""
+        pages = self.trunk.pages
+        wish = pages[-1] + 1 + position - len(pages) if self.pool.page_size == 1 and pages else -1
+        return wish if wish in self._claim else None
+
+    def _place(self, node: int, slot: int) -> None:
+        self._slot[node] = slot
+        self._bits[node] = self.ancestry(self._parent[node]) | 1 << slot
+
+    def _forget_spent(self) -> None:
+        for node in self._spent:
+            self._bits.pop(node, None)
+
+    def _next_page(self) -> int:
+        """The next page of the trunk: after its last page, or where the claim begins if that page is another tree's."""
+        pages = self.trunk.pages
+        return pages[-1] + 1 if pages and (not self._claim or pages[-1] in self._claim) else self._claim.start
+
+    def _note_peaks(self) -> None:
+        self.peak_live = max(self.peak_live, self.live_tokens)
+        self.peak_unshared = max(self.peak_unshared, self._paths_length)
+        self.peak_pages = max(self.peak_pages, self.page_count)
+        if self.trunk.states is not None:
+            rows, states = map(len, self.states_held)
+            size = rows * self.pool.row_bytes + states * self.pool.state_bytes
+            self.peak_state_bytes = max(self.peak_state_bytes, size)
+
+    def _adopt(self, trunk: Trunk) -> None:
+        """Take over an earlier trunk's pages for the prefix that it shares with the prompt."""
+        limit = min(trunk.cached, len(self.trunk.tokens) - 1)  # the last prompt token is evaluated for its logits
+        shared = shared_length(trunk.tokens[:limit], self.trunk.tokens)
+        mine = self.trunk
+        mine.pages, mine.runs, mine.long_rope = trunk.pages, trunk.runs, trunk.long_rope
+        if trunk.states is not None:
+            mine.states, trunk.states = trunk.states, None
+        trunk.pages, trunk.runs, trunk.cached = [], [], 0
+        mine.truncate(self.pool, shared)
+
+    # --- for the packer ---
+
+    def ancestry(self, node: DraftedNode | int) -> int:
+        """Bits of the branch slots of the node and its ancestors: bit s is slot s."""
+        if isinstance(node, DraftedNode):
+            return 1 << node.slot | self.ancestry(node.parent)
+        bits = 0  # bits of all nodes would take more memory than the cache: only the latest nodes store theirs
+        while self._slot[node] != IN_TRUNK and node not in self._bits:
+            bits |= 1 << self._slot[node]
+            node = self._parent[node]
+        return bits | self._bits.get(node, 0)
+
+    def held(self, node: DraftedNode | int) -> Held | None:
+        """The row and state of a node that is evaluated, or about to be; None: it is in the trunk."""
+        slot = node.slot if isinstance(node, DraftedNode) else self._slot[node]
+        return None if slot == IN_TRUNK else self.slots.held[slot]
+
+    @property
+    def states_held(self) -> tuple[list[int], list[int]]:
+        """The rows and the states of recurrent layers that the tree holds."""
+        rows, states = ([], []) if self.trunk.states is None else self.trunk.states.held
+        held = self.slots.held.values()
+        return rows + [each.row for each in held], states + [each.state for each in held if each.state != NULL_STATE]
+
+    def branch_table(self) -> tuple["array[int]", "array[int]"]:
+        """For each branch slot its slot in the pool and its token's position; 0 if it is free. Read only."""
+        return self.slots.table
+
+    def latest_ancestors(self, node: DraftedNode | int, count: int) -> list[int]:
+        """Slots in the pool of an evaluated node's latest ancestors, parents first; as many as there are, at most."""
+        found, table, slot = [], self.slots.table[0], self._slot
+        node = node.parent if isinstance(node, DraftedNode) else self._parent[node]
+        while isinstance(node, DraftedNode):
+            found.append(table[node.slot])
+            node = node.parent
+        if len(found) >= count:
+            return found[:count]
+        while len(found) < count and slot[node] != IN_TRUNK:
+            found.append(table[slot[node]])
+            node = self._parent[node]
+        return found + self.trunk.latest(self._position[node] + 1, count - len(found), self.pool.page_size)
+
+    def trunk_runs(self, tokens: int | None = None) -> list[tuple[int, int]]:
+        """(first slot, length) of each contiguous piece of the trunk's first tokens, in order; None: all evaluated."""
+        size, left = self.pool.page_size, self.trunk.cached if tokens is None else tokens
+        runs = []
+        for first, pages in self.trunk.runs:
+            runs.append((first * size, min(pages * size, left)))
+            left -= pages * size
+        return runs
+
+
+def shared_length(first: Sequence[int], *others: Sequence[int], start: int = 0) -> int:
+    """How many elements sequences begin with in common; the first `start` are equal and are not compared."""
+    shared = len(first)
+    for other in others:
+        if shared == start:
+            break
+        head, tail = first[start:shared], other[start:shared]
+        if head != tail:
+            differ = (i for i, (x, y) in enumerate(zip(head, tail, strict=False), start) if x != y)
+            shared = next(differ, min(shared, len(other)))
+    return shared
