@@ -445,7 +445,7 @@ class Driver:
             except Exception as failure:  # of the search, while it was closed
                 result, error = None, error or failure
             if result is not None:
-                result.stats = self._stats(job) | result.stats
+                result.stats = job.stats({name: each.pool for name, each in self.runners.items()}) | result.stats
             job.trace.finish(result, error)
             if job.drafts is not None:
                 job.drafts.close(job.settled if result is None else result.outputs[0].token_ids)
@@ -492,43 +492,6 @@ class Driver:
         for tree in job.trees:
             tree.release()
         self._leaves(job)
-        job.trees, job.generator, job.pending, job.settled, job.report = [], None, None, [], Report()
-        job.work, job.fault = {}, None
-        if job.constrained is not None:
-            job.constrained.restart()
-        if job.kept is not None:
-            job.kept.restart()
-        if job.drafts is not None:
-            job.drafts.restart()
-        job.prefilled = 0.0
-        job.trace.restart()
+        job.restart()
         job.gave_way, job.gave_way_to = job.gave_way + 1, [*self.running]
         self.waiting.insert(0, job)
-
-    def _stats(self, job: Job) -> dict:
-        target = job.trees[0]
-        now = time.perf_counter()
-        prefilled = job.prefilled or now  # it was interrupted before
-        work = {name: job.work.get(name, Work()) for name in {"target": None, **job.work}}
-        mine = work.pop("target")
-        others: dict[str, Any] = {"target_seconds": mine.seconds} if work else {}
-        for name, done in work.items():
-            others[f"{name}_forward_passes"] = done.passes
-            others[f"{name}_nodes_evaluated"] = done.tokens
-            others[f"{name}_seconds"] = done.seconds
-            pool = self.runners[name].pool
-            others[f"{name}_live_nodes_peak"] = max([t.peak_live for t in job.trees if t.pool is pool], default=0)
-        return {
-            "prompt_tokens": target.prompt_length,
-            "reused_tokens": target.reused,
-            "forward_passes": mine.passes,
-            "nodes_evaluated": max(0, mine.tokens - (target.prompt_length - target.reused - 1)),
-            "prefill_seconds": prefilled - job.started,
-            "decode_seconds": now - prefilled,
-            "kv_bytes_peak": sum(t.peak_pages * t.pool.page_bytes + t.peak_state_bytes for t in job.trees),
-            "kv_bytes_per_token": target.pool.bytes_per_token,
-            "live_nodes_peak": target.peak_live,
-            "unshared_nodes_peak": target.peak_unshared,
-            **(job.drafts.stats() if job.drafts is not None else {}),
-            **others,
-        }

@@ -1,5 +1,6 @@
 """The driver's work: the jobs of searches, their shares of forward passes, and the batches of shares."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -7,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Report, Search, SearchGenerator, SearchResult, TakeHidden
 from engine.contract.checks import guarded_edit, is_ours
@@ -80,6 +82,47 @@ class Job:
     @property
     def traced(self) -> bool:
         return self.trace is not UNTRACED
+
+    def restart(self) -> None:
+        """Forget what a search did that begins again; its trees are released."""
+        self.trees, self.generator, self.pending, self.settled, self.report = [], None, None, [], Report()
+        self.work, self.fault, self.prefilled = {}, None, 0.0
+        for part in (self.constrained, self.kept, self.drafts, self.trace):
+            if part is not None:
+                part.restart()
+
+    def stats(self, pools: Mapping[str, PagePool]) -> dict[str, Any]:
+        """The figures of the work until now, see docs/stats.md.
+
+        Args:
+            pools: by model.
+        """
+        target = self.trees[0]
+        now = time.perf_counter()
+        prefilled = self.prefilled or now  # it was interrupted before
+        work = {name: self.work.get(name, Work()) for name in {"target": None, **self.work}}
+        mine = work.pop("target")
+        others: dict[str, Any] = {"target_seconds": mine.seconds} if work else {}
+        for name, done in work.items():
+            others[f"{name}_forward_passes"] = done.passes
+            others[f"{name}_nodes_evaluated"] = done.tokens
+            others[f"{name}_seconds"] = done.seconds
+            peaks = [t.peak_live for t in self.trees if t.pool is pools[name]]
+            others[f"{name}_live_nodes_peak"] = max(peaks, default=0)
+        return {
+            "prompt_tokens": target.prompt_length,
+            "reused_tokens": target.reused,
+            "forward_passes": mine.passes,
+            "nodes_evaluated": max(0, mine.tokens - (target.prompt_length - target.reused - 1)),
+            "prefill_seconds": prefilled - self.started,
+            "decode_seconds": now - prefilled,
+            "kv_bytes_peak": sum(t.peak_pages * t.pool.page_bytes + t.peak_state_bytes for t in self.trees),
+            "kv_bytes_per_token": target.pool.bytes_per_token,
+            "live_nodes_peak": target.peak_live,
+            "unshared_nodes_peak": target.peak_unshared,
+            **(self.drafts.stats() if self.drafts is not None else {}),
+            **others,
+        }
 
 
 @dataclass
