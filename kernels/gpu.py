@@ -259,8 +259,8 @@ PAIRS = """{
             fma.rn.%(dtype)s $0, a, s, t;
             fma.rn.%(dtype)s $1, b, s, t;
             }"""
-BFLOAT16_OF_E4M3 = tl.constexpr(PAIRS % {"shift": "4", "sign": "0xf0", "bias": "0x7b807b80", "dtype": "bf16x2"})
-FLOAT16_OF_E4M3 = tl.constexpr(PAIRS % {"shift": "7", "sign": "0x80", "bias": "0x5c005c00", "dtype": "f16x2"})
+BFLOAT16_OF_E4M3: Any = tl.constexpr(PAIRS % {"shift": "4", "sign": "0xf0", "bias": "0x7b807b80", "dtype": "bf16x2"})
+FLOAT16_OF_E4M3: Any = tl.constexpr(PAIRS % {"shift": "7", "sign": "0x80", "bias": "0x5c005c00", "dtype": "f16x2"})
 
 
 @triton.jit

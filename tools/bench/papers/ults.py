@@ -8,10 +8,12 @@ from engine.contract import Search
 from search import ULTS, Trie
 from tools.bench import ults as bench
 from tools.bench.checkpoints import CHAT
+from tools.bench.curves import grouped, plot_curves, share
 from tools.bench.measure import progress
 from tools.bench.papers.common import Findings, Models, bullets
 from tools.bench.report import table
 from tools.bench.texts import WithoutEos, chats, draw_prompts, edits, plain
+from tools.bench.ults_alone import EPSILONS, beam_curve, toy_row
 from tools.toy_trees import ToyTree
 
 TITLE = "Uncertainty-guided likelihood-tree search (ULTS)"
@@ -41,7 +43,7 @@ ERRATA = (
 
 def run(models: Models) -> Findings:
     """Measure and report both figures."""
-    toy = [row for alpha in ALPHAS for row in toy_rows(alpha, models.pick(100, 3), models.pick(bench.EPSILONS, (0.1,)))]
+    toy = [row for alpha in ALPHAS for row in toy_rows(alpha, models.pick(100, 3), models.pick(EPSILONS, (0.1,)))]
     engine, demo = models.engine(), models.demo
     tokens, count = models.pick(16 if demo else TOKENS, 8), models.pick(16 if demo else 3, 2)
     depth = models.pick(DEPTH if demo else NEW, 4)
@@ -109,11 +111,11 @@ def ended_text(rows: Sequence[dict[str, Any]]) -> list[str]:
 def toy_rows(alpha: float, count: int, epsilons: Sequence[float]) -> list[dict[str, Any]]:
     """Measure beam search of 1 to 7 beams, and the paper's rules: flat, with the true prior."""
     trees = [ToyTree(seed, alpha) for seed in range(count)]
-    curve = bench.beam_curve(trees)
+    curve = beam_curve(trees)
     rows = [{"alpha": alpha, "search": "beam", "nodes": n, "value": v, "of_beam": None} for n, v in curve]
     for fit in ("beta", "pools"):
         for epsilon in epsilons:
-            row = bench.toy_row(trees, curve, alpha, "flat", fit, epsilon)
+            row = toy_row(trees, curve, alpha, "flat", fit, epsilon)
             rows.append(row | {"search": f"ULTS, {fit}"})
         progress(f"ults: toy trees, alpha {alpha}, {fit}")
     return rows
@@ -135,11 +137,11 @@ def searches(prior: str, beams: Sequence[int], k_max: Sequence[int]) -> list[tup
 
 def toy_table(rows: Sequence[dict[str, Any]]) -> str:
     lines: dict[str, list[str]] = {}
-    for _, group in bench.grouped(rows, "alpha"):
+    for _, group in grouped(rows, "alpha"):
         for i, row in enumerate(group):
             name = f"beam {i + 1}" if row["search"] == "beam" else f"{row['search']}, epsilon {row['epsilon']}"
-            share = f", {bench.share(row['of_beam'])}" if row["search"] != "beam" else ""
-            lines.setdefault(name, []).append(f"{row['nodes']:.2f} / {row['value']:.4f}{share}")
+            of_beam = f", {share(row['of_beam'])}" if row["search"] != "beam" else ""
+            lines.setdefault(name, []).append(f"{row['nodes']:.2f} / {row['value']:.4f}{of_beam}")
     return table(["", *(f"alpha {a}" for a in ALPHAS)], [[name, *cells] for name, cells in lines.items()])
 
 
@@ -147,7 +149,7 @@ def beside(rows: Sequence[dict[str, Any]]) -> str:
     """The paper's two points, and ours: ULTS of the largest k_max, and beam search at the next greater cost."""
     lines = [[f"paper: {name}", f"{value:.2f}", f"{nodes:.1f}"] for name, (value, nodes) in PAPER.items()]
     beams = sorted((r for r in rows if r["search"] == "beam"), key=lambda r: r["nodes"])
-    for (name,), group in bench.grouped([r for r in rows if r["search"] != "beam"], "search"):
+    for (name,), group in grouped([r for r in rows if r["search"] != "beam"], "search"):
         best = max(group, key=lambda r: r["k"])
         dearer = next((r for r in beams if r["nodes"] >= best["nodes"]), beams[-1])
         lines.append([f"here: {name}, k_max {best['k']}", f"{best['value']:.2f}", f"{best['nodes']:.1f}"])
@@ -157,8 +159,8 @@ def beside(rows: Sequence[dict[str, Any]]) -> str:
 
 def paint(figure: Any, toy: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> None:
     """Draw both figures side by side."""
-    panels = [(f"toy trees, alpha {alpha}", group) for (alpha,), group in bench.grouped(toy, "alpha")]
+    panels = [(f"toy trees, alpha {alpha}", group) for (alpha,), group in grouped(toy, "alpha")]
     for axes, (title, group) in zip(figure.subplots(1, len(panels) + 1), [*panels, ("model", rows)], strict=True):
-        bench.plot_curves(axes, group, "nodes", "nodes evaluated", title, log=title == "model")
+        plot_curves(axes, group, "nodes", "nodes evaluated", title, log=title == "model")
         axes.legend(fontsize=7, loc="lower right")
     figure.axes[0].set_ylabel("mean log-likelihood")
