@@ -20,7 +20,7 @@ from kernels.experts.routing import SCORES, Routing
 from kernels.experts.stacked import Stacked
 from kernels.gpu import INTERPRETED, after_the_last, cast, check_device, counters, launch, properties
 from kernels.linear import triton as products
-from kernels.linear.codes import Codes
+from kernels.linear.codes import Codes, takes
 from kernels.linear.triton import FLOATS, NUMBERS, finished, is_last_share, sum_of_shares, sums
 from kernels.rows.triton import NUMBERS as FUNCTIONS
 from kernels.rows.triton import gated, sigmoid
@@ -43,7 +43,9 @@ def routed(
     gate_T1: Tensor | None,
 ) -> Tensor:
     """See the front for arguments; five launches."""
-    check_device(x_TE, logits_TX)
+    check_device(x_TE, logits_TX, *(_codes(matrix).codes_OB for matrix in (up, down)))
+    if x_TE.dtype not in products.DTYPES or not all(takes(x.kind, x.size, x.width) for x in map(_codes, (up, down))):
+        raise ValueError(f"impl 'triton': it has no product of {x_TE.dtype} with groups of this size")
     x_TE, logits_TX = (x if x.stride(1) == 1 else x.contiguous() for x in (x_TE, logits_TX))
     (T, E), X, C, device = x_TE.shape, up.count, routing.chosen, x_TE.device
     experts_TC = torch.empty(T, C, dtype=torch.int32, device=device)

@@ -10,7 +10,7 @@ from kernels.linear.codes import Codes
 from tests.kernels.test_codes import draw as draw_codes
 from tests.kernels.test_codes import packed
 from tests.kernels.test_experts import ROUTINGS, draw
-from tests.marks import DEVICES, TRITON, needs_triton
+from tests.marks import DEVICES, INTERPRETED, TRITON, needs_triton
 
 pytestmark = needs_triton
 COUNT, WIDTH, INNER = 7, 40, 24
@@ -156,5 +156,8 @@ def test_what_does_not_fit_is_refused():
         routed(*given, gate_T1=made.x_TE)
     with pytest.raises(ValueError, match="impl: expected one of reference, triton"):
         routed(*given, impl="cpp")
+    if INTERPRETED:
+        with pytest.raises(ValueError, match=r"no product of torch\.float64"):
+            made.run("triton", dtype=torch.float64)
     with pytest.raises(ValueError, match="expected the rows of 5 matrices, got 336"):
         Stacked(5, made.tables[0][0])
