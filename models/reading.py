@@ -106,7 +106,7 @@ def experts(
     count = fields.int(name, default=count, high=2**12)
     chosen = fields.int("num_experts_per_tok", default=chosen, high=2**12)
     if chosen > count:
-        raise fields.error("num_experts_per_tok", f"at most {name}, which is {count},")
+        raise fields.error("num_experts_per_tok", f"at most {name}, which is {count}")
     rules = {field: more.pop(field) for field in Routing._fields if field in more}
     return Experts(count, width, Routing(chosen, scores, **rules), tuple(layers), **more)
 

@@ -62,7 +62,7 @@ def scans(fields: Fields, kinds: Sequence[str], width: int) -> Recurrent:
     if values % heads:
         raise fields.error("mamba_n_heads", f"a divisor of mamba_expand * hidden_size {values}")
     if fields.config.get("mamba_d_head", "auto") not in ("auto", values // heads):
-        raise fields.error("mamba_d_head", f"mamba_expand * hidden_size / mamba_n_heads, which is {values // heads},")
+        raise fields.error("mamba_d_head", f"mamba_expand * hidden_size / mamba_n_heads, which is {values // heads}")
     if heads % groups:
         raise fields.error("mamba_n_groups", f"a divisor of mamba_n_heads {heads}")
     size, taps = fields.int("mamba_d_state", default=256, high=2**16), fields.int("mamba_d_conv", default=4, high=64)

@@ -185,7 +185,7 @@ def _qwen35(file: GGUF, keys: Fields) -> dict[str, Any]:
     if arch == "qwen3next" and "linear_num_key_heads" not in config:
         return config | {"norm_topk_prob": norm} | _named("Qwen3NextForCausalLM", "qwen3_next")
     if config.pop("mlp_only_layers", None):
-        raise keys.error("expert_count", "experts in all layers, as there are gated delta nets,")
+        raise keys.error("expert_count", "experts in all layers, as there are gated delta nets")
     if not norm:
         raise keys.error("expert_weights_norm", "true")
     return config | _named("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")

@@ -25,7 +25,7 @@ def experts(file: GGUF, keys: Fields, *, scores: int = SOFTMAX, some: bool = Fal
     layers = range(keys.int("block_count", high=2**14))
     dense = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors]
     if len(dense) == len(layers) or (dense and not some):
-        raise keys.error("expert_count", f"experts in {'some' if some else 'all'} layers, got none in {dense[:5]},")
+        raise keys.error("expert_count", f"experts in {'some' if some else 'all'} layers, got none in {dense[:5]}")
     first = next(i for i in layers if i not in dense)
     name = f"blk.{first}.ffn_down_exps.weight"
     if len(file.entry(name).shape) != 3:
