@@ -74,7 +74,7 @@ class Softmax {
                     const Floats low = i < first ? Floats{} : rough_exp2(some[i] - base[r]);
                     const Floats high = i + 1 < last ? rough_exp2(some[i + 1] - base[r]) : Floats{};
                     Ints words = bfloat16_of(low, high);
-                    sum = add_pairs(sum, words, ONES);
+                    sum = add_pairs(sum, words, ones());
                     const float* scales = value_scales + i * LANES;
                     if (QUANTISED) words = bfloat16_of(low * load(scales), high * load(scales + LANES));
                     write(words, (Ints*)scores + (r * KEY_VECTORS + i) / 2, LANES);
@@ -114,7 +114,7 @@ class Softmax {
                 const Floats even = rough_exp2(some[2 * j * count] - most);
                 const Floats odd = rough_exp2(some[(2 * j + 1) * count] - most);
                 Ints words = pairs_of(even, odd);
-                sums[j % LANES] = add_pairs(sums[j % LANES], words, ONES);
+                sums[j % LANES] = add_pairs(sums[j % LANES], words, ones());
                 if (QUANTISED) words = pairs_of(even * value_scales[2 * j], odd * value_scales[2 * j + 1]);
                 some[j * count] = (Floats)words;
             }
@@ -127,10 +127,16 @@ class Softmax {
 #endif
 
   private:
-    static constexpr int32_t ONES = 0x3f803f80;  // two, of bfloat16
     const float cap, factor;  // of the scores; with a cap of its tanh
     const float *const key_scales, *const value_scales;  // of an int8 cache
     float base[MAX_ROWS + LANES];
+
+    // Two, of bfloat16.
+    static int32_t ones() {
+        int32_t pair = 0x3f803f80;
+        asm("" : "+r"(pair));  // or GCC 12 makes the constant one of float16 on ARM, which is another number
+        return pair;
+    }
 
     static Floats plus(Floats x, Floats y) { return x + y; }
 
