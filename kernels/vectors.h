@@ -27,10 +27,7 @@
 //   struct FourNibbles                                those of four numbers from 0 to 15 with four int8 of a row
 //   Ints looked_up(Ints, const Table&)                the bytes of a table that bytes from 0 to 15 are the places of
 //   Floats add_pairs(Floats sum, Ints, int32_t)       optional, with BFLOAT16_PAIRS defined: of pairs of bfloat16, and
-//   Ints bfloat16_of(Floats low, Floats high)         2 * LANES of the nearest bfloat16, in order
-//   Ints pairs_of(Floats even, Floats odd)            pairs of them
-//   void interleave(one, two, to)                     of 2 * LANES each
-//   Floats rough_exp2(Floats x)                       optional, with ROUGH_EXP2 defined: 2^x for x <= 0, within 1e-4
+//   Shorts nearest_bfloat16(Floats), Floats floats_of(Shorts), void interleave(one, two, to)   of 2 * LANES each
 //   void transpose(Ints (&x)[LANES])                  optional, with TRANSPOSE defined
 #if defined(__AVX512F__)
 #include "processors/avx512.h"
@@ -134,26 +131,16 @@ inline void transpose(Ints (&x)[LANES]) {
 }
 #endif
 
-// Lane i is f of all lanes of x[i], which is lost: f(x, y) = f(y, x) of pairs of lanes, then of pairs of pairs.
-template <int STRIDE = LANES / 2, typename F>
-inline Floats across(Floats (&x)[LANES], F f) {
+// Lane i is the largest of x[i], which is lost.
+template <int STRIDE = LANES / 2>
+inline Floats largest_of_each(Floats (&x)[LANES]) {
 #pragma GCC unroll 8
     for (int i = 0; i < STRIDE; i++) {
         Ints one = (Ints)x[i], two = (Ints)x[i + STRIDE];
         exchange<STRIDE>(one, two, std::make_integer_sequence<int, LANES>{});
-        x[i] = f((Floats)one, (Floats)two);
+        x[i] = larger((Floats)one, (Floats)two);
     }
-    if constexpr (STRIDE > 1) return across<STRIDE / 2>(x, f);
-    return x[0];
-}
-
-// The same of one vector, in the same order.
-template <int STRIDE = LANES / 2, typename F>
-inline float across(Floats x, F f) {
-    Ints one = (Ints)x, two = one;
-    exchange<STRIDE>(one, two, std::make_integer_sequence<int, LANES>{});
-    x = f((Floats)one, (Floats)two);
-    if constexpr (STRIDE > 1) return across<STRIDE / 2>(x, f);
+    if constexpr (STRIDE > 1) return largest_of_each<STRIDE / 2>(x);
     return x[0];
 }
 
@@ -197,10 +184,6 @@ inline Floats exp2_of(Floats x) {
     y = y * f + 1.0f;
     return scaled(y, whole, x);
 }
-
-#if defined(BFLOAT16_PAIRS) && !defined(ROUGH_EXP2)
-inline Floats rough_exp2(Floats x) { return exp2_of(x); }
-#endif
 
 inline Floats tanh_of(Floats x) {
     const Floats square = x * x, e = exp2_of((x < 0 ? x : -x) * (2 * LOG2_E)), far = (1 - e) / (1 + e);

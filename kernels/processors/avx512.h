@@ -50,23 +50,9 @@ inline Floats add_pairs(Floats sum, Ints pairs, int32_t pair) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
 }
 
-inline Ints bfloat16_of(Floats low, Floats high) { return (Ints)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
-
-inline Ints pairs_of(Floats even, Floats odd) {
-    const __m512i indices = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                             21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (Ints)_mm512_permutexvar_epi16(indices, (__m512i)bfloat16_of(even, odd));
-}
-
-// By the digits before and after the point, without rounding: 3 products and sums, where bfloat16 has 8 bits.
-#define ROUGH_EXP2
-inline Floats rough_exp2(Floats x) {
-    const __m512 f = _mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __m512 y = _mm512_set1_ps(7.802452e-2f);  // minimax (Remez), within 7.5e-5 of the value
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.2606716e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9583354e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.9992522e-1f));
-    return (Floats)_mm512_scalef_ps(y, (__m512)x);
+inline Shorts nearest_bfloat16(Floats x) { return (Shorts)_mm512_cvtneps_pbh((__m512)x); }
+inline Floats floats_of(Shorts bfloat16) {
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bfloat16), 16);
 }
 
 inline void interleave(const void* one, const void* two, void* to) {

@@ -47,14 +47,9 @@ inline Floats add_pairs(Floats sum, Ints pairs, int32_t pair) {
     return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)pairs, (bfloat16x8_t)vdupq_n_s32(pair));
 }
 
-inline Ints bfloat16_of(Floats low, Floats high) {
-    return (Ints)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)low), (float32x4_t)high);
-}
+inline Shorts nearest_bfloat16(Floats x) { return (Shorts)vcvt_bf16_f32((float32x4_t)x); }
 
-inline Ints pairs_of(Floats even, Floats odd) {
-    const uint16x8_t both = (uint16x8_t)bfloat16_of(even, odd);
-    return (Ints)vzip1q_u16(both, vextq_u16(both, both, 4));
-}
+inline Floats floats_of(Shorts bfloat16) { return (Floats)vshll_n_u16((uint16x4_t)bfloat16, 16); }
 
 inline void interleave(const void* one, const void* two, void* to) {
     const uint16x8x2_t both = vzipq_u16(vld1q_u16((const uint16_t*)one), vld1q_u16((const uint16_t*)two));

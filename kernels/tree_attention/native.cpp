@@ -1,9 +1,9 @@
 // Tree attention on a CPU: the same bits for a row whatever rows are beside it, wherever its keys lie, and with any
 // number of threads. Keys come in blocks of fixed positions (keys.h), a block is made ready for all rows of a tile that
-// see it (ready.h), and two small matrix products (products.h) make scores of queries and keys, and outputs of weights
-// and values. A row's numbers are added up in one order: over the elements of a head, over the lanes of a block, over
-// blocks; what it does not see has the weight 0, which changes no bit. The softmax (softmax.h) is computed for each CUT
-// positions anew, and then merged in order, so threads may share a long trunk.
+// see it (ready.h), and two small matrix products make scores of queries and keys, and outputs of weights and values. A
+// row's numbers are added up in one order: over the elements of a head, over the lanes of a block, over blocks; what it
+// does not see has the weight 0, which changes no bit. The softmax is computed online (Milakov and Gimelshein, 2018),
+// for each CUT positions anew, and then merged in order, so threads may share a long trunk.
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
@@ -17,17 +17,16 @@
 #include "../operators.h"
 #include "../vectors.h"
 #include "keys.h"
-#include "products.h"
 #include "ready.h"
-#include "softmax.h"
 
 namespace {
 
-constexpr int FEW = 4;             // rows, which are multiplied with keys as these are transposed
-constexpr int WASTE = LANES / 4;     // rows that vectors of them may lack; where more are missing, keys are the lanes
-constexpr int CUT = 256;           // positions; a multiple of BLOCK
+constexpr int MAX_ROWS = 64;  // of a tile
+constexpr int FEW = 4;        // rows, which are multiplied with keys as these are transposed
+constexpr int CUT = 256;      // positions; a multiple of BLOCK
 constexpr int MAX_SERIAL = 1 << 14;  // vector products; only for more is it worth waking threads
 constexpr int MIN_UNITS = 4;         // for each thread; of fewer, cuts are shared among threads
+const Floats NEVER = all(-INFINITY);
 
 // Tokens first .. last - 1 of a tree, and so many of their query heads from `head` on; a row for each of both. They see
 // keys in cuts first_cut .. last_cut - 1.
@@ -38,28 +37,96 @@ struct Tile {
     int rows() const { return (last - first) * heads; }
 };
 
+// The state of the online softmax of rows, over some of their keys.
+struct Part {
+    float* most_R;   // the largest score
+    Floats* sum_R;   // lane by lane, of 2^(score - largest)
+    Floats* out_RD;  // of values times 2^(score - largest)
+
+    static int64_t size(int rows, int vectors) { return (rows + LANES - 1) / LANES + rows * (1 + vectors); }
+
+    Part(Floats* room, int rows)
+        : most_R((float*)room), sum_R(room + (rows + LANES - 1) / LANES), out_RD(sum_R + rows) {}
+};
+
+template <int COUNT, typename F>
+inline void with_count(int count, F f) {
+    if constexpr (COUNT > 1)
+        if (count < COUNT) return with_count<COUNT - 1>(count, f);
+    f(std::integral_constant<int, COUNT>{});
+}
+
+// Calls f(first, count) with a constant count of at most MOST for all of `rows` rows.
+template <int MOST, typename F>
+inline void by_rows(int rows, F f) {
+    const int groups = (rows + MOST - 1) / MOST;
+    for (int i = 0; i < groups; i++) {
+        const int first = rows * i / groups;
+        with_count<MOST>(rows * (i + 1) / groups - first, [&](auto count) { f(first, count); });
+    }
+}
+
+// Adds products of words: out[row] = out[row] * keep[row] + the sum over i of x[row * ACROSS + i * along] times the
+// words at(i), in this order; `keep` null: from 0. `out` is a row of COLUMNS vectors, and the next row `stride` words
+// on. At each i it fetches LINES cache lines for what comes later.
+template <typename Element, int ROWS, int COLUMNS, int ACROSS, int LINES, typename At>
+inline void multiply(const int32_t* x, int along, At at, int first, int last, float* out, int stride,
+                     const float* keep, Fetch& fetch) {
+    const char* next = fetch.at;
+    const int64_t line = fetch.at < fetch.end ? LINE : 0;  // of what was fetched, one again
+    Floats sum[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; c++) sum[r][c] = keep ? load(out + r * stride + c * LANES) * keep[r] : Floats{};
+    x += first * along;
+    for (int i = first; i < last; i++, x += along) {
+        const int32_t* y = at(i);
+#pragma GCC unroll 8
+        for (int j = 0; j < LINES; j++) __builtin_prefetch(next + j * line, 0, 1);
+        next += LINES * line;
+        Ints words[COLUMNS];
+        for (int c = 0; c < COLUMNS; c++) words[c] = read<Ints>(y + c * LANES, LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; c++) {
+                int32_t word;
+                std::memcpy(&word, x + r * ACROSS, sizeof word);
+                sum[r][c] = Element::add(sum[r][c], words[c], word);
+            }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; c++) store(sum[r][c], out + r * stride + c * LANES);
+    fetch.at = next < fetch.end ? next : fetch.end;
+}
+
+template <int COLUMNS>
+constexpr int MOST_ROWS = std::min(8, (REGISTERS - 4) / COLUMNS);  // whose sums fit into the registers
+
 // Queries and output are of type T, keys and values of type C.
 template <typename T, typename C>
 class Worker {
   public:
     Worker(const Attention& p, const Keys& keys, const T* q, const char* k, const char* v, T* out)
         : p(p), keys(keys), ready(p, k, v), q(q), out(out), D(p.head_dim), group(p.heads / p.kv_heads),
-          vectors(ready.value_width / LANES), q_DR(new Ints[(ready.words * MAX_ROWS) / LANES + 1]()),
-          softmax(p, ready.key_scales, ready.value_scales) {}
+          vectors(ready.value_width / LANES), q_DR(new int32_t[ready.words * MAX_ROWS]) {}
 
     // Reads the queries of a tile.
     void begin(const Tile& tile, int g) {
         ready.forget();
-        tile_rows = tile.rows(), across = vectors_of(tile_rows) * LANES;
+        tile_rows = tile.rows();
         for (int row = 0; row < tile.rows(); row++) {
             const T* from = q + token_of(tile, row) * p.q_token + head_of(tile, g, row) * p.q_head;
-            int32_t* to = (int32_t*)q_DR.get() + row;
+            int32_t* to = &q_DR[row];
             if (ready.pairs)
-                for (int d = 0; d < D / 2; d++) std::memcpy(to + d * across, from + 2 * d, 4);
+                for (int d = 0; d < D / 2; d++) std::memcpy(to + d * tile_rows, from + 2 * d, 4);
             else
                 each(D, [&](int64_t d, auto n) {
                     const Ints some = (Ints)load(from + d, n);
-                    for (int j = 0; j < n; j++) to[(d + j) * across] = some[j];
+                    for (int j = 0; j < n; j++) to[(d + j) * tile_rows] = some[j];
                 });
         }
     }
@@ -67,7 +134,8 @@ class Worker {
     // A tile's rows over a cut; `begin` has read them.
     void run(const Tile& tile, int g, int64_t cut, const Part& part) {
         const int rows = tile.rows();
-        part.clear(rows, vectors);
+        std::fill_n(part.most_R, rows, -INFINITY);
+        std::fill_n(part.sum_R, rows * (1 + vectors), Floats{});
         const int64_t low = cut * CUT, high = low + CUT;
         int64_t start = high, end = low;
         for (int t = tile.first; t < tile.last; t++)
@@ -92,7 +160,7 @@ class Worker {
             const float most = std::max(from.most_R[row], into.most_R[row]), base = most == -INFINITY ? 0 : most;
             const Floats theirs = exp2_of(all(from.most_R[row] - base)), ours = exp2_of(all(into.most_R[row] - base));
             into.most_R[row] = most;
-            into.sum_R[row] = into.sum_R[row] * ours[0] + from.sum_R[row] * theirs[0];
+            into.sum_R[row] = into.sum_R[row] * ours + from.sum_R[row] * theirs;
             for (int i = row * vectors; i < (row + 1) * vectors; i++)
                 into.out_RD[i] = into.out_RD[i] * ours + from.out_RD[i] * theirs;
         }
@@ -102,7 +170,7 @@ class Worker {
         for (int row = 0; row < tile.rows(); row++) {
             const int token = token_of(tile, row);
             const int head = head_of(tile, g, row);
-            const float sum = part.sum_R[row];
+            const float sum = sum_of(part.sum_R[row]);
             float share = sum == 0 ? (keys[token].end ? NAN : 0) : 1 / sum;
             if (p.sinks && sum != 0) share = beside(p.sinks[head], part.most_R[row], sum);
             T* to = out + (int64_t(token) * p.heads + head) * D;
@@ -116,10 +184,14 @@ class Worker {
     Ready<T, C> ready;
     const T* q;
     T* out;
+    const float factor = p.cap > 0 ? p.scale / p.cap : p.scale * LOG2_E;  // of the scores; with a cap of its tanh
     const int D, group, vectors;
-    std::unique_ptr<Ints[]> q_DR;      // floats or pairs of bfloat16
-    int tile_rows = 0, across = 0;     // of q_DR, and words from one of its D to the next
-    Softmax<Ready<T, C>::QUANTISED> softmax;
+    std::unique_ptr<int32_t[]> q_DR;  // floats or pairs of bfloat16
+    int tile_rows = 0;                // of q_DR
+    Floats scores_RS[MAX_ROWS * KEY_VECTORS];  // and then the weights: floats or bfloat16
+    uint32_t seen_R[MAX_ROWS];                 // bits of the lanes that a row sees
+
+    static constexpr bool QUANTISED = Ready<T, C>::QUANTISED;
 
     static int token_of(const Tile& tile, int row) { return tile.first + row / tile.heads; }
     int head_of(const Tile& tile, int g, int row) const { return g * group + tile.head + row % tile.heads; }
@@ -141,16 +213,17 @@ class Worker {
         bool whole = true;
         for (int t = tile.first; t < tile.last; t++) {
             const auto [old, end] = lanes_of(keys[t], at);
-            whole &= end - old == BLOCK;
+            if (t >= first && old >= end) whole = false;
             if (old >= end) continue;
             first = std::min(first, t), last = t + 1;
             from = std::min(from, old), to = std::max(to, end);
+            whole &= end - old == BLOCK;
         }
         if (first == tile.last) return;
-        for (int t = tile.first; !whole && t < tile.last; t++) {
+        for (int t = first; !whole && t < last; t++) {
             const auto [old, end] = lanes_of(keys[t], at);
             const uint32_t seen = old >= end ? 0 : ~uint32_t(0) >> (BLOCK - end) & ~uint32_t(0) << old;
-            std::fill_n(&softmax.seen_R[(t - tile.first) * tile.heads], tile.heads, seen);
+            std::fill_n(&seen_R[(t - tile.first) * tile.heads], tile.heads, seen);
         }
         keys.trunk_slots(tile.tree, at + from, at + to, ready.slots + from);
         std::fill(ready.slots, ready.slots + from, ready.slots[from]);
@@ -163,101 +236,134 @@ class Worker {
     void own_block(const Tile& tile, int g, int t, const OwnBlock& block, const Part& part) {
         const int from = __builtin_ctz(block.there), to = BLOCK - __builtin_clz(block.there);
         for (int j = 0; j < BLOCK; j++) ready.slots[j] = block.slots[block.there >> j & 1 ? j : from];
-        std::fill_n(softmax.seen_R, MAX_ROWS, 0);
-        std::fill_n(&softmax.seen_R[(t - tile.first) * tile.heads], tile.heads, block.there);
+        std::fill_n(&seen_R[(t - tile.first) * tile.heads], tile.heads, block.there);
         ready.begin(g, to, false);
         attend((t - tile.first) * tile.heads, tile.heads, from, to, true, part);
     }
 
-    // Adds the lanes from .. to - 1, which are ready, to the state of rows; masked: rows see what `softmax` says.
+    // Adds the lanes from .. to - 1, which are ready, to the state of rows.
     void attend(int row, int rows, int from, int to, bool masked, const Part& part) {
 #ifdef BFLOAT16_PAIRS
         if constexpr (Ready<T, C>::PAIRABLE)
-            if (ready.pairs) return attend<TwoBFloat16, 2>(row, rows, from, to, masked, part);
+            if (ready.pairs) return attend<TwoBFloat16, BLOCK / 2>(row, rows, from, to, masked, part);
 #endif
-        attend<Float32, 1>(row, rows, from, to, masked, part);
+        attend<Float32, BLOCK>(row, rows, from, to, masked, part);
     }
 
-    // EACH: elements of a word.
-    template <typename Element, int EACH>
+    // WEIGHTS: words of a row of weights.
+    template <typename Element, int WEIGHTS>
     void attend(int row, int rows, int from, int to, bool masked, const Part& part) {
-#ifdef BFLOAT16_PAIRS
-        if constexpr (EACH == 2) {
-            const int low = row / LANES * LANES, count = vectors_of(row + rows - low);
-            if (rows > FEW && count * LANES - rows <= WASTE) return attend_by_key(row, rows, from, to, masked, part);
-        }
-#endif
-        const int first = from / LANES, last = vectors_of(to);
+        constexpr int EACH = BLOCK / WEIGHTS;
+        const int first = from / LANES, last = (to + LANES - 1) / LANES;
         if (rows <= FEW && tile_rows <= FEW) {
             for (int i = first; i < last; i++)
                 with_count<FEW>(rows, [&](auto count) { score<Element, EACH == 2, count>(row, i); });
         } else {
             ready.template take_keys<EACH == 2>(from, to);
-            const int32_t* q = (const int32_t*)q_DR.get() + row;
-            by_columns(first, last, [&](int i, auto columns) {
-                by_rows<MOST_ROWS<columns>>(rows, [&](int r, auto count) {
-                    multiply<Element, count, columns, count <= FEW ? 2 : 1>(
-                        q + r, across, std::integral_constant<int, 1>{},
-                        [&](int d) { return ready.key_words(d) + i * LANES; }, 0, ready.words,
-                        (float*)&softmax.scores[r * KEY_VECTORS + i], BLOCK, nullptr, ready.fetch_k);
-                });
-            });
+            for (int i = first; i < last;) {
+                auto score = [&](auto columns) {
+                    by_rows<MOST_ROWS<columns>>(rows, [&](int r, auto count) {
+                        multiply<Element, count, columns, 1, count <= FEW ? 2 : 1>(
+                            &q_DR[row + r], tile_rows, [&](int d) { return ready.key_words(d) + i * LANES; }, 0,
+                            ready.words, (float*)&scores_RS[r * KEY_VECTORS + i], BLOCK, nullptr, ready.fetch_k);
+                    });
+                    i += columns;
+                };
+                if (i + 2 <= last)
+                    score(std::integral_constant<int, 2>{});
+                else
+                    score(std::integral_constant<int, 1>{});
+            }
         }
         ready.take_values(from, to);
-        softmax.template by_row<EACH>(row, rows, first, last, masked, part);
-        constexpr int WORDS = BLOCK / EACH;
-        mix<Element>(row, rows, 0, std::integral_constant<int, WORDS>{}, 1, from / EACH, (to + EACH - 1) / EACH, part);
+        float keep[MAX_ROWS];
+        weigh<EACH>(row, rows, first, last, masked, part, keep);
+        for (int i = 0; i < vectors;) {
+            auto mix = [&](auto columns) {
+                by_rows<MOST_ROWS<columns>>(rows, [&](int r, auto count) {
+                    multiply<Element, count, columns, WEIGHTS, count <= FEW ? 4 : 2>(
+                        (const int32_t*)scores_RS + r * WEIGHTS, 1, [&](int j) { return ready.values[j] + i * LANES; },
+                        from / EACH, (to + EACH - 1) / EACH, (float*)&part.out_RD[(row + r) * vectors + i],
+                        ready.value_width, keep + r, ready.fetch_v);
+                });
+                i += columns;
+            };
+            if (i + 4 <= vectors)
+                mix(std::integral_constant<int, 4>{});
+            else if (i + 2 <= vectors)
+                mix(std::integral_constant<int, 2>{});
+            else
+                mix(std::integral_constant<int, 1>{});
+        }
     }
 
+    // Stores the weights of vector i of a block; what is multiplied is what counts.
+    template <int EACH>
+    void put(Floats& weights, int i, int at) {
+        const Floats scales = QUANTISED ? ready.value_scales[i] : Floats{};
 #ifdef BFLOAT16_PAIRS
-    // The same with rows as lanes: nothing is transposed.
-    void attend_by_key(int row, int rows, int from, int to, bool masked, const Part& part) {
-        const int low = row / LANES * LANES, count = vectors_of(row + rows - low);
-        from = from / 2 * 2, to = (to + 1) / 2 * 2;
-        ready.take_rows(from, to);
-        by_columns(0, count, [&](int c, auto columns) {
-            const int32_t* q = (const int32_t*)q_DR.get() + low + c * LANES;
-            by_rows<MOST_ROWS<columns>>(to - from, [&](int k, auto keys) {
-                multiply<TwoBFloat16, keys, columns, 1>(
-                    ready.rows + k * ready.across, 1, ready.across, [&](int d) { return q + d * across; }, 0,
-                    ready.words, (float*)&softmax.scores[(from + k) * count + c], count * LANES, nullptr,
-                    ready.fetch_k);
-            });
-        });
-        ready.take_values(from, to);
-        softmax.by_key(low, count, from, to, masked, part);
-        const std::integral_constant<int, 1> next;
-        mix<TwoBFloat16>(row, rows, row - low, next, count * LANES, from / 2, to / 2, part);
-    }
+        if constexpr (EACH == 2) {
+            Shorts near = nearest_bfloat16(weights);
+            weights = floats_of(near);
+            if (QUANTISED) near = nearest_bfloat16(weights * scales);
+            return ::write(near, (BFloat16*)scores_RS + at, LANES);
+        }
 #endif
-
-    // Adds values first .. last - 1, or pairs of them, to outputs; weights of row r are words r * across + i * along
-    // from word `at` on.
-    template <typename Element, typename Across>
-    void mix(int row, int rows, int at, Across across, int along, int first, int last, const Part& part) {
-        const int32_t* weights = (const int32_t*)softmax.scores + at;
-        by_columns(0, vectors, [&](int i, auto columns) {
-            by_rows<MOST_ROWS<columns>>(rows, [&](int r, auto count) {
-                multiply<Element, count, columns, count <= FEW ? 4 : 2>(
-                    weights + r * across, along, across, [&](int j) { return ready.values[j] + i * LANES; }, first,
-                    last, (float*)&part.out_RD[(row + r) * vectors + i], ready.value_width, softmax.keep + at + r,
-                    ready.fetch_v);
-            });
-        });
+        store(QUANTISED ? weights * scales : weights, (float*)scores_RS + at);
     }
 
     // Scores of a few rows and the keys of vector i, which are multiplied as they are read.
     template <typename Element, bool PAIRS, int ROWS>
     void score(int row, int i) {
         Floats sum[ROWS] = {};
-        const int32_t* q = (const int32_t*)q_DR.get() + row;
         ready.template read_keys<PAIRS>(i, [&](int d, Ints words) {
             __builtin_prefetch(ready.fetch_k.at, 0, 1);
             ready.fetch_k.at += LINE;
 #pragma GCC unroll 4
-            for (int r = 0; r < ROWS; r++) sum[r] = Element::add(sum[r], words, q[d * across + r]);
+            for (int r = 0; r < ROWS; r++) sum[r] = Element::add(sum[r], words, q_DR[d * tile_rows + row + r]);
         });
-        for (int r = 0; r < ROWS; r++) softmax.scores[r * KEY_VECTORS + i] = sum[r];
+        for (int r = 0; r < ROWS; r++) scores_RS[r * KEY_VECTORS + i] = sum[r];
+    }
+
+    // Makes weights of scores, vectors first .. last - 1 of each row; `keep`: what is left of earlier weights.
+    template <int EACH>
+    void weigh(int row, int rows, int first, int last, bool masked, const Part& part, float* keep) {
+        float base[MAX_ROWS];
+        Floats tops[LANES];
+        Ints lanes[KEY_VECTORS];
+        for (int i = 0; i < BLOCK; i++) lanes[i / LANES][i % LANES] = i;
+        for (int r = 0; r < rows; r++) {
+            Floats* scores = &scores_RS[r * KEY_VECTORS];
+            Floats most = NEVER;
+            for (int i = first; i < last; i++) {
+                scores[i] *= QUANTISED ? ready.key_scales[i] * factor : all(factor);
+                if (p.cap > 0) scores[i] = tanh_of(scores[i]) * (p.cap * LOG2_E);
+                if (masked) scores[i] = (Ints{} + int32_t(seen_R[row + r])) >> lanes[i] & 1 ? scores[i] : NEVER;
+                most = larger(scores[i], most);
+            }
+            tops[r % LANES] = most;
+            if (r == rows - 1 && r % LANES < LANES / 4)
+                for (int i = r / LANES * LANES; i <= r; i++) base[i] = largest_of(tops[i % LANES]);
+            else if (r == rows - 1 || r % LANES == LANES - 1)
+                store(largest_of_each(tops), base + r / LANES * LANES);
+        }
+        each(rows, [&](int64_t r, auto n) {
+            const Floats before = load(part.most_R + row + r, n), most = larger(load(base + r, n), before);
+            store(most, part.most_R + row + r, n);
+            const Floats from = most == NEVER ? Floats{} : most;
+            store(from, base + r, n);
+            store(exp2_of(before - from), keep + r, n);
+        });
+        for (int r = 0; r < rows; r++) {
+            const Floats* scores = &scores_RS[r * KEY_VECTORS];
+            Floats sum{};
+            for (int i = first; i < last; i++) {
+                Floats weights = exp2_of(scores[i] - base[r]);
+                put<EACH>(weights, i, r * BLOCK + i * LANES);
+                sum += weights;
+            }
+            part.sum_R[row + r] = part.sum_R[row + r] * keep[r] + sum;
+        }
     }
 };
 

@@ -1,6 +1,5 @@
-// Makes the keys and values of a block ready for products: keys transposed, so that the lanes of a vector are keys, or
-// as rows, whose elements are multiplied by vectors of queries; and values as rows. Both are floats, or pairs of
-// bfloat16, where the processor multiplies these.
+// Makes the keys and values of a block ready for products: keys transposed, so that the lanes of a vector are keys, and
+// values as rows of floats; or both as pairs of bfloat16, where the processor multiplies these.
 
 #pragma once
 
@@ -33,8 +32,7 @@ class Ready {
 
     Ready(const Attention& p, const char* k, const char* v)
         : p(p), k(k), v(v), D(p.head_dim), pairs(PAIRABLE && D % 2 == 0), words(pairs ? D / 2 : D),
-          value_width((D + LANES - 1) / LANES * LANES), row_width((words + LANES - 1) / LANES * LANES),
-          keys_DS(new Ints[row_width * KEY_VECTORS]),
+          value_width((D + LANES - 1) / LANES * LANES), keys_DS(new Ints[words * KEY_VECTORS]),
           values_SD(new Ints[BLOCK * value_width / LANES]) {}
 
     const Attention& p;
@@ -47,9 +45,6 @@ class Ready {
     const int32_t* values[BLOCK];  // of each key or, for pairs, of each two: a row of words
     Fetch fetch_k, fetch_v;
     Floats key_scales[KEY_VECTORS], value_scales[KEY_VECTORS];  // of an int8 cache
-
-    const int32_t* rows;           // of words of the keys that `take_rows` made ready
-    int across;                    // words from one to the next
 
     // Words i of the keys.
     const int32_t* key_words(int i) const { return (const int32_t*)&keys_DS[i * KEY_VECTORS]; }
@@ -95,28 +90,6 @@ class Ready {
         for (int i = first / LANES; i * LANES < last; i++) take_keys<PAIRS>(i);
     }
 
-#ifdef BFLOAT16_PAIRS
-    // Makes the keys of lanes first .. last - 1 ready as rows of pairs: as they lie in the cache, if they can.
-    void take_rows(int first, int last) {
-        int j = first + 1;
-        while (j < last && slots[j] == slots[j - 1] + 1) j++;
-        if (!QUANTISED && j == last) {
-            rows = (const int32_t*)(k_SD + int64_t(slots[first]) * row_bytes), across = words;
-            return;
-        }
-        std::fill_n(keys_of, BLOCK, -1);
-        int32_t* to = (int32_t*)keys_DS.get();
-        rows = to, across = row_width;
-        for (j = first; j < last; j++, to += across) {
-            const char* row = k_SD + int64_t(slots[j]) * row_bytes;
-            if (QUANTISED)
-                each(words, [&](int64_t d, auto n) { write(pairs_at((const C*)row + 2 * d, n), to + d, n); });
-            else
-                std::memcpy(to, row, row_bytes);
-        }
-    }
-#endif
-
     // Makes the values of lanes first .. last - 1 ready; for pairs even numbers.
     void take_values(int first, int last) {
         if (pairs)
@@ -139,7 +112,6 @@ class Ready {
 
   private:
     const int row_bytes = D * sizeof(C);
-    const int row_width;  // words of a row of keys, which fill vectors
     std::unique_ptr<Ints[]> keys_DS, values_SD;
     const char *k_SD, *v_SD;  // of the head
     int32_t keys_of[BLOCK], values_of[BLOCK];  // the slots whose keys and values are ready
@@ -205,15 +177,6 @@ class Ready {
 
     // Floats that are bfloat16, too.
     static Ints pair(Floats low, Floats high) { return (Ints)((Words)low >> 16) | ((Ints)high & ~0xffff); }
-
-#ifdef BFLOAT16_PAIRS
-    // `count` words of pairs of elements from memory.
-    static Ints pairs_at(const C* from, int count) {
-        float floats[2 * LANES] = {};
-        each(2 * count, [&](int64_t i, auto n) { store(load(from + i, n), floats + i, n); });
-        return bfloat16_of(load(floats), load(floats + LANES));
-    }
-#endif
 
     void take_value(int j) {
         const char* row = v_SD + int64_t(slots[j]) * row_bytes;
