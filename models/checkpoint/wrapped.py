@@ -117,10 +117,8 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
     if outside:
         inner = {name: value for name, value in inner.items() if name not in DTYPES}
     inner |= {name: config[name] for name in (*OUTER, *outside) if config.get(name) is not None}
-    tied = whole in TIED and config.get("tie_word_embeddings") is None
-    if tied or (
-        given and given.config.get("tie_word_embeddings") is True
-    ):  # configs before transformers 5 have it there
+    before_5 = given is not None and given.config.get("tie_word_embeddings") is True  # configs of transformers 4
+    if before_5 or (whole in TIED and config.get("tie_word_embeddings") is None):
         inner["tie_word_embeddings"] = True
     # Of both, the defaults of the wrappers differ: a file without a head has its embedding for one.
     inner.setdefault("tie_word_embeddings", True)
