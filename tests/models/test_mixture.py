@@ -219,10 +219,13 @@ def test_golden_logits_and_tokens_in_graphs_of_a_gpu(variant, as_on_a_gpu):
     expected_TV = load_file(folder / "golden.safetensors")[entry["tensor"]]
     error_T = (graphs.logits(entry["prompt_ids"])[-entry["rows"] :] - expected_TV).abs().amax(-1)
     assert (error_T / (expected_TV.amax(-1) - expected_TV.amin(-1))).max() < 1e-5
-    runs = [(run, run["outputs"][0]["token_ids"][:3]) for run in golden["runs"] if run["search"] == "greedy"]
-    run, tokens = min((run for run in runs if len(run[1]) == 3), key=lambda run: len(run[0]["prompt_ids"]))
-    [result] = graphs.generate([run["prompt_ids"]], Greedy(), max_new_tokens=3, ignore_eos=run["ignore_eos"])
-    assert result.outputs[0].token_ids == tokens and graphs.runner.record.replayed
+    run = min((run for run in golden["runs"] if run["search"] == "greedy"), key=lambda run: len(run["prompt_ids"]))
+    for _ in range(3):  # a graph is recorded by the second pass of its size
+        [result] = graphs.generate([run["prompt_ids"]], Greedy(), max_new_tokens=3, ignore_eos=run["ignore_eos"])
+        assert result.outputs[0].token_ids == run["outputs"][0]["token_ids"][:3]
+        if graphs.runner.record.replayed:
+            break
+    assert graphs.runner.record.replayed
 
 
 @needs_interpreter
