@@ -88,12 +88,12 @@ def test_limits_of_mixtures_are_not_known():
 
 def test_how_ours_and_others_stand():
     ours = {"peer": "coppice", "dtype": "float32", "prompt": 6, "beams": 2, "seconds": {"median": 2.0}, "steps": 4,
-            "weight_bytes": 100, "kv_bytes_per_token": 10}  # fmt: skip
+            "weight_bytes": 100, "kv_bytes_per_token": 10, "bandwidth": 10.0}  # fmt: skip
     other = ours | {"peer": "transformers", "seconds": {"median": 9.0}}
     lone = other | {"beams": 3}
     rows = [ours, other, lone]
     for row in rows:
-        speed.against(row, rows, limits.Work(50, 20, 4), 10.0, {"float32": 1e9})
+        speed.against(row, rows, limits.Work(50, 20, 4), {"float32": 1e9})
     assert other["x_total"] == 4.5 and lone["x_total"] is None
     assert ours["floor_step_seconds"] == (100 + 8 * 10) / 10.0
 

@@ -13,7 +13,7 @@ from kernels.processor import NATIVE
 
 # Where no instruction multiplies a kind, bfloat16 is multiplied as float32 and int4 as int8.
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 3, "int4": 3}
-ROUNDS, RUNS = 1 << 19, 5
+ROUNDS, RUNS = 1 << 19, 20
 
 
 def product_rates(kinds: Iterable[str], threads: int) -> dict[str, float]:

@@ -40,11 +40,12 @@ TOTAL, TOTAL_CT2 = 8.0, 4.0
 STEPS = {"float32": (22.0, 150e9), "bfloat16": (30.0, 420e9)}
 LONG, WIDE, DEEP, HOST, INT8, INT8_BYTES = 0.7, 2.0, 0.9, 0.5e-3, 1.25, 0.30
 
-LEGEND = f"""*floor*: the least that a step can take here, by the bytes of weights and live keys and values at the
-larger measured bandwidth, or by its operations at the rate of the processor's instructions, whichever is more; *of
-floor*: floor / measured. *x total*: the other engine's seconds over ours in the same dtype. int8, int4: weights
-in that, the rest in bfloat16; CTranslate2's own int8 is compared with it. Below, ratios of prompts, beams and dtypes
-are medians over {ROUNDS} rounds in which these settings took turns, that of depths over {ROUNDS} texts."""
+LEGEND = f"""*GB/s*: at which memory was read just before and after, the larger. *floor*: the least that a step can take
+here, by the bytes of weights and live keys and values at that bandwidth, or by its operations at the rate of the
+processor's instructions, whichever is more; *of floor*: floor / measured. *x total*: the other engine's seconds over
+ours in the same dtype. int8, int4: weights in that, the rest in bfloat16; CTranslate2's own int8 is compared with it.
+Below, ratios of prompts, beams and dtypes are medians over {ROUNDS} rounds in which these settings took turns, that of
+depths over {ROUNDS} texts."""
 
 
 Setting = tuple[str, int, int]  # dtype, beams, tokens of the prompt
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     ]
     for kind in set(args.dtypes) - set(kinds):
         progress(f"{kind}: {Int8Linear.why_not(torch.device('cpu'))}")
-    before, large = limits.read_bandwidth(), {kind: limits.gemm_rate(kind) for kind in kinds}
+    large = {kind: limits.gemm_rate(kind) for kind in kinds}
     rates = peaks.product_rates(dict.fromkeys(["float32", *kinds]), args.threads)
     with checkpoint(args) as (model, name), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = model
@@ -95,28 +96,28 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         for peer in args.peers:
             for kind in [k for k in kinds if k in peers.KINDS and peer in peers.KINDS[k] and k != GGUF]:
                 rows += [bench.row(peer, kind, beams, args.prompt_tokens[0]) for beams in args.beams]
-        work, after = limits.Work.of(Checkpoint.open(folder)), limits.read_bandwidth()
-        bandwidth = max(before, after)
+        work = limits.Work.of(Checkpoint.open(folder))
         for row in rows:
             if "seconds" in row:
                 made["versions"] |= row["versions"]
-                against(row, rows, work, bandwidth, rates)
+                against(row, rows, work, rates)
         rounds = bench.in_turn(kinds)
         depths = bench.depths(kinds[0])
         idle = host.step_seconds(max(args.beams), args.depths)
         errors = int8_errors(folder, bench.prompt(CHECKED)) if "int8" in kinds else None
         traced = trace(Engine.load(folder, dtype="float32", device="cpu", kv_memory=1 << 28))
     compared = comparisons(rows, large, rounds, depths, idle, args)
+    bandwidths = [row["bandwidth"] for row in rows]
     setting = (
         f"{name}; prompts of {bench.what}, {args.new_tokens} new tokens, {args.threads} threads, medians of "
-        f"{args.runs} runs. Memory was read at {before / 1e9:.1f} GB/s before them and {after / 1e9:.1f} after; the "
+        f"{args.runs} runs. Memory was read at {min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s; the "
         f"processor's instructions make {of_kinds(rates)}, large products of ours {of_kinds(large)}."
     )
     body = "\n\n".join(
         [setting, result_table(rows), LEGEND, comparison_table(compared), traced_text(traced), *error_text(errors)]
     )
     result = {
-        "model": name, "threads": args.threads, "new_tokens": args.new_tokens, "bandwidth": bandwidth, "rates": rates,
+        "model": name, "threads": args.threads, "new_tokens": args.new_tokens, "rates": rates,
         "results": rows, "in_turn": {" ".join(map(str, key)): seconds for key, seconds in rounds.items()},
         "depths": depths, "host_seconds": idle, "int8_errors": errors, "traced": traced._asdict(),
         "verdicts": compared,
@@ -152,9 +153,10 @@ class Bench:
     def row(self, engine: str, kind: str, beams: int, tokens: int) -> dict[str, Any]:
         """Measure an engine as `peers` does."""
         python = self.args.peer_python if engine != "coppice" and self.args.peer_python else sys.executable
-        spec, prompt = self.spec(engine, kind, beams), self.prompt(tokens)
+        spec, prompt, before = self.spec(engine, kind, beams), self.prompt(tokens), limits.read_bandwidth()
         measured = peers.measure(python, spec, prompt, self.args.new_tokens, self.args.runs)
-        row = {"peer": engine, "dtype": kind, "prompt": tokens, "beams": beams, **measured}
+        bandwidth = max(before, limits.read_bandwidth())
+        row = {"peer": engine, "dtype": kind, "prompt": tokens, "beams": beams, "bandwidth": bandwidth, **measured}
         progress(f"{engine} {kind}, prompt {tokens}, beams {beams}: {peers.outcome(row)}")
         return row
 
@@ -188,9 +190,7 @@ class Bench:
         }
 
 
-def against(
-    row: dict[str, Any], rows: list[dict[str, Any]], work: limits.Work, bandwidth: float, rates: dict[str, float]
-) -> None:
+def against(row: dict[str, Any], rows: list[dict[str, Any]], work: limits.Work, rates: dict[str, float]) -> None:
     """Add the floors to a row of ours, and the ratio of times to a row of another engine."""
     mine = pick(rows, "coppice", row["dtype"], row["prompt"], row["beams"])
     if row is not mine:
@@ -199,7 +199,7 @@ def against(
     steps, rate = row["steps"], rates[row["dtype"]]
     context = row["prompt"] + steps // 2
     moved = row["weight_bytes"] + context * row["kv_bytes_per_token"]
-    row["floor_step_seconds"] = work.step_seconds(row["beams"], context, moved, bandwidth, rate)
+    row["floor_step_seconds"] = work.step_seconds(row["beams"], context, moved, row["bandwidth"], rate)
     row["floor_seconds"] = work.prompt_seconds(row["prompt"], rate) + (steps - 1) * row["floor_step_seconds"]
 
 
@@ -281,7 +281,8 @@ def result_table(rows: list[dict[str, Any]]) -> str:
     text = rows_table(shown, {
         "engine": "{peer}", "dtype": "{dtype}", "prompt": "{prompt}", "beams": "{beams}", "total s": "{total}",
         "prefill s": "{prefill_seconds[median]:.2f}", "steps/s": "{steps_per_second[median]:.1f}",
-        "floor ms": "{floor_step_seconds:ms.1f}", "of floor": "{share:.2f}", "weights MB": "{weight_bytes:MB}",
+        "GB/s": "{bandwidth:G.1f}", "floor ms": "{floor_step_seconds:ms.1f}", "of floor": "{share:.2f}",
+        "weights MB": "{weight_bytes:MB}",
         "growth MB": "{growth_bytes[median]:MB}", "x total": "{x_total:.1f}"})  # fmt: skip
     return "\n\n".join([text, *peers.why_none(rows)])
 
