@@ -236,10 +236,17 @@ ENGINES = {"coppice": Coppice, "transformers": Transformers, "ctranslate2": CTra
 
 def touch(torch: Any, model: Any) -> None:
     """Read every weight once: pages that a loader maps lazily belong to the loaded model, not to the growth."""
-    for module in model.modules():
-        for t in [*vars(module).values(), *module.parameters(recurse=False)]:
-            if isinstance(t, torch.Tensor) and t.layout == torch.strided:
-                t.sum()
+    left = [vars(module) for module in model.modules()]
+    while left:
+        found = left.pop()
+        if isinstance(found, torch.Tensor) and found.layout == torch.strided:
+            found.sum()
+        elif isinstance(found, dict):
+            left += found.values()
+        elif isinstance(found, (list, tuple)):
+            left += found
+        elif type(found).__module__.startswith("kernels."):  # packed matrices
+            left += getattr(found, "__dict__", {}).values()
 
 
 def trim() -> None:
