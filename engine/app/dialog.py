@@ -31,7 +31,7 @@ from engine.contract.trace import Traces
 from engine.conversation import Conversation, Dropped, Turn, figures
 from engine.engine import Done, Engine, Event, Prefill, Progress, Text
 from engine.errors import CoppiceError, UsageError
-from engine.text.thinking import Thoughts, ThoughtStream
+from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
 
 STATUS_DELAY = 0.3  # seconds without settled text before the state of the beams is shown
@@ -319,7 +319,7 @@ class Voice:
 
     def __init__(self, screen: Screen, thoughts: Thoughts):
         self.screen = screen
-        self._stream = ThoughtStream(thoughts) if screen.color else None
+        self._stream = thoughts.stream() if screen.color else None
         self._lead = f"{thoughts.opening}\n" if thoughts.opened else ""  # the prompt's own tag
         self._thinks = False
 

@@ -265,11 +265,12 @@ PLAIN_RULES = tuple(
 
 
 def _thinks(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Whether a prompt ends with the tag that opens a thought, as some chat templates write it."""
-    if len(tokenizer.thought_ids) < 2 or (opening := tokenizer.thought_ids[0]) not in prompt:
+    """Whether a prompt ends with what opens a thought, as some chat templates write it."""
+    if not tokenizer.thought_ids or tokenizer.thought_ids[0][0] not in prompt:
         return False
-    after = len(prompt) - [*reversed(prompt)].index(opening)
-    return not tokenizer.decode(prompt[after:]).strip()
+    opening, size = tokenizer.thought_ids[0], len(tokenizer.thought_ids[0])
+    last = next((i for i in range(len(prompt), size - 1, -1) if [*prompt[i - size : i]] == opening), None)
+    return last is not None and not tokenizer.decode(prompt[last:]).strip()
 
 
 def with_changes(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -238,23 +238,26 @@ class AfterThought(Constraint):
 
     Args:
         constraint: the other one.
-        closing: token that ends the thought.
+        closing: tokens that end the thought; the first of them stands nowhere else.
         free_W: mask of the tokens of the thought.
     """
 
-    def __init__(self, constraint: Constraint, closing: int, free_W: Tensor):
+    def __init__(self, constraint: Constraint, closing: Sequence[int], free_W: Tensor):
         self.constraint, self.closing, self.free_W = constraint, closing, free_W
 
     def start(self, prompt: Sequence[int]) -> State:
-        return True, self.constraint.start(prompt)
+        return 0, self.constraint.start(prompt)
 
     def advance(self, state: State, token: int) -> State:
-        thinks, inner = state
-        return (token != self.closing, inner) if thinks else (False, self.constraint.advance(inner, token))
+        seen, inner = state  # tokens of the end
+        if seen == len(self.closing):
+            return seen, self.constraint.advance(inner, token)
+        return seen + 1 if token == self.closing[seen] else int(token == self.closing[0]), inner
 
     def allowed(self, states: Sequence[State]) -> Sequence["Tokens | Allowed"]:
-        found = iter(self.constraint.allowed(inner) if (inner := [s for thinks, s in states if not thinks]) else ())
-        return [self.free_W if thinks else next(found) for thinks, _ in states]
+        ended = [inner for seen, inner in states if seen == len(self.closing)]
+        found = iter(self.constraint.allowed(ended) if ended else ())
+        return [next(found) if seen == len(self.closing) else self.free_W for seen, _ in states]
 
 
 def packed(flags_V: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from engine.serve.served import Served
 from engine.text.template import ChatTemplate
 from engine.text.tool_calls import MISTRAL, CallStream, ToolCall, ToolFormat, described, functions_of
 
+PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 MISTRAL_ID = 9  # letters and digits of an id of a call there
 
 
@@ -31,9 +33,14 @@ class ToolUse:
     forced: bool = False
     several: bool = True
 
+    @property
+    def lead(self) -> str:
+        """The text that replies begin with, which belongs to the prompt."""
+        return self.format.lead.format(*self.functions) if self.forced else ""
+
     def stream(self) -> CallStream:
         """A reader of a reply."""
-        led = self.forced and bool(self.format.lead)
+        led = self.forced and bool(self.format.lead) and not self.format.named
         return CallStream(self.format, self.functions.keys(), led=led, several=self.several)
 
     def written(self, call: ToolCall) -> dict[str, Any]:
@@ -71,7 +78,11 @@ def tool_use(body: Mapping[str, Any], served: Served) -> tuple[ToolUse | None, l
         case _:
             what = "expected none, auto, required or an object of type function"
             raise UsageError(f"tool_choice: {what}, got {shortened(repr(choice))}")
-    return ToolUse(served.engine.template.calls, functions, mode == "required", several), tools
+    format, forced = served.engine.template.calls, mode == "required"
+    if forced and format.named and (len(functions) > 1 or not all(PLAIN_NAME.fullmatch(name) for name in functions)):
+        what = "this model writes the function before its call: name the one that is to be called"
+        raise UsageError(f"tool_choice: {what}", remedy="a name of letters, digits, _ and -; or auto")
+    return ToolUse(format, functions, forced, several), tools
 
 
 def _chosen(functions: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
         base |= {"template": body["chat_template_kwargs"]} if "chat_template_kwargs" in body else {}
         use, tools = tool_use(body, served)
         base.pop("tools", None)
-        template = replace(template, tools=tools, lead=use.format.lead if use is not None and use.forced else "")
+        template = replace(template, tools=tools, lead=use.lead if use is not None else "")
         if use is not None and use.forced:
             _force(base, use)
     stream, options = flag(body, "stream"), usage_wanted(body)

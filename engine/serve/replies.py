@@ -3,7 +3,7 @@
 from typing import Any
 
 from engine.serve.calls import ToolUse
-from engine.text.thinking import Thoughts, ThoughtStream
+from engine.text.thinking import Thoughts
 
 
 class Reply:
@@ -18,7 +18,7 @@ class Reply:
     """
 
     def __init__(self, thoughts: Thoughts | None, tools: ToolUse | None):
-        self._thoughts, self._tools = ThoughtStream(thoughts or Thoughts()), tools
+        self._thoughts, self._tools = (thoughts or Thoughts()).stream(), tools
         self._calls = tools.stream() if tools is not None else None
         self.calls = 0
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from engine.errors import UsageError
+from engine.text.channels import CALL
 from engine.text.template import ChatTemplate
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
@@ -86,7 +87,10 @@ def chat_prompt(
     spans = template.render(messages, tools=options.tools, variables=options.variables, think=options.think)
     ends = frozenset(tokenizer.encode_rendered([(end, True)]) if (end := template.turn_end()) else ())
     thoughts = template.thoughts.after("".join(text for text, _ in spans[-2:]))
+    if thoughts.begun is not None and CALL in tokenizer.special_spellings:
+        ends |= {*tokenizer.encode_rendered([(CALL, True)])}
     if options.lead:
         closing = f"{thoughts.closing}\n\n" if thoughts.opened else ""
-        spans, thoughts = [*spans, (closing + options.lead, True)], replace(thoughts, opened=False)
+        begun = None if thoughts.begun is None else thoughts.begun + options.lead
+        spans, thoughts = [*spans, (closing + options.lead, True)], replace(thoughts, opened=False, begun=begun)
     return ChatPrompt(tokenizer.encode_rendered(spans), thoughts, engine.eos_token_ids | ends)

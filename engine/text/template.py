@@ -256,7 +256,7 @@ class ChatTemplate:
         message = {"role": "assistant", "content": answer}
         if thought is None:
             return message
-        if _READS_FIELD.search(self.source):
+        if self.thoughts.begun is not None or _READS_FIELD.search(self.source):
             return message | {"reasoning_content": thought}
         if _READS_BLOCK.search(self.source):
             blocks = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": answer}]

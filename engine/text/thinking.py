@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from engine.text.channels import ANSWER, CHANNEL, END, MESSAGE, THOUGHT, TURN, ChannelStream, start_at_end
 
 # An opening tag, alone or in the source of a template; the closing one has a slash behind its bracket.
 _OPENING = re.compile(r"[<\[](?:\w+:)?(?:think|thinking|thought)[>\]]", re.IGNORECASE)
@@ -15,16 +17,20 @@ class Thoughts:
     Args:
         opening, closing: the tags; "" if the model has none.
         opened: the prompt ends with the opening tag, so that replies begin with a thought.
+        begun: where replies have channels instead of tags, what the prompt has of one; None: they have none.
     """
 
     opening: str = ""
     closing: str = ""
     opened: bool = False
+    begun: str | None = None
 
     @staticmethod
     def find(added: Iterable[str], source: str) -> "Thoughts":
-        """The tags of a model: a pair that its template spells, else a pair of its added tokens."""
+        """The tags of a model: a pair that its template spells, else a pair of its added tokens; or channels."""
         added = sorted(added)
+        if THOUGHT in source or {CHANNEL, MESSAGE} <= {*added}:
+            return Thoughts(THOUGHT, f"{END}{TURN}{ANSWER}", begun="")
         for spelled in (_OPENING.findall(source), [token for token in added if _OPENING.fullmatch(token)]):
             for opening in spelled:
                 closing = f"{opening[0]}/{opening[1:]}"
@@ -34,14 +40,21 @@ class Thoughts:
 
     def after(self, prompt: str) -> "Thoughts":
         """The same for replies to a rendered prompt."""
+        if self.begun is not None:
+            _, found, behind = prompt.rpartition(TURN)
+            return replace(self, begun=behind if found else "")
         return Thoughts(self.opening, self.closing, bool(self.opening) and prompt.rstrip().endswith(self.opening))
 
     def split(self, text: str) -> tuple[str | None, str]:
         """A reply's thought, None without one, and its answer. A thought that was cut short has no answer."""
-        stream = ThoughtStream(self)
+        stream = self.stream()
         parts = [*stream.push(text), *stream.finish()]
         thought, answer = ("".join(text for text, inside in parts if inside is kind) for kind in (True, False))
         return thought if stream.thought else None, answer
+
+    def stream(self) -> "ThoughtStream | ChannelStream":
+        """A reader of a reply."""
+        return ThoughtStream(self) if self.begun is None else ChannelStream(self.begun)
 
     def join(self, thought: str, answer: str) -> str:
         """The text that `split` parts into these."""
@@ -96,8 +109,3 @@ class ThoughtStream:
             found.append((self._held, False))
             self._held = ""
         return [part for part in found if part[0]]
-
-
-def start_at_end(text: str, tag: str) -> str:
-    """The longest start of a tag at the end of a text."""
-    return next((tag[:n] for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), "")

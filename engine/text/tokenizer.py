@@ -22,6 +22,7 @@ import tokenizers
 
 from engine.errors import CheckpointError, UsageError, check_utf8
 from engine.text import tokenizer_limits
+from engine.text.channels import ANSWER, CHANNEL_MARKS, TURN
 from engine.text.detokenizer import Detokenizer, data_of
 from engine.text.pieces import Pieces
 from engine.text.thinking import Thoughts
@@ -44,8 +45,7 @@ class Tokenizer:
         size: largest id + 1; ids of a model's padded vocabulary from there on have no meaning.
         bos_token_id, eos_token_id: from tokenizer_config.json and special_tokens_map.json.
         special_ids: ids that are no text: of special tokens, but not of the tags around a thought.
-        skipped_ids: those that `decode` skips: all but the marks of tool calls.
-        thought_ids: of the tags that open and close a thought; empty if the vocabulary has none.
+        skipped_ids: those that `decode` skips: all but the marks of tool calls and of channels.
         special_tokens: `{"bos_token": "<s>", ...}`, for chat templates.
         special_spellings, added_spellings: spellings of special and of other added tokens.
         config: tokenizer_config.json, {} if there is none.
@@ -60,10 +60,12 @@ class Tokenizer:
         self.special_spellings = frozenset(content for content, token in raw.items() if token.special)
         self.added_spellings = frozenset(raw) - self.special_spellings
         thoughts = Thoughts.find(encoder.added, "")
+        marks = CALL_MARKS if thoughts.begun is None else CALL_MARKS | CHANNEL_MARKS
         skipped = self.special_spellings - {thoughts.opening, thoughts.closing}
         self.special_ids = frozenset(vocab[content] for content in skipped)
-        self.skipped_ids = frozenset(vocab[content] for content in skipped - CALL_MARKS)
-        self.thought_ids = tuple(vocab[tag] for tag in (thoughts.opening, thoughts.closing) if tag in vocab)
+        self.skipped_ids = frozenset(vocab[content] for content in skipped - marks)
+        tags = (thoughts.opening, thoughts.closing) if thoughts.begun is None else (TURN, ANSWER)
+        self._tags = tags if thoughts.begun is not None or all(tag in vocab for tag in tags) else ()
         self.bos_token_id = vocab.get(names.get("bos_token", ""))
         self.eos_token_id = vocab.get(names.get("eos_token", ""))
         self._encoder, self._added = encoder, {content: vocab[content] for content in raw}
@@ -155,6 +157,11 @@ class Tokenizer:
                 yield self._added[found[0]]
                 start = found.end()
         yield text[start:]
+
+    @functools.cached_property
+    def thought_ids(self) -> tuple[list[int], ...]:
+        """The tokens that end a prompt which opens a thought, and those before an answer; () without thoughts."""
+        return tuple(self.encode_rendered([(tag, True)]) for tag in self._tags)
 
     @functools.cached_property
     def longest(self) -> int:

@@ -6,6 +6,7 @@
 | llama3 | `{"name": "f", "parameters": {"a": 1}}`, perhaps after `<|python_tag|>`; `;` between several |
 | mistral | `[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]`; newer ones `[TOOL_CALLS]f[ARGS]{"a": 1}` |
 | lfm2 | `<|tool_call_start|>[f(a=1)]<|tool_call_end|>`, or JSON as in the other lists |
+| channels (gpt-oss) | `<|call|>f{"a": 1}`, as `engine.text.channels` writes what it reads |
 
 A reply may also begin with calls without marks, perhaps in fences of Markdown, if they name given functions: small
 models forget the marks. A call is known as soon as its brackets are closed. What looks like a call and is none stays
@@ -20,8 +21,8 @@ from typing import Any
 
 from engine.errors import UsageError, shortened
 from engine.text.call_literals import Brackets, read_calls
+from engine.text.channels import CALL, CHANNEL, FUNCTIONS, MESSAGE, start_at_end
 from engine.text.sandbox import SPACES
-from engine.text.thinking import start_at_end
 
 # Tokens of calls that tokenizers list as special: decoding keeps their spellings, which a reader of calls needs.
 CALL_MARKS = frozenset(
@@ -61,6 +62,7 @@ class ToolFormat:
         listed: calls stand in a list.
         headed: the name may stand before the arguments.
         lead: what a reply that has to be a call begins with; the template's generation prompt is followed by it.
+        named: the lead has a place for the name, and nothing but the arguments follows it.
     """
 
     name: str
@@ -71,6 +73,7 @@ class ToolFormat:
     listed: bool = False
     headed: bool = False
     lead: str = ""
+    named: bool = False
 
     def written(self, calls: Sequence[ToolCall]) -> str:
         """Calls as a model of this family writes them, for templates that do not write those of earlier replies."""
@@ -85,14 +88,16 @@ class ToolFormat:
         """The grammar, in Lark's form, of what follows `lead` where a reply has to be a call.
 
         Args:
-            functions: name -> JSON schema of the arguments.
+            functions: name -> JSON schema of the arguments; one alone where the lead has its name.
             several: whether it may be several calls.
         """
+        if self.named:
+            [schema] = functions.values()
+            return f"start: %json {json.dumps(_spaced(schema))}"
         lines = [f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}"]
         for i, (name, schema) in enumerate(functions.items()):
             head = _json(f'{{"name": {_json(name)}, "{self.key}": ')
-            spaced = {"x-guidance": {"whitespace_pattern": SPACES}, **schema}
-            lines += [f'call{i}: {head} arguments{i} "}}"', f"arguments{i}: %json {json.dumps(spaced)}"]
+            lines += [f'call{i}: {head} arguments{i} "}}"', f"arguments{i}: %json {json.dumps(_spaced(schema))}"]
         if self.listed:
             start = 'start: "[" call (", " call)* "]"' if several else 'start: "[" call "]"'
         elif self.bare or not several:
@@ -108,11 +113,17 @@ LLAMA3 = ToolFormat("llama3", "<|python_tag|>", key="parameters", bare=True)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", listed=True, headed=True, lead="[TOOL_CALLS]")
 LFM2 = ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", listed=True, lead="<|tool_call_start|>")
 
+CHANNELS = ToolFormat(
+    "channels", CALL, headed=True, lead=f"{CHANNEL}commentary to={FUNCTIONS}{{}} <|constrain|>json{MESSAGE}", named=True
+)
+
 
 def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:
     """The format of a model, by its chat template and its added tokens; hermes where nothing tells."""
     if "[TOOL_CALLS]" in template or "[AVAILABLE_TOOLS]" in template:
         return MISTRAL
+    if CHANNEL in template and MESSAGE in template:
+        return CHANNELS
     if "<|tool_call_start|>" in template or "<|tool_list_start|>" in template:
         return LFM2
     if "<tool_call>" not in template and ("<|python_tag|>" in template or '"parameters": dictionary' in template):
@@ -308,3 +319,7 @@ class CallStream:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def _spaced(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"x-guidance": {"whitespace_pattern": SPACES}, **schema}

@@ -258,7 +258,7 @@ def test_json_has_no_endless_white_space():
 def test_a_constraint_begins_after_the_thought(engine):
     free_V = torch.ones(104, dtype=torch.int64)
     free_V[EOS] = 0
-    constraint = AfterThought(Choices([[10, 11]], [EOS]), 40, packed(free_V))
+    constraint = AfterThought(Choices([[10, 11]], [EOS]), [40], packed(free_V))
     for search in (Greedy(), Trie(beams=3), ADED()):
         options = {"constraint": constraint, "logit_bias": {40: 20.0}, "new": 60}
         for output in ask(engine, search, **options).outputs:

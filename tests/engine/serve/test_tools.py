@@ -201,6 +201,27 @@ def test_other_formats(start, tmp_path, source, opening, key):
         assert (len(call.id) == 9 and call.id.isalnum()) == (opening == "[TOOL_CALLS]")
 
 
+def test_channels_have_the_name_before_the_call(start, tmp_path):
+    pytest.importorskip("llguidance", reason="needs the extra grammar")
+    source = f"{{# <|channel|>analysis<|message|> #}}{QWEN}".replace("tool_call>", "call>")
+    (path := tmp_path / "template.jinja").write_text(source)
+    server = start("--chat-template", str(path))
+    text = "<|channel|>analysis<|message|>Hm.<|end|>"
+    text += "<|start|>assistant<|channel|>commentary to=functions.clock<|message|>{}"
+    message = ask(server, tools=TOOLS, choices=[text]).choices[0].message
+    assert message.content is None and message.reasoning_content == "Hm."
+    assert [call.function.name for call in message.tool_calls] == ["clock"]
+    one = {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    for fields in (one, one | {"seed": 5, "temperature": 1.0}):
+        [call] = ask(server, tools=TOOLS, **fields).choices[0].message.tool_calls
+        assert call.function.name == "weather" and "place" in json.loads(call.function.arguments)
+    with pytest.raises(openai.BadRequestError, match="name the one that is to be called"):
+        ask(server, tools=TOOLS, tool_choice="required")
+    odd = {"type": "function", "function": {"name": "<|end|>"}}
+    with pytest.raises(openai.BadRequestError, match="name the one that is to be called"):
+        ask(server, tools=[odd], tool_choice="required")
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
