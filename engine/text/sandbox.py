@@ -49,6 +49,7 @@ except ImportError as error:
 
 CPU_SECONDS = 0.8  # for one render or one compilation; CPU time, so that a busy machine refuses no good template
 MEMORY_BYTES = 512 << 20  # address space of the process
+MAX_REPEATED = 1 << 12  # characters or elements of a string or a list that is multiplied
 MAX_LOOP_DEPTH = 4  # templates in use nest at most three: tools, parameters, enumerations
 OUTPUT_SLACK = 1 << 20  # characters a render may have beyond OUTPUT_FACTOR times the length of its input
 OUTPUT_FACTOR = 4
@@ -120,6 +121,18 @@ class _Namespace(jinja2.utils.Namespace):
             raise jinja2.exceptions.SecurityError(f"underscored attribute {name!r} on a namespace")
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox that repeats strings and lists a few times only: templates indent by `"  " * depth`."""
+
+    intercepted_binops = frozenset({"*"})
+
+    def call_binop(self, context, operator, left, right):
+        for value, times in ((left, right), (right, left)):
+            if isinstance(value, str | list | tuple) and isinstance(times, int) and len(value) * times > MAX_REPEATED:
+                raise Refused(f"strings and lists may be repeated to {MAX_REPEATED} elements, not to more")
+        return super().call_binop(context, operator, left, right)
+
+
 def environment() -> ImmutableSandboxedEnvironment:
     """The environment in which transformers renders chat templates, but for the clock, set by each render."""
 
@@ -129,7 +142,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    env = ImmutableSandboxedEnvironment(
+    env = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     env.filters["tojson"] = tojson
@@ -141,17 +154,12 @@ def check(tree: nodes.Template) -> None:
     """Refuse what no chat template needs and what the limits would only catch late.
 
     Raises:
-        Refused: other templates, powers, repeated strings, nested ranges, deep loops.
+        Refused: other templates, powers, nested ranges, deep loops.
     """
     for node in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
         raise Refused(f"line {node.lineno}: a chat template is one file, it includes no others")
     for node in tree.find_all(nodes.Pow):
         raise Refused(f"line {node.lineno}: powers are not allowed")
-    for node in tree.find_all(nodes.Mul):
-        for side in (node.left, node.right):
-            text = isinstance(side, nodes.Const | nodes.TemplateData) and isinstance(getattr(side, "value", ""), str)
-            if text or isinstance(side, nodes.List | nodes.Tuple | nodes.Concat):
-                raise Refused(f"line {node.lineno}: multiplying strings or lists is not allowed")
 
     def walk(node: nodes.Node, depth: int, ranges: int) -> None:
         if isinstance(node, nodes.For):

@@ -161,6 +161,11 @@ def test_malformed_messages(messages):
         template("x").render(messages)
 
 
+def test_indentation_by_a_product():
+    text = "{% for i in range(3) %}{{ '  ' * i }}a{{ 2 * i }}{{ ['b'] * i }}{% endfor %}"
+    assert template(text).render(HI) == [("a0[]  a2['b']    a4['b', 'b']", True)]
+
+
 LOOP = "{% for a in range(99999) %}"
 REFUSED = {
     "nested ranges": LOOP * 2 + "{% endfor %}" * 2,
@@ -168,6 +173,7 @@ REFUSED = {
     "powers": "{{ 9 ** 9 ** 9 }}",
     "long strings": "{{ 'x' * 1000000000 }}",
     "long lists": "{{ [1] * 1000000000 }}",
+    "long variables": "{% set n = 1000000000 %}{{ (n * messages) | length }}",
     "padding": "{{ 'x' | center(900000000) | length }}",
     "formats": "{{ '%0900000000d' | format(1) | length }}",
     "doubling": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
