@@ -144,6 +144,16 @@ float rounded_row(const T* x, int64_t width, float levels, Put put) {
     return largest;
 }
 
+// LANES steps to a row, of four in the order in which FourInt8 has them.
+template <typename Row>
+void put_row(Ints steps, Row* row) {
+    if constexpr (sizeof(Row) == 1) {
+        const Bytes bytes = __builtin_convertvector(steps, Bytes);
+        std::memcpy(row, &bytes, sizeof bytes);
+    } else
+        for (int lane = 0; lane < LANES; lane++) row[lane / 4 * 4 + FourInt8::ORDER[lane % 4]] = Row(steps[lane]);
+}
+
 // Panels hold numbers that are 128 too large, and FourInt8 multiplies by those that are OFFSET too large. Sums of ROUNDED
 // elements are exact; they become floats, in units of the largest magnitude of these elements.
 struct Int8 : FourInt8, Plain {
@@ -167,14 +177,6 @@ struct Int8 : FourInt8, Plain {
         return total * ::load((const float*)scale_O + at, n);
     }
 
-   private:
-    static void put_row(Ints steps, Row* row) {
-        if constexpr (sizeof(Row) == 1) {
-            const Bytes bytes = __builtin_convertvector(steps, Bytes);
-            std::memcpy(row, &bytes, sizeof bytes);
-        } else
-            for (int lane = 0; lane < LANES; lane++) row[lane / 4 * 4 + ORDER[lane % 4]] = Row(steps[lane]);
-    }
 };
 
 // Elements in groups: numbers that are ZERO less than the codes; DEFAULT is the zero of a matrix that has none, and
@@ -188,38 +190,78 @@ struct Grouped {
     static Floats value(Floats total, const Unit*, const void*, int64_t, int) { return total; }
 };
 
-// Two int4 to a byte, of eight the first four in the low halves; chunks of rows are rounded.
-struct Int4 : FourNibbles, Grouped {
-    typedef Ints Words, Part;
-    static constexpr int STEP = 8, BYTES = 4, PARTS = 2, ROUNDED = CHUNK, SUMS = INT4_SUMS;
-    static constexpr float ZERO = 0, DEFAULT = 8, DEFAULT_LEAST = 0;
+// The same by rounded rows: a chunk's whole steps are multiplied by `Four`, and sums begin with what makes up for LARGER,
+// by which numbers are too large.
+template <typename Four, int LARGER>
+struct Rounded : Four, Grouped {
+    typedef typename Four::Row Row;
+    typedef typename Four::Sum Sum;
+    typedef Ints Words;
+    static constexpr int BYTES = 4, ROUNDED = CHUNK;
+    static constexpr float ZERO = 0, DEFAULT = LARGER;
     static Words load(const char* at) { return read<Ints>(at, LANES); }
-    static Part part(Words words, int i) { return (i ? words >> 4 : words) & 0x0f0f0f0f; }
     static Sum begin(int32_t start) { return (Sum)(Ints{} + start); }
-    static Floats floats(Sum sum) { return Grouped::floats(exact(sum)); }
+    static Floats floats(Sum sum) { return Grouped::floats(Four::exact(sum)); }
 
     template <typename T>
     static Unit prepare(const T* x, int64_t width, Row* row, float levels) {
         Ints sum{};
         const float largest = rounded_row(x, width, levels, [&](int64_t i, Ints steps) {
-            const auto narrow = __builtin_convertvector(steps, RowVector);
-            std::memcpy(row + i, &narrow, sizeof narrow);
+            put_row(steps, row + i);
             sum += steps;
         });
-        for (int64_t i = (width + LANES - 1) / LANES * LANES; i % STEP; i++) row[i] = 0;
+        for (int64_t i = (width + LANES - 1) / LANES * LANES; i % 8; i++) row[i] = 0;
         const int32_t total = total_of(sum);
-        return {largest / levels, start(sum * -int32_t(DEFAULT), total * -int32_t(DEFAULT)), float(total)};
+        return {largest / levels, start(sum * -LARGER, total * -LARGER), float(total)};
     }
 
    private:
-    typedef Row RowVector __attribute__((vector_size(LANES * sizeof(Row))));
-
     // Sums in 16 bits are two of each output: of the first two of four elements, and of the others.
     static int32_t start(Ints each, int32_t total) {
         if constexpr (std::is_same_v<Sum, Ints>) return total;
         int32_t halves[2] = {};
         for (int lane = 0; lane < LANES; lane++) halves[lane % 4 / 2] += each[lane];
         return int32_t(uint32_t(halves[1]) << 16 | (halves[0] & 0xffff));
+    }
+};
+
+// Two int4 to a byte, of eight the first four in the low halves.
+struct Int4 : Rounded<FourNibbles, 8> {
+    typedef Ints Part;
+    static constexpr int STEP = 8, PARTS = 2, SUMS = INT4_SUMS;
+    static constexpr float DEFAULT_LEAST = 0;
+    static Part part(Words words, int i) { return (i ? words >> 4 : words) & 0x0f0f0f0f; }
+};
+
+// FourInt8 as `Rounded` takes it.
+struct FourCodes : FourInt8 {
+    typedef Ints Sum;
+    static Ints exact(Ints sum) { return sum; }
+};
+
+// Codes from 0 to 255, which stand for numbers from -128 up.
+struct Int8Codes : Rounded<FourCodes, FourInt8::OFFSET> {
+    static constexpr int STEP = 4, PARTS = 1;
+    static constexpr float ZERO = 128 - FourInt8::OFFSET, DEFAULT = 128, DEFAULT_LEAST = 128;
+    static Part part(Words words, int) { return FourInt8::part(words); }
+};
+
+// Twice the numbers of E2M1, which are whole, and `more`.
+constexpr Table twice_e2m1(int more) {
+    constexpr int SIZES[] = {0, 1, 2, 3, 4, 6, 8, 12};
+    Table found{};
+    for (int i = 0; i < 16; i++) found.of[i] = int8_t((i < 8 ? SIZES[i] : -SIZES[i - 8]) + more);
+    return found;
+}
+
+// Two E2M1 to a byte as int4 are, with scales of their own kind.
+struct Float4 : Rounded<FourCodes, FourInt8::OFFSET> {
+    static constexpr int STEP = 8, PARTS = 2, VECTORS = FourInt8::VECTORS + 1;
+    static constexpr bool EXPONENTS = true;
+    static constexpr float DEFAULT_LEAST = 0;
+    static constexpr Table NUMBERS = twice_e2m1(128);
+    static Part part(Words words, int i) {
+        return FourInt8::part(looked_up((i ? words >> 4 : words) & 0x0f0f0f0f, NUMBERS));
     }
 };
 
@@ -243,15 +285,7 @@ struct WideInt8 : Grouped, WideRows {
     static Part part(Words words, int i) { return __builtin_convertvector(words << (24 - i * 8) >> 24, Floats); }
 };
 
-// Twice the numbers of E2M1, which are whole, and `more`.
-constexpr Table twice_e2m1(int more) {
-    constexpr int SIZES[] = {0, 1, 2, 3, 4, 6, 8, 12};
-    Table found{};
-    for (int i = 0; i < 16; i++) found.of[i] = int8_t((i < 8 ? SIZES[i] : -SIZES[i - 8]) + more);
-    return found;
-}
-
-// Two E2M1 to a byte as int4 are, with scales of their own kind.
+// Two E2M1 to a byte, by rows of floats.
 struct WideFloat4 : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 8, BYTES = 4, PARTS = 8, VECTORS = 2;

@@ -216,6 +216,8 @@ void with_element([[maybe_unused]] int64_t kind, const Matrix& m, F f) {
     if (m.kind == 2) f(WideFloat16{});
     if (m.kind == 3) f(Int8{});
     if (m.kind == 4 && m.levels) return f(Int4{});
+    if (m.kind == 5 && m.levels) return f(Int8Codes{});
+    if (m.kind == 7 && m.levels) return f(Float4{});
 #ifdef INT8_DOTS
     if (m.kind == 4) return f(DigitsInt4{});
     if (m.kind == 5) return f(DigitsInt8{});

@@ -8,6 +8,7 @@ words of this kind.
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,7 +29,10 @@ GROUP_KINDS: dict[str, int] = {"int4": 4, "int8": 5, "float8": 6, "float4": 7}  
 GROUP_STEPS = {"int4": 8, "int8": 4, "float8": 4, "float4": 8}  # elements in a word
 NIBBLES = ("int4", "float4")  # kinds of four bits
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of float4
-ROUNDED: dict[str, int] = {"int8": 64, "int4": 32}  # elements of a row of x that are rounded by one largest magnitude
+# Elements of a row of x that are rounded by one largest magnitude: of a group at most, and for int8 without groups.
+ROUNDED, ROUNDED_UNGROUPED = 32, 64
+ROUNDED_KINDS = ("int4", "int8", "float4")  # groups that multiply rounded rows
+LEVELS = 127.0  # steps of their largest magnitude
 # What stands for zero in groups that have none of their own.
 ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0}
 
@@ -106,7 +110,7 @@ class Packed:
         groups: of elements with a scale each; not with scale_O.
         order_I: int32: the elements of x, in the order in which a row of the matrix multiplies them.
         levels: rows of x are rounded to steps of 1 / levels of the largest magnitude of each ROUNDED elements, from the
-            beginning of each group on; 0: they are not, which is so for floats and for groups of all kinds but int4.
+            beginning of each group on (without groups ROUNDED_UNGROUPED); 0: they are not, as for floats and float8.
 
     Raises:
         ValueError: panels, scales, groups or an order that do not fit the sizes.
@@ -145,7 +149,7 @@ class Packed:
             expect("order_I", self.order_I, torch.int32, (self.width,), cpu)
             if not self.order_I.sort().values.equal(torch.arange(self.width, dtype=torch.int32)):
                 raise ValueError("order_I: expected every element of a row once")
-        rounded = self.scale_O is not None or (groups is not None and groups.kind == "int4")
+        rounded = self.scale_O is not None or (groups is not None and groups.kind in ROUNDED_KINDS)
         if (
             not 0 <= self.levels < 128
             or (self.levels and not rounded)
@@ -203,6 +207,14 @@ class Packed:
             order_I=self.order_I,
             levels=self.levels,
         )
+
+    def rounding(self) -> "Packed":
+        """The matrix as it multiplies rounded rows, of the same tensors; itself where its kind does not, or it does."""
+        if self.levels or self.groups is None or self.groups.kind not in ROUNDED_KINDS:
+            return self
+        found = copy(self)
+        found.levels = LEVELS
+        return found
 
     def described(self, bias: Tensor | None) -> ctypes.Structure:
         """For C++; the tensors have to live as long as it is used."""

@@ -32,6 +32,10 @@ class PackedParts:
         """The bias of each part."""
         return [None] * len(self.parts) if bias is None else [*bias.split([part.outs for part in self.parts])]
 
+    def rounding(self) -> "PackedParts":
+        """See `Packed.rounding`."""
+        return PackedParts([part.rounding() for part in self.parts])
+
     def described(self, bias: Tensor | None) -> ctypes.Structure:
         """For C++, see `Packed`: the first part, from which the others can be reached as long as this object lives."""
         place = 0 if bias is None else bias.data_ptr()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import NIBBLES, ROUNDED, Packed, default_zero, numbers
+from kernels.linear.panels import NIBBLES, ROUNDED, ROUNDED_UNGROUPED, Packed, default_zero, numbers
 
 
 def unpack(matrix: Packed) -> Tensor:
@@ -87,8 +87,8 @@ def linear(x: Tensor, matrix: Packed, bias: Tensor | None = None) -> Tensor:
 def _rounded_product(x: Tensor, matrix: Packed) -> Tensor:
     """The same by rounded rows, which lie in the order of the matrix; float64."""
     groups, order_I, scale_O = matrix.groups, matrix.order_I, matrix.scale_O
-    kind, group = ("int8", matrix.width) if groups is None else groups[:2]
-    row = rounded(x if order_I is None else x[..., order_I.long()], matrix.levels, group, ROUNDED[kind])
+    group, together = (matrix.width, ROUNDED_UNGROUPED) if groups is None else (groups.size, ROUNDED)
+    row = rounded(x if order_I is None else x[..., order_I.long()], matrix.levels, group, together)
     if scale_O is not None:
         return F.linear(row, unpack(matrix).double()) * (scale_O.double() * matrix.levels)
     weight_OI = unpacked(matrix).double()

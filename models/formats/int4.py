@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from kernels.linear.panels import shape
+from kernels.linear.panels import LEVELS, shape
 from models.formats import coded
 from models.formats.floats import PackedLinear, has_kernels
 from models.formats.grouped import GroupedLinear, GroupedRows, GroupedWeight
@@ -16,7 +16,6 @@ from models.trim import is_mapped, let_go
 
 CHUNK = 1 << 18  # weights that are floats at once, in each thread, while a matrix is quantised
 MOST_THREADS = 4  # threads that quantise: the C library keeps megabytes for each
-LEVELS = 127.0  # of activations
 STEPS = 7.0, 7.5, 8.0, 8.5, 9.0, 9.5  # candidates: the steps that the largest magnitude of a group is apart from zero
 SPANS = 15.0, 15.75, 16.5, 17.25, 18.0  # candidates: the steps from the least to the largest of a group with a zero
 

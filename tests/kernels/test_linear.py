@@ -5,7 +5,7 @@ import torch
 
 from kernels import cpp
 from kernels.linear import Packed, PackedParts, dot_products, linear, pack, reference
-from kernels.linear.panels import MAX_INT8_WIDTH, PIECE, ROUNDED
+from kernels.linear.panels import MAX_INT8_WIDTH, PIECE, ROUNDED_UNGROUPED
 from kernels.whole_graph import traceable
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -79,7 +79,7 @@ def test_int8_is_exact_but_for_the_last_rounding(of_x, outs, width):
         found, exact = linear(x.to(of_x), packed, bias_O), reference.linear(x.double(), packed, bias_O)
         assert found.dtype == of_x
         allowed = 2 * torch.finfo(of_x).eps * (exact.abs() + bias_O.double().abs())
-        if width > ROUNDED["int8"]:  # sums are floats from there on
+        if width > ROUNDED_UNGROUPED:  # sums are floats from there on
             allowed += torch.finfo(torch.float32).eps * (x.double().abs() @ weight_OI.double().abs().T + 4)
         assert ((found.double() - exact).abs() <= allowed).all()
 

@@ -268,11 +268,12 @@ def linear(recording: Recording) -> None:
 def grouped(recording: Recording) -> None:
     """Elements in groups, of rows that are rounded or not."""
     sizes = (1, 1, 1, 1), (1, 130, 300, 32), (3, 65, 33, 33), (4, 64, 64, 16), (15, 20, 130, 40), (40, 17, 9, 8)
-    most = {"int4": (16, 0), "int4 by int8": (16, 127), "int8": (256, 0), "float8": (127, 0), "float4": (16, 0)}
+    most = {"int4": (16, 0), "int8": (256, 0), "float8": (127, 0), "float4": (16, 0)}
+    most |= {f"{of} by int8": (most[of][0], 127) for of in ("int4", "int8", "float4")}
     for (name, kind, dtype), (of, (codes, levels)) in itertools.product(kinds(), most.items()):
         for (rows, outs, width, size), more in zip(sizes, itertools.cycle(("zero", "least", ""))):
             scale = torch.rand(outs, -(-width // size)).half().float() / 16
-            scale = scale.clamp(min=2**-20).log2().round().exp2() if of == "float4" else scale
+            scale = scale.clamp(min=2**-20).log2().round().exp2() if "float4" in of else scale
             zero = torch.randint_like(scale, 0, codes) if more == "zero" and "float" not in of else None
             least = torch.rand_like(scale).half().float() if more == "least" and "float" not in of else None
             numbers = torch.randint(codes, (outs, width), dtype=torch.uint8)
