@@ -17,6 +17,7 @@ from engine.drafts.suffixes import full_store_bytes
 from engine.errors import UsageError
 from engine.load.experts import ExpertBytes, why_whole
 from engine.load.loading import (
+    check_activations,
     check_kv_dtype,
     check_quant,
     dtype_of_cache,
@@ -110,6 +111,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
     """
     device = pick_device(options.device)
     check_quant(options.quant, device)
+    check_activations(options.activations, device)
     check_kv_dtype(options.kv_dtype, device)
     if device.type != "cpu":
         raise UsageError("memory: the plan is for a CPU", remedy="use --kv-memory on a GPU, or add --device cpu")

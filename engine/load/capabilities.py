@@ -35,8 +35,8 @@ class Capabilities:
     """The dtype of a loaded model and the fast paths that it runs on.
 
     Args:
-        precision: the dtype and its reason, "float32 (the checkpoint is bfloat16; ...)"; with ", int8 weights" and
-            ", int8 cache" or ", fp8 cache".
+        precision: the dtype and its reason, "float32 (the checkpoint is bfloat16; ...)"; with ", int8 weights",
+            ", int8 activations" and ", int8 cache" or ", fp8 cache".
         paths: the processor, its fast paths and those it lacks, "AVX2 processor: C++ kernels; not here: int8 weights".
         warning: a slow dtype that was chosen nevertheless, parts of the checkpoint that are not loaded; "" otherwise.
     """
@@ -54,6 +54,7 @@ class Capabilities:
         impl: str,
         kv_dtype: str = "auto",
         graphs: bool = True,
+        activations: str = "auto",
     ) -> "Capabilities":
         """Describe a model on a device.
 
@@ -65,6 +66,7 @@ class Capabilities:
             impl: implementation of the operators, see `kernels.tree_attention`.
             kv_dtype: of its cache; "auto": its own.
             graphs: on a GPU, whether small passes are CUDA graphs.
+            activations: as `LoadOptions` has them.
         """
         name = dtype_name(precision.dtype)
         warning = f"{name} is slow: {precision.reason}" if precision.slow else ""
@@ -72,6 +74,8 @@ class Capabilities:
         weights = "" if chosen.name == "none" else f", {chosen.name} weights"
         if str(chosen):
             weights = f"{weights or ', weights as they are'} ({chosen})"
+        if activations != "auto":
+            weights += f", {activations} activations"
         if kv_dtype != "auto":
             weights += f", {kv_dtype} cache"
         if device.type != "cpu":

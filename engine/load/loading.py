@@ -40,7 +40,7 @@ from models.config import ModelShape
 from models.draft_heads import DraftHead
 from models.families import family_of, load_model
 from models.formats.floats import has_products
-from models.formats.linear import FORMATS
+from models.formats.linear import FORMATS, rounds_rows
 from models.gguf.cached_vocabulary import NewVocabulary
 from models.mtp import MTP
 from models.trim import trim_memory
@@ -153,6 +153,7 @@ class _Weights:
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
     kv_dtype: str
+    activations: str
     adapters: Mapping[str, Adapter]
 
     @property
@@ -175,7 +176,7 @@ class _Weights:
         template = load_template(checkpoint.folder, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
         cached = cached_matrices(cache, checkpoint, kept.name, shard, device, opened)
-        reader = partial(Weights, shard=shard, cached=cached)
+        reader = partial(Weights, shard=shard, cached=cached, rounding=options.activations == "int8")
         model = load_model(checkpoint, precision.dtype, device, kept.name, reader)
         if cached:
             cached.keep()
@@ -183,7 +184,7 @@ class _Weights:
             model.adapt([*adapters.values()])
         compiled = options.compile == "on" and prepare()
         loaded = Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template
-        return _Weights(*loaded, options.kv_dtype, adapters)
+        return _Weights(*loaded, options.kv_dtype, options.activations, adapters)
 
     def eos_token_ids(self) -> frozenset[int]:
         """The end tokens of the checkpoint; if its files have none, those of the family, else of the tokenizer."""
@@ -204,7 +205,7 @@ class _Weights:
         start = bos if bos is not None else min(eos, default=0)
         if self.compiled and not warm_up(lambda: runner.logits([start] * 5)):
             runner.rows = None
-        key = model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype)
+        key = model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype, self.activations)
         agree(self.model.shard, "checkpoint, formats or processor", f"{key}, {runner.impl}, {processor()}")
         return LoadedModel(
             runner,
@@ -224,9 +225,8 @@ class _Weights:
     def _capabilities(self, runner: Runner) -> Capabilities:
         """Describe what the model runs on; the warning names what is not loaded of the checkpoint."""
         graphs = isinstance(runner, GraphRunner)
-        found = Capabilities.of(
-            self.model, self.precision, self.quant, runner.device, runner.impl, self.kv_dtype, graphs
-        )
+        formats = self.kv_dtype, graphs, self.activations
+        found = Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl, *formats)
         if (size := self.model.shard.size) > 1:
             found = replace(found, paths=f"{found.paths}; one of {size} processes that share the model")
         return replace(found, warning="\n".join([*filter(None, [found.warning]), *self.left_out()]))
@@ -245,7 +245,8 @@ class _Weights:
     def own_head(self) -> "_Weights":
         """The draft head that the checkpoint has beside its model."""
         options = self.precision.dtype, self.model.device, self.quant.name
-        head = MTP(self.checkpoint, type(self.model), *options).eval()
+        reader = partial(Weights, rounding=self.activations == "int8")
+        head = MTP(self.checkpoint, type(self.model), *options, reader=reader).eval()
         return replace(self, model=head, tokenizer=None, template=None, adapters={})
 
 
@@ -272,6 +273,7 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
     """
     device, shard = pick_device(options.device), options.place
     check_quant(options.quant, device)
+    check_activations(options.activations, device)
     check_kv_dtype(options.kv_dtype, device)
     check_compile(options.compile, device)
     if shard.size > 1 and options.compile == "on":
@@ -281,6 +283,12 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
         role: _Weights.load(folder, options if role == "target" else others, device, template.get(role))
         for role, folder in options.folders.items()
     }
+    if options.activations == "int8" and not rounds_rows(parts["target"].model):
+        raise UsageError(
+            "activations: int8 is for products with codes, of which this model has none",
+            where=parts["target"].checkpoint.name,
+            remedy="leave out --activations int8, or add --quant int8",
+        )
     if experts is not None:
         held = keep_experts(parts["target"].model, experts, parts["target"].checkpoint.name)
     if options.drafts == "mtp":
@@ -380,6 +388,12 @@ def check_kv_dtype(kv_dtype: str, device: torch.device) -> None:
         raise UsageError("kv_dtype: the kernels of a CPU do not read fp8", remedy="use --kv-dtype int8")
 
 
+def check_activations(activations: str, device: torch.device) -> None:
+    """Refuse rounded activations where the device's kernels round none. Raises UsageError."""
+    if activations == "int8" and device.type != "cpu":
+        raise UsageError("activations: a GPU does not round them", remedy="leave out --activations int8")
+
+
 def check_quant(name: str, device: torch.device) -> None:
     """Refuse a quantisation that is unknown, or that this machine cannot run. Raises UsageError."""
     if name == "auto":
@@ -432,9 +446,12 @@ def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Toke
     return ChatTemplate.load(folder, tokenizer) if choice is None else ChatTemplate.from_file(choice, tokenizer)
 
 
-def model_key(checkpoint: Checkpoint, dtype: torch.dtype, quant: str, kv_dtype: str = "auto") -> str:
+def model_key(
+    checkpoint: Checkpoint, dtype: torch.dtype, quant: str, kv_dtype: str = "auto", activations: str = "auto"
+) -> str:
     """A name for a model as it is computed: the folder's, and a hash of configuration, dtypes and pieces of weights."""
     formats = [str(dtype), quant, *([] if kv_dtype == "auto" else [kv_dtype])]
+    formats += [] if activations == "auto" else [f"{activations} activations"]
     digest = hashlib.sha256(json.dumps([checkpoint.config, *formats], sort_keys=True).encode())
     for path in sorted({info.file for info in checkpoint.tensors.values()}):
         size = path.stat().st_size

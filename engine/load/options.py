@@ -21,6 +21,7 @@ from models.shard import Shard
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # names of torch's
 KV_DTYPES = ("auto", "int8", "fp8")
+ACTIVATIONS = ("auto", "int8")
 FORMATS_SHOWN = "none", "int8", "int4"  # of tables and flags: other groups of int4 differ by a few per cent
 ONE_AT_A_TIME = "it runs one search at a time"
 NO_ADAPTER = "none"  # the name by which a request asks for the base model
@@ -86,6 +87,9 @@ class LoadOptions:
             that dtype, or where float32 is measured to be faster; `Engine.capabilities` reports the choice.
         quant: weights in 8 or 4 bits. On a CPU with int8 products, or on a GPU; "auto" takes int8 where it is measured
             to be faster, on a CPU.
+        activations: rows of activations that are multiplied by quantised weights. "auto" rounds them where `quant`
+            int8 or int4 does, and leaves those of quantised checkpoints and GGUF files as they are; "int8" rounds them
+            there too, to 8 bits of the largest magnitude of each 32, on a CPU: faster, and less exact.
         kv_dtype: keys and values in 8 bits; fp8 on a GPU. With a scale for each token and head they take about half
             the memory of bfloat16.
         device: where models run.
@@ -131,6 +135,7 @@ class LoadOptions:
         ),
     ] = "auto"
     quant: Annotated[str, Flag(choices=(*FORMATS_SHOWN, "auto"), also=FORMATS)] = "none"
+    activations: Annotated[str, Flag(choices=ACTIVATIONS, shown="auto: int8 beside --quant int8 and int4")] = "auto"
     kv_dtype: Annotated[str, Flag(choices=KV_DTYPES, shown="auto: as --dtype")] = "auto"
     device: Annotated[str, MACHINE(choices=("auto", "cpu", "cuda"), shown="auto: the GPU if there is one")] = "auto"
     threads: Annotated[int | None, MACHINE(metavar="N", read=read_integer, shown="torch's choice")] = None

@@ -45,6 +45,7 @@ class Weights:
         quant: format of the matrices, a key of `models.formats.linear.FORMATS`; "none" keeps them in `dtype`.
         shard: the place of this process among those that compute the model.
         cached: matrices that an earlier start made, and that this one makes for later ones; None: nothing is kept.
+        rounding: matrices of codes multiply activations rounded to 8 bits; what is kept of them is the same.
 
     Attributes:
         part: what this process has of the model, once `divide` was called.
@@ -62,7 +63,9 @@ class Weights:
         quant: str = "none",
         shard: Shard | None = None,
         cached: CachedMatrices | None = None,
+        rounding: bool = False,
     ):
+        self.rounding = rounding
         self.checkpoint, self.stored, self.shapes, self.cached = checkpoint, stored, shapes, cached
         self.dtype, self.device, self.quant, self.shard = dtype, device, quant, shard or Shard()
 
@@ -161,6 +164,20 @@ class Weights:
         return found
 
     def _linear(
+        self,
+        names: Sequence[str],
+        bias: bool,
+        transposed: bool,
+        pieces: Sequence[tuple[str, range | None]],
+        ins: range | None,
+        exact: bool = False,
+    ) -> Linear:
+        layer = self._stored(names, bias, transposed, pieces, ins, exact)
+        if self.rounding and not exact and isinstance(layer, PackedLinear):
+            layer.round_rows()
+        return layer
+
+    def _stored(
         self,
         names: Sequence[str],
         bias: bool,

@@ -103,6 +103,16 @@ class PackedLinear(nn.Module):
         y = linear(x.float(), self.packed).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
+    @property
+    def rounds(self) -> bool:
+        """Whether it multiplies rows rounded to 8 bits."""
+        parts = self.packed.parts if isinstance(self.packed, PackedParts) else [self.packed]
+        return any(part is not None and part.levels for part in parts)
+
+    def round_rows(self) -> None:
+        """Round rows from now on, where a product of the matrix does."""
+        self.packed = self.packed and self.packed.rounding()
+
     def rows(self, ids_U: Tensor) -> "PackedLinear | None":
         """See `models.formats.linear.Linear`."""
         if not isinstance(self.packed, Packed):

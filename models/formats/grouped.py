@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from kernels.linear import Packed, PackedParts, pack_groups
 from kernels.linear.blocks import Block, BlockPanels
 from kernels.linear.codes import Codes, pack_codes, takes
-from kernels.linear.panels import ROUNDED, ZEROS, GroupKind, default_zero, numbers
+from kernels.linear.panels import LEVELS, ROUNDED, ROUNDED_KINDS, ZEROS, GroupKind, default_zero, numbers
 from kernels.linear.reference import rounded
 from models.formats.coded import CodedLinear, has_codes, warn_of_floats
 from models.formats.floats import FloatLinear, PackedLinear, has_kernels
@@ -57,7 +57,7 @@ class GroupedWeight:
         rows: rows [first, last) of the matrix.
         order_I: int64; codes_OI[:, i] multiplies input order_I[i]. None: in their own order.
         levels: activations are rounded to steps of 1 / levels of the largest magnitude of each ROUNDED of a group and
-            multiplied as int8, which int4 alone has; None: they are multiplied as floats.
+            multiplied as int8, but for float8; None: they are multiplied as floats.
         least: rows have minimums.
         stored: the same as blocks of a file, uint8 [outs, bytes of a row], and their format; None: it is not so.
     """
@@ -174,6 +174,16 @@ class GroupedLinear(PackedLinear):
                 if weight.stored:  # read once, so that what is wrong with it ends the load and not a search
                     deque(_blocks([weight]), maxlen=0)
 
+    @property
+    def rounds(self) -> bool:
+        """See `PackedLinear`."""
+        return super().rounds or any(weight.levels for weight in self.weights)
+
+    def round_rows(self) -> None:
+        """See `PackedLinear`."""
+        super().round_rows()
+        self.weights = [replace(w, levels=LEVELS) if w.kind in ROUNDED_KINDS else w for w in self.weights]
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
         if self.packed:
@@ -258,7 +268,10 @@ def _with_zeros(blocks: Iterable[GroupedRows], weights: Sequence[GroupedWeight])
 def _product(x: Tensor, weight: GroupedWeight) -> Tensor:
     """x W^T by floats that are made as they are needed; x is float32."""
     if weight.levels is not None:
-        x = rounded(x, weight.levels, weight.group, ROUNDED[weight.kind]).float()
+        order_I = slice(None) if weight.order_I is None else weight.order_I
+        steps = rounded(x[..., order_I], weight.levels, weight.group, ROUNDED).float()
+        x = torch.empty_like(steps)
+        x[..., order_I] = steps
     outs, step = weight.shape[0], max(1, CHUNK // weight.shape[1])
     rows = (weight.floats(at, min(at + step, outs)) for at in range(0, outs, step))
     return torch.cat([F.linear(x, part) for part in rows], -1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kernels.linear import Packed, PackedParts
 from kernels.stack import Matrix
 from models.formats import FORMATS, NAMES
-from models.formats.floats import FloatLinear
+from models.formats.floats import FloatLinear, PackedLinear
 from models.formats.int4 import Int4
 from models.formats.int8 import Int8Linear
 
@@ -122,6 +122,11 @@ def is_small(layer: Linear, dtype: torch.dtype) -> bool:
         return True
     packed = getattr(layer, "packed", None) if layer.matrix is None else layer.matrix.packed
     return isinstance(packed, PackedParts) or (packed is not None and not packed.panels.dtype.is_floating_point)
+
+
+def rounds_rows(model: nn.Module) -> bool:
+    """Whether a matrix of a model multiplies rows rounded to 8 bits."""
+    return any(isinstance(layer, PackedLinear) and layer.rounds for layer in model.modules())
 
 
 def format_of(quant: str, outs: int, *, head: bool = False) -> str:
