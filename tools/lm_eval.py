@@ -149,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--apply-chat-template", action="store_true", help="ask in the model's chat template")
     parser.add_argument("--dtype", default="auto", help="(auto)")
     parser.add_argument("--quant", default="none", help="(none)")
+    parser.add_argument("--activations", default="auto", help="auto or int8 (auto)")
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--output", type=cli.output_file, metavar="FILE", help="all results, as JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="show where an error comes from")
@@ -158,7 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = model_class()
         from lm_eval import evaluator, tasks, utils  # type: ignore[import-not-found]
 
-        engine = Engine.load(args.model, dtype=args.dtype, quant=args.quant, threads=args.threads)
+        formats = {"dtype": args.dtype, "quant": args.quant, "activations": args.activations}
+        engine = Engine.load(args.model, threads=args.threads, **formats)
         manager = tasks.TaskManager(include_path=args.include_path)
         results = evaluator.simple_evaluate(
             kind(engine), tasks=args.tasks.split(","), num_fewshot=args.num_fewshot, limit=args.limit,

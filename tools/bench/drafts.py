@@ -74,6 +74,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=[*SEARCHES], help="(all)")
     parser.add_argument("--llama-lookup", type=Path, metavar="PATH", help="llama.cpp's program; --model is a GGUF file")
     add_load_flag(parser, "quant")
+    add_load_flag(parser, "activations")
     add_numbers(
         parser,
         prompts=(3, "of each kind"),
@@ -99,7 +100,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     if args.llama_lookup is not None and not is_gguf(path):
         raise UsageError("--llama-lookup: llama.cpp reads GGUF files", remedy="give one as --model")
     draft = None if args.draft is None else located(args.draft)
-    engine = Engine.load(path, draft=draft, dtype=args.dtype, quant=args.quant, threads=args.threads)
+    formats = {"dtype": args.dtype, "quant": args.quant, "activations": args.activations}
+    engine = Engine.load(path, draft=draft, threads=args.threads, **formats)
     name, rows, peers = "demo" if is_demo(path) else path.name, list[dict[str, Any]](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         for kind in args.kinds:

@@ -84,7 +84,8 @@ async def bursts(keyboard: Keyboard, typed: Sequence[str], interval: float) -> l
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
     made = stamp(argv)
-    options = {"dtype": args.dtype, "quant": args.quant, "threads": args.threads, "kv_memory": "16M"}
+    options = {"dtype": args.dtype, "quant": args.quant, "activations": args.activations}
+    options |= {"threads": args.threads, "kv_memory": "16M"}
     folder = Path(args.model or demo_folder())
     engine, name = Engine.load(folder, prefix_cache="on", **options), "demo" if is_demo(folder) else folder.name
     typed = [TEXT[:end] for end in range(max(1, len(TEXT) - args.keys), len(TEXT) + 1)]
@@ -135,6 +136,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("keyboard", help="completion under a keyboard: time to the list", description=__doc__)
     parser.add_argument("--model", metavar="DIR", help="(the demo)")
     add_load_flag(parser, "quant")
+    add_load_flag(parser, "activations")
     add_numbers(
         parser,
         keys=(64, "that are typed"),

@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from engine.app.cli import add_load_flag
 from engine.errors import UsageError
 from models.later import later
 from tools.bench.checkpoints import CHAT, add_flags, checkpoint, find, is_gguf
@@ -94,6 +95,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--kinds", "--dtype", nargs="+", choices=KINDS, metavar="KIND",
                         help=f"of weights: {' '.join(KINDS)} (gguf for a GGUF file, else float32)")  # fmt: skip
+    add_load_flag(parser, "activations")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(a GPU if there is one)")
     parser.add_argument("--peers", nargs="+", type=peer_name, default=list(PEERS), metavar="NAME[:KIND]",
                         help=f"only these, with one kind or all: {' '.join(PEERS)}")  # fmt: skip
@@ -242,6 +244,7 @@ def ask(
     if peer == "coppice" and kind != "float32":
         whole = {"gguf": "auto"}.get(kind, "none")
         more = {"compute": "auto", "quant": kind if kind.startswith("int") else whole}
+        more |= {"activations": args.activations} if kind == "gguf" else {}
     elif peer == "llama.cpp":
         if args.llama is None:
             return "--llama was not given (--help tells how it is built)"

@@ -20,11 +20,12 @@ with later():
     from tools.bench.texts import plain
 
 SHOWN = "int8", "int4", "int4-head"  # of real models
+AS_STORED = {"gguf": {}, "gguf, int8 activations": {"activations": "int8"}}  # of a GGUF file
 LEGEND = """Real texts are chapters of Python's documentation, those of the demo are its samples (temperature 1); every
 position is compared. *KL*: divergence from the log-probabilities of float32 weights (of a GGUF file: its own,
 dequantised), in nats; *same best token*: both have the same most probable one; *nats*: minus the log-probability of a
-token of the text, the mean. *gguf*: the file as it is; int8 and int4 are made of its weights dequantised.
-*bytes*: of the linear layers, over those of float32; the head takes int8 beside int4."""
+token of the text, the mean. *gguf*: the file as it is, and by `--activations int8`; int8 and int4 are made of its
+weights dequantised. *bytes*: of the linear layers, over those of float32; the head takes int8 beside int4."""
 
 
 def add_parser(commands: Any) -> None:
@@ -58,10 +59,10 @@ def measure(model: Path, name: str, args: argparse.Namespace, scratch: Path) -> 
     texts = sampled(exact, args) if is_demo(model) else [*real]
     progress(f"{name}: {sum(map(len, texts))} tokens")
     logits, bytes_of_floats = [*each_logits(exact, texts)], weight_bytes(exact.runner.model)
-    shown = FORMATS if is_demo(model) else ["none", *(["gguf"] if gguf else []), *SHOWN]
+    shown = FORMATS if is_demo(model) else ["none", *(AS_STORED if gguf else ()), *SHOWN]
     rows = []
     for quant in shown:
-        engine = load(model, args) if quant == "gguf" else load(folder, args, quant=quant)
+        engine = load(model, args, **AS_STORED[quant]) if quant in AS_STORED else load(folder, args, quant=quant)
         rows.append({
             "model": name, "weights": quant, "bytes": weight_bytes(engine.runner.model) / bytes_of_floats,
             **divergence(logits, each_logits(engine, texts), texts),

@@ -36,7 +36,8 @@ class Coppice:
         dtype, quant = ("bfloat16", kind) if kind.startswith("int") else (kind, "none")
         dtype, quant = spec.get("compute", dtype), spec.get("quant", quant)
         self.engine = Engine.load(spec["folder"], dtype=dtype, quant=quant, device=spec.get("device", "cpu"),
-                                  threads=spec["threads"], compile=spec.get("compile", "off"))  # fmt: skip
+                                  threads=spec["threads"], compile=spec.get("compile", "off"),
+                                  activations=spec.get("activations", "auto"))  # fmt: skip
         self.request, self.search = Request, Trie(beams=spec["beams"])
         self.versions = {"coppice": __version__, "torch": str(torch.__version__)}
         touch(torch, self.engine.runner.model)

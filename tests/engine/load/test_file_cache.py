@@ -224,3 +224,14 @@ def test_a_program_that_ends_at_once_keeps_its_matrices(kept):
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert "coppice: " not in done.stderr and len([*kept.iterdir()]) == 1
+
+
+def test_one_file_serves_both_kinds_of_activations(tmp_path, kept):
+    """Its matrices are the same, whichever start made it."""
+    path = gguf(tmp_path, output="Q6_K")
+    plain, rounded = (logits(path, cache="off", activations=name) for name in ("auto", "int8"))
+    assert not plain.equal(rounded)
+    for first in ("int8", "auto"):
+        for name in (first, "int8", "auto"):
+            assert logits(path, activations=name).equal(rounded if name == "int8" else plain)
+        shutil.rmtree(kept)
