@@ -110,6 +110,6 @@ def test_refusals(capsys, monkeypatch):
     for wrong in ("float", None, 8):
         with pytest.raises(UsageError, match="activations: expected auto or int8, got"):
             load("quantized/awq", wrong)
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
     assert chat.main(["--activations", "int8", "--dtype", "float32", "--quant", "none"]) == 2
     assert "leave out --activations int8" in capsys.readouterr().err

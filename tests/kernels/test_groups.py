@@ -83,7 +83,9 @@ def test_floats_are_multiplied_to_rounding(kind, of_x, zeros, ordered, outs, wid
 
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "zeros", "ordered"), [
-    *((kind, *how) for kind in ("int4", "int8") for how in [(False, False), (True, False), (True, True), ("least", False)]),
+    *((kind, *how) for kind in ("int4", "int8") for how in (
+        (False, False), (True, False), (True, True), ("least", False),
+    )),
     ("float4", False, False), ("float4", False, True),
 ])  # fmt: skip
 @pytest.mark.parametrize(("outs", "width", "size"), SIZES)
