@@ -172,20 +172,6 @@ class Weights:
         ins: range | None,
         exact: bool = False,
     ) -> Linear:
-        layer = self._stored(names, bias, transposed, pieces, ins, exact)
-        if self.rounding and not exact and isinstance(layer, PackedLinear):
-            layer.round_rows()
-        return layer
-
-    def _stored(
-        self,
-        names: Sequence[str],
-        bias: bool,
-        transposed: bool,
-        pieces: Sequence[tuple[str, range | None]],
-        ins: range | None,
-        exact: bool = False,
-    ) -> Linear:
         own = bias and ins is None  # a sum over processes gets its bias after it is made
         biases = [_cut(found, some) for found, some in self._parts(pieces, "bias")] if own else None
         outs = sum(self.shapes[f"{name}.weight"][transposed] for name in names)
@@ -198,7 +184,7 @@ class Weights:
         if self.cached and (found := self.cached.get(key)):
             layer = PackedLinear(found, biases, dtype=self.dtype, device=self.device)
             layer.names = stored
-            return layer
+            return self._rounding(layer, exact)
         grouped = self._grouped(pieces, bias, transposed, ins) if not packed else []
         if grouped and not all(grouped):
             return Joined([self._linear((piece[0],), bias, transposed, [piece], ins) for piece in pieces])
@@ -211,7 +197,7 @@ class Weights:
             layer.names = stored
             if self.cached:
                 self.cached.add(key, layer.packed)
-            return layer
+            return self._rounding(layer, exact)
         codes = of_packed(packed, self.device) if packed and has_codes(self.dtype, self.device) else None
         if codes:
             layer = CodedLinear([codes], biases, dtype=self.dtype, device=self.device)
@@ -230,6 +216,12 @@ class Weights:
         layer.names = stored
         if self.cached and quant != "none":
             self.cached.add(key, getattr(layer, "packed", None))
+        return layer
+
+    def _rounding(self, layer: PackedLinear, exact: bool) -> PackedLinear:
+        """The layer, which rounds its rows if it is to."""
+        if self.rounding and not exact:
+            layer.round_rows()
         return layer
 
     def embedding(self, name: str) -> "Embedding":

@@ -189,6 +189,7 @@ def test_float4_is_int8_of_the_same_numbers_to_the_bit(of_x):
         wide, x = Packed(panels, outs, width, groups=groups, order_I=packed.order_I), draw(130, width).to(of_x)
         for count in COUNTS:
             assert linear(x[:count], packed).equal(linear(x[:count], wide))
+            assert linear(x[:count], packed.rounding()).equal(linear(x[:count], wide.rounding()))
 
 
 def test_scales_of_float4_are_powers_of_two():
