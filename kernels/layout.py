@@ -163,17 +163,47 @@ class ScanKind(DeltaKind):
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of multi-head latent attention (`kernels.latent`).
+
+    Args:
+        eps: of the latent's norm.
+        interleaved: elements that are rotated with each other lie side by side; if not, half of all apart.
+    """
+
+    heads: int
+    plain: int
+    rotated: int
+    rank: int
+    value: int
+    eps: float
+    interleaved: bool
+
+    @property
+    def width(self) -> int:
+        """Elements of the key that all heads read."""
+        return self.rotated + self.rank
+
+
+@dataclass(frozen=True)
 class CacheKind:
     """The rows that a layer keeps of each token, in the token's slot: rows of a tensor, or of two.
 
     Args:
         heads, size: rows, and elements of a row.
         pair: keys and values; otherwise one tensor: the input of a short convolution is one row of the model's width.
+        shared: the keys are the values as well, of one tensor.
     """
 
     heads: int
     size: int
     pair: bool = True
+    shared: bool = False
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors have its rows."""
+        return 2 if self.pair and not self.shared else 1
 
     def row(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
         """Elements of a row, and their dtype, in a cache of this dtype: 8 bits are for keys and values only."""
@@ -184,7 +214,7 @@ class CacheKind:
     def bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a token's rows in a cache of this dtype."""
         size, kept = self.row(dtype)
-        return (1 + self.pair) * self.heads * size * kept.itemsize
+        return self.tensors * self.heads * size * kept.itemsize
 
 
 class KVCache:
@@ -194,7 +224,7 @@ class KVCache:
     values. They are head-major, so that a head's rows are contiguous; those of 8 bits: see `kernels.kv_kinds`.
 
     Args:
-        k_LGSD, v_LGSD: of the layers with attention.
+        k_LGSD, v_LGSD: of the layers with attention; the same tensor where keys are the values as well.
         others: one tensor or two for each other `CacheKind`.
         places: of each layer: the number of its tensors (0: keys and values, 1: the first of the others), and its place
             in them; layers may share one. Empty: keys and values, in order.
@@ -210,10 +240,11 @@ class KVCache:
         recurrent: tuple[Tensor, ...] = (),
     ):
         self.k_LGSD, self.v_LGSD = k_LGSD, v_LGSD
-        self.groups = (k_LGSD, v_LGSD), *map(tuple, others)
+        both, more = (k_LGSD, v_LGSD), tuple(map(tuple, others))
+        self.groups = both[: 1 if v_LGSD is k_LGSD else 2], *more
         places = places or [(0, i) for i in range(len(k_LGSD))]
         self.recurrent = recurrent
-        self.layers = [tuple(x[i] for x in (*self.groups, recurrent)[number]) for number, i in places]
+        self.layers = [tuple(x[i] for x in (both, *more, recurrent)[number]) for number, i in places]
 
 
 def unpack_bits(words_TC: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ struct Keeper {
 // first, and `down` [width, inner] of each, then of the shared one, if `shared` is not 0, which is its inner width and
 // whose outputs are weighted by the sigmoid of `gate` (null: by 1). `scores` numbers SCORES of experts/routing.py, which
 // explains the rest, `function` ACTIVATIONS and GATES of rows/checks.py. `bias` [experts] may be null. `keeper`, or null,
-// has the experts from number `kept` on.
+// has the experts from number `kept_from` on.
 struct Mixture {
     int64_t experts, chosen, width, inner, shared, scores, normalized, function;
     const Matrix* router;
@@ -177,12 +177,31 @@ struct Mixture {
     const Matrix* gate;
     const float* bias;
     Keeper* keeper;
-    int64_t kept;
+    int64_t kept_from, groups, kept, best;
     float epsilon, scale, jitter;
 };
 
 // x and out [rows, width]; out may be x.
 void coppice_experts(int64_t kind, int64_t threads, const Mixture* mixture, const void* x, void* out, int64_t rows);
+
+// --- latent ---
+
+// Weights of multi-head latent attention, see `kernels.latent`: `norm` [rank], of the kind of the rows; `keys` [rank,
+// plain] and `values` [value, rank] of each head.
+struct Latent {
+    int64_t heads, plain, rotated, rank, value, interleaved;
+    const void* norm;
+    const Matrix* keys;
+    const Matrix* values;
+    float eps;
+};
+
+// queries [tokens, heads, plain + rotated], rows [tokens, rank + rotated], out [tokens, heads + 1, rotated + rank].
+void coppice_absorb(int64_t kind, int64_t threads, const Latent* latent, const void* queries, const void* rows,
+                    void* out, int64_t tokens);
+
+// mixed [tokens, heads, rotated + rank], out [tokens, heads, value].
+void coppice_expand(int64_t kind, int64_t threads, const Latent* latent, const void* mixed, void* out, int64_t tokens);
 
 // --- kv_write ---
 
@@ -327,10 +346,12 @@ int64_t coppice_suffixes_propose(const SuffixSource* sources, int64_t count, con
 
 // --- stack ---
 
-// A LayerNorm, or, without a bias, an RMSNorm, or, without a weight, nothing.
+// A LayerNorm, or, without a bias, an RMSNorm, of rows of a width; or, without a weight, nothing.
 struct Norm {
     const void* weight;
     const void* bias;
+    int64_t width;
+    float eps;
 };
 
 // Cosines and sines [positions, dims], of keys and of queries; if `positions` is 0, they are [tokens, dims].
@@ -365,16 +386,18 @@ struct Call {
     const float* sinks;
     const Delta* delta;
     const Scan* scan;
+    const Latent* latent;
     float scale, cap;
 };
 
 // `up` is the width of the product before an activation, `taps` that of short convolutions, 0: there are none; `gates`
 // are heads of gates before the queries, all heads' or none. `into` and `mixed` are widths of registers: of what a
-// convolution or a layer with a state reads; of what these, or attention, write.
+// convolution or a layer with a state reads; of what these, or attention, write. Of attention with a latent `low`,
+// `queries`, `latent` and `values` are those of its registers, and the keys are the values; else they are 0.
 struct Stack {
     int64_t kind, element, heads, kv_heads, gates, head_dim, width, mlp_width, up, taps, into, mixed, count;
+    int64_t low, queries, latent, values;
     const Call* calls;
-    float eps;
 };
 
 // What may follow the layers: logits of the tokens `asked` [rows], by `head`, and their top sums; the rest is as of

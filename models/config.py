@@ -61,6 +61,30 @@ class Recurrent:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1): the keys and values of all heads are
+    made of one row of each token, the latent, and a key that all heads share.
+
+    `Config.heads` read one head of keys, of which `Config.head_dim` elements are `rotated` and then the latent.
+
+    Args:
+        rank: of the latent.
+        query_rank: of the row that queries are made of; 0: of the stream.
+        plain, rotated, value: elements of a query that are not rotated, and that are; of a head's values.
+        interleaved: elements that are rotated with each other lie side by side.
+        split: two matrices make keys and values; if not, one, those of each head below each other.
+    """
+
+    rank: int
+    query_rank: int
+    plain: int
+    rotated: int
+    value: int
+    interleaved: bool = True
+    split: bool = False
+
+
+@dataclass(frozen=True)
 class Config:
     """Every option that affects the computation. The defaults are Llama's.
 
@@ -91,6 +115,7 @@ class Config:
         conv_bias: convolutions and the matrices around them have biases.
         conv_width: channels of convolutions; 0: `width` of them.
         recurrent: layers with a state in the place of keys and values; None: there are none.
+        latent: of attention whose keys and values are made of a latent; None: it has matrices of them.
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
         embedding_scale: factor of the embedding; `rounded_scale`: it is rounded to the model's dtype first.
         residual_scale: factor of what attention and MLP add to the stream.
@@ -134,6 +159,7 @@ class Config:
     conv_bias: bool = False
     conv_width: int = 0
     recurrent: Recurrent | None = None
+    latent: Latent | None = None
     embedding_width: int | None = None
     embedding_scale: float = 1.0
     rounded_scale: bool = False
@@ -177,7 +203,7 @@ class Config:
             return self.recurrent.kind
         if self.taps and self.taps[layer]:
             return CacheKind(1, self.conv_width or self.width, pair=False)
-        return CacheKind(self.kv_heads, self.head_dim)
+        return CacheKind(self.kv_heads, self.head_dim, shared=self.latent is not None)
 
 
 @dataclass(frozen=True)
@@ -193,7 +219,8 @@ class ModelShape:
         switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
             grows past it is evaluated afresh; None: they never do.
         kept: what each layer keeps of a token, where some keep something else than keys and values of `kv_heads`
-            heads of `head_dim`; empty: none does. Recurrent layers are all of one kind.
+            heads of `head_dim`; empty: none does. Recurrent layers are all of one kind, and so are those that share
+            keys and values.
         ancestors: how many of a token's latest ancestors short convolutions read.
         output_width: of the rows that the head reads.
     """
@@ -217,15 +244,16 @@ class ModelShape:
         steady = min((rope.steady_length for rope in c.tables() if rope.steady_length is not None), default=None)
         switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
         kept = tuple(map(c.kept, range(c.layers)))
-        kept = kept if len({*kept}) > 1 else ()
+        kept = kept if len({*kept}) > 1 or c.latent is not None else ()
         more = {"kept": kept, "ancestors": max(c.taps, default=1) - 1, "output_width": c.embedding_width or c.width}
         return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch, **more)
 
     @property
     def groups(self) -> dict[CacheKind, int]:
         """How many layers keep what; keys and values of `kv_heads` heads of `head_dim` first."""
-        first = CacheKind(self.kv_heads, self.head_dim)
         kept = Counter(kept for kept in self.kept if isinstance(kept, CacheKind))
+        shared = any(kind.shared for kind in kept)
+        first = CacheKind(self.kv_heads, self.head_dim, shared=shared)
         return {first: 0} | kept if self.kept else {first: self.layers}
 
     @property

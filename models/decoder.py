@@ -96,6 +96,10 @@ class Decoder(nn.Module):
             raise CheckpointError(
                 "recurrent layers run on a CPU only", where=str(checkpoint.folder), remedy="Use --device cpu."
             )
+        if c.latent is not None and device.type != "cpu":
+            raise CheckpointError(
+                "multi-head latent attention runs on a CPU only", where=str(checkpoint.folder), remedy="Use --device cpu."
+            )
         tied = {f"{HEAD}.weight": f"{names.embedding}.weight"} if c.tied and not c.scores else {}
         shapes = names.tensors(c)
         stored = checkpoint.check(shapes, ignore=self.ignored, tied=tied, base=self.base, kinds=names.kinds(c))
@@ -289,6 +293,8 @@ class Decoder(nn.Module):
             return None
         if any(call.mixture is not None and call.mixture.matrices is None for call in calls):
             return None
+        if any(call.latent is not None and not call.latent.ready for call in calls):
+            return None
         sizes = {name: getattr(c, name) for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim")}
         after = [call._replace(target="stream") for call in self.after]
-        return Stack([*calls, *after], dtype=self.dtype, eps=c.norm_eps, **sizes)
+        return Stack([*calls, *after], dtype=self.dtype, **sizes)

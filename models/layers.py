@@ -16,6 +16,7 @@ from kernels.scan import ScanWeights
 from kernels.stack.calls import Call
 from models.checkpoint.weights import Weights
 from models.config import Config, Recurrent
+from models.latent import LatentAttention
 from models.mixture import Mixture
 from models.names import Names
 from models.norms import Norm, head_norm
@@ -225,6 +226,8 @@ class Layer(nn.Module):
                 self.attention = SelectiveScan(c, names, weights, recurrent, kind, index)
             else:
                 self.attention = GatedDeltaNet(c, names, weights, recurrent, index)
+        elif c.latent is not None:
+            self.attention = LatentAttention(c, names, weights, c.latent, index)
         else:
             self.attention = (ShortConv if c.taps and c.taps[index] else Attention)(c, names, weights, index)
         self.mlp = (Mixture if c.mixed(index) else MLP)(c, names, weights, index)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kernels.layout import ScanKind
-from models.config import Config, Recurrent
+from models.config import Config, Latent, Recurrent
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 
 HEAD, SCORE = "lm_head", "score"
@@ -23,6 +23,11 @@ class Names:
         attention_out_norm, mlp_out_norm: on the output.
         q_norm, k_norm: of heads; where each has its own, the place of its number is {}.
         qkv, up: one stored matrix or several, which lie below each other here.
+        q_low, q_low_norm, q_high: of attention with a latent: the matrices that make queries of a narrower row, and its
+            norm; where that is none, the first of `qkv` does.
+        latent, latent_norm: the matrix that makes the latent and the key that is rotated, and the latent's norm.
+        keys_and_values: the matrix that makes both of the latent, head by head; or `keys`, of which each head's lie
+            transposed below each other, and `values`.
         sinks: a logit of each head.
         router, choice_bias: of a mixture of experts: the matrix that makes the scores of experts, and a vector.
         expert: its matrices, those of `up` before the last, the place of its number is {}.
@@ -39,6 +44,14 @@ class Names:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
+    q_low: str = "self_attn.q_a_proj"
+    q_low_norm: str = "self_attn.q_a_layernorm"
+    q_high: str = "self_attn.q_b_proj"
+    latent: str = "self_attn.kv_a_proj_with_mqa"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    keys_and_values: str = "self_attn.kv_b_proj"
+    keys: str = "self_attn.k_b_proj"
+    values: str = "self_attn.v_b_proj"
     sinks: str = "self_attn.sinks"
     conv: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
     recurrent_in: tuple[str, ...] = (
@@ -111,6 +124,9 @@ class Names:
             elif c.recurrent is not None and c.recurs(i):
                 made = self.scan if isinstance(c.recurrent.kind, ScanKind) else self.delta
                 shapes |= {layer + name: shape for name, shape in made(c, c.recurrent).items()}
+            elif c.latent is not None:
+                for name, (shape, bias) in self.latents(c, c.latent).items():
+                    add(layer + name, shape, bias)
             else:
                 for name, outs in zip(self.qkv, qkv, strict=True):
                     add(layer + name, (outs, c.width), c.attention_bias)
@@ -129,6 +145,30 @@ class Names:
             return shapes | {f"{SCORE}.weight": (1, embedding_width)}
         bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
         return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
+
+    def latent_high(self, latent: Latent) -> tuple[str, ...]:
+        """The matrices that make keys and values of a latent."""
+        return (self.keys, self.values) if latent.split else (self.keys_and_values,)
+
+    def latents(self, c: Config, latent: Latent) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Names and shapes of the tensors of attention with a latent, and whether they have biases, after `layer`."""
+        queries, bias = c.heads * (latent.plain + latent.rotated), c.attention_bias
+        shapes: dict[str, tuple[tuple[int, ...], bool]] = {self.qkv[0]: ((queries, c.width), False)}
+        if low := latent.query_rank:
+            shapes = {
+                self.q_low: ((low, c.width), bias),
+                self.q_low_norm: ((low,), False),
+                self.q_high: ((queries, low), False),
+            }
+        shapes |= {
+            self.latent: ((latent.rank + latent.rotated, c.width), bias),
+            self.latent_norm: ((latent.rank,), False),
+            self.out: ((c.width, c.heads * latent.value), bias),
+        }
+        outs = (c.heads * latent.rank, latent.plain), (c.heads * latent.value, latent.rank)
+        if not latent.split:
+            outs = ((c.heads * (latent.plain + latent.value), latent.rank),)
+        return shapes | {name: (shape, False) for name, shape in zip(self.latent_high(latent), outs, strict=True)}
 
     def delta(self, c: Config, recurrent: Recurrent) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors of a gated delta net, after `layer`."""

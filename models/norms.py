@@ -16,11 +16,14 @@ class Norm(nn.Module):
         c, weights: of the model.
         name: of its vectors; a norm that is not `affine` has ones and zeros for them.
         some: elements of the vectors; None: all.
+        eps: of a norm that has another than the model's.
     """
 
-    def __init__(self, c: Config, weights: Weights, name: str, some: range | None = None):
+    def __init__(
+        self, c: Config, weights: Weights, name: str, some: range | None = None, *, eps: float | None = None
+    ):
         super().__init__()
-        self.eps = c.norm_eps
+        self.eps = c.norm_eps if eps is None else eps
         self.bias: Tensor | None = None
         if c.affine:
             self.weight = weights.vector(f"{name}.weight", plus_one=c.plus_one, some=some)

@@ -87,7 +87,15 @@ def rotary(
 
 
 def experts(
-    fields: Fields, *, count: int, chosen: int, width: int, layers: Sequence[bool], scores: str = "softmax", **more: Any
+    fields: Fields,
+    *,
+    count: int,
+    chosen: int,
+    width: int,
+    layers: Sequence[bool],
+    scores: str = "softmax",
+    name: str = "num_experts",
+    **more: Any,
 ) -> Experts | None:
     """`Config.experts` of the fields that families share; None: no layer has any.
 
@@ -95,6 +103,7 @@ def experts(
         count, chosen: of experts, and of those of a token, where the fields are absent.
         width, layers: see `Experts`.
         scores: see `Routing`.
+        name: of the field that counts experts; where it is absent, `num_local_experts` may.
         more: of `Routing` and of `Experts`.
 
     Raises:
@@ -102,7 +111,7 @@ def experts(
     """
     if not any(layers):
         return None
-    name = "num_experts" if fields.config.get("num_experts") is not None else "num_local_experts"
+    name = name if fields.config.get(name) is not None else "num_local_experts"
     count = fields.int(name, default=count, high=2**12)
     chosen = fields.int("num_experts_per_tok", default=chosen, high=2**12)
     if chosen > count:

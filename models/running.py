@@ -57,7 +57,8 @@ class Registers(dict[str, Any]):
             rows_THD = parts.unflatten(-1, (-1, self.config.head_dim))
             if self.config.query_gate:
                 self.gates_TM, rows_THD = rows_THD[:, :H].flatten(1), rows_THD[:, H:]
-            parts = rows_THD.split([H, G, G] if queries else [H + G, G], 1)
+            values = 0 if self.config.latent else G  # the keys are the values
+            parts = rows_THD.split([H, G, values] if queries else [H + G, values], 1)
         elif queries and len(parts) == 2:
             parts = [*parts[0].split([H, G], 1), parts[1]]
         return list(parts)
@@ -96,6 +97,8 @@ def _rotate(call: Call, r: Registers) -> None:
 def _write(call: Call, r: Registers) -> None:
     k_GSD, v_GSD = r.kept
     r["heads"] = _, k_TGD, v_TGD = r.split()
+    if r.config.latent:
+        v_TGD = k_TGD
     kv_write(k_GSD, v_GSD, k_TGD, v_TGD, r.layout.write_slots_T, impl=r.layout.impl)
 
 
@@ -147,6 +150,14 @@ def _mix(call: Call, r: Registers) -> None:
 
 def _gate(call: Call, r: Registers) -> None:
     r[call.target] = sigmoid_mul(r[call.target], r.gates_TM, impl=r.impl)
+
+
+def _absorb(call: Call, r: Registers) -> None:
+    r[call.target] = call.latent.absorb(r[call.source], r["latent"], r.impl)
+
+
+def _expand(call: Call, r: Registers) -> None:
+    r[call.target] = call.latent.expand(r[call.source], r.impl)
 
 
 def _tap(call: Call, r: Registers) -> None:
@@ -252,6 +263,8 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "adapt": _adapt,
     "mix": _mix,
     "gate": _gate,
+    "absorb": _absorb,
+    "expand": _expand,
     "tap": _tap,
     "turns": _turn_and_write,
     "sums": _add_and_norm,

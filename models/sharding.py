@@ -77,6 +77,10 @@ class Partition:
             raise CheckpointError(
                 "mixtures of experts cannot be divided among processes", where=where, remedy="start one process"
             )
+        if c.latent is not None:
+            raise CheckpointError(
+                "multi-head latent attention cannot be divided among processes", where=where, remedy="start one process"
+            )
         if c.recurrent is not None:
             raise CheckpointError(
                 "recurrent layers cannot be divided among processes", where=where, remedy="start one process"

@@ -48,8 +48,9 @@ from transformers import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.modules["tools"] = tools = types.ModuleType("tools")  # the repository's root must not be importable here
-tools.__path__ = [str(ROOT / "tools")]
+for name in ("tools", "models"):  # the repository's root must not be importable here
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [str(ROOT / name)]
 from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E402
 
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300

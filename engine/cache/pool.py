@@ -222,13 +222,13 @@ def _cache(
     tensors = []
     for kept, layers in groups.items():
         width, own = kept.row(dtype)
-        tensors.append([_reserve((layers, kept.heads, slots, width), own, device) for _ in range(1 + kept.pair)])
-    (k_LGSD, v_LGSD), *others = tensors
+        tensors.append([_reserve((layers, kept.heads, slots, width), own, device) for _ in range(kept.tensors)])
+    (k_LGSD, *values), *others = tensors
     recurrent: tuple[Tensor, ...] = ()
     if (kind := shape.delta) is not None:
         sizes = (seen[kind], rows + max(NULL_SLOT, TRASH_SLOT) + 1, kind.row), (seen[kind], states + 1, *kind.state)
         recurrent = tuple(_reserve(size, torch.float32, device) for size in sizes)
-    return KVCache(k_LGSD, v_LGSD, others, places, recurrent)
+    return KVCache(k_LGSD, *(values or [k_LGSD]), others, places, recurrent)
 
 
 def _reserve(size: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:

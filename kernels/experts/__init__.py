@@ -10,7 +10,7 @@ from torch.autograd.profiler import record_function
 from kernels import checks
 from kernels.experts import native, reference
 from kernels.experts.keeper import Keeper, least_limit
-from kernels.experts.packed import Expert, PackedExperts
+from kernels.experts.packed import Expert, PackedExperts, check_groups
 from kernels.experts.routing import Routing, choose
 from kernels.experts.stacked import Stacked
 from kernels.experts.torch import grouped
@@ -100,8 +100,11 @@ def routed(
     for name, tensor, width in (("shared_TE", shared_TE, E), ("gate_T1", gate_T1, 1)):
         if tensor is not None:
             checks.expect(name, tensor, dtype, (T, width), device)
+    check_groups(routing, X)
     if impl == "reference":
         run = reference.routed
+    elif routing.groups > 1:
+        raise ValueError("impl: triton chooses from all experts, not from groups of them")
     else:
         from kernels.experts import triton  # absent on some machines, and slow to import
 

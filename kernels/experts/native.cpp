@@ -35,6 +35,7 @@ class Choice {
             keys[i] = m.scores == SIGMOID ? sigmoid(logits[i]) : logits[i];
             if (m.bias) keys[i] += m.bias[i];
         }
+        if (m.groups > 1) leave_groups();
         for (int64_t k = 0; k < m.chosen; k++) experts[k] = largest(experts, k);
         const float top = m.scores == SIGMOID ? 0 : logits[experts[0]];
         float sum = 0;
@@ -61,6 +62,26 @@ class Choice {
         for (int64_t i = 0; i < m.experts; i++)
             if (std::find(taken, taken + count, i) == taken + count && (best < 0 || above(keys[i], keys[best]))) best = i;
         return best;
+    }
+
+    // Leaves keys in the best groups alone.
+    void leave_groups() {
+        const int64_t size = m.experts / m.groups;
+        std::vector<float> best(m.groups), sorted(size);
+        for (int64_t g = 0; g < m.groups; g++) {
+            std::copy_n(&keys[g * size], size, sorted.begin());
+            std::partial_sort(sorted.begin(), sorted.begin() + m.best, sorted.end(), above);
+            for (int64_t i = 0; i < m.best; i++) best[g] += sorted[i];
+        }
+        std::vector<bool> left(m.groups);
+        for (int64_t k = 0; k < m.kept; k++) {
+            int64_t first = -1;
+            for (int64_t g = 0; g < m.groups; g++)
+                if (!left[g] && (first < 0 || above(best[g], best[first]))) first = g;
+            left[first] = true;
+        }
+        for (int64_t i = 0; i < m.experts; i++)
+            if (!left[i / size]) keys[i] = -INFINITY;
     }
 
     // Two experts. The second weighs its part of the softmax without the first.
@@ -133,7 +154,7 @@ void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, T* out, in
         for (int64_t i = 0; i < X; i++) wide[i] = load(logits.get() + r * X + i, 1)[0];
         choice.make(wide.data(), &chosen[r * K], &weights[r * K]);
     }
-    if (m.keeper) keep(*m.keeper, m.kept, chosen);
+    if (m.keeper) keep(*m.keeper, m.kept_from, chosen);
     // Rows by expert: of each its first place, and the place of each choice.
     for (int64_t expert : chosen) first[expert + 1]++;
     for (int64_t i = 0; i < X; i++) first[i + 1] += first[i];

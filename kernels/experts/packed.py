@@ -21,6 +21,14 @@ class Expert(NamedTuple):
     down: Matrix
 
 
+def check_groups(routing: Routing, count: int) -> None:
+    """Raises ValueError for groups that do not have so many experts, or not as many as are chosen."""
+    size, rest = divmod(count, routing.groups) if routing.groups > 0 else (0, 1)
+    fits = not rest and 0 < routing.kept <= routing.groups and 0 < routing.best <= size
+    if not fits or routing.chosen > routing.kept * size:
+        raise ValueError(f"groups: expected such as {count} experts fit into, got {routing}")
+
+
 class PackedExperts:
     """A mixture of experts whose matrices are packed.
 
@@ -68,6 +76,7 @@ class PackedExperts:
                 raise ValueError(f"experts: expected a matrix {[outs, ins]}, got {got}")
         if not 0 < self.routing.chosen <= len(self.experts):
             raise ValueError(f"chosen: expected 1 to {len(self.experts)} experts, got {self.routing.chosen}")
+        check_groups(self.routing, len(self.experts))
         if self.routing.scores == "sparsemixer" and self.routing.chosen != 2:
             raise ValueError(f"chosen: sparsemixer chooses 2 experts, got {self.routing.chosen}")
         if self.bias_X is not None:
@@ -93,11 +102,11 @@ class PackedExperts:
             bias = None if self.bias_X is None else self.bias_X.data_ptr()
             numbers = routing.epsilon, routing.scale, routing.jitter
             self._described = OPERATORS.structures["Mixture"](
-                len(self.experts), routing.chosen, *sizes, *rules, *places, bias, None, 0, *numbers
+                len(self.experts), routing.chosen, *sizes, *rules, *places, bias, None, 0, *routing[6:], *numbers
             )
         return self._described
 
     def keep(self, keeper: Any, first: int) -> None:
         """Have a `Keeper` make room for the experts that rows choose, which has them from this number on."""
         self._keeper, described = keeper, self.described()
-        described.keeper, described.kept = ctypes.addressof(keeper.described), first
+        described.keeper, described.kept_from = ctypes.addressof(keeper.described), first

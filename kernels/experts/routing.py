@@ -22,6 +22,8 @@ class Routing(NamedTuple):
         normalized: weights are divided by their sum plus `epsilon`.
         scale: a factor of the weights.
         jitter: how near is near, of sparsemixer.
+        groups, kept: experts lie in groups of one size, of which a token chooses from the `kept` best; 1: in one.
+        best: a group is as good as the sum of so many of its largest scores.
     """
 
     chosen: int
@@ -30,6 +32,9 @@ class Routing(NamedTuple):
     epsilon: float = 0.0
     scale: float = 1.0
     jitter: float = 0.0
+    groups: int = 1
+    kept: int = 1
+    best: int = 1
 
 
 def choose(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -37,7 +42,7 @@ def choose(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) ->
 
     Args:
         logits_TX: what the router makes of tokens, floats of any dtype.
-        bias_X: float32, added to sigmoids for the choice and not for the weights; None: nothing is.
+        bias_X: float32, added to sigmoids for the choice, of groups too, and not for the weights; None: nothing is.
 
     Returns:
         their numbers [T, K], int64, and their weights [T, K], float32 (float64 for such logits).
@@ -46,7 +51,10 @@ def choose(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) ->
     if routing.scores == "sparsemixer":
         return _sparsemixer(logits_TX, routing.jitter)
     scores_TX = logits_TX.sigmoid() if routing.scores == "sigmoid" else logits_TX
-    order_TX = (scores_TX if bias_X is None else scores_TX + bias_X).argsort(dim=-1, descending=True, stable=True)
+    keys_TX = scores_TX if bias_X is None else scores_TX + bias_X
+    if routing.groups > 1:
+        keys_TX = _in_groups(keys_TX, routing)
+    order_TX = keys_TX.argsort(dim=-1, descending=True, stable=True)
     experts_TK = order_TX[:, : routing.chosen]
     if routing.scores == "softmax":
         scores_TX = logits_TX.softmax(-1)
@@ -56,6 +64,14 @@ def choose(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) ->
     if routing.normalized:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + routing.epsilon)
     return experts_TK, weights_TK * routing.scale
+
+
+def _in_groups(keys_TX: Tensor, routing: Routing) -> Tensor:
+    """The keys of the best groups; -inf in the others, the higher number of equals (DeepSeek-V3, 2024, 2.1.2)."""
+    keys_TGX = keys_TX.unflatten(-1, (routing.groups, -1))
+    best_TG = keys_TGX.topk(routing.best, -1).values.sum(-1)
+    others_TG = best_TG.argsort(dim=-1, descending=True, stable=True)[:, routing.kept :]
+    return keys_TGX.scatter(1, others_TG.unsqueeze(-1).expand(-1, -1, keys_TGX.shape[-1]), float("-inf")).flatten(1)
 
 
 def _sparsemixer(logits_TX: Tensor, jitter: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from kernels.checks import expect
 from kernels.cpp import KINDS, OPERATORS, function, why_not
 from kernels.delta_net import native as deltas
 from kernels.kv_kinds import row_width
-from kernels.layout import DeltaKind, DeltaPaths, KVCache, TreeLayout
+from kernels.layout import DeltaKind, DeltaPaths, KVCache, LatentSizes, TreeLayout
 from kernels.linear import Packed, PackedParts
 from kernels.rows.checks import ACTIVATIONS, GATES, TopSums
 from kernels.rows.native import LogitSums
@@ -56,7 +56,6 @@ class Stack:
         dtype: of the stream.
         width, mlp_width: of the stream, and inside an MLP.
         heads, kv_heads, head_dim: of queries; of keys and values; elements of a head.
-        eps: of the norms.
 
     Raises:
         ValueError: vectors and matrices that do not fit together.
@@ -78,7 +77,6 @@ class Stack:
         heads: int,
         kv_heads: int,
         head_dim: int,
-        eps: float,
     ):
         self.calls, self.dtype, self.width, self.heads, self.kv_heads = calls, dtype, width, heads, kv_heads
         self.head_dim = head_dim
@@ -86,12 +84,15 @@ class Stack:
         up = max(((2 if call.gated else 1) * mlp_width for call in calls if call.code == "activate"), default=0)
         self.gates = heads if any(call.code == "gate" for call in calls) else 0
         self.delta: DeltaKind | None = next((call.delta.weights.kind for call in calls if call.delta), None)
-        self.every = self.gates + heads + 2 * kv_heads
+        absorbing = next((call.latent.heads for call in calls if call.code == "absorb"), None)
+        self.latent: LatentSizes | None = absorbing and absorbing.sizes
+        self.every = self.gates + heads + (2 if self.latent is None else 1) * kv_heads
         every = self.every * head_dim
         into, convolved = (3 * width, width) if self.taps else (0, 0)
         if self.delta is not None:
             into, convolved = self.delta.width, self.delta.value_heads * self.delta.value_size
-        widths = width, width, width, every, heads * head_dim, into, convolved, up, mlp_width
+        more = self._widths_of_latents()
+        widths = width, width, width, every, heads * head_dim, into, convolved, up, mlp_width, *more
         self._head: tuple[Matrix, ctypes.Structure] | None = None  # the latest, and its structure of C++
         self._check(dict(zip(REGISTERS, widths, strict=True)))
         codes = [call.code for call in calls]
@@ -101,10 +102,17 @@ class Stack:
         self._layers = [None if call.delta is None else _recurrent(call) for call in calls]
         self._calls = (_STRUCTURES["Call"] * len(calls))(*map(_described, calls, self._layers))
         mixed = max(heads * head_dim, convolved)
-        sizes = heads, kv_heads, self.gates, head_dim, width, mlp_width, up, self.taps, into, mixed, len(calls)
-        self.described = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, ctypes.addressof(self._calls), eps)
+        sizes = heads, kv_heads, self.gates, head_dim, width, mlp_width, up, self.taps, into, mixed, len(calls), *more
+        self.described = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, ctypes.addressof(self._calls))
         tables = 1 + max((call.table for call in calls if call.code == "rotate"), default=-1)
         self.tables: Any = _STRUCTURES["Angles"] * tables
+
+    def _widths_of_latents(self) -> tuple[int, int, int, int]:
+        """Of the registers of attention with a latent."""
+        if (sizes := self.latent) is None:
+            return 0, 0, 0, 0
+        low = [len(call.norm.weight) for call in self.calls if call.code == "norm" and call.target == "low"]
+        return max(low, default=0), sizes.heads * (sizes.plain + sizes.rotated), sizes.width, sizes.heads * sizes.value
 
     def _check(self, widths: Mapping[str, int]) -> None:
         """Raises ValueError for vectors and matrices that do not fit the registers that they read and write."""
@@ -139,6 +147,11 @@ class Stack:
                 fits(call.delta.weights, torch.float32, _CPU)
                 if call.code == "recur" and call.delta.order is not None:
                     expect("an order", call.delta.order, torch.int64, (kind.width,), _CPU)
+            elif call.code in ("absorb", "expand"):
+                sizes, fits = call.latent.heads.sizes, (self.heads, self.kv_heads, self.head_dim)
+                if sizes != self.latent or (sizes.heads, 1, sizes.width) != fits:
+                    raise ValueError(f"expected latents of {fits} and {self.latent}, got {sizes}")
+                expect("a latent's norm", call.latent.heads.norm_C, self.dtype, (sizes.rank,), _CPU)
             elif call.code == "mix":
                 if call.mixture.matrices.width != self.width:
                     raise ValueError(f"expected experts of width {self.width}, got {call.mixture.matrices.width}")
@@ -363,15 +376,23 @@ def _recurrent(call: Call) -> ctypes.Structure:
 def _described(call: Call, layer: ctypes.Structure | None) -> ctypes.Structure:
     registers = (REGISTERS.index(name) if name else 0 for name in (call.source, call.target))
     numbers = call.all_heads, call.own_norms, call.table, -1 if call.window is None else call.window
-    norms = (_STRUCTURES["Norm"](*map(_address, (x.weight, x.bias) if x else (None, None))) for x in call[3:5])
+    norms = (_norm(x) for x in (call.norm, call.more))
     function = (ACTIVATIONS + GATES).index(call.function), call.gated
     packed, bias = call.matrix.matrix if call.matrix else (None, None)
     matrix = packed.described(bias) if packed else _STRUCTURES["Matrix"]()
     adapters = None if call.adapters is None else call.adapters.described()
     mixture = None if call.mixture is None else ctypes.addressof(call.mixture.matrices.described())
     recurs = [None if layer is None or call.code != code else ctypes.addressof(layer) for code in ("recur", "scan")]
-    more = matrix, adapters, mixture, _address(call.sinks), *recurs, call.scale, call.cap or 0.0
+    latent = None if call.latent is None else ctypes.addressof(call.latent.heads.described())
+    more = matrix, adapters, mixture, _address(call.sinks), *recurs, latent, call.scale, call.cap or 0.0
     return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, *norms, *more)
+
+
+def _norm(norm: Any) -> ctypes.Structure:
+    if norm is None:
+        return _STRUCTURES["Norm"]()
+    vectors = _address(norm.weight), _address(norm.bias)
+    return _STRUCTURES["Norm"](*vectors, norm.weight.shape[-1], getattr(norm, "eps", 0.0))  # taps of a convolution
 
 
 def _address(x: Tensor | None) -> int | None:

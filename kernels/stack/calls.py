@@ -10,12 +10,16 @@ REGISTERS = (
     "stream",  # E: what layers add to
     "read",  # E: the norm of the stream that a part reads; later the output of the MLP
     "out",  # E: the output of attention or of a convolution
-    "heads",  # (H + 2 G) D: queries, keys and values; (2 H + 2 G) D: gates before them
+    "heads",  # (H + 2 G) D: queries, keys and values; (2 H + 2 G) D: gates before them; (H + 1) D: of a latent
     "mixed",  # H D: what attention makes of the values
     "gates",  # 3 E: what a convolution reads; as wide as it is, what a layer with a state reads
     "convolved",  # E; the result of a layer with a state
     "up",  # M, or 2 M of a gated MLP
     "middle",  # M
+    "low",  # of attention with a latent: the row that queries are made of
+    "queries",  # its queries
+    "latent",  # the latent, and the key that is rotated
+    "values",  # what its heads make of values
 )
 CODES = (
     "norm",  # target = the norm of source
@@ -34,6 +38,8 @@ CODES = (
     "gate",  # target *= the logistic function of the gates in source
     "recur",  # target = the gated delta net `delta` of source
     "scan",  # target = the selective scan `delta` of source
+    "absorb",  # target = queries and keys of source and "latent", by the `latent` of `kernels.latent`
+    "expand",  # target = the values of source, by `latent`
     "tap",  # the rows of source are copied for whoever wants them, as number `table` of each token's
 )
 
@@ -51,6 +57,7 @@ class Call(NamedTuple):
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.
         mixture: experts, with packed `matrices`, see `kernels.experts`.
+        latent: with `heads`, see `models.latent`.
         delta: with `weights`, and of a gated delta net an `order`, see `models.layers`.
     """
 
@@ -72,3 +79,4 @@ class Call(NamedTuple):
     adapters: Any = None
     mixture: Any = None
     delta: Any = None
+    latent: Any = None

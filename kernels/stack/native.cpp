@@ -36,8 +36,8 @@ void with_element(int64_t bytes, F f) {
 }
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
-enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, TAP, CODES };
+enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, LOW, QUERIES, LATENT, VALUES, ROOMS };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, CODES };
 
 // What has a clock: the codes, then the product of the head, and top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
@@ -71,13 +71,15 @@ struct Pass {
     float *delta_rows, *states;  // of the layer with a state that comes next
     char* const tapped;
     const int64_t copies;  // of each token's rows
-    const int64_t turned = s.heads + s.kv_heads, every = s.gates + turned + s.kv_heads;
+    const int64_t turned = s.heads + s.kv_heads, every = s.gates + turned + (s.latent ? 0 : s.kv_heads);
     const int64_t head = s.head_dim * s.element;
     char *const queries = heads_THD + s.gates * head, *const keys = queries + s.heads * head;
     const std::unique_ptr<char[]> read_TE = room(s.width), out_TE = room(s.width);
     const std::unique_ptr<char[]> mixed_THD = room(s.mixed);
     const std::unique_ptr<char[]> gates_TF = room(s.into);
     const std::unique_ptr<char[]> up_TM = room(s.up), middle_TM = room(s.mlp_width);
+    const std::unique_ptr<char[]> low = room(s.low), narrow = room(s.queries), latent = room(s.latent);
+    const std::unique_ptr<char[]> values = room(s.values);
     char* at[ROOMS] = {};
 
     std::unique_ptr<char[]> room(int64_t width) const {
@@ -127,15 +129,15 @@ struct Pass {
 
     void normalize(const Norm& norm, const void* x, void* out) const {
         if (norm.bias)
-            coppice_layer_norm(s.kind, threads, x, norm.weight, norm.bias, out, tokens, s.width, s.eps);
+            coppice_layer_norm(s.kind, threads, x, norm.weight, norm.bias, out, tokens, norm.width, norm.eps);
         else
-            coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, s.width, s.eps);
+            coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, norm.width, norm.eps);
     }
 
     void normalize_heads(const Norm& norm, const Call& c, char* x, int64_t heads) const {
         const int64_t D = s.head_dim, count = c.all_heads ? 1 : heads, size = c.all_heads ? heads * D : D;
         const int64_t token = every * D, step = c.own_norms ? D : 0;
-        coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, count, size, token, step, s.eps);
+        coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, count, size, token, step, norm.eps);
     }
 
     void rotate(char* x, const void* cos, const void* sin, int64_t dims, int64_t heads) const {
@@ -183,7 +185,7 @@ struct Pass {
                 return rotate(keys, a.cos, a.sin, a.dims, s.kv_heads);
             }
             case WRITE:
-                return write(keys, keys + s.kv_heads * head);
+                return write(keys, s.latent ? keys : keys + s.kv_heads * head);
             case ATTEND: {
                 const int64_t row = attention.cache == INT8 ? s.head_dim + SCALE_BYTES : head;
                 attention.window = c.window, attention.scale = c.scale, attention.cap = c.cap;
@@ -221,6 +223,10 @@ struct Pass {
                 return recur(*c.delta, source, target);
             case SCAN:
                 return recur(*c.scan, source, target);
+            case ABSORB:
+                return coppice_absorb(s.kind, threads, c.latent, source, at[LATENT], target, tokens);
+            case EXPAND:
+                return coppice_expand(s.kind, threads, c.latent, source, target, tokens);
             case TAP: {
                 const int64_t row = s.width * s.element;
                 for (int64_t t = 0; tapped && t < tokens; t++)
@@ -282,7 +288,11 @@ extern "C" int64_t coppice_stack(const Stack* stack, const Attention* attention,
                                   pass.gates_TF.get(),
                                   pass.mixed_THD.get(),
                                   pass.up_TM.get(),
-                                  pass.middle_TM.get()};
+                                  pass.middle_TM.get(),
+                                  pass.low.get(),
+                                  pass.narrow.get(),
+                                  pass.latent.get(),
+                                  pass.values.get()};
     std::copy(registers, registers + ROOMS, pass.at);
     Stopwatch watch;
     for (int64_t i = 0; i < stack->count; i++) {

@@ -6,7 +6,10 @@ from typing import Any
 from models.checkpoint.wrapped import TEXT_MODELS
 
 LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items() if "_vl" not in kind} | {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma": "GemmaForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_oss": "GptOssForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",

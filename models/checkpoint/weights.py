@@ -123,6 +123,39 @@ class Weights:
         added = torch.cat([self.vector(f"{name}.bias") for name in names]) if bias else None
         return Summed(layer, added, self.shard)
 
+    def heads(self, names: Sequence[str], heads: int, plain: int, value: int) -> tuple[list[Linear], list[Linear]]:
+        """The matrices that make keys of a latent, transposed, and those that make values, of each head.
+
+        Args:
+            names: of one matrix, in which the keys' and values' rows of each head lie below each other; or of two, of
+                which the first has the transposed ones of keys.
+            heads, plain, value: how many heads there are, and rows of keys and of values of each.
+        """
+        if len(names) == 2:
+            sizes = [self.shapes[f"{name}.weight"][0] // heads for name in names]
+            keys, values = ([self.linear(name, outs=[range(h * size, (h + 1) * size)]) for h in range(heads)]
+                            for name, size in zip(names, sizes, strict=True))  # fmt: skip
+            return keys, values
+        rows_HXC = self._floats(f"{names[0]}.weight").unflatten(0, (heads, plain + value))
+        parts = [rows_XC.split([plain, value]) for rows_XC in rows_HXC]
+
+        def linear(weight: Tensor) -> Linear:
+            quant = format_of(self.quant, len(weight))
+            made = FORMATS[quant]([weight.contiguous()], None, dtype=self.dtype, device=self.device)
+            made.names = made.made_of = names
+            return made
+
+        with MACHINE.limited():
+            return [linear(keys.T) for keys, _ in parts], [linear(values) for _, values in parts]
+
+    def _floats(self, name: str) -> Tensor:
+        """A matrix of a layer as floats, however it is stored."""
+        stored, shape = self.stored.get(name, name), self.shapes[name]
+        if packed := self.checkpoint.packed([stored], *shape):
+            return unpacked(packed)
+        grouped = self.checkpoint.grouped(name, stored, shape, LINEAR, biased=False)
+        return self._read(name) if grouped is None else grouped.floats().to(self.dtype)
+
     def stacked(self, count: int, *names: str, bias: bool = False) -> Stacked:
         """The matrices of so many experts of a layer, on a GPU; several of an expert share their input.
 

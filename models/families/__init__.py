@@ -11,6 +11,8 @@ from models.decoder import Decoder
 from models.draft_heads import HEADS
 from models.errors import CheckpointError, nearest
 from models.families import (
+    deepseek_v2,
+    deepseek_v3,
     gemma,
     gpt2,
     gpt_oss,
@@ -48,6 +50,9 @@ _CLASSES: list[type[Decoder]] = [
     qwen3_next.Qwen3Next,
     qwen_moe.Qwen2Moe,
     qwen_moe.Qwen3Moe,
+    deepseek_v2.DeepseekV2,
+    deepseek_v3.DeepseekV3,
+    deepseek_v3.Glm4MoeLite,
     mistral.Mistral,
     mistral.Ministral3,
     mixtral.Mixtral,

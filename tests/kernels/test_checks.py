@@ -267,12 +267,12 @@ def matrix(outs: int, width: int, bias: torch.Tensor | None = None) -> Matrix:
 
 
 def vectors(weight: torch.Tensor, bias: torch.Tensor | None = None) -> SimpleNamespace:
-    return SimpleNamespace(weight=weight, bias=bias)
+    return SimpleNamespace(weight=weight, bias=bias, eps=1e-5)
 
 
 def stack(**changes):
     """A layer of two heads, whose matrices nobody reads."""
-    sizes = {"width": 8, "mlp_width": 16, "heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5}
+    sizes = {"width": 8, "mlp_width": 16, "heads": 2, "kv_heads": 2, "head_dim": 4}
     parts = {"norm": vectors(torch.ones(8)), "qkv": matrix(24, 8), "out": matrix(8, 8, torch.zeros(8)), **changes}
 
     def product(source: str, target: str, matrix: Matrix) -> Call:

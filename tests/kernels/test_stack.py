@@ -286,7 +286,7 @@ def test_a_table_of_angles_for_each_layer(folder):
         layers = [turned(layer.calls, table) for layer, table in zip(model.layers, tables, strict=True)]
         sizes = {name: getattr(model.config, name) for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim")}
         after = [call._replace(target="stream") for call in model.after]
-        together = Stack([*layers[0], *layers[1], *after], dtype=torch.float32, eps=model.config.norm_eps, **sizes)
+        together = Stack([*layers[0], *layers[1], *after], dtype=torch.float32, **sizes)
         registers = Registers(x_TE, model.config, angles, cache, layout)
         for calls, registers.kept in zip(layers, cache.layers, strict=True):
             run(calls, registers)

@@ -1,0 +1,114 @@
+"""DeepSeek-V2 (DeepSeek-AI, 2024): attention with a latent, and experts after the first layers."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from models.checkpoint.fields import Fields
+from models.config import Config, Experts, Latent
+from models.decoder import Decoder
+from models.names import Names
+from models.reading import experts, rotary
+from models.rope import RopeConfig
+
+NAMES = Names(
+    choice_bias="mlp.gate.e_score_correction_bias",
+    shared=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
+)
+GREEDY, LIMITED = "greedy", "group_limited_greedy"
+
+
+class DeepseekV2(Decoder):
+    """Experts are chosen by their part of a softmax, from all of them or from the best groups."""
+
+    architectures = ("DeepseekV2ForCausalLM",)
+    names = NAMES
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.bool("mlp_bias", default=False):
+            raise fields.error("mlp_bias", "false: experts with biases are not supported")
+        options = latent_attention(fields, positions=2048, mlp_width=11008, query_rank=1536)
+        first = fields.int("first_k_dense_replace", default=0, low=0)
+        sparse, rules = [i >= first for i in range(options["layers"])], dict[str, Any]()
+        if any(sparse) and fields.choice("topk_method", (GREEDY, LIMITED), default=GREEDY) == LIMITED:
+            rules = {"groups": fields.int("n_group"), "kept": fields.int("topk_group")}
+        return Config(**options, experts=mixture(fields, sparse, count=64, width=1407, shared=2, scale=1.0, **rules))
+
+
+def latent_attention(
+    fields: Fields, *, query_rank: int, plain: int = 128, value: int = 128, interleaved: bool = True, **more: Any
+) -> dict[str, Any]:
+    """Arguments of a `Config` but for experts.
+
+    Args:
+        query_rank, plain, value: values of absent fields, see `Latent`; interleaved: see there.
+        more: of `rotary`; `eps` of norms, and `mlp_width`, where the fields are absent.
+
+    Raises:
+        CheckpointError: naming the field.
+    """
+    eps, width = more.pop("eps", 1e-6), fields.int("intermediate_size", default=more.pop("mlp_width"))
+    rotated = fields.int("qk_rope_head_dim", default=64, high=2**12)
+    if rotated % 2:
+        raise fields.error("qk_rope_head_dim", "an even number")
+    options = rotary(fields, head_dim=rotated, mlp_width=width, one_rope=False, **more)
+    if options["kv_heads"] != options["heads"]:
+        raise fields.error("num_key_value_heads", f"num_attention_heads, which is {options['heads']}")
+    if fields.config.get("q_lora_rank", query_rank) is None:
+        query_rank = 0
+    latent = Latent(
+        rank=fields.int("kv_lora_rank", default=512, high=2**14),
+        query_rank=fields.int("q_lora_rank", default=query_rank, high=2**16),
+        plain=fields.int("qk_nope_head_dim", default=plain, high=2**12),
+        rotated=rotated,
+        value=fields.int("v_head_dim", default=value, high=2**12),
+        interleaved=interleaved,
+        split=fields.bool("kv_b_split", default=False),  # of GGUF files
+    )
+    rope = RopeConfig.from_hf(fields, rotated, options["max_positions"])
+    scale = (latent.plain + rotated) ** -0.5 * _stretched(fields, rope)
+    sizes = {"kv_heads": 1, "head_dim": rotated + latent.rank, "rope": rope, "scales": (scale,) * options["layers"]}
+    bias = fields.bool("attention_bias", default=False)
+    norm_eps = fields.float("rms_norm_eps", default=eps, low=0.0)
+    return options | sizes | {"norm_eps": norm_eps, "attention_bias": bias, "latent": latent}
+
+
+def _stretched(fields: Fields, rope: RopeConfig) -> float:
+    """The factor of scores that makes up for longer sequences (YaRN, section 3.4)."""
+    stretching = fields.sub("rope_scaling") or fields.sub("rope_parameters")
+    share = stretching.float("mscale_all_dim", 0.0) if stretching and rope.kind != "default" else 0.0
+    return (0.1 * share * math.log(rope.factor) + 1.0) ** 2 if share and rope.factor > 1 else 1.0
+
+
+def mixture(
+    fields: Fields, sparse: Sequence[bool], *, count: int, width: int, shared: int, **rules: Any
+) -> Experts | None:
+    """`Config.experts` of these layers; None: none has any.
+
+    Args:
+        count, width, shared: of experts; inside each; of those that all tokens have, which are one of their width in all.
+        rules: `scale` where the field is absent; others of `Routing`, `chosen` among them, and of `Experts`.
+
+    Raises:
+        CheckpointError: naming the field.
+    """
+    if not any(sparse):
+        return None
+    width = fields.int("moe_intermediate_size", default=width)
+    chosen = rules.pop("chosen", None) or fields.int("num_experts_per_tok")
+    scale = fields.float("routed_scaling_factor", default=rules.pop("scale"))
+    wide = {"width": width, "shared_width": width * fields.int("n_shared_experts", default=shared, high=2**8)}
+    found = experts(
+        fields, name="n_routed_experts", count=count, chosen=chosen, layers=sparse, scale=scale, **wide, **rules
+    )
+    if found is None or found.routing.groups == 1:
+        return found
+    size, rest = divmod(found.count, found.routing.groups)
+    if rest or size < found.routing.best:
+        raise fields.error("n_group", f"a divisor of n_routed_experts, {found.count}, that leaves groups large enough")
+    if found.routing.kept > found.routing.groups:
+        raise fields.error("topk_group", f"at most n_group, which is {found.routing.groups}")
+    if found.routing.chosen > size * found.routing.kept:
+        raise fields.error("num_experts_per_tok", f"at most the {size * found.routing.kept} experts of topk_group groups")
+    return found

@@ -1,0 +1,68 @@
+"""DeepSeek-V3 (DeepSeek-AI, 2024) and GLM-4.7-Flash (Zhipu AI, 2026): DeepSeek-V2 whose experts are chosen by sigmoids."""
+
+import re
+from typing import Any
+
+from models.checkpoint.fields import Fields
+from models.config import Config
+from models.decoder import Decoder
+from models.families.deepseek_v2 import NAMES, latent_attention, mixture
+from models.rope import BUFFERS
+
+
+class DeepseekV3(Decoder):
+    """Experts are chosen with a bias, from the groups whose two best are best."""
+
+    architectures = ("DeepseekV3ForCausalLM",)
+    names = NAMES
+    default_eos_token_ids = frozenset([1])
+    ignored = (*BUFFERS, re.compile(r"model\.layers\.61\..*"))  # a draft head's, as in transformers
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        options = latent_attention(
+            fields, positions=4096, mlp_width=18432, query_rank=1536, interleaved=_interleaved(fields)
+        )
+        first = fields.int("first_k_dense_replace", default=3, low=0)
+        sparse, rules = [i >= first for i in range(options["layers"])], _sigmoids(fields, groups=8, kept=4)
+        sizes = {"count": 256, "chosen": 8, "width": 2048, "shared": 1, "scale": 2.5}
+        return Config(**options, experts=mixture(fields, sparse, **sizes, **rules))
+
+
+class Glm4MoeLite(Decoder):
+    """Other sizes, and a list of the layers that have experts."""
+
+    architectures = ("Glm4MoeLiteForCausalLM",)
+    names = NAMES
+    default_eos_token_ids = frozenset([1])
+    ignored = (*BUFFERS, re.compile(r"model\.layers\.47\..*"))
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        sizes = {"mlp_width": 10240, "query_rank": 768, "plain": 192, "value": 256}
+        options = latent_attention(fields, positions=202752, eps=1e-5, interleaved=_interleaved(fields), **sizes)
+        kinds, layers = fields.config.get("mlp_layer_types"), options["layers"]
+        if kinds is None:
+            kinds = ["dense"] + ["sparse"] * (layers - 1)
+        if type(kinds) is not list or len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
+            raise fields.error("mlp_layer_types", f"{layers} of dense and sparse")
+        sparse, rules = [kind == "sparse" for kind in kinds], _sigmoids(fields, groups=1, kept=1)
+        sizes = {"count": 64, "chosen": 4, "width": 1536, "shared": 1, "scale": 1.8}
+        return Config(**options, experts=mixture(fields, sparse, **sizes, **rules))
+
+
+def _interleaved(fields: Fields) -> bool:
+    return fields.bool("rope_interleave", default=True)
+
+
+def _sigmoids(fields: Fields, *, groups: int, kept: int) -> dict[str, Any]:
+    """Rules of `Routing`; values of absent fields."""
+    return {
+        "scores": "sigmoid",
+        "normalized": fields.bool("norm_topk_prob", default=True),
+        "epsilon": 1e-20,
+        "groups": fields.int("n_group", default=groups),
+        "kept": fields.int("topk_group", default=kept),
+        "best": 2,
+        "choice_bias": True,
+    }

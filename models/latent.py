@@ -1,0 +1,73 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024), see `kernels.latent`."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from kernels.latent import LatentHeads, absorb, expand
+from kernels.latent import reference as plain
+from kernels.layout import LatentSizes
+from kernels.stack.calls import Call
+from models.checkpoint.weights import Weights
+from models.config import Config, Latent
+from models.names import Names
+from models.norms import Norm
+
+EPSILON = 1e-6  # of the norms of latents, whatever that of the others
+
+
+class LatentAttention(nn.Module):
+    """Attention whose keys and values are made of a latent of each token, which is all that the cache keeps of it.
+
+    Attributes:
+        heads: the weights of `kernels.latent`.
+    """
+
+    def __init__(self, c: Config, names: Names, weights: Weights, latent: Latent, index: int):
+        super().__init__()
+        layer, self.low = names.layer.format(index), latent.query_rank > 0
+        if latent.query_rank:
+            self.q_low = weights.linear(layer + names.q_low, bias=c.attention_bias)
+            self.q_norm = Norm(c, weights, layer + names.q_low_norm, eps=EPSILON)
+        self.q = weights.linear(layer + (names.q_high if latent.query_rank else names.qkv[0]))
+        self.latent = weights.linear(layer + names.latent, bias=c.attention_bias)
+        self.out = weights.linear(layer + names.out, bias=c.attention_bias)
+        norm_C = weights.vector(f"{layer}{names.latent_norm}.weight")
+        made = [layer + name for name in names.latent_high(latent)]
+        shape = c.heads, latent.plain, latent.value
+        self.keys, self.values = map(nn.ModuleList, weights.heads(made, *shape))
+        self.table, self.scale = c.table(index), c.scale(index)
+        self.heads = self._heads(LatentSizes(*shape[:2], latent.rotated, latent.rank, latent.value, EPSILON, latent.interleaved), norm_C)  # fmt: skip
+
+    def _heads(self, sizes: LatentSizes, norm_C: Tensor) -> LatentHeads:
+        matrices = [linear.matrix for linear in (*self.keys, *self.values)]
+        whole = None if any(matrix is None for matrix in matrices) else matrices
+        return LatentHeads(sizes, norm_C, [*self.keys], [*self.values], whole)
+
+    @property
+    def ready(self) -> bool:
+        """Whether C++ multiplies the matrices of heads."""
+        return self.heads.matrices is not None
+
+    def calls(self, source: str) -> Iterator[Call]:
+        """The calls from the register `source` to "out"."""
+        if self.low:
+            yield Call("product", source, "low", matrix=self.q_low)
+            yield Call("norm", "low", "low", norm=self.q_norm)
+        yield Call("product", "low" if self.low else source, "queries", matrix=self.q)
+        yield Call("product", source, "latent", matrix=self.latent)
+        yield Call("absorb", "queries", "heads", latent=self)
+        yield Call("rotate", "heads", "heads", table=self.table)
+        yield Call("write", "heads")
+        yield Call("attend", "heads", "mixed", scale=self.scale)
+        yield Call("expand", "mixed", "values", latent=self)
+        yield Call("product", "values", "out", matrix=self.out)
+
+    def absorb(self, queries_TF: Tensor, latent_TF: Tensor, impl: str) -> Tensor:
+        """See `kernels.latent.absorb`; `impl` is the pass's."""
+        run = absorb if impl == "cpp" and self.ready else plain.absorb
+        return run(queries_TF, latent_TF, self.heads)
+
+    def expand(self, mixed_TF: Tensor, impl: str) -> Tensor:
+        """See `kernels.latent.expand`; `impl` is the pass's."""
+        return (expand if impl == "cpp" and self.ready else plain.expand)(mixed_TF, self.heads)
