@@ -224,9 +224,12 @@ def _ends(names: Names, c: Config) -> dict[str, tuple[int, int]]:
 
 
 def matrices(names: Names, c: Config) -> dict[str, tuple[int, int]]:
-    """The outputs and the width of the matrices of layers, by their modules' names; those of experts are left out."""
+    """The outputs and the width of the matrices of layers, by their modules' names; those of experts, and those
+    that are multiplied head by head, are left out."""
     begin, found = names.layer.partition("{")[0], {}
     mixed = {names.layer.format(i) + name for name in names.mixture(c) for i in range(c.layers) if c.mixed(i)}
+    if c.latent is not None:
+        mixed |= {f"{names.layer.format(i)}{name}.weight" for name in names.latent_high(c.latent) for i in range(c.layers)}
     for name, shape in names.tensors(c).items():
         if name not in mixed and name.startswith(begin) and name.endswith(".weight") and len(shape) == 2:
             found[name.removesuffix(".weight")] = shape[::-1] if names.transposed else shape
@@ -360,4 +363,6 @@ def _matching(patterns: Mapping[re.Pattern[str], float], module: str, default: f
 def _not_served(module: str, names: Names) -> str:
     if any(part in module for part in (".experts.", ".shared_expert", ".shared_mlp.", f".{names.router}")):
         return "LoRA of experts, and of what chooses them, is not supported"
+    if f".{names.keys_and_values}" in module:
+        return "LoRA of the matrix that makes keys and values of a latent is not supported"
     return "the model has no such linear layer"

@@ -264,6 +264,8 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim
     heads += 4 * c.width * bool(c.taps)
     row = 5 * c.width + heads + (3 if c.gated else 2) * c.mlp_width
+    if (latent := c.latent) is not None:  # narrow queries and values, rows of heads and their products
+        row += c.heads * 2 * (latent.plain + latent.rotated + latent.value + latent.rank) + latent.query_rank
     if c.recurrent is not None:  # float32, in PyTorch
         row += 8 * c.recurrent.kind.channels * torch.float32.itemsize // element
     if c.experts is not None:  # rows of a token by each expert that it chose, and those of the shared one

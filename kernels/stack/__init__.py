@@ -108,7 +108,7 @@ class Stack:
         self.tables: Any = _STRUCTURES["Angles"] * tables
 
     def _widths_of_latents(self) -> tuple[int, int, int, int]:
-        """Of the registers of attention with a latent."""
+        """The widths of the registers of attention with a latent, in their order."""
         if (sizes := self.latent) is None:
             return 0, 0, 0, 0
         low = [len(call.norm.weight) for call in self.calls if call.code == "norm" and call.target == "low"]

@@ -19,6 +19,11 @@ ROUTINGS = {
     "all": Routing(7),
     "sparsemixer": Routing(2, "sparsemixer", jitter=0.1),
 }
+GROUPS = {  # of six experts
+    "one group": Routing(2, groups=3, kept=1),
+    "two groups": Routing(3, normalized=True, groups=3, kept=2),
+    "groups by their two best": Routing(3, "sigmoid", True, 1e-20, 2.5, groups=2, kept=1, best=2),
+}
 
 
 def draw(*shape, seed=0):
@@ -77,13 +82,32 @@ def test_equals_go_to_the_lower_number():
     assert choose(logits_TX, Routing(2, "sigmoid"), torch.tensor([9.0, 0, 0, 9]))[0].tolist() == [[3, 0], [0, 3]]
 
 
+@pytest.mark.parametrize("routing", GROUPS)
+def test_experts_are_chosen_from_the_best_groups(routing):
+    rules, logits_TX, bias_X = GROUPS[routing], draw(50, 6).double(), None
+    if rules.scores == "sigmoid":
+        bias_X = draw(6, seed=1)
+    experts_TK, weights_TK = choose(logits_TX, rules, bias_X)
+    every = logits_TX.sigmoid() if rules.scores == "sigmoid" else logits_TX.softmax(-1)
+    for row, experts, weights in zip(every.tolist(), experts_TK.tolist(), weights_TK, strict=True):
+        keys = row if bias_X is None else [x + y for x, y in zip(row, bias_X.tolist(), strict=True)]
+        size = 6 // rules.groups
+        groups = [range(g * size, (g + 1) * size) for g in range(rules.groups)]
+        groups.sort(key=lambda group: -sum(sorted(keys[i] for i in group)[-rules.best :]))
+        there = sorted((i for group in groups[: rules.kept] for i in group), key=lambda i: -keys[i])
+        assert experts == there[: rules.chosen]
+        own = torch.tensor([row[i] for i in experts])
+        assert torch.allclose(weights.float(), rules.scale * (own / own.sum() if rules.normalized else own), atol=1e-6)
+
+
 @native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [{}, {"bias": True, "shared": 20}, {"shared": 33, "gated": True, "parts": True}])
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", [*ROUTINGS, *GROUPS])
 def test_as_near_to_float64_as_pytorch(routing, shape, dtype):
     """Rows whose choice the dtype changes are left out."""
-    made = cast(mixture(ROUTINGS[routing], **shape), dtype)
+    count = 6 if routing in GROUPS else 7
+    made = cast(mixture((ROUTINGS | GROUPS)[routing], count=count, **shape), dtype)
     x_TE = draw(60, 40, seed=5).to(dtype)
     exact = cast(made, torch.float64)
     exact_TE = experts(x_TE.double(), exact, impl="reference")
@@ -185,5 +209,8 @@ def test_what_does_not_fit_is_refused():
         PackedExperts(Routing(8), "silu", made.router, made.experts)
     with pytest.raises(ValueError, match="sparsemixer chooses 2"):
         PackedExperts(Routing(3, "sparsemixer"), "silu", made.router, made.experts)
+    for groups in ({"groups": 2}, {"groups": 7, "kept": 8}, {"groups": 7, "best": 2}, {"groups": 7, "kept": 1}):
+        with pytest.raises(ValueError, match="groups: expected such as 7 experts fit into"):
+            PackedExperts(Routing(2, **groups), "silu", made.router, made.experts)
     with pytest.raises(ValueError, match="bias_X"):
         PackedExperts(Routing(2, "sigmoid"), "silu", made.router, made.experts, torch.zeros(6))

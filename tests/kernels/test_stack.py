@@ -47,10 +47,11 @@ VARIANTS = [
     *("experts/qwen2", "experts/qwen3_steps", "experts/olmoe", "experts/mixtral_window", "experts/granite_shared"),
     *("experts/lfm2", "experts/phi", "experts/qwen3_5", "experts/qwen3_next", "gpt_oss/plain"),
     *("qwen3_5/recurrent_taps", "experts/qwen3_next_recurrent", "granite/scans_experts", "granite/scans_groups"),
+    *("deepseek/plain", "deepseek/groups", "deepseek/three_halves", "deepseek/glm_kinds"),
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
-IN_EVERY_KIND = "opt/post_norm", "gpt2/plain", "lfm2/bias", "gemma/two", "experts/qwen2"
+IN_EVERY_KIND = "opt/post_norm", "gpt2/plain", "lfm2/bias", "gemma/two", "experts/qwen2", "deepseek/groups"
 INT8_CACHES = [(dtype, "none", "int8") for dtype in ("float32", "bfloat16", "float16")]
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -181,7 +182,8 @@ def test_logits_and_embedding_take_their_multipliers(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "variant",
-    ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows", "qwen3_5/bias", "lfm2/bias", "gemma/two"],
+    ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows", "qwen3_5/bias", "lfm2/bias", "gemma/two"]
+    + ["deepseek/plain", "deepseek/groups"],
 )
 def test_an_int8_cache_of_other_families(variant, monkeypatch):
     check(GOLDEN / variant, ("float32", "none", "int8"), monkeypatch)

@@ -1,0 +1,121 @@
+"""Multi-head latent attention in its absorbed form: against expanded keys and values, implementations, what is refused."""
+
+import pytest
+import torch
+
+from kernels.latent import LatentHeads, absorb, expand
+from kernels.layout import LatentSizes
+from kernels.linear import Packed, linear, pack
+from kernels.stack import Matrix
+from tests.marks import needs_cpp
+
+KINDS = [LatentSizes(4, 10, 8, 16, 12, 1e-6, True), LatentSizes(3, 5, 2, 33, 7, 1e-3, False)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def weights_of(sizes, dtype=torch.float64):
+    """The matrices [H, N, C] of keys, [H, V, C] of values, and the norm."""
+    draw = torch.Generator().manual_seed(1)
+    shapes = (sizes.heads, sizes.plain, sizes.rank), (sizes.heads, sizes.value, sizes.rank), (sizes.rank,)
+    return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) / shape[-1] ** 0.5 for shape in shapes]
+
+
+def heads_of(sizes, dtype):
+    keys, values, norm = weights_of(sizes, torch.float32)
+    matrices = [pick.T.contiguous() for pick in keys] + [*values]
+
+    def packed(x):
+        return Matrix(Packed(pack([x], torch.float32, *x.shape), *x.shape))
+
+    products = [lambda x, y=y.to(dtype): x @ y.T for y in matrices]
+    chain = None if dtype == torch.float64 else [packed(x) for x in matrices]
+    return LatentHeads(sizes, norm.to(dtype), products[: sizes.heads], products[sizes.heads :], chain)
+
+
+def rows_of(sizes, tokens=9, seed=2):
+    widths = sizes.heads * (sizes.plain + sizes.rotated), sizes.rank + sizes.rotated
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, width, generator=draw) for width in widths]
+
+
+@pytest.mark.parametrize("sizes", KINDS, ids=str)
+def test_attention_is_that_of_expanded_keys_and_values(sizes):
+    """Without a rotation, in float64: a token with all tokens before it."""
+    H, N, R, C = sizes.heads, sizes.plain, sizes.rotated, sizes.rank
+    keys_HNC, values_HVC, norm_C = (x.float().double() for x in weights_of(sizes))
+    queries_TF, latent_TF = (x.double() for x in rows_of(sizes))
+    heads = heads_of(sizes, torch.float64)
+    made_TGD = absorb(queries_TF, latent_TF, heads, impl="reference").unflatten(1, (H + 1, R + C))
+    mask_TS = torch.ones(9, 9).tril().log().double()
+
+    def attend(scores_HTS, values_SC):
+        return ((scores_HTS + mask_TS).softmax(-1) @ values_SC).transpose(0, 1).flatten(1)
+
+    row_SD = made_TGD[:, H]
+    found_TF = expand(attend(made_TGD[:, :H].transpose(0, 1) @ row_SD.T, row_SD), heads, impl="reference")
+    c_TC, key_TR = latent_TF.split([C, R], -1)
+    c_TC = c_TC / (c_TC.square().mean(-1, True) + sizes.eps).sqrt() * norm_C
+    q_HTN, turned_HTR = queries_TF.unflatten(1, (H, -1)).transpose(0, 1).split([N, R], -1)
+    scores_HTS = q_HTN @ (c_TC @ keys_HNC.transpose(1, 2)).transpose(1, 2) + turned_HTR @ key_TR.T
+    expected_TF = attend(scores_HTS, c_TC @ values_HVC.transpose(1, 2))
+    assert torch.allclose(found_TF, expected_TF, atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_halves_of_what_is_rotated_lie_one_after_the_other(interleaved):
+    sizes = LatentSizes(1, 1, 6, 1, 1, 1e-6, interleaved)
+    heads = heads_of(sizes, torch.float64)
+    queries, latent = torch.arange(7.0).double()[None], torch.arange(7.0).double()[None] + 10
+    found = absorb(queries, latent, heads, impl="reference")[0]
+    order = [0, 2, 4, 1, 3, 5] if interleaved else [*range(6)]
+    assert found[:6].tolist() == [1 + i for i in order] and found[7:13].tolist() == [11 + i for i in order]
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", KINDS, ids=str)
+def test_as_near_to_float64_as_pytorch(sizes, dtype):
+    exact, heads = heads_of(sizes, torch.float64), heads_of(sizes, dtype)
+    queries, latent = (x.to(dtype) for x in rows_of(sizes, 40))
+    mixed = torch.randn(40, sizes.heads * sizes.width, generator=torch.Generator().manual_seed(5)).to(dtype)
+    for operator, rows in ((absorb, (queries, latent)), (expand, (mixed,))):
+        wanted = operator(*(x.double() for x in rows), exact, impl="reference")
+        errors = [
+            (operator(*rows, heads, impl=impl).double() - wanted).square().mean().sqrt() for impl in ("reference", "cpp")
+        ]
+        assert errors[1] <= 2 * errors[0]
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_do_not_feel_each_other(dtype):
+    sizes = LatentSizes(6, 64, 16, 96, 32, 1e-6, True)
+    heads = heads_of(sizes, dtype)
+    queries, latent = (x.to(dtype) for x in rows_of(sizes, 70))
+    mixed = absorb(queries, latent, heads)[:, : sizes.heads * sizes.width].contiguous()
+    together = absorb(queries, latent, heads), expand(mixed, heads)
+    for t in (0, 33, 69):
+        one = slice(t, t + 1)
+        alone = absorb(queries[one], latent[one], heads), expand(mixed[one], heads)
+        assert all(x.equal(y[one]) for x, y in zip(alone, together, strict=True))
+
+
+def test_what_does_not_fit_is_refused():
+    sizes = KINDS[0]
+    heads, (queries, latent) = heads_of(sizes, torch.float32), rows_of(sizes)
+    with pytest.raises(ValueError, match="queries_TF"):
+        absorb(queries[:, 1:], latent, heads)
+    with pytest.raises(ValueError, match="latent_TF"):
+        absorb(queries, latent[1:], heads)
+    with pytest.raises(ValueError, match="mixed_TF"):
+        expand(queries, heads)
+    with pytest.raises(ValueError, match="impl: expected one of reference, cpp"):
+        expand(queries, heads, impl="triton")
+    with pytest.raises(ValueError, match="4 matrices of keys and of values"):
+        LatentHeads(sizes, heads.norm_C, heads.keys[1:], heads.values)
+    with pytest.raises(ValueError, match="norm_C"):
+        LatentHeads(sizes, heads.norm_C[1:], heads.keys, heads.values)
+    with pytest.raises(ValueError, match=r"expected a matrix \[16, 10\], got \[12, 16\]"):
+        LatentHeads(sizes, heads.norm_C, heads.keys, heads.values, heads.matrices[::-1])
+    with pytest.raises(ValueError, match="expected packed matrices"):
+        LatentHeads(sizes, heads.norm_C, heads.keys, heads.values).described()
