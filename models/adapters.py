@@ -229,7 +229,9 @@ def matrices(names: Names, c: Config) -> dict[str, tuple[int, int]]:
     begin, found = names.layer.partition("{")[0], {}
     mixed = {names.layer.format(i) + name for name in names.mixture(c) for i in range(c.layers) if c.mixed(i)}
     if c.latent is not None:
-        mixed |= {f"{names.layer.format(i)}{name}.weight" for name in names.latent_high(c.latent) for i in range(c.layers)}
+        mixed |= {
+            f"{names.layer.format(i)}{name}.weight" for name in names.latent_high(c.latent) for i in range(c.layers)
+        }
     for name, shape in names.tensors(c).items():
         if name not in mixed and name.startswith(begin) and name.endswith(".weight") and len(shape) == 2:
             found[name.removesuffix(".weight")] = shape[::-1] if names.transposed else shape

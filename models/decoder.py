@@ -98,7 +98,9 @@ class Decoder(nn.Module):
             )
         if c.latent is not None and device.type != "cpu":
             raise CheckpointError(
-                "multi-head latent attention runs on a CPU only", where=str(checkpoint.folder), remedy="Use --device cpu."
+                "multi-head latent attention runs on a CPU only",
+                where=str(checkpoint.folder),
+                remedy="Use --device cpu.",
             )
         tied = {f"{HEAD}.weight": f"{names.embedding}.weight"} if c.tied and not c.scores else {}
         shapes = names.tensors(c)

@@ -34,10 +34,11 @@ class LatentAttention(nn.Module):
         self.out = weights.linear(layer + names.out, bias=c.attention_bias)
         norm_C = weights.vector(f"{layer}{names.latent_norm}.weight")
         made = [layer + name for name in names.latent_high(latent)]
-        shape = c.heads, latent.plain, latent.value
-        self.keys, self.values = map(nn.ModuleList, weights.heads(made, *shape))
-        self.table, self.scale = c.table(index), c.scale(index)
-        self.heads = self._heads(LatentSizes(*shape[:2], latent.rotated, latent.rank, latent.value, EPSILON, latent.interleaved), norm_C)  # fmt: skip
+        sizes = LatentSizes(
+            c.heads, latent.plain, latent.rotated, latent.rank, latent.value, EPSILON, latent.interleaved
+        )
+        self.keys, self.values = map(nn.ModuleList, weights.heads(made, c.heads, latent.plain, latent.value))
+        self.table, self.scale, self.heads = c.table(index), c.scale(index), self._heads(sizes, norm_C)
 
     def _heads(self, sizes: LatentSizes, norm_C: Tensor) -> LatentHeads:
         matrices = [linear.matrix for linear in (*self.keys, *self.values)]

@@ -19,9 +19,7 @@ class Norm(nn.Module):
         eps: of a norm that has another than the model's.
     """
 
-    def __init__(
-        self, c: Config, weights: Weights, name: str, some: range | None = None, *, eps: float | None = None
-    ):
+    def __init__(self, c: Config, weights: Weights, name: str, some: range | None = None, *, eps: float | None = None):
         super().__init__()
         self.eps = c.norm_eps if eps is None else eps
         self.bias: Tensor | None = None

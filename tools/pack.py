@@ -60,7 +60,9 @@ def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict
         raise CheckpointError("the weights are quantised already: pack a float checkpoint", where=str(source))
     with new_folder(Path(folder)) as partial:
         model = load_model(checkpoint, torch.float32, cpu, quant)
-        layers = [layer for layer in model.modules() if isinstance(layer, PackedLinear) and layer.packed]
+        layers = [
+            layer for layer in model.modules() if isinstance(layer, PackedLinear) and layer.packed and layer.names
+        ]
         tensors: dict[str, Tensor] = {}
         sizes: dict[str, Size] = {}
         names: set[str] = set()

@@ -1,13 +1,12 @@
-"""Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1) in its absorbed form: what stands before tree
-attention, and after it. The front that checks and picks an implementation.
+"""Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1), absorbed: what stands around tree
+attention. The front that checks and picks an implementation.
 
-The keys and values of a head are matrices times the latent c of a token. A query q scores a key as q (K c) = (q K) c, and
-the values' sum is V times the sum of latents. So queries are multiplied by K once, all heads read one row of a token,
-the latent with the key that is rotated, and what they make of the latents is multiplied by V::
+The keys and values of a head are matrices times the latent c of a token. A query q scores a key as q (K c) = (q K) c,
+and the values' sum is V times the sum of latents. So queries are multiplied by K once, all heads read one row of a
+token, the latent with the key that is rotated, and what they make of the latents is multiplied by V::
 
-    queries [H, plain + rotated]     absorb     [H + 1, rotated + rank]     tree attention      expand
-    latent  [rank + rotated]           ->       queries; the key, which     [H, rotated + rank]   ->   [H, value]
-                                                is the value as well
+    queries [H, N + R]   absorb   [H + 1, R + C]: queries, then the   tree attention   [H, R + C]   expand   [H, V]
+    latent  [C + R]        ->     key, which is the value as well          ->                         ->
 
 Shape legend: T tokens, H heads, N plain elements of a query, R rotated ones, C rank of the latent, V elements of values.
 """

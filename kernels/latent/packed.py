@@ -53,6 +53,10 @@ class LatentHeads:
             self._chain = kind(*(matrix.packed.described(matrix.bias) for matrix in self.matrices))
             place, size, sizes = ctypes.addressof(self._chain), ctypes.sizeof(self._chain) // 2, self.sizes
             self._described = OPERATORS.structures["Latent"](
-                *(sizes.heads, sizes.plain, sizes.rotated, sizes.rank, sizes.value, sizes.interleaved), self.norm_C.data_ptr(), place, place + size, sizes.eps
+                *(sizes.heads, sizes.plain, sizes.rotated, sizes.rank, sizes.value, sizes.interleaved),
+                self.norm_C.data_ptr(),
+                place,
+                place + size,
+                sizes.eps,
             )
         return self._described

@@ -137,11 +137,15 @@ class Sizes(Weights):
         """Count the bytes of the matrices of heads, which are floats or in the format of the others."""
         if len(names) == 2:
             return [self.linear(names[0])] * heads, [self.linear(names[1])] * heads
-        stored, width = self.stored.get(f"{names[0]}.weight", f"{names[0]}.weight"), self.shapes[f"{names[0]}.weight"][1]
+        stored, width = (
+            self.stored.get(f"{names[0]}.weight", f"{names[0]}.weight"),
+            self.shapes[f"{names[0]}.weight"][1],
+        )
         info = self.checkpoint.tensors.get(stored)
         own = {info.dtype} if info and info.dtype in FLOATS.values() else {self.dtype}
         for outs, ins in ((width, plain), (value, width)):
-            self.matrices += heads * FORMATS[format_of(self.quant, outs)].bytes(outs, ins, own, self.dtype, self.device)
+            kept = FORMATS[self.quant_of_heads(outs)]
+            self.matrices += heads * kept.bytes(outs, ins, own, self.dtype, self.device)
         return [_Nothing(names)] * heads, [_Nothing(names)] * heads
 
     def stacked(self, count: int, *names: str, bias: bool = False) -> Any:

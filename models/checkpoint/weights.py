@@ -140,19 +140,21 @@ class Weights:
         parts = [rows_XC.split([plain, value]) for rows_XC in rows_HXC]
 
         def linear(weight: Tensor) -> Linear:
-            quant = format_of(self.quant, len(weight))
-            made = FORMATS[quant]([weight.contiguous()], None, dtype=self.dtype, device=self.device)
-            made.names = made.made_of = names
-            return made
+            return FORMATS[self.quant_of_heads(len(weight))](
+                [weight.contiguous()], dtype=self.dtype, device=self.device
+            )
 
         with MACHINE.limited():
             return [linear(keys.T) for keys, _ in parts], [linear(values) for _, values in parts]
 
+    def quant_of_heads(self, outs: int) -> str:
+        """The format of the matrices of heads; those that were packed ahead leave these as they are."""
+        packing = self.checkpoint.packing
+        return format_of(self.quant if packing is None else packing.quant, outs)
+
     def _floats(self, name: str) -> Tensor:
         """A matrix of a layer as floats, however it is stored."""
         stored, shape = self.stored.get(name, name), self.shapes[name]
-        if packed := self.checkpoint.packed([stored], *shape):
-            return unpacked(packed)
         grouped = self.checkpoint.grouped(name, stored, shape, LINEAR, biased=False)
         return self._read(name) if grouped is None else grouped.floats().to(self.dtype)
 

@@ -87,7 +87,8 @@ def mixture(
     """`Config.experts` of these layers; None: none has any.
 
     Args:
-        count, width, shared: of experts; inside each; of those that all tokens have, which are one of their width in all.
+        count, width: of experts, and inside each, where the fields are absent.
+        shared: of experts that all tokens have; they are one, as wide as all of them.
         rules: `scale` where the field is absent; others of `Routing`, `chosen` among them, and of `Experts`.
 
     Raises:
@@ -109,6 +110,7 @@ def mixture(
         raise fields.error("n_group", f"a divisor of n_routed_experts, {found.count}, that leaves groups large enough")
     if found.routing.kept > found.routing.groups:
         raise fields.error("topk_group", f"at most n_group, which is {found.routing.groups}")
-    if found.routing.chosen > size * found.routing.kept:
-        raise fields.error("num_experts_per_tok", f"at most the {size * found.routing.kept} experts of topk_group groups")
+    most = size * found.routing.kept
+    if found.routing.chosen > most:
+        raise fields.error("num_experts_per_tok", f"at most the {most} experts of topk_group groups")
     return found

@@ -89,14 +89,14 @@ def test_experts_are_chosen_from_the_best_groups(routing):
         bias_X = draw(6, seed=1)
     experts_TK, weights_TK = choose(logits_TX, rules, bias_X)
     every = logits_TX.sigmoid() if rules.scores == "sigmoid" else logits_TX.softmax(-1)
-    for row, experts, weights in zip(every.tolist(), experts_TK.tolist(), weights_TK, strict=True):
+    for row, found, weights in zip(every.tolist(), experts_TK.tolist(), weights_TK, strict=True):
         keys = row if bias_X is None else [x + y for x, y in zip(row, bias_X.tolist(), strict=True)]
         size = 6 // rules.groups
         groups = [range(g * size, (g + 1) * size) for g in range(rules.groups)]
         groups.sort(key=lambda group: -sum(sorted(keys[i] for i in group)[-rules.best :]))
         there = sorted((i for group in groups[: rules.kept] for i in group), key=lambda i: -keys[i])
-        assert experts == there[: rules.chosen]
-        own = torch.tensor([row[i] for i in experts])
+        assert found == there[: rules.chosen]
+        own = torch.tensor([row[i] for i in found])
         assert torch.allclose(weights.float(), rules.scale * (own / own.sum() if rules.normalized else own), atol=1e-6)
 
 

@@ -1,11 +1,14 @@
-"""Multi-head latent attention in its absorbed form: against expanded keys and values, implementations, what is refused."""
+"""Multi-head latent attention, absorbed: against expanded keys and values, implementations, what is refused."""
+
+from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from kernels.latent import LatentHeads, absorb, expand
 from kernels.layout import LatentSizes
-from kernels.linear import Packed, linear, pack
+from kernels.linear import Packed, pack
 from kernels.stack import Matrix
 from tests.marks import needs_cpp
 
@@ -27,7 +30,7 @@ def heads_of(sizes, dtype):
     def packed(x):
         return Matrix(Packed(pack([x], torch.float32, *x.shape), *x.shape))
 
-    products = [lambda x, y=y.to(dtype): x @ y.T for y in matrices]
+    products = [partial(F.linear, weight=y.to(dtype)) for y in matrices]
     chain = None if dtype == torch.float64 else [packed(x) for x in matrices]
     return LatentHeads(sizes, norm.to(dtype), products[: sizes.heads], products[sizes.heads :], chain)
 
@@ -81,7 +84,8 @@ def test_as_near_to_float64_as_pytorch(sizes, dtype):
     for operator, rows in ((absorb, (queries, latent)), (expand, (mixed,))):
         wanted = operator(*(x.double() for x in rows), exact, impl="reference")
         errors = [
-            (operator(*rows, heads, impl=impl).double() - wanted).square().mean().sqrt() for impl in ("reference", "cpp")
+            (operator(*rows, heads, impl=impl).double() - wanted).square().mean().sqrt()
+            for impl in ("reference", "cpp")
         ]
         assert errors[1] <= 2 * errors[0]
 

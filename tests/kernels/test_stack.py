@@ -182,8 +182,18 @@ def test_logits_and_embedding_take_their_multipliers(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "variant",
-    ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows", "qwen3_5/bias", "lfm2/bias", "gemma/two"]
-    + ["deepseek/plain", "deepseek/groups"],
+    [
+        *(
+            "opt/post_norm",
+            "phi/qk_layernorm",
+            "phi3/window",
+            "qwen3/windows",
+            "qwen3_5/bias",
+            "lfm2/bias",
+            "gemma/two",
+        ),
+        *("deepseek/plain", "deepseek/groups"),
+    ],
 )
 def test_an_int8_cache_of_other_families(variant, monkeypatch):
     check(GOLDEN / variant, ("float32", "none", "int8"), monkeypatch)

@@ -13,8 +13,9 @@ from models import load_model
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
 from models.errors import CheckpointError
+from models.formats.floats import PackedLinear
 from models.shard import Shard
-from search import Greedy, Trie
+from search import Trie
 from tests.marks import needs_cpp, needs_int8
 from tests.models.copies import GOLDEN, changed
 from tools.pack import pack
@@ -49,7 +50,7 @@ def test_prefixes_pressure_and_company_change_nothing(variant, kv_dtype, monkeyp
     """To the bit: the last key's slot is copied when beams agree, prompts are read in chunks, searches begin anew."""
     options = {"kv_dtype": kv_dtype, "threads": 1}
     engine = load(GOLDEN / variant, **options)
-    prompts, search = [TEXT[:40], TEXT[:40] + [5, 6], TEXT[10:50]], Trie(beams=4, num_return_sequences=4)
+    prompts, search = [TEXT[:40], [*TEXT[:40], 5, 6], TEXT[10:50]], Trie(beams=4, num_return_sequences=4)
 
     def answers(engine):
         found = dict(engine.serve([Request(prompt, search, 30, ignore_eos=True) for prompt in prompts]))
@@ -119,16 +120,17 @@ def test_matrices_of_heads_that_are_stored_quantised(tmp_path):
     assert off(found, expected) < 1e-6 < off(found, load(GOLDEN / PLAIN).logits(TEXT))
 
 
-@pytest.mark.parametrize("quant", ["none", pytest.param("int8", marks=needs_int8)])
+@needs_cpp
+@pytest.mark.parametrize("quant", ["none", pytest.param("int8", marks=needs_int8), "int4"])
 def test_sizes_are_those_of_the_model(quant):
     size = measure(Checkpoint.open(GOLDEN / GROUPS), torch.float32, CPU, quant)
     model = load_model(Checkpoint.open(GOLDEN / GROUPS), torch.float32, CPU, quant)
-    plain = measure(Checkpoint.open(GOLDEN / GROUPS), torch.float32, CPU, "none")
-    heads = [linear for layer in model.layers for linear in (*layer.attention.keys, *layer.attention.values)]
-    if quant == "none" and model.stack is not None:
-        held = sum(linear.packed.panels.nbytes for linear in heads)
-        assert 0 < held < size.matrices
-    assert size.matrices <= plain.matrices and size.shape.kv_bytes_per_token(torch.float32) == 3 * 24 * 4
+    found = [layer.packed for layer in model.modules() if isinstance(layer, PackedLinear)]
+    parts = [
+        part for x in found for part in (x.panels, x.scale_O, *(x.groups[2:] if x.groups else ())) if part is not None
+    ]
+    assert size.matrices == sum(part.nbytes for part in parts)
+    assert size.shape.kv_bytes_per_token(torch.float32) == 3 * 24 * 4
 
 
 def one_by_one(tensors):
@@ -187,9 +189,3 @@ def test_what_is_refused(tmp_path):
         load(GOLDEN / "deepseek/dense", shard=Shard(0, 2))
     with pytest.raises(CheckpointError, match="latent attention runs on a CPU only"):
         load_model(Checkpoint.open(GOLDEN / PLAIN), torch.float32, torch.device("cuda"))
-
-
-def test_searches_that_share_a_pool_end_with_nothing_held():
-    engine = load(GOLDEN / THREE)
-    engine.generate([TEXT, TEXT[:9]], Greedy(), max_new_tokens=8)
-    engine.pool.check_invariants([])

@@ -1,0 +1,96 @@
+"""DeepSeek-V2 and V3, GLM-4.7-Flash: sizes of published models, defaults, what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from models.checkpoint.fields import Fields
+from models.config import ModelShape
+from models.errors import CheckpointError
+from models.families import FAMILIES, family_of
+from tests.models.copies import GOLDEN
+from tools.golden.base import ABSENT
+
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+LITE = {
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400, "max_position_embeddings": 163840,
+    "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+    "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "scoring_func": "softmax",
+    "rope_theta": 10000, "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def read(architecture, config):
+    return family_of(architecture, "here").read(Fields(config, "config.json"))
+
+
+def test_the_shape_of_deepseek_v2_lite():
+    config = read("DeepseekV2ForCausalLM", LITE)
+    shape = ModelShape.of(config)
+    assert shape.kv_bytes_per_token(torch.bfloat16) == 27 * 576 * 2
+    assert (config.kv_heads, config.head_dim, shape.max_positions) == (1, 576, 163840)
+    assert config.scale(0) == pytest.approx(192**-0.5 * (1 + 0.1 * 0.707 * 3.68887945) ** 2)
+    assert config.rope is not None and config.rope.attention_factor == 1.0
+    names = FAMILIES["DeepseekV2ForCausalLM"].names.tensors(config)
+    assert names["model.layers.0.self_attn.kv_b_proj.weight"] == (4096, 512)
+    assert names["model.layers.1.mlp.shared_experts.up_proj.weight"] == (2816, 2048)
+    assert "model.layers.0.mlp.gate.weight" not in names and "model.layers.26.mlp.gate.weight" in names
+
+
+def test_defaults_are_those_of_transformers():
+    few = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5, "vocab_size": 99}
+    two = read("DeepseekV2ForCausalLM", few | {"num_experts_per_tok": 2})
+    three, glm = read("DeepseekV3ForCausalLM", few), read("Glm4MoeLiteForCausalLM", few)
+    sizes = [
+        (c.latent.query_rank, c.latent.rank, c.latent.plain, c.latent.rotated, c.latent.value)
+        for c in (two, three, glm)
+    ]
+    assert sizes == [(1536, 512, 128, 64, 128)] * 2 + [(768, 512, 192, 64, 256)]
+    assert [c.mlp_width for c in (two, three, glm)] == [11008, 18432, 10240]
+    assert [c.norm_eps for c in (two, three, glm)] == [1e-6, 1e-6, 1e-5]
+    assert [c.max_positions for c in (two, three, glm)] == [2048, 4096, 202752]
+    experts = [c.experts for c in (two, three, glm)]
+    assert [(e.count, e.width, e.shared_width) for e in experts] == [
+        (64, 1407, 2814),
+        (256, 2048, 2048),
+        (64, 1536, 1536),
+    ]
+    assert [sum(e.layers) for e in experts] == [5, 2, 4]
+    rules = [e.routing for e in experts]
+    assert [(r.chosen, r.scores, r.normalized, r.scale, r.groups, r.kept) for r in rules] == [
+        (2, "softmax", False, 1.0, 1, 1), (8, "sigmoid", True, 2.5, 8, 4), (4, "sigmoid", True, 1.8, 1, 1)]  # fmt: skip
+
+
+FAULTS = [
+    ("groups", {"mlp_bias": True}, "mlp_bias: expected false"),
+    ("groups", {"topk_method": "noaux_tc"}, "topk_method: expected one of greedy, group_limited_greedy"),
+    ("groups", {"n_group": 3}, "n_group: expected a divisor of n_routed_experts, 8"),
+    ("groups", {"n_group": None}, "n_group: expected a value"),
+    ("groups", {"topk_group": 5}, "topk_group: expected at most n_group, which is 4"),
+    ("groups", {"topk_group": 1}, "num_experts_per_tok: expected at most the 2 experts of topk_group groups"),
+    (
+        "three",
+        {"n_group": 8, "topk_group": 4},
+        "n_group: expected a divisor of n_routed_experts, 8, that leaves groups",
+    ),
+    ("plain", {"num_experts_per_tok": ABSENT}, "num_experts_per_tok: expected a value"),
+    ("plain", {"num_experts_per_tok": 7}, "num_experts_per_tok: expected at most n_routed_experts, which is 6"),
+    ("plain", {"num_key_value_heads": 2}, "num_key_value_heads: expected num_attention_heads, which is 4"),
+    ("plain", {"qk_rope_head_dim": 7}, "qk_rope_head_dim: expected an even number"),
+    ("plain", {"q_lora_rank": "14"}, "q_lora_rank: expected a whole number"),
+    ("plain", {"kv_lora_rank": 0}, "kv_lora_rank: expected a whole number"),
+    ("plain", {"n_shared_experts": 0}, "n_shared_experts: expected a whole number from 1"),
+    ("three", {"rope_interleave": 1}, "rope_interleave: expected true or false"),
+    ("glm", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types: expected 3 of dense and sparse"),
+]
+
+
+@pytest.mark.parametrize(("variant", "changes", "message"), FAULTS)
+def test_refusals_name_the_field(variant, changes, message):
+    config = json.loads((GOLDEN / "deepseek" / variant / "config.json").read_text()) | changes
+    config = {name: value for name, value in config.items() if value is not ABSENT}
+    with pytest.raises(CheckpointError, match=message):
+        read(config["architectures"][0], config)
