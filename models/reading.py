@@ -107,7 +107,7 @@ def experts(
         more: of `Routing` and of `Experts`.
 
     Raises:
-        CheckpointError: more experts are chosen than there are.
+        CheckpointError: more experts are chosen than there are, or groups do not fit them.
     """
     if not any(layers):
         return None
@@ -117,7 +117,20 @@ def experts(
     if chosen > count:
         raise fields.error("num_experts_per_tok", f"at most {name}, which is {count}")
     rules = {field: more.pop(field) for field in Routing._fields if field in more}
-    return Experts(count, width, Routing(chosen, scores, **rules), tuple(layers), **more)
+    routing = Routing(chosen, scores, **rules)
+    if routing.groups > 1:
+        _check_groups(fields, routing, name, count)
+    return Experts(count, width, routing, tuple(layers), **more)
+
+
+def _check_groups(fields: Fields, routing: Routing, name: str, count: int) -> None:
+    size, rest = divmod(count, routing.groups)
+    if rest or size < routing.best:
+        raise fields.error("n_group", f"a divisor of {name}, {count}, that leaves groups of {routing.best} or more")
+    if routing.kept > routing.groups:
+        raise fields.error("topk_group", f"at most n_group, which is {routing.groups}")
+    if routing.chosen > (most := size * routing.kept):
+        raise fields.error("num_experts_per_tok", f"at most the {most} experts of topk_group groups")
 
 
 def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (FULL, SLIDING)) -> tuple[str, ...]:

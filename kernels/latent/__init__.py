@@ -6,7 +6,7 @@ and the values' sum is V times the sum of latents. So queries are multiplied by 
 token, the latent with the key that is rotated, and what they make of the latents is multiplied by V::
 
     queries [H, N + R]   absorb   [H + 1, R + C]: queries, then the   tree attention   [H, R + C]   expand   [H, V]
-    latent  [C + R]        ->     key, which is the value as well          ->                         ->
+    latent  [C + R]        ->     key, which is the value as well          ->                        ->
 
 Shape legend: T tokens, H heads, N plain elements of a query, R rotated ones, C rank of the latent, V elements of values.
 """

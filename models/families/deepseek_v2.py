@@ -100,17 +100,6 @@ def mixture(
     chosen = rules.pop("chosen", None) or fields.int("num_experts_per_tok")
     scale = fields.float("routed_scaling_factor", default=rules.pop("scale"))
     wide = {"width": width, "shared_width": width * fields.int("n_shared_experts", default=shared, high=2**8)}
-    found = experts(
+    return experts(
         fields, name="n_routed_experts", count=count, chosen=chosen, layers=sparse, scale=scale, **wide, **rules
     )
-    if found is None or found.routing.groups == 1:
-        return found
-    size, rest = divmod(found.count, found.routing.groups)
-    if rest or size < found.routing.best:
-        raise fields.error("n_group", f"a divisor of n_routed_experts, {found.count}, that leaves groups large enough")
-    if found.routing.kept > found.routing.groups:
-        raise fields.error("topk_group", f"at most n_group, which is {found.routing.groups}")
-    most = size * found.routing.kept
-    if found.routing.chosen > most:
-        raise fields.error("num_experts_per_tok", f"at most the {most} experts of topk_group groups")
-    return found
