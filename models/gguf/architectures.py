@@ -12,6 +12,7 @@ from models.config import FULL, SLIDING
 from models.errors import nearest
 from models.gguf.delta_nets import delta_nets, without_draft_layers
 from models.gguf.experts import SIGMOID, SOFTMAX_OF_CHOSEN, experts
+from models.gguf.latents import latents, mixture
 from models.gguf.reader import GGUF
 from models.gguf.rotary import decimal, rotary
 from models.gguf.scans import scans
@@ -39,6 +40,7 @@ READ = {  # those of the keys above that an architecture reads
     "gemma3": CAPS[1:],
     "mistral3": ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
     "stablelm": ("use_parallel_residual",),
+    "deepseek2": ("expert_count", "rope.scaling.yarn_log_multiplier"),
 }
 INTERLEAVED = (
     "llama",
@@ -276,6 +278,20 @@ def _gpt_oss(file: GGUF, keys: Fields) -> dict[str, Any]:
     return config | more | mixed | bias | _named("GptOssForCausalLM", "gpt_oss")
 
 
+def _deepseek2(file: GGUF, keys: Fields) -> dict[str, Any]:
+    keys = without_draft_layers(file, keys)
+    sizes = {
+        "hidden_size": keys.int("embedding_length"),
+        "intermediate_size": _mlp_width(file, keys),
+        "num_hidden_layers": keys.int("block_count", high=2**14),
+        "num_attention_heads": _alike(keys, "attention.head_count"),
+        "max_position_embeddings": keys.int("context_length", high=2**31),
+        "hidden_act": "silu",
+        "rms_norm_eps": _epsilon(keys, "attention.layer_norm_rms_epsilon"),
+    }
+    return latents(file, keys, sizes) | mixture(file, keys, sizes["num_hidden_layers"])
+
+
 def _hunyuan(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _gated(file, keys, rotated="all") | {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
     return config | _named("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
@@ -351,6 +367,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "phi3": _phi3,
     "gpt2": _gpt2,
     "gpt-oss": _gpt_oss,
+    "deepseek2": _deepseek2,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -91,13 +91,32 @@ _GRANITE4 = {
     "blk.ssm_norm": "mamba.norm",
     "blk.ssm_out": "mamba.out_proj",
 }
-BARE = "expert_bias", ".sinks", ".A_log", ".dt_bias", ".D"  # names of checkpoints that end so have nothing after them
+BARE = (
+    "expert_bias",
+    "e_score_correction_bias",
+    ".sinks",
+    ".A_log",
+    ".dt_bias",
+    ".D",
+)  # names of checkpoints that end so have nothing after them
 _LFM2_EXPERTS = {own: name.replace("mlp.", "feed_forward.") for own, name in _EXPERTS.items()}
 _GPT_OSS = {
     **{name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"},
     **_EXPERTS,
     "blk.post_attention_norm": "post_attention_layernorm",
     "blk.attn_sinks": "self_attn.sinks",
+}
+_DEEPSEEK2 = {
+    "blk.attn_q_a": "self_attn.q_a_proj",
+    "blk.attn_q_a_norm": "self_attn.q_a_layernorm",
+    "blk.attn_q_b": "self_attn.q_b_proj",
+    "blk.attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "blk.attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "blk.attn_kv_b": "self_attn.kv_b_proj",
+    "blk.attn_k_b": "self_attn.k_b_proj",
+    "blk.attn_v_b": "self_attn.v_b_proj",
+    "blk.exp_probs_b": "mlp.gate.e_score_correction_bias",
+    **{f"blk.ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
 _PHI2 = {
     "output_norm": "model.final_layernorm",
@@ -114,6 +133,7 @@ NAMES = {
     **dict.fromkeys(("qwen3next", "qwen35moe"), _QWEN35 | _EXPERTS | _SHARED),
     "qwen2moe": _LLAMA | _EXPERTS | _SHARED,
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
+    "deepseek2": _LLAMA | _EXPERTS | _DEEPSEEK2,
     "gpt2": _GPT2,
     "gpt-oss": _GPT_OSS,
     "granitehybrid": _GRANITE4,

@@ -18,6 +18,7 @@ from models.errors import CheckpointError, show
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.gguf.architectures import INTERLEAVED
 from models.gguf.delta_nets import DELTA_NET, ordered
+from models.gguf.latents import HEADS
 from models.gguf.names import checkpoint_name
 from models.gguf.reader import FETCH_AGAIN, GGUF, HeaderEntry
 from models.gguf.rotary import FACTORS
@@ -225,8 +226,10 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
     if name.endswith("shared_expert_gate.weight") and len(entry.shape) == 1:
         yield name, _stored(arch, config, name, entry, (1, *entry.shape), 1, entry.start)
         return
-    outs, rows = entry.shape[0], math.prod(entry.shape[:-1])
-    whole = _stored(arch, config, name, entry, entry.shape, rows, entry.start)
+    outs, rows, shape = entry.shape[0], math.prod(entry.shape[:-1]), entry.shape
+    if name.endswith(HEADS):
+        shape = rows, entry.shape[-1]
+    whole = _stored(arch, config, name, entry, shape, rows, entry.start)
     if DELTA_NET in name:
         yield from ordered(arch, config, name, whole)
         return

@@ -34,6 +34,7 @@ ARCHITECTURES = {
         "granitemoehybrid": "granitehybrid",
         "lfm2_moe": "lfm2moe",
         "gpt_oss": "gpt-oss",
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
     },
 }
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -47,6 +48,8 @@ PARTS = {  # of mixtures of experts, by the ends of their names in transformers
     "gate.bias": "ffn_gate_inp.bias",
     "expert_bias": "exp_probs_b.bias",
     "experts.down_proj": "ffn_down_exps.weight",
+    "gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
     "shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     **{f"shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
 }
@@ -96,10 +99,11 @@ class File:
         folder: a checkpoint.
         format: of matrices; vectors are float32.
         formats: of some tensors, by their names in the file.
+        split: of a latent: there is a matrix of keys and one of values; older files have both in one.
     """
 
-    def __init__(self, folder, format=F32, formats=None):
-        self.folder, self.format, self.formats = folder, format, formats or {}
+    def __init__(self, folder, format=F32, formats=None, split=True):
+        self.split, self.folder, self.format, self.formats = split, folder, format, formats or {}
         self.config = json.loads((folder / "config.json").read_text())
         self.rope = {key: self.config[key] for key in ("rope_theta", "partial_rotary_factor") if key in self.config}
         found = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
@@ -147,6 +151,13 @@ class File:
                 continue
             if norm := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.(\d+)\.weight", name):
                 own.setdefault(f"blk.{norm[1]}.attn_{norm[2]}_norm.weight", {})[int(norm[3])] = values
+                continue
+            if self.arch == "deepseek2" and name.endswith("kv_b_proj.weight") and self.split:
+                layer, plain = name.split(".")[2], c["qk_nope_head_dim"]
+                both = values.reshape(heads, plain + c["v_head_dim"], -1)
+                for key, x in (("k", both[:, :plain].swapaxes(1, 2)), ("v", both[:, plain:])):
+                    format = self.format if x.shape[-1] % gguf.GGML_QUANT_SIZES[self.format][0] == 0 else F32
+                    self.add(f"blk.{layer}.attn_{key}_b.weight", x, format)
                 continue
             if ".conv.conv." in name:
                 values = values.squeeze(1)
@@ -313,9 +324,29 @@ class File:
             yield "ssm.group_count", c["mamba_n_groups"]
             yield "ssm.time_step_rank", c["mamba_n_heads"]
             yield "ssm.inner_size", c["mamba_expand"] * c["hidden_size"]
+        if self.arch == "deepseek2":
+            yield from self._latents()
         if self.arch == "mistral3":
             yield "attention.temperature_scale", r["llama_4_scaling_beta"]
             yield "rope.scaling.yarn_log_multiplier", r.get("mscale_all_dim", 0.0)
+
+    def _latents(self):
+        c, r = self.config, self.rope
+        rank, rotated, value = c["kv_lora_rank"], c["qk_rope_head_dim"], c["v_head_dim"]
+        whole, end = c["qk_nope_head_dim"] + rotated, "_mla" if self.split else ""
+        if self.split:
+            yield from (("attention.key_length", rank + rotated), ("attention.value_length", rank))
+        yield from ((f"attention.key_length{end}", whole), (f"attention.value_length{end}", value))
+        yield from (("attention.kv_lora_rank", rank), ("attention.q_lora_rank", c["q_lora_rank"]))
+        yield from (("attention.head_count_kv", 1), ("rope.dimension_count", rotated))
+        yield "leading_dense_block_count", c.get("first_k_dense_replace", 1)
+        yield "expert_count", c["n_routed_experts"]
+        yield "expert_shared_count", c["n_shared_experts"]
+        yield "expert_feed_forward_length", c["moe_intermediate_size"]
+        yield from (("expert_group_count", c.get("n_group")), ("expert_group_used_count", c.get("topk_group")))
+        yield "expert_gating_func", 1 if c["model_type"] == "deepseek_v2" else 2
+        if "mscale_all_dim" in r:
+            yield "rope.scaling.yarn_log_multiplier", 0.1 * r["mscale_all_dim"]
 
     def vocabulary(self):
         """Keys of the checkpoint's tokenizer: byte-level BPE, or BPE with scores as `gguf.LlamaHfVocab` writes it."""

@@ -38,6 +38,7 @@ FLOATS = [
     *("gpt_oss/plain", "gpt_oss/full"),
     *("qwen3_5/plain", "qwen3_5/bias", "qwen3_5/yarn", "experts/qwen3_5", "experts/qwen3_next"),
     *("experts/qwen3_next_steps", "qwen3_5/recurrent", "qwen3_5/recurrent_taps"),
+    *("deepseek/plain", "deepseek/dense", "deepseek/three", "deepseek/glm"),
     *("experts/granite_shared", "granite/scans", "granite/scans_experts", "granite/scans_groups"),
 ]
 PROMPT = list(range(3, 30))
