@@ -5,10 +5,10 @@ The keys and values of a head are matrices times the latent c of a token. A quer
 and the values' sum is V times the sum of latents. So queries are multiplied by K once, all heads read one row of a
 token, the latent with the key that is rotated, and what they make of the latents is multiplied by V::
 
-    queries [H, N + R]   absorb   [H + 1, R + C]: queries, then the   tree attention   [H, R + C]   expand   [H, V]
-    latent  [C + R]        ->     key, which is the value as well          ->                        ->
+    queries [H, N + R]  absorb  [H + 1, R + C]: queries, then the  tree attention  [H, R + C]  expand  [H, V]
+    latent  [C + R]       ->    key, which is the value as well         ->                      ->
 
-Shape legend: T tokens, H heads, N plain elements of a query, R rotated ones, C rank of the latent, V elements of values.
+Shape legend: T tokens, H heads, N plain elements of a query, R rotated ones, C rank of the latent, V of values.
 """
 
 from torch import Tensor

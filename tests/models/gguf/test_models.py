@@ -138,7 +138,7 @@ def test_gemma_2_has_one_base_for_all_layers(tmp_path):
 
 def as_floats(file):
     """The same file with the values that the package dequantises."""
-    floats = File(file.folder)
+    floats = File(file.folder, split=file.split)
     floats.tensors = {name: file.floats(name).numpy() for name in file.tensors}
     return floats
 
@@ -198,6 +198,48 @@ def test_gated_delta_nets_in_blocks(variant, format, tmp_path):
     if format == "F32":
         same(file.write(tmp_path / "file.gguf"), source, 1e-4)
     same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
+
+
+LATENT = {
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "q_lora_rank": 256,
+    "moe_intermediate_size": 256,
+}
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["split", "as one"])
+@pytest.mark.parametrize("format", ["F32", "F16", "Q8_0", "Q4_1", "Q6_K"])
+def test_latents_in_blocks(format, split, tmp_path):
+    """Matrices of heads lie transposed in files, where rows of 64 elements are no Q6_K; or in one matrix."""
+    source = random(tmp_path / "source", "deepseek/three", **WIDE | LATENT)
+    file = File(source, TYPES[format], split=split)
+    same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
+    config = Checkpoint.open(tmp_path / "file.gguf").config
+    assert (config["kv_b_split"], config["architectures"]) == (split, ["DeepseekV3ForCausalLM"])
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"expert_weights_norm": True}, "expert_weights_norm: expected false"),
+    ({"expert_gating_func": 3}, "expert_gating_func: expected 1 or 2"),
+    ({"expert_group_count": 4}, "n_group: expected a divisor of n_routed_experts, 6"),
+    ({"rope.dimension_count": 18}, "rope.dimension_count: expected less than attention.key_length_mla, which is 18"),
+    ({"attention.kv_lora_rank": None}, "attention.kv_lora_rank: expected a value"),
+    ({"attention.temperature_scale": 0.1}, "attention.temperature_scale: expected nothing: it is not supported"),
+    ({"attention.key_length_mla": None}, r"unknown .*self_attn.k_b_proj.weight"),
+])  # fmt: skip
+def test_keys_of_deepseek2_are_checked(keys, message, tmp_path):
+    file = File(GOLDEN / "deepseek/plain")
+    file.keys |= {f"deepseek2.{key}": value for key, value in keys.items()}
+    file.keys = {key: value for key, value in file.keys.items() if value is not None}
+    with pytest.raises(CheckpointError, match=message):
+        Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 24)
+
+
+def test_layers_without_experts_between_others_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="leading_dense_block_count: expected experts in all layers from 0 on"):
+        Engine.load(File(GOLDEN / "deepseek/glm_kinds").write(tmp_path / "file.gguf"))
 
 
 @pytest.mark.parametrize(("keys", "message"), [

@@ -121,6 +121,16 @@ HUNYUAN = (
 )
 
 
+DEEPSEEK_LLM = (  # its letters are all of the alphabets with upper and lower case
+    r"[\r\n]",
+    r"\s?(?:[\p{Lu}\p{Ll}\p{Lt}&&[^ªº]])+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-퟿]+",
+    r"\p{N}",
+)
+
+
 def split(*patterns, digits=False):
     """The pre-tokenizer of these patterns, then bytes."""
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
@@ -142,6 +152,7 @@ FAMILIES = {  # by tokenizer.ggml.pre: the pre-tokenizer, whether whole words ar
     "gpt-4o": (split(GPT4O), False, False),
     "hunyuan-dense": (split(*HUNYUAN), False, False),
     "deepseek-coder": (split(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"), False, False),
+    "deepseek-llm": (split(*DEEPSEEK_LLM), False, False),
     "lfm2": (split(LLAMA3), True, False),
 }
 CORPUS = [
