@@ -37,13 +37,14 @@ class LatentAttention(nn.Module):
         sizes = LatentSizes(
             c.heads, latent.plain, latent.rotated, latent.rank, latent.value, EPSILON, latent.interleaved
         )
-        self.keys, self.values = map(nn.ModuleList, weights.heads(made, c.heads, latent.plain, latent.value))
-        self.table, self.scale, self.heads = c.table(index), c.scale(index), self._heads(sizes, norm_C)
-
-    def _heads(self, sizes: LatentSizes, norm_C: Tensor) -> LatentHeads:
-        matrices = [linear.matrix for linear in (*self.keys, *self.values)]
-        whole = None if any(matrix is None for matrix in matrices) else matrices
-        return LatentHeads(sizes, norm_C, [*self.keys], [*self.values], whole)
+        keys, values = weights.heads(made, c.heads, latent.plain, latent.value)
+        matrices = [linear.matrix for linear in (*keys, *values) if linear.matrix is not None]
+        whole = matrices if len(matrices) == 2 * c.heads else None
+        self.heads = LatentHeads(sizes, norm_C, keys, values, whole)
+        self.linears = nn.ModuleList([*keys, *values])  # type: ignore[arg-type]
+        table, self.scale = c.table(index), c.scale(index)
+        assert table is not None
+        self.table = table
 
     @property
     def ready(self) -> bool:

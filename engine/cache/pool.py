@@ -228,7 +228,7 @@ def _cache(
     if (kind := shape.delta) is not None:
         sizes = (seen[kind], rows + max(NULL_SLOT, TRASH_SLOT) + 1, kind.row), (seen[kind], states + 1, *kind.state)
         recurrent = tuple(_reserve(size, torch.float32, device) for size in sizes)
-    return KVCache(k_LGSD, *(values or [k_LGSD]), others, places, recurrent)
+    return KVCache(k_LGSD, values[0] if values else k_LGSD, others, places, recurrent)
 
 
 def _reserve(size: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -86,7 +86,7 @@ def test_prefixes_pressure_and_company_change_nothing(variant, kv_dtype, monkeyp
 @pytest.mark.parametrize("variant", [PLAIN, THREE])
 def test_quantised_weights_are_near(variant, quant):
     exact, found = (load(GOLDEN / variant, quant=quant) for quant in ("none", quant))
-    matrices = [engine.runner.model.layers[0].attention.keys[0] for engine in (exact, found)]
+    matrices = [engine.runner.model.layers[0].attention.heads.keys[0] for engine in (exact, found)]
     assert len({*map(type, matrices)}) == 2
     assert 0 < off(found.logits(TEXT), exact.logits(TEXT)) < (0.1 if quant == "int8" else 0.8)
 
