@@ -15,8 +15,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +59,39 @@ class CachedFile(NamedTuple):
         if found.numel() != torch.Size(shape).numel():
             raise ValueError(f"section {section}: expected {list(shape)}, got {found.numel()} elements")
         return found.view(list(shape))
+
+
+class NewFile:
+    """A file that is written section by section.
+
+    Args:
+        descriptor: of an empty file, open for reading and writing.
+    """
+
+    def __init__(self, descriptor: int):
+        self._descriptor, self._places, self._end = descriptor, list[tuple[int, int]](), 0
+
+    def put(self, section: memoryview) -> int:
+        """Write a section; returns its number."""
+        _put(self._descriptor, section, self._end)
+        self._places.append((self._end, section.nbytes))
+        self._end = -(-(self._end + section.nbytes) // LINE) * LINE
+        return len(self._places) - 1
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Write what describes the file, the last of it."""
+        os.ftruncate(self._descriptor, self._end)
+        digest = hashlib.sha256()
+        _sample(digest, self._descriptor, self._end, PLACES)
+        found = {"facts": facts, "sections": self._places, "samples": digest.hexdigest()}
+        text = json.dumps(found, separators=(",", ":")).encode()
+        foot = text + hashlib.sha256(text).digest() + len(text).to_bytes(8, "little") + MAGIC
+        _put(self._descriptor, memoryview(foot), self._end)
+        os.fsync(self._descriptor)
+
+    def mapped(self) -> CachedFile:
+        """The finished file. Its mapping outlives the descriptor. Raises ValueError if it is damaged already."""
+        return _read(self._descriptor)
 
 
 class FileCache:
@@ -109,13 +142,43 @@ class FileCache:
             folder = files.private(self.folder, make=True)
             if size > self.bound or size + SPARE > shutil.disk_usage(folder).free:
                 return False
-            written = _write(folder, name, facts, sections)
-            if written:
-                self._evict(folder, name)
+            with self.begin(name) as new:
+                for section in sections:
+                    new.put(section)
+                new.finish(facts)
+        except BlockingIOError:
+            return False
         except (OSError, BuildError, RuntimeError) as error:  # RuntimeError: a user without a home
             self._say(f"what is derived from models is not kept in {self.folder}: {error}")
             return False
-        return written
+        return True
+
+    @contextmanager
+    def begin(self, name: str) -> Iterator["NewFile"]:
+        """Write a file piece by piece. It is there, whole, once the block has ended; where that fails, nothing is.
+
+        Raises:
+            BlockingIOError: another process writes it, or has just written it.
+            OSError, BuildError, RuntimeError: it cannot be written.
+        """
+        folder = files.private(self.folder, make=True)
+        part = folder / f"{name}.part"
+        number = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            files.lock(number)
+            if not _is_at(number, part):  # another process has just renamed what we opened
+                raise BlockingIOError(f"{part} is complete")
+            try:
+                os.ftruncate(number, 0)
+                yield NewFile(number)
+                part.replace(folder / name)
+            except BaseException:
+                with suppress(OSError):
+                    part.unlink()
+                raise
+        finally:
+            os.close(number)
+        self._evict(folder, name)
 
     def _evict(self, folder: Path, kept: str) -> None:
         """Remove the least recently used files beyond the bound, and the rests of writers that did not end."""
@@ -216,43 +279,6 @@ def _sample(digest: Any, descriptor: int, size: int, places: int) -> None:
         digest.update(os.pread(descriptor, PIECE, (size - PIECE) * i // (places - 1)))
 
 
-def _write(folder: Path, name: str, facts: dict[str, Any], sections: Sequence[memoryview]) -> bool:
-    """Write a file under another name and rename it; False: another process is about to."""
-    part = folder / f"{name}.part"
-    number = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            files.lock(number)
-        except BlockingIOError:
-            return False
-        if not _is_at(number, part):  # another process has just renamed what we opened
-            return False
-        try:
-            os.ftruncate(number, 0)
-            places, end = [], 0
-            for section in sections:
-                _put(number, section, end)
-                places.append((end, section.nbytes))
-                end = -(-(end + section.nbytes) // LINE) * LINE
-            os.ftruncate(number, end)
-            digest = hashlib.sha256()
-            _sample(digest, number, end, PLACES)
-            found = {"facts": facts, "sections": places, "samples": digest.hexdigest()}
-            text = json.dumps(found, separators=(",", ":")).encode()
-            _put(
-                number, memoryview(text + hashlib.sha256(text).digest() + len(text).to_bytes(8, "little") + MAGIC), end
-            )
-            os.fsync(number)
-            part.replace(folder / name)
-        except BaseException:
-            with suppress(OSError):
-                part.unlink()
-            raise
-    finally:
-        os.close(number)
-    return True
-
-
 def _put(descriptor: int, content: memoryview, at: int) -> None:
     """Write bytes to a place of a file; without a buffer, whose lock a thread that is cut off would keep."""
     while content.nbytes:
@@ -269,7 +295,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _read(descriptor: int) -> CachedFile:
-    """Check and map a file. Raises ValueError for what `_write` does not write."""
+    """Check and map a file. Raises ValueError for what `NewFile` does not write."""
     size = os.fstat(descriptor).st_size
     foot = os.pread(descriptor, FOOT, max(0, size - FOOT))
     digest, length = foot[: -8 - len(MAGIC)], int.from_bytes(foot[-8 - len(MAGIC) : -len(MAGIC)], "little")

@@ -16,6 +16,7 @@ from engine.contract import Search
 from engine.drafts.suffixes import full_store_bytes
 from engine.errors import UsageError
 from engine.load.experts import ExpertBytes, why_whole
+from engine.load.file_cache import file_cache
 from engine.load.loading import (
     check_activations,
     check_kv_dtype,
@@ -28,6 +29,7 @@ from engine.load.loading import (
 )
 from engine.load.options import FORMATS_SHOWN, LoadOptions, bytes_of
 from engine.load.pools import MAX_TOKENS, least_stores, shares_of, total_memory
+from engine.load.repacking import bytes_to_pack
 from engine.load.sizes import Workload, size_text
 from engine.rules.grammars import KEPT_BYTES
 from engine.text.tokenizer import FILES
@@ -132,7 +134,8 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         format = f" ({quant})" if quant != "none" else ""
         lines[weights := f"{name} weights{format}".strip()] = size.weights
         if role == "target":
-            experts = ExpertBytes.of(size, weights, partial(why_whole, options, checkpoint, quant))
+            packs = partial(bytes_to_pack, file_cache(options.cache), checkpoint, precision.dtype, quant)
+            experts = ExpertBytes.of(size, weights, why_whole(options), packs)
         adapters = open_adapters(options, checkpoint) if role == "target" else {}
         if adapters:
             small = quant != "none" or checkpoint.quantization is not None or precision.dtype.itemsize < 4
@@ -168,7 +171,7 @@ def allow(options: LoadOptions) -> AllowedBytes:
     memory = memory_bytes(options, torch.get_num_threads())
     planned, (least, _) = plan(options, workload), workload.slots
     experts = planned.experts if memory < planned.total(least) else None
-    if experts is not None and experts.apart() is None:
+    if experts is not None and experts.apart is None:
         planned = planned.with_experts(experts.least)
     left = planned.left(memory)
     if memory < planned.total(least):

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 
 from engine.errors import UsageError
-from engine.load.file_cache import file_cache
 from engine.load.options import LoadOptions
 from engine.load.sizes import size_text
 from kernels.experts import Keeper, least_limit
-from models.checkpoint.cached_matrices import cached_matrices
-from models.checkpoint.headers import Checkpoint
+from kernels.experts.keeper import MAPPINGS
 from models.checkpoint.sizes import ModelSize
 from models.formats.floats import has_kernels
 from models.mixture import Mixture
@@ -29,7 +27,8 @@ class ExpertBytes:
         line: of a plan that counts them.
         layers: that have some.
         count, chosen: of a layer; those of a token.
-        apart: says why they cannot be in memory in part; None: they can.
+        apart: the reason why they cannot be in memory in part; None: they can.
+        packs: counts the bytes of the file that a start with a part of them writes first; 0: there is one.
     """
 
     every: int
@@ -37,14 +36,15 @@ class ExpertBytes:
     layers: int
     count: int
     chosen: int
-    apart: Callable[[], str | None]
+    apart: str | None
+    packs: Callable[[], int]
 
     @staticmethod
-    def of(size: ModelSize, line: str, apart: Callable[[], str | None]) -> "ExpertBytes | None":
+    def of(size: ModelSize, line: str, apart: str | None, packs: Callable[[], int]) -> "ExpertBytes | None":
         """Those of a measured model; None: it has none."""
         if (mixed := size.config.experts) is None:
             return None
-        return ExpertBytes(size.chosen, line, size.layers, mixed.count, mixed.routing.chosen, apart)
+        return ExpertBytes(size.chosen, line, size.layers, mixed.count, mixed.routing.chosen, apart, packs)
 
     @property
     def token(self) -> int:
@@ -65,27 +65,21 @@ class ExpertBytes:
 
     def limits(self) -> str:
         """Say how many of them `--memory` holds at least."""
-        if (reason := self.apart()) is not None:
-            return f"--memory holds all: {reason}"
-        return f"--memory holds at least {size_text(self.least)}"
+        if self.apart is not None:
+            return f"--memory holds all: {self.apart}"
+        packed = f"; with less than all a start first packs {size_text(n)} into a file" if (n := self.packs()) else ""
+        return f"--memory holds at least {size_text(self.least)}{packed}"
 
 
-def why_whole(options: LoadOptions, checkpoint: Checkpoint, quant: str) -> str | None:
-    """Why the experts of a checkpoint have to be in memory all; None: they are multiplied where a file is mapped."""
+def why_whole(options: LoadOptions) -> str | None:
+    """Why the experts of a model have to be in memory all; None: they are multiplied where a file is mapped."""
     if options.place.size > 1:
         return "processes that share a model hold all of its experts"
     if not has_kernels(torch.float32, CPU):
         return "experts are read from a mapped file by the C++ kernels alone"
-    if checkpoint.packing is not None:
-        return None
-    cached = cached_matrices(file_cache(options.cache), checkpoint, quant, options.place, CPU, 0.0)
-    if cached is not None and cached.found:
-        return None
-    ahead = "pack the model ahead by `python -m tools.pack`"
-    if cached is None:
-        kept = "the cache of derived files is off" if file_cache(options.cache) is None else "floats are not cached"
-        return f"the experts have to be repacked in memory, and {kept}: {ahead}"
-    return f"the experts have to be repacked in memory, and no earlier start has left them in the cache: {ahead}"
+    if not MAPPINGS.exists():
+        return "the system does not say which files are mapped: Linux does"
+    return None
 
 
 def keep_experts(model: Any, limit: int, where: str) -> str:
@@ -101,8 +95,8 @@ def keep_experts(model: Any, limit: int, where: str) -> str:
             raise ValueError("a matrix of an expert has no C++ product")
         keeper = Keeper(known, limit)
     except ValueError as error:
-        remedy = "raise --memory, or pack the model ahead by `python -m tools.pack`"
-        raise UsageError(f"memory: it does not hold all experts: {error}", where=where, remedy=remedy) from None
+        what = f"memory: it does not hold all experts: {error}"
+        raise UsageError(what, where=where, remedy="raise --memory") from None
     counts = [(len(mixture.experts), mixture.routing.chosen) for mixture in known]
     token = keeper.bytes * sum(chosen for _, chosen in counts) // sum(count for count, _ in counts)
     read = "less than that, so that every token reads experts" if limit < token else "the others are read"

@@ -25,6 +25,7 @@ from engine.load.file_cache import file_cache
 from engine.load.options import NO_ADAPTER, LoadOptions
 from engine.load.pooling import Pooling
 from engine.load.pools import make_pools, shares_of, total_memory
+from engine.load.repacking import experts_file
 from engine.step.gpu import check_gpu, compile_ahead
 from engine.step.graphs import GraphRunner, make_runner
 from engine.step.runner import Runner
@@ -163,8 +164,13 @@ class _Weights:
 
     @staticmethod
     def load(
-        folder: str | Path, options: LoadOptions, device: torch.device, chat_template: str | Path | None
+        folder: str | Path,
+        options: LoadOptions,
+        device: torch.device,
+        chat_template: str | Path | None,
+        in_part: bool = False,
     ) -> "_Weights":
+        """Load a checkpoint; `in_part`: not all of its experts are to be in memory."""
         opened, cache = time.time(), file_cache(options.cache)
         checkpoint, shard = Checkpoint.open(folder, cache), options.place
         precision = shard.first(lambda: pick_dtype(options.dtype, checkpoint, device))
@@ -175,7 +181,10 @@ class _Weights:
             checkpoint.vocabulary.keep()
         template = load_template(checkpoint.folder, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
-        cached = cached_matrices(cache, checkpoint, kept.name, shard, device, opened)
+        if in_part:
+            cached = experts_file(cache, checkpoint, precision.dtype, kept.name, opened)
+        else:
+            cached = cached_matrices(cache, checkpoint, kept.name, shard, device, opened)
         reader = partial(Weights, shard=shard, cached=cached, rounding=options.activations == "int8")
         model = load_model(checkpoint, precision.dtype, device, kept.name, reader)
         if cached:
@@ -278,9 +287,11 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
     check_compile(options.compile, device)
     if shard.size > 1 and options.compile == "on":
         raise UsageError("compile: a model that processes share is not compiled", remedy="leave out --compile on")
-    template, others = {"target": options.chat_template}, replace(options, adapters=())
+    others = replace(options, adapters=())
     parts = {
-        role: _Weights.load(folder, options if role == "target" else others, device, template.get(role))
+        role: _Weights.load(folder, options, device, options.chat_template, experts is not None)
+        if role == "target"
+        else _Weights.load(folder, others, device, None)
         for role, folder in options.folders.items()
     }
     if options.activations == "int8" and not rounds_rows(parts["target"].model):

@@ -2,9 +2,7 @@
 kernels, compiled before its first request."""
 
 import importlib.util
-import sys
 import sysconfig
-import time
 import warnings
 from array import array
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from engine.cache.tree import TokenTree
 from engine.contract.top_sums import TopSums
 from engine.errors import KVMemoryError, UsageError
+from engine.progress import ProgressLine
 from engine.step.packing import Chunk
 from engine.step.runner import Runner
 from kernels.rows import NextNodes, next_nodes
@@ -78,15 +77,15 @@ def compile_ahead(runner: Runner) -> None:
 
     if INTERPRETED.value:
         return
-    progress = CompilerProgress()
+    progress = ProgressLine(PATIENCE)
     try:
         for _ in range(2):
-            with compiling(progress.tell):
+            with compiling(lambda done, count: progress.tell(compiled(done, count))):
                 usual_passes(runner)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         warnings.warn(f"kernels are compiled at their first use, as it failed ahead of it: {reason}", stacklevel=2)
-    progress.end()
+    progress.end(f"kernels compiled in {progress.seconds:.0f} s")
 
 
 @torch.inference_mode()
@@ -110,25 +109,6 @@ def usual_passes(runner: Runner) -> None:
             tree.release()
 
 
-class CompilerProgress:
-    """Tells on stderr how many kernels are compiled, where that takes long: on a terminal a line that changes,
-    elsewhere one at the beginning and one at the end."""
-
-    def __init__(self):
-        self.began, self.told = time.perf_counter(), False
-        self.terminal = sys.stderr is not None and sys.stderr.isatty()
-
-    def tell(self, done: int, count: int) -> None:
-        """So many are, of so many."""
-        if sys.stderr is None or time.perf_counter() - self.began < PATIENCE or (self.told and not self.terminal):
-            return
-        text = f"coppice: {done} of {count} kernels compiled for this GPU; later starts find them on disk"
-        print(f"\r{text}\x1b[K" if self.terminal else text, end="" if self.terminal else None,
-              file=sys.stderr, flush=True)  # fmt: skip
-        self.told = True
-
-    def end(self) -> None:
-        """All are."""
-        if self.told:
-            text = f"coppice: kernels compiled in {time.perf_counter() - self.began:.0f} s"
-            print(f"\r{text}\x1b[K" if self.terminal else text, file=sys.stderr, flush=True)
+def compiled(done: int, count: int) -> str:
+    """Text of the progress: so many kernels are compiled, of so many."""
+    return f"{done} of {count} kernels compiled for this GPU; later starts find them on disk"

@@ -20,6 +20,7 @@ from kernels.linear import Packed, PackedParts
 AROUND = 1 << 16  # bytes: a page that is missing brings those beside it that the system has, within such a window
 MOST_PLACES = 4  # of an expert: panels, and what goes with them, of two matrices
 READ_ONLY = 1  # PROT_READ of sys/mman.h
+MAPPINGS = Path("/proc/self/smaps")  # the system's list of mappings
 # In the system's list of mappings: ends and rights of each of a file, and its bytes that the file does not have: they
 # were written to, and are in memory or swapped out.
 _FILE = re.compile(
@@ -111,7 +112,7 @@ class _Files:
 def _mapped() -> Iterator[tuple[int, int, str, int]]:
     """The mappings of files: ends, rights, and how much of each is not the file's. Raises ValueError."""
     try:
-        text = Path("/proc/self/smaps").read_text("utf-8", "replace")
+        text = MAPPINGS.read_text("utf-8", "replace")
     except OSError:
         raise ValueError("the system does not say which files are mapped: Linux does") from None
     for low, high, rights, written, swapped in _FILE.findall(text):

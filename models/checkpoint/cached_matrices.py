@@ -1,20 +1,24 @@
 """The packed matrices of a checkpoint in a file of the cache: those that are quantised, or repacked, when it is loaded.
 
-Matrices of floats are not kept: to pack them takes about the time that it takes to read them.
+Matrices of floats are not kept, as to pack them takes about the time that it takes to read them, but for experts of
+which a part is to be in memory.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.linear import Groups, Packed, PackedParts
+from models.checkpoint.experts import EXPERT
 from models.checkpoint.headers import Checkpoint
-from models.checkpoint.tensor_files import DTYPES, buffer_of
-from models.file_cache import CachedFile, FileCache, changed_since, identity, in_background, name_of
+from models.checkpoint.tensor_files import DTYPES, FLOATS, buffer_of
+from models.errors import CheckpointError, show
+from models.file_cache import CachedFile, FileCache, NewFile, changed_since, identity, in_background, name_of
 from models.formats.floats import has_kernels
 from models.formats.packed import Size
 from models.shard import Shard
@@ -27,30 +31,50 @@ class CachedMatrices:
     """The matrices of a checkpoint in a format, of one process.
 
     Args:
-        cache: the folder of files.
-        checkpoint: has matrices that are quantised, or are to be.
+        cache: the folder of files; None: there is none, and nothing is found.
+        checkpoint: has matrices that are quantised, or are to be, or experts.
         quant: the format of the matrices.
         shard: the place of the process.
         opened: a moment of `time.time` before the headers were read.
+        floats: the dtype that experts of floats are packed for, which are among the matrices then; None: they are not.
 
     Raises:
         OSError: a file of the checkpoint cannot be read.
     """
 
-    def __init__(self, cache: FileCache, checkpoint: Checkpoint, quant: str, shard: Shard, opened: float):
-        self.cache, self.opened = cache, opened
+    def __init__(
+        self,
+        cache: FileCache | None,
+        checkpoint: Checkpoint,
+        quant: str,
+        shard: Shard,
+        opened: float,
+        floats: torch.dtype | None = None,
+    ):
+        self.cache, self.opened, self._floats = cache, opened, floats is not None
         self.paths = sorted({info.file for info in checkpoint.tensors.values()})
         self.identity = identity(self.paths)
         config = json.dumps(checkpoint.config, sort_keys=True)
-        self.name = name_of("matrices", self.identity, config, quant, shard.rank, shard.size)
-        self._file = cache.open(self.name)
+        more = [] if floats is None else [str(floats)]
+        self.name = name_of("matrices", self.identity, config, quant, shard.rank, shard.size, *more)
         self._known: dict[str, Packed | PackedParts] = {}
-        self._new = False
+        self._new, self._write_now = False, None
+        self._file: CachedFile | None = None
+        self.look()
+
+    def look(self) -> bool:
+        """Open the file if it is there by now. Returns whether it is."""
+        self._file = self.cache.open(self.name) if self.cache else None
+        return self.found
 
     @property
     def found(self) -> bool:
         """Whether an earlier start made them."""
         return self._file is not None
+
+    def holds(self, quant: str, name: str) -> bool:
+        """Whether the file has a matrix that is kept in a format; `name` is that of the matrix."""
+        return quant != "none" or (self._floats and EXPERT in name)
 
     def get(self, key: str) -> Packed | PackedParts | None:
         """The matrix of a key, mapped; None: it is not in the file."""
@@ -64,22 +88,64 @@ class CachedMatrices:
 
     def add(self, key: str, matrix: Packed | PackedParts | None) -> None:
         """Take note of a matrix that was derived; None: it is kept in a way that is no packed matrix."""
-        if matrix is not None:
+        if matrix is not None and self._write_now:
+            self._write_now(key, matrix)
+        elif matrix is not None:
             self._known[key], self._new = matrix, True
 
     def keep(self) -> None:
         """Write what was derived, if it is worth a file, in a thread: whatever the model is asked first goes before."""
         known, self._known = self._known, {}
         size = sum(part.panels.nbytes for matrix in known.values() for part in _parts(matrix))
-        if self._new and size >= WORTH:
+        if self.cache and self._new and size >= WORTH:
             in_background(partial(self._write, known))
+
+    @contextmanager
+    def written(self, new: NewFile, tell: Callable[[int], None]) -> Iterator[None]:
+        """Meanwhile each matrix is written when it is derived, and not kept; afterwards all of them are found.
+
+        Args:
+            new: the file.
+            tell: is told how many bytes were written so far.
+
+        Raises:
+            CheckpointError: the checkpoint changed.
+            OSError: they cannot be written.
+        """
+        facts, done = dict[str, Any](), 0
+
+        def write(key: str, matrix: Packed | PackedParts) -> None:
+            nonlocal done
+            sizes = list[int]()
+
+            def put(tensor: Tensor) -> int:
+                sizes.append(tensor.nbytes)
+                return new.put(buffer_of(tensor).cast("B"))
+
+            facts[key] = [_described(part, put) for part in _parts(matrix)]
+            tell(done := done + sum(sizes))
+
+        self._write_now = write
+        try:
+            yield
+        finally:
+            self._write_now = None
+        if identity(self.paths) != self.identity:
+            raise CheckpointError("the weights changed while they were packed", where=show(self.paths[0].parent))
+        new.finish(facts)
+        self._file = new.mapped()
 
     def _write(self, known: Mapping[str, Packed | PackedParts]) -> None:
         facts, tensors = {}, list[Tensor]()
+
+        def put(tensor: Tensor) -> int:
+            tensors.append(tensor)
+            return len(tensors) - 1
+
         for key, matrix in known.items():
-            facts[key] = [_described(part, tensors) for part in _parts(matrix)]
+            facts[key] = [_described(part, put) for part in _parts(matrix)]
         with suppress(OSError):  # the checkpoint is gone
-            if not changed_since(self.paths, self.opened) and identity(self.paths) == self.identity:
+            if self.cache and not changed_since(self.paths, self.opened) and identity(self.paths) == self.identity:
                 self.cache.write(self.name, facts, [buffer_of(tensor).cast("B") for tensor in tensors])
 
 
@@ -99,20 +165,35 @@ def cached_matrices(
     return None
 
 
+def matrices_of_experts(
+    cache: FileCache | None, checkpoint: Checkpoint, dtype: torch.dtype, quant: str, opened: float
+) -> CachedMatrices:
+    """`CachedMatrices` that have all experts of a mixture, those of floats as well. Raises OSError."""
+    floats = (info.dtype in FLOATS.values() for name, info in checkpoint.tensors.items() if _is_expert(name))
+    packed_for = dtype if quant == "none" and any(floats) else None
+    return CachedMatrices(cache, checkpoint, quant, Shard(), opened, packed_for)
+
+
+def _is_expert(name: str) -> bool:
+    """Whether a tensor is a matrix of an expert, and not what goes with one."""
+    return EXPERT in name and name.endswith(".weight")
+
+
 def _parts(matrix: Packed | PackedParts) -> list[Packed]:
     return matrix.parts if isinstance(matrix, PackedParts) else [matrix]
 
 
-def _described(packed: Packed, tensors: list[Tensor]) -> tuple[Size, list[tuple[int, str, Sequence[int]] | None]]:
-    """Size and tensors of a matrix: the number, dtype and shape of each; they are added to the list."""
+def _described(
+    packed: Packed, put: Callable[[Tensor], int]
+) -> tuple[Size, list[tuple[int, str, Sequence[int]] | None]]:
+    """Size and tensors of a matrix: the number, dtype and shape of each. `put` takes each and numbers it."""
     values = packed.groups[2:] if packed.groups else (packed.scale_O, *(None,) * 4)
     described: list[tuple[int, str, Sequence[int]] | None] = []
     for tensor in (packed.panels, *values, packed.order_I):
         if tensor is None:
             described.append(None)
             continue
-        described.append((len(tensors), NAMES[tensor.dtype], list(tensor.shape)))
-        tensors.append(tensor.contiguous())
+        described.append((put(tensor.contiguous()), NAMES[tensor.dtype], list(tensor.shape)))
     return Size.of(packed), described
 
 

@@ -131,7 +131,7 @@ class Sizes(Weights):
         if EXPERT in names[0]:
             self.chosen += size
             self.mixed |= {names[0].partition(EXPERT)[0]}
-        return _Nothing(stored)
+        return NoMatrix(stored)
 
     def heads(self, names: Sequence[str], heads: int, plain: int, value: int) -> Any:
         """Count the bytes of the matrices of heads, which are floats or in the format of the others."""
@@ -193,7 +193,7 @@ class Sizes(Weights):
         return int(stored * self._share) * (-(-outs // PIECE) * PIECE) // outs
 
 
-class _Nothing(nn.Module):
+class NoMatrix(nn.Module):
     """A linear layer without a matrix, see `models.formats.linear.Linear`."""
 
     bias, matrix = None, None

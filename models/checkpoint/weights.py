@@ -249,7 +249,7 @@ class Weights:
                 weights = (_cut(weight, some, ins) for weight, some in read)
         layer = FORMATS[quant](weights, biases, dtype=self.dtype, device=self.device)
         layer.names = stored
-        if self.cached and quant != "none":
+        if self.cached and self.cached.holds(quant, names[0]):
             self.cached.add(key, getattr(layer, "packed", None))
         return layer
 

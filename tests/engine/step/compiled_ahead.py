@@ -6,7 +6,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from engine.step.gpu import CompilerProgress
+from engine.progress import ProgressLine
+from engine.step.gpu import PATIENCE, compiled
 from kernels import gpu
 from kernels.kv_write import triton as kv_write
 
@@ -34,12 +35,12 @@ def names():
 
 
 gpu.SECONDS_BETWEEN = 0.05
-progress = CompilerProgress()
+progress = ProgressLine(PATIENCE)
 progress.began -= 1000  # it takes long
-with gpu.compiling(progress.tell):
+with gpu.compiling(lambda done, count: progress.tell(compiled(done, count))):
     write()
 found = names()
 with gpu.compiling(lambda done, count: print("again")):
     write()
-progress.end()
+progress.end("kernels compiled in 0 s")
 print(f"{found}, then {'nothing' if names() == found else names()}")

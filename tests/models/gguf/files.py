@@ -174,7 +174,7 @@ class File:
             usual = F32 if vector else self.format
             if values.shape[-1] % gguf.GGML_QUANT_SIZES[usual][0]:  # as llama-quantize does
                 usual = gguf.GGMLQuantizationType.Q8_0
-            self.add(key, values, self.formats.get(key, usual))
+            self.add(key, values, usual)
         for name, matrices in own.items():
             format = self.format if name.endswith("exps.weight") else F32
             self.add(name, np.stack([matrices[i] for i in range(len(matrices))]), format)
@@ -204,7 +204,7 @@ class File:
         for name, values in found.items():
             format = self.format if matrix and values.shape[-1] % gguf.GGML_QUANT_SIZES[self.format][0] == 0 else F32
             key = f"blk.{layer}.{name}"
-            self.add(key, values, self.formats.get(key, format))
+            self.add(key, values, format)
 
     def _delta_net(self, layer, part, x):
         """A tensor of a gated delta net; heads of values go from [keys, of each] to [of each, keys]."""
@@ -232,7 +232,7 @@ class File:
         format = self.format if matrix else F32
         if x.shape[-1] % gguf.GGML_QUANT_SIZES[format][0]:
             format = gguf.GGMLQuantizationType.Q8_0
-        self.add(key, x, self.formats.get(key, format))
+        self.add(key, x, format)
 
     def _in_turns(self, layer, name, values):
         """Tensors of all experts of a layer of gpt-oss, [in, out] with gates and ups in turns, and their biases."""
@@ -243,7 +243,8 @@ class File:
             self.add(f"{layer}{half}_exps.{'bias' if bias else 'weight'}", own, F32 if bias else self.format)
 
     def add(self, name, values, format=F32):
-        """A tensor of floats, in a format."""
+        """A tensor of floats, in a format, or in that of its name."""
+        format = self.formats.get(name, format)
         self.tensors[name], self.types[name] = stored(name, np.ascontiguousarray(values), format), format
 
     def _llama3(self):
