@@ -66,6 +66,7 @@ class TreeLayout:
         if self.paths is not None:
             vars(self.paths).pop("_fits", None)
             vars(self.paths).pop("_groups", None)
+            vars(self.paths).pop("_planned", None)
 
     def refilled(self) -> None:
         """Its tensors hold numbers of another pass, right by construction: operators keep nothing made of the old."""
@@ -76,7 +77,8 @@ class TreeLayout:
         if self.positions_T.device == torch.device(device):
             return self
         moving = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in HOST}
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in moving.items()})
+        there = {name: x.to(device, non_blocking=True) for name, x in moving.items()}
+        return replace(self, **there, paths=None if self.paths is None else self.paths.to(device))
 
     @property
     def seen(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -105,6 +107,14 @@ class DeltaPaths:
     lengths_T: Tensor  # int64, how many of them, the first, are in the token's block
     bases_T: Tensor  # int64, the state that the token's block begins with
     folds_T: Tensor  # int64, the state that takes the place after the token; NULL_STATE: none does
+    chains_N2: Tensor | None = None  # int64, first tokens and ends of chains, see `kernels.delta_net.chains`, level by
+    #   level, and then empty ones; None: "triton" finds them, which waits for a GPU
+    levels: tuple[int, ...] = ()  # how many chains each level has
+
+    def to(self, device: torch.device | str) -> "DeltaPaths":
+        """The same paths on a device."""
+        moving = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in moving.items()})
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ def _recur(call: Call, r: Registers) -> None:
         raise ValueError("a recurrent layer: expected a layout with paths")
     if call.code == "recur" and call.delta.order is not None:
         x_TF = x_TF.index_select(1, call.delta.order)
-    impl, operator = "cpp" if r.layout.impl == "cpp" else "torch", scan if call.code == "scan" else delta_net
-    r[call.target] = operator(x_TF, call.delta.weights, rows_RW, states_SHKV, paths, impl=impl)
+    operator = scan if call.code == "scan" else delta_net
+    r[call.target] = operator(x_TF, call.delta.weights, rows_RW, states_SHKV, paths, impl=r.layout.impl)
 
 
 def _activate(call: Call, r: Registers) -> None:

@@ -8,7 +8,7 @@ from kernels.delta_net import torch as plain
 from kernels.delta_net.weights import DeltaWeights
 from kernels.layout import DeltaPaths
 
-IMPLEMENTATIONS = ("reference", "torch", "cpp")
+IMPLEMENTATIONS = ("reference", "torch", "cpp", "triton")
 
 
 def delta_net(
@@ -37,15 +37,22 @@ def delta_net(
         rows_RW: one layer's rows, see `DeltaKind.row`, contiguous, in the dtype of the weights. NULL_SLOT holds zeros.
         states_SHKV: one layer's states, contiguous, of the same dtype. NULL_STATE holds zeros.
         paths: what is read and written.
-        impl: "reference" (the definition), "torch" (fast PyTorch) or "cpp" (C++, on a CPU).
+        impl: "reference" (the definition), "torch" (fast PyTorch), "cpp" (C++, on a CPU) or "triton" (GPU kernels).
 
     Returns:
         [T, H * V] in the dtype of x.
 
     Raises:
-        ValueError: tensors that do not fit together, rows or states out of range, unknown impl.
+        ValueError: tensors that do not fit together, rows or states out of range, unknown impl, or what the
+            implementation cannot do. Paths on a GPU are not checked, because that would wait for the GPU: the code that
+            makes them answers for them.
     """
     checks.implementation(impl, IMPLEMENTATIONS)
     checks.delta_net(x_TF, weights, rows_RW, states_SHKV, paths)
-    run = {"reference": reference, "torch": plain, "cpp": native}[impl].delta_net
+    if impl == "triton":
+        from kernels.delta_net import triton  # absent on some machines, and slow to import
+
+        run = triton.delta_net
+    else:
+        run = {"reference": reference, "torch": plain, "cpp": native}[impl].delta_net
     return run(x_TF, weights, rows_RW, states_SHKV, paths)

@@ -8,7 +8,7 @@ from kernels.scan import native, reference
 from kernels.scan import torch as plain
 from kernels.scan.weights import ScanWeights
 
-IMPLEMENTATIONS = ("reference", "torch", "cpp")
+IMPLEMENTATIONS = ("reference", "torch", "cpp", "triton")
 
 
 def scan(
@@ -36,5 +36,10 @@ def scan(
     """
     checks.implementation(impl, IMPLEMENTATIONS)
     checks.scan(x_TF, weights, rows_RW, states_SHKV, paths)
-    run = {"reference": reference, "torch": plain, "cpp": native}[impl].scan
+    if impl == "triton":
+        from kernels.scan import triton  # absent on some machines, and slow to import
+
+        run = triton.scan
+    else:
+        run = {"reference": reference, "torch": plain, "cpp": native}[impl].scan
     return run(x_TF, weights, rows_RW, states_SHKV, paths)
