@@ -65,12 +65,13 @@ class TreeLayout:
         vars(self).pop("_slots", None)
         if self.paths is not None:
             vars(self.paths).pop("_fits", None)
-            vars(self.paths).pop("_groups", None)
-            vars(self.paths).pop("_planned", None)
 
     def refilled(self) -> None:
         """Its tensors hold numbers of another pass, right by construction: operators keep nothing made of the old."""
         vars(self).pop("_tasks", None)
+        if self.paths is not None:
+            vars(self.paths).pop("_groups", None)
+            vars(self.paths).pop("_planned", None)
 
     def to(self, device: torch.device | str) -> "TreeLayout":
         """The same layout on a device, but for `trunk_runs` and `adapters_T`."""

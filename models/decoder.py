@@ -92,10 +92,6 @@ class Decoder(nn.Module):
                 where=str(checkpoint.folder),
                 remedy="Use --device cpu, or give the checkpoint that they were packed from.",
             )
-        if c.recurrent is not None and device.type != "cpu":
-            raise CheckpointError(
-                "recurrent layers run on a CPU only", where=str(checkpoint.folder), remedy="Use --device cpu."
-            )
         if c.latent is not None and device.type != "cpu":
             raise CheckpointError(
                 "multi-head latent attention runs on a CPU only",

@@ -25,6 +25,7 @@ from engine.errors import UsageError
 from engine.rules.edits import Edit
 from engine.step.gpu import check_triton
 from engine.step.packing import Chunk, Pass, bucket, pack
+from engine.step.paths import width_of
 from engine.step.phases import phase
 from engine.step.runner import Inputs, Keep, Launched, Part, Ready, Runner
 from kernels import cpp
@@ -46,6 +47,7 @@ LAYOUT += (
     "branch_positions_RW",
     "ancestors_TN",
 )  # the fields of a layout that change from pass to pass
+PATHS = ("rows_T", "paths_TN", "lengths_T", "bases_T", "folds_T", "chains_N2")  # those of its paths
 BUDGET = 2048  # most tokens of a pass on a GPU, which a few hundred would leave half idle
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
@@ -117,9 +119,10 @@ class GraphRunner(Runner):
         rows = self.allowed // (model.shape.vocab_size * torch.float32.itemsize)
         least = min(self.token_buckets or TOKENS)
         self.tokens = tuple(n for n in TOKENS if least <= n <= rows) or (least,)
+        of_paths = 0 if pool.stores is None else width_of(pool.stores.kind, True)
         most = (
             4096
-            + self.tokens[-1] * (5 * 2 + 1 + 2 * pool.ancestors + WORDS[-1])
+            + self.tokens[-1] * (5 * 2 + 1 + 2 * pool.ancestors + WORDS[-1] + 2 * of_paths)
             + TABLES * WORD * 3
             + TREES[-1] * pool.pages
         )
@@ -147,8 +150,12 @@ class GraphRunner(Runner):
             return super().launch(chunks, asked, reads, edits, keeps, fill, keep_rows=keep_rows)
         options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
         options |= {"token_buckets": self.tokens, "word_buckets": WORDS, "tree_buckets": TREES}
+        options["delta"] = None if self.pool.stores is None else self.pool.stores.kind
         with phase(self.observer, "pack"):
             p = pack(chunks, self.pool.page_size, **options)
+        if p.layout.paths is not None and len(p.layout.paths.levels) > 1:
+            self._tell(logging.INFO, "a pass that reads a state it makes")
+            return super().launch(chunks, asked, reads, edits, keeps, fill, keep_rows=keep_rows)
         inputs, step = Inputs(self.device, fill) if self.asynchronous else None, self._step(p)
         step(self, p, asked, inputs)
         *results, peaks_NB, hidden_TE = self._outputs
@@ -293,14 +300,19 @@ def _bucket(p: Pass) -> tuple[int, int, int]:
 
 def _fields(p: Pass, rows_T: Tensor) -> list[Tensor]:
     """The inputs of a pass; the page table is last and by columns, so that the places of others do not depend on it."""
-    fields = (x for name in LAYOUT if (x := getattr(p.layout, name)) is not None)
-    return [p.tokens_T, p.spans_T, rows_T, *fields, p.layout.trunk_pages_RP.T]
+    fields = [x for name in LAYOUT if (x := getattr(p.layout, name)) is not None]
+    paths = [] if p.layout.paths is None else [x for name in PATHS if (x := getattr(p.layout.paths, name)) is not None]
+    return [p.tokens_T, p.spans_T, rows_T, *paths, *fields, p.layout.trunk_pages_RP.T]
 
 
 def _rebuild(p: Pass, fields: list[Tensor]) -> tuple[Pass, Tensor]:
     """A pass like p with the tensors that `_fields` lists, and its rows_T."""
     tokens_T, spans_T, rows_T, *rest, pages_PR = fields
-    layout = replace(p.layout, **dict(zip(LAYOUT, rest, strict=False)), trunk_pages_RP=pages_PR.T)
+    if (paths := p.layout.paths) is not None:
+        names = [name for name in PATHS if getattr(paths, name) is not None]
+        paths = replace(paths, **dict(zip(names, rest, strict=False)), levels=(len(tokens_T),))
+        rest = rest[len(names) :]
+    layout = replace(p.layout, **dict(zip(LAYOUT, rest, strict=False)), trunk_pages_RP=pages_PR.T, paths=paths)
     return Pass(tokens_T, spans_T, layout), rows_T
 
 

@@ -219,7 +219,8 @@ def next_of(job: Job) -> Next | None:
     if pending is None or pending.constrained is not None or job.traced or job.kept is not None:
         return None
     tree = pending.request.tree
-    return pending.request.next if tree.switch_length is None and not tree.pool.ancestors else None
+    kept = tree.pool.ancestors or tree.pool.stores is not None  # places that hang on which parent a node has
+    return pending.request.next if tree.switch_length is None and not kept else None
 
 
 def next_of_share(share: Share) -> Next | None:

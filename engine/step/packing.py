@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.cache.drafts import DraftedNode
 from engine.cache.tree import TokenTree
-from engine.step.paths import PathColumns, paths_of
+from engine.step.paths import PathColumns, paths_of, width_of
 from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, DeltaKind, TreeLayout
 
 
@@ -104,7 +104,7 @@ class Packer:
         page_size: of the pool that all trees share.
         device: where the tensors go.
         ancestors: how many of each token's latest ancestors the layout names.
-        delta: the kind of recurrent layers, of which the layout has the paths then; without buckets.
+        delta: the kind of recurrent layers, of which the layout has the paths then; and their chains, for "triton".
         token_buckets, word_buckets, tree_buckets, page_buckets: sizes that T, the ancestry words, R and the pages of
             the longest trunk are padded to, so that compiled graphs are reused. Padding tokens attend to nothing and
             write to the trash slot.
@@ -137,7 +137,7 @@ class Packer:
 
     def pack(self, chunks: Sequence[Chunk]) -> Pass:
         """The inputs of a pass of chunks, one per tree."""
-        columns = _Columns(self.ancestors, self.delta)
+        columns = _Columns(self.ancestors, self.delta, self.impl == "triton")
         for chunk in chunks:
             columns.add(chunk)
         columns.pad(
@@ -169,9 +169,9 @@ def pack(chunks: Sequence[Chunk], page_size: int, device: torch.device | str = "
 class _Columns:
     """The columns of a layout with a row per token, and those with a row per tree."""
 
-    def __init__(self, reach: int, delta: DeltaKind | None):
+    def __init__(self, reach: int, delta: DeltaKind | None, chained: bool):
         self.reach = reach
-        self.paths = None if delta is None else PathColumns(delta)
+        self.paths = None if delta is None else PathColumns(delta, chained)
         self.ancestors: list[int] = []
         self.tokens: list[int] = []
         self.positions: list[int] = []
@@ -216,7 +216,7 @@ class _Columns:
             self.paths.add(tree, chunk.trunk_tokens, nodes)
 
     def pad(self, tokens: int, trees: int) -> None:
-        """Add padding tokens to the last tree, and trees without tokens."""
+        """Add padding tokens to the last tree, and trees without tokens; all tokens are there then."""
         if tokens:
             self.spans += [1] * tokens
             self.slots += [TRASH_SLOT] * tokens
@@ -224,11 +224,15 @@ class _Columns:
             for column in (self.tokens, self.positions, self.seen, self.bits, self.adapters):
                 column += [0] * tokens
             self.starts[-1] += tokens
+            if self.paths is not None:
+                self.paths.pad(tokens)
         if trees:
             self.starts += self.starts[-1:] * trees
             self.lengths += [0] * trees
             self.pages += [()] * trees
             self.tables += [NO_TABLE] * trees
+        if self.paths is not None and self.paths.chained:
+            self.paths.chain()
 
     def longs(self, sizes: PassSizes) -> "array[int]":
         """The columns of 64 bits, as `_Frame` has them."""
@@ -265,7 +269,7 @@ class _Frame:
     def __init__(self, sizes: PassSizes, packer: Packer):
         T, R, W, P, reach = sizes.tokens, sizes.trees, sizes.words * WORD, sizes.pages, packer.ancestors
         self.sizes, self.device, delta = sizes, packer.device, packer.delta
-        paths = 0 if delta is None else T * (4 + delta.reach)
+        paths = 0 if delta is None else T * width_of(delta, packer.impl == "triton")
         self._longs, longs = _memory("q", [T, T, T, T, T * reach, T * sizes.adapted, paths, R * W])
         self._ints, ints = _memory("i", [R + 1, T, R, 3 * sizes.runs, R, R * P, R * W, T * sizes.words])
         tokens_T, positions_T, spans_T, slots_T, ancestors, adapters_T, numbers, branch_slots = longs
@@ -295,12 +299,16 @@ class _Frame:
         """The pass of these columns."""
         self._longs[:] = columns.longs(self.sizes)
         self._ints[:] = columns.ints(self.sizes)
-        inputs = self.inputs
+        inputs, layout = self.inputs, self.inputs.layout
+        if columns.paths is not None and columns.paths.chained:
+            assert layout.paths is not None
+            layout = replace(layout, paths=replace(layout.paths, levels=columns.paths.levels))
+            inputs = replace(inputs, layout=layout)
         if self.device.type == "cpu":
-            inputs.layout.changed()
+            layout.changed()
             return inputs
         tokens_T, spans_T = (x.to(self.device, non_blocking=True) for x in (inputs.tokens_T, inputs.spans_T))
-        return Pass(tokens_T, spans_T, inputs.layout.to(self.device))
+        return Pass(tokens_T, spans_T, layout.to(self.device))
 
 
 def _memory(code: str, lengths: Sequence[int]) -> tuple["array[int]", Sequence[Tensor]]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from engine.cache.drafts import DraftedNode
 from engine.cache.states import whole
 from engine.cache.tree import TokenTree
+from kernels.delta_net.chains import chains_of
 from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind, DeltaPaths
 
 
@@ -15,15 +16,21 @@ class PathColumns:
 
     Args:
         kind: of the recurrent layers.
+        chained: whether `chain` is called at the end, for a GPU.
+
+    Attributes:
+        levels: see `DeltaPaths`.
     """
 
-    def __init__(self, kind: DeltaKind):
-        self.kind = kind
+    def __init__(self, kind: DeltaKind, chained: bool = False):
+        self.kind, self.chained = kind, chained
         self.rows: list[int] = []
         self.paths: list[int] = []
         self.lengths: list[int] = []
         self.bases: list[int] = []
         self.folds: list[int] = []
+        self.chains: list[int] = []
+        self.levels: tuple[int, ...] = ()
 
     def add(self, tree: TokenTree, trunk_tokens: int, nodes: Sequence[int | DraftedNode]) -> None:
         """Add the next tokens of a trunk, and branch nodes (parents first); they have rows and states already."""
@@ -73,17 +80,38 @@ class PathColumns:
         self.bases.append(base)
         self.folds.append(fold)
 
+    def pad(self, tokens: int) -> None:
+        """Add padding tokens: the first ones of their sequences, of which nothing is kept."""
+        self.rows += [TRASH_SLOT] * tokens
+        self.paths += [NULL_SLOT] * tokens * self.kind.reach
+        for column in (self.lengths, self.bases, self.folds):
+            column += [0] * tokens
+
+    def chain(self) -> None:
+        """Find the chains of the tokens, filled up with empty ones: as many as there are tokens."""
+        parents = self.paths[:: self.kind.reach]
+        chains, self.levels = chains_of(parents, self.lengths, self.bases, self.folds)
+        self.chains = [number for chain in chains for number in chain]
+        self.chains += [0, 0] * (len(parents) - len(chains))
+
     @property
     def numbers(self) -> list[int]:
         """All columns, as `paths_of` takes them."""
-        return self.rows + self.lengths + self.bases + self.folds + self.paths
+        return self.rows + self.lengths + self.bases + self.folds + self.paths + self.chains
+
+
+def width_of(kind: DeltaKind, chained: bool) -> int:
+    """How many of `PathColumns.numbers` there are for each token."""
+    return 4 + kind.reach + 2 * chained
 
 
 def paths_of(numbers: Tensor, tokens: int, kind: DeltaKind) -> DeltaPaths:
     """The paths in `PathColumns.numbers`, int64, of so many tokens."""
-    *columns, paths = numbers.split([*([tokens] * 4), tokens * kind.reach])
+    rest = len(numbers) - tokens * (4 + kind.reach)
+    *columns, paths, chains = numbers.split([*([tokens] * 4), tokens * kind.reach, rest])
     rows_T, lengths_T, bases_T, folds_T = columns
-    return DeltaPaths(rows_T, paths.view(tokens, kind.reach), lengths_T, bases_T, folds_T)
+    chains_N2 = chains.view(-1, 2) if rest else None
+    return DeltaPaths(rows_T, paths.view(tokens, kind.reach), lengths_T, bases_T, folds_T, chains_N2)
 
 
 def _parent(tree: TokenTree, node: int | DraftedNode) -> int | DraftedNode:

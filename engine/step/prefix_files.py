@@ -69,7 +69,7 @@ def save_prefix(engine: Owner, path: str | Path, tokens: Sequence[int]) -> None:
                 chunk = min(runner.budget, left)
                 runner.forward([Chunk(tree, chunk, [], tree.allocate(chunk, []))])
             kept = {name: x_LGSD[:, :, _slots(tree)].cpu() for name, x_LGSD in _parts(engine.pool).items()}
-            kept |= {name: x_L[:, places] for name, (x_L, places) in _recurrent(tree).items()}
+            kept |= {name: x_L[:, places].cpu() for name, (x_L, places) in _recurrent(tree).items()}
             tree.save()
     finally:
         tree.release()
@@ -102,7 +102,7 @@ def load_prefix(engine: Owner, path: str | Path, salt: str = "") -> list[int]:
             for name, x_LGSD in _parts(engine.pool).items():
                 x_LGSD[:, :, _slots(tree)] = kept[name].to(x_LGSD.device)
             for name, (x_L, places) in _recurrent(tree).items():
-                x_L[:, places] = kept[name]
+                x_L[:, places] = kept[name].to(x_L.device)
         tree.save()
     finally:
         tree.release()

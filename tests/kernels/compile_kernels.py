@@ -16,13 +16,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels import recurrent
+from kernels.delta_net import triton as on_deltas
 from kernels.experts import triton as on_experts
 from kernels.gpu import Properties
 from kernels.kv_write import triton as kv_write
 from kernels.linear import triton as products
 from kernels.linear.codes import Codes
 from kernels.rows import triton as on_rows
+from kernels.layout import DeltaKind, ScanKind
 from kernels.rows import triton_next, triton_sums
+from kernels.scan import triton as on_scans
 from kernels.tree_attention import triton as tree_attention
 from kernels.tree_attention import triton_fixed, triton_shares
 from tests.kernels.sass import main_loops, usage
@@ -241,6 +245,31 @@ def next_nodes(capability, sums):
     return compile(triton_next._next_nodes, capability, types, {"LINE": triton_next.LINE, "K": sums, "WORDS": words})
 
 
+def recurring(capability, kind, dtype=torch.bfloat16):
+    """The kernels of a gated delta net, or of a selective scan, and the one that walks along chains the last."""
+    (H, K, V), G, C, delta = kind.state, kind.key_heads, kind.channels, not isinstance(kind, ScanKind)
+    own, floats = on_deltas if delta else on_scans, dict.fromkeys(("least", "most", "eps"), "fp32")
+    K2, V2 = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    sizes = {"INPUTS": 0 if delta else H * V, "C": C, "ROW": kind.row, "REACH": kind.reach, "TAPS": kind.taps}
+
+    def of(kernel, constants, **options):
+        names = {name: constants[name] for name in kernel.arg_names if name in constants}
+        types = dict.fromkeys((name for name in kernel.arg_names if name.endswith("_ptr")), "*fp32")
+        types |= dict.fromkeys(("x_ptr", "out_ptr"), f"*{NAMES[dtype]}") | floats
+        types |= {f"{name}_ptr": "*i64" for name in ("paths", "chains", "lengths", "bases", "folds", "rows_t")}
+        types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        return compile(kernel, capability, types, names, **options)
+
+    some = {"G": G, "H": H, "K": K, "K2": K2, "V": V, "V2": V2, "DELTA": delta, "KEYS": G * K, "VALUES": H * V}
+    yield of(recurrent._prepare_keys, sizes | some | {"FIRST": 0, "SHIFTED": not delta, "M": max(1, recurrent.ELEMENTS // K2)})
+    heads = sizes | some | {"M": max(1, recurrent.ELEMENTS // V2)}
+    yield of(own._prepare_values, heads)
+    E = H * V // G
+    yield of(own._finish, heads if delta else {"G": G, "E": E, "E2": triton.next_power_of_2(E)})
+    yield of(recurrent._keep, sizes | some | {"BLOCK": recurrent.KEPT})
+    yield of(recurrent._walk, sizes | some | {"BLOCK": min(16, recurrent.WALKED // K2)}, num_warps=1)
+
+
 def unspilled(compiled, most=0):
     registers, stack = usage(compiled)
     assert stack <= most, (compiled.metadata.name, registers, stack)
@@ -369,6 +398,12 @@ for capability, (kind, rows, function) in itertools.product(
 unspilled(of_experts(90, 7, 16, torch.float32))
 unspilled(of_experts(90, 4, 16, group=32, LEAST=True, SPLIT=True))
 unspilled(of_experts(120, 5, 16, function=6, BIAS=True, SPLIT=True))
+RECURRENT = DeltaKind(16, 32, 128, 128, 4), ScanKind(1, 48, 128, 64, 4)  # Qwen3.5 9B, Granite 4 Tiny
+for capability, kind in itertools.product((80, 90, 120), RECURRENT):
+    for compiled in recurring(capability, kind):
+        unspilled(compiled)
+for compiled in recurring(90, DeltaKind(16, 16, 256, 256, 4), torch.float32):
+    unspilled(compiled)
 
 # A multiprocessor issues 4 instructions of 32 threads in a cycle: where memory is the limit, loops have to be short.
 pinned(attend(90, 16, 128, torch.bfloat16), (385, 475, 310))  # a trunk's whole blocks, its last one, branch words
