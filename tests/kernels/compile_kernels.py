@@ -21,10 +21,10 @@ from kernels.delta_net import triton as on_deltas
 from kernels.experts import triton as on_experts
 from kernels.gpu import Properties
 from kernels.kv_write import triton as kv_write
+from kernels.layout import DeltaKind, ScanKind
 from kernels.linear import triton as products
 from kernels.linear.codes import Codes
 from kernels.rows import triton as on_rows
-from kernels.layout import DeltaKind, ScanKind
 from kernels.rows import triton_next, triton_sums
 from kernels.scan import triton as on_scans
 from kernels.tree_attention import triton as tree_attention
@@ -261,7 +261,10 @@ def recurring(capability, kind, dtype=torch.bfloat16):
         return compile(kernel, capability, types, names, **options)
 
     some = {"G": G, "H": H, "K": K, "K2": K2, "V": V, "V2": V2, "DELTA": delta, "KEYS": G * K, "VALUES": H * V}
-    yield of(recurrent._prepare_keys, sizes | some | {"FIRST": 0, "SHIFTED": not delta, "M": max(1, recurrent.ELEMENTS // K2)})
+    yield of(
+        recurrent._prepare_keys,
+        sizes | some | {"FIRST": 0, "SHIFTED": not delta, "M": max(1, recurrent.ELEMENTS // K2)},
+    )
     heads = sizes | some | {"M": max(1, recurrent.ELEMENTS // V2)}
     yield of(own._prepare_values, heads)
     E = H * V // G

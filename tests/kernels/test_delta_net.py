@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from kernels import cpp
 from kernels.delta_net import DeltaWeights, delta_net
+from kernels.delta_net.chains import with_chains
 from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind, DeltaPaths
 from tests.kernels.test_checks import refusals
 
@@ -100,9 +101,12 @@ class Growing:
         self.inputs.append(x_TF)
         return x_TF, DeltaPaths(*(torch.tensor(column, dtype=torch.int64) for column in columns))
 
-    def run(self, impl, tokens, chains):
+    def run(self, impl, tokens, chains, device="cpu"):
         x_TF, paths = self.grow(tokens, chains)
-        self.outputs.append(self.operator(x_TF, self.weights, self.rows, self.states, paths, impl=impl))
+        self.rows, self.states, weights = self.rows.to(device), self.states.to(device), moved(self.weights, device)
+        given = x_TF.to(device), weights, self.rows, self.states, paths.to(device)
+        self.outputs.append(self.operator(*given, impl=impl).cpu())
+        self.levels = with_chains(paths).levels
 
     def check(self, tolerance):
         x_TF, found = torch.cat(self.inputs).double(), torch.cat(self.outputs).double()
@@ -117,7 +121,11 @@ def doubled(weights):
     return type(weights)(*(x.double() if torch.is_tensor(x) else x for x in weights))
 
 
-def errors_of(growing, kind, impl, draws=1):
+def moved(weights, device):
+    return type(weights)(*(x.to(device) if torch.is_tensor(x) else x for x in weights))
+
+
+def errors_of(growing, kind, impl, draws=1, device="cpu"):
     """The errors of the definition and of an implementation in float32, against the definition in float64."""
     errors = []
     for name in ("reference", impl):
@@ -125,7 +133,7 @@ def errors_of(growing, kind, impl, draws=1):
         for seed in range(2, 2 + draws):
             forest, exact = growing(kind, seed), growing(kind, seed, torch.float64)
             for tokens, chains in ((45, 40), (20, 9), (5, 1)):
-                forest.run(name, tokens, chains)
+                forest.run(name, tokens, chains, device if name == impl else "cpu")
                 _, paths = exact.grow(tokens, chains)
                 x_TF = forest.inputs[-1].double()
                 stores = exact.rows, exact.states
@@ -213,7 +221,7 @@ def check_refused_sizes(forest):
     wrong = forest.weights._replace(kind=replace(forest.kind, key_heads=3))
     with pytest.raises(ValueError, match="weights: expected a tap, a head"):
         forest.operator(x_TF, wrong, forest.rows, forest.states, paths)
-    with pytest.raises(ValueError, match="impl: expected one of reference, torch, cpp, got 'c'"):
+    with pytest.raises(ValueError, match="impl: expected one of reference, torch, cpp, triton, got 'c'"):
         forest.operator(x_TF, forest.weights, forest.rows, forest.states, paths, impl="c")
 
 

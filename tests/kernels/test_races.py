@@ -1,17 +1,22 @@
 """Programs of Triton kernels that work together have no races: the "last program" merges of attention, of products, of
-experts and of top sums. `docs/gpu.md` records which mutants of the kernels the detector finds."""
+experts and of top sums; chains of recurrent layers. `docs/gpu.md` records which mutants of the kernels the detector
+finds."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels.experts import Routing, Stacked, routed
+from kernels.layout import DeltaKind, ScanKind
 from kernels.rows import log_softmax, top_sums_of
 from kernels.rows.checks import TopSums
 from kernels.same_bits import asking
 from tests.kernels.forests import cast, forest
+from tests.kernels.test_delta_net import Growing
 from tests.kernels.test_same_bits import Sequences
+from tests.kernels.test_scan import Scanned
 from tests.marks import HAS_TRITON, needs_interpreter
 
 if HAS_TRITON:
@@ -110,6 +115,16 @@ def route(monkeypatch):
         routed(torch.randn(rows, 130), torch.randn(rows, 5), up, down, Routing(2), "silu")
 
 
+def recur(monkeypatch):
+    """Chains that begin with one state, and a level that reads what another leaves."""
+    for growing, kind in ((Growing, DeltaKind(1, 2, 4, 20, 4)), (Scanned, ScanKind(1, 2, 4, 20, 4))):
+        forest = growing(kind, 3, roots=1)
+        forest.rng = SimpleNamespace(randrange=lambda nodes: nodes - 3)
+        forest.run("triton", 40, 36)
+        assert len(forest.levels) == 2
+        forest.run("triton", 4, 1)
+
+
 def rank(monkeypatch):
     """Two searches of one tile and of many, and rows whose blocks are in groups."""
     logp, _, peaks = log_softmax(torch.randn(6, 9000), 8990, impl="triton")
@@ -124,6 +139,7 @@ WORK = {
     "attention, in one order": attend_fixed,
     "product": multiply,
     "experts": route,
+    "states": recur,
     "top sums": rank,
 }
 

@@ -205,6 +205,7 @@ def as_on_a_gpu(monkeypatch):
 
 ON_GPU = ["granite_shared", "lfm2", "mixtral", "olmoe", "phi", "qwen2_windows", "qwen3"]
 ON_GPU += ["../gpt_oss/mxfp4", "../gpt_oss/plain"]
+ON_GPU += ["qwen3_5_recurrent", "qwen3_next_recurrent", "../granite/scans_experts"]
 
 
 @needs_interpreter
@@ -215,7 +216,8 @@ def test_golden_logits_and_tokens_in_graphs_of_a_gpu(variant, as_on_a_gpu):
     folder = GOLDEN / variant
     golden = json.loads((folder / "golden.json").read_text())
     _, graphs = engines(folder, "triton")
-    [entry] = [entry for entry in golden["logits"] if len(entry["prompt_ids"]) == 17]
+    entries = [entry for entry in golden["logits"] if len(entry["prompt_ids"]) >= 17]
+    entry = min(entries, key=lambda entry: len(entry["prompt_ids"]))
     expected_TV = load_file(folder / "golden.safetensors")[entry["tensor"]]
     error_T = (graphs.logits(entry["prompt_ids"])[-entry["rows"] :] - expected_TV).abs().amax(-1)
     assert (error_T / (expected_TV.amax(-1) - expected_TV.amin(-1))).max() < 1e-5

@@ -48,8 +48,11 @@ FAMILIES = [  # of each a variant with windows, layers without rotation, or what
         "smollm3/windows",
     ),
     *("stablelm/parallel", "wrapped/gemma3"),
+    *(f"qwen3_5/recurrent{variant}" for variant in ("", "_interval", "_taps")),
+    *("granite/hybrid", "granite/hybrid_rope", "granite/scans", "granite/scans_groups"),
 ]
 ONE_PER_OPTION = "gemma/two", "granite/plain", "lfm2/plain", "qwen3_5/bias", "smollm3/windows", "stablelm/parallel"
+ONE_PER_OPTION += "qwen3_5/recurrent", "granite/scans"
 
 
 class Recorder:
@@ -72,6 +75,8 @@ def engines(variant, impl, kv_dtype="auto", **options):
     """A plain engine and one in graphs, of pages of 16 slots full of NaN."""
     plain = Engine.load(GOLDEN / variant, dtype="float32", kv_dtype=kv_dtype, device="cpu", kv_memory=1 << 22)
     pool = PagePool(plain.shape, 200, 16, plain.pool.cache.k_LGSD.dtype)
+    for states in pool.cache.recurrent:
+        states[:, 1:] = float("nan")
     for cache in itertools.chain(*pool.cache.groups):
         cache.fill_(-1 if cache.dtype == torch.int8 else float("nan"))  # a scale of such bytes is NaN
         for part in parts(cache):
@@ -330,6 +335,11 @@ def test_an_engine_that_is_dropped_gives_its_memory_back_at_once():
         ("../lfm2/bias", "greedy"),
         pytest.param("gqa", "greedy", marks=pytest.mark.full),
         pytest.param("../lfm2/bias", "trie", marks=pytest.mark.full),
+        *(
+            pytest.param(variant, search, marks=pytest.mark.full)
+            for variant in ("../qwen3_5/recurrent", "../granite/hybrid", "../granite/scans")
+            for search in ("greedy", "trie")
+        ),
     ],
 )
 def test_triton_kernels_find_the_golden_tokens(variant, search):
@@ -369,11 +379,11 @@ def test_every_pass_of_a_graph_lists_the_tasks_of_attention(monkeypatch):
 @pytest.mark.full(unless=lambda variant: variant in ONE_PER_OPTION)
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_triton_kernels_compute_the_golden_logits(variant):
-    """One pass of each family, past the end of its windows."""
+    """One pass of each family, past the end of its windows, or at the end of a recurrent layer's block."""
     folder = GOLDEN.parent / variant
     _, graphs = engines(folder, "triton")
     entries = json.loads((folder / "golden.json").read_text())["logits"]
-    [entry] = [entry for entry in entries if len(entry["prompt_ids"]) == 17]
+    entry = min((e for e in entries if len(e["prompt_ids"]) >= 17), key=lambda e: len(e["prompt_ids"]))
     expected_TV = load_file(folder / "golden.safetensors")[entry["tensor"]]
     error_T = (graphs.logits(entry["prompt_ids"])[-entry["rows"] :] - expected_TV).abs().amax(-1)
     assert (error_T / (expected_TV.amax(-1) - expected_TV.amin(-1))).max() < 1e-5
