@@ -272,9 +272,9 @@ def _walk(
                 soon, rows_ptr, kept_ptr, queries_ptr, strengths_ptr, g, h, k, v, G, H, K, V, C, ROW, DELTA
             )
             state *= tl.exp(decay)
-            if DELTA:
-                told = strength * (value - tl.sum(key[:, None] * state, 0))
-                value = tl.where(at < 0, told, value)
+            if DELTA:  # noqa: SIM102 (the compiler decides this one, the device the next)
+                if at < 0:  # a row has what was written
+                    value = strength * (value - tl.sum(key[:, None] * state, 0))
             keys, values = tl.broadcast_to(key[:, None], (K2, BLOCK)), tl.broadcast_to(value[None, :], (K2, BLOCK))
             state = tl.fma(keys, values, state)  # by name: a compiler may fuse either product with the sum
             if step >= count:

@@ -81,7 +81,7 @@ def test_answers_are_those_of_a_cpu_in_whatever_pass_they_are_computed(load, mon
 
     preempted, preempt = [], Driver._preempt
     monkeypatch.setattr(Driver, "_preempt", lambda driver, job: (preempted.append(job), preempt(driver, job))[1])
-    small = make(rows=2 * BLOCK, states=8)
+    small = make(rows=40, states=8)
     assert bits(answer(small, asked(Trie(beams=2)))) == expected[Trie(beams=2)] and preempted
     check_stores(small)
 
