@@ -1,4 +1,4 @@
-"""What the Triton kernels of layers with a state share: convolutions, the walk along chains, rows that are kept.
+"""Shared by the Triton kernels of layers with a state: convolutions, the walk along chains, rows that are kept.
 
 A program of the walk has one head of a state in its registers, all of its rows and some of its columns, which no other
 row or column hangs on. It begins with the state of a block, takes the tokens of the block before the chain one after
@@ -28,7 +28,7 @@ from kernels.rows.triton import sigmoid
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ELEMENTS = 512  # of heads that a program prepares or normalises
 WALKED = 2048  # most elements of a state that a program has: 64 registers of a thread
-KEPT = 1024  # elements of a row that a program copies
+ROW_BLOCK = 1024  # elements of a row that a program copies
 TRASH = tl.constexpr(TRASH_SLOT)
 NONE = tl.constexpr(NULL_STATE)
 
@@ -92,7 +92,7 @@ class Recurrence:
 
     @cached_property
     def kept_TP(self) -> Tensor:
-        """What is prepared of each token."""
+        """Keys, values or what is written, and decays of each token."""
         return self.empty(len(self.x_TF), self.kind.row - self.kind.channels)
 
     @cached_property
@@ -123,7 +123,7 @@ class Recurrence:
         )  # fmt: skip
 
     def walk(self, strengths_TH: Tensor | None, written_TE: Tensor | None) -> Tensor:
-        """What every head reads of its state, [T, H * V]; states are left where blocks end.
+        """The reads of every head of its state, [T, H * V]; states are left where blocks end.
 
         Args:
             strengths_TH, written_TE: of a delta net; what each token writes is put into the latter.
@@ -146,15 +146,15 @@ class Recurrence:
         return reads_TE
 
     def keep(self, written_TE: Tensor) -> None:
-        """Copy what later tokens read of the pass's into their rows.
+        """Copy into rows what later tokens read of those of the pass.
 
         Args:
             written_TE: what the tokens write, of any stride of rows.
         """
         kind, x_TF = self.kind, self.x_TF
-        launch(_keep, len(x_TF), triton.cdiv(kind.row, KEPT))(
+        launch(_keep, len(x_TF), triton.cdiv(kind.row, ROW_BLOCK))(
             x_TF, self.kept_TP, written_TE, self.paths.rows_T, self.rows_RW, x_TF.stride(0), written_TE.stride(0),
-            INPUTS=self.inputs, C=kind.channels, ROW=kind.row, KEYS=self.keys, VALUES=self.values, BLOCK=KEPT,
+            INPUTS=self.inputs, C=kind.channels, ROW=kind.row, KEYS=self.keys, VALUES=self.values, BLOCK=ROW_BLOCK,
         )  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def _prepare_keys(
 
 @triton.jit
 def _ancestor(paths_ptr, first, step, count, steps, REACH: tl.constexpr):
-    """What a step of the walk takes: a row, or -1 - t for a token of the pass."""
+    """The token that a step of the walk takes: a row, or -1 - t for a token of the pass."""
     above = step < count
     listed = tl.load(paths_ptr + first * REACH + count - 1 - step, mask=above, other=0)
     return tl.where(above, listed, -1 - (first + tl.minimum(step, steps - 1) - count))

@@ -54,7 +54,7 @@ def _prepare_values(
     KEYS: tl.constexpr, H: tl.constexpr, V: tl.constexpr, V2: tl.constexpr, M: tl.constexpr,
     INPUTS: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr, REACH: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """What some heads of a token write, their decays, and what they read of their own x."""
+    """The writes of some heads of a token, their decays, and their reads of their own x."""
     t = tl.program_id(0).to(tl.int64)
     h_M, v = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, V2)[None, :]
     head, real_M = h_M[:, None], h_M < H

@@ -269,7 +269,7 @@ def recurring(capability, kind, dtype=torch.bfloat16):
     yield of(own._prepare_values, heads)
     E = H * V // G
     yield of(own._finish, heads if delta else {"G": G, "E": E, "E2": triton.next_power_of_2(E)})
-    yield of(recurrent._keep, sizes | some | {"BLOCK": recurrent.KEPT})
+    yield of(recurrent._keep, sizes | some | {"BLOCK": recurrent.ROW_BLOCK})
     yield of(recurrent._walk, sizes | some | {"BLOCK": min(16, recurrent.WALKED // K2)}, num_warps=1)
 
 

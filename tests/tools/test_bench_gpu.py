@@ -18,7 +18,15 @@ from models.config import ModelShape
 from tests.marks import needs_interpreter
 from tools.bench import device, gpu, peers
 from tools.bench.__main__ import main
-from tools.bench.gpu import each_kernel, graph_times, setting, single_kernels, whole_model, whole_steps
+from tools.bench.gpu import (
+    each_kernel,
+    graph_times,
+    recurrent_layers,
+    setting,
+    single_kernels,
+    whole_model,
+    whole_steps,
+)
 from tools.kernels.scenes import scene
 
 TINY = {"vocab_size": 70, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -77,6 +85,9 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(device, "flex_attention", lambda *_: 1 / 0)
     monkeypatch.setattr(single_kernels, "ROWS", (2,))
     monkeypatch.setattr(single_kernels, "MIXTURE", (7, 2, 64, 32))
+    monkeypatch.setattr(recurrent_layers, "PASSES", ((1, 1), (1, 33)))
+    for name, kind in recurrent_layers.LAYERS.items():
+        monkeypatch.setitem(recurrent_layers.LAYERS, name, type(kind)(1, 2, 4, 4, 4))
     monkeypatch.setattr(whole_steps, "RUNS", 1)
     monkeypatch.setattr(single_kernels, "COLD", 0)
     monkeypatch.setattr(each_kernel, "LATER", 1)
@@ -111,11 +122,12 @@ def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
     unmet = [name for name, target in targets.items() if target["value"] is None]
     assert len(targets) == 12 and unmet == ["attention, least x FlexAttention"]
     assert targets["kernels that fail or are wrong"]["met"], results["smoke"]
-    assert len(results["smoke"]["rows"]) == 31
+    assert len(results["smoke"]["rows"]) == 33
     assert all(row["difference"] < 0.05 for row in results["attention"]["rows"])
     assert targets["3 beams, prompt 20, x transformers"]["met"] and targets["beams of Qwen3-0.6B's shape"]["met"]
     assert {row["searches"]: row["bytes"] for row in results["searches"]["rows"]}.keys() == {1, 3}
     assert [row["weights"] for row in results["experts"]["rows"]] == ["bfloat16", "int8", "int4"]
+    assert [row["tokens"] for row in results["states"]["rows"]] == [1, 33] * 2
     plain, small, smaller = (row["gigabytes"] for row in results["weights"]["rows"])
     assert plain > small > smaller
 

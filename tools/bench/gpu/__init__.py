@@ -36,14 +36,15 @@ class Stage(NamedTuple):
 
 STAGES = {  # the first answers first
     "smoke": Stage("each_kernel", "each kernel once, against its definition", 70),
-    "steps": Stage("whole_steps", "a step of one beam and of many: graph, host, guesses", 80),
+    "steps": Stage("whole_steps", "a step of one beam and of many: graph, host, guesses", 75),
     "where": Stage("whole_steps", "kernels by time, gaps", 30),
     "attention": Stage("single_kernels", "tree attention, FlexAttention, SDPA", 60),
     "tune": Stage("single_kernels", "tree attention by its programs' shapes", 120, usual=False),
-    "searches": Stage("whole_steps", "many searches at once", 60),
+    "searches": Stage("whole_steps", "many searches at once", 55),
     "weights": Stage("whole_steps", "steps on weights of 8 and 4 bits", 50),
     "products": Stage("single_kernels", "matrices in bfloat16, 8 and 4 bits", 25),
     "experts": Stage("single_kernels", "a layer of a mixture of experts", 15),
+    "states": Stage("recurrent_layers", "a gated delta net and a selective scan", 10),
     "bits": Stage("whole_steps", "steps with sums in one order, whatever rides along", 40),
     "compiled": Stage("whole_model", "all layers by torch.compile: minutes, fewer with --layers 8", 300, usual=False),
     "wide": Stage("whole_steps", "hundreds of beams of a small model", 30),

@@ -22,6 +22,7 @@ from kernels.rows import NextNodes, activation_mul, add_norm, log_softmax, next_
 from kernels.tree_attention import tree_attention
 from models.config import ModelShape
 from tools.bench.gpu.random_models import random_experts
+from tools.bench.gpu.recurrent_layers import LAYERS, layer
 from tools.bench.gpu.setting import PAGE, SMALL, Found, Setting
 from tools.bench.report import comparison
 from tools.kernels.scenes import beams, crowded, prompt
@@ -153,6 +154,8 @@ def of_others(s: Setting) -> Iterator[Case]:
         yield Case(f"product, {kind}, {rows} rows", product(s, kind, group, rows), 2e-2)
     for kind in ("none", *SMALL):
         yield Case(f"experts, {kind}", experts(s, kind), 2e-2)
+    for name, kind in LAYERS.items():
+        yield Case(f"states, {name}", layer(kind, q, 1, device), 2 * MOST[bf16])
     x_NE, w_E = torch.randn(q, E, dtype=bf16, device=device), torch.ones(E, dtype=bf16, device=device)
     x_THD, x_NV = x_NE.view(q, s.large["num_attention_heads"], -1), torch.randn(q, V, device=device)
     numbers = top_sums(x_NV, [0.0] * q, 2 * q, impl="torch")
