@@ -80,4 +80,5 @@ def paths_of(kind: DeltaKind, chains: int, tokens: int, above: int) -> DeltaPath
         row = TRASH_SLOT, path, p % BLOCK, base, 2 if p % BLOCK == BLOCK - 1 else NULL_STATE
         for column, each in zip(columns, row, strict=True):
             column.append(each)
-    return DeltaPaths(*(torch.tensor(column, dtype=torch.int64) for column in columns))
+    rows_T, paths_TN, lengths_T, bases_T, folds_T = (torch.tensor(column, dtype=torch.int64) for column in columns)
+    return DeltaPaths(rows_T, paths_TN, lengths_T, bases_T, folds_T)
