@@ -15,10 +15,10 @@ from kernels.layout import BLOCK, DeltaKind, ScanKind
 from models.formats import floats
 from search import ADED, Greedy, Trie
 from tests.engine.test_same_bits import answer, bits
-from tests.marks import needs_interpreter
+from tests.marks import needs_cpp, needs_interpreter
 from tests.recurrent import check_stores, fresh, hybrid
 
-pytestmark = needs_interpreter
+pytestmark = [needs_interpreter, needs_cpp]
 SIZES = 1, 2, 4, 4, 4
 PROMPTS = [[*range(3, 37)], [5, 6, 7] * 9 + [5, 6]]  # blocks of states end in the prompt, and after it
 SEARCHES = Greedy(), Trie(beams=2)
