@@ -1,4 +1,4 @@
-"""Products of rows with packed matrices: any number of rows, floats, int8, and groups of int4, int8, float8 and float4.
+"""Products of rows with packed matrices: any number of rows, floats, int8, and groups of five kinds.
 
 `panels.py` has the layout, `reference.py` the definition; only C++ has the products (native.cpp), on a CPU.
 """

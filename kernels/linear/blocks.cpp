@@ -1,5 +1,5 @@
-// Blocks of ggml's formats to packed panels (layout: panels.py), without a look at their values: codes stay codes, or
-// become the whole numbers that a table has for them (IQ4). blocks.py has the definition.
+// Blocks of ggml's formats to packed panels (layout: panels.py), without a look at their values: codes stay codes.
+// blocks.py has the definition.
 
 #include <algorithm>
 #include <cstring>
@@ -45,12 +45,6 @@ inline void nibbles(const uint8_t* __restrict from, uint8_t* __restrict codes) {
         std::memcpy(codes + i + COUNT, &high, sizeof high);
     }
 }
-
-inline void look_up(uint8_t* codes, int count, const int8_t (&table)[16]) {
-    for (int i = 0; i < count; i++) codes[i] = uint8_t(table[codes[i]]) ^ SIGN;
-}
-
-constexpr int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 template <int BYTES_, int SIZE_, int GROUP_, int BITS_, bool LEAST_, typename Value>
 struct Format : Decoded<Value> {
@@ -107,11 +101,10 @@ struct Q8_0 : Format<34, 32, 32, 8, false, uint16_t> {
     }
 };
 
-struct IQ4_NL : Format<18, 32, 32, 8, false, uint16_t> {
+struct IQ4_NL : Format<18, 32, 32, 4, false, uint16_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b);
         nibbles<16>(b + 2, codes);
-        look_up(codes, 32, IQ4);
     }
 };
 
@@ -195,7 +188,7 @@ struct Q6_K : Format<210, 256, 16, 8, false, int8_t> {
     }
 };
 
-struct IQ4_XS : Format<136, 256, 32, 8, false, int8_t> {
+struct IQ4_XS : Format<136, 256, 32, 4, false, int8_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         unit = half(b);
         const int high = half(b + 2);
@@ -203,7 +196,6 @@ struct IQ4_XS : Format<136, 256, 32, 8, false, int8_t> {
             scale[i] = int8_t((b[4 + i / 2] >> 4 * (i % 2) & 15) | (high >> 2 * i & 3) << 4) - 32;
             nibbles<16>(b + 8 + i * 16, codes + i * 32);
         }
-        look_up(codes, 256, IQ4);
     }
 };
 

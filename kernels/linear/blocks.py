@@ -1,8 +1,8 @@
 """Block formats of ggml as packed matrices have them: codes with scales and minimums of groups, exactly.
 
 `Block.rows` is the definition, in PyTorch; `BlockPanels` packs rows of blocks as they lie in a file, by C++. No value
-is rounded: codes stay what they are, and those of IQ4 become the whole numbers that its table has. Formats with scales
-of scales keep both: int8, which count in units of float16 for UNIT elements each. MXFP4 keeps the exponents of scales.
+is rounded, and codes stay what they are. Formats with scales of scales keep both: int8, which count in units of float16
+for UNIT elements each. MXFP4 keeps the exponents of scales.
 
 Shape legend: O outputs, N blocks of a row, B bytes of a block, I inputs (the width of a row), G groups of a row.
 """
@@ -18,7 +18,6 @@ from kernels.checks import expect
 from kernels.cpp import function
 from kernels.linear.panels import PANEL, UNIT, GroupKind, Groups, Packed, power, shape
 
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 THREAD_BYTES = 4 << 20  # of blocks that are worth a thread: threads that wait for others on a busy machine cost seconds
 SIGN = 128  # codes of int8 are so much more than their numbers
 SCALES = {"half": torch.float16, "exponents": torch.uint8, "units": torch.int8}
@@ -145,11 +144,6 @@ def _spread(octets: Tensor, bits: int) -> Tensor:
     return (octets.unsqueeze(-2) >> shifts) & ((1 << bits) - 1)
 
 
-def _looked_up(codes: Tensor, table: tuple[int, ...]) -> Tensor:
-    """Codes of numbers in a table, as those of int8."""
-    return torch.tensor([number + SIGN for number in table], dtype=torch.uint8)[codes.int()]
-
-
 def _grouped(codes: Tensor, scale: Tensor, least: Tensor | None = None) -> BlockRows:
     return BlockRows(codes.flatten(1), scale.flatten(1), None if least is None else least.flatten(1))
 
@@ -216,13 +210,13 @@ def _q6_k(b: Tensor) -> BlockRows:
 
 
 def _iq4_nl(b: Tensor) -> BlockRows:
-    return _grouped(_looked_up(_nibbles(b[..., 2:]), IQ4), _half(b, 0))
+    return _grouped(_nibbles(b[..., 2:]), _half(b, 0))
 
 
 def _iq4_xs(b: Tensor) -> BlockRows:
     low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), -1).flatten(-2)
     high = ((b[..., 2:4].unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3).flatten(-2)
-    codes = _looked_up(_nibbles(b[..., 8:].unflatten(-1, (8, 16))), IQ4).flatten(-2)
+    codes = _nibbles(b[..., 8:].unflatten(-1, (8, 16))).flatten(-2)
     return _grouped(codes, _half(b, 0) * ((low | high << 4).float() - 32))
 
 
@@ -241,7 +235,7 @@ BLOCKS = {  # by ggml's names
     "Q4_K": Block(12, 144, 256, "int4", 32, True, "units", _q4_k),
     "Q5_K": Block(13, 176, 256, "int8", 32, True, "units", _q5_k),
     "Q6_K": Block(14, 210, 256, "int8", 16, False, "units", _q6_k),
-    "IQ4_NL": Block(20, 18, 32, "int8", 32, False, "half", _iq4_nl),
-    "IQ4_XS": Block(23, 136, 256, "int8", 32, False, "units", _iq4_xs),
+    "IQ4_NL": Block(20, 18, 32, "iq4", 32, False, "half", _iq4_nl),
+    "IQ4_XS": Block(23, 136, 256, "iq4", 32, False, "units", _iq4_xs),
     "MXFP4": Block(39, 17, 32, "float4", 32, False, "exponents", _mxfp4),
 }

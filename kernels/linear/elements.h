@@ -246,20 +246,31 @@ struct Int8Codes : Rounded<FourCodes, FourInt8::OFFSET> {
     static Part part(Words words, int) { return FourInt8::part(words); }
 };
 
-// Twice the numbers of E2M1, which are whole, and `more`.
-constexpr Table twice_e2m1(int more) {
-    constexpr int SIZES[] = {0, 1, 2, 3, 4, 6, 8, 12};
+// The whole numbers that codes of four bits stand for: of E2M1 twice its own.
+struct E2M1 {
+    static constexpr bool EXPONENTS = true;
+    static constexpr int NUMBERS[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+};
+struct IQ4 {
+    static constexpr bool EXPONENTS = false;
+    static constexpr int NUMBERS[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+};
+
+// The numbers and `more`, as bytes.
+template <typename Code>
+constexpr Table table(int more) {
     Table found{};
-    for (int i = 0; i < 16; i++) found.of[i] = int8_t((i < 8 ? SIZES[i] : -SIZES[i - 8]) + more);
+    for (int i = 0; i < 16; i++) found.of[i] = int8_t(Code::NUMBERS[i] + more);
     return found;
 }
 
-// Two E2M1 to a byte as int4 are, with scales of their own kind.
-struct Float4 : Rounded<FourCodes, FourInt8::OFFSET> {
+// Two codes to a byte as int4 are.
+template <typename Code>
+struct Codes : Rounded<FourCodes, FourInt8::OFFSET> {
     static constexpr int STEP = 8, PARTS = 2, VECTORS = FourInt8::VECTORS + 1;
-    static constexpr bool EXPONENTS = true;
+    static constexpr bool EXPONENTS = Code::EXPONENTS;
     static constexpr float DEFAULT_LEAST = 0;
-    static constexpr Table NUMBERS = twice_e2m1(128);
+    static constexpr Table NUMBERS = table<Code>(128);
     static Part part(Words words, int i) {
         return FourInt8::part(looked_up((i ? words >> 4 : words) & 0x0f0f0f0f, NUMBERS));
     }
@@ -285,13 +296,14 @@ struct WideInt8 : Grouped, WideRows {
     static Part part(Words words, int i) { return __builtin_convertvector(words << (24 - i * 8) >> 24, Floats); }
 };
 
-// Two E2M1 to a byte, by rows of floats.
-struct WideFloat4 : Grouped, WideRows {
+// The same by rows of floats.
+template <typename Code>
+struct WideCodes : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 8, BYTES = 4, PARTS = 8, VECTORS = 2;
-    static constexpr bool EXPONENTS = true;
+    static constexpr bool EXPONENTS = Code::EXPONENTS;
     static constexpr float ZERO = 0, DEFAULT = 0, DEFAULT_LEAST = 0;
-    static constexpr Table NUMBERS = twice_e2m1(0);
+    static constexpr Table NUMBERS = table<Code>(0);
     static Words load(const char* at) { return read<Ints>(at, LANES); }
     static Part part(Words words, int i) {
         const Ints numbers = looked_up((i < 4 ? words : words >> 4) & 0x0f0f0f0f, NUMBERS);
@@ -361,12 +373,14 @@ struct DigitsInt8 : Digits {
 };
 
 // As DigitsInt8 has them, to the bit.
-struct DigitsFloat4 : Digits {
+template <typename Code>
+struct DigitsCodes : Digits {
     typedef Ints Words;
+    typedef typename Digits::Part Part;
     static constexpr int STEP = 8, BYTES = 4, PARTS = 2, VECTORS = 2;
-    static constexpr bool EXPONENTS = true;
+    static constexpr bool EXPONENTS = Code::EXPONENTS;
     static constexpr float ZERO = 0, DEFAULT = FourInt8::OFFSET, DEFAULT_LEAST = 0;
-    static constexpr Table NUMBERS = twice_e2m1(FourInt8::OFFSET);
+    static constexpr Table NUMBERS = table<Code>(FourInt8::OFFSET);
     static Words load(const char* at) { return read<Ints>(at, LANES); }
     static Part part(Words words, int i) { return (Part)looked_up((i ? words >> 4 : words) & 0x0f0f0f0f, NUMBERS); }
 };

@@ -217,16 +217,19 @@ void with_element([[maybe_unused]] int64_t kind, const Matrix& m, F f) {
     if (m.kind == 3) f(Int8{});
     if (m.kind == 4 && m.levels) return f(Int4{});
     if (m.kind == 5 && m.levels) return f(Int8Codes{});
-    if (m.kind == 7 && m.levels) return f(Float4{});
+    if (m.kind == 7 && m.levels) return f(Codes<E2M1>{});
+    if (m.kind == 8 && m.levels) return f(Codes<IQ4>{});
 #ifdef INT8_DOTS
     if (m.kind == 4) return f(DigitsInt4{});
     if (m.kind == 5) return f(DigitsInt8{});
-    if (m.kind == 7) return f(DigitsFloat4{});
+    if (m.kind == 7) return f(DigitsCodes<E2M1>{});
+    if (m.kind == 8) return f(DigitsCodes<IQ4>{});
 #endif
     if (m.kind == 4) f(WideInt4{});
     if (m.kind == 5) f(WideInt8{});
     if (m.kind == 6) f(WideFloat8{});
-    if (m.kind == 7) f(WideFloat4{});
+    if (m.kind == 7) f(WideCodes<E2M1>{});
+    if (m.kind == 8) f(WideCodes<IQ4>{});
 }
 
 void multiply(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t stride, int64_t rows) {

@@ -1,7 +1,7 @@
 """Packed matrices: panels of 16 outputs, one panel after the other.
 
 A panel holds, for each step along the width, a line with a word of each output: one float32 or float16, two bfloat16,
-four int8, uint8 or float8, or eight int4 or float4, of which the first four lie in the low halves of the bytes.
+four int8, uint8 or float8, or eight int4, float4 or iq4, of which the first four lie in the low halves of the bytes.
 Processors read it as it lies, with vectors of any size: AMX tiles and the dot products of all instruction sets take
 words of this kind.
 """
@@ -24,17 +24,22 @@ STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  
 MAX_INT8_WIDTH = 1 << 16  # sums of more products of int8 would not fit into 32 bits
 ROWS_AT_ONCE = 1 << 20  # elements that are copied at a time when a matrix is packed
 
-GroupKind = Literal["int4", "int8", "float8", "float4"]
-GROUP_KINDS: dict[str, int] = {"int4": 4, "int8": 5, "float8": 6, "float4": 7}  # as C++ numbers them
-GROUP_STEPS = {"int4": 8, "int8": 4, "float8": 4, "float4": 8}  # elements in a word
-NIBBLES = ("int4", "float4")  # kinds of four bits
-E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of float4
+GroupKind = Literal["int4", "int8", "float8", "float4", "iq4"]
+GROUP_KINDS: dict[str, int] = {"int4": 4, "int8": 5, "float8": 6, "float4": 7, "iq4": 8}  # as C++ numbers them
+GROUP_STEPS = {"int4": 8, "int8": 4, "float8": 4, "float4": 8, "iq4": 8}  # elements in a word
+TABLES = {  # kinds of four bits that are places in a table of whole numbers: of float4 twice those of E2M1
+    "float4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
+NIBBLES = ("int4", *TABLES)  # kinds of four bits
+WITHOUT_ZEROS = ("float8", *TABLES)
+WITHOUT_UNITS = ("float8", "float4")
 # Elements of a row of x that are rounded by one largest magnitude: of a group at most, and for int8 without groups.
 ROUNDED, ROUNDED_UNGROUPED = 32, 64
-ROUNDED_KINDS = ("int4", "int8", "float4")  # groups that multiply rounded rows
+ROUNDED_KINDS = ("int8", *NIBBLES)  # groups that multiply rounded rows
 LEVELS = 127.0  # steps of their largest magnitude
 # What stands for zero in groups that have none of their own.
-ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0}
+ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0, "iq4": 0.0}
 
 
 def default_zero(kind: GroupKind, least: bool) -> float:
@@ -46,7 +51,7 @@ def numbers(kind: GroupKind, codes: Tensor) -> Tensor:
     """The numbers that codes stand for, float32."""
     if kind == "float8":
         return codes.view(torch.float8_e4m3fn).float()
-    return torch.tensor(E2M1, dtype=torch.float32)[codes.int()] if kind == "float4" else codes.float()
+    return torch.tensor(TABLES[kind], dtype=torch.float32)[codes.int()] if kind in TABLES else codes.float()
 
 
 def power(exponent: Tensor) -> Tensor:
@@ -67,11 +72,11 @@ class Groups(NamedTuple):
     """The form of elements in groups of a packed matrix: (number - zero) * scale + least.
 
     Args:
-        kind: int4: numbers from 0 to 15; int8: from 0 to 255; float8: e4m3; float4: twice those of e2m1.
+        kind: int4: numbers from 0 to 15; int8: from 0 to 255; float8: e4m3; float4, iq4: those of `TABLES`.
         size: elements of a row that share a scale, side by side; a multiple of 8, or the whole width.
         scale: [panels, groups, 16], float16 or float32; of float4 uint8, see `power`.
-        zero: like scale; None: that of `default_zero`. Floats have none.
-        least: like scale; None: 0. Not with zeros, and not of floats.
+        zero: like scale; None: that of `default_zero`. Kinds of `WITHOUT_ZEROS` have none.
+        least: like scale; None: 0. Not with zeros, and not of these kinds.
         unit, least_unit: [panels, width / UNIT, 16], float16: what scales and minimums count in, if they are int8;
             groups then divide UNIT, and there are no zeros.
     """
@@ -158,9 +163,11 @@ class Packed:
             raise ValueError(f"levels: expected 1 to 127.5 for int8, 0 for floats, got {self.levels} for {kind}")
         if groups is None:
             return
-        plain = groups.kind in ("float8", "float4")
-        if groups.kind not in GROUP_KINDS or (plain and any(x is not None for x in groups[3:])):
-            raise ValueError(f"groups: expected one of {list(GROUP_KINDS)}, floats without zeros, got {groups.kind}")
+        unwanted = groups[3:5] if groups.kind in WITHOUT_ZEROS else ()
+        unwanted += groups[5:] if groups.kind in WITHOUT_UNITS else ()
+        if groups.kind not in GROUP_KINDS or any(x is not None for x in unwanted):
+            plain = f"{', '.join(WITHOUT_ZEROS)} without zeros, {', '.join(WITHOUT_UNITS)} without units"
+            raise ValueError(f"groups: expected one of {list(GROUP_KINDS)}, {plain}, got {groups.kind}")
         if groups.zero is not None and groups.least is not None:
             raise ValueError("groups: expected zeros or minimums, got both")
         if not (0 < groups.size < self.width and groups.size % 8 == 0) and groups.size != self.width:

@@ -4,9 +4,10 @@ w[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group. 
 has a code in a byte, or two of four bits (an even input in the low half); `M.scale`, and `M.zero` or `M.least`, have a
 number for each group. Without `M.zero`, codes of eight bits stand around 128, and codes of four bits around 8, or with
 `M.least` around 0. `quantization_config` has `quant_method` "coppice", `version` 1, and in `weights` for each module
-{"kind": "int4", "int8" or "float4", "group": G, "zeros": true or false, "least": true or false}. float4 has codes of
-e2m1, four bits that stand for twice its numbers, and scales 2^(n - 128), of which n is stored in a byte. A head that
-shares the values of the token embedding is listed beside it.
+{"kind": "int4", "int8", "float4" or "iq4", "group": G, "zeros": true or false, "least": true or false}. Codes of float4
+are those of e2m1, four bits that stand for twice its numbers, and its scales 2^(n - 128), of which n is stored in a
+byte. Codes of iq4 are places in the table of ggml's IQ4. A head that shares the values of the token embedding is listed
+beside it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +17,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kernels.linear.panels import NIBBLES, GroupKind, power
+from kernels.linear.panels import NIBBLES, TABLES, GroupKind, power
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import Part, Shape, Source, unsupported
 
 METHOD, VERSION = "coppice", 1
-KINDS = ("int4", "int8", "float4")
+KINDS = ("int4", "int8", *TABLES)
 EXACT = (torch.float16, torch.float32)
 
 
@@ -125,9 +126,9 @@ def parse(fields: Fields) -> Own:
         own = listed.sub(module) or Fields({}, fields.file, f"{listed.prefix}{module}.")
         kind = cast(GroupKind, own.choice("kind", KINDS))
         zeros, least = own.bool("zeros", default=False), own.bool("least", default=False)
-        if least and (zeros or kind == "float4"):
-            raise own.error("least", "false, where there are zeros, and of float4")
-        if zeros and kind == "float4":
-            raise own.error("zeros", "false, of float4")
+        if least and (zeros or kind in TABLES):
+            raise own.error("least", f"false, where there are zeros, and of {' and '.join(TABLES)}")
+        if zeros and kind in TABLES:
+            raise own.error("zeros", f"false, of {kind}")
         weights[module] = Grouping(kind, own.int("group"), zeros=zeros, least=least)
     return Own(weights)

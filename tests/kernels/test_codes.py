@@ -7,7 +7,7 @@ import torch
 
 from kernels.linear import codes
 from kernels.linear.codes import Codes, pack_codes, takes, unpacked
-from kernels.linear.panels import E2M1, NIBBLES
+from kernels.linear.panels import NIBBLES, TABLES
 from tests.marks import DEVICES, needs_triton
 
 FORMATS = [  # kind, group, zeros, outs, width, whether columns have another order
@@ -24,6 +24,7 @@ FORMATS = [  # kind, group, zeros, outs, width, whether columns have another ord
     ("float8", 64, False, 65, 128, False),
     ("float8", 77, False, 8, 77, False),
     ("float4", 32, False, 65, 128, False),
+    ("iq4", 32, False, 65, 128, False),
 ]
 
 
@@ -36,13 +37,13 @@ def draw(kind, size, zeros, outs, width, ordered, seed=0):
     groups = -(-width // size)
     scale = (torch.rand(outs, groups, generator=random) / 8 + 0.01).half().float()
     scale = scale.log2().round().exp2() if kind == "float4" else scale
-    middle = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0}[kind]
+    middle = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0, "iq4": 0.0}[kind]
     own = (torch.rand(outs, groups, generator=random) * 2 * middle).half().float()
     zero, least = own if zeros is True else None, own / 64 - 0.1 if zeros == "least" else None
     if least is not None:
         least, middle = least.half().float(), 0.0 if kind == "int4" else middle
     value = numbers.view(torch.float8_e4m3fn).double() if kind == "float8" else numbers.double()
-    value = torch.tensor(E2M1, dtype=torch.float64)[numbers.int()] if kind == "float4" else value
+    value = torch.tensor(TABLES[kind], dtype=torch.float64)[numbers.int()] if kind in TABLES else value
     values = scale, middle + 0 * scale if zero is None else zero, 0 * scale if least is None else least
     wide = [x.double().repeat_interleave(size, 1)[:, :width] for x in values]
     exact, order = (value - wide[1]) * wide[0] + wide[2], torch.randperm(width, generator=random) if ordered else None

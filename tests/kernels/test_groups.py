@@ -5,6 +5,7 @@ import torch
 
 from kernels import cpp
 from kernels.linear import Groups, Packed, linear, pack, pack_groups, reference
+from kernels.linear.panels import TABLES, WITHOUT_ZEROS
 from kernels.whole_graph import traceable
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -12,10 +13,9 @@ pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {c
 SIZES = [(64, 64, 32), (100, 72, 24), (257, 1000, 40), (65, 2048, 128), (130, 5, 5), (300, 512, 512), (70, 100, 16)]
 COUNTS = (1, 2, 3, 5, 15, 16, 17, 61, 130)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST = {"int4": 15, "int8": 255, "float8": 0x7E, "float4": 15}
-LARGEST = MOST | {"float8": 448, "float4": 12}  # numbers
-FLOATS = ("float8", "float4")
-ROUNDED = [("int4", 127), ("int8", 127), ("float4", 127)]
+MOST = {"int4": 15, "int8": 255, "float8": 0x7E, "float4": 15, "iq4": 15}
+LARGEST = MOST | {"float8": 448, "float4": 12, "iq4": 127}  # numbers
+ROUNDED = [("int4", 127), ("int8", 127), ("float4", 127), ("iq4", 127)]
 
 
 def draw(*shape, seed=0):
@@ -66,8 +66,8 @@ def test_some_outputs_of_a_matrix_are_those_of_the_whole(kind, zeros, outs, widt
 @pytest.mark.parametrize("kind", MOST)
 @pytest.mark.parametrize(("outs", "width", "size"), SIZES)
 def test_floats_are_multiplied_to_rounding(kind, of_x, zeros, ordered, outs, width, size):
-    if kind in FLOATS and zeros:
-        pytest.skip("floats have no zeros")
+    if kind in WITHOUT_ZEROS and zeros:
+        pytest.skip(f"{kind} has no zeros")
     packed, _ = matrix(kind, outs, width, size, zeros=zeros, ordered=ordered)
     weight_OI, bias_O = reference.unpacked(packed).double(), draw(outs, seed=2).to(of_x)
     codes = packed.groups.values()[0].max() * LARGEST[kind]
@@ -181,16 +181,27 @@ def test_every_number_of_float4():
 
 
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
-def test_float4_is_int8_of_the_same_numbers_to_the_bit(of_x):
-    whole = torch.tensor([128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116]).byte()
+@pytest.mark.parametrize("kind", TABLES)
+def test_numbers_of_a_table_are_int8_of_the_same_to_the_bit(kind, of_x):
+    whole = torch.tensor([number + 128 for number in TABLES[kind]]).byte()
     for outs, width, size in SIZES:
-        packed, codes_OI = matrix("float4", outs, width, size, ordered=True)
+        packed, codes_OI = matrix(kind, outs, width, size, ordered=True)
         scale_OG = packed.groups.values()[0].transpose(1, 2).flatten(0, 1)[:outs]
         panels, groups = pack_groups([(whole[codes_OI.int()], scale_OG)], "int8", outs, width, size)
         wide, x = Packed(panels, outs, width, groups=groups, order_I=packed.order_I), draw(130, width).to(of_x)
         for count in COUNTS:
             assert linear(x[:count], packed).equal(linear(x[:count], wide))
             assert linear(x[:count], packed.rounding()).equal(linear(x[:count], wide.rounding()))
+
+
+def test_every_number_of_iq4():
+    exact = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]  # kvalues_iq4nl of ggml
+    scale_OG = torch.tensor([[1.0], [0.5], [-3.0]])
+    panels, groups = pack_groups([(torch.arange(16, dtype=torch.uint8).expand(3, 16), scale_OG)], "iq4", 3, 16, 16)
+    packed = Packed(panels, 3, 16, groups=groups)
+    assert panels.shape == (4, 2, 16, 4) and groups.scale.dtype == torch.float16
+    assert reference.unpacked(packed).equal(torch.tensor(exact) * scale_OG)
+    assert (linear(torch.eye(16), packed).T - torch.tensor(exact) * scale_OG).abs().max() <= 1e-4
 
 
 def test_scales_of_float4_are_powers_of_two():
@@ -213,7 +224,7 @@ def test_int8_of_other_levels():
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "levels"), [*((kind, 0) for kind in MOST), *ROUNDED])
 def test_rows_do_not_depend_on_those_beside_them(kind, levels, of_x):
-    packed, _ = matrix(kind, 96, 520, 40, zeros=kind not in FLOATS, levels=levels)
+    packed, _ = matrix(kind, 96, 520, 40, zeros=kind not in WITHOUT_ZEROS, levels=levels)
     x = draw(130, 520, seed=1).to(of_x)
     whole = linear(x, packed)
     for count in COUNTS:
@@ -268,5 +279,5 @@ def test_orders_and_levels_that_do_not_fit():
         Packed(packed.panels, 64, 64, **given, order_I=torch.zeros(64, dtype=torch.int32))
     with pytest.raises(ValueError, match="levels"):
         Packed(packed.panels, 64, 64, **given, levels=127)
-    with pytest.raises(ValueError, match="floats without zeros"):
+    with pytest.raises(ValueError, match="float8, float4, iq4 without zeros, float8, float4 without units"):
         Packed(packed.panels, 64, 64, groups=Groups("float8", 32, packed.groups.scale, packed.groups.scale))
