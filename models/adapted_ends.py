@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.low_rank import Adapters, Factors, LowRank
+from kernels.low_rank import Adapters, LowRank
 from kernels.low_rank import low_rank as add_low_rank
 from models.adapters import Adapter, Fitted, low_rank
 from models.config import Config
@@ -44,9 +44,10 @@ class AdaptedEnds:
         device: torch.device,
     ):
         self._tables: dict[int, Tensor] = {}  # [V, E]
-        self._added: dict[int, Factors] = {}  # to rows of the embedding
+        self._added: dict[int, tuple[Tensor, FloatLinear]] = {}  # to rows of the embedding: [V, R], scaled; R to E
         self._heads: dict[int, FloatLinear] = {}
         packed, small = has_kernels(dtype, device), is_small(head, dtype)
+        wide = torch.promote_types(dtype, torch.float32)
         outs = {HEAD: (c.vocab_size, c.embedding_width or c.width)}
         each = list[LowRank | None]()
         for number, (adapter, found) in enumerate(zip(adapters, fitted, strict=True), 1):
@@ -54,8 +55,8 @@ class AdaptedEnds:
                 self._tables[number] = adapter.read(tensor).to(device, copy=True)
             if changed := found.modules.get(names.embedding):
                 factors = adapter.factors(0, changed, dtype, small=small)
-                a_VR = factors.a_RI.T.contiguous().to(device)
-                self._added[number] = factors._replace(a_RI=a_VR, b_OR=factors.b_OR.to(device))
+                a_VR = factors.a_RI.T.to(device, wide) * factors.scale
+                self._added[number] = a_VR, FloatLinear([factors.b_OR.to(wide)], None, dtype=wide, device=device)
             if tensor := found.whole.get(HEAD):
                 bias = None if head.bias is None else [head.bias]
                 self._heads[number] = FloatLinear([adapter.read(tensor)], bias, dtype=dtype, device=device)
@@ -67,9 +68,9 @@ class AdaptedEnds:
     @property
     def bytes(self) -> int:
         """Bytes that they take."""
-        kept = [*self._tables.values(), *(x for each in self._added.values() for x in (each.a_RI, each.b_OR))]
-        for head in self._heads.values():
-            kept += [head.packed.panels] if head.packed else head.weights
+        kept = [*self._tables.values(), *(a_VR for a_VR, _ in self._added.values())]
+        for linear in (*self._heads.values(), *(b for _, b in self._added.values())):
+            kept += [linear.packed.panels] if linear.packed else linear.weights
         products = self._products.adapters if self._products else ()
         return sum(x.nbytes for x in kept) + sum(each.bytes for each in products if each)
 
@@ -86,10 +87,8 @@ class AdaptedEnds:
             if number in self._tables:
                 rows_NE = F.embedding(token_N, self._tables[number]).to(x_TE.dtype)
             if number in self._added:
-                _, a_VR, b_ER, scale = self._added[number]
-                wide = torch.promote_types(x_TE.dtype, torch.float32)
-                added_NE = F.embedding(token_N, a_VR).to(wide) * scale @ b_ER.to(wide).T
-                rows_NE = (rows_NE.to(wide) + added_NE).to(x_TE.dtype)
+                a_VR, b = self._added[number]
+                rows_NE = (rows_NE.to(a_VR.dtype) + b(F.embedding(token_N, a_VR))).to(x_TE.dtype)
             x_TE = x_TE.index_copy(0, row_N, rows_NE)
         return x_TE
 

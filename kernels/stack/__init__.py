@@ -96,7 +96,8 @@ class Stack:
         self._head: tuple[Matrix, ctypes.Structure] | None = None  # the latest, and its structure of C++
         self._check(dict(zip(REGISTERS, widths, strict=True)))
         codes = [call.code for call in calls]
-        self.adapters = min((len(call.adapters) for call in calls if call.code == "adapt"), default=1)  # numbers
+        adapted = [len(call.adapters) for call in calls if call.code == "adapt"]
+        self.adapters = min(adapted, default=None)  # numbers of adapters; None: no layer has any, which the ends may
         self.attending, self.convolving = codes.count("attend"), codes.count("convolve")
         self.recurring, self.tapping = codes.count("recur") + codes.count("scan"), codes.count("tap")
         self._layers = [None if call.delta is None else _recurrent(call) for call in calls]
@@ -259,7 +260,7 @@ class Stack:
 
     def _adapted(self, layout: TreeLayout, tokens: int) -> int | None:
         """The address of the numbers of adapters; None: no token has one."""
-        if (adapters_T := layout.adapters_T) is None:
+        if (adapters_T := layout.adapters_T) is None or self.adapters is None:
             return None
         expect("adapters_T", adapters_T, torch.int64, (tokens,), _CPU)
         least, most = adapters_T.aminmax()

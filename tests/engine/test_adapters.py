@@ -58,6 +58,15 @@ def test_without_its_adapters_the_engine_is_as_one_without():
         assert tokens(with_adapters, prompt, None) == tokens(with_adapters, prompt, "llama_all")
 
 
+def test_an_adapter_of_the_ends_alone_needs_none_in_the_layers():
+    folder = ADAPTERS / "gpt2_ends"
+    engine = Engine.load(GOLDEN / "gpt2" / "plain", **(OPTIONS | {"adapters": [folder]}), dtype="float32")
+    both = [folder, ADAPTERS / "gpt2_all"]
+    other = Engine.load(GOLDEN / "gpt2" / "plain", **(OPTIONS | {"adapters": both}), dtype="float32")
+    for name in ("gpt2_ends", "none"):
+        assert tokens(engine, PROMPTS[0], name) == tokens(other, PROMPTS[0], name)
+
+
 def test_names(tmp_path: Path):
     engine, plain = Engine.load(MODEL, **OPTIONS), Engine.load(MODEL, kv_memory="1M")
     with pytest.raises(UsageError, match=f"adapter: expected one of none, {', '.join(ADAPTED)}, got 'other'"):
