@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine import Choices, Engine, LoadOptions, Request, Session, UsageError
 from engine.app import batch, chat
@@ -65,6 +66,15 @@ def test_an_adapter_of_the_ends_alone_needs_none_in_the_layers():
     other = Engine.load(GOLDEN / "gpt2" / "plain", **(OPTIONS | {"adapters": both}), dtype="float32")
     for name in ("gpt2_ends", "none"):
         assert tokens(engine, PROMPTS[0], name) == tokens(other, PROMPTS[0], name)
+
+
+@needs_cpp
+def test_rows_of_an_adapted_embedding_do_not_depend_on_their_number():
+    model = Engine.load(MODEL, dtype="float32", **OPTIONS | {"adapters": [ADAPTERS / "llama_ends"]}).runner.model
+    tokens_T = torch.arange(3, 43)
+    embed = lambda ids: model.ends.embed(torch.zeros(len(ids), 32), ids, torch.ones_like(ids))  # noqa: E731
+    rows_TE = embed(tokens_T)
+    assert rows_TE.any() and all(embed(tokens_T[i : i + n]).equal(rows_TE[i : i + n]) for n in (1, 3) for i in range(9))
 
 
 def test_names(tmp_path: Path):
