@@ -76,7 +76,7 @@ def draft(tmp_path_factory):
 
 
 def prompts(*lengths):
-    """Of these lengths; two begin alike, and text that repeats itself makes drafts that are right."""
+    """Texts of these lengths; two begin alike, and text that repeats itself makes drafts that are right."""
     rng = random.Random(2)
     texts = [[1] + [rng.randrange(3, VOCAB) for _ in range(n - 1)] for n in lengths]
     return [*texts, [*texts[-1][:-20], 9, 8, 7], (texts[0] * 12)[:41], texts[1] + texts[1]]
@@ -104,7 +104,7 @@ def run(engine, requests):
 
 
 def check(folder, asked, preempted, chunk=19, **options):
-    """What requests are answered alone on one thread, they are answered in every other way."""
+    """Requests have the answers that each has alone on one thread, in every other way."""
     load = lambda **more: Engine.load(folder, **{"kv_memory": CACHE, "threads": 1} | options | more)  # noqa: E731
     engine = load()
     results = [answer(engine, [request])[0] for request in asked]
