@@ -44,7 +44,7 @@ class AdaptedEnds:
         device: torch.device,
     ):
         self._tables: dict[int, Tensor] = {}  # [V, E]
-        self._added: dict[int, tuple[Tensor, FloatLinear]] = {}  # to rows of the embedding: [V, R], scaled; R to E
+        self._added: dict[int, tuple[Tensor, FloatLinear]] = {}  # to rows of the embedding: [V, R]; R to E, scaled
         self._heads: dict[int, FloatLinear] = {}
         packed, small = has_kernels(dtype, device), is_small(head, dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -55,8 +55,9 @@ class AdaptedEnds:
                 self._tables[number] = adapter.read(tensor).to(device, copy=True)
             if changed := found.modules.get(names.embedding):
                 factors = adapter.factors(0, changed, dtype, small=small)
-                a_VR = factors.a_RI.T.to(device, wide) * factors.scale
-                self._added[number] = a_VR, FloatLinear([factors.b_OR.to(wide)], None, dtype=wide, device=device)
+                b_ER = factors.b_OR.to(wide) * factors.scale
+                b = FloatLinear([b_ER], None, dtype=wide, device=device)
+                self._added[number] = factors.a_RI.T.contiguous().to(device), b
             if tensor := found.whole.get(HEAD):
                 bias = None if head.bias is None else [head.bias]
                 self._heads[number] = FloatLinear([adapter.read(tensor)], bias, dtype=dtype, device=device)
@@ -88,7 +89,8 @@ class AdaptedEnds:
                 rows_NE = F.embedding(token_N, self._tables[number]).to(x_TE.dtype)
             if number in self._added:
                 a_VR, b = self._added[number]
-                rows_NE = (rows_NE.to(a_VR.dtype) + b(F.embedding(token_N, a_VR))).to(x_TE.dtype)
+                wide = torch.promote_types(x_TE.dtype, torch.float32)
+                rows_NE = (rows_NE.to(wide) + b(F.embedding(token_N, a_VR).to(wide))).to(x_TE.dtype)
             x_TE = x_TE.index_copy(0, row_N, rows_NE)
         return x_TE
 
