@@ -137,16 +137,14 @@ class Sizes(Weights):
         """Count the bytes of the matrices of heads, which are floats or in the format of the others."""
         if len(names) == 2:
             return [self.linear(names[0])] * heads, [self.linear(names[1])] * heads
-        stored, width = (
-            self.stored.get(f"{names[0]}.weight", f"{names[0]}.weight"),
-            self.shapes[f"{names[0]}.weight"][1],
-        )
+        name = f"{names[0]}.weight"
+        stored, width = self.stored.get(name, name), self.shapes[name][1]
         info = self.checkpoint.tensors.get(stored)
         own = {info.dtype} if info and info.dtype in FLOATS.values() else {self.dtype}
         for outs, ins in ((width, plain), (value, width)):
             kept = FORMATS[self.quant_of_heads(outs)]
             self.matrices += heads * kept.bytes(outs, ins, own, self.dtype, self.device)
-        return [_Nothing(names)] * heads, [_Nothing(names)] * heads
+        return [NoMatrix([stored])] * heads, [NoMatrix([stored])] * heads
 
     def stacked(self, count: int, *names: str, bias: bool = False) -> Any:
         """Count the bytes of the experts of a layer."""
