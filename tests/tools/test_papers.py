@@ -97,8 +97,10 @@ def test_aded_on_a_real_model_keeps_kinds_of_text_apart(capsys, real):
     assert all(row["cpu_ratio"] == 1 for row in rows if row["method"] == "autoregressive")
 
 
-def test_dsbd_drafts_by_the_target_itself(capsys, real):
-    code, text, found = ask(capsys, "dsbd", "--model", real, "--draft", "int8")
+@pytest.mark.parametrize("own", [False, True])
+def test_dsbd_drafts_by_the_target_itself(capsys, real, own):
+    code, text, found = ask(capsys, "dsbd", "--model", real, "--draft", "int8", *["--own"] * own)
+    assert ("in its own format, drafts" in text and "layers, in int8" in text) is own
     kinds = {row["search"] for row in found["dsbd"]["rows"]}
     assert code == 0 and kinds == set(dsbd.bench.COLORS) and "the target itself in int8" in text
     [one, *_] = [row for row in found["dsbd"]["rows"] if row["search"] == "dsbd"]
@@ -207,6 +209,8 @@ def test_what_is_wrong_is_said(capsys, tmp_path):
     assert main(["papers", "--quick", "sbon", "dsbd", "--model", str(tmp_path / "m")]) == 1
     told = capsys.readouterr()
     assert "there is no such folder" in told.err and "failed: sbon, dsbd" in told.err
+    assert main(["papers", "--quick", "dsbd", "--own"]) == 2
+    assert "give --draft int8 or int4" in capsys.readouterr().err
 
 
 @needs_figures

@@ -19,7 +19,8 @@ from typing import Any
 
 from engine.app.cli import add_load_flag
 from engine.demo import is_demo, with_defaults
-from engine.errors import CoppiceError
+from engine.errors import CoppiceError, UsageError
+from models.formats import FORMATS
 from models.later import later
 from tools.bench.checkpoints import MODEL_HELP, find, located
 from tools.bench.figures import draw, need_figures
@@ -45,6 +46,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP % "the bundled demo")
     text = "for dsbd: a model, or int8 or int4, the target in that format (beside the demo: the demo's; else int4)"
     parser.add_argument("--draft", metavar="MODEL", help=text)
+    parser.add_argument("--own", action="store_true", help="for dsbd: the target as the file has it, not in float32")
     parser.add_argument("--converted", type=Path, metavar="DIR", help="keep a GGUF file's weights dequantised there")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and draws (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="see that everything runs; the figures mean nothing")
@@ -96,9 +98,11 @@ def opened(args: argparse.Namespace, paper: ModuleType, scratch: Path) -> Models
     kept = args.converted or scratch
     kept.mkdir(parents=True, exist_ok=True)
     settings = {"quick": args.quick, "scratch": scratch, "kept": kept, "dtype": args.dtype, "threads": args.threads,
-                "seed": args.seed, "peer_python": args.peer_python}  # fmt: skip
+                "seed": args.seed, "peer_python": args.peer_python, "own": args.own}  # fmt: skip
     demo, target = is_demo(target), Path(target)
-    name = "the bundled demo" if demo else target.resolve().name
+    name = "the bundled demo" if demo else target.resolve().name + ", its own format" * args.own
+    if args.own and draft not in FORMATS:
+        raise UsageError("--own: the draft is no format of the target", remedy="give --draft int8 or int4")
     return Models(target, Path(draft) if draft else None, Path(reward) if reward else None, name, demo, **settings)
 
 

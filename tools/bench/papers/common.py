@@ -28,6 +28,7 @@ class Models:
         scratch: a folder for temporary files.
         kept: a folder for the target's weights dequantised, which it may have already.
         peer_python: the interpreter that has transformers.
+        own: beside a draft in a format of ours, the target is the file as it is, in place of its weights as floats.
     """
 
     target: Path
@@ -42,13 +43,14 @@ class Models:
     threads: int | None = None
     seed: int = 0
     peer_python: str = ""
+    own: bool = False
 
     def engine(self, *roles: str, folder: Path | None = None, **options: Any) -> Engine:
         """Load the target, or the model of `folder`, with companions in these roles."""
         self.need(*roles)
         if "draft" in roles and str(self.draft) in FORMATS:
             shared = {"dtype": self.dtype, "threads": self.threads}
-            engine = Engine.load(self.floats(), **shared, **options)
+            engine = Engine.load(self.target if self.own else self.floats(), **shared, **options)
             engine.add("draft", Engine.load(self.floats(), quant=str(self.draft), **shared, **options))
             return engine
         beside = {role: getattr(self, role) for role in roles}

@@ -77,7 +77,7 @@ def run(models: Models) -> Findings:
         asked += [(f"dsbd W_S={n} W={w}", DSBD(draft_beams=n, width=w, **warp)) for w, n in fixed.items() if w > 1]
         asked += [(f"n-grams W_S={n} W={w}", DSBD(draft_beams=n, width=w, drafter="ngram", **warp))
                   for w, n in fixed.items()]  # fmt: skip
-        label = f"{models.name} in float32, drafts by itself in {models.draft}"
+        label = f"{models.name} in {'its own format' if models.own else 'float32'}, drafts by itself in {models.draft}"
         sizes = [bench.parameters(models.floats())] * 2
         prompts = [one.ids for one in chats(engine, args.prompts)]
         args.prompt_tokens = round(fmean(map(len, prompts)))
@@ -107,7 +107,8 @@ def layers(
     rows, whole = [], engine.shape.layers
     for count in (whole // 2, whole - max(1, whole // 8)):
         folder = first_layers(models.floats(), count, models.kept)
-        engine.add("draft", Engine.load(folder, dtype=models.dtype, threads=models.threads))
+        quant = str(models.draft) if models.own else "none"
+        engine.add("draft", Engine.load(folder, dtype=models.dtype, quant=quant, threads=models.threads))
         label = f"speculative gamma=3, first {count} of {whole} layers"
         rows += bench.measure(engine, [(label, Speculative(gamma=3, **warp))], prompts, new_tokens, time.process_time)
     return rows
@@ -165,8 +166,8 @@ def cost(models: Models, rows: Sequence[dict[str, Any]]) -> str:
     return (
         f"The draft is the target itself in {models.draft}, as there is no smaller relative with the same tokens. Its "
         f"passes took {share:.2f} of the time of the target's, all together. *n-grams* draft from the prompt and the "
-        "answer so far; *first layers*: the draft is the target without its last layers, in the target's dtype, "
-        "measured afterwards."
+        "answer so far; *first layers*: the draft is the target without its last layers, "
+        f"{f'in {models.draft}' if models.own else 'as floats'}, measured afterwards."
     )
 
 
