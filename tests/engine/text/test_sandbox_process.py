@@ -233,7 +233,7 @@ def test_a_mask_of_signals_does_not_lift_the_limit(monkeypatch):
         rendered()
         process = sandbox_process.TEMPLATES.process
         try:
-            rendered("{% for a in range(99999) %}{% for m in messages[0].content * 9999 %}{% endfor %}{% endfor %}")
+            rendered("{% for a in range(99999) %}{% for m in messages[0].content * 2000 %}{% endfor %}{% endfor %}")
         except CheckpointError as error:
             found.append((str(error), process._popen.returncode))
 
