@@ -104,6 +104,7 @@ def test_rows_do_not_feel_each_other(dtype):
         assert all(x.equal(y[one]) for x, y in zip(alone, together, strict=True))
 
 
+@needs_cpp
 def test_what_does_not_fit_is_refused():
     sizes = KINDS[0]
     heads, (queries, latent) = heads_of(sizes, torch.float32), rows_of(sizes)

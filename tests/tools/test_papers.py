@@ -100,7 +100,7 @@ def test_aded_on_a_real_model_keeps_kinds_of_text_apart(capsys, real):
 @pytest.mark.parametrize("own", [False, True])
 def test_dsbd_drafts_by_the_target_itself(capsys, real, own):
     code, text, found = ask(capsys, "dsbd", "--model", real, "--draft", "int8", *["--own"] * own)
-    assert ("in its own format, drafts" in text and "layers, in int8" in text) is own
+    assert ("its own format, drafts" in text and "layers, in int8" in text) is own
     kinds = {row["search"] for row in found["dsbd"]["rows"]}
     assert code == 0 and kinds == set(dsbd.bench.COLORS) and "the target itself in int8" in text
     [one, *_] = [row for row in found["dsbd"]["rows"] if row["search"] == "dsbd"]

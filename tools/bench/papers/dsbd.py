@@ -77,7 +77,7 @@ def run(models: Models) -> Findings:
         asked += [(f"dsbd W_S={n} W={w}", DSBD(draft_beams=n, width=w, **warp)) for w, n in fixed.items() if w > 1]
         asked += [(f"n-grams W_S={n} W={w}", DSBD(draft_beams=n, width=w, drafter="ngram", **warp))
                   for w, n in fixed.items()]  # fmt: skip
-        label = f"{models.name} in {'its own format' if models.own else 'float32'}, drafts by itself in {models.draft}"
+        label = f"{models.name}{'' if models.own else ' in float32'}, drafts by itself in {models.draft}"
         sizes = [bench.parameters(models.floats())] * 2
         prompts = [one.ids for one in chats(engine, args.prompts)]
         args.prompt_tokens = round(fmean(map(len, prompts)))
