@@ -80,10 +80,10 @@ void coppice_window_wins(int64_t threads, const float* tape, const int64_t* star
 // --- linear ---
 
 // A packed matrix [outs, width]. `kind` is that of its elements: 3 for int8, 4 for int4, 5 for uint8, 6 for float8, 7 for
-// float4, 8 for iq4. The last five lie in groups of `group` elements; `scale` [panels, groups, 16], `zero` and `least`, of which
-// either may be null, are of `scale_kind`; if that is int8, they count in units, float16 [panels, units, 16], one for
-// UNIT elements of a row. The scales of float4 are exponents, uint8. int8 has no groups, and a scale for each output,
-// float32. `order` (null: as they are) are the elements of x that are multiplied. Rows are rounded to 1 / `levels` of the
+// float4, 8 for iq4, 9 for int5, 10 for int6. The last seven lie in groups of `group` elements; `scale` [panels, groups,
+// 16], `zero` and `least`, of which either may be null, are of `scale_kind`; if that is int8, they count in units, float16
+// [panels, units, 16], one for UNIT elements of a row. The scales of float4 are exponents, uint8. int8 has no groups, and a
+// scale for each output, float32. `order` (null: as they are) are the elements of x that are multiplied. Rows are rounded to 1 / `levels` of the
 // largest magnitude of each 64 elements (int8), or of each 32 of a group (all others but float8); 0: they are not. `bias`,
 // of the kind of the rows, may be null. The outputs of `next`, a matrix of the same width, or null, follow those of this
 // one.

@@ -67,30 +67,30 @@ struct Q4_1 : Format<20, 32, 32, 4, true, uint16_t> {
 };
 
 // The fifth bits of 32 codes lie in four bytes: a bit of each goes to a byte of eight.
-inline void add_fifth(const uint8_t* bits, uint8_t* codes, uint8_t more) {
+inline void add_fifth(const uint8_t* bits, uint8_t* codes) {
     constexpr uint64_t ONES = 0x0101010101010101, BITS = 0x8040201008040201;
     for (int i = 0; i < 4; i++) {
         uint64_t eight;
         std::memcpy(&eight, codes + 8 * i, sizeof eight);
         const uint64_t set = (((bits[i] * ONES & BITS) + 0x7f * ONES) >> 7) & ONES;
-        eight = (eight | set << 4) + more * ONES;
+        eight |= set << 4;
         std::memcpy(codes + 8 * i, &eight, sizeof eight);
     }
 }
 
-struct Q5_0 : Format<22, 32, 32, 8, false, uint16_t> {
+struct Q5_0 : Format<22, 32, 32, 5, false, uint16_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b);
         nibbles<16>(b + 6, codes);
-        add_fifth(b + 2, codes, SIGN - 16);
+        add_fifth(b + 2, codes);
     }
 };
 
-struct Q5_1 : Format<24, 32, 32, 8, true, uint16_t> {
+struct Q5_1 : Format<24, 32, 32, 5, true, uint16_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b), least[0] = half(b + 2);
         nibbles<16>(b + 8, codes);
-        add_fifth(b + 4, codes, SIGN);
+        add_fifth(b + 4, codes);
     }
 };
 
@@ -159,31 +159,26 @@ struct Q4_K : Format<144, 256, 32, 4, true, int8_t> {
     }
 };
 
-struct Q5_K : Format<176, 256, 32, 8, true, int8_t> {
+struct Q5_K : Format<176, 256, 32, 5, true, int8_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         six_bits(b, *this);
         for (int n = 0; n < 4; n++) {
             nibbles<32>(b + 48 + n * 32, codes + n * 64);
             for (int half = 2 * n; half < 2 * n + 2; half++)
-                for (int i = 0; i < 32; i++) {
-                    const uint8_t fifth = uint8_t(b[16 + i] >> half) & 1;
-                    codes[half * 32 + i] = uint8_t((codes[half * 32 + i] | fifth << 4) + SIGN);
-                }
+                for (int i = 0; i < 32; i++) codes[half * 32 + i] |= uint8_t((b[16 + i] >> half & 1) << 4);
         }
     }
 };
 
-struct Q6_K : Format<210, 256, 16, 8, false, int8_t> {
+struct Q6_K : Format<210, 256, 16, 6, false, int8_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         unit = half(b + 208);
         std::memcpy(scale, b + 192, 16);
         for (int n = 0; n < 2; n++) {
             nibbles<64>(b + n * 64, codes + n * 128);
             for (int part = 0; part < 4; part++)
-                for (int i = 0; i < 32; i++) {
-                    uint8_t& code = codes[n * 128 + part * 32 + i];
-                    code = uint8_t((code | (b[128 + n * 32 + i] >> 2 * part & 3) << 4) + SIGN - 32);
-                }
+                for (int i = 0; i < 32; i++)
+                    codes[n * 128 + part * 32 + i] |= uint8_t((b[128 + n * 32 + i] >> 2 * part & 3) << 4);
         }
     }
 };
@@ -205,15 +200,27 @@ inline uint32_t word(const uint8_t* at) {
     return four;
 }
 
-// Codes of outputs [from, to) of a panel to its lines, of a word for each.
+// Codes of outputs [from, to) of a panel to its lines, of a word for each. Of 5 and 6 bits the low four come first, and
+// then a word of those above.
 template <int BITS, int SIZE>
 inline void put(const uint8_t (*codes)[MOST_ELEMENTS], int from, int to, uint8_t* line) {
-    for (int i = 0; i < SIZE; i += 32 / BITS, line += PANEL * 4)
+    constexpr uint32_t LOW = BITS == 8 ? 0xffffffff : 0x0f0f0f0f;
+    constexpr int EACH = BITS == 8 ? 4 : 8, ABOVE = BITS % 4, STEP = ABOVE ? 32 / ABOVE : EACH;
+    for (int i = 0; i < SIZE; i += STEP) {
+        for (int j = i; j < i + STEP; j += EACH, line += PANEL * 4)
+            for (int lane = from; lane < to; lane++) {
+                const uint8_t* at = codes[lane] + j;
+                const uint32_t packed = EACH == 4 ? word(at) : (word(at) & LOW) | (word(at + 4) & LOW) << 4;
+                std::memcpy(line + lane * 4, &packed, sizeof packed);
+            }
+        if (!ABOVE) continue;
         for (int lane = from; lane < to; lane++) {
-            const uint8_t* at = codes[lane] + i;
-            const uint32_t packed = BITS == 4 ? word(at) | word(at + 4) << 4 : word(at);
+            uint32_t packed = 0;
+            for (int j = 0; j < STEP / 4; j++) packed |= (word(codes[lane] + i + 4 * j) & ~LOW) >> 4 << ABOVE * j;
             std::memcpy(line + lane * 4, &packed, sizeof packed);
         }
+        line += PANEL * 4;
+    }
 }
 
 template <typename Block>

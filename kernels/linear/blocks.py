@@ -57,11 +57,6 @@ class Block:
         """Rows of blocks as they are stored, uint8 [O, bytes of a row]."""
         return self.decode(stored_OB.unflatten(1, (-1, self.bytes)))
 
-    @property
-    def kinship(self) -> tuple[object, ...]:
-        """The properties that formats must share if their rows are to be one matrix."""
-        return self.kind, self.group, self.least, self.scales
-
     def packed_bytes(self, outs: int, width: int) -> int:
         """The bytes of a packed matrix."""
         panels, steps, *word = shape(self.kind, outs, width)
@@ -73,7 +68,7 @@ class BlockPanels:
     """Panels and groups that rows of blocks are packed into as they come.
 
     Args:
-        block: the format of the first rows; others have to be of its kinship.
+        block: their format.
         outs, width: of the matrix.
     """
 
@@ -96,16 +91,13 @@ class BlockPanels:
         self.unit = made(width // UNIT, torch.float16, units)
         self.least_unit = made(width // UNIT, torch.float16, units and block.least)
 
-    def add(self, block: Block, stored_OB: Tensor) -> None:
+    def add(self, stored_OB: Tensor) -> None:
         """Rows as they are stored, uint8 [any, bytes of a row].
 
         Raises:
-            ValueError: rows of another size, too many, of a format of another kinship, or with scales that are no
-                finite numbers.
+            ValueError: rows of another size, too many, or with scales that are no finite numbers.
         """
-        if block.kinship != self.block.kinship or self.width % block.size:
-            raise ValueError(f"expected a format like {self.block.kinship}, got {block.kinship}")
-        count, blocks = len(stored_OB), self.width // block.size
+        block, count, blocks = self.block, len(stored_OB), self.width // self.block.size
         expect("rows", stored_OB, torch.uint8, (count, blocks * block.bytes), torch.device("cpu"))
         if self.filled + count > self.outs:
             raise ValueError(f"expected {self.outs} rows, got {self.filled + count}")
@@ -162,11 +154,11 @@ def _fifth_bits(octets: Tensor) -> Tensor:
 
 
 def _q5_0(b: Tensor) -> BlockRows:
-    return _grouped((_nibbles(b[..., 6:]) | _fifth_bits(b[..., 2:6])) + (SIGN - 16), _half(b, 0))
+    return _grouped(_nibbles(b[..., 6:]) | _fifth_bits(b[..., 2:6]), _half(b, 0))
 
 
 def _q5_1(b: Tensor) -> BlockRows:
-    return _grouped((_nibbles(b[..., 8:]) | _fifth_bits(b[..., 4:8])) + SIGN, _half(b, 0), _half(b, 2))
+    return _grouped(_nibbles(b[..., 8:]) | _fifth_bits(b[..., 4:8]), _half(b, 0), _half(b, 2))
 
 
 def _q8_0(b: Tensor) -> BlockRows:
@@ -199,14 +191,14 @@ def _q4_k(b: Tensor) -> BlockRows:
 
 def _q5_k(b: Tensor) -> BlockRows:
     codes = _nibbles(b[..., 48:].unflatten(-1, (4, 32))).flatten(-2) | (_spread(b[..., 16:48], 1) << 4).flatten(-2)
-    return _grouped(codes + SIGN, *_six_bits(b))
+    return _grouped(codes, *_six_bits(b))
 
 
 def _q6_k(b: Tensor) -> BlockRows:
     low = _nibbles(b[..., :128].unflatten(-1, (2, 64))).flatten(-2)
     high = _spread(b[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3)
     scale = _half(b, 208) * b[..., 192:208].contiguous().view(torch.int8)
-    return _grouped((low | high << 4) + (SIGN - 32), scale)
+    return _grouped(low | high << 4, scale)
 
 
 def _iq4_nl(b: Tensor) -> BlockRows:
@@ -227,14 +219,14 @@ def _mxfp4(b: Tensor) -> BlockRows:
 BLOCKS = {  # by ggml's names
     "Q4_0": Block(2, 18, 32, "int4", 32, False, "half", _q4_0),
     "Q4_1": Block(3, 20, 32, "int4", 32, True, "half", _q4_1),
-    "Q5_0": Block(6, 22, 32, "int8", 32, False, "half", _q5_0),
-    "Q5_1": Block(7, 24, 32, "int8", 32, True, "half", _q5_1),
+    "Q5_0": Block(6, 22, 32, "int5", 32, False, "half", _q5_0),
+    "Q5_1": Block(7, 24, 32, "int5", 32, True, "half", _q5_1),
     "Q8_0": Block(8, 34, 32, "int8", 32, False, "half", _q8_0),
     "Q2_K": Block(10, 84, 256, "int4", 16, True, "units", _q2_k),
     "Q3_K": Block(11, 110, 256, "int4", 16, False, "units", _q3_k),
     "Q4_K": Block(12, 144, 256, "int4", 32, True, "units", _q4_k),
-    "Q5_K": Block(13, 176, 256, "int8", 32, True, "units", _q5_k),
-    "Q6_K": Block(14, 210, 256, "int8", 16, False, "units", _q6_k),
+    "Q5_K": Block(13, 176, 256, "int5", 32, True, "units", _q5_k),
+    "Q6_K": Block(14, 210, 256, "int6", 16, False, "units", _q6_k),
     "IQ4_NL": Block(20, 18, 32, "iq4", 32, False, "half", _iq4_nl),
     "IQ4_XS": Block(23, 136, 256, "iq4", 32, False, "units", _iq4_xs),
     "MXFP4": Block(39, 17, 32, "float4", 32, False, "exponents", _mxfp4),

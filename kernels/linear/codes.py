@@ -3,7 +3,7 @@
     int4    a byte has elements i (low half) and i + 32 of a block of 64
     int8    number - 128, two's complement
     float8  e4m3
-    float4  as int8: the numbers of its table; iq4 likewise
+    int5, int6, and float4 and iq4, the numbers of whose tables are whole: as int8
 
 Rows are padded to whole blocks of 64 elements. Scales lie by group, so that a program reads those of its outputs side
 by side. Shape legend: O outputs, B bytes of a row, G groups of a row.
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import TABLES, GroupKind, default_zero, numbers
+from kernels.linear.panels import ABOVE, TABLES, GroupKind, default_zero, numbers
 
 BLOCK = 64
 HALF = BLOCK // 2
 # What the size of groups is a multiple of, unless a row is one group.
-STEPS = {"int4": HALF, "int8": 16, "float8": 16, "float4": 16, "iq4": 16}
+STEPS = {"int4": HALF, "int8": 16, "float8": 16, "float4": 16, "iq4": 16, "int5": 16, "int6": 16}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def pack_codes(
     Args:
         blocks: codes [any, width], uint8; then scales, zeros and minimums (the last two None, or absent, in all blocks)
             [any, groups], float32. `outs` rows together.
-        kind, size, order_I: see `Codes`; those of `TABLES` become int8.
+        kind, size, order_I: see `Codes`; those that have none of their own become int8.
         outs, width: of the matrix.
 
     Raises:
@@ -84,14 +84,15 @@ def pack_codes(
     """
     if not takes(kind, size, width):
         raise ValueError(f"size: expected a multiple of {STEPS[kind]}, or the width {width}, got {size}")
-    given, kind = kind, "int8" if kind in TABLES else kind
+    given, kind = kind, "int8" if kind in (*TABLES, *ABOVE) else kind
     codes_OB = torch.empty(outs, row_bytes(kind, width), dtype=torch.uint8, device=device)
     found: list[list[Tensor]] = [[], [], []]
     first = 0
     for codes_NI, *values in blocks:
         assert codes_NI is not None
-        if given in TABLES:
-            codes_NI = (numbers(given, codes_NI) + 128).to(torch.uint8)
+        if given != kind:
+            zero = default_zero(given, len(values) > 2 and values[2] is not None)
+            codes_NI = (numbers(given, codes_NI) - zero + 128).to(torch.uint8)
         codes_OB[first : first + len(codes_NI)] = _row(codes_NI, kind).to(device)
         for parts, x_NG in zip(found, values, strict=False):
             parts += [] if x_NG is None else [x_NG]

@@ -1,11 +1,12 @@
 // The elements of packed matrices. Each has
 //   Row                  what a prepared row of x consists of
 //   STEP, BYTES, PARTS   elements of a row that are loaded at once, what they take of a panel for one output, and in how
-//                        many parts they are multiplied
+//                        many parts they are multiplied; more than a word of 4 bytes lies in as many lines
 //   CHUNK                elements of a row that are summed up before they are added to its total
 //   Words, Part, VECTORS what is loaded for LANES outputs, what is multiplied at once, and the registers of both
 //   Sum, Total           of LANES outputs, in a chunk and in a row
 //   GROUPED, EXPONENTS   whether groups of elements have scales, and these are powers of two
+//   IN_BITS              whether elements are bytes, which a matrix may have in fewer bits (decoded.h)
 //   SUMS                 the most sums of a block
 //   ROUNDED              elements of a row that are rounded by one largest magnitude and have one Unit; 0: all of a row
 // and prepares rows, loads words, makes parts of them, adds a part times elements of a row to sums, and makes values of
@@ -18,6 +19,8 @@
 #include "../vectors.h"
 
 namespace {
+
+constexpr int PANEL = 16;  // outputs side by side
 
 struct Unit {  // of elements of a row of x
     float size;
@@ -183,11 +186,29 @@ struct Int8 : FourInt8, Plain {
 // DEFAULT_LEAST of one that has minimums.
 struct Grouped {
     typedef Floats Total;
-    static constexpr bool GROUPED = true, EXPONENTS = false;
+    static constexpr bool GROUPED = true, EXPONENTS = false, IN_BITS = false;
     static constexpr int CHUNK = 32, ROUNDED = 0, SUMS = REGISTERS;
     static Floats floats(Floats sum) { return sum; }
     static Floats floats(Ints sum) { return __builtin_convertvector(sum, Floats); }
     static Floats value(Floats total, const Unit*, const void*, int64_t, int) { return total; }
+};
+
+// Codes of 5 or 6 bits: words of their low four bits, as int4 has them, and one of those above, of which a byte has those
+// of every fourth element.
+template <int BITS>
+struct Planes {
+    static constexpr int ABOVE = BITS - 4, STEP = 32 / ABOVE, LOW = STEP / 8, BYTES = 4 * (LOW + 1);
+    static constexpr int MIDDLE = 1 << (BITS - 1);
+    // Elements 4 i to 4 i + 3 of a step.
+    static Ints codes(const char* at, int i) {
+        const Ints low = word(at, i / 2), above = word(at, LOW);
+        const int up = 4 - ABOVE * i;
+        return ((i % 2 ? low >> 4 : low) & 0x0f0f0f0f) |
+               ((up < 0 ? above >> -up : above << up) & ((1 << ABOVE) - 1) * 0x10101010);
+    }
+
+   private:
+    static Ints word(const char* at, int i) { return read<Ints>(at + i * PANEL * 4, LANES); }
 };
 
 // The same by rounded rows: a chunk's whole steps are multiplied by `Four`, and sums begin with what makes up for LARGER,
@@ -241,6 +262,7 @@ struct FourCodes : FourInt8 {
 
 // Codes from 0 to 255, which stand for numbers from -128 up.
 struct Int8Codes : Rounded<FourCodes, FourInt8::OFFSET> {
+    static constexpr bool IN_BITS = true;
     static constexpr int STEP = 4, PARTS = 1;
     static constexpr float ZERO = 128 - FourInt8::OFFSET, DEFAULT = 128, DEFAULT_LEAST = 128;
     static Part part(Words words, int) { return FourInt8::part(words); }
@@ -289,6 +311,7 @@ struct WideInt4 : Grouped, WideRows {
 
 // uint8: numbers from -128 up.
 struct WideInt8 : Grouped, WideRows {
+    static constexpr bool IN_BITS = true;
     typedef Ints Words;
     static constexpr int STEP = 4, BYTES = 4, PARTS = 4, VECTORS = 2;
     static constexpr float ZERO = 128, DEFAULT = 128, DEFAULT_LEAST = 128;
@@ -317,6 +340,7 @@ struct WideCodes : Grouped, WideRows {
 // side by side, then the second, then the third.
 struct Digits : Grouped {
     static constexpr int DIGITS = 3;
+    static constexpr float ZERO = 0;
     static constexpr float LEVELS = 0x7f7f7f;
     struct Row {
         int8_t digits[DIGITS];
@@ -365,12 +389,29 @@ struct DigitsInt4 : Digits {
 };
 
 struct DigitsInt8 : Digits {
+    static constexpr bool IN_BITS = true;
     typedef Part Words;
     static constexpr int STEP = 4, BYTES = 4, PARTS = 1, VECTORS = 2;
     static constexpr float ZERO = 128 - FourInt8::OFFSET, DEFAULT = 128, DEFAULT_LEAST = 128;
     static Words load(const char* at) { return FourInt8::part(read<Ints>(at, LANES)); }
     static Part part(Words words, int) { return words; }
 };
+
+#ifdef MANY_REGISTERS
+// Codes of 5 or 6 bits, by digits or by rounded rows. A word is read again for each part.
+template <typename Row, int BITS>
+struct Bits : Row, Planes<BITS> {
+    typedef const char* Words;
+    static constexpr int STEP = Planes<BITS>::STEP, BYTES = Planes<BITS>::BYTES, PARTS = STEP / 4, VECTORS = 2;
+    static constexpr float DEFAULT = Planes<BITS>::MIDDLE, DEFAULT_LEAST = 0;
+    static Words load(const char* at) { return at; }
+    static Ints part(Words words, int i) { return Planes<BITS>::codes(words, i); }
+};
+template <int BITS>
+using DigitsBits = Bits<Digits, BITS>;
+template <int BITS>
+using RoundedBits = Bits<Rounded<FourCodes, Planes<BITS>::MIDDLE>, BITS>;
+#endif
 
 // As DigitsInt8 has them, to the bit.
 template <typename Code>

@@ -12,11 +12,11 @@
 
 #include "../operators.h"
 #include "../vectors.h"
+#include "decoded.h"
 #include "sums.h"
 
 namespace {
 
-constexpr int AHEAD = 8192;   // bytes
 constexpr int RUNS = 4;        // of consecutive pieces, for each thread
 constexpr int OWN_ROWS = 16;  // prepared by each thread for itself, as waiting for the others would take longer
 
@@ -44,9 +44,15 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
     };
     if constexpr (Element::GROUPED) {
         Chunks<VECTORS> chunks{panel, steps * LINE, 0, 0, 0, {}, {}, {}};
+        alignas(64) char decoded[Element::IN_BITS ? PIECE * MOST_CHUNKS * Element::CHUNK : 1];
+        const bool in_bits = Element::IN_BITS && m.kind != INT8_GROUPS;
         for (int64_t at = 0, taken; at < steps; at += taken, chunks.at += taken * LINE, chunks.unit += chunks.count) {
             taken = take<Element, VECTORS>(m, out, at, steps, rows.groups, rows.sums, chunks);
-            chunks.ahead = ahead(at);
+            if (in_bits) {
+                chunks.at = decoded, chunks.across = taken * LINE;
+                decode(m, out, at * Element::STEP, taken * Element::STEP, VECTORS * LANES / PANEL, decoded);
+            } else
+                chunks.ahead = ahead(at);
             add(at, chunks, chunks.count);
         }
     } else {
@@ -216,20 +222,28 @@ void with_element([[maybe_unused]] int64_t kind, const Matrix& m, F f) {
     if (m.kind == 2) f(WideFloat16{});
     if (m.kind == 3) f(Int8{});
     if (m.kind == 4 && m.levels) return f(Int4{});
-    if (m.kind == 5 && m.levels) return f(Int8Codes{});
+#ifdef MANY_REGISTERS
+    if (m.kind == 9 && m.levels) return f(RoundedBits<5>{});
+    if (m.kind == 10 && m.levels) return f(RoundedBits<6>{});
+    if (m.kind == 9) return f(DigitsBits<5>{});
+    if (m.kind == 10) return f(DigitsBits<6>{});
+#endif
+    const bool bytes = m.kind == INT8_GROUPS || m.kind == 9 || m.kind == 10;
+    if (bytes && m.levels) return f(Int8Codes{});
     if (m.kind == 7 && m.levels) return f(Codes<E2M1>{});
     if (m.kind == 8 && m.levels) return f(Codes<IQ4>{});
 #ifdef INT8_DOTS
     if (m.kind == 4) return f(DigitsInt4{});
-    if (m.kind == 5) return f(DigitsInt8{});
+    if (bytes) return f(DigitsInt8{});
     if (m.kind == 7) return f(DigitsCodes<E2M1>{});
     if (m.kind == 8) return f(DigitsCodes<IQ4>{});
-#endif
+#else
     if (m.kind == 4) f(WideInt4{});
-    if (m.kind == 5) f(WideInt8{});
-    if (m.kind == 6) f(WideFloat8{});
+    if (bytes) f(WideInt8{});
     if (m.kind == 7) f(WideCodes<E2M1>{});
     if (m.kind == 8) f(WideCodes<IQ4>{});
+#endif
+    if (m.kind == 6) f(WideFloat8{});
 }
 
 void multiply(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t stride, int64_t rows) {

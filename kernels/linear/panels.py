@@ -2,6 +2,8 @@
 
 A panel holds, for each step along the width, a line with a word of each output: one float32 or float16, two bfloat16,
 four int8, uint8 or float8, or eight int4, float4 or iq4, of which the first four lie in the low halves of the bytes.
+The low four bits of 32 int5 or 16 int6 lie as those of int4 do, and the bits above them in one more line: byte j has those
+of elements j, j + 4, j + 8 and so on.
 Processors read it as it lies, with vectors of any size: AMX tiles and the dot products of all instruction sets take
 words of this kind.
 """
@@ -24,9 +26,15 @@ STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  
 MAX_INT8_WIDTH = 1 << 16  # sums of more products of int8 would not fit into 32 bits
 ROWS_AT_ONCE = 1 << 20  # elements that are copied at a time when a matrix is packed
 
-GroupKind = Literal["int4", "int8", "float8", "float4", "iq4"]
-GROUP_KINDS: dict[str, int] = {"int4": 4, "int8": 5, "float8": 6, "float4": 7, "iq4": 8}  # as C++ numbers them
-GROUP_STEPS = {"int4": 8, "int8": 4, "float8": 4, "float4": 8, "iq4": 8}  # elements in a word
+GroupKind = Literal["int4", "int8", "float8", "float4", "iq4", "int5", "int6"]
+GROUP_KINDS: dict[str, int] = {  # as C++ numbers them
+    "int4": 4, "int8": 5, "float8": 6, "float4": 7, "iq4": 8, "int5": 9, "int6": 10,
+}  # fmt: skip
+ABOVE = {"int5": 1, "int6": 2}  # bits of a code above the low four
+# Elements of a step, and its lines.
+GROUP_STEPS = {
+    "int4": (8, 1), "int8": (4, 1), "float8": (4, 1), "float4": (8, 1), "iq4": (8, 1), "int5": (32, 5), "int6": (16, 3),
+}  # fmt: skip
 TABLES = {  # kinds of four bits that are places in a table of whole numbers: of float4 twice those of E2M1
     "float4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
@@ -36,15 +44,15 @@ WITHOUT_ZEROS = ("float8", *TABLES)
 WITHOUT_UNITS = ("float8", "float4")
 # Elements of a row of x that are rounded by one largest magnitude: of a group at most, and for int8 without groups.
 ROUNDED, ROUNDED_UNGROUPED = 32, 64
-ROUNDED_KINDS = ("int8", *NIBBLES)  # groups that multiply rounded rows
+ROUNDED_KINDS = ("int8", *NIBBLES, *ABOVE)  # groups that multiply rounded rows
 LEVELS = 127.0  # steps of their largest magnitude
 # What stands for zero in groups that have none of their own.
-ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0, "iq4": 0.0}
+ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0, "iq4": 0.0, "int5": 16.0, "int6": 32.0}
 
 
 def default_zero(kind: GroupKind, least: bool) -> float:
-    """The code of zero in groups without one of their own; with minimums, codes of int4 count from these."""
-    return 0.0 if least and kind == "int4" else ZEROS[kind]
+    """The code of zero in groups without one of their own; with minimums, codes of less than 8 bits count from these."""
+    return ZEROS[kind] if kind == "int8" or not least else 0.0
 
 
 def numbers(kind: GroupKind, codes: Tensor) -> Tensor:
@@ -72,10 +80,12 @@ class Groups(NamedTuple):
     """The form of elements in groups of a packed matrix: (number - zero) * scale + least.
 
     Args:
-        kind: int4: numbers from 0 to 15; int8: from 0 to 255; float8: e4m3; float4, iq4: those of `TABLES`.
-        size: elements of a row that share a scale, side by side; a multiple of 8, or the whole width.
+        kind: int4: numbers from 0 to 15; int5: to 31; int6: to 63; int8: to 255; float8: e4m3; float4, iq4: those of
+            `TABLES`.
+        size: elements of a row that share a scale, side by side; a multiple of 8 and of a step, or the whole width,
+            which is whole steps of int5 and int6.
         scale: [panels, groups, 16], float16 or float32; of float4 uint8, see `power`.
-        zero: like scale; None: that of `default_zero`. Kinds of `WITHOUT_ZEROS` have none.
+        zero: like scale; None: that of `default_zero`. Kinds of `WITHOUT_ZEROS`, int5 and int6 have none.
         least: like scale; None: 0. Not with zeros, and not of these kinds.
         unit, least_unit: [panels, width / UNIT, 16], float16: what scales and minimums count in, if they are int8;
             groups then divide UNIT, and there are no zeros.
@@ -168,10 +178,13 @@ class Packed:
         if groups.kind not in GROUP_KINDS or any(x is not None for x in unwanted):
             plain = f"{', '.join(WITHOUT_ZEROS)} without zeros, {', '.join(WITHOUT_UNITS)} without units"
             raise ValueError(f"groups: expected one of {list(GROUP_KINDS)}, {plain}, got {groups.kind}")
-        if groups.zero is not None and groups.least is not None:
-            raise ValueError("groups: expected zeros or minimums, got both")
-        if not (0 < groups.size < self.width and groups.size % 8 == 0) and groups.size != self.width:
-            raise ValueError(f"groups: expected a multiple of 8, or the width {self.width}, got {groups.size}")
+        if groups.zero is not None and (groups.least is not None or groups.kind in ABOVE):
+            raise ValueError(f"groups: expected zeros or minimums, {', '.join(ABOVE)} without zeros, got {groups.kind}")
+        each = max(8, GROUP_STEPS[groups.kind][0])
+        if groups.kind in ABOVE and self.width % each:
+            raise ValueError(f"width: expected a multiple of {each} for {groups.kind}, got {self.width}")
+        if not (0 < groups.size < self.width and groups.size % each == 0) and groups.size != self.width:
+            raise ValueError(f"groups: expected a multiple of {each}, or the width {self.width}, got {groups.size}")
         sizes = len(self.panels), -(-self.width // groups.size), PANEL
         counted = groups.unit is not None
         if counted and (UNIT % groups.size or self.width % UNIT or groups.zero is not None):
@@ -239,7 +252,8 @@ def shape(kind: torch.dtype | GroupKind, outs: int, width: int) -> tuple[int, in
     """The shape of a matrix's panels, of a dtype or of groups."""
     panels = -(-outs // PIECE) * (PIECE // PANEL)
     if isinstance(kind, str):
-        return panels, -(-width // GROUP_STEPS[kind]), PANEL, 4
+        elements, lines = GROUP_STEPS[kind]
+        return panels, -(-width // elements) * lines, PANEL, 4
     return panels, -(-width // STEPS[kind]), PANEL, STEPS[kind]
 
 
@@ -338,7 +352,7 @@ def pack_groups(
     first = 0
     for codes_OI, *values in blocks:
         assert codes_OI is not None
-        filling.add(_nibbles(codes_OI) if kind in NIBBLES else codes_OI)
+        filling.add(_words(codes_OI, kind))
         for i, x_OG in enumerate(values):
             if x_OG is not None:
                 kept = whole[i] = torch.zeros(len(filling.panels) * PANEL, groups) if first == 0 else whole[i]
@@ -354,10 +368,16 @@ def pack_groups(
     return filling.done(), Groups(kind, size, *laid)  # type: ignore[arg-type]
 
 
-def _nibbles(codes_OI: Tensor) -> Tensor:
-    """Two codes to a byte: of eight the first four in the low halves."""
-    spare = -codes_OI.shape[1] % 8
-    if spare:
-        codes_OI = torch.nn.functional.pad(codes_OI, (0, spare))
-    eight = codes_OI.view(len(codes_OI), -1, 2, 4)
-    return (eight[:, :, 0] | eight[:, :, 1] << 4).flatten(1)
+def _words(codes_OI: Tensor, kind: GroupKind) -> Tensor:
+    """The bytes of a row, line by line."""
+    if kind not in (*NIBBLES, *ABOVE):
+        return codes_OI
+    elements, _ = GROUP_STEPS[kind]
+    codes_OI = torch.nn.functional.pad(codes_OI, (0, -codes_OI.shape[1] % elements))
+    step = codes_OI.view(len(codes_OI), -1, elements // 4, 4)
+    words = (step[:, :, 0::2] & 15) | step[:, :, 1::2] << 4
+    if bits := ABOVE.get(kind):
+        places = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
+        above = (step >> 4 << places).sum(2, keepdim=True, dtype=torch.uint8)
+        words = torch.cat([words, above], 2)
+    return words.flatten(1)

@@ -4,16 +4,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import NIBBLES, ROUNDED, ROUNDED_UNGROUPED, Packed, default_zero, numbers
+from kernels.linear.panels import ABOVE, GROUP_STEPS, NIBBLES, ROUNDED, ROUNDED_UNGROUPED, Packed, default_zero, numbers
 
 
 def unpack(matrix: Packed) -> Tensor:
     """Elements [outs, width] in the packed dtype; the codes of groups, uint8."""
     rows = matrix.panels.transpose(1, 2).flatten(2).flatten(0, 1)[: matrix.outs]
     if matrix.groups is not None:
-        if matrix.groups.kind in NIBBLES:
-            four = rows.unflatten(1, (-1, 4))
-            rows = torch.stack([four & 15, four >> 4], 2).flatten(1)
+        kind = matrix.groups.kind
+        if kind in (*NIBBLES, *ABOVE):
+            lines = rows.unflatten(1, (-1, GROUP_STEPS[kind][1], 4))
+            low = lines[:, :, :-1] if kind in ABOVE else lines
+            rows = torch.stack([low & 15, low >> 4], 3).flatten(2, 3)
+            if bits := ABOVE.get(kind):
+                places = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
+                rows = rows | (lines[:, :, -1:] >> places & (1 << bits) - 1) << 4
+            rows = rows.flatten(1)
         return rows[:, : matrix.width]
     rows = rows[:, : matrix.width]
     return (rows.int() - 128).to(torch.int8) if matrix.dtype == torch.int8 else rows

@@ -11,7 +11,6 @@
 
 namespace {
 
-constexpr int PANEL = 16;     // outputs side by side
 constexpr int PIECE = 64;     // outputs
 constexpr int UNIT = 256;     // elements of a row that share a unit of scales
 constexpr int BATCH = 60;     // rows that share a fetch from the second-level cache
@@ -88,7 +87,7 @@ template <typename Element, int VECTORS, int COUNT>
     typename Element::Words words[VECTORS];
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++)
-        words[v] = Element::load(at + v / EACH * across + v % EACH * LANES * Element::BYTES);
+        words[v] = Element::load(at + v / EACH * across + v % EACH * LANES * std::min(Element::BYTES, 4));
 #pragma GCC unroll 8
     for (int p = 0; p < Element::PARTS; p++) {
         typename Element::Part part[VECTORS];
@@ -161,7 +160,9 @@ template <typename Element, int VECTORS, int COUNT, typename Steps>
         if (ahead)
 #pragma GCC unroll 4
             for (int panel = 0; panel < VECTORS / EACH; panel++)
-                __builtin_prefetch(at + panel * across + i * LINE + ahead);
+#pragma GCC unroll 8
+                for (int line = 0; line < LINE; line += PANEL * 4)
+                    __builtin_prefetch(at + panel * across + i * LINE + line + ahead);
     };
     auto step = [&](int64_t i) __attribute__((always_inline)) {
         add_step<Element, VECTORS, COUNT>(at + i * LINE, across, x + i * Element::STEP, stride, sums);

@@ -91,6 +91,7 @@ inline void transpose(Ints (&x)[LANES]) {
 
 #ifdef __AVX512VNNI__
 #define INT8_DOTS
+#define MANY_REGISTERS
 struct FourInt8 {
     typedef int8_t Row;
     typedef Ints Part;

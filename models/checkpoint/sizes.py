@@ -172,8 +172,8 @@ class Sizes(Weights):
         if not floats:
             blocks = [(BLOCKS[info.format], rows) for info, rows in zip(map(tensors.get, stored), outs, strict=True)
                       if isinstance(info, Stored)]  # fmt: skip
-            if blocks:  # neighbours of one kind are one matrix
-                alike = groupby(blocks, key=lambda each: each[0].kinship)
+            if blocks:  # neighbours of one format are one matrix
+                alike = groupby(blocks, key=lambda each: each[0])
                 runs = ([*run] for _, run in alike)
                 return sum(run[0][0].packed_bytes(sum(rows for _, rows in run), width) for run in runs)
             return sum(map(self._quantised, stored, outs))

@@ -79,7 +79,7 @@ class GroupedWeight:
     @property
     def kinship(self) -> tuple[object, ...]:
         """The properties that weights must share to be one matrix, besides their order."""
-        return self.kind, self.shape[1], self.group, self.levels, self.least, self.stored and self.stored[1].kinship
+        return self.kind, self.shape[1], self.group, self.levels, self.least, self.stored and self.stored[1]
 
     def part(self, outs: range | None, ins: range | None) -> "GroupedWeight":
         """Some outputs and inputs of it; None: all. Raises ValueError for inputs that are not those of whole groups."""
@@ -228,10 +228,10 @@ def _packed(weights: Sequence[GroupedWeight]) -> Packed:
     order_I = None if first.order_I is None else first.order_I.to(torch.int32)
     if first.stored:
         panels = BlockPanels(first.stored[1], outs, width)
-        for rows_OB, block in (weight.stored for weight in weights if weight.stored):
+        for rows_OB, _ in (weight.stored for weight in weights if weight.stored):
             mapped = is_mapped(rows_OB)
             for part in rows_OB.split(max(1, STORED_CHUNK // rows_OB.shape[1])):
-                panels.add(block, part)
+                panels.add(part)
                 if mapped:
                     let_go(part)
         packed = panels.done()

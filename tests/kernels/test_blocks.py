@@ -6,7 +6,7 @@ import torch
 from kernels import cpp
 from kernels.linear import linear, reference
 from kernels.linear.blocks import BLOCKS, BlockPanels
-from kernels.linear.panels import numbers
+from kernels.linear.panels import default_zero, numbers
 from tests.models.gguf.files import gguf
 
 TYPES = gguf.GGMLQuantizationType
@@ -29,7 +29,7 @@ def values(block, rows_OB):
     """The elements, float32."""
     codes, scale, least = block.rows(rows_OB)
     spread = lambda x: x.repeat_interleave(block.group, 1)  # noqa: E731
-    zero = {"int4": 0.0 if block.least else 8.0, "int8": 128.0, "float4": 0.0, "iq4": 0.0}[block.kind]
+    zero = default_zero(block.kind, block.least)
     found = (numbers(block.kind, codes) - zero) * spread(scale)
     return found if least is None else found + spread(least)
 
@@ -56,7 +56,7 @@ def test_packed_matrices_hold_the_same_numbers(name, parts, width):
     block, outs = BLOCKS[name], sum(parts)
     panels, rows = BlockPanels(block, outs, width), stored(name, outs, width)
     for part in rows.split(parts):
-        panels.add(block, part)
+        panels.add(part)
     packed, exact = panels.done(), values(block, rows)
     assert reference.unpack(packed).equal(block.rows(rows).codes_OI)
     assert reference.unpacked(packed).equal(exact)
@@ -72,22 +72,11 @@ def test_packed_matrices_hold_the_same_numbers(name, parts, width):
 
 
 @pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
-def test_formats_that_are_kin_share_a_matrix():
-    panels, width = BlockPanels(BLOCKS["Q5_0"], 48, 64), 64
-    parts = [(name, stored(name, 16, width)) for name in ("Q5_0", "Q8_0", "Q5_0")]
-    for name, rows in parts:
-        panels.add(BLOCKS[name], rows)
-    exact = torch.cat([values(BLOCKS[name], rows) for name, rows in parts])
-    assert reference.unpacked(panels.done()).equal(exact)
-
-
-@pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 def test_what_is_refused():
     block, rows = BLOCKS["Q8_0"], stored("Q8_0", 4, 64)
     for make, what in (
-        (lambda panels: panels.add(BLOCKS["Q4_0"], rows), "expected a format like"),
-        (lambda panels: panels.add(block, rows[:, :34]), r"rows: expected contiguous uint8 \[4, 68\]"),
-        (lambda panels: panels.add(block, torch.cat([rows, rows])), "expected 4 rows, got 8"),
+        (lambda panels: panels.add(rows[:, :34]), r"rows: expected contiguous uint8 \[4, 68\]"),
+        (lambda panels: panels.add(torch.cat([rows, rows])), "expected 4 rows, got 8"),
         (lambda panels: panels.done(), "expected 4 rows, got 0"),
     ):
         with pytest.raises(ValueError, match=what):
@@ -95,4 +84,4 @@ def test_what_is_refused():
     rows[2, 35:36] = 0x7C  # infinity
     rows[2, 34:35] = 0
     with pytest.raises(ValueError, match="not finite"):
-        BlockPanels(block, 4, 64).add(block, rows)
+        BlockPanels(block, 4, 64).add(rows)

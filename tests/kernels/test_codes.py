@@ -7,7 +7,7 @@ import torch
 
 from kernels.linear import codes
 from kernels.linear.codes import Codes, pack_codes, takes, unpacked
-from kernels.linear.panels import NIBBLES, TABLES
+from kernels.linear.panels import ABOVE, NIBBLES, TABLES
 from tests.marks import DEVICES, needs_triton
 
 FORMATS = [  # kind, group, zeros, outs, width, whether columns have another order
@@ -25,23 +25,28 @@ FORMATS = [  # kind, group, zeros, outs, width, whether columns have another ord
     ("float8", 77, False, 8, 77, False),
     ("float4", 32, False, 65, 128, False),
     ("iq4", 32, False, 65, 128, False),
+    ("int5", 32, False, 65, 128, False),
+    ("int5", 32, "least", 9, 64, True),
+    ("int6", 16, False, 20, 96, False),
+    ("int6", 16, "least", 20, 96, True),
 ]
 
 
 def draw(kind, size, zeros, outs, width, ordered, seed=0):
     """Numbers, scales and zeros, and the elements that they stand for in float64, columns as those of x."""
     random = torch.Generator().manual_seed(seed)
-    numbers = torch.randint(0, 16 if kind in NIBBLES else 256, (outs, width), generator=random, dtype=torch.uint8)
+    most = 16 if kind in NIBBLES else 16 << ABOVE.get(kind, 4)
+    numbers = torch.randint(0, most, (outs, width), generator=random, dtype=torch.uint8)
     if kind == "float8":
         numbers[(numbers & 127) == 127] = 0
     groups = -(-width // size)
     scale = (torch.rand(outs, groups, generator=random) / 8 + 0.01).half().float()
     scale = scale.log2().round().exp2() if kind == "float4" else scale
-    middle = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0, "iq4": 0.0}[kind]
+    middle = {"int4": 8.0, "int5": 16.0, "int6": 32.0, "int8": 128.0, "float8": 0.0, "float4": 0.0, "iq4": 0.0}[kind]
     own = (torch.rand(outs, groups, generator=random) * 2 * middle).half().float()
     zero, least = own if zeros is True else None, own / 64 - 0.1 if zeros == "least" else None
     if least is not None:
-        least, middle = least.half().float(), 0.0 if kind == "int4" else middle
+        least, middle = least.half().float(), middle if kind == "int8" else 0.0
     value = numbers.view(torch.float8_e4m3fn).double() if kind == "float8" else numbers.double()
     value = torch.tensor(TABLES[kind], dtype=torch.float64)[numbers.int()] if kind in TABLES else value
     values = scale, middle + 0 * scale if zero is None else zero, 0 * scale if least is None else least

@@ -5,17 +5,17 @@ import torch
 
 from kernels import cpp
 from kernels.linear import Groups, Packed, linear, pack, pack_groups, reference
-from kernels.linear.panels import TABLES, WITHOUT_ZEROS
+from kernels.linear.panels import ABOVE, GROUP_STEPS, TABLES, WITHOUT_ZEROS, ZEROS
 from kernels.whole_graph import traceable
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 
-SIZES = [(64, 64, 32), (100, 72, 24), (257, 1000, 40), (65, 2048, 128), (130, 5, 5), (300, 512, 512), (70, 100, 16)]
+SIZES = [(64, 64, 32), (100, 72, 24), (257, 1000, 40), (65, 2048, 128), (130, 5, 5), (300, 512, 512), (70, 100, 16), (130, 96, 32)]
 COUNTS = (1, 2, 3, 5, 15, 16, 17, 61, 130)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST = {"int4": 15, "int8": 255, "float8": 0x7E, "float4": 15, "iq4": 15}
+MOST = {"int4": 15, "int8": 255, "float8": 0x7E, "float4": 15, "iq4": 15, "int5": 31, "int6": 63}
 LARGEST = MOST | {"float8": 448, "float4": 12, "iq4": 127}  # numbers
-ROUNDED = [("int4", 127), ("int8", 127), ("float4", 127), ("iq4", 127)]
+ROUNDED = [(kind, 127) for kind in MOST if kind != "float8"]
 
 
 def draw(*shape, seed=0):
@@ -24,6 +24,10 @@ def draw(*shape, seed=0):
 
 def matrix(kind, outs, width, size, *, zeros=False, ordered=False, levels=0.0, dtype=torch.float16):
     """A packed matrix of random codes, and the codes; `zeros`: of groups, or "least" for minimums."""
+    if kind in ABOVE and zeros is True:
+        pytest.skip(f"{kind} has no zeros")
+    if kind in ABOVE and (width % GROUP_STEPS[kind][0] or size % GROUP_STEPS[kind][0]):
+        pytest.skip(f"rows and groups of {kind} are whole steps")
     random = torch.Generator().manual_seed(outs * width)
     codes_OI = torch.randint(0, MOST[kind] + 1, (outs, width), dtype=torch.uint8, generator=random)
     if kind == "float8":
@@ -49,7 +53,7 @@ def test_packing_keeps_every_code(kind, outs, width, size):
 
 
 @pytest.mark.parametrize("zeros", [False, True, "least"])
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int5", "int6", "int8"])
 @pytest.mark.parametrize(("outs", "width", "size"), SIZES)
 def test_some_outputs_of_a_matrix_are_those_of_the_whole(kind, zeros, outs, width, size):
     packed, codes_OI = matrix(kind, outs, width, size, zeros=zeros, ordered=True)
@@ -83,7 +87,7 @@ def test_floats_are_multiplied_to_rounding(kind, of_x, zeros, ordered, outs, wid
 
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "zeros", "ordered"), [
-    *((kind, *how) for kind in ("int4", "int8") for how in (
+    *((kind, *how) for kind in ("int4", "int5", "int6", "int8") for how in (
         (False, False), (True, False), (True, True), ("least", False),
     )),
     ("float4", False, False), ("float4", False, True),
@@ -106,7 +110,7 @@ def test_rounded_rows_are_multiplied_exactly_in_a_group(of_x, kind, zeros, order
 
 
 @pytest.mark.parametrize("zeros", [False, True, "least"])
-@pytest.mark.parametrize("kind", ["int4", "int8", "float4"])
+@pytest.mark.parametrize("kind", ["int4", "int5", "int6", "int8", "float4"])
 @pytest.mark.parametrize(("outs", "width", "size"), SIZES)
 def test_rows_are_rounded_as_they_are_defined_to_be(kind, zeros, outs, width, size):
     """By the largest of each 32 of a group: the definition in float64 rounds a few that lie on ties differently."""
@@ -129,26 +133,29 @@ def test_the_largest_products_of_int4_do_not_overflow():
     assert linear(-torch.ones(1, width), packed).tolist() == [[-15 * width, 0]]
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int5", "int6", "int8"])
 def test_the_largest_products_of_floats_do_not_overflow(kind):
     """In the widest rows, also where a group is a whole row and its sum is multiplied by a zero."""
     width, most = 1 << 16, MOST[kind]
     codes_OI = torch.tensor([[most], [0]], dtype=torch.uint8).expand(2, width)
-    for size, zero in ((32, 0), (width, 0), (width, most)):
+    middle = ZEROS[kind] if kind in ABOVE else 0
+    for size, zero in ((32, middle), (width, middle), (width, middle or most)):
         scale_OG = torch.ones(2, width // size)
-        panels, groups = pack_groups([(codes_OI, scale_OG, scale_OG * zero)], kind, 2, width, size)
+        zero_OG = None if kind in ABOVE else scale_OG * zero
+        panels, groups = pack_groups([(codes_OI, scale_OG, zero_OG)], kind, 2, width, size)
         packed, exact = Packed(panels, 2, width, groups=groups), torch.tensor([most - zero, -zero]) * width
         for sign in (1.0, -1.0):
             found = linear(torch.full((1, width), sign), packed)[0]
             assert (found - sign * exact).abs().max() <= 1e-4 * most * width  # 2,048 chunks are added in float32
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int5", "int6", "int8"])
 def test_digits_of_whole_steps(kind):
     """Every digit at its ends: of a row of whole numbers up to 0x7f7f7f each counts as it is, however small."""
     codes_OI = torch.randint(1, MOST[kind] + 1, (70, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     scale_OG = torch.tensor([1.0, 1.0, 0.0]).expand(70, 3)  # the last group's holds the largest number of a row
-    panels, groups = pack_groups([(codes_OI, scale_OG, torch.zeros(70, 3))], kind, 70, 96, 32)
+    none = [None, torch.zeros(70, 3)] if kind in ABOVE else [torch.zeros(70, 3), None]  # so that numbers are codes
+    panels, groups = pack_groups([(codes_OI, scale_OG, *none)], kind, 70, 96, 32)
     packed, x = Packed(panels, 70, 96, groups=groups), torch.zeros(16, 96)
     ends = torch.tensor([0x7F7F7F, 0x7F7E80, 0x8080, 0x7F80, 0x7F7F, 0x80, 0x7F, 1])
     for row, end in enumerate([*ends, *-ends]):
@@ -224,8 +231,9 @@ def test_int8_of_other_levels():
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "levels"), [*((kind, 0) for kind in MOST), *ROUNDED])
 def test_rows_do_not_depend_on_those_beside_them(kind, levels, of_x):
-    packed, _ = matrix(kind, 96, 520, 40, zeros=kind not in WITHOUT_ZEROS, levels=levels)
-    x = draw(130, 520, seed=1).to(of_x)
+    width, size = (512, 64) if kind in ABOVE else (520, 40)
+    packed, _ = matrix(kind, 96, width, size, zeros=kind not in (*WITHOUT_ZEROS, *ABOVE), levels=levels)
+    x = draw(130, width, seed=1).to(of_x)
     whole = linear(x, packed)
     for count in COUNTS:
         assert linear(x[:count], packed).equal(whole[:count])
@@ -240,9 +248,10 @@ def test_scales_that_float16_lacks_stay_float32():
 
 def test_what_is_not_finite_stays_in_its_row():
     for kind, levels in (("int4", 0), *ROUNDED):
-        packed, _ = matrix(kind, 70, 40, 8, zeros=kind not in WITHOUT_ZEROS, levels=levels)
-        x = draw(6, 40)
-        x[1, 3], x[4, 39] = float("nan"), float("inf")
+        width, size = (64, 32) if kind in ABOVE else (40, 8)
+        packed, _ = matrix(kind, 70, width, size, zeros=kind not in (*WITHOUT_ZEROS, *ABOVE), levels=levels)
+        x = draw(6, width)
+        x[1, 3], x[4, width - 1] = float("nan"), float("inf")
         assert linear(x, packed).isfinite().all(-1).tolist() == [True, False, True, True, False, True]
 
 
@@ -258,7 +267,7 @@ def test_compilers_see_an_operator():
     ("change", "message"),
     [
         ({"size": 20}, "multiple of 8, or the width 64, got 20"),
-        ({"kind": "int5"}, "int5"),
+        ({"kind": "int7"}, "int7"),
         ({"scale": torch.ones(4, 2, 16, dtype=torch.float64)}, "float16 or float32"),
         ({"scale": torch.ones(4, 3, 16)}, "scale"),
         ({"zero": torch.ones(4, 2, 16, dtype=torch.float32)}, "zero"),

@@ -21,7 +21,7 @@ from kernels.kv_int8 import quantise
 from kernels.kv_kinds import parts
 from kernels.layout import DeltaKind, ScanKind
 from kernels.linear import reference as products
-from kernels.linear.panels import STEPS, WITHOUT_ZEROS, Packed, pack, pack_groups
+from kernels.linear.panels import ABOVE, STEPS, WITHOUT_ZEROS, Packed, pack, pack_groups
 from kernels.rows import reference
 from kernels.rows.checks import ACTIVATIONS, GATES
 from kernels.scan import native as scanning
@@ -268,11 +268,15 @@ def linear(recording: Recording) -> None:
 def grouped(recording: Recording) -> None:
     """Elements in groups, of rows that are rounded or not."""
     sizes = (1, 1, 1, 1), (1, 130, 300, 32), (3, 65, 33, 33), (4, 64, 64, 16), (15, 20, 130, 40), (40, 17, 9, 8)
+    whole = (1, 64, 32, 32), (3, 65, 96, 32), (4, 64, 64, 64), (15, 20, 160, 32), (40, 17, 32, 32)  # steps of all kinds
     most = {"int4": (16, 0), "int8": (256, 0), "float8": (127, 0), "float4": (16, 0), "iq4": (16, 0)}
-    most |= {f"{of} by int8": (most[of][0], 127) for of in ("int4", "int8", "float4", "iq4")}
+    most |= {"int5": (32, 0), "int6": (64, 0)}
+    most |= {f"{of} by int8": (numbers, 127) for of, (numbers, _) in most.items() if of != "float8"}
     for (name, kind, dtype), (of, (codes, levels)) in itertools.product(kinds(), most.items()):
-        for (rows, outs, width, size), more in zip(sizes, itertools.cycle(("zero", "least", ""))):
-            values = of.split()[0] not in WITHOUT_ZEROS
+        for (rows, outs, width, size), more in zip(
+            whole if of.split()[0] in ABOVE else sizes, itertools.cycle(("zero", "least", ""))
+        ):
+            values = of.split()[0] not in (*WITHOUT_ZEROS, *ABOVE)
             scale = torch.rand(outs, -(-width // size)).half().float() / 16
             scale = scale.clamp(min=2**-20).log2().round().exp2() if "float4" in of else scale
             zero = torch.randint_like(scale, 0, codes) if more == "zero" and values else None
@@ -287,7 +291,7 @@ def grouped(recording: Recording) -> None:
             tensors |= {name: getattr(groups, name) for name in ("scale", "zero", "least")}
             fields = {name: x for name, x in tensors.items() if x is not None}
             out = written(blank(plain), exact, plain)
-            largest = {"float8": 480, "iq4": 127}.get(of, codes)
+            largest = {"float8": 480, "iq4": 127}.get(of.split()[0], codes)
             most_of_x = x.double().abs().sum(1).max() * largest / 16
             out = dataclasses.replace(out, absolute=2 * out.absolute + 1e-6 * float(most_of_x))
             case = f"{name}, {rows} rows x {of} {outs} x {width} in groups of {size}"
