@@ -8,6 +8,7 @@
 //   GROUPED, EXPONENTS   whether groups of elements have scales, and these are powers of two
 //   IN_BITS              whether elements are bytes, which a matrix may have in fewer bits (decoded.h)
 //   SUMS                 the most sums of a block
+//   NARROW               up to so many rows are multiplied by one vector of outputs, whose parts take long to make
 //   ROUNDED              elements of a row that are rounded by one largest magnitude and have one Unit; 0: all of a row
 // and prepares rows, loads words, makes parts of them, adds a part times elements of a row to sums, and makes values of
 // totals, which are sums of sums, scaled those of groups.
@@ -38,7 +39,7 @@ constexpr int INT4_SUMS = REGISTERS;
 
 // Without groups, of which the sums are values at once, and multiplied part by part.
 struct Plain {
-    static constexpr int PARTS = 1, ROUNDED = 0, SUMS = REGISTERS;
+    static constexpr int PARTS = 1, ROUNDED = 0, SUMS = REGISTERS, NARROW = 0;
     static constexpr bool GROUPED = false;
     static Floats value(Floats sum, const Unit*, const void*, int64_t, int) { return sum; }
 };
@@ -187,7 +188,7 @@ struct Int8 : FourInt8, Plain {
 struct Grouped {
     typedef Floats Total;
     static constexpr bool GROUPED = true, EXPONENTS = false, IN_BITS = false;
-    static constexpr int CHUNK = 32, ROUNDED = 0, SUMS = REGISTERS;
+    static constexpr int CHUNK = 32, ROUNDED = 0, SUMS = REGISTERS, NARROW = 0;
     static Floats floats(Floats sum) { return sum; }
     static Floats floats(Ints sum) { return __builtin_convertvector(sum, Floats); }
     static Floats value(Floats total, const Unit*, const void*, int64_t, int) { return total; }
@@ -402,7 +403,8 @@ struct DigitsInt8 : Digits {
 template <typename Row, int BITS>
 struct Bits : Row, Planes<BITS> {
     typedef const char* Words;
-    static constexpr int STEP = Planes<BITS>::STEP, BYTES = Planes<BITS>::BYTES, PARTS = STEP / 4, VECTORS = 2;
+    static constexpr int STEP = Planes<BITS>::STEP, BYTES = Planes<BITS>::BYTES, PARTS = STEP / 4, VECTORS = 4;
+    static constexpr int NARROW = std::is_same_v<Row, Digits> ? 16 : 0;
     static constexpr float DEFAULT = Planes<BITS>::MIDDLE, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return at; }
     static Ints part(Words words, int i) { return Planes<BITS>::codes(words, i); }

@@ -72,7 +72,7 @@ template <typename Element, int VECTORS = PIECE / LANES, typename Finish>
 void multiply_piece(const Rows<Element>& rows, int64_t row, int count, const Matrix& m, int64_t steps, int64_t out,
                     Finish finish) {
     if (VECTORS > vectors_for<Element>(count)) {
-        if constexpr (VECTORS > LEAST)
+        if constexpr (VECTORS > (Element::NARROW ? PANEL / LANES : LEAST))
             multiply_piece<Element, VECTORS / 2>(rows, row, count, m, steps, out, finish);
         return;
     }

@@ -2,8 +2,8 @@
 
 A panel holds, for each step along the width, a line with a word of each output: one float32 or float16, two bfloat16,
 four int8, uint8 or float8, or eight int4, float4 or iq4, of which the first four lie in the low halves of the bytes.
-The low four bits of 32 int5 or 16 int6 lie as those of int4 do, and the bits above them in one more line: byte j has those
-of elements j, j + 4, j + 8 and so on.
+The low four bits of 32 int5 or 16 int6 lie as those of int4 do, and the bits above them in one more line: byte j has
+those of elements j, j + 4, j + 8 and so on.
 Processors read it as it lies, with vectors of any size: AMX tiles and the dot products of all instruction sets take
 words of this kind.
 """
@@ -51,7 +51,7 @@ ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0, "iq4": 0.0, "
 
 
 def default_zero(kind: GroupKind, least: bool) -> float:
-    """The code of zero in groups without one of their own; with minimums, codes of less than 8 bits count from these."""
+    """The code of zero in groups without one of their own; with minimums, codes below 8 bits count from these."""
     return ZEROS[kind] if kind == "int8" or not least else 0.0
 
 

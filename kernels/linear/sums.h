@@ -40,7 +40,7 @@ template <typename Element>
 constexpr int vectors_for(int rows) {
     int vectors = PIECE / LANES;
     while (vectors > LEAST && !fits<Element>(rows, vectors)) vectors /= 2;
-    return vectors;
+    return rows <= Element::NARROW && !fits<Element>(rows, vectors) ? PANEL / LANES : vectors;
 }
 
 // Rows as an element type multiplies by them, `stride` apart.

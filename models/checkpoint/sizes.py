@@ -9,20 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.linear.blocks import BLOCKS
-from kernels.linear.panels import PIECE
+from kernels.linear.blocks import BLOCKS, Block
+from kernels.linear.codes import takes
+from kernels.linear.panels import ABOVE, PIECE
 from models.checkpoint.experts import EXPERT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import FLOATS
 from models.checkpoint.weights import Weights
 from models.config import Config, ModelShape
 from models.families import family_of, load_model
+from models.formats.coded import code_bytes
 from models.formats.floats import has_kernels
 from models.formats.linear import FORMATS, format_of
 from models.formats.packed import PREFIXES
 from models.gguf.tensors import Stored
 from models.mtp import MTP
 from models.names import HEAD
+from models.quantized.own import Own
 from models.shard import Shard
 from models.sharding import part
 
@@ -172,14 +175,25 @@ class Sizes(Weights):
         if not floats:
             blocks = [(BLOCKS[info.format], rows) for info, rows in zip(map(tensors.get, stored), outs, strict=True)
                       if isinstance(info, Stored)]  # fmt: skip
-            if blocks:  # neighbours of one format are one matrix
-                alike = groupby(blocks, key=lambda each: each[0])
-                runs = ([*run] for _, run in alike)
-                return sum(run[0][0].packed_bytes(sum(rows for _, rows in run), width) for run in runs)
+            if blocks:
+                return self._blocks(blocks, width)
             return sum(map(self._quantised, stored, outs))
         own = {*floats.values()}
         quant = "none" if exact else format_of(self.quant, sum(outs), head=head)
         return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
+
+    def _blocks(self, blocks: Sequence[tuple[Block, int]], width: int) -> int:
+        """Bytes of rows of blocks, side by side; neighbours of one format are one matrix."""
+        if self.device.type != "cpu":
+            return sum(self._blocks_on_device(block, rows, width) for block, rows in blocks)
+        runs = ((block, sum(rows for _, rows in run)) for block, run in groupby(blocks, key=lambda each: each[0]))
+        return sum(block.packed_bytes(rows, width) for block, rows in runs)
+
+    def _blocks_on_device(self, block: Block, outs: int, width: int) -> int:
+        if not takes(block.kind, block.group, width):
+            return outs * width * self.dtype.itemsize
+        scales = -(-width // block.group) * torch.float32.itemsize * (1 + block.least)
+        return code_bytes(block.kind, outs, width, scales)
 
     def _quantised(self, name: str, outs: int) -> int:
         """Bytes of a quantised weight: panels have as many bits and scales, of outputs padded to a piece."""
@@ -188,6 +202,9 @@ class Sizes(Weights):
             return BLOCKS["MXFP4"].packed_bytes(outs, round(blocks.elements * 2 // blocks.shape[0] * self._share))
         parts = self.checkpoint.modules.get(module, [])
         stored = sum(math.prod(info.shape) * info.dtype.itemsize for info in parts)
+        own = self.checkpoint.quantization
+        if isinstance(own, Own) and (bits := ABOVE.get(own.weights[module].kind)):  # a byte each in the file
+            stored -= math.prod(self.checkpoint.tensors[f"{module}.codes"].shape) * (4 - bits) // 8
         return int(stored * self._share) * (-(-outs // PIECE) * PIECE) // outs
 
 

@@ -1,13 +1,14 @@
 """Our own layout of quantised weights, which `python -m tools.convert FILE.gguf` writes.
 
-w[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group. For the weight of a module M, `M.codes`
-has a code in a byte, or two of four bits (an even input in the low half); `M.scale`, and `M.zero` or `M.least`, have a
-number for each group. Without `M.zero`, codes of eight bits stand around 128, those of six, five and four bits around 32,
-16 and 8, or with `M.least` around 0. `quantization_config` has `quant_method` "coppice", `version` 1, and in `weights`
-for each module {"kind": "int4", "int5", "int6", "int8", "float4" or "iq4", "group": G, "zeros": true or false, "least":
-true or false}; int5, int6, float4 and iq4 have no zeros. Codes of float4 are those of e2m1, four bits that stand for
-twice its numbers, and its scales 2^(n - 128), of which n is stored in a byte. Codes of iq4 are places in the table of
-ggml's IQ4. A head that shares the values of the token embedding is listed beside it.
+w[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group. For the weight of a module M,
+`M.codes` has a code in a byte, or two of four bits (an even input in the low half); `M.scale`, and `M.zero` or
+`M.least`, have a number for each group. Without `M.zero`, codes of eight bits stand around 128, those of six, five
+and four bits around 32, 16 and 8, or with `M.least` around 0. `quantization_config` has `quant_method` "coppice",
+`version` 1, and in `weights` for each module {"kind": "int4", "int5", "int6", "int8", "float4" or "iq4", "group": G,
+"zeros": true or false, "least": true or false}; int5, int6, float4 and iq4 have no zeros. Codes of float4 are those
+of e2m1, four bits that stand for twice its numbers, and its scales 2^(n - 128), of which n is stored in a byte. Codes
+of iq4 are places in the table of ggml's IQ4. A head that shares the values of the token embedding is listed beside
+it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

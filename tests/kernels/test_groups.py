@@ -10,7 +10,16 @@ from kernels.whole_graph import traceable
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 
-SIZES = [(64, 64, 32), (100, 72, 24), (257, 1000, 40), (65, 2048, 128), (130, 5, 5), (300, 512, 512), (70, 100, 16), (130, 96, 32)]
+SIZES = [
+    (64, 64, 32),
+    (100, 72, 24),
+    (257, 1000, 40),
+    (65, 2048, 128),
+    (130, 5, 5),
+    (300, 512, 512),
+    (70, 100, 16),
+    (130, 96, 32),
+]
 COUNTS = (1, 2, 3, 5, 15, 16, 17, 61, 130)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST = {"int4": 15, "int8": 255, "float8": 0x7E, "float4": 15, "iq4": 15, "int5": 31, "int6": 63}

@@ -102,6 +102,22 @@ def test_gguf_files_are_counted_to_the_byte(format, mixed, tmp_path):
     assert size.matrices == sum(x.nbytes for x in tensors_in(model.modules()))
 
 
+@pytest.mark.skipif(not has_kernels(torch.float32, CPU), reason="needs C++ kernels, whose panels are counted")
+def test_converted_files_are_counted(tmp_path):
+    from tests.models.gguf.files import WIDE, File, gguf, random
+    from tools.gguf import convert
+
+    types = gguf.GGMLQuantizationType
+    file = File(random(tmp_path / "source", "llama/gqa", **WIDE), types.Q5_1, {"blk.1.ffn_up.weight": types.Q6_K})
+    (tmp_path / "out").mkdir()
+    convert(path := file.write(tmp_path / "file.gguf"), tmp_path / "out")
+    checkpoint = Checkpoint.open(path)
+    sizes = [measure(each, torch.float32, CPU).matrices for each in (checkpoint, Checkpoint.open(tmp_path / "out"))]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.03)  # scales without units
+    on_gpu = measure(checkpoint, torch.bfloat16, torch.device("cuda")).matrices
+    assert 9 / 6 * 0.97 < on_gpu / sizes[0] < 10 / 6 * 1.03  # codes of 8 bits, scales of float32
+
+
 def test_all_families_are_counted():
     names = {json.loads((folder / "config.json").read_text())["architectures"][0] for folder in folders()}
     assert {FAMILIES[name] for name in names if name in FAMILIES} == {*FAMILIES.values()}
