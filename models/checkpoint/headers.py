@@ -20,8 +20,10 @@ from torch import Tensor
 from kernels.linear import Packed
 from models.checkpoint.experts import one_by_one
 from models.checkpoint.fields import Fields
+from models.checkpoint.four_bits import FourBits, with_four_bits
 from models.checkpoint.listing import CONFIG_BYTES, WEIGHTS, adapter_alone, adapter_base, listed_tensors, read_json
 from models.checkpoint.model_types import with_architecture
+from models.checkpoint.quantized_configs import with_quantization
 from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, LastFile, damaged
 from models.checkpoint.tensors import RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
@@ -35,7 +37,7 @@ from models.gguf.cached_vocabulary import open_gguf
 from models.gguf.reader import GGUF
 from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
 from models.gguf.vocabulary import FileVocabulary
-from models.quantized import EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
+from models.quantized import CACHE_SCALES, EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
 from models.quantized.own import GroupedReader, Grouping, Own
 
 
@@ -173,6 +175,8 @@ class Checkpoint:
         missing = [name for name, part in wanted.items() if name not in self.tensors and not part.optional]
         known |= wanted.keys()
         extra = [n for n in self.tensors if n not in known and not any(p.fullmatch(n) for p in ignore)]
+        if self.quantization is not None:
+            extra = [name for name in extra if not CACHE_SCALES.fullmatch(name)]
         if self.packing:
             extra = [name for name in extra if not name.startswith(PREFIXES)]
         faults = [f"missing {show(name)}{_nearest(name, extra)}" for name in missing[:10]]
@@ -278,7 +282,7 @@ class Checkpoint:
                     where=show(self.tensors[name].file),
                     remedy=PACK_AGAIN,
                 )
-            if isinstance(info := self.tensors[name], Stored):
+            if isinstance(info := self.tensors[name], Stored | FourBits):
                 out[name] = info.read()
             else:
                 by_file.setdefault(info.file, []).append(name)
@@ -375,10 +379,10 @@ def _open_folder(folder: Path) -> Checkpoint:
             where=show(folder),
             remedy="Name the folder that holds it, or download the model again with all its files.",
         )
-    config = with_architecture(read_json(folder / "config.json", CONFIG_BYTES))
+    config = with_quantization(folder, with_architecture(read_json(folder / "config.json", CONFIG_BYTES)))
     generation = folder / "generation_config.json"
     generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else {}
-    tensors = listed_tensors(folder)
+    tensors = with_four_bits(listed_tensors(folder))
     left_out: dict[str, int] = {}
     if is_wrapped(config):
         config = text_config(config, show(folder / "config.json"))

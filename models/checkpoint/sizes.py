@@ -200,6 +200,9 @@ class Sizes(Weights):
         module = name.removesuffix(".weight")
         if blocks := self.checkpoint.tensors.get(f"{module}.weight_blocks"):
             return BLOCKS["MXFP4"].packed_bytes(outs, round(blocks.elements * 2 // blocks.shape[0] * self._share))
+        scale = self.checkpoint.tensors.get(f"{module}.weight_scale")
+        if scale and scale.dtype == torch.float8_e4m3fn:  # NVFP4: 16 codes of 8 bits and a float
+            return int(scale.elements * 20 * self._share) * (-(-outs // PIECE) * PIECE) // outs
         parts = self.checkpoint.modules.get(module, [])
         stored = sum(math.prod(info.shape) * info.dtype.itemsize for info in parts)
         own = self.checkpoint.quantization

@@ -7,18 +7,44 @@ them with the headers) and makes a `GroupedWeight` of them, whose rows are read 
 from collections.abc import Callable
 
 from models.checkpoint.fields import Fields
-from models.quantized import awq, compressed, float8, gptq, mxfp4, own
-from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Part, Quantization, Scheme, Source, unsupported
+from models.quantized import auto_round, awq, bitsandbytes, compressed, float8, gptq, modelopt, mxfp4, own
+from models.quantized.parts import (
+    CACHE_SCALES,
+    EMBEDDING,
+    LINEAR,
+    TRANSPOSED,
+    Part,
+    Quantization,
+    Scheme,
+    Source,
+    unsupported,
+)
 
-__all__ = ["EMBEDDING", "LINEAR", "METHODS", "TRANSPOSED", "Part", "Quantization", "Scheme", "Source", "quantization"]
+__all__ = [
+    "CACHE_SCALES",
+    "EMBEDDING",
+    "LINEAR",
+    "METHODS",
+    "TRANSPOSED",
+    "Part",
+    "Quantization",
+    "Scheme",
+    "Source",
+    "quantization",
+]
 
-METHODS: dict[str, Callable[[Fields], Quantization]] = {
+METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
+    "auto-round": auto_round.parse,
     "awq": awq.parse,
+    bitsandbytes.NAME: bitsandbytes.parse,
     "compressed-tensors": compressed.parse,
     "coppice": own.parse,
+    "fbgemm_fp8": float8.parse_rows,
     "fp8": float8.parse,
     "gptq": gptq.parse,
+    "modelopt": modelopt.parse,
     "mxfp4": mxfp4.parse,
+    "mxfp8": float8.parse_mxfp8,
 }
 
 
@@ -27,7 +53,7 @@ def quantization(fields: Fields) -> Quantization | None:
     given = fields.sub("quantization_config")
     if given is None:
         return None
-    method = given.str("quant_method", "")
+    method = given.str("quant_method", "") or (bitsandbytes.NAME if bitsandbytes.described(given) else "")
     if method not in METHODS:
         what = f"weights quantized by {method[:80]!r} are not supported (read: {', '.join(METHODS)})"
         raise unsupported(given, what)

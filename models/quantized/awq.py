@@ -46,11 +46,19 @@ class AWQ:
 
 def parse(fields: Fields) -> Uniform:
     """Read a config. Raises CheckpointError for what is not read."""
-    version, bits = fields.str("version", None) or fields.str("format", "gemm"), fields.int("bits", 4)
-    if version.lower() != "gemm" or bits != 4:
-        raise unsupported(fields, f"awq of version {version!r} with {bits} bits (read: gemm, 4 bits)")
+    named = (fields.str(name, None) for name in ("version", "format", "checkpoint_format"))  # by AutoAWQ and GPTQModel
+    version = next(filter(None, named), "gemm")
+    if fields.str("backend", "auto") == "llm-awq":
+        version = "llm-awq"
     names(fields, "modules_to_not_convert")
-    return Uniform(AWQ(Grid.of(fields, "group_size", 128)))
+    return Uniform(scheme(fields, version))
+
+
+def scheme(fields: Fields, version: str = "gemm") -> AWQ:
+    """The scheme of a config's fields. Raises CheckpointError for what is not read."""
+    if version.lower() != "gemm" or fields.int("bits", 4) != 4:
+        raise unsupported(fields, f"awq of version {version!r} with {fields.int('bits', 4)} bits (read: gemm, 4 bits)")
+    return AWQ(Grid.of(fields, "group_size", 128))
 
 
 def _fields(words: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""compressed-tensors 0.20 and before: `pack-quantized`, `int-quantized`, `float-quantized`, `naive-quantized`.
+"""compressed-tensors 0.20 and before: `FORMATS`.
 
 w = (q - zero) * weight_scale. `weight_packed` has fields of q + 2^(bits - 1) along the inputs, `weight_zero_point`
 beside it such fields of the zeros along the outputs, lowest first. The other formats store plain integers, or float8.
@@ -11,15 +11,24 @@ import torch
 
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedRows, GroupedWeight
+from models.quantized import mxfp4, nvfp4
 from models.quantized import parts as p
-from models.quantized.float8 import Float8
+from models.quantized.float8 import MX, Float8
 from models.quantized.parts import Grid, Part, Scheme, Source, unsupported
 
-FORMATS = {  # and the types of their weights
-    "pack-quantized": ["int"],
-    "int-quantized": ["int"],
-    "float-quantized": ["float"],
-    "naive-quantized": ["int", "float"],
+FORMATS = {  # and the types and bits of their weights
+    "pack-quantized": [("int", 4), ("int", 8)],
+    "int-quantized": [("int", 4), ("int", 8)],
+    "float-quantized": [("float", 8)],
+    "naive-quantized": [("int", 4), ("int", 8), ("float", 8)],
+    "nvfp4-pack-quantized": [("float", 4)],
+    "mxfp4-pack-quantized": [("float", 4)],
+    "mxfp8-quantized": [("float", 8)],
+}
+SMALL = {  # formats that have one form
+    "nvfp4-pack-quantized": nvfp4.COMPRESSED,
+    "mxfp4-pack-quantized": mxfp4.COMPRESSED,
+    "mxfp8-quantized": Float8(Grid(*MX), "weight_scale", powers=True),
 }
 CLASSES = ("Linear", "Module")  # names that torch's class of linear layers goes by
 ORDERED = ("group", "dynamic", True)  # values of `actorder` with a `weight_g_idx`, up to version 0.19
@@ -116,9 +125,8 @@ def parse(fields: Fields) -> Compressed:
     sparse = fields.sub("sparsity_config")
     if sparse and sparse.str("format", "dense") != "dense":
         raise unsupported(fields, f"the sparse format {sparse.str('format')!r}")
-    for name in ("kv_cache_scheme", "transform_config"):
-        if fields.sub(name):
-            raise unsupported(fields, f"compressed-tensors with {name}")
+    if fields.sub("transform_config"):
+        raise unsupported(fields, "compressed-tensors with transform_config")
     groups, found = fields.sub("config_groups"), {}
     if groups is None:
         raise fields.error("config_groups", "an object of groups")
@@ -150,11 +158,16 @@ def _scheme(group: Fields, fields: Fields) -> Scheme | None:
         raise unsupported(fields, f"compressed-tensors in the format {layout!r} (read: {', '.join(FORMATS)})")
     kind, bits = weights.str("type", "int"), weights.int("num_bits", 8)
     zeros = not weights.bool("symmetric", default=True)
-    if kind not in FORMATS[layout] or bits not in ((8,) if kind == "float" else (4, 8)) or (zeros and kind == "float"):
-        raise unsupported(fields, f"{layout} with weights of {bits} bits, {kind} (read: int of 4 and 8, float of 8)")
+    if (kind, bits) not in FORMATS[layout] or (zeros and kind == "float"):
+        read = ", ".join(f"{kind} of {bits}" for kind, bits in FORMATS[layout])
+        zeros = " with zero points" if zeros else ""
+        raise unsupported(fields, f"{layout} with weights of {bits} bits, {kind}{zeros} (read: {read})")
     if weights.config.get("dynamic") or group.sub("output_activations"):
         raise unsupported(fields, f"{layout} with dynamic weights or output_activations")
-    grid, levels = _grid(weights, fields), _levels(group, kind, fields)
+    levels = _levels(group, kind, fields)
+    if layout in SMALL:
+        return SMALL[layout]
+    grid = _grid(weights, fields)
     if kind == "float":
         return Float8(grid, "weight_scale")
     ordered = grid.ins is not None and weights.config.get("actorder") in ORDERED
@@ -178,7 +191,7 @@ def _levels(group: Fields, kind: str, fields: Fields) -> float | None:
     """How activations are rounded. Those beside float8 weights are not."""
     inputs = group.sub("input_activations")
     own = (inputs.str("type", "int"), inputs.int("num_bits", 8)) if inputs else None
-    if inputs is None or (kind == "float" and own == ("float", 8)):
+    if own is None or own[0] == kind == "float":
         return None
     token = inputs.str("strategy", "") == "token" and inputs.config.get("dynamic") is True
     if kind == "float" or own != ("int", 8) or not token or not inputs.bool("symmetric", default=True):

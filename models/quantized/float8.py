@@ -1,7 +1,8 @@
 """Weights as float8 (e4m3) with float scales: for each block of outputs and inputs, for each output, or for all.
 
 `quant_method: fp8` as transformers and DeepSeek write it: w = weight * weight_scale_inv, a factor in spite of its name.
-Activations are not rounded to float8.
+AutoFP8 has one `weight_scale` for a matrix and says nothing of blocks; FBGEMM has one for each output. MXFP8 (Open
+Compute Project, 2023) has an exponent of 8 bits for 32 elements. Activations are not rounded to float8.
 """
 
 from dataclasses import dataclass
@@ -12,26 +13,30 @@ from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import FLOATS, Grid, Part, Source, Uniform, names, unsupported
 
+MX = (1, 32)  # outputs and inputs that share an exponent
+
 
 @dataclass(frozen=True)
 class Float8:
-    """`weight` and the scales of blocks, whose name ends in `scale`."""
+    """`weight` and the scales of blocks, whose name ends in `scale`; `powers`: these are exponents of 2."""
 
     grid: Grid
     scale: str
+    powers: bool = False
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`. Scales of activations belong to rounding that is not done."""
         unused = Part(((1,), ()), FLOATS, optional=True)
         return {
             "weight": Part(((outs, width),), (torch.float8_e4m3fn,)),
-            self.scale: Part(self.grid.shapes(outs, width), FLOATS),
-            **dict.fromkeys(("input_scale", "activation_scale"), unused),
+            self.scale: Part(self.grid.shapes(outs, width), (torch.uint8,) if self.powers else FLOATS),
+            **dict.fromkeys(("input_scale", "input_scale_ub", "activation_scale"), unused),
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
-        codes_OI, scale = source.tensor("weight").view(torch.uint8), source.scale(self.scale)
+        codes_OI = source.tensor("weight").view(torch.uint8)
+        scale = source.powers(self.scale) if self.powers else source.scale(self.scale)
 
         def rows(first: int, last: int) -> GroupedRows:
             part_OI = codes_OI[first:last]
@@ -47,9 +52,26 @@ def parse(fields: Fields) -> Uniform:
     fields.choice("activation_scheme", {"dynamic", "static"}, "dynamic")
     if (kind := fields.str("fmt", "e4m3")) != "e4m3":
         raise unsupported(fields, f"fp8 of kind {kind!r} (read: e4m3)")
-    if fields.sub("kv_cache_scheme"):
-        raise unsupported(fields, "fp8 with kv_cache_scheme")
     names(fields, "modules_to_not_convert")
-    whole = fields.config.get("weight_block_size", ()) is None
-    return Uniform(Float8(Grid(None, None) if whole else Grid.block(fields, "weight_block_size", (128, 128)),
-                          "weight_scale_inv"))  # fmt: skip
+    if "weight_block_size" not in fields.config:
+        return whole()
+    if fields.config["weight_block_size"] is None:
+        return Uniform(Float8(Grid(None, None), "weight_scale_inv"))
+    return Uniform(Float8(Grid.block(fields, "weight_block_size"), "weight_scale_inv"))
+
+
+def parse_rows(fields: Fields) -> Uniform:
+    """Read a config of method fbgemm_fp8, which says nothing more of weights."""
+    return Uniform(Float8(Grid(1, None), "weight_scale"))
+
+
+def parse_mxfp8(fields: Fields) -> Uniform:
+    """Read a config of method mxfp8. Raises CheckpointError for other blocks than the format's."""
+    if (grid := Grid.block(fields, "weight_block_size", MX)) != MX:
+        raise unsupported(fields, f"mxfp8 with blocks of {[*grid]} (read: {[*MX]})")
+    return Uniform(Float8(Grid(*MX), "weight_scale_inv", powers=True))
+
+
+def whole() -> Uniform:
+    """One `weight_scale` for a matrix."""
+    return Uniform(Float8(Grid(None, None), "weight_scale"))

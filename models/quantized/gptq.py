@@ -4,7 +4,6 @@ w[o, i] = (q - zero[g, o]) * scales[g, o], g = g_idx[i]. `qweight` packs fields 
 outputs, lowest first.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import FLOATS, INTEGERS, Grid, Part, Source, order_of, pattern, unpack, unsupported
+from models.quantized.parts import FLOATS, INTEGERS, Grid, Part, Rules, Source, order_of, pattern, unpack, unsupported
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # the first version stores zeros minus one, a subtraction from whole words
 FORMATS = ("gptq", "gptq_v2")
@@ -21,11 +20,13 @@ FORMATS = ("gptq", "gptq_v2")
 
 @dataclass(frozen=True)
 class GPTQ:
-    """Bits of a field, columns that share a scale, and whether zeros are stored minus one."""
+    """Bits of a field, columns that share a scale, whether zeros are stored minus one, and whether columns have any
+    group (`desc_act`)."""
 
     bits: int
     grid: Grid
     first: bool
+    ordered: bool = False
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`. AutoGPTQ gives a `bias` to layers that have none."""
@@ -34,7 +35,7 @@ class GPTQ:
             "qweight": Part(((-(-width // per), outs),), (torch.int32,)),
             "qzeros": Part(((groups, -(-outs // per)),), (torch.int32,)),
             "scales": Part(((groups, outs),), FLOATS),
-            "g_idx": Part(((width,),), INTEGERS, optional=True),
+            "g_idx": Part(((width,),), INTEGERS, optional=not self.ordered or groups == 1),
             "bias": Part(((outs,),), FLOATS, optional=True),
         }
 
@@ -52,19 +53,7 @@ class GPTQ:
         return GroupedWeight("int4" if self.bits == 4 else "int8", (outs, width), group, rows, order_I)
 
 
-@dataclass(frozen=True)
-class GPTQRules:
-    """A config: the scheme of most layers, and those of others (None: floats) in the order in which they are tried."""
-
-    common: GPTQ
-    dynamic: tuple[tuple[re.Pattern[str], GPTQ | None], ...]
-
-    def scheme(self, module: str, kind: str) -> GPTQ | None:
-        """See `Quantization`."""
-        return next((scheme for rule, scheme in self.dynamic if rule.match(module)), self.common)
-
-
-def parse(fields: Fields) -> GPTQRules:
+def parse(fields: Fields) -> Rules:
     """Read a config. Raises CheckpointError for what is not read."""
     layout, words = (
         fields.str("checkpoint_format", None) or fields.str("format", "gptq"),
@@ -78,12 +67,14 @@ def parse(fields: Fields) -> GPTQRules:
     for key in given.config:
         changes, expression = given.sub(key), pattern(key.removeprefix("-:").removeprefix("+:"), fields)
         own = {**fields.config, **(changes.config if changes else {})}
-        rules.append((expression, None if key.startswith("-:") else _scheme(own, fields, layout)))
-    return GPTQRules(_scheme(fields.config, fields, layout), tuple(rules))
+        rules.append((expression.match, None if key.startswith("-:") else scheme(own, fields, layout)))
+    return Rules(scheme(fields.config, fields, layout), tuple(rules))
 
 
-def _scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> GPTQ:
+def scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> GPTQ:
+    """The scheme of a config's fields, of a layout of `FORMATS`. Raises CheckpointError."""
     own = Fields(config, fields.file, fields.prefix)
     if (bits := own.int("bits")) not in ONES:
         raise unsupported(fields, f"gptq with {bits} bits (read: 4, 8)")
-    return GPTQ(bits, Grid.of(own, "group_size", -1), layout == "gptq")
+    ordered = own.bool("desc_act", default=False)
+    return GPTQ(bits, Grid.of(own, "group_size", -1), layout == "gptq", ordered)

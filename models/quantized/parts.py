@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kernels.linear.panels import power
 from models.checkpoint.fields import REQUIRED, Fields
 from models.errors import CheckpointError
 from models.formats.grouped import GroupedWeight
@@ -19,6 +20,8 @@ LINEAR, TRANSPOSED = "Linear", "Conv1D"  # transformers' classes; weights of the
 EMBEDDING = "Embedding"  # a table of token embeddings, which our own layout alone has quantised
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+NO_NUMBER = 255  # the exponent of 8 bits that stands for none
+CACHE_SCALES = re.compile(r".*\.self_attn\.(?:[qkv]_proj\.|qkv_proj\.)?(?:[qkv]|kv)_scale")  # keys are not rounded
 Shape = tuple[int, ...]
 
 
@@ -53,6 +56,13 @@ class Source(NamedTuple):
         if not scale.isfinite().all():
             raise self.error(f"{suffix} has values that are not finite")
         return scale
+
+    def powers(self, suffix: str) -> Tensor:
+        """Exponents of 8 bits as 2^(exponent - 127), float32. Raises CheckpointError for the one that is no number."""
+        exponents = self.tensor(suffix)
+        if exponents.eq(NO_NUMBER).any():
+            raise self.error(f"{suffix} has values that are no numbers")
+        return power(exponents) * 2
 
 
 class Scheme(Protocol):
@@ -89,6 +99,18 @@ class Uniform:
     def scheme(self, module: str, kind: str) -> Scheme | None:
         """See `Quantization`."""
         return self.common if kind == LINEAR else None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A config: the scheme of most modules, and those of others (None: floats) in the order in which they are tried."""
+
+    common: Scheme
+    others: tuple[tuple[Callable[[str], object], Scheme | None], ...]
+
+    def scheme(self, module: str, kind: str) -> Scheme | None:
+        """See `Quantization`."""
+        return next((scheme for meant, scheme in self.others if meant(module)), self.common)
 
 
 class Grid(NamedTuple):

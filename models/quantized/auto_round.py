@@ -1,0 +1,55 @@
+"""AutoRound (Cheng et al. 2023): weights in the layout of GPTQ or AWQ, whichever `packing_format` names.
+
+"auto_round:auto_gptq" stores zeros minus one, as the first version of GPTQ; "auto_round" alone and
+"auto_round:gptqmodel" store them as they are; "auto_round:auto_awq" is AWQ. `extra_config` changes the fields of single
+modules, by names before expressions that are found anywhere in a name.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from models.checkpoint.fields import Fields
+from models.quantized import awq, gptq
+from models.quantized.parts import Rules, Scheme, pattern, unsupported
+
+FLOAT_BITS = 16  # of modules that stay floats
+
+
+def parse(fields: Fields) -> Rules:
+    """Read a config. Raises CheckpointError for what is not read."""
+    layout = fields.str("packing_format", None) or fields.str("backend", "auto_round:auto_gptq")
+    if fields.sub("rotation_config"):
+        raise unsupported(fields, "auto-round with rotation_config")
+    names: list[tuple[Callable[[str], object], Scheme | None]] = []
+    expressions = names.copy()
+    given = fields.sub("extra_config") or Fields({}, fields.file)
+    for key in given.config:
+        changes = given.sub(key)
+        own = _scheme({**fields.config, **(changes.config if changes else {})}, fields, layout)
+        names.append((key.__eq__, own))
+        if changes and not key.replace(".", "").replace("_", "").isalnum():
+            expressions.append((pattern(key, fields).search, own))
+    common = _scheme(fields.config, fields, layout)
+    if common is None:
+        raise unsupported(fields, "auto-round whose weights are floats")
+    return Rules(common, (*names, *expressions))
+
+
+def _scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> Scheme | None:
+    own = Fields(config, fields.file, fields.prefix)
+    kind, rounded = own.str("data_type", "int"), own.int("act_bits", FLOAT_BITS) < FLOAT_BITS
+    if own.int("bits") >= FLOAT_BITS:
+        return None
+    packing = layout.removeprefix("auto_round").removeprefix(":").partition(":")[0]
+    if kind != "int" or rounded or not layout.startswith("auto_round"):
+        packing = "other"
+    if packing in ("auto_awq", "awq"):
+        return awq.scheme(own)
+    if packing in ("auto_gptq", "gptq"):
+        return gptq.scheme(config, fields, "gptq")
+    if packing in ("", "gptqmodel", "exllamav2", "triton", "tritonv2"):
+        return gptq.scheme(config, fields, "gptq_v2")
+    what = f"auto-round in the format {layout[:80]!r}, weights of {kind[:80]!r}, activations " + (
+        "rounded" if rounded else "as they are"
+    )
+    raise unsupported(fields, f"{what} (read: auto_round, auto_round:auto_gptq and auto_round:auto_awq, of int)")

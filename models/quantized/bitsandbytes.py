@@ -1,0 +1,54 @@
+"""bitsandbytes: LLM.int8 (Dettmers et al. 2022), one scale for each output: w = weight * SCB / 127.
+
+Matrices of four bits are floats by the time a model asks for them, see `models.checkpoint.four_bits`. Activations are
+not rounded to 8 bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from models.checkpoint.fields import Fields
+from models.formats.grouped import GroupedRows, GroupedWeight
+from models.quantized.parts import Part, Source, Uniform, unsupported
+
+NAME = "bitsandbytes"
+STEP = 7.874015718698502e-3  # 1 / 127, as `int8_vectorwise_dequant` has it
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """int8, and the largest magnitude of each output."""
+
+    def parts(self, outs: int, width: int) -> dict[str, Part]:
+        """See `Scheme`."""
+        return {
+            "weight": Part(((outs, width),), (torch.int8,)),
+            "SCB": Part(((outs,),), (torch.float32,)),
+            "weight_format": Part(((),), (torch.uint8,), optional=True),
+        }
+
+    def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
+        """See `Scheme`."""
+        order = source.read("weight_format")
+        if order is not None and order.item():
+            raise source.error(f"weight_format is {order.item()}, expected 0, rows as they are")
+        stored, scale_O1 = source.tensor("weight"), source.scale("SCB").unsqueeze(1) * STEP
+
+        def rows(first: int, last: int) -> GroupedRows:
+            return GroupedRows(stored[first:last].view(torch.uint8) ^ 128, scale_O1[first:last])
+
+        return GroupedWeight("int8", (outs, width), width, rows)
+
+
+def described(fields: Fields) -> bool:
+    """Whether a config without `quant_method` is one of bitsandbytes, as first versions wrote it."""
+    return any(fields.config.get(name) is True for name in ("load_in_4bit", "load_in_8bit"))
+
+
+def parse(fields: Fields) -> Uniform | None:
+    """Read a config; None for four bits. Raises CheckpointError for what is not read."""
+    four, eight = (fields.bool(name, default=False) for name in ("load_in_4bit", "load_in_8bit"))
+    if four == eight:
+        raise unsupported(fields, "bitsandbytes with neither or both of load_in_4bit and load_in_8bit")
+    return Uniform(ScaledRows()) if eight else None

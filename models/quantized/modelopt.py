@@ -1,0 +1,17 @@
+"""NVIDIA's ModelOpt: `quant_algo` FP8, one scale for a matrix, or NVFP4. Scales of activations and of caches belong to
+rounding that is not done."""
+
+from models.checkpoint.fields import Fields
+from models.quantized import float8
+from models.quantized.nvfp4 import MODELOPT
+from models.quantized.parts import Uniform, unsupported
+
+
+def parse(fields: Fields) -> Uniform:
+    """Read a config. Raises CheckpointError for what is not read."""
+    kind = fields.str("quant_algo", "")
+    if kind == "FP8":
+        return float8.whole()
+    if kind == "NVFP4":
+        return Uniform(MODELOPT)
+    raise unsupported(fields, f"modelopt with quant_algo {kind[:80]!r} (read: FP8, NVFP4)")

@@ -1,0 +1,53 @@
+"""NVFP4 as compressed-tensors and ModelOpt store it: 16 elements of E2M1 share a scale of e4m3, which counts in one
+float32 of the whole matrix.
+
+w = number * weight_scale / weight_global_scale (compressed-tensors), or number * weight_scale * weight_scale_2
+(ModelOpt). The numbers are multiplied as twice themselves, which are whole, by half the scale: codes of 8 bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.linear.panels import numbers
+from models.formats.grouped import GroupedRows, GroupedWeight
+from models.quantized.parts import Part, Source
+
+GROUP = 16
+
+
+@dataclass(frozen=True)
+class Nvfp4:
+    """The names of the numbers and of the whole matrix's scale, and whether this divides or multiplies."""
+
+    packed: str
+    whole: str
+    divides: bool
+
+    def parts(self, outs: int, width: int) -> dict[str, Part]:
+        """See `Scheme`."""
+        one = ((1,), ())
+        return {
+            self.packed: Part(((outs, -(-width // 2)),), (torch.uint8,)),
+            "weight_scale": Part(((outs, -(-width // GROUP)),), (torch.float8_e4m3fn,)),
+            self.whole: Part(one, (torch.float32,)),
+            **dict.fromkeys(("input_scale", "input_global_scale"), Part(one, (torch.float32,), optional=True)),
+        }
+
+    def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
+        """See `Scheme`."""
+        stored, whole = source.tensor(self.packed), source.scale(self.whole).flatten()
+        scale_OG = source.scale("weight_scale") / whole if self.divides else source.scale("weight_scale") * whole
+        if not scale_OG.isfinite().all():
+            raise source.error(f"weight_scale and {self.whole} make scales that are not finite")
+
+        def rows(first: int, last: int) -> GroupedRows:
+            octets = stored[first:last]
+            doubled_OI = numbers("float4", torch.stack((octets & 15, octets >> 4), -1).flatten(1)[:, :width])
+            return GroupedRows((doubled_OI + 128).to(torch.uint8), scale_OG[first:last] / 2)
+
+        return GroupedWeight("int8", (outs, width), min(GROUP, width), rows)
+
+
+COMPRESSED = Nvfp4("weight_packed", "weight_global_scale", divides=True)
+MODELOPT = Nvfp4("weight", "weight_scale_2", divides=False)
