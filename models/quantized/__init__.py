@@ -42,6 +42,7 @@ METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
     "fbgemm_fp8": float8.parse_rows,
     "fp8": float8.parse,
     "gptq": gptq.parse,
+    "intel/auto-round": auto_round.parse,  # up to version 0.4
     "modelopt": modelopt.parse,
     "mxfp4": mxfp4.parse,
     "mxfp8": float8.parse_mxfp8,
