@@ -174,6 +174,26 @@ def test_faults(tmp_path, fault):
     refused(copied(tmp_path, variant, **made), message)
 
 
+def test_groups_in_any_order_need_to_be_named(tmp_path):
+    """With `desc_act` the file must say which group a column is of, unless there is one alone."""
+    order = {f"{Q_PROJ}.g_idx": None}
+    refused(
+        copied(tmp_path, "gptq_v1", {"desc_act": True}, **order), rf"1 tensors at fault.*\s.*missing {Q_PROJ}.g_idx"
+    )
+    one = config_of(quant_method="gptq", bits=4, group_size=-1, desc_act=True).scheme("any", LINEAR)
+    assert one.parts(64, 64)["g_idx"].optional
+
+
+def test_scales_of_caches_are_not_used(tmp_path):
+    """Keys and values are not rounded by the checkpoint's scales, wherever these lie."""
+    names = ("k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale", "kv_scale")
+    scales = {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in names}
+    folder = copied(tmp_path, "float8_tensor", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, **scales)
+    expected = weights(GOLDEN / "float8_tensor")
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(folder).items())
+    refused(copied(tmp_path / "b", "awq", **{"model.layers.0.mlp.k_scale": torch.ones(1)}), "unknown .*mlp.k_scale")
+
+
 def test_faults_of_headers_are_found_before_data_is_read(tmp_path, monkeypatch):
     folder = copied(tmp_path, "awq", **{f"{Q_PROJ}.qzeros": torch.zeros(3, 8, dtype=torch.int32)})
     monkeypatch.setattr(Checkpoint, "read", None)
@@ -185,7 +205,7 @@ def pack(**weights):
 
 
 UNREAD = {
-    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "bitsandbytes with neither or both": {"quant_method": "bitsandbytes", "load_in_4bit": False},
     "torchao": {"quant_method": "torchao"},
     "nvfp4": {"quant_method": "nvfp4"},
     "hqq": {"quant_method": "hqq"},
@@ -193,7 +213,6 @@ UNREAD = {
     "nvfp4-pack-quantized": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"} | pack(),
     "marlin-24": {"quant_method": "compressed-tensors", "format": "marlin-24"} | pack(),
     "sparse-24-bitmask": {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
-    "kv_cache_scheme": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}},
     "transform_config": {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}},
     "3 bits": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(num_bits=3),
     "float": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(type="float"),
@@ -203,6 +222,20 @@ UNREAD = {
     "marlin": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
     "gptq_p": {"quant_method": "gptq", "bits": 4, "format": "gptq_p"},
     "int64": {"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"},
+    "gemv": {"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv"},
+    "llm-awq": {"quant_method": "awq", "bits": 4, "version": "gemm", "backend": "llm-awq"},
+    "gptq with 2 bits": {"quant_method": "auto-round", "bits": 2, "group_size": 128},
+    "awq of version 'gemm' with 8": {"quant_method": "auto-round", "bits": 8, "packing_format": "auto_round:auto_awq"},
+    "auto_round:llm_compressor": {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "packing_format": "auto_round:llm_compressor",
+    },
+    "mx_fp": {"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"},
+    "activations rounded": {"quant_method": "auto-round", "bits": 4, "act_bits": 8},
+    "rotation_config": {"quant_method": "auto-round", "bits": 4, "rotation_config": {"a": 1}},
+    "MIXED_PRECISION": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+    "blocks of [128, 128]": {"quant_method": "mxfp8", "weight_block_size": [128, 128]},
     "GEMV": {"quant_method": "awq", "bits": 4, "version": "GEMV"},
     "8 bits": {"quant_method": "awq", "bits": 8, "version": "gemm"},
     "e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
@@ -278,6 +311,93 @@ def test_targets_are_tried_as_the_package_does():
     assert size("model.layers.1.mlp.up_proj") == 64  # expressions in the order of their text
     assert size("lm_head") is None and size("model.layers.1.self_attn.k_proj") is None
     assert size("transformer.h.0.attn.c_attn", TRANSPOSED) is None
+
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+FLOAT_GROUP = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}}
+MX8 = {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "group_size": 32}}}
+PACKAGE = {"quant_method": "compressed-tensors", "config_groups": FLOAT_GROUP}
+SMALL = {  # config; names of numbers, of scales and of the whole's scale; elements of a group; bits
+    "nvfp4": (
+        PACKAGE | {"format": "nvfp4-pack-quantized"}, ("weight_packed", "weight_scale", "weight_global_scale"), 16, 4),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, ("weight", "weight_scale", "weight_scale_2"), 16, 4),
+    "mxfp4": (PACKAGE | {"format": "mxfp4-pack-quantized"}, ("weight_packed", "weight_scale", ""), 32, 4),
+    "mxfp8": ({"quant_method": "mxfp8"}, ("weight", "weight_scale_inv", ""), 32, 8),
+    "mxfp8-quantized": (
+        PACKAGE | {"format": "mxfp8-quantized", "config_groups": MX8}, ("weight", "weight_scale", ""), 32, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", SMALL)
+def test_floats_of_8_and_4_bits_in_groups(method):
+    """Every number, by the formats' tables."""
+    config, (packed, scale, whole), group, bits = SMALL[method]
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256 if bits == 8 else 16, (6, 64), generator=generator)
+    codes[codes & 127 == 127] = 0  # no numbers
+    numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).float() if bits == 8 else torch.tensor(E2M1)[codes]
+    octets = codes if bits == 8 else codes[:, ::2] + 16 * codes[:, 1::2]
+    parts = {packed: octets.to(torch.uint8).view(torch.float8_e4m3fn) if bits == 8 else octets.to(torch.uint8)}
+    exponents = torch.randint(100, 140, (6, 64 // group), generator=generator)
+    parts[scale], scales = exponents.to(torch.uint8), torch.exp2(exponents - 127.0)
+    if whole:
+        parts[scale] = torch.rand(6, 64 // group, generator=generator).to(torch.float8_e4m3fn)
+        parts[whole] = torch.tensor([3.0]) if method == "nvfp4" else torch.tensor(1 / 3)
+        scales = parts[scale].float() / parts[whole] if method == "nvfp4" else parts[scale].float() * parts[whole]
+    scheme = config_of(**config).scheme("any", LINEAR)
+    for suffix, part in scheme.parts(6, 64).items():
+        assert part.optional or (tuple(parts[suffix].shape) in part.shapes and parts[suffix].dtype in part.dtypes)
+    found = scheme.weight(6, 64, Source(parts.get, AssertionError))
+    assert torch.equal(found.floats(), numbers * scales.repeat_interleave(group, 1))
+    assert torch.equal(found.floats(2, 5), found.floats()[2:5])
+    if not whole:
+        parts[scale][1, 1] = 255
+        with pytest.raises(AssertionError, match="no numbers"):
+            scheme.weight(6, 64, Source(parts.get, AssertionError))
+
+
+def test_int8_of_bitsandbytes():
+    q = torch.randint(-127, 128, (5, 12), generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    parts = {"weight": q, "SCB": torch.rand(5), "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    scheme = config_of(quant_method="bitsandbytes", load_in_8bit=True).scheme("any", LINEAR)
+    found = scheme.weight(5, 12, Source(parts.get, AssertionError)).floats()
+    assert torch.allclose(found, q * parts["SCB"][:, None] / 127, rtol=1e-6, atol=0)
+    parts["weight_format"] = torch.tensor(1, dtype=torch.uint8)
+    with pytest.raises(AssertionError, match="weight_format is 1"):
+        scheme.weight(5, 12, Source(parts.get, AssertionError))
+
+
+@pytest.mark.parametrize(
+    ("config", "scale", "shapes"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "weight_scale", ((1, 1), (1,), ())),
+        ({"quant_method": "fp8", "weight_block_size": None}, "weight_scale_inv", ((1, 1), (1,), ())),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "weight_scale", ((1, 1), (1,), ())),
+        ({"quant_method": "fbgemm_fp8"}, "weight_scale", ((6, 1), (6,))),
+    ],
+)
+def test_scales_of_float8_by_their_writers(config, scale, shapes):
+    parts = config_of(**config).scheme("any", LINEAR).parts(6, 8)
+    assert parts[scale].shapes == shapes and {name for name, part in parts.items() if not part.optional} == {
+        "weight",
+        scale,
+    }
+
+
+def test_rules_of_auto_round():
+    """Names before expressions; zeros are stored minus one where the layout's name says GPTQ."""
+    extra = {"layers.0.q_proj": {"group_size": 64}, ".*q_proj": {"bits": 8}, r"layers\.1\.": {"bits": 16}}
+    layouts = {"auto_round:auto_gptq": True, "auto_round:gptq:exllamav2": True, "auto_round": False,
+               "auto_round:gptqmodel": False, "auto_round:exllamav2": False}  # fmt: skip
+    for layout, first in layouts.items():
+        config = config_of(quant_method="auto-round", bits=4, group_size=32, packing_format=layout, extra_config=extra)
+        own, other, none, common = (config.scheme(f"layers.{name}", LINEAR)
+                                    for name in ("0.q_proj", "1.q_proj", "1.k_proj", "0.k_proj"))  # fmt: skip
+        assert (own.bits, own.grid.ins) == (4, 64) and (other.bits, other.grid.ins) == (8, 32) and none is None
+        assert (common.bits, common.grid.ins, common.first) == (4, 32, first)
+    config = config_of(quant_method="auto-round", bits=4, group_size=32, packing_format="auto_round:auto_awq")
+    assert {*config.scheme("any", LINEAR).parts(8, 32)} == {"qweight", "qzeros", "scales"}
 
 
 def test_groups_without_weights_are_floats():
