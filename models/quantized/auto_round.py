@@ -10,12 +10,12 @@ from typing import Any
 
 from models.checkpoint.fields import Fields
 from models.quantized import awq, gptq
-from models.quantized.parts import Rules, Scheme, pattern, unsupported
+from models.quantized.parts import ModuleRules, Scheme, pattern, unsupported
 
 FLOAT_BITS = 16  # of modules that stay floats
 
 
-def parse(fields: Fields) -> Rules:
+def parse(fields: Fields) -> ModuleRules:
     """Read a config. Raises CheckpointError for what is not read."""
     layout = fields.str("packing_format", None) or fields.str("backend", "auto_round:auto_gptq")
     if fields.sub("rotation_config"):
@@ -32,7 +32,7 @@ def parse(fields: Fields) -> Rules:
     common = _scheme(fields.config, fields, layout)
     if common is None:
         raise unsupported(fields, "auto-round whose weights are floats")
-    return Rules(common, (*names, *expressions))
+    return ModuleRules(common, (*names, *expressions))
 
 
 def _scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> Scheme | None:

@@ -12,7 +12,18 @@ import torch
 
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import FLOATS, INTEGERS, Grid, Part, Rules, Source, order_of, pattern, unpack, unsupported
+from models.quantized.parts import (
+    FLOATS,
+    INTEGERS,
+    Grid,
+    Part,
+    ModuleRules,
+    Source,
+    order_of,
+    pattern,
+    unpack,
+    unsupported,
+)
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # the first version stores zeros minus one, a subtraction from whole words
 FORMATS = ("gptq", "gptq_v2")
@@ -53,13 +64,15 @@ class GPTQ:
         return GroupedWeight("int4" if self.bits == 4 else "int8", (outs, width), group, rows, order_I)
 
 
-def parse(fields: Fields) -> Rules:
+def parse(fields: Fields) -> ModuleRules:
     """Read a config. Raises CheckpointError for what is not read."""
     layout, words = (
         fields.str("checkpoint_format", None) or fields.str("format", "gptq"),
         fields.str("pack_dtype", "int32"),
     )
-    if layout not in FORMATS or words != "int32" or fields.bool("is_marlin_format", default=False):
+    if fields.bool("is_marlin_format", default=False):
+        layout = "marlin"
+    if layout not in FORMATS or words != "int32":
         raise unsupported(
             fields, f"gptq in the format {layout!r}, packed into {words} (read: {', '.join(FORMATS)}; int32)"
         )
@@ -68,7 +81,7 @@ def parse(fields: Fields) -> Rules:
         changes, expression = given.sub(key), pattern(key.removeprefix("-:").removeprefix("+:"), fields)
         own = {**fields.config, **(changes.config if changes else {})}
         rules.append((expression.match, None if key.startswith("-:") else scheme(own, fields, layout)))
-    return Rules(scheme(fields.config, fields, layout), tuple(rules))
+    return ModuleRules(scheme(fields.config, fields, layout), tuple(rules))
 
 
 def scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> GPTQ:

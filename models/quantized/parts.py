@@ -102,7 +102,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Rules:
+class ModuleRules:
     """A config: the scheme of most modules, and those of others (None: floats) in the order in which they are tried."""
 
     common: Scheme

@@ -220,6 +220,7 @@ UNREAD = {
     "gptq with 3 bits": {"quant_method": "gptq", "bits": 3, "group_size": 128},
     "with 2 bits": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {".*": {"bits": 2}}},
     "marlin": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+    "the format 'marlin'": {"quant_method": "gptq", "bits": 4, "is_marlin_format": True},
     "gptq_p": {"quant_method": "gptq", "bits": 4, "format": "gptq_p"},
     "int64": {"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"},
     "gemv": {"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv"},
