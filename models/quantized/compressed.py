@@ -190,8 +190,10 @@ def _grid(weights: Fields, fields: Fields) -> Grid:
 def _levels(group: Fields, kind: str, fields: Fields) -> float | None:
     """How activations are rounded. Those beside float8 weights are not."""
     inputs = group.sub("input_activations")
-    own = (inputs.str("type", "int"), inputs.int("num_bits", 8)) if inputs else None
-    if own is None or own[0] == kind == "float":
+    if inputs is None:
+        return None
+    own = inputs.str("type", "int"), inputs.int("num_bits", 8)
+    if own[0] == kind == "float":
         return None
     token = inputs.str("strategy", "") == "token" and inputs.config.get("dynamic") is True
     if kind == "float" or own != ("int", 8) or not token or not inputs.bool("symmetric", default=True):
