@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from engine.cache.pool import PagePool
+from engine.demo import demo_folder
 from kernels.tree_attention import tree_attention
 from models.config import ModelShape
 from tests.marks import needs_interpreter
@@ -21,17 +22,21 @@ from tools.bench.__main__ import main
 from tools.bench.gpu import (
     each_kernel,
     graph_times,
+    real_models,
+    recommending,
     recurrent_layers,
     setting,
     single_kernels,
     whole_model,
     whole_steps,
 )
+from tools.bench.gpu.journal import Journal
+from tools.kernels import contenders
 from tools.kernels.scenes import scene
 
 TINY = {"vocab_size": 70, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 COMMAND = ["gpu", "--prefix", "20", "--queries", "2", "--beams", "3", "--searches", "3", "--prompt", "5"]
-COMMAND += ["--wide", "5", "--new-tokens", "6", "--runs", "1"]
+COMMAND += ["--wide", "5", "--new-tokens", "6", "--runs", "1", "--catalogue-beams", "7", "--model", str(demo_folder())]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -82,7 +87,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(device, "recorded", recorded)
     monkeypatch.setattr(device, "copy_bandwidth", lambda runs: 1e9)
     monkeypatch.setattr(device, "read_bandwidth", lambda runs: 2e9)
-    monkeypatch.setattr(device, "flex_attention", lambda *_: 1 / 0)
+    monkeypatch.setattr(contenders, "flex_attention", lambda *_: 1 / 0)
     monkeypatch.setattr(single_kernels, "ROWS", (2,))
     monkeypatch.setattr(single_kernels, "MIXTURE", (7, 2, 64, 32))
     monkeypatch.setattr(recurrent_layers, "PASSES", ((1, 1), (1, 33)))
@@ -94,14 +99,26 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(whole_steps, "profile", lambda activities: profiled)
     monkeypatch.setattr(peers, "measure", lambda *_: found | {"growth_bytes": {"median": 1}})
 
-    def make(args):
-        small = TINY | {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
-        return setting.Setting(args, torch.device("cpu"), TINY, small)
+    monkeypatch.setattr(recommending, "ITEMS", 90)
+    monkeypatch.setattr(recommending, "BOOK", 20)
+    monkeypatch.setattr(recommending, "RUNS", 1)
+    monkeypatch.setattr(recommending, "PUBLISHED", {(4, 9, 1): (2.0, 1.0), (4, 9, 2): (4.0, 2.0)})
+    monkeypatch.setattr(recommending, "WIDTHS", (2, 5))
+    monkeypatch.setattr(recommending, "READ", 6)
+    monkeypatch.setattr(real_models, "PROMPTS", real_models.PROMPTS[:2])
+    monkeypatch.setattr(real_models, "FAST", "float32")
+    monkeypatch.setattr(real_models, "SHORT", 3)
 
-    def run(*words):
+    def make(args, journal):
+        small = TINY | {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
+        return setting.Setting(args, journal, torch.device("cpu"), TINY, small, small)
+
+    def run(*words, journal=None):
         parser = argparse.ArgumentParser()
         gpu.add_parser(parser.add_subparsers())
-        return gpu.run(parser.parse_args([*COMMAND, *words]), [*COMMAND, *words], make)
+        args, journal = parser.parse_args([*COMMAND, *words]), journal or Journal()
+        gpu.measure_all(args, [*COMMAND, *words], journal, make)
+        return gpu.summed_up(args, journal)
 
     return run
 

@@ -76,7 +76,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     if torch.cuda.is_available():
         parser = argparse.ArgumentParser()
         gpu.add_parser(parser.add_subparsers())
-        return gpu.run(parser.parse_args(["gpu"] if args.save is None else ["gpu", "--save", str(args.save)]), argv)
+        words = ["gpu"] if args.save is None else ["gpu", "--save", str(args.save)]
+        return gpu.run(parser.parse_args(words), words)
     made = stamp(argv)
     torch.set_num_threads(args.threads)
     kinds = [

@@ -7,9 +7,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import UsageError
 from models.later import later
@@ -21,13 +22,14 @@ with later():
 
     from kernels.cpp import why_not as why_no_cpp
     from kernels.kv_write import kv_write
-    from kernels.layout import TreeLayout
+    from kernels.layout import NULL_SLOT, TreeLayout
     from kernels.tree_attention import tree_attention
     from tools.bench.device import flex_attention
     from tools.kernels.scenes import Scene
 
 OPERATORS = ("tree_attention", "kv_write")
-PACKED = ("sdpa", "flex")  # these take contiguous keys and a mask, made beforehand
+PACKED = ("sdpa", "flex", "flashinfer")  # these take keys in their own order, and what they are to see, made beforehand
+PAGE, WORKSPACE = 16, 1 << 27  # tokens of a page of FlashInfer's; bytes that its documentation recommends
 NAMES = ("reference", "torch", "cpp", "triton", *PACKED)
 
 
@@ -37,16 +39,14 @@ class Contender:
 
     Args:
         name: how it is called.
-        run: the operator; of those in `PACKED`, see `packed`.
+        run: the operator; of those in `PACKED`, makes a `Rival` of queries, scene and scale.
         timed: False for an interpreted kernel, which has no meaningful time.
-        compiles: whether it is compiled for each shape.
         file: the candidate's.
     """
 
     name: str
     run: Callable
     timed: bool = True
-    compiles: bool = False
     file: Path | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -97,6 +97,13 @@ def why_not(name: str, device: torch.device, asked: bool) -> str | None:
         return why_no_cpp() if device.type == "cpu" else "it runs on a CPU"
     if name == "flex" and device.type == "cpu" and not asked:
         return "FlexAttention is compiled for each shape, 10 s and more on a CPU: --impls flex"
+    if name == "flashinfer":
+        if device.type == "cpu":
+            return "it runs on a GPU"
+        if importlib.util.find_spec("flashinfer") is None:
+            return "FlashInfer is not installed: pip install flashinfer-python"
+        if not asked:
+            return "FlashInfer is compiled at its first use, a minute and more: --impls flashinfer"
     return None
 
 
@@ -108,7 +115,7 @@ def contender(operator: str, name: str, device: torch.device) -> Contender:
         module = importlib.import_module(f"kernels.{operator}.triton")
         return Contender(name, getattr(module, operator), timed=device.type != "cpu")
     if name in PACKED:
-        return Contender(name, flex if name == "flex" else sdpa, compiles=name == "flex")
+        return Contender(name, {"sdpa": sdpa, "flex": flex, "flashinfer": flashinfer}[name])
     return Contender(name, partial(attend if operator == "tree_attention" else kv_write, impl=name))
 
 
@@ -119,7 +126,19 @@ def attend(
     return tree_attention(q_THD, k_GSD, v_GSD, layout, scale=scale, window=window, impl=impl)
 
 
-# --- torch's own ---
+# --- others' ---
+
+
+class Rival(NamedTuple):
+    """An attention with an order of keys and values of its own.
+
+    Attributes:
+        pack: keys and values of a layer [G, S, D] to tensors.
+        attend: these to [T, H, D].
+    """
+
+    pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    attend: Callable[[Tensor, Tensor], Tensor]
 
 
 def packed(s: Scene, k_GSD: Tensor, v_GSD: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,19 +146,59 @@ def packed(s: Scene, k_GSD: Tensor, v_GSD: Tensor) -> tuple[Tensor, Tensor]:
     return k_GSD[:, s.slots_S][None].contiguous(), v_GSD[:, s.slots_S][None].contiguous()
 
 
-def sdpa(q_THD: Tensor, s: Scene, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Masked scaled_dot_product_attention: packed keys and values to [1, H, T, D]."""
+def sdpa(q_THD: Tensor, s: Scene, scale: float) -> Rival:
+    """Masked scaled_dot_product_attention."""
     q_1HTD = q_THD.transpose(0, 1)[None].contiguous()
-    return lambda k, v: F.scaled_dot_product_attention(
-        q_1HTD, k, v, attn_mask=s.visible_QS, scale=scale, enable_gqa=q_1HTD.shape[1] != k.shape[1]
-    )
+
+    def attend(k: Tensor, v: Tensor) -> Tensor:
+        grouped = q_1HTD.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q_1HTD, k, v, attn_mask=s.visible_QS, scale=scale, enable_gqa=grouped)
+        return out[0].transpose(0, 1)
+
+    return Rival(partial(packed, s), attend)
 
 
-def flex(q_THD: Tensor, s: Scene, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
+def flex(q_THD: Tensor, s: Scene, scale: float) -> Rival:
     """FlexAttention, compiled; its own scale, D ** -0.5, is the lab's."""
     assert scale == q_THD.shape[-1] ** -0.5
     torch.compiler.reset()  # or it gives up compiling after a few shapes
-    return flex_attention(q_THD.transpose(0, 1)[None].contiguous(), s.visible_QS)
+    attend = flex_attention(q_THD.transpose(0, 1)[None].contiguous(), s.visible_QS)
+    return Rival(partial(packed, s), lambda k, v: attend(k, v)[0].transpose(0, 1))
+
+
+def flashinfer(q_THD: Tensor, s: Scene, scale: float) -> Rival:
+    """FlashInfer's cascade of two levels: the trunk, shared by all queries, and a copy of its branch for each.
+
+    The interface is `MultiLevelCascadeAttentionWrapper` of docs.flashinfer.ai/api/cascade.html: pages of both levels in
+    one table, and the plan made beforehand, once for all layers.
+    """
+    from flashinfer import MultiLevelCascadeAttentionWrapper  # type: ignore[import-not-found]  # an optional package
+
+    (T, H, D), device, G = q_THD.shape, q_THD.device, s.kv_heads
+    trunk = len(s.slots_S) - int((s.layout.branch_slots_RW[0] > 0).sum())
+    paths = [[s.slots_S[:trunk]], [s.slots_S[trunk:][visible_S] for visible_S in s.visible_QS[:, trunk:]]]
+    pages = [[-(-len(path) // PAGE) for path in level] for level in paths]
+    slots_PS = torch.cat([F.pad(path, (0, -len(path) % PAGE), value=NULL_SLOT) for level in paths for path in level])
+    slots_PS = slots_PS.view(-1, PAGE)
+
+    def ints(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    wrapper = MultiLevelCascadeAttentionWrapper(2, torch.empty(WORKSPACE, dtype=torch.uint8, device=device), "NHD")
+    wrapper.plan(
+        [ints([0, T]), ints(range(T + 1))],
+        [ints([0, *accumulate(level)]) for level in pages],
+        [ints(range(pages[0][0])), ints(range(pages[0][0], len(slots_PS)))],
+        [ints([len(path) - PAGE * (count - 1) for path, count in zip(*level, strict=True)])
+         for level in zip(paths, pages, strict=True)],
+        H, G, D, PAGE, sm_scale=scale, q_data_type=q_THD.dtype, kv_data_type=q_THD.dtype,
+    )  # fmt: skip
+
+    def pack(k_GSD: Tensor, v_GSD: Tensor) -> tuple[Tensor, Tensor]:
+        k_PSGD, v_PSGD = (x[:, slots_PS].permute(1, 2, 0, 3).contiguous() for x in (k_GSD, v_GSD))
+        return k_PSGD, v_PSGD
+
+    return Rival(pack, lambda k, v: wrapper.run(q_THD, (k, v)))
 
 
 # --- a candidate ---

@@ -20,7 +20,7 @@ from models.config import ModelShape
 from tools.bench import limits
 from tools.bench.device import recorded, times_of
 from tools.bench.measure import spread
-from tools.kernels.contenders import PACKED, Contender, check_result, packed
+from tools.kernels.contenders import PACKED, Contender, check_result
 from tools.kernels.scenes import Scene, Trap, scene, traps
 
 Prepare = Callable[[Contender], tuple[list[Callable[[], Any]], dict[str, Any]]]  # to calls, and fields of a `Row`
@@ -159,14 +159,12 @@ class Lab:
         draw_q = torch.randn(shape.queries, shape.heads, shape.head, generator=torch.Generator().manual_seed(1))
         q_THD = draw_q.to(self.device, dtype)
         exact, plain, allowed = definition(q_THD, k_LGSD[0], v_LGSD[0], s.layout, scale, None, slice(None))
-        ready: list[tuple[Tensor, Tensor]] = []
 
         def prepare(contender: Contender) -> tuple[list[Callable[[], Any]], dict[str, Any]]:
             if contender.name in PACKED:
-                attend = contender(q_THD, s, scale)
-                ready[:] = ready or [packed(s, k, v) for k, v in zip(k_LGSD, v_LGSD, strict=True)]
-                calls = [lambda k=k, v=v: attend(k, v) for k, v in ready]
-                out = calls[0]()[0].transpose(0, 1)
+                pack, attend = contender(q_THD, s, scale)
+                calls = [partial(attend, *pack(k, v)) for k, v in zip(k_LGSD, v_LGSD, strict=True)]
+                out = calls[0]()
             else:
                 calls = [lambda k=k, v=v: contender(q_THD, k, v, s.layout, scale, None)
                          for k, v in zip(k_LGSD, v_LGSD, strict=True)]  # fmt: skip

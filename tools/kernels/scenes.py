@@ -20,6 +20,7 @@ class Scene:
     layout: TreeLayout
     slots_S: Tensor  # live slots, in order
     visible_QS: Tensor
+    kv_heads: int
 
 
 def level_sizes(queries: int, branching: int, depth: int) -> list[int]:
@@ -51,6 +52,7 @@ def scene(
         layout,
         torch.cat([trunk, layout.branch_slots_RW[0, live]]),
         torch.cat([visible_QW.new_ones(queries, prefix), visible_QW], 1),
+        pool.cache.k_LGSD.shape[1],
     )
 
 

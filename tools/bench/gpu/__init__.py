@@ -1,27 +1,36 @@
 """A GPU in stages: each kernel once, steps and where their time goes, kernels against limits, many searches, weights.
 
-Shapes are those of Llama-2-7B and Qwen3-0.6B, weights random and made on the device. Each stage prints its table, what
-was wanted and one JSON line as soon as it is done, and with --save has a section of its own; one that fails, or whose
-time is over, says so and leaves the rest to the others. Without a GPU it says so and does nothing.
+Shapes are those of Llama-2-7B and of Qwen3, weights random and made on the device. Each stage prints its table, what
+was wanted and one JSON line as soon as it is done, and with --save has a section of its own; one that fails, loses the
+GPU, or whose time is over, says so and leaves the rest to the others. Without a GPU it says so and does nothing.
 """
 
 import argparse
+import faulthandler
+import math
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.app.cli import output_file
 from models.later import later
+from tools.bench.gpu.journal import Journal
+from tools.bench.gpu.watching import PATIENCE, ending_on_signals, leave, watch
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, comparison_table, finish, rows_table, stamp
 
 with later():
     import torch
 
-    from tools.bench.gpu.setting import Setting
+    from tools.bench.gpu.setting import DeviceLost, Setting
 
-TOTAL = 500  # seconds after which no stage begins a case: all stages end within nine minutes
+TOTAL = 500  # seconds after which no stage begins a case
+GRACE = 30  # seconds that a case may take after that: all stages end within nine minutes
 
 
 class Stage(NamedTuple):
@@ -35,20 +44,23 @@ class Stage(NamedTuple):
 
 
 STAGES = {  # the first answers first
-    "smoke": Stage("each_kernel", "each kernel once, against its definition", 70),
-    "steps": Stage("whole_steps", "a step of one beam and of many: graph, host, guesses", 75),
-    "where": Stage("whole_steps", "kernels by time, gaps", 30),
-    "attention": Stage("single_kernels", "tree attention, FlexAttention, SDPA", 60),
+    "smoke": Stage("each_kernel", "each kernel once, against its definition", 60),
+    "steps": Stage("whole_steps", "a step of one beam and of many: graph, host, guesses", 60),
+    "where": Stage("whole_steps", "kernels by time, gaps", 20),
+    "attention": Stage("single_kernels", "tree attention, FlexAttention, SDPA", 50),
     "tune": Stage("single_kernels", "tree attention by its programs' shapes", 120, usual=False),
-    "searches": Stage("whole_steps", "many searches at once", 55),
-    "weights": Stage("whole_steps", "steps on weights of 8 and 4 bits", 50),
+    "searches": Stage("whole_steps", "many searches at once", 40),
+    "weights": Stage("whole_steps", "steps on weights of 8 and 4 bits", 40),
+    "catalogue": Stage("recommending", "thousands of beams for three tokens", 30),
+    "widths": Stage("recommending", "requests per second by beams", 30),
+    "models": Stage("real_models", "models of files, beside the CPU: with --model", 40),
+    "transformers": Stage("whole_steps", "its beam search", 40),
     "products": Stage("single_kernels", "matrices in bfloat16, 8 and 4 bits", 25),
     "experts": Stage("single_kernels", "a layer of a mixture of experts", 15),
     "states": Stage("recurrent_layers", "a gated delta net and a selective scan", 10),
-    "bits": Stage("whole_steps", "steps with sums in one order, whatever rides along", 40),
+    "bits": Stage("whole_steps", "steps with sums in one order, whatever rides along", 25),
+    "wide": Stage("whole_steps", "hundreds of beams of a small model", 15),
     "compiled": Stage("whole_model", "all layers by torch.compile: minutes, fewer with --layers 8", 300, usual=False),
-    "wide": Stage("whole_steps", "hundreds of beams of a small model", 30),
-    "transformers": Stage("whole_steps", "its beam search", 40),
 }
 
 
@@ -63,6 +75,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--searches", type=int, default=16, help="at once (%(default)s)")
     parser.add_argument("--prompt", type=int, default=512, help="of many searches and of wide beams (%(default)s)")
     parser.add_argument("--wide", type=int, default=512, help="beams of the small model (%(default)s)")
+    text = "beams of the stage catalogue (%(default)s)"
+    parser.add_argument("--catalogue-beams", type=int, default=5000, help=text)
+    text = "checkpoint folders and GGUF files of the stage models"
+    parser.add_argument("--model", nargs="+", default=[], metavar="FILE", help=text)
     parser.add_argument("--new-tokens", type=int, default=64, help="(%(default)s)")
     parser.add_argument("--runs", type=int, default=20, help="of each kernel; the median counts (%(default)s)")
     parser.add_argument("--layers", type=int, help="of the Llama (32)")
@@ -70,43 +86,91 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[32, 8], help="in the stage attention (%(default)s)")
     text = f"after which a stage begins nothing (its own; {TOTAL} for all)"
     parser.add_argument("--seconds", type=float, metavar="S", help=text)
+    text = "where a line is kept of each case; those that are there already are not run again"
+    parser.add_argument("--journal", type=output_file, metavar="FILE", help=text)
+    parser.add_argument("--inside", type=float, help=argparse.SUPPRESS)  # of a process that `watch` started: its end
     add_save_flag(parser)
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, argv: Sequence[str], make: Callable[..., Setting] | None = None) -> dict[str, Any]:
-    """Measure and report, stage by stage."""
+def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report, stage by stage, in a process of their own."""
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure")
         return {}
-    setting, results = (make or Setting)(args), {}
-    if args.seconds is None:
-        setting.end = time.perf_counter() + TOTAL
-    with setting.listening():
-        for name in args.stages:
-            results[name] = measure(name, setting, args, argv)
+    if args.inside is not None:
+        faulthandler.enable()
+        try:
+            return measure_all(args, argv[: argv.index("--inside")], Journal(args.journal))
+        except DeviceLost:
+            leave()
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch, ending_on_signals():
+        journal = Journal(args.journal or Path(scratch) / "journal.jsonl")
+        journal.agree(settings=settings(args))
+        journal.run()
+        began, end = time.time(), math.inf if args.seconds is not None else time.time() + TOTAL
+        inside = ["--inside", str(end), "--journal", str(journal.path)]
+        command = [sys.executable, "-m", "tools.bench", *argv, *inside]
+        watch(command, journal, args.stages, end + GRACE, lambda name: patience(name, args))
+        progress(f"{time.time() - began:.0f} s")
+    return summed_up(args, journal)
+
+
+def settings(args: argparse.Namespace) -> str:
+    """The arguments that figures depend on."""
+    free = ("stages", "seconds", "save", "journal", "inside", "run", "verbose")
+    return ", ".join(f"{name} {value}" for name, value in sorted(vars(args).items()) if name not in free)
+
+
+def patience(name: str, args: argparse.Namespace) -> float:
+    """Seconds that a case of a stage may take."""
+    stage = STAGES.get(name)
+    return max(PATIENCE, args.seconds or 0, stage.seconds if stage else 0)
+
+
+def summed_up(args: argparse.Namespace, journal: Journal) -> dict[str, Any]:
+    """Print all targets, and which stages there are no figures of."""
+    results = {name: journal.stages[name] for name in args.stages if name in journal.stages}
     compared = [row for result in results.values() for row in result["targets"]]
     if compared:
         progress(f"\n{comparison_table(compared)}")
+    if missing := [name for name in args.stages if name not in results or journal.left[name]]:
+        progress(f"\nthere was no time for all of: {', '.join(missing)}")
     return results
 
 
-def measure(name: str, setting: Setting, args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Run one stage, print and save what it found."""
+def measure_all(
+    args: argparse.Namespace, argv: Sequence[str], journal: Journal, make: Callable[..., Setting] | None = None
+) -> dict[str, Any]:
+    """Run the stages that the journal lacks. Raises DeviceLost, UsageError."""
+    setting = (make or Setting)(args, journal)
+    journal.agree(device=torch.cuda.get_device_name())
+    if args.inside is not None:
+        setting.end = time.perf_counter() + args.inside - time.time()
+    with setting.listening():
+        for name in args.stages:
+            if name not in journal.stages:
+                measure(name, setting, args, argv)
+    return {name: journal.stages[name] for name in args.stages}
+
+
+def measure(name: str, setting: Setting, args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Run one stage, print and save what it found. Raises DeviceLost."""
     progress(f"stage {name}")
     made, began = stamp(argv), time.perf_counter()
-    setting.begin(STAGES[name].seconds if args.seconds is None else args.seconds)
+    setting.begin(name, STAGES[name].seconds if args.seconds is None else args.seconds)
     found: dict[str, Any] = {"rows": [], "targets": []}
     body = []
     try:
         result = getattr(import_module(f"{__name__}.{STAGES[name].module}"), name)(setting)
         found |= {"rows": result.rows, "targets": result.targets}
         body = [result.heading, rows_table(result.rows, result.columns), result.legend] if result.rows else []
-    except Exception as error:  # of this stage alone, unless the GPU itself is lost
+    except Exception as error:
         traceback.print_exc()
         setting.note(name, error)
+        setting.check_device()
     found |= {"notes": setting.notes, "seconds": time.perf_counter() - began}
     body += [f"- {note}" for note in setting.notes]
     body += [comparison_table(found["targets"])] if found["targets"] else []
     finish(f"gpu-{name}", made, "\n\n".join(body), found, args.save)
-    return found
+    setting.journal.close(found, setting.left)

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from engine import Engine
 from engine.cache.pool import PagePool
 from engine.load.compiling import prepare, warm_up
 from engine.load.loading import LoadedModel
+from engine.step.gpu import compile_ahead
 from engine.step.graphs import make_runner
 from models.families.llama import Llama
 from tools.bench import device as on_gpu
+from tools.bench.gpu.journal import Journal
 from tools.bench.gpu.random_models import Made, make
 from tools.bench.measure import progress
 
@@ -48,8 +50,13 @@ QWEN3_06B = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 40960,
 }
+QWEN3_17B = QWEN3_06B | {"hidden_size": 2048, "intermediate_size": 6144}
 PAGE = 16
 SMALL = ("int8", "int4")  # formats of weights
+
+
+class DeviceLost(BaseException):
+    """The GPU answers no more: after an illegal access no call of this process succeeds."""
 
 
 class Setting:
@@ -57,27 +64,33 @@ class Setting:
 
     Args:
         args: of the command.
-        device, large, small: where; configurations of a Llama and of a Qwen3.
+        journal: of the run.
+        device, large, small, middle: where; configurations of a Llama and of two Qwen3.
     """
 
     def __init__(
         self,
         args: argparse.Namespace,
+        journal: Journal,
         device: torch.device = CUDA,
         large: Mapping[str, Any] = LLAMA_2_7B,
         small: Mapping[str, Any] = QWEN3_06B,
+        middle: Mapping[str, Any] = QWEN3_17B,
     ):
-        self.args, self.device, self.small = args, device, small
+        self.args, self.journal, self.device, self.small, self.middle = args, journal, device, small, middle
         self.large = {**large, **({"num_hidden_layers": args.layers} if args.layers else {})}
         self.notes: list[str] = []
         self.until = self.end = math.inf  # when this stage, and when all of them begin no more
+        self.left = 0  # cases of this stage that had no time
 
-    def begin(self, seconds: float) -> None:
+    def begin(self, stage: str, seconds: float) -> None:
         """A stage begins, and has so long, and what the last one left in memory goes: some refer to each other."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.until, self.notes = min(time.perf_counter() + seconds, self.end), []
+        self.until, self.notes, self.left = min(time.perf_counter() + seconds, self.end), [], 0
+        self.journal.stage = stage
+        self.journal.begin()
 
     def note(self, what: str, error: BaseException | str) -> None:
         """Keep why there is no figure."""
@@ -102,28 +115,54 @@ class Setting:
             log.setLevel(level)
 
     def rows(self, cases: Iterable[tuple[str, Callable[[], dict[str, Any]]]]) -> list[dict[str, Any]]:
-        """The rows of the cases; one that fails, or comes when the stage's time is over, is noted instead."""
-        found = []
-        for name, case in cases:
-            if time.perf_counter() > self.until:
+        """The rows of the cases, those of the journal as they are; one that fails, or comes when the stage's time is
+        over, is noted instead. What cases share and cannot be made ends them."""
+        found, rest = [], iter(cases)
+        while (case := self.attempt("the next case", partial(next, rest, None))) is not None:
+            name, work = case
+            if (ended := self.journal.known(name)) is not None:
+                self.notes += ended.notes
+            elif time.perf_counter() > self.until:
+                self.left += 1
                 self.note(name, "the stage's time is over")
                 continue
-            progress(name)
-            if (row := self.attempt(name, case)) is not None:
-                progress(
-                    "   " + ", ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float))
-                )
+            row = self.case(name, work) if ended is None else ended.row
+            if row is not None:
                 found.append(row)
         return found
 
+    def case(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """The row of a case, which the journal gets, and stderr its figures; None, and a note, if it fails."""
+        progress(name)
+        self.journal.begin(name)
+        before, row = len(self.notes), None
+        try:
+            row = self.attempt(name, work)
+        except DeviceLost:
+            self.journal.end(name, None, self.notes[before:])
+            raise
+        self.journal.end(name, row, self.notes[before:])
+        if row is not None:
+            progress("   " + ", ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float)))
+        return row
+
     def attempt(self, name: str, work: Callable[[], Any]) -> Any:
-        """The result of work; None, and a note, if it fails."""
+        """The result of work; None, and a note, if it fails. Raises DeviceLost."""
         try:
             return work()
         except Exception as error:
             traceback.print_exc(limit=-6)
             self.note(name, error)
+            self.check_device()
             return None
+
+    def check_device(self) -> None:
+        """Raises DeviceLost if an error has left the GPU useless to this process."""
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except Exception as error:
+                raise DeviceLost from error
 
     @cached_property
     def copy(self) -> float:
@@ -162,6 +201,7 @@ class Setting:
         runner = make_runner(model, pool, model.shape.vocab_size, compiled=compiled)
         if compiled and not warm_up(lambda: runner.logits([1] * 5)):
             runner.rows = None
+        compile_ahead(runner)
         return Engine(LoadedModel(runner, model.shape))
 
 

@@ -19,6 +19,7 @@ from tools.bench import device as on_gpu
 from tools.bench.gpu.random_models import code_bytes, random_codes, random_experts
 from tools.bench.gpu.setting import PAGE, SMALL, Found, Setting
 from tools.bench.report import comparison
+from tools.kernels.contenders import Rival, flex, sdpa
 from tools.kernels.scenes import scene
 
 ROWS = (1, 16, 32, 64, 256)  # of products
@@ -87,19 +88,16 @@ def attend(s: Setting, prefix: int, queries: int, kv_heads: int | None = None, r
     row["of_copy"] = row["rate"] / s.copy
     if not rivals:
         return row | dict.fromkeys(("x_sdpa", "x_flex", "difference"))
-    packed = [(k_LGSD[i, :, tree.slots_S][None], v_LGSD[i, :, tree.slots_S][None]) for i in range(L)]
-    q_1HTD, mask = q_THD.transpose(0, 1)[None].contiguous(), tree.visible_QS
 
-    def sdpa(k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q_1HTD, k, v, attn_mask=mask, enable_gqa=G < H)
+    def times_over(rival: Callable[..., Rival]) -> float:
+        pack, run = rival(q_THD, tree, D**-0.5)
+        calls = [partial(run, *pack(k, v)) for k, v in zip(k_LGSD, v_LGSD, strict=True)]
+        return on_gpu.seconds_of(on_gpu.recorded(calls), runs) / L / seconds
 
-    def times_over(make_rival: Callable[[], Callable[[Tensor, Tensor], Tensor]]) -> float:
-        rival = make_rival()
-        return on_gpu.seconds_of(on_gpu.recorded([partial(rival, k, v) for k, v in packed]), runs) / L / seconds
-
-    row["x_sdpa"] = s.attempt("SDPA", lambda: times_over(lambda: sdpa))
-    row["x_flex"] = s.attempt("FlexAttention", lambda: times_over(lambda: on_gpu.flex_attention(q_1HTD, mask)))
-    return row | {"difference": float((ours[0]() - sdpa(*packed[0])[0].transpose(0, 1)).abs().max())}
+    row["x_sdpa"] = s.attempt("SDPA", lambda: times_over(sdpa))
+    row["x_flex"] = s.attempt("FlexAttention", lambda: times_over(flex))
+    pack, run = sdpa(q_THD, tree, D**-0.5)
+    return row | {"difference": float((ours[0]() - run(*pack(k_LGSD[0], v_LGSD[0]))).abs().max())}
 
 
 def tune(s: Setting) -> Found:

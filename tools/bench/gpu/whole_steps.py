@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import statistics
 import sys
 import tempfile
@@ -229,13 +230,7 @@ def where(s: Setting) -> Found:
     prompt, beams = s.args.prefix[0], s.args.beams
     engine = s.engine(s.model, tokens_of(prompt, beams, s.args.new_tokens))
     decode(s, s.model, engine, prompt, beams)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        decode(s, s.model, engine, prompt, beams)
-    ran = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in profiled.events() or ()
-        if event.device_type.name == "CUDA"
-    ]
+    ran = kernels_of(lambda: decode(s, s.model, engine, prompt, beams))
     if not ran:
         s.note("where", "the profiler saw no kernels")
         return Found(s.heading, [], {})
@@ -244,6 +239,26 @@ def where(s: Setting) -> Found:
     return Found(f"{s.heading} Kernels run {busy:.1%} of the time; longest gaps: {idle}.", rows, {
         "kernel": "{kernel}", "share": "{share:.3f}", "launches": "{launches}", "us": "{microseconds:.1f}",
     }, WHERE)  # fmt: skip
+
+
+def kernels_of(work: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """The kernels that work launches: names, beginnings, ends in microseconds."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        work()
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiled.events() or ()
+        if event.device_type.name == "CUDA"
+    ]
+
+
+def busy(ran: Sequence[tuple[str, float, float]]) -> float:
+    """Microseconds in which any kernel ran."""
+    total, end = 0.0, -math.inf
+    for _, start, stop in sorted(ran, key=lambda kernel: kernel[1]):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def by_kernel(

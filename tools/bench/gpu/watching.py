@@ -1,0 +1,107 @@
+"""Stages run in a process of their own, so that one that ends the process, or never ends, leaves the others."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from engine.errors import UsageError
+from tools.bench.gpu.journal import Journal
+from tools.bench.measure import progress
+
+PATIENCE = 120  # seconds in which a case ends, or something is wrong
+PERIOD = 0.2  # seconds between looks
+LOST = 75  # exit code of a process whose GPU answers no more, see `Setting.check_device`
+
+
+def watch(
+    command: Sequence[str],
+    journal: Journal,
+    stages: Sequence[str],
+    end: float,
+    patience: Callable[[str], float] = lambda stage: PATIENCE,
+) -> None:
+    """Have a process run the stages that the journal lacks, and another one what is left when that ends too early.
+
+    Args:
+        command: of a process that writes into the journal.
+        end: on the clock `time.time`; a process that still runs then is ended.
+        patience: seconds without a line in the journal, by the stage under way, after which a process is ended.
+
+    Raises:
+        UsageError: the process says that its command is wrong.
+    """
+    while (left := [name for name in stages if name not in journal.stages]) and time.time() < end:
+        before = len(journal.ended)
+        why = ended(command, journal, end, patience)
+        journal.catch_up()
+        if not why and not [name for name in left if name not in journal.stages]:
+            return
+        why = why or "the process ended without it"
+        between = len(journal.begun) == 1  # cases of a stage
+        if between and len(journal.ended) > before:
+            journal.stage = journal.begun[0][0]
+        elif not journal.blame(why):
+            progress(f"no stage had begun when the process ended: {why}")
+            return
+        progress(f"{journal.stage}: {why}; a new process goes on")
+
+
+def ended(command: Sequence[str], journal: Journal, end: float, patience: Callable[[str], float]) -> str:
+    """Run a process to its end; why it ended, "" if as it should."""
+    assert journal.path is not None
+    process = subprocess.Popen(command, start_new_session=True)  # with what it starts itself
+    try:
+        seen, since = 0, time.time()
+        while (code := process.poll()) is None:
+            if (size := size_of(journal.path)) != seen:
+                seen, since = size, time.time()
+                journal.catch_up()
+            now, most = time.time(), patience(journal.begun[-1][0] if journal.begun else "")
+            if now > end:
+                return "the time is over"
+            if now - since > most:
+                return f"nothing ended in {most:.0f} s"
+            time.sleep(PERIOD)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if code == UsageError.exit_code:
+        raise UsageError("the stages were not run, see above")
+    if code == LOST:
+        return "the GPU answered no more"
+    return "" if code == 0 else f"the process ended with exit code {code}"
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 if it is not there."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def leave() -> None:
+    """End this process, whose GPU is lost: what would free its memory could wait for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(LOST)
+
+
+@contextlib.contextmanager
+def ending_on_signals():
+    """Within it, a request to end this process ends what it has started first."""
+
+    def stop(*_: object) -> None:
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
