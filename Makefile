@@ -23,7 +23,7 @@ LOADING_NONE = arrows glossary links package structure
 NAMING_IT = $(addsuffix .py,$(addprefix load/test_,compiling distributed) $(addprefix serve/test_,attack fuzz) \
 	$(addprefix step/test_,graphs driver) cache/test_prefixes contract/test_sampling)
 
-.PHONY: help chat test test-all test-pretend test-avx2 test-portable check lint gpu clean
+.PHONY: help chat test test-all test-pretend test-avx2 test-portable check lint gpu gpu-test gpu-bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,7 +35,9 @@ help:
 	@echo "make test-portable [ARGS=...]     the same without C++ kernels, as where there is no compiler"
 	@echo "make check                        lint, types, import arrows, room map, packaging"
 	@echo "make lint                         ruff and pyright only"
-	@echo "make gpu                          GPU tests and benchmarks; says so where there is no GPU"
+	@echo "make gpu                          gpu-test, then gpu-bench; says so where there is no GPU"
+	@echo "make gpu-test [ARGS=...]          tests that need a GPU, nine minutes at most (GPU_SECONDS)"
+	@echo "make gpu-bench [ARGS=...]         a GPU in stages, nine minutes at most; ARGS go to tools.bench gpu"
 	@echo "make clean                        remove the environment, caches and build outputs"
 	@echo "The first one makes .venv; PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
 
@@ -68,20 +70,32 @@ lint: .venv/.installed-dev
 	@$(PY) -m ruff check .
 	@$(PY) -m pyright --pythonpath $(PY)
 
-# Most of the tests' time is Triton's compiler, whence the processes.
 # A machine with a GPU often has its own torch and no way to install another: .venv first, then PYTHON as it is.
+define with_gpu
+set -e; py=$(PY); \
+if [ ! -e .venv/.installed-test ]; then \
+	if $(PYTHON) -c 'import torch' 2>/dev/null; then py=$(PYTHON); \
+	else $(MAKE) --no-print-directory .venv/.installed-test; fi; \
+fi; \
+name=$$($$py -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")'); \
+if [ -z "$$name" ]; then echo "no GPU here: nothing to do"; exit 0; fi; \
+echo "GPU: $$name";
+endef
+
+# The tests say what they have found when they are interrupted. Most of their time is Triton's compiler, whence the processes.
+GPU_SECONDS ?= 520
+
 gpu:
-	@set -e; py=$(PY); \
-	if [ ! -e .venv/.installed-test ]; then \
-		if $(PYTHON) -c 'import torch' 2>/dev/null; then py=$(PYTHON); \
-		else $(MAKE) --no-print-directory .venv/.installed-test; fi; \
-	fi; \
-	name=$$($$py -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")'); \
-	if [ -z "$$name" ]; then echo "no GPU here: nothing to do"; exit 0; fi; \
-	echo "GPU: $$name"; \
-	$$py -m pytest --full -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests) -p no:benchmark \
-		$$($$py -c 'import xdist' 2>/dev/null && echo --numprocesses 8 --dist worksteal) $(ARGS); \
-	$$py -m tools.bench gpu
+	@$(MAKE) --no-print-directory gpu-test || code=$$?; \
+	$(MAKE) --no-print-directory gpu-bench ARGS= || exit; exit $${code:-0}
+
+gpu-test:
+	@$(with_gpu) timeout --foreground -s INT -k 15 $(GPU_SECONDS) \
+		$$py -m pytest --full -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests) -p no:benchmark --tb=short --durations=15 \
+		$$($$py -c 'import xdist' 2>/dev/null && echo --numprocesses 8 --dist worksteal) $(ARGS)
+
+gpu-bench:
+	@$(with_gpu) $$py -m tools.bench gpu $(ARGS)
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

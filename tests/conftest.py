@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Generator
 from typing import Any
 
 # Images of containers often set this. Every process that tests start, of hundreds, would compile all modules anew.
@@ -50,7 +51,8 @@ settings.load_profile("steady")
 PRETEND = "COPPICE_PRETEND"
 THREADS = torch.get_num_threads()
 FULL = "left out: {} of the tests and three quarters of the random draws; `make test-all` (--full) has them"
-LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT, LOST = pytest.StashKey[int](), pytest.StashKey[str]()
+WORKER = "PYTEST_XDIST_WORKER"  # a variable of processes that xdist starts
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,6 +85,26 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_testnodedown(node: Any) -> None:
     """A process of xdist has ended; each has collected all tests."""
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """After an illegal access to a GPU all later tests of this process would fail: another one of xdist goes on."""
+    if node.get_closest_marker("gpu") and torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except Exception as error:
+            node.session.stash[LOST] = f"the GPU is lost to this process: {error}"
+            if WORKER not in os.environ:
+                node.session.shouldstop = node.session.stash[LOST]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A process of xdist that has lost the GPU ends when the test has been reported."""
+    done = yield
+    if LOST in item.session.stash and WORKER in os.environ:
+        os._exit(1)
+    return done
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,34 @@ def test_what_only_a_full_run_has_is_left_out_and_counted():
     assert "left out: 12 of the tests and three quarters of the random draws" in done.stdout
 
 
+ILLEGAL = """
+import pytest, torch
+lost = []
+def synchronize():
+    if lost:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+torch.cuda.is_available, torch.cuda.synchronize = lambda: True, synchronize
+pytestmark = pytest.mark.gpu
+def test_right(): pass
+def test_wrong(): assert False
+def test_illegal(): lost.append(1); synchronize()
+def test_after(): synchronize()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("processes", "counts"), [("0", "2 failed, 1 passed"), ("1", "3 failed, 2 passed")])
+def test_tests_after_an_illegal_access_have_another_process(processes, counts, tmp_path):
+    """The test is reported, and once more as the one in which a process of xdist ended."""
+    (tmp_path / "test_illegal.py").write_text(ILLEGAL)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", processes, "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, "--rootdir", ".", "-c", "/dev/null", "test_illegal.py"], cwd=tmp_path,
+                          env=environment, capture_output=True, text=True)  # fmt: skip
+    assert counts in done.stdout, done.stdout + done.stderr
+    assert "illegal memory access was encountered" in done.stdout
+
+
 def header(pretence: str) -> subprocess.CompletedProcess[str]:
     """The output of pytest when it collects, and where it fails."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/test_traps.py"]

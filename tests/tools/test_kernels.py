@@ -4,17 +4,20 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from engine.cache.pool import PagePool
 from kernels import cpp
+from models.config import ModelShape
 from tests.marks import needs_figures
 from tools.bench import limits
 from tools.kernels import contenders
 from tools.kernels.__main__ import TEMPLATE, main
 from tools.kernels.lab import definition, errors, errors_of
-from tools.kernels.scenes import PLANS, level_sizes, traps
+from tools.kernels.scenes import PLANS, level_sizes, scene, traps
 
 SMALL = ["--prefix", "20", "--queries", "3", "--branching", "1", "--depth", "2", "--heads", "4:2", "--head-dim", "16",
          "--seconds", "0.001"]  # fmt: skip
@@ -207,3 +210,52 @@ def test_pictures(capsys, tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "![](kernels-cpu.svg)" in (tmp_path / "page.md").read_text()
     assert len((tmp_path / "kernels-cpu.svg").read_text()) < 150_000
+
+
+class Cascade:
+    """FlashInfer's wrapper of several levels, as its documentation has it: each query reads one request of each level."""
+
+    def __init__(self, levels, workspace, layout):
+        assert (levels, workspace.dtype, layout) == (2, torch.uint8, "NHD")
+
+    def plan(self, queries, pages, indices, last, heads, kv_heads, head, page, *, sm_scale, q_data_type, kv_data_type):
+        assert all(x.dtype == torch.int32 for level in (queries, pages, indices, last) for x in level)
+        assert q_data_type == kv_data_type
+        self.levels, self.sizes = list(zip(queries, pages, indices, last, strict=True)), (heads, kv_heads, head, page)
+        self.scale = sm_scale
+
+    def run(self, q_THD, cache):
+        heads, kv_heads, head, page = self.sizes
+        assert all(x.shape[1:] == (page, kv_heads, head) for x in cache)
+        return torch.stack([self.attend(q_HD, t, *cache) for t, q_HD in enumerate(q_THD)])
+
+    def attend(self, q_HD, t, *cache):
+        seen = []
+        for queries, pages, indices, last in self.levels:
+            r = int(torch.searchsorted(queries, t, right=True)) - 1
+            chosen = indices[pages[r] : pages[r + 1]].long()
+            length = (len(chosen) - 1) * self.sizes[3] + last[r]
+            seen.append([x[chosen].flatten(0, 1)[:length] for x in cache])
+        k, v = (torch.cat(x).repeat_interleave(len(q_HD) // self.sizes[1], 1) for x in zip(*seen, strict=True))
+        return torch.einsum("hs,shd->hd", (torch.einsum("hd,shd->hs", q_HD, k) * self.scale).softmax(1), v)
+
+
+@pytest.mark.parametrize(("prefix", "queries", "branching", "depth"), [(37, 5, 1, 3), (32, 9, 3, 2), (20, 2, 1, 18)])
+def test_flashinfer_reads_the_trunk_once_and_each_branch(prefix, queries, branching, depth, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(MultiLevelCascadeAttentionWrapper=Cascade))
+    pool = PagePool(ModelShape(1, 2, 8, 1, None), 200, 1)
+    s = scene(pool, prefix, queries, branching=branching, depth=depth, impl="torch")
+    k_GSD, v_GSD = pool.cache.k_LGSD[0].normal_(), pool.cache.v_LGSD[0].normal_()
+    q_THD = torch.randn(queries, 4, 8)
+    pages, theirs = contenders.flashinfer(q_THD, s, 0.3)
+    pack, ours = contenders.sdpa(q_THD, s, 0.3)
+    torch.testing.assert_close(theirs(*pages(k_GSD, v_GSD)), ours(*pack(k_GSD, v_GSD)))
+
+
+def test_flashinfer_is_no_dependency(monkeypatch):
+    cuda = torch.device("cuda")
+    assert "pip install flashinfer-python" in contenders.why_not("flashinfer", cuda, True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert "--impls flashinfer" in contenders.why_not("flashinfer", cuda, False)
+    assert contenders.why_not("flashinfer", cuda, True) is None
+    assert "GPU" in contenders.why_not("flashinfer", torch.device("cpu"), True)

@@ -36,14 +36,14 @@ def watch(
         UsageError: the process says that its command is wrong.
     """
     while (left := [name for name in stages if name not in journal.stages]) and time.time() < end:
-        before = len(journal.ended)
+        before = {*journal.ended}
         why = ended(command, journal, end, patience)
         journal.catch_up()
         if not why and not [name for name in left if name not in journal.stages]:
             return
         why = why or "the process ended without it"
-        between = len(journal.begun) == 1  # cases of a stage
-        if between and len(journal.ended) > before:
+        of_stages = {stage for stage, _ in journal.ended.keys() - before}
+        if len(journal.begun) == 1 and journal.begun[0][0] in of_stages:  # between two cases: the first got its note
             journal.stage = journal.begun[0][0]
         elif not journal.blame(why):
             progress(f"no stage had begun when the process ended: {why}")
@@ -56,12 +56,13 @@ def ended(command: Sequence[str], journal: Journal, end: float, patience: Callab
     assert journal.path is not None
     process = subprocess.Popen(command, start_new_session=True)  # with what it starts itself
     try:
-        seen, since = 0, time.time()
+        seen, since, stage = size_of(journal.path), time.time(), ""
         while (code := process.poll()) is None:
             if (size := size_of(journal.path)) != seen:
                 seen, since = size, time.time()
                 journal.catch_up()
-            now, most = time.time(), patience(journal.begun[-1][0] if journal.begun else "")
+                stage = journal.begun[-1][0] if journal.begun else ""
+            now, most = time.time(), patience(stage)
             if now > end:
                 return "the time is over"
             if now - since > most:
