@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from engine.app.cli import output_file
 from models.later import later
 from tools.bench.gpu.journal import Journal
-from tools.bench.gpu.watching import PATIENCE, ending_on_signals, leave, watch
+from tools.bench.gpu.watching import PATIENCE, end_with_parent, ending_on_signals, leave, watch
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, comparison_table, finish, rows_table, stamp
 
@@ -54,8 +54,8 @@ STAGES = {  # the first answers first
     "catalogue": Stage("recommending", "thousands of beams for three tokens", 30),
     "widths": Stage("recommending", "requests per second by beams", 30),
     "models": Stage("real_models", "models of files, beside the CPU: with --model", 40),
-    "transformers": Stage("whole_steps", "its beam search", 40),
     "products": Stage("single_kernels", "matrices in bfloat16, 8 and 4 bits", 25),
+    "transformers": Stage("whole_steps", "its beam search", 40),
     "experts": Stage("single_kernels", "a layer of a mixture of experts", 15),
     "states": Stage("recurrent_layers", "a gated delta net and a selective scan", 10),
     "bits": Stage("whole_steps", "steps with sums in one order, whatever rides along", 25),
@@ -100,6 +100,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         return {}
     if args.inside is not None:
         faulthandler.enable()
+        end_with_parent()
         try:
             return measure_all(args, argv[: argv.index("--inside")], Journal(args.journal))
         except DeviceLost:

@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from engine.errors import UsageError
@@ -54,7 +55,7 @@ def watch(
 def ended(command: Sequence[str], journal: Journal, end: float, patience: Callable[[str], float]) -> str:
     """Run a process to its end; why it ended, "" if as it should."""
     assert journal.path is not None
-    process = subprocess.Popen(command, start_new_session=True)  # with what it starts itself
+    process = subprocess.Popen(command, process_group=0)  # to be ended with what it starts itself
     try:
         seen, since, stage = size_of(journal.path), time.time(), ""
         while (code := process.poll()) is None:
@@ -94,8 +95,20 @@ def leave() -> None:
     os._exit(LOST)
 
 
+def end_with_parent() -> None:
+    """Have this process end when the one that watches it does, however that ends."""
+    parent = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(PERIOD)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
 @contextlib.contextmanager
-def ending_on_signals():
+def ending_on_signals() -> Iterator[None]:
     """Within it, a request to end this process ends what it has started first."""
 
     def stop(*_: object) -> None:
