@@ -1,6 +1,7 @@
 """Runs of the GPU benchmark: what one process has found, the next one keeps; a process that breaks costs its case."""
 
 import json
+import subprocess
 import sys
 import time
 
@@ -89,6 +90,13 @@ def test_a_process_that_never_begins_or_is_told_wrong_is_not_repeated(tmp_path, 
     assert "no stage had begun when the process ended: the process ended with exit code 1" in capsys.readouterr().err
     with pytest.raises(UsageError, match="not run"):
         watch([sys.executable, "-c", "raise SystemExit(2)"], journal, ["smoke"], time.time() + 600)
+
+
+def test_a_watched_process_ends_with_the_one_that_watches():
+    inner = "from tools.bench.gpu import watching as w; w.end_with_parent(); print(1, flush=True); w.time.sleep(600)"
+    outer = f"import subprocess as s, sys; s.Popen([sys.executable, '-c', {inner!r}], stdout=s.PIPE).stdout.readline()"
+    done = subprocess.run([sys.executable, "-c", outer], stderr=subprocess.PIPE)  # ends when nobody has its stderr
+    assert done.returncode == 0 and not done.stderr
 
 
 def test_a_run_goes_on_where_another_was_ended(tmp_path):

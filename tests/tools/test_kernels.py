@@ -213,7 +213,7 @@ def test_pictures(capsys, tmp_path):
 
 
 class Cascade:
-    """FlashInfer's wrapper of several levels, as its documentation has it: each query reads one request of each level."""
+    """FlashInfer's wrapper, as its documentation has it: each query reads one request of each level."""
 
     def __init__(self, levels, workspace, layout):
         assert (levels, workspace.dtype, layout) == (2, torch.uint8, "NHD")
@@ -225,7 +225,7 @@ class Cascade:
         self.scale = sm_scale
 
     def run(self, q_THD, cache):
-        heads, kv_heads, head, page = self.sizes
+        _, kv_heads, head, page = self.sizes
         assert all(x.shape[1:] == (page, kv_heads, head) for x in cache)
         return torch.stack([self.attend(q_HD, t, *cache) for t, q_HD in enumerate(q_THD)])
 

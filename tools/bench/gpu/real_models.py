@@ -1,4 +1,4 @@
-"""The stage of real models: files that the machine has, their speed on the GPU, and their tokens there and on the CPU."""
+"""The stage of real models: of files that are there, the speed on a GPU, and tokens there and on the CPU."""
 
 import gc
 import statistics

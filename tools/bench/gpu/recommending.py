@@ -1,8 +1,8 @@
 """Stages of generative recommendation: wide beams for three tokens, beside what others have published.
 
-- SGLang, github.com/sgl-project/sglang/pull/31626: Qwen3-0.6B-Base in bfloat16 on an H200, 5000 beams and as many outputs
-  of 3 tokens, without a catalogue: 158 ms is the median of concurrent requests without overlapped scheduling, 245 the
-  mean. The length of the prompts is not given; the server's context was 4096.
+- SGLang, github.com/sgl-project/sglang/pull/31626: Qwen3-0.6B-Base in bfloat16 on an H200, 5000 beams and as many
+  outputs of 3 tokens, without a catalogue: 158 ms is the median of concurrent requests without overlapped scheduling,
+  245 the mean. The length of the prompts is not given; the server's context was 4096.
 - NVIDIA's SID-GR and SGLang's pull request 15645, as measured by NVIDIA, github.com/NVIDIA/recsys-examples, folder
   examples/sid-gr-inference: Qwen3-1.7B on an H100 80GB, 256 beams, 3 tokens, without cached prefixes.
 """
