@@ -22,7 +22,7 @@ class Ended(NamedTuple):
 
 
 class Journal:
-    """What a run has found so far.
+    """The findings of a run so far.
 
     Args:
         path: the file, to which every line is written at once; None: the journal is kept in memory alone.
