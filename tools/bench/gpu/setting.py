@@ -143,7 +143,8 @@ class Setting:
             raise
         self.journal.end(name, row, self.notes[before:])
         if row is not None:
-            progress("   " + ", ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float)))
+            shown = {key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()}
+            progress("   " + ", ".join(f"{key} {x}" for key, x in shown.items() if isinstance(x, str)))
         return row
 
     def attempt(self, name: str, work: Callable[[], Any]) -> Any:
