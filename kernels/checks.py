@@ -254,6 +254,14 @@ def queries(
         expect("sinks_H", sinks_H, torch.float32, (H,), k_GSD.device)
 
 
+def unread(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, count: int) -> None:
+    """Raises ValueError unless so many first elements of a head can be left out, of keys that are the values."""
+    if not 0 <= count < q_THD.shape[2]:
+        raise ValueError(f"unread: expected at least 0 and less than {q_THD.shape[2]}, got {count}")
+    if count and k_GSD.data_ptr() != v_GSD.data_ptr():
+        raise ValueError(f"unread: expected 0, or keys that are the values, got {count}")
+
+
 def tensors(layout: TreeLayout, device: torch.device) -> None:
     """Raises ValueError for a layout whose tensors do not fit together; what they hold is not read."""
     T, R = layout.positions_T.shape[0], layout.token_starts.shape[0] - 1

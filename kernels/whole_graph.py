@@ -57,6 +57,7 @@ def _tree_attention(
     window: int | None = None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    unread: int = 0,
     impl: str | None = None,
 ) -> Tensor:
     impl = impl or layout.impl
@@ -64,6 +65,6 @@ def _tree_attention(
         from kernels.tree_attention import triton  # which needs Triton
 
         operands = triton.operands(q_THD, k_GSD, v_GSD, layout)
-        return torch.ops.coppice.tree_attention_triton(*operands, scale, window, cap, sinks_H)
+        return torch.ops.coppice.tree_attention_triton(*operands, scale, window, cap, sinks_H, unread)
     operator = getattr(torch.ops.coppice, f"tree_attention_{impl}")
     return operator(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H)

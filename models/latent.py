@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
-from kernels.latent import LatentHeads, absorb, expand
+from kernels.latent import LatentHeads, absorb, absorb_and_write, expand
 from kernels.latent import reference as plain
 from kernels.layout import LatentSizes
 from kernels.stack.calls import Call
@@ -14,6 +15,11 @@ from models.names import Names
 from models.norms import Norm
 
 EPSILON = 1e-6  # of the norms of latents, whatever that of the others
+
+
+def stacks(device: torch.device) -> bool:
+    """Whether a device has the matrices of all heads as one tensor, as floats: all but a CPU, where they are packed."""
+    return device.type != "cpu"
 
 
 class LatentAttention(nn.Module):
@@ -37,11 +43,14 @@ class LatentAttention(nn.Module):
         sizes = LatentSizes(
             c.heads, latent.plain, latent.rotated, latent.rank, latent.value, EPSILON, latent.interleaved
         )
-        keys, values = weights.heads(made, c.heads, latent.plain, latent.value)
-        matrices = [linear.matrix for linear in (*keys, *values) if linear.matrix is not None]
-        whole = matrices if len(matrices) == 2 * c.heads else None
-        self.heads = LatentHeads(sizes, norm_C, keys, values, whole)
-        self.linears = nn.ModuleList([*keys, *values])  # type: ignore[arg-type]
+        if stacks(weights.device):
+            self.heads = LatentHeads.of_stacked(sizes, norm_C, *weights.stacked_heads(made, c.heads, latent.plain))
+        else:
+            keys, values = weights.heads(made, c.heads, latent.plain, latent.value)
+            matrices = [linear.matrix for linear in (*keys, *values) if linear.matrix is not None]
+            whole = matrices if len(matrices) == 2 * c.heads else None
+            self.heads = LatentHeads(sizes, norm_C, keys, values, whole)
+            self.linears = nn.ModuleList([*keys, *values])  # type: ignore[arg-type]
         table, self.scale = c.table(index), c.scale(index)
         assert table is not None
         self.table = table
@@ -69,6 +78,12 @@ class LatentAttention(nn.Module):
         """See `kernels.latent.absorb`; `impl` is the pass's."""
         run = absorb if impl == "cpp" and self.ready else plain.absorb
         return run(queries_TF, latent_TF, self.heads)
+
+    def absorb_and_write(
+        self, k_GSD: Tensor, queries_TF: Tensor, latent_TF: Tensor, angles: tuple[Tensor, ...], slots_T: Tensor
+    ) -> Tensor:
+        """See `kernels.latent.absorb_and_write`, on a GPU."""
+        return absorb_and_write(k_GSD, queries_TF, latent_TF, self.heads, angles, slots_T, impl="triton")
 
     def expand(self, mixed_TF: Tensor, impl: str) -> Tensor:
         """See `kernels.latent.expand`; `impl` is the pass's."""

@@ -103,7 +103,9 @@ def _write(call: Call, r: Registers) -> None:
 
 
 def _attend(call: Call, r: Registers) -> None:
+    latent = r.config.latent
     options = {"scale": call.scale, "window": call.window, "cap": call.cap, "sinks_H": call.sinks}
+    options |= {"unread": latent.rotated} if latent else {}
     k_GSD, v_GSD = r.kept
     r[call.target] = tree_attention(r[call.source][0], k_GSD, v_GSD, r.layout, **options).flatten(1)
 
@@ -194,6 +196,13 @@ def _turn_and_write(together: Together, r: Registers) -> None:
     r["heads"] = [rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, r.layout.write_slots_T, turn, impl=r.impl)]
 
 
+def _absorb_and_write(together: Together, r: Registers) -> None:
+    """Queries and the row of a token, rotated, and the write of that row."""
+    absorbing, rotation, _ = together.calls
+    rows, angles = (r[absorbing.source], r["latent"]), r.angles[rotation.table]
+    r["heads"] = [absorbing.latent.absorb_and_write(r.kept[0], *rows, angles, r.layout.write_slots_T)]
+
+
 def _add_and_norm(together: Together, r: Registers) -> None:
     """Outputs added to the stream, and the norm after that."""
     sums = together.calls
@@ -210,13 +219,18 @@ def _add_and_norm(together: Together, r: Registers) -> None:
         r[last.target] = read_TE
 
 
+LATENT = ["absorb", "rotate", "write"]
+
+
 def fused(calls: Sequence[Call]) -> "list[Call | Together]":
     """The same calls for a GPU: turns of heads with the write of keys, and sums with the norm after them, in one."""
     found: list[Call | Together] = []
     start = 0
     while start < len(calls):
-        end = _end_of_turns(calls, start) or _end_of_sums(calls, start)
-        if end is None:
+        if [call.code for call in calls[start : start + 3]] == LATENT:
+            end = start + len(LATENT)
+            found.append(Together("latent", calls[start:end]))
+        elif (end := _end_of_turns(calls, start) or _end_of_sums(calls, start)) is None:
             found.append(calls[start])
             end = start + 1
         else:
@@ -267,5 +281,6 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "expand": _expand,
     "tap": _tap,
     "turns": _turn_and_write,
+    "latent": _absorb_and_write,
     "sums": _add_and_norm,
 }

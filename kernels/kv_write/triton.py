@@ -115,12 +115,12 @@ def _write_rows(
     slot_M = tl.load(slots_ptr + t_M, mask=real_M, other=0)
     k_MD = tl.load(new_k_ptr + (t_M * stride_nkt + g_M * stride_nkg)[:, None] + d_D[None, :], mask=read_MD, other=0.0)
     v_MD = tl.load(new_v_ptr + (t_M * stride_nvt + g_M * stride_nvg)[:, None] + d_D[None, :], mask=read_MD, other=0.0)
-    _store(k_MD, k_ptr, g_M, slot_M, stride_kg, real_M, D, D2)
-    _store(v_MD, v_ptr, g_M, slot_M, stride_vg, real_M, D, D2)
+    store_rows(k_MD, k_ptr, g_M, slot_M, stride_kg, real_M, D, D2)
+    store_rows(v_MD, v_ptr, g_M, slot_M, stride_vg, real_M, D, D2)
 
 
 @triton.jit
-def _store(x_MD, cache_ptr, g_M, slot_M, stride, real_M, D: tl.constexpr, D2: tl.constexpr):
+def store_rows(x_MD, cache_ptr, g_M, slot_M, stride, real_M, D: tl.constexpr, D2: tl.constexpr):
     """Rows of heads g in slots, as a cache of this dtype keeps them; see `raw`."""
     head_M = g_M * stride
     if cache_ptr.dtype.element_ty == tl.uint8:
@@ -234,8 +234,8 @@ def _turn(
         mask=v_M[:, None] & real_D[None, :], other=0.0,
     )  # fmt: skip
     slot_M = tl.load(slots_ptr + t_M, mask=real_M, other=0)
-    _store(x_MD, k_ptr, g_M, slot_M, stride_kg, k_M, D, D2)
-    _store(written_MD, v_ptr, g_M, slot_M, stride_vg, v_M, D, D2)
+    store_rows(x_MD, k_ptr, g_M, slot_M, stride_kg, k_M, D, D2)
+    store_rows(written_MD, v_ptr, g_M, slot_M, stride_vg, v_M, D, D2)
 
 
 @triton.jit

@@ -11,13 +11,15 @@ token, the latent with the key that is rotated, and what they make of the latent
 Shape legend: T tokens, H heads, N plain elements of a query, R rotated ones, C rank of the latent, V of values.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kernels import checks
 from kernels.latent import native, reference
 from kernels.latent.packed import LatentHeads, Product
 
-__all__ = ["LatentHeads", "Product", "absorb", "expand"]
+__all__ = ["LatentHeads", "Product", "absorb", "absorb_and_write", "expand"]
 
 IMPLEMENTATIONS = ("reference", "cpp")
 
@@ -40,12 +42,61 @@ def absorb(queries_TF: Tensor, latent_TF: Tensor, heads: LatentHeads, *, impl: s
         ValueError: rows of other widths or dtypes, or an impl that is not known or cannot multiply such matrices.
     """
     checks.implementation(impl, IMPLEMENTATIONS)
+    _check(queries_TF, latent_TF, heads)
+    return (native if impl == "cpp" else reference).absorb(queries_TF, latent_TF, heads)
+
+
+def absorb_and_write(
+    k_GSD: Tensor,
+    queries_TF: Tensor,
+    latent_TF: Tensor,
+    heads: LatentHeads,
+    angles: Sequence[Tensor],
+    slots_T: Tensor,
+    *,
+    impl: str = "reference",
+) -> Tensor:
+    """`absorb`, the rotation of queries and keys, and the write of keys, which are the values as well.
+
+    Args:
+        k_GSD: one layer's cache, contiguous, of one head of R + C elements; of 8 bits: see `kernels.kv_kinds`.
+        queries_TF, latent_TF, heads: as of `absorb`.
+        angles: cos_TR and sin_TR of keys and queries, or of keys and then of queries, see `kernels.rows.rotary`.
+        slots_T: see `kernels.kv_write.kv_write`.
+        impl: "reference" (the definition) or "triton" (a product of all heads and one launch); elsewhere the parts are
+            operators of their own.
+
+    Returns:
+        the queries, [T, H, R + C].
+
+    Raises:
+        ValueError: tensors that do not fit together, slots out of range, or an impl that is not known or cannot reach
+            them.
+    """
+    checks.implementation(impl, ("reference", "triton"))
+    sizes, dtype = heads.sizes, queries_TF.dtype
+    _check(queries_TF, latent_TF, heads)
+    key_TGD = latent_TF.unsqueeze(1)
+    checks.kv_write(k_GSD, k_GSD, key_TGD, key_TGD, slots_T)
+    if len(angles) not in (2, 4):
+        raise ValueError(f"angles: expected 2 or 4, got {len(angles)}")
+    for x in angles:
+        checks.expect("angles", x, dtype, (len(slots_T), sizes.rotated), slots_T.device, contiguous=False)
+    if slots_T.is_cpu:
+        checks.within("slots_T", slots_T.tolist(), k_GSD.shape[1])
+    if impl == "reference":
+        return reference.absorb_and_write(k_GSD, queries_TF, latent_TF, heads, angles, slots_T)
+    from kernels.latent import triton  # absent on some machines, and slow to import
+
+    return triton.absorb_and_write(k_GSD, queries_TF, latent_TF, heads, angles, slots_T)
+
+
+def _check(queries_TF: Tensor, latent_TF: Tensor, heads: LatentHeads) -> None:
     sizes = heads.sizes
     checks.floats("queries_TF", queries_TF, 2)
     T, dtype, device = len(queries_TF), queries_TF.dtype, heads.norm_C.device
     checks.expect("queries_TF", queries_TF, dtype, (T, sizes.heads * (sizes.plain + sizes.rotated)), device)
     checks.expect("latent_TF", latent_TF, dtype, (T, sizes.rank + sizes.rotated), device)
-    return (native if impl == "cpp" else reference).absorb(queries_TF, latent_TF, heads)
 
 
 def expand(mixed_TF: Tensor, heads: LatentHeads, *, impl: str = "cpp") -> Tensor:

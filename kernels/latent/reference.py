@@ -1,10 +1,13 @@
 """The definition of what stands before and after tree attention with a latent, in PyTorch."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from kernels.kv_write import kv_write
 from kernels.latent.packed import LatentHeads
-from kernels.rows.reference import rms_norm
+from kernels.rows.reference import rms_norm, rotary
 
 
 def absorb(queries_TF: Tensor, latent_TF: Tensor, heads: LatentHeads) -> Tensor:
@@ -15,14 +18,30 @@ def absorb(queries_TF: Tensor, latent_TF: Tensor, heads: LatentHeads) -> Tensor:
     turned = torch.cat([turned_THR, key_TR.unsqueeze(1)], 1)
     if sizes.interleaved:
         turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    made = [product(q_TN) for product, q_TN in zip(heads.keys, q_THN.unbind(1), strict=True)]
-    rows = torch.stack([*made, rms_norm(c_TC, heads.norm_C, sizes.eps)], 1)
-    return torch.cat([turned, rows], -1).flatten(1)
+    out = queries_TF.new_empty(len(queries_TF), sizes.heads + 1, sizes.width)
+    out[..., : sizes.rotated] = turned
+    heads.by_keys(q_THN, out[:, :-1, sizes.rotated :])
+    out[:, -1, sizes.rotated :] = rms_norm(c_TC, heads.norm_C, sizes.eps)
+    return out.flatten(1)
+
+
+def absorb_and_write(
+    k_GSD: Tensor,
+    queries_TF: Tensor,
+    latent_TF: Tensor,
+    heads: LatentHeads,
+    angles: Sequence[Tensor],
+    slots_T: Tensor,
+) -> Tensor:
+    """See the front for arguments."""
+    rows = absorb(queries_TF, latent_TF, heads).unflatten(1, (-1, heads.sizes.width))
+    q_THD, key_TGD = rows.split([heads.sizes.heads, 1], 1)
+    key_TGD = rotary(key_TGD, *angles[:2])
+    kv_write(k_GSD, k_GSD, key_TGD, key_TGD, slots_T, impl="reference")
+    return rotary(q_THD, *angles[-2:])
 
 
 def expand(mixed_TF: Tensor, heads: LatentHeads) -> Tensor:
     """See the front for arguments."""
     sizes = heads.sizes
-    c_THC = mixed_TF.unflatten(1, (sizes.heads, -1))[..., sizes.rotated :]
-    made = [product(c_TC) for product, c_TC in zip(heads.values, c_THC.unbind(1), strict=True)]
-    return torch.cat(made, -1)
+    return heads.by_values(mixed_TF.unflatten(1, (sizes.heads, -1))[..., sizes.rotated :]).flatten(1)

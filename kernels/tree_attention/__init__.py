@@ -21,6 +21,7 @@ def tree_attention(
     window: int | None = None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    unread: int = 0,
     impl: str | None = None,
 ) -> Tensor:
     """Softmax attention of each token over the trunk tokens and branch nodes that it sees.
@@ -35,6 +36,8 @@ def tree_attention(
         sinks_H: float32, contiguous, a logit of each query head that joins the denominator of its softmax and has no
             value (gpt-oss, OpenAI 2025; Miller, 2023, with a logit of 0); None: there is none.
         window: a token at position p sees only positions > p - window; None sees all.
+        unread: so many first elements of the result are not wanted; an implementation may leave them as they are. For
+            keys that are the values as well, of one tensor (`kernels.latent`).
         impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU, no FP8) or
             "triton" (GPU kernels); None takes the layout's.
 
@@ -49,10 +52,11 @@ def tree_attention(
     impl = impl or layout.impl
     checks.implementation(impl, IMPLEMENTATIONS)
     _check(q_THD, k_GSD, v_GSD, layout, window, cap, sinks_H, impl)
+    checks.unread(q_THD, k_GSD, v_GSD, unread)
     if impl == "triton":
         from kernels.tree_attention import triton  # absent on some machines, and slow to import
 
-        return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap, sinks_H)
+        return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap, sinks_H, unread)
     if impl == "reference":
         return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap, sinks_H)
     if impl == "torch":

@@ -77,6 +77,7 @@ from kernels.tree_attention.triton_shares import (
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+MAX_RANK, MAX_ROTATED = 512, 128  # of keys that are the values
 LONG = 128  # rows of a prompt's tile, which has a multiprocessor for itself
 WAVES = 4  # so many times the programs that run at once even out trees of all lengths by themselves
 ROOM: dict[tuple, int] = {}  # how many programs a multiprocessor has room for, by kernel
@@ -93,14 +94,15 @@ def tree_attention(
     window: int | None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    unread: int = 0,
 ) -> Tensor:
     """See the front for arguments.
 
     Raises:
-        ValueError: what the kernel cannot do: a dtype, a head size above 256, another device.
+        ValueError: what the kernel cannot do: a dtype, a head size above 256, a latent above 512, another device.
     """
     made = vars(layout).setdefault("_tasks", {})
-    return _run(q_THD, k_GSD, v_GSD, _trees(layout), made, scale, window, cap, sinks_H)
+    return _run(q_THD, k_GSD, v_GSD, _trees(layout), made, scale, window, cap, sinks_H, unread)
 
 
 def operands(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> tuple:
@@ -130,11 +132,12 @@ def _tree_attention(
     window: int | None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    unread: int = 0,
 ) -> Tensor:
     trunk = positions_T, token_starts, trunk_seen_T, trunk_pages_RP
     branches = branch_slots_RW, branch_positions_RW, ancestry_TC
     trees = Trees(*trunk, trunk_len_R, branch_len_R, *branches, page_size)
-    return _run(q_THD, k_GSD, v_GSD, trees, {}, scale, window, cap, sinks_H)
+    return _run(q_THD, k_GSD, v_GSD, trees, {}, scale, window, cap, sinks_H, unread)
 
 
 def _run(
@@ -147,9 +150,10 @@ def _run(
     window: int | None,
     cap: float | None,
     sinks_H: Tensor | None,
+    unread: int,
 ) -> Tensor:
     """Launch the kernels; `made` are the tasks of other layers."""
-    _check(q_THD, k_GSD, v_GSD, trees.token_starts)
+    _check(q_THD, k_GSD, v_GSD, trees.token_starts, unread)
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
     if same_bits.asked():
@@ -158,14 +162,16 @@ def _run(
     G, R, W = k_GSD.shape[0], len(trees.trunk_len_R), trees.branch_slots_RW.shape[1]
     gpu = properties(q_THD.device)
     sizes = _sizes(T * H // G // R, D, q_THD.dtype, gpu.roomy)
-    M, N, D2, group = sizes["M"], sizes["N"], max(16, triton.next_power_of_2(D)), H // G
+    if unread:
+        sizes = _latent_sizes(T * H // R, q_THD.dtype, gpu.roomy)
+    M, N, D2, group = sizes["M"], sizes["N"], max(16, triton.next_power_of_2(D - unread)), H // G
     constants = {
         "WINDOWED": window is not None, "CAPPED": cap is not None, "GROUP": group, "HEADS": H, "PAGE": trees.page_size,
-        "SCALE": row_width(0, k_GSD.dtype), "D": D, "D2": D2, **sizes,
+        "SCALE": row_width(0, k_GSD.dtype), "D": D, "D2": D2, "R": unread, "R2": max(16, triton.next_power_of_2(unread)) if unread else 0, **sizes,
     }  # fmt: skip
     k_GSD, v_GSD = raw(k_GSD), raw(v_GSD)
     blocks = None, None
-    if gpu.bulk and M == LONG and window is None and D == D2 and k_GSD.dtype == q_THD.dtype:
+    if gpu.bulk and M == LONG and not unread and window is None and D == D2 and k_GSD.dtype == q_THD.dtype:
         blocks = tuple(TensorDescriptor(x, [G * x.shape[1], D], [D, 1], [N, D]) for x in (k_GSD, v_GSD))
     plain = W, scale / cap if cap else scale * LOG2_E.value, (cap or 0.0) * LOG2_E.value, window or 0
     strides = q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trees.trunk_pages_RP.stride()
@@ -195,13 +201,13 @@ def _run(
     if split == WHOLE.value:
         launch(_attend, programs)(*arguments(listed.programs, *[out_THD] * 4), SPLIT=split, **constants)
         return out_THD
-    shares = torch.empty((programs, M, D), dtype=torch.float32, device=q_THD.device)
+    shares = torch.empty((programs, M, D - unread), dtype=torch.float32, device=q_THD.device)
     logs = torch.empty((programs, M), dtype=torch.float32, device=q_THD.device)
     counts = counters(q_THD.device)
     launch(_attend, programs)(*arguments(listed.programs, out_THD, shares, logs, counts), SPLIT=split, **constants)
     if split == LATER.value:
-        kept = {name: constants[name] for name in ("GROUP", "HEADS", "D", "D2", "M")}
-        launch(merge, T * H)(out_THD, shares, logs, listed.tokens, K=16, num_warps=2, **kept)
+        kept = {name: constants[name] for name in ("GROUP", "HEADS", "D", "D2", "M", "R")}
+        launch(merge, T * H)(out_THD, shares, logs, listed.tokens, K=min(16, 4096 // D2), num_warps=2, **kept)
     return out_THD
 
 
@@ -241,12 +247,17 @@ def _grid(
     return (most, WHOLE.value) if even >= waves * programs else (max(most, programs), split)
 
 
-def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, token_starts: Tensor) -> None:
+def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, token_starts: Tensor, unread: int) -> None:
     """Refuse what the kernel cannot do."""
     D = q_THD.shape[-1]
     if q_THD.dtype not in DTYPES:
         raise ValueError(f"impl 'triton': expected float16, bfloat16 or float32, got {q_THD.dtype}")
-    if D > MAX_HEAD_DIM:
+    if unread and same_bits.asked():
+        raise ValueError(f"impl 'triton': {same_bits.NAME}=on is not supported where keys are the values")
+    if unread and (unread > MAX_ROTATED or D - unread > MAX_RANK):
+        sizes = f"{MAX_RANK} elements after {MAX_ROTATED}"
+        raise ValueError(f"impl 'triton': expected keys that are the values of at most {sizes}, got {D - unread} after {unread}")
+    if not unread and D > MAX_HEAD_DIM:
         raise ValueError(f"impl 'triton': expected a head size of at most {MAX_HEAD_DIM}, got {D}")
     check_device(q_THD, k_GSD, v_GSD, token_starts)
 
@@ -265,6 +276,14 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, i
     return {"M": M, "N": N, "num_warps": 8 if M == 128 else 4, "num_stages": 5 if roomy else 2}
 
 
+def _latent_sizes(rows: int, dtype: torch.dtype, roomy: bool) -> dict[str, int]:
+    """The shape of a program whose keys are the values, of 512 elements: queries alone take 144 registers of a thread."""
+    if dtype == torch.float32:
+        return {"M": 16, "N": 16, "num_warps": 8, "num_stages": 2}
+    M = min(max(16, triton.next_power_of_2(rows)), 32)
+    return {"M": M, "N": 32, "num_warps": 8, "num_stages": 3 if roomy else 2}
+
+
 @triton.jit(do_not_specialize=["window", "stride_pr", "stride_pp"])
 def _attend(
     q_ptr, k_ptr, v_ptr, sinks_ptr, k_blocks, v_blocks, out_ptr, share_ptr, log_ptr, count_ptr, task_ptr,
@@ -272,7 +291,7 @@ def _attend(
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     PAGE: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    R: tl.constexpr = 0, R2: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of rows, one share of the keys, one key/value head."""
     after_the_last(EARLY)
@@ -286,11 +305,12 @@ def _attend(
     t_M = first + row_M // GROUP
     head_M = g * GROUP + row_M % GROUP
     d_D = tl.arange(0, D2)
-    q_MD = tl.load(
-        q_ptr + t_M[:, None].to(tl.int64) * stride_qt + head_M[:, None] * stride_qh + d_D[None, :],
-        mask=real_M[:, None] & (d_D < D)[None, :],
-        other=0.0,
-    )
+    q_M = q_ptr + t_M.to(tl.int64) * stride_qt + head_M * stride_qh
+    q_MD = tl.load(q_M[:, None] + (R + d_D)[None, :], mask=real_M[:, None] & (d_D < D - R)[None, :], other=0.0)
+    q_MR = None
+    if R:
+        r_R = tl.arange(0, R2)
+        q_MR = tl.load(q_M[:, None] + r_R[None, :], mask=real_M[:, None] & (r_R < R)[None, :], other=0.0)
     seen_M = tl.load(seen_ptr + t_M, mask=real_M, other=0)
     oldest_M = seen_M  # the first position inside the window
     hi = tl.max(seen_M)
@@ -342,7 +362,7 @@ def _attend(
             page_N = tl.load(pages_ptr + tree * stride_pr + (n_N // PAGE) * stride_pp)
             top_M, sum_M, acc_MD = fold(
                 q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, n_N >= 0, seen_M[:, None] > 0, scale,
-                cap, top_M, sum_M, acc_MD, far, CAPPED, False, SCALE, D, D2,
+                cap, top_M, sum_M, acc_MD, far, CAPPED, False, SCALE, D, D2, q_MR, R, R2,
             )  # fmt: skip
         first_n = whole
     for n in range(first_n, last_n, N):
@@ -354,7 +374,7 @@ def _attend(
             visible_MN &= n_N[None, :] >= oldest_M[:, None]
         top_M, sum_M, acc_MD = fold(
             q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, live_N, visible_MN, scale,
-            cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2,
+            cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2, q_MR, R, R2,
         )  # fmt: skip
     for w in range(first_w, words):
         word_M = tl.load(words_ptr + t_M * (W // WORD) + w, mask=real_M, other=0)
@@ -366,24 +386,28 @@ def _attend(
         live_N = tl.max(visible_MN.to(tl.int32), 0) > 0  # others may never have been written
         top_M, sum_M, acc_MD = fold(
             q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale,
-            cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2,
+            cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2, q_MR, R, R2,
         )  # fmt: skip
 
     sum_M = tl.where(sum_M != 0, sum_M, 1.0)  # NaN stays
     out_MD = acc_MD / sum_M[:, None]
     line_M = t_M.to(tl.int64) * HEADS + head_M
-    store(out_ptr, line_M, real_M & (shares == 1), out_MD, D, D2)
+    store(out_ptr, line_M, real_M & (shares == 1), out_MD, D, D2, R)
     if SPLIT != WHOLE:  # noqa: SIM102 (known when it is compiled, unlike the next)
         if shares > 1:
             share_M = program.to(tl.int64) * M + tl.arange(0, M)
             tl.store(log_ptr + share_M, top_M + tl.log2(sum_M), mask=real_M)  # -inf where nothing was seen
-            store(share_ptr, share_M, real_M, out_MD, D, D2)
+            store(share_ptr, share_M, real_M, out_MD, D - R, D2)
             if SPLIT == LAST:
                 head = program - split * tiles  # that has the first share
                 if last_of(count_ptr + head, shares):
                     first_M = share_M - split * tiles * M
-                    out_MD = merged(share_ptr, log_ptr, first_M, real_M, tiles * M, shares, D, D2, 1)
-                    store(out_ptr, line_M, real_M, out_MD, D, D2)
+                    COLUMNS: tl.constexpr = min(D2, 128) if R else D2
+                    for i in tl.static_range(D2 // COLUMNS):
+                        part_MD = merged(
+                            share_ptr, log_ptr, first_M, real_M, tiles * M, shares, D - R, COLUMNS, 1, i * COLUMNS
+                        )
+                        store(out_ptr, line_M, real_M, part_MD, D, COLUMNS, R + i * COLUMNS)
 
 
 @triton.jit

@@ -13,22 +13,37 @@ from kernels.gpu import cast, dot, finite_e4m3, tanh
 def fold(
     q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale, cap, top_M, sum_M, acc_MD, far,
     CAPPED: tl.constexpr, MASKED: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
+    q_MR=None, R: tl.constexpr = 0, R2: tl.constexpr = 0,
 ):  # fmt: skip
-    """Take one more block of keys and values into the running maximum, sum and output; unless MASKED all are live."""
+    """Take one more block of keys and values into the running maximum, sum and output; unless MASKED all are live.
+
+    With R the keys without their first R elements, which `q_MR` is for, are the values.
+    """
     d_D = tl.arange(0, D2)
-    at_ND = slot_N[:, None] * D + d_D[None, :]
-    if MASKED or D < D2:
-        live_ND = (live_N if MASKED else slot_N >= 0)[:, None] & (d_D < D)[None, :]
+    at_ND = slot_N[:, None] * D + (R + d_D)[None, :]
+    if MASKED or D - R < D2:
+        live_ND = (live_N if MASKED else slot_N >= 0)[:, None] & (d_D < D - R)[None, :]
         k_ND = tl.load(k_ptr + at_ND, mask=live_ND, other=0)
-        v_ND = tl.load(v_ptr + at_ND, mask=live_ND, other=0)
+        v_ND = k_ND if R else tl.load(v_ptr + at_ND, mask=live_ND, other=0)
     else:
-        k_ND, v_ND = tl.load(k_ptr + at_ND), tl.load(v_ptr + at_ND)
+        k_ND = tl.load(k_ptr + at_ND)
+        v_ND = k_ND if R else tl.load(v_ptr + at_ND)
     if SCALE:
-        k_scale_N, v_scale_N = _scales(k_ptr + far, slot_N, live_N), _scales(v_ptr + far, slot_N, live_N)
-        k_ND, v_ND = _numbers(k_ND, q_MD.dtype), _numbers(v_ND, q_MD.dtype)
+        k_scale_N = _scales(k_ptr + far, slot_N, live_N)
+        v_scale_N = k_scale_N if R else _scales(v_ptr + far, slot_N, live_N)
+        k_ND = _numbers(k_ND, q_MD.dtype)
+        v_ND = k_ND if R else _numbers(v_ND, q_MD.dtype)
         if q_MD.dtype == tl.float16:
             v_ND = (v_ND.to(tl.float32) * v_scale_N[:, None]).to(tl.float16)
-    score_MN = dot(q_MD, tl.trans(k_ND)) * scale
+    score_MN = dot(q_MD, tl.trans(k_ND))
+    if R:
+        r_R = tl.arange(0, R2)
+        live_NR = (live_N if MASKED else slot_N >= 0)[:, None] & (r_R < R)[None, :]
+        k_NR = tl.load(k_ptr + slot_N[:, None] * D + r_R[None, :], mask=live_NR, other=0)
+        if SCALE:
+            k_NR = _numbers(k_NR, q_MD.dtype)
+        score_MN += dot(q_MR, tl.trans(k_NR))
+    score_MN *= scale
     if SCALE:
         score_MN *= k_scale_N[None, :]
     if CAPPED:

@@ -191,14 +191,18 @@ def task(task_ptr, program):
 
 
 @triton.jit
-def merged(share_ptr, log_ptr, line_B, real_B, step, shares, D: tl.constexpr, D2: tl.constexpr, K: tl.constexpr):
+def merged(
+    share_ptr, log_ptr, line_B, real_B, step, shares,
+    D: tl.constexpr, D2: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr = 0,
+):  # fmt: skip
     """Rows of the output from their shares, each weighed by its part of the sum of exponentials, K shares at a time.
 
     Args:
         line_B: the rows of the first share.
         step: rows from one share to the next.
+        FIRST: of the D2 elements of a row that are merged.
     """
-    d_D = tl.arange(0, D2)
+    d_D = FIRST + tl.arange(0, D2)
     top_B = tl.full(line_B.shape, float("-inf"), tl.float32)
     sum_B = tl.zeros(line_B.shape, tl.float32)
     acc_BD = tl.zeros([line_B.shape[0], D2], tl.float32)
@@ -226,9 +230,9 @@ def merged(share_ptr, log_ptr, line_B, real_B, step, shares, D: tl.constexpr, D2
 def merge(
     out_ptr, share_ptr, log_ptr, token_ptr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    R: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """One row of the output, if its tile was cut into shares."""
+    """One row of the output, if its tile was cut into shares; without its first R elements."""
     after_the_last(EARLY)
     line = tl.program_id(0)
     t, head = line // HEADS, line % HEADS
@@ -241,14 +245,14 @@ def merge(
         program = begin + head // GROUP * shares * tiles + row // M
         share_B = tl.full([1], program.to(tl.int64) * M + row % M, tl.int64)
         real_B = share_B >= 0
-        out_BD = merged(share_ptr, log_ptr, share_B, real_B, tiles * M, shares, D, D2, K)
-        store(out_ptr, tl.full([1], line, tl.int64), real_B, out_BD, D, D2)
+        out_BD = merged(share_ptr, log_ptr, share_B, real_B, tiles * M, shares, D - R, D2, K)
+        store(out_ptr, tl.full([1], line, tl.int64), real_B, out_BD, D, D2, R)
 
 
 @triton.jit
-def store(out_ptr, line_B, real_B, out_BD, D: tl.constexpr, D2: tl.constexpr):
-    """Rows of the output, or of shares."""
-    d_D = tl.arange(0, D2)
+def store(out_ptr, line_B, real_B, out_BD, D: tl.constexpr, D2: tl.constexpr, FIRST: tl.constexpr = 0):
+    """Rows of the output, or of shares, from element FIRST on."""
+    d_D = FIRST + tl.arange(0, D2)
     tl.store(
         out_ptr + line_B[:, None] * D + d_D[None, :],
         cast(out_BD, out_ptr.dtype.element_ty),

@@ -149,6 +149,15 @@ class Sizes(Weights):
             self.matrices += heads * kept.bytes(outs, ins, own, self.dtype, self.device)
         return [NoMatrix([stored])] * heads, [NoMatrix([stored])] * heads
 
+    def stacked_heads(self, names: Sequence[str], heads: int, plain: int) -> tuple[Tensor, Tensor]:
+        """Count the bytes of the same matrices as floats; tensors without data."""
+        shapes = [self.shapes[f"{name}.weight"] for name in names]
+        rank = shapes[-1][1]
+        keys, values = ((heads, n, rank) for n in (plain, shapes[-1][0] // heads - (plain if len(names) == 1 else 0)))
+        made = [torch.empty(shape, dtype=self.dtype, device="meta") for shape in (keys, values)]
+        self.matrices += sum(x.nbytes for x in made)
+        return made[0], made[1]
+
     def stacked(self, count: int, *names: str, bias: bool = False) -> Any:
         """Count the bytes of the experts of a layer."""
         return self.linear(*names, bias=bias)

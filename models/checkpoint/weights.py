@@ -147,6 +147,13 @@ class Weights:
         with MACHINE.limited():
             return [linear(keys.T) for keys, _ in parts], [linear(values) for _, values in parts]
 
+    def stacked_heads(self, names: Sequence[str], heads: int, plain: int) -> tuple[Tensor, Tensor]:
+        """The same matrices on a device, as floats however they are stored: of keys [H, N, C], not transposed, and of
+        values [H, V, C]. Arguments as of `heads`."""
+        parts = [self._floats(f"{name}.weight").unflatten(0, (heads, -1)) for name in names]
+        keys, values = (parts[0].mT, parts[1]) if len(parts) == 2 else (parts[0][:, :plain], parts[0][:, plain:])
+        return keys.to(self.device, self.dtype).contiguous(), values.to(self.device, self.dtype).contiguous()
+
     def quant_of_heads(self, outs: int) -> str:
         """The format of the matrices of heads; those that were packed ahead leave these as they are."""
         packing = self.checkpoint.packing
@@ -155,6 +162,8 @@ class Weights:
     def _floats(self, name: str) -> Tensor:
         """A matrix of a layer as floats, however it is stored."""
         stored, shape = self.stored.get(name, name), self.shapes[name]
+        if packed := self.checkpoint.packed([stored], *shape):
+            return unpacked(packed)
         grouped = self.checkpoint.grouped(name, stored, shape, LINEAR, biased=False)
         return self._read(name) if grouped is None else grouped.floats().to(self.dtype)
 

@@ -76,6 +76,8 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
         "HEADS": 32,
         "PAGE": 16,
         "D": head,
+        "R": 0,
+        "R2": 0,
     }
     constants |= {} if sinks else {"sinks_ptr": None}
     constants |= {"SCALE": {None: 0, "int8": 2, "fp8": 4}[cache], "D2": max(16, triton.next_power_of_2(head))}
