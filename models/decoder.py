@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels import same_bits
 from kernels.layout import KVCache, TreeLayout
 from kernels.low_rank import Adapters
 from kernels.rows.checks import TopSums
@@ -92,11 +93,11 @@ class Decoder(nn.Module):
                 where=str(checkpoint.folder),
                 remedy="Use --device cpu, or give the checkpoint that they were packed from.",
             )
-        if c.latent is not None and device.type != "cpu":
+        if c.latent is not None and device.type != "cpu" and same_bits.asked():
             raise CheckpointError(
-                "multi-head latent attention runs on a CPU only",
+                "multi-head latent attention does not give the same bits in any batch on a GPU",
                 where=str(checkpoint.folder),
-                remedy="Use --device cpu.",
+                remedy=f"Do not set {same_bits.NAME}, or use --device cpu.",
             )
         tied = {f"{HEAD}.weight": f"{names.embedding}.weight"} if c.tied and not c.scores else {}
         shapes = names.tensors(c)

@@ -255,8 +255,8 @@ def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, token_starts: Tensor, un
     if unread and same_bits.asked():
         raise ValueError(f"impl 'triton': {same_bits.NAME}=on is not supported where keys are the values")
     if unread and (unread > MAX_ROTATED or D - unread > MAX_RANK):
-        sizes = f"{MAX_RANK} elements after {MAX_ROTATED}"
-        raise ValueError(f"impl 'triton': expected keys that are the values of at most {sizes}, got {D - unread} after {unread}")
+        most, got = f"{MAX_RANK} elements after {MAX_ROTATED}", f"{D - unread} after {unread}"
+        raise ValueError(f"impl 'triton': expected values of at most {most} that are not read, got {got}")
     if not unread and D > MAX_HEAD_DIM:
         raise ValueError(f"impl 'triton': expected a head size of at most {MAX_HEAD_DIM}, got {D}")
     check_device(q_THD, k_GSD, v_GSD, token_starts)
