@@ -85,17 +85,17 @@ def make_runner(
             warnings.warn(f"the kernels in PyTorch run, slower than those in C++: {reason}", stacklevel=2)
         return Runner(model, pool, vocab_size, impl="torch" if reason else "cpp", dtype=dtype)
     check_triton()
-    from kernels.tree_attention.triton import DTYPES, MAX_HEAD_DIM, MAX_RANK, MAX_ROTATED
+    from kernels.tree_attention.triton import DTYPES, MAX_HEAD_DIM, why_no_latents
 
     latent = None if model is None else model.config.latent
-    fits = head_dim <= MAX_HEAD_DIM if latent is None else latent.rank <= MAX_RANK and latent.rotated <= MAX_ROTATED
-    if dtype not in DTYPES or not fits:
-        heads = f"heads of at most {MAX_HEAD_DIM}, latents of at most {MAX_RANK} with keys of at most {MAX_ROTATED}"
+    if dtype not in DTYPES or (latent is None and head_dim > MAX_HEAD_DIM):
         raise UsageError(
             f"a GPU cannot serve {dtype} and heads of {head_dim}",
-            where=f"its kernels take float16, bfloat16, float32, {heads}",
+            where=f"its kernels take float16, bfloat16, float32 and heads of at most {MAX_HEAD_DIM}",
             remedy="use another --dtype, or --device cpu",
         )
+    if latent is not None and (why := why_no_latents(latent.rank, latent.rotated, dtype)):
+        raise UsageError("a GPU cannot serve these latents", where=why, remedy="use another --dtype, or --device cpu")
     kind = GraphRunner if graphs else Runner
     options = {"rows": "compiled", "token_buckets": LEAST_COMPILED} if compiled else {}
     return kind(model, pool, vocab_size, impl="triton", budget=BUDGET, dtype=dtype, **options)

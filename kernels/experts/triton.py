@@ -48,20 +48,13 @@ def routed(
         raise ValueError(f"impl 'triton': it has no product of {x_TE.dtype} with groups of this size")
     x_TE, logits_TX = (x if x.stride(1) == 1 else x.contiguous() for x in (x_TE, logits_TX))
     (T, E), X, C, device = x_TE.shape, up.count, routing.chosen, x_TE.device
-    experts_TC = torch.empty(T, C, dtype=torch.int32, device=device)
-    weights_TC = torch.empty(T, C, dtype=torch.float32, device=device)
-    X2, bias = triton.next_power_of_2(X), logits_TX if bias_X is None else bias_X
-    launch(_choose, triton.cdiv(T, ROWS))(
-        logits_TX, bias, experts_TC, weights_TC, T, logits_TX.stride(0), routing.epsilon, routing.scale,
-        2 * routing.jitter, X=X, X2=X2, C=C, C2=triton.next_power_of_2(C), SCORES=SCORES.index(routing.scores),
-        NORMALIZED=routing.normalized, BIASED=bias_X is not None, ROWS=ROWS, num_warps=1,
-    )  # fmt: skip
+    experts_TC, weights_TC = chosen(logits_TX, bias_X, routing)
     rows = min(T, triton.cdiv(UNEVEN * T * C, X))
     M, some = products.shape(_codes(up), rows)["M"], min(X, T * C)
     tiles = some + (T * C - some) // M
     order_P = torch.empty(T * C, dtype=torch.int32, device=device)
     tiles_3 = torch.empty(3, tiles, dtype=torch.int32, device=device)
-    launch(_sort, X)(experts_TC, order_P, tiles_3, T * C, tiles, X2=X2, M=M, ENTRIES=ENTRIES)
+    launch(_sort, X)(experts_TC, order_P, tiles_3, T * C, tiles, X2=triton.next_power_of_2(X), M=M, ENTRIES=ENTRIES)
     sorted_ = order_P, tiles_3, rows, C
     middle_PM = _multiply(x_TE, up, *sorted_, FUNCTIONS[function])
     made_TCE = _multiply(middle_PM, down, *sorted_, -1)
@@ -72,6 +65,21 @@ def routed(
         E=E, C=C, SHARED=shared_TE is not None, GATED=gate_T1 is not None, ROWS=ROWS, BLOCK=BLOCK,
     )  # fmt: skip
     return out_TE
+
+
+def chosen(logits_TX: Tensor, bias_X: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """The experts of tokens, int32, and their weights, as `kernels.experts.routing.choose` defines them."""
+    (T, X), C, device = logits_TX.shape, routing.chosen, logits_TX.device
+    experts_TC = torch.empty(T, C, dtype=torch.int32, device=device)
+    weights_TC = torch.empty(T, C, dtype=torch.float32, device=device)
+    X2, bias = triton.next_power_of_2(X), logits_TX if bias_X is None else bias_X
+    launch(_choose, triton.cdiv(T, ROWS))(
+        logits_TX, bias, experts_TC, weights_TC, T, logits_TX.stride(0), routing.epsilon, routing.scale,
+        2 * routing.jitter, X=X, X2=X2, C=C, C2=triton.next_power_of_2(C), SCORES=SCORES.index(routing.scores),
+        NORMALIZED=routing.normalized, BIASED=bias_X is not None, ROWS=ROWS, num_warps=1,
+        G=routing.groups, G2=triton.next_power_of_2(routing.groups), KEPT=routing.kept, BEST=routing.best,
+    )  # fmt: skip
+    return experts_TC, weights_TC
 
 
 def _codes(matrix: Stacked) -> Codes:
@@ -107,7 +115,9 @@ def _multiply(
 def _choose(
     logits_ptr, bias_ptr, experts_ptr, weights_ptr, T, stride_lt, epsilon, scale, far,
     X: tl.constexpr, X2: tl.constexpr, C: tl.constexpr, C2: tl.constexpr, SCORES: tl.constexpr,
-    NORMALIZED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr = False,
+    NORMALIZED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr,
+    G: tl.constexpr = 1, G2: tl.constexpr = 1, KEPT: tl.constexpr = 1, BEST: tl.constexpr = 1,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """The experts of some tokens and their weights, as `kernels.experts.routing.choose` defines them."""
     after_the_last(EARLY)
@@ -122,6 +132,8 @@ def _choose(
         wanted_RX += tl.load(bias_ptr + x_X, mask=x_X < X, other=0.0)
     wanted_RX = tl.where(wanted_RX == wanted_RX, wanted_RX, float("inf"))  # NaN comes first, and no expert twice
     left_RX = (x_X < X) & (t_R >= 0)[:, None]
+    if G > 1:
+        left_RX &= _in_groups(tl.where(x_X < X, wanted_RX, float("-inf")), X, X2, G, G2, KEPT, BEST)
     experts_RC = tl.zeros([ROWS, C2], tl.int32)
     found_RC = tl.full([ROWS, C2], float("-inf"), tl.float32)
     for c in range(0, C):
@@ -149,6 +161,32 @@ def _choose(
     real_RC, at_RC = (t_R < T)[:, None] & (c_C < C), t_R[:, None] * C + c_C
     tl.store(experts_ptr + at_RC, experts_RC, mask=real_RC)
     tl.store(weights_ptr + at_RC, weights_RC * scale, mask=real_RC)
+
+
+@triton.jit
+def _in_groups(
+    wanted_RX,
+    X: tl.constexpr, X2: tl.constexpr, G: tl.constexpr, G2: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
+):  # fmt: skip
+    """Whether experts are in the best groups, of equals the lower numbers."""
+    g_G, x_X = tl.arange(0, G2), tl.arange(0, X2)
+    own_GX = x_X[None, :] // (X // G) == g_G[:, None]
+    wanted_RGX = tl.where(own_GX[None, :, :], wanted_RX[:, None, :], float("-inf"))
+    good_RG = tl.zeros([wanted_RX.shape[0], G2], tl.float32)
+    for _ in range(BEST):
+        most_RG = tl.max(wanted_RGX, 2)
+        good_RG += most_RG
+        best_RG = tl.min(tl.where(wanted_RGX == most_RG[:, :, None], x_X[None, None, :], X2), 2)
+        wanted_RGX = tl.where(x_X[None, None, :] == best_RG[:, :, None], float("-inf"), wanted_RGX)
+    good_RG = tl.where(good_RG == good_RG, good_RG, float("inf"))
+    left_RG = (g_G < G)[None, :] & (good_RG == good_RG)
+    kept_RG = left_RG & (g_G < 0)[None, :]
+    for _ in range(KEPT):
+        most_R1 = tl.max(tl.where(left_RG, good_RG, float("-inf")), 1)[:, None]
+        best_R1 = tl.min(tl.where(left_RG & (good_RG == most_R1), g_G[None, :], G2), 1)[:, None]
+        kept_RG |= g_G[None, :] == best_R1
+        left_RG &= g_G[None, :] != best_R1
+    return tl.max((kept_RG[:, :, None] & own_GX[None, :, :]).to(tl.int32), 1) > 0
 
 
 @triton.jit

@@ -77,7 +77,7 @@ from kernels.tree_attention.triton_shares import (
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-MAX_RANK, MAX_ROTATED = 512, 128  # of keys that are the values
+MAX_RANK, MAX_RANK_FLOAT32, MAX_ROTATED = 512, 128, 128  # of keys that are the values
 LONG = 128  # rows of a prompt's tile, which has a multiprocessor for itself
 WAVES = 4  # so many times the programs that run at once even out trees of all lengths by themselves
 ROOM: dict[tuple, int] = {}  # how many programs a multiprocessor has room for, by kernel
@@ -254,12 +254,20 @@ def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, token_starts: Tensor, un
         raise ValueError(f"impl 'triton': expected float16, bfloat16 or float32, got {q_THD.dtype}")
     if unread and same_bits.asked():
         raise ValueError(f"impl 'triton': {same_bits.NAME}=on is not supported where keys are the values")
-    if unread and (unread > MAX_ROTATED or D - unread > MAX_RANK):
-        most, got = f"{MAX_RANK} elements after {MAX_ROTATED}", f"{D - unread} after {unread}"
-        raise ValueError(f"impl 'triton': expected values of at most {most} that are not read, got {got}")
+    if unread and (why := why_no_latents(D - unread, unread, q_THD.dtype)):
+        raise ValueError(f"impl 'triton': {why}")
     if not unread and D > MAX_HEAD_DIM:
         raise ValueError(f"impl 'triton': expected a head size of at most {MAX_HEAD_DIM}, got {D}")
     check_device(q_THD, k_GSD, v_GSD, token_starts)
+
+
+def why_no_latents(rank: int, rotated: int, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot take keys that are the values, of so many elements after those that are rotated."""
+    most = MAX_RANK_FLOAT32 if dtype == torch.float32 else MAX_RANK  # of which two parts would be in registers
+    if rank <= most and rotated <= MAX_ROTATED:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"expected latents of at most {most} elements in {name} and {MAX_ROTATED} rotated, got {rank} and {rotated}"
 
 
 def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, int]:
@@ -281,7 +289,7 @@ def _latent_sizes(rows: int, dtype: torch.dtype, roomy: bool) -> dict[str, int]:
     if dtype == torch.float32:
         return {"M": 16, "N": 16, "num_warps": 8, "num_stages": 2}
     M = min(max(16, triton.next_power_of_2(rows)), 32)
-    return {"M": M, "N": 32, "num_warps": 8, "num_stages": 3 if roomy else 2}
+    return {"M": M, "N": 32, "num_warps": 8, "num_stages": 5 if roomy or M == 16 else 4}
 
 
 @triton.jit(do_not_specialize=["window", "stride_pr", "stride_pp"])

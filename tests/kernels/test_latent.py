@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels.latent import LatentHeads, absorb, expand
+from kernels.kv_fp8 import DTYPE as FP8
+from kernels.kv_kinds import floats, parts, row_width
+from kernels.latent import LatentHeads, absorb, absorb_and_write, expand
 from kernels.layout import LatentSizes
 from kernels.linear import Packed, pack
 from kernels.stack import Matrix
-from tests.marks import needs_cpp
+from tests.marks import DEVICES, needs_cpp
 
 KINDS = [LatentSizes(4, 10, 8, 16, 12, 1e-6, True), LatentSizes(3, 5, 2, 33, 7, 1e-3, False)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -104,6 +106,57 @@ def test_rows_do_not_feel_each_other(dtype):
         assert all(x.equal(y[one]) for x, y in zip(alone, together, strict=True))
 
 
+def stacked(sizes, dtype, device="cpu"):
+    keys, values, norm = (x.to(device) for x in weights_of(sizes, torch.float32))
+    return LatentHeads.of_stacked(sizes, norm.to(dtype), keys.to(dtype), values.to(dtype))
+
+
+@pytest.mark.parametrize("sizes", KINDS, ids=str)
+def test_matrices_of_all_heads_as_one_are_those_of_each(sizes):
+    one, other = heads_of(sizes, torch.float64), stacked(sizes, torch.float64)
+    mixed = torch.randn(9, sizes.heads * sizes.width, dtype=torch.float64)
+    for operator, rows in ((absorb, [x.double() for x in rows_of(sizes)]), (expand, [mixed])):
+        torch.testing.assert_close(operator(*rows, other, impl="reference"), operator(*rows, one, impl="reference"))
+    with pytest.raises(ValueError, match="keys_HNC"):
+        LatentHeads.of_stacked(sizes, one.norm_C, *other.stacked[::-1])
+
+
+WRITES = [  # sizes, dtype, cache, tables of angles
+    (KINDS[0], torch.float32, None, 2),
+    (KINDS[1], torch.float32, None, 4),
+    (LatentSizes(40, 3, 64, 96, 5, 1e-6, True), torch.bfloat16, None, 2),
+    (KINDS[0], torch.float16, torch.int8, 4),
+    (KINDS[0], torch.bfloat16, FP8, 2),
+]
+
+
+@DEVICES
+@pytest.mark.parametrize(("sizes", "dtype", "kept", "tables"), WRITES, ids=str)
+def test_absorb_and_write_on_a_gpu(sizes, dtype, kept, tables, device):
+    """Queries and rows as near to float64 as the definition's; nothing else of the cache is touched."""
+    heads = stacked(sizes, dtype, device)
+    queries, latent = (x.to(device, dtype) for x in rows_of(sizes))
+    draw = torch.Generator().manual_seed(1)
+    halves = [torch.rand(9, sizes.rotated // 2, generator=draw).to(device, dtype) for _ in range(tables)]
+    angles = [torch.cat([x, x], -1) for x in halves]
+    slots_T = torch.tensor([5, 3, 7, 39, 12, 30, 8, 17, 2], device=device)
+
+    def run(impl, wide):
+        width = row_width(sizes.width, kept) if kept else sizes.width
+        cache = torch.zeros(1, 40, width, dtype=kept or (queries if wide is None else wide).dtype, device=device)
+        given = [x if wide is None else x.double() for x in (queries, latent, *angles)]
+        weights = heads if wide is None else stacked(sizes, torch.float64, device)
+        q_THD = absorb_and_write(cache, *given[:2], weights, given[2:], slots_T, impl=impl)
+        rows_SD = floats(parts(cache), torch.float64)[0]
+        untouched = [slot for slot in range(40) if slot not in slots_T.tolist()]
+        assert not rows_SD[untouched].any()
+        return q_THD.double(), rows_SD
+
+    exact, plain, found = run("reference", queries.double()), run("reference", None), run("triton", None)
+    for x, y, z in zip(exact, plain, found, strict=True):
+        assert (z - x).abs().max() <= 2 * (y - x).abs().max() + 1e-6
+
+
 @needs_cpp
 def test_what_does_not_fit_is_refused():
     sizes = KINDS[0]
@@ -114,6 +167,18 @@ def test_what_does_not_fit_is_refused():
         absorb(queries, latent[1:], heads)
     with pytest.raises(ValueError, match="mixed_TF"):
         expand(queries, heads)
+    slots_T, angles = torch.arange(len(latent)), [torch.ones(len(latent), sizes.rotated)] * 2
+    cache = torch.zeros(1, 9, sizes.width)
+    for bad, what in (
+        ((cache[..., 1:].contiguous(), angles, slots_T), "k_TGD"),
+        ((cache, angles[:1], slots_T), "angles: expected 2 or 4, got 1"),
+        ((cache, [x[:, 1:] for x in angles], slots_T), "angles: expected"),
+        ((cache, angles, slots_T + 1), "slots_T: expected slots from 0 to 8, got 9"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            absorb_and_write(bad[0], queries, latent, heads, *bad[1:])
+    with pytest.raises(ValueError, match="impl: expected one of reference, triton"):
+        absorb_and_write(cache, queries, latent, heads, angles, slots_T, impl="cpp")
     with pytest.raises(ValueError, match="impl: expected one of reference, cpp"):
         expand(queries, heads, impl="triton")
     with pytest.raises(ValueError, match="4 matrices of keys and of values"):

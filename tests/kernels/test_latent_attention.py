@@ -77,9 +77,10 @@ def test_what_does_not_fit_is_refused():
 
 @needs_interpreter
 def test_what_the_kernel_cannot_do_is_refused():
-    for rotated, rank in ((8, 513), (130, 16)):
-        layout, given, _ = case(WIDE, rotated, rank, 2, torch.float32, None)
-        with pytest.raises(ValueError, match=f"at most 512 elements after 128 .*, got {rank} after {rotated}"):
+    for rotated, rank, dtype, most in ((8, 513, "float16", 512), (8, 129, "float32", 128), (130, 16, "float32", 128)):
+        layout, given, _ = case(WIDE, rotated, rank, 2, getattr(torch, dtype), None)
+        expected = f"at most {most} elements in {dtype} and 128 rotated, got {rank} and {rotated}"
+        with pytest.raises(ValueError, match=expected):
             tree_attention(*given, layout, scale=1, unread=rotated, impl="triton")
     layout, given, _ = case(WIDE, 8, 16, 2, torch.float32, None)
     with asking("on"), pytest.raises(ValueError, match="COPPICE_SAME_BITS=on is not supported"):

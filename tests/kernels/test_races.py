@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kernels.experts import Routing, Stacked, routed
-from kernels.layout import DeltaKind, ScanKind
+from kernels.latent import LatentHeads, absorb_and_write
+from kernels.layout import DeltaKind, LatentSizes, ScanKind
 from kernels.rows import log_softmax, top_sums_of
 from kernels.rows.checks import TopSums
 from kernels.same_bits import asking
@@ -92,6 +93,25 @@ def attend(later, monkeypatch):
     tree_attention(q, k, v, f.layout, scale=0.25, impl="triton")
 
 
+def attend_latents(later, monkeypatch):
+    """Keys that are the values, in parts of 128 elements."""
+    monkeypatch.setattr(attention, "ALONE", -1 if later else 1 << 30)
+    monkeypatch.setattr(attention, "properties", lambda _: gpu.Properties(12, roomy=False))
+    f = forest(0, [(150, 0, 70, 9), (40, 3, 0, 0), (0, 0, 33, 4)], heads=4, kv_heads=1, head_dim=168, padding=3)
+    (q, row, _), _ = cast(f, torch.bfloat16)
+    tree_attention(q, row, row, f.layout, scale=0.1, unread=8, impl="triton")
+
+
+def absorb(monkeypatch):
+    """Heads in several programs of a token, and its row in another."""
+    sizes = LatentSizes(40, 3, 64, 96, 5, 1e-6, True)
+    heads = LatentHeads.of_stacked(sizes, torch.randn(96), torch.randn(40, 3, 96), torch.randn(40, 5, 96))
+    angles, cache = [torch.rand(9, 64)] * 2, torch.zeros(1, 16, 160)
+    absorb_and_write(
+        cache, torch.randn(9, 40 * 67), torch.randn(9, 160), heads, angles, torch.arange(2, 11), impl="triton"
+    )
+
+
 def attend_fixed(monkeypatch):
     """Branches of a trunk by blocks of fixed positions, in shares that a second kernel joins."""
     monkeypatch.setattr(fixed, "properties", lambda _: gpu.Properties(8, roomy=False))
@@ -137,6 +157,9 @@ WORK = {
     "attention, merged by the last": functools.partial(attend, False),
     "attention, merged later": functools.partial(attend, True),
     "attention, in one order": attend_fixed,
+    "latents, merged by the last": functools.partial(attend_latents, False),
+    "latents, merged later": functools.partial(attend_latents, True),
+    "latents before attention": absorb,
     "product": multiply,
     "experts": route,
     "states": recur,

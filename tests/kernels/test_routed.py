@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from kernels.experts import Routing, Stacked, routed
+from kernels.experts import Routing, Stacked, choose, routed
 from kernels.linear.codes import Codes
 from tests.kernels.test_codes import draw as draw_codes
 from tests.kernels.test_codes import packed
@@ -127,6 +127,28 @@ def test_tiles(name, device):
         expected += [(expert, place + i, min(place + i + M, place + count)) for i in range(0, count, M)]
         place += count
     assert found == expected and tiles_3[0, len(found) :].eq(-1).all()
+
+
+GROUPS = [
+    Routing(3, groups=4, kept=2),
+    Routing(4, "sigmoid", True, 1e-20, 2.5, groups=4, kept=2, best=2),
+    Routing(5, "sigmoid", groups=3, kept=2, best=2),
+]
+
+
+@DEVICES
+@pytest.mark.parametrize("routing", GROUPS, ids=str)
+def test_experts_of_the_best_groups(routing, device):
+    """The choice is the definition's: of equals the lower number; NaN comes first."""
+    from kernels.experts import triton
+
+    logits_TX, bias_X = draw(40, 12, seed=1), draw(12, seed=2) if routing.scores == "sigmoid" else None
+    logits_TX[0], logits_TX[1, 6:], logits_TX[2, 5], logits_TX[3, :3] = 0.5, 0.5, torch.nan, -torch.inf
+    experts_TK, weights_TK = choose(logits_TX, routing, bias_X)
+    moved = logits_TX.to(device), None if bias_X is None else bias_X.to(device)
+    found_TK, by_TK = (x.cpu() for x in triton.chosen(*moved, routing))
+    assert found_TK.long().equal(experts_TK)
+    torch.testing.assert_close(by_TK, weights_TK, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @DEVICES

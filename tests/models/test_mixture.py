@@ -185,7 +185,7 @@ def test_experts_that_are_stored_quantised(variant, tmp_path):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Experts are stacked, and matrices kept as a GPU has them."""
+    """Experts and heads of latents are stacked, and matrices kept as a GPU has them."""
     real = Weights.linear
 
     def linear(self, *names, **options):
@@ -201,16 +201,17 @@ def as_on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(Weights, "linear", linear)
     monkeypatch.setattr("models.mixture.stacks", lambda device: True)
+    monkeypatch.setattr("models.latent.stacks", lambda device: True)
 
 
 ON_GPU = ["granite_shared", "lfm2", "mixtral", "olmoe", "phi", "qwen2_windows", "qwen3"]
-ON_GPU += ["../gpt_oss/mxfp4", "../gpt_oss/plain"]
+ON_GPU += ["../gpt_oss/mxfp4", "../gpt_oss/plain", "../deepseek/groups", "../deepseek/three", "../deepseek/glm"]
 ON_GPU += ["qwen3_5_recurrent", "qwen3_next_recurrent", "../granite/scans_experts"]
 
 
 @needs_interpreter
 @needs_cpp
-@pytest.mark.full(unless=lambda variant: variant in ("lfm2", "../gpt_oss/mxfp4"))
+@pytest.mark.full(unless=lambda variant: variant in ("lfm2", "../gpt_oss/mxfp4", "../deepseek/groups"))
 @pytest.mark.parametrize("variant", ON_GPU)
 def test_golden_logits_and_tokens_in_graphs_of_a_gpu(variant, as_on_a_gpu):
     folder = GOLDEN / variant

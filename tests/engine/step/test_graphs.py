@@ -404,6 +404,10 @@ def test_which_runner(monkeypatch):
             pool = PagePool(replace(plain.shape, head_dim=head), 4, 16, dtype, "meta")
             with pytest.raises(UsageError, match="cannot serve"):
                 make_runner(None, pool, 9)
+        latent = SimpleNamespace(config=SimpleNamespace(latent=SimpleNamespace(rank=512, rotated=64)))
+        pool = PagePool(replace(plain.shape, head_dim=576), 4, 16, torch.float32, "meta")
+        with pytest.raises(UsageError, match=r"(?s)cannot serve these latents.*at most 128 elements in float32"):
+            make_runner(latent, pool, 9)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"(?s)needs the package triton.*coppice\[gpu\]"):
         make_runner(None, PagePool(plain.shape, 4, 16, torch.float32, "meta"), 9)
