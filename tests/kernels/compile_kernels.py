@@ -21,6 +21,7 @@ from kernels.delta_net import triton as on_deltas
 from kernels.experts import triton as on_experts
 from kernels.gpu import Properties
 from kernels.kv_write import triton as kv_write
+from kernels.latent import triton as on_latents
 from kernels.layout import DeltaKind, ScanKind
 from kernels.linear import triton as products
 from kernels.linear.codes import Codes
@@ -58,9 +59,15 @@ def compile(kernel, capability, types, constants, **options):
     return compiled
 
 
-def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, cache=None, sinks=False):
+def attend(
+    capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, cache=None, sinks=False, rotated=0
+):
+    """`rotated`: keys are the values without so many elements, which `head` does not count."""
     roomy = (SHARED | OTHERS)[capability] >= 160_000
-    sizes = tree_attention._sizes(rows, head, dtype, roomy=roomy)
+    if rotated:
+        sizes = tree_attention._latent_sizes(rows, dtype, roomy=roomy)
+    else:
+        sizes = tree_attention._sizes(rows, head, dtype, roomy=roomy)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     e = NAMES[dtype]
     types = {name: BYTES.get(cache, f"*{e}") for name in ("k_ptr", "v_ptr")} | {"q_ptr": f"*{e}"}
@@ -72,16 +79,16 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
         "WINDOWED": windowed,
         "CAPPED": capped,
         "SPLIT": split,
-        "GROUP": 4,
-        "HEADS": 32,
+        "GROUP": 16 if rotated else 4,
+        "HEADS": 16 if rotated else 32,
         "PAGE": 16,
-        "D": head,
-        "R": 0,
-        "R2": 0,
+        "D": rotated + head,
+        "R": rotated,
+        "R2": triton.next_power_of_2(rotated) if rotated else 0,
     }
     constants |= {} if sinks else {"sinks_ptr": None}
     constants |= {"SCALE": {None: 0, "int8": 2, "fp8": 4}[cache], "D2": max(16, triton.next_power_of_2(head))}
-    if bulk(capability, sizes["M"], head, windowed, cache):
+    if bulk(capability, sizes["M"], head, windowed, cache) and not rotated:
         types |= dict.fromkeys(("k_blocks", "v_blocks"), f"tensordesc<{e}[{sizes['N']},{head}]>")
     else:
         constants |= {"k_blocks": None, "v_blocks": None}
@@ -119,6 +126,16 @@ def around_fixed(capability, trees):
     types = {"out_ptr": "*bf16", "sinks_ptr": "*fp32", "level_ptr": "*fp32", "log_ptr": "*fp32", "token_ptr": "*i32"}
     sizes = {"GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "LEVELS": triton_fixed.LEVELS}
     yield compile(triton_fixed._join_shares, capability, types, sizes)
+
+
+def before_latents(capability, heads, cache=None):
+    """What stands between the product of heads and attention, in the shape of DeepSeek-V2-Lite."""
+    pointers = {name for name in on_latents._turn.arg_names if name.endswith("_ptr")}
+    types = dict.fromkeys(pointers, "*bf16") | {"slots_ptr": "*i64", "k_ptr": BYTES.get(cache, "*bf16")}
+    types |= {"stride_kg": "i64", "eps": "fp32"}
+    M = min(heads, on_latents.ELEMENTS // 64)
+    sizes = {"H": heads, "N": 128, "R": 64, "R2": 64, "C": 512, "D2": 1024, "M": M, "PAIRS": True}
+    return compile(on_latents._turn, capability, types, sizes)
 
 
 def tasks(capability, split, trees):
@@ -194,13 +211,13 @@ def of_experts(capability, kind, rows, dtype=torch.bfloat16, function=3, group=1
     return compile(on_experts._product, capability, types, constants | sizes, **options)
 
 
-def around_experts(capability, experts, chosen, scores=0):
+def around_experts(capability, experts, chosen, scores=0, groups=1):
     """The choice of experts, the tiles of their rows, the sums."""
     types = {"logits_ptr": "*bf16", "bias_ptr": "*fp32", "experts_ptr": "*i32", "weights_ptr": "*fp32"}
     types |= dict.fromkeys(("epsilon", "scale", "far"), "fp32")
     X2, C2 = triton.next_power_of_2(experts), triton.next_power_of_2(chosen)
     sizes = {"X": experts, "X2": X2, "C": chosen, "C2": C2, "SCORES": scores, "ROWS": 1}
-    flags = {"NORMALIZED": scores != 1, "BIASED": scores == 2}
+    flags = {"NORMALIZED": scores != 1, "BIASED": scores == 2, "G": groups, "G2": groups, "KEPT": 4, "BEST": 2}
     yield compile(on_experts._choose, capability, types, sizes | flags, num_warps=1)
     types = dict.fromkeys(("experts_ptr", "order_ptr", "tiles_ptr"), "*i32")
     yield compile(on_experts._sort, capability, types, {"X2": X2, "M": 16, "ENTRIES": on_experts.ENTRIES})
@@ -302,27 +319,40 @@ def pinned(compiled, most, loads=0):
     assert all(loop["LDG"] <= loads and loop["LDGSTS"] + loop["UTMALDG"] for loop in found), found
 
 
+HEAD = "| target | GPUs | rows of a tile | registers | spilled, bytes | shared memory, KiB | programs at once |"
+
+
 def table():
     """Lines of Markdown."""
-    yield "| target | GPUs | rows of a tile | registers | spilled, bytes | shared memory, KiB | programs at once |"
-    yield "|---|---|---|---|---|---|---|"
+    yield from (HEAD, "|---|---|---|---|---|---|---|")
     for capability, rows in itertools.product(GPUS, (16, 32, 64, 2048)):
         compiled = attend(capability, rows, 128, torch.bfloat16, split=LAST if rows < 2048 else WHOLE)
-        (registers, stack), shared = usage(compiled), compiled.metadata.shared
-        gpu = Properties(1, True, 65_536, (SHARED | OTHERS)[capability] + 1024, THREADS[capability])
-        room = gpu.programs(registers, shared, compiled.metadata.num_warps)
-        yield (
-            f"| sm_{capability} | {GPUS[capability]} | {min(rows, 128)} | {registers} | {stack} "
-            f"| {shared / 1024:.0f} | {room} |"
-        )
+        yield line(capability, min(rows, 128), compiled)
+
+
+def table_of_latents():
+    """The same of keys that are the values, in bfloat16 and int8."""
+    yield from (HEAD, "|---|---|---|---|---|---|---|")
+    for capability, (rows, cache) in itertools.product(GPUS, ((16, None), (32, None), (32, "int8"))):
+        compiled = attend(capability, rows, 512, torch.bfloat16, rotated=64, cache=cache)
+        yield line(capability, f"{rows}, int8" if cache else rows, compiled)
+
+
+def line(capability, rows, compiled):
+    """A line of a table."""
+    (registers, stack), shared = usage(compiled), compiled.metadata.shared
+    gpu = Properties(1, True, 65_536, (SHARED | OTHERS)[capability] + 1024, THREADS[capability])
+    room = gpu.programs(registers, shared, compiled.metadata.num_warps)
+    return f"| sm_{capability} | {GPUS[capability]} | {rows} | {registers} | {stack} | {shared / 1024:.0f} | {room} |"
 
 
 def write(page):
-    """Replace the table of a page."""
-    begin, end = "<!-- compiled kernels -->", "<!-- end -->"
-    before, rest = page.read_text(encoding="utf-8").split(begin)
-    lines = "\n".join(table())
-    page.write_text(f"{before}{begin}\n{lines}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    """Replace the tables of a page."""
+    for name, rows in (("kernels", table), ("latents", table_of_latents)):
+        begin, end = f"<!-- compiled {name} -->", f"<!-- end of {name} -->"
+        before, rest = page.read_text(encoding="utf-8").split(begin)
+        lines = "\n".join(rows())
+        page.write_text(f"{before}{begin}\n{lines}\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 if sys.argv[1:2] == ["--write"]:
@@ -354,6 +384,13 @@ for dtype in (torch.float16, torch.float32):
 types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16", "token_ptr": "*i32"}
 sizes = {"GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "K": 16}
 unspilled(compile(tree_attention.merge, 90, types, sizes, num_warps=2))
+unspilled(compile(tree_attention.merge, 90, types, sizes | {"D": 576, "D2": 512, "R": 64, "K": 8}, num_warps=2))
+for capability, rows in ((80, 32), (86, 16), (90, 32), (120, 32)):
+    unspilled(attend(capability, rows, 512, torch.bfloat16, rotated=64))
+unspilled(attend(86, 32, 512, torch.bfloat16, rotated=64, cache="int8"))
+unspilled(attend(90, 16, 128, torch.float32, rotated=64))
+for capability, heads, cache in ((80, 128, None), (90, 16, "int8"), (120, 16, "fp8")):
+    unspilled(before_latents(capability, heads, cache))
 for split, trees in itertools.product((WHOLE, LAST, LATER), (16, 128)):
     unspilled(tasks(90, split, trees))
 for capability, head in itertools.product((80, 90, 100), (64, 128)):  # ptxas spills around the loop over keys
@@ -396,6 +433,8 @@ unspilled(product(90, 4, 64, group=32, TURNS=4), AROUND)
 for capability, chosen in itertools.product((80, 90), ((8, 2, 3), (128, 8, 0), (128, 4, 1), (512, 10, 2))):
     for compiled in around_experts(capability, *chosen):
         unspilled(compiled)
+for compiled in around_experts(90, 256, 8, 2, groups=8):
+    unspilled(compiled)
 for capability, (kind, rows, function) in itertools.product(
     (80, 90), ((7, 16, 3), (7, 64, -1), (4, 16, 3), (4, 64, -1), (5, 64, 3))
 ):
@@ -414,6 +453,7 @@ for compiled in recurring(90, DeltaKind(16, 16, 256, 256, 4), torch.float32):
 pinned(attend(90, 16, 128, torch.bfloat16), (385, 475, 310))  # a trunk's whole blocks, its last one, branch words
 pinned(attend(90, 64, 128, torch.bfloat16), (375, 420, 480))
 pinned(attend(90, 2048, 128, torch.bfloat16, split=WHOLE), (420, 465, 550, 445))  # consecutive pages, and the same
+pinned(attend(90, 32, 512, torch.bfloat16, rotated=64), (660, 740, 690))
 pinned(attend_fixed(90, 128, torch.bfloat16), (620,))
 for capability in (80, 90):
     pinned(product(capability, 4, 16, group=32), (230,), loads=4)  # scales, a turn ahead
@@ -427,6 +467,7 @@ for capability in (90, 100):
     waits(attend, (capability, 16, 128, torch.bfloat16))
     waits(attend, (capability, 2048, 128, torch.bfloat16), split=WHOLE)
     waits(attend_fixed, (capability, 128, torch.bfloat16))
+    waits(before_latents, (capability, 16))
     waits(turn, (capability, 128, 1))
     waits(product, (capability, 4, 16), group=32)
     waits(of_experts, (capability, 7, 16))

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from engine import Engine, Request
 from engine.step.driver import Driver
 from engine.step.jobs import Job
+from kernels.same_bits import asking
 from models import load_model
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
@@ -133,6 +134,33 @@ def test_sizes_are_those_of_the_model(quant):
     assert size.shape.kv_bytes_per_token(torch.float32) == 3 * 24 * 4
 
 
+@needs_cpp
+@pytest.mark.parametrize("kind", ["floats", "packed ahead"])
+def test_a_gpu_has_the_matrices_of_heads_as_floats(kind, tmp_path, monkeypatch):
+    """Beside matrices that were packed ahead, too; sizes count them."""
+    folder = GOLDEN / PLAIN
+    if kind == "packed ahead":
+        pack(GOLDEN / PLAIN, folder := tmp_path / "packed", quant="none")
+    expected = load(folder).logits(TEXT)
+    monkeypatch.setattr("models.latent.stacks", lambda device: True)
+    model = (engine := load(folder)).runner.model
+    stacked = [x for layer in model.layers for x in layer.attention.heads.stacked]
+    assert {x.dtype for x in stacked} == {torch.float32} and stacked[0].shape[2] == stacked[1].shape[2] == 16
+    assert off(engine.logits(TEXT), expected) < 1e-5
+    found = [layer.packed for layer in model.modules() if isinstance(layer, PackedLinear)]
+    size = measure(Checkpoint.open(folder), torch.float32, CPU)
+    assert size.matrices == sum(x.nbytes for x in stacked) + sum(packed.panels.nbytes for packed in found)
+
+
+@needs_int8
+def test_heads_on_a_gpu_stay_floats_beside_int8(monkeypatch):
+    monkeypatch.setattr("models.latent.stacks", lambda device: True)
+    exact, found = (load(GOLDEN / PLAIN, quant=quant) for quant in ("none", "int8"))
+    heads = [engine.runner.model.layers[1].attention.heads.stacked for engine in (exact, found)]
+    assert all(x.equal(y) for x, y in zip(*heads, strict=True))
+    assert 0 < off(found.logits(TEXT), exact.logits(TEXT)) < 0.1
+
+
 def one_by_one(tensors):
     """By the names of published checkpoints."""
     found = {}
@@ -187,5 +215,8 @@ def test_what_is_refused(tmp_path):
         load(GOLDEN / GROUPS, adapters=[tmp_path / "adapter"])
     with pytest.raises(CheckpointError, match="latent attention cannot be divided among processes"):
         load(GOLDEN / "deepseek/dense", shard=Shard(0, 2))
-    with pytest.raises(CheckpointError, match="latent attention runs on a CPU only"):
+    with (
+        asking("on"),
+        pytest.raises(CheckpointError, match=r"same bits in any batch on a GPU(?s:.*)COPPICE_SAME_BITS"),
+    ):
         load_model(Checkpoint.open(GOLDEN / PLAIN), torch.float32, torch.device("cuda"))

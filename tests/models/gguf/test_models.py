@@ -211,11 +211,15 @@ LATENT = {
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "as one"])
 @pytest.mark.parametrize("format", ["F32", "F16", "Q8_0", "Q4_1", "Q6_K"])
-def test_latents_in_blocks(format, split, tmp_path):
-    """Matrices of heads lie transposed in files, where rows of 64 elements are no Q6_K; or in one matrix."""
+def test_latents_in_blocks(format, split, tmp_path, monkeypatch):
+    """Matrices of heads lie transposed in files, where rows of 64 elements are no Q6_K; or in one matrix. A GPU has them
+    as floats."""
     source = random(tmp_path / "source", "deepseek/three", **WIDE | LATENT)
     file = File(source, TYPES[format], split=split)
-    same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
+    files = file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf")
+    same(*files, 1e-4)
+    monkeypatch.setattr("models.latent.stacks", lambda device: True)
+    same(*files, 1e-4)
     config = Checkpoint.open(tmp_path / "file.gguf").config
     assert (config["kv_b_split"], config["architectures"]) == (split, ["DeepseekV3ForCausalLM"])
 
