@@ -73,7 +73,7 @@ class LatentHeads:
         """Multiply sums of latents by the matrices of values: [T, H, V]."""
         if self.stacked is None:
             return torch.stack([value(c_TC) for value, c_TC in zip(self.values, c_THC.unbind(1), strict=True)], 1)
-        out_THV = c_THC.new_empty(*c_THC.shape[:2], self.sizes.value)
+        out_THV = torch.empty(*c_THC.shape[:2], self.sizes.value, dtype=c_THC.dtype, device=c_THC.device)
         torch.bmm(c_THC.transpose(0, 1), self.stacked[1].transpose(1, 2), out=out_THV.transpose(0, 1))
         return out_THV
 

@@ -6,6 +6,7 @@ attention: queries and keys are rotated, the latent is normed, and the token's r
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,7 +34,7 @@ def absorb_and_write(
     check_device(k_GSD, queries_TF, latent_TF, slots_T)
     sizes, T, k_GSD = heads.sizes, len(slots_T), raw(k_GSD)
     H, N, R, C = sizes.heads, sizes.plain, sizes.rotated, sizes.rank
-    out_THD = queries_TF.new_empty(T, H, sizes.width)
+    out_THD = torch.empty(T, H, sizes.width, dtype=queries_TF.dtype, device=queries_TF.device)
     heads.by_keys(queries_TF.view(T, H, N + R)[..., :N], out_THD[..., R:])
     R2, angles = triton.next_power_of_2(R), [x.contiguous() for x in angles]
     M = min(triton.next_power_of_2(H), max(1, ELEMENTS // R2))

@@ -32,6 +32,7 @@ Shapes besides those of `kernels.layout`: M rows of a tile, N keys of a block, H
 # (what triton.jit takes and gives is no function to a type checker)
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,13 +162,13 @@ def _run(
     T, H, D = q_THD.shape
     G, R, W = k_GSD.shape[0], len(trees.trunk_len_R), trees.branch_slots_RW.shape[1]
     gpu = properties(q_THD.device)
-    sizes = _sizes(T * H // G // R, D, q_THD.dtype, gpu.roomy)
-    if unread:
-        sizes = _latent_sizes(T * H // R, q_THD.dtype, gpu.roomy)
+    rows = T * H // G // R
+    sizes = (_latent_sizes if unread else partial(_sizes, head=D))(rows, dtype=q_THD.dtype, roomy=gpu.roomy)
     M, N, D2, group = sizes["M"], sizes["N"], max(16, triton.next_power_of_2(D - unread)), H // G
     constants = {
         "WINDOWED": window is not None, "CAPPED": cap is not None, "GROUP": group, "HEADS": H, "PAGE": trees.page_size,
-        "SCALE": row_width(0, k_GSD.dtype), "D": D, "D2": D2, "R": unread, "R2": max(16, triton.next_power_of_2(unread)) if unread else 0, **sizes,
+        "SCALE": row_width(0, k_GSD.dtype), "D": D, "D2": D2, "R": unread,
+        "R2": max(16, triton.next_power_of_2(unread)) if unread else 0, **sizes,
     }  # fmt: skip
     k_GSD, v_GSD = raw(k_GSD), raw(v_GSD)
     blocks = None, None
@@ -285,7 +286,7 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, i
 
 
 def _latent_sizes(rows: int, dtype: torch.dtype, roomy: bool) -> dict[str, int]:
-    """The shape of a program whose keys are the values, of 512 elements: queries alone take 144 registers of a thread."""
+    """The shape of a program whose keys are the values; 8 warps share the registers of its sums."""
     if dtype == torch.float32:
         return {"M": 16, "N": 16, "num_warps": 8, "num_stages": 2}
     M = min(max(16, triton.next_power_of_2(rows)), 32)

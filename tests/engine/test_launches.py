@@ -119,6 +119,13 @@ def test_launches_of_a_layer(name, launches):
     assert not [operator for operator in together if operator.startswith("aten")]
 
 
+def test_launches_of_latents(launches, monkeypatch):
+    """Two products of all heads, and one launch for what stands between the first and attention."""
+    monkeypatch.setattr("models.latent.stacks", lambda device: True)
+    found = of_a_layer("deepseek/dense", None, launches)
+    assert found == {"linear": 5, "aten::bmm.out": 2, "_turn": 1, "_attend": 1, "_sum": 2, "_activate": 1}
+
+
 def test_launches_of_experts(launches):
     """The choice, the tiles, two products and the sums; nothing that a host would wait for."""
     up, down = (Stacked(6, torch.randn(6 * outs, width)) for outs, width in ((32, 8), (8, 16)))

@@ -212,8 +212,8 @@ LATENT = {
 @pytest.mark.parametrize("split", [True, False], ids=["split", "as one"])
 @pytest.mark.parametrize("format", ["F32", "F16", "Q8_0", "Q4_1", "Q6_K"])
 def test_latents_in_blocks(format, split, tmp_path, monkeypatch):
-    """Matrices of heads lie transposed in files, where rows of 64 elements are no Q6_K; or in one matrix. A GPU has them
-    as floats."""
+    """Matrices of heads lie transposed in files, where rows of 64 elements are no Q6_K; or in one matrix. A GPU has
+    them as floats."""
     source = random(tmp_path / "source", "deepseek/three", **WIDE | LATENT)
     file = File(source, TYPES[format], split=split)
     files = file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf")
