@@ -17,22 +17,23 @@ def fold(
 ):  # fmt: skip
     """Take one more block of keys and values into the running maximum, sum and output; unless MASKED all are live.
 
-    With R the keys without their first R elements, which `q_MR` is for, are the values.
+    With R the keys without their first R elements, which `q_MR` is for, are the values. Of 8 bits they are loaded twice,
+    as the compiler fetches ahead no bytes that two products want.
     """
+    ONCE: tl.constexpr = R > 0 and SCALE == 0
     d_D = tl.arange(0, D2)
     at_ND = slot_N[:, None] * D + (R + d_D)[None, :]
     if MASKED or D - R < D2:
         live_ND = (live_N if MASKED else slot_N >= 0)[:, None] & (d_D < D - R)[None, :]
         k_ND = tl.load(k_ptr + at_ND, mask=live_ND, other=0)
-        v_ND = k_ND if R else tl.load(v_ptr + at_ND, mask=live_ND, other=0)
+        v_ND = k_ND if ONCE else tl.load(v_ptr + at_ND, mask=live_ND, other=0)
     else:
         k_ND = tl.load(k_ptr + at_ND)
-        v_ND = k_ND if R else tl.load(v_ptr + at_ND)
+        v_ND = k_ND if ONCE else tl.load(v_ptr + at_ND)
     if SCALE:
         k_scale_N = _scales(k_ptr + far, slot_N, live_N)
         v_scale_N = k_scale_N if R else _scales(v_ptr + far, slot_N, live_N)
-        k_ND = _numbers(k_ND, q_MD.dtype)
-        v_ND = k_ND if R else _numbers(v_ND, q_MD.dtype)
+        k_ND, v_ND = _numbers(k_ND, q_MD.dtype), _numbers(v_ND, q_MD.dtype)
         if q_MD.dtype == tl.float16:
             v_ND = (v_ND.to(tl.float32) * v_scale_N[:, None]).to(tl.float16)
     score_MN = dot(q_MD, tl.trans(k_ND))

@@ -89,7 +89,7 @@ def test_what_the_kernel_cannot_do_is_refused():
 
 @needs_interpreter
 def test_keys_are_loaded_once(monkeypatch):
-    """The kernel gets nothing to read values from: a second tensor of NaN changes no bit."""
+    """A second tensor, of NaN, in the place of the values changes no bit: floats are not read from it."""
     layout, (q, row, _), _ = case(WIDE, 8, 16, 2, torch.float32, None)
     monkeypatch.setattr("kernels.checks.unread", lambda *_: None)
     found = [
