@@ -129,7 +129,7 @@ def around_fixed(capability, trees):
 
 
 def before_latents(capability, heads, cache=None):
-    """What stands between the product of heads and attention, in the shape of DeepSeek-V2-Lite."""
+    """The kernel between the product of heads and attention, in the shape of DeepSeek-V2-Lite."""
     pointers = {name for name in on_latents._turn.arg_names if name.endswith("_ptr")}
     types = dict.fromkeys(pointers, "*bf16") | {"slots_ptr": "*i64", "k_ptr": BYTES.get(cache, "*bf16")}
     types |= {"stride_kg": "i64", "eps": "fp32"}

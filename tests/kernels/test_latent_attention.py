@@ -37,7 +37,7 @@ def case(trees, rotated, rank, heads, dtype, kept):
 @pytest.mark.parametrize("later", [False, True], ids=["merged by the last", "merged later"])
 @pytest.mark.parametrize("shape", CASES, ids=str)
 def test_error_is_at_most_twice_that_of_the_definition(shape, later, device, monkeypatch):
-    """What is not live, and padding, holds NaN; trees are in shares."""
+    """Slots that are not live, and padding, hold NaN; trees are in shares."""
     monkeypatch.setattr(attention, "ALONE", -1 if later else 1 << 30)
     if device == "cpu":
         monkeypatch.setattr(attention, "properties", lambda _: gpu.Properties(6, roomy=False))
