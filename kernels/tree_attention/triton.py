@@ -25,6 +25,9 @@ for longer than a launch takes, and a second kernel of many programs does it. Lo
 Of a cache of 8 bits (kernels/kv_kinds.py) elements become numbers of the queries' dtype in registers. Scores are
 multiplied by the scales of keys, and weights by those of values; for float16, whose range they may leave, the values.
 
+Keys that are the values (`unread`, latents) are loaded once. Their first R elements, which are no value, are a product
+of their own: as one they would be padded to the next power of two.
+
 Shapes besides those of `kernels.layout`: M rows of a tile, N keys of a block, H query heads, K shares, B rows.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
