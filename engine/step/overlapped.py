@@ -99,7 +99,7 @@ class Overlapped(Driver):
             raise
         if after is not None and after.shares:
             self.under_way[model] = after
-        if batch.shares and batch.launched.seconds and not batch.reads_prompt:
+        if batch.shares and batch.launched.seconds and not batch.reads_prompt and not batch.runner.shared:
             host = time.perf_counter() - began - batch.launched.waited
             batch.runner.overlap.note(host, batch.launched.seconds, len(batch.shares))
 

@@ -20,6 +20,7 @@ from engine.step.timing import Overlap, PassTime
 from kernels.rows import log_softmax, top_sums_of, top_sums_of_logits
 from kernels.rows.checks import LogSoftmax
 from kernels.stack import one_by_one
+from models.shard import Shard
 from models.sharding import Gathered
 
 Part = tuple[slice, Read | TopSums]  # a range of the rows asked for, and what reads it, or the top sums that are wanted
@@ -280,6 +281,11 @@ class Runner:
         rows_NE = self._rows(chunks, asked, keeps)
         with phase(self.observer, "logits"):
             return self.head.logps(rows_NE, parts)
+
+    @cached_property
+    def shared(self) -> bool:
+        """Whether several processes evaluate the model together: they have to choose alike, so no clock may decide."""
+        return getattr(self.model, "shard", Shard()).size > 1
 
     @cached_property
     def gathers(self) -> bool:

@@ -133,6 +133,16 @@ def test_a_full_pool(plain, events):
     assert "guess" in events
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_processes_that_share_a_model_do_not_go_by_their_clocks(plain, monkeypatch, shared):
+    """They would evaluate other passes than each other, and wait for ever."""
+    monkeypatch.setattr(Launched, "seconds", 0.004)
+    engine = ahead(plain)
+    vars(engine.runner)["shared"] = shared
+    engine.generate([PROMPTS[0]], Trie(beams=2), max_new_tokens=4, ignore_eos=True)
+    assert bool(engine.runner.overlap.device) != shared
+
+
 @pytest.mark.parametrize("options", [{"logprobs": 1}, {"repetition_penalty": 1.5}], ids=str)
 def test_what_is_not_looked_ahead(plain, events, options):
     check(plain, ahead(plain), PROMPTS[:2], Trie(beams=3), max_new_tokens=6, ignore_eos=True, **options)
