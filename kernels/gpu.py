@@ -131,9 +131,14 @@ class _Threads(ThreadPoolExecutor):
         return kernel
 
 
-def pending(kernel: Any) -> bool:
-    """Whether a thread is still compiling what `kernel.warmup` has returned."""
-    return isinstance(kernel, triton.FutureKernel) and not kernel.future.done()
+def ready(kernel: Any) -> Any:
+    """Returns the compiled kernel of what `kernel.warmup` has returned; None as long as a thread compiles it.
+
+    Triton before 3.7 does not pass on what is asked of the thread's result. Raises what the compiler raised.
+    """
+    if not isinstance(kernel, triton.FutureKernel):
+        return kernel
+    return kernel.result() if kernel.future.done() else None
 
 
 def check_device(*tensors: Tensor) -> None:

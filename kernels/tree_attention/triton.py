@@ -56,9 +56,9 @@ from kernels.gpu import (
     early,
     last_of,
     launch,
-    pending,
     properties,
     raw,
+    ready,
     tanh,
 )
 from kernels.kv_kinds import row_width
@@ -218,8 +218,8 @@ def _run(
 def _room(gpu: Properties, arguments: tuple, split: int, constants: dict[str, int]) -> int | None:
     """How many programs of the kernel, which is compiled for this, a multiprocessor runs at once; None as long as a
     thread compiles it."""
-    kernel = _attend.warmup(*arguments, grid=(1,), SPLIT=split, **constants, **early(_attend))
-    if pending(kernel):
+    kernel = ready(_attend.warmup(*arguments, grid=(1,), SPLIT=split, **constants, **early(_attend)))
+    if kernel is None:
         return None
     kernel._init_handles()
     return gpu.programs(kernel.n_regs, kernel.metadata.shared, constants["num_warps"])

@@ -113,6 +113,26 @@ def test_kernels_that_wait_are_launched_early_where_that_is_asked_for(monkeypatc
 
 
 @needs_triton
+def test_a_kernel_that_a_thread_compiles():
+    """Triton 3.6 does not pass on what is asked of the thread's result."""
+    from concurrent.futures import Future
+
+    from triton import FutureKernel
+
+    from kernels.gpu import ready
+
+    made, future, found = object(), Future(), []
+    kernel = FutureKernel(found.append, future)
+    assert ready(kernel) is None
+    future.set_result(made)
+    assert ready(kernel) is made and ready(made) is made and found == [made]
+    failed = Future()
+    failed.set_exception(RuntimeError("ptxas"))
+    with pytest.raises(RuntimeError, match="ptxas"):
+        ready(FutureKernel(found.append, failed))
+
+
+@needs_triton
 def test_a_model_loads_although_nothing_could_be_compiled_ahead(monkeypatch):
     from kernels import gpu
 
