@@ -64,7 +64,7 @@ class GuessedNodes(NamedTuple):
         own, words_TC = slice(first, first + len(self.token_n)), inputs.layout.ancestry_TC
         C = min(words_TC.shape[1], self.inherited_nC.shape[1])
         inputs.tokens_T[own] = self.token_n
-        words_TC[own, :C] |= self.inherited_nC[:, :C]
+        words_TC[own, :C].bitwise_or_(self.inherited_nC[:, :C])
 
 
 def choose(

@@ -105,7 +105,7 @@ def top_sums_of(logp_NV: Tensor, wanted: Sequence[tuple[slice, TopSums]], peaks_
     for _, (sums, _) in wanted:
         parts.append(sums if isinstance(sums, Tensor) else given_M[at : at + len(sums)])
         at += 0 if isinstance(sums, Tensor) else len(sums)
-    sums_M = given_M if at == sum(map(len, parts)) else torch.cat(parts)
+    sums_M = given_M if at == sum(map(len, parts)) else torch.cat(parts) if len(parts) > 1 else parts[0]
     out = triton_sums.top_sums(logp_NV, ranges, sums_M, counts, peaks_NB)
     return list(out.split([2 * k + 1 for k in counts]))
 

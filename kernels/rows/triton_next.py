@@ -67,7 +67,7 @@ def _table(numbers: Sequence[Tensor], starts: Sequence[int], wanted: Sequence[Ne
     return lines + lists
 
 
-@triton.jit(do_not_specialize=["V", "C"])
+@triton.jit(do_not_specialize=["V", "C", "stride_t"])
 def _next_nodes(
     numbers_ptr, table_ptr, ancestry_ptr, sums_ptr, token_ptr, inherited_ptr, V, C, stride_t,
     LINE: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr,
