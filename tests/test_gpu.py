@@ -1,5 +1,6 @@
 """The engine on a CUDA device gives what it gives on the CPU. Run by `make gpu`."""
 
+import gc
 import warnings
 from pathlib import Path
 
@@ -95,6 +96,20 @@ def test_steps_come_from_graphs():
     again = engine.generate(prompts, Trie(beams=4), max_new_tokens=20, ignore_eos=True)
     assert [r.outputs[0].token_ids for r in again] == [r.outputs[0].token_ids for r in first]
     assert len(steps) <= 12
+
+
+def test_graphs_outlive_those_of_another_engine():
+    """Each recorder has a stream of its own, and so a workspace of cuBLAS that goes with its graphs alone."""
+    first, second = (Engine.load(GOLDEN / "gqa", dtype="float32", device="cuda", kv_memory=1 << 24) for _ in range(2))
+    options = {"max_new_tokens": 8, "ignore_eos": True}
+    [want] = second.generate([[7, 20, 33]], Trie(beams=4), **options)
+    first.generate([[7, 20, 33]], Trie(beams=4), **options)
+    del first
+    gc.collect()
+    second.generate([[7, 20, 33]], Trie(beams=9), **options)  # recording begins with giving memory back
+    [got] = second.generate([[7, 20, 33]], Trie(beams=4), **options)
+    assert got.outputs[0].token_ids == want.outputs[0].token_ids
+    assert got.outputs[0].logprob == want.outputs[0].logprob
 
 
 def test_what_a_step_waits_for():

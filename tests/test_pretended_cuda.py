@@ -1,0 +1,77 @@
+"""An engine on a CUDA device that is pretended (`pretended_cuda.py`): what only a GPU runs in Python, without one."""
+
+import pytest
+import torch
+
+from engine import Engine
+from search import Sample, Trie
+from tests.marks import needs_interpreter
+from tests.pretended_cuda import pretending
+from tools.random_checkpoint import make
+
+pytestmark = needs_interpreter
+
+
+@pytest.fixture
+def device(monkeypatch):
+    with pretending(monkeypatch) as device:
+        yield device
+
+
+@pytest.fixture
+def engines(tmp_path, device):
+    make(tmp_path, layers=2, width=32, mlp=40, heads=4, kv_heads=2, vocab=48, max_positions=64, seed=3)
+    return [Engine.load(tmp_path, dtype="float32", device=name, kv_memory=1 << 20) for name in ("cpu", "cuda")]
+
+
+def test_an_engine_on_the_device(engines, device):
+    """Graphs read what a pass gives them, whatever was in that memory before; a step waits for its answer alone."""
+    cuda = engines[1]
+    for search in (Trie(beams=2), Sample(seed=3)):
+        before = device.replays
+        want, got = (e.generate([[7, 20, 33], [9]], search, max_new_tokens=5, ignore_eos=True) for e in engines)
+        assert [o.token_ids for r in got for o in r.outputs] == [o.token_ids for r in want for o in r.outputs]
+        assert device.replays > before, search
+    waits = []
+    for tokens in (9, 5, 9):  # at first graphs are recorded
+        before = device.waits
+        cuda.generate([[7, 20, 33]], Trie(beams=2), max_new_tokens=tokens, ignore_eos=True)
+        waits.append(device.waits - before)
+    assert waits[1] == waits[2]
+
+
+def test_what_a_capture_refuses(device):
+    x, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
+    pool = torch.cuda.graph_pool_handle()
+    for wrong in (
+        lambda: x.sum().item(),
+        lambda: x + torch.ones(3).to("cuda"),
+        lambda: x.nonzero(),
+        lambda: x.tolist(),
+    ):
+        with pytest.raises(RuntimeError, match="stream is capturing"), torch.cuda.graph(graph, pool=pool):
+            wrong()
+    with pytest.raises(RuntimeError, match="the same device"):
+        x + torch.ones(3)
+
+
+def test_what_a_graph_repeats(device):
+    """Operators, in the memory of the capture; within it nothing is computed."""
+    x, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
+        y = x + 1
+        x.mul_(2)
+    assert y.isnan().all()
+    x.fill_(4)
+    graph.replay()
+    assert y.tolist() == [5, 5, 5] and x.tolist() == [8, 8, 8]
+
+
+def test_a_copy_to_the_host_comes_later(device):
+    there = torch.empty(2, pin_memory=True).copy_(torch.ones(2, device="cuda"), non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    with pytest.raises(RuntimeError, match="reads memory of a copy that is under way"):
+        there + 1
+    done.synchronize()
+    assert there.tolist() == [1, 1]
