@@ -221,7 +221,7 @@ class Device(TorchDispatchMode):
         self.arrive(self.clock)
 
     def arrive(self, at: int) -> None:
-        """What was copied to the host until then is there."""
+        """Bring to the host what was copied until then."""
         for when, host, numbers in self.flying:
             if when <= at and numbers is not None:
                 with _disable_current_modes():
