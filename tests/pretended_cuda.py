@@ -9,6 +9,7 @@ tensors of two devices, and within a capture waits and copies from the host.
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -414,7 +415,7 @@ def _is_view(func) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
-DEVICE = Device()
+DEVICE, HANDLES = Device(), itertools.count()
 
 
 @contextlib.contextmanager
@@ -433,7 +434,7 @@ def pretend(processors: int = 2, patch=setattr) -> Device:
         shared_memory_per_multiprocessor=233_472, max_threads_per_multi_processor=2048, major=9, minor=0,
         total_memory=80 << 30, name="H100",
     )  # fmt: skip
-    handles = iter(range(10**9))
+    DEVICE.pools.clear()
     stand_ins = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -449,7 +450,7 @@ def pretend(processors: int = 2, patch=setattr) -> Device:
         "synchronize": lambda device=None: DEVICE.wait("the device"),
         "empty_cache": lambda: None,
         "current_stream": lambda device=None: DEVICE.stream,
-        "graph_pool_handle": lambda: (0, next(handles)),
+        "graph_pool_handle": lambda: (0, next(HANDLES)),
         "set_sync_debug_mode": lambda debug_mode: setattr(DEVICE, "debug", debug_mode),
         "is_current_stream_capturing": lambda: DEVICE.capture is not None,
     }

@@ -20,7 +20,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def engines(tmp_path, device):
-    make(tmp_path, layers=2, width=32, mlp=40, heads=4, kv_heads=2, vocab=48, max_positions=64, seed=3)
+    make(tmp_path, layers=1, width=32, mlp=40, heads=4, kv_heads=2, vocab=48, max_positions=64, seed=3)
     return [Engine.load(tmp_path, dtype="float32", device=name, kv_memory=1 << 20) for name in ("cpu", "cuda")]
 
 
