@@ -167,8 +167,9 @@ struct Keeper {
 // `experts` gated MLPs, of which a token chooses `chosen` by the logits of `router`: `up` [2 * inner, width], the gate
 // first, and `down` [width, inner] of each, then of the shared one, if `shared` is not 0, which is its inner width and
 // whose outputs are weighted by the sigmoid of `gate` (null: by 1). `scores` numbers SCORES of experts/routing.py, which
-// explains the rest, `function` ACTIVATIONS and GATES of rows/checks.py. `bias` [experts] may be null. `keeper`, or null,
-// has the experts from number `kept_from` on.
+// explains the rest, `function` ACTIVATIONS and GATES of rows/checks.py. `bias` and `factors` [experts], of which the
+// latter multiply the weights of chosen experts, may be null. `keeper`, or null, has the experts from number `kept_from`
+// on.
 struct Mixture {
     int64_t experts, chosen, width, inner, shared, scores, normalized, function;
     const Matrix* router;
@@ -176,13 +177,15 @@ struct Mixture {
     const Matrix* down;
     const Matrix* gate;
     const float* bias;
+    const float* factors;
     Keeper* keeper;
     int64_t kept_from, groups, kept, best;
     float epsilon, scale, jitter;
 };
 
-// x and out [rows, width]; out may be x.
-void coppice_experts(int64_t kind, int64_t threads, const Mixture* mixture, const void* x, void* out, int64_t rows);
+// x, what the router reads, and out [rows, width]; they may be the same.
+void coppice_experts(int64_t kind, int64_t threads, const Mixture* mixture, const void* x, const void* scored, void* out,
+                     int64_t rows);
 
 // --- latent ---
 
@@ -375,11 +378,18 @@ struct Delta {
     float eps;
 };
 
-// An operator of a layer, which reads register `source` and writes register `target`; stack/calls.py has the codes, and
-// which of the fields a code reads. `more` is the norm of keys. A negative window: none.
+// The heads of a token, see `Heads` of stack/calls.py.
+struct Heads {
+    int64_t gates, queries, keys, values, size, kept;
+};
+
+// An operator of a layer, which reads registers `source` and `beside` and writes register `target`, whose rows it leaves
+// with `width` elements; stack/calls.py has the codes, and which of the fields a code reads. `more` is the norm of keys,
+// `third` that of values. A negative window: none.
 struct Call {
-    int64_t code, source, target, all_heads, own_norms, table, window, function, gated;
-    Norm norm, more;
+    int64_t code, source, target, beside, all_heads, own_norms, table, window, function, gated, width;
+    Heads heads;
+    Norm norm, more, third;
     Matrix matrix;
     const LowRank* adapters;
     const Mixture* mixture;
@@ -390,14 +400,18 @@ struct Call {
     float scale, cap;
 };
 
-// `up` is the width of the product before an activation, `taps` that of short convolutions, 0: there are none; `gates`
-// are heads of gates before the queries, all heads' or none. `into` and `mixed` are widths of registers: of what a
-// convolution or a layer with a state reads; of what these, or attention, write. Of attention with a latent `low`,
-// `queries`, `latent` and `values` are those of its registers, and the keys are the values; else they are 0.
+// `widths` has the elements of a row of each register, the most of any layer; `taps` are those of short convolutions, 0:
+// there are none.
 struct Stack {
-    int64_t kind, element, heads, kv_heads, gates, head_dim, width, mlp_width, up, taps, into, mixed, count;
-    int64_t low, queries, latent, values;
+    int64_t kind, element, width, taps, count;
+    const int64_t* widths;
     const Call* calls;
+};
+
+// The keys and values [G, S, D] of a layer; layers may share them.
+struct LayerCache {
+    char* k;
+    char* v;
 };
 
 // What may follow the layers: logits of the tokens `asked` [rows], by `head`, and their top sums; the rest is as of
@@ -415,15 +429,17 @@ struct Tail {
     int64_t count, rows, size;
 };
 
-// x [T, E] is the stream and is changed. `attention` is that of every layer but for window, scale, cap and sinks; its queries
-// will lie in heads [T, gates + H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers with attention, rows
-// [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions, `paths` those of layers with
-// a state. adapters_T [T] are numbers of adapters; null: no token has one. `tail` may be null. `tapped` [T, N, E] gets the N
-// rows of each token that calls copy; null: none. Returns 0, and computes nothing, if a token's position has no angles.
+// x [T, E] is the stream and is changed. `attention` is that of every layer but for heads, strides, window, scale, cap and
+// sinks; `heads` is the register of heads, `inputs` that of inputs of layers, which may be null. `caches` are those of layers
+// by their numbers, rows [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions, `paths`
+// those of layers with a state. adapters_T [T] are numbers of adapters; null: no token has one. `tail` may be null.
+// `tapped` [T, N, E] gets the N rows of each token that calls copy; null: none. Returns 0, and computes nothing, if a
+// token's position has no angles.
 int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
-                      int64_t threads, void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD,
-                      int64_t tokens, int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN,
-                      const Paths* paths, const int64_t* adapters_T, const Tail* tail, char* tapped, int64_t copies);
+                      int64_t threads, void* x, const LayerCache* caches, const int64_t* slots_T, char* heads,
+                      char* inputs, int64_t tokens, int64_t slots, char* rows, int64_t kept,
+                      const int64_t* ancestors_TN, const Paths* paths, const int64_t* adapters_T, const Tail* tail,
+                      char* tapped, int64_t copies);
 
 // Writes the nanoseconds that calls took since the library was loaded, of each code, then of the tail's product and of
 // its top sums.

@@ -17,12 +17,15 @@ FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attent
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in the place of the MLP: gated MLPs, of which a token chooses a few.
+    """A mixture of experts in the place of the MLP or beside it: gated MLPs, of which a token chooses a few.
 
     Args:
         count, width: of the experts, and inside each.
         routing: how tokens choose.
         layers: which layers have it; the others have an MLP.
+        beside_mlp: they have an MLP as well, which reads the same stream; each has norms of its own on both sides, and so
+            has the sum. The router reads a norm of the stream without a weight, times a vector.
+        factors: the weights of chosen experts are multiplied by a vector's elements.
         choice_bias: the choice, and nothing else, adds a vector to the scores of experts.
         shared_width: inside an expert that all tokens have besides; 0: there is none.
         shared_gate: a matrix makes the weight of the shared expert; if not, it weighs 1.
@@ -37,6 +40,8 @@ class Experts:
     shared_width: int = 0
     shared_gate: bool = False
     bias: bool = False
+    beside_mlp: bool = False
+    factors: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,36 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class LayerInputs:
+    """Inputs of each layer besides the stream, a row of each token for each (Gemma Team, 2025, "Gemma 3n"): a row of a
+    table by the token, plus what a matrix makes of the token's embedding, normed.
+
+    Args:
+        width: of a layer's row.
+        vocab_size: rows of the table.
+        scale: of the table's rows, rounded to the model's dtype.
+        made_scale: of what the matrix makes, before the norm.
+        sum_scale: of the sum.
+    """
+
+    width: int
+    vocab_size: int
+    scale: float
+    made_scale: float
+    sum_scale: float = 2.0**-0.5
+
+
+@dataclass(frozen=True)
 class Config:
     """Every option that affects the computation. The defaults are Llama's.
 
     Args:
         width, mlp_width, head_dim: of the stream between layers; inside an MLP; of a head.
+        kv_sizes: by layer, where layers differ: heads of keys and of values, and elements of a head; empty: `kv_heads`
+            and `head_dim` in all.
+        keys_from: by layer, the layer whose keys and values it reads: itself or an earlier one; empty: each itself.
+        keys_as_values: by layer, whether a matrix makes keys and values alike, before their norms; empty: none does.
+        mlp_widths: by layer, where layers differ; empty: `mlp_width` in all.
         scores: a scalar head in place of the language model's.
         tied: the head's matrix is the embedding.
         rope: None: nothing is rotated; positions are learned, a row of a table each, or not seen at all.
@@ -101,6 +131,7 @@ class Config:
         parallel: attention and MLP stand side by side and share the norm of the input.
         head_norms: queries and keys have norms of their own: "each" head by itself, or "all" heads as one row, or each
             by itself with a weight of its "own" and no bias.
+        value_norms: values are normed head by head, by RMSNorms without weights.
         norms_last: they are normed after they are rotated, not before.
         query_gate: the matrix of queries makes as many gates: below the queries of each head, whose attention they let
             through by the logistic function.
@@ -119,6 +150,8 @@ class Config:
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
         embedding_scale: factor of the embedding; `rounded_scale`: it is rounded to the model's dtype first.
         residual_scale: factor of what attention and MLP add to the stream.
+        layer_inputs: what tokens have for each layer besides; None: nothing.
+        layer_scales: layers multiply the stream, each by a scalar of its own, last of all.
         logit_divisor, logit_cap: logits are divided by the first, then become cap * tanh(logit / cap).
     """
 
@@ -138,6 +171,10 @@ class Config:
     ropes: tuple[RopeConfig | None, ...] = ()
     rms: bool = True
     affine: bool = True
+    kv_sizes: tuple[tuple[int, int], ...] = ()
+    keys_from: tuple[int, ...] = ()
+    keys_as_values: tuple[bool, ...] = ()
+    mlp_widths: tuple[int, ...] = ()
     plus_one: bool = False
     gated: bool = True
     experts: Experts | None = None
@@ -145,6 +182,7 @@ class Config:
     parallel: bool = False
     final_norm: bool = True
     head_norms: Literal["", "each", "all", "own"] = ""
+    value_norms: bool = False
     norms_last: bool = False
     query_gate: bool = False
     attention_bias: bool = False
@@ -164,6 +202,8 @@ class Config:
     embedding_scale: float = 1.0
     rounded_scale: bool = False
     residual_scale: float = 1.0
+    layer_inputs: LayerInputs | None = None
+    layer_scales: bool = False
     logit_divisor: float = 1.0
     logit_cap: float | None = None
 
@@ -183,11 +223,36 @@ class Config:
 
     def scale(self, layer: int) -> float:
         """The factor of the scores of a layer's attention."""
-        return self.scales[layer] if self.scales else self.head_dim**-0.5
+        return self.scales[layer] if self.scales else self.kv_size(layer)[1] ** -0.5
+
+    def kv_size(self, layer: int) -> tuple[int, int]:
+        """The heads of keys and of values of a layer, and the elements of a head."""
+        return self.kv_sizes[layer] if self.kv_sizes else (self.kv_heads, self.head_dim)
+
+    def reads(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads."""
+        return self.keys_from[layer] if self.keys_from else layer
+
+    def inner(self, layer: int) -> int:
+        """The width inside a layer's MLP."""
+        return self.mlp_widths[layer] if self.mlp_widths else self.mlp_width
 
     def mixed(self, layer: int) -> bool:
-        """Whether a layer has a mixture of experts in the place of the MLP."""
+        """Whether a layer has a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether layers differ in their heads or MLPs, share keys and values, or have inputs of their own."""
+        return bool(self.kv_sizes or self.keys_from or self.mlp_widths or self.layer_inputs)
+
+    @property
+    def cpu_only(self) -> str:
+        """Names what the operators for a GPU do not do; "": they do all."""
+        if self.uneven or self.value_norms:
+            return "layers that differ in their heads, share keys and values or norm values run on"
+        beside = self.experts is not None and self.experts.beside_mlp
+        return "experts beside an MLP run on" if beside else ""
 
     def recurs(self, layer: int) -> bool:
         """Whether a layer has a state in the place of keys and values."""
@@ -203,7 +268,7 @@ class Config:
             return self.recurrent.kind
         if self.taps and self.taps[layer]:
             return CacheKind(1, self.conv_width or self.width, pair=False)
-        return CacheKind(self.kv_heads, self.head_dim, shared=self.latent is not None)
+        return CacheKind(*self.kv_size(layer), shared=self.latent is not None)
 
 
 @dataclass(frozen=True)
@@ -219,8 +284,9 @@ class ModelShape:
         switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
             grows past it is evaluated afresh; None: they never do.
         kept: what each layer keeps of a token, where some keep something else than keys and values of `kv_heads`
-            heads of `head_dim`; empty: none does. Recurrent layers are all of one kind, and so are those that share
-            keys and values.
+            heads of `head_dim`; empty: none does. Recurrent layers are all of one kind, and so are those whose keys are
+            their values.
+        keys_from: see `Config`; a layer that reads those of another keeps nothing itself.
         ancestors: how many of a token's latest ancestors short convolutions read.
         output_width: of the rows that the head reads.
     """
@@ -234,6 +300,7 @@ class ModelShape:
     scores: bool = False
     switch_length: int | None = None
     kept: tuple[CacheKind | DeltaKind, ...] = ()
+    keys_from: tuple[int, ...] = ()
     ancestors: int = 0
     output_width: int = 0
 
@@ -244,14 +311,23 @@ class ModelShape:
         steady = min((rope.steady_length for rope in c.tables() if rope.steady_length is not None), default=None)
         switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
         kept = tuple(map(c.kept, range(c.layers)))
-        kept = kept if len({*kept}) > 1 or c.latent is not None else ()
-        more = {"kept": kept, "ancestors": max(c.taps, default=1) - 1, "output_width": c.embedding_width or c.width}
+        kept = kept if len({*kept}) > 1 or c.latent is not None or c.keys_from else ()
+        more = {
+            "kept": kept,
+            "keys_from": c.keys_from,
+            "ancestors": max(c.taps, default=1) - 1,
+            "output_width": c.embedding_width or c.width,
+        }
         return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch, **more)
+
+    def keeps(self, layer: int) -> bool:
+        """Whether a layer keeps anything of its own."""
+        return not self.keys_from or self.keys_from[layer] == layer
 
     @property
     def groups(self) -> dict[CacheKind, int]:
         """How many layers keep what; keys and values of `kv_heads` heads of `head_dim` first."""
-        kept = Counter(kept for kept in self.kept if isinstance(kept, CacheKind))
+        kept = Counter(kept for i, kept in enumerate(self.kept) if isinstance(kept, CacheKind) and self.keeps(i))
         shared = any(kind.shared for kind in kept)
         first = CacheKind(self.kv_heads, self.head_dim, shared=shared)
         return {first: 0} | kept if self.kept else {first: self.layers}

@@ -27,9 +27,10 @@ from models.config import Config, ModelShape
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels
 from models.formats.linear import Linear, is_small
+from models.layer_inputs import InputMaker
 from models.layers import Layer
 from models.names import HEAD, SCORE, Names
-from models.norms import Norm
+from models.norms import Norm, rounded
 from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, fused, run
 
@@ -53,6 +54,7 @@ class Decoder(nn.Module):
         stack: all layers as one call, on a CPU; None where that has no operators.
         tail: the head, where it can join that call.
         adapters: that requests choose from, by their numbers in a pass less one.
+        inputs: makes what layers read besides the stream; None: they read nothing.
         ends: what these change in the embedding and the head.
         tapped: the layers before which passes copy the stream, see `tap`.
     """
@@ -93,6 +95,8 @@ class Decoder(nn.Module):
                 where=str(checkpoint.folder),
                 remedy="Use --device cpu, or give the checkpoint that they were packed from.",
             )
+        if device.type != "cpu" and (only := c.cpu_only):
+            raise CheckpointError(f"{only} a CPU only", where=str(checkpoint.folder), remedy="Use --device cpu.")
         if c.latent is not None and device.type != "cpu" and same_bits.asked():
             raise CheckpointError(
                 "multi-head latent attention does not give the same bits in any batch on a GPU",
@@ -106,8 +110,8 @@ class Decoder(nn.Module):
         self.config = c = weights.divide(c)
         self.shape, self.shard, self.part = ModelShape.of(c), weights.shard, weights.part
         self.embedding = weights.embedding(f"{names.embedding}.weight")
-        scale = c.embedding_scale
-        self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if c.rounded_scale else scale
+        self.embedding_scale = rounded(c.embedding_scale, dtype) if c.rounded_scale else c.embedding_scale
+        self.inputs = InputMaker(c, names, weights, c.layer_inputs) if c.layer_inputs else None
         self.positions_PE = weights.vector(f"{names.positions}.weight") if names.positions else None
         self.rotaries = [RotaryEmbedding(rope).to(device) for rope in c.tables()]
         projected = names.project if c.embedding_width else (None, None)
@@ -145,10 +149,11 @@ class Decoder(nn.Module):
         """
         x_TE = self._embedded(tokens_T, positions_T, layout)
         if self.stack is not None and self.stack.takes(layout):
-            return self.stack(x_TE, self._angles(positions_T, spans_T), cache, layout, tapped_TNE)
+            inputs_TF = self._inputs(tokens_T, x_TE, layout)
+            return self.stack(x_TE, self._angles(positions_T, spans_T), cache, layout, tapped_TNE, inputs_TF)
         tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
         registers = Registers(x_TE, self.config, tables, cache, layout)
-        registers["tapped"] = tapped_TNE
+        registers["tapped"], registers["inputs"] = tapped_TNE, self._inputs(tokens_T, x_TE, layout)
         run(self.before if registers.together else (), registers)
         for layer in self.layers:
             layer(registers)
@@ -184,11 +189,18 @@ class Decoder(nn.Module):
         """
         assert self.stack is not None and self.tail is not None
         x_TE = self._embedded(tokens_T, positions_T, layout)
-        pass_ = x_TE, self._angles(positions_T, spans_T), cache, layout
-        return x_TE, *self.stack.top_sums(*pass_, self.tail, asked, size, wanted, tapped_TNE)
+        pass_, inputs_TF = (
+            (x_TE, self._angles(positions_T, spans_T), cache, layout),
+            self._inputs(tokens_T, x_TE, layout),
+        )
+        return x_TE, *self.stack.top_sums(*pass_, self.tail, asked, size, wanted, tapped_TNE, inputs_TF)
 
     def _angles(self, positions_T: Tensor, spans_T: Tensor) -> list[Angles]:
         return [rotary.angles(positions_T, spans_T, self.dtype) for rotary in self.rotaries]
+
+    def _inputs(self, tokens_T: Tensor, x_TE: Tensor, layout: TreeLayout) -> Tensor | None:
+        """The inputs of layers besides, of the rows that enter the first one; None: there are none."""
+        return None if self.inputs is None else self.inputs(tokens_T, x_TE, layout.rows_impl)
 
     def _embedded(self, tokens_T: Tensor, positions_T: Tensor, layout: TreeLayout) -> Tensor:
         """The rows that enter the first layer."""
@@ -286,7 +298,7 @@ class Decoder(nn.Module):
             layer.together = fused([*part[len(begin) :], *end])
 
     def _stack(self) -> Stack | None:
-        c, layers = self.config, cast(Sequence[Layer], self.layers)
+        layers = cast(Sequence[Layer], self.layers)
         calls = [call for layer in layers for call in layer.calls]
         if any(call.matrix is not None and call.matrix.matrix is None for call in calls):
             return None
@@ -294,6 +306,5 @@ class Decoder(nn.Module):
             return None
         if any(call.latent is not None and not call.latent.ready for call in calls):
             return None
-        sizes = {name: getattr(c, name) for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim")}
         after = [call._replace(target="stream") for call in self.after]
-        return Stack([*calls, *after], dtype=self.dtype, **sizes)
+        return Stack([*calls, *after], dtype=self.dtype, width=self.config.width)

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, 2024), see `kernels.latent`."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from kernels.latent import LatentHeads, absorb, absorb_and_write, expand
 from kernels.latent import reference as plain
 from kernels.layout import LatentSizes
-from kernels.stack.calls import Call
+from kernels.stack.calls import Call, Heads
 from models.checkpoint.weights import Weights
 from models.config import Config, Latent
 from models.names import Names
@@ -53,7 +54,8 @@ class LatentAttention(nn.Module):
             self.linears = nn.ModuleList([*keys, *values])  # type: ignore[arg-type]
         table, self.scale = c.table(index), c.scale(index)
         assert table is not None
-        self.table = table
+        self.table, self.index = table, index
+        self.shape = Heads(0, c.heads, 1, 0, sizes.width, 1)
 
     @property
     def ready(self) -> bool:
@@ -68,9 +70,10 @@ class LatentAttention(nn.Module):
         yield Call("product", "low" if self.low else source, "queries", matrix=self.q)
         yield Call("product", source, "latent", matrix=self.latent)
         yield Call("absorb", "queries", "heads", latent=self)
-        yield Call("rotate", "heads", "heads", table=self.table)
-        yield Call("write", "heads")
-        yield Call("attend", "heads", "mixed", scale=self.scale)
+        yield Call("rotate", "heads", "heads", table=self.table, heads=self.shape)
+        cache: dict[str, Any] = {"table": self.index, "heads": self.shape}
+        yield Call("write", "heads", **cache)
+        yield Call("attend", "heads", "mixed", scale=self.scale, **cache)
         yield Call("expand", "mixed", "values", latent=self)
         yield Call("product", "values", "out", matrix=self.out)
 

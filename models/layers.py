@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from kernels.delta_net import DeltaWeights
 from kernels.layout import DeltaKind, ScanKind
 from kernels.scan import ScanWeights
-from kernels.stack.calls import Call
+from kernels.stack.calls import Call, Heads
 from models.checkpoint.weights import Weights
 from models.config import Config, Recurrent
 from models.latent import LatentAttention
+from models.layer_inputs import LayerInput
 from models.mixture import Mixture
 from models.names import Names
-from models.norms import Norm, head_norm
+from models.norms import Norm, PlainNorm, head_norm
 from models.running import Registers, Together, run
 
 
@@ -30,32 +31,39 @@ class Attention(nn.Module):
         super().__init__()
         layer, transposed = names.layer.format(index), names.transposed
         out_bias = c.attention_bias if c.out_bias is None else c.out_bias
-        qkv, part = (layer + name for name in names.qkv), weights.part
+        qkv, part = (layer + name for name in names.heads_of(c, index)), weights.part
         self.qkv = weights.linear(*qkv, bias=c.attention_bias, transposed=transposed, outs=part.qkv)
         self.out = weights.linear(layer + names.out, bias=out_bias, transposed=transposed, ins=part.heads)
-        self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm, c.heads) if c.head_norms else None
-        self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm, c.kv_heads) if c.head_norms else None
+        (kv_heads, size), self.reads = c.kv_size(index), c.reads(index)
+        own = kv_heads if self.reads == index else 0
+        self.heads = Heads(c.heads if c.query_gate else 0, c.heads, own, own, size, kv_heads)
+        normed, k_normed = bool(c.head_norms), bool(c.head_norms) and own > 0
+        self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm, c.heads) if normed else None
+        self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm, kv_heads) if k_normed else None
+        self.v_norm = PlainNorm(c, weights, size) if c.value_norms and own else None
         self.all_heads, self.own_norms = c.head_norms == "all", c.head_norms == "own"
         self.norms_last, self.table = c.norms_last, c.table(index)
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
         sinks = layer + names.sinks
         self.sinks_H = weights.vector(sinks, some=part.sinks, dtype=torch.float32) if c.sinks else None
-        self.gated = c.query_gate
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "out"."""
         yield Call("product", source, "heads", matrix=self.qkv)
+        on_heads: dict[str, Any] = {"source": "heads", "heads": self.heads}
+        norms = {"norm": self.q_norm, "more": self.k_norm, "third": self.v_norm}
         kinds = {"all_heads": self.all_heads, "own_norms": self.own_norms}
-        norms = Call("head_norms", "heads", "heads", norm=self.q_norm, more=self.k_norm)._replace(**kinds)
-        turns = [] if self.q_norm is None else [norms]
+        turns = [] if self.q_norm is None else [Call("head_norms", target="heads", **on_heads, **norms, **kinds)]
         if self.table is not None:
-            turns.insert(0 if self.norms_last else 1, Call("rotate", "heads", "heads", table=self.table))
+            rotation = Call("rotate", target="heads", table=self.table, **on_heads)
+            turns.insert(0 if self.norms_last else 1, rotation)
         yield from turns
-        yield Call("write", "heads")
+        if self.heads.keys:
+            yield Call("write", table=self.reads, **on_heads)
         options = {"scale": self.scale, "window": self.window, "cap": self.cap, "sinks": self.sinks_H}
-        yield Call("attend", "heads", "mixed", **options)
-        if self.gated:
-            yield Call("gate", "heads", "mixed")
+        yield Call("attend", target="mixed", table=self.reads, **on_heads, **options)
+        if self.heads.gates:
+            yield Call("gate", target="mixed", **on_heads)
         yield Call("product", "mixed", "out", matrix=self.out)
 
 
@@ -175,6 +183,37 @@ class MLP(nn.Module):
         yield Call("product", "middle", "read", matrix=self.down)
 
 
+class BesideMLP(nn.Module):
+    """An MLP, and beside it experts, which read the stream with a norm of their own; each output is normed, and the sum is
+    theirs."""
+
+    def __init__(self, c: Config, names: Names, weights: Weights, mixture: Mixture, index: int):
+        super().__init__()
+        layer = names.layer.format(index)
+        self.mlp, self.mixture, self.mlp_norm = (
+            MLP(c, names, weights, index),
+            mixture,
+            Norm(c, weights, layer + names.mlp_own_norm),
+        )
+        self.norms = nn.ModuleList(
+            Norm(c, weights, layer + name) for name in (names.experts_norm, names.experts_out_norm)
+        )
+        self.router_norm, self.router_scale = PlainNorm(c, weights, c.width), c.width**-0.5
+        self.router_norm.weight = weights.vector(layer + names.router_scale)
+
+    def calls(self, source: str) -> Iterator[Call]:
+        """The calls from the stream and the register `source`, the MLP's input, to "read"."""
+        norm, out_norm = self.norms
+        yield Call("norm", "stream", "mixed", norm=self.router_norm)
+        yield Call("scale", "mixed", "mixed", scale=self.router_scale)
+        yield Call("norm", "stream", "out", norm=norm)
+        yield Call("mix", "out", "out", "mixed", mixture=self.mixture)
+        yield Call("norm", "out", "out", norm=out_norm)
+        yield from self.mlp.calls(source)
+        yield Call("norm", "read", "read", norm=self.mlp_norm)
+        yield Call("add", "out", "read")
+
+
 class Residual(nn.Module):
     """The norms of attention or of an MLP, see `Config.norms`, and the factor of what it adds to the stream."""
 
@@ -231,6 +270,10 @@ class Layer(nn.Module):
         else:
             self.attention = (ShortConv if c.taps and c.taps[index] else Attention)(c, names, weights, index)
         self.mlp = (Mixture if c.mixed(index) else MLP)(c, names, weights, index)
+        beside = c.experts is not None and c.experts.beside_mlp and c.mixed(index)
+        self.mlp = BesideMLP(c, names, weights, self.mlp, index) if beside else self.mlp
+        self.input = LayerInput(c, names, weights, index) if c.layer_inputs else None
+        self.scale = weights.scalar(layer + names.layer_scale) if c.layer_scales else 1.0
         self.calls = list(self._calls())
 
     def _calls(self) -> Iterator[Call]:
@@ -246,6 +289,10 @@ class Layer(nn.Module):
         yield from feeding.read()
         yield from self.mlp.calls("stream" if feeding.input is None else "read")
         yield from feeding.add("read")
+        if self.input is not None:
+            yield from self.input.calls()
+        if self.scale != 1.0:
+            yield Call("scale", "stream", "stream", scale=self.scale)
 
     def forward(self, registers: Registers) -> Tensor:
         """The stream after this layer."""

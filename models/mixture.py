@@ -55,6 +55,8 @@ class Mixture(nn.Module):
         self.gate = weights.linear(layer + names.shared_gate) if mixed.shared_gate else None
         bias = layer + names.choice_bias
         self.bias_X = weights.vector(bias, dtype=torch.float32) if mixed.choice_bias else None
+        factors = layer + names.factors
+        self.factors_X = weights.vector(factors, dtype=torch.float32) if mixed.factors else None
         self.matrices = self._matrices()
 
     def _matrices(self) -> PackedExperts | None:
@@ -66,18 +68,21 @@ class Mixture(nn.Module):
         if self.gate and gate is None:
             return None
         shared = None if self.shared is None else pairs.pop()
-        return PackedExperts(self.routing, self.activation, router, pairs, self.bias_X, shared, gate)
+        return PackedExperts(self.routing, self.activation, router, pairs, self.bias_X, shared, gate, self.factors_X)
 
     def calls(self, source: str) -> Iterator[Call]:
         """The call from the register `source` to "read"."""
         yield Call("mix", source, "read", mixture=self)
 
-    def forward(self, x_TE: Tensor, impl: str) -> Tensor:
-        """[T, E] -> the same; `impl` is the pass's."""
+    def forward(self, x_TE: Tensor, impl: str, scored_TE: Tensor | None = None) -> Tensor:
+        """[T, E] -> the same; `impl` is the pass's. The router reads `scored_TE`, or without that the same."""
         if impl == "cpp" and self.matrices is not None:
-            return experts(x_TE, self.matrices)
+            return experts(x_TE, self.matrices, scored_TE)
         activate = partial(activation_mul, name=self.activation, impl=impl)
-        logits_TX, gate_T1 = self.router(x_TE), None if self.gate is None else self.gate(x_TE)
+        logits_TX, gate_T1 = (
+            self.router(x_TE if scored_TE is None else scored_TE),
+            None if self.gate is None else self.gate(x_TE),
+        )
         shared_TE = None
         if self.shared is not None:
             up, down = self.shared
@@ -85,7 +90,7 @@ class Mixture(nn.Module):
         if self.stacked:
             rules = {"bias_X": self.bias_X, "shared_TE": shared_TE, "gate_T1": gate_T1}
             return routed(x_TE, logits_TX, *self.stacked, self.routing, self.activation, **rules)
-        chosen = choose(logits_TX, self.routing, self.bias_X)
+        chosen = choose(logits_TX, self.routing, self.bias_X, self.factors_X)
         sum_TE = grouped(x_TE, *chosen, [tuple(mlp) for mlp in self.experts], activate)  # type: ignore[misc]
         if shared_TE is not None:
             y_TE = shared_TE.to(sum_TE.dtype)

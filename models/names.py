@@ -32,6 +32,12 @@ class Names:
         router, choice_bias: of a mixture of experts: the matrix that makes the scores of experts, and a vector.
         expert: its matrices, those of `up` before the last, the place of its number is {}.
         shared, shared_gate: the same of the shared expert, and the matrix of its weight.
+        router_scale, factors: the vector that the router's input is multiplied by, and that of the weights of experts.
+        experts_norm, experts_out_norm, mlp_own_norm: of experts beside an MLP, the norms of their input and output, and
+            that of the MLP's output alone.
+        input_table, input_matrix, input_norm: what makes `Config.layer_inputs` of tokens and their embeddings.
+        input_gate, input_out, input_out_norm: of a layer, the matrices before and after its inputs, and the norm then.
+        layer_scale: the scalar that a layer multiplies the stream by.
         positions: the table of learned positions; position p has row p + `offset`.
         project: the matrices between `embedding_width` and `width`, in and out.
         transposed: the layers' matrices are stored [in, out].
@@ -85,6 +91,18 @@ class Names:
         "mlp.shared_expert.down_proj",
     )
     shared_gate: str = "mlp.shared_expert_gate"
+    router_scale: str = "router.scale"
+    factors: str = "router.per_expert_scale"
+    experts_norm: str = "pre_feedforward_layernorm_2"
+    experts_out_norm: str = "post_feedforward_layernorm_2"
+    mlp_own_norm: str = "post_feedforward_layernorm_1"
+    input_table: str = "model.embed_tokens_per_layer"
+    input_matrix: str = "model.per_layer_model_projection"
+    input_norm: str = "model.per_layer_projection_norm"
+    input_gate: str = "per_layer_input_gate"
+    input_out: str = "per_layer_projection"
+    input_out_norm: str = "post_per_layer_input_norm"
+    layer_scale: str = "layer_scalar"
     norm: str = "model.norm"
     positions: str = ""
     offset: int = 0
@@ -106,12 +124,14 @@ class Names:
             if bias:
                 shapes[f"{name}.bias"] = shape[:1]
 
-        q, kv, up = c.heads * c.head_dim, c.kv_heads * c.head_dim, (2 if c.gated else 1) * c.mlp_width
-        queries = (2 if c.query_gate else 1) * q
-        qkv = (queries, kv, kv) if len(self.qkv) == 3 else (queries + 2 * kv,)
+        if inputs := c.layer_inputs:
+            every = c.layers * inputs.width
+            shapes[f"{self.input_table}.weight"] = inputs.vocab_size, every
+            shapes[f"{self.input_matrix}.weight"] = every, c.width
+            shapes[f"{self.input_norm}.weight"] = (inputs.width,)
         for i in range(c.layers):
             layer = self.layer.format(i)
-            for name, size in self.norms(c).items():
+            for name, size in self.norms(c, i).items():
                 if c.affine:
                     add(layer + name, (size,), not c.rms)
             for name, size in self.norms_of_heads(c, i).items():
@@ -128,23 +148,45 @@ class Names:
                 for name, (shape, bias) in self.latents(c, c.latent).items():
                     add(layer + name, shape, bias)
             else:
-                for name, outs in zip(self.qkv, qkv, strict=True):
+                for name, outs in self.heads(c, i).items():
                     add(layer + name, (outs, c.width), c.attention_bias)
+                q = c.heads * c.kv_size(i)[1]
                 add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
                 if c.sinks:
                     shapes[layer + self.sinks] = (c.heads,)
-            if c.mixed(i):
+            if inputs is not None:
+                add(layer + self.input_gate, (inputs.width, c.width), False)
+                add(layer + self.input_out, (c.width, inputs.width), False)
+            if c.layer_scales:
+                shapes[layer + self.layer_scale] = (1,)
+            if c.experts is not None and c.mixed(i):
                 shapes |= {layer + name: shape for name, shape in self.mixture(c).items()}
-                continue
+                if not c.experts.beside_mlp:
+                    continue
+            up = (2 if c.gated else 1) * c.inner(i)
             for name in self.up:
                 add(layer + name, (up // len(self.up), c.width), c.mlp_bias)
-            add(layer + self.down, (c.width, c.mlp_width), c.mlp_bias)
+            add(layer + self.down, (c.width, c.inner(i)), c.mlp_bias)
         if c.final_norm and c.affine:
             add(self.norm, (c.width,), not c.rms)
         if c.scores:
             return shapes | {f"{SCORE}.weight": (1, embedding_width)}
         bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
         return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
+
+    def heads_of(self, c: Config, layer: int) -> tuple[str, ...]:
+        """The matrices that make queries, keys and values of a layer below each other; one may make both of the last."""
+        if c.reads(layer) != layer:
+            return self.qkv[:1]
+        return (*self.qkv[:2], self.qkv[1]) if c.keys_as_values and c.keys_as_values[layer] else self.qkv
+
+    def heads(self, c: Config, layer: int) -> dict[str, int]:
+        """These matrices, and the outputs of each."""
+        (kv_heads, size), names = c.kv_size(layer), self.heads_of(c, layer)
+        queries, kv = (2 if c.query_gate else 1) * c.heads * size, kv_heads * size
+        if len(self.qkv) == 1:
+            return {names[0]: queries + 2 * kv}
+        return dict(zip(names, (queries, kv, kv), strict=False))
 
     def latent_high(self, latent: Latent) -> tuple[str, ...]:
         """The matrices that make keys and values of a latent."""
@@ -200,6 +242,10 @@ class Names:
         shapes: dict[str, tuple[int, ...]] = {f"{self.router}.weight": (mixed.count, c.width)}
         if mixed.choice_bias:
             shapes[self.choice_bias] = (mixed.count,)
+        if mixed.beside_mlp:
+            shapes[self.router_scale] = (c.width,)
+        if mixed.factors:
+            shapes[self.factors] = (mixed.count,)
         every = [(tuple(name.format(i) for name in self.expert), mixed.width) for i in range(mixed.count)]
         for (*up, down), width in every + ([(self.shared, mixed.shared_width)] if mixed.shared_width else []):
             shapes |= {f"{name}.weight": (2 * width // len(up), c.width) for name in up}
@@ -210,28 +256,36 @@ class Names:
 
     def kinds(self, c: Config) -> dict[str, str]:
         """The classes in transformers of linear layers and the token embedding, by the names of their weights."""
-        tables = (f"{self.embedding}.weight", f"{self.positions}.weight")
+        tables = (f"{self.embedding}.weight", f"{self.positions}.weight", f"{self.input_table}.weight")
         matrices = (name for name, shape in self.tensors(c).items() if len(shape) == 2 and name not in tables)
         layer = self.layer.partition("{")[0]
-        embedding = {f"{self.embedding}.weight": EMBEDDING}
+        embedding = {f"{name}.weight": EMBEDDING for name in (self.embedding, *self._input_tables(c))}
         return embedding | {
             name: TRANSPOSED if self.transposed and name.startswith(layer) else LINEAR for name in matrices
         }
 
-    def norms(self, c: Config) -> dict[str, int]:
+    def _input_tables(self, c: Config) -> tuple[str, ...]:
+        return (self.input_table,) if c.layer_inputs else ()
+
+    def norms(self, c: Config, layer: int) -> dict[str, int]:
         """The norms of a layer but for those of heads, and the sizes of their vectors."""
         names = []
         if {"input", "sum"} & {*c.norms}:
             names += [self.attention_norm] if c.parallel else [self.attention_norm, self.mlp_norm]
         if "output" in c.norms:
             names += [self.attention_out_norm, self.mlp_out_norm]
+        if c.layer_inputs:
+            names.append(self.input_out_norm)
+        if c.experts is not None and c.experts.beside_mlp and c.mixed(layer):
+            names += [self.experts_norm, self.experts_out_norm, self.mlp_own_norm]
         return dict.fromkeys(names, c.width)
 
     def norms_of_heads(self, c: Config, layer: int) -> dict[str, int]:
         """The norms of queries and keys of a layer, and the sizes of their vectors."""
         if not c.head_norms or not c.attends(layer):
             return {}
-        both = ((self.q_norm, c.heads), (self.k_norm, c.kv_heads))
+        kv_heads, size = c.kv_size(layer)
+        both = [(self.q_norm, c.heads), (self.k_norm, kv_heads)][: 2 if c.reads(layer) == layer else 1]
         if c.head_norms == "own":
-            return {name.format(h): c.head_dim for name, heads in both for h in range(heads)}
-        return {name: (heads if c.head_norms == "all" else 1) * c.head_dim for name, heads in both}
+            return {name.format(h): size for name, heads in both for h in range(heads)}
+        return {name: (heads if c.head_norms == "all" else 1) * size for name, heads in both}

@@ -37,6 +37,15 @@ class Norm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps, impl=impl)
 
 
+class PlainNorm(Norm):
+    """An RMSNorm of `width` elements that has no weight."""
+
+    def __init__(self, c: Config, weights: Weights, width: int):
+        nn.Module.__init__(self)
+        self.eps, self.bias = c.norm_eps, None
+        self.weight = torch.ones(width, dtype=weights.dtype, device=weights.device)
+
+
 class DividedNorm(Norm):
     """An RMSNorm of rows of which each process has a part; the mean is that of the whole row."""
 
@@ -86,3 +95,8 @@ def head_norm(c: Config, weights: Weights, name: str, some: range | None, heads:
         first = 0 if some is None else some.start // c.head_dim
         return OwnNorms(c, weights, name, range(first, first + heads))
     return Norm(c, weights, name) if some is None else DividedNorm(c, weights, name, some)
+
+
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """A factor as a number of a dtype."""
+    return torch.tensor(factor, dtype=dtype).item()

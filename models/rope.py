@@ -43,6 +43,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()  # longrope: divisors of the F frequencies, up to the original length
     long_factor: tuple[float, ...] = ()  # longrope: of sequences past it, from their first token on
     attention_factor: float = 1.0  # scales cos and sin
+    turned: int = 0  # proportional: pairs of dims that turn, the first; the others do not
     growth: float = 0.0  # those of queries also by 1 + growth * ln(1 + position // growth_length) (Llama 4)
     growth_length: int = 1
 
@@ -75,6 +76,16 @@ class RopeConfig:
         kind = kinds[rope.choice(spelling, kinds, "default")]
 
         theta = _holder(rope, fields, "rope_theta").float("rope_theta", theta, low=1.0, high=1e15)
+        if kind == "proportional":
+            share = _holder(rope, fields, "partial_rotary_factor").float(
+                "partial_rotary_factor", 1.0, low=0.0, high=1.0
+            )
+            base = {
+                "theta": theta,
+                "original_length": max_positions,
+                "factor": rope.float("factor", 1.0, low=1e-3, high=1e6),
+            }
+            return RopeConfig(head_dim, kind, turned=int(share * head_dim // 2), **base)
         dims = int(head_dim * _read_share(_holder(rope, fields, "partial_rotary_factor"), partial))
         if dims % 2 or dims < (4 if kind == "dynamic" else 2):
             raise CheckpointError(f"head_dim: {dims} of {head_dim} dims cannot be rotated in pairs", where=fields.file)
@@ -251,7 +262,9 @@ def _inv_freq(c: RopeConfig) -> Tensor:
     if c.kind == "yarn":
         return _yarn(c)
     inv_freq = _geometric(c.theta, c.head_dim)
-    if c.kind == "linear":
+    if c.kind == "proportional":
+        inv_freq[c.turned :] = 0.0
+    if c.kind in ("linear", "proportional"):
         return inv_freq / c.factor
     return _llama3(c, inv_freq) if c.kind == "llama3" else inv_freq
 

@@ -6,6 +6,7 @@ Shape legend: T tokens of a pass, H query heads, G key/value heads, D head size,
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kernels.delta_net import delta_net
@@ -15,7 +16,7 @@ from kernels.low_rank import low_rank
 from kernels.rows import activation, activation_mul, add_norm, rotary, sigmoid_mul
 from kernels.scan import scan
 from kernels.short_conv import short_conv
-from kernels.stack.calls import Call
+from kernels.stack.calls import Call, Heads
 from kernels.tree_attention import tree_attention
 from models.config import Config
 from models.norms import DividedNorm
@@ -50,17 +51,16 @@ class Registers(dict[str, Any]):
         self.config, self.angles, self.cache, self.layout, self.impl = config, angles, cache, layout, layout.rows_impl
         self.together = self.impl == "triton"
 
-    def split(self, *, queries: bool = True) -> list[Tensor]:
+    def split(self, heads: Heads, *, queries: bool = True) -> list[Tensor]:
         """Queries, keys and values; queries and keys stay one tensor if they are one and need not be apart."""
-        H, G, parts = self.config.heads, self.config.kv_heads, self["heads"]
+        (G, H, K, V), parts = heads[:4], self["heads"]
         if isinstance(parts, Tensor):
-            rows_THD = parts.unflatten(-1, (-1, self.config.head_dim))
-            if self.config.query_gate:
-                self.gates_TM, rows_THD = rows_THD[:, :H].flatten(1), rows_THD[:, H:]
-            values = 0 if self.config.latent else G  # the keys are the values
-            parts = rows_THD.split([H, G, values] if queries else [H + G, values], 1)
+            rows_THD = parts.unflatten(-1, (-1, heads.size))
+            if G:
+                self.gates_TM, rows_THD = rows_THD[:, :G].flatten(1), rows_THD[:, G:]
+            parts = rows_THD.split([H, K, V] if queries else [H + K, V], 1)
         elif queries and len(parts) == 2:
-            parts = [*parts[0].split([H, G], 1), parts[1]]
+            parts = [*parts[0].split([H, K], 1), parts[1]]
         return list(parts)
 
 
@@ -68,6 +68,11 @@ def run(calls: "Sequence[Call | Together]", registers: Registers) -> None:
     """Run calls in their order."""
     for call in calls:
         OPERATORS[call.code](call, registers)
+
+
+def _heads(call: Call) -> Heads:
+    assert call.heads is not None
+    return call.heads
 
 
 def _norm(call: Call, r: Registers) -> None:
@@ -79,25 +84,27 @@ def _product(call: Call, r: Registers) -> None:
 
 
 def _head_norms(call: Call, r: Registers) -> None:
-    q_THD, k_TGD, v_TGD = r.split()
-
     def normed(x_THD: Tensor, norm: Any) -> Tensor:
+        if norm is None:
+            return x_THD
         return norm(x_THD.flatten(1), r.impl).view(x_THD.shape) if call.all_heads else norm(x_THD, r.impl)
 
-    r["heads"] = [normed(q_THD, call.norm), normed(k_TGD, call.more), v_TGD]
+    norms = call.norm, call.more, call.third
+    r["heads"] = [normed(x, norm) for x, norm in zip(r.split(_heads(call)), norms, strict=True)]
 
 
 def _rotate(call: Call, r: Registers) -> None:
     angles = r.angles[call.table]
-    *turned, v_TGD = r.split(queries=len(angles) > 2)
+    *turned, v_TGD = r.split(_heads(call), queries=len(angles) > 2)
     tables = angles[-2:], angles[:2]  # of queries, and of keys
-    r["heads"] = [*(rotary(x, *table, impl=r.impl) for x, table in zip(turned, tables, strict=False)), v_TGD]
+    turned = [rotary(x, *table, impl=r.impl) if x.shape[1] else x for x, table in zip(turned, tables, strict=False)]
+    r["heads"] = [*turned, v_TGD]
 
 
 def _write(call: Call, r: Registers) -> None:
     k_GSD, v_GSD = r.kept
-    r["heads"] = _, k_TGD, v_TGD = r.split()
-    if r.config.latent:
+    r["heads"] = _, k_TGD, v_TGD = r.split(_heads(call))
+    if not v_TGD.shape[1]:
         v_TGD = k_TGD
     kv_write(k_GSD, v_GSD, k_TGD, v_TGD, r.layout.write_slots_T, impl=r.layout.impl)
 
@@ -107,7 +114,8 @@ def _attend(call: Call, r: Registers) -> None:
     options = {"scale": call.scale, "window": call.window, "cap": call.cap, "sinks_H": call.sinks}
     options |= {"unread": latent.rotated} if latent else {}
     k_GSD, v_GSD = r.kept
-    r[call.target] = tree_attention(r[call.source][0], k_GSD, v_GSD, r.layout, **options).flatten(1)
+    q_THD = r.split(_heads(call))[0]
+    r[call.target] = tree_attention(q_THD, k_GSD, v_GSD, r.layout, **options).flatten(1)
 
 
 def _convolve(call: Call, r: Registers) -> None:
@@ -147,7 +155,8 @@ def _adapt(call: Call, r: Registers) -> None:
 
 
 def _mix(call: Call, r: Registers) -> None:
-    r[call.target] = call.mixture(r[call.source], r.impl)
+    scored_TE = r[call.beside] if call.beside else None
+    r[call.target] = call.mixture(r[call.source], r.impl, scored_TE)
 
 
 def _gate(call: Call, r: Registers) -> None:
@@ -165,6 +174,13 @@ def _expand(call: Call, r: Registers) -> None:
 def _tap(call: Call, r: Registers) -> None:
     if (tapped_TNE := r.get("tapped")) is not None:
         tapped_TNE[:, call.table] = r[call.source]
+
+
+def _inject(call: Call, r: Registers) -> None:
+    x_TP = r[call.source]
+    P = x_TP.shape[1]
+    input_TP = r[call.beside][:, call.table * P : (call.table + 1) * P]
+    r[call.target] = activation_mul(torch.cat((x_TP, input_TP), 1), call.function, impl=r.impl)
 
 
 # --- several calls as one, on a GPU ---
@@ -192,7 +208,7 @@ def _turn_and_write(together: Together, r: Registers) -> None:
         all_heads=norms is not None and norms.all_heads,
         own_norms=norms is not None and norms.own_norms,
     )
-    (k_GSD, v_GSD), (q_THD, k_TGD, v_TGD) = r.kept, r.split()
+    (k_GSD, v_GSD), (q_THD, k_TGD, v_TGD) = r.kept, r.split(_heads(turns[-1]))
     r["heads"] = [rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, r.layout.write_slots_T, turn, impl=r.impl)]
 
 
@@ -280,6 +296,7 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "absorb": _absorb,
     "expand": _expand,
     "tap": _tap,
+    "inject": _inject,
     "turns": _turn_and_write,
     "latent": _absorb_and_write,
     "sums": _add_and_norm,

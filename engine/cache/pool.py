@@ -216,7 +216,10 @@ def _cache(
 ) -> KVCache:
     """The tensors of a model's layers; see `KVCache`."""
     groups, places, seen = shape.groups, [], Counter[CacheKind | DeltaKind]()
-    for kept in shape.kept:
+    for layer, kept in enumerate(shape.kept):
+        if not shape.keeps(layer):
+            places.append(places[shape.keys_from[layer]])
+            continue
         places.append((-1 if isinstance(kept, DeltaKind) else [*groups].index(kept), seen[kept]))
         seen[kept] += 1
     tensors = []

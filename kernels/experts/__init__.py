@@ -23,7 +23,7 @@ IMPLEMENTATIONS = ("reference", "cpp")
 OF_ROUTED = ("reference", "triton")
 
 
-def experts(x_TE: Tensor, mixture: PackedExperts, *, impl: str = "cpp") -> Tensor:
+def experts(x_TE: Tensor, mixture: PackedExperts, scored_TE: Tensor | None = None, *, impl: str = "cpp") -> Tensor:
     """Adds up what the experts of each token make of it, weighted, in the order of its choice, the shared one last.
 
     A row's result does not depend on the rows beside it.
@@ -31,6 +31,7 @@ def experts(x_TE: Tensor, mixture: PackedExperts, *, impl: str = "cpp") -> Tenso
     Args:
         x_TE: float32, bfloat16 or float16, on a CPU. Products round to its dtype, sums are float32.
         mixture: the matrices and the rules.
+        scored_TE: what the router reads; None: x.
         impl: "reference" (the definition, which also takes float64) or "cpp".
 
     Returns:
@@ -43,11 +44,14 @@ def experts(x_TE: Tensor, mixture: PackedExperts, *, impl: str = "cpp") -> Tenso
     checks.floats("x_TE", x_TE, 2)
     if x_TE.shape[1] != mixture.width:
         raise ValueError(f"x_TE: expected a width of {mixture.width}, got {list(x_TE.shape)}")
+    scored_TE = x_TE if scored_TE is None else scored_TE
+    if (scored_TE.shape, scored_TE.dtype, scored_TE.device) != (x_TE.shape, x_TE.dtype, x_TE.device):
+        raise ValueError(f"scored_TE: expected {list(x_TE.shape)} of {x_TE.dtype}, got {list(scored_TE.shape)}")
     run = (native if impl == "cpp" else reference).experts
     if not watched():
-        return run(x_TE, mixture)
+        return run(x_TE, mixture, scored_TE)
     with record_function("coppice::experts"):  # no operator of torch.library: it has hundreds of tensors
-        return run(x_TE, mixture)
+        return run(x_TE, mixture, scored_TE)
 
 
 def routed(

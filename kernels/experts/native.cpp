@@ -52,7 +52,7 @@ class Choice {
             for (int64_t k = 0; k < m.chosen; k++) all += weights[k];
             for (int64_t k = 0; k < m.chosen; k++) weights[k] /= all + m.epsilon;
         }
-        for (int64_t k = 0; k < m.chosen; k++) weights[k] *= m.scale;
+        for (int64_t k = 0; k < m.chosen; k++) weights[k] *= m.scale * (m.factors ? m.factors[experts[k]] : 1);
     }
 
   private:
@@ -143,10 +143,10 @@ std::unique_ptr<T[]> room(int64_t size) {
 }
 
 template <typename T>
-void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, T* out, int64_t rows) {
+void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, const T* scored, T* out, int64_t rows) {
     const int64_t K = m.chosen, total = rows * K, E = m.width, X = m.experts;
     const auto logits = room<T>(rows * X);
-    coppice_linear(kind, threads, m.router, x, logits.get(), rows);
+    coppice_linear(kind, threads, m.router, scored, logits.get(), rows);
     std::vector<int64_t> chosen(total), first(X + 1), place(total);
     std::vector<float> weights(total), wide(X);
     Choice choice(m);
@@ -201,10 +201,10 @@ void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, T* out, in
 
 }  // namespace
 
-extern "C" void coppice_experts(int64_t kind, int64_t threads, const Mixture* mixture, const void* x, void* out,
-                                int64_t rows) {
+extern "C" void coppice_experts(int64_t kind, int64_t threads, const Mixture* mixture, const void* x,
+                                const void* scored, void* out, int64_t rows) {
     with_type(kind, [&](auto type) {
         typedef decltype(type) T;
-        run(kind, threads, *mixture, (const T*)x, (T*)out, rows);
+        run(kind, threads, *mixture, (const T*)x, (const T*)scored, (T*)out, rows);
     });
 }

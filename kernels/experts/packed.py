@@ -39,6 +39,7 @@ class PackedExperts:
         experts: of one width M.
         bias_X: see `choose`.
         shared: an expert of a width of its own that every token has beside those that it chose; None: there is none.
+        factors_X: see `choose`.
         gate: makes a logit of each token, whose sigmoid weighs the shared expert; None: it weighs 1.
 
     Raises:
@@ -54,9 +55,10 @@ class PackedExperts:
         bias_X: Tensor | None = None,
         shared: Expert | None = None,
         gate: Matrix | None = None,
+        factors_X: Tensor | None = None,
     ):
         self.routing, self.function, self.router, self.experts = routing, function, router, [*experts]
-        self.bias_X, self.shared, self.gate = bias_X, shared, gate
+        self.bias_X, self.shared, self.gate, self.factors_X = bias_X, shared, gate, factors_X
         self.width = router.packed.width
         self._check()
 
@@ -79,8 +81,9 @@ class PackedExperts:
         check_groups(self.routing, len(self.experts))
         if self.routing.scores == "sparsemixer" and self.routing.chosen != 2:
             raise ValueError(f"chosen: sparsemixer chooses 2 experts, got {self.routing.chosen}")
-        if self.bias_X is not None:
-            expect("bias_X", self.bias_X, torch.float32, (len(self.experts),), torch.device("cpu"))
+        for name, vector in (("bias_X", self.bias_X), ("factors_X", self.factors_X)):
+            if vector is not None:
+                expect(name, vector, torch.float32, (len(self.experts),), torch.device("cpu"))
 
     def described(self) -> ctypes.Structure:
         """For C++; valid as long as this object lives."""
@@ -99,10 +102,10 @@ class PackedExperts:
             sizes = self.width, self.experts[0].down.packed.width, shared
             rules = SCORES.index(routing.scores), routing.normalized, (ACTIVATIONS + GATES).index(self.function)
             places = [ctypes.addressof(each) for each in chains] + ([] if self.gate is not None else [None])
-            bias = None if self.bias_X is None else self.bias_X.data_ptr()
+            vectors = (None if x is None else x.data_ptr() for x in (self.bias_X, self.factors_X))
             numbers = routing.epsilon, routing.scale, routing.jitter
             self._described = OPERATORS.structures["Mixture"](
-                len(self.experts), routing.chosen, *sizes, *rules, *places, bias, None, 0, *routing[6:], *numbers
+                len(self.experts), routing.chosen, *sizes, *rules, *places, *vectors, None, 0, *routing[6:], *numbers
             )
         return self._described
 

@@ -13,11 +13,11 @@ from kernels.rows.reference import activation_mul
 from kernels.stack import Matrix
 
 
-def experts(x_TE: Tensor, mixture: PackedExperts) -> Tensor:
+def experts(x_TE: Tensor, mixture: PackedExperts, scored_TE: Tensor) -> Tensor:
     """See the front for arguments."""
     shared_TE = None if mixture.shared is None else _expert(x_TE, mixture.shared, mixture.function)
     gate_T1 = None if mixture.gate is None else _product(x_TE, mixture.gate)
-    chosen = choose(_product(x_TE, mixture.router), mixture.routing, mixture.bias_X)
+    chosen = choose(_product(scored_TE, mixture.router), mixture.routing, mixture.bias_X, mixture.factors_X)
     return _sums(
         x_TE, *chosen, lambda x, number: _expert(x, mixture.experts[number], mixture.function), shared_TE, gate_T1
     )

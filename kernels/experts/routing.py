@@ -37,12 +37,15 @@ class Routing(NamedTuple):
     best: int = 1
 
 
-def choose(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None, factors_X: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of tokens, the likeliest first, of equals the lower number; each token by itself.
 
     Args:
         logits_TX: what the router makes of tokens, floats of any dtype.
         bias_X: float32, added to sigmoids for the choice, of groups too, and not for the weights; None: nothing is.
+        factors_X: float32, of the weights of chosen experts; None: 1. Not of sparsemixer.
 
     Returns:
         their numbers [T, K], int64, and their weights [T, K], float32 (float64 for such logits).
@@ -63,7 +66,8 @@ def choose(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) ->
         weights_TK = weights_TK.softmax(-1)
     if routing.normalized:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + routing.epsilon)
-    return experts_TK, weights_TK * routing.scale
+    factors_TK = 1.0 if factors_X is None else factors_X[experts_TK]
+    return experts_TK, weights_TK * (routing.scale * factors_TK)
 
 
 def _in_groups(keys_TX: Tensor, routing: Routing) -> Tensor:

@@ -15,12 +15,13 @@ from kernels.checks import expect
 from kernels.cpp import KINDS, OPERATORS, function, why_not
 from kernels.delta_net import native as deltas
 from kernels.kv_kinds import row_width
-from kernels.layout import DeltaKind, DeltaPaths, KVCache, LatentSizes, TreeLayout
+from kernels.layout import DeltaKind, DeltaPaths, KVCache, TreeLayout
 from kernels.linear import Packed, PackedParts
 from kernels.rows.checks import ACTIVATIONS, GATES, TopSums
 from kernels.rows.native import LogitSums
 from kernels.scan import native as scans
 from kernels.stack.calls import CODES, REGISTERS, Call
+from kernels.stack.widths import followed
 from kernels.tracing import watched
 from kernels.tree_attention import native
 
@@ -53,113 +54,43 @@ class Stack:
     Args:
         calls: of which the tensors and packed matrices live as long as the stack is used. All their linear layers have
             a `matrix`, and all their mixtures of experts have `matrices`.
-        dtype: of the stream.
-        width, mlp_width: of the stream, and inside an MLP.
-        heads, kv_heads, head_dim: of queries; of keys and values; elements of a head.
+        dtype, width: of the stream.
 
     Raises:
         ValueError: vectors and matrices that do not fit together.
 
     Attributes:
         idle: takes nothing, because an observer wants the layers to be called one by one.
+        widths: of the registers, the most of any layer.
         described, tables: its structure of C++, and the type of those of angles.
     """
 
     idle = False
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        *,
-        dtype: torch.dtype,
-        width: int,
-        mlp_width: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-    ):
-        self.calls, self.dtype, self.width, self.heads, self.kv_heads = calls, dtype, width, heads, kv_heads
-        self.head_dim = head_dim
+    def __init__(self, calls: Sequence[Call], *, dtype: torch.dtype, width: int):
+        self.calls, self.dtype, self.width = calls, dtype, width
         self.taps = max((len(call.norm.weight) for call in calls if call.code == "convolve"), default=0)
-        up = max(((2 if call.gated else 1) * mlp_width for call in calls if call.code == "activate"), default=0)
-        self.gates = heads if any(call.code == "gate" for call in calls) else 0
         self.delta: DeltaKind | None = next((call.delta.weights.kind for call in calls if call.delta), None)
-        absorbing = next((call.latent.heads for call in calls if call.code == "absorb"), None)
-        self.latent: LatentSizes | None = absorbing and absorbing.sizes
-        self.every = self.gates + heads + (2 if self.latent is None else 1) * kv_heads
-        every = self.every * head_dim
-        into, convolved = (3 * width, width) if self.taps else (0, 0)
-        if self.delta is not None:
-            into, convolved = self.delta.width, self.delta.value_heads * self.delta.value_size
-        more = self._widths_of_latents()
-        widths = width, width, width, every, heads * head_dim, into, convolved, up, mlp_width, *more
         self._head: tuple[Matrix, ctypes.Structure] | None = None  # the latest, and its structure of C++
-        self._check(dict(zip(REGISTERS, widths, strict=True)))
+        self._held: tuple[KVCache, ctypes.Array[Any]] | None = None  # the latest, and the places of its layers
+        widths, self.widths = followed(calls, dtype, width)
+        self.widths["mixed"] = max(self.widths["mixed"], self.widths["convolved"])  # which share room
         codes = [call.code for call in calls]
         adapted = [len(call.adapters) for call in calls if call.code == "adapt"]
         self.adapters = min(adapted, default=None)  # numbers of adapters; None: no layer has any, which the ends may
-        self.attending, self.convolving = codes.count("attend"), codes.count("convolve")
+        self.attending = [call for call in calls if call.code == "attend"]
+        self.convolving = codes.count("convolve")
         self.recurring, self.tapping = codes.count("recur") + codes.count("scan"), codes.count("tap")
         self._layers = [None if call.delta is None else _recurrent(call) for call in calls]
-        self._calls = (_STRUCTURES["Call"] * len(calls))(*map(_described, calls, self._layers))
-        mixed = max(heads * head_dim, convolved)
-        sizes = heads, kv_heads, self.gates, head_dim, width, mlp_width, up, self.taps, into, mixed, len(calls), *more
-        self.described = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, ctypes.addressof(self._calls))
-        tables = 1 + max((call.table for call in calls if call.code == "rotate"), default=-1)
-        self.tables: Any = _STRUCTURES["Angles"] * tables
-
-    def _widths_of_latents(self) -> tuple[int, int, int, int]:
-        """The widths of the registers of attention with a latent, in their order."""
-        if (sizes := self.latent) is None:
-            return 0, 0, 0, 0
-        low = [len(call.norm.weight) for call in self.calls if call.code == "norm" and call.target == "low"]
-        return max(low, default=0), sizes.heads * (sizes.plain + sizes.rotated), sizes.width, sizes.heads * sizes.value
-
-    def _check(self, widths: Mapping[str, int]) -> None:
-        """Raises ValueError for vectors and matrices that do not fit the registers that they read and write."""
-
-        def check(name: str, vectors: Any, *shape: int) -> None:
-            expect(f"{name}'s weight", vectors.weight, self.dtype, shape, _CPU)
-            if vectors.bias is not None:
-                expect(f"{name}'s bias", vectors.bias, self.dtype, shape[-1:], _CPU)
-
-        for call in self.calls:
-            if call.code == "norm":
-                check("a norm", call.norm, widths[call.target])
-            elif call.code == "head_norms":
-                for norm, heads in ((call.norm, self.heads), (call.more, self.kv_heads)):
-                    check("a head's norm", norm, (heads if call.all_heads or call.own_norms else 1) * self.head_dim)
-            elif call.code == "attend":
-                if call.sinks is not None:
-                    expect("an attention's sinks", call.sinks, torch.float32, (self.heads,), _CPU)
-            elif call.code == "convolve":
-                check("a convolution", call.norm, self.taps, widths[call.target])
-            elif call.code == "product":
-                packed, bias = call.matrix.matrix
-                outs, width = widths[call.target], widths[call.source]
-                if (packed.outs, packed.width) != (outs, width):
-                    raise ValueError(f"expected a matrix {[outs, width]}, got {[packed.outs, packed.width]}")
-                if bias is not None:
-                    expect("a matrix's bias", bias, self.dtype, (outs,), _CPU)
-            elif call.code in ("recur", "scan"):
-                if (kind := call.delta.weights.kind) != self.delta:
-                    raise ValueError(f"expected layers with a state of {self.delta}, got {kind}")
-                fits = checks.delta_weights if call.code == "recur" else checks.scan_weights
-                fits(call.delta.weights, torch.float32, _CPU)
-                if call.code == "recur" and call.delta.order is not None:
-                    expect("an order", call.delta.order, torch.int64, (kind.width,), _CPU)
-            elif call.code in ("absorb", "expand"):
-                sizes, fits = call.latent.heads.sizes, (self.heads, self.kv_heads, self.head_dim)
-                if sizes != self.latent or (sizes.heads, 1, sizes.width) != fits:
-                    raise ValueError(f"expected latents of {fits} and {self.latent}, got {sizes}")
-                expect("a latent's norm", call.latent.heads.norm_C, self.dtype, (sizes.rank,), _CPU)
-            elif call.code == "mix":
-                if call.mixture.matrices.width != self.width:
-                    raise ValueError(f"expected experts of width {self.width}, got {call.mixture.matrices.width}")
-            elif call.code == "adapt":
-                outs, width = widths[call.target], widths[call.source]
-                if (found := (call.adapters.outs, call.adapters.width)) != (outs, width):
-                    raise ValueError(f"expected adapters of a matrix {[outs, width]}, got {[*found]}")
+        self._calls = (_STRUCTURES["Call"] * len(calls))(*map(_described, calls, self._layers, widths))
+        self._widths = array("q", self.widths.values())
+        places = self._widths.buffer_info()[0], ctypes.addressof(self._calls)
+        self.described = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, width, self.taps, len(calls), *places)
+        self.turned: dict[int, int] = {}  # by the tables of angles, elements of the smallest head
+        for call in calls:
+            if call.code == "rotate":
+                self.turned[call.table] = min(call.heads.size, self.turned.get(call.table, call.heads.size))
+        self.tables: Any = _STRUCTURES["Angles"] * (1 + max(self.turned, default=-1))
 
     def takes(self, layout: TreeLayout) -> bool:
         """Whether it runs a pass."""
@@ -177,6 +108,7 @@ class Stack:
         cache: KVCache,
         layout: TreeLayout,
         tapped_TNE: Tensor | None = None,
+        inputs_TF: Tensor | None = None,
     ) -> Tensor:
         """Evaluate the tokens of a pass; their keys and values go into the cache.
 
@@ -184,6 +116,7 @@ class Stack:
             x_TE: embeddings, of the stack's dtype; they are overwritten.
             angles: those of each table that layers name.
             tapped_TNE: is filled with the rows that are tapped; None: nobody wants them.
+            inputs_TF: the register "inputs"; None: no layer has any.
 
         Returns:
             [T, E], the last norm applied.
@@ -191,7 +124,7 @@ class Stack:
         Raises:
             ValueError: tensors that do not fit together, or a layout that leads out of the cache.
         """
-        self._run(x_TE, angles, cache, layout, None, tapped_TNE)
+        self._run(x_TE, angles, cache, layout, None, tapped_TNE, inputs_TF)
         return x_TE
 
     def top_sums(
@@ -205,11 +138,12 @@ class Stack:
         size: int,
         wanted: Sequence[TopSums],
         tapped_TNE: Tensor | None = None,
+        inputs_TF: Tensor | None = None,
     ) -> tuple[list[Tensor], list[bool]]:
         """Evaluate the tokens of a pass, and find the top sums of the log-probabilities after some of them.
 
         Args:
-            x_TE, angles, cache, layout, tapped_TNE: as of a call; x_TE becomes what that returns.
+            x_TE, angles, cache, layout, tapped_TNE, inputs_TF: as of a call; x_TE becomes what that returns.
             head: makes logits of rows.
             asked: the tokens, ascending.
             size, wanted: see `kernels.rows.top_sums_of_logits`, which also has the results.
@@ -226,7 +160,7 @@ class Stack:
         places = (x.buffer_info()[0] for x in (sums.sums, sums.finite, sums.out, sums.parts))
         pointers = rows.buffer_info()[0], *(room.data_ptr() for room in rooms), *places
         tail = _STRUCTURES["Tail"](ctypes.addressof(self._head[1]), *pointers, len(wanted), N, size)
-        self._run(x_TE, angles, cache, layout, ctypes.addressof(tail), tapped_TNE)
+        self._run(x_TE, angles, cache, layout, ctypes.addressof(tail), tapped_TNE, inputs_TF)
         return sums.found()
 
     def _run(
@@ -237,11 +171,16 @@ class Stack:
         layout: TreeLayout,
         tail: int | None,
         tapped_TNE: Tensor | None,
+        inputs_TF: Tensor | None,
     ) -> None:
         T, S = layout.positions_T.shape[0], cache.k_LGSD.shape[2]
         expect("a stack's rows", x_TE, self.dtype, (T, self.width), _CPU)
         if tapped_TNE is not None:
             expect("tapped rows", tapped_TNE, self.dtype, (T, self.tapping, self.width), _CPU)
+        if inputs := self.widths["inputs"]:
+            if inputs_TF is None:
+                raise ValueError(f"a stack whose layers have inputs: expected {[T, inputs]} of them")
+            expect("a stack's inputs", inputs_TF, self.dtype, (T, inputs), _CPU)
         prepared: _Prepared | None = vars(layout).get("_prepared")
         if prepared is None or prepared.stack is not self or prepared.cache is not cache:
             prepared = vars(layout)["_prepared"] = _Prepared(self, cache, layout)
@@ -249,8 +188,8 @@ class Stack:
         if prepared.angles != [*map(id, angles)]:
             prepared.turn(angles)
         threads = prepared.problem.threads = torch.get_num_threads()
-        heads = torch.empty(T * self.every * self.head_dim, dtype=self.dtype)
-        pointers = x_TE.data_ptr(), *prepared.pointers, heads.data_ptr()
+        heads = torch.empty(T * self.widths["heads"], dtype=self.dtype)
+        pointers = x_TE.data_ptr(), *prepared.pointers, heads.data_ptr(), _address(inputs_TF)
         more = *prepared.sizes, prepared.paths, self._adapted(layout, T), tail
         more = *more, _address(tapped_TNE), self.tapping
         if self.delta is not None:
@@ -274,6 +213,8 @@ class Stack:
         """The arguments of convolutions: the address of their cache, the kind of its elements, ancestors."""
         if not self.taps:
             return None, 0, None
+        if len(cache.groups) < 2:
+            raise ValueError("a stack's cache: expected rows of convolutions")
         rows_LSE, ancestors_TN = cache.groups[1][0].squeeze(1), layout.ancestors_TN
         kinds = [dtype for dtype in (self.dtype, torch.bfloat16) if dtype == rows_LSE.dtype]
         shape = self.convolving, slots, self.width
@@ -284,6 +225,25 @@ class Stack:
             raise ValueError("a stack with convolutions: expected a layout with ancestors")
         expect("ancestors_TN", ancestors_TN, torch.int64, (tokens, self.taps - 1), _CPU)
         return rows_LSE.data_ptr(), KINDS[rows_LSE.dtype], ancestors_TN.data_ptr()
+
+    def caches(self, cache: KVCache) -> ctypes.Array[Any]:
+        """The places of the keys and values of layers, by the numbers that calls name. Raises ValueError for others."""
+        if self._held is None or self._held[0] is not cache:
+            kept = torch.int8 if cache.k_LGSD.dtype == torch.int8 else self.dtype
+            numbers = [call.table for call in self.attending]
+            if max(numbers, default=-1) >= len(cache.layers):
+                raise ValueError(f"a stack's cache: expected {max(numbers) + 1} layers, got {len(cache.layers)}")
+            found = (_STRUCTURES["LayerCache"] * (1 + max(numbers, default=0)))()
+            for call in self.attending:
+                heads, places = call.heads, cache.layers[call.table]
+                shape = heads.kept, cache.k_LGSD.shape[2], row_width(heads.size, kept)
+                if len(places) != 2:
+                    raise ValueError("a stack's cache: expected keys and values, got rows")
+                for x in places:
+                    expect("a stack's cache", x, kept, shape, _CPU)
+                found[call.table] = tuple(x.data_ptr() for x in places)
+            self._held = cache, found
+        return self._held[1]
 
     def check_paths(self, cache: KVCache, layout: TreeLayout, tokens: int) -> DeltaPaths:
         """The paths of a layout. Raises ValueError for those that lead out of the cache of layers with a state."""
@@ -310,17 +270,14 @@ class _Prepared:
     def __init__(self, stack: Stack, cache: KVCache, layout: TreeLayout):
         """Raises ValueError: tensors that do not fit together, or a layout that leads out of the cache."""
         self.stack, self.cache, self.positions_T = stack, cache, layout.positions_T
-        T, D, S = layout.positions_T.shape[0], stack.head_dim, cache.k_LGSD.shape[2]
-        kept = torch.int8 if cache.k_LGSD.dtype == torch.int8 else stack.dtype
-        for x in (cache.k_LGSD, cache.v_LGSD):
-            expect("a stack's cache", x, kept, (stack.attending, stack.kv_heads, S, row_width(D, kept)), _CPU)
+        T, S = layout.positions_T.shape[0], cache.k_LGSD.shape[2]
+        self.caches = stack.caches(cache)
         conv = stack.convolved(cache, layout, T, S)
-        heads_THD = torch.empty(T, stack.every, D, dtype=stack.dtype, device="meta")
-        queries_THD = heads_THD[:, stack.gates : stack.gates + stack.heads]
-        self.problem = native.problem(queries_THD, cache.k_LGSD, native.seen(layout, S), 1.0, None, 1)
+        sizes = torch.empty(T, 1, 1, dtype=stack.dtype, device="meta")  # each layer has its own
+        self.problem = native.problem(sizes, cache.k_LGSD, native.seen(layout, S), 1.0, None, 1)
         self.rotated, self.angles = stack.tables(), [-1]
         self.structures = *map(ctypes.addressof, (stack.described, self.problem, self.rotated)), len(self.rotated)
-        self.pointers = cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr(), layout.write_slots_T.data_ptr()
+        self.pointers = ctypes.addressof(self.caches), layout.write_slots_T.data_ptr()
         self.sizes, self.paths = (T, S, *conv), None
         if stack.delta is not None:
             paths, (rows_LRW, states_LSHKV) = stack.check_paths(cache, layout, T), cache.recurrent
@@ -339,8 +296,9 @@ class _Prepared:
             rows, R = table[0].shape
             for x in table:
                 expect("angles", x, self.stack.dtype, (rows if by_position else len(self.positions_T), R), _CPU)
-            if R % 2 or self.stack.head_dim < R:
-                raise ValueError(f"angles: expected an even number of columns, at most {self.stack.head_dim}, got {R}")
+            most = self.stack.turned.get(i, R)
+            if R % 2 or most < R:
+                raise ValueError(f"angles: expected an even number of columns, at most {most}, got {R}")
             self.rotated[i] = *(x.data_ptr() for x in (*table[:2], *table[-2:])), R, rows if by_position else 0
         self.held, self.angles = [*angles], [*map(id, angles)]
 
@@ -374,11 +332,13 @@ def _recurrent(call: Call) -> ctypes.Structure:
     return scans.described(weights) if call.code == "scan" else deltas.described(weights, call.delta.order)
 
 
-def _described(call: Call, layer: ctypes.Structure | None) -> ctypes.Structure:
-    registers = (REGISTERS.index(name) if name else 0 for name in (call.source, call.target))
+def _described(call: Call, layer: ctypes.Structure | None, width: int) -> ctypes.Structure:
+    names = call.source, call.target, call.beside or call.source
+    registers = (REGISTERS.index(name) if name else 0 for name in names)
     numbers = call.all_heads, call.own_norms, call.table, -1 if call.window is None else call.window
-    norms = (_norm(x) for x in (call.norm, call.more))
-    function = (ACTIVATIONS + GATES).index(call.function), call.gated
+    heads = _STRUCTURES["Heads"](*(call.heads or ()))
+    norms = (_norm(x) for x in (call.norm, call.more, call.third))
+    function = (ACTIVATIONS + GATES).index(call.function), call.gated, width
     packed, bias = call.matrix.matrix if call.matrix else (None, None)
     matrix = packed.described(bias) if packed else _STRUCTURES["Matrix"]()
     adapters = None if call.adapters is None else call.adapters.described()
@@ -386,7 +346,7 @@ def _described(call: Call, layer: ctypes.Structure | None) -> ctypes.Structure:
     recurs = [None if layer is None or call.code != code else ctypes.addressof(layer) for code in ("recur", "scan")]
     latent = None if call.latent is None else ctypes.addressof(call.latent.heads.described())
     more = matrix, adapters, mixture, _address(call.sinks), *recurs, latent, call.scale, call.cap or 0.0
-    return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, *norms, *more)
+    return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, heads, *norms, *more)
 
 
 def _norm(norm: Any) -> ctypes.Structure:

@@ -5,12 +5,12 @@ Calls read and write registers: rows of the tokens of a pass.
 
 from typing import Any, NamedTuple
 
-# C++ numbers both in this order. E width, M MLP width, H heads, G of keys and values, D head size.
+# C++ numbers both in this order. E width, M MLP width, H heads, D head size.
 REGISTERS = (
     "stream",  # E: what layers add to
     "read",  # E: the norm of the stream that a part reads; later the output of the MLP
     "out",  # E: the output of attention or of a convolution
-    "heads",  # (H + 2 G) D: queries, keys and values; (2 H + 2 G) D: gates before them; (H + 1) D: of a latent
+    "heads",  # see `Heads`
     "mixed",  # H D: what attention makes of the values
     "gates",  # 3 E: what a convolution reads; as wide as it is, what a layer with a state reads
     "convolved",  # E; the result of a layer with a state
@@ -20,28 +20,54 @@ REGISTERS = (
     "queries",  # its queries
     "latent",  # the latent, and the key that is rotated
     "values",  # what its heads make of values
+    "narrow",  # what a layer makes of the stream to weigh its input of each token
+    "inputs",  # those inputs, of all layers side by side
 )
 CODES = (
     "norm",  # target = the norm of source
     "product",  # target = source times `matrix`, plus its bias
-    # queries by `norm`, keys by `more`, in place; `all_heads`: of all heads as one row; `own_norms`: of each by its own
+    # queries by `norm`, keys by `more`, values by `third`, where there is one, in place; `all_heads`: of all heads as one
+    # row; `own_norms`: of each by its own
     "head_norms",
     "rotate",  # queries and keys, by the angles of `table`, in place
-    "write",  # keys and values into the cache
-    "attend",  # target = attention of the queries; `scale`, `window`, `cap`, `sinks`
+    "write",  # keys and values into the cache of layer `table`
+    "attend",  # target = attention of the queries to that cache; `scale`, `window`, `cap`, `sinks`
     "convolve",  # target = the short convolution of source, with the weights and bias of `norm`
     "activate",  # target = `function` of source; `gated`: of the first half, times the second
     "scale",  # target *= `scale`
     "add",  # target += source
     "adapt",  # target += what the adapters of tokens make of source
-    "mix",  # target = what the experts of `mixture` make of source
+    "mix",  # target = what the experts of `mixture` make of source; what is `beside` it chooses them
     "gate",  # target *= the logistic function of the gates in source
     "recur",  # target = the gated delta net `delta` of source
     "scan",  # target = the selective scan `delta` of source
     "absorb",  # target = queries and keys of source and "latent", by the `latent` of `kernels.latent`
     "expand",  # target = the values of source, by `latent`
     "tap",  # the rows of source are copied for whoever wants them, as number `table` of each token's
+    "inject",  # target = `function` of source, times the input of layer `table` in `beside`
 )
+
+
+class Heads(NamedTuple):
+    """The heads of a token, of `size` elements each, as they lie one after the other, and in the cache.
+
+    Args:
+        gates: as many as queries, or none.
+        queries, keys, values: no values: keys are the values as well; no keys either: those of another layer are read.
+        kept: heads of keys, and of values, in the cache that queries read.
+    """
+
+    gates: int
+    queries: int
+    keys: int
+    values: int
+    size: int
+    kept: int
+
+    @property
+    def count(self) -> int:
+        """How many there are of a token."""
+        return self.gates + self.queries + self.keys + self.values
 
 
 class Call(NamedTuple):
@@ -50,10 +76,12 @@ class Call(NamedTuple):
     Args:
         code: which operator.
         source, target: registers; the same for an operator in place.
-        norm, more: with a `weight` and a `bias`, which is None for an RMSNorm.
+        beside: another register that is read; "": the source.
+        norm, more, third: with a `weight` and a `bias`, which is None for an RMSNorm.
         matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
         scale, window, cap, sinks: of attention, see `kernels.tree_attention`; or a factor.
-        table: the number of the angles, or of what is tapped.
+        table: the number of the angles, of what is tapped, or of the layer whose cache or input it is.
+        heads: those that lie in "heads".
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.
         mixture: experts, with packed `matrices`, see `kernels.experts`.
@@ -64,14 +92,17 @@ class Call(NamedTuple):
     code: str
     source: str = ""
     target: str = ""
+    beside: str = ""
     norm: Any = None
     more: Any = None
+    third: Any = None
     matrix: Any = None
     scale: float = 1.0
     window: int | None = None
     cap: float | None = None
     sinks: Any = None
     table: int = 0
+    heads: Heads | None = None
     function: str = "relu"
     gated: bool = False
     all_heads: bool = False

@@ -36,8 +36,8 @@ void with_element(int64_t bytes, F f) {
 }
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
-enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, LOW, QUERIES, LATENT, VALUES, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, CODES };
+enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, LOW, QUERIES, LATENT, VALUES, NARROW, INPUTS, ROOMS };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, CODES };
 
 // What has a clock: the codes, then the product of the head, and top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
@@ -61,26 +61,25 @@ struct Pass {
     const Stack& s;
     Attention attention;
     const Angles* angles;
+    const LayerCache* caches;
     const int64_t* slots_T;
-    char* heads_THD;
     const int64_t threads, tokens, slots;
-    char *k, *v, *rows;  // of the layer that comes next
+    char* rows;  // of the layer with a convolution that comes next
     const int64_t kept;
     const int64_t *ancestors_TN, *adapters_T;
     const Paths* paths;
     float *delta_rows, *states;  // of the layer with a state that comes next
     char* const tapped;
     const int64_t copies;  // of each token's rows
-    const int64_t turned = s.heads + s.kv_heads, every = s.gates + turned + (s.latent ? 0 : s.kv_heads);
-    const int64_t head = s.head_dim * s.element;
-    char *const queries = heads_THD + s.gates * head, *const keys = queries + s.heads * head;
-    const std::unique_ptr<char[]> read_TE = room(s.width), out_TE = room(s.width);
-    const std::unique_ptr<char[]> mixed_THD = room(s.mixed);
-    const std::unique_ptr<char[]> gates_TF = room(s.into);
-    const std::unique_ptr<char[]> up_TM = room(s.up), middle_TM = room(s.mlp_width);
-    const std::unique_ptr<char[]> low = room(s.low), narrow = room(s.queries), latent = room(s.latent);
-    const std::unique_ptr<char[]> values = room(s.values);
-    char* at[ROOMS] = {};
+    char* at[ROOMS];
+    std::unique_ptr<char[]> rooms[ROOMS]{}, pairs{};
+
+    // The registers that the caller has none for.
+    void make_rooms() {
+        for (int i = 0; i < ROOMS; i++)
+            if (!at[i] && i != CONVOLVED) rooms[i] = room(s.widths[i]), at[i] = rooms[i].get();
+        at[CONVOLVED] = at[MIXED];
+    }
 
     std::unique_ptr<char[]> room(int64_t width) const {
         return std::unique_ptr<char[]>(new char[tokens * width * s.element]);
@@ -134,25 +133,55 @@ struct Pass {
             coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, norm.width, norm.eps);
     }
 
+    // The first head of a kind in the register of heads, and elements between those of two tokens.
+    char* head_at(const Heads& h, int64_t before) const { return at[HEADS] + before * h.size * s.element; }
+    char* queries(const Heads& h) const { return head_at(h, h.gates); }
+    char* keys(const Heads& h) const { return head_at(h, h.gates + h.queries); }
+    char* values(const Heads& h) const { return h.values ? head_at(h, h.gates + h.queries + h.keys) : keys(h); }
+    static int64_t every(const Heads& h) { return (h.gates + h.queries + h.keys + h.values) * h.size; }
+
     void normalize_heads(const Norm& norm, const Call& c, char* x, int64_t heads) const {
-        const int64_t D = s.head_dim, count = c.all_heads ? 1 : heads, size = c.all_heads ? heads * D : D;
-        const int64_t token = every * D, step = c.own_norms ? D : 0;
-        coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, count, size, token, step, norm.eps);
+        if (!norm.weight) return;
+        const int64_t D = c.heads.size, count = c.all_heads ? 1 : heads, size = c.all_heads ? heads * D : D;
+        const int64_t step = c.own_norms ? D : 0;
+        coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, count, size, every(c.heads), step,
+                          norm.eps);
     }
 
-    void rotate(char* x, const void* cos, const void* sin, int64_t dims, int64_t heads) const {
-        const int64_t D = s.head_dim, token = every * D;
-        coppice_rotary(s.kind, threads, x, cos, sin, x, tokens, heads, D, dims, token, D, token);
+    void rotate(const Heads& h, char* x, const void* cos, const void* sin, int64_t dims, int64_t heads) const {
+        const int64_t token = every(h);
+        coppice_rotary(s.kind, threads, x, cos, sin, x, tokens, heads, h.size, dims, token, h.size, token);
     }
 
-    void write(const char* k_TGD, const char* v_TGD) const {
-        const int64_t D = s.head_dim, token = every * D;
+    void write(const Heads& h, const LayerCache& cache) const {
+        const int64_t D = h.size, token = every(h), e = s.element;
         if (attention.cache == INT8)
-            coppice_kv_write_int8(s.kind, threads, k, v, k_TGD, v_TGD, slots_T, tokens, s.kv_heads, slots, D, token, D,
-                                  token, D);
+            coppice_kv_write_int8(s.kind, threads, cache.k, cache.v, keys(h), values(h), slots_T, tokens, h.keys, slots,
+                                  D, token, D, token, D);
         else
-            coppice_kv_write(threads, k, v, k_TGD, v_TGD, slots_T, tokens, s.kv_heads, slots, head, every * head, head,
-                             every * head, head);
+            coppice_kv_write(threads, cache.k, cache.v, keys(h), values(h), slots_T, tokens, h.keys, slots, D * e,
+                             token * e, D * e, token * e, D * e);
+    }
+
+    void attend(const Call& c, void* out) {
+        const Heads& h = c.heads;
+        const LayerCache& cache = caches[c.table];
+        attention.heads = h.queries, attention.kv_heads = h.kept, attention.head_dim = h.size;
+        attention.q_token = every(h), attention.q_head = h.size;
+        attention.window = c.window, attention.scale = c.scale, attention.cap = c.cap;
+        attention.sinks = c.sinks;
+        coppice_tree_attention(&attention, queries(h), cache.k, cache.v, out);
+    }
+
+    // An activation times the input of a layer: of rows with both side by side.
+    void inject(const Call& c, const char* x, const char* inputs, void* out) {
+        const int64_t row = c.width * s.element, all = s.widths[c.beside] * s.element;
+        if (!pairs) pairs = room(2 * c.width);
+        for (int64_t t = 0; t < tokens; t++) {
+            std::memcpy(pairs.get() + 2 * t * row, x + t * row, row);
+            std::memcpy(pairs.get() + (2 * t + 1) * row, inputs + t * all + c.table * row, row);
+        }
+        coppice_activation_mul(s.kind, threads, c.function, pairs.get(), out, tokens, c.width);
     }
 
     void finish(const Tail& tail, Stopwatch& watch) const {
@@ -176,24 +205,20 @@ struct Pass {
             case PRODUCT:
                 return coppice_linear(s.kind, threads, &c.matrix, source, target, tokens);
             case HEAD_NORMS:
-                normalize_heads(c.norm, c, queries, s.heads);
-                return normalize_heads(c.more, c, keys, s.kv_heads);
+                normalize_heads(c.norm, c, queries(c.heads), c.heads.queries);
+                normalize_heads(c.more, c, keys(c.heads), c.heads.keys);
+                return normalize_heads(c.third, c, values(c.heads), c.heads.values);
             case ROTATE: {
                 const Angles& a = angles[c.table];
-                if (a.query_cos == a.cos) return rotate(queries, a.cos, a.sin, a.dims, turned);
-                rotate(queries, a.query_cos, a.query_sin, a.dims, s.heads);
-                return rotate(keys, a.cos, a.sin, a.dims, s.kv_heads);
+                const Heads& h = c.heads;
+                if (a.query_cos == a.cos) return rotate(h, queries(h), a.cos, a.sin, a.dims, h.queries + h.keys);
+                rotate(h, queries(h), a.query_cos, a.query_sin, a.dims, h.queries);
+                return rotate(h, keys(h), a.cos, a.sin, a.dims, h.keys);
             }
             case WRITE:
-                return write(keys, s.latent ? keys : keys + s.kv_heads * head);
-            case ATTEND: {
-                const int64_t row = attention.cache == INT8 ? s.head_dim + SCALE_BYTES : head;
-                attention.window = c.window, attention.scale = c.scale, attention.cap = c.cap;
-                attention.sinks = c.sinks;
-                coppice_tree_attention(&attention, queries, k, v, target);
-                k += s.kv_heads * slots * row, v += s.kv_heads * slots * row;
-                return;
-            }
+                return write(c.heads, caches[c.table]);
+            case ATTEND:
+                return attend(c, target);
             case CONVOLVE:
                 coppice_short_conv(s.kind, kept, threads, source, c.norm.weight, c.norm.bias, rows, slots_T,
                                    ancestors_TN, target, tokens, s.width, s.taps - 1, slots);
@@ -201,24 +226,23 @@ struct Pass {
                 return;
             case ACTIVATE:
                 if (c.gated)
-                    coppice_activation_mul(s.kind, threads, c.function, source, target, tokens, s.mlp_width);
+                    coppice_activation_mul(s.kind, threads, c.function, source, target, tokens, c.width);
                 else
-                    coppice_activation(s.kind, threads, c.function, source, target, tokens, s.mlp_width);
+                    coppice_activation(s.kind, threads, c.function, source, target, tokens, c.width);
                 return;
             case SCALE:
                 return with_type(s.kind, [&](auto type) {
-                    multiply_by(c.scale, (decltype(type)*)target, tokens * s.width);
+                    multiply_by(c.scale, (decltype(type)*)target, tokens * c.width);
                 });
             case ADD:
-                return add(s.kind, source, target, tokens * s.width);
+                return add(s.kind, source, target, tokens * c.width);
             case ADAPT:
                 if (adapters_T) coppice_low_rank(s.kind, threads, c.adapters, adapters_T, source, target, tokens);
                 return;
             case MIX:
-                return coppice_experts(s.kind, threads, c.mixture, source, target, tokens);
+                return coppice_experts(s.kind, threads, c.mixture, source, at[c.beside], target, tokens);
             case GATE:
-                return coppice_sigmoid_mul(s.kind, threads, target, source, target, tokens, s.heads * s.head_dim,
-                                           every * s.head_dim);
+                return coppice_sigmoid_mul(s.kind, threads, target, source, target, tokens, c.width, every(c.heads));
             case RECUR:
                 return recur(*c.delta, source, target);
             case SCAN:
@@ -233,6 +257,8 @@ struct Pass {
                     std::memcpy(tapped + (t * copies + c.table) * row, source + t * row, row);
                 return;
             }
+            case INJECT:
+                return inject(c, source, at[c.beside], target);
         }
     }
 };
@@ -270,30 +296,23 @@ class Turns {
 }  // namespace
 
 extern "C" int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
-                                 int64_t threads, void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD,
-                                 int64_t tokens, int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN,
-                                 const Paths* paths, const int64_t* adapters_T, const Tail* tail, char* tapped,
-                                 int64_t copies) {
+                                 int64_t threads, void* x, const LayerCache* caches, const int64_t* slots_T, char* heads,
+                                 char* inputs, int64_t tokens, int64_t slots, char* rows, int64_t kept,
+                                 const int64_t* ancestors_TN, const Paths* paths, const int64_t* adapters_T,
+                                 const Tail* tail, char* tapped, int64_t copies) {
     const Turns turns(angles, tables, attention->positions, tokens, stack->element);
     if (!turns.fit) return 0;
-    Pass pass{*stack, *attention, turns.angles.data(), slots_T,    heads_THD,
-              threads, tokens,    slots,               k,          v,
-              rows,   kept,       ancestors_TN,        adapters_T, paths,
-              paths ? paths->rows : nullptr, paths ? paths->states : nullptr, tapped, copies};
-    char* registers[ROOMS] = {(char*)x,
-                                  pass.read_TE.get(),
-                                  pass.out_TE.get(),
-                                  heads_THD,
-                                  pass.mixed_THD.get(),
-                                  pass.gates_TF.get(),
-                                  pass.mixed_THD.get(),
-                                  pass.up_TM.get(),
-                                  pass.middle_TM.get(),
-                                  pass.low.get(),
-                                  pass.narrow.get(),
-                                  pass.latent.get(),
-                                  pass.values.get()};
-    std::copy(registers, registers + ROOMS, pass.at);
+    Pass pass{*stack,       *attention,
+              turns.angles.data(), caches,
+              slots_T,      threads,
+              tokens,       slots,
+              rows,         kept,
+              ancestors_TN, adapters_T,
+              paths,        paths ? paths->rows : nullptr,
+              paths ? paths->states : nullptr, tapped,
+              copies,       {}};
+    pass.at[STREAM] = (char*)x, pass.at[HEADS] = heads, pass.at[INPUTS] = inputs;
+    pass.make_rooms();
     Stopwatch watch;
     for (int64_t i = 0; i < stack->count; i++) {
         pass.run(stack->calls[i]);

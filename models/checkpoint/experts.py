@@ -16,7 +16,7 @@ from models.errors import CheckpointError, show
 EXPERT = ".experts."  # in the names of the matrices of experts
 MOST_EXPERTS = 2**12  # of a layer
 _STACKED = re.compile(
-    r"(?P<layer>.*\.layers\.\d+\.|layers\.\d+\.)(?P<mlp>mlp|feed_forward|block_sparse_moe)\."
+    r"(?P<layer>.*\.layers\.\d+\.|layers\.\d+\.)(?:(?P<mlp>mlp|feed_forward|block_sparse_moe)\.)?"
     r"(?P<part>experts\.gate_up_proj|experts\.down_proj|input_linear\.weight|output_linear\.weight)"
 )
 _GPT_OSS = re.compile(r"(.*\blayers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
@@ -83,7 +83,7 @@ def _in_turns(turns: re.Match[str], name: str, info: TensorInfo) -> Iterator[tup
 def _unstacked(stacked: re.Match[str], name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     """The matrices of each expert."""
     count, rows, width = info.shape
-    mlp = "feed_forward" if stacked["mlp"] == "feed_forward" else "mlp"
+    mlp = {None: "", "feed_forward": "feed_forward."}.get(stacked["mlp"], "mlp.")
     halves = stacked["part"] in ("experts.gate_up_proj", "input_linear.weight")
     if halves and rows % 2:
         yield name, info
@@ -91,6 +91,6 @@ def _unstacked(stacked: re.Match[str], name: str, info: TensorInfo) -> Iterator[
     parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)} if halves else {"down_proj": (0, rows)}
     for number in range(count):
         for part, (first, last) in parts.items():
-            spelled = f"{stacked['layer']}{mlp}.experts.{number}.{part}.weight"
+            spelled = f"{stacked['layer']}{mlp}experts.{number}.{part}.weight"
             cut = Cut(number, first, last)
             yield spelled, replace(info, shape=(last - first, width), name=info.name or name, part=cut)

@@ -110,6 +110,10 @@ class Sizes(Weights):
         self.vectors += vector.nbytes
         return vector
 
+    def scalar(self, name: str) -> float:
+        """A scalar that changes nothing."""
+        return 1.0
+
     def linear(
         self,
         *names: str,

@@ -94,6 +94,10 @@ class Weights:
         found = _cut(self._read(name), some)
         return (found.float() + 1 if plus_one else found).to(self.device, dtype or self.dtype, copy=True)
 
+    def scalar(self, name: str) -> float:
+        """A vector of one element."""
+        return self.vector(name).item()
+
     def linear(
         self,
         *names: str,

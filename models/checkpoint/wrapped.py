@@ -17,7 +17,18 @@ NESTED = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(.+)")
 TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm|decoder|rotary_emb)|transformer|lm_head)\..+")
 # Wholes whose head is the embedding if they do not say otherwise themselves, whatever their text model says.
 TIED = frozenset(
-    ("deepseek_vl", "gemma3", "granite_speech", "internvl", "janus", "lfm2_vl", "lighton_ocr", "mistral3", "ovis2")
+    (
+        "deepseek_vl",
+        "gemma3",
+        "gemma4",
+        "granite_speech",
+        "internvl",
+        "janus",
+        "lfm2_vl",
+        "lighton_ocr",
+        "mistral3",
+        "ovis2",
+    )
 )
 REFUSED = {"paligemma": "it attends to a prompt in both directions"}
 
@@ -51,6 +62,7 @@ _QWEN_VL = TextModel(
 TEXT_MODELS = {
     "gemma2": TextModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
     "gemma3_text": TextModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
+    "gemma4_text": TextModel("Gemma4ForCausalLM", (262144, 2304, 9216, 30, 8)),
     "granite": TextModel("GraniteForCausalLM", (32000, 4096, 11008, 32, 32), unused=("logits_scaling",)),
     "hunyuan_v1_dense": TextModel("HunYuanDenseV1ForCausalLM", (290943, 4096, 11008, 32, 32)),
     "lfm2": TextModel("Lfm2ForCausalLM", (65536, 2560, 12288, 32, 32)),

@@ -14,6 +14,7 @@ from models.families import (
     deepseek_v2,
     deepseek_v3,
     gemma,
+    gemma4,
     gpt2,
     gpt_oss,
     granite,
@@ -71,6 +72,7 @@ _CLASSES: list[type[Decoder]] = [
     gemma.Gemma,
     gemma.Gemma2,
     gemma.Gemma3,
+    gemma4.Gemma4,
 ]
 SUPPORTED = "docs/checkpoints.md lists all that are supported"
 FAMILIES = {name: family for family in _CLASSES for name in family.architectures}

@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ from engine.errors import NumericsError
 from engine.step.packing import Chunk, pack
 from engine.step.runner import Keep
 from kernels import cpp
-from kernels.layout import KVCache
 from kernels.rows import TopSums
 from kernels.stack import Angles, Stack, one_by_one
 from models import FAMILIES
@@ -218,7 +218,7 @@ def test_paths_and_stores_of_recurrent_layers_that_do_not_fit(tmp_path, monkeypa
     tree = TokenTree(engine.pool, [1, 2, 3])
     chunk = Chunk(tree, 3, [], tree.allocate(3, []))
     layout = engine.runner.pack([chunk]).layout
-    angles = [Angles((torch.ones(3, stack.head_dim),) * 2)]
+    angles = [Angles((torch.ones(3, engine.runner.model.config.head_dim),) * 2)]
     rows, states = cache.recurrent
     others = [
         ("expected a layout with paths", replace(layout, paths=None), cache.recurrent),
@@ -227,7 +227,8 @@ def test_paths_and_stores_of_recurrent_layers_that_do_not_fit(tmp_path, monkeypa
         ("stack's states: expected", layout, (rows, states.bfloat16())),
     ]
     for words, other, recurrent in others:
-        stores = KVCache(*cache.groups[0], cache.groups[1:], recurrent=recurrent or cache.recurrent)
+        stores = copy(cache)
+        stores.recurrent = recurrent or cache.recurrent
         with pytest.raises(ValueError, match=words):
             stack(torch.zeros(3, E), angles, stores, other)
     stack(torch.zeros(3, E), angles, cache, layout)
@@ -296,9 +297,8 @@ def test_a_table_of_angles_for_each_layer(folder):
     angles = [(torch.randn(3, dims), torch.randn(3, dims)) for dims in (4, model.config.head_dim)]
     for tables in [(None, 1), (1, 0)]:
         layers = [turned(layer.calls, table) for layer, table in zip(model.layers, tables, strict=True)]
-        sizes = {name: getattr(model.config, name) for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim")}
         after = [call._replace(target="stream") for call in model.after]
-        together = Stack([*layers[0], *layers[1], *after], dtype=torch.float32, **sizes)
+        together = Stack([*layers[0], *layers[1], *after], dtype=torch.float32, width=model.config.width)
         registers = Registers(x_TE, model.config, angles, cache, layout)
         for calls, registers.kept in zip(layers, cache.layers, strict=True):
             run(calls, registers)
@@ -328,7 +328,7 @@ def test_what_does_not_fit_is_refused(folder):
     stack, cache, width = engine.runner.model.stack, engine.pool.cache, len(engine.runner.model.norm.weight)
     tree = TokenTree(engine.pool, [1, 2, 3])
     layout = pack([Chunk(tree, 3, [], tree.allocate(3, []))], engine.pool.page_size, impl="cpp").layout
-    angles = torch.ones(3, stack.head_dim)
+    angles = torch.ones(3, engine.runner.model.config.head_dim)
     for x, cos in (
         (torch.zeros(4, width), angles),
         (torch.zeros(3, width).bfloat16(), angles),

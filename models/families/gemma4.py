@@ -1,0 +1,144 @@
+"""Gemma 4, text only (Gemma Team 2026): heads that differ from layer to layer, keys and values of earlier layers, inputs
+of layers besides the stream, experts beside an MLP."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kernels.experts.routing import Routing
+from models.checkpoint.fields import Fields
+from models.config import FULL, SLIDING, Config, Experts, LayerInputs
+from models.decoder import Decoder
+from models.families.gemma import cap, kinds_of
+from models.names import Names
+from models.reading import rotary, windows
+from models.rope import BUFFERS, KINDS, RopeConfig
+
+TABLES: Mapping[str, dict[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+
+
+class Gemma4(Decoder):
+    """A Gemma whose layers of full attention have wider heads, fewer of keys, and values that are the keys."""
+
+    architectures = ("Gemma4ForCausalLM",)
+    names = Names(
+        mlp_norm="pre_feedforward_layernorm",
+        router="router.proj",
+        expert=("experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj"),
+    )
+    default_eos_token_ids = frozenset([1])
+    # Layers that read the keys and values of others may have matrices for their own.
+    ignored = (*BUFFERS, re.compile(r"(model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)"))
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.str("use_bidirectional_attention", None) not in (None, "vision"):
+            raise fields.error("use_bidirectional_attention", "null: a token that sees later ones is not supported")
+        options = rotary(
+            fields,
+            positions=131072,
+            kv_heads=4,
+            head_dim=256,
+            tied=True,
+            activation="gelu_pytorch_tanh",
+            activation_field="hidden_activation",
+            one_rope=False,
+        )
+        layers, width, inner = options["layers"], options["width"], options["mlp_width"]
+        kinds = (*kinds_of(fields, layers, 6)[:-1], FULL)
+        sizes = heads(fields, kinds, options["heads"], options["kv_heads"], options["head_dim"])
+        reads = shared(fields, kinds)
+        doubled = fields.bool("use_double_wide_mlp", default=False)
+        widths = [inner * (2 if doubled and reads[i] != i else 1) for i in range(layers)]
+        alike = fields.bool("attention_k_eq_v", default=False)
+        return Config(
+            **options | {"kv_heads": sizes[0][0], "head_dim": sizes[0][1]},
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            embedding_scale=width**0.5,
+            rounded_scale=True,
+            norms=("input", "output"),
+            windows=windows(fields, kinds, fields.int("sliding_window", 512, high=2**31)),
+            scales=(1.0,) * layers,
+            head_norms="each",
+            value_norms=True,
+            ropes=ropes(fields, kinds, sizes, options["max_positions"]),
+            kv_sizes=sizes,
+            keys_from=reads,
+            keys_as_values=tuple(alike and kind == FULL for kind in kinds),
+            mlp_widths=tuple(widths),
+            experts=experts(fields, layers) if fields.bool("enable_moe_block", default=False) else None,
+            layer_inputs=inputs(fields, options["vocab_size"], width),
+            layer_scales=True,
+            logit_cap=cap(fields, "final_logit_softcapping", None),
+        )
+
+
+def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, size: int) -> tuple[tuple[int, int], ...]:
+    """`Config.kv_sizes` of layers of these kinds. Transformers 5.23 writes them as `per_layer_config`; before, full attention
+    had fields of its own.
+
+    Raises:
+        CheckpointError: naming the field.
+    """
+    full = {"head_dim": fields.int("global_head_dim", 512, high=2**14)}
+    if fields.bool("attention_k_eq_v", default=False) and (given := fields.int("num_global_key_value_heads", None)):
+        full["num_key_value_heads"] = given
+    every: dict[str, Any] = {str(i): full for i, kind in enumerate(kinds) if kind == FULL}
+    if "per_layer_config" in fields.config:
+        every = dict(getattr(fields.sub("per_layer_config"), "config", {}))
+    found = []
+    for i in range(len(kinds)):
+        own = Fields({"_": every.get(str(i), {})}, fields.file, f"per_layer_config.{i}.").sub("_")
+        own = own or Fields({}, fields.file)
+        if other := {*own.config} - {"head_dim", "num_key_value_heads"}:
+            raise own.error(min(other), "nothing: layers may differ in their heads only")
+        sizes = own.int("num_key_value_heads", kv_heads, high=2**14), own.int("head_dim", size, high=2**14)
+        if queries % sizes[0] or sizes[1] % 2:
+            what = f"heads of an even size, and a divisor of num_attention_heads, which is {queries}"
+            raise fields.error("per_layer_config", what)
+        found.append(sizes)
+    return tuple(found)
+
+
+def shared(fields: Fields, kinds: Sequence[str]) -> tuple[int, ...]:
+    """`Config.keys_from`: the last layers read what the last one of their kind before them keeps."""
+    first = len(kinds) - fields.int("num_kv_shared_layers", 0, low=0, high=len(kinds) - 1)
+    own = {kind: i for i, kind in enumerate(kinds[:first])}
+    if {*kinds} - {*own}:
+        raise fields.error("num_kv_shared_layers", "a layer of each kind of layer_types before those that share")
+    return tuple(i if i < first else own[kind] for i, kind in enumerate(kinds))
+
+
+def ropes(
+    fields: Fields, kinds: Sequence[str], sizes: Sequence[tuple[int, int]], max_positions: int
+) -> tuple[RopeConfig, ...]:
+    """`Config.ropes`, each for the heads of its layer."""
+    nested, found = fields.sub("rope_parameters") or Fields({}, fields.file), {}
+    labels = KINDS | {"proportional": "proportional"}
+    for kind, (_, size) in zip(kinds, sizes, strict=True):
+        given = nested.sub(kind)
+        part = Fields({"rope_parameters": given.config if given else TABLES[kind]}, fields.file)
+        found[kind, size] = RopeConfig.from_hf(part, size, max_positions, kinds=labels)
+    return tuple(found[kind, size] for kind, (_, size) in zip(kinds, sizes, strict=True))
+
+
+def experts(fields: Fields, layers: int) -> Experts:
+    """The experts beside the MLP of each layer."""
+    count, chosen = fields.int("num_experts", high=2**12), fields.int("top_k_experts", high=2**12)
+    if chosen > count:
+        raise fields.error("top_k_experts", f"at most num_experts, which is {count}")
+    width = fields.int("moe_intermediate_size")
+    return Experts(count, width, Routing(chosen, normalized=True), (True,) * layers, beside_mlp=True, factors=True)
+
+
+def inputs(fields: Fields, vocab_size: int, width: int) -> LayerInputs | None:
+    """The inputs of layers; None: there are none."""
+    size = fields.int("hidden_size_per_layer_input", 256, low=0)
+    known = fields.int("vocab_size_per_layer_input", 262144)
+    if size and known < vocab_size:
+        raise fields.error("vocab_size_per_layer_input", f"vocab_size, {vocab_size}, or more")
+    return LayerInputs(size, known, scale=size**0.5, made_scale=width**-0.5) if size else None

@@ -1,0 +1,51 @@
+"""What tokens have for each layer besides the stream, see `Config.layer_inputs`: how it is made, and what a layer does
+with it.
+
+Shape legend: T tokens of a pass, E width, L layers, P width of a layer's input.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from kernels.stack.calls import Call
+from models.checkpoint.weights import Weights
+from models.config import Config, LayerInputs
+from models.names import Names
+from models.norms import Norm, rounded
+
+
+class InputMaker(nn.Module):
+    """Makes the inputs of all layers, of tokens and of their embeddings."""
+
+    def __init__(self, c: Config, names: Names, weights: Weights, inputs: LayerInputs):
+        super().__init__()
+        self.width, self.made_scale, self.sum_scale = inputs.width, inputs.made_scale, inputs.sum_scale
+        self.scale = rounded(inputs.scale, weights.dtype)
+        self.table = weights.embedding(f"{names.input_table}.weight")
+        self.matrix = weights.linear(names.input_matrix)
+        self.norm = Norm(c, weights, names.input_norm)
+
+    def forward(self, tokens_T: Tensor, x_TE: Tensor, impl: str) -> Tensor:
+        """int64 [T] and the rows that enter the first layer -> [T, L P]; `impl` is the pass's."""
+        made_TLP = (self.matrix(x_TE) * self.made_scale).unflatten(1, (-1, self.width))
+        rows_TF = self.table(tokens_T).to(x_TE.dtype) * self.scale
+        return (self.norm(made_TLP, impl).flatten(1) + rows_TF) * self.sum_scale
+
+
+class LayerInput(nn.Module):
+    """Adds to the stream what two matrices make of it, the first one's product activated and times the layer's input."""
+
+    def __init__(self, c: Config, names: Names, weights: Weights, index: int):
+        super().__init__()
+        layer, self.index, self.activation = names.layer.format(index), index, c.activation
+        self.gate, self.out = weights.linear(layer + names.input_gate), weights.linear(layer + names.input_out)
+        self.norm = Norm(c, weights, layer + names.input_out_norm)
+
+    def calls(self) -> Iterator[Call]:
+        """The calls from the stream to the stream."""
+        yield Call("product", "stream", "narrow", matrix=self.gate)
+        yield Call("inject", "narrow", "narrow", "inputs", table=self.index, function=self.activation)
+        yield Call("product", "narrow", "out", matrix=self.out)
+        yield Call("norm", "out", "out", norm=self.norm)
+        yield Call("add", "out", "stream")
