@@ -112,7 +112,8 @@ def load(folder: Path) -> Any:
     config = json.loads((folder / "config.json").read_text())
     architecture = config["architectures"][0]
     # Its other products of experts round in another way.
-    mixed = {**config, **config.get("text_config", {})}.get("num_experts_per_tok")
+    fields = {**config, **config.get("text_config", {})}
+    mixed = fields.get("num_experts_per_tok") or fields.get("top_k_experts")
     eager = {"experts_implementation": "eager"} if mixed else {}
     kinds = {"SequenceClassification": AutoModelForSequenceClassification,
              "ConditionalGeneration": AutoModelForImageTextToText}  # fmt: skip
