@@ -10,6 +10,7 @@ from typing import Any
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING
 from models.errors import nearest
+from models.gguf import gemma4
 from models.gguf.delta_nets import delta_nets, without_draft_layers
 from models.gguf.experts import SIGMOID, SOFTMAX_OF_CHOSEN, experts
 from models.gguf.latents import latents, mixture
@@ -38,6 +39,7 @@ READ = {  # those of the keys above that an architecture reads
     **dict.fromkeys(("qwen3next", "qwen35moe"), ("expert_count",)),
     "gemma2": CAPS,
     "gemma3": CAPS[1:],
+    "gemma4": (CAPS[1], "expert_count"),
     "mistral3": ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
     "stablelm": ("use_parallel_residual",),
     "deepseek2": ("expert_count", "rope.scaling.yarn_log_multiplier"),
@@ -241,6 +243,14 @@ def _gemma3(file: GGUF, keys: Fields) -> dict[str, Any]:
     return config | {"rope_local_base_freq": base, CAPS[1]: decimal(cap) if cap else None}
 
 
+def _gemma4(file: GGUF, keys: Fields) -> dict[str, Any]:
+    full = Fields({**keys.config, "attention.head_count_kv": None}, keys.file, keys.prefix)  # may differ by layer
+    window, cap = keys.int("attention.sliding_window", 0, low=0, high=2**31), keys.float(CAPS[1], 0.0)
+    config = _attention(file, full) | _windows(keys, window, 6) | _named("Gemma4ForCausalLM", "gemma4_text")
+    config |= {"rms_norm_eps": _epsilon(keys, "attention.layer_norm_rms_epsilon")}
+    return config | gemma4.layers(file, keys, config) | {CAPS[1]: decimal(cap) if cap else None}
+
+
 def _sized(file: GGUF, keys: Fields, window: int, *, period: int, whole: int) -> dict[str, Any]:
     """The fields that Gemma 2 and 3 have in common; `whole`: the number of layers of the largest."""
     config = _gated(file, keys, rotated="all") | _windows(keys, window, period)
@@ -371,6 +381,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "granite": _granite,
     "granitemoe": _granitemoe,
     "granitehybrid": _granitehybrid,

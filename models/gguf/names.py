@@ -25,6 +25,23 @@ _OUTPUT_NORMS = {
     "blk.post_ffw_norm": "post_feedforward_layernorm",
 }
 _GEMMA2 = {**_LLAMA, **_OUTPUT_NORMS, "blk.ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA4 = {
+    **_GEMMA2,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "blk.inp_gate": "per_layer_input_gate",
+    "blk.proj": "per_layer_projection",
+    "blk.post_norm": "post_per_layer_input_norm",
+    "blk.layer_output_scale": "layer_scalar",
+    "blk.ffn_gate_inp": "router.proj",
+    "blk.ffn_gate_inp.scale": "router.scale",
+    **dict.fromkeys(("blk.ffn_down_exps.scale", "blk.ffn_gate_inp.per_expert_scale"), "router.per_expert_scale"),
+    **{f"blk.ffn_{part}_exps": f"experts.{{}}.{part}_proj" for part in ("gate", "up", "gate_up", "down")},
+    "blk.pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "blk.post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "blk.post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
 _GPT2 = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -98,6 +115,9 @@ BARE = (
     ".A_log",
     ".dt_bias",
     ".D",
+    "router.scale",
+    "per_expert_scale",
+    "layer_scalar",
 )  # names of checkpoints that end so have nothing after them
 _LFM2_EXPERTS = {own: name.replace("mlp.", "feed_forward.") for own, name in _EXPERTS.items()}
 _GPT_OSS = {
@@ -133,6 +153,7 @@ NAMES = {
     **dict.fromkeys(("qwen3next", "qwen35moe"), _QWEN35 | _EXPERTS | _SHARED),
     "qwen2moe": _LLAMA | _EXPERTS | _SHARED,
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
+    "gemma4": _GEMMA4,
     "deepseek2": _LLAMA | _EXPERTS | _DEEPSEEK2,
     "gpt2": _GPT2,
     "gpt-oss": _GPT_OSS,

@@ -1,5 +1,6 @@
 """The tensors of a GGUF file as a checkpoint has them: its names, its order of rows, quantised matrices as blocks."""
 
+import itertools
 import math
 import mmap
 import os
@@ -30,7 +31,14 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 SUPPORTED = ", ".join([*FLOATS, *BLOCKS])
-PLUS_ONE = "gemma", "qwen3next", "qwen35"  # architectures whose norms are stored as 1 + weight
+PLUS_ONE = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "qwen3next",
+    "qwen35",
+    "qwen35moe",
+)  # architectures whose norms are stored as 1 + weight
 IGNORED = *FACTORS, "attn_rot_embd.weight"  # frequencies: the configuration has them
 
 
@@ -218,9 +226,11 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
     dims = 3 if EXPERT in name and name.endswith(".weight") else 2
     if "{}" in name and len(entry.shape) == dims and entry.shape[0] <= MOST_EXPERTS:
         (count, *shape), rows = entry.shape, math.prod(entry.shape[1:-1])
-        for number in range(count):
-            start = entry.start + number * rows * entry.row_bytes
-            named = name.format(number)
+        parts = (("gate_up_proj", "gate_proj"), ("gate_up_proj", "up_proj")) if "gate_up_proj" in name else (("", ""),)
+        rows, shape[0] = rows // len(parts), shape[0] // len(parts)
+        for number, (half, (whole, part)) in itertools.product(range(count), enumerate(parts)):
+            start = entry.start + (number * len(parts) + half) * rows * entry.row_bytes
+            named = name.format(number).replace(whole, part) if whole else name.format(number)
             yield named, _stored(arch, config, named, entry, tuple(shape), rows, start)
         return
     if name.endswith("shared_expert_gate.weight") and len(entry.shape) == 1:
@@ -259,7 +269,7 @@ def _stored(
     if arch in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         heads = heads if shape[0] % (2 * heads) == 0 else 0  # of another shape than the model's: it is refused
-    plus_one = arch.startswith(PLUS_ONE) and name.endswith("norm.weight") and entry.format in FLOATS
+    plus_one = arch in PLUS_ONE and name.endswith("norm.weight") and entry.format in FLOATS
     plus_one = plus_one and DELTA_NET not in name
     dtype = torch.float32 if plus_one else (FLOATS | INTEGERS).get(entry.format, torch.uint8)
     transposed = False

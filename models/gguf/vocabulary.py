@@ -76,7 +76,16 @@ WHOLE_WORDS |= {"tekken", "minicpm5"}  # a word that is a token is not merged fr
 BEGIN = WHOLE_WORDS - {"glm4", "minicpm5"}  # a text begins with BOS, unless the file has another word on it
 COMPOSED = {"qwen2", "qwen35"}  # whose tokenizer.json composes characters (NFC)
 # What ends a turn where the file names other tokens, or none: llama.cpp finds these by their spelling as well.
-ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>")
+ENDS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<turn|>",
+)
 CHANNELS = "<|channel|>"  # of gpt-oss: a text has several messages, which <|end|> ends, and others end the text
 CHANNEL_ENDS = "<|return|>", "<|call|>", "<|endoftext|>"
 SPACE = "▁"
@@ -95,7 +104,7 @@ class FileVocabulary:
 
     Args:
         file: it has a tokenizer.
-        kind: "llama" (SentencePiece) or "gpt2" (byte-level BPE).
+        kind: "llama" (SentencePiece), "gemma4" (the same with merges) or "gpt2" (byte-level BPE).
 
     Raises:
         CheckpointError: malformed, or of a kind that is not supported.
@@ -229,7 +238,7 @@ class FileVocabulary:
 
     def tokenizer(self) -> dict[str, Any]:
         """tokenizer.json. Raises CheckpointError for what is not supported."""
-        parts = self._sentencepiece() if self.kind == "llama" else self._bytes()
+        parts = self._bytes() if self.kind == "gpt2" else self._sentencepiece()
         ends = [self._adds("bos", parts.pop("begins")), self._adds("eos", False)]
         first, last = ([] if i is None else [{"SpecialToken": {"id": self.tokens[i], "type_id": 0}}] for i in ends)
         special = {t: {"id": t, "ids": [i], "tokens": [t]} for i in ends if i is not None for t in [self.tokens[i]]}
@@ -386,9 +395,9 @@ def kind_of(file: GGUF) -> str | None:
     kind = file.fields("tokenizer.ggml.").str("model", "none")
     if kind in ("none", "no_vocab"):
         return None
-    if kind not in ("llama", "gpt2"):
+    if kind not in ("llama", "gpt2", "gemma4"):
         what = f"tokenizer.ggml.model: tokenizers of the kind {kind[:80]!r} are not supported"
-        raise file.error(what, "supported: llama (SentencePiece of BPE) and gpt2 (byte-level BPE)")
+        raise file.error(what, "supported: llama and gemma4 (SentencePiece of BPE) and gpt2 (byte-level BPE)")
     return kind
 
 

@@ -25,7 +25,7 @@ ARCHITECTURES = {
         name: name
         for name in ("gemma", "gemma2", "gpt2", "granite", "lfm2", "olmo2", "qwen2", "qwen3", "smollm3", "stablelm")
     },
-    **{"gemma3_text": "gemma3", "hunyuan_v1_dense": "hunyuan-dense", "olmo3": "olmo2"},
+    **{"gemma3_text": "gemma3", "gemma4_text": "gemma4", "hunyuan_v1_dense": "hunyuan-dense", "olmo3": "olmo2"},
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "mixtral": "llama"},
     **{"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
     **{
@@ -52,6 +52,14 @@ PARTS = {  # of mixtures of experts, by the ends of their names in transformers
     **{f"shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
     "shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     **{f"shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
+}
+GEMMA4 = {  # those that the package has no names for, by the ends of their names in transformers
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "router.proj.weight": "ffn_gate_inp.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
 }
 SHARES = {"phi2": 0.5, **dict.fromkeys(("stablelm", "qwen3next", "qwen35", "qwen35moe"), 0.25)}  # of heads, rotated
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
@@ -131,7 +139,13 @@ class File:
             ):
                 self._granite4(*part.groups(), values)
                 continue
-            if self.arch.startswith(PLUS_ONE) and name.endswith("norm.weight"):
+            if self.arch == "gemma4" and (
+                part := re.search(r"layers\.(\d+)\.((?:experts|router)\..+|layer_scalar)", name)
+            ):
+                name, matrix = GEMMA4[part[2]], "proj" in part[2] and "router" not in part[2]
+                self.add(f"blk.{part[1]}.{name}", values, self.format if matrix else F32)
+                continue
+            if self.arch in PLUS_ONE and name.endswith("norm.weight"):
                 values = values + 1
             mixed = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|feed_forward|block_sparse_moe)\.(.+)", name)
             if mixed and self.arch == "gpt-oss" and "." not in mixed[2].removeprefix("experts."):
@@ -178,6 +192,10 @@ class File:
         for name, matrices in own.items():
             format = self.format if name.endswith("exps.weight") else F32
             self.add(name, np.stack([matrices[i] for i in range(len(matrices))]), format)
+        if self.rope.get("rope_type") == "proportional":
+            size = dict(self._keys())["attention.key_length"]
+            turned = int(size * self.rope["partial_rotary_factor"] / 2)
+            self.add(FACTORS[0], np.array([1.0] * turned + [1e30] * (size // 2 - turned), np.float32))
         if self.rope.get("rope_type") == "llama3":
             self.add(FACTORS[0], self._llama3())
         for name, key in zip(FACTORS[1:], ("long_factor", "short_factor"), strict=True):
@@ -325,11 +343,28 @@ class File:
             yield "ssm.group_count", c["mamba_n_groups"]
             yield "ssm.time_step_rank", c["mamba_n_heads"]
             yield "ssm.inner_size", c["mamba_expand"] * c["hidden_size"]
+        if self.arch == "gemma4":
+            yield from self._gemma4()
         if self.arch == "deepseek2":
             yield from self._latents()
         if self.arch == "mistral3":
             yield "attention.temperature_scale", r["llama_4_scaling_beta"]
             yield "rope.scaling.yarn_log_multiplier", r.get("mscale_all_dim", 0.0)
+
+    def _gemma4(self):
+        c = FAMILIES["Gemma4ForCausalLM"].read(Fields(self.config, "config.json"))
+        for name, (_, size) in (
+            ("_swa", c.kv_sizes[c.windows.index(self.config["sliding_window"])]),
+            ("", c.kv_sizes[-1]),
+        ):
+            for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+                yield f"{key}{name}", size
+        yield "attention.sliding_window_pattern", [window is not None for window in c.windows]
+        yield "attention.head_count_kv", [heads for heads, _ in c.kv_sizes]
+        yield "attention.shared_kv_layers", self.config.get("num_kv_shared_layers", 0)
+        yield "embedding_length_per_layer_input", self.config["hidden_size_per_layer_input"]
+        yield "feed_forward_length", [*c.mlp_widths]
+        yield "expert_used_count", self.config.get("top_k_experts")
 
     def _latents(self):
         c, r = self.config, self.rope
