@@ -23,8 +23,8 @@ class Experts:
         count, width: of the experts, and inside each.
         routing: how tokens choose.
         layers: which layers have it; the others have an MLP.
-        beside_mlp: they have an MLP as well, which reads the same stream; each has norms of its own on both sides, and so
-            has the sum. The router reads a norm of the stream without a weight, times a vector.
+        beside_mlp: these layers have an MLP as well, which reads the same stream; each has norms of its own on both
+            sides, and so has the sum. The router reads the normed stream times a vector.
         factors: the weights of chosen experts are multiplied by a vector's elements.
         choice_bias: the choice, and nothing else, adds a vector to the scores of experts.
         shared_width: inside an expert that all tokens have besides; 0: there is none.

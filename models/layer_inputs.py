@@ -34,7 +34,8 @@ class InputMaker(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """Adds to the stream what two matrices make of it, the first one's product activated and times the layer's input."""
+    """Adds to the stream what two matrices make of it; between them the product is activated, and times the layer's
+    input."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()

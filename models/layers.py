@@ -184,31 +184,24 @@ class MLP(nn.Module):
 
 
 class BesideMLP(nn.Module):
-    """An MLP, and beside it experts, which read the stream with a norm of their own; each output is normed, and the sum is
-    theirs."""
+    """An MLP, and beside it experts that read the stream by a norm of their own; both outputs are normed and added."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, mixture: Mixture, index: int):
         super().__init__()
         layer = names.layer.format(index)
-        self.mlp, self.mixture, self.mlp_norm = (
-            MLP(c, names, weights, index),
-            mixture,
-            Norm(c, weights, layer + names.mlp_own_norm),
-        )
-        self.norms = nn.ModuleList(
-            Norm(c, weights, layer + name) for name in (names.experts_norm, names.experts_out_norm)
-        )
+        self.mlp, self.mixture = MLP(c, names, weights, index), mixture
+        each = names.experts_norm, names.experts_out_norm, names.mlp_own_norm
+        self.input_norm, self.output_norm, self.mlp_norm = (Norm(c, weights, layer + name) for name in each)
         self.router_norm, self.router_scale = PlainNorm(c, weights, c.width), c.width**-0.5
         self.router_norm.weight = weights.vector(layer + names.router_scale)
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the stream and the register `source`, the MLP's input, to "read"."""
-        norm, out_norm = self.norms
         yield Call("norm", "stream", "mixed", norm=self.router_norm)
         yield Call("scale", "mixed", "mixed", scale=self.router_scale)
-        yield Call("norm", "stream", "out", norm=norm)
+        yield Call("norm", "stream", "out", norm=self.input_norm)
         yield Call("mix", "out", "out", "mixed", mixture=self.mixture)
-        yield Call("norm", "out", "out", norm=out_norm)
+        yield Call("norm", "out", "out", norm=self.output_norm)
         yield from self.mlp.calls(source)
         yield Call("norm", "read", "read", norm=self.mlp_norm)
         yield Call("add", "out", "read")
@@ -270,8 +263,8 @@ class Layer(nn.Module):
         else:
             self.attention = (ShortConv if c.taps and c.taps[index] else Attention)(c, names, weights, index)
         self.mlp = (Mixture if c.mixed(index) else MLP)(c, names, weights, index)
-        beside = c.experts is not None and c.experts.beside_mlp and c.mixed(index)
-        self.mlp = BesideMLP(c, names, weights, self.mlp, index) if beside else self.mlp
+        if isinstance(self.mlp, Mixture) and c.experts is not None and c.experts.beside_mlp:
+            self.mlp = BesideMLP(c, names, weights, self.mlp, index)
         self.input = LayerInput(c, names, weights, index) if c.layer_inputs else None
         self.scale = weights.scalar(layer + names.layer_scale) if c.layer_scales else 1.0
         self.calls = list(self._calls())

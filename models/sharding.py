@@ -86,8 +86,11 @@ class Partition:
                 "recurrent layers cannot be divided among processes", where=where, remedy="start one process"
             )
         if c.uneven:
-            what = "layers that differ in their heads or MLPs, or have inputs of their own, cannot be divided among processes"
-            raise CheckpointError(what, where=where, remedy="start one process")
+            raise CheckpointError(
+                "layers that differ, share keys or have inputs of their own cannot be divided among processes",
+                where=where,
+                remedy="start one process",
+            )
         _check_heads(c, shard, where)
         D, M, heads = c.head_dim, c.mlp_width, part(c.heads, shard)
         kv = part(c.kv_heads, shard)

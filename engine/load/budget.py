@@ -264,9 +264,11 @@ def _of_file(path: Path, size: int) -> int:
 def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     """Bytes that a pass computes (kernels/stack/native.cpp), and log-probabilities of the rows of searches."""
     c, element = size.config, max(dtype.itemsize, 2)
-    heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim
+    heads = max((2 * c.heads + 2 * kv) * size for kv, size in map(c.kv_size, range(c.layers)))
     heads += 4 * c.width * bool(c.taps)
-    row = 5 * c.width + heads + (3 if c.gated else 2) * c.mlp_width
+    row = 5 * c.width + heads + (3 if c.gated else 2) * max(map(c.inner, range(c.layers)))
+    if c.layer_inputs is not None:  # of all layers, and what they are made of
+        row += 3 * c.layers * c.layer_inputs.width
     if (latent := c.latent) is not None:  # narrow queries and values, rows of heads and their products
         row += c.heads * 2 * (latent.plain + latent.rotated + latent.value + latent.rank) + latent.query_rank
     if c.recurrent is not None:  # float32, in PyTorch

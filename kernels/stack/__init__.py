@@ -3,7 +3,7 @@ after the other (native.cpp). Their definitions are those of the operators."""
 
 import ctypes
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 

@@ -26,8 +26,8 @@ REGISTERS = (
 CODES = (
     "norm",  # target = the norm of source
     "product",  # target = source times `matrix`, plus its bias
-    # queries by `norm`, keys by `more`, values by `third`, where there is one, in place; `all_heads`: of all heads as one
-    # row; `own_norms`: of each by its own
+    # queries by `norm`, keys by `more`, values by `third`, where there is one, in place; `all_heads`: of all heads as
+    # one row; `own_norms`: of each by its own
     "head_norms",
     "rotate",  # queries and keys, by the angles of `table`, in place
     "write",  # keys and values into the cache of layer `table`

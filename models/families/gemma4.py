@@ -1,5 +1,5 @@
-"""Gemma 4, text only (Gemma Team 2026): heads that differ from layer to layer, keys and values of earlier layers, inputs
-of layers besides the stream, experts beside an MLP."""
+"""Gemma 4, text only (Gemma Team 2026): heads that differ from layer to layer, keys and values of earlier layers,
+inputs of layers besides the stream, experts beside an MLP."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -78,8 +78,8 @@ class Gemma4(Decoder):
 
 
 def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, size: int) -> tuple[tuple[int, int], ...]:
-    """`Config.kv_sizes` of layers of these kinds. Transformers 5.23 writes them as `per_layer_config`; before, full attention
-    had fields of its own.
+    """`Config.kv_sizes` of layers of these kinds: `per_layer_config` of transformers 5.23 has them; before, layers of
+    full attention had fields of their own.
 
     Raises:
         CheckpointError: naming the field.
@@ -87,13 +87,12 @@ def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, siz
     full = {"head_dim": fields.int("global_head_dim", 512, high=2**14)}
     if fields.bool("attention_k_eq_v", default=False) and (given := fields.int("num_global_key_value_heads", None)):
         full["num_key_value_heads"] = given
-    every: dict[str, Any] = {str(i): full for i, kind in enumerate(kinds) if kind == FULL}
+    every = Fields({str(i): full for i, kind in enumerate(kinds) if kind == FULL}, fields.file)
     if "per_layer_config" in fields.config:
-        every = dict(getattr(fields.sub("per_layer_config"), "config", {}))
+        every = fields.sub("per_layer_config") or Fields({}, fields.file)
     found = []
     for i in range(len(kinds)):
-        own = Fields({"_": every.get(str(i), {})}, fields.file, f"per_layer_config.{i}.").sub("_")
-        own = own or Fields({}, fields.file)
+        own = every.sub(str(i)) or Fields({}, fields.file)
         if other := {*own.config} - {"head_dim", "num_key_value_heads"}:
             raise own.error(min(other), "nothing: layers may differ in their heads only")
         sizes = own.int("num_key_value_heads", kv_heads, high=2**14), own.int("head_dim", size, high=2**14)

@@ -23,6 +23,7 @@ from kernels.rows import TopSums
 from kernels.stack import Angles, Stack, one_by_one
 from models import FAMILIES
 from models.checkpoint.headers import Checkpoint
+from models.config import LayerInputs
 from models.families.llama import Llama
 from models.names import Names
 from models.rope import RopeConfig
@@ -49,9 +50,18 @@ VARIANTS = [
     *("qwen3_5/recurrent_taps", "experts/qwen3_next_recurrent", "granite/scans_experts", "granite/scans_groups"),
     *("deepseek/plain", "deepseek/groups", "deepseek/three_halves", "deepseek/glm_kinds"),
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
+    *("gemma4/plain", "gemma4/inputs", "gemma4/experts", "gemma4/everything", "gemma4/defaults"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
-IN_EVERY_KIND = "opt/post_norm", "gpt2/plain", "lfm2/bias", "gemma/two", "experts/qwen2", "deepseek/groups"
+IN_EVERY_KIND = (
+    "opt/post_norm",
+    "gpt2/plain",
+    "lfm2/bias",
+    "gemma/two",
+    "experts/qwen2",
+    "deepseek/groups",
+    "gemma4/everything",
+)
 INT8_CACHES = [(dtype, "none", "int8") for dtype in ("float32", "bfloat16", "float16")]
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -118,6 +128,10 @@ OPTIONS = {
     "gates, bias": {"query_gate": True, "attention_bias": True},
     "cap": {"attention_cap": 2.0, "windows": (7, None, 3)},
     "sinks": {"sinks": True, "windows": (7, None, 3)},
+    "heads by layer": {"kv_sizes": ((2, 8), (1, 20), (3, 6)), "head_norms": "each", "value_norms": True},
+    "keys of other layers": {"keys_from": (0, 1, 0), "mlp_widths": (16, 40, 24), "windows": (7, None, 3)},
+    "keys as values": {"keys_as_values": (False, True, True), "attention_bias": True},
+    "inputs": {"layer_inputs": LayerInputs(6, 300, 2.5, 0.3), "layer_scales": True},
 }
 
 
@@ -192,7 +206,7 @@ def test_logits_and_embedding_take_their_multipliers(tmp_path, monkeypatch):
             "lfm2/bias",
             "gemma/two",
         ),
-        *("deepseek/plain", "deepseek/groups"),
+        *("deepseek/plain", "deepseek/groups", "gemma4/everything"),
     ],
 )
 def test_an_int8_cache_of_other_families(variant, monkeypatch):

@@ -139,8 +139,24 @@ WRAPPERS = {
         QWEN3_5_OUTER | {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
                          "vision_config": QWEN3_5 | {"model_type": "qwen3_5_moe"}},
         "outer", "model.visual.merger.norm.weight", NO_TOKENS),
+    "gemma4": Wrapper(
+        _golden("gemma4/inputs"),
+        {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "vision_config": None,
+         "audio_config": None},
+        "outer", "model.embed_vision.embedding_projection.weight",
+        NO_TOKENS | {"pad_token_id": 0, "final_logit_softcapping": 12.0} | dict.fromkeys(
+            ("tie_word_embeddings", "hidden_activation", "rms_norm_eps"), ABSENT)),
+    "gemma4_unified": Wrapper(
+        _golden("gemma4/plain_v4"),
+        {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified",
+         "vision_config": None, "audio_config": None},
+        "outer", "model.embed_vision.patch_ln1.weight",
+        NO_TOKENS | {"model_type": "gemma4_unified_text", "pad_token_id": 0, "hidden_size_per_layer_input": ABSENT,
+                     "final_logit_softcapping": 12.0, "tie_word_embeddings": ABSENT,
+                     "use_bidirectional_attention": ABSENT}),
 }  # fmt: skip
-SHAPES = {"linear_1": (32, 8), "proj": (32, 32)} | dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm"), (8,))  # of parts
+SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "embedding_projection": (24, 8)}  # of parts
+SHAPES |= dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm", "patch_ln1"), (8,))
 
 
 def write(name: str, folder: Path, seed: int) -> None:
