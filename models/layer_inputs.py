@@ -1,5 +1,4 @@
-"""What tokens have for each layer besides the stream, see `Config.layer_inputs`: how it is made, and what a layer does
-with it.
+"""Inputs of layers besides the stream, see `Config.layer_inputs`: makes them, and adds to the stream by them.
 
 Shape legend: T tokens of a pass, E width, L layers, P width of a layer's input.
 """

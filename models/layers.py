@@ -51,8 +51,8 @@ class Attention(nn.Module):
         """The calls from the register `source` to "out"."""
         yield Call("product", source, "heads", matrix=self.qkv)
         on_heads: dict[str, Any] = {"source": "heads", "heads": self.heads}
-        norms = {"norm": self.q_norm, "more": self.k_norm, "third": self.v_norm}
-        kinds = {"all_heads": self.all_heads, "own_norms": self.own_norms}
+        norms: dict[str, Any] = {"norm": self.q_norm, "more": self.k_norm, "third": self.v_norm}
+        kinds: dict[str, Any] = {"all_heads": self.all_heads, "own_norms": self.own_norms}
         turns = [] if self.q_norm is None else [Call("head_norms", target="heads", **on_heads, **norms, **kinds)]
         if self.table is not None:
             rotation = Call("rotate", target="heads", table=self.table, **on_heads)

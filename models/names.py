@@ -175,7 +175,7 @@ class Names:
         return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
 
     def heads_of(self, c: Config, layer: int) -> tuple[str, ...]:
-        """The matrices that make queries, keys and values of a layer; one that makes both of the last is there twice."""
+        """The matrices that make queries, keys and values of a layer; one that makes keys and values is there twice."""
         if c.reads(layer) != layer:
             return self.qkv[:1]
         return (*self.qkv[:2], self.qkv[1]) if c.keys_as_values and c.keys_as_values[layer] else self.qkv

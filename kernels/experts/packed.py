@@ -81,6 +81,8 @@ class PackedExperts:
         check_groups(self.routing, len(self.experts))
         if self.routing.scores == "sparsemixer" and self.routing.chosen != 2:
             raise ValueError(f"chosen: sparsemixer chooses 2 experts, got {self.routing.chosen}")
+        if self.routing.scores == "sparsemixer" and self.factors_X is not None:
+            raise ValueError("factors_X: expected none, as sparsemixer has none")
         for name, vector in (("bias_X", self.bias_X), ("factors_X", self.factors_X)):
             if vector is not None:
                 expect(name, vector, torch.float32, (len(self.experts),), torch.device("cpu"))

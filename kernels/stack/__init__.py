@@ -88,7 +88,7 @@ class Stack:
         self.described = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, width, self.taps, len(calls), *places)
         self.turned: dict[int, int] = {}  # by the tables of angles, elements of the smallest head
         for call in calls:
-            if call.code == "rotate":
+            if call.code == "rotate" and call.heads is not None:
                 self.turned[call.table] = min(call.heads.size, self.turned.get(call.table, call.heads.size))
         self.tables: Any = _STRUCTURES["Angles"] * (1 + max(self.turned, default=-1))
 
@@ -236,6 +236,7 @@ class Stack:
             found = (_STRUCTURES["LayerCache"] * (1 + max(numbers, default=0)))()
             for call in self.attending:
                 heads, places = call.heads, cache.layers[call.table]
+                assert heads is not None
                 shape = heads.kept, cache.k_LGSD.shape[2], row_width(heads.size, kept)
                 if len(places) != 2:
                     raise ValueError("a stack's cache: expected keys and values, got rows")

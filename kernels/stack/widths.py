@@ -39,7 +39,7 @@ def followed(calls: Sequence[Call], dtype: torch.dtype, width: int) -> tuple[lis
 
 
 class _Following:
-    """What calls make of rows of some widths.
+    """The widths that calls make of those of the registers they read.
 
     Args:
         dtype, width: of the stream.

@@ -54,8 +54,9 @@ class Gemma4(Decoder):
         doubled = fields.bool("use_double_wide_mlp", default=False)
         widths = [inner * (2 if doubled and reads[i] != i else 1) for i in range(layers)]
         alike = fields.bool("attention_k_eq_v", default=False)
+        options["kv_heads"], options["head_dim"] = sizes[0]
         return Config(
-            **options | {"kv_heads": sizes[0][0], "head_dim": sizes[0][1]},
+            **options,
             norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             attention_bias=fields.bool("attention_bias", default=False),
             embedding_scale=width**0.5,

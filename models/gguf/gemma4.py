@@ -11,7 +11,7 @@ from models.gguf.experts import experts
 from models.gguf.reader import FETCH_AGAIN, GGUF
 from models.gguf.rotary import FACTORS, decimal
 
-LEAST = 1e29  # of the factors of angles that stand still
+LEAST_STILL = 1e29  # of the factors of angles that stand still
 
 
 def layers(file: GGUF, keys: Fields, config: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +84,8 @@ def _share(file: GGUF) -> float:
     except (OSError, struct.error):
         raise file.error("the file became shorter while it was read", FETCH_AGAIN) from None
     turned = values.count(1.0)
-    if values[:turned] != (1.0,) * turned or any(value < LEAST for value in values[turned:]):
-        raise file.error(f"tensor {FACTORS[0]!r}: expected ones and then factors of {LEAST:g} or more", FETCH_AGAIN)
+    if values[:turned] != (1.0,) * turned or any(value < LEAST_STILL for value in values[turned:]):
+        raise file.error(
+            f"tensor {FACTORS[0]!r}: expected ones and then factors of {LEAST_STILL:g} or more", FETCH_AGAIN
+        )
     return turned / count

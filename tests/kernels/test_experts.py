@@ -75,6 +75,26 @@ def test_a_choice_is_what_its_rules_say(routing):
         assert ((weights_TK > 0) & (weights_TK <= 1)).all() and (weights_TK == 1).any() and (weights_TK < 1).any()
 
 
+def test_factors_are_of_chosen_experts_and_change_no_choice():
+    logits_TX, factors_X = draw(50, 7).double(), draw(7, seed=3)
+    rules = Routing(3, normalized=True, scale=2.5)
+    (experts_TK, weights_TK), (plain_TK, ones_TK) = choose(logits_TX, rules, None, factors_X), choose(logits_TX, rules)
+    assert experts_TK.equal(plain_TK)
+    assert torch.allclose(weights_TK, ones_TK * factors_X[experts_TK])
+
+
+@native
+def test_a_router_that_reads_other_rows():
+    """With factors."""
+    plain = mixture(Routing(3, normalized=True), shared=16)
+    given = PackedExperts(plain.routing, "silu", plain.router, plain.experts, shared=plain.shared, factors_X=draw(7))
+    x_TE, scored_TE = draw(9, 40, seed=1), draw(9, 40, seed=2)
+    found, expected = (experts(x_TE, given, scored_TE, impl=impl) for impl in ("cpp", "reference"))
+    assert torch.allclose(found, expected, atol=1e-5) and not torch.allclose(found, experts(x_TE, given), atol=0.1)
+    with pytest.raises(ValueError, match="scored_TE: expected"):
+        experts(x_TE, given, scored_TE[:3])
+
+
 def test_equals_go_to_the_lower_number():
     logits_TX = torch.tensor([[0.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]])
     for routing in (Routing(2), Routing(2, "sparsemixer", jitter=0.01)):

@@ -128,7 +128,7 @@ OPTIONS = {
     "gates, bias": {"query_gate": True, "attention_bias": True},
     "cap": {"attention_cap": 2.0, "windows": (7, None, 3)},
     "sinks": {"sinks": True, "windows": (7, None, 3)},
-    "heads by layer": {"kv_sizes": ((2, 8), (1, 20), (3, 6)), "head_norms": "each", "value_norms": True},
+    "heads by layer": {"kv_sizes": ((2, 8), (1, 20), (3, 10)), "head_norms": "each", "value_norms": True},
     "keys of other layers": {"keys_from": (0, 1, 0), "mlp_widths": (16, 40, 24), "windows": (7, None, 3)},
     "keys as values": {"keys_as_values": (False, True, True), "attention_bias": True},
     "inputs": {"layer_inputs": LayerInputs(6, 300, 2.5, 0.3), "layer_scales": True},

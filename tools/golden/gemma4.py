@@ -15,7 +15,7 @@ CONFIG: dict[str, Any] = {
     "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "vocab_size": VOCAB, "hidden_size": 24,
     "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "layer_types": [LOCAL, GLOBAL, GLOBAL], "attention_k_eq_v": True, "sliding_window": 16,
-    "per_layer_config": dict.fromkeys("12", {"head_dim": 20, "num_key_value_heads": 1}),
+    "per_layer_config": {number: {"head_dim": 20, "num_key_value_heads": 1} for number in "12"},
     "hidden_size_per_layer_input": 0, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False, "attention_dropout": 0.0,
     "final_logit_softcapping": 6.0, "use_bidirectional_attention": "vision", "pad_token_id": None,
