@@ -15,6 +15,8 @@ from models.config import ModelShape
 from models.errors import CheckpointError
 from models.families import load_model
 from models.families.gemma4 import Gemma4
+from models.shard import Shard
+from models.sharding import Partition
 from tests.models.copies import changed
 
 GOLDEN = Path(__file__).parents[2] / "golden/gemma4"
@@ -57,6 +59,13 @@ def test_other_devices_are_refused_by_name(variant):
         match="layers that differ in their heads, share keys and values or norm values run on a CPU only",
     ):
         load_model(checkpoint, torch.float32, torch.device("meta"))
+
+
+@pytest.mark.parametrize("variant", ["plain", "inputs"])
+def test_several_processes_are_refused_by_name(variant):
+    config = Gemma4.read(Checkpoint.open(GOLDEN / variant).fields)
+    with pytest.raises(CheckpointError, match=r"layers that differ, share keys .* cannot be divided among processes"):
+        Partition.of(config, Shard(0, 2), "here")
 
 
 def test_the_last_layer_has_no_window_whatever_the_config_says():
