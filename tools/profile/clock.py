@@ -139,8 +139,8 @@ class Watch:
         [registers], inner = args, module.attention
         if not isinstance(inner, Attention):
             return
-        c, keys = registers.config, registers.cache.k_LGSD
-        rest = c.heads, c.kv_heads, c.head_dim, keys.dtype, inner.window
+        heads = inner.heads
+        rest = heads.queries, heads.kept, heads.size, registers.cache.k_LGSD.dtype, inner.window
         self.layouts.append((len(self.steps) - 1, registers.layout, rest))
 
     def attention(self, steps: slice) -> tuple[int, int]:
