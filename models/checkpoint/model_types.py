@@ -5,7 +5,8 @@ from typing import Any
 
 from models.checkpoint.wrapped import TEXT_MODELS
 
-LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items() if "_vl" not in kind} | {
+WHOLES = "_vl", "_vl_text", "_unified_text"  # of text models that are no models alone
+LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items() if not kind.endswith(WHOLES)} | {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma": "GemmaForCausalLM",

@@ -137,7 +137,8 @@ def experts(fields: Fields, layers: int) -> Experts:
 
 def inputs(fields: Fields, vocab_size: int, width: int) -> LayerInputs | None:
     """The inputs of layers; None: there are none."""
-    size = fields.int("hidden_size_per_layer_input", 256, low=0)
+    name = "hidden_size_per_layer_input"
+    size = fields.int(name, 0, low=0) if name in fields.config else 256  # null: of a whole that has none
     known = fields.int("vocab_size_per_layer_input", 262144)
     if size and known < vocab_size:
         raise fields.error("vocab_size_per_layer_input", f"vocab_size, {vocab_size}, or more")
