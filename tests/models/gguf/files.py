@@ -142,6 +142,9 @@ class File:
             if self.arch == "gemma4" and (
                 part := re.search(r"layers\.(\d+)\.((?:experts|router)\..+|layer_scalar)", name)
             ):
+                if one := re.fullmatch(r"experts\.(\d+)\.(\w+)_proj\.weight", part[2]):
+                    own.setdefault(f"blk.{part[1]}.ffn_{one[2]}_exps.weight", {})[int(one[1])] = values
+                    continue
                 name, matrix = GEMMA4[part[2]], "proj" in part[2] and "router" not in part[2]
                 self.add(f"blk.{part[1]}.{name}", values, self.format if matrix else F32)
                 continue
