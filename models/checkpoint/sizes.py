@@ -171,6 +171,8 @@ class Sizes(Weights):
         if self.device.type != "cpu":
             rows, width = self.shapes[name]
             self.vectors += len(part(rows, self.shard)) * width * self.dtype.itemsize
+            if self.shard.size == 1:
+                self.resident[self.stored.get(name, name)] = torch.empty(0)
         return nn.Identity()
 
     def _bytes(
@@ -193,6 +195,8 @@ class Sizes(Weights):
             return sum(map(self._quantised, stored, outs))
         own = {*floats.values()}
         quant = "none" if exact else format_of(self.quant, sum(outs), head=head)
+        if quant == "none" and len(stored) == 1 and stored[0] in self.resident:
+            return 0
         return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
 
     def _blocks(self, blocks: Sequence[tuple[Block, int]], width: int) -> int:

@@ -49,6 +49,7 @@ class Weights:
 
     Attributes:
         part: what this process has of the model, once `divide` was called.
+        resident: token embeddings on a device, by the name under which they are stored: a head of floats is the same.
     """
 
     part: Partition
@@ -68,6 +69,7 @@ class Weights:
         self.rounding = rounding
         self.checkpoint, self.stored, self.shapes, self.cached = checkpoint, stored, shapes, cached
         self.dtype, self.device, self.quant, self.shard = dtype, device, quant, shard or Shard()
+        self.resident: dict[str, Tensor] = {}
 
     def divide(self, c: Config) -> Config:
         """The configuration of this process's part of a model. Raises CheckpointError if it cannot be divided."""
@@ -253,6 +255,8 @@ class Weights:
             return layer
         if packed:
             weights = iter([unpacked(packed)])
+        elif quant == "none" and len(stored) == 1 and stored[0] in self.resident:
+            weights = iter([self.resident[stored[0]]])
         else:
             # Read one after the other by whoever takes them, so that their pages of the file can go when copied.
             read = self._parts(pieces, "weight")
@@ -280,7 +284,10 @@ class Weights:
         grouped = self.checkpoint.grouped(name, stored, shape, EMBEDDING, biased=True)
         some = part(shape[0], self.shard)
         table = grouped.floats(some.start, some.stop) if grouped else _cut(self._read(name), some)
-        return Embedding(table.to(self.device, self.dtype), self.dtype, some.start, self.shard)
+        table = table.to(self.device, self.dtype)
+        if self.shard.size == 1:
+            self.resident[stored] = table
+        return Embedding(table, self.dtype, some.start, self.shard)
 
     def _grouped(
         self, pieces: Sequence[tuple[str, range | None]], bias: bool, transposed: bool, ins: range | None
