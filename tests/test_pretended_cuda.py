@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from engine import Engine
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.sizes import measure
+from models.families import load_model
 from search import Sample, Trie
 from tests.marks import needs_interpreter
 from tests.pretended_cuda import pretending
@@ -75,3 +78,14 @@ def test_a_copy_to_the_host_comes_later(device):
         there + 1
     done.synchronize()
     assert there.tolist() == [1, 1]
+
+
+def test_a_tied_head_is_the_embedding(tmp_path, device):
+    make(tmp_path, layers=1, width=32, mlp=40, heads=4, kv_heads=2, vocab=48, tied=True)
+    checkpoint, on = Checkpoint.open(tmp_path), torch.device("cuda")
+    model, size = load_model(checkpoint, torch.float32, on), measure(checkpoint, torch.float32, on)
+    assert model.head.weights[0] is model.embedding.weight
+    untied = tmp_path / "untied"
+    make(untied, layers=1, width=32, mlp=40, heads=4, kv_heads=2, vocab=48)
+    assert measure(Checkpoint.open(untied), torch.float32, on).weights - size.weights == 4 * 48 * 32
+    assert size.touched == measure(checkpoint, torch.float32, torch.device("meta")).touched

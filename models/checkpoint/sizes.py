@@ -195,8 +195,8 @@ class Sizes(Weights):
             return sum(map(self._quantised, stored, outs))
         own = {*floats.values()}
         quant = "none" if exact else format_of(self.quant, sum(outs), head=head)
-        if quant == "none" and len(stored) == 1 and stored[0] in self.resident:
-            return 0
+        if quant == "none" and len(stored) == 1 and stored[0] in self.resident:  # the same memory
+            self.vectors -= sum(outs) * width * self.dtype.itemsize
         return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
 
     def _blocks(self, blocks: Sequence[tuple[Block, int]], width: int) -> int:
