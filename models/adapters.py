@@ -267,7 +267,7 @@ def low_rank(
         if module in fitted.modules:
             part = adapter.factors(first, fitted.modules[module], dtype, small=small)
             own = [x for x in order or () if first <= x.start < first + outs[module][0]]
-            rows = [part.b_OR[x.start - first : x.stop - first] for x in own]
+            rows = [part.b_OR[x.start - first : x.stop - first : x.step] for x in own]
             parts.append(part._replace(b_OR=torch.cat(rows)) if len(rows) > 1 else part)
         first += outs[module][0]
     if not parts:

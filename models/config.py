@@ -124,17 +124,19 @@ class Config:
         tied: the head's matrix is the embedding.
         rope: None: nothing is rotated; positions are learned, a row of a table each, or not seen at all.
         ropes: by layer, where layers differ; empty: `rope` in all.
-        rms: norms are RMSNorms and not LayerNorms; affine: they have weights (and biases).
+        rms: norms are RMSNorms and not LayerNorms; affine: they have weights; norm_bias: LayerNorms have biases too.
         plus_one: norms multiply by 1 + weight.
         norms: where the norms of attention and of the MLP stand: on their input, on their output before it is added to
             the stream, on the sum. One, or several.
-        parallel: attention and MLP stand side by side and share the norm of the input.
+        parallel: attention and MLP stand side by side and share the norm of the input; two_norms: each has its own.
         head_norms: queries and keys have norms of their own: "each" head by itself, or "all" heads as one row, or each
             by itself with a weight of its "own" and no bias.
         value_norms: values are normed head by head, by RMSNorms without weights.
+        interleaved: elements of a head that are rotated with each other lie side by side.
+        grouped_qkv: one matrix makes queries, keys and values, those of each head of keys below each other.
         norms_last: they are normed after they are rotated, not before.
-        query_gate: the matrix of queries makes as many gates: below the queries of each head, whose attention they let
-            through by the logistic function.
+        query_gate: attention is let through by the logistic function of gates, which the matrix of queries makes,
+            "below" the queries of each head, or a matrix "apart" before it.
         gated: the MLP multiplies its activated half with the other half.
         experts: what some layers have in the place of the MLP; None: all have an MLP.
         attention_bias, out_bias, mlp_bias, head_bias: the matrices of queries, keys and values, the one after
@@ -175,16 +177,20 @@ class Config:
     keys_from: tuple[int, ...] = ()
     keys_as_values: tuple[bool, ...] = ()
     mlp_widths: tuple[int, ...] = ()
+    norm_bias: bool = True
     plus_one: bool = False
     gated: bool = True
     experts: Experts | None = None
     norms: tuple[Literal["input", "output", "sum"], ...] = ("input",)
     parallel: bool = False
+    two_norms: bool = False
     final_norm: bool = True
     head_norms: Literal["", "each", "all", "own"] = ""
     value_norms: bool = False
     norms_last: bool = False
-    query_gate: bool = False
+    interleaved: bool = False
+    grouped_qkv: bool = False
+    query_gate: Literal["", "below", "apart"] = ""
     attention_bias: bool = False
     out_bias: bool | None = None
     mlp_bias: bool = False

@@ -250,8 +250,11 @@ class Layer(nn.Module):
         layer, self.index = names.layer.format(index), index
         self.attention_residual = Residual(c, weights, layer + names.attention_norm, layer + names.attention_out_norm)
         self.mlp_residual = (
-            None if c.parallel else Residual(c, weights, layer + names.mlp_norm, layer + names.mlp_out_norm)
+            None
+            if c.parallel and not c.two_norms
+            else Residual(c, weights, layer + names.mlp_norm, layer + names.mlp_out_norm)
         )
+        self.parallel = c.parallel
         if c.recurrent is not None and c.recurs(index):
             recurrent, kind = c.recurrent, c.recurrent.kind
             if isinstance(kind, ScanKind):
@@ -274,7 +277,8 @@ class Layer(nn.Module):
         yield from attending.read()
         source = "stream" if attending.input is None else "read"
         yield from self.attention.calls(source)
-        if feeding is None:
+        if feeding is None or self.parallel:
+            yield from [] if feeding is None else feeding.read()
             yield from self.mlp.calls(source)
             yield from attending.add("read", "out")
             return

@@ -21,7 +21,7 @@ class Names:
             `scan_skip`, and the matrix after it, `recurrent_out`.
         attention_norm, mlp_norm: on the input or on the sum, see `Config.norms`.
         attention_out_norm, mlp_out_norm: on the output.
-        q_norm, k_norm: of heads; where each has its own, the place of its number is {}.
+        q_norm, k_norm: of heads; where each has its own, the place of its number is {}, or one tensor has a row of each.
         qkv, up: one stored matrix or several, which lie below each other here.
         q_low, q_low_norm, q_high: of attention with a latent: the matrices that make queries of a narrower row, and its
             norm; where that is none, the first of `qkv` does.
@@ -129,14 +129,15 @@ class Names:
             shapes[f"{self.input_table}.weight"] = inputs.vocab_size, every
             shapes[f"{self.input_matrix}.weight"] = every, c.width
             shapes[f"{self.input_norm}.weight"] = (inputs.width,)
+        biased = c.norm_bias and not c.rms
         for i in range(c.layers):
             layer = self.layer.format(i)
             for name, size in self.norms(c, i).items():
                 if c.affine:
-                    add(layer + name, (size,), not c.rms)
+                    add(layer + name, (size,), biased)
             for name, size in self.norms_of_heads(c, i).items():
                 if c.affine:
-                    add(layer + name, (size,), not c.rms and c.head_norms != "own")
+                    add(layer + name, size, biased and c.head_norms != "own")
             if c.taps and (taps := c.taps[i]):
                 shapes_of = (3 * c.width, c.width), (c.width, 1, taps), (c.width, c.width)
                 for name, shape in zip(self.conv, shapes_of, strict=True):
@@ -168,7 +169,7 @@ class Names:
                 add(layer + name, (up // len(self.up), c.width), c.mlp_bias)
             add(layer + self.down, (c.width, c.inner(i)), c.mlp_bias)
         if c.final_norm and c.affine:
-            add(self.norm, (c.width,), not c.rms)
+            add(self.norm, (c.width,), biased)
         if c.scores:
             return shapes | {f"{SCORE}.weight": (1, embedding_width)}
         bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
@@ -183,10 +184,12 @@ class Names:
     def heads(self, c: Config, layer: int) -> dict[str, int]:
         """These matrices, and the outputs of each."""
         (kv_heads, size), names = c.kv_size(layer), self.heads_of(c, layer)
-        queries, kv = (2 if c.query_gate else 1) * c.heads * size, kv_heads * size
+        q, kv = c.heads * size, kv_heads * size
+        queries = (2 if c.query_gate else 1) * q
         if len(self.qkv) == 1:
             return {names[0]: queries + 2 * kv}
-        return dict(zip(names, (queries, kv, kv), strict=False))
+        outs = (q, q, kv, kv) if c.query_gate == "apart" else (queries, kv, kv)
+        return dict(zip(names, outs, strict=False))
 
     def latent_high(self, latent: Latent) -> tuple[str, ...]:
         """The matrices that make keys and values of a latent."""
@@ -256,8 +259,11 @@ class Names:
 
     def kinds(self, c: Config) -> dict[str, str]:
         """The classes in transformers of linear layers and the token embedding, by the names of their weights."""
-        tables = (f"{self.embedding}.weight", f"{self.positions}.weight", f"{self.input_table}.weight")
-        matrices = (name for name, shape in self.tensors(c).items() if len(shape) == 2 and name not in tables)
+        others = (f"{self.embedding}.weight", f"{self.positions}.weight", f"{self.input_table}.weight")
+        others += tuple(
+            f"{self.layer.format(i)}{name}.weight" for i in range(c.layers) for name in self.norms_of_heads(c, i)
+        )
+        matrices = (name for name, shape in self.tensors(c).items() if len(shape) == 2 and name not in others)
         layer = self.layer.partition("{")[0]
         embedding = {f"{name}.weight": EMBEDDING for name in (self.embedding, *self._input_tables(c))}
         return embedding | {
@@ -271,7 +277,7 @@ class Names:
         """The norms of a layer but for those of heads, and the sizes of their vectors."""
         names = []
         if {"input", "sum"} & {*c.norms}:
-            names += [self.attention_norm] if c.parallel else [self.attention_norm, self.mlp_norm]
+            names += [self.attention_norm] if c.parallel and not c.two_norms else [self.attention_norm, self.mlp_norm]
         if "output" in c.norms:
             names += [self.attention_out_norm, self.mlp_out_norm]
         if c.layer_inputs:
@@ -280,12 +286,14 @@ class Names:
             names += [self.experts_norm, self.experts_out_norm, self.mlp_own_norm]
         return dict.fromkeys(names, c.width)
 
-    def norms_of_heads(self, c: Config, layer: int) -> dict[str, int]:
-        """The norms of queries and keys of a layer, and the sizes of their vectors."""
+    def norms_of_heads(self, c: Config, layer: int) -> dict[str, tuple[int, ...]]:
+        """The norms of queries and keys of a layer, and the shapes of their weights."""
         if not c.head_norms or not c.attends(layer):
             return {}
         kv_heads, size = c.kv_size(layer)
         both = [(self.q_norm, c.heads), (self.k_norm, kv_heads)][: 2 if c.reads(layer) == layer else 1]
+        if c.head_norms == "own" and "{}" in self.q_norm:
+            return {name.format(h): (size,) for name, heads in both for h in range(heads)}
         if c.head_norms == "own":
-            return {name.format(h): size for name, heads in both for h in range(heads)}
-        return {name: (heads if c.head_norms == "all" else 1) * size for name, heads in both}
+            return {name: (heads, size) for name, heads in both}
+        return {name: ((heads if c.head_norms == "all" else 1) * size,) for name, heads in both}

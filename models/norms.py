@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from kernels.rows import layer_norm, rms_norm
 from models.checkpoint.weights import Weights
 from models.config import Config
+from models.sharding import in_halves
 
 
 class Norm(nn.Module):
@@ -25,7 +26,8 @@ class Norm(nn.Module):
         self.bias: Tensor | None = None
         if c.affine:
             self.weight = weights.vector(f"{name}.weight", plus_one=c.plus_one, some=some)
-            self.bias = None if c.rms else weights.vector(f"{name}.bias")
+            if not c.rms:
+                self.bias = weights.vector(f"{name}.bias") if c.norm_bias else torch.zeros_like(self.weight)
         else:
             self.weight = torch.ones(c.width, dtype=weights.dtype, device=weights.device)
             self.bias = torch.zeros_like(self.weight)
@@ -64,14 +66,17 @@ class OwnNorms(Norm):
     """A norm for each head, with a weight of its own and no bias; their vectors lie one after the other.
 
     Args:
-        name: of a head's norm, the place of its number is {}.
+        name: of a head's norm, the place of its number is {}; without one, of a tensor with a row of each.
         heads: that this process has.
     """
 
     def __init__(self, c: Config, weights: Weights, name: str, heads: range):
         nn.Module.__init__(self)
         self.eps = c.norm_eps
-        self.weight = torch.cat([weights.vector(f"{name.format(h)}.weight") for h in heads])
+        if "{}" in name:
+            self.weight = torch.cat([weights.vector(f"{name.format(h)}.weight") for h in heads])
+        else:
+            self.weight = weights.vector(f"{name}.weight", some=heads).flatten()
         self.bias = None if c.rms else torch.zeros_like(self.weight)
 
     def forward(self, x: Tensor, impl: str) -> Tensor:
@@ -86,15 +91,21 @@ class OwnNorms(Norm):
 
 
 def head_norm(c: Config, weights: Weights, name: str, some: range | None, heads: int) -> Norm:
-    """The norm of each head, or of all of them, of which this process has `some` elements.
+    """The norm of each head, or of all of them, of which this process has `some` elements; without a bias where elements
+    that are rotated with each other lie side by side.
 
     Args:
         heads: of this process.
     """
     if c.head_norms == "own":
         first = 0 if some is None else some.start // c.head_dim
-        return OwnNorms(c, weights, name, range(first, first + heads))
-    return Norm(c, weights, name) if some is None else DividedNorm(c, weights, name, some)
+        norm = OwnNorms(c, weights, name, range(first, first + heads))
+    else:
+        norm = Norm(c, weights, name) if some is None else DividedNorm(c, weights, name, some)
+    if c.interleaved:
+        order_D = [i for part in in_halves(c) for i in part]
+        norm.weight = norm.weight.unflatten(0, (-1, c.head_dim))[:, order_D].flatten()
+    return norm
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:

@@ -12,6 +12,7 @@ ACTIVATIONS = {  # to the names of `kernels.rows.activation`
     **{name: name for name in ("silu", "relu", "gelu", "quick_gelu", "tanh")},
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
     "swish": "silu",
+    "relu2": "relu_squared",
 }
 OLD_KINDS = {"attention": FULL, "mamba": RECURRENT}  # what transformers called kinds of layers before
 

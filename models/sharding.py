@@ -72,7 +72,8 @@ class Partition:
             CheckpointError: heads that cannot be divided among so many processes.
         """
         if shard.size == 1:
-            return Partition(c, qkv=_qkv(c, range(c.heads), range(c.kv_heads)) if c.query_gate else None)
+            ordered = c.query_gate == "below" or c.grouped_qkv or c.interleaved
+            return Partition(c, qkv=_qkv(c, range(c.heads), range(c.kv_heads)) if ordered else None)
         if c.experts is not None:
             raise CheckpointError(
                 "mixtures of experts cannot be divided among processes", where=where, remedy="start one process"
@@ -133,13 +134,43 @@ def _check_heads(c: Config, shard: Shard, where: str) -> None:
 
 def _qkv(c: Config, heads: range, kv: range) -> list[range]:
     """The outputs of queries, keys and values that some heads have; gates lie before the queries of all of them."""
-    D, keys = c.head_dim, _times(kv, c.head_dim)
-    if c.query_gate:
-        queries = [_after(range(D), (2 * head + half) * D) for half in (1, 0) for head in heads]
+    D, H, G, share = c.head_dim, c.heads, c.kv_heads, c.heads // c.kv_heads
+    keys, gates = (1 + bool(c.query_gate)) * H, []
+    if c.grouped_qkv:
+        starts = [[h + h // share * 2 for h in heads], *([g * (share + 2) + share + i for g in kv] for i in (0, 1))]
     else:
-        queries = [_times(heads, D)]
-    first = (2 if c.query_gate else 1) * c.heads * D
-    return [*queries, _after(keys, first), _after(keys, first + c.kv_heads * D)]
+        starts = [[*heads], *([keys + i * G + g for g in kv] for i in (0, 1))]
+    if c.query_gate == "below":
+        gates, starts[0] = [2 * h + 1 for h in heads], [2 * h for h in heads]
+    elif c.query_gate:
+        gates, starts[0] = [*heads], [H + h for h in heads]
+    queries, keys, values = (_joined(heads, D) for heads in starts)
+    if c.interleaved:
+        queries, keys = ([some for h in heads for some in in_halves(c, h * D)] for heads in starts[:2])
+    return [*_joined(gates, D), *queries, *keys, *values]
+
+
+def in_halves(c: Config, first: int = 0) -> list[range]:
+    """The elements of a head in the order of a rotation by halves, where those that are rotated with each other lie
+    side by side: `Config.interleaved`.
+
+    Args:
+        first: of them.
+    """
+    dims = next((rope.head_dim for rope in c.tables()), 0)
+    rotated, end = range(first, first + dims), first + c.head_dim
+    return [some for some in (rotated[::2], rotated[1::2], range(rotated.stop, end)) if some]
+
+
+def _joined(heads: Sequence[int], size: int) -> list[range]:
+    """The elements of heads of a size, those of neighbours in one range."""
+    runs: list[range] = []
+    for head in heads:
+        if runs and runs[-1].stop == head * size:
+            runs[-1] = range(runs[-1].start, (head + 1) * size)
+        else:
+            runs.append(range(head * size, (head + 1) * size))
+    return runs
 
 
 def _times(some: range, factor: int) -> range:

@@ -31,16 +31,18 @@ class Choice {
 
     void make(const float* logits, int64_t* experts, float* weights) {
         if (m.scores == SPARSEMIXER) return sparsemixer(logits, experts, weights);
+        float top = 0, sum = 0;
+        if (m.scores == SOFTMAX) {
+            top = *std::max_element(logits, logits + m.experts, [](float x, float y) { return above(y, x); });
+            for (int64_t i = 0; i < m.experts; i++) sum += std::exp(logits[i] - top);
+        }
         for (int64_t i = 0; i < m.experts; i++) {
             keys[i] = m.scores == SIGMOID ? sigmoid(logits[i]) : logits[i];
-            if (m.bias) keys[i] += m.bias[i];
+            if (m.bias) keys[i] = (m.scores == SOFTMAX ? std::exp(logits[i] - top) / sum : keys[i]) + m.bias[i];
         }
         if (m.groups > 1) leave_groups();
         for (int64_t k = 0; k < m.chosen; k++) experts[k] = largest(experts, k);
-        const float top = m.scores == SIGMOID ? 0 : logits[experts[0]];
-        float sum = 0;
-        if (m.scores == SOFTMAX)
-            for (int64_t i = 0; i < m.experts; i++) sum += std::exp(logits[i] - top);
+        if (m.scores == SOFTMAX_OF_CHOSEN) top = logits[experts[0]];
         for (int64_t k = 0; k < m.chosen; k++) {
             const float logit = logits[experts[k]];
             weights[k] = m.scores == SIGMOID ? sigmoid(logit) : std::exp(logit - top);

@@ -44,7 +44,8 @@ def choose(
 
     Args:
         logits_TX: what the router makes of tokens, floats of any dtype.
-        bias_X: float32, added to sigmoids for the choice, of groups too, and not for the weights; None: nothing is.
+        bias_X: float32, added to sigmoids, or to parts of a softmax, for the choice, of groups too, and not for the
+            weights; None: nothing is.
         factors_X: float32, of the weights of chosen experts; None: 1. Not of sparsemixer.
 
     Returns:
@@ -54,6 +55,8 @@ def choose(
     if routing.scores == "sparsemixer":
         return _sparsemixer(logits_TX, routing.jitter)
     scores_TX = logits_TX.sigmoid() if routing.scores == "sigmoid" else logits_TX
+    if routing.scores == "softmax" and bias_X is not None:
+        scores_TX = logits_TX.softmax(-1)
     keys_TX = scores_TX if bias_X is None else scores_TX + bias_X
     if routing.groups > 1:
         keys_TX = _in_groups(keys_TX, routing)

@@ -127,6 +127,9 @@ def _choose(
     logits_RX = tl.load(logits_ptr + t_R[:, None] * stride_lt + x_X, mask=real_RX, other=0.0).to(tl.float32)
     logits_RX = tl.where(x_X < X, logits_RX, float("-inf"))
     scores_RX = sigmoid(logits_RX) if SCORES == 2 else logits_RX
+    if SCORES == 0 and BIASED:
+        scores_RX = tl.exp(logits_RX - _top(logits_RX))
+        scores_RX /= tl.sum(scores_RX, 1)[:, None]
     wanted_RX = scores_RX
     if BIASED:
         wanted_RX += tl.load(bias_ptr + x_X, mask=x_X < X, other=0.0)
@@ -148,7 +151,7 @@ def _choose(
         experts_RC = tl.where(c_C == c, best_R1, experts_RC)
         found_RC = tl.where(c_C == c, score_R1, found_RC)
         left_RX &= x_X != best_R1
-    if SCORES == 0:
+    if SCORES == 0 and not BIASED:
         top_R1 = _top(logits_RX)
         weights_RC = tl.exp(found_RC - top_R1) / tl.sum(tl.exp(logits_RX - top_R1), 1)[:, None]
     elif SCORES == 1:

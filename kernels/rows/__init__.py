@@ -99,7 +99,7 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
 
     Args:
         name: "relu", "gelu" (x times the normal distribution function; Hendrycks and Gimpel, 2016), "gelu_tanh" (its
-            approximation), "silu", "quick_gelu" (x times the logistic function of 1.702 x) or "tanh".
+            approximation), "silu", "quick_gelu" (x times the logistic function of 1.702 x), "tanh" or "relu_squared".
     """
     ...
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kernels.checks import expect, floats, within
 
-ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"  # C++ numbers them in this order,
-GATES = ("clamped_swiglu",)  # and then these, functions of a gate and what it lets through
+ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh", "relu_squared"  # C++ numbers them in
+GATES = ("clamped_swiglu",)  # this order, and then these, functions of a gate and what it lets through
 Vectors = tuple[Tensor, Tensor | None]  # of a norm: its weight, and the bias of a LayerNorm
 SPAN = 128  # elements of a row whose largest is a peak
 

@@ -78,7 +78,7 @@ Floats gelu(Floats x) {
     return x * (x < 0 ? tail : 1 - tail);
 }
 
-constexpr int64_t CLAMPED_SWIGLU = 6;  // after the ACTIVATIONS in checks.py
+constexpr int64_t CLAMPED_SWIGLU = 7;  // after the ACTIVATIONS in checks.py
 
 // Calls f with the function that Python numbers so (ACTIVATIONS in checks.py).
 template <typename F>
@@ -89,6 +89,7 @@ void with_activation(int64_t number, F f) {
     if (number == 3) f([](Floats x) { return times_sigmoid(x, x); });
     if (number == 4) f([](Floats x) { return times_sigmoid(x, 1.702f * x); });
     if (number == 5) f([](Floats x) { return tanh_of(x); });
+    if (number == 6) f([](Floats x) { return x < 0 ? Floats{} : x * x; });
 }
 
 // Outside the function that calls it: Clang refuses a parallel region in a lambda in a lambda.

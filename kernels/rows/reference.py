@@ -17,6 +17,7 @@ ACTIVATIONS = {
     "silu": F.silu,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "tanh": torch.tanh,
+    "relu_squared": lambda x: F.relu(x).square(),
 }
 GATES = {"clamped_swiglu": lambda gate, up: ACTIVATIONS["quick_gelu"](gate.clamp(max=7)) * (up.clamp(-7, 7) + 1)}
 LINES = 16  # see `top_k`: this many make reading and sorting cost least together

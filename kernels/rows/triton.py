@@ -13,13 +13,13 @@ from torch import Tensor
 
 from kernels.gpu import INTERPRETED, after_the_last, cast, check_device, launch, tanh
 from kernels.rows import triton_sums
-from kernels.rows.checks import SPAN, LogSoftmax, TopSums, Vectors
+from kernels.rows.checks import ACTIVATIONS, GATES, SPAN, LogSoftmax, TopSums, Vectors
 from kernels.rows.triton_next import next_nodes as next_nodes  # an operator of this implementation
 
 BLOCK = 1024
 WIDE = 4096  # elements of a row of logits that a program takes
 ROWS = 16 if INTERPRETED.value else 1  # of a program: an interpreted program costs the same however many it has
-NUMBERS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "quick_gelu": 4, "tanh": 5, "clamped_swiglu": 6}
+NUMBERS = {name: number for number, name in enumerate((*ACTIVATIONS, *GATES))}
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -323,7 +323,7 @@ def _let_through(
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr, dtype: tl.constexpr):
     """The function of a gate times what it lets through, both float32, rounded as `activation_mul` does."""
-    if KIND == 6:
+    if KIND == 7:
         gate = tl.where(gate > 7, 7.0, gate)
         up = tl.where(up > 7, 7.0, tl.where(up < -7, -7.0, up)) + 1
     return cast(cast(_activated(gate, KIND), dtype).to(tl.float32) * up, dtype)
@@ -340,8 +340,10 @@ def _activated(x, KIND: tl.constexpr):
         y = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(y)) / 2 = sigmoid(2 y)
     elif KIND == 3:
         y = x * sigmoid(x)
-    elif KIND == 4 or KIND == 6:
+    elif KIND == 4 or KIND == 7:
         y = x * sigmoid(1.702 * x)
+    elif KIND == 6:
+        y = tl.where(x < 0, 0.0, x * x)
     else:
         y = tanh(x)
     return y

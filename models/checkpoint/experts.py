@@ -23,7 +23,12 @@ _GPT_OSS = re.compile(r"(.*\blayers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(|_b
 _ENDS = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
 _MIXTRAL = re.compile(r"(.*\.experts\.\d+\.)(w1|w2|w3)(\..+)")
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_ROUTERS = (".block_sparse_moe.router.layer.", ".block_sparse_moe.router.", ".mlp.router.", ".block_sparse_moe.gate.")
+_ROUTERS = (
+    *(".block_sparse_moe.router.layer.", ".block_sparse_moe.router.", ".mlp.router.gate.", ".mlp.router."),
+    ".block_sparse_moe.gate.",
+)
+_ERNIE = re.compile(r"(.*\.mlp\.)(?:gate\.)?moe_statics\.e_score_correction_bias")  # [1, experts]
+_HEAD = "embed_out."  # of GPT-NeoX in transformers 4
 
 
 def one_by_one(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -57,6 +62,12 @@ def _spelled(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> 
         yield from _unstacked(stacked, name, info)
         return
     spelled = name
+    if (statics := _ERNIE.fullmatch(name)) and len(info.shape) == 2 and info.shape[0] == 1:
+        shape, cut = info.shape[1:], Cut(0, 0, info.shape[1])
+        yield f"{statics[1]}gate.e_score_correction_bias", replace(info, shape=shape, name=name, part=cut)
+        return
+    if name.startswith(_HEAD):
+        spelled = "lm_head." + name.removeprefix(_HEAD)
     if own := _MIXTRAL.fullmatch(name):
         spelled = own[1] + _PARTS[own[2]] + own[3]
     for router in _ROUTERS:

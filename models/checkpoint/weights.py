@@ -209,7 +209,7 @@ class Weights:
         first = 0
         for name in names:
             last = first + self.shapes[f"{name}.weight"][transposed]
-            found += [(name, range(x.start - first, x.stop - first)) for x in outs if first <= x.start < last]
+            found += [(name, range(x.start - first, x.stop - first, x.step)) for x in outs if first <= x.start < last]
             first = last
         return found
 
@@ -354,7 +354,7 @@ class Embedding(nn.Module):
 def _cut(x: Tensor, rows: range | None, columns: range | None = None) -> Tensor:
     """Some rows, a view; and of these some columns, a copy that is read a few rows at a time."""
     if rows is not None:
-        x = x[rows.start : rows.stop]
+        x = x[rows.start : rows.stop : rows.step]
     if columns is None:
         return x
     copy, at = x.new_empty(len(x), len(columns)), 0

@@ -24,7 +24,7 @@ class DeepseekV3(Decoder):
             fields, positions=4096, mlp_width=18432, query_rank=1536, interleaved=_interleaved(fields)
         )
         first = fields.int("first_k_dense_replace", default=3, low=0)
-        sparse, rules = [i >= first for i in range(options["layers"])], _sigmoids(fields, groups=8, kept=4)
+        sparse, rules = [i >= first for i in range(options["layers"])], sigmoids(fields, groups=8, kept=4)
         sizes = {"count": 256, "chosen": 8, "width": 2048, "shared": 1, "scale": 2.5}
         return Config(**options, experts=mixture(fields, sparse, **sizes, **rules))
 
@@ -46,7 +46,7 @@ class Glm4MoeLite(Decoder):
             kinds = ["dense"] + ["sparse"] * (layers - 1)
         if type(kinds) is not list or len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
             raise fields.error("mlp_layer_types", f"{layers} of dense and sparse")
-        sparse, rules = [kind == "sparse" for kind in kinds], _sigmoids(fields, groups=1, kept=1)
+        sparse, rules = [kind == "sparse" for kind in kinds], sigmoids(fields, groups=1, kept=1)
         sizes = {"count": 64, "chosen": 4, "width": 1536, "shared": 1, "scale": 1.8}
         return Config(**options, experts=mixture(fields, sparse, **sizes, **rules))
 
@@ -55,11 +55,11 @@ def _interleaved(fields: Fields) -> bool:
     return fields.bool("rope_interleave", default=True)
 
 
-def _sigmoids(fields: Fields, *, groups: int, kept: int) -> dict[str, Any]:
+def sigmoids(fields: Fields, *, groups: int, kept: int, normalized: bool = True) -> dict[str, Any]:
     """Rules of `Routing`; values of absent fields."""
     return {
         "scores": "sigmoid",
-        "normalized": fields.bool("norm_topk_prob", default=True),
+        "normalized": fields.bool("norm_topk_prob", default=normalized),
         "epsilon": 1e-20,
         "groups": fields.int("n_group", default=groups),
         "kept": fields.int("topk_group", default=kept),

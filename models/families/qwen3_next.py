@@ -31,7 +31,7 @@ def common(fields: Fields, *, kv_heads: int, mlp_width: int | None = None, inter
         "attention_bias": fields.bool("attention_bias", default=False),
         "plus_one": True,
         "head_norms": "each",
-        "query_gate": True,
+        "query_gate": "below",
     }
 
 

@@ -83,9 +83,9 @@ class GroupedWeight:
 
     def part(self, outs: range | None, ins: range | None) -> "GroupedWeight":
         """Some outputs and inputs of it; None: all. Raises ValueError for inputs that are not those of whole groups."""
-        first, (rows, width), group, some = 0, self.shape, self.group, slice(None)
+        first, step, (rows, width), group, some = 0, 1, self.shape, self.group, slice(None)
         if outs is not None:
-            first, rows = outs.start, len(outs)
+            first, step, rows = outs.start, outs.step, len(outs)
         if ins is not None:
             if self.order_I is not None:
                 raise ValueError("its inputs have an order of their own (desc_act)")
@@ -99,10 +99,10 @@ class GroupedWeight:
         columns = slice(None) if ins is None else slice(ins.start, ins.stop)
 
         def read(start: int, stop: int) -> GroupedRows:
-            codes_OI, *values = self.rows(first + start, first + stop)
+            codes_OI, *values = self.rows(first + start * step, first + (stop - 1) * step + 1)
             return GroupedRows(
-                codes_OI[:, columns].contiguous(),
-                *(None if x_OG is None else x_OG[:, some] for x_OG in values),  # type: ignore[arg-type]
+                codes_OI[::step, columns].contiguous(),
+                *(None if x_OG is None else x_OG[::step, some] for x_OG in values),  # type: ignore[arg-type]
             )
 
         stored = self.stored and _cut(self.stored, outs, ins)
@@ -128,7 +128,7 @@ def _cut(stored: StoredBlocks, outs: range | None, ins: range | None) -> StoredB
     """Some rows and columns of blocks; None: the columns are no whole blocks."""
     rows_OB, block = stored
     if outs is not None:
-        rows_OB = rows_OB[outs.start : outs.stop]
+        rows_OB = rows_OB[outs.start : outs.stop : outs.step]
     if ins is not None:
         if ins.start % block.size or ins.stop % block.size:
             return None

@@ -40,7 +40,19 @@ def matrix(outs, width, kind, seed, bias=False):
     return Matrix(Packed(pack([weight_OI], torch.float32, outs, width), outs, width), own)
 
 
-def mixture(routing, kind="float32", *, count=7, width=40, inner=24, bias=False, shared=0, gated=False, parts=False):
+def mixture(
+    routing,
+    kind="float32",
+    *,
+    count=7,
+    width=40,
+    inner=24,
+    bias=False,
+    shared=0,
+    gated=False,
+    parts=False,
+    biased=False,
+):
     def expert(inner, seed):
         up = matrix(2 * inner, width, kind, seed, bias)
         if parts:
@@ -53,7 +65,7 @@ def mixture(routing, kind="float32", *, count=7, width=40, inner=24, bias=False,
         "silu",
         matrix(count, width, "float32", 1),
         [expert(inner, 100 * i + 2) for i in range(count)],
-        draw(count, seed=9) if routing.scores == "sigmoid" else None,
+        draw(count, seed=9) if routing.scores == "sigmoid" or (biased and routing.scores == "softmax") else None,
         expert(shared, 9000) if shared else None,
         matrix(1, width, "float32", 3) if gated else None,
     )
@@ -122,7 +134,9 @@ def test_experts_are_chosen_from_the_best_groups(routing):
 
 @native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [{}, {"bias": True, "shared": 20}, {"shared": 33, "gated": True, "parts": True}])
+@pytest.mark.parametrize(
+    "shape", [{}, {"bias": True, "shared": 20}, {"shared": 33, "gated": True, "parts": True}, {"biased": True}]
+)
 @pytest.mark.parametrize("routing", [*ROUTINGS, *GROUPS])
 def test_as_near_to_float64_as_pytorch(routing, shape, dtype):
     """Rows whose choice the dtype changes are left out."""

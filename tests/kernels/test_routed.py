@@ -43,7 +43,18 @@ def stacked(outs, width, kind, seed):
 class Made:
     """Random experts, and random rows for them."""
 
-    def __init__(self, routing, kind="floats", dtype="float32", *, tokens=30, function="silu", bias=True, shared=True):
+    def __init__(
+        self,
+        routing,
+        kind="floats",
+        dtype="float32",
+        *,
+        tokens=30,
+        function="silu",
+        bias=True,
+        shared=True,
+        biased=False,
+    ):
         self.routing, self.function, self.dtype = routing, function, getattr(torch, dtype)
         cast = functools.partial(torch.Tensor.to, dtype=self.dtype)
         self.tables = [stacked(2 * INNER, WIDTH, kind, 1), stacked(WIDTH, INNER, kind, 2)]
@@ -53,7 +64,7 @@ class Made:
         self.x_TE = cast(draw(tokens, WIDTH, seed=3) * scale)
         self.logits_TX = cast(draw(tokens, COUNT, seed=4))
         self.biases = [cast(draw(len(exact), seed=5)) if bias else None for _, exact in self.tables]
-        self.bias_X = draw(COUNT, seed=6) if routing.scores == "sigmoid" else None
+        self.bias_X = draw(COUNT, seed=6) if routing.scores == "sigmoid" or biased else None
         self.shared = [cast(draw(tokens, size, seed=7)) if shared else None for size in (WIDTH, 1)]
 
     def run(self, impl, device="cpu", dtype=None):
@@ -82,6 +93,11 @@ def check(made, device):
 @pytest.mark.parametrize(("routing", "kind", "dtype"), CASES)
 def test_the_error_is_at_most_twice_that_of_pytorch(routing, kind, dtype, device):
     check(Made(ROUTINGS[routing], kind, dtype, shared=kind == "floats", bias=kind != "int8"), device)
+
+
+@DEVICES
+def test_a_bias_of_the_choice_beside_a_softmax(device):
+    check(Made(ROUTINGS["normalized"], biased=True), device)
 
 
 @DEVICES

@@ -121,11 +121,18 @@ OPTIONS = {
     "norms after the rotation": {"head_norms": "each", "norms_last": True},
     "multipliers": {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0, "logit_cap": 3.0},
     "side by side": {"parallel": True, "residual_scale": 0.22, "rms": False},
+    "side by side, two norms": {"parallel": True, "two_norms": True, "rms": False},
+    "no biases of norms": {"rms": False, "norm_bias": False},
+    "interleaved": {"interleaved": True, "head_norms": "each", "attention_bias": True},
+    "interleaved in part": {"interleaved": True, "head_norms": "own", "rms": False, "rope": RopeConfig(4)},
     "three tables": {"ropes": ROPES},
     "gelu": {"activation": "gelu_tanh"},
+    "squares": {"activation": "relu_squared", "gated": False},
+    "groups": {"grouped_qkv": True, "attention_bias": True, "out_bias": False},
     "bias of queries": {"attention_bias": True, "out_bias": False},
-    "gates": {"query_gate": True, "head_norms": "each", "plus_one": True},
-    "gates, bias": {"query_gate": True, "attention_bias": True},
+    "gates": {"query_gate": "below", "head_norms": "each", "plus_one": True},
+    "gates apart": {"query_gate": "apart", "head_norms": "each"},
+    "gates, bias": {"query_gate": "below", "attention_bias": True},
     "cap": {"attention_cap": 2.0, "windows": (7, None, 3)},
     "sinks": {"sinks": True, "windows": (7, None, 3)},
     "heads by layer": {"kv_sizes": ((2, 8), (1, 20), (3, 10)), "head_norms": "each", "value_norms": True},
@@ -147,6 +154,12 @@ def write(folder, options, monkeypatch):
     names = Names(mlp_norm="before_mlp", attention_out_norm="after_attention", mlp_out_norm="after_mlp")
     if options.get("head_norms") == "own":
         names = replace(names, q_norm="q_norms.{}", k_norm="k_norms.{}")
+    if options.get("query_gate") == "apart":
+        names = replace(names, qkv=("self_attn.gate_proj", *names.qkv))
+    if options.get("grouped_qkv"):
+        names = replace(names, qkv=("self_attn.qkv",))
+    if not options.get("gated", True):
+        names = replace(names, up=names.up[:1])
 
     class Other(Llama):
         @staticmethod

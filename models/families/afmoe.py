@@ -1,0 +1,56 @@
+"""AFMoE, Trinity (Arcee AI 2025): windows in three of four layers, which alone are rotated, gates of attention, experts."""
+
+from models.checkpoint.fields import Fields
+from models.config import FULL, SLIDING, Config
+from models.decoder import Decoder
+from models.families.deepseek_v2 import NAMES
+from models.names import Names
+from models.reading import experts, layer_types, rotary, windows
+
+
+class Afmoe(Decoder):
+    """Norms of inputs, of outputs and of heads; experts that sigmoids choose, after the first layers."""
+
+    architectures = ("AfmoeForCausalLM",)
+    names = Names(
+        qkv=("self_attn.gate_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        mlp_norm="pre_mlp_layernorm",
+        mlp_out_norm="post_mlp_layernorm",
+        shared=NAMES.shared,
+    )
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.bool("attention_bias", default=False):
+            raise fields.error("attention_bias", "false: biases beside gates without them are not supported")
+        head_dim = None if "head_dim" in fields.config else 128
+        options = rotary(
+            fields, positions=16384, head_dim=head_dim, mlp_width=fields.int("intermediate_size", default=6144)
+        )
+        layers = range(options["layers"])
+        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 1024
+        every = fields.int("global_attn_every_n_layers", default=4)
+        kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in layers])
+        dense, width = (
+            fields.int("num_dense_layers", default=1, low=0),
+            fields.int("moe_intermediate_size", default=1408),
+        )
+        rules = {
+            "scores": "sigmoid",
+            "normalized": True,
+            "epsilon": 1e-20,
+            "scale": fields.float("route_scale", default=1.0),
+            "choice_bias": True,
+            "shared_width": width * fields.int("num_shared_experts", default=2, high=2**8),
+        }
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            norms=("input", "output"),
+            head_norms="each",
+            query_gate="apart",
+            windows=windows(fields, kinds, window),
+            ropes=tuple(options["rope"] if kind == SLIDING else None for kind in kinds),
+            experts=experts(fields, count=64, chosen=6, width=width, layers=[i >= dense for i in layers], **rules),
+            embedding_scale=options["width"] ** 0.5 if fields.bool("mup_enabled", default=False) else 1.0,
+            **options,
+        )

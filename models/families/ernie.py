@@ -1,0 +1,56 @@
+"""ERNIE 4.5 (Baidu 2025), dense and with experts: Llamas with elements that are rotated with each other side by side."""
+
+import re
+from typing import Any
+
+from models.checkpoint.fields import Fields
+from models.config import Config
+from models.decoder import Decoder
+from models.families.deepseek_v2 import NAMES
+from models.reading import experts, rotary
+from models.rope import BUFFERS
+
+
+class Ernie(Decoder):
+    """The dense ones."""
+
+    architectures = ("Ernie4_5ForCausalLM",)
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        bias = fields.bool("use_bias", default=False)
+        head_dim = None if "head_dim" in fields.config else 128
+        return Config(**_options(fields, kv_heads=2, head_dim=head_dim), attention_bias=bias, mlp_bias=bias)
+
+
+class ErnieMoe(Decoder):
+    """Experts are chosen by their part of a softmax plus a bias; their weights add up to 1."""
+
+    architectures = ("Ernie4_5_MoeForCausalLM",)
+    names = NAMES
+    ignored = (*BUFFERS, re.compile(r"model\.mtp_.*"))  # draft heads
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.bool("use_bias", default=False):
+            raise fields.error("use_bias", "false: experts with biases are not supported")
+        options, width = _options(fields, kv_heads=4), fields.int("moe_intermediate_size", default=1536)
+        first, last = (
+            fields.int(f"moe_layer_{end}_index", default=i, low=-1) for end, i in (("start", 1), ("end", -1))
+        )
+        step = fields.int("moe_layer_interval", default=1)
+        layers = [(i + 1) % step == 0 and i >= first and (i <= last or last == -1) for i in range(options["layers"])]
+        chosen = fields.int("moe_k", default=fields.int("num_experts_per_tok", default=6), high=2**12)
+        named = Fields({**fields.config, "num_experts_per_tok": chosen}, fields.file, fields.prefix)
+        shared = width * fields.int("moe_num_shared_experts", default=2, low=0, high=2**8)
+        rules = {"normalized": True, "choice_bias": True, "shared_width": shared}
+        name = "moe_num_experts" if fields.config.get("moe_num_experts") is not None else "num_experts"
+        mixed = experts(named, name=name, count=64, chosen=chosen, width=width, layers=layers, **rules)
+        return Config(**options, experts=mixed)
+
+
+def _options(fields: Fields, *, kv_heads: int, head_dim: int | None = None) -> dict[str, Any]:
+    """Arguments of a `Config` that both have; values of absent fields."""
+    shared = None if "num_key_value_heads" in fields.config else kv_heads
+    options = rotary(fields, positions=131072, kv_heads=shared, head_dim=head_dim, tied=True, theta=5e5)
+    return options | {"norm_eps": fields.float("rms_norm_eps", default=1e-5, low=0.0), "interleaved": True}

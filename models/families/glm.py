@@ -1,0 +1,89 @@
+"""GLM-4 (GLM Team 2024), GLM-4-0414 (2025) and the mixtures GLM-4.5, 4.6, 4.7 (2025): heads that are rotated in part."""
+
+import re
+
+from models.checkpoint.fields import Fields
+from models.config import Config
+from models.decoder import Decoder
+from models.families.deepseek_v2 import NAMES, mixture
+from models.families.deepseek_v3 import sigmoids
+from models.names import Names
+from models.reading import architecture, rotary
+from models.rope import BUFFERS
+
+
+class Glm(Decoder):
+    """A Llama with biases of queries, keys and values, and one matrix for the halves of its MLP."""
+
+    architectures = ("GlmForCausalLM", "GlmForSequenceClassification")
+    names = Names(up=("mlp.gate_up_proj",))
+    default_eos_token_ids = frozenset([151329, 151336, 151338])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        four = architecture(fields).startswith("Glm4")
+        kv_heads = None if "num_key_value_heads" in fields.config else 2
+        return Config(
+            **rotary(fields, positions=131072, kv_heads=kv_heads, head_dim=128, partial=0.5),
+            norm_eps=fields.float("rms_norm_eps", default=1.5625e-7, low=0.0),
+            norms=("input", "output") if four else ("input",),
+            interleaved=True,
+            attention_bias=fields.bool("attention_bias", default=True),
+            out_bias=False,
+        )
+
+
+class Glm4(Glm):
+    """Norms of outputs as well."""
+
+    architectures = ("Glm4ForCausalLM", "Glm4ForSequenceClassification")
+    names = Names(
+        up=("mlp.gate_up_proj",), attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"
+    )
+
+
+class Glm4Moe(Decoder):
+    """Experts that sigmoids choose, after the first layers; in some norms of heads."""
+
+    architectures = ("Glm4MoeForCausalLM",)
+    names = NAMES
+    ignored = (*BUFFERS, re.compile(r"model\.layers\.(46|92)\..*"))  # a draft head's, as in transformers
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads = None if "num_key_value_heads" in fields.config else 8
+        width = fields.int("intermediate_size", default=10944)
+        options = rotary(fields, positions=131072, kv_heads=kv_heads, mlp_width=width, partial=0.5)
+        first = fields.int("first_k_dense_replace", default=1, low=0)
+        sparse, sizes = [i >= first for i in range(options["layers"])], {"count": 128, "chosen": 8, "width": 1408}
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            out_bias=False,
+            head_norms="each" if fields.bool("use_qk_norm", default=False) else "",
+            experts=mixture(fields, sparse, shared=1, scale=1.0, **sizes, **sigmoids(fields, groups=1, kept=1)),
+            **options,
+        )
+
+
+class SolarOpen(Decoder):
+    """Solar Open (Upstage 2025): heads that are rotated whole, experts in all layers."""
+
+    architectures = ("SolarOpenForCausalLM",)
+    names = NAMES
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads = None if "num_key_value_heads" in fields.config else 8
+        sizes = {"count": 128, "chosen": 8, "width": 1280}
+        width = fields.int("moe_intermediate_size", default=sizes["width"])
+        more = {"mlp_width": width, "head_dim": 128, "partial": 1.0, "theta": 1e6}
+        options = rotary(fields, positions=131072, kv_heads=kv_heads, **more)
+        sparse, rules = [True] * options["layers"], sigmoids(fields, groups=1, kept=1)
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            out_bias=False,
+            experts=mixture(fields, sparse, shared=1, scale=1.0, **sizes, **rules),
+            **options,
+        )

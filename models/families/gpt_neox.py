@@ -1,0 +1,47 @@
+"""GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): attention and MLP side by side, each with its norm."""
+
+import re
+
+from models.checkpoint.fields import Fields
+from models.config import Config
+from models.decoder import Decoder
+from models.names import Names
+from models.reading import rotary
+
+
+class GPTNeoX(Decoder):
+    """LayerNorms, biases, heads that are rotated in part; one matrix makes queries, keys and values, head by head."""
+
+    architectures = ("GPTNeoXForCausalLM", "GPTNeoXForSequenceClassification")
+    base = "gpt_neox."
+    ignored = (re.compile(r"(gpt_neox\.)?layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)"),)
+    names = Names(
+        embedding="gpt_neox.embed_in",
+        layer="gpt_neox.layers.{}.",
+        qkv=("attention.query_key_value",),
+        out="attention.dense",
+        up=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+        norm="gpt_neox.final_layer_norm",
+    )
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        given = {
+            "rope_theta": fields.config.get("rotary_emb_base"),
+            "partial_rotary_factor": fields.config.get("rotary_pct"),
+        }
+        named = Fields(
+            {**fields.config, "head_dim": None, "num_key_value_heads": None, **given}, fields.file, fields.prefix
+        )
+        return Config(
+            **rotary(named, positions=2048, activation="gelu", partial=0.25),
+            norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
+            rms=False,
+            gated=False,
+            parallel=fields.bool("use_parallel_residual", default=True),
+            two_norms=True,
+            grouped_qkv=True,
+            attention_bias=fields.bool("attention_bias", default=True),
+            mlp_bias=True,
+        )

@@ -1,0 +1,32 @@
+"""MiniMax-M2 (MiniMax 2025): experts in all layers, norms of all heads as one row, heads that are rotated in part."""
+
+from models.checkpoint.fields import Fields
+from models.config import Config
+from models.decoder import Decoder
+from models.names import Names
+from models.reading import experts, rotary
+
+
+class MiniMaxM2(Decoder):
+    """Sigmoids choose the experts, with a bias, and their weights add up to 1."""
+
+    architectures = ("MiniMaxM2ForCausalLM",)
+    names = Names(choice_bias="mlp.e_score_correction_bias")
+    default_eos_token_ids = frozenset([200020])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads = None if "num_key_value_heads" in fields.config else 8
+        width, head_dim = fields.int("intermediate_size", default=1536), fields.int("head_dim", default=128)
+        if fields.config.get("partial_rotary_factor") is None and fields.config.get("rotary_dim") is not None:
+            share = fields.int("rotary_dim", high=head_dim) / head_dim  # as released files have it
+            fields = Fields({**fields.config, "partial_rotary_factor": share}, fields.file, fields.prefix)
+        more = {"mlp_width": width, "head_dim": head_dim, "partial": 1.0, "theta": 5e6}
+        options = rotary(fields, positions=196608, kv_heads=kv_heads, **more)
+        rules = {"scores": "sigmoid", "normalized": True, "choice_bias": True}
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            head_norms="all",
+            experts=experts(fields, count=256, chosen=8, width=width, layers=[True] * options["layers"], **rules),
+            **options,
+        )

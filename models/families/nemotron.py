@@ -1,0 +1,45 @@
+"""Nemotron 3 and 4, Minitron (Parmar et al. 2024), AFM-4.5B (Arcee AI 2025): MLPs with the square of ReLU."""
+
+from models.checkpoint.fields import Fields
+from models.config import Config
+from models.decoder import Decoder
+from models.names import Names
+from models.reading import rotary
+
+
+class Nemotron(Decoder):
+    """LayerNorms that multiply by 1 + weight, heads that are rotated in part."""
+
+    architectures = ("NemotronForCausalLM", "NemotronForSequenceClassification")
+    names = Names(up=("mlp.up_proj",))
+    default_eos_token_ids = frozenset([3])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        return Config(
+            **rotary(fields, positions=4096, activation="relu2", partial=0.5),
+            norm_eps=fields.float("norm_eps", default=1e-5, low=0.0),
+            rms=False,
+            plus_one=True,
+            gated=False,
+            attention_bias=fields.bool("attention_bias", default=False),
+            mlp_bias=fields.bool("mlp_bias", default=False),
+        )
+
+
+class Arcee(Decoder):
+    """A Llama with such an MLP."""
+
+    architectures = ("ArceeForCausalLM", "ArceeForSequenceClassification")
+    names = Names(up=("mlp.up_proj",))
+    default_eos_token_ids = frozenset([128001])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        return Config(
+            **rotary(fields, positions=4096, activation="relu2"),
+            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            gated=False,
+            attention_bias=fields.bool("attention_bias", default=False),
+            mlp_bias=fields.bool("mlp_bias", default=False),
+        )

@@ -1,0 +1,25 @@
+"""Seed-OSS (ByteDance Seed 2025) and InternLM3 (Cai et al. 2024): Llamas with biases of other matrices."""
+
+from models.checkpoint.fields import Fields
+from models.config import Config
+from models.decoder import Decoder
+from models.reading import rotary
+
+
+class SeedOss(Decoder):
+    """Biases of queries, keys and values."""
+
+    architectures = ("SeedOssForCausalLM", "SeedOssForSequenceClassification")
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads, head_dim = (
+            None if name in fields.config else size for name, size in (("num_key_value_heads", 8), ("head_dim", 128))
+        )
+        return Config(
+            **rotary(fields, positions=524288, kv_heads=kv_heads, head_dim=head_dim),
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=True),
+            out_bias=fields.bool("attention_out_bias", default=False),
+            mlp_bias=fields.bool("mlp_bias", default=False),
+        )
