@@ -21,7 +21,8 @@ class Names:
             `scan_skip`, and the matrix after it, `recurrent_out`.
         attention_norm, mlp_norm: on the input or on the sum, see `Config.norms`.
         attention_out_norm, mlp_out_norm: on the output.
-        q_norm, k_norm: of heads; where each has its own, the place of its number is {}, or one tensor has a row of each.
+        q_norm, k_norm: of heads; where each has its own, the place of its number is {}, or one tensor has
+            a row of each.
         qkv, up: one stored matrix or several, which lie below each other here.
         q_low, q_low_norm, q_high: of attention with a latent: the matrices that make queries of a narrower row, and its
             norm; where that is none, the first of `qkv` does.

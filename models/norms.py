@@ -91,8 +91,7 @@ class OwnNorms(Norm):
 
 
 def head_norm(c: Config, weights: Weights, name: str, some: range | None, heads: int) -> Norm:
-    """The norm of each head, or of all of them, of which this process has `some` elements; without a bias where elements
-    that are rotated with each other lie side by side.
+    """The norm of each head, or of all of them, of which this process has `some` elements.
 
     Args:
         heads: of this process.

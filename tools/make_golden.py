@@ -54,6 +54,7 @@ for name in ("tools", "models"):  # the repository's root must not be importable
 from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E402
 
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
+TABLES = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe")  # of tokens and positions
 OTHER_PARTS = r"vision|visual|projector|connector"
 
 Run = tuple[int, float, bool | str, int, str, int]  # beams, length_penalty, early_stopping, returned, EOS, new tokens
@@ -101,9 +102,10 @@ def draw(folder: Path, seed: int) -> None:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     shapes |= {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in own}  # buffers
-    embedding, head = "model.embed_tokens.weight", "score.weight" if scores else "lm_head.weight"
-    head = head if head in shapes else embedding
-    tensors = draw_all(shapes, seed, embeddings=[embedding], head=head, outputs=("o_proj.weight", "down_proj.weight"))
+    embeddings = [name for name in shapes if name.rpartition(".")[0].endswith(TABLES)]
+    head = "score.weight" if scores else "lm_head.weight"
+    head = head if head in shapes else embeddings[0]
+    tensors = draw_all(shapes, seed, embeddings=embeddings, head=head, outputs=("o_proj.weight", "down_proj.weight"))
     write_tensors(folder / "model.safetensors", tensors, "bfloat16")
 
 
@@ -113,7 +115,7 @@ def load(folder: Path) -> Any:
     architecture = config["architectures"][0]
     # Its other products of experts round in another way.
     fields = {**config, **config.get("text_config", {})}
-    mixed = fields.get("num_experts_per_tok") or fields.get("top_k_experts")
+    mixed = fields.get("num_experts_per_tok") or fields.get("top_k_experts") or fields.get("moe_k")
     eager = {"experts_implementation": "eager"} if mixed else {}
     kinds = {"SequenceClassification": AutoModelForSequenceClassification,
              "ConditionalGeneration": AutoModelForImageTextToText}  # fmt: skip

@@ -28,7 +28,11 @@ _ROUTERS = (
     ".block_sparse_moe.gate.",
 )
 _ERNIE = re.compile(r"(.*\.mlp\.)(?:gate\.)?moe_statics\.e_score_correction_bias")  # [1, experts]
-_HEAD = "embed_out."  # of GPT-NeoX in transformers 4
+_OTHERS = {  # of GPT-NeoX in transformers 4, and of Falcon where attention and MLP have a norm each
+    "embed_out.": "lm_head.",
+    ".ln_attn.": ".input_layernorm.",
+    ".ln_mlp.": ".post_attention_layernorm.",
+}
 
 
 def one_by_one(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -66,8 +70,8 @@ def _spelled(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> 
         shape, cut = info.shape[1:], Cut(0, 0, info.shape[1])
         yield f"{statics[1]}gate.e_score_correction_bias", replace(info, shape=shape, name=name, part=cut)
         return
-    if name.startswith(_HEAD):
-        spelled = "lm_head." + name.removeprefix(_HEAD)
+    for other, usual in _OTHERS.items():
+        spelled = spelled.replace(other, usual)
     if own := _MIXTRAL.fullmatch(name):
         spelled = own[1] + _PARTS[own[2]] + own[3]
     for router in _ROUTERS:

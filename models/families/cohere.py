@@ -30,7 +30,7 @@ class Cohere2(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = _options(Fields({**fields.config, "head_dim": None}, fields.file, fields.prefix), theta=1e4)
+        options = _options(fields, theta=1e4)
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
         every = fields.int("sliding_window_pattern", default=4)
         kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in range(options["layers"])])

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (Baidu 2025), dense and with experts: Llamas with elements that are rotated with each other side by side."""
+"""ERNIE 4.5 (Baidu 2025), dense and with experts: Llamas that rotate neighbours."""
 
 import re
 from typing import Any

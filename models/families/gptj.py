@@ -1,4 +1,4 @@
-"""GPT-J (Wang and Komatsuzaki 2021): attention and MLP side by side, heads rotated in part, side by side."""
+"""GPT-J (Wang and Komatsuzaki 2021): attention and MLP side by side, heads of which neighbours are rotated, in part."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Helium (Kyutai 2025): a Llama with elements that are rotated with each other side by side."""
+"""Helium (Kyutai 2025): a Llama that rotates neighbours."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config

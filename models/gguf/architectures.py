@@ -14,9 +14,11 @@ from models.gguf import gemma4
 from models.gguf.delta_nets import delta_nets, without_draft_layers
 from models.gguf.experts import SIGMOID, SOFTMAX_OF_CHOSEN, experts
 from models.gguf.latents import latents, mixture
+from models.gguf.later import LATER, LATER_READ
 from models.gguf.reader import GGUF
 from models.gguf.rotary import decimal, rotary
 from models.gguf.scans import scans
+from models.gguf.sizes import alike, attention, epsilon, gated, mlp_width, named, windows
 
 EMBEDDING, HEAD, SCORE = "token_embd.weight", "output.weight", "cls.output.weight"
 OTHER_MATH = (  # keys that change the numbers, and that no configuration here has a word for
@@ -43,6 +45,7 @@ READ = {  # those of the keys above that an architecture reads
     "mistral3": ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
     "stablelm": ("use_parallel_residual",),
     "deepseek2": ("expert_count", "rope.scaling.yarn_log_multiplier"),
+    **LATER_READ,
 }
 INTERLEAVED = (
     "llama",
@@ -51,6 +54,7 @@ INTERLEAVED = (
     "granitehybrid",
     "mistral3",
     "smollm3",
+    "arcee",
 )  # rows of queries and keys are in the order of interleaved rotation
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -86,7 +90,7 @@ def read_config(file: GGUF) -> dict[str, Any]:
 
 
 def _llama(file: GGUF, keys: Fields) -> dict[str, Any]:
-    config = _gated(file, keys, rotated="all") | {
+    config = gated(file, keys, rotated="all") | {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }
@@ -96,16 +100,16 @@ def _llama(file: GGUF, keys: Fields) -> dict[str, Any]:
             raise keys.error("expert_count", "nothing, as the layers have biases")
         mixed = experts(file, keys)
         config |= {"intermediate_size": mixed.pop("moe_intermediate_size"), "sliding_window": window or None}
-        return config | mixed | _named("MixtralForCausalLM", "mixtral")
+        return config | mixed | named("MixtralForCausalLM", "mixtral")
     if not window:
-        return config | _named("LlamaForCausalLM", "llama")
+        return config | named("LlamaForCausalLM", "llama")
     if config.pop("attention_bias") or config.pop("mlp_bias"):
         raise keys.error("attention.sliding_window", "nothing, as the layers have biases")
-    return config | _named("MistralForCausalLM", "mistral") | {"sliding_window": window}
+    return config | named("MistralForCausalLM", "mistral") | {"sliding_window": window}
 
 
 def _granite(file: GGUF, keys: Fields) -> dict[str, Any]:
-    config = _llama(file, keys) | _named("GraniteForCausalLM", "granite")
+    config = _llama(file, keys) | named("GraniteForCausalLM", "granite")
     for word, key in GRANITE.items():
         config[word] = decimal(keys.float(key, 1.0))
     return config | {"attention_multiplier": decimal(keys.float("attention.scale", config["head_dim"] ** -0.5))}
@@ -117,8 +121,8 @@ def _granitemoe(file: GGUF, keys: Fields) -> dict[str, Any]:
     width = {"intermediate_size": mixed.pop("moe_intermediate_size")}
     config = _granite(file, plain) | width | mixed
     if not shared:
-        return config | _named("GraniteMoeForCausalLM", "granitemoe")
-    return config | _named("GraniteMoeSharedForCausalLM", "granitemoeshared") | {"shared_intermediate_size": shared}
+        return config | named("GraniteMoeForCausalLM", "granitemoe")
+    return config | named("GraniteMoeSharedForCausalLM", "granitemoeshared") | {"shared_intermediate_size": shared}
 
 
 def _granitehybrid(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -129,7 +133,7 @@ def _granitehybrid(file: GGUF, keys: Fields) -> dict[str, Any]:
     plain = Fields(
         {**keys.config, name: [heads for heads in shared if heads], "expert_count": None}, keys.file, keys.prefix
     )
-    config = _granite(file, plain) | _named("GraniteMoeHybridForCausalLM", "granitemoehybrid")
+    config = _granite(file, plain) | named("GraniteMoeHybridForCausalLM", "granitemoehybrid")
     config |= scans(file, keys, config["hidden_size"])
     if not keys.config.get("expert_count"):
         return config | {"num_local_experts": 0, "shared_intermediate_size": config["intermediate_size"]}
@@ -150,11 +154,11 @@ def _mistral3(file: GGUF, keys: Fields) -> dict[str, Any]:
     original = keys.int("rope.scaling.original_context_length", config["max_position_embeddings"], high=2**31)
     rope |= {"llama_4_scaling_beta": decimal(growth), "original_max_position_embeddings": original}
     window = {"sliding_window": config.get("sliding_window")}
-    return config | window | _named("Ministral3ForCausalLM", "ministral3") | {"rope_parameters": rope}
+    return config | window | named("Ministral3ForCausalLM", "ministral3") | {"rope_parameters": rope}
 
 
 def _smollm3(file: GGUF, keys: Fields) -> dict[str, Any]:
-    config = _llama(file, keys) | _named("SmolLM3ForCausalLM", "smollm3")
+    config = _llama(file, keys) | named("SmolLM3ForCausalLM", "smollm3")
     # The file does not say which layers rotate nothing: every fourth, as in the one model of this architecture.
     return config | {"no_rope_layers": [int(i % 4 != 3) for i in range(config["num_hidden_layers"])]}
 
@@ -162,69 +166,69 @@ def _smollm3(file: GGUF, keys: Fields) -> dict[str, Any]:
 def _qwen(file: GGUF, keys: Fields) -> dict[str, Any]:
     if keys.int("attention.sliding_window", 0, low=0, high=2**31):
         raise keys.error("attention.sliding_window", "nothing: which layers it is for is not in the file")
-    config = _gated(file, keys, rotated="all")
+    config = gated(file, keys, rotated="all")
     arch, bias = file.fields().str("general.architecture"), "blk.0.attn_q.bias" in file.tensors
     if arch.endswith("moe"):
         second = arch == "qwen2moe"
         norm = {"norm_topk_prob": keys.bool("expert_weights_norm", default=not second)}
         config |= experts(file, keys, some=True) | norm
         if not second:
-            return config | {"attention_bias": bias} | _named("Qwen3MoeForCausalLM", "qwen3_moe")
+            return config | {"attention_bias": bias} | named("Qwen3MoeForCausalLM", "qwen3_moe")
         shared = {"shared_expert_intermediate_size": keys.int("expert_shared_feed_forward_length")}
-        return config | shared | {"qkv_bias": bias} | _named("Qwen2MoeForCausalLM", "qwen2_moe")
+        return config | shared | {"qkv_bias": bias} | named("Qwen2MoeForCausalLM", "qwen2_moe")
     if arch.startswith("qwen2"):
-        return config | _named("Qwen2ForCausalLM", "qwen2")
-    return config | {"attention_bias": bias} | _named("Qwen3ForCausalLM", "qwen3")
+        return config | named("Qwen2ForCausalLM", "qwen2")
+    return config | {"attention_bias": bias} | named("Qwen3ForCausalLM", "qwen3")
 
 
 def _qwen35(file: GGUF, keys: Fields) -> dict[str, Any]:
     keys = without_draft_layers(file, keys)
-    config = {"partial_rotary_factor": 1.0} | _gated(file, keys, rotated="some") | delta_nets(file, keys)
+    config = {"partial_rotary_factor": 1.0} | gated(file, keys, rotated="some") | delta_nets(file, keys)
     if (arch := file.fields().str("general.architecture")) == "qwen35":
-        return config | _named("Qwen3_5ForCausalLM", "qwen3_5_text")
+        return config | named("Qwen3_5ForCausalLM", "qwen3_5_text")
     config |= experts(file, keys, some=arch == "qwen3next")
     config["shared_expert_intermediate_size"] = keys.int("expert_shared_feed_forward_length")
     norm = keys.bool("expert_weights_norm", default=True)
     # Files of Qwen3-Next have the matrices of its gated delta nets as Qwen3.5 has them.
     if arch == "qwen3next" and "linear_num_key_heads" not in config:
-        return config | {"norm_topk_prob": norm} | _named("Qwen3NextForCausalLM", "qwen3_next")
+        return config | {"norm_topk_prob": norm} | named("Qwen3NextForCausalLM", "qwen3_next")
     if config.pop("mlp_only_layers", None):
         raise keys.error("expert_count", "experts in all layers, as there are gated delta nets")
     if not norm:
         raise keys.error("expert_weights_norm", "true")
-    return config | _named("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
+    return config | named("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
 
 
 def _phi3(file: GGUF, keys: Fields) -> dict[str, Any]:
     window = keys.int("attention.sliding_window", 0, low=0, high=2**31) or None  # 0: none
-    config = _gated(file, keys, rotated="some") | _named("Phi3ForCausalLM", "phi3")
+    config = gated(file, keys, rotated="some") | named("Phi3ForCausalLM", "phi3")
     config["intermediate_size"] //= 2  # gate and up are one matrix
     # What transformers takes for padding where there is none may lie outside of the vocabulary.
     return config | {"sliding_window": window, "pad_token_id": None}
 
 
 def _phi2(file: GGUF, keys: Fields) -> dict[str, Any]:
-    config = _attention(file, keys) | _named("PhiForCausalLM", "phi")
+    config = attention(file, keys) | named("PhiForCausalLM", "phi")
     rope = rotary(file, keys, config.pop("head_dim"), config["max_position_embeddings"], "some")
     share = {"partial_rotary_factor": 1.0} | rope
-    return config | share | {"hidden_act": "gelu_new", "layer_norm_eps": _epsilon(keys, "attention.layer_norm_epsilon")}
+    return config | share | {"hidden_act": "gelu_new", "layer_norm_eps": epsilon(keys, "attention.layer_norm_epsilon")}
 
 
 def _gpt2(file: GGUF, keys: Fields) -> dict[str, Any]:
     width = keys.int("embedding_length")
-    return _named("GPT2LMHeadModel", "gpt2") | {
+    return named("GPT2LMHeadModel", "gpt2") | {
         "n_embd": width,
         "n_layer": keys.int("block_count", high=2**14),
         "n_head": keys.int("attention.head_count", high=2**14),
         "n_positions": file.entry("position_embd.weight").shape[0],
         "n_inner": file.entry("blk.0.ffn_up.weight").shape[0],
         "activation_function": "gelu_new",
-        "layer_norm_epsilon": _epsilon(keys, "attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": epsilon(keys, "attention.layer_norm_epsilon"),
     }
 
 
 def _gemma(file: GGUF, keys: Fields) -> dict[str, Any]:
-    return _gated(file, keys, rotated="all") | _named("GemmaForCausalLM", "gemma") | {"hidden_act": "gelu_pytorch_tanh"}
+    return gated(file, keys, rotated="all") | named("GemmaForCausalLM", "gemma") | {"hidden_act": "gelu_pytorch_tanh"}
 
 
 def _gemma2(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -232,12 +236,12 @@ def _gemma2(file: GGUF, keys: Fields) -> dict[str, Any]:
     if keys.float("rope.freq_base_swa", base) != base:  # of layers with a window
         raise keys.error("rope.freq_base_swa", "the rope.freq_base")
     caps = {name: decimal(keys.float(name)) for name in CAPS if keys.config.get(name) is not None}
-    return _sized(file, keys, window, period=2, whole=46) | _named("Gemma2ForCausalLM", "gemma2") | caps
+    return _sized(file, keys, window, period=2, whole=46) | named("Gemma2ForCausalLM", "gemma2") | caps
 
 
 def _gemma3(file: GGUF, keys: Fields) -> dict[str, Any]:
     window = keys.int("attention.sliding_window", 0, low=0, high=2**31)
-    config = _sized(file, keys, window, period=6, whole=62) | _named("Gemma3ForCausalLM", "gemma3_text")
+    config = _sized(file, keys, window, period=6, whole=62) | named("Gemma3ForCausalLM", "gemma3_text")
     cap = keys.float(CAPS[1], 0.0)
     base = decimal(keys.float("rope.freq_base_swa", 10000.0, low=1.0, high=1e15))
     return config | {"rope_local_base_freq": base, CAPS[1]: decimal(cap) if cap else None}
@@ -246,14 +250,14 @@ def _gemma3(file: GGUF, keys: Fields) -> dict[str, Any]:
 def _gemma4(file: GGUF, keys: Fields) -> dict[str, Any]:
     full = Fields({**keys.config, "attention.head_count_kv": None}, keys.file, keys.prefix)  # may differ by layer
     window, cap = keys.int("attention.sliding_window", 0, low=0, high=2**31), keys.float(CAPS[1], 0.0)
-    config = _attention(file, full) | _windows(keys, window, 6) | _named("Gemma4ForCausalLM", "gemma4_text")
-    config |= {"rms_norm_eps": _epsilon(keys, "attention.layer_norm_rms_epsilon")}
+    config = attention(file, full) | windows(keys, window, 6) | named("Gemma4ForCausalLM", "gemma4_text")
+    config |= {"rms_norm_eps": epsilon(keys, "attention.layer_norm_rms_epsilon")}
     return config | gemma4.layers(file, keys, config) | {CAPS[1]: decimal(cap) if cap else None}
 
 
 def _sized(file: GGUF, keys: Fields, window: int, *, period: int, whole: int) -> dict[str, Any]:
     """The fields that Gemma 2 and 3 have in common; `whole`: the number of layers of the largest."""
-    config = _gated(file, keys, rotated="all") | _windows(keys, window, period)
+    config = gated(file, keys, rotated="all") | windows(keys, window, period)
     # The factor of scores is not in the file. As in llama.cpp, the size of a head, but the largest model has others.
     large = config["num_hidden_layers"] == whole
     scalar = config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
@@ -261,50 +265,50 @@ def _sized(file: GGUF, keys: Fields, window: int, *, period: int, whole: int) ->
 
 
 def _olmo2(file: GGUF, keys: Fields) -> dict[str, Any]:
-    config = _gated(file, keys, rotated="all")
+    config = gated(file, keys, rotated="all")
     window = keys.int("attention.sliding_window", 0, low=0, high=2**31)
     if not window:
-        return config | _named("Olmo2ForCausalLM", "olmo2")
+        return config | named("Olmo2ForCausalLM", "olmo2")
     base, scaling = config.pop("rope_theta"), config.pop("rope_scaling") or {"rope_type": "default"}
     local = decimal(keys.float("rope.freq_base_swa", base, low=1.0, high=1e15))
     ropes = {FULL: scaling | {"rope_theta": base}, SLIDING: {"rope_type": "default", "rope_theta": local}}
-    return config | _windows(keys, window, 4) | _named("Olmo3ForCausalLM", "olmo3") | {"rope_parameters": ropes}
+    return config | windows(keys, window, 4) | named("Olmo3ForCausalLM", "olmo3") | {"rope_parameters": ropes}
 
 
 def _olmoe(file: GGUF, keys: Fields) -> dict[str, Any]:
-    config, mixed = _gated(file, keys, rotated="all"), experts(file, keys)
+    config, mixed = gated(file, keys, rotated="all"), experts(file, keys)
     norm = {"norm_topk_prob": keys.bool("expert_weights_norm", default=False)}
     width = {"intermediate_size": mixed.pop("moe_intermediate_size")}
-    return config | width | mixed | norm | _named("OlmoeForCausalLM", "olmoe")
+    return config | width | mixed | norm | named("OlmoeForCausalLM", "olmoe")
 
 
 def _gpt_oss(file: GGUF, keys: Fields) -> dict[str, Any]:
-    config, mixed = _gated(file, keys, rotated="all"), experts(file, keys, scores=SOFTMAX_OF_CHOSEN)
-    config |= _windows(keys, keys.int("attention.sliding_window", 0, low=0, high=2**31), 2)
+    config, mixed = gated(file, keys, rotated="all"), experts(file, keys, scores=SOFTMAX_OF_CHOSEN)
+    config |= windows(keys, keys.int("attention.sliding_window", 0, low=0, high=2**31), 2)
     if config["rope_scaling"]:
         config["rope_scaling"]["truncate"] = False  # as of the one model; the file does not say
     more = {"intermediate_size": mixed.pop("moe_intermediate_size"), "num_local_experts": mixed.pop("num_experts")}
     bias = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
-    return config | more | mixed | bias | _named("GptOssForCausalLM", "gpt_oss")
+    return config | more | mixed | bias | named("GptOssForCausalLM", "gpt_oss")
 
 
 def _deepseek2(file: GGUF, keys: Fields) -> dict[str, Any]:
     keys = without_draft_layers(file, keys)
     sizes = {
         "hidden_size": keys.int("embedding_length"),
-        "intermediate_size": _mlp_width(file, keys),
+        "intermediate_size": mlp_width(file, keys),
         "num_hidden_layers": keys.int("block_count", high=2**14),
-        "num_attention_heads": _alike(keys, "attention.head_count"),
+        "num_attention_heads": alike(keys, "attention.head_count"),
         "max_position_embeddings": keys.int("context_length", high=2**31),
         "hidden_act": "silu",
-        "rms_norm_eps": _epsilon(keys, "attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": epsilon(keys, "attention.layer_norm_rms_epsilon"),
     }
     return latents(file, keys, sizes) | mixture(file, keys, sizes["num_hidden_layers"])
 
 
 def _hunyuan(file: GGUF, keys: Fields) -> dict[str, Any]:
-    config = _gated(file, keys, rotated="all") | {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
-    return config | _named("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
+    config = gated(file, keys, rotated="all") | {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+    return config | named("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
 
 
 def _lfm2(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -315,7 +319,7 @@ def _lfm2(file: GGUF, keys: Fields) -> dict[str, Any]:
     if keys.int("attention.sliding_window", 0, low=0, high=2**31):
         raise keys.error("attention.sliding_window", "nothing: it is not supported")
     attention = Fields({**keys.config, name: [heads for heads in shared if heads]}, keys.file, keys.prefix)
-    config = _gated(file, attention, rotated="all") | _named("Lfm2ForCausalLM", "lfm2")
+    config = gated(file, attention, rotated="all") | named("Lfm2ForCausalLM", "lfm2")
     config["norm_eps"] = config.pop("rms_norm_eps")
     config["layer_types"] = [FULL if heads else "conv" for heads in shared]
     config["conv_L_cache"] = keys.int("shortconv.l_cache", high=64)
@@ -334,33 +338,20 @@ def _lfm2moe(file: GGUF, keys: Fields) -> dict[str, Any]:
         "norm_topk_prob": keys.bool("expert_weights_norm", default=True),
         "routed_scaling_factor": decimal(keys.float("expert_weights_scale", 1.0)) or 1.0,  # 0: none
     }
-    return config | more | _named("Lfm2MoeForCausalLM", "lfm2_moe")
+    return config | more | named("Lfm2MoeForCausalLM", "lfm2_moe")
 
 
 def _stablelm(file: GGUF, keys: Fields) -> dict[str, Any]:
-    config = _attention(file, keys) | _named("StableLmForCausalLM", "stablelm")
+    config = attention(file, keys) | named("StableLmForCausalLM", "stablelm")
     rope = rotary(file, keys, config["head_dim"], config["max_position_embeddings"], "some")
     more = {
         "hidden_act": "silu",
-        "layer_norm_eps": _epsilon(keys, "attention.layer_norm_epsilon"),
+        "layer_norm_eps": epsilon(keys, "attention.layer_norm_epsilon"),
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,  # whatever the key says, as in llama.cpp
         "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
     return config | {"partial_rotary_factor": 1.0} | rope | more
-
-
-def _windows(keys: Fields, window: int, period: int) -> dict[str, Any]:
-    """The kinds of layers: `attention.sliding_window_pattern` is a period, or has a flag for each layer."""
-    name, layers = "attention.sliding_window_pattern", keys.int("block_count", high=2**14)
-    slides = keys.config.get(name)
-    if not isinstance(slides, list):
-        every = keys.int(name, period, low=0)
-        slides = [every == 0 or bool(i % every) for i in range(1, layers + 1)]
-    if len(slides) != layers or any(type(flag) is not bool for flag in slides):
-        raise keys.error(name, f"a number, or {layers} flags")
-    types = [SLIDING if flag and window else FULL for flag in slides]
-    return {"layer_types": types, "sliding_window": window or None}
 
 
 ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
@@ -392,58 +383,8 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "olmoe": _olmoe,
     "smollm3": _smollm3,
     "stablelm": _stablelm,
+    **LATER,
 }
-
-
-def _named(architecture: str, model_type: str) -> dict[str, Any]:
-    return {"architectures": [architecture], "model_type": model_type}
-
-
-def _attention(file: GGUF, keys: Fields) -> dict[str, Any]:
-    """Sizes that architectures with rotary embeddings have in common."""
-    width, heads = keys.int("embedding_length"), _alike(keys, "attention.head_count")
-    head_dim = keys.int("attention.key_length", width // heads, high=2**14)
-    if keys.int("attention.value_length", head_dim) != head_dim:
-        raise keys.error("attention.value_length", f"the attention.key_length, {head_dim}")
-    return {
-        "hidden_size": width,
-        "intermediate_size": _mlp_width(file, keys),
-        "num_hidden_layers": keys.int("block_count", high=2**14),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _alike(keys, "attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": keys.int("context_length", high=2**31),
-    }
-
-
-def _mlp_width(file: GGUF, keys: Fields) -> int:
-    """The width of the MLP of the first layer that has one; of experts, if all have those."""
-    layers = range(keys.int("block_count", high=2**14))
-    names = [name for i in layers if (name := f"blk.{i}.ffn_up.weight") in file.tensors]
-    if not names and "blk.0.ffn_down_exps.weight" in file.tensors:
-        return file.entry("blk.0.ffn_down_exps.weight").shape[-1]
-    return file.entry(names[0] if names else "blk.0.ffn_up.weight").shape[0]
-
-
-def _gated(file: GGUF, keys: Fields, rotated: str) -> dict[str, Any]:
-    """The configuration of a decoder with RMSNorms and a gated MLP; `rotated`: "all" dims of a head, or "some"."""
-    config = _attention(file, keys)
-    rope = rotary(file, keys, config["head_dim"], config["max_position_embeddings"], rotated)
-    return config | rope | {"hidden_act": "silu", "rms_norm_eps": _epsilon(keys, "attention.layer_norm_rms_epsilon")}
-
-
-def _alike(keys: Fields, name: str, default: Any = None) -> int:
-    """A number that a file may give for each layer."""
-    value = keys.config.get(name)
-    if isinstance(value, list):
-        if len({*value}) != 1:
-            raise keys.error(name, "one number for all layers")
-        keys = Fields({name: value[0]}, keys.file, keys.prefix)
-    return keys.int(name, high=2**14) if default is None else keys.int(name, default, high=2**14)
-
-
-def _epsilon(keys: Fields, name: str) -> float:
-    return decimal(keys.float(name, low=0.0, high=1.0))
 
 
 def _dtype(file: GGUF) -> str:

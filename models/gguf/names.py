@@ -144,9 +144,50 @@ _PHI2 = {
     "blk.ffn_up": "mlp.fc1",
     "blk.ffn_down": "mlp.fc2",
 }
+_GLM = {"blk.ffn_up": "mlp.gate_up_proj"}
+_GLM4 = _GLM | {
+    "blk.post_attention_norm": "post_self_attn_layernorm",
+    "blk.post_ffw_norm": "post_mlp_layernorm",
+}
+_AFTER = {"blk.post_attention_norm": "post_attention_layernorm"}  # a norm before the MLP
+_SIGMOIDS = _EXPERTS | {name: own for name, own in _DEEPSEEK2.items() if "shexp" in name or "probs" in name}
+_AFMOE = _SIGMOIDS | {
+    "blk.attn_gate": "self_attn.gate_proj",
+    "blk.ffn_norm": "pre_mlp_layernorm",
+    "blk.post_attention_norm": "post_attention_layernorm",
+    "blk.post_ffw_norm": "post_mlp_layernorm",
+    "blk.exp_probs_b": "mlp.expert_bias",
+}
+_NEOX = {
+    "token_embd": "gpt_neox.embed_in",
+    "output_norm": "gpt_neox.final_layer_norm",
+    "blk.attn_qkv": "attention.query_key_value",
+    "blk.attn_output": "attention.dense",
+    "blk.ffn_up": "mlp.dense_h_to_4h",
+    "blk.ffn_down": "mlp.dense_4h_to_h",
+}
+_FALCON = _NEOX | {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "blk.attn_qkv": "self_attention.query_key_value",
+    "blk.attn_output": "self_attention.dense",
+}
+LAYERS = {**dict.fromkeys(("gpt2", "starcoder", "falcon"), "transformer.h"), "gptneox": "gpt_neox.layers"}
 _HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "self_attn.key_layernorm"}
 NAMES = {
     **dict.fromkeys(("mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3"), _LLAMA),
+    **dict.fromkeys(("ernie4_5", "arcee", "nemotron", "command-r", "cohere2"), _LLAMA),
+    "chatglm": _LLAMA | _GLM,
+    "glm4": _LLAMA | _GLM4,
+    **dict.fromkeys(("dots1", "ernie4_5-moe"), _LLAMA | _SIGMOIDS),
+    "glm4moe": _LLAMA | _SIGMOIDS | _AFTER,
+    "seed_oss": _LLAMA | _AFTER,
+    "minimax-m2": _LLAMA | _EXPERTS | {"blk.exp_probs_b": "mlp.e_score_correction_bias"},
+    "afmoe": _LLAMA | _AFMOE,
+    "starcoder2": _LLAMA | {"blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "mlp.c_proj"},
+    "gptneox": _LLAMA | _NEOX,
+    "falcon": _LLAMA | _FALCON,
+    "starcoder": _GPT2,
     **dict.fromkeys(("llama", "qwen3moe", "olmoe"), _LLAMA | _EXPERTS),
     "granitemoe": _LLAMA | _EXPERTS | _SHARED_MLP,
     "qwen35": _QWEN35,
@@ -161,8 +202,10 @@ NAMES = {
     "hunyuan-dense": _LLAMA | _HUNYUAN,
     "lfm2": _LFM2,
     "lfm2moe": _LFM2 | _LFM2_EXPERTS | {"blk.exp_probs_b": "feed_forward.expert_bias"},
-    "olmo2": {name: own for name, own in _LLAMA.items() if name not in ("blk.attn_norm", "blk.ffn_norm")}
-    | _OUTPUT_NORMS,
+    **dict.fromkeys(
+        ("olmo2", "exaone4"),
+        {name: own for name, own in _LLAMA.items() if name not in ("blk.attn_norm", "blk.ffn_norm")} | _OUTPUT_NORMS,
+    ),
     "phi2": _LLAMA | _PHI2,
     "stablelm": _LLAMA | {f"blk.attn_{x}_norm": f"self_attn.{x}_layernorm.norms.{{}}" for x in "qk"},
     "phi3": _LLAMA | {"blk.ffn_up": "mlp.gate_up_proj"},
@@ -181,6 +224,6 @@ def checkpoint_name(architecture: str, stored: str) -> str | None:
     name = NAMES[architecture].get(part if layer is None else f"blk.{part}")
     if name is None or (end is None and not name.endswith(BARE)):
         return None
-    layers = "transformer.h" if architecture == "gpt2" else "model.layers"
+    layers = LAYERS.get(architecture, "model.layers")
     name = name if name.endswith(BARE) else f"{name}.{end}"
     return name if layer is None else f"{layers}.{layer}.{name}"

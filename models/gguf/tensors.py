@@ -20,6 +20,7 @@ from models.formats.grouped import GroupedRows, GroupedWeight
 from models.gguf.architectures import INTERLEAVED
 from models.gguf.delta_nets import DELTA_NET, ordered
 from models.gguf.latents import HEADS
+from models.gguf.later import QKV, grouped
 from models.gguf.names import checkpoint_name
 from models.gguf.reader import FETCH_AGAIN, GGUF, HeaderEntry
 from models.gguf.rotary import FACTORS
@@ -35,6 +36,7 @@ PLUS_ONE = (
     "gemma",
     "gemma2",
     "gemma3",
+    "nemotron",
     "qwen3next",
     "qwen35",
     "qwen35moe",
@@ -212,7 +214,7 @@ def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) ->
         for name, info in tensors.items()
         if info.format in BLOCKS
     }
-    for table in ("model.embed_tokens", "transformer.wte"):
+    for table in ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in", "transformer.word_embeddings"):
         if config["tie_word_embeddings"] and table in schemes:
             schemes[HEAD] = schemes[table]
     return BlockQuantization(schemes) if schemes else None
@@ -245,6 +247,9 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
         return
     if SCAN in name:
         yield name, vector(name, whole)
+        return
+    if QKV in name:
+        yield from grouped(config, name, whole)
         return
     if ".qkv_proj." not in name or arch == "phi3" or len(entry.shape) > 2:
         yield name, whole

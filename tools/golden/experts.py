@@ -64,6 +64,26 @@ NEXT = QWEN3_5 | {
     "decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": True,
 }  # fmt: skip
 
+SIGMOIDS: dict[str, Any] = {
+    "head_dim": 8, "n_routed_experts": 6, "moe_intermediate_size": 20, "n_shared_experts": 2, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+DOTS = SIGMOIDS | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "sliding_window": None}
+MINIMAX = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "num_local_experts": 6, "head_dim": 8,
+    "rotary_dim": 4, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+AFMOE = {
+    "architectures": ["AfmoeForCausalLM"], "model_type": "afmoe", "head_dim": 8, "num_experts": 6,
+    "moe_intermediate_size": 20, "num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 1.5,
+    "mup_enabled": True, "sliding_window": 16, "num_hidden_layers": 4,
+}  # fmt: skip
+ERNIE = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "head_dim": 8, "moe_num_experts": 6,
+    "moe_k": 2, "num_experts_per_tok": ABSENT, "moe_intermediate_size": 20, "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1, "moe_layer_interval": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2 | {"mlp_only_layers": [1]},
     "qwen2_windows": QWEN2 | WINDOW | {"max_window_layers": 2, "qkv_bias": False, "norm_topk_prob": True},
@@ -92,9 +112,20 @@ CHANGES: dict[str, dict[str, Any]] = {
         ABSENT),
     "qwen3_5_recurrent": QWEN3_5 | RECURRENT | {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "rms_norm_eps": 1e-3},
+    "dots": DOTS,
+    "dots_window": DOTS | {
+        "sliding_window": 16, "max_window_layers": 1, "attention_bias": True, "first_k_dense_replace": 0},
+    "minimax": MINIMAX,
+    "afmoe": AFMOE,
+    "afmoe_types": AFMOE | {
+        "layer_types": ["full_attention", "sliding_attention"], "mup_enabled": False, "num_hidden_layers": 2,
+        "num_dense_layers": 0, "num_shared_experts": 2},
+    "ernie": ERNIE,
+    "ernie_some": ERNIE | {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 0},
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
-OTHERS: dict[str, dict[str, Any]] = dict.fromkeys(("qwen2_windows", "qwen3_steps", "mixtral_window"), BORDER)
+OTHERS: dict[str, dict[str, Any]] = dict.fromkeys((
+    "qwen2_windows", "qwen3_steps", "mixtral_window", "dots_window", "afmoe", "afmoe_types"), BORDER)  # fmt: skip
 OTHERS |= dict.fromkeys(("qwen3_next_recurrent", "qwen3_5_recurrent"), BLOCKS)
 
 VARIANTS = variants(CONFIG, CHANGES, OTHERS)

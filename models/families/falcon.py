@@ -1,0 +1,52 @@
+"""Falcon 7B, 40B, 180B (Almazrouei et al. 2023) and Falcon 2 (2024): attention and MLP side by side."""
+
+from typing import Any
+
+from models.checkpoint.fields import Fields
+from models.config import Config
+from models.decoder import Decoder
+from models.names import Names
+from models.reading import rotary
+
+
+class Falcon(Decoder):
+    """LayerNorms; queries share one head of keys, or groups of them one each, with one matrix for all."""
+
+    architectures = ("FalconForCausalLM", "FalconForSequenceClassification")
+    base = "transformer."
+    default_eos_token_ids = frozenset([11])
+    names = Names(
+        embedding="transformer.word_embeddings",
+        layer="transformer.h.{}.",
+        qkv=("self_attention.query_key_value",),
+        out="self_attention.dense",
+        up=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+        norm="transformer.ln_f",
+    )
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.bool("alibi", default=False):
+            raise fields.error("alibi", "false: biases of attention by distance are not supported")
+        width, heads = fields.int("hidden_size"), fields.int("num_attention_heads", high=2**14)
+        grouped, shared = (
+            fields.bool("new_decoder_architecture", default=False),
+            fields.bool("multi_query", default=True),
+        )
+        kv_heads = fields.int("num_kv_heads", default=heads, high=2**14) if grouped else 1 if shared else heads
+        sizes: dict[str, Any] = {"num_key_value_heads": kv_heads, "head_dim": None}
+        named = Fields({**fields.config, **sizes}, fields.file, fields.prefix)
+        more = {"activation_field": "activation", "mlp_width": fields.int("ffn_hidden_size", default=4 * width)}
+        bias = fields.bool("bias", default=False)
+        return Config(
+            **rotary(named, positions=2048, activation="gelu", tied=True, **more),
+            norm_eps=fields.float("layer_norm_epsilon", default=1e-5, low=0.0),
+            rms=False,
+            gated=False,
+            parallel=grouped or fields.bool("parallel_attn", default=True),
+            two_norms=grouped and fields.int("num_ln_in_parallel_attn", default=2, high=2) == 2,
+            grouped_qkv=grouped or not shared,
+            attention_bias=bias,
+            mlp_bias=bias,
+        )

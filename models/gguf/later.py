@@ -1,0 +1,231 @@
+"""Architectures of GGUF files that are options of a Llama or of a GPT-2, as configurations in Hugging Face's words."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from models.checkpoint.fields import Fields
+from models.gguf.delta_nets import without_draft_layers
+from models.gguf.experts import SIGMOID, experts
+from models.gguf.latents import mixture
+from models.gguf.reader import GGUF
+from models.gguf.rotary import decimal, rotary
+from models.gguf.sizes import attention, epsilon, gated, mlp_width, named, windows
+
+LAYER_NORM = "attention.layer_norm_epsilon"
+QKV = ".query_key_value."  # in the names of matrices of all three, which files have one kind after the other
+Ordered = TypeVar("Ordered", bound=Any)  # `models.gguf.tensors.Stored`
+
+
+def grouped(config: Mapping[str, Any], name: str, stored: Ordered) -> Iterator[tuple[str, Ordered]]:
+    """Queries, keys and values in the order of checkpoints: those of each head of keys below each other."""
+    heads = config["num_attention_heads"]
+    size = config["hidden_size"] // heads
+    shared, rest = divmod(stored.shape[0] - heads * size, 2 * size)
+    if rest or shared < 1 or heads % shared:  # of another shape than the model's: it is refused
+        yield name, stored
+        return
+    each = heads // shared
+    starts = [(first, count) for g in range(shared) for first, count in
+              ((g * each, each), (heads + g, 1), (heads + shared + g, 1))]  # fmt: skip
+    yield name, replace(stored, pieces=tuple(range(i * size, (i + n) * size) for i, n in starts))
+
+
+def _has(file: GGUF, part: str) -> bool:
+    return f"blk.0.{part}" in file.tensors
+
+
+def _partial(file: GGUF, keys: Fields) -> dict[str, Any]:
+    """Fields of a gated decoder with RMSNorms whose heads are rotated in part."""
+    bias = _has(file, "attn_q.bias") or _has(file, "attn_qkv.bias")
+    return {"partial_rotary_factor": 1.0} | gated(file, keys, rotated="some") | {"attention_bias": bias}
+
+
+def _with_layer_norms(file: GGUF, keys: Fields, rotated: str, name: str) -> dict[str, Any]:
+    """Fields of a decoder with LayerNorms; `name`: of what they add to the variance."""
+    config = attention(file, keys)
+    rope = rotary(file, keys, config["head_dim"], config["max_position_embeddings"], rotated)
+    share = {"partial_rotary_factor": 1.0} if rotated == "some" else {}
+    return config | share | rope | {name: epsilon(keys, LAYER_NORM)}
+
+
+def _glm(file: GGUF, keys: Fields) -> dict[str, Any]:
+    if keys.config.get("rope.dimension_sections"):
+        raise keys.error("rope.dimension_sections", "nothing: rows of such files are in another order")
+    config = _partial(file, keys) | {"hidden_act": "silu"}
+    config["intermediate_size"] //= 2  # gate and up are one matrix
+    four = file.fields().str("general.architecture") == "glm4"
+    return config | (named("Glm4ForCausalLM", "glm4") if four else named("GlmForCausalLM", "glm"))
+
+
+def _glm4moe(file: GGUF, keys: Fields) -> dict[str, Any]:
+    if keys.config.get("rope.dimension_sections"):
+        raise keys.error("rope.dimension_sections", "nothing: it is not supported")
+    keys = without_draft_layers(file, keys)
+    config = _partial(file, keys) | {"use_qk_norm": _has(file, "attn_q_norm.weight")}
+    return config | mixture(file, keys, config["num_hidden_layers"]) | named("Glm4MoeForCausalLM", "glm4_moe")
+
+
+def _dots1(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = gated(file, keys, rotated="all") | {"sliding_window": None}
+    config["attention_bias"] = _has(file, "attn_q.bias")
+    return config | mixture(file, keys, config["num_hidden_layers"]) | named("Dots1ForCausalLM", "dots1")
+
+
+def _minimax(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config, mixed = gated(file, keys, rotated="some"), experts(file, keys, scores=SIGMOID)
+    sizes = {"intermediate_size": mixed.pop("moe_intermediate_size"), "num_local_experts": mixed.pop("num_experts")}
+    if (scale := keys.float("expert_weights_scale", 1.0)) not in (0.0, 1.0):
+        raise keys.error("expert_weights_scale", f"1, got {scale:g}")
+    return config | sizes | mixed | named("MiniMaxM2ForCausalLM", "minimax_m2")
+
+
+def _afmoe(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config, mixed = gated(file, keys, rotated="all"), experts(file, keys, scores=SIGMOID, some=True)
+    dense = mixed.pop("mlp_only_layers")
+    if dense != [*range(len(dense))]:
+        raise keys.error("leading_dense_block_count", f"the first layers, got layers {dense} without experts")
+    if not keys.bool("expert_weights_norm", default=False):
+        raise keys.error("expert_weights_norm", "true")
+    more = {
+        "num_dense_layers": len(dense),
+        "num_shared_experts": keys.int("expert_shared_count"),
+        "route_scale": decimal(keys.float("expert_weights_scale", 1.0)) or 1.0,  # 0: none
+        "mup_enabled": True,  # as in llama.cpp
+    }
+    kinds = windows(keys, keys.int("attention.sliding_window", high=2**31), 4)
+    return config | mixed | more | kinds | named("AfmoeForCausalLM", "afmoe")
+
+
+def _ernie(file: GGUF, keys: Fields) -> dict[str, Any]:
+    bias = {"use_bias": _has(file, "attn_q.bias")}
+    return gated(file, keys, rotated="all") | bias | named("Ernie4_5ForCausalLM", "ernie4_5")
+
+
+def _ernie_moe(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = gated(file, keys, rotated="all") | named("Ernie4_5_MoeForCausalLM", "ernie4_5_moe")
+    step = keys.int("interleave_moe_layer_step", 1)
+    mixed = experts(file, Fields({**keys.config, "interleave_moe_layer_step": 1}, keys.file, keys.prefix), some=True)
+    first, width = keys.int("leading_dense_block_count", 0, low=0), mixed["moe_intermediate_size"]
+    sparse = [i for i in range(config["num_hidden_layers"]) if i not in mixed["mlp_only_layers"]]
+    shared = f"blk.{sparse[0]}.ffn_down_shexp.weight"
+    return config | {
+        "moe_num_experts": mixed["num_experts"],
+        "moe_k": mixed["num_experts_per_tok"],
+        "moe_intermediate_size": width,
+        "moe_num_shared_experts": file.entry(shared).shape[-1] // width if shared in file.tensors else 0,
+        "moe_layer_start_index": first,
+        "moe_layer_end_index": sparse[-1],
+        "moe_layer_interval": step,
+    }
+
+
+def _exaone4(file: GGUF, keys: Fields) -> dict[str, Any]:
+    window = keys.int("attention.sliding_window", 0, low=0, high=2**31)
+    return gated(file, keys, rotated="all") | windows(keys, window, 4) | named("Exaone4ForCausalLM", "exaone4")
+
+
+def _seed_oss(file: GGUF, keys: Fields) -> dict[str, Any]:
+    biases = {
+        name: _has(file, f"{part}.bias")
+        for name, part in (("attention_bias", "attn_q"), ("attention_out_bias", "attn_output"), ("mlp_bias", "ffn_up"))
+    }
+    return gated(file, keys, rotated="all") | biases | named("SeedOssForCausalLM", "seed_oss")
+
+
+def _arcee(file: GGUF, keys: Fields) -> dict[str, Any]:
+    more = {"hidden_act": "relu2", "attention_bias": _has(file, "attn_q.bias"), "mlp_bias": _has(file, "ffn_up.bias")}
+    return gated(file, keys, rotated="all") | more | named("ArceeForCausalLM", "arcee")
+
+
+def _nemotron(file: GGUF, keys: Fields) -> dict[str, Any]:
+    more = {"hidden_act": "relu2", "attention_bias": _has(file, "attn_q.bias"), "mlp_bias": _has(file, "ffn_up.bias")}
+    return _with_layer_norms(file, keys, "some", "norm_eps") | more | named("NemotronForCausalLM", "nemotron")
+
+
+def _starcoder2(file: GGUF, keys: Fields) -> dict[str, Any]:
+    window = keys.int("attention.sliding_window", 0, low=0, high=2**31) or None
+    more = {"use_bias": _has(file, "attn_q.bias"), "sliding_window": window, "hidden_act": "gelu_pytorch_tanh"}
+    return _with_layer_norms(file, keys, "all", "norm_epsilon") | more | named("Starcoder2ForCausalLM", "starcoder2")
+
+
+def _cohere(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _with_layer_norms(file, keys, "all", "layer_norm_eps") | {"hidden_act": "silu"}
+    config |= {"logit_scale": decimal(keys.float("logit_scale")), "attention_bias": _has(file, "attn_q.bias")}
+    if file.fields().str("general.architecture") == "command-r":
+        return config | {"use_qk_norm": _has(file, "attn_q_norm.weight")} | named("CohereForCausalLM", "cohere")
+    kinds = windows(keys, keys.int("attention.sliding_window", high=2**31), 4)
+    return config | kinds | named("Cohere2ForCausalLM", "cohere2")
+
+
+def _gptneox(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _with_layer_norms(file, keys, "some", "layer_norm_eps") | named("GPTNeoXForCausalLM", "gpt_neox")
+    return config | {
+        "rotary_emb_base": config.pop("rope_theta"),
+        "rotary_pct": config.pop("partial_rotary_factor"),
+        "hidden_act": "gelu",  # the file does not say
+        "attention_bias": _has(file, "attn_qkv.bias"),
+        "use_parallel_residual": keys.bool("use_parallel_residual", default=True),
+    }
+
+
+def _falcon(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _with_layer_norms(file, keys, "all", "layer_norm_epsilon") | named("FalconForCausalLM", "falcon")
+    heads, width, two = config["num_attention_heads"], config["hidden_size"], _has(file, "attn_norm_2.weight")
+    if two:  # of attention; the other one is that of the MLP
+        for end in ("weight", "bias"):
+            for i in range(config["num_hidden_layers"]):
+                for old, new in (("attn_norm", "ffn_norm"), ("attn_norm_2", "attn_norm")):
+                    file.tensors[f"blk.{i}.{new}.{end}"] = file.entry(f"blk.{i}.{old}.{end}")
+                    del file.tensors[f"blk.{i}.{old}.{end}"]
+    shared = (file.entry("blk.0.attn_qkv.weight").shape[0] * heads // width - heads) // 2  # whatever the key says
+    new = two or 1 < shared < heads
+    return config | {
+        "alibi": False,
+        "activation": "gelu",
+        "bias": _has(file, "attn_qkv.bias"),
+        "ffn_hidden_size": mlp_width(file, keys),
+        "new_decoder_architecture": new,
+        "num_ln_in_parallel_attn": 2 if two else 1,
+        "num_kv_heads": shared,
+        "multi_query": shared == 1,
+    }
+
+
+def _starcoder(file: GGUF, keys: Fields) -> dict[str, Any]:
+    heads = keys.int("attention.head_count", high=2**14)
+    return named("GPTBigCodeForCausalLM", "gpt_bigcode") | {
+        "n_embd": keys.int("embedding_length"),
+        "n_layer": keys.int("block_count", high=2**14),
+        "n_head": heads,
+        "n_positions": file.entry("position_embd.weight").shape[0],
+        "n_inner": file.entry("blk.0.ffn_up.weight").shape[0],
+        "multi_query": keys.int("attention.head_count_kv", heads, high=2**14) == 1,
+        "activation_function": "gelu_pytorch_tanh",
+        "layer_norm_epsilon": epsilon(keys, LAYER_NORM),
+    }
+
+
+LATER: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
+    **dict.fromkeys(("chatglm", "glm4"), _glm),
+    "glm4moe": _glm4moe,
+    "dots1": _dots1,
+    "minimax-m2": _minimax,
+    "afmoe": _afmoe,
+    "ernie4_5": _ernie,
+    "ernie4_5-moe": _ernie_moe,
+    "exaone4": _exaone4,
+    "seed_oss": _seed_oss,
+    "arcee": _arcee,
+    "nemotron": _nemotron,
+    "starcoder2": _starcoder2,
+    **dict.fromkeys(("command-r", "cohere2"), _cohere),
+    "gptneox": _gptneox,
+    "falcon": _falcon,
+    "starcoder": _starcoder,
+}
+LATER_READ = {  # see `models.gguf.architectures.READ`
+    **dict.fromkeys(("glm4moe", "dots1", "minimax-m2", "afmoe", "ernie4_5-moe"), ("expert_count",)),
+    **dict.fromkeys(("command-r", "cohere2"), ("logit_scale",)),
+    "gptneox": ("use_parallel_residual",),
+}

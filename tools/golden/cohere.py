@@ -1,0 +1,30 @@
+"""Command R and R7B: LayerNorms without biases, norms of heads, scaled logits, windows in layers that are rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.golden.base import ABSENT, VOCAB, variants
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["CohereForCausalLM"], "model_type": "cohere", "vocab_size": VOCAB, "hidden_size": 32,
+    "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_act": "silu", "max_position_embeddings": 128, "layer_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "logit_scale": 0.5, "use_qk_norm": False, "attention_bias": False, "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+TWO: dict[str, Any] = {
+    "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "sliding_window": 16, "use_qk_norm": ABSENT,
+}  # fmt: skip
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norms": {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
+    "defaults": {"num_key_value_heads": None} | dict.fromkeys(
+        ("rope_parameters", "hidden_act", "layer_norm_eps", "tie_word_embeddings", "logit_scale", "use_qk_norm",
+         "attention_bias"), ABSENT),
+    "two": TWO | {"num_hidden_layers": 4},
+    "two_types": TWO | {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": True},
+}  # fmt: skip
+BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
+VARIANTS = variants(CONFIG, CHANGES, {"two": BORDER, "two_types": BORDER})
