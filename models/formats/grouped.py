@@ -128,7 +128,7 @@ def _cut(stored: StoredBlocks, outs: range | None, ins: range | None) -> StoredB
     """Some rows and columns of blocks; None: the columns are no whole blocks."""
     rows_OB, block = stored
     if outs is not None:
-        rows_OB = rows_OB[outs.start : outs.stop : outs.step]
+        rows_OB = rows_OB[outs.start : outs.stop : outs.step].contiguous()
     if ins is not None:
         if ins.start % block.size or ins.stop % block.size:
             return None

@@ -36,6 +36,10 @@ ARCHITECTURES = {
         "gpt_oss": "gpt-oss",
         **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
     },
+    **{name: name for name in ("glm4", "dots1", "afmoe", "ernie4_5", "exaone4", "seed_oss", "arcee", "nemotron")},
+    **{"glm": "chatglm", "glm4_moe": "glm4moe", "solar_open": "glm4moe", "minimax_m2": "minimax-m2"},
+    **{"ernie4_5_moe": "ernie4_5-moe", "starcoder2": "starcoder2", "cohere": "command-r", "cohere2": "cohere2"},
+    **{"gpt_neox": "gptneox", "falcon": "falcon", "gpt_bigcode": "starcoder"},
 }
 GOLDEN = Path(__file__).parents[2] / "golden"
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -48,7 +52,11 @@ PARTS = {  # of mixtures of experts, by the ends of their names in transformers
     "gate.bias": "ffn_gate_inp.bias",
     "expert_bias": "exp_probs_b.bias",
     "experts.down_proj": "ffn_down_exps.weight",
-    "gate.e_score_correction_bias": "exp_probs_b.bias",
+    **dict.fromkeys(
+        ("e_score_correction_bias", "gate.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),
+        "exp_probs_b.bias",
+    ),
+    "router.gate.weight": "ffn_gate_inp.weight",
     **{f"shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
     "shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     **{f"shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
@@ -61,7 +69,15 @@ GEMMA4 = {  # those that the package has no names for, by the ends of their name
     "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight",
 }
-SHARES = {"phi2": 0.5, **dict.fromkeys(("stablelm", "qwen3next", "qwen35", "qwen35moe"), 0.25)}  # of heads, rotated
+SHARES = {
+    **dict.fromkeys(("phi2", "chatglm", "glm4", "glm4moe", "nemotron"), 0.5),
+    "gptneox": 0.25,
+    **dict.fromkeys(("stablelm", "qwen3next", "qwen35", "qwen35moe"), 0.25),
+}  # of heads, rotated
+EPSILONS = {  # of LayerNorms
+    **dict.fromkeys(("phi2", "stablelm", "command-r", "cohere2", "gptneox"), "layer_norm_eps"),
+    **{"nemotron": "norm_eps", "starcoder2": "norm_epsilon", "falcon": "layer_norm_epsilon"},
+}
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
 
 
@@ -161,9 +177,9 @@ class File:
             if mixed and (one := re.fullmatch(r"experts\.(\d+)\.(\w+)_proj\.(weight|bias)", mixed[2])):
                 own.setdefault(f"blk.{mixed[1]}.ffn_{one[2]}_exps.{one[3]}", {})[int(one[1])] = values
                 continue
-            if mixed and mixed[2] in PARTS and "num_experts_per_tok" in c:
-                values = values[0] if mixed[2] == "shared_expert_gate.weight" else values
-                format = F32 if values.ndim == 1 or mixed[2] in ("gate.weight", "router.weight") else self.format
+            if mixed and mixed[2] in PARTS and c.keys() & {"num_experts_per_tok", "moe_k"}:
+                values = values[0] if len(values) == 1 else values
+                format = F32 if values.ndim == 1 or "gate_inp." in PARTS[mixed[2]] else self.format
                 self.add(f"blk.{mixed[1]}.{PARTS[mixed[2]]}", values, format)
                 continue
             if norm := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.(\d+)\.weight", name):
@@ -178,7 +194,9 @@ class File:
                 continue
             if ".conv.conv." in name:
                 values = values.squeeze(1)
-            if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            if ".query_key_value." in name:
+                values = self._one_after_the_other(values)
+            if self.arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
                 values = np.ascontiguousarray(values.T)
             if self.arch in INTERLEAVED and "q_proj" in name:
                 values = permute(values, heads)
@@ -204,6 +222,15 @@ class File:
         for name, key in zip(FACTORS[1:], ("long_factor", "short_factor"), strict=True):
             if key in self.rope:
                 self.add(name, np.array(self.rope[key], np.float32))
+
+    def _one_after_the_other(self, x):
+        """Queries, keys and values of groups: all queries first."""
+        heads = self.config["num_attention_heads"]
+        size = self.config["hidden_size"] // heads
+        shared = (len(x) // size - heads) // 2
+        groups = x.reshape(shared, heads // shared + 2, size, *x.shape[1:])
+        parts = groups[:, :-2], groups[:, -2], groups[:, -1]
+        return np.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
 
     def _granite4(self, layer, module, part, x):
         """A tensor of a scan, or of the MLP that all tokens have."""
@@ -284,13 +311,17 @@ class File:
 
     def _keys(self):
         c, r = self.config, self.rope
-        if self.arch == "gpt2":
+        if self.arch in ("gpt2", "starcoder"):
+            yield "attention.head_count_kv", 1 if c.get("multi_query") else None
             yield from (("block_count", c["n_layer"]), ("context_length", c["n_positions"]))
             yield from (("embedding_length", c["n_embd"]), ("feed_forward_length", 4 * c["n_embd"]))
             yield from (("attention.head_count", c["n_head"]),)
-            yield "attention.layer_norm_epsilon", c["layer_norm_epsilon"]
+            yield "attention.layer_norm_epsilon", c.get("layer_norm_epsilon", 1e-5)
             return
-        rotated = int(r.get("partial_rotary_factor", SHARES.get(self.arch, 1.0)) * self.head_dim)
+        whole = c["model_type"] == "solar_open"
+        share = r.get("partial_rotary_factor", c.get("rotary_pct", 1.0 if whole else SHARES.get(self.arch, 1.0)))
+        share = c["rotary_dim"] / self.head_dim if "rotary_dim" in c else share
+        rotated = int(share * self.head_dim)
         yield from (("block_count", c["num_hidden_layers"]), ("context_length", c["max_position_embeddings"]))
         yield from (("embedding_length", c["hidden_size"]), ("feed_forward_length", c.get("intermediate_size")))
         yield "attention.head_count", c["num_attention_heads"]
@@ -303,9 +334,14 @@ class File:
         yield "shortconv.l_cache", c.get("conv_L_cache")
         yield "attention.key_length", c.get("head_dim")
         yield "attention.value_length", c.get("head_dim")
-        yield "attention.layer_norm_rms_epsilon", c.get("rms_norm_eps", c.get("norm_eps"))
+        eps = EPSILONS.get(self.arch)
+        yield (
+            "attention.layer_norm_rms_epsilon",
+            None if eps else c.get("rms_norm_eps", c.get("norm_eps", 1e-6 if self.arch == "seed_oss" else 1e-5)),
+        )
         yield from ((key, c.get(word)) for word, key in GRANITE.items())
-        yield "attention.layer_norm_epsilon", c.get("layer_norm_eps")
+        yield "attention.layer_norm_epsilon", c.get(eps, 1e-5) if eps else None
+        yield "logit_scale", c.get("logit_scale")
         yield "use_parallel_residual", c.get("use_parallel_residual")
         yield from ((key, c.get(key)) for key in CAPS)
         flags = [kind == "sliding_attention" for kind in types] or c.get("sliding_window_pattern")
@@ -323,8 +359,10 @@ class File:
         elif r.get("rope_type") == "yarn":
             yield "rope.scaling.original_context_length", r["original_max_position_embeddings"]
             yield "rope.scaling.yarn_attn_factor", r.get("attention_factor")
-        yield "expert_count", c.get("num_experts", c.get("num_local_experts"))
-        yield "expert_used_count", c.get("num_experts_per_tok")
+        counts = (c[name] for name in ("num_experts", "num_local_experts", "moe_num_experts") if name in c)
+        yield "expert_count", next(counts, None)
+        yield "expert_used_count", c.get("num_experts_per_tok", c.get("moe_k"))
+        yield "interleave_moe_layer_step", c.get("moe_layer_interval")
         yield "expert_shared_feed_forward_length", c.get("shared_expert_intermediate_size")
         yield "expert_weights_norm", c.get("norm_topk_prob")
         yield "expert_weights_scale", c.get("routed_scaling_factor")
@@ -350,6 +388,8 @@ class File:
             yield from self._gemma4()
         if self.arch == "deepseek2":
             yield from self._latents()
+        if self.arch in ("glm4moe", "dots1", "afmoe", "ernie4_5-moe"):
+            yield from self._sigmoids()
         if self.arch == "mistral3":
             yield "attention.temperature_scale", r["llama_4_scaling_beta"]
             yield "rope.scaling.yarn_log_multiplier", r.get("mscale_all_dim", 0.0)
@@ -368,6 +408,17 @@ class File:
         yield "embedding_length_per_layer_input", self.config["hidden_size_per_layer_input"]
         yield "feed_forward_length", [*c.mlp_widths]
         yield "expert_used_count", self.config.get("top_k_experts")
+
+    def _sigmoids(self):
+        c = self.config
+        first = c.get("first_k_dense_replace", c.get("num_dense_layers", c.get("moe_layer_start_index", 1)))
+        yield "leading_dense_block_count", 0 if c["model_type"] == "solar_open" else first
+        shared = c.get("n_shared_experts", c.get("num_shared_experts", c.get("moe_num_shared_experts", 1)))
+        yield from (("expert_shared_count", shared), ("expert_feed_forward_length", c["moe_intermediate_size"]))
+        if self.arch != "ernie4_5-moe":
+            yield from (("expert_gating_func", 2), ("expert_count", c.get("n_routed_experts", c.get("num_experts"))))
+            yield "expert_weights_norm", c.get("norm_topk_prob", True)
+            yield "expert_weights_scale", c.get("routed_scaling_factor", c.get("route_scale", 1.0))
 
     def _latents(self):
         c, r = self.config, self.rope

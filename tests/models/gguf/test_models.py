@@ -39,6 +39,14 @@ FLOATS = [
     *("qwen3_5/plain", "qwen3_5/bias", "qwen3_5/yarn", "experts/qwen3_5", "experts/qwen3_next"),
     *("experts/qwen3_next_steps", "qwen3_5/recurrent", "qwen3_5/recurrent_taps"),
     *("deepseek/plain", "deepseek/dense", "deepseek/three", "deepseek/glm"),
+    *("glm/plain", "glm/four", "glm/moe", "glm/moe_defaults", "glm/solar", "experts/dots", "experts/minimax"),
+    *("experts/afmoe", "experts/ernie", "experts/ernie_some", "cohere/plain", "cohere/two"),
+    *(f"gpt_neox/{name}" for name in ("plain", "starcoder", "falcon", "falcon_groups")),
+    *(
+        f"llamas/{name}"
+        for name in ("exaone", "exaone_windows", "seed", "seed_defaults", "nemotron", "nemotron_biases")
+    ),
+    *(f"llamas/{name}" for name in ("arcee", "ernie", "starcoder2", "starcoder2_plain")),
     *("experts/granite_shared", "granite/scans", "granite/scans_experts", "granite/scans_groups"),
 ]
 PROMPT = list(range(3, 30))
@@ -82,6 +90,34 @@ def test_adapters_beside_blocks(format, tmp_path):
     plain, want = floats.logits(PROMPT, "none"), floats.logits(PROMPT)
     assert (want - plain).norm() > 0.1 * plain.norm()
     assert (blocks.logits(PROMPT) - want).norm() <= 2**-10 * want.norm()
+
+
+def test_norms_of_the_heads_of_command_r(tmp_path):
+    source = random(tmp_path / "source", "cohere/norms", tie_word_embeddings=True, attention_bias=False)
+    same(File(source).write(tmp_path / "file.gguf"), source, 1e-5)
+
+
+@pytest.mark.parametrize(("variant", "keys", "message"), [
+    ("gpt_neox/starcoder", {"attention.head_count_kv": 4}, "head_count_kv: expected a whole number from 1 to 1"),
+    ("glm/four", {"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing"),
+    ("glm/moe", {"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing"),
+    ("experts/afmoe", {"expert_weights_norm": False}, "expert_weights_norm: expected true"),
+    ("experts/minimax", {"expert_weights_scale": 2.0}, "expert_weights_scale: expected 1"),
+])  # fmt: skip
+def test_keys_of_later_architectures_are_checked(variant, keys, message, tmp_path):
+    file = File(GOLDEN / variant)
+    file.keys |= {f"{file.arch}.{key}": value for key, value in keys.items()}
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(file.write(tmp_path / "file.gguf"))
+
+
+def test_draft_layers_of_glm_are_left_out(tmp_path):
+    file = File(GOLDEN / "glm/moe")
+    layers = {name.replace("blk.2.", "blk.3."): x for name, x in file.tensors.items() if name.startswith("blk.2.")}
+    for name, x in (layers | {"blk.3.nextn.eh_proj.weight": np.ones((24, 48), np.float32)}).items():
+        file.add(name, x)
+    file.keys |= {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    same(file.write(tmp_path / "file.gguf"), GOLDEN / "glm/moe", 1e-5)
 
 
 FACTORS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
@@ -281,7 +317,7 @@ def test_layers_without_experts_beside_gated_delta_nets_are_refused(tmp_path):
 @pytest.mark.parametrize("variant", [
     "phi/plain", "phi3/plain", "gpt2/plain", "qwen2/tied", "qwen3/bias", "gemma/one", "gemma/two", "gemma/three",
     "olmo/plain", "hunyuan/plain", "stablelm/plain", "stablelm/qk_layernorm", "lfm2/plain", "experts/qwen2",
-    "experts/lfm2", "gpt_oss/plain", "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next", "granite/scans_groups",
+    "glm/four", "gpt_neox/plain", "cohere/plain", "llamas/nemotron", "experts/lfm2", "gpt_oss/plain", "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next", "granite/scans_groups",
 ])  # fmt: skip
 def test_formats_of_families(variant, format, tmp_path):
     file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])
