@@ -64,6 +64,8 @@ VARIANTS = (
     "smollm3/plain",
     "stablelm/parallel",
     "stablelm/qk_layernorm",
+    "cohere/norms",
+    "gpt_neox/falcon_groups",
     "quantized/gptq_conv1d",
     "quantized/gptq_desc_act",
 )
