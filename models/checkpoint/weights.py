@@ -294,12 +294,12 @@ class Weights:
     ) -> list[GroupedWeight | None]:
         """The weights that are stored quantised, None for others; empty if all are others."""
         found, kind = [], TRANSPOSED if transposed else LINEAR
-        for module, some in pieces:
+        for module, those in groupby(pieces, key=itemgetter(0)):
             name = f"{module}.weight"
             stored, shape = self.stored.get(name, name), self.shapes[name]
             weight = self.checkpoint.grouped(name, stored, shape, kind, biased=bias)
             try:
-                found.append(weight and weight.part(some, ins))
+                found += [weight and weight.part(some, ins) for _, some in those]
             except ValueError as error:
                 remedy = "use fewer processes, or a checkpoint that is not quantised"
                 what = f"{module} cannot be divided among {self.shard.size} processes: {error}"

@@ -1,4 +1,4 @@
-"""Families that differ from Llama by an option or two: EXAONE 4, Seed-OSS, Nemotron, Arcee, ERNIE, Helium, StarCoder 2."""
+"""Families an option or two from Llama: EXAONE 4, Seed-OSS, Nemotron, Arcee, ERNIE, Helium, InternLM3, StarCoder 2."""
 
 from __future__ import annotations
 

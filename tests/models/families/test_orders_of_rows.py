@@ -1,4 +1,4 @@
-"""Families whose rows of queries and keys lie in another order than ours, and names of tensors that only some files have."""
+"""Families whose rows of queries and keys lie in another order, and names of tensors that only some files have."""
 
 import json
 from collections.abc import Callable

@@ -317,7 +317,8 @@ def test_layers_without_experts_beside_gated_delta_nets_are_refused(tmp_path):
 @pytest.mark.parametrize("variant", [
     "phi/plain", "phi3/plain", "gpt2/plain", "qwen2/tied", "qwen3/bias", "gemma/one", "gemma/two", "gemma/three",
     "olmo/plain", "hunyuan/plain", "stablelm/plain", "stablelm/qk_layernorm", "lfm2/plain", "experts/qwen2",
-    "glm/four", "gpt_neox/plain", "cohere/plain", "llamas/nemotron", "experts/lfm2", "gpt_oss/plain", "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next", "granite/scans_groups",
+    "glm/four", "gpt_neox/plain", "cohere/plain", "llamas/nemotron",
+    "experts/lfm2", "gpt_oss/plain", "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next", "granite/scans_groups",
 ])  # fmt: skip
 def test_formats_of_families(variant, format, tmp_path):
     file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])
