@@ -52,7 +52,7 @@ def _with_layer_norms(file: GGUF, keys: Fields, rotated: str, name: str) -> dict
 def _glm(file: GGUF, keys: Fields) -> dict[str, Any]:
     if keys.config.get("rope.dimension_sections"):
         raise keys.error("rope.dimension_sections", "nothing: rows of such files are in another order")
-    config = _partial(file, keys) | {"hidden_act": "silu"}
+    config = _partial(file, keys)
     config["intermediate_size"] //= 2  # gate and up are one matrix
     four = file.fields().str("general.architecture") == "glm4"
     return config | (named("Glm4ForCausalLM", "glm4") if four else named("GlmForCausalLM", "glm"))
@@ -67,9 +67,9 @@ def _glm4moe(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _dots1(file: GGUF, keys: Fields) -> dict[str, Any]:
-    config = gated(file, keys, rotated="all") | {"sliding_window": None}
+    config, more = gated(file, keys, rotated="all"), {"sliding_window": None}
     config["attention_bias"] = _has(file, "attn_q.bias")
-    return config | mixture(file, keys, config["num_hidden_layers"]) | named("Dots1ForCausalLM", "dots1")
+    return config | more | mixture(file, keys, config["num_hidden_layers"]) | named("Dots1ForCausalLM", "dots1")
 
 
 def _minimax(file: GGUF, keys: Fields) -> dict[str, Any]:
