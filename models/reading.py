@@ -148,6 +148,18 @@ def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (
     return tuple(found)
 
 
+def optional_window(fields: Fields) -> int | None:
+    """The window of layers that have one, where `use_sliding_window` is true; null is none, absent is not."""
+    if not fields.bool("use_sliding_window", default=False):
+        return None
+    return fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+
+
+def true_if_absent(fields: Fields, name: str) -> bool:
+    """A flag that transformers reads as true where it is absent, and as false where it is null."""
+    return fields.bool(name, default=name not in fields.config)
+
+
 def windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """`Config.windows` of layers of these kinds: sliding ones have the window of the field `sliding_window`.
 

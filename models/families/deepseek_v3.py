@@ -7,6 +7,7 @@ from models.checkpoint.fields import Fields
 from models.config import Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES, latent_attention, mixture
+from models.reading import true_if_absent
 from models.rope import BUFFERS
 
 
@@ -52,14 +53,14 @@ class Glm4MoeLite(Decoder):
 
 
 def _interleaved(fields: Fields) -> bool:
-    return fields.bool("rope_interleave", default=True)
+    return true_if_absent(fields, "rope_interleave")
 
 
 def sigmoids(fields: Fields, *, groups: int, kept: int, normalized: bool = True) -> dict[str, Any]:
     """Rules of `Routing`; values of absent fields."""
     return {
         "scores": "sigmoid",
-        "normalized": fields.bool("norm_topk_prob", default=normalized),
+        "normalized": fields.bool("norm_topk_prob", default=normalized and "norm_topk_prob" not in fields.config),
         "epsilon": 1e-20,
         "groups": fields.int("n_group", default=groups),
         "kept": fields.int("topk_group", default=kept),

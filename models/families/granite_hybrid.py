@@ -11,7 +11,7 @@ from models.config import FULL, RECURRENT, Config, Recurrent
 from models.decoder import Decoder
 from models.families.granite import factors
 from models.names import Names
-from models.reading import experts, layer_types, rotary
+from models.reading import experts, layer_types, rotary, true_if_absent
 
 SCANS: dict[str, Any] = {  # fields of `Names`
     "recurrent_in": ("mamba.in_proj",),
@@ -72,6 +72,6 @@ def scans(fields: Fields, kinds: Sequence[str], width: int) -> Recurrent:
     numbers = type(steps) is list and [type(step) in (int, float) for step in steps] == [True, True]
     if not numbers or not 0 <= steps[0] <= steps[1]:
         raise fields.error("time_step_limit", "two numbers, the least step and the greatest")
-    biases = fields.bool("mamba_proj_bias", default=False), fields.bool("mamba_conv_bias", default=True)
+    biases = fields.bool("mamba_proj_bias", default=False), true_if_absent(fields, "mamba_conv_bias")
     kind, layers = ScanKind(groups, heads, size, values // heads, taps), tuple(each == RECURRENT for each in kinds)
     return Recurrent(kind, layers, False, *biases, (float(steps[0]), float(steps[1])))

@@ -3,7 +3,7 @@
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
-from models.reading import layer_types, rotary, windows
+from models.reading import layer_types, optional_window, rotary, windows
 
 
 class Qwen2(Decoder):
@@ -27,9 +27,7 @@ class Qwen2(Decoder):
 
 def windows_from(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """The window of each layer: of those from `max_window_layers` on, or by `layer_types`, if any layer has one."""
-    window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
-    if not fields.bool("use_sliding_window", default=False):
-        window = None
+    window = optional_window(fields)
     first = fields.int("max_window_layers", default=28, low=0) if window else layers
     kinds = layer_types(fields, [SLIDING if i >= first else FULL for i in range(layers)])
     return windows(fields, kinds, window)

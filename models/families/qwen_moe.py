@@ -6,7 +6,7 @@ from typing import Any
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config, Experts
 from models.decoder import Decoder
-from models.reading import experts, layer_types, rotary, windows
+from models.reading import experts, layer_types, optional_window, rotary, windows
 
 
 class Qwen2Moe(Decoder):
@@ -19,7 +19,7 @@ class Qwen2Moe(Decoder):
     def read(fields: Fields) -> Config:
         kv_heads = None if "num_key_value_heads" in fields.config else 16
         options = rotary(fields, positions=32768, kv_heads=kv_heads, mlp_width=_mlp_width(fields, 5632))
-        layers, window = options["layers"], _window(fields)
+        layers, window = options["layers"], optional_window(fields)
         first = fields.int("max_window_layers", default=28, low=0) if window else 0
         kinds = layer_types(fields, [SLIDING if i % 2 == 0 and i < first else FULL for i in range(layers)])
         shared = {
@@ -51,7 +51,7 @@ class Qwen3Moe(Decoder):
             norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
-            windows=(_window(fields),) * layers,
+            windows=(optional_window(fields),) * layers,
             experts=experts_by_step(fields, layers, count=128, chosen=8, width=768),
             **options,
         )
@@ -60,13 +60,6 @@ class Qwen3Moe(Decoder):
 def _mlp_width(fields: Fields, default: int) -> int:
     """The width of the MLP in layers without experts."""
     return fields.int("intermediate_size", default=default)
-
-
-def _window(fields: Fields) -> int | None:
-    """The window of layers that have one; null is none, absent is not."""
-    if not fields.bool("use_sliding_window", default=False):
-        return None
-    return fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
 
 
 def experts_by_step(

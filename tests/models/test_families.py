@@ -107,6 +107,22 @@ def test_defaults_of_transformers():
     limit = [0.25, {"__float__": "Infinity"}]
     assert read("GraniteMoeHybridForCausalLM", **SCANS, time_step_limit=limit).recurrent.steps == (0.25, math.inf)
     assert read("Qwen2ForCausalLM", use_sliding_window=True, max_window_layers=3).windows == (None, None, None, 4096)
+    assert read("Qwen2ForCausalLM", use_sliding_window=False, sliding_window=0).windows == (None,) * 4
+
+
+@pytest.mark.parametrize("null", [{}, {"norm_topk_prob": None, "rope_interleave": None, "mamba_conv_bias": None}])
+def test_null_is_false_where_transformers_takes_it_for_false(null):
+    experts = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    deepseek = read("DeepseekV3ForCausalLM", **experts, **null)
+    assert deepseek.experts.routing.normalized is deepseek.latent.interleaved is not bool(null)
+    assert read("GraniteMoeHybridForCausalLM", **SCANS, **null).recurrent.conv_bias is not bool(null)
 
 
 def test_defaults_of_mixtures():
