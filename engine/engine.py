@@ -63,7 +63,7 @@ class Engine:
         self.runner, self.shape, self.name = model.runner, model.shape, model.name
         self.template, self.eos_token_ids = model.template, model.eos_token_ids
         self.model_key, self.start_token = model.key, model.start_token  # see `Task`
-        self.capabilities = model.capabilities
+        self.capabilities, self.generation = model.capabilities, model.generation
         self.shard = getattr(model.runner.model, "shard", Shard())  # the place of this process
         self.companions: dict[str, Engine] = {}
         self.reward: RewardFunction | None = None  # instead of a model

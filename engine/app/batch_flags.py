@@ -3,6 +3,7 @@ wrong flags take no time."""
 
 from engine.app.cli import (
     Parser,
+    add_generation_flag,
     add_limit_flags,
     add_load_flags,
     add_prefix_flags,
@@ -85,4 +86,5 @@ def add_request_flags(parser: Parser, command: str) -> None:
     add_prompt_flags(parser)
     add_search_flags(parser)
     add_limit_flags(parser)
+    add_generation_flag(parser)
     add_rule_flags(parser)

@@ -109,6 +109,8 @@ def chat(args: argparse.Namespace) -> int:
     prompt = one_shot(args)
     screen = make_screen(args)
     engine = load(args, screen)
+    if args.generation_config:
+        settings = settings.over(engine.generation)
     conversation = Conversation(engine, args.system, args.on_overflow, options)
     if args.save_prefix is not None:
         engine.save_prefix(args.save_prefix, common_prefix(conversation, prompt))

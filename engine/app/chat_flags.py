@@ -28,6 +28,7 @@ def parser() -> cli.Parser:
     cli.add_template_flags(parser)
     cli.add_search_flags(parser)
     cli.add_limit_flags(parser)
+    cli.add_generation_flag(parser)
     cli.add_rule_flags(parser)
     add_plan_flags(parser)
     cli.add_verbosity_flags(parser)

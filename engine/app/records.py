@@ -20,6 +20,7 @@ from engine.embeddings import embedding_of, embedding_request
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError, shortened
 from engine.load.distributed import shared
+from engine.load.generation import Generation
 from engine.load.loading import LoadedModel
 from engine.request import score_request
 from engine.rules import ONE_OF, PLAIN_RULES, response_format, with_changes
@@ -234,7 +235,9 @@ def make_request(
         if other := next((key for key in ONE_OF if key in own_rules), None):
             raise UsageError(f"response_format and params.{other}: expected at most one of them")
         own_rules |= response_format(record["response_format"])
-    bounds |= with_changes(rules(args), own_rules)
+    name, inherited = chosen(params, args.search), search_params(args)
+    generation: Generation = getattr(args, "generation", Generation())
+    bounds |= with_changes(generation.rules_of(name) | rules(args), own_rules)
     for key in ("stop", "choices", "bad_words", "dry_sequence_breakers"):
         if isinstance(bounds.get(key), str):
             bounds[key] = [bounds[key]]
@@ -245,9 +248,11 @@ def make_request(
             also = f"; here it may be {' or '.join(words)}" if words else ""
             raise UsageError(f"params.{key}: paths are given on the command line only{also}")
     own = {key: value for key, value in params.items() if key not in ("search", *OPTIONS)}
-    name, inherited = chosen(params, args.search), search_params(args)
-    if isinstance(name, str) and name != args.search and name in REGISTRY:
-        inherited = {key: value for key, value in inherited.items() if key in parameters(name)}
+    if isinstance(name, str) and name in REGISTRY:
+        known = parameters(name)
+        if name != args.search:
+            inherited = {key: value for key, value in inherited.items() if key in known}
+        inherited = generation.params_of(known) | inherited
     search = make_search(name, inherited | own)
     if given != ["messages"]:
         if other := next((key for key in TEMPLATE if key in record), None):

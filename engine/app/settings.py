@@ -8,6 +8,7 @@ from typing import Any
 from engine.contract import Search
 from engine.contract.distinct import check_distinct
 from engine.errors import check_flag, check_integer
+from engine.load.generation import Generation
 from engine.rules import PLAIN_RULES, Rules, with_changes
 from engine.rules.logprobs import check_logprobs
 from engine.values import plain
@@ -41,6 +42,11 @@ class Settings:
         known = parameters(self.search)
         given = {key: value for key, value in self.params.items() if key in known}
         return make_search(self.search, for_people(self.search, given))
+
+    def over(self, generation: Generation) -> "Settings":
+        """These settings over those of a checkpoint's `generation_config.json`."""
+        params = generation.params_of(parameters(self.search)) | dict(self.params)
+        return dataclasses.replace(self, params=params, rules=generation.rules_of(self.search) | dict(self.rules))
 
     def limits(self) -> dict[str, Any]:
         """Options of `Engine.stream`: limits and constraints."""

@@ -22,6 +22,7 @@ from engine.load.distributed import agree, least
 from engine.load.experts import keep_experts
 from engine.load.fastest import FormatChoice, fastest_format
 from engine.load.file_cache import file_cache
+from engine.load.generation import Generation
 from engine.load.options import NO_ADAPTER, LoadOptions
 from engine.load.pooling import Pooling
 from engine.load.pools import make_pools, shares_of, total_memory
@@ -66,6 +67,7 @@ class LoadedModel:
         adapters: digests by name; numbers of a pass are their places, from 1 on.
         warned: of a control token that is read as text.
         pooling: how it embeds texts.
+        generation: what its `generation_config.json` has, which nothing applies unasked.
     """
 
     runner: Runner
@@ -81,6 +83,7 @@ class LoadedModel:
     adapters: Mapping[str, str] = field(default_factory=dict)
     warned: bool = False
     pooling: Pooling = field(default_factory=Pooling)
+    generation: Generation = field(default_factory=Generation)
 
     def encode(self, prompt: str, parse_special: bool = False) -> list[int]:
         """The token ids of a prompt that is text. Warns once if it spells a control token and is not to be parsed.
@@ -229,6 +232,7 @@ class _Weights:
             sum(tensor.elements for tensor in self.checkpoint.tensors.values()),
             {name: adapter.digest() for name, adapter in self.adapters.items()},
             pooling=Pooling.of(self.checkpoint),
+            generation=Generation.of(self.checkpoint),
         )
 
     def _capabilities(self, runner: Runner) -> Capabilities:

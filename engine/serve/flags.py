@@ -6,6 +6,7 @@ from pathlib import Path
 
 from engine.app.cli import (
     Parser,
+    add_generation_flag,
     add_limit_flags,
     add_load_flags,
     add_prefix_flags,
@@ -56,6 +57,7 @@ def make_parser() -> Parser:
     add_prompt_flags(parser)
     add_search_flags(parser, "sample")
     add_limit_flags(parser)
+    add_generation_flag(parser)
     add_verbosity_flags(parser)
     return parser
 

@@ -12,7 +12,7 @@ from engine.app.cli.loading import (
 )
 from engine.app.cli.parser import Parser, add_search_flags, add_trace_flag, add_verbosity_flags, called
 from engine.app.cli.prompts import add_prompt_flags, add_template_flags, template_options
-from engine.app.cli.requests import add_limit_flags, add_rule_flags, limits, rules
+from engine.app.cli.requests import add_generation_flag, add_limit_flags, add_rule_flags, limits, rules
 from engine.app.cli.searches import search_params
 from engine.app.cli.values import output_file, parse_object, parse_size, positive
 from models.lazy import exports
@@ -24,6 +24,7 @@ __all__ = [
     "CLOSED_PIPE",
     "INTERRUPTED",
     "Parser",
+    "add_generation_flag",
     "add_limit_flags",
     "add_load_flag",
     "add_load_flags",

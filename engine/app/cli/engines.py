@@ -4,13 +4,18 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 from engine.app.cli.loading import load_options
+from engine.app.cli.requests import rules
+from engine.app.cli.searches import search_params
 from engine.drafts.suffixes import SuffixDrafter, SuffixStore
 from engine.engine import Engine
 from engine.errors import UsageError
+from engine.load.generation import FILE
 from engine.load.hub import located
 from engine.load.options import LoadOptions
+from engine.rules import Rules
 from engine.rules.catalogue import open_catalogue
 from models.checkpoint.files import obstacle
 
@@ -29,6 +34,8 @@ def load_engine(args: argparse.Namespace, options: LoadOptions | None = None) ->
         options: what `fetch_models` gave for them.
     """
     engine = Engine.of(options or fetch_models(args))
+    if hasattr(args, "generation_config"):
+        _take_generation(args, engine)
     if (catalogue := getattr(args, "catalogue", None)) is not None:  # an error of the run, not of each of its lines
         open_catalogue(catalogue).check(engine.model.tokenizer, engine.runner.vocab_size)
     if (prefix := getattr(args, "load_prefix", None)) is not None:
@@ -36,6 +43,24 @@ def load_engine(args: argparse.Namespace, options: LoadOptions | None = None) ->
     if (file := getattr(args, "draft_store", None)) is not None:
         _open_store(_suffix_store(engine), file)
     return engine
+
+
+def _take_generation(args: argparse.Namespace, engine: Engine) -> None:
+    """Take what `generation_config.json` has, as `args.generation`, or tell what is not applied. Raises UsageError."""
+    from search.base import make_search, parameters  # after flags may have loaded searches from outside
+
+    generation, given, applied = engine.generation, search_params(args) | rules(args), args.generation_config
+    known = parameters(args.search)
+    if applied:
+        args.generation = generation
+        try:
+            make_search(args.search, generation.params_of(known) | search_params(args))
+            Rules(**generation.rules).check()
+        except UsageError as error:
+            raise UsageError(error.what, where=FILE, remedy="leave out --generation-config") from None
+    if note := generation.note(known, given, applied):
+        told = "\n".join(filter(None, [engine.capabilities.warning, note]))
+        engine.capabilities = replace(engine.capabilities, warning=told)
 
 
 @contextlib.contextmanager

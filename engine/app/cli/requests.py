@@ -22,6 +22,12 @@ def add_limit_flags(parser: Parser) -> None:
     add("--distinct", choices=DISTINCT, help=text)
 
 
+def add_generation_flag(parser: Parser) -> None:
+    """--generation-config, which `load_engine` reads."""
+    text = "where no flag gives a value, take that of the checkpoint's generation_config.json, as transformers does"
+    parser.group(REPLIES).add_argument("--generation-config", action="store_true", help=text)
+
+
 def add_rule_flags(parser: Parser) -> None:
     """The flags of `engine.Rules`, but for functions, which only Python can give, and for those of several tokens."""
     texts: dict[str, Any] = {"type": plain_text, "action": "append", "metavar": "TEXT"}

@@ -1,0 +1,101 @@
+"""What `generation_config.json` has for searches and requests, which `generate` of transformers applies unasked."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import shortened
+from engine.words import RENORMALISED
+from models.checkpoint.headers import Checkpoint
+
+FILE = "generation_config.json"
+PARAMS = {  # its fields -> parameters of searches, and the values that change nothing
+    "num_beams": ("beams", 1),
+    "length_penalty": ("length_penalty", 1),
+    "early_stopping": ("early_stopping", False),
+    "temperature": ("temperature", 1),
+    "top_k": ("top_k", 0),
+    "top_p": ("top_p", 1),
+    "min_p": ("min_p", 0),
+    "typical_p": ("typical_p", 1),
+}
+RULES = {  # its fields -> fields of a request
+    "sequence_bias": ("sequence_bias", []),
+    "repetition_penalty": ("repetition_penalty", 1),
+    "no_repeat_ngram_size": ("no_repeat_ngram_size", 0),
+    "bad_words_ids": ("bad_words", []),
+    "min_length": ("min_length", 0),
+    "min_new_tokens": ("min_new_tokens", 0),
+    "suppress_tokens": ("suppress_tokens", []),
+    "begin_suppress_tokens": ("begin_suppress_tokens", []),
+}
+OTHERS = {  # fields that change probabilities and have no counterpart
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": 1,
+    "renormalize_logits": False,
+    "top_h": None,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "watermarking_config": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+}
+TOP_K = 50  # of `generate` where the file has none
+OF_ROWS = ("greedy", "sample", "bon", "sbon", "aded", "speculative")  # searches whose processors get logits there
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Fields of `generation_config.json`, without null and what changes nothing.
+
+    Args:
+        fields: by their names in the file.
+        params: parameters of searches, by the keys of batch lines; among them `top_k`, which is 50 where the file has
+            none, as in transformers.
+        rules: fields of `engine.Request`.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
+    rules: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> "Generation":
+        """Read it from a checkpoint. Values are not checked: searches and requests do so."""
+        given = {name: value for name, value in checkpoint.generation_config.items() if value is not None}
+        plain = {name: same for name, (_, same) in (PARAMS | RULES).items()} | OTHERS
+        fields = {name: given[name] for name in plain if name in given and given[name] != plain[name]}
+        params = {to: fields[name] for name, (to, _) in PARAMS.items() if name in fields}
+        rules = {to: fields[name] for name, (to, _) in RULES.items() if name in fields}
+        return Generation(fields, {"top_k": given.get("top_k", TOP_K)} | params, rules)
+
+    def params_of(self, known: Collection[str]) -> dict[str, Any]:
+        """The parameters for a search that has these."""
+        return {key: value for key, value in self.params.items() if key in known}
+
+    def rules_of(self, search: str) -> dict[str, Any]:
+        """The fields of a request with a search of this name. A repetition penalty gets logits or log-probabilities as
+        in transformers (`constraint_scores`)."""
+        scores = {"constraint_scores": RENORMALISED} if "repetition_penalty" in self.rules and search in OF_ROWS else {}
+        return scores | dict(self.rules)
+
+    def note(self, known: Collection[str], given: Collection[str], applied: bool) -> str:
+        """Name for people the fields that are not applied; "" if there are none.
+
+        Args:
+            known: parameters of the search.
+            given: parameters, and fields of requests, that have a value.
+            applied: whether all fields are, but for those without a counterpart.
+        """
+        of = PARAMS | RULES
+        left = [name for name in self.fields if name not in of]
+        if not applied:
+            meant = [name for name, (to, _) in of.items() if (name in RULES or to in known) and to not in given]
+            left = [name for name in self.fields if name in meant or name in left]
+        if not left:
+            return ""
+        named = ", ".join(f"{name} {shortened(repr(self.fields[name]))}" for name in left)
+        remedy = "there is nothing like it here" if applied else "--generation-config applies what it can"
+        return f"{FILE} has {named}, not applied here: {remedy}"

@@ -1,0 +1,87 @@
+"""What generation_config.json has for searches and requests."""
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine.app import batch
+from engine.load.generation import OF_ROWS, OTHERS, PARAMS, RULES, TOP_K, Generation
+from engine.request import RequestOptions
+from search.base import REGISTRY, parameters
+from tests.engine.app.typist import SHAPE
+from tools.random_checkpoint import make
+
+
+def generation(**fields):
+    return Generation.of(SimpleNamespace(generation_config=fields))
+
+
+def test_names_are_those_of_searches_and_requests():
+    assert {to for to, _ in PARAMS.values()} <= {key for name in REGISTRY for key in parameters(name)}
+    assert {to for to, _ in RULES.values()} <= RequestOptions.__annotations__.keys()
+    assert {*OF_ROWS} <= REGISTRY.keys() and not OTHERS.keys() & (PARAMS | RULES).keys()
+
+
+def test_fields_that_change_nothing_are_left_out():
+    plain = {name: same for name, (_, same) in (PARAMS | RULES).items()}
+    plain |= OTHERS | {"top_k": None, "eos_token_id": [1, 2], "do_sample": True, "max_length": 9}
+    found = generation(**plain)
+    assert found == Generation(params={"top_k": TOP_K}) and found.note(["temperature"], [], False) == ""
+    assert generation(top_k=0).params == {"top_k": 0}
+    assert Generation().params_of(["top_k"]) == {}
+
+
+def test_fields_of_searches_and_requests():
+    found = generation(temperature=0.6, num_beams=3, repetition_penalty=1.1, bad_words_ids=[[5]])
+    assert found.params == {"temperature": 0.6, "beams": 3, "top_k": 50}
+    assert found.params_of(["beams", "length_penalty"]) == {"beams": 3}
+    rules = {"repetition_penalty": 1.1, "bad_words": [[5]]}
+    assert found.rules_of("trie") == rules
+    assert found.rules_of("sample") == rules | {"constraint_scores": "renormalised"}
+    assert generation(bad_words_ids=[[5]]).rules_of("sample") == {"bad_words": [[5]]}
+
+
+@pytest.mark.parametrize(
+    ("search", "given", "named"),
+    [
+        ("sample", [], "repetition_penalty 1.1, temperature 0.6, forced_eos_token_id 2"),
+        ("sample", ["temperature"], "repetition_penalty 1.1, forced_eos_token_id 2"),
+        ("greedy", ["repetition_penalty"], "forced_eos_token_id 2"),
+        ("trie", [], "num_beams 3, repetition_penalty 1.1, forced_eos_token_id 2"),
+    ],
+)
+def test_what_is_not_applied_is_named(search, given, named):
+    found = generation(forced_eos_token_id=2, temperature=0.6, repetition_penalty=1.1, num_beams=3)
+    note = found.note(parameters(search), given, False)
+    assert note.startswith("generation_config.json has ") and note.endswith("--generation-config applies what it can")
+    assert {*note[len("generation_config.json has ") :].split(", not applied")[0].split(", ")} == {*named.split(", ")}
+    assert "has forced_eos_token_id 2, not applied here: there is" in found.note(parameters(search), given, True)
+
+
+def test_a_batch_applies_them_if_asked_to(tmp_path, capsys):
+    folder = Path(make(tmp_path / "model", **SHAPE)["path"])
+    path = folder / "generation_config.json"
+    ends = json.loads(path.read_text())
+    path.write_text(json.dumps(ends | {"no_repeat_ngram_size": 1, "temperature": 0.2, "top_k": 2, "top_h": 0.5}))
+    lines = "".join(json.dumps({"prompt_ids": [5, 6], "params": more}) + "\n" for more in ({}, {"top_k": 1}))
+
+    def run(*flags):
+        out = io.BytesIO()
+        options = ["--model", folder, "--search", "sample", "--kv-memory", "1M", "--max-new-tokens", 12, *flags]
+        assert batch.main([str(option) for option in options], io.BytesIO(lines.encode()), out) == 0
+        answers = [json.loads(line) for line in out.getvalue().splitlines()]
+        return [answer["outputs"][0]["token_ids"] for answer in answers], capsys.readouterr().err
+
+    plain, told = run()
+    assert "has temperature 0.2, top_k 2, no_repeat_ngram_size 1, top_h 0.5, not applied here: --generation" in told
+    applied, told = run("--generation-config")
+    assert "has top_h 0.5, not applied here: there is nothing like it here" in told
+    same = ("--no-repeat-ngram-size", 1, "--temperature", 0.2, "--top-k", 2)
+    assert applied == run(*same)[0] == run("--generation-config", *same)[0] and applied[0] != plain[0]
+    path.write_text(json.dumps(ends | {"top_k": "two"}))
+    with pytest.raises(AssertionError):
+        run("--generation-config")
+    assert "top_k" in (err := capsys.readouterr().err) and "generation_config.json" in err
