@@ -1,4 +1,4 @@
-"""What `generation_config.json` has for searches and requests, which `generate` of transformers applies unasked."""
+"""Defaults of `generation_config.json` for searches and requests, which `generate` of transformers applies unasked."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What generation_config.json has for searches and requests."""
+"""Defaults of generation_config.json for searches and requests."""
 
 import io
 import json
