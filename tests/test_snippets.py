@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
     [
         ("README.md", 1, 1),
         ("docs/completion.md", 1, 1),
-        ("docs/constraints.md", 4, 2),
+        ("docs/constraints.md", 5, 2),
         ("docs/drafts.md", 1, 0),
         ("docs/embedding.md", 14, 9),
         ("docs/vectors.md", 3, 3),
