@@ -140,7 +140,9 @@ def turn(q_THD: Tensor, k_TGD: Tensor, turn: Any) -> None:
     for name, norm, heads in (("q_norm", turn.q_norm, q_THD.shape[1]), ("k_norm", turn.k_norm, k_TGD.shape[1])):
         for x in norm or ():
             if x is not None:
-                expect(name, x, dtype, (D * heads if turn.all_heads or turn.own_norms else D,), device)
+                exact = norm[1] is None and x.dtype == torch.float32
+                size = D * heads if turn.all_heads or turn.own_norms else D
+                expect(name, x, torch.float32 if exact else dtype, (size,), device)
 
 
 def short_conv(

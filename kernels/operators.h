@@ -14,16 +14,17 @@ extern "C" {
 
 // --- rows ---
 
+// `exact`: the weight is float32, whatever the kind.
 void coppice_rms_norm(int64_t kind, int64_t threads, const void* x, const void* weight, void* out, int64_t rows,
-                      int64_t width, float eps);
+                      int64_t width, float eps, int64_t exact);
 
 void coppice_layer_norm(int64_t kind, int64_t threads, const void* x, const void* weight, const void* bias, void* out,
                         int64_t rows, int64_t width, float eps);
 
 // Norms of heads, in place: x [tokens, heads, head_dim], `token_stride` apart. Without a bias RMSNorms. A head's vectors
-// begin `step` elements after those of the one before; 0: all have the same.
+// begin `step` elements after those of the one before; 0: all have the same. `exact`: as of RMSNorms of rows.
 void coppice_head_norm(int64_t kind, int64_t threads, void* x, const void* weight, const void* bias, int64_t tokens,
-                       int64_t heads, int64_t head_dim, int64_t token_stride, int64_t step, float eps);
+                       int64_t heads, int64_t head_dim, int64_t token_stride, int64_t step, float eps, int64_t exact);
 
 // x [tokens, heads, head_dim] with strides of its own, cos and sin [tokens, dims]; heads of out are contiguous. It may
 // be x.
@@ -349,11 +350,12 @@ int64_t coppice_suffixes_propose(const SuffixSource* sources, int64_t count, con
 
 // --- stack ---
 
-// A LayerNorm, or, without a bias, an RMSNorm, of rows of a width; or, without a weight, nothing.
+// A LayerNorm, or, without a bias, an RMSNorm, of rows of a width; or, without a weight, nothing. `exact`: its weight is
+// float32, whatever the kind of the rows.
 struct Norm {
     const void* weight;
     const void* bias;
-    int64_t width;
+    int64_t width, exact;
     float eps;
 };
 

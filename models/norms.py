@@ -11,7 +11,8 @@ from models.sharding import in_halves
 
 class Norm(nn.Module):
     """An RMSNorm, x / rms(x) * weight (Zhang and Sennrich, 2019), or, with a bias, a LayerNorm, (x - mean(x)) / std(x)
-    * weight + bias (Ba et al., 2016); float32 inside, whatever the dtype. `Config.plus_one` is part of the weight.
+    * weight + bias (Ba et al., 2016); float32 inside, whatever the dtype. `Config.plus_one` is part of the weight,
+    which then is float32.
 
     Args:
         c, weights: of the model.
@@ -25,7 +26,8 @@ class Norm(nn.Module):
         self.eps = c.norm_eps if eps is None else eps
         self.bias: Tensor | None = None
         if c.affine:
-            self.weight = weights.vector(f"{name}.weight", plus_one=c.plus_one, some=some)
+            dtype = torch.float32 if c.plus_one else None  # a sum that half precision would round
+            self.weight = weights.vector(f"{name}.weight", plus_one=c.plus_one, some=some, dtype=dtype)
             if not c.rms:
                 self.bias = weights.vector(f"{name}.bias") if c.norm_bias else torch.zeros_like(self.weight)
         else:

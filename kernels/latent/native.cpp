@@ -46,7 +46,7 @@ void absorb(int64_t kind, int64_t threads, const Latent& l, const T* queries, co
         std::memcpy(rows.get() + t * C, latent + t * D, C * sizeof(T));
     }
     multiply(kind, threads, l.keys, plain.get(), made.get(), H, tokens, N, C);
-    coppice_rms_norm(kind, threads, rows.get(), l.norm, rows.get(), tokens, C, l.eps);
+    coppice_rms_norm(kind, threads, rows.get(), l.norm, rows.get(), tokens, C, l.eps, 0);
 #pragma omp parallel for num_threads(threads) if (H * tokens * C > 1 << 14)
     for (int64_t t = 0; t < tokens; t++) {
         T* to = out + t * (H + 1) * D;

@@ -28,7 +28,7 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, *, impl: str) -> Tensor
     """x / sqrt(mean(x^2) + eps) * weight, each row by itself (Zhang and Sennrich, 2019).
 
     Args:
-        x_NE, weight_E: of one dtype; arithmetic is float32 or better.
+        x_NE, weight_E: of one dtype, or the weight is float32; arithmetic is float32 or better.
     """
     ...
 

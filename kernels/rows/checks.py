@@ -49,8 +49,8 @@ class NextNodes(NamedTuple):
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> None:
-    """Rows, and a vector of their width."""
-    vectors(x_NE, weight_E=weight_E)
+    """Rows, and a vector of their width, perhaps more exact than they are."""
+    norm_vectors(x_NE, (weight_E, None))
 
 
 def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float) -> None:
@@ -71,8 +71,7 @@ def add_norm(
     if not 1 <= len(addends) <= 2:
         raise ValueError(f"addends: expected one or two, got {len(addends)}")
     for norms in (norm, out_norm):
-        named = {} if norms is None else {"weight_E": norms[0]}
-        vectors(x_NE, **named, **({} if norms is None or norms[1] is None else {"bias_E": norms[1]}))
+        norm_vectors(x_NE, norms)
     for addend in addends:
         expect("addends", addend, x_NE.dtype, x_NE.shape, x_NE.device, contiguous=False)
 
@@ -203,6 +202,18 @@ def vectors(x_NE: Tensor, **vectors: Tensor) -> None:
     floats("x_NE", x_NE)
     for name, vector in vectors.items():
         expect(name, vector, x_NE.dtype, x_NE.shape[-1:], x_NE.device, contiguous=False)
+
+
+def norm_vectors(x_NE: Tensor, norm: Vectors | None) -> None:
+    """Rows, and the vectors of a norm; the weight of an RMSNorm is of their dtype or float32."""
+    if norm is None:
+        return vectors(x_NE)
+    weight, bias = norm
+    if bias is not None:
+        return vectors(x_NE, weight_E=weight, bias_E=bias)
+    floats("x_NE", x_NE)
+    dtype = torch.float32 if weight.dtype == torch.float32 else x_NE.dtype
+    expect("weight_E", weight, dtype, x_NE.shape[-1:], x_NE.device, contiguous=False)
 
 
 def function(name: str, known: Sequence[str]) -> None:

@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t MAX_SERIAL = 1 << 14;  // elements; only for more is it worth waking threads
 
-template <typename T>
-void rms_norm(const T* x, const T* weight, T* out, int64_t width, float eps) {
+template <typename T, typename W>
+void rms_norm(const T* x, const W* weight, T* out, int64_t width, float eps) {
     Floats sum{};
     each(width, [&](int64_t i, auto n) {
         const Floats part = load(x + i, n);
@@ -364,12 +364,15 @@ int64_t gumbel_argmax(const float* logp, int64_t width, uint32_t one, uint32_t t
 }  // namespace
 
 extern "C" void coppice_rms_norm(int64_t kind, int64_t threads, const void* x, const void* weight, void* out,
-                                 int64_t rows, int64_t width, float eps) {
+                                 int64_t rows, int64_t width, float eps, int64_t exact) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
+        const auto all = [&](auto* vector) {
 #pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
-        for (int64_t r = 0; r < rows; r++)
-            rms_norm((const T*)x + r * width, (const T*)weight, (T*)out + r * width, width, eps);
+            for (int64_t r = 0; r < rows; r++)
+                rms_norm((const T*)x + r * width, vector, (T*)out + r * width, width, eps);
+        };
+        exact ? all((const float*)weight) : all((const T*)weight);
     });
 }
 
@@ -385,7 +388,7 @@ extern "C" void coppice_layer_norm(int64_t kind, int64_t threads, const void* x,
 
 extern "C" void coppice_head_norm(int64_t kind, int64_t threads, void* x, const void* weight, const void* bias,
                                   int64_t tokens, int64_t heads, int64_t head_dim, int64_t token_stride, int64_t step,
-                                  float eps) {
+                                  float eps, int64_t exact) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
 #pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > MAX_SERIAL)
@@ -395,6 +398,8 @@ extern "C" void coppice_head_norm(int64_t kind, int64_t threads, void* x, const 
                 const T *w = (const T*)weight + h * step, *b = bias ? (const T*)bias + h * step : nullptr;
                 if (b)
                     layer_norm(row, w, b, row, head_dim, eps);
+                else if (exact)
+                    rms_norm(row, (const float*)weight + h * step, row, head_dim, eps);
                 else
                     rms_norm(row, w, row, head_dim, eps);
             }

@@ -24,7 +24,8 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     native(x_NE)
     x_NE, width = x_NE.contiguous(), x_NE.shape[-1]
     out_NE = torch.empty_like(x_NE)
-    _run("rms_norm", x_NE, x_NE, weight_E.contiguous(), out_NE, x_NE.numel() // width, width, eps)
+    exact = weight_E.dtype == torch.float32
+    _run("rms_norm", x_NE, x_NE, weight_E.contiguous(), out_NE, x_NE.numel() // width, width, eps, exact)
     return out_NE
 
 

@@ -25,6 +25,8 @@ LINES = 16  # see `top_k`: this many make reading and sorting cost least togethe
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """See the front for arguments."""
+    if weight_E.dtype != x_NE.dtype:  # PyTorch's own would round before the weight
+        return F.rms_norm(x_NE.float(), weight_E.shape, weight_E, eps).to(x_NE.dtype)
     return F.rms_norm(x_NE, weight_E.shape, weight_E, eps)
 
 

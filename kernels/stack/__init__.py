@@ -353,8 +353,9 @@ def _described(call: Call, layer: ctypes.Structure | None, width: int) -> ctypes
 def _norm(norm: Any) -> ctypes.Structure:
     if norm is None:
         return _STRUCTURES["Norm"]()
-    vectors = _address(norm.weight), _address(norm.bias)
-    return _STRUCTURES["Norm"](*vectors, norm.weight.shape[-1], getattr(norm, "eps", 0.0))  # taps of a convolution
+    vectors, exact = (_address(norm.weight), _address(norm.bias)), norm.weight.dtype == torch.float32
+    eps = getattr(norm, "eps", 0.0)  # taps of a convolution have none
+    return _STRUCTURES["Norm"](*vectors, norm.weight.shape[-1], exact, eps)
 
 
 def _address(x: Tensor | None) -> int | None:

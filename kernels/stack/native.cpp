@@ -130,7 +130,7 @@ struct Pass {
         if (norm.bias)
             coppice_layer_norm(s.kind, threads, x, norm.weight, norm.bias, out, tokens, norm.width, norm.eps);
         else
-            coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, norm.width, norm.eps);
+            coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, norm.width, norm.eps, norm.exact);
     }
 
     // The first head of a kind in the register of heads, and elements between those of two tokens.
@@ -145,7 +145,7 @@ struct Pass {
         const int64_t D = c.heads.size, count = c.all_heads ? 1 : heads, size = c.all_heads ? heads * D : D;
         const int64_t step = c.own_norms ? D : 0;
         coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, count, size, every(c.heads), step,
-                          norm.eps);
+                          norm.eps, norm.exact);
     }
 
     void rotate(const Heads& h, char* x, const void* cos, const void* sin, int64_t dims, int64_t heads) const {

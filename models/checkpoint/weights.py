@@ -89,7 +89,7 @@ class Weights:
         """A norm's weight or a table of positions, say: a copy, as a view would hold on to the whole mapping.
 
         Args:
-            plus_one: adds 1 in float32, before the sum is rounded to the dtype.
+            plus_one: adds 1 in float32, before the copy is made.
             some: elements, or rows; None: all.
             dtype: of the copy; None: the one to compute in.
         """

@@ -35,6 +35,16 @@ def test_rms_norm(dtype, width, count):
 
 
 @DTYPES
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
+def test_rms_norm_with_a_weight_of_float32_rounds_once(dtype, impl):
+    x, weight = draw(15, 33, dtype=dtype) * 3, 1 + draw(33, seed=1) / 64
+    exact = reference.rms_norm(x.double(), weight.double(), 1e-5)
+    found = rows.rms_norm(x, weight, 1e-5, impl=impl)
+    assert found.dtype == dtype
+    assert ((found.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 1.99 + 1e-6).all()
+
+
+@DTYPES
 @pytest.mark.parametrize("width", [1, 7, 16, 33, 768, 2560])
 @pytest.mark.parametrize("offset", [0, 50])
 @pytest.mark.parametrize("count", [1, 15, 100])

@@ -89,7 +89,8 @@ def norms(recording: Recording) -> None:
                 define = getattr(reference, function)
                 exact = define(x.double(), *(v.double() for v in vectors), EPS)
                 out = written(blank(x), exact, define(x, *vectors, EPS))
-                recording.add(of, function, kind, next(threads), x, *vectors, out, rows, width, EPS)
+                more = (0,) if function == "rms_norm" else ()
+                recording.add(of, function, kind, next(threads), x, *vectors, out, rows, width, EPS, *more)
         heads, stride = 3, 4 * width + 1
         wide = draw(5, stride, dtype=dtype, scale=2.0)
         for vectors in ((weight,), (weight, bias)):
@@ -100,7 +101,7 @@ def norms(recording: Recording) -> None:
                 x[:, inner] = define(own, *(v.to(x.dtype) for v in vectors), EPS).flatten(1)
             out = written(wide, after, plain)
             both = *vectors, *(() if len(vectors) == 2 else (None,))
-            sizes = 5, heads, width, stride, 0, EPS
+            sizes = 5, heads, width, stride, 0, EPS, 0
             recording.add(f"{name} heads of {width}", "head_norm", kind, next(threads), out, *both, *sizes)
         vectors = draw(heads, width, dtype=dtype, scale=2.0), draw(heads, width, dtype=dtype)
         after, plain = wide.double(), wide.clone()
@@ -108,7 +109,7 @@ def norms(recording: Recording) -> None:
             for h in range(heads):
                 own = x[:, h * width : (h + 1) * width]
                 own.copy_(reference.layer_norm(own.clone(), *(v[h].to(x.dtype) for v in vectors), EPS))
-        sizes = 5, heads, width, stride, width, EPS
+        sizes = 5, heads, width, stride, width, EPS, 0
         out = written(wide, after, plain)
         recording.add(f"{name} own heads of {width}", "head_norm", kind, next(threads), out, *vectors, *sizes)
 

@@ -9,6 +9,7 @@ from engine import Engine
 from models.checkpoint.headers import Checkpoint
 from models.errors import CheckpointError
 from models.families.gemma import Gemma2, Gemma3
+from models.norms import Norm
 from tests.models.copies import changed
 from tools.golden.base import ABSENT
 
@@ -80,3 +81,16 @@ def test_half_precision_is_close(variant, dtype):
     spread = exact.amax(-1) - exact.amin(-1)
     error = ((found.float() - exact).pow(2).mean(-1).sqrt() / spread).mean()
     assert error < 20 * torch.finfo(getattr(torch, dtype)).eps / 8
+
+
+@pytest.mark.parametrize("variant", ["two", "three"])  # the second norms heads, too
+def test_one_plus_the_weight_of_norms_is_float32_in_every_dtype(variant):
+    """As in transformers, which adds 1 in float32."""
+    half, full = (
+        Engine.load(GOLDEN / variant, dtype=dtype, kv_memory="1M", cache="off") for dtype in ("bfloat16", "float32")
+    )
+    models = (engine.runner.model.modules() for engine in (half, full))
+    norms, exact = ([module.weight for module in modules if isinstance(module, Norm)] for modules in models)
+    assert len(norms) > 8 and all(one.equal(other) for one, other in zip(norms, exact, strict=True))
+    found, wanted = half.logits(TEXT), full.logits(TEXT)
+    assert (found - wanted).square().mean().sqrt() < 0.02 * wanted.std()
