@@ -126,14 +126,15 @@ class Sizes(Weights):
         """Count the bytes of a linear layer; the layer returned has no matrix."""
         all_outs = {name: self.shapes[f"{name}.weight"][transposed] for name in names}
         width = self.shapes[f"{names[0]}.weight"][not transposed]
-        own = dict.fromkeys(names, 0)
-        for name, some in self.pieces(names, transposed, outs):
-            own[name] += all_outs[name] if some is None else len(some)
+        own = [all_outs[name] for name in names]  # a name may be there twice
+        if outs is not None:
+            pieces = self.pieces(names, transposed, outs)
+            own = [sum(len(some) for of, some in pieces if of == name and some) for name in names]
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
-        self.vectors += sum(own.values()) * self.dtype.itemsize * bias
-        self._share = sum(own.values()) / sum(all_outs.values()) * (1 if ins is None else len(ins) / width)
+        self.vectors += sum(own) * self.dtype.itemsize * bias
+        self._share = sum(own) / sum(all_outs[name] for name in names) * (1 if ins is None else len(ins) / width)
         taken = width if ins is None else len(ins)
-        size = self._bytes(stored, [*own.values()], taken, head=tuple(names) == (HEAD,), exact=exact)
+        size = self._bytes(stored, own, taken, head=tuple(names) == (HEAD,), exact=exact)
         self.matrices += size
         if EXPERT in names[0]:
             self.chosen += size
@@ -185,7 +186,7 @@ class Sizes(Weights):
         floats = {
             name: tensors[name].dtype for name in stored if name in tensors and tensors[name].dtype in FLOATS.values()
         }
-        if floats and len(floats) < len(stored):  # `Joined`: the others are stored quantised
+        if floats and len(floats) < len({*stored}):  # `Joined`: the others are stored quantised
             return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
         if not floats:
             blocks = [(BLOCKS[info.format], rows) for info, rows in zip(map(tensors.get, stored), outs, strict=True)

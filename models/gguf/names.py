@@ -149,7 +149,7 @@ _GLM4 = _GLM | {
     "blk.post_attention_norm": "post_self_attn_layernorm",
     "blk.post_ffw_norm": "post_mlp_layernorm",
 }
-_AFTER = {"blk.post_attention_norm": "post_attention_layernorm"}  # a norm before the MLP
+_AFTER = {name.replace("ffn_norm", "post_attention_norm"): own for name, own in _LLAMA.items()}  # the MLP's norm
 _SIGMOIDS = _EXPERTS | {name: own for name, own in _DEEPSEEK2.items() if "shexp" in name or "probs" in name}
 _AFMOE = _SIGMOIDS | {
     "blk.attn_gate": "self_attn.gate_proj",
@@ -180,8 +180,8 @@ NAMES = {
     "chatglm": _LLAMA | _GLM,
     "glm4": _LLAMA | _GLM4,
     **dict.fromkeys(("dots1", "ernie4_5-moe"), _LLAMA | _SIGMOIDS),
-    "glm4moe": _LLAMA | _SIGMOIDS | _AFTER,
-    "seed_oss": _LLAMA | _AFTER,
+    "glm4moe": _AFTER | _SIGMOIDS,
+    "seed_oss": _AFTER,
     "minimax-m2": _LLAMA | _EXPERTS | {"blk.exp_probs_b": "mlp.e_score_correction_bias"},
     "afmoe": _LLAMA | _AFMOE,
     "starcoder2": _LLAMA | {"blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "mlp.c_proj"},

@@ -57,7 +57,7 @@ def alike(keys: Fields, name: str, default: Any = None) -> int:
 
 
 def epsilon(keys: Fields, name: str) -> float:
-    """What norms add to the mean of squares."""
+    """The number that norms add to the mean of squares."""
     return decimal(keys.float(name, low=0.0, high=1.0))
 
 

@@ -25,7 +25,7 @@ MOE: dict[str, Any] = {
 }  # fmt: skip
 SOLAR = {"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open", "num_hidden_layers": 2}
 
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES: dict[str, Any] = {
     "plain": {},
     "plain_v4": {"rope_parameters": ABSENT, "rope_theta": 10000.0, "torch_dtype": "bfloat16"},
     "defaults": DEFAULTS,
