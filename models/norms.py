@@ -26,7 +26,7 @@ class Norm(nn.Module):
         self.eps = c.norm_eps if eps is None else eps
         self.bias: Tensor | None = None
         if c.affine:
-            dtype = torch.float32 if c.plus_one else None  # a sum that half precision would round
+            dtype = torch.float32 if c.plus_one and c.rms else None  # a sum that half precision would round
             self.weight = weights.vector(f"{name}.weight", plus_one=c.plus_one, some=some, dtype=dtype)
             if not c.rms:
                 self.bias = weights.vector(f"{name}.bias") if c.norm_bias else torch.zeros_like(self.weight)
