@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine import Engine
+from tests.marks import IMPLS
 
 GOLDEN = Path(__file__).parents[1] / "golden/gemma4/inputs"
 TOKENS_T = torch.tensor([5, 9, 103])
@@ -22,7 +23,7 @@ def test_a_row_of_the_table_and_what_a_matrix_makes_of_the_embedding():
     made_TLP = (x_TE.double() @ stored["model.per_layer_model_projection"].T / 24**0.5).unflatten(1, (6, 6))
     rows_TF = stored["model.embed_tokens_per_layer"][TOKENS_T] * 6**0.5
     expected_TF = (normed(made_TLP, stored["model.per_layer_projection_norm"]).flatten(1) + rows_TF) / 2**0.5
-    for impl in ("torch", "cpp"):
+    for impl in IMPLS[1:]:
         found_TF = model.inputs(TOKENS_T, x_TE, impl)
         assert torch.allclose(found_TF.double(), expected_TF, atol=1e-5)
 
