@@ -334,8 +334,9 @@ def reader(files: int) -> Callable[[Make], Make]:
 
 
 def checkpoint(path: Path, change: Callable[[Draw, bytes], bytes], *flags: str) -> Case:
-    """A file of a checkpoint: errors may name its folder alone, and its numbers may be no numbers."""
-    return Case(path, change, loading(path.parent, *flags), (path.name, str(path.parent)), (0, 2, 3, 5))
+    """A file of a checkpoint: errors may name its folder alone; its numbers may be no numbers, or too few positions."""
+    blamed = path.name, str(path.parent), "the model's context holds"
+    return Case(path, change, loading(path.parent, *flags), blamed, (0, 2, 3, 5))
 
 
 def as_json(draw: Draw, valid: bytes) -> bytes:
