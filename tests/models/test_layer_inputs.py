@@ -29,6 +29,6 @@ def test_a_row_of_the_table_and_what_a_matrix_makes_of_the_embedding():
 
 
 def test_factors_are_rounded_to_the_dtype():
-    """As the scaled embeddings of transformers have them."""
+    """Transformers rounds its scaled embeddings alike."""
     model = Engine.load(GOLDEN, dtype="bfloat16", kv_memory=1 << 22).runner.model
     assert model.inputs.scale == 2.453125 and model.embedding_scale == 4.90625

@@ -85,7 +85,7 @@ def test_half_precision_is_close(variant, dtype):
 
 @pytest.mark.parametrize("variant", ["two", "three"])  # the second norms heads, too
 def test_one_plus_the_weight_of_norms_is_float32_in_every_dtype(variant):
-    """As in transformers, which adds 1 in float32."""
+    """Transformers adds 1 in float32 as well."""
     half, full = (
         Engine.load(GOLDEN / variant, dtype=dtype, kv_memory="1M", cache="off") for dtype in ("bfloat16", "float32")
     )

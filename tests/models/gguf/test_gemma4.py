@@ -32,7 +32,7 @@ def test_gates_and_ups_in_one_tensor_or_two(tmp_path):
 
 
 def test_quantised_tables_of_inputs_are_read_row_by_row(tmp_path):
-    """As the values that the package dequantises."""
+    """The package dequantises the same values."""
     source = tmp_path / "source"
     source.mkdir()
     for path in (GOLDEN / "gemma4/inputs").glob("*.json"):
