@@ -378,16 +378,16 @@ def starter(
 
     def start(job: Job) -> SearchGenerator:
         tree = driver.open_tree(job, "target", checked.ids, len(checked.ids) + checked.limit, trunk)
-        hits_stop = checked.stops
+        hit_stops = None if (stops := checked.stops) is None else lambda outputs: [stops(tokens) for tokens in outputs]
         if constrained is not None and not constrained.endings.eos:  # no token can end an output that is stuck
-            hits_stop = constrained.endings.hits_stop(tree, checked.stops)
+            hit_stops = constrained.endings.hit_stops(tree, checked.stops)
         return search.run(
             Task(
                 tree,
                 checked.limit,
                 checked.eos,
                 target.runner.vocab_size,
-                hits_stop,
+                hit_stops,
                 lambda model, prompt: driver.open_tree(job, model, prompt),
                 target.tokenizer,
                 # Measured times would part processes that share the model.
@@ -427,7 +427,8 @@ def finishing(models: Models, checked: Checked, job: Job) -> Generator[None, Non
         texts = [checked.text(tokenizer, output.token_ids) for output in result.outputs]
     except CoppiceError as error:  # the tokenizer cannot decode these tokens
         return error
-    result.outputs = [replace(output, text=text) for output, text in zip(result.outputs, texts, strict=True)]
+    worded = zip(result.outputs, texts, strict=True)
+    result.outputs = [replace(output, text=text) if text else output for output, text in worded]
     if (how := checked.request.distinct) is not None:
         among = len(result.outputs)
         merged = distinct(result.outputs, how)

@@ -171,9 +171,7 @@ class Diverse(Search):
         """Why a candidate ends before the limit; None if it does not."""
         if extension.token in task.eos_token_ids:
             return "eos"
-        if task.hits_stop is None:
-            return None
-        return "stop" if task.hits_stop(group.path(extension)) else None
+        return "stop" if task.hit_stops is not None and task.hit_stops([group.path(extension)])[0] else None
 
     def _is_done(self, group: BeamGroup, found: Sequence[Extension], task: Task, step: int) -> bool:
         """Whether a group ends with the finished hypotheses that it has."""

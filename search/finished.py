@@ -4,7 +4,6 @@ Hypotheses that ended because a constraint allowed no token come after all other
 """
 
 import math
-from bisect import insort
 from collections.abc import Iterable
 
 from engine.cache.placed import shared_length
@@ -35,8 +34,15 @@ class Finished:
 
     def add(self, tokens: list[int], logprob: float, reason: str, unscored: float = 0.0) -> None:
         """Keep a hypothesis if it is among the best; `unscored` adds to the log-probability, but not to the score."""
-        score = self.score(logprob, len(tokens))
-        insort(self.outputs, Output(tokens, logprob + unscored, score, reason), key=lambda output: -_score(output))
+        self.add_all([(tokens, logprob, reason, unscored)])
+
+    def add_all(self, ended: Iterable[tuple[list[int], float, str, float]]) -> None:
+        """Keep those of some hypotheses that are among the best, each given as the arguments of `add`."""
+        self.outputs += [
+            Output(tokens, logprob + unscored, self.score(logprob, len(tokens)), reason)
+            for tokens, logprob, reason, unscored in ended
+        ]
+        self.outputs.sort(key=_score, reverse=True)  # stable: of equals the older stays first
         if self.most is not None:
             del self.outputs[self.most :]
 

@@ -60,10 +60,8 @@ class Trie(Search):
             following = Next(self.beams, task.eos_token_ids) if step < task.max_new_tokens else None
             sums, rows, tokens = yield from evaluate_top_sums(tree, live, scores, candidates, following)  # T2
             reasons = self._reasons(task, live, rows, tokens, step)  # T3
-            for rank, reason in enumerate(reasons[: self.beams]):  # T4
-                if reason:
-                    path = [*tree.path(live[rows[rank]]), tokens[rank]]
-                    done.add(path, sums[rank], reason)
+            first = zip(rows, tokens, sums, reasons[: self.beams], strict=False)  # T4
+            done.add_all([([*tree.path(live[row]), token], sum, why, 0.0) for row, token, sum, why in first if why])
             going = [i for i, reason in enumerate(reasons) if reason is None][: self.beams]  # T5
             if not going or (mode == "true" and len(done.outputs) == wanted):  # T7
                 break
@@ -86,14 +84,18 @@ class Trie(Search):
         answer = len(done.outputs[0].token_ids)
         return SearchResult(done.outputs[: self.num_return_sequences], {"steps": step, "answer_step": answer})
 
-    @staticmethod
-    def _reasons(task: Task, live: list[int], rows: list[int], tokens: list[int], step: int) -> list[str | None]:
-        """Why each candidate ends; None where it goes on."""
+    def _reasons(self, task: Task, live: list[int], rows: list[int], tokens: list[int], step: int) -> list[str | None]:
+        """Why each candidate ends, None where it goes on: of the first `beams`, and of more until as many go on."""
         eos, last = task.eos_token_ids, "length" if step == task.max_new_tokens else None
-        if task.hits_stop is None:
+        if task.hit_stops is None:
             return ["eos" if token in eos else last for token in tokens]
-        candidates = zip(rows, tokens, strict=True)
-        return ["eos" if t in eos else task.finish_reason([*task.tree.path(live[r]), t]) for r, t in candidates]
+        reasons: list[str | None] = []
+        paths = {row: task.tree.path(live[row]) for row in {*rows}}
+        while len(reasons) < len(tokens) and (missing := self.beams - reasons.count(None)) and not (last and reasons):
+            some = slice(len(reasons), len(reasons) + missing)
+            outputs = [[*paths[row], token] for row, token in zip(rows[some], tokens[some], strict=True)]
+            reasons += task.finish_reasons(outputs)
+        return reasons
 
     def _report(self, task: Task, done: Finished, live: list[int], scores: list[float]) -> Report:
         step = task.tree.position(live[0]) + 1 - task.tree.prompt_length

@@ -213,7 +213,7 @@ class Task:
         max_new_tokens: at least 1.
         eos_token_ids: tokens that end a sequence; may be empty.
         vocab_size: tokens that can be generated; ids from here on have log-probability -inf.
-        hits_stop: whether new tokens, given from the prompt's end on, contain a stop string; None without any.
+        hit_stops: for each of some outputs, given as new tokens, whether it contains a stop string; None without any.
         open_tree: (model name, prompt) -> a tree of another model, "draft" or "reward"; freed with the search.
         tokenizer: the target model's; None without one.
         seconds: number of target tokens -> this search's share of the seconds of a pass that evaluates them, by recent
@@ -235,7 +235,7 @@ class Task:
     max_new_tokens: int
     eos_token_ids: frozenset[int]
     vocab_size: int
-    hits_stop: Callable[[Sequence[int]], bool] | None = None
+    hit_stops: Callable[[Sequence[Sequence[int]]], Sequence[bool]] | None = None
     open_tree: Callable[[str, Sequence[int]], TokenTree] | None = None
     tokenizer: Tokenizer | None = None
     seconds: Callable[[int], float] | None = None
@@ -248,11 +248,17 @@ class Task:
 
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
         """Why a sequence ends with its last token; None if it does not end."""
-        if tokens[-1] in self.eos_token_ids:
-            return "eos"
-        if self.hits_stop is not None and self.hits_stop(tokens):
-            return "stop"
-        return "length" if len(tokens) >= self.max_new_tokens else None
+        return self.finish_reasons([tokens])[0]
+
+    def finish_reasons(self, outputs: Sequence[Sequence[int]]) -> list[str | None]:
+        """Why each of some outputs, given as new tokens, ends with its last token; None where it does not end."""
+        eos, most = self.eos_token_ids, self.max_new_tokens
+        reasons = ["eos" if t[-1] in eos else "length" if len(t) >= most else None for t in outputs]
+        if self.hit_stops is not None:
+            others = [i for i, reason in enumerate(reasons) if reason != "eos"]
+            for i, hit in zip(others, self.hit_stops([outputs[i] for i in others]), strict=True):
+                reasons[i] = "stop" if hit else reasons[i]
+        return reasons
 
 
 class Judge(Protocol):

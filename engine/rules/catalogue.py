@@ -88,8 +88,8 @@ class Catalogue:
             torch.frombuffer(data, dtype=dtype, count=count, offset=at)
             for (dtype, count), at in zip([*kinds, (torch.int32, self.items)], starts, strict=False)
         ]
-        id_starts, self._tokens_E, first_N, end_I = arrays
-        if fault := _fault(id_starts, self._tokens_E, first_N, end_I, self.vocab_size, ids):
+        id_starts, self._tokens_E, self._first_N, end_I = arrays
+        if fault := _fault(id_starts, self._tokens_E, self._first_N, end_I, self.vocab_size, ids):
             raise self._refused(f"the catalogue is not valid: {fault}")
 
     def _refused(self, what: str) -> UsageError:
@@ -112,10 +112,21 @@ class Catalogue:
         place = bisect_left(self._ends, node)
         return place < self.items and self._ends[place] == node
 
-    def after(self, node: int) -> list[int] | Tensor:
-        """The tokens after a node, ascending: a list, or int64."""
-        start, end = self._first[node], self._first[node + 1]
-        return self._tokens[start:end].tolist() if end - start <= LISTED else self._tokens_E[start:end].long()
+    def after(self, nodes: Sequence[int]) -> list[list[int] | Tensor]:
+        """The tokens after each of some nodes, ascending: a list, or int64."""
+        node_N = torch.tensor(nodes, dtype=torch.int64)
+        start_N, end_N = self._first_N[node_N], self._first_N[node_N + 1]
+        length_N = torch.where(end_N - start_N <= LISTED, end_N - start_N, 0)  # of lists
+        shift_N = start_N - (length_N.cumsum(0) - length_N)
+        edge_M = torch.arange(int(length_N.sum())) + shift_N.repeat_interleave(length_N)
+        listed, found, at = self._tokens_E[edge_M].tolist(), [], 0
+        for start, end in zip(start_N.tolist(), end_N.tolist(), strict=True):
+            if end - start > LISTED:
+                found.append(self._tokens_E[start:end].long())
+            else:
+                found.append(listed[at : at + end - start])
+                at += end - start
+        return found
 
     def item(self, tokens: Sequence[int]) -> str | int | None:
         """The id of the item that has these tokens, without an end-of-sequence token; None if there is none."""
@@ -162,15 +173,13 @@ class Items(Constraint):
         return ENDED if node is None else node
 
     def allowed(self, states: Sequence[State]) -> Sequence[Tokens | Allowed]:
-        return [self._after(state) for state in states]
+        after = iter(self.catalogue.after([state for state in states if state != ENDED]))
+        return [Allowed([]) if state == ENDED else self._allowed(state, next(after)) for state in states]
 
     def item(self, tokens: Sequence[int]) -> str | int | None:
         return self.catalogue.item(tokens)
 
-    def _after(self, state: int) -> Allowed:
-        if state == ENDED:
-            return Allowed([])
-        tokens = self.catalogue.after(state)
+    def _allowed(self, state: int, tokens: list[int] | Tensor) -> Allowed:
         if self.eos and self.catalogue.ends_at(state):
             if isinstance(tokens, list):
                 return Allowed(sorted({*tokens, *self.eos}))

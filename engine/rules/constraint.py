@@ -8,9 +8,9 @@ rows in other ways (penalties, biases) has the same form: `engine.rules.processo
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -130,6 +130,15 @@ class Allowed(NamedTuple):
 
 
 EVERYTHING = Allowed()
+
+
+def listed(allowed: Iterable[Allowed]) -> tuple[Tensor, Tensor]:
+    """The tokens of the entries that have ids, one entry after the other, int64 [M], and how many each has."""
+    ids, parts = [entry.ids for entry in allowed if entry.ids is not None], [torch.empty(0, dtype=torch.int64)]
+    for tensors, some in groupby(ids, lambda one: isinstance(one, Tensor)):
+        flat = some if tensors else [torch.tensor([*chain.from_iterable(some)])]  # noqa: B031
+        parts += [torch.as_tensor(each, dtype=torch.int64) for each in flat]
+    return torch.cat(parts), torch.tensor([len(some) for some in ids], dtype=torch.int64)
 
 
 def wrong(what: str) -> ConstraintError:

@@ -54,7 +54,7 @@ class RowEdits:
 
     def _apply(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
         """Edit rows in place. Raises ConstraintError."""
-        states = [self.states.of(tree, node) for node in nodes]
+        states = self.states.of_all(tree, nodes)
         self._rewrite(states, rows_NV, excess_N1)
         if self._bans:
             self._end(tree, nodes, states, rows_NV)

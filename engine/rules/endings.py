@@ -6,7 +6,7 @@ from dataclasses import replace
 from engine.cache.tree import TokenTree
 from engine.contract import Output, SearchResult
 from engine.rules.constraint import Allowed, ConstraintError
-from engine.rules.state import NodeStates
+from engine.rules.state import NodeState, NodeStates
 
 STUCK = float(-(1 << 16))  # log-probability of the end where no token is allowed: `search.finished` ranks it last
 
@@ -44,30 +44,41 @@ class Endings:
                 remedy="allow end-of-sequence tokens (no ignore_eos), or loosen what is allowed",
             )
 
-    def hits_stop(
+    def hit_stops(
         self, tree: TokenTree, stops: Callable[[Sequence[int]], bool] | None
-    ) -> Callable[[Sequence[int]], bool]:
-        """`Task.hits_stop` of a request without end-of-sequence tokens: an output also ends where the constraint allows
+    ) -> Callable[[Sequence[Sequence[int]]], list[bool]]:
+        """`Task.hit_stops` of a request without end-of-sequence tokens: an output also ends where the constraint allows
         no token after its new tokens.
 
         Args:
             tree: the target's.
             stops: whether new tokens contain a stop string.
         """
-        return lambda tokens: (stops is not None and stops(tokens)) or self._ends(tree, tokens)
 
-    def _ends(self, tree: TokenTree, tokens: Sequence[int]) -> bool:
-        if self.states.mask is None:
-            return False
-        node = tree.descend(tokens)
-        state = self.states.of(tree, node)
-        for token in tokens[tree.position(node) + 1 - tree.prompt_length :]:
-            state = self.states.after(state, token)
-        self.states.allow([state])
-        if state.allowed is None or not state.allowed.nothing:
-            return False
-        self._paths.add(tuple(tokens))
-        return True
+        def hit(outputs: Sequence[Sequence[int]]) -> list[bool]:
+            ended = [stops is not None and stops(tokens) for tokens in outputs]
+            if self.states.mask is not None:
+                open_ = [i for i, end in enumerate(ended) if not end]
+                for i, state in zip(open_, self._states(tree, [outputs[i] for i in open_]), strict=True):
+                    if state.allowed is not None and state.allowed.nothing:
+                        self._paths.add(tuple(outputs[i]))
+                        ended[i] = True
+            return ended
+
+        return hit
+
+    def _states(self, tree: TokenTree, outputs: Sequence[Sequence[int]]) -> list[NodeState]:
+        """The states after new tokens, of which the tree need not have all, with the tokens that are allowed."""
+        nodes = [tree.descend(tokens) for tokens in outputs]
+        states = self.states.of_all(tree, nodes)
+        rests = [t[tree.position(n) + 1 - tree.prompt_length :] for t, n in zip(outputs, nodes, strict=True)]
+        for at in range(max(map(len, rests), default=0)):
+            more = [i for i, rest in enumerate(rests) if at < len(rest)]
+            after = self.states.after_all([states[i] for i in more], [rests[i][at] for i in more])
+            for i, state in zip(more, after, strict=True):
+                states[i] = state
+        self.states.allow(states)
+        return states
 
     def settle(self, result: SearchResult, ranked: bool) -> None:
         """Give outputs their items, and those that ended because no token was allowed the finish reason "constraint".
@@ -76,13 +87,12 @@ class Endings:
             result: a search's.
             ranked: whether scores are those of a reward, not of log-probabilities.
         """
-        result.outputs = [self._named(self._settled(output, ranked)) for output in result.outputs]
-
-    def _named(self, output: Output) -> Output:
-        if self.states.mask is None:
-            return output
-        tokens = output.token_ids[:-1] if output.finish_reason == "eos" else output.token_ids
-        return replace(output, item=self.states.mask.item(tokens))
+        outputs = [self._settled(output, ranked) for output in result.outputs]
+        if self.states.mask is not None:
+            items = self.states.mask.items([o.token_ids[: -1 if o.finish_reason == "eos" else None] for o in outputs])
+            named = zip(outputs, items, strict=True)
+            outputs = [output if item is None else replace(output, item=item) for output, item in named]
+        result.outputs = outputs
 
     def _settled(self, output: Output, ranked: bool) -> Output:
         tokens = output.token_ids

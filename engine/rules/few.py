@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.cache.tree import TokenTree
-from engine.rules.constraint import Allowed
+from engine.rules.constraint import Allowed, listed
 from engine.rules.endings import STUCK, Endings
 from engine.rules.state import NodeStates
 from kernels.rows import log_softmax
@@ -34,13 +33,7 @@ class Few(NamedTuple):
     @classmethod
     def of(cls, allowed: Sequence[Allowed], renormalise: bool) -> "Few":
         """The tokens of entries that have ids."""
-        ids = [entry.ids for entry in allowed]
-        count_N = torch.tensor([len(some) for some in ids if some is not None])
-        if any(isinstance(some, Tensor) for some in ids):
-            token_M = torch.cat([torch.as_tensor(some, dtype=torch.int64) for some in ids])
-        else:
-            token_M = torch.tensor([*chain.from_iterable(ids)], dtype=torch.int64)  # type: ignore[arg-type]
-        return cls(token_M, count_N, renormalise)
+        return cls(*listed(allowed), renormalise)
 
     @property
     def row_M(self) -> Tensor:
@@ -62,7 +55,7 @@ class FewAnswers:
 
     def suffices(self, tree: TokenTree, nodes: Sequence[int]) -> bool:
         """Whether `wanted` finds the tokens of nodes, so that no whole rows are needed for their top sums."""
-        found = [self.states.of(tree, node).allowed for node in nodes]
+        found = [state.allowed for state in self.states.of_all(tree, nodes)]
         return self.states.alone and all(allowed is not None and allowed.ids is not None for allowed in found)
 
     def wanted(self, tree: TokenTree, nodes: Sequence[int]) -> Few | None:
@@ -72,20 +65,22 @@ class FewAnswers:
         """
         if not self.suffices(tree, nodes):
             return None
-        found = [self.states.of(tree, node).allowed for node in nodes]
+        found = [state.allowed for state in self.states.of_all(tree, nodes)]
         end = Allowed([self.endings.token])
         return Few.of([end if allowed.nothing else allowed for allowed in found if allowed], self.renormalise)
 
     def note(self, tree: TokenTree, nodes: Sequence[int], few: Few, logp_M: Tensor) -> None:
         """Keep known rows, and give ends their log-probability, in place, as an edit does. Raises ConstraintError."""
-        single = (few.count_N == 1).nonzero().view(-1)
-        for i, place in zip(single.tolist(), (few.count_N.cumsum(0) - 1)[single].tolist(), strict=True):
-            state = self.states.of(tree, nodes[i])
+        single_n = (few.count_N == 1).nonzero().view(-1)
+        place_n = (few.count_N.cumsum(0) - 1)[single_n]
+        nodes = [nodes[i] for i in single_n.tolist()]
+        states, columns = self.states.of_all(tree, nodes), (place_n, few.token_M[place_n], logp_M[place_n])
+        for node, state, place, token, logp in zip(nodes, states, *(x.tolist() for x in columns), strict=True):
             if state.allowed is not None and state.allowed.nothing:
-                self.endings.note(tree, nodes[i], state.allowed)
+                self.endings.note(tree, node, state.allowed)
                 logp_M[place] = STUCK
             elif not self.renormalise:
-                state.row = int(few.token_M[place]), float(logp_M[place])
+                state.row = token, logp
 
 
 class Head:

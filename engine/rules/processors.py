@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.rules.constraint import MASK_WORD, Allowed, Constraint, ConstraintError, State, attributed, brief
+from engine.rules.constraint import MASK_WORD, Allowed, Constraint, ConstraintError, State, attributed, brief, listed
 
 MOST_ROWS = 64  # masked at a time: a mask's limits take as much memory as its row
 Entry = tuple[int, int, float]  # row, token, number
@@ -39,6 +39,10 @@ class Processor:
         """The state after a token."""
         return state
 
+    def advance_all(self, states: Sequence[State], tokens: Sequence[int]) -> list[State]:
+        """The state after each state and token."""
+        return [self.advance(state, token) for state, token in zip(states, tokens, strict=True)]
+
     def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
         """Edit rows in place.
 
@@ -61,8 +65,11 @@ class Masked(Processor):
             return self.constraint.start(list(prompt))
 
     def advance(self, state: State, token: int) -> State:
+        return self.advance_all([state], [token])[0]
+
+    def advance_all(self, states: Sequence[State], tokens: Sequence[int]) -> list[State]:
         with attributed(self.constraint, "advance"):
-            return self.constraint.advance(state, token)
+            return [self.constraint.advance(state, token) for state, token in zip(states, tokens, strict=True)]
 
     def allowed(self, states: Sequence[State]) -> list[Allowed]:
         """The allowed tokens of states. Raises ConstraintError."""
@@ -72,10 +79,10 @@ class Masked(Processor):
                 raise ConstraintError(f"allowed: expected an entry for each of {len(states)} states, got {len(found)}")
             return [Allowed.of(tokens, self.vocab) for tokens in found]
 
-    def item(self, tokens: Sequence[int]) -> str | int | None:
+    def items(self, outputs: Sequence[Sequence[int]]) -> list[str | int | None]:
         """See `Constraint.item`. Raises ConstraintError."""
         with attributed(self.constraint, "item"):
-            return self.constraint.item(list(tokens))
+            return [self.constraint.item(list(tokens)) for tokens in outputs]
 
     def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
         """Set forbidden tokens to -inf; `states` are of type Allowed here."""
@@ -85,13 +92,13 @@ class Masked(Processor):
 def mask(rows_NV: Tensor, allowed: Sequence[Allowed]) -> None:
     """Set the tokens that are not allowed to -inf, in place."""
     V, device = rows_NV.shape[1], rows_NV.device
-    listed = [i for i, tokens in enumerate(allowed) if tokens.ids is not None]
-    if listed:
-        parts = [torch.as_tensor(allowed[i].ids, dtype=torch.int64) + i * V for i in listed]
-        kept = torch.cat(parts).to(device, non_blocking=True)
+    with_ids = [i for i, tokens in enumerate(allowed) if tokens.ids is not None]
+    if with_ids:
+        token_M, count_n = listed(allowed)
+        kept = (torch.tensor(with_ids).repeat_interleave(count_n) * V + token_M).to(device, non_blocking=True)
         flat = rows_NV.view(-1)
         values = flat[kept]
-        _select(rows_NV, listed, lambda some_NV: some_NV.fill_(-math.inf))
+        _select(rows_NV, with_ids, lambda some_NV: some_NV.fill_(-math.inf))
         flat[kept] = values
     every = [i for i, tokens in enumerate(allowed) if tokens.mask is not None]
     for masked in (every[i : i + MOST_ROWS] for i in range(0, len(every), MOST_ROWS)):

@@ -4,7 +4,7 @@ A node gets its state when its row is asked for, once per node, from that of its
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.cache.tree import TokenTree
 from engine.rules.constraint import EVERYTHING, Allowed, State
@@ -14,7 +14,7 @@ MOST_AHEAD = 8  # nodes of a pass that are evaluated ahead: a pass of few rows t
 KEPT_PER_LIVE = 4  # states are dropped when there are this many times as many as live nodes
 
 
-@dataclass
+@dataclass(slots=True)
 class NodeState:
     """The states that the engine keeps beside a node.
 
@@ -22,13 +22,13 @@ class NodeState:
         by_processor: the state of each processor; None for a forbidden node.
         allowed: the tokens that the constraint allows next; None if it was not asked yet, or if there is none.
         row: the row, where it is known: its only token, and the token's log-probability.
-        forced: the state after the only token that is allowed, if a pass was to evaluate it ahead.
+        after: the states after tokens that were asked for.
     """
 
     by_processor: tuple[State, ...] | None
     allowed: Allowed | None = None
     row: tuple[int, float] | None = None
-    forced: "NodeState | None" = None
+    after: "dict[int, NodeState]" = field(default_factory=dict)
 
 
 class NodeStates:
@@ -71,23 +71,29 @@ class NodeStates:
 
     def of(self, tree: TokenTree, node: int) -> NodeState:
         """The state of a node, computed from that of its nearest ancestor that has one."""
-        states, path = self._trees[tree], []
-        while node not in states and (parent := tree.parent(node)) >= 0:
-            path.append(node)
-            node = parent
-        if node not in states:
-            states[node] = self._first(tree)
-        state = states[node]
-        for below in reversed(path):
-            state = states[below] = self.after(state, tree.token(below))
-        return state
+        return self._trees[tree].get(node) or self.of_all(tree, [node])[0]
+
+    def of_all(self, tree: TokenTree, nodes: Sequence[int]) -> list[NodeState]:
+        """The states of nodes, computed from those of their nearest ancestors that have one."""
+        states, levels, above = self._trees[tree], list[list[int]](), nodes
+        while new := [node for node in dict.fromkeys(above) if node not in states]:
+            levels.append(new)
+            above = [parent for node in new if (parent := tree.parent(node)) >= 0]
+        for level in reversed(levels):
+            states.update({node: self._first(tree) for node in level if tree.parent(node) < 0})
+            new = [node for node in level if node not in states]
+            before, tokens = [states[tree.parent(node)] for node in new], [tree.token(node) for node in new]
+            states.update(zip(new, self.after_all(before, tokens), strict=True))
+            for state, token in zip(before, tokens, strict=True):
+                state.after.pop(token, None)  # the node has it now
+        return [states[node] for node in nodes]
 
     def asked(self, tree: TokenTree, nodes: Sequence[int]) -> list[NodeState]:
         """The states of nodes whose rows are asked for, with the allowed tokens; drops states of nodes that have gone.
 
         Raises ConstraintError.
         """
-        found = [self.of(tree, node) for node in nodes]
+        found = self.of_all(tree, nodes)
         if len(self._trees[tree]) > KEPT_PER_LIVE * (len(nodes) + tree.live_branches) + 64:
             self._forget(tree)
         self.allow(found)
@@ -95,21 +101,31 @@ class NodeStates:
 
     def after(self, state: NodeState, token: int) -> NodeState:
         """The state after a token."""
-        if state.by_processor is None:
-            return state
-        if self.mask is not None:
-            self.allow([state])
-            if token not in (state.allowed or EVERYTHING):
-                return NodeState(None)
-            if state.forced is not None:
-                return state.forced
-        parts = zip(self.processors, state.by_processor, strict=True)
-        return NodeState(tuple([processor.advance(part, token) for processor, part in parts]))
+        return self.after_all([state], [token])[0]
+
+    def after_all(self, states: Sequence[NodeState], tokens: Sequence[int]) -> list[NodeState]:
+        """The state after each state and token."""
+        self.allow(states)
+        new: list[tuple[NodeState, int]] = []
+        for state, token in zip(states, tokens, strict=True):
+            if token not in state.after:
+                if state.by_processor is None or token not in (state.allowed or EVERYTHING):
+                    state.after[token] = NodeState(None)
+                else:
+                    new.append((state, token))
+        if new:
+            befores = zip(*[state.by_processor for state, _ in new if state.by_processor is not None], strict=True)
+            chosen = [token for _, token in new]
+            parts = [p.advance_all(before, chosen) for p, before in zip(self.processors, befores, strict=True)]
+            for (state, token), found in zip(new, zip(*parts, strict=True), strict=True):
+                state.after[token] = NodeState(found)
+        return [state.after[token] for state, token in zip(states, tokens, strict=True)]
 
     def allow(self, states: Sequence[NodeState]) -> None:
         """Ask the constraint, if there is one, for the allowed tokens of all states that lack them at once."""
-        asked = [state for state in states if state.by_processor is not None and state.allowed is None]
-        if asked and self.mask is not None:
+        lacking = [state for state in states if state.by_processor is not None and state.allowed is None]
+        if lacking and self.mask is not None:
+            asked = [*{id(state): state for state in lacking}.values()]  # each once
             place = self.processors.index(self.mask)
             parts = [state.by_processor[place] for state in asked if state.by_processor is not None]
             for state, allowed in zip(asked, self.mask.allowed(parts), strict=True):
@@ -136,13 +152,11 @@ class NodeStates:
         for node in nodes:
             state = states[node]
             while state.allowed is not None and (token := state.allowed.forced) is not None and token not in ends:
-                if state.forced is None:
-                    state.forced = self.after(state, token)
-                state = state.forced
-                self.allow([state])
-                if len(grown) >= room or tree.position(node) + 1 >= last or state.allowed is None:
+                if len(grown) >= room or tree.position(node) + 1 >= last:
                     break
-                if state.allowed.forced is None or (child := tree.child(node, token)) in nodes:
+                state = self.after(state, token)
+                self.allow([state])
+                if state.allowed is None or state.allowed.forced is None or (child := tree.child(node, token)) in nodes:
                     break
                 states[child] = state
                 grown.append(node := child)

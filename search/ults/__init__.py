@@ -178,9 +178,10 @@ class ULTS(Search):
     def _ends(self, task: Task, node: int, level: int, tokens: list[int]) -> dict[int, str]:
         """Index of each child that is a leaf -> its finish reason."""
         ends = {}
-        if task.hits_stop is not None:
+        if task.hit_stops is not None:
             path = task.tree.path(node)
-            ends |= {c: "stop" for c, token in enumerate(tokens) if task.hits_stop([*path, token])}
+            hits = task.hit_stops([[*path, token] for token in tokens])
+            ends |= {c: "stop" for c, hit in enumerate(hits) if hit}
         if level == task.max_new_tokens:
             ends = {c: ends.get(c, "length") for c in range(len(tokens))}
         if not task.eos_token_ids.isdisjoint(tokens):

@@ -85,6 +85,7 @@ def drive(
     page_size: int = 1,
     switch: int | None = None,
     close_after: int | None = None,
+    stops: Callable[[Sequence[int]], bool] | None = None,
     **task: Any,
 ) -> Run:
     """Run a search to its end, or until it is closed, and check all that it does.
@@ -95,6 +96,7 @@ def drive(
         pages, page_size: the pool of each model.
         switch: the length at which the rotary embeddings change.
         close_after: so many reports.
+        stops: whether new tokens contain a stop string.
         task: other fields of the `Task`.
 
     Raises:
@@ -108,6 +110,8 @@ def drive(
         return run.trees[name]
 
     tree = open_tree("target", prompt)
+    if stops is not None:
+        task["hit_stops"] = lambda outputs: [stops(tokens) for tokens in outputs]
     generator = search.run(Task(tree, max_new, frozenset(eos), vocab, open_tree=open_tree, **task))
     try:
         run.result = _follow(run, generator, models, close_after)

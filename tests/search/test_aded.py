@@ -153,7 +153,7 @@ def test_the_limit_a_stop_string_and_one_token():
         output, *_ = run(right, max_new=limit)
         assert output.token_ids == truth[:limit] and output.finish_reason == "length"
     for end in range(1, 16):
-        output, *_ = run(right, hits_stop=lambda tokens, end=end: len(tokens) >= end)
+        output, *_ = run(right, stops=lambda tokens, end=end: len(tokens) >= end)
         assert output.token_ids == truth[:end] and output.finish_reason == "stop"
 
 

@@ -76,7 +76,7 @@ def by_lists(table, search, max_new, eos, stops=lambda path: False):
 
 
 def compare(table, search, max_new, eos, stops=None):
-    run = drive(search, table, max_new, eos, page_size=4, hits_stop=stops)
+    run = drive(search, table, max_new, eos, page_size=4, stops=stops)
     expected, steps = by_lists(table, search, max_new, eos, stops or (lambda path: False))
     expected = expected[: search.num_return_sequences]
     assert [tuple(tokens) for tokens in run.outputs] == [path for _, path in expected], search

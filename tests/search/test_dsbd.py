@@ -79,7 +79,7 @@ def test_outputs_are_what_they_say(search):
     ):
         for seed, max_new in ((1, 1), (2, 2), (3, 7), (4, 20)):
             search = replace(search, seed=seed)
-            run = over(TARGET, draft)(search, max_new, eos, hits_stop=stops)
+            run = over(TARGET, draft)(search, max_new, eos, stops=stops)
             outputs = run.result.outputs
             assert run.settled == outputs[0].token_ids
             for scores in ([score for score, _ in one.beams] for one in run.told):

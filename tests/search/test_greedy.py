@@ -37,7 +37,7 @@ def test_the_first_of_many_equals_wins_in_a_large_vocabulary():
 
 
 def test_stop_strings_and_limits():
-    [output] = drive(Greedy(), row_of, 25, hits_stop=lambda path: len(path) == 5).result.outputs
+    [output] = drive(Greedy(), row_of, 25, stops=lambda path: len(path) == 5).result.outputs
     assert output.finish_reason == "stop" and len(output.token_ids) == 5
     [output] = drive(Greedy(), row_of, 1).result.outputs
     assert output.finish_reason == "length" and len(output.token_ids) == 1

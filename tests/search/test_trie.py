@@ -68,7 +68,7 @@ def beam_search(table, k, max_new, eos, penalty, mode, stops=lambda path: False)
 
 
 def watched(table, search, max_new, eos=(), stops=None, page_size=4, **options):
-    run = drive(search, table, max_new, eos, page_size=page_size, hits_stop=stops, **options)
+    run = drive(search, table, max_new, eos, page_size=page_size, stops=stops, **options)
     assert run.settled == run.outputs[0]
     assert all(one.live == PROMPT + one.needed for one in run.passes)  # prompt and distinct ancestors
     return run

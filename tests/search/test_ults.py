@@ -199,7 +199,7 @@ def test_stop_strings_end_a_path():
         return list(path[-2:]) == [2, 1]
 
     for seed in range(8):
-        result, asked, _ = follow(ULTS(**EXACT), seed=seed, hits_stop=stops)
+        result, asked, _ = follow(ULTS(**EXACT), seed=seed, stops=stops)
         assert not any(stops(path) for paths in asked for path in paths)
         cut = {}
         for _, path in all_leaves(seed, EOS):

@@ -75,7 +75,7 @@ def test_every_prefix_has_its_tokens_and_every_item_its_id(tmp_path):
         assert trie(items).repeats == [(i, items.index(x)) for i, x in enumerate(items) if items.index(x) < i]
         nodes = {(): 0}
         for path in sorted(nexts, key=len):
-            after = made.after(nodes[path])
+            [after] = made.after([nodes[path]])
             assert list(after) == sorted(nexts[path])
             nodes |= {(*path, token): made.child(nodes[path], token) for token in nexts[path]}
             assert made.child(nodes[path], 2) is None and made.child(nodes[path], 104) is None

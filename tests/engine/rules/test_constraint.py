@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from engine import ConstraintError, Engine, Request, UsageError
+from engine.rules.constraint import EVERYTHING, Allowed, listed
+from engine.rules.processors import mask
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Greedy, Sample, SBoN, Speculative, Trie
 from tests.engine.rules.automata import (
     CASES,
@@ -237,3 +239,12 @@ def test_wrong_values_are_refused(engine, options, words):
     with pytest.raises(UsageError) as caught:
         ask(engine, Greedy(), **options)
     assert words in str(caught.value)
+
+
+def test_tokens_of_lists_and_tensors_are_listed_together():
+    entries = [Allowed([3, 5]), Allowed(torch.tensor([2, 9])), EVERYTHING, Allowed([]), Allowed([7])]
+    token_M, count_N = listed(entries)
+    assert token_M.tolist() == [3, 5, 2, 9, 7] and count_N.tolist() == [2, 2, 0, 1]
+    rows_NV, kept = torch.zeros(5, 10), ([3, 5], [2, 9], range(10), [], [7])
+    mask(rows_NV, entries)
+    assert [[i for i, x in enumerate(row) if x == 0] for row in rows_NV.tolist()] == [list(row) for row in kept]

@@ -53,3 +53,19 @@ def test_only_trees_of_the_prompt_are_watched():
     assert states.watches(tree) and not states.watches(other) and not states.has_row(other, other.root)
     states.restart()
     assert not states.watches(tree)
+
+
+def test_states_of_many_nodes_are_asked_for_together():
+    """Those of a chain and of siblings; a candidate's state is the one that its node gets."""
+    constraint = Automaton([[[token, token % 2] for token in range(40, 60)]] * 2)
+    asked, allowed = [], constraint.allowed
+    constraint.allowed = lambda states: asked.append(len(states)) or allowed(states)
+    states, tree = states_of(constraint)
+    root = states.of(tree, tree.root)
+    ahead = states.after_all([root, root, root], [41, 42, 99])
+    assert asked == [1] and constraint.advanced == 2 and ahead[2].by_processor is None
+    chain, others = tree.grow_path(tree.root, [41, 43, 44]), tree.grow([tree.root] * 3, [42, 45, 99])
+    found = states.asked(tree, [*chain, *others])
+    assert found[0] is ahead[0] and found[3] is ahead[1] and constraint.advanced == 5
+    assert [state.by_processor for state in found] == [(1,), (1,), (0,), (0,), (1,), None]
+    assert asked == [1, 1, 1, 3] and not root.after
