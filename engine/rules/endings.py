@@ -38,7 +38,7 @@ class Endings:
         path = tree.path(node)
         if self.eos:
             self._paths.add(tuple(path))
-        elif not path or allowed is None or not allowed.nothing:  # `hits_stop` has not ended the output before
+        elif not path or allowed is None or not allowed.nothing:  # `hit_stops` has not ended the output before
             raise ConstraintError(
                 f"no token is allowed after {len(path)} new tokens, and no token ends an output",
                 remedy="allow end-of-sequence tokens (no ignore_eos), or loosen what is allowed",
