@@ -106,5 +106,5 @@ def test_every_guard_of_the_checkpoint_tables_exists() -> None:
     for file, name, model in re.findall(r"`(tests/[\w/.]+)::(\w+)(?:\[([\w/]+)\])?`", page):
         source = (ROOT / file).read_text(encoding="utf-8")
         assert re.search(rf"^def {name}\(", source, re.MULTILINE), f"{file} has no {name}"
-        assert not model or (ROOT / "tests/golden" / model / "golden.json").is_file(), f"no golden model {model}"
+        assert not model or (ROOT / "tests/golden" / model / "config.json").is_file(), f"no golden model {model}"
     assert "::" not in re.sub(r"`tests/[\w/.]+::\w+(?:\[[\w/]+\])?`", "", page), "a node id of another form"

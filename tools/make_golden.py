@@ -293,6 +293,16 @@ def dump(golden: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def keep_what_differs(folder: Path, twin: Path, golden: dict[str, Any]) -> None:
+    """Check a variant against its twin; where their weights are the same to the byte, keep its config only."""
+    expected = json.loads((twin / "golden.json").read_text())
+    same = [expected.get(key) == golden.get(key) for key in ("runs", "scores", "own_eos_token_ids")]
+    assert all(same), f"{folder.name} differs from its twin {twin.name}"
+    if (folder / "model.safetensors").read_bytes() == (twin / "model.safetensors").read_bytes():
+        for path in {*folder.iterdir()} - {folder / "config.json"}:
+            path.unlink()
+
+
 def main() -> None:
     names = sorted(path.stem for path in (ROOT / "tools" / "golden").glob("[a-z]*.py") if path.stem != "base")
     families: dict[str, dict[str, Variant]] = {
@@ -314,10 +324,8 @@ def main() -> None:
         folder = arguments.out / family / name
         golden = make_variant(folder, name, variant, variants.index(twin))
         (folder / "golden.json").write_text(dump(golden))
-        if twin != name and (other := folder.parent / twin / "golden.json").exists():
-            expected = json.loads(other.read_text())
-            same = [expected.get(key) == golden.get(key) for key in ("runs", "scores")]
-            assert all(same), f"{name} differs from its twin {twin}"
+        if twin != name:
+            keep_what_differs(folder, folder.parent / twin, golden)
         runs = golden.get("runs", [])
         size = sum(path.stat().st_size for path in folder.iterdir())
         early = sum(o["finish_reason"] == "eos" for r in runs for o in r["outputs"])

@@ -22,12 +22,15 @@ def changed(
     """The folder of a copy of a golden checkpoint.
 
     Args:
+        variant: one that ends in `_v4` has a config only; the rest is its twin's.
         changes: fields of its config; ABSENT of `tools.golden.base` removes one.
         tensors: makes the stored tensors from those of the checkpoint.
     """
     folder = tmp_path / "checkpoint"
-    shutil.copytree(GOLDEN / variant, folder)
+    twin = GOLDEN / variant.removesuffix("_v4")
+    shutil.copytree(twin, folder)
+    shutil.copy(GOLDEN / variant / "config.json", folder)
     edit(folder / "config.json", changes or {})
     if tensors:
-        save_file(tensors(load_file(GOLDEN / variant / "model.safetensors")), folder / "model.safetensors")
+        save_file(tensors(load_file(twin / "model.safetensors")), folder / "model.safetensors")
     return folder

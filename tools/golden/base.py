@@ -41,7 +41,7 @@ class Variant:
         floats: called with the folder and an empty one, puts the float32 checkpoint there that transformers reads
             instead.
         twin: a variant of the same weights spelled differently: same seed and (asserted) same results. A name that
-            ends in `_v4` is its namesake's twin.
+            ends in `_v4` is its namesake's twin. Of one whose weights are the same to the byte the config is kept only.
     """
 
     write: Callable[[Path, int], None]

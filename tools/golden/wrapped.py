@@ -70,13 +70,14 @@ def _llama(changes: Mapping[str, Any]) -> Callable[[Path, int], object]:
     return lambda folder, seed: random_checkpoint.make(folder, **options, seed=seed)
 
 
-def _golden(variant: str) -> Callable[[Path, int], object]:
-    """Another family's golden checkpoint, without its results."""
-    source = Path(__file__).parents[2] / "tests" / "golden" / variant
+def _golden(variant: str, spelling: str = "") -> Callable[[Path, int], object]:
+    """Another family's golden checkpoint without its results; with the config of `spelling` in place of its own."""
+    golden = Path(__file__).parents[2] / "tests" / "golden"
 
     def write(folder: Path, seed: int) -> None:
         results = shutil.ignore_patterns("golden.*")
-        shutil.copytree(source, folder, ignore=results, dirs_exist_ok=True)
+        shutil.copytree(golden / variant, folder, ignore=results, dirs_exist_ok=True)
+        shutil.copy(golden / (spelling or variant) / "config.json", folder)
 
     return write
 
@@ -147,7 +148,7 @@ WRAPPERS = {
         NO_TOKENS | {"pad_token_id": 0, "final_logit_softcapping": 12.0} | dict.fromkeys(
             ("tie_word_embeddings", "hidden_activation", "rms_norm_eps"), ABSENT)),
     "gemma4_unified": Wrapper(
-        _golden("gemma4/plain_v4"),
+        _golden("gemma4/plain", "gemma4/plain_v4"),
         {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified",
          "vision_config": None, "audio_config": None},
         "outer", "model.embed_vision.patch_ln1.weight",

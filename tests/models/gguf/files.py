@@ -492,7 +492,7 @@ class File:
 def random(folder, variant, **changes):
     """A checkpoint of random weights, of a golden one's configuration with `changes`. Returns the folder."""
     folder.mkdir()
-    for path in (GOLDEN / variant).glob("*token*.json"):
+    for path in (GOLDEN / variant.removesuffix("_v4")).glob("*token*.json"):
         (folder / path.name).write_bytes(path.read_bytes())
     config = json.loads((GOLDEN / variant / "config.json").read_text())
     config |= {key: value for key, value in changes.items() if key in config}
