@@ -9,6 +9,7 @@ its recipient may also stand before the channel. Other commentary belongs to the
 """
 
 import re
+from abc import ABC, abstractmethod
 
 CHANNEL, MESSAGE, START, END, CALL = "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"
 # Special tokens that a reader of channels needs, so that decoding keeps their spellings.
@@ -30,25 +31,18 @@ def start_at_end(text: str, tag: str) -> str:
     return next((tag[:n] for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), "")
 
 
-class ChannelStream:
-    """Parts a reply while it comes, as `engine.text.thinking.ThoughtStream` does.
-
-    The parts, joined, lack all headers and marks. Messages of one kind are a blank line apart. A call is part of the
-    answer: the mark `<|call|>`, the name of the function, the arguments. A reply without any channel is an answer.
+class ReplyStream(ABC):
+    """Parts a reply while it comes into thought and answer.
 
     Args:
-        begun: what the prompt has of the reply, behind `<|start|>assistant`.
+        begun: what the prompt has of the reply.
 
     Attributes:
         thought: whether there is one.
     """
 
-    def __init__(self, begun: str = ""):
-        self.thought = False
-        self._held = begun
-        self._at = "begin"  # then "header", "thought", "answer" and "call", message by message
-        self._fresh = True  # the message has no text yet
-        self._written = set[bool]()  # whether there is text that is thought, and such that is not
+    def __init__(self, begun: str = "", *, thought: bool = False):
+        self._held, self.thought = begun, thought
 
     def push(self, text: str) -> list[tuple[str, bool]]:
         """Add text. Returns (text, whether it is thought) for what is certain."""
@@ -58,6 +52,27 @@ class ChannelStream:
     def finish(self) -> list[tuple[str, bool]]:
         """Return what was held back."""
         return self._parts(True)
+
+    @abstractmethod
+    def _parts(self, last: bool) -> list[tuple[str, bool]]:
+        """The parts of the held text that are certain, all of it at the end; keeps the rest."""
+
+
+class ChannelStream(ReplyStream):
+    """Parts a reply in channels.
+
+    The parts, joined, lack all headers and marks. Messages of one kind are a blank line apart. A call is part of the
+    answer: the mark `<|call|>`, the name of the function, the arguments. A reply without any channel is an answer.
+
+    Args:
+        begun: what the prompt has of the reply, behind `<|start|>assistant`.
+    """
+
+    def __init__(self, begun: str = ""):
+        super().__init__(begun)
+        self._at = "begin"  # then "header", "thought", "answer" and "call", message by message
+        self._fresh = True  # the message has no text yet
+        self._written = set[bool]()  # whether there is text that is thought, and such that is not
 
     def _parts(self, last: bool) -> list[tuple[str, bool]]:
         found: list[tuple[str, bool]] = []

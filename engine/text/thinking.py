@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from engine.text.channels import ANSWER, CHANNEL, END, MESSAGE, THOUGHT, TURN, ChannelStream, start_at_end
+from engine.text.channels import ANSWER, CHANNEL, END, MESSAGE, THOUGHT, TURN, ChannelStream, ReplyStream, start_at_end
 
 # An opening tag, alone or in the source of a template; the closing one has a slash behind its bracket.
 _OPENING = re.compile(r"[<\[](?:\w+:)?(?:think|thinking|thought)[>\]]", re.IGNORECASE)
@@ -52,7 +52,7 @@ class Thoughts:
         thought, answer = ("".join(text for text, inside in parts if inside is kind) for kind in (True, False))
         return thought if stream.thought else None, answer
 
-    def stream(self) -> "ThoughtStream | ChannelStream":
+    def stream(self) -> ReplyStream:
         """A reader of a reply."""
         return ThoughtStream(self) if self.begun is None else ChannelStream(self.begun)
 
@@ -61,24 +61,14 @@ class Thoughts:
         return f"{self.opening}\n{thought}\n{self.closing}\n\n{answer}"
 
 
-class ThoughtStream:
-    """Parts a reply while it comes. The parts, joined, lack the tags and the white space around the thought."""
+class ThoughtStream(ReplyStream):
+    """Parts a reply with tags. The parts, joined, lack these and the white space around the thought."""
 
     def __init__(self, thoughts: Thoughts):
+        super().__init__(thought=thoughts.opened)
         self.tags = thoughts
-        self.thought = thoughts.opened  # whether there is one
-        self._held = ""
         self._at = "start" if thoughts.opening else "answer"  # then "thought", "gap" and "answer"
         self._empty = True  # no text of the thought was returned yet
-
-    def push(self, text: str) -> list[tuple[str, bool]]:
-        """Add text. Returns (text, whether it is thought) for what is certain."""
-        self._held += text
-        return self._parts(False)
-
-    def finish(self) -> list[tuple[str, bool]]:
-        """Return what was held back."""
-        return self._parts(True)
 
     def _parts(self, last: bool) -> list[tuple[str, bool]]:
         opening, closing, found = self.tags.opening, self.tags.closing, []
