@@ -1,4 +1,4 @@
-"""Mixtures of experts by one spelling of their names, whichever a checkpoint has: a matrix for each expert.
+"""The tensors of mixtures of experts as a matrix for each expert, however a checkpoint has them.
 
 Transformers 5 has all experts of a layer in one tensor [experts, rows, columns], gate and up below each other. Most
 published checkpoints have a matrix each, by names that differ from family to family. gpt-oss has one tensor with gate
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from models.checkpoint.tensors import Cut, TensorInfo
-from models.errors import CheckpointError, show
 
 EXPERT = ".experts."  # in the names of the matrices of experts
 MOST_EXPERTS = 2**12  # of a layer
@@ -23,61 +22,28 @@ _GPT_OSS = re.compile(r"(.*\blayers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(|_b
 _ENDS = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
 _MIXTRAL = re.compile(r"(.*\.experts\.\d+\.)(w1|w2|w3)(\..+)")
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_ROUTERS = (
-    *(".block_sparse_moe.router.layer.", ".block_sparse_moe.router.", ".mlp.router.gate.", ".mlp.router."),
-    ".block_sparse_moe.gate.",
-)
 _ERNIE = re.compile(r"(.*\.mlp\.)(?:gate\.)?moe_statics\.e_score_correction_bias")  # [1, experts]
-_OTHERS = {  # of GPT-NeoX in transformers 4, and of Falcon where attention and MLP have a norm each
-    "embed_out.": "lm_head.",
-    ".ln_attn.": ".input_layernorm.",
-    ".ln_mlp.": ".post_attention_layernorm.",
-}
 
 
-def one_by_one(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The same tensors; those of experts one by one, and by the names of `models.names.Names`.
+def one_by_one(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+    """The matrices of experts that a tensor holds, by their names; a tensor that holds none, as it is.
 
-    Raises:
-        CheckpointError: two spellings of one matrix.
+    Args:
+        tensors: all of the checkpoint.
     """
-    found: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        for spelled, part in _spelled(name, info, tensors):
-            if spelled in found:
-                what = f"{show(found[spelled].name or spelled)} and {show(name)} are both {show(spelled)}"
-                raise CheckpointError(what, where=show(info.file), remedy="Keep one of them.")
-            found[spelled] = part
-    return found
-
-
-def _spelled(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    turns = _GPT_OSS.fullmatch(name)
-    if (
-        turns
-        and f"{turns[1]}{turns[2]}_proj_bias" in tensors
-        and len(info.shape) >= 2
-        and info.shape[0] <= MOST_EXPERTS
-    ):
+    turns, stacked, statics = (pattern.fullmatch(name) for pattern in (_GPT_OSS, _STACKED, _ERNIE))
+    few = bool(info.shape) and info.shape[0] <= MOST_EXPERTS
+    if turns and f"{turns[1]}{turns[2]}_proj_bias" in tensors and len(info.shape) >= 2 and few:
         yield from _in_turns(turns, name, info)
-        return
-    stacked = _STACKED.fullmatch(name)
-    if stacked and len(info.shape) == 3 and info.shape[0] <= MOST_EXPERTS and not info.packed:
+    elif stacked and len(info.shape) == 3 and few and not info.packed:
         yield from _unstacked(stacked, name, info)
-        return
-    spelled = name
-    if (statics := _ERNIE.fullmatch(name)) and len(info.shape) == 2 and info.shape[0] == 1:
+    elif statics and len(info.shape) == 2 and info.shape[0] == 1:
         shape, cut = info.shape[1:], Cut(0, 0, info.shape[1])
         yield f"{statics[1]}gate.e_score_correction_bias", replace(info, shape=shape, name=name, part=cut)
-        return
-    for other, usual in _OTHERS.items():
-        spelled = spelled.replace(other, usual)
-    if own := _MIXTRAL.fullmatch(name):
-        spelled = own[1] + _PARTS[own[2]] + own[3]
-    for router in _ROUTERS:
-        spelled = spelled.replace(router, ".mlp.gate.")
-    spelled = spelled.replace(".block_sparse_moe.", ".mlp.")
-    yield spelled, info if spelled == name else replace(info, name=info.name or name)
+    elif own := _MIXTRAL.fullmatch(name):
+        yield own[1] + _PARTS[own[2]] + own[3], replace(info, name=info.name or name)
+    else:
+        yield name, info
 
 
 def _in_turns(turns: re.Match[str], name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:

@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.linear import Packed
-from models.checkpoint.experts import one_by_one
 from models.checkpoint.fields import Fields
 from models.checkpoint.four_bits import FourBits, with_four_bits
 from models.checkpoint.listing import CONFIG_BYTES, WEIGHTS, adapter_alone, adapter_base, listed_tensors, read_json
 from models.checkpoint.model_types import with_architecture
 from models.checkpoint.quantized_configs import with_quantization
+from models.checkpoint.spellings import spelled_alike
 from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, LastFile, damaged
 from models.checkpoint.tensors import RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
@@ -387,7 +387,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     if is_wrapped(config):
         config = text_config(config, show(folder / "config.json"))
         tensors, left_out = _text_tensors(tensors)
-    tensors = one_by_one(tensors)
+    tensors = spelled_alike(tensors)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
     quantized = quantization(Fields(config, show(folder / "config.json")))
     return Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, adapter_base(folder))

@@ -19,9 +19,10 @@ from kernels.linear.codes import Codes
 from kernels.linear.reference import unpacked
 from models import load_model
 from models.adapters import Adapter
-from models.checkpoint.experts import EXPERT, one_by_one
+from models.checkpoint.experts import EXPERT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
+from models.checkpoint.spellings import spelled_alike
 from models.checkpoint.tensors import TensorInfo
 from models.checkpoint.weights import Weights
 from models.errors import CheckpointError
@@ -102,9 +103,9 @@ def test_one_matrix_twice_is_refused():
     one = TensorInfo(Path("model.safetensors"), (4, 4), torch.float32)
     names = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.1.up_proj.weight"
     with pytest.raises(CheckpointError, match=r"gate_up_proj.* and .*1.up_proj.weight.* are both"):
-        one_by_one(dict(zip(names, (info, one), strict=True)))
+        spelled_alike(dict(zip(names, (info, one), strict=True)))
     odd = TensorInfo(Path("model.safetensors"), (2, 7, 4), torch.float32)
-    assert [*one_by_one({names[0]: odd})] == [names[0]]  # no two halves: refused as a tensor that is not known
+    assert [*spelled_alike({names[0]: odd})] == [names[0]]  # no two halves: refused as a tensor that is not known
 
 
 @pytest.mark.parametrize("variant", ["qwen2", "lfm2", "phi", "granite_shared"])

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from engine import Engine
 from kernels.linear.blocks import BLOCKS
-from models.checkpoint.experts import one_by_one
 from models.checkpoint.headers import Checkpoint
+from models.checkpoint.spellings import spelled_alike
 from models.checkpoint.tensors import TensorInfo
 from models.errors import CheckpointError
 from models.mixture import Mixture
@@ -92,7 +92,7 @@ def test_experts_in_turns():
     file, experts = Path("model.safetensors"), "layers.7.mlp.experts."
     every = {"gate_up_proj": (2, 32, 128), "gate_up_proj_bias": (2, 128), "gate_up_proj_blocks": (2, 128, 1, 16)}
     headers = {experts + name: TensorInfo(file, shape, torch.uint8) for name, shape in every.items()}
-    found = one_by_one(headers)
+    found = spelled_alike(headers)
     assert {info.shape for name, info in found.items() if name.endswith("1.up_proj.weight")} == {(64, 32)}
     assert found[f"{experts}1.up_proj.weight_blocks"].shape == (64, 1, 16) and len(found) == 12
     stored = torch.arange(2 * 32 * 128).view(2, 32, 128)
@@ -100,9 +100,9 @@ def test_experts_in_turns():
     assert up is not None and up.of(stored).equal(stored[1].T[1::2])
     assert gate is not None and gate.of(stored).equal(stored[1, :, ::2].T)
     del headers[f"{experts}gate_up_proj_bias"], headers[f"{experts}gate_up_proj_blocks"]
-    assert one_by_one(headers)[f"{experts}1.up_proj.weight"].shape == (16, 128)
+    assert spelled_alike(headers)[f"{experts}1.up_proj.weight"].shape == (16, 128)
     odd = {f"{GATES}_bias": TensorInfo(file, (2, 7), torch.float32)}
-    assert [*one_by_one(odd)] == [*odd]  # no two halves: refused as a tensor that is not known
+    assert [*spelled_alike(odd)] == [*odd]  # no two halves: refused as a tensor that is not known
 
 
 def set_scale(tensors):

@@ -1,0 +1,38 @@
+"""One spelling of the names of tensors, that of `models.names.Names`, whichever a checkpoint has."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from models.checkpoint.experts import one_by_one
+from models.checkpoint.tensors import TensorInfo
+from models.errors import CheckpointError, show
+
+_USUAL = {  # in this order
+    "embed_out.": "lm_head.",  # of GPT-NeoX in transformers 4
+    ".ln_attn.": ".input_layernorm.",  # of Falcon where attention and MLP have a norm each
+    ".ln_mlp.": ".post_attention_layernorm.",
+    ".block_sparse_moe.router.layer.": ".mlp.gate.",
+    ".block_sparse_moe.router.": ".mlp.gate.",
+    ".mlp.router.gate.": ".mlp.gate.",
+    ".mlp.router.": ".mlp.gate.",
+    ".block_sparse_moe.": ".mlp.",
+}
+
+
+def spelled_alike(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The same tensors by one spelling of their names; those of experts one by one.
+
+    Raises:
+        CheckpointError: two spellings of one matrix.
+    """
+    found: dict[str, TensorInfo] = {}
+    for name, whole in tensors.items():
+        for own, info in one_by_one(name, whole, tensors):
+            spelled = own
+            for other, usual in _USUAL.items():
+                spelled = spelled.replace(other, usual)
+            if spelled in found:
+                what = f"{show(found[spelled].name or spelled)} and {show(name)} are both {show(spelled)}"
+                raise CheckpointError(what, where=show(whole.file), remedy="Keep one of them.")
+            found[spelled] = info if spelled == own else replace(info, name=info.name or own)
+    return found
