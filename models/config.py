@@ -24,8 +24,8 @@ class Experts:
         routing: how tokens choose.
         layers: which layers have it; the others have an MLP.
         beside_mlp: these layers have an MLP as well, which reads the same stream; each has norms of its own on both
-            sides, and so has the sum. The router reads the normed stream times a vector.
-        factors: the weights of chosen experts are multiplied by a vector's elements.
+            sides, and so has the sum. The router reads the normed stream times a vector, and the weights of chosen
+            experts are multiplied by the elements of another.
         choice_bias: the choice, and nothing else, adds a vector to the scores of experts.
         shared_width: inside an expert that all tokens have besides; 0: there is none.
         shared_gate: a matrix makes the weight of the shared expert; if not, it weighs 1.
@@ -41,7 +41,6 @@ class Experts:
     shared_gate: bool = False
     bias: bool = False
     beside_mlp: bool = False
-    factors: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,38 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class ShortConvs:
+    """Layers with a gated short convolution in the place of attention.
+
+    Args:
+        taps: by layer, of the convolution; 0: it has attention.
+        width: channels.
+        bias: convolutions and the matrices around them have biases.
+    """
+
+    taps: tuple[int, ...]
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Layers that differ in their heads and MLPs, or read what others keep; every argument has an entry for each layer.
+
+    Args:
+        kv_sizes: heads of keys and of values, and elements of a head.
+        keys_from: the layer whose keys and values it reads: itself or an earlier one.
+        keys_as_values: whether a matrix makes keys and values alike, before their norms.
+        mlp_widths: inside the MLP.
+    """
+
+    kv_sizes: tuple[tuple[int, int], ...]
+    keys_from: tuple[int, ...]
+    keys_as_values: tuple[bool, ...]
+    mlp_widths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class LayerInputs:
     """Inputs of each layer besides the stream, a row of each token for each (Gemma Team, 2025, "Gemma 3n"): a row of a
     table by the token, plus what a matrix makes of the token's embedding, normed.
@@ -115,11 +146,6 @@ class Config:
 
     Args:
         width, mlp_width, head_dim: of the stream between layers; inside an MLP; of a head.
-        kv_sizes: by layer, where layers differ: heads of keys and of values, and elements of a head; empty: `kv_heads`
-            and `head_dim` in all.
-        keys_from: by layer, the layer whose keys and values it reads: itself or an earlier one; empty: each itself.
-        keys_as_values: by layer, whether a matrix makes keys and values alike, before their norms; empty: none does.
-        mlp_widths: by layer, where layers differ; empty: `mlp_width` in all.
         scores: a scalar head in place of the language model's.
         tied: the head's matrix is the embedding.
         rope: None: nothing is rotated; positions are learned, a row of a table each, or not seen at all.
@@ -128,7 +154,8 @@ class Config:
         plus_one: norms multiply by 1 + weight.
         norms: where the norms of attention and of the MLP stand: on their input, on their output before it is added to
             the stream, on the sum. One, or several.
-        parallel: attention and MLP stand side by side and share the norm of the input; two_norms: each has its own.
+        parallel: attention and MLP stand side by side, and the norm of the input is "shared" or each has its "own";
+            "": the MLP reads what attention has added to.
         head_norms: queries and keys have norms of their own: "each" head by itself, or "all" heads as one row, or each
             by itself with a weight of its "own" and no bias.
         value_norms: values are normed head by head, by RMSNorms without weights.
@@ -144,14 +171,13 @@ class Config:
         windows, scales: of attention, by layer; empty: none, and 1 / sqrt(head_dim).
         attention_cap: scores of attention become cap * tanh(score / cap).
         sinks: a logit of each query head joins the denominator of its softmax.
-        taps: of the short convolution that a layer has in the place of attention, 0: it has attention; empty: all have.
-        conv_bias: convolutions and the matrices around them have biases.
-        conv_width: channels of convolutions; 0: `width` of them.
+        convs: layers with a short convolution in the place of attention; None: there are none.
         recurrent: layers with a state in the place of keys and values; None: there are none.
         latent: of attention whose keys and values are made of a latent; None: it has matrices of them.
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
         embedding_scale: factor of the embedding; `rounded_scale`: it is rounded to the model's dtype first.
         residual_scale: factor of what attention and MLP add to the stream.
+        uneven: the heads and MLPs of layers that differ; None: all have `kv_heads` of `head_dim`, and `mlp_width`.
         layer_inputs: what tokens have for each layer besides; None: nothing.
         layer_scales: layers multiply the stream, each by a scalar of its own, last of all.
         logit_divisor, logit_cap: logits are divided by the first, then become cap * tanh(logit / cap).
@@ -173,17 +199,12 @@ class Config:
     ropes: tuple[RopeConfig | None, ...] = ()
     rms: bool = True
     affine: bool = True
-    kv_sizes: tuple[tuple[int, int], ...] = ()
-    keys_from: tuple[int, ...] = ()
-    keys_as_values: tuple[bool, ...] = ()
-    mlp_widths: tuple[int, ...] = ()
     norm_bias: bool = True
     plus_one: bool = False
     gated: bool = True
     experts: Experts | None = None
     norms: tuple[Literal["input", "output", "sum"], ...] = ("input",)
-    parallel: bool = False
-    two_norms: bool = False
+    parallel: Literal["", "shared", "own"] = ""
     final_norm: bool = True
     head_norms: Literal["", "each", "all", "own"] = ""
     value_norms: bool = False
@@ -199,15 +220,14 @@ class Config:
     scales: tuple[float, ...] = ()
     attention_cap: float | None = None
     sinks: bool = False
-    taps: tuple[int, ...] = ()
-    conv_bias: bool = False
-    conv_width: int = 0
+    convs: ShortConvs | None = None
     recurrent: Recurrent | None = None
     latent: Latent | None = None
     embedding_width: int | None = None
     embedding_scale: float = 1.0
     rounded_scale: bool = False
     residual_scale: float = 1.0
+    uneven: Uneven | None = None
     layer_inputs: LayerInputs | None = None
     layer_scales: bool = False
     logit_divisor: float = 1.0
@@ -233,29 +253,28 @@ class Config:
 
     def kv_size(self, layer: int) -> tuple[int, int]:
         """The heads of keys and of values of a layer, and the elements of a head."""
-        return self.kv_sizes[layer] if self.kv_sizes else (self.kv_heads, self.head_dim)
+        return self.uneven.kv_sizes[layer] if self.uneven else (self.kv_heads, self.head_dim)
 
     def reads(self, layer: int) -> int:
         """The layer whose keys and values a layer reads."""
-        return self.keys_from[layer] if self.keys_from else layer
+        return self.uneven.keys_from[layer] if self.uneven else layer
+
+    def values_are_keys(self, layer: int) -> bool:
+        """Whether a matrix makes keys and values of a layer alike."""
+        return self.uneven is not None and self.uneven.keys_as_values[layer]
 
     def inner(self, layer: int) -> int:
         """The width inside a layer's MLP."""
-        return self.mlp_widths[layer] if self.mlp_widths else self.mlp_width
+        return self.uneven.mlp_widths[layer] if self.uneven else self.mlp_width
 
     def mixed(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
 
     @property
-    def uneven(self) -> bool:
-        """Whether layers differ in their heads or MLPs, share keys and values, or have inputs of their own."""
-        return bool(self.kv_sizes or self.keys_from or self.mlp_widths or self.layer_inputs)
-
-    @property
     def cpu_only(self) -> str:
         """Names what the operators for a GPU do not do; "": they do all."""
-        if self.uneven or self.value_norms:
+        if self.uneven or self.layer_inputs or self.value_norms:
             return "layers that differ in their heads, share keys and values or norm values run on"
         beside = self.experts is not None and self.experts.beside_mlp
         return "experts beside an MLP run on" if beside else ""
@@ -264,16 +283,20 @@ class Config:
         """Whether a layer has a state in the place of keys and values."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
+    def convolves(self, layer: int) -> bool:
+        """Whether a layer has a short convolution."""
+        return self.convs is not None and self.convs.taps[layer] > 0
+
     def attends(self, layer: int) -> bool:
         """Whether a layer has attention."""
-        return not self.recurs(layer) and not (self.taps and self.taps[layer])
+        return not self.recurs(layer) and not self.convolves(layer)
 
     def kept(self, layer: int) -> CacheKind | DeltaKind:
         """The rows that a layer keeps of each token, or the sizes of a recurrent layer."""
         if self.recurrent is not None and self.recurs(layer):
             return self.recurrent.kind
-        if self.taps and self.taps[layer]:
-            return CacheKind(1, self.conv_width or self.width, pair=False)
+        if self.convs is not None and self.convolves(layer):
+            return CacheKind(1, self.convs.width, pair=False)
         return CacheKind(*self.kv_size(layer), shared=self.latent is not None)
 
 
@@ -292,7 +315,7 @@ class ModelShape:
         kept: what each layer keeps of a token, where some keep something else than keys and values of `kv_heads`
             heads of `head_dim`; empty: none does. Recurrent layers are all of one kind, and so are those whose keys are
             their values.
-        keys_from: see `Config`; a layer that reads those of another keeps nothing itself.
+        keys_from: see `Uneven`, empty: each reads its own; a layer that reads those of another keeps nothing itself.
         ancestors: how many of a token's latest ancestors short convolutions read.
         output_width: of the rows that the head reads.
     """
@@ -317,11 +340,11 @@ class ModelShape:
         steady = min((rope.steady_length for rope in c.tables() if rope.steady_length is not None), default=None)
         switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
         kept = tuple(map(c.kept, range(c.layers)))
-        kept = kept if len({*kept}) > 1 or c.latent is not None or c.keys_from else ()
+        kept = kept if len({*kept}) > 1 or c.latent is not None or c.uneven else ()
         more = {
             "kept": kept,
-            "keys_from": c.keys_from,
-            "ancestors": max(c.taps, default=1) - 1,
+            "keys_from": c.uneven.keys_from if c.uneven else (),
+            "ancestors": max(c.convs.taps) - 1 if c.convs else 0,
             "output_width": c.embedding_width or c.width,
         }
         return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch, **more)

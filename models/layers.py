@@ -15,7 +15,7 @@ from kernels.layout import DeltaKind, ScanKind
 from kernels.scan import ScanWeights
 from kernels.stack.calls import Call, Heads
 from models.checkpoint.weights import Weights
-from models.config import Config, Recurrent
+from models.config import Config, Recurrent, ShortConvs
 from models.latent import LatentAttention
 from models.layer_inputs import LayerInput
 from models.mixture import Mixture
@@ -78,9 +78,9 @@ class Taps(nn.Module):
 class ShortConv(nn.Module):
     """A gated short convolution over the ancestors of tokens, in the place of attention; its inputs are kept."""
 
-    def __init__(self, c: Config, names: Names, weights: Weights, index: int):
+    def __init__(self, names: Names, weights: Weights, convs: ShortConvs, index: int):
         super().__init__()
-        (into, conv, out), bias = (names.layer.format(index) + name for name in names.conv), c.conv_bias
+        (into, conv, out), bias = (names.layer.format(index) + name for name in names.conv), convs.bias
         some = weights.part.channels
         self.into = weights.linear(into, bias=bias, outs=weights.part.into)
         self.out = weights.linear(out, bias=bias, ins=some)
@@ -250,11 +250,9 @@ class Layer(nn.Module):
         layer, self.index = names.layer.format(index), index
         self.attention_residual = Residual(c, weights, layer + names.attention_norm, layer + names.attention_out_norm)
         self.mlp_residual = (
-            None
-            if c.parallel and not c.two_norms
-            else Residual(c, weights, layer + names.mlp_norm, layer + names.mlp_out_norm)
+            None if c.parallel == "shared" else Residual(c, weights, layer + names.mlp_norm, layer + names.mlp_out_norm)
         )
-        self.parallel = c.parallel
+        self.parallel = c.parallel != ""
         if c.recurrent is not None and c.recurs(index):
             recurrent, kind = c.recurrent, c.recurrent.kind
             if isinstance(kind, ScanKind):
@@ -263,8 +261,10 @@ class Layer(nn.Module):
                 self.attention = GatedDeltaNet(c, names, weights, recurrent, index)
         elif c.latent is not None:
             self.attention = LatentAttention(c, names, weights, c.latent, index)
+        elif c.convs is not None and c.convolves(index):
+            self.attention = ShortConv(names, weights, c.convs, index)
         else:
-            self.attention = (ShortConv if c.taps and c.taps[index] else Attention)(c, names, weights, index)
+            self.attention = Attention(c, names, weights, index)
         self.mlp = (Mixture if c.mixed(index) else MLP)(c, names, weights, index)
         if isinstance(self.mlp, Mixture) and c.experts is not None and c.experts.beside_mlp:
             self.mlp = BesideMLP(c, names, weights, self.mlp, index)

@@ -56,7 +56,7 @@ class Mixture(nn.Module):
         bias = layer + names.choice_bias
         self.bias_X = weights.vector(bias, dtype=torch.float32) if mixed.choice_bias else None
         factors = layer + names.factors
-        self.factors_X = weights.vector(factors, dtype=torch.float32) if mixed.factors else None
+        self.factors_X = weights.vector(factors, dtype=torch.float32) if mixed.beside_mlp else None
         self.matrices = self._matrices()
 
     def _matrices(self) -> PackedExperts | None:

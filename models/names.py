@@ -139,10 +139,10 @@ class Names:
             for name, size in self.norms_of_heads(c, i).items():
                 if c.affine:
                     add(layer + name, size, biased and c.head_norms != "own")
-            if c.taps and (taps := c.taps[i]):
-                shapes_of = (3 * c.width, c.width), (c.width, 1, taps), (c.width, c.width)
+            if c.convs is not None and c.convolves(i):
+                shapes_of = (3 * c.width, c.width), (c.width, 1, c.convs.taps[i]), (c.width, c.width)
                 for name, shape in zip(self.conv, shapes_of, strict=True):
-                    add(layer + name, shape, c.conv_bias)
+                    add(layer + name, shape, c.convs.bias)
             elif c.recurrent is not None and c.recurs(i):
                 made = self.scan if isinstance(c.recurrent.kind, ScanKind) else self.delta
                 shapes |= {layer + name: shape for name, shape in made(c, c.recurrent).items()}
@@ -180,7 +180,7 @@ class Names:
         """The matrices that make queries, keys and values of a layer; one that makes keys and values is there twice."""
         if c.reads(layer) != layer:
             return self.qkv[:1]
-        return (*self.qkv[:2], self.qkv[1]) if c.keys_as_values and c.keys_as_values[layer] else self.qkv
+        return (*self.qkv[:2], self.qkv[1]) if c.values_are_keys(layer) else self.qkv
 
     def heads(self, c: Config, layer: int) -> dict[str, int]:
         """These matrices, and the outputs of each."""
@@ -247,9 +247,7 @@ class Names:
         if mixed.choice_bias:
             shapes[self.choice_bias] = (mixed.count,)
         if mixed.beside_mlp:
-            shapes[self.router_scale] = (c.width,)
-        if mixed.factors:
-            shapes[self.factors] = (mixed.count,)
+            shapes |= {self.router_scale: (c.width,), self.factors: (mixed.count,)}
         every = [(tuple(name.format(i) for name in self.expert), mixed.width) for i in range(mixed.count)]
         for (*up, down), width in every + ([(self.shared, mixed.shared_width)] if mixed.shared_width else []):
             shapes |= {f"{name}.weight": (2 * width // len(up), c.width) for name in up}
@@ -278,7 +276,7 @@ class Names:
         """The norms of a layer but for those of heads, and the sizes of their vectors."""
         names = []
         if {"input", "sum"} & {*c.norms}:
-            names += [self.attention_norm] if c.parallel and not c.two_norms else [self.attention_norm, self.mlp_norm]
+            names += [self.attention_norm] if c.parallel == "shared" else [self.attention_norm, self.mlp_norm]
         if "output" in c.norms:
             names += [self.attention_out_norm, self.mlp_out_norm]
         if c.layer_inputs:

@@ -86,7 +86,7 @@ class Partition:
             raise CheckpointError(
                 "recurrent layers cannot be divided among processes", where=where, remedy="start one process"
             )
-        if c.uneven:
+        if c.uneven or c.layer_inputs:
             raise CheckpointError(
                 "layers that differ, share keys or have inputs of their own cannot be divided among processes",
                 where=where,
@@ -102,8 +102,9 @@ class Partition:
         ends = -(-c.vocab_size // shard.size)  # equal shares but for the last, as `gather` needs
         vocab = range(shard.rank * ends, min((shard.rank + 1) * ends, c.vocab_size))
         q_norm, k_norm = _times(heads, D), _times(kv, D)
+        convs = replace(c.convs, width=len(channels)) if c.convs else None
         return Partition(
-            replace(c, heads=len(heads), kv_heads=len(kv), mlp_width=len(inner), conv_width=len(channels)),
+            replace(c, heads=len(heads), kv_heads=len(kv), mlp_width=len(inner), convs=convs),
             qkv=_qkv(c, heads, kv),
             up=(inner, _after(inner, M)) if c.gated else (inner,),
             into=[_after(channels, i * c.width) for i in range(3)],

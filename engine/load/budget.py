@@ -265,7 +265,7 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     """Bytes that a pass computes (kernels/stack/native.cpp), and log-probabilities of the rows of searches."""
     c, element = size.config, max(dtype.itemsize, 2)
     heads = max((2 * c.heads + 2 * kv) * size for kv, size in map(c.kv_size, range(c.layers)))
-    heads += 4 * c.width * bool(c.taps)
+    heads += 4 * c.width * (c.convs is not None)
     row = 5 * c.width + heads + (3 if c.gated else 2) * max(map(c.inner, range(c.layers)))
     if c.layer_inputs is not None:  # of all layers, and what they are made of
         row += 3 * c.layers * c.layer_inputs.width

@@ -44,7 +44,7 @@ def _options(fields: Fields, *, theta: float) -> dict[str, Any]:
         "norm_eps": fields.float("layer_norm_eps", default=1e-5, low=0.0),
         "rms": False,
         "norm_bias": False,
-        "parallel": True,
+        "parallel": "shared",
         "interleaved": True,
         "attention_bias": fields.bool("attention_bias", default=False),
         "logit_divisor": 1 / fields.float("logit_scale", default=0.0625, low=1e-6),

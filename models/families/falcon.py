@@ -38,14 +38,14 @@ class Falcon(Decoder):
         sizes: dict[str, Any] = {"num_key_value_heads": kv_heads, "head_dim": None}
         named = Fields({**fields.config, **sizes}, fields.file, fields.prefix)
         more = {"activation_field": "activation", "mlp_width": fields.int("ffn_hidden_size", default=4 * width)}
-        bias = fields.bool("bias", default=False)
+        bias, parallel = fields.bool("bias", default=False), fields.bool("parallel_attn", default=True)
+        two_norms = grouped and fields.int("num_ln_in_parallel_attn", default=2, high=2) == 2
         return Config(
             **rotary(named, positions=2048, activation="gelu", tied=True, **more),
             norm_eps=fields.float("layer_norm_epsilon", default=1e-5, low=0.0),
             rms=False,
             gated=False,
-            parallel=grouped or fields.bool("parallel_attn", default=True),
-            two_norms=grouped and fields.int("num_ln_in_parallel_attn", default=2, high=2) == 2,
+            parallel="own" if two_norms else "shared" if grouped or parallel else "",
             grouped_qkv=grouped or not shared,
             attention_bias=bias,
             mlp_bias=bias,

@@ -7,7 +7,7 @@ from typing import Any
 
 from kernels.experts.routing import Routing
 from models.checkpoint.fields import Fields
-from models.config import FULL, SLIDING, Config, Experts, LayerInputs
+from models.config import FULL, SLIDING, Config, Experts, LayerInputs, Uneven
 from models.decoder import Decoder
 from models.families.gemma import cap, kinds_of
 from models.names import Names
@@ -67,10 +67,7 @@ class Gemma4(Decoder):
             head_norms="each",
             value_norms=True,
             ropes=ropes(fields, kinds, sizes, options["max_positions"]),
-            kv_sizes=sizes,
-            keys_from=reads,
-            keys_as_values=tuple(alike and kind == FULL for kind in kinds),
-            mlp_widths=tuple(widths),
+            uneven=Uneven(sizes, reads, tuple(alike and kind == FULL for kind in kinds), tuple(widths)),
             experts=experts(fields, layers) if fields.bool("enable_moe_block", default=False) else None,
             layer_inputs=inputs(fields, options["vocab_size"], width),
             layer_scales=True,
@@ -79,7 +76,7 @@ class Gemma4(Decoder):
 
 
 def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, size: int) -> tuple[tuple[int, int], ...]:
-    """`Config.kv_sizes` of layers of these kinds: `per_layer_config` of transformers 5.23 has them; before, layers of
+    """`Uneven.kv_sizes` of layers of these kinds: `per_layer_config` of transformers 5.23 has them; before, layers of
     full attention had fields of their own.
 
     Raises:
@@ -105,7 +102,7 @@ def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, siz
 
 
 def shared(fields: Fields, kinds: Sequence[str]) -> tuple[int, ...]:
-    """`Config.keys_from`: the last layers read what the last one of their kind before them keeps."""
+    """`Uneven.keys_from`: the last layers read what the last one of their kind before them keeps."""
     first = len(kinds) - fields.int("num_kv_shared_layers", 0, low=0, high=len(kinds) - 1)
     own = {kind: i for i, kind in enumerate(kinds[:first])}
     if {*kinds} - {*own}:
@@ -132,7 +129,7 @@ def experts(fields: Fields, layers: int) -> Experts:
     if chosen > count:
         raise fields.error("top_k_experts", f"at most num_experts, which is {count}")
     width = fields.int("moe_intermediate_size")
-    return Experts(count, width, Routing(chosen, normalized=True), (True,) * layers, beside_mlp=True, factors=True)
+    return Experts(count, width, Routing(chosen, normalized=True), (True,) * layers, beside_mlp=True)
 
 
 def inputs(fields: Fields, vocab_size: int, width: int) -> LayerInputs | None:

@@ -5,8 +5,8 @@ import re
 from models.checkpoint.fields import Fields
 from models.config import Config
 from models.decoder import Decoder
+from models.families.gpt2 import sizes
 from models.names import Names
-from models.reading import common
 from models.rope import RopeConfig
 
 
@@ -30,27 +30,16 @@ class GPTJ(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        width, heads = fields.int("n_embd"), fields.int("n_head", high=2**14)
-        if width % heads:
-            raise fields.error("n_embd", f"a multiple of n_head {heads}")
-        rotated = fields.int("rotary_dim", *([] if "rotary_dim" in fields.config else [64]), high=width // heads)
+        options = sizes(fields, tied=False, positions=2048)
+        given = "rotary_dim" in fields.config  # null is refused
+        rotated = fields.int("rotary_dim", *([] if given else [64]), high=options["head_dim"])
         if rotated % 2:
             raise fields.error("rotary_dim", "an even number")
         return Config(
-            **common(fields, activation="activation_function", default="gelu_new", tied=False),
-            width=width,
-            mlp_width=fields.int("n_inner", default=4 * width),
-            layers=fields.int("n_layer", high=2**14),
-            heads=heads,
-            kv_heads=heads,
-            head_dim=width // heads,
-            norm_eps=fields.float("layer_norm_epsilon", default=1e-5, low=0.0),
-            rms=False,
-            gated=False,
-            parallel=True,
+            **options,
+            parallel="shared",
             interleaved=True,
             mlp_bias=True,
             head_bias=True,
             rope=RopeConfig(rotated),
-            max_positions=fields.int("n_positions", default=2048),
         )

@@ -1,10 +1,11 @@
 """LFM2 and LFM2.5 (Liquid AI, 2025): short convolutions in most layers, attention with norms of heads in the others."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.config import Config
+from models.config import Config, ShortConvs
 from models.decoder import Decoder
 from models.names import Names
 from models.reading import experts, rotary
@@ -31,14 +32,13 @@ class LFM2(Decoder):
     def read(fields: Fields) -> Config:
         fields = _renamed(fields)
         options = rotary(fields, positions=128_000, kv_heads=None if "num_key_value_heads" in fields.config else 8)
-        kinds, taps = _kinds(fields, options["layers"]), fields.int("conv_L_cache", default=3, high=64)
+        kinds = _kinds(fields, options["layers"])
         if FULL not in kinds:
             raise fields.error("layer_types", f"at least one layer of {FULL}")
         return Config(
             norm_eps=fields.float("norm_eps", default=1e-5, low=0.0),
             head_norms="each",
-            taps=tuple(taps if kind == CONV else 0 for kind in kinds) if CONV in kinds else (),
-            conv_bias=fields.bool("conv_bias", default=False),
+            convs=_convs(fields, kinds, options["width"]),
             **options | {"mlp_width": _mlp_width(fields), "tied": fields.bool("tie_word_embeddings", default=True)},
         )
 
@@ -93,6 +93,11 @@ def _renamed(fields: Fields) -> Fields:
     if config.get("rope_theta") is None:
         config["rope_theta"] = 1e6
     return Fields(config, fields.file, fields.prefix)
+
+
+def _convs(fields: Fields, kinds: Sequence[str], width: int) -> ShortConvs | None:
+    taps, bias = fields.int("conv_L_cache", default=3, high=64), fields.bool("conv_bias", default=False)
+    return ShortConvs(tuple(taps if kind == CONV else 0 for kind in kinds), width, bias) if CONV in kinds else None
 
 
 def _kinds(fields: Fields, layers: int) -> list[str]:

@@ -28,7 +28,7 @@ class Phi(Decoder):
             head_norms="each" if fields.bool("qk_layernorm", default=False) else "",
             rms=False,
             gated=False,
-            parallel=True,
+            parallel="shared",
             attention_bias=True,
             mlp_bias=True,
             head_bias=True,

@@ -24,7 +24,7 @@ class StableLM(Decoder):
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
             rms=False,
             head_norms="own" if fields.bool("qk_layernorm", default=False) else "",
-            parallel=fields.bool("use_parallel_residual", default=False),
+            parallel="shared" if fields.bool("use_parallel_residual", default=False) else "",
             attention_bias=fields.bool("use_qkv_bias", default=False),
             out_bias=False,
             **options,

@@ -225,4 +225,4 @@ def test_blocks_of_files(format, variant, tmp_path, preempted):
     source = files.random(tmp_path / "source", variant, **files.WIDE)
     path = files.File(source, files.gguf.GGMLQuantizationType[format]).write(tmp_path / "file.gguf")
     asked = requests(texts_of(variant), Greedy(), Trie(beams=4), new=12)
-    check(path, asked, preempted, **{"dtype": "bfloat16"})
+    check(path, asked, preempted, dtype="bfloat16")

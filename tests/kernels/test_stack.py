@@ -23,7 +23,7 @@ from kernels.rows import TopSums
 from kernels.stack import Angles, Stack, one_by_one
 from models import FAMILIES
 from models.checkpoint.headers import Checkpoint
-from models.config import LayerInputs
+from models.config import LayerInputs, Uneven
 from models.families.llama import Llama
 from models.names import Names
 from models.rope import RopeConfig
@@ -115,6 +115,13 @@ def test_every_family_as_its_operators_one_by_one(variant, kind, monkeypatch):
 
 
 ROPES = RopeConfig(8, theta=100.0), RopeConfig(8), None
+
+
+def uneven(sizes=((2, 8),) * 3, reads=(0, 1, 2), alike=(False,) * 3, inner=(2048,) * 3):
+    """Layers of the sizes that `write` makes, but for some."""
+    return Uneven(sizes, reads, alike, inner)
+
+
 OPTIONS = {
     "norms of outputs": {"norms": ("output",)},
     "four norms": {"norms": ("input", "output"), "plus_one": True},
@@ -123,8 +130,8 @@ OPTIONS = {
     "norms of each head": {"head_norms": "own", "rms": False},
     "norms after the rotation": {"head_norms": "each", "norms_last": True},
     "multipliers": {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0, "logit_cap": 3.0},
-    "side by side": {"parallel": True, "residual_scale": 0.22, "rms": False},
-    "side by side, two norms": {"parallel": True, "two_norms": True, "rms": False},
+    "side by side": {"parallel": "shared", "residual_scale": 0.22, "rms": False},
+    "side by side, two norms": {"parallel": "own", "rms": False},
     "no biases of norms": {"rms": False, "norm_bias": False},
     "interleaved": {"interleaved": True, "head_norms": "each", "attention_bias": True},
     "interleaved in part": {"interleaved": True, "head_norms": "own", "rms": False, "rope": RopeConfig(4)},
@@ -138,9 +145,9 @@ OPTIONS = {
     "gates, bias": {"query_gate": "below", "attention_bias": True},
     "cap": {"attention_cap": 2.0, "windows": (7, None, 3)},
     "sinks": {"sinks": True, "windows": (7, None, 3)},
-    "heads by layer": {"kv_sizes": ((2, 8), (1, 20), (3, 10)), "head_norms": "each", "value_norms": True},
-    "keys of other layers": {"keys_from": (0, 1, 0), "mlp_widths": (16, 40, 24), "windows": (7, None, 3)},
-    "keys as values": {"keys_as_values": (False, True, True), "attention_bias": True},
+    "heads by layer": {"uneven": uneven(sizes=((2, 8), (1, 20), (3, 10))), "head_norms": "each", "value_norms": True},
+    "keys of other layers": {"uneven": uneven(reads=(0, 1, 0), inner=(16, 40, 24)), "windows": (7, None, 3)},
+    "keys as values": {"uneven": uneven(alike=(False, True, True)), "attention_bias": True},
     "inputs": {"layer_inputs": LayerInputs(6, 300, 2.5, 0.3), "layer_scales": True},
 }
 

@@ -312,7 +312,7 @@ def test_other_methods_may_raise_too(method, loaded):
 
 def test_text_that_repeats_itself_takes_half_the_passes(loaded):
     engine, copied = loaded(), [random.Random(i).randrange(3, VOCAB) for i in range(60)]
-    pairs = {pair: 40.0 for pair in itertools.pairwise(copied)}  # the model would hardly copy its prompt by itself
+    pairs = dict.fromkeys(itertools.pairwise(copied), 40.0)  # the model would hardly copy its prompt by itself
     ask = [Request([1, *copied, copied[0]], Greedy(), 200, ignore_eos=True, sequence_bias=pairs)]
     plain = answers(engine, ask)[0]
     [got] = with_drafts(engine, NGramDrafter(), ask)

@@ -76,7 +76,7 @@ def test_the_last_layer_has_no_window_whatever_the_config_says():
 def test_layers_that_share_keys_keep_none_of_their_own():
     config = Gemma4.read(Checkpoint.open(GOLDEN / "inputs").fields)
     shape, local, full = ModelShape.of(config), CacheKind(2, 8), CacheKind(2, 20)
-    assert config.keys_from == (0, 1, 2, 1, 2, 2) and shape.groups == {local: 2, full: 1}
+    assert config.uneven.keys_from == (0, 1, 2, 1, 2, 2) and shape.groups == {local: 2, full: 1}
     assert shape.kv_bytes_per_token(torch.float32) == 2 * 4 * (2 * 2 * 8 + 2 * 20)
     layers = Engine.load(GOLDEN / "inputs", dtype="float32", kv_memory=1 << 22).pool.cache.layers
     assert [k.shape[-1] for k, _ in layers] == [8, 8, 20, 8, 20, 20]
@@ -113,5 +113,5 @@ def test_tables_of_inputs_take_no_memory():
 
 def test_absent_fields():
     config = Gemma4.read(Checkpoint.open(GOLDEN / "defaults").fields)
-    assert config.kv_sizes == ((4, 8),) * 5 + ((4, 512),) and config.windows == (512,) * 5 + (None,)
+    assert config.uneven.kv_sizes == ((4, 8),) * 5 + ((4, 512),) and config.windows == (512,) * 5 + (None,)
     assert config.ropes[-1].turned == 64 and config.ropes[0].theta == 1e4 and config.logit_cap is None

@@ -19,7 +19,7 @@ from kernels import cpp
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
-from models.config import ModelShape
+from models.config import ModelShape, ShortConvs
 from models.errors import CheckpointError
 from models.families.lfm2 import LFM2
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
@@ -235,10 +235,15 @@ def test_refusals_name_what_is_wrong(tmp_path, changes, message):
 def test_defaults_are_those_of_transformers(tmp_path):
     absent = dict.fromkeys(("rope_parameters", "block_ffn_dim_multiplier", "norm_eps", "conv_L_cache", "conv_bias"))
     c = LFM2.read(Checkpoint.open(changed(tmp_path, "lfm2/plain", absent)).fields)
-    assert (c.rope and c.rope.theta, c.norm_eps, c.taps, c.mlp_width) == (1e6, 1e-5, (3, 0, 3), 32)
-    assert c.tied and not c.conv_bias
+    assert (c.rope and c.rope.theta, c.norm_eps, c.convs, c.mlp_width) == (
+        1e6,
+        1e-5,
+        ShortConvs((3, 0, 3), c.width),
+        32,
+    )
+    assert c.tied
     c = LFM2.read(Fields(json.loads((GOLDEN / "plain/config.json").read_text()) | {"layer_types": None}, "config.json"))
-    assert not c.taps and not ModelShape.of(c).kept  # attention in all layers
+    assert not c.convs and not ModelShape.of(c).kept  # attention in all layers
 
 
 def test_a_batch_of_prompts():

@@ -397,16 +397,16 @@ class File:
     def _gemma4(self):
         c = FAMILIES["Gemma4ForCausalLM"].read(Fields(self.config, "config.json"))
         for name, (_, size) in (
-            ("_swa", c.kv_sizes[c.windows.index(self.config["sliding_window"])]),
-            ("", c.kv_sizes[-1]),
+            ("_swa", c.uneven.kv_sizes[c.windows.index(self.config["sliding_window"])]),
+            ("", c.uneven.kv_sizes[-1]),
         ):
             for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
                 yield f"{key}{name}", size
         yield "attention.sliding_window_pattern", [window is not None for window in c.windows]
-        yield "attention.head_count_kv", [heads for heads, _ in c.kv_sizes]
+        yield "attention.head_count_kv", [heads for heads, _ in c.uneven.kv_sizes]
         yield "attention.shared_kv_layers", self.config.get("num_kv_shared_layers", 0)
         yield "embedding_length_per_layer_input", self.config["hidden_size_per_layer_input"]
-        yield "feed_forward_length", [*c.mlp_widths]
+        yield "feed_forward_length", [*c.uneven.mlp_widths]
         yield "expert_used_count", self.config.get("top_k_experts")
 
     def _sigmoids(self):

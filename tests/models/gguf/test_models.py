@@ -97,20 +97,6 @@ def test_norms_of_the_heads_of_command_r(tmp_path):
     same(File(source).write(tmp_path / "file.gguf"), source, 1e-5)
 
 
-@pytest.mark.parametrize(("variant", "keys", "message"), [
-    ("gpt_neox/starcoder", {"attention.head_count_kv": 4}, "head_count_kv: expected a whole number from 1 to 1"),
-    ("glm/four", {"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing"),
-    ("glm/moe", {"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing"),
-    ("experts/afmoe", {"expert_weights_norm": False}, "expert_weights_norm: expected true"),
-    ("experts/minimax", {"expert_weights_scale": 2.0}, "expert_weights_scale: expected 1"),
-])  # fmt: skip
-def test_keys_of_later_architectures_are_checked(variant, keys, message, tmp_path):
-    file = File(GOLDEN / variant)
-    file.keys |= {f"{file.arch}.{key}": value for key, value in keys.items()}
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(file.write(tmp_path / "file.gguf"))
-
-
 def test_draft_layers_of_glm_are_left_out(tmp_path):
     file = File(GOLDEN / "glm/moe")
     layers = {name.replace("blk.2.", "blk.3."): x for name, x in file.tensors.items() if name.startswith("blk.2.")}
@@ -199,18 +185,55 @@ def test_draft_layers_of_files_are_left_out(tmp_path):
     same(file.write(tmp_path / "file.gguf"), GOLDEN / "qwen3_5/plain", 1e-5)
 
 
-@pytest.mark.parametrize("keys, message", [
-    ({"attention.recurrent_layers": [True, True]}, "layer_types: expected at least one layer of full_attention"),
-    ({"attention.recurrent_layers": [False]}, "attention.recurrent_layers: expected 2 flags"),
-    ({"attention.recurrent_layers": [1, 0]}, "attention.recurrent_layers: expected 2 flags"),
-    ({"ssm.inner_size": 23}, "ssm.inner_size: expected a multiple of ssm.time_step_rank, 4"),
-    ({"ssm.time_step_rank": None}, "ssm.time_step_rank: expected a value"),
-    ({"ssm.time_step_rank": 3}, "linear_num_value_heads: expected a multiple of linear_num_key_heads, 2"),
-    ({"ssm.group_count": 1}, r"in_proj_qkv.weight in .*expected \[40, 24\]"),
-])  # fmt: skip
-def test_keys_of_qwen3_5_are_checked(keys, message, tmp_path):
-    file = File(GOLDEN / "qwen3_5/recurrent")
-    file.keys |= {f"qwen35.{key}": value for key, value in keys.items()}
+WRONG_KEYS = {
+    "gpt_neox/starcoder": [({"attention.head_count_kv": 4}, "head_count_kv: expected a whole number from 1 to 1")],
+    "glm/four": [({"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing")],
+    "glm/moe": [({"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing")],
+    "experts/afmoe": [({"expert_weights_norm": False}, "expert_weights_norm: expected true")],
+    "experts/minimax": [({"expert_weights_scale": 2.0}, "expert_weights_scale: expected 1")],
+    "gemma4/plain": [
+        ({"attention.value_length": 8}, "value_length: expected the attention.key_length, 20"),
+        ({"rope.dimension_count_swa": 4}, "dimension_count_swa: expected the attention.key_length_swa, 8"),
+        ({"attention.head_count_kv": [2, 1]}, "head_count_kv: expected a number, or 3 of them"),
+        ({"rope.scaling.type": "yarn"}, "rope.scaling.type: expected none"),
+        ({"attention.shared_kv_layers": 3}, "shared_kv_layers: expected a whole number from 0 to 2"),
+    ],
+    "qwen3_5/recurrent": [
+        ({"attention.recurrent_layers": [True, True]}, "layer_types: expected at least one layer of full_attention"),
+        ({"attention.recurrent_layers": [False]}, "attention.recurrent_layers: expected 2 flags"),
+        ({"attention.recurrent_layers": [1, 0]}, "attention.recurrent_layers: expected 2 flags"),
+        ({"ssm.inner_size": 23}, "ssm.inner_size: expected a multiple of ssm.time_step_rank, 4"),
+        ({"ssm.time_step_rank": None}, "ssm.time_step_rank: expected a value"),
+        ({"ssm.time_step_rank": 3}, "linear_num_value_heads: expected a multiple of linear_num_key_heads, 2"),
+        ({"ssm.group_count": 1}, r"in_proj_qkv.weight in .*expected \[40, 24\]"),
+    ],
+    "deepseek/plain": [
+        ({"expert_weights_norm": True}, "expert_weights_norm: expected false"),
+        ({"expert_gating_func": 3}, "expert_gating_func: expected 1 or 2"),
+        ({"expert_group_count": 4}, "n_group: expected a divisor of n_routed_experts, 6"),
+        ({"rope.dimension_count": 18}, "rope.dimension_count: expected less than .*key_length_mla, which is 18"),
+        ({"attention.kv_lora_rank": None}, "attention.kv_lora_rank: expected a value"),
+        ({"attention.temperature_scale": 0.1}, "attention.temperature_scale: expected nothing: it is not supported"),
+        ({"attention.key_length_mla": None}, r"unknown .*self_attn.k_b_proj.weight"),
+    ],
+    "granite/scans": [
+        ({"attention.head_count_kv": 2}, "attention.head_count_kv: expected a number for each layer"),
+        ({"attention.head_count_kv": [0, 2, 0]}, "attention.head_count_kv: expected a number for each layer"),
+        ({"attention.head_count_kv": [0, 0]}, "attention.head_count_kv: expected one number for all layers"),
+        ({"ssm.inner_size": 40}, "ssm.inner_size: expected a multiple of embedding_length, 24"),
+        ({"ssm.time_step_rank": None}, "ssm.time_step_rank: expected a value"),
+        ({"ssm.group_count": 3}, "mamba_n_groups: expected a divisor of mamba_n_heads 8"),
+        ({"ssm.state_size": 8}, r"in_proj.weight in .*expected \[120, 24\]"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variant", "keys", "message"), [(variant, *row) for variant, rows in WRONG_KEYS.items() for row in rows]
+)
+def test_keys_are_checked(variant, keys, message, tmp_path):
+    file = File(GOLDEN / variant)
+    file.keys |= {f"{file.arch}.{key}": value for key, value in keys.items()}
     file.keys = {key: value for key, value in file.keys.items() if value is not None}
     with pytest.raises(CheckpointError, match=message):
         Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 24)
@@ -260,43 +283,9 @@ def test_latents_in_blocks(format, split, tmp_path, monkeypatch):
     assert (config["kv_b_split"], config["architectures"]) == (split, ["DeepseekV3ForCausalLM"])
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"expert_weights_norm": True}, "expert_weights_norm: expected false"),
-    ({"expert_gating_func": 3}, "expert_gating_func: expected 1 or 2"),
-    ({"expert_group_count": 4}, "n_group: expected a divisor of n_routed_experts, 6"),
-    ({"rope.dimension_count": 18}, "rope.dimension_count: expected less than attention.key_length_mla, which is 18"),
-    ({"attention.kv_lora_rank": None}, "attention.kv_lora_rank: expected a value"),
-    ({"attention.temperature_scale": 0.1}, "attention.temperature_scale: expected nothing: it is not supported"),
-    ({"attention.key_length_mla": None}, r"unknown .*self_attn.k_b_proj.weight"),
-])  # fmt: skip
-def test_keys_of_deepseek2_are_checked(keys, message, tmp_path):
-    file = File(GOLDEN / "deepseek/plain")
-    file.keys |= {f"deepseek2.{key}": value for key, value in keys.items()}
-    file.keys = {key: value for key, value in file.keys.items() if value is not None}
-    with pytest.raises(CheckpointError, match=message):
-        Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 24)
-
-
 def test_layers_without_experts_between_others_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="leading_dense_block_count: expected experts in all layers from 0 on"):
         Engine.load(File(GOLDEN / "deepseek/glm_kinds").write(tmp_path / "file.gguf"))
-
-
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"attention.head_count_kv": 2}, "attention.head_count_kv: expected a number for each layer"),
-    ({"attention.head_count_kv": [0, 2, 0]}, "attention.head_count_kv: expected a number for each layer"),
-    ({"attention.head_count_kv": [0, 0]}, "attention.head_count_kv: expected one number for all layers"),
-    ({"ssm.inner_size": 40}, "ssm.inner_size: expected a multiple of embedding_length, 24"),
-    ({"ssm.time_step_rank": None}, "ssm.time_step_rank: expected a value"),
-    ({"ssm.group_count": 3}, "mamba_n_groups: expected a divisor of mamba_n_heads 8"),
-    ({"ssm.state_size": 8}, r"in_proj.weight in .*expected \[120, 24\]"),
-])  # fmt: skip
-def test_keys_of_granite_4_are_checked(keys, message, tmp_path):
-    file = File(GOLDEN / "granite/scans")
-    file.keys |= {f"granitehybrid.{key}": value for key, value in keys.items()}
-    file.keys = {key: value for key, value in file.keys.items() if value is not None}
-    with pytest.raises(CheckpointError, match=message):
-        Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 24)
 
 
 def test_halves_of_a_matrix_that_differ_are_refused(tmp_path):
