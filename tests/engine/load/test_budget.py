@@ -48,7 +48,7 @@ MB = 1 << 20
 
 
 def folders() -> list[Path]:
-    found = [config.parent for config in sorted(GOLDEN.rglob("config.json"))]
+    found = [path.parent for path in sorted(GOLDEN.glob("*/*/golden.json"))]
     return [folder for folder in found if json.loads((folder / "config.json").read_text()).get("architectures")]
 
 
