@@ -1,16 +1,26 @@
-"""The values in tool calls: JSON, or a list of calls as Python writes them, read without an interpreter."""
+"""The values in tool calls: JSON, a list of calls as Python writes them, or Gemma 4's objects with bare keys; read
+without an interpreter."""
 
 import json
 import re
 from typing import Any
 
+from engine.text.channels import start_at_end
+
 Call = tuple[str, str]  # name, arguments as JSON
 MOST_DEPTH = 64  # of brackets within each other
+QUOTE = '<|"|>'  # a token of Gemma 4, on both sides of a text; nothing in it is escaped
 _OUTSIDE = re.compile(r"[\"'{}\[\]()]")
-_INSIDE = {'"': re.compile(r'[\\"]'), "'": re.compile(r"[\\']")}
+_OUTSIDE_QUOTES = re.compile(rf'{re.escape(QUOTE)}|["{{}}\[\]]')
+_INSIDE = {'"': re.compile(r'[\\"]'), "'": re.compile(r"[\\']"), QUOTE: re.compile(re.escape(QUOTE))}
 _TOKEN = re.compile(
     r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"""
     r"|(?P<name>[A-Za-z_][\w.-]*)|(?P<mark>[\[\](){},:=]))",
+    re.S,
+)
+_QUOTED_TOKEN = re.compile(
+    rf"""\s*(?:(?P<string>{re.escape(QUOTE)}.*?{re.escape(QUOTE)}|"(?:[^"\\]|\\.)*")|(?P<mark>[\[\]{{}},:])"""
+    r"""|(?P<number>-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)(?=\s*[\]},:])|(?P<name>[^\s\[\]{},:"<][^\[\]{},:"<]*))""",
     re.S,
 )
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
@@ -19,19 +29,31 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 
 
 class Brackets:
-    """Finds where a bracketed value ends, while it comes. Brackets in strings do not count."""
+    """Finds where a bracketed value ends, while it comes. Brackets in strings do not count.
 
-    def __init__(self):
+    Args:
+        quoted: strings may stand between `QUOTE`s, and not between apostrophes.
+    """
+
+    def __init__(self, quoted: bool = False):
         self._depth, self._quote, self._escaped = 0, "", False
+        self._quoted, self._cut = quoted, ""  # what may be the start of a QUOTE
 
     def feed(self, text: str) -> int:
         """Add text. Returns the place after the last bracket; -1 if it has not come yet."""
+        before, text = len(self._cut), self._cut + text
+        self._cut = start_at_end(text, QUOTE) if self._quoted else ""
+        at = self._feed(text.removesuffix(self._cut))
+        return at if at < 0 else at - before
+
+    def _feed(self, text: str) -> int:
         i = 0
         while i < len(text):
             if self._escaped:
                 self._escaped, i = False, i + 1
                 continue
-            found = (_INSIDE[self._quote] if self._quote else _OUTSIDE).search(text, i)
+            outside = _OUTSIDE_QUOTES if self._quoted else _OUTSIDE
+            found = (_INSIDE[self._quote] if self._quote else outside).search(text, i)
             if found is None:
                 return -1
             i, mark = found.end(), found[0]
@@ -47,17 +69,18 @@ class Brackets:
         return -1
 
 
-def read_calls(text: str, name: str = "") -> list[Call]:
+def read_calls(text: str, name: str = "", *, quoted: bool = False) -> list[Call]:
     """The calls of a bracketed text; none if it is anything else.
 
     Args:
         text: an object of JSON with a name and arguments, or a list of those; or `[f(a=1), g()]`.
         name: of the function; given, the text is its arguments.
+        quoted: these may be an object of Gemma 4's.
     """
     try:
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        value = _python_calls(text)
+        value = _quoted_object(text) if quoted else _python_calls(text)
     if name:
         value = {"name": name, "arguments": value}
     found = [_call(one) for one in (value if isinstance(value, list) else [value])]
@@ -92,12 +115,33 @@ def _python_calls(text: str) -> Any:
         return None
 
 
+def _quoted_object(text: str) -> Any:
+    """`{a:<|"|>b<|"|>,c:[1,true]}` as the object that JSON would have; None if it is anything else."""
+    try:
+        reader = _QuotedReader(text)
+        found = reader.value()
+        return found if reader.kind == "end" else None
+    except (_Malformed, ValueError):
+        return None
+
+
+def quoted_text(value: Any) -> str:
+    """A value of JSON as Gemma 4 writes it."""
+    if isinstance(value, str):
+        return f"{QUOTE}{value}{QUOTE}"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{quoted_text(item)}' for key, item in sorted(value.items()))}}}"
+    return f"[{','.join(map(quoted_text, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
 class _Malformed(Exception):
     pass
 
 
 class _Reader:
     """Reads literals and calls from left to right."""
+
+    tokens = _TOKEN
 
     def __init__(self, text: str):
         self.text, self.at, self.depth = text, 0, 0
@@ -106,7 +150,7 @@ class _Reader:
 
     def step(self) -> None:
         """Go to the next token."""
-        if found := _TOKEN.match(self.text, self.at):
+        if found := self.tokens.match(self.text, self.at):
             self.at, self.kind, self.word = found.end(), str(found.lastgroup), found[str(found.lastgroup)]
         elif not self.text[self.at :].strip():
             self.kind, self.word = "end", ""
@@ -175,6 +219,34 @@ class _Reader:
             self.step()
             return _WORDS[word]
         raise _Malformed
+
+
+class _QuotedReader(_Reader):
+    """Reads Gemma 4's literals: keys without quotes, texts between two `QUOTE`s."""
+
+    tokens = _QUOTED_TOKEN
+
+    def pair(self) -> tuple[str, Any]:
+        if self.kind not in ("string", "name", "number"):
+            raise _Malformed
+        key = self.text_of(self.word)
+        self.step()
+        self.take(":")
+        return key, self.value()
+
+    def value(self) -> Any:
+        if self.kind != "string":
+            self.word = self.word.rstrip()
+            return super().value()
+        word = self.word
+        self.step()
+        return self.text_of(word)
+
+    @staticmethod
+    def text_of(word: str) -> str:
+        if word.startswith(QUOTE):
+            return word[len(QUOTE) : -len(QUOTE)]
+        return _ESCAPE.sub(_unescaped, word[1:-1]) if word.startswith('"') else word.rstrip()
 
 
 def _unescaped(found: re.Match[str]) -> str:

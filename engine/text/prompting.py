@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from engine.errors import UsageError
-from engine.text.channels import CALL
 from engine.text.template import ChatTemplate
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
@@ -59,7 +58,8 @@ class ChatPrompt:
     Args:
         ids: the prompt.
         thoughts: part a reply's thought from its answer.
-        eos_token_ids: tokens that end a reply: the checkpoint's, and the token that the template writes after one.
+        eos_token_ids: tokens that end a reply: the checkpoint's, the token that the template writes after one, and the
+            one that models write after calls.
     """
 
     ids: list[int]
@@ -85,12 +85,12 @@ def chat_prompt(
     if template is None:
         raise UsageError("messages: the model has no chat template", remedy="give a prompt, or --chat-template FILE")
     spans = template.render(messages, tools=options.tools, variables=options.variables, think=options.think)
-    ends = frozenset(tokenizer.encode_rendered([(end, True)]) if (end := template.turn_end()) else ())
+    known = tokenizer.special_spellings | tokenizer.added_spellings
+    spelled = [end for end in (template.turn_end(), template.calls.end) if end in known]
+    ends = frozenset(tokenizer.encode_rendered([(end, True) for end in spelled]))
     thoughts = template.thoughts.after("".join(text for text, _ in spans[-2:]))
-    if thoughts.begun is not None and CALL in tokenizer.special_spellings:
-        ends |= {*tokenizer.encode_rendered([(CALL, True)])}
     if options.lead:
-        closing = f"{thoughts.closing}\n\n" if thoughts.opened else ""
+        closing = f"{thoughts.closing}{thoughts.gap}" if thoughts.opened else ""
         begun = None if thoughts.begun is None else thoughts.begun + options.lead
         spans, thoughts = [*spans, (closing + options.lead, True)], replace(thoughts, opened=False, begun=begun)
     return ChatPrompt(tokenizer.encode_rendered(spans), thoughts, engine.eos_token_ids | ends)

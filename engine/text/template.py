@@ -77,10 +77,10 @@ class ChatTemplate:
         for text in (source, self._tool_use):
             self._check_size(text)
         everywhere, added, both = {s for s in special if s}, {*added}, source + self._tool_use
-        self._assistant = _Spellings(everywhere - CALL_MARKS)
+        self.thoughts = Thoughts.find(everywhere | added, source)
+        self._assistant = _Spellings(everywhere - CALL_MARKS - self.thoughts.tokens)
         self._others = _Spellings(everywhere | {s for s in added if s in both and not s.isspace()})
         self._special, self._names, self._turn_end = everywhere, {}, None
-        self.thoughts = Thoughts.find(everywhere | added, source)
         self.calls: ToolFormat = format_of(self._tool_use, everywhere | added)
 
     def _check_size(self, source: str) -> None:

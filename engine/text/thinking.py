@@ -1,4 +1,7 @@
-"""Thoughts: the part of a reply between `<think>` and `</think>` or the like, parted from the answer while it comes."""
+"""Thoughts: the part of a reply between `<think>` and `</think>` or the like, parted from the answer while it comes.
+
+Gemma 4 writes `<|channel>thought`, a line break, the thought and `<channel|>`.
+"""
 
 import re
 from collections.abc import Iterable
@@ -8,6 +11,7 @@ from engine.text.channels import ANSWER, CHANNEL, END, MESSAGE, THOUGHT, TURN, C
 
 # An opening tag, alone or in the source of a template; the closing one has a slash behind its bracket.
 _OPENING = re.compile(r"[<\[](?:\w+:)?(?:think|thinking|thought)[>\]]", re.IGNORECASE)
+_GEMMA4, _WORD = ("<|channel>", "<channel|>"), "thought"  # a thought of Gemma 4 begins with a token and a word
 
 
 @dataclass(frozen=True)
@@ -18,12 +22,14 @@ class Thoughts:
         opening, closing: the tags; "" if the model has none.
         opened: the prompt ends with the opening tag, so that replies begin with a thought.
         begun: where replies have channels instead of tags, what the prompt has of one; None: they have none.
+        gap: what stands between the closing tag and the answer.
     """
 
     opening: str = ""
     closing: str = ""
     opened: bool = False
     begun: str | None = None
+    gap: str = "\n\n"
 
     @staticmethod
     def find(added: Iterable[str], source: str) -> "Thoughts":
@@ -31,6 +37,9 @@ class Thoughts:
         added = sorted(added)
         if THOUGHT in source or {CHANNEL, MESSAGE} <= {*added}:
             return Thoughts(THOUGHT, f"{END}{TURN}{ANSWER}", begun="")
+        opening, closing = _GEMMA4[0] + _WORD, _GEMMA4[1]
+        if opening in source or {*_GEMMA4} <= {*added}:
+            return Thoughts(opening, closing, gap="")
         for spelled in (_OPENING.findall(source), [token for token in added if _OPENING.fullmatch(token)]):
             for opening in spelled:
                 closing = f"{opening[0]}/{opening[1:]}"
@@ -43,7 +52,12 @@ class Thoughts:
         if self.begun is not None:
             _, found, behind = prompt.rpartition(TURN)
             return replace(self, begun=behind if found else "")
-        return Thoughts(self.opening, self.closing, bool(self.opening) and prompt.rstrip().endswith(self.opening))
+        return replace(self, opened=bool(self.opening) and prompt.rstrip().endswith(self.opening))
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        """The spellings of the tokens in the tags; with "" if there are none."""
+        return frozenset({self.opening.removesuffix(_WORD), self.closing})
 
     def split(self, text: str) -> tuple[str | None, str]:
         """A reply's thought, None without one, and its answer. A thought that was cut short has no answer."""
@@ -58,7 +72,7 @@ class Thoughts:
 
     def join(self, thought: str, answer: str) -> str:
         """The text that `split` parts into these."""
-        return f"{self.opening}\n{thought}\n{self.closing}\n\n{answer}"
+        return f"{self.opening}\n{thought}\n{self.closing}{self.gap}{answer}"
 
 
 class ThoughtStream(ReplyStream):

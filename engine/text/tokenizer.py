@@ -61,11 +61,11 @@ class Tokenizer:
         self.added_spellings = frozenset(raw) - self.special_spellings
         thoughts = Thoughts.find(encoder.added, "")
         marks = CALL_MARKS if thoughts.begun is None else CALL_MARKS | CHANNEL_MARKS
-        skipped = self.special_spellings - {thoughts.opening, thoughts.closing}
+        skipped = self.special_spellings - thoughts.tokens
         self.special_ids = frozenset(vocab[content] for content in skipped)
         self.skipped_ids = frozenset(vocab[content] for content in skipped - marks)
         tags = (thoughts.opening, thoughts.closing) if thoughts.begun is None else (TURN, ANSWER)
-        self._tags = tags if thoughts.begun is not None or all(tag in vocab for tag in tags) else ()
+        self._tags = tags if thoughts.begun is not None or all(token in vocab for token in thoughts.tokens) else ()
         self.bos_token_id = vocab.get(names.get("bos_token", ""))
         self.eos_token_id = vocab.get(names.get("eos_token", ""))
         self._encoder, self._added = encoder, {content: vocab[content] for content in raw}

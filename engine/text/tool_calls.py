@@ -6,6 +6,7 @@
 | llama3 | `{"name": "f", "parameters": {"a": 1}}`, perhaps after `<|python_tag|>`; `;` between several |
 | mistral | `[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]`; newer ones `[TOOL_CALLS]f[ARGS]{"a": 1}` |
 | lfm2 | `<|tool_call_start|>[f(a=1)]<|tool_call_end|>`, or JSON as in the other lists |
+| gemma4 | `<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>` |
 | channels (gpt-oss) | `<|call|>f{"a": 1}`, as `engine.text.channels` writes what it reads |
 
 A reply may also begin with calls without marks, perhaps in fences of Markdown, if they name given functions: small
@@ -20,14 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import UsageError, shortened
-from engine.text.call_literals import Brackets, read_calls
+from engine.text.call_literals import QUOTE, Brackets, quoted_text, read_calls
 from engine.text.channels import CALL, CHANNEL, FUNCTIONS, MESSAGE, start_at_end
 from engine.text.sandbox import SPACES
 
 # Tokens of calls that tokenizers list as special: decoding keeps their spellings, which a reader of calls needs.
 CALL_MARKS = frozenset(
     {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<tool_call>", "</tool_call>"}
-    | {"<|tool_call_start|>", "<|tool_call_end|>"}
+    | {"<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", QUOTE}
 )
 MOST_SPACE = 64  # characters of white space before a call that are left out with it
 MOST_HEAD = 200  # characters before the arguments of a call that has its name there
@@ -63,6 +64,8 @@ class ToolFormat:
         headed: the name may stand before the arguments.
         lead: what a reply that has to be a call begins with; the template's generation prompt is followed by it.
         named: the lead has a place for the name, and nothing but the arguments follows it.
+        quoted: the name stands before the arguments, whose keys are bare and whose texts stand between `QUOTE`s.
+        end: a token that models write after calls; it ends a reply.
     """
 
     name: str
@@ -74,9 +77,14 @@ class ToolFormat:
     headed: bool = False
     lead: str = ""
     named: bool = False
+    quoted: bool = False
+    end: str = ""
 
     def written(self, calls: Sequence[ToolCall]) -> str:
         """Calls as a model of this family writes them, for templates that do not write those of earlier replies."""
+        if self.quoted:
+            each = (f"{call.name}{quoted_text(json.loads(call.arguments))}" for call in calls)
+            return "".join(f"{self.opening}{call}{self.closing}" for call in each)
         each = [f'{{"name": {_json(call.name)}, "{self.key}": {call.arguments}}}' for call in calls]
         if self.bare:
             return "; ".join(each)
@@ -96,11 +104,14 @@ class ToolFormat:
             return f"start: %json {json.dumps(_spaced(schema))}"
         lines = [f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}"]
         for i, (name, schema) in enumerate(functions.items()):
-            head = _json(f'{{"name": {_json(name)}, "{self.key}": ')
-            lines += [f'call{i}: {head} arguments{i} "}}"', f"arguments{i}: %json {json.dumps(_spaced(schema))}"]
+            head, tail = (name, "") if self.quoted else (f'{{"name": {_json(name)}, "{self.key}": ', ' "}"')
+            lines += [
+                f"call{i}: {_json(head)} arguments{i}{tail}",
+                f"arguments{i}: %json {json.dumps(_spaced(schema))}",
+            ]
         if self.listed:
             start = 'start: "[" call (", " call)* "]"' if several else 'start: "[" call "]"'
-        elif self.bare or not several:
+        elif self.bare or self.quoted or not several:
             start = "start: call"
         else:
             opening, closing = (_json(text) for text in (f"\n{self.lead}", f"\n{self.closing}"))
@@ -112,9 +123,22 @@ HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", lead="<tool_call>\n
 LLAMA3 = ToolFormat("llama3", "<|python_tag|>", key="parameters", bare=True)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", listed=True, headed=True, lead="[TOOL_CALLS]")
 LFM2 = ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", listed=True, lead="<|tool_call_start|>")
-
+GEMMA4 = ToolFormat(
+    "gemma4",
+    "<|tool_call>call:",
+    "<tool_call|>",
+    headed=True,
+    lead="<|tool_call>call:",
+    quoted=True,
+    end="<|tool_response>",
+)
 CHANNELS = ToolFormat(
-    "channels", CALL, headed=True, lead=f"{CHANNEL}commentary to={FUNCTIONS}{{}} <|constrain|>json{MESSAGE}", named=True
+    "channels",
+    CALL,
+    headed=True,
+    lead=f"{CHANNEL}commentary to={FUNCTIONS}{{}} <|constrain|>json{MESSAGE}",
+    named=True,
+    end=CALL,
 )
 
 
@@ -122,8 +146,10 @@ def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:
     """The format of a model, by its chat template and its added tokens; hermes where nothing tells."""
     if "[TOOL_CALLS]" in template or "[AVAILABLE_TOOLS]" in template:
         return MISTRAL
-    if CHANNEL in template and MESSAGE in template:
+    if (CHANNEL in template and MESSAGE in template) or {CHANNEL, MESSAGE} <= {*added}:
         return CHANNELS
+    if "<|tool_call>" in template or "<|tool_call>" in added:
+        return GEMMA4
     if "<|tool_call_start|>" in template or "<|tool_list_start|>" in template:
         return LFM2
     if "<tool_call>" not in template and ("<|python_tag|>" in template or '"parameters": dictionary' in template):
@@ -256,14 +282,14 @@ class CallStream:
                 return []
             self._name = self._held[:at]
             self._taken, self._held = [*self._taken, self._name], self._held[at:]
-            self._brackets = Brackets()
+            self._brackets = Brackets(self.format.quoted)
         end = self._brackets.feed(self._held)
         self._body.append(self._held if end < 0 else self._held[:end])
         self._held = "" if end < 0 else self._held[end:]
         if end < 0:
             return []
         head = _HEAD.fullmatch(self._name)
-        calls = read_calls("".join(self._body), head[1] if head else "")
+        calls = read_calls("".join(self._body), head[1] if head else "", quoted=self.format.quoted)
         if not calls or ((self.format.bare or not self._opened) and not all(name in self.names for name, _ in calls)):
             return self._reject()
         self.called, self._parted = True, self._shown
