@@ -37,15 +37,15 @@ class Thoughts:
         added = sorted(added)
         if THOUGHT in source or {CHANNEL, MESSAGE} <= {*added}:
             return Thoughts(THOUGHT, f"{END}{TURN}{ANSWER}", begun="")
-        opening, closing = _GEMMA4[0] + _WORD, _GEMMA4[1]
-        if opening in source or {*_GEMMA4} <= {*added}:
-            return Thoughts(opening, closing, gap="")
+        gemma4 = Thoughts(_GEMMA4[0] + _WORD, _GEMMA4[1], gap="")
+        if gemma4.opening in source:
+            return gemma4
         for spelled in (_OPENING.findall(source), [token for token in added if _OPENING.fullmatch(token)]):
             for opening in spelled:
                 closing = f"{opening[0]}/{opening[1:]}"
                 if closing in source or closing in added:
                     return Thoughts(opening, closing)
-        return Thoughts()
+        return gemma4 if {*_GEMMA4} <= {*added} else Thoughts()
 
     def after(self, prompt: str) -> "Thoughts":
         """The same for replies to a rendered prompt."""

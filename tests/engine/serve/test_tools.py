@@ -185,14 +185,17 @@ def test_a_forced_call_closes_a_thought_that_the_template_has_opened(start, tmp_
         ("[AVAILABLE_TOOLS]", "[TOOL_CALLS]", "arguments"),
         ("<|tool_list_start|>", "<|tool_call_start|>", "arguments"),
         ('<|python_tag|>"parameters": dictionary', "", "parameters"),
+        ("<|tool_call>call:", "<|tool_call>call:weather", ""),
     ],
 )
 def test_other_formats(start, tmp_path, source, opening, key):
     pytest.importorskip("llguidance", reason="needs the extra grammar")
-    (path := tmp_path / "template.jinja").write_text(f"{{# {source} #}}{QWEN}".replace("tool_call>", "call>"))
+    rest = QWEN.replace("tool_call>", "call>")
+    (path := tmp_path / "template.jinja").write_text(f"{{# {source} #}}{rest}")
     server = start("--chat-template", str(path))
     text = f'{{"name": "weather", "{key}": {{"place": "Oslo", "days": 1}}}}'
     text = f"{opening}[{text}]" if opening else text
+    text = text if key else f'{opening}{{days:1,place:<|"|>Oslo<|"|>}}'
     for fields in ({"choices": [text]}, FORCED | {"seed": 5, "temperature": 1.0}):
         content, calls, reasons = joined(ask(server, tools=[WEATHER], stream=True, **fields))
         assert content == "" and reasons == ["tool_calls"] and calls[0]["name"] == "weather"

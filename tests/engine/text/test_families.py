@@ -15,7 +15,8 @@ FAMILIES = json.loads((GOLDEN / "templates.json").read_text(encoding="utf-8"))
 NAMES = sorted({entry["template"] for entry in FAMILIES["rendered"]})
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<end_of_turn>", "<|end_of_text|>", "[THINK]", "[/THINK]"]
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<turn|>", "<end_of_turn>", "<|end_of_text|>"]
+SPECIAL += ["[THINK]", "[/THINK]"]
 
 
 def template(name, **options) -> ChatTemplate:
@@ -138,6 +139,7 @@ def test_where_a_template_for_tools_lies(tmp_path):
         ("ministral", {"content": [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "a"}]}),
         ("smollm3", {"content": "<think>\nt\n</think>\n\na"}),
         ("lfm2", {"content": "<think>\nt\n</think>\n\na"}),
+        ("gemma4", {"content": "a", "reasoning_content": "t"}),
     ],
 )
 def test_earlier_replies_are_given_as_the_template_reads_them(name, expected):
@@ -154,7 +156,7 @@ def test_earlier_replies_are_given_as_the_template_reads_them(name, expected):
 @pytest.mark.parametrize(
     ("name", "end"),
     [("qwen3", "<|im_end|>"), ("gemma3", "<end_of_turn>"), ("granite33", "<|end_of_text|>"), ("mistral", "</s>"),
-     ("stablelm", "</s>"), ("hunyuan", ""), ("olmo3", "</s>")],
+     ("gemma4", "<turn|>"), ("stablelm", "</s>"), ("hunyuan", ""), ("olmo3", "</s>")],
 )  # fmt: skip
 def test_the_end_of_a_turn(name, end):
     assert template(name).turn_end() == end

@@ -13,6 +13,8 @@ from engine.errors import UsageError
 from engine.text.call_literals import read_calls
 from engine.text.template import ChatTemplate
 from engine.text.tool_calls import (
+    CHANNELS,
+    GEMMA4,
     HERMES,
     LFM2,
     LLAMA3,
@@ -28,6 +30,9 @@ from tests.engine.text.test_infill import tokenizer
 NAMES = {"f", "g"}
 NESTED = {"k": None, "l": [True, False]}
 F, G = ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")
+GEMMA = "<|tool_call>call:"
+QUOTED = '{n:null,l:[-1.5e2,<|"|><|"|>,{it\'s:<|"|>it\'s {" } \\<|"|>}],yes:true ,<|"|>q<|"|>:"<|\\u00e9",3d:None}'
+PLAIN = {"n": None, "l": [-150.0, "", {"it's": "it's {\" } \\"}], "yes": True, "q": "<|é", "3d": None}
 ONE, TWO = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
 CASES = [
     (HERMES, f"<tool_call>\n{ONE}\n</tool_call>", [F]),
@@ -73,6 +78,16 @@ CASES = [
     (MISTRAL, "[TOOL_CALLS]no call at all", ["[TOOL_CALLS]no call at all"]),
     (LFM2, "<|tool_call_start|>[f(a=1), g()]<|tool_call_end|>Looking.", [F, G, "Looking."]),
     (LFM2, f"<|tool_call_start|>[{ONE}]<|tool_call_end|>", [F]),
+    (GEMMA4, f"{GEMMA}f{{a:1}}<tool_call|>", [F]),
+    (GEMMA4, f"I look.{GEMMA}f{{a:1}}<tool_call|>{GEMMA}g{{}}<tool_call|>", ["I look.", F, G]),
+    (GEMMA4, f"{GEMMA}f{QUOTED}<tool_call|> then", [ToolCall("f", json.dumps(PLAIN, ensure_ascii=False)), "then"]),
+    (GEMMA4, f'{GEMMA}f{{"a": 1}}<tool_call|>', [F]),
+    (GEMMA4, f'{GEMMA}f{{"x": "</tool_call> }} \\" é"}}', None),
+    (GEMMA4, f"{GEMMA}f{{a:b}}<tool_call|>", [f"{GEMMA}f{{a:b}}<tool_call|>"]),
+    (GEMMA4, f"{GEMMA}f{{a:[1}}]}}", [f"{GEMMA}f{{a:[1}}]}}"]),
+    (GEMMA4, f'{GEMMA}f{{a:<|"|>cut }}', [f'{GEMMA}f{{a:<|"|>cut }}']),
+    (GEMMA4, "<|tool_call>no call", ["<|tool_call>no call"]),
+    (GEMMA4, ONE, [F]),
     (LFM2, "<|tool_call_start|>[f(1)]<|tool_call_end|>", ["<|tool_call_start|>[f(1)]<|tool_call_end|>"]),
 ]
 
@@ -102,12 +117,27 @@ def test_whole_and_cut_at_every_character(format, text, expected):
 
 
 @given(
-    st.sampled_from([HERMES, LLAMA3, MISTRAL, LFM2]),
+    st.sampled_from([HERMES, LLAMA3, MISTRAL, LFM2, GEMMA4]),
     st.lists(
         st.sampled_from(
             [
                 *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|tool_call_start|>"),
-                *("<|tool_call_end|>", ONE, TWO, "f", *"{[]}()\"'\\ \n;<é`", "a=1", "```json\n", "```", " " * 70),
+                *(
+                    f"{GEMMA}f{{",
+                    f"{GEMMA}g",
+                    '<|"|>',
+                    "a:1",
+                    "<tool_call|>",
+                    "<|tool_call_end|>",
+                    ONE,
+                    TWO,
+                    "f",
+                    *"{[]}()\"'\\ \n;<é`",
+                    "a=1",
+                    "```json\n",
+                    "```",
+                    " " * 70,
+                ),
             ]
         ),
         max_size=12,
@@ -126,7 +156,7 @@ def test_anything_cut_anywhere(format, parts, cuts, several):
     )
 
 
-@pytest.mark.parametrize("format", [HERMES, MISTRAL, LFM2])
+@pytest.mark.parametrize("format", [HERMES, MISTRAL, LFM2, GEMMA4])
 def test_text_comes_at_once_and_no_part_of_a_marker_does(format):
     stream = CallStream(format, NAMES)
     assert stream.push("Hello there, ") == ["Hello there,"] and stream.push("you") == [" you"]
@@ -158,6 +188,7 @@ def test_only_the_first_call_where_more_are_not_wanted():
 def test_a_reply_after_the_lead():
     assert read(HERMES, f"{ONE}\n</tool_call>\n<tool_call>\n{TWO}\n</tool_call>", led=True) == [F, G]
     assert read(HERMES, ONE[:9], led=True) == [ONE[:9]], "cut short"
+    assert read(GEMMA4, 'f{"a": 1}', led=True) == [F]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +231,7 @@ def test_what_is_no_call(text):
 def test_the_work_grows_with_the_text_and_no_faster():
     start = time.process_time()
     for text in ("<tool_call>" * 4_000, "<tool_call>{" + '"a' * 20_000, " " * 40_000, "[TOOL_CALLS]f" * 4_000):
-        for format in (HERMES, LLAMA3, MISTRAL):
+        for format in (HERMES, LLAMA3, MISTRAL, GEMMA4):
             assert read(format, text, several=True) == [text]
     assert time.process_time() - start < 20
 
@@ -214,13 +245,16 @@ def test_the_work_grows_with_the_text_and_no_faster():
         ("<|tool_list_start|>", (), LFM2),
         ("nothing", ("<|tool_call_start|>",), LFM2),
         ("<|python_tag|> ipython", (), LLAMA3),
+        ("{{ '<|tool_call>call:' }}", (), GEMMA4),
+        ("nothing", ("<|tool_call>",), GEMMA4),
+        ("nothing", ("<|channel|>", "<|message|>"), CHANNELS),
     ],
 )
 def test_the_format_of_a_template(template, added, format):
     assert format_of(template, added) is format
 
 
-@pytest.mark.parametrize("format", [HERMES, LLAMA3, MISTRAL, LFM2])
+@pytest.mark.parametrize("format", [HERMES, LLAMA3, MISTRAL, LFM2, GEMMA4])
 def test_what_is_written_is_read(format):
     assert read(format, format.written([F, G])) == [F, G]
 
