@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 NAME = "COPPICE_SAME_BITS"
+MOST_HEAD = 256  # elements of a head that attention in one order takes
 
 
 def asked() -> bool:

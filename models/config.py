@@ -271,14 +271,6 @@ class Config:
         """Whether a layer has a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
 
-    @property
-    def cpu_only(self) -> str:
-        """Names what the operators for a GPU do not do; "": they do all."""
-        if self.uneven or self.layer_inputs or self.value_norms:
-            return "layers that differ in their heads, share keys and values or norm values run on"
-        beside = self.experts is not None and self.experts.beside_mlp
-        return "experts beside an MLP run on" if beside else ""
-
     def recurs(self, layer: int) -> bool:
         """Whether a layer has a state in the place of keys and values."""
         return self.recurrent is not None and self.recurrent.layers[layer]

@@ -35,6 +35,9 @@ from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, fused, run
 
 
+LATENT = "multi-head latent attention"
+
+
 class Decoder(nn.Module):
     """A causal language model, or one with a scalar head.
 
@@ -95,11 +98,11 @@ class Decoder(nn.Module):
                 where=str(checkpoint.folder),
                 remedy="Use --device cpu, or give the checkpoint that they were packed from.",
             )
-        if device.type != "cpu" and (only := c.cpu_only):
-            raise CheckpointError(f"{only} a CPU only", where=str(checkpoint.folder), remedy="Use --device cpu.")
-        if c.latent is not None and device.type != "cpu" and same_bits.asked():
+        wide = max(size for _, size in map(c.kv_size, range(c.layers))) > same_bits.MOST_HEAD
+        if (c.latent is not None or wide) and device.type != "cpu" and same_bits.asked():
+            what = f"attention of heads of more than {same_bits.MOST_HEAD} elements" if wide else LATENT
             raise CheckpointError(
-                "multi-head latent attention does not give the same bits in any batch on a GPU",
+                f"{what} does not give the same bits in any batch on a GPU",
                 where=str(checkpoint.folder),
                 remedy=f"Do not set {same_bits.NAME}, or use --device cpu.",
             )

@@ -88,7 +88,7 @@ class Mixture(nn.Module):
             up, down = self.shared
             shared_TE = down(activate(up(x_TE)))
         if self.stacked:
-            rules = {"bias_X": self.bias_X, "shared_TE": shared_TE, "gate_T1": gate_T1}
+            rules = {"bias_X": self.bias_X, "shared_TE": shared_TE, "gate_T1": gate_T1, "factors_X": self.factors_X}
             return routed(x_TE, logits_TX, *self.stacked, self.routing, self.activation, **rules)
         chosen = choose(logits_TX, self.routing, self.bias_X, self.factors_X)
         sum_TE = grouped(x_TE, *chosen, [tuple(mlp) for mlp in self.experts], activate)  # type: ignore[misc]

@@ -207,6 +207,7 @@ def _turn_and_write(together: Together, r: Registers) -> None:
         norms_last=turns[0].code == "rotate",
         all_heads=norms is not None and norms.all_heads,
         own_norms=norms is not None and norms.own_norms,
+        value_norms=norms is not None and norms.third is not None,
     )
     (k_GSD, v_GSD), (q_THD, k_TGD, v_TGD) = r.kept, r.split(_heads(turns[-1]))
     r["heads"] = [rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, r.layout.write_slots_T, turn, impl=r.impl)]
@@ -262,18 +263,20 @@ def _end_of_turns(calls: Sequence[Call], start: int) -> int | None:
         if isinstance(calls[end].norm, DividedNorm):
             return None
         end += 1
-    return end + 1 if end > start else None
+    return end + 1 if end > start and calls[end].code == "write" else None
 
 
 def _end_of_sums(calls: Sequence[Call], start: int) -> int | None:
     """Where sums end that begin here, with the norm of the stream after them; None: there are none."""
+    added = False
     for end in range(start, len(calls)):
         call = calls[end]
         if call.code == "add" and call.target == "stream":
             following = calls[end + 1 : end + 2]
             return end + 1 + (bool(following) and (following[0].code, following[0].source) == ("norm", "stream"))
-        if call.source == "stream" or call.code not in ("norm", "scale", "add"):
+        if call.source == "stream" or call.code not in ("norm", "scale", "add") or (added and call.code == "norm"):
             return None
+        added = added or call.code == "add"
     return None
 
 

@@ -76,7 +76,7 @@ def make_runner(
         UsageError: a GPU, but no triton, or a model that its kernels cannot serve.
     """
     cache = pool.cache.k_LGSD
-    dtype, head_dim = dtype or cache.dtype, cache.shape[-1] - row_width(0, cache.dtype)
+    dtype = dtype or cache.dtype
     if cache.device.type == "cpu":
         if dtype not in cpp.KINDS:
             return Runner(model, pool, vocab_size, dtype=dtype)
@@ -85,17 +85,17 @@ def make_runner(
             warnings.warn(f"the kernels in PyTorch run, slower than those in C++: {reason}", stacklevel=2)
         return Runner(model, pool, vocab_size, impl="torch" if reason else "cpp", dtype=dtype)
     check_triton()
-    from kernels.tree_attention.triton import DTYPES, MAX_HEAD_DIM, why_no_latents
+    from kernels.tree_attention.triton import DTYPES, why_no_latents, why_not_heads
 
-    latent = None if model is None else model.config.latent
-    if dtype not in DTYPES or (latent is None and head_dim > MAX_HEAD_DIM):
-        raise UsageError(
-            f"a GPU cannot serve {dtype} and heads of {head_dim}",
-            where=f"its kernels take float16, bfloat16, float32 and heads of at most {MAX_HEAD_DIM}",
-            remedy="use another --dtype, or --device cpu",
-        )
+    latent, remedy = None if model is None else model.config.latent, "use another --dtype, or --device cpu"
+    if dtype not in DTYPES:
+        raise UsageError(f"a GPU cannot serve {dtype}: its kernels take float16, bfloat16, float32", remedy=remedy)
+    pairs = (kept[0] for kept in pool.cache.groups if len(kept) == 2)  # keys and values
+    widest = max((keys.shape[-1] - row_width(0, keys.dtype) for keys in pairs), default=0)
+    if latent is None and (why := why_not_heads(widest, dtype)):
+        raise UsageError("a GPU cannot serve these heads", where=why, remedy=remedy)
     if latent is not None and (why := why_no_latents(latent.rank, latent.rotated, dtype)):
-        raise UsageError("a GPU cannot serve these latents", where=why, remedy="use another --dtype, or --device cpu")
+        raise UsageError("a GPU cannot serve these latents", where=why, remedy=remedy)
     kind = GraphRunner if graphs else Runner
     options = {"rows": "compiled", "token_buckets": LEAST_COMPILED} if compiled else {}
     return kind(model, pool, vocab_size, impl="triton", budget=BUDGET, dtype=dtype, **options)

@@ -65,6 +65,7 @@ def routed(
     bias_X: Tensor | None = None,
     shared_TE: Tensor | None = None,
     gate_T1: Tensor | None = None,
+    factors_X: Tensor | None = None,
     impl: str = "triton",
 ) -> Tensor:
     """`experts` for a GPU, after the products of the router and of the shared expert; nothing waits for the device.
@@ -73,7 +74,7 @@ def routed(
         x_TE: float32, bfloat16 or float16; the definition also takes float64.
         logits_TX: what the router makes of x, in its dtype.
         up, down: matrices [2 M, E], the gate's outputs first, and [E, M]; floats and biases in the dtype of x.
-        routing, bias_X: see `choose`.
+        routing, bias_X, factors_X: see `choose`.
         function: see `kernels.rows.activation_mul`.
         shared_TE: what the shared expert makes of x, contiguous; None: there is none.
         gate_T1: logits, contiguous, whose sigmoids weigh the shared expert; None: it weighs 1.
@@ -99,8 +100,9 @@ def routed(
     if not 0 < routing.chosen <= X:
         raise ValueError(f"chosen: expected 1 to {X} experts, got {routing.chosen}")
     checks.expect("logits_TX", logits_TX, dtype, (T, X), device)
-    if bias_X is not None:
-        checks.expect("bias_X", bias_X, float32, (X,), device)
+    for name, tensor in (("bias_X", bias_X), ("factors_X", factors_X)):
+        if tensor is not None:
+            checks.expect(name, tensor, float32, (X,), device)
     for name, tensor, width in (("shared_TE", shared_TE, E), ("gate_T1", gate_T1, 1)):
         if tensor is not None:
             checks.expect(name, tensor, dtype, (T, width), device)
@@ -111,4 +113,4 @@ def routed(
         from kernels.experts import triton  # absent on some machines, and slow to import
 
         run = triton.routed
-    return run(x_TE, logits_TX, up, down, routing, function, bias_X, shared_TE, gate_T1)
+    return run(x_TE, logits_TX, up, down, routing, function, bias_X, shared_TE, gate_T1, factors_X)

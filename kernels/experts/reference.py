@@ -33,13 +33,14 @@ def routed(
     bias_X: Tensor | None,
     shared_TE: Tensor | None,
     gate_T1: Tensor | None,
+    factors_X: Tensor | None,
 ) -> Tensor:
     """See the front for arguments."""
 
     def expert(x_1E: Tensor, number: int) -> Tensor:
         return down.product(activation_mul(up.product(x_1E, number), function), number)
 
-    return _sums(x_TE, *choose(logits_TX, routing, bias_X), expert, shared_TE, gate_T1)
+    return _sums(x_TE, *choose(logits_TX, routing, bias_X, factors_X), expert, shared_TE, gate_T1)
 
 
 def _sums(

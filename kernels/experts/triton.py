@@ -41,6 +41,7 @@ def routed(
     bias_X: Tensor | None,
     shared_TE: Tensor | None,
     gate_T1: Tensor | None,
+    factors_X: Tensor | None,
 ) -> Tensor:
     """See the front for arguments; five launches."""
     check_device(x_TE, logits_TX, *(_codes(matrix).codes_OB for matrix in (up, down)))
@@ -48,7 +49,7 @@ def routed(
         raise ValueError(f"impl 'triton': it has no product of {x_TE.dtype} with groups of this size")
     x_TE, logits_TX = (x if x.stride(1) == 1 else x.contiguous() for x in (x_TE, logits_TX))
     (T, E), X, C, device = x_TE.shape, up.count, routing.chosen, x_TE.device
-    experts_TC, weights_TC = chosen(logits_TX, bias_X, routing)
+    experts_TC, weights_TC = chosen(logits_TX, bias_X, factors_X, routing)
     rows = min(T, triton.cdiv(UNEVEN * T * C, X))
     M, some = products.shape(_codes(up), rows)["M"], min(X, T * C)
     tiles = some + (T * C - some) // M
@@ -67,16 +68,18 @@ def routed(
     return out_TE
 
 
-def chosen(logits_TX: Tensor, bias_X: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def chosen(
+    logits_TX: Tensor, bias_X: Tensor | None, factors_X: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
     """The experts of tokens, int32, and their weights, as `kernels.experts.routing.choose` defines them."""
     (T, X), C, device = logits_TX.shape, routing.chosen, logits_TX.device
     experts_TC = torch.empty(T, C, dtype=torch.int32, device=device)
     weights_TC = torch.empty(T, C, dtype=torch.float32, device=device)
-    X2, bias = triton.next_power_of_2(X), logits_TX if bias_X is None else bias_X
+    X2, (bias, factors) = triton.next_power_of_2(X), (logits_TX if x is None else x for x in (bias_X, factors_X))
     launch(_choose, triton.cdiv(T, ROWS))(
-        logits_TX, bias, experts_TC, weights_TC, T, logits_TX.stride(0), routing.epsilon, routing.scale,
+        logits_TX, bias, factors, experts_TC, weights_TC, T, logits_TX.stride(0), routing.epsilon, routing.scale,
         2 * routing.jitter, X=X, X2=X2, C=C, C2=triton.next_power_of_2(C), SCORES=SCORES.index(routing.scores),
-        NORMALIZED=routing.normalized, BIASED=bias_X is not None, ROWS=ROWS, num_warps=1,
+        NORMALIZED=routing.normalized, BIASED=bias_X is not None, FACTORS=factors_X is not None, ROWS=ROWS, num_warps=1,
         G=routing.groups, G2=triton.next_power_of_2(routing.groups), KEPT=routing.kept, BEST=routing.best,
     )  # fmt: skip
     return experts_TC, weights_TC
@@ -113,9 +116,9 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["T"])
 def _choose(
-    logits_ptr, bias_ptr, experts_ptr, weights_ptr, T, stride_lt, epsilon, scale, far,
+    logits_ptr, bias_ptr, factors_ptr, experts_ptr, weights_ptr, T, stride_lt, epsilon, scale, far,
     X: tl.constexpr, X2: tl.constexpr, C: tl.constexpr, C2: tl.constexpr, SCORES: tl.constexpr,
-    NORMALIZED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr,
+    NORMALIZED: tl.constexpr, BIASED: tl.constexpr, FACTORS: tl.constexpr, ROWS: tl.constexpr,
     G: tl.constexpr = 1, G2: tl.constexpr = 1, KEPT: tl.constexpr = 1, BEST: tl.constexpr = 1,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
@@ -162,6 +165,8 @@ def _choose(
     if NORMALIZED:
         weights_RC /= tl.sum(weights_RC, 1)[:, None] + epsilon
     real_RC, at_RC = (t_R < T)[:, None] & (c_C < C), t_R[:, None] * C + c_C
+    if FACTORS:
+        weights_RC *= tl.load(factors_ptr + experts_RC, mask=real_RC, other=0.0)
     tl.store(experts_ptr + at_RC, experts_RC, mask=real_RC)
     tl.store(weights_ptr + at_RC, weights_RC * scale, mask=real_RC)
 

@@ -39,6 +39,8 @@ def rotary_write(
             return rms_norm(rows, weight, turn.eps, impl="torch")
         return layer_norm(rows, weight, bias, turn.eps, impl="torch")
 
+    if turn.value_norms:
+        v_TGD = rms_norm(v_TGD, v_TGD.new_ones(v_TGD.shape[2]), turn.eps, impl="torch")
     kv_write(k_GSD, v_GSD, turned(k_TGD, turn.k_norm, turn.angles[:2]), v_TGD, slots_T)
     return turned(q_THD, turn.q_norm, turn.angles[-2:])
 

@@ -72,7 +72,7 @@ def rotary_write(
         q_THD, k_TGD, v_TGD, *angles[:2], *angles[-2:], *norms, k_GSD, v_GSD, out_THD, slots_T, T,
         *strides, k_GSD.stride(0), v_GSD.stride(0), turn.eps,
         H=H, G=G, D=D, D2=D2, R=turn.angles[0].shape[1] if turn.angles else 0, NORM=kind, LAST=turn.norms_last,
-        ALL=whole, OWN=turn.own_norms, M=M, num_warps=warps(M * D2) if whole else 1,
+        ALL=whole, OWN=turn.own_norms, VALUES=turn.value_norms, M=M, num_warps=warps(M * D2) if whole else 1,
     )  # fmt: skip
     return out_THD
 
@@ -188,7 +188,7 @@ def _turn(
     q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, k_ptr, v_ptr, out_ptr, slots_ptr, T,
     stride_qt, stride_qh, stride_nkt, stride_nkg, stride_nvt, stride_nvg, stride_kg, stride_vg, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, R: tl.constexpr,
-    NORM: tl.constexpr, LAST: tl.constexpr, ALL: tl.constexpr, OWN: tl.constexpr, M: tl.constexpr,
+    NORM: tl.constexpr, LAST: tl.constexpr, ALL: tl.constexpr, OWN: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """M heads: of a token those of queries, of keys, of values in a row; or all those of queries, keys or values of one
@@ -233,6 +233,10 @@ def _turn(
         new_v_ptr + (t_M * stride_nvt + g_M * stride_nvg)[:, None] + d_D[None, :],
         mask=v_M[:, None] & real_D[None, :], other=0.0,
     )  # fmt: skip
+    if VALUES:
+        wide_MD = written_MD.to(tl.float32)
+        wide_MD *= 1 / tl.sqrt(tl.sum(wide_MD * wide_MD, 1) / D + eps)[:, None]
+        written_MD = cast(wide_MD, dtype)
     slot_M = tl.load(slots_ptr + t_M, mask=real_M, other=0)
     store_rows(x_MD, k_ptr, g_M, slot_M, stride_kg, k_M, D, D2)
     store_rows(written_MD, v_ptr, g_M, slot_M, stride_vg, v_M, D, D2)

@@ -18,6 +18,7 @@ class HeadTransform(NamedTuple):
         norms_last: heads are normed after they are rotated, not before.
         all_heads: those of queries are normed as one row, and those of keys; vectors are as long, [H * D] and [G * D].
         own_norms: each head by itself, and by vectors of its own, which lie one after the other, [H * D] and [G * D].
+        value_norms: heads of values are normed, each by itself, by RMSNorms without weights.
     """
 
     angles: tuple[Tensor, ...] = ()
@@ -27,3 +28,4 @@ class HeadTransform(NamedTuple):
     norms_last: bool = False
     all_heads: bool = False
     own_norms: bool = False
+    value_norms: bool = False

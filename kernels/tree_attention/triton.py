@@ -80,7 +80,7 @@ from kernels.tree_attention.triton_shares import (
 )
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_HEAD_DIM_FLOAT32 = 512, 256
 MAX_RANK, MAX_RANK_FLOAT32, MAX_ROTATED = 512, 128, 128  # of keys that are the values
 LONG = 128  # rows of a prompt's tile, which has a multiprocessor for itself
 WAVES = 4  # so many times the programs that run at once even out trees of all lengths by themselves
@@ -103,7 +103,7 @@ def tree_attention(
     """See the front for arguments.
 
     Raises:
-        ValueError: what the kernel cannot do: a dtype, a head size above 256, a latent above 512, another device.
+        ValueError: what the kernel cannot do: a dtype, a head or a latent above 512, another device.
     """
     made = vars(layout).setdefault("_tasks", {})
     return _run(q_THD, k_GSD, v_GSD, _trees(layout), made, scale, window, cap, sinks_H, unread)
@@ -260,9 +260,17 @@ def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, token_starts: Tensor, un
         raise ValueError(f"impl 'triton': {same_bits.NAME}=on is not supported where keys are the values")
     if unread and (why := why_no_latents(D - unread, unread, q_THD.dtype)):
         raise ValueError(f"impl 'triton': {why}")
-    if not unread and D > MAX_HEAD_DIM:
-        raise ValueError(f"impl 'triton': expected a head size of at most {MAX_HEAD_DIM}, got {D}")
+    if not unread and (why := why_not_heads(D, q_THD.dtype)):
+        raise ValueError(f"impl 'triton': {why}")
     check_device(q_THD, k_GSD, v_GSD, token_starts)
+
+
+def why_not_heads(head: int, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot take heads of this size."""
+    most = MAX_HEAD_DIM_FLOAT32 if dtype == torch.float32 else MAX_HEAD_DIM  # of which two parts would be in registers
+    most, same = (min(most, same_bits.MOST_HEAD), f" with {same_bits.NAME}=on") if same_bits.asked() else (most, "")
+    name = str(dtype).removeprefix("torch.")
+    return f"expected heads of at most {most} elements in {name}{same}, got {head}" if head > most else None
 
 
 def why_no_latents(rank: int, rotated: int, dtype: torch.dtype) -> str | None:
@@ -283,6 +291,9 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, i
     if dtype == torch.float32:  # each number is two in the registers of the products
         M = min(max(16, triton.next_power_of_2(rows)), 32 if head <= 64 else 16)
         return {"M": M, "N": 16, "num_warps": 4, "num_stages": 2}
+    if head > 256:  # 8 warps share the registers of the sums
+        M = min(max(16, triton.next_power_of_2(rows)), 32)
+        return {"M": M, "N": 32, "num_warps": 8, "num_stages": 5 if roomy else 2}
     M = min(max(16, triton.next_power_of_2(rows)), 128 if head <= 128 else 32)
     N = 32 if M == 64 or head > 128 else 64
     return {"M": M, "N": N, "num_warps": 8 if M == 128 else 4, "num_stages": 5 if roomy else 2}

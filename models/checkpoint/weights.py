@@ -98,7 +98,7 @@ class Weights:
 
     def scalar(self, name: str) -> float:
         """A vector of one element."""
-        return self.vector(name).item()
+        return self._read(name).to(self.dtype).item()
 
     def linear(
         self,
