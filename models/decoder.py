@@ -34,7 +34,6 @@ from models.norms import Norm, rounded
 from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, fused, run
 
-
 LATENT = "multi-head latent attention"
 
 

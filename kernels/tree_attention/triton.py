@@ -166,7 +166,8 @@ def _run(
     G, R, W = k_GSD.shape[0], len(trees.trunk_len_R), trees.branch_slots_RW.shape[1]
     gpu = properties(q_THD.device)
     rows = T * H // G // R
-    sizes = (_latent_sizes if unread else partial(_sizes, head=D))(rows, dtype=q_THD.dtype, roomy=gpu.roomy)
+    of_heads = partial(_sizes, head=D, windowed=window is not None)
+    sizes = (_latent_sizes if unread else of_heads)(rows, dtype=q_THD.dtype, roomy=gpu.roomy)
     M, N, D2, group = sizes["M"], sizes["N"], max(16, triton.next_power_of_2(D - unread)), H // G
     constants = {
         "WINDOWED": window is not None, "CAPPED": cap is not None, "GROUP": group, "HEADS": H, "PAGE": trees.page_size,
@@ -282,7 +283,7 @@ def why_no_latents(rank: int, rotated: int, dtype: torch.dtype) -> str | None:
     return f"expected latents of at most {most} elements in {name} and {MAX_ROTATED} rotated, got {rank} and {rotated}"
 
 
-def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, int]:
+def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool, windowed: bool = False) -> dict[str, int]:
     """The shape of a program, for about so many rows per tree.
 
     Stages: a page's number is loaded a step before its keys, which five stages of the pipeline turn into two blocks in
@@ -293,7 +294,8 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, i
         return {"M": M, "N": 16, "num_warps": 4, "num_stages": 2}
     if head > 256:  # 8 warps share the registers of the sums
         M = min(max(16, triton.next_power_of_2(rows)), 32)
-        return {"M": M, "N": 32, "num_warps": 8, "num_stages": 5 if roomy else 2}
+        fits = roomy and not (windowed and M == 32)  # two blocks and the positions of a window do not fit on sm_80
+        return {"M": M, "N": 32, "num_warps": 8, "num_stages": 5 if fits else 2}
     M = min(max(16, triton.next_power_of_2(rows)), 128 if head <= 128 else 32)
     N = 32 if M == 64 or head > 128 else 64
     return {"M": M, "N": N, "num_warps": 8 if M == 128 else 4, "num_stages": 5 if roomy else 2}

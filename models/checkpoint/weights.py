@@ -283,8 +283,14 @@ class Weights:
             return Embedding(self.checkpoint.rows(name, stored, shape), self.dtype)
         grouped = self.checkpoint.grouped(name, stored, shape, EMBEDDING, biased=True)
         some = part(shape[0], self.shard)
-        table = grouped.floats(some.start, some.stop) if grouped else _cut(self._read(name), some)
-        table = table.to(self.device, self.dtype)
+        if grouped is None:
+            table = _cut(self._read(name), some).to(self.device, self.dtype)
+        else:
+            table = torch.empty(len(some), shape[1], dtype=self.dtype, device=self.device)
+            rows = max(1, LARGE // shape[1])  # at once: all of them as float32 may be more than the host has room for
+            for at in range(0, len(some), rows):
+                piece = some[at : at + rows]
+                table[at : at + len(piece)] = grouped.floats(piece.start, piece.stop).to(self.device, self.dtype)
         if self.shard.size == 1:
             self.resident[stored] = table
         return Embedding(table, self.dtype, some.start, self.shard)

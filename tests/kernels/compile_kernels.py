@@ -67,7 +67,7 @@ def attend(
     if rotated:
         sizes = tree_attention._latent_sizes(rows, dtype, roomy=roomy)
     else:
-        sizes = tree_attention._sizes(rows, head, dtype, roomy=roomy)
+        sizes = tree_attention._sizes(rows, head, dtype, roomy=roomy, windowed=windowed)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     e = NAMES[dtype]
     types = {name: BYTES.get(cache, f"*{e}") for name in ("k_ptr", "v_ptr")} | {"q_ptr": f"*{e}"}
@@ -151,14 +151,14 @@ def bulk(capability, rows, head, windowed, cache):
     return able and rows == tree_attention.LONG and not windowed and cache is None
 
 
-def turn(capability, head, norm, cache=None, heads=0):
-    """`heads`: of so many query heads all are normed as one row."""
+def turn(capability, head, norm, cache=None, heads=0, values=False):
+    """`heads`: of so many query heads all are normed as one row; `values`: those of values are normed."""
     pointers = {name for name in kv_write._turn.arg_names if name.endswith("_ptr")}
     types = {"slots_ptr": "*i64", "eps": "fp32", "stride_kg": "i64", "stride_vg": "i64"}
     types |= dict.fromkeys(("k_ptr", "v_ptr"), BYTES.get(cache, "*bf16"))
     types = dict.fromkeys(pointers, "*bf16") | types
     sizes = {"H": heads or 32, "G": 8, "D": head, "D2": head, "R": head, "NORM": norm, "LAST": False}
-    sizes |= {"M": triton.next_power_of_2(heads) if heads else 4, "ALL": heads > 0, "OWN": False}
+    sizes |= {"M": triton.next_power_of_2(heads) if heads else 4, "ALL": heads > 0, "OWN": False, "VALUES": values}
     warps = kv_write.warps(sizes["M"] * head) if heads else 1
     return compile(kv_write._turn, capability, types, sizes, num_warps=warps)
 
@@ -213,11 +213,25 @@ def of_experts(capability, kind, rows, dtype=torch.bfloat16, function=3, group=1
 
 def around_experts(capability, experts, chosen, scores=0, groups=1):
     """The choice of experts, the tiles of their rows, the sums."""
-    types = {"logits_ptr": "*bf16", "bias_ptr": "*fp32", "experts_ptr": "*i32", "weights_ptr": "*fp32"}
+    types = {
+        "logits_ptr": "*bf16",
+        "bias_ptr": "*fp32",
+        "factors_ptr": "*fp32",
+        "experts_ptr": "*i32",
+        "weights_ptr": "*fp32",
+    }
     types |= dict.fromkeys(("epsilon", "scale", "far"), "fp32")
     X2, C2 = triton.next_power_of_2(experts), triton.next_power_of_2(chosen)
     sizes = {"X": experts, "X2": X2, "C": chosen, "C2": C2, "SCORES": scores, "ROWS": 1}
-    flags = {"NORMALIZED": scores != 1, "BIASED": scores == 2, "G": groups, "G2": groups, "KEPT": 4, "BEST": 2}
+    flags = {
+        "NORMALIZED": scores != 1,
+        "BIASED": scores == 2,
+        "FACTORS": scores == 0,
+        "G": groups,
+        "G2": groups,
+        "KEPT": 4,
+        "BEST": 2,
+    }
     yield compile(on_experts._choose, capability, types, sizes | flags, num_warps=1)
     types = dict.fromkeys(("experts_ptr", "order_ptr", "tiles_ptr"), "*i32")
     yield compile(on_experts._sort, capability, types, {"X2": X2, "M": 16, "ENTRIES": on_experts.ENTRIES})
@@ -372,6 +386,11 @@ attend(90, 16, 33, torch.float16)
 attend(90, 16, 64, torch.bfloat16, windowed=True, sinks=True)
 unspilled(attend(90, 2048, 64, torch.bfloat16, split=WHOLE, sinks=True))
 attend(90, 2048, 256, torch.bfloat16, split=WHOLE)
+for capability, windowed in zip(SHARED, (True, False, False), strict=True):  # Gemma 4
+    unspilled(attend(capability, 32, 512, torch.bfloat16, windowed=windowed))
+unspilled(attend(120, 2048, 512, torch.float16, split=WHOLE))
+for cache in BYTES:
+    unspilled(attend(90, 32, 512, torch.bfloat16, cache=cache), 24)
 for rows in (16, 2048):
     unspilled(attend(90, rows, 128, torch.float32, split=LAST if rows < 2048 else WHOLE))
 for capability, dtype in itertools.product(SHARED, NAMES):
@@ -410,6 +429,8 @@ for kind in BYTES.values():
     unspilled(compile(kv_write._write_rows, 90, types | {"k_ptr": kind, "v_ptr": kind}, sizes, num_warps=1))
 for capability, cache, norm in ((80, None, 0), (90, None, 1), (90, "int8", 2), (120, "int8", 0), (80, "fp8", 1)):
     unspilled(turn(capability, 128, norm, cache))
+for capability, head, cache in ((80, 256, None), (90, 512, None), (120, 512, "fp8")):
+    unspilled(turn(capability, head, 1, cache, values=True))
 for capability in (80, 90, 120):
     unspilled(turn(capability, 128, 1, heads=40))
 for capability, width in ((80, 4096), (90, 8192)):

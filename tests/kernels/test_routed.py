@@ -54,6 +54,7 @@ class Made:
         bias=True,
         shared=True,
         biased=False,
+        factors=False,
     ):
         self.routing, self.function, self.dtype = routing, function, getattr(torch, dtype)
         cast = functools.partial(torch.Tensor.to, dtype=self.dtype)
@@ -65,6 +66,7 @@ class Made:
         self.logits_TX = cast(draw(tokens, COUNT, seed=4))
         self.biases = [cast(draw(len(exact), seed=5)) if bias else None for _, exact in self.tables]
         self.bias_X = draw(COUNT, seed=6) if routing.scores == "sigmoid" or biased else None
+        self.factors_X = draw(COUNT, seed=8) if factors else None
         self.shared = [cast(draw(tokens, size, seed=7)) if shared else None for size in (WIDTH, 1)]
 
     def run(self, impl, device="cpu", dtype=None):
@@ -76,9 +78,10 @@ class Made:
         tables = [to(table if dtype is None else exact) for table, exact in self.tables]
         up, down = (Stacked(COUNT, *each) for each in zip(tables, map(to, self.biases), strict=True))
         rules = self.routing, self.function
-        bias_X = None if self.bias_X is None else self.bias_X.to(device)
+        own = {"bias_X": self.bias_X, "factors_X": self.factors_X}
+        own = {name: None if x_X is None else x_X.to(device) for name, x_X in own.items()}
         shared = dict(zip(("shared_TE", "gate_T1"), map(to, self.shared), strict=True))
-        return routed(to(self.x_TE), to(self.logits_TX), up, down, *rules, bias_X=bias_X, **shared, impl=impl).cpu()
+        return routed(to(self.x_TE), to(self.logits_TX), up, down, *rules, **own, **shared, impl=impl).cpu()
 
 
 def check(made, device):
@@ -98,6 +101,11 @@ def test_the_error_is_at_most_twice_that_of_pytorch(routing, kind, dtype, device
 @DEVICES
 def test_a_bias_of_the_choice_beside_a_softmax(device):
     check(Made(ROUTINGS["normalized"], biased=True), device)
+
+
+@DEVICES
+def test_factors_of_experts(device):
+    check(Made(ROUTINGS["normalized"], factors=True), device)
 
 
 @DEVICES
@@ -162,7 +170,7 @@ def test_experts_of_the_best_groups(routing, device):
     logits_TX[0], logits_TX[1, 6:], logits_TX[2, 5], logits_TX[3, :3] = 0.5, 0.5, torch.nan, -torch.inf
     experts_TK, weights_TK = choose(logits_TX, routing, bias_X)
     moved = logits_TX.to(device), None if bias_X is None else bias_X.to(device)
-    found_TK, by_TK = (x.cpu() for x in triton.chosen(*moved, routing))
+    found_TK, by_TK = (x.cpu() for x in triton.chosen(*moved, None, routing))
     assert found_TK.long().equal(experts_TK)
     torch.testing.assert_close(by_TK, weights_TK, rtol=1e-5, atol=1e-6, equal_nan=True)
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels import same_bits
 from kernels.kv_kinds import floats, parts
 from kernels.kv_write import kv_write
 from kernels.layout import unpack_bits
@@ -175,6 +176,14 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype, impl, device,
                padding=rng.choice([0, 0, 5]))  # fmt: skip
     window = rng.choice([None, None, 1, 5, 100])
     check_error(f, dtype, kept, impl, device, f.q_THD.shape[-1] ** -0.5, window)
+
+
+@CACHES
+@pytest.mark.parametrize(("impl", "device"), FAST)
+@pytest.mark.parametrize(("dtype", "window"), [(torch.bfloat16, None), (torch.float16, 7)], ids=str)
+def test_error_of_wide_heads_is_at_most_twice_that_of_plain_pytorch(dtype, window, impl, device, kept):
+    f = forest(5, [(90, 0, 33, 4), (20, 20, 0, 0)], heads=4, kv_heads=1, head_dim=512)
+    check_error(f, dtype, kept, impl, device, 512**-0.5, window)
 
 
 @CACHES
@@ -622,8 +631,14 @@ def test_triton_refuses_what_it_cannot_do(device):
     q, k, v = q.to(device), k.to(device), v.to(device)
     with pytest.raises(ValueError, match="expected float16, bfloat16 or float32"):
         tree_attention(q.double(), k.double(), v.double(), layout, scale=1.0)
-    with pytest.raises(ValueError, match="head size of at most 256"):
+    with pytest.raises(ValueError, match="heads of at most 256 elements in float32, got 272"):
         tree_attention(*(x.repeat(1, 1, 17) for x in (q, k, v)), layout, scale=1.0)
+    for many, same, message in (
+        (33, "off", "at most 512 elements in bfloat16, got 528"),
+        (17, "on", "at most 256 .* got 272"),
+    ):
+        with same_bits.asking(same), pytest.raises(ValueError, match=message):
+            tree_attention(*(x.bfloat16().repeat(1, 1, many) for x in (q, k, v)), layout, scale=1.0)
     with pytest.raises(ValueError, match="v_GSD: expected contiguous"):
         tree_attention(q, k, v.repeat(1, 1, 2)[..., :16], layout, scale=1.0)
     with pytest.raises(ValueError, match="k_GSD: expected contiguous"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine import Engine
+from kernels import same_bits
 from kernels.layout import CacheKind
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
@@ -51,14 +52,10 @@ def test_refusals_name_what_is_wrong(tmp_path, variant, changes, message):
         Engine.load(changed(tmp_path, f"gemma4/{variant}", changes), dtype="float32")
 
 
-@pytest.mark.parametrize("variant", ["plain", "inputs", "experts"])
-def test_other_devices_are_refused_by_name(variant):
-    checkpoint = Checkpoint.open(GOLDEN / variant)
-    with pytest.raises(
-        CheckpointError,
-        match="layers that differ in their heads, share keys and values or norm values run on a CPU only",
-    ):
-        load_model(checkpoint, torch.float32, torch.device("meta"))
+def test_the_same_bits_of_wide_heads_are_refused_by_name():
+    checkpoint = Checkpoint.open(GOLDEN / "defaults")
+    with same_bits.asking("on"), pytest.raises(CheckpointError, match="heads of more than 256 elements does not give"):
+        load_model(checkpoint, torch.bfloat16, torch.device("meta"))
 
 
 @pytest.mark.parametrize("variant", ["plain", "inputs"])
@@ -103,12 +100,15 @@ def test_a_whole_gemma_4_caps_its_logits(tmp_path):
     assert Engine.load(folder, dtype="float32").logits([5, 6, 7]).abs().max() <= 0.1
 
 
-def test_tables_of_inputs_take_no_memory():
+def test_tables_of_inputs_take_no_memory_but_a_gpus():
     checkpoint = Checkpoint.open(GOLDEN / "inputs")
     sizes = measure(checkpoint, torch.float32, torch.device("cpu"))
     floats = {name: math.prod(info.shape) for name, info in checkpoint.tensors.items()}
     table = floats["model.embed_tokens_per_layer.weight"]
     assert sizes.vectors < 4 * table < 4 * sum(floats.values()) - sizes.vectors
+    device = measure(checkpoint, torch.float32, torch.device("meta"))
+    both = table + floats["model.embed_tokens.weight"]
+    assert device.weights == sizes.weights + 4 * both - 4 * floats["model.embed_tokens.weight"]  # the head is tied
 
 
 def test_absent_fields():
