@@ -187,7 +187,7 @@ struct Int8 : FourInt8, Plain {
 // DEFAULT_LEAST of one that has minimums.
 struct Grouped {
     typedef Floats Total;
-    static constexpr bool GROUPED = true, EXPONENTS = false, IN_BITS = false;
+    static constexpr bool GROUPED = true, EXPONENTS = false, IN_BITS = false, WRITTEN_OUT = false;
     static constexpr int CHUNK = 32, ROUNDED = 0, SUMS = REGISTERS, NARROW = 0;
     static Floats floats(Floats sum) { return sum; }
     static Floats floats(Ints sum) { return __builtin_convertvector(sum, Floats); }
@@ -206,6 +206,15 @@ struct Planes {
         const int up = 4 - ABOVE * i;
         return ((i % 2 ? low >> 4 : low) & 0x0f0f0f0f) |
                ((up < 0 ? above >> -up : above << up) & ((1 << ABOVE) - 1) * 0x10101010);
+    }
+
+    // The same, MIDDLE less, in the upper bits of bytes.
+    static Ints numbers(const char* at, int i) {
+        constexpr int SIGNS = ABOVE == 1 ? -1 : int(0xaaaaaaaa);
+        const Ints low = word(at, i / 2), above = word(at, LOW) ^ SIGNS;
+        const int to = 8 - BITS, up = to - i % 2 * 4;
+        return ((up < 0 ? low >> -up : low << up) & (15 << to) * 0x01010101) |
+               (above << (8 - ABOVE * (i + 1)) & int((256u - (256u >> ABOVE)) * 0x01010101u));
     }
 
    private:
@@ -251,6 +260,7 @@ struct Rounded : Four, Grouped {
 struct Int4 : Rounded<FourNibbles, 8> {
     typedef Ints Part;
     static constexpr int STEP = 8, PARTS = 2, SUMS = INT4_SUMS;
+    static constexpr bool WRITTEN_OUT = SUMS < REGISTERS;
     static constexpr float DEFAULT_LEAST = 0;
     static Part part(Words words, int i) { return (i ? words >> 4 : words) & 0x0f0f0f0f; }
 };
@@ -318,6 +328,22 @@ struct WideInt8 : Grouped, WideRows {
     static constexpr float ZERO = 128, DEFAULT = 128, DEFAULT_LEAST = 128;
     static Words load(const char* at) { return read<Ints>(at, LANES) ^ int(0x80808080); }
     static Part part(Words words, int i) { return __builtin_convertvector(words << (24 - i * 8) >> 24, Floats); }
+};
+
+// Codes of 5 or 6 bits.
+template <int BITS>
+struct WideBits : Grouped, WideRows {
+    typedef Planes<BITS> Of;
+    typedef const char* Words;
+    static constexpr int STEP = Of::STEP, BYTES = Of::BYTES, PARTS = STEP, VECTORS = 2;
+    static constexpr int SUMS = BITS == 5 ? REGISTERS / 2 : REGISTERS;
+    static constexpr float ZERO = Of::MIDDLE, DEFAULT = Of::MIDDLE, DEFAULT_LEAST = 0;
+    static Words load(const char* at) { return at; }
+    // 2^(32 - BITS) times the number, which is the highest byte of a word.
+    static Part part(Words words, int i) {
+        return __builtin_convertvector(highest(Of::numbers(words, i / 4), i % 4), Floats);
+    }
+    static Floats floats(Floats sum) { return sum * (1.0f / (int64_t(1) << (32 - BITS))); }
 };
 
 // The same by rows of floats.

@@ -24,10 +24,6 @@ constexpr bool fits(int rows, int vectors) {
            rows * vectors <= Element::SUMS;
 }
 
-// Whether the steps between two roundings are written out: in a loop of so few they take a quarter longer.
-template <typename Element>
-constexpr bool WRITTEN_OUT = Element::SUMS < REGISTERS;
-
 template <typename Element>
 constexpr int max_rows(int vectors) {
     int rows = 1;
@@ -88,8 +84,18 @@ template <typename Element, int VECTORS, int COUNT>
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++)
         words[v] = Element::load(at + v / EACH * across + v % EACH * LANES * std::min(Element::BYTES, 4));
-#pragma GCC unroll 8
+#pragma GCC unroll 32
     for (int p = 0; p < Element::PARTS; p++) {
+        if (Element::PARTS > 8 && p % 4 == 0)
+            asm("" : "+r"(x), "+r"(stride));  // or GCC keeps the place of each word of each row, most of them in memory
+        if constexpr (COUNT == 1 && Element::PARTS > 8) {
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) {
+                sums[0][v] = Element::add(sums[0][v], Element::part(words[v], p), x + p * (Element::STEP / Element::PARTS));
+                asm("" : "+x"(sums[0][v]));
+            }
+            continue;
+        }
         typename Element::Part part[VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) part[v] = Element::part(words[v], p);
@@ -167,7 +173,7 @@ template <typename Element, int VECTORS, int COUNT, typename Steps>
     auto step = [&](int64_t i) __attribute__((always_inline)) {
         add_step<Element, VECTORS, COUNT>(at + i * LINE, across, x + i * Element::STEP, stride, sums);
     };
-    if constexpr (WRITTEN_OUT<Element> && !std::is_same_v<Steps, int64_t>) {
+    if constexpr (Element::WRITTEN_OUT && !std::is_same_v<Steps, int64_t>) {
         for (int i = 0; i < Steps::value; i++) fetch(i);
 #pragma GCC unroll 4
         for (int i = 0; i < Steps::value; i++) step(i);
@@ -204,11 +210,11 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
         const int64_t ahead = c >= first && c < last ? chunks.ahead : 0;
         const Floats* scales = chunks.scales[chunk.place];
         if (chunk.steps == STEPS) {
-            if (WRITTEN_OUT<Element>)
+            if (Element::WRITTEN_OUT)
                 asm("" : "+r"(stride));  // or GCC keeps the place of each word of each row, most of them in memory
             add_chunk<Element, VECTORS, COUNT>(at, across, ahead, x, stride,
                                                std::integral_constant<int64_t, STEPS>{}, units, scales, totals);
-        } else if (WRITTEN_OUT<Element>)
+        } else if (Element::WRITTEN_OUT)
             add_rest<Element, VECTORS, COUNT>(at, across, ahead, x, stride, chunk.steps, units, scales, totals);
         else
             add_chunk<Element, VECTORS, COUNT>(at, across, ahead, x, stride, chunk.steps, units, scales, totals);

@@ -47,6 +47,13 @@ inline Ints looked_up(Ints places, const Table& table) {
     return (Ints)_mm256_shuffle_epi8(both, (__m256i)places);
 }
 
+inline Ints highest(Ints words, int byte) {
+    if (byte == 0) return words << 24;
+    if (byte == 3) return words & int(0xff000000);
+    const Ints places = Ints{0, 4, 8, 12, 0, 4, 8, 12} + byte;
+    return (Ints)_mm256_shuffle_epi8((__m256i)words, (__m256i)(places << 24 | 0x808080));
+}
+
 constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
 
 #ifdef __AVXVNNI__
