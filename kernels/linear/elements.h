@@ -309,6 +309,19 @@ struct Codes : Rounded<FourCodes, FourInt8::OFFSET> {
     }
 };
 
+#ifdef EIGHT_CODES
+template <int BITS>
+struct RoundedBits : Rounded<EightCodes, Planes<BITS>::MIDDLE> {
+    typedef Planes<BITS> Of;
+    typedef const char* Words;
+    typedef EightCodes::Part Part;
+    static constexpr int STEP = Of::STEP, BYTES = Of::BYTES, PARTS = STEP / 8;
+    static constexpr float DEFAULT = Of::MIDDLE, DEFAULT_LEAST = 0;
+    static Words load(const char* at) { return at; }
+    static Part part(Words words, int i) { return {Of::codes(words, 2 * i), Of::codes(words, 2 * i + 1)}; }
+};
+#endif
+
 // The same by rows of floats: numbers from -8 up.
 struct WideInt4 : Grouped, WideRows {
     typedef Ints Words;

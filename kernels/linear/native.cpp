@@ -222,9 +222,11 @@ void with_element([[maybe_unused]] int64_t kind, const Matrix& m, F f) {
     if (m.kind == 2) f(WideFloat16{});
     if (m.kind == 3) f(Int8{});
     if (m.kind == 4 && m.levels) return f(Int4{});
-#ifdef MANY_REGISTERS
+#if defined(MANY_REGISTERS) || defined(EIGHT_CODES)
     if (m.kind == 9 && m.levels) return f(RoundedBits<5>{});
     if (m.kind == 10 && m.levels) return f(RoundedBits<6>{});
+#endif
+#ifdef MANY_REGISTERS
     if (m.kind == 9) return f(DigitsBits<5>{});
     if (m.kind == 10) return f(DigitsBits<6>{});
 #endif

@@ -143,6 +143,25 @@ struct FourNibbles {
     }
     static Ints exact(Sum sum) { return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
 };
+
+// Four products of a byte of at most 63 and an int8 are added in 16 bits.
+#define EIGHT_CODES
+struct EightCodes {
+    typedef int8_t Row;
+    typedef Ints Sum;
+    struct Part {
+        Ints first, second;
+    };
+    static constexpr int VECTORS = 3;
+    static Ints add(Ints sum, Part codes, const Row* x) {
+        int32_t fours[2];
+        __builtin_memcpy(fours, x, sizeof fours);
+        const __m512i pairs = _mm512_add_epi16(_mm512_maddubs_epi16((__m512i)codes.first, _mm512_set1_epi32(fours[0])),
+                                               _mm512_maddubs_epi16((__m512i)codes.second, _mm512_set1_epi32(fours[1])));
+        return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+    }
+    static Ints exact(Ints sum) { return sum; }
+};
 #endif
 
 }  // namespace
