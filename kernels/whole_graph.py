@@ -1,6 +1,7 @@
 """Functions that torch.compile traces in place of the fronts, whose checks read numbers: one graph of a whole model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import kv_write, linear, rows, short_conv, tree_attention
+from kernels.layout import TreeLayout
 from kernels.rows import reference
 from kernels.tracing import FUSED, watched
 
@@ -17,8 +19,8 @@ def traceable() -> None:
     """Make the fronts traceable: `torch.compile(model.forward, fullgraph=True)` then gets one graph of a whole model.
 
     Operators over trees and packed products are opaque in it, see `register`; those of `FUSED` are PyTorch's. Nothing
-    is checked. Programs that compile a model call it once before; it takes a second, in which torch's compiler is
-    imported.
+    is checked. Programs that compile a model call it once before, and give it layouts of `fusible`; it takes a second,
+    in which torch's compiler is imported.
     """
 
     def trace(front: Callable[..., Any], traced: Callable[..., Any]) -> None:
@@ -31,6 +33,12 @@ def traceable() -> None:
     trace(tree_attention.tree_attention, _tree_attention)
     for name in FUSED:
         trace(getattr(rows, name), _fused(getattr(reference, name)))
+
+
+def fusible(layout: TreeLayout) -> TreeLayout:
+    """The layout of a pass whose operators on rows a compiler fuses: Triton's kernels for several of them at once, such
+    as `rotary_write`, cannot be traced."""
+    return replace(layout, rows="torch")
 
 
 def _opaque(name: str) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import itertools
 import operator
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from triton.compiler import ASTSource
 from kernels import recurrent
 from kernels.delta_net import triton as on_deltas
 from kernels.experts import triton as on_experts
-from kernels.gpu import Properties
+from kernels.gpu import Properties, after_the_last
 from kernels.kv_write import triton as kv_write
 from kernels.latent import triton as on_latents
 from kernels.layout import DeltaKind, ScanKind
@@ -30,7 +31,7 @@ from kernels.rows import triton_next, triton_sums
 from kernels.scan import triton as on_scans
 from kernels.tree_attention import triton as tree_attention
 from kernels.tree_attention import triton_fixed, triton_shares
-from tests.kernels.sass import main_loops, usage
+from tests.kernels.sass import before_the_wait, main_loops, printed, usage
 
 WHOLE, LAST, LATER = (getattr(tree_attention, name).value for name in ("WHOLE", "LAST", "LATER"))
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -38,6 +39,7 @@ BYTES = {"int8": "*i8", "fp8": "*u8"}  # caches of 8 bits, as kernels take them
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes that one program may have
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # its loops over keys are a fifth longer
 EARLY = {"EARLY": False}  # whether kernels may be launched early
+WAITING = set()  # kernels that were compiled so, and wait before they touch memory
 OTHERS = {89: 101_376, 100: 232_448, 120: 101_376}  # compiled for the table only
 GPUS = {80: "A100", 86: "A10, RTX 30", 89: "L4, L40, RTX 40", 90: "H100, H200", 100: "B200", 120: "RTX 50"}
 THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}  # of a multiprocessor
@@ -56,6 +58,10 @@ def compile(kernel, capability, types, constants, **options):
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.metadata.shared <= (SHARED | OTHERS)[capability], (capability, constants, compiled.metadata.shared)
+    if constants.get("EARLY"):
+        listing = printed(compiled, "-sass")
+        assert before_the_wait(listing) == [] and "PREEXIT" in listing, (kernel, before_the_wait(listing))
+        WAITING.add(kernel)
     return compiled
 
 
@@ -126,6 +132,24 @@ def around_fixed(capability, trees):
     types = {"out_ptr": "*bf16", "sinks_ptr": "*fp32", "level_ptr": "*fp32", "log_ptr": "*fp32", "token_ptr": "*i32"}
     sizes = {"GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "LEVELS": triton_fixed.LEVELS}
     yield compile(triton_fixed._join_shares, capability, types, sizes)
+
+
+def merges(capability):
+    """The kernel that merges shares, of values of their own and of latents."""
+    types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16", "token_ptr": "*i32"}
+    sizes = {"GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "K": 16}
+    for more in ({}, {"D": 576, "D2": 512, "R": 64, "K": 8}):
+        yield compile(tree_attention.merge, capability, types, sizes | more, num_warps=2)
+
+
+def writes(capability):
+    """The kernels that write keys and values as they are, and in 8 bits."""
+    types = {"slots_ptr": "*i64"} | {f"{name}_ptr": "*bf16" for name in ("k", "v", "new_k", "new_v")}
+    yield compile(kv_write._write, capability, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
+    sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}
+    for kind in BYTES.values():
+        cache = {"k_ptr": kind, "v_ptr": kind}
+        yield compile(kv_write._write_rows, capability, types | cache, sizes, num_warps=1)
 
 
 def before_latents(capability, heads, cache=None):
@@ -254,6 +278,11 @@ def gate(capability, width):
     return compile(on_rows._activate, capability, {"x_ptr": "*bf16", "out_ptr": "*bf16"}, sizes)
 
 
+def let_through(capability):
+    types = dict.fromkeys(("x_ptr", "gate_ptr", "out_ptr"), "*bf16")
+    return compile(on_rows._let_through, capability, types, {"WIDTH": 4096, "M": 1, "BLOCK": on_rows.BLOCK})
+
+
 def log_softmax(capability, width):
     e, f, blocks = {"x_ptr": "*bf16"}, {"part_ptr": "*fp32"}, -(-width // on_rows.WIDE)
     sizes = {"V": width, "M": 1, "WIDE": on_rows.WIDE}
@@ -310,18 +339,6 @@ def unspilled(compiled, most=0):
     registers, stack = usage(compiled)
     assert stack <= most, (compiled.metadata.name, registers, stack)
     return registers
-
-
-def waits(kernel, arguments, **more):
-    """Check that a kernel that may be launched early waits before it touches memory."""
-    EARLY["EARLY"] = True
-    compiled = kernel(*arguments, **more)
-    EARLY["EARLY"] = False
-    lines = compiled.asm["ptx"].splitlines()
-    first = next(i for i, line in enumerate(lines) if "griddepcontrol.wait" in line)
-    touching = [i for i, line in enumerate(lines) if re.search(r"\b(ld|st|atom|red)\.\w*\.?global|cp\.async", line)]
-    assert touching and first < min(touching), compiled.metadata.name
-    assert any("griddepcontrol.launch_dependents" in line for line in lines)
 
 
 def pinned(compiled, most, loads=0):
@@ -401,10 +418,8 @@ for capability, cache in itertools.product(SHARED, BYTES):
     unspilled(attend(capability, 16, 128, torch.bfloat16, cache=cache), most)
 for dtype in (torch.float16, torch.float32):
     attend(90, 16, 64, dtype, cache="fp8")
-types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16", "token_ptr": "*i32"}
-sizes = {"GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "K": 16}
-unspilled(compile(tree_attention.merge, 90, types, sizes, num_warps=2))
-unspilled(compile(tree_attention.merge, 90, types, sizes | {"D": 576, "D2": 512, "R": 64, "K": 8}, num_warps=2))
+for compiled in merges(90):
+    unspilled(compiled)
 for capability, rows in ((80, 32), (86, 16), (90, 32), (120, 32)):
     unspilled(attend(capability, rows, 512, torch.bfloat16, rotated=64))
 for capability, cache in ((86, "int8"), (90, "fp8")):  # ptxas spills around the loops over keys
@@ -422,11 +437,8 @@ unspilled(attend_fixed(90, 64, torch.float16, windowed=True, sinks=True, cache="
 unspilled(attend_fixed(80, 128, torch.float32))
 for compiled in around_fixed(90, 16):
     unspilled(compiled)
-types = {"slots_ptr": "*i64"} | {f"{name}_ptr": "*bf16" for name in ("k", "v", "new_k", "new_v")}
-compile(kv_write._write, 90, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
-sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}
-for kind in BYTES.values():
-    unspilled(compile(kv_write._write_rows, 90, types | {"k_ptr": kind, "v_ptr": kind}, sizes, num_warps=1))
+for compiled in writes(90):
+    unspilled(compiled)
 for capability, cache, norm in ((80, None, 0), (90, None, 1), (90, "int8", 2), (120, "int8", 0), (80, "fp8", 1)):
     unspilled(turn(capability, 128, norm, cache))
 for capability, head, cache in ((80, 256, None), (90, 512, None), (120, 512, "fp8")):
@@ -486,13 +498,23 @@ for capability in (80, 90):
     pinned(of_experts(capability, 7, 16), (70,))
     pinned(of_experts(capability, 4, 16, group=32), (240,), loads=8)  # scales of gates, and of what they let through
 
+# Kernels that may be launched before the kernel before them has ended.
+EARLY["EARLY"] = True
 for capability in (90, 100):
-    waits(attend, (capability, 16, 128, torch.bfloat16))
-    waits(attend, (capability, 2048, 128, torch.bfloat16), split=WHOLE)
-    waits(attend_fixed, (capability, 128, torch.bfloat16))
-    waits(before_latents, (capability, 16))
-    waits(turn, (capability, 128, 1))
-    waits(product, (capability, 4, 16), group=32)
-    waits(of_experts, (capability, 7, 16))
-    waits(add_norm, (capability, 4096))
-    waits(gate, (capability, 4096))
+    for rows, split in ((16, LAST), (2048, WHOLE)):
+        attend(capability, rows, 128, torch.bfloat16, split=split)
+    attend(capability, 16, 512, torch.bfloat16, rotated=64)
+    attend_fixed(capability, 128, torch.bfloat16)
+    for kernels in (merges, writes, partial(around_fixed, trees=16), partial(around_experts, experts=128, chosen=8)):
+        list(kernels(capability))
+    before_latents(capability, 16)
+    turn(capability, 128, 1)
+    product(capability, 4, 16, group=32)
+    floats(capability, torch.bfloat16)
+    of_experts(capability, 7, 16)
+    add_norm(capability, 4096)
+    gate(capability, 4096)
+    let_through(capability)
+for module in (tree_attention, triton_fixed, triton_shares, kv_write, on_latents, products, on_experts, on_rows):
+    early = {x for x in vars(module).values() if isinstance(x, triton.JITFunction) and "EARLY" in x.arg_names}
+    assert early - {after_the_last} <= WAITING, early - WAITING

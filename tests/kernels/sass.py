@@ -7,6 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 PRODUCTS = ("HMMA", "HGMMA")  # of matrix units
+WAIT = "ACQBULK"  # for the end of the kernel before, griddepcontrol.wait in PTX
+# What touches the device's memory, ends a program, or jumps nobody knows where.
+UNSAFE = re.compile(r"(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UTMA\w+|UBLK\w+|CCTL|EXIT|BRX\w*|JMP\w*)$")
+ENDS = ("RET", "EXIT")
 
 
 def usage(compiled):
@@ -20,18 +24,50 @@ def main_loops(compiled):
     return [loop for loop in loops(printed(compiled, "-sass")) if any(loop[name] for name in PRODUCTS)]
 
 
+def before_the_wait(listing):
+    """Instructions that touch the device's memory, or end the program, on any way on which a kernel has not waited yet
+    for the end of the one before it; None if there is no wait."""
+    instructions = instructions_of(listing)
+    at = {address: i for i, (address, *_) in enumerate(instructions)}
+    found, ways, seen = [], [0], set()
+    while ways:
+        i = ways.pop()
+        if i in seen or i >= len(instructions):
+            continue
+        seen.add(i)
+        _, predicate, name, operands = instructions[i]
+        if name == WAIT:
+            continue
+        if UNSAFE.match(name):
+            found.append(name)
+        target = target_of(operands) if name in ("BRA", "CALL") else None
+        ways += [] if target is None else [at[target]]
+        if predicate or (name not in ENDS and (name != "BRA" or "," in operands)):
+            ways.append(i + 1)
+    return sorted(found) if any(name == WAIT for _, _, name, _ in instructions) else None
+
+
+def instructions_of(listing):
+    """(address, predicate, name without what follows the first point, operands) of what cuobjdump prints."""
+    pattern = r"^\s+/\*([0-9a-f]{4,5})\*/\s+(@!?U?P\w+\s+)?(\S+?)(?:\.\S+)?(?: ([^;]*))?\s*;"
+    return [(int(address, 16), *rest) for address, *rest in re.findall(pattern, listing, re.M)]
+
+
+def target_of(operands):
+    """The address that a jump names; None: it names none."""
+    found = re.search(r"0x[0-9a-f]+", operands)
+    return None if found is None else int(found[0], 16)
+
+
 def loops(listing):
-    """Instructions by name, without what follows the first point, for each jump backwards in what cuobjdump prints."""
-    instructions = re.findall(
-        r"^\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?(\S+?)(?:\.\S+)?(?: ([^;]*))?\s*;", listing, re.M
-    )
-    at = {int(address, 16): i for i, (address, _, _) in enumerate(instructions)}
+    """Instructions by name for each jump backwards in what cuobjdump prints."""
+    instructions = instructions_of(listing)
+    at = {address: i for i, (address, *_) in enumerate(instructions)}
     found = []
-    for i, (_, name, operands) in enumerate(instructions):
-        target = re.search(r"0x[0-9a-f]+", operands) if name == "BRA" else None
-        first = at.get(int(target[0], 16), i) if target else i
+    for i, (_, _, name, operands) in enumerate(instructions):
+        first = at.get(target_of(operands) if name == "BRA" else None, i)
         if first < i:
-            found.append(Counter(name for _, name, _ in instructions[first : i + 1]))
+            found.append(Counter(name for _, _, name, _ in instructions[first : i + 1]))
     return found
 
 

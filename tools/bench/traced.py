@@ -10,7 +10,7 @@ from torch.fx.experimental import _config
 from engine import Engine
 from engine.cache.tree import TokenTree
 from engine.step.packing import Chunk, pack
-from kernels.whole_graph import traceable
+from kernels.whole_graph import fusible, traceable
 from models.checkpoint.weights import Embedding
 
 PASSES = ((1, 1), (2, 5), (3, 2), (1, 40), (2, 33))  # trees, and tokens of the first one's prompt
@@ -59,9 +59,10 @@ def trace(engine: Engine, *, impl: str | None = None, backend: str = "eager") ->
                 options = {"impl": impl or runner.impl, "ancestors": runner.pool.ancestors}
                 options |= {"token_buckets": TOKENS, "word_buckets": WORDS}
                 p = pack(chunks, runner.pool.page_size, **options)
-                arguments = p.tokens_T, p.layout.positions_T, p.spans_T, runner.pool.cache, p.layout
-                expected_TE = model.forward(*arguments)
-                error, count = max(error, float((run(*arguments) - expected_TE).abs().max())), count + 1
+                arguments = p.tokens_T, p.layout.positions_T, p.spans_T, runner.pool.cache
+                expected_TE = model.forward(*arguments, p.layout)
+                found_TE = run(*arguments, fusible(p.layout))
+                error, count = max(error, float((found_TE - expected_TE).abs().max())), count + 1
     finally:
         model.embedding = table
     return Traced(count, counters["stats"]["unique_graphs"], error)

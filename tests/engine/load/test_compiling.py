@@ -18,6 +18,7 @@ from engine.step.graphs import LEAST_COMPILED, GraphRunner
 from kernels import cpp, same_bits
 from kernels.tracing import compiled
 from search import Greedy, Sample, Trie
+from tests.marks import needs_interpreter
 from tools.bench.traced import trace
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -38,7 +39,10 @@ def test_a_whole_model_is_one_graph(variant):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("impl", "backend"), [("torch", "eager"), ("cpp", "aot_eager")])
+@pytest.mark.parametrize(
+    ("impl", "backend"),
+    [("torch", "eager"), ("cpp", "aot_eager"), pytest.param("triton", "eager", marks=needs_interpreter)],
+)
 def test_any_implementation_is_one_graph(impl, backend):
     engine = Engine.load(GOLDEN / "llama/gqa", dtype="float32", device="cpu", kv_memory=1 << 24)
     found = trace(engine, impl=impl, backend=backend)
