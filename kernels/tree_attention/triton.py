@@ -291,6 +291,8 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool, windowed: bool
     """
     if dtype == torch.float32:  # each number is two in the registers of the products
         M = min(max(16, triton.next_power_of_2(rows)), 32 if head <= 64 else 16)
+        if head > 128:  # 4 warps spill three times as much, and two stages take 100 KiB
+            return {"M": M, "N": 16, "num_warps": 8, "num_stages": 2 if roomy else 1}
         return {"M": M, "N": 16, "num_warps": 4, "num_stages": 2}
     if head > 256:  # 8 warps share the registers of the sums
         M = min(max(16, triton.next_power_of_2(rows)), 32)

@@ -42,6 +42,7 @@ from kernels.tree_attention.triton_shares import WORD, Trees, store
 CUT = tl.constexpr(256)  # positions after which the softmax begins anew
 LEVELS = 6  # of the tree of a tile's shares
 WAVES = 4  # programs for each multiprocessor that shares aim at
+SCRATCH = 1 << 28  # bytes that the programs of a launch keep levels in, unless shares need more: others follow in turns
 TASK = tl.constexpr(10)  # numbers of a program's record
 ROW = tl.constexpr(5)  # numbers of a token's record
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -64,7 +65,7 @@ def sizes(head: int, dtype: torch.dtype, roomy: bool) -> dict[str, int]:
     """The shape of all programs, however many rows there are: matrix units of some GPUs add up tiles below 64 rows by
     other instructions."""
     if dtype == torch.float32:
-        return {"M": 32 if head <= 64 else 16, "N": 16, "num_warps": 4, "num_stages": 2}
+        return {"M": 32 if head <= 64 else 16, "N": 16, "num_warps": 4 if head <= 128 else 8, "num_stages": 2}
     return {"M": 64 if head <= 128 else 32, "N": 32, "num_warps": 4, "num_stages": 4 if roomy else 2}
 
 
@@ -98,17 +99,20 @@ def run(
     levels = triton.cdiv(longest, CUT.value).bit_length() + 1
     D2, new = max(16, triton.next_power_of_2(D)), q_THD.new_empty
     out_THD = new(T, H, D)
-    level_PLMD, log_PLM = (new(programs, levels, M, *more, dtype=torch.float32) for more in ((D,), ()))
+    most = max(SCRATCH // (4 * levels * M * D) // 8 * 8, 8)  # a task's address stays aligned
+    most = programs if split else min(programs, most)
+    level_PLMD, log_PLM = (new(most, levels, M, *more, dtype=torch.float32) for more in ((D,), ()))
     k_GSD, v_GSD = raw(k_GSD), raw(v_GSD)
     kept = {"GROUP": group, "HEADS": H, "D": D, "D2": D2, "M": M}
-    launch(_attend, programs)(
-        q_THD, k_GSD, v_GSD, sinks_H, out_THD, level_PLMD, log_PLM, task, trees.positions_T, *path[:3],
-        trees.trunk_pages_RP, path.slots_TL.shape[1], levels,
-        scale / cap if cap else scale * LOG2_E.value, (cap or 0.0) * LOG2_E.value, window or 0,
-        q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trees.trunk_pages_RP.stride(),
-        WINDOWED=window is not None, CAPPED=cap is not None, PAGE=trees.page_size, SCALE=row_width(0, k_GSD.dtype),
-        **{**kept, **shape},
-    )  # fmt: skip
+    for begin in range(0, programs, most):
+        launch(_attend, min(most, programs - begin))(
+            q_THD, k_GSD, v_GSD, sinks_H, out_THD, level_PLMD, log_PLM, task[begin:], trees.positions_T, *path[:3],
+            trees.trunk_pages_RP, path.slots_TL.shape[1], levels,
+            scale / cap if cap else scale * LOG2_E.value, (cap or 0.0) * LOG2_E.value, window or 0,
+            q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trees.trunk_pages_RP.stride(),
+            WINDOWED=window is not None, CAPPED=cap is not None, PAGE=trees.page_size, SCALE=row_width(0, k_GSD.dtype),
+            **{**kept, **shape},
+        )  # fmt: skip
     if split:
         launch(_join_shares, T * H)(
             out_THD, sinks_H, level_PLMD, log_PLM, token, levels, LEVELS=LEVELS, num_warps=4, **kept

@@ -7,7 +7,6 @@ writes what the compiler says of the attention kernel into the page's table, ins
 
 import itertools
 import operator
-import re
 import sys
 from functools import partial
 from pathlib import Path

@@ -60,3 +60,22 @@ def test_chunks_of_a_prompt(device, processors):
     for tokens in (1, 70):
         assert attend([], 0, alone=0, tokens=tokens)[0].equal(whole[-tokens:])
     assert attend([0], length - 19, tokens=19)[0].equal(whole[-19:])
+
+
+def test_programs_of_many_tiles_share_their_memory_in_turns(device, processors, monkeypatch):
+    from kernels import gpu
+    from kernels.tree_attention import triton_fixed
+
+    sequences = Sequences(300, 300, 300, 1, (1, 2, 32))
+    attend = partial(sequences.attend, [], 0, dtype=torch.bfloat16, kept=None, impl="triton", device=device, alone=0)
+    processors(1)
+    whole, grids = attend(tokens=300)[0], []
+
+    def counted(kernel, grid):
+        grids.append((kernel.fn.__name__, *grid))
+        return kernel[grid]
+
+    monkeypatch.setattr(triton_fixed, "SCRATCH", 1)
+    with gpu.launching_by(counted):
+        assert attend(tokens=300)[0].equal(whole)
+    assert [grid for name, grid in grids if name == "_attend"] == [8, 2]
