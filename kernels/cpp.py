@@ -118,7 +118,7 @@ def _load() -> tuple[ctypes.CDLL, LibraryFile] | BuildError:
             loaded = _open(chosen)
         return loaded if loaded is not None else _build_once(chosen), chosen
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        return BuildError(str(error))
+        return BuildError(files.why_unusable(error))
     except BuildError as error:
         return error
 
@@ -237,7 +237,7 @@ def _build_once(chosen: LibraryFile) -> ctypes.CDLL:
         loaded = _open(chosen)
         if loaded is not None:
             return loaded
-        build(chosen.folder, chosen.name, NATIVE, announce="for this machine, once (up to a minute)")
+        build(chosen.folder, chosen.name, NATIVE, announce="for this machine")
         chosen = chosen._replace(facts=files.facts(chosen.folder, chosen.name))
         loaded = _open(chosen)
     if loaded is None:
@@ -267,7 +267,7 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
             f"for example CXX={target.machine}-linux-gnu-g++"
         )
     what, start = f"the C++ kernels {announce}", time.monotonic()
-    files.report(f"building {what} ...")
+    files.report(f"building {what}, once (up to a minute) ...")
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as work:
         table = Path(work) / "structures.cpp"
         table.write_text(OPERATORS.table(), "utf-8")

@@ -31,6 +31,14 @@ def report(text: str) -> None:
         print(f"coppice: {text}", file=sys.stderr, flush=True)
 
 
+def why_unusable(error: Exception) -> str:
+    """Returns why the cache's folder cannot be used, and what to do about it."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}; XDG_CACHE_HOME=DIR names another folder for caches"
+
+
 def private(folder: Path, *, make: bool = False, mode: int = 0o700) -> Path:
     """Returns the real path of a folder from which code may be loaded: only this user and root can change it.
 

@@ -126,7 +126,7 @@ class FileCache:
         except ValueError as error:
             self._say(f"{path}: {error}: what it held is derived again")
         except (OSError, BuildError, RuntimeError) as error:
-            self._say(f"what is derived from models is not read from {self.folder}: {error}")
+            self._say(f"what is derived from models is not read from {self.folder}: {files.why_unusable(error)}")
         else:
             return found
         return None
@@ -140,7 +140,14 @@ class FileCache:
         size = sum(-(-section.nbytes // LINE) * LINE for section in sections)
         try:
             folder = files.private(self.folder, make=True)
-            if size > self.bound or size + SPARE > shutil.disk_usage(folder).free:
+            room = shutil.disk_usage(folder).free - SPARE
+            if size > min(self.bound, room):
+                most = (
+                    f"COPPICE_CACHE allows {self.bound}"
+                    if size > self.bound
+                    else f"the disk has {max(room, 0)} to spare"
+                )
+                self._say(f"what is derived from models is not kept in {folder}: it has {size} bytes, {most}")
                 return False
             with self.begin(name) as new:
                 for section in sections:
@@ -149,7 +156,7 @@ class FileCache:
         except BlockingIOError:
             return False
         except (OSError, BuildError, RuntimeError) as error:  # RuntimeError: a user without a home
-            self._say(f"what is derived from models is not kept in {self.folder}: {error}")
+            self._say(f"what is derived from models is not kept in {self.folder}: {files.why_unusable(error)}")
             return False
         return True
 

@@ -8,6 +8,7 @@ Run it where transformers 5, sentencepiece and protobuf are installed, from a fo
 (whose `kernels` collides with a package that transformers imports): `python /path/to/repository/tools/golden_text.py`.
 """
 
+import argparse
 import contextlib
 import io
 import json
@@ -326,6 +327,7 @@ def _only_special(tokenizer, special):
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from sentencepiece import SentencePieceProcessor
     from transformers import AutoTokenizer
 

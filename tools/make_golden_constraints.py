@@ -2,7 +2,7 @@
 
 Run by path, from outside the repository and with an environment that has transformers:
 
-    cd / && OMP_NUM_THREADS=1 python -P REPO/tools/make_golden_constraints.py [constraints] [processors]
+    cd / && OMP_NUM_THREADS=1 python -P REPO/tools/make_golden_constraints.py [--parts constraints]
 
 Writes `tests/golden/processors.json`, greedy and beam search with transformers' logits processors, and
 `tests/golden/constraints.json`: 200 random constraints, each with a prompt, the arguments of the search and the
@@ -14,6 +14,7 @@ they are left out, and so are cases in which they could end the search early.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import random
@@ -198,15 +199,19 @@ def make_constraints(model: Any, exact: Any, rng: random.Random, vocab: int) -> 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ["processors", "constraints"]
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, help="(both)")
+    parts = parser.parse_args().parts
     transformers.utils.logging.set_verbosity_error()
     folder, rng = ROOT / "tests" / "golden" / MODEL, random.Random(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     model.generation_config = GenerationConfig()
     exact, vocab = copy.deepcopy(model).double(), model.config.vocab_size
-    if "processors" in sys.argv[1:] or not sys.argv[1:]:
+    if "processors" in parts:
         own = json.loads((folder / "golden.json").read_text())["own_eos_token_ids"][0]
         make_processors(model, exact, random.Random(1), own)
-    if "constraints" in sys.argv[1:] or not sys.argv[1:]:
+    if "constraints" in parts:
         make_constraints(model, exact, rng, vocab)
 
 

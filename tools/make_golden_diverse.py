@@ -13,6 +13,7 @@ generate it (`suppress_tokens`).
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import random
@@ -80,6 +81,7 @@ def tokens(outputs: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     transformers.utils.logging.set_verbosity_error()
     folder, rng = ROOT / "tests" / "golden" / MODEL, random.Random(0)
     model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, attn_implementation="eager").eval()

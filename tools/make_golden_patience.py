@@ -9,6 +9,7 @@ of 1e-4 in the last layer changes no token. Left out: one beam, where CTranslate
 penalty 0, where it ends whatever the patience when the best candidate has ended.
 """
 
+import argparse
 import json
 import random
 import tempfile
@@ -100,6 +101,7 @@ def make_case(rng: random.Random, vocab: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     config = json.loads((ROOT / MODEL / "config.json").read_text())
     checkpoint = Checkpoint.open(ROOT / MODEL)
     weights, rng = checkpoint.read(checkpoint.tensors), random.Random(0)

@@ -10,6 +10,7 @@ case is kept only if neither float64 nor noise of 1e-5 changes one.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -51,6 +52,7 @@ def kept(logits_V: torch.Tensor, options: dict[str, Any]) -> list[int]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rng, generator, cases = random.Random(0), torch.Generator().manual_seed(0), list[dict[str, Any]]()
     while len(cases) < CASES:
         case = make_case(rng)

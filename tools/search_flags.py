@@ -1,8 +1,6 @@
-"""Writes what the command lines show of this project's searches, from their classes:
+"""Writes what the command lines show of this project's searches, from their classes."""
 
-python -m tools.search_flags
-"""
-
+import argparse
 import sys
 
 from engine.app.cli.described import FILE, written_file
@@ -17,6 +15,7 @@ def text() -> str:
 
 def main() -> int:
     """Write the file. Returns the exit code."""
+    argparse.ArgumentParser(prog="python -m tools.search_flags", description=__doc__).parse_args()
     FILE.write_text(text(), encoding="utf-8")
     return 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.app import trace_page, transcript
-from engine.app.dialog import QUOTES, Dialog, candidate
+from engine.app.dialog import QUOTES, Dialog, candidate, plural
 from engine.contract.checks import attributed
 from engine.conversation import figures, mib
 from engine.errors import UsageError, check_utf8, shortened
@@ -46,7 +46,7 @@ def reset(dialog: Dialog, _: str) -> None:
 def undo(dialog: Dialog, _: str) -> None:
     """take the last turn back"""
     turn, left = dialog.conversation.undo(), len(dialog.conversation.turns)
-    dialog.screen.hint(f"[taken back: {shortened(' '.join(turn.user.split()), 40)}; {_plural(left, 'turn')} left]")
+    dialog.screen.hint(f"[taken back: {shortened(' '.join(turn.user.split()), 40)}; {plural(left, 'turn')} left]")
     dialog.keep()
 
 
@@ -129,11 +129,11 @@ def beams(dialog: Dialog, _: str) -> None:
         raise UsageError("there is no reply yet")
     if dialog.candidates:
         decode = dialog.engine.tokenizer.decode
-        lines = [f"{_plural(len(dialog.candidates), 'candidate')} when the search was interrupted, score and text:"]
+        lines = [f"{plural(len(dialog.candidates), 'candidate')} when the search was interrupted, score and text:"]
         lines += [candidate(score, decode(tokens)) for score, tokens in dialog.candidates]
     else:
         outputs = dialog.last.outputs
-        lines = [f"{_plural(len(outputs), 'output')} returned, score and text:"]
+        lines = [f"{plural(len(outputs), 'output')} returned, score and text:"]
         lines += [candidate(o.score, f"{o.text} ({o.finish_reason})") for o in outputs]
     dialog.screen.note("\n".join(lines))
 
@@ -165,7 +165,7 @@ def save(dialog: Dialog, rest: str) -> None:
     else:
         dialog.keep()
     path = Path(rest or str(dialog.file)).expanduser().resolve()
-    dialog.screen.hint(f"[{_plural(len(dialog.conversation.turns), 'turn')} saved: {path}]")
+    dialog.screen.hint(f"[{plural(len(dialog.conversation.turns), 'turn')} saved: {path}]")
 
 
 def load(dialog: Dialog, rest: str) -> None:
@@ -183,7 +183,7 @@ def read(dialog: Dialog, rest: str) -> None:
     if not rest:
         raise UsageError("/read: expected a file name")
     text = read_prompt(rest)
-    dialog.screen.hint(f"[{_plural(len(text), 'character')}]")
+    dialog.screen.hint(f"[{plural(len(text), 'character')}]")
     dialog.answer(text)
 
 
@@ -266,13 +266,13 @@ def decode_prompt(data: bytes, where: str) -> str:
         text = data.decode()
     except UnicodeDecodeError as error:
         place = f"{where}, byte {error.start}: 0x{data[error.start]:02x}"
-        raise UsageError("the input is not valid UTF-8", where=place) from None
+        raise UsageError("the input is not valid UTF-8", where=place, remedy="give the input as UTF-8") from None
     return text.removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
 
 
 def tell_loaded(dialog: Dialog, saved: transcript.Transcript, remark: str = "") -> None:
     """Print the number of loaded turns, and the model and settings of the file that differ from the present ones."""
-    dialog.screen.hint(f"[{_plural(len(saved.turns), 'turn')} loaded{remark}]")
+    dialog.screen.hint(f"[{plural(len(saved.turns), 'turn')} loaded{remark}]")
     if saved.turns and saved.model != dialog.engine.name:
         dialog.screen.hint(f"[these turns are from {saved.model}; {dialog.engine.name} continues]")
     now = json.loads(json.dumps(dialog.settings.shown()))
@@ -289,7 +289,7 @@ def _cache(dialog: Dialog) -> list[str]:
     held, context, first = trunk.cached if trunk else 0, dialog.engine.shape.max_positions, dialog.conversation.first
     unseen = f", the model sees the last {turns - first}" if first else ""
     return [
-        f"context  {held}{f' of {context}' if context else ''} tokens cached, {_plural(turns, 'turn')}{unseen}",
+        f"context  {held}{f' of {context}' if context else ''} tokens cached, {plural(turns, 'turn')}{unseen}",
         f"pool     {pool.used_pages} of {pool.pages} pages in use, {mib(pool.used_pages * pool.page_bytes)}",
     ]
 
@@ -298,7 +298,7 @@ def _memory(dialog: Dialog) -> str:
     pool = dialog.engine.pool
     lines = [
         *_cache(dialog),
-        f"page     {_plural(pool.page_size, 'token')} of {pool.bytes_per_token} bytes; the pool may take "
+        f"page     {plural(pool.page_size, 'token')} of {pool.bytes_per_token} bytes; the pool may take "
         f"{mib(pool.pages * pool.page_bytes)}: {pool.pages * pool.page_size} tokens",
     ]
     if dialog.last:
@@ -323,7 +323,3 @@ def _config(dialog: Dialog) -> str:
         "on_overflow": dialog.conversation.on_overflow,
     }
     return "\n".join(f"{key:22}{literal(value)}" for key, value in shown.items())
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"

@@ -403,12 +403,13 @@ class Watch:
         best, shown = self.best, self.text
         if not best:
             return Label("", self.reading or "[reading the prompt]")
+        tokens = plural(len(best), "token")
         if not self.kind:
-            return Label("", f"[… {len(best)} tokens{self._figures()}]")
+            return Label("", f"[… {tokens}{self._figures()}]")
         undecided = max(0, len(best) - self.settled)
-        remark = f"[… {len(best)} tokens, {self.count} {self.kind}, {undecided} undecided{self._figures()}]"
+        remark = f"[… {tokens}, {self.count} {self.kind}, {undecided} undecided{self._figures()}]"
         if self._report is not None and self._report.ready is not None:
-            remark = f"[the answer of {len(best)} tokens is ready, Enter takes it; {self.count} {self.kind} go on]"
+            remark = f"[the answer of {tokens} is ready, Enter takes it; {self.count} {self.kind} go on]"
         settled, candidates = self._shown
         if candidates:
             decode = self.engine.tokenizer.decode_continuation
@@ -431,6 +432,11 @@ def token_table(output: Output, tokenizer: Tokenizer) -> str:
     for place, (token, logp, top) in enumerate(rows):
         lines.append("".join([entry(place, token, logp), *(f"  {entry(place, *other).lstrip()}" for other in top)]))
     return "\n".join(lines)
+
+
+def plural(count: int, word: str) -> str:
+    """A count with its word."""
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def candidate(score: float | None, text: str) -> str:

@@ -47,7 +47,7 @@ def make_pools(
         pages, stored = kv_memory // shares // page_bytes, kv_memory // shares
         if pages < 1:
             raise KVMemoryError(
-                f"--kv-memory {size_text(kv_memory)} is less than a page of {size} tokens ({size_text(page_bytes)})",
+                f"--kv-memory {size_text(kv_memory)} is less than a page of the cache ({size_text(page_bytes)})",
                 remedy=f"give at least {size_text(page_bytes)}",
             )
     else:

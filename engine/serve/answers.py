@@ -18,8 +18,8 @@ from engine.serve.stepper import Busy
 
 FAULTS = {500: "the server failed; its stderr says why", 503: "the server has no memory for this now"}
 FILE = re.compile(r"[\\/]|\.[A-Za-z]")  # in the place of an error: it is a file, which clients do not know
-# In a message: but for those of the server's URLs, and of references in a JSON schema.
-PATH = re.compile(r"(?<![\w#/.])(?!/v1/)(?:[A-Za-z]:\\|~?/|[\w.-]+/)[^\s'\",;:()]+")
+# In a message: but for URLs, paths of this server, and references in a JSON schema.
+PATH = re.compile(r"(https?://[^\s'\",;()]+)|(?<![\w#/.])(?!/v1/)(?:[A-Za-z]:\\|~?/|[\w.-]+/)[^\s'\",;:()]+")
 FINISH = {"eos": "stop", "stop": "stop", "constraint": "stop", "length": "length"}
 
 
@@ -280,7 +280,7 @@ def _message(error: CoppiceError, status: int) -> str:
         return FAULTS[status]
     where = "" if FILE.search(error.where) else error.where
     parts = (part.removeprefix("params.") for part in (error.what, where, error.remedy) if part)
-    return PATH.sub("(a path)", "; ".join(parts))
+    return PATH.sub(lambda found: found[1] or "(a path)", "; ".join(parts))
 
 
 def error_headers(error: CoppiceError) -> dict[str, str]:

@@ -378,9 +378,15 @@ def _error(error: CoppiceError) -> Response:
     )
 
 
-async def _http_error(_: Request, error: Any) -> Response:
+async def _http_error(request: Request, error: Any) -> Response:
     """Answer an HTTPException of the router: no such path or method."""
-    return _error(HttpError(error.status_code, str(error.detail), code="not_found"))
+    path, allowed = request.url.path[:200], (error.headers or {}).get("Allow", "")
+    if error.status_code != 405:
+        return _error(HttpError(error.status_code, f"{error.detail}: {path}", code="not_found"))
+    what = f"{path} does not take the method {request.method[:20]}"
+    refused = _error(HttpError(405, what, code="method_not_allowed", remedy=f"it takes {allowed}"))
+    refused.headers["allow"] = allowed
+    return refused
 
 
 def _model(one: Served) -> dict[str, Any]:

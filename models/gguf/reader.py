@@ -200,7 +200,8 @@ class _Header:
         start = self.bytes(4) if self.size >= 4 else b""
         if start != b"GGUF":
             lfs = "a git-LFS pointer: fetch the file itself with git lfs pull" if start == b"vers" else ""
-            raise self.error(f"this is no GGUF file, it begins with {start!r}", lfs or FETCH_AGAIN)
+            found = f"begins with {start!r}" if start else f"has {self.size} bytes"
+            raise self.error(f"this is no GGUF file, it {found}", lfs or FETCH_AGAIN)
         version, tensors, pairs = self.number("I"), 0, 0
         if version in (2, 3):
             tensors, pairs = self.number("Q"), self.number("Q")

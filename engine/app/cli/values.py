@@ -57,9 +57,10 @@ def output_file(path: str) -> Path:
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1. An argparse type."""
+    """An integer from 1 to 10**18 - 1. An argparse type."""
     if not re.fullmatch(r"[0-9]{1,18}", text) or not int(text):
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+        bound = "of at most 18 digits" if re.fullmatch("[0-9]{19,}", text) else ">= 1"
+        raise argparse.ArgumentTypeError(f"expected an integer {bound}, got {text!r}")
     return int(text)
 
 

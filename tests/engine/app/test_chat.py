@@ -18,7 +18,7 @@ import pytest
 from engine import Done, Engine, Text, UsageError
 from engine.app import chat, transcript
 from engine.app.commands import assignments
-from engine.app.dialog import Watch
+from engine.app.dialog import Watch, plural
 from engine.app.terminal import Interrupt, Label, Quit, Screen, cells, clip
 from engine.conversation import Conversation
 from engine.errors import CoppiceError
@@ -381,7 +381,10 @@ def test_the_label_shows_what_beams_agree_on(engine):
         watch.see(event)
         tail, remark, _ = watch.label()
         if watch.best:
-            assert remark == f"[… {len(watch.best)} tokens, 4 beams, {len(watch.best) - watch.settled} undecided]"
+            assert (
+                remark
+                == f"[… {plural(len(watch.best), 'token')}, 4 beams, {len(watch.best) - watch.settled} undecided]"
+            )
             assert engine.tokenizer.decode(watch.best) == watch.text + tail or not tail
 
 

@@ -122,7 +122,11 @@ def test_bodies_of_the_wrong_size_or_kind(server):
     assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
     plain = post(server.url, {"prompt": "x"}, headers={"content-type": "text/plain"})
     assert plain.status_code == 415, "another site's page may send this without asking"
-    assert HTTP.get(server.url + "/v1/completions").status_code == 405
+    refused = HTTP.get(server.url + "/v1/completions")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert refused.json()["error"]["code"] == "method_not_allowed"
+    missing = HTTP.get(server.url + "/v1/nothing")
+    assert missing.status_code == 404 and "/v1/nothing" in missing.json()["error"]["message"]
     assert HTTP.get(server.url + "/../../etc/passwd").status_code == 404
 
 
@@ -369,6 +373,7 @@ def test_errors_say_what_clients_need():
             "full", where="(prompt 3 + new tokens 15 - 1) x 2.5 bytes per token = 4 KB", remedy="fewer"
         ),
         "messages: it belongs to /v1/chat/completions": UsageError("messages: it belongs to /v1/chat/completions"),
+        "json_schema: http://127.0.0.1:1/x is not there": UsageError("json_schema: http://127.0.0.1:1/x is not there"),
         "json_schema: no such definition: #/definitions/x": UsageError(
             "json_schema: no such definition: #/definitions/x"
         ),

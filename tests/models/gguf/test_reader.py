@@ -79,7 +79,7 @@ def test_damaged_files(tmp_path):
     damaged = {
         "no GGUF file": b"GGML" + good[4:],
         "git-LFS": b"version https://git-lfs.github.com/spec/v1\n",
-        "begins with b''": b"",
+        "has 0 bytes": b"",
         "version 1 is not": good[:4] + struct.pack("<I", 1) + good[8:],
         "big-endian": good[:4] + struct.pack(">I", 3) + good[8:],
         "counts 4294967295 tensors": good[:8] + struct.pack("<Q", 2**32 - 1) + good[16:],
