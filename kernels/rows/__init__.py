@@ -30,6 +30,7 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, *, impl: str) -> Tensor
     Args:
         x_NE, weight_E: of one dtype, or the weight is float32; arithmetic is float32 or better.
     """
+    ...
 
 
 @operator
@@ -39,6 +40,7 @@ def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float, *, im
     Args:
         x_NE, weight_E, bias_E: of one dtype; arithmetic is float32 or better.
     """
+    ...
 
 
 @operator
@@ -65,6 +67,7 @@ def add_norm(
     Returns:
         Both like x; the same tensor if there is no norm.
     """
+    ...
 
 
 @operator
@@ -75,6 +78,7 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tenso
         x_THD: queries or keys.
         cos_TR, sin_TR: of each token's angles, both halves alike, in the dtype of x.
     """
+    ...
 
 
 @operator
@@ -86,6 +90,7 @@ def activation_mul(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
         name: see `activation`; or "clamped_swiglu" (gpt-oss, OpenAI 2025): with the gate at most 7 and the other half
             from -7 to 7, "quick_gelu" of the gate times 1 + the other half.
     """
+    ...
 
 
 @operator
@@ -96,6 +101,7 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
         name: "relu", "gelu" (x times the normal distribution function; Hendrycks and Gimpel, 2016), "gelu_tanh" (its
             approximation), "silu", "quick_gelu" (x times the logistic function of 1.702 x), "tanh" or "relu_squared".
     """
+    ...
 
 
 @operator
@@ -106,6 +112,7 @@ def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, *, impl: str) -> Tensor:
         x_NM: rows.
         gate_NM: as many gates, in the dtype of x; rows may lie apart.
     """
+    ...
 
 
 def log_softmax(
@@ -145,6 +152,7 @@ def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
         x_NV: the result for rows with NaN is undefined.
         k: from 0 to V.
     """
+    ...
 
 
 def top_sums(
@@ -267,6 +275,7 @@ def at_least(
         k: from 0 to V.
         peaks_NB: of these rows, if they are known.
     """
+    ...
 
 
 @operator
@@ -280,6 +289,7 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = No
         logp_NV: float32.
         keys: two 32-bit numbers for each row.
     """
+    ...
 
 
 @operator
@@ -292,6 +302,7 @@ def window_max(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int, *, 
         sum_RW: float32; a window with -inf counts for nothing.
         width: N, the samples of a window.
     """
+    ...
 
 
 @operator
@@ -301,3 +312,4 @@ def window_wins(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, best_N: Tensor
     Args:
         best_N: float32; inf where no window can win.
     """
+    ...
