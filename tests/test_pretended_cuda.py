@@ -1,5 +1,7 @@
 """An engine on a CUDA device that is pretended (`pretended_cuda.py`): what only a GPU runs in Python, without one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -41,6 +43,19 @@ def test_an_engine_on_the_device(engines, device):
         cuda.generate([[7, 20, 33]], Trie(beams=2), max_new_tokens=tokens, ignore_eos=True)
         waits.append(device.waits - before)
     assert waits[1] == waits[2]
+
+
+def test_layers_that_differ(device):
+    """Gemma 4: heads by layer, keys of other layers, values that are keys and normed, inputs of layers, experts beside
+    an MLP. Its table of inputs lies on the device, so that graphs read it."""
+    folder, options = Path(__file__).parent / "golden/gemma4/everything", {"dtype": "float32", "kv_memory": 1 << 20}
+    cpu, cuda = (Engine.load(folder, device=name, **options) for name in ("cpu", "cuda"))
+    assert cuda.runner.model.inputs.table.weight.is_cuda and cpu.runner.model.inputs.table.weight is None
+    ids, before = [7, 20, 33, 5], device.replays
+    torch.testing.assert_close(cuda.logits(ids).cpu(), cpu.logits(ids), rtol=0, atol=1e-4)
+    want, got = (e.generate([ids], Trie(beams=2), max_new_tokens=3, ignore_eos=True) for e in (cpu, cuda))
+    assert [o.token_ids for o in got[0].outputs] == [o.token_ids for o in want[0].outputs]
+    assert device.replays > before
 
 
 def test_what_a_capture_refuses(device):
