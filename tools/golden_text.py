@@ -124,7 +124,8 @@ THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour."
 SYSTEM = {"role": "system", "content": "Be terse. /no_think"}
 HELLO, MORE = {"role": "user", "content": " Hello & <goodbye> "}, {"role": "user", "content": "More /think"}
 # Messages and other arguments for each of the templates in tests/golden/text/templates, which have the shapes of those
-# that Qwen 3, SmolLM 3, Gemma 3, Granite 3.3, Mistral, Ministral 3, LFM 2, Hunyuan, OLMo 3 and StableLM 2 come with.
+# that Qwen 3, SmolLM 3, Gemma 3 and 4, Granite 3.3, Mistral, Ministral 3, LFM 2, Hunyuan, OLMo 3 and StableLM 2 come
+# with.
 TEMPLATE_CHATS = [
     ([HELLO], {}),
     ([SYSTEM, HELLO, {"role": "assistant", "content": "Hi."}, MORE], {}),
