@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tools import random_checkpoint
-from tools.golden import gemma, lfm2, qwen2, qwen3
+from tools.golden import gemma, lfm2, qwen3
 from tools.golden.base import ABSENT, Variant, edit, write_json, write_tensors
 from tools.golden.llama import MISTRAL, SMALL
 
@@ -116,7 +116,7 @@ WRAPPERS = {
         NO_TOKENS | {"model_type": "qwen3_vl_text", "rope_parameters": ABSENT, "rope_theta": 10000.0,
                      "rope_scaling": MROPE}),
     "qwen2_vl": Wrapper(
-        qwen2.VARIANTS["tied"].write,
+        _golden("qwen2/tied"),
         {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "vision_config": QWEN2_VL,
          "image_token_id": 2, "video_token_id": 2, "vision_start_token_id": 2, "vision_end_token_id": 2},
         "flat", "visual.merger.ln_q.weight",
