@@ -341,13 +341,8 @@ class Engine:
             CoppiceError: as `generate`.
         """
         request = score_request(self.model, prompt, continuations, top_logprobs, parse_special)
-        [(_, outcome)] = self.serve([replace(request, cache_salt=cache_salt, adapter=adapter)])
-        if isinstance(outcome, CoppiceError):
-            try:
-                raise outcome
-            finally:
-                del outcome  # its traceback refers to this frame
-        return outcome.scores or []
+        [result] = self._all([replace(request, cache_salt=cache_salt, adapter=adapter)])
+        return result.scores or []
 
     def embed(
         self,

@@ -38,6 +38,7 @@ from models.checkpoint.headers import Checkpoint
 from search.greedy import Greedy
 from search.sample import Sample
 from search.trie import Trie
+from tests.engine.app.typist import Terminal
 from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parent.parent
@@ -70,11 +71,6 @@ def no_pages_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "engine" in request.fixturenames:
         request.getfixturevalue("engine").pool.check_invariants([])
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 class Commands:

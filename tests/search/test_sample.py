@@ -10,19 +10,15 @@ from collections import Counter
 import pytest
 import torch
 
-from engine.contract.sampling import XTC, _keys, gumbels
+from engine.contract.sampling import XTC, _keys
 from engine.errors import UsageError
 from search import Sample
 from tests.draws import chi_square, chi_square_bound
+from tests.engine.contract.test_sampling import gumbel
 from tests.search.drive import drive
 
 PROMPT = (0, 1, 0)
 LOGP = torch.log_softmax(torch.tensor([1.2, 0.3, -0.5, 0.3, -3.0, 0.9]), -1)
-
-
-def gumbel(seed, sequence, position, size):
-    """The noise of one draw."""
-    return gumbels(seed, [sequence], [position], size)[0]
 
 
 def table(path):

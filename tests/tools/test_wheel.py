@@ -10,40 +10,19 @@ import zipfile
 import pytest
 
 from engine.version import __version__
-from kernels import cpp, operators, processor
+from kernels import cpp, processor
 from kernels.processor import TARGETS
+from tests.kernels import test_cpp
 from tests.marks import needs_compiler
 from tools import wheel
 
-HEADER = 'extern "C" {\nvoid coppice_answer(int64_t* to);\n}\n'
+tiny = test_cpp.tiny
 HERE = processor.machine()
 OTHER = next(machine for machine in wheel.MACHINES if machine != HERE)
 LOWEST = [name for name, target in TARGETS.items() if target.machine == HERE][-1:]
 needs_pip = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("pip", "setuptools"))), reason="pip and setuptools are not installed"
 )
-
-
-@pytest.fixture
-def tiny(monkeypatch, tmp_path):
-    """Sources that compile in no time, nothing loaded before and after, and no kernels but those of a wheel."""
-    source = tmp_path / "tiny.cpp"
-    source.write_text('extern "C" void coppice_answer(long long* to) { *to = 42; }\n')
-    for name, value in {
-        "SOURCES": [source],
-        "HEADERS": [],
-        "FLAGS": ("-fPIC",),
-        "OPERATORS": operators.parse(HEADER),
-        "PREBUILT": tmp_path / "prebuilt",
-    }.items():
-        monkeypatch.setattr(cpp, name, value)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("COPPICE_KERNELS", raising=False)
-    for cached in (cpp._load, cpp._sources, cpp.function):
-        cached.cache_clear()
-    yield
-    for cached in (cpp._load, cpp._sources, cpp.function):
-        cached.cache_clear()
 
 
 @needs_compiler

@@ -7,23 +7,15 @@ import torch
 from safetensors import safe_open
 
 from engine import Engine, KVMemoryError, UsageError
-from engine.load import pools
 from engine.step import prefix_files
 from kernels import same_bits
 from models.checkpoint.tensor_files import write_tensors
 from search import Greedy, Trie
-from tests.engine.cache.test_prefixes import ROOT, exact, load, make_folder, same
+from tests.engine.cache import test_prefixes
+from tests.engine.cache.test_prefixes import ROOT, exact, load, same
 from tests.recurrent import KIND, SCAN, check_stores, hybrid
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(params=[1, 4], ids=["tokens", "pages"])
-def page_size(request, monkeypatch):
-    monkeypatch.setitem(pools.PAGE_SIZE, "cpu", request.param)
+folder, page_size = test_prefixes.folder, test_prefixes.page_size
 
 
 def test_a_prefix_in_a_file(folder, page_size, tmp_path):
