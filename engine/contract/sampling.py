@@ -205,11 +205,9 @@ def _keys(seed: int, sequences: Sequence[int], positions: Sequence[int], *purpos
     return [x for s, p in pairs for x in _key((s & MASK, p & MASK, *purpose), *start)]
 
 
-def gumbels(
-    seed: int, sequences: Sequence[int], positions: Sequence[int], size: int, device: torch.device | str = "cpu"
-) -> Tensor:
-    """The Gumbel vectors that `draws` adds, float32 [N, size]."""
-    return reference.gumbels(_keys(seed, sequences, positions), size, torch.device(device))
+def gumbels(seed: int, sequences: Sequence[int], positions: Sequence[int], size: int) -> Tensor:
+    """The Gumbel vectors that `draws` adds, float32 [N, size], on the CPU."""
+    return reference.gumbels(_keys(seed, sequences, positions), size, torch.device("cpu"))
 
 
 def draws(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequence[int]) -> Tensor:

@@ -237,9 +237,9 @@ def http_server(app: "Application", drain: float, verbose: bool = False) -> Any:
 
 
 @contextlib.contextmanager
-def background(app: "Application", host: str = "127.0.0.1", port: int = 0, drain: float = 10.0) -> Iterator[str]:
-    """Serve an application in a thread for the time of the block, and give its URL."""
-    listener = listen(host, port)
+def background(app: "Application", drain: float = 10.0) -> Iterator[str]:
+    """Serve an application in a thread for the time of the block, on a free port of this machine; gives its URL."""
+    listener = listen("127.0.0.1", 0)
     server = http_server(app, drain)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="serve", daemon=True)
     thread.start()

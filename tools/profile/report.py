@@ -68,10 +68,10 @@ def shares(rows: list[dict[str, Any]]) -> str:
     return ", ".join(f"{share:.0%} {name}" for name, share in found.items() if share > 0.0005)
 
 
-def amount(value: float | None, unit: float = 1e6) -> str:
+def amount(value: float | None) -> str:
     if value is None:
         return "?"
-    return (f"{value / unit:,.0f}" if value >= 1000 * unit else f"{value / unit:.3g}") if value else ""
+    return (f"{value / 1e6:,.0f}" if value >= 1e9 else f"{value / 1e6:.3g}") if value else ""
 
 
 def part_table(rows: list[dict[str, Any]]) -> str:

@@ -45,8 +45,8 @@ class Models:
     peer_python: str = ""
     own: bool = False
 
-    def engine(self, *roles: str, folder: Path | None = None, **options: Any) -> Engine:
-        """Load the target, or the model of `folder`, with companions in these roles."""
+    def engine(self, *roles: str, **options: Any) -> Engine:
+        """Load the target with companions in these roles."""
         self.need(*roles)
         if "draft" in roles and str(self.draft) in FORMATS:
             shared = {"dtype": self.dtype, "threads": self.threads}
@@ -54,7 +54,7 @@ class Models:
             engine.add("draft", Engine.load(self.floats(), quant=str(self.draft), **shared, **options))
             return engine
         beside = {role: getattr(self, role) for role in roles}
-        return Engine.load(folder or self.target, dtype=self.dtype, threads=self.threads, **beside, **options)
+        return Engine.load(self.target, dtype=self.dtype, threads=self.threads, **beside, **options)
 
     def floats(self) -> Path:
         """A folder of the target with its weights in float32; the target itself if they are floats."""
