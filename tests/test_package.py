@@ -20,7 +20,7 @@ def files() -> Iterator[Path]:
     """All files of the checkout, relative to its root, without environments, caches and build outputs."""
     for folder, inner, names in os.walk(ROOT):
         inner[:] = [name for name in inner if not SKIP.fullmatch(name)]
-        yield from (Path(folder, name).relative_to(ROOT) for name in names)
+        yield from (Path(folder, name).relative_to(ROOT) for name in names if name != ".git")  # a file in a worktree
 
 
 def canonical(requirement: str) -> str:
