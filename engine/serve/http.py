@@ -253,6 +253,10 @@ class Application:
             # A page of another site can send no such request without asking, which is refused.
             remedy = "Content-Type: application/json"
             raise HttpError(415, "the body is no JSON by its header", code="usage", remedy=remedy)
+        if (encoding := request.headers.get("content-encoding", "identity")[:20]) != "identity":
+            raise HttpError(
+                415, f"Content-Encoding {encoding} is not served", code="usage", remedy="send the body as it is"
+            )
         large = HttpError(413, f"the body has more than {self.limits.body} bytes", code="body_too_large")
         if int(request.headers.get("content-length", 0)) > self.limits.body:
             raise large

@@ -1,6 +1,7 @@
 """Requests that a server refuses, clients that it lets go, and an empty cache afterwards."""
 
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -122,6 +123,8 @@ def test_bodies_of_the_wrong_size_or_kind(server):
     assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
     plain = post(server.url, {"prompt": "x"}, headers={"content-type": "text/plain"})
     assert plain.status_code == 415, "another site's page may send this without asking"
+    squeezed = post(server.url, gzip.compress(b'{"prompt": "x"}'), headers={"content-encoding": "gzip"})
+    assert squeezed.status_code == 415 and "gzip" in squeezed.json()["error"]["message"]
     refused = HTTP.get(server.url + "/v1/completions")
     assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
     assert refused.json()["error"]["code"] == "method_not_allowed"
