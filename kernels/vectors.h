@@ -26,6 +26,9 @@
 //                                                     takes |x| < 2^23 there
 //   struct FourNibbles                                those of four numbers from 0 to 15 with four int8 of a row
 //   Ints looked_up(Ints, const Table&)                the bytes of a table that bytes from 0 to 15 are the places of
+//   Ints highest(Ints words, int i)                   the bytes i of words as their highest, above zeros
+//   struct EightCodes                                 optional, with EIGHT_CODES defined: the products of two words of four
+//                                                     numbers from 0 to 63 with eight int8 of a row
 //   Floats add_pairs(Floats sum, Ints, int32_t)       optional, with BFLOAT16_PAIRS defined: of pairs of bfloat16, and
 //   Shorts nearest_bfloat16(Floats), Floats floats_of(Shorts), void interleave(one, two, to)   of 2 * LANES each
 //   void transpose(Ints (&x)[LANES])                  optional, with TRANSPOSE defined

@@ -1,4 +1,5 @@
-// Codes of 5 and 6 bits as bytes: those of some chunks become what a matrix of int8 has, once for all rows.
+// Codes of 5 and 6 bits as bytes, for products that do not take them as they lie: those of some chunks become what a matrix
+// of int8 has, once for all rows.
 
 #pragma once
 

@@ -7,6 +7,7 @@
 //   Sum, Total           of LANES outputs, in a chunk and in a row
 //   GROUPED, EXPONENTS   whether groups of elements have scales, and these are powers of two
 //   IN_BITS              whether elements are bytes, which a matrix may have in fewer bits (decoded.h)
+//   WRITTEN_OUT          whether the steps between two roundings are: in a loop of so few they take a quarter longer
 //   SUMS                 the most sums of a block
 //   NARROW               up to so many rows are multiplied by one vector of outputs, whose parts take long to make
 //   ROUNDED              elements of a row that are rounded by one largest magnitude and have one Unit; 0: all of a row
@@ -208,12 +209,11 @@ struct Planes {
                ((up < 0 ? above >> -up : above << up) & ((1 << ABOVE) - 1) * 0x10101010);
     }
 
-    // The same, MIDDLE less, in the upper bits of bytes.
+    // The same, MIDDLE less, as the upper bits of bytes.
     static Ints numbers(const char* at, int i) {
-        constexpr int SIGNS = ABOVE == 1 ? -1 : int(0xaaaaaaaa);
+        constexpr int SIGNS = ABOVE == 1 ? -1 : int(0xaaaaaaaa), TO = 8 - BITS;
         const Ints low = word(at, i / 2), above = word(at, LOW) ^ SIGNS;
-        const int to = 8 - BITS, up = to - i % 2 * 4;
-        return ((up < 0 ? low >> -up : low << up) & (15 << to) * 0x01010101) |
+        return ((i % 2 ? low >> (4 - TO) : low << TO) & (15 << TO) * 0x01010101) |
                (above << (8 - ABOVE * (i + 1)) & int((256u - (256u >> ABOVE)) * 0x01010101u));
     }
 
@@ -310,6 +310,7 @@ struct Codes : Rounded<FourCodes, FourInt8::OFFSET> {
 };
 
 #ifdef EIGHT_CODES
+// Codes of 5 or 6 bits.
 template <int BITS>
 struct RoundedBits : Rounded<EightCodes, Planes<BITS>::MIDDLE> {
     typedef Planes<BITS> Of;
@@ -335,7 +336,6 @@ struct WideInt4 : Grouped, WideRows {
 
 // uint8: numbers from -128 up.
 struct WideInt8 : Grouped, WideRows {
-    static constexpr bool IN_BITS = true;
     typedef Ints Words;
     static constexpr int STEP = 4, BYTES = 4, PARTS = 4, VECTORS = 2;
     static constexpr float ZERO = 128, DEFAULT = 128, DEFAULT_LEAST = 128;
@@ -343,21 +343,23 @@ struct WideInt8 : Grouped, WideRows {
     static Part part(Words words, int i) { return __builtin_convertvector(words << (24 - i * 8) >> 24, Floats); }
 };
 
+#ifndef INT8_DOTS
 // Codes of 5 or 6 bits.
 template <int BITS>
 struct WideBits : Grouped, WideRows {
     typedef Planes<BITS> Of;
     typedef const char* Words;
     static constexpr int STEP = Of::STEP, BYTES = Of::BYTES, PARTS = STEP, VECTORS = 2;
-    static constexpr int SUMS = BITS == 5 ? REGISTERS / 2 : REGISTERS;
+    static constexpr int SUMS = BITS == 5 ? REGISTERS / 2 : REGISTERS;  // of more GCC keeps some in memory
     static constexpr float ZERO = Of::MIDDLE, DEFAULT = Of::MIDDLE, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return at; }
-    // 2^(32 - BITS) times the number, which is the highest byte of a word.
+    // Numbers times 2^(32 - BITS): sums are finite for rows up to 2^90.
     static Part part(Words words, int i) {
         return __builtin_convertvector(highest(Of::numbers(words, i / 4), i % 4), Floats);
     }
     static Floats floats(Floats sum) { return sum * (1.0f / (int64_t(1) << (32 - BITS))); }
 };
+#endif
 
 // The same by rows of floats.
 template <typename Code>

@@ -240,10 +240,10 @@ void with_element([[maybe_unused]] int64_t kind, const Matrix& m, F f) {
     if (m.kind == 7) return f(DigitsCodes<E2M1>{});
     if (m.kind == 8) return f(DigitsCodes<IQ4>{});
 #else
-    if (m.kind == 9 && !m.levels) return f(WideBits<5>{});
-    if (m.kind == 10 && !m.levels) return f(WideBits<6>{});
     if (m.kind == 4) f(WideInt4{});
-    if (bytes) f(WideInt8{});
+    if (m.kind == INT8_GROUPS) f(WideInt8{});
+    if (m.kind == 9) f(WideBits<5>{});
+    if (m.kind == 10) f(WideBits<6>{});
     if (m.kind == 7) f(WideCodes<E2M1>{});
     if (m.kind == 8) f(WideCodes<IQ4>{});
 #endif

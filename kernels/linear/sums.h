@@ -84,16 +84,14 @@ template <typename Element, int VECTORS, int COUNT>
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++)
         words[v] = Element::load(at + v / EACH * across + v % EACH * LANES * std::min(Element::BYTES, 4));
+    constexpr int EACH_PART = Element::STEP / Element::PARTS;
 #pragma GCC unroll 32
-    for (int p = 0; p < Element::PARTS; p++) {
+    for (int p = 0; p < Element::PARTS; p++, x += EACH_PART) {
         if (Element::PARTS > 8 && p % 4 == 0)
             asm("" : "+r"(x), "+r"(stride));  // or GCC keeps the place of each word of each row, most of them in memory
-        if constexpr (COUNT == 1 && Element::PARTS > 8) {
+        if constexpr (Element::PARTS > 8 && COUNT == 1) {  // one after the other, or GCC keeps sums in memory
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) {
-                sums[0][v] = Element::add(sums[0][v], Element::part(words[v], p), x + p * (Element::STEP / Element::PARTS));
-                asm("" : "+x"(sums[0][v]));
-            }
+            for (int v = 0; v < VECTORS; v++) sums[0][v] = Element::add(sums[0][v], Element::part(words[v], p), x);
             continue;
         }
         typename Element::Part part[VECTORS];
@@ -102,9 +100,7 @@ template <typename Element, int VECTORS, int COUNT>
 #pragma GCC unroll 32
         for (int row = 0; row < COUNT; row++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++)
-                sums[row][v] =
-                    Element::add(sums[row][v], part[v], x + row * stride + p * (Element::STEP / Element::PARTS));
+            for (int v = 0; v < VECTORS; v++) sums[row][v] = Element::add(sums[row][v], part[v], x + row * stride);
     }
 }
 

@@ -48,10 +48,10 @@ inline Ints looked_up(Ints places, const Table& table) {
 }
 
 inline Ints highest(Ints words, int byte) {
-    if (byte == 0) return words << 24;
-    if (byte == 3) return words & int(0xff000000);
-    const Ints places = Ints{0, 4, 8, 12, 0, 4, 8, 12} + byte;
-    return (Ints)_mm256_shuffle_epi8((__m256i)words, (__m256i)(places << 24 | 0x808080));
+    if (byte == 0 || byte == 3) return words << (24 - 8 * byte) & int(0xff000000);
+    const __m128i first = _mm_setr_epi32(0x00808080, 0x04808080, 0x08808080, 0x0c808080);
+    const __m128i places = _mm_add_epi32(first, _mm_set1_epi32(byte << 24));
+    return (Ints)_mm256_shuffle_epi8((__m256i)words, _mm256_broadcastsi128_si256(places));
 }
 
 constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
@@ -122,9 +122,9 @@ struct EightCodes {
     static Ints add(Ints sum, Part codes, const Row* x) {
         int32_t fours[2];
         __builtin_memcpy(fours, x, sizeof fours);
-        const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)codes.first, _mm256_set1_epi32(fours[0])),
-                                               _mm256_maddubs_epi16((__m256i)codes.second, _mm256_set1_epi32(fours[1])));
-        return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        const __m256i first = _mm256_maddubs_epi16((__m256i)codes.first, _mm256_set1_epi32(fours[0]));
+        const __m256i second = _mm256_maddubs_epi16((__m256i)codes.second, _mm256_set1_epi32(fours[1]));
+        return sum + (Ints)_mm256_madd_epi16(_mm256_add_epi16(first, second), _mm256_set1_epi16(1));
     }
     static Ints exact(Ints sum) { return sum; }
 };

@@ -42,6 +42,13 @@ inline Ints looked_up(Ints places, const Table& table) {
     return (Ints)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table.of)), (__m512i)places);
 }
 
+inline Ints highest(Ints words, int byte) {
+    if (byte == 0 || byte == 3) return words << (24 - 8 * byte) & int(0xff000000);
+    const __m128i first = _mm_setr_epi32(0x00808080, 0x04808080, 0x08808080, 0x0c808080);
+    const __m128i places = _mm_add_epi32(first, _mm_set1_epi32(byte << 24));
+    return (Ints)_mm512_shuffle_epi8((__m512i)words, _mm512_broadcast_i32x4(places));
+}
+
 constexpr int REGISTERS = 32, SPARE_REGISTERS = 0;  // multiplications take an operand from memory for all lanes
 
 #ifdef __AVX512BF16__
@@ -156,9 +163,9 @@ struct EightCodes {
     static Ints add(Ints sum, Part codes, const Row* x) {
         int32_t fours[2];
         __builtin_memcpy(fours, x, sizeof fours);
-        const __m512i pairs = _mm512_add_epi16(_mm512_maddubs_epi16((__m512i)codes.first, _mm512_set1_epi32(fours[0])),
-                                               _mm512_maddubs_epi16((__m512i)codes.second, _mm512_set1_epi32(fours[1])));
-        return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+        const __m512i first = _mm512_maddubs_epi16((__m512i)codes.first, _mm512_set1_epi32(fours[0]));
+        const __m512i second = _mm512_maddubs_epi16((__m512i)codes.second, _mm512_set1_epi32(fours[1]));
+        return sum + (Ints)_mm512_madd_epi16(_mm512_add_epi16(first, second), _mm512_set1_epi16(1));
     }
     static Ints exact(Ints sum) { return sum; }
 };

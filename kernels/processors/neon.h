@@ -39,6 +39,8 @@ inline Ints looked_up(Ints places, const Table& table) {
     return (Ints)vqtbl1q_s8(vld1q_s8(table.of), (uint8x16_t)places);
 }
 
+inline Ints highest(Ints words, int byte) { return words << (24 - 8 * byte) & int(0xff000000); }
+
 constexpr int REGISTERS = 32, SPARE_REGISTERS = 1;
 
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC

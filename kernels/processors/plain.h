@@ -61,6 +61,8 @@ inline Ints looked_up(Ints places, const Table& table) {
     return places;
 }
 
+inline Ints highest(Ints words, int byte) { return words << (24 - 8 * byte) & int(0xff000000); }
+
 constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
 
 struct FourInt8 {
