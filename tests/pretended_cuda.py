@@ -129,7 +129,8 @@ class Graph:
         self.owned: list[torch.Tensor] = []
 
     def capture_begin(self, pool=None, capture_error_mode="global", check_input_liveness=False) -> None:
-        assert DEVICE.capture is None and pool is not None
+        assert DEVICE.capture is None
+        pool = pool or (0, next(HANDLES))  # of its own
         DEVICE.capture = self
         DEVICE.pools.setdefault(pool, []).append(self)
         self.pool = pool
@@ -158,17 +159,15 @@ class Event:
 
     def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
         self.timing, self.at = enable_timing, -1
-        self.reached = False
 
     def record(self, stream=None) -> None:
         assert DEVICE.capture is None, "an event within a capture"
         DEVICE.clock += 1
-        self.at, self.reached = DEVICE.clock, False
+        self.at = DEVICE.clock
 
     def synchronize(self) -> None:
         assert DEVICE.capture is None, "an event within a capture"
         DEVICE.arrive(self.at)
-        self.reached = True
 
     def query(self) -> bool:
         return True
@@ -178,7 +177,7 @@ class Event:
 
     def elapsed_time(self, end: "Event") -> float:
         assert self.timing and end.timing, "events without times"
-        assert 0 < self.at <= end.at and end.reached, "an event that is not recorded, or not reached"
+        assert 0 < self.at <= end.at <= DEVICE.arrived, "an event that is not recorded, or not reached"
         return 1.0 * (end.at - self.at)
 
 
@@ -203,7 +202,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.capture: Graph | None = None
         self.pools: dict[Any, list[Graph]] = {}
-        self.clock = self.replays = self.waits = 0
+        self.clock = self.arrived = self.replays = self.waits = 0  # arrived: until when the host has waited
         self.flying: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []  # copies: when, host memory, its numbers
         self.pinned: set[int] = set()
         self.debug = "default"
@@ -223,6 +222,7 @@ class Device(TorchDispatchMode):
 
     def arrive(self, at: int) -> None:
         """Bring to the host what was copied until then."""
+        self.arrived = max(self.arrived, at)
         for when, host, numbers in self.flying:
             if when <= at and numbers is not None:
                 with _disable_current_modes():

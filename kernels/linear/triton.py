@@ -142,7 +142,8 @@ def shape(matrix: Codes, rows: int) -> dict[str, int]:
     K = BLOCK
     while matrix.kind != "int4" and matrix.size != matrix.width and matrix.size % K:
         K //= 2
-    return {"M": M, "N": 128 if INTERPRETED else 64, "K": K, "num_warps": 4, "num_stages": 6 if M == 16 else 3}
+    stages = 3 if M > 16 else 6 if matrix.codes_OB.itemsize < 4 else 4  # six of float32 take 100 KiB
+    return {"M": M, "N": 128 if INTERPRETED else 64, "K": K, "num_warps": 4, "num_stages": stages}
 
 
 def split_count(processors: int, tiles: int, blocks: int) -> int:

@@ -38,6 +38,7 @@ BYTES = {"int8": "*i8", "fp8": "*u8"}  # caches of 8 bits, as kernels take them
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes that one program may have
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # its loops over keys are a fifth longer
 EARLY = {"EARLY": False}  # whether kernels may be launched early
+TABLE = torch.empty(2, 1, dtype=torch.uint8)  # in the place of a matrix's numbers and of its scales
 WAITING = set()  # kernels that were compiled so, and wait before they touch memory
 OTHERS = {89: 101_376, 100: 232_448, 120: 101_376}  # compiled for the table only
 GPUS = {80: "A100", 86: "A10, RTX 30", 89: "L4, L40, RTX 40", 90: "H100, H200", 100: "B200", 120: "RTX 50"}
@@ -147,8 +148,7 @@ def writes(capability):
     yield compile(kv_write._write, capability, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
     sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}
     for kind in BYTES.values():
-        cache = {"k_ptr": kind, "v_ptr": kind}
-        yield compile(kv_write._write_rows, capability, types | cache, sizes, num_warps=1)
+        yield compile(kv_write._write_rows, capability, types | {"k_ptr": kind, "v_ptr": kind}, sizes, num_warps=1)
 
 
 def before_latents(capability, heads, cache=None):
@@ -188,7 +188,7 @@ def turn(capability, head, norm, cache=None, heads=0, values=False):
 
 def product(capability, kind, rows, dtype=torch.bfloat16, group=128, **more):
     """An int8 matrix is a group a row; of few rows the width is split."""
-    matrix = Codes({4: "int4", 5: "int8", 6: "float8"}[kind], group, 4096, 4096, *torch.empty(2, 1))
+    matrix = Codes({4: "int4", 5: "int8", 6: "float8"}[kind], group, 4096, 4096, *TABLE)
     types = {name: f"*{NAMES[dtype]}" for name in products._product.arg_names if name.endswith("_ptr")}
     types |= {"codes_ptr": "*u8", "scale_ptr": "*fp16", "zero_ptr": "*fp16", "least_ptr": "*fp16", "order_ptr": "*i64"}
     types |= {"part_ptr": "*fp32" if rows <= 16 else f"*{NAMES[dtype]}", "count_ptr": "*i32"}
@@ -210,7 +210,7 @@ def floats(capability, dtype, turns=1):
     """A product of floats in one order, of a few rows or of many."""
     types = {name: f"*{NAMES[dtype]}" for name in products._product.arg_names if name.endswith("_ptr")}
     types |= {"part_ptr": "*fp32" if turns == 1 else f"*{NAMES[dtype]}", "count_ptr": "*i32"}
-    sizes = products.shape(Codes("int8", 4096, 4096, 4096, *torch.empty(2, 1)), products.SAME_ROWS[dtype])
+    sizes = products.shape(Codes("int8", 4096, 4096, 4096, *TABLE), products.SAME_ROWS[dtype])
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     constants = {"OUTS": 4096, "WIDTH": 4096, "BYTES": 4096, "GROUP": 4096, "KIND": products.FLOATS.value}
     constants |= {"ZEROS": False, "LEAST": False, "ORDERED": False, "BIAS": True, "SPLIT": turns == 1, "TURNS": turns}
@@ -222,7 +222,7 @@ def of_experts(capability, kind, rows, dtype=torch.bfloat16, function=3, group=1
     outs, width = (2048, 768) if function < 0 else (1536, 2048)
     name = {4: "int4", 5: "int8", 6: "float8", 7: "int8"}[kind]
     whole = {5: width, 7: width}.get(kind, group)
-    sizes = products.shape(Codes(name, whole, outs, width, *torch.empty(2, 1)), rows)
+    sizes = products.shape(Codes(name, whole, outs, width, *(TABLE.to(dtype) if kind == 7 else TABLE)), rows)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     types = {name: f"*{NAMES[dtype]}" for name in on_experts._product.arg_names if name.endswith("_ptr")}
     types |= {"codes_ptr": "*u8", "scale_ptr": "*fp16", "zero_ptr": "*fp16", "least_ptr": "*fp16"} if kind < 7 else {}
@@ -407,6 +407,8 @@ for capability, windowed in zip(SHARED, (True, False, False), strict=True):  # G
 unspilled(attend(120, 2048, 512, torch.float16, split=WHOLE))
 for cache in BYTES:
     unspilled(attend(90, 32, 512, torch.bfloat16, cache=cache), 24)
+for capability, head in itertools.product((86, 90), (160, 256)):  # 4 warps would spill 232 bytes
+    unspilled(attend(capability, 16, head, torch.float32), 80)
 for rows in (16, 2048):
     unspilled(attend(90, rows, 128, torch.float32, split=LAST if rows < 2048 else WHOLE))
 for capability, dtype in itertools.product(SHARED, NAMES):
@@ -417,7 +419,7 @@ for capability, cache in itertools.product(SHARED, BYTES):
     unspilled(attend(capability, 16, 128, torch.bfloat16, cache=cache), most)
 for dtype in (torch.float16, torch.float32):
     attend(90, 16, 64, dtype, cache="fp8")
-for compiled in merges(90):
+for compiled in (*merges(90), *writes(90)):
     unspilled(compiled)
 for capability, rows in ((80, 32), (86, 16), (90, 32), (120, 32)):
     unspilled(attend(capability, rows, 512, torch.bfloat16, rotated=64))
@@ -435,8 +437,6 @@ unspilled(attend_fixed(90, 256, torch.bfloat16, windowed=True, capped=True), 8 i
 unspilled(attend_fixed(90, 64, torch.float16, windowed=True, sinks=True, cache="fp8"))
 unspilled(attend_fixed(80, 128, torch.float32))
 for compiled in around_fixed(90, 16):
-    unspilled(compiled)
-for compiled in writes(90):
     unspilled(compiled)
 for capability, cache, norm in ((80, None, 0), (90, None, 1), (90, "int8", 2), (120, "int8", 0), (80, "fp8", 1)):
     unspilled(turn(capability, 128, norm, cache))
@@ -474,6 +474,7 @@ for capability, (kind, rows, function) in itertools.product(
 ):
     unspilled(of_experts(capability, kind, rows, function=function, group=32))
 unspilled(of_experts(90, 7, 16, torch.float32))
+of_experts(86, 7, 16, torch.float32)
 unspilled(of_experts(90, 4, 16, group=32, LEAST=True, SPLIT=True))
 unspilled(of_experts(120, 5, 16, function=6, BIAS=True, SPLIT=True))
 RECURRENT = DeltaKind(16, 32, 128, 128, 4), ScanKind(1, 48, 128, 64, 4)  # Qwen3.5 9B, Granite 4 Tiny
@@ -500,8 +501,8 @@ for capability in (80, 90):
 # Kernels that may be launched before the kernel before them has ended.
 EARLY["EARLY"] = True
 for capability in (90, 100):
-    for rows, split in ((16, LAST), (2048, WHOLE)):
-        attend(capability, rows, 128, torch.bfloat16, split=split)
+    attend(capability, 16, 128, torch.bfloat16)
+    attend(capability, 2048, 128, torch.bfloat16, split=WHOLE)
     attend(capability, 16, 512, torch.bfloat16, rotated=64)
     attend_fixed(capability, 128, torch.bfloat16)
     for kernels in (merges, writes, partial(around_fixed, trees=16), partial(around_experts, experts=128, chosen=8)):

@@ -219,3 +219,8 @@ def test_kernels_by_time():
     rows, busy, gaps = whole_steps.by_kernel(ran)
     assert [(row["kernel"], row["launches"], row["microseconds"]) for row in rows] == [("a", 2, 3), ("b", 1, 2)]
     assert rows[0]["share"] == 6 / 8 and busy == 1 - 6 / 13 and gaps == [(6, "a")]
+
+
+def test_launches_are_counted_by_passes():
+    ran = [(name, float(at), at + 0.5) for at, name in enumerate(["a", "b", "_log_softmax", "copy"] * 6)]
+    assert whole_steps.launches_a_pass(ran[::-1]) == 4 and whole_steps.launches_a_pass(ran[:2]) is None

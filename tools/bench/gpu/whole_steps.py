@@ -37,6 +37,7 @@ search reads keys and values of its own."""
 GRAPH = {"graph ms": "{graph:ms.2f}", "besides ms": "{besides:ms.2f}", "guessed": "{guessed:.2f}"}  # columns
 GRAPHS = """*graph*: a replay of the step's CUDA graph between two events; *besides*: the rest of the step, what else is
 launched and what the device waits for; *guessed*: of the passes that began early, the share that searches asked for."""
+SOFTMAX = "_log_softmax"  # the kernel after the head
 WHERE = "*share*: of the time of all kernels, in the second half of a search; *us*: of a launch, on average."
 
 
@@ -236,7 +237,9 @@ def where(s: Setting) -> Found:
         return Found(s.heading, [], {})
     rows, busy, gaps = by_kernel(ran)
     idle = "; ".join(f"{gap:.0f} us after {name}" for gap, name in gaps)
-    return Found(f"{s.heading} Kernels run {busy:.1%} of the time; longest gaps: {idle}.", rows, {
+    count = launches_a_pass(ran)
+    launched = "" if count is None else f" {count:.0f} launches and copies a pass."
+    return Found(f"{s.heading} Kernels run {busy:.1%} of the time; longest gaps: {idle}.{launched}", rows, {
         "kernel": "{kernel}", "share": "{share:.3f}", "launches": "{launches}", "us": "{microseconds:.1f}",
     }, WHERE)  # fmt: skip
 
@@ -250,6 +253,13 @@ def kernels_of(work: Callable[[], object]) -> list[tuple[str, float, float]]:
         for event in profiled.events() or ()
         if event.device_type.name == "CUDA"
     ]
+
+
+def launches_a_pass(ran: Sequence[tuple[str, float, float]]) -> float | None:
+    """Kernels and copies of the last half of what ran, by passes, each of which has one softmax; None: there is none."""
+    names = [name for name, *_ in sorted(ran, key=lambda kernel: kernel[1])][len(ran) // 2 :]
+    passes = names.count(SOFTMAX)
+    return len(names) / passes if passes else None
 
 
 def busy(ran: Sequence[tuple[str, float, float]]) -> float:
