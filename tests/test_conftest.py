@@ -84,3 +84,16 @@ def test_ci_runs_targets_that_help_lists():
     makefile = (ROOT / "Makefile").read_text("utf-8")
     assert {"test-all", "test-pretend", "test-avx2", "test-portable", "check"} == {*steps}
     assert all(f'@echo "make {step} ' in makefile and f"\n{step}:" in makefile for step in steps)
+
+
+def test_the_tests_of_a_gpu_are_in_the_files_that_make_names():
+    """Marks come from pytest or from `tests.marks`; to collect all other files takes a minute of nine."""
+    root = Path(__file__).parents[1]
+    pattern = re.search(
+        r"grep -rlE --include='test_\*\.py' '(.*?)' tests", (root / "Makefile").read_text(encoding="utf-8")
+    )
+    assert pattern is not None
+    texts = {file: file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")}
+    named = {file for file, text in texts.items() if re.search(pattern[1], text)}
+    marked = {file for file, text in texts.items() if re.search(r"mark\.gpu|\b(on_gpu|TRITON|DEVICES)\b", text)}
+    assert marked <= named and ROOT / "tests/kernels/test_tree_attention.py" in marked

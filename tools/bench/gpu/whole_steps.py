@@ -256,7 +256,7 @@ def kernels_of(work: Callable[[], object]) -> list[tuple[str, float, float]]:
 
 
 def launches_a_pass(ran: Sequence[tuple[str, float, float]]) -> float | None:
-    """Kernels and copies of the last half of what ran, by passes, each of which has one softmax; None: there is none."""
+    """Kernels and copies of the last half of what ran, by passes, each with one softmax; None: there is none."""
     names = [name for name, *_ in sorted(ran, key=lambda kernel: kernel[1])][len(ran) // 2 :]
     passes = names.count(SOFTMAX)
     return len(names) / passes if passes else None
