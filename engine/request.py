@@ -342,7 +342,8 @@ def check_ids(target: LoadedModel, ids: Sequence[int]) -> None:
     reach = target.shape.max_positions
     if reach is not None and len(ids) > reach:
         raise UsageError(
-            f"the prompt has {len(ids)} tokens, the model's context holds {reach}", remedy="shorten the prompt"
+            f"the prompt has {len(ids)} tokens, the model's context holds {reach}",
+            remedy="shorten the prompt; a model that rotates positions takes more with a larger --context",
         )
     vocab = target.shape.vocab_size
     for i, token in enumerate(ids):

@@ -20,9 +20,8 @@ from models.errors import CheckpointError
 
 KINDS = {kind: kind for kind in ("default", "dynamic", "linear", "llama3", "longrope", "yarn")}  # by their labels
 LEAST_KEPT = 256  # positions
-BUFFERS = (  # older checkpoints store frequencies: computed here
-    re.compile(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-    re.compile(r"(model\.)?rotary_emb\.inv_freq"),
+BUFFERS = (  # older checkpoints store tables of rotations and of positions: computed here
+    re.compile(r"(.+\.)?(rotary_emb\.((original_)?inv_freq|(cos|sin)_cached)|position_ids)"),
 )
 
 

@@ -163,7 +163,7 @@ def plan(args: argparse.Namespace) -> str:
     options = replace(cli.load_options(args), shard=Shard(0, args.processes), **alone)
     with outlined(args.plan, not args.quiet) as (folder, missing):
         found = replace(options, folder=folder)
-        shown = table(found, lambda beams: Trie(beams=beams), args.context, args.max_new_tokens)
+        shown = table(found, lambda beams: Trie(beams=beams), args.max_new_tokens)
     return f"{shown}\nOnly headers were fetched; loading it fetches {size_text(missing)}." if missing else shown
 
 

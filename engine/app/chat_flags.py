@@ -64,10 +64,11 @@ def add_chat_flags(parser: cli.Parser) -> None:
 
 
 def add_plan_flags(parser: cli.Parser) -> None:
-    """--plan, --context, --processes."""
+    """--plan, --processes."""
     group = parser.group("machine")
-    group.add_argument("--plan", metavar="DIR", help="print the memory that a model would take, and exit")
-    text = "tokens that --plan counts, --max-new-tokens of them the reply's (the model's context)"
-    group.add_argument("--context", type=cli.positive, metavar="N", help=text)
+    text = (
+        "print the memory that a model would take with --context tokens, --max-new-tokens of them the reply's, and exit"
+    )
+    group.add_argument("--plan", metavar="DIR", help=text)
     text = "processes that share the model, of which --plan counts one (1)"
     group.add_argument("--processes", type=cli.positive, default=1, metavar="N", help=text)

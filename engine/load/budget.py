@@ -360,13 +360,13 @@ def _address_space(options: LoadOptions, threads: int) -> Iterator[int]:
 # --- the table ---
 
 
-def table(options: LoadOptions, search_of: Any, context: int | None, new: int) -> str:
+def table(options: LoadOptions, search_of: Any, new: int) -> str:
     """The plan of a model: for each format of weights and cache and for some numbers of beams.
 
     Args:
-        options: how the model is to be loaded, but for its formats.
+        options: how the model is to be loaded, but for its formats. Prompt and reply have `context` tokens; None: all
+            that the checkpoint is made for, 4096 if it has no limit.
         search_of: a number of beams -> a search.
-        context: tokens of prompt and reply; None: all that the checkpoint is made for, 4096 if it has no limit.
         new: tokens of the reply.
 
     Raises:
@@ -378,8 +378,7 @@ def table(options: LoadOptions, search_of: Any, context: int | None, new: int) -
     own = checkpoint.packing or checkpoint.quantization
     quants = [pick_quant("none", checkpoint, precision.dtype, device).name] if own else [*FORMATS_SHOWN]
     size = measure(checkpoint, precision.dtype, device, quants[0], options.place)
-    reach = size.shape.max_positions
-    context = min(context or reach or 4096, reach or context or 4096)
+    context = options.context or size.shape.max_positions or 4096
     new = min(new, context - 1) or 1
     start, runtime = peak(), runtime_bytes()  # a small model takes less than the imports did
     touched, of_experts = [], []

@@ -190,6 +190,7 @@ class _Weights:
             cached = cached_matrices(cache, checkpoint, kept.name, shard, device, opened)
         reader = partial(Weights, shard=shard, cached=cached, rounding=options.activations == "int8")
         model = load_model(checkpoint, precision.dtype, device, kept.name, reader)
+        model.shape = in_context(model, options.context, checkpoint.name)
         if cached:
             cached.keep()
         if adapters:
@@ -242,7 +243,14 @@ class _Weights:
         found = Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl, *formats)
         if (size := self.model.shard.size) > 1:
             found = replace(found, paths=f"{found.paths}; one of {size} processes that share the model")
-        return replace(found, warning="\n".join([*filter(None, [found.warning]), *self.left_out()]))
+        notes = [found.warning, self._beyond(), *self.left_out()]
+        return replace(found, warning="\n".join(filter(None, notes)))
+
+    def _beyond(self) -> str:
+        """Say for people that sequences may be longer than those that the checkpoint is made for; "" if not."""
+        given, own = self.model.shape.max_positions, ModelShape.of(self.model.config).max_positions
+        beyond = given is not None and own is not None and given > own
+        return f"context {given}: the checkpoint is made for {own} tokens; past them answers may get worse" * beyond
 
     def left_out(self) -> list[str]:
         """Name for people what is not loaded of the checkpoint."""
@@ -261,6 +269,20 @@ class _Weights:
         reader = partial(Weights, rounding=self.activations == "int8")
         head = MTP(self.checkpoint, type(self.model), *options, reader=reader).eval()
         return replace(self, model=head, tokenizer=None, template=None, adapters={})
+
+
+def in_context(model: Any, context: int | None, name: str) -> ModelShape:
+    """The shape of a model with a context of so many tokens; None: of its own. Raises UsageError."""
+    shape = model.shape
+    if context is None:
+        return shape
+    if getattr(model, "positions_PE", None) is not None and context > shape.max_positions:
+        raise UsageError(
+            f"context: this model has learned its {shape.max_positions} positions and has no others, got {context}",
+            where=name,
+            remedy="only models that rotate positions go on past their context",
+        )
+    return replace(shape, max_positions=context)
 
 
 def open_adapters(options: LoadOptions, checkpoint: Checkpoint) -> dict[str, Adapter]:
@@ -291,7 +313,7 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
     check_compile(options.compile, device)
     if shard.size > 1 and options.compile == "on":
         raise UsageError("compile: a model that processes share is not compiled", remedy="leave out --compile on")
-    others = replace(options, adapters=())
+    others = replace(options, adapters=(), context=None)
     parts = {
         role: _Weights.load(folder, options, device, options.chat_template, experts is not None)
         if role == "target"

@@ -93,6 +93,8 @@ class LoadOptions:
         kv_dtype: keys and values in 8 bits; fp8 on a GPU. With a scale for each token and head they take about half
             the memory of bfloat16.
         device: where models run.
+        context: longest sequence of the model, prompt and output together. None takes the checkpoint's; more
+            than that is for models that rotate positions, and answers may get worse there.
         threads: limit of CPU threads.
         kv_memory: size of all KV caches, as 512M. From Python also a number of bytes.
         memory: limit of the process, as 900M; auto: its own. What the weights and the rest leave goes to the KV
@@ -138,6 +140,7 @@ class LoadOptions:
     activations: Annotated[str, Flag(choices=ACTIVATIONS, shown="auto: int8 beside --quant int8 and int4")] = "auto"
     kv_dtype: Annotated[str, Flag(choices=KV_DTYPES, shown="auto: as --dtype")] = "auto"
     device: Annotated[str, MACHINE(choices=("auto", "cpu", "cuda"), shown="auto: the GPU if there is one")] = "auto"
+    context: Annotated[int | None, Flag(metavar="N", read=read_integer, shown="the checkpoint's")] = None
     threads: Annotated[int | None, MACHINE(metavar="N", read=read_integer, shown="torch's choice")] = None
     kv_memory: Annotated[int | str | None, MACHINE(metavar="SIZE", read=read_size, shown="half of what is free")] = None
     memory: Annotated[int | str | None, MACHINE(metavar="SIZE|auto", read=read_budget, shown="none")] = None
@@ -189,6 +192,8 @@ class LoadOptions:
                 kind = "a path or a function of (prompt, texts)" if name == "reward" else "a path"
                 raise UsageError(f"{name}: expected {kind}, got {value!r}")
         check_drafter(self.drafts)
+        if self.context is not None:
+            check_integer("context", self.context, 1)
         if self.threads is not None:
             check_integer("threads", self.threads, 1, 4096)
         check_integer("parallel", self.parallel, 1)

@@ -7,6 +7,7 @@ from models.config import Config
 from models.decoder import Decoder
 from models.names import Names
 from models.reading import rotary
+from models.rope import BUFFERS
 
 
 class GPTNeoX(Decoder):
@@ -14,7 +15,7 @@ class GPTNeoX(Decoder):
 
     architectures = ("GPTNeoXForCausalLM", "GPTNeoXForSequenceClassification")
     base = "gpt_neox."
-    ignored = (re.compile(r"(gpt_neox\.)?layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)"),)
+    ignored = (*BUFFERS, re.compile(r"(gpt_neox\.)?layers\.\d+\.attention\.(masked_)?bias"))
     names = Names(
         embedding="gpt_neox.embed_in",
         layer="gpt_neox.layers.{}.",

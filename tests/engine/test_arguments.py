@@ -23,6 +23,7 @@ LOAD: list[tuple[str, list[Any]]] = [
     ("dtype", [None, 5, torch.float32, ["float32"], "int8"]),
     ("device", [None, 0, torch.device("cpu"), "tpu", ["cpu"]]),
     ("threads", ["2", 2.0, True, 0, [1]]),
+    ("context", ["2", 2.0, True, 0, [1]]),
     ("kv_memory", ["512Q", "x", "", "-1M", 1.5, True, 0, -1, 1 << 70, [1]]),
     ("compile", [None, True, "yes", ["on"]]),
     ("quant", [None, 8, "int5", ["int8"]]),

@@ -1,6 +1,7 @@
 """Engine, end to end on a tiny random model: batches, limits, memory, streams, interruptions, sessions."""
 
 import dataclasses
+import json
 import random
 import re
 import threading
@@ -8,11 +9,13 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from safetensors.torch import load_file
 
 from engine import Done, Engine, KVMemoryError, Prefill, Progress, Request, RequestOptions, Session, Text, UsageError
 from engine.conversation import Conversation
 from engine.demo import demo_folder
 from search import Greedy, Sample, Trie
+from tests.models.copies import changed
 from tools.random_checkpoint import EOS, make
 
 VOCAB = 260
@@ -185,6 +188,28 @@ def test_the_context_ends_the_answer(engine):
     assert len(result.outputs[0].token_ids) == 1
     with pytest.raises(UsageError, match="201 tokens, the model's context holds 200"):
         engine.generate([[1] * 201], Greedy())
+
+
+def test_a_longer_context_than_the_checkpoints(tmp_path):
+    """The logits are those that transformers computed, and a beam search is that of a checkpoint of this context."""
+    golden = json.loads((GOLDEN / "plain" / "golden.json").read_text())
+    expected = load_file(GOLDEN / "plain" / "golden.safetensors")
+    folder = changed(tmp_path, "llama/plain", {"max_position_embeddings": 24})
+    short, longer, own = (
+        Engine.load(folder, dtype="float32"),
+        Engine.load(folder, dtype="float32", context=64),
+        Engine.load(GOLDEN / "plain", dtype="float32"),
+    )
+    assert "context 64: the checkpoint is made for 24 tokens" in longer.capabilities.warning
+    assert not short.capabilities.warning
+    for i, entry in enumerate(golden["logits"]):
+        ids, rows = entry["prompt_ids"], entry["rows"]
+        assert longer.logits(ids)[-rows:].allclose(expected[f"logits.{i}"], atol=1e-4)
+    assert len(ids) == 60
+    [one], [other] = (engine.generate([ids[:20]], Trie(beams=4), max_new_tokens=40) for engine in (longer, own))
+    assert one.outputs == other.outputs
+    with pytest.raises(UsageError, match="60 tokens, the model's context holds 24"):
+        short.generate([ids], Greedy())
 
 
 def test_arguments_are_checked(engine):

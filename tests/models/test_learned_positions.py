@@ -154,6 +154,17 @@ def test_no_token_stands_past_the_table(family):
     assert len(classifier.scores([TEXT])) == 1
 
 
+@pytest.mark.parametrize("family", EMBEDDING)
+def test_a_context_lies_within_the_table(family):
+    with pytest.raises(UsageError, match="context: this model has learned its 64 positions and has no others, got 65"):
+        Engine.load(GOLDEN / family / "plain", dtype="float32", context=65)
+    engine = Engine.load(GOLDEN / family / "plain", dtype="float32", context=20)
+    [result] = engine.generate([TEXT[:18]], search=Greedy(), ignore_eos=True)
+    assert len(result.outputs[0].token_ids) == 3 and not engine.capabilities.warning
+    with pytest.raises(UsageError, match="21 tokens, the model's context holds 20"):
+        engine.generate([TEXT[:21]], search=Greedy())
+
+
 @pytest.mark.parametrize(("family", "eos"), [("opt", 2), ("gpt2", 50256)])
 def test_default_eos_and_spellings_of_dtype(tmp_path, family, eos):
     folder = changed(tmp_path, f"{family}/plain")

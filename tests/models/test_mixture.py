@@ -266,7 +266,7 @@ def test_bytes_of_a_token():
     assert size.touched == size.matrices - size.chosen // experts.count * (experts.count - experts.routing.chosen)
     plain = measure(Checkpoint.open(GOLDEN.parent / "qwen3/plain"), torch.float32, CPU)
     assert (plain.touched, plain.chosen) == (plain.matrices, 0)
-    shown = table(LoadOptions(GOLDEN / "qwen3"), lambda beams: Trie(beams=beams), None, 8)
+    shown = table(LoadOptions(GOLDEN / "qwen3"), lambda beams: Trie(beams=beams), 8)
     assert "A token chooses 3 of 6 experts of a layer: a pass of one token reads" in shown
     assert ("(int4) of matrices" in shown) is (not cpp.why_not())  # it needs the C++ kernels
 

@@ -7,7 +7,7 @@ from kernels.rows import rotary
 from models.checkpoint.fields import Fields
 from models.errors import CheckpointError
 from models.families.phi3 import ROPE_KINDS
-from models.rope import RopeConfig, RotaryEmbedding
+from models.rope import BUFFERS, RopeConfig, RotaryEmbedding
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 32
@@ -170,6 +170,24 @@ def test_phi3_takes_its_original_length_from_the_top_level_or_not_at_all():
 def test_precedence_is_that_of_transformers(config, kind, theta):
     rope = rope_of(config)
     assert (rope.kind, rope.theta) == (kind, theta)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("model.layers.3.self_attn.rotary_emb.inv_freq", True),
+        ("transformer.h.0.self_attention.rotary_emb.inv_freq", True),
+        ("rotary_emb.original_inv_freq", True),
+        ("layers.0.attention.rotary_emb.sin_cached", True),
+        ("model.embed_tokens.position_ids", True),
+        ("model.layers.0.self_attn.rotary_emb.weight", False),
+        ("model.inv_freq", False),
+        ("model.layers.0.my_rotary_emb.inv_freq", False),
+        ("model.position_ids.weight", False),
+    ],
+)
+def test_names_of_tables_that_are_computed(name, known):
+    assert any(pattern.fullmatch(name) for pattern in BUFFERS) is known
 
 
 def test_original_length():

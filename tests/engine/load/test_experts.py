@@ -106,7 +106,7 @@ def test_a_limit_below_the_experts_of_a_layer_is_refused(folders):
 
 
 def test_the_table_says_what_a_token_touches(folders):
-    shown = table(options(folders[1]), lambda beams: Trie(beams=beams), None, 8)
+    shown = table(options(folders[1]), lambda beams: Trie(beams=beams), 8)
     said = r"own: a token touches 3 of 16 experts in each of 3 layers, (\S+) MB of (\S+) MB; --memory holds at least"
     found = re.search(said, shown)
     assert found, shown

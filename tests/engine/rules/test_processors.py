@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from functools import reduce
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from engine import ConstraintError
 from engine.rules.processors import NoRepeatNGram, OccurrencePenalty, RepetitionPenalty
-from search import Greedy, Trie
+from search import Greedy, Sample, Trie
+from tests.draws import chi_square, chi_square_bound
 from tests.engine.rules.automata import (
     EOS,
     GOLDEN,
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("exact_pool")
 
 
 PROCESSED = json.loads((GOLDEN / "processors.json").read_text())["cases"]
+DRAWN = json.loads((GOLDEN / "draws.json").read_text())
 
 
 @pytest.mark.parametrize("start", range(0, 60, 20))
@@ -36,6 +39,29 @@ def test_processors_are_those_of_transformers(engine, start):
         expected = case["outputs"]
         assert [o.token_ids for o in result.outputs] == [o["token_ids"] for o in expected], number
         assert [o.score for o in result.outputs] == pytest.approx([o["score"] for o in expected], abs=1e-3), number
+
+
+@pytest.mark.parametrize("number", range(len(DRAWN["cases"])))
+def test_draws_have_the_law_of_transformers(engine, number):
+    """Processors, then warpers: counts of continuations against the probabilities that it gives them (error 1e-4)."""
+    case = DRAWN["cases"][number]
+    rules = dict(case["options"])
+    warp = {name: rules.pop(name) for name in ("temperature", "top_k", "top_p", "min_p", "typical_p") if name in rules}
+    if "bad_words_ids" in rules:
+        rules["bad_words"] = rules.pop("bad_words_ids")
+    rules |= {"constraint_scores": "renormalised", "eos_token_ids": [DRAWN["eos"]]}
+    sample = Sample(**warp, seed=number, num_return_sequences=4096)
+    result = ask(engine, sample, DRAWN["prompt_ids"], DRAWN["max_new_tokens"], **rules)
+    law = {tuple(path): p for path, p in case["law"]}
+    counts = Counter(tuple(output.token_ids) for output in result.outputs)
+    assert set(counts) <= set(law)
+    cell = {path: path if p * 4096 >= 5 else () for path, p in law.items()}  # rare ones are one cell
+    merged, expected = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    for path, p in law.items():
+        merged[cell[path]] += counts[path]
+        expected[cell[path]] += p
+    value, cells = chi_square(merged, expected)
+    assert value < chi_square_bound(cells)
 
 
 def test_hooks(engine):
