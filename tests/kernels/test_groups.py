@@ -133,13 +133,15 @@ def test_rows_are_rounded_as_they_are_defined_to_be(kind, zeros, outs, width, si
     assert (found - exact).abs().max() < 1e-3 * spread < 4e-3 * spread < (found - unrounded).abs().max()
 
 
-def test_the_largest_products_of_int4_do_not_overflow():
-    width = 256
-    codes_OI = torch.tensor([[15], [0]], dtype=torch.uint8).expand(2, width)
-    panels, groups = pack_groups([(codes_OI, torch.ones(2, 8), torch.zeros(2, 8))], "int4", 2, width, 32)
+@pytest.mark.parametrize("kind", ["int4", "int5", "int6"])
+def test_the_largest_products_of_few_bits_do_not_overflow(kind):
+    width, most = 256, MOST[kind]
+    codes_OI = torch.tensor([[most], [0]], dtype=torch.uint8).expand(2, width)
+    none = [None, torch.zeros(2, 8)] if kind in ABOVE else [torch.zeros(2, 8), None]  # so that numbers are codes
+    panels, groups = pack_groups([(codes_OI, torch.ones(2, 8), *none)], kind, 2, width, 32)
     packed = Packed(panels, 2, width, groups=groups, levels=127)
-    assert linear(torch.ones(1, width), packed).tolist() == [[15 * width, 0]]
-    assert linear(-torch.ones(1, width), packed).tolist() == [[-15 * width, 0]]
+    assert linear(torch.ones(1, width), packed).tolist() == [[most * width, 0]]
+    assert linear(-torch.ones(1, width), packed).tolist() == [[-most * width, 0]]
 
 
 @pytest.mark.parametrize("kind", ["int4", "int5", "int6", "int8"])
@@ -153,9 +155,9 @@ def test_the_largest_products_of_floats_do_not_overflow(kind):
         zero_OG = None if kind in ABOVE else scale_OG * zero
         panels, groups = pack_groups([(codes_OI, scale_OG, zero_OG)], kind, 2, width, size)
         packed, exact = Packed(panels, 2, width, groups=groups), torch.tensor([most - zero, -zero]) * width
-        for sign in (1.0, -1.0):
-            found = linear(torch.full((1, width), sign), packed)[0]
-            assert (found - sign * exact).abs().max() <= 1e-4 * most * width  # 2,048 chunks are added in float32
+        for x in (1.0, -1.0, 2.0**90):
+            found = linear(torch.full((1, width), x), packed)[0] / x
+            assert (found - exact).abs().max() <= 1e-4 * most * width  # 2,048 chunks are added in float32
 
 
 @pytest.mark.parametrize("kind", ["int4", "int5", "int6", "int8"])
