@@ -86,12 +86,13 @@ template <typename Element, int VECTORS, int COUNT>
         words[v] = Element::load(at + v / EACH * across + v % EACH * LANES * std::min(Element::BYTES, 4));
     constexpr int EACH_PART = Element::STEP / Element::PARTS;
 #pragma GCC unroll 32
-    for (int p = 0; p < Element::PARTS; p++, x += EACH_PART) {
+    for (int p = 0; p < Element::PARTS; p++) {
         if (Element::PARTS > 8 && p % 4 == 0)
             asm("" : "+r"(x), "+r"(stride));  // or GCC keeps the place of each word of each row, most of them in memory
         if constexpr (Element::PARTS > 8 && COUNT == 1) {  // one after the other, or GCC keeps sums in memory
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[0][v] = Element::add(sums[0][v], Element::part(words[v], p), x);
+            for (int v = 0; v < VECTORS; v++)
+                sums[0][v] = Element::add(sums[0][v], Element::part(words[v], p), x + p * EACH_PART);
             continue;
         }
         typename Element::Part part[VECTORS];
@@ -100,7 +101,8 @@ template <typename Element, int VECTORS, int COUNT>
 #pragma GCC unroll 32
         for (int row = 0; row < COUNT; row++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[row][v] = Element::add(sums[row][v], part[v], x + row * stride);
+            for (int v = 0; v < VECTORS; v++)
+                sums[row][v] = Element::add(sums[row][v], part[v], x + row * stride + p * EACH_PART);
     }
 }
 
