@@ -82,6 +82,7 @@ def test_prefixes_compares_with_cold_prompts(model, capsys, tmp_path):
     [row] = last_line(capsys)["results"]
     assert (row["model"], row["same"], row["compared"]) == ("tiny", 2, 2) and row["warm"] > 0 < row["cold"]
     assert "one cached" in (tmp_path / "page.md").read_text()
+    assert main(["prefixes", "--questions", "1"]) == 2 and "nothing to compare" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(bool(Int4().why_not(torch.device("cpu"))), reason="int4 weights need the C++ kernels")

@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 from engine.demo import demo_folder, is_demo
+from engine.errors import UsageError
 from models.later import later
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
@@ -37,7 +38,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Measure and report."""
+    """Measure and report. Raises UsageError if there is nothing to compare."""
+    if args.questions < 2 or args.cold < 1 or args.document < 1:
+        what = f"--questions {args.questions} --cold {args.cold} --document {args.document}: nothing to compare"
+        raise UsageError(what, remedy="give at least 2 questions, 1 of them cold, on a document of 1 token")
     folder, made, rng = Path(args.model or demo_folder()), stamp(argv), random.Random(args.seed)
     options = {"dtype": args.dtype, "threads": args.threads, "kv_memory": "1G"}
     warm, cold = (Engine.load(folder, prefix_cache=cache, **options) for cache in ("on", "off"))
