@@ -121,3 +121,9 @@ def test_packages_have_the_names_that_they_list(package: object):
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         package.Nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_fleet_starts_as_a_command(tmp_path: Path):
+    line = [sys.executable, "-m", "tools.fleet", "--input", "/no/such", "--output", str(tmp_path / "out")]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("error: cannot read the input")

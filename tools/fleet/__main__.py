@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from engine.app.cli import run
 from engine.errors import CoppiceError, UsageError
 from models.later import later
 from tools.fleet.worker import Worker, check_search, depended_on, make_parser
@@ -19,7 +20,7 @@ from tools.fleet.worker import Worker, check_search, depended_on, make_parser
 with later():
     import torch
 
-    from engine.app.cli import fetch_models, rules, run, search_params
+    from engine.app.cli import fetch_models, rules, search_params
     from engine.load.distributed import ProcessError, check_alone
     from models.checkpoint.headers import Checkpoint
     from search.base import make_search
