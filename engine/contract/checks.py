@@ -126,7 +126,7 @@ def generator_fault(generator: Any) -> str:
 def report_fault(report: Report) -> str:
     """The fault of a Report; "" if there is none."""
     settled, best, beams = report.settled, report.best, report.beams
-    if not isinstance(settled, list | tuple) or not all(type(token) is int for token in settled):
+    if not isinstance(settled, list | tuple) or not all([type(token) is int for token in settled]):
         return f"Report.settled: expected a list of token ids, got {brief(settled)}"
     if not isinstance(report.info, dict):
         return f"Report.info: expected a dict, got {brief(report.info)}"
