@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.app.cli import add_load_flag
 from engine.demo import demo_folder, is_demo
+from engine.errors import UsageError
 from models.later import later
 from tools.bench import measure
 from tools.bench.flags import add_numbers, add_run_flags
@@ -82,7 +83,9 @@ async def bursts(keyboard: Keyboard, typed: Sequence[str], interval: float) -> l
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Measure and report."""
+    """Measure and report. Raises UsageError for fewer keys than a burst has."""
+    if args.keys < BURST:
+        raise UsageError(f"--keys: expected an integer >= {BURST}, the keys of a burst, got {args.keys}")
     made = stamp(argv)
     options = {"dtype": args.dtype, "quant": args.quant, "activations": args.activations}
     options |= {"threads": args.threads, "kv_memory": "16M"}
