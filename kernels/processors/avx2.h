@@ -48,10 +48,10 @@ inline Ints looked_up(Ints places, const Table& table) {
 }
 
 inline Ints highest(Ints words, int byte) {
-    if (byte == 0 || byte == 3) return words << (24 - 8 * byte) & int(0xff000000);
-    const __m128i first = _mm_setr_epi32(0x00808080, 0x04808080, 0x08808080, 0x0c808080);
-    const __m128i places = _mm_add_epi32(first, _mm_set1_epi32(byte << 24));
-    return (Ints)_mm256_shuffle_epi8((__m256i)words, _mm256_broadcastsi128_si256(places));
+    if (byte == 0) return words << 24;
+    if (byte == 3) return words & int(0xff000000);
+    const Ints places = Ints{0, 4, 8, 12, 0, 4, 8, 12} + byte;  // a constant in memory: registers are few
+    return (Ints)_mm256_shuffle_epi8((__m256i)words, (__m256i)(places << 24 | 0x808080));
 }
 
 constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
