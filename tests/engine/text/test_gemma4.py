@@ -71,7 +71,7 @@ def test_marks_are_text_of_replies_and_none_of_a_user(speaker):
 
 
 def test_a_template_cuts_the_thoughts_of_earlier_texts(speaker):
-    """As in transformers: whoever sends replies back as they came, and templates without a field for thoughts."""
+    """The thought of a reply that is sent back as it came does not stand in the prompt, as in transformers."""
     chat = [*HELLO, {"role": "assistant", "content": Thoughts.find(TOKENS, "").join("Two.", "Four.")}, *HELLO]
     assert "<|turn>model\nFour.<turn|>" in text_of(speaker.template.render(chat))
 
