@@ -52,7 +52,7 @@ def import_torch() -> None:
     finally:
         for name in left_out:
             del sys.modules[name]  # whoever imports it later gets the real one
-    gc.freeze()  # nor need others
+    gc.freeze()  # nor need the collections of a run
     with contextlib.suppress(ImportError, AttributeError):  # not in every version of torch
         # A module that was left out with it makes torch.Generator() possible, by this line.
         from torch._opaque_base import OpaqueBaseMeta
