@@ -805,7 +805,7 @@ def test_ctrl_c(commands: Commands, engine: Engine, base: Path, tmp_path: Path):
         assert process.stderr.read().decode() == (
             f"interrupted: {path} has the answers so far; the same with --resume goes on\n"
         )
-        assert process.wait(30) == 130
+        assert process.wait(120) == 130
     commands.use(engine)
     assert len(read(path)) == 2
     assert commands.batch([{"prompt": "a"}] * 3, "--output", path, "--resume")[0] == 0

@@ -543,7 +543,7 @@ def test_a_pipe_gets_its_answers_while_it_stays_open(run: Run):
                 assert [json.loads(answers.readline())["id"] for _ in range(1 + (i > 0))][-1] == 2 * i
         finally:
             os.close(to)
-            thread.join(30)
+            thread.join(120)
         assert codes == [2] and "malformed JSON" in json.loads(answers.readline())["error"]["message"]
 
 
@@ -610,7 +610,7 @@ def test_an_interrupt_in_a_locale_without_utf8(folder: Path):
         assert json.loads(process.stdout.readline().decode())["id"] == "é→"
         process.send_signal(signal.SIGINT)
         assert process.stderr.read().decode() == "interrupted\n"
-        assert process.wait(30) == 130
+        assert process.wait(120) == 130
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--model", "/absent"], 3), (["--kv-memory", "10"], 4)])

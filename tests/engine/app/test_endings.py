@@ -87,7 +87,7 @@ def test_an_empty_line_is_enter_and_anything_else_stays(monkeypatch):
 
 
 def _until(condition) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -93,7 +93,7 @@ class Browser:
     def close(self) -> None:
         self.ask("DELETE", "")
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(120)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -406,7 +406,7 @@ def test_the_servers_page_completes_for_a_model_without_a_template(browser: Brow
         assert not browser.faults()
 
 
-def wait_until(reached, seconds: float = 30.0) -> None:
+def wait_until(reached, seconds: float = 60.0) -> None:
     """Wait for a condition."""
     end = time.monotonic() + seconds
     while not reached():

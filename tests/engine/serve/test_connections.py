@@ -55,7 +55,7 @@ def answer(peer: socket.socket, pause: float = 0.0) -> tuple[int, bool]:
     return int(data.split()[1]) if data else 0, len(data) == length
 
 
-def until(reached: Callable[[], object], seconds: float = 20.0) -> None:
+def until(reached: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for a condition."""
     end = time.monotonic() + seconds
     while not reached():

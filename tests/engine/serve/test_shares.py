@@ -139,16 +139,16 @@ def test_checks_of_clients_take_turns():
 
     def slow(i):
         called.append(("A", i))
-        assert go.wait(20)
+        assert go.wait(60)
         return i
 
     try:
         mine = [checks.submit("A", lambda i=i: slow(i)) for i in range(4)]
         until(lambda: called)
-        assert [checks.submit("B", lambda i=i: i).result(20) for i in range(3)] == [0, 1, 2]
+        assert [checks.submit("B", lambda i=i: i).result(60) for i in range(3)] == [0, 1, 2]
         assert called == [("A", 0)] and mine[2].cancel()
         go.set()
-        assert [future.result(20) for future in (mine[0], mine[1], mine[3])] == [0, 1, 3]
+        assert [future.result(60) for future in (mine[0], mine[1], mine[3])] == [0, 1, 3]
         assert called == [("A", 0), ("A", 1), ("A", 3)]
         until(lambda: not checks._busy and not checks._waiting)
     finally:
@@ -161,7 +161,7 @@ def test_a_check_that_panics_is_an_exception():
 
     checks = Checks(1)
     with pytest.raises(RuntimeError, match="a library panicked"):
-        checks.submit("A", panic).result(20)
+        checks.submit("A", panic).result(60)
     checks.stop()
 
 
@@ -172,7 +172,7 @@ def held(monkeypatch):
 
     def read(body, *rest):
         seen.append(body.get("prompt"))
-        assert go.wait(20)
+        assert go.wait(60)
         return real(body, *rest)
 
     monkeypatch.setattr(http, "read", read)
