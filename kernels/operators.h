@@ -110,7 +110,8 @@ void coppice_pack(int64_t threads, int64_t bytes, const void* rows, void* panels
 // minimums and units (null where the format has none), all as `Matrix` has them; a row has `blocks` blocks. Returns how
 // many scales, minimums or units are no finite numbers.
 int64_t coppice_repack(int64_t threads, int64_t format, const void* rows, int64_t first, int64_t count, int64_t blocks,
-                       void* panels, void* scale, void* least, void* unit, void* least_unit);
+                       void* panels, void* scale, void* least, void* unit, void* least_unit,
+                       const void* codebook);
 
 // x [rows, width], out [rows, outs of all], both of `kind`.
 void coppice_linear(int64_t kind, int64_t threads, const Matrix* matrix, const void* x, void* out, int64_t rows);

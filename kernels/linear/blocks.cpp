@@ -20,12 +20,19 @@ struct Decoded {
     typedef T Value;
     T scale[MOST_GROUPS], least[MOST_GROUPS];
     uint16_t unit, least_unit;
+    const uint8_t* codebook;  // codes of its entries, one after the other
 };
 
 inline uint16_t half(const uint8_t* at) {
     uint16_t bits;
     std::memcpy(&bits, at, sizeof bits);
     return bits;
+}
+
+inline uint32_t word(const uint8_t* at) {
+    uint32_t four;
+    std::memcpy(&four, at, sizeof four);
+    return four;
 }
 
 // The same number, negative.
@@ -194,11 +201,130 @@ struct IQ4_XS : Format<136, 256, 32, 4, false, int8_t> {
     }
 };
 
-inline uint32_t word(const uint8_t* at) {
-    uint32_t four;
-    std::memcpy(&four, at, sizeof four);
-    return four;
-}
+// Numbers -1, 0 and 1 as codes of int4, which stand around 8.
+struct TQ2_0 : Format<66, 256, 256, 4, false, uint16_t> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        scale[0] = half(b + 64);
+        for (int n = 0; n < 2; n++)
+            for (int j = 0; j < 4; j++)
+                for (int i = 0; i < 32; i++) codes[n * 128 + j * 32 + i] = uint8_t((b[n * 32 + i] >> 2 * j & 3) + 7);
+    }
+};
+
+// The same, five to a byte, which is their number to the base of 3 in 1 / 243 of 256.
+struct TQ1_0 : Format<54, 256, 256, 4, false, uint16_t> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        scale[0] = half(b + 52);
+        spread(b, 32, 5, codes);
+        spread(b + 32, 16, 5, codes + 160);
+        spread(b + 48, 4, 4, codes + 240);
+    }
+
+   private:
+    static void spread(const uint8_t* from, int count, int digits, uint8_t* codes) {
+        for (int i = 0; i < count; i++) {
+            uint8_t rest = from[i];
+            for (int n = 0; n < digits; n++, rest = uint8_t(rest * 3)) codes[n * count + i] = uint8_t((rest * 3 >> 8) + 7);
+        }
+    }
+};
+
+// Formats of codebooks: codes are those of an entry with their signs, scales odd numbers that count in units.
+template <int BYTES, int GROUP>
+struct OfCodebook : Format<BYTES, 256, GROUP, 4, false, int8_t> {
+    // Codes of an entry of COUNT, with a bit of each one's sign.
+    template <int COUNT>
+    void put(int entry, unsigned signs, uint8_t* codes) {
+        for (int k = 0; k < COUNT; k++) codes[k] = uint8_t(this->codebook[entry * COUNT + k] | (signs >> k & 1) << 3);
+    }
+    static int8_t odd(unsigned count) { return int8_t(2 * count + 1); }
+    // Seven signs, and the eighth: there is an even number of negative ones.
+    static unsigned signs(unsigned seven) { return seven | (__builtin_popcount(seven) & 1) << 7; }
+    // Scales of four bits, two in a byte.
+    void nibbled(const uint8_t* from) {
+        for (int i = 0; i < 256 / GROUP; i++) this->scale[i] = odd(from[i / 2] >> 4 * (i % 2) & 15);
+    }
+};
+
+struct IQ2_XXS : OfCodebook<66, 32> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        unit = half(b);
+        for (int g = 0; g < 8; g++) {
+            const uint32_t more = word(b + 6 + 8 * g);
+            scale[g] = odd(more >> 28);
+            for (int j = 0; j < 4; j++) put<8>(b[2 + 8 * g + j], signs(more >> 7 * j & 127), codes + 32 * g + 8 * j);
+        }
+    }
+};
+
+struct IQ2_XS : OfCodebook<74, 16> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        unit = half(b);
+        for (int j = 0; j < 32; j++) {
+            const int more = half(b + 2 + 2 * j);
+            put<8>(more & 511, signs(more >> 9), codes + 8 * j);
+        }
+        nibbled(b + 66);
+    }
+};
+
+struct IQ2_S : OfCodebook<82, 16> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        unit = half(b);
+        for (int j = 0; j < 32; j++) put<8>(b[2 + j] | (b[66 + j / 4] >> 2 * (j % 4) & 3) << 8, b[34 + j], codes + 8 * j);
+        nibbled(b + 74);
+    }
+};
+
+struct IQ3_XXS : OfCodebook<98, 32> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        unit = half(b);
+        for (int g = 0; g < 8; g++) {
+            const uint32_t more = word(b + 66 + 4 * g);
+            scale[g] = odd(more >> 28);
+            for (int j = 0; j < 8; j++)
+                put<4>(b[2 + 8 * g + j], signs(more >> 7 * (j / 2) & 127) >> 4 * (j % 2), codes + 32 * g + 4 * j);
+        }
+    }
+};
+
+struct IQ3_S : OfCodebook<110, 32> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        unit = half(b);
+        for (int j = 0; j < 64; j++)
+            put<4>(b[2 + j] | (b[66 + j / 8] >> j % 8 & 1) << 8, b[74 + j / 2] >> 4 * (j % 2), codes + 4 * j);
+        nibbled(b + 106);
+    }
+};
+
+constexpr int LOWERED = 2048;  // IQ1's entries, from which on the same lie with an eighth less instead of more
+
+struct IQ1_S : OfCodebook<50, 32> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        unit = half(b);
+        for (int g = 0; g < 8; g++) {
+            const int more = half(b + 34 + 2 * g);
+            scale[g] = odd(more >> 12 & 7);
+            for (int j = 0; j < 4; j++)
+                put<8>((b[2 + 4 * g + j] | (more >> 3 * j & 7) << 8) + (more >> 15) * LOWERED, 0, codes + 32 * g + 8 * j);
+        }
+    }
+};
+
+struct IQ1_M : OfCodebook<56, 16> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        unit = 0;
+        for (int i = 0; i < 4; i++) {
+            const int more = half(b + 48 + 2 * i);
+            unit |= uint16_t(more >> 12 << 4 * i);
+            for (int j = 0; j < 4; j++) scale[4 * i + j] = odd(more >> 3 * j & 7);
+        }
+        for (int j = 0; j < 32; j++) {
+            const int more = b[32 + j / 2] >> 4 * (j % 2) & 15;
+            put<8>((b[j] | (more & 7) << 8) + (more >> 3) * LOWERED, 0, codes + 8 * j);
+        }
+    }
+};
 
 // Codes of outputs [from, to) of a panel to its lines, of a word for each. Of 5 and 6 bits the low four come first, and
 // then a word of those above.
@@ -225,7 +351,7 @@ inline void put(const uint8_t (*codes)[MOST_ELEMENTS], int from, int to, uint8_t
 
 template <typename Block>
 int64_t repack(int64_t threads, const uint8_t* rows, int64_t first, int64_t count, int64_t blocks, uint8_t* panels,
-               void* scale, void* least, uint16_t* unit, uint16_t* least_unit) {
+               void* scale, void* least, uint16_t* unit, uint16_t* least_unit, const uint8_t* codebook) {
     typedef typename Block::Value Value;
     constexpr int SIZE = Block::SIZE, GROUPS = SIZE / Block::GROUP, OF_PANEL = PANEL * SIZE * Block::BITS / 8;
     int64_t bad = 0;
@@ -233,6 +359,7 @@ int64_t repack(int64_t threads, const uint8_t* rows, int64_t first, int64_t coun
     for (int64_t panel = first / PANEL; panel < (first + count + PANEL - 1) / PANEL; panel++) {
         uint8_t codes[PANEL][MOST_ELEMENTS];
         Block block;
+        block.codebook = codebook;
         const int from = int(std::max(first - panel * PANEL, int64_t(0)));
         const int to = int(std::min(first + count - panel * PANEL, int64_t(PANEL)));
         for (int64_t i = 0; i < blocks; i++) {
@@ -266,10 +393,10 @@ int64_t repack(int64_t threads, const uint8_t* rows, int64_t first, int64_t coun
 
 extern "C" int64_t coppice_repack(int64_t threads, int64_t format, const void* rows, int64_t first, int64_t count,
                                   int64_t blocks, void* panels, void* scale, void* least, void* unit,
-                                  void* least_unit) {
+                                  void* least_unit, const void* codebook) {
     auto run = [&](auto block) {
         return repack<decltype(block)>(threads, (const uint8_t*)rows, first, count, blocks, (uint8_t*)panels, scale,
-                                       least, (uint16_t*)unit, (uint16_t*)least_unit);
+                                       least, (uint16_t*)unit, (uint16_t*)least_unit, (const uint8_t*)codebook);
     };
     switch (format) {
         case 2: return run(Q4_0{});
@@ -282,8 +409,17 @@ extern "C" int64_t coppice_repack(int64_t threads, int64_t format, const void* r
         case 12: return run(Q4_K{});
         case 13: return run(Q5_K{});
         case 14: return run(Q6_K{});
+        case 16: return run(IQ2_XXS{});
+        case 17: return run(IQ2_XS{});
+        case 18: return run(IQ3_XXS{});
+        case 19: return run(IQ1_S{});
         case 20: return run(IQ4_NL{});
+        case 21: return run(IQ3_S{});
+        case 22: return run(IQ2_S{});
         case 23: return run(IQ4_XS{});
+        case 29: return run(IQ1_M{});
+        case 34: return run(TQ1_0{});
+        case 35: return run(TQ2_0{});
         case 39: return run(MXFP4{});
     }
     return 0;

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.checks import expect
 from kernels.cpp import function
+from kernels.linear.codebooks import codebook
 from kernels.linear.panels import PANEL, UNIT, GroupKind, Groups, Packed, power, shape
 
 THREAD_BYTES = 4 << 20  # of blocks that are worth a thread: threads that wait for others on a busy machine cost seconds
@@ -42,6 +43,7 @@ class Block:
         least: groups have minimums.
         scales: how they are kept: in float16, as exponents of float4, or as int8 with units.
         decode: blocks uint8 [O, N, B] to rows.
+        codebook: the name of the one that codes are entries of; "": they are in the blocks.
     """
 
     number: int
@@ -52,6 +54,7 @@ class Block:
     least: bool
     scales: Literal["half", "exponents", "units"]
     decode: Callable[[Tensor], BlockRows]
+    codebook: str = ""
 
     def rows(self, stored_OB: Tensor) -> BlockRows:
         """Rows of blocks as they are stored, uint8 [O, bytes of a row]."""
@@ -101,7 +104,8 @@ class BlockPanels:
         expect("rows", stored_OB, torch.uint8, (count, blocks * block.bytes), torch.device("cpu"))
         if self.filled + count > self.outs:
             raise ValueError(f"expected {self.outs} rows, got {self.filled + count}")
-        tensors = self.panels, self.scale, self.least, self.unit, self.least_unit
+        entries = codebook(block.codebook) if block.codebook else None
+        tensors = self.panels, self.scale, self.least, self.unit, self.least_unit, entries
         threads = min(torch.get_num_threads(), 1 + stored_OB.nbytes // THREAD_BYTES)
         bad = function("repack")(
             *(threads, block.number, stored_OB.data_ptr(), self.filled, count, blocks),
@@ -216,6 +220,88 @@ def _mxfp4(b: Tensor) -> BlockRows:
     return _grouped(_nibbles(b[..., 1:]), power(b[..., :1]))
 
 
+def _trits(octets: Tensor, digits: int) -> Tensor:
+    """Codes of numbers -1, 0 and 1 that lie in bytes, the first digits of all bytes first."""
+    powers = torch.tensor([3**n for n in range(digits)], dtype=torch.uint8).unsqueeze(1)
+    return (((octets.unsqueeze(-2) * powers).int() * 3 >> 8) + 7).to(torch.uint8).flatten(-2)
+
+
+def _tq1_0(b: Tensor) -> BlockRows:
+    codes = torch.cat([_trits(b[..., :32], 5), _trits(b[..., 32:48], 5), _trits(b[..., 48:52], 4)], -1)
+    return _grouped(codes, _half(b, 52))
+
+
+def _tq2_0(b: Tensor) -> BlockRows:
+    return _grouped(_spread(b[..., :64].unflatten(-1, (2, 32)), 2).flatten(-3) + 7, _half(b, 64))
+
+
+def _words(octets: Tensor, size: int) -> Tensor:
+    """Words of so many bytes, int64 from 0 on."""
+    return (octets.long().unflatten(-1, (-1, size)) << torch.arange(0, 8 * size, 8)).sum(-1)
+
+
+def _fields(words: Tensor, bits: int, count: int) -> Tensor:
+    """Fields of so many bits of every word, from the lowest, side by side."""
+    return ((words.unsqueeze(-1) >> torch.arange(0, bits * count, bits)) & ((1 << bits) - 1)).flatten(-2)
+
+
+def _even(seven: Tensor) -> Tensor:
+    """Seven signs, and the eighth: there is an even number of negative ones."""
+    odd = seven ^ seven >> 4
+    odd = odd ^ odd >> 2
+    return seven | ((odd ^ odd >> 1) & 1) << 7
+
+
+def _entries(name: str, entry: Tensor, sign: Tensor | None, scale: Tensor, unit: Tensor) -> BlockRows:
+    """Entries of a codebook with bits of their signs, and scales that are odd numbers of units."""
+    codes = codebook(name)[entry].flatten(-2)
+    if sign is not None:
+        codes |= _fields(sign, 1, 8).to(torch.uint8) << 3
+    return _grouped(codes, unit * (2 * scale + 1))
+
+
+def _iq2_xxs(b: Tensor) -> BlockRows:
+    entry, more = b[..., 2:].unflatten(-1, (8, 2, 4)).unbind(-2)
+    more = _words(more.flatten(-2), 4)
+    return _entries("iq2_xxs", entry.flatten(-2).long(), _even(_fields(more, 7, 4)), more >> 28, _half(b, 0))
+
+
+def _iq2_xs(b: Tensor) -> BlockRows:
+    more = _words(b[..., 2:66], 2)
+    return _entries("iq2_xs", more & 511, _even(more >> 9), _fields(b[..., 66:].long(), 4, 2), _half(b, 0))
+
+
+def _iq2_s(b: Tensor) -> BlockRows:
+    b, unit = b.long(), _half(b, 0)
+    entry = b[..., 2:34] | _fields(b[..., 66:74], 2, 4) << 8
+    return _entries("iq2_s", entry, b[..., 34:66], _fields(b[..., 74:], 4, 2), unit)
+
+
+def _iq3_xxs(b: Tensor) -> BlockRows:
+    more = _words(b[..., 66:], 4)
+    return _entries("iq3_xxs", b[..., 2:66].long(), _even(_fields(more, 7, 4)), more >> 28, _half(b, 0))
+
+
+def _iq3_s(b: Tensor) -> BlockRows:
+    b, unit = b.long(), _half(b, 0)
+    entry = b[..., 2:66] | _fields(b[..., 66:74], 1, 8) << 8
+    return _entries("iq3_s", entry, b[..., 74:106], _fields(b[..., 106:], 4, 2), unit)
+
+
+def _iq1_s(b: Tensor) -> BlockRows:
+    more = _words(b[..., 34:], 2)
+    lowered = (more >> 15 << 11).repeat_interleave(4, -1)
+    entry = (b[..., 2:34].long() | _fields(more, 3, 4) << 8) + lowered
+    return _entries("iq1", entry, None, more >> 12 & 7, _half(b, 0))
+
+
+def _iq1_m(b: Tensor) -> BlockRows:
+    more, above = _words(b[..., 48:], 2), _fields(b[..., 32:48].long(), 4, 2)
+    unit = ((more >> 12) << torch.arange(0, 16, 4)).sum(-1, keepdim=True).to(torch.int32).to(torch.int16)
+    entry = b[..., :32].long() | above << 8  # the highest bit: lowered
+    return _entries("iq1", entry, None, _fields(more, 3, 4), unit.view(torch.float16).float())
+
+
 BLOCKS = {  # by ggml's names
     "Q4_0": Block(2, 18, 32, "int4", 32, False, "half", _q4_0),
     "Q4_1": Block(3, 20, 32, "int4", 32, True, "half", _q4_1),
@@ -229,5 +315,14 @@ BLOCKS = {  # by ggml's names
     "Q6_K": Block(14, 210, 256, "int6", 16, False, "units", _q6_k),
     "IQ4_NL": Block(20, 18, 32, "iq4", 32, False, "half", _iq4_nl),
     "IQ4_XS": Block(23, 136, 256, "iq4", 32, False, "units", _iq4_xs),
+    "IQ1_S": Block(19, 50, 256, "iq2", 32, False, "units", _iq1_s, "iq1"),
+    "IQ1_M": Block(29, 56, 256, "iq2", 16, False, "units", _iq1_m, "iq1"),
+    "IQ2_XXS": Block(16, 66, 256, "iq2", 32, False, "units", _iq2_xxs, "iq2_xxs"),
+    "IQ2_XS": Block(17, 74, 256, "iq2", 16, False, "units", _iq2_xs, "iq2_xs"),
+    "IQ2_S": Block(22, 82, 256, "iq2", 16, False, "units", _iq2_s, "iq2_s"),
+    "IQ3_XXS": Block(18, 98, 256, "iq3", 32, False, "units", _iq3_xxs, "iq3_xxs"),
+    "IQ3_S": Block(21, 110, 256, "iq3s", 32, False, "units", _iq3_s, "iq3_s"),
+    "TQ1_0": Block(34, 54, 256, "int4", 256, False, "half", _tq1_0),
+    "TQ2_0": Block(35, 66, 256, "int4", 256, False, "half", _tq2_0),
     "MXFP4": Block(39, 17, 32, "float4", 32, False, "exponents", _mxfp4),
 }

@@ -3,7 +3,7 @@
     int4    a byte has elements i (low half) and i + 32 of a block of 64
     int8    number - 128, two's complement
     float8  e4m3
-    int5, int6, and float4 and iq4, the numbers of whose tables are whole: as int8
+    int5, int6, and kinds that have tables of whole numbers: as int8
 
 Rows are padded to whole blocks of 64 elements. Scales lie by group, so that a program reads those of its outputs side
 by side. Shape legend: O outputs, B bytes of a row, G groups of a row.
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import ABOVE, TABLES, GroupKind, default_zero, numbers
+from kernels.linear.panels import ABOVE, SHARES, TABLES, GroupKind, default_zero, numbers
 
 BLOCK = 64
 HALF = BLOCK // 2
 # What the size of groups is a multiple of, unless a row is one group.
-STEPS = {"int4": HALF, "int8": 16, "float8": 16, "float4": 16, "iq4": 16, "int5": 16, "int6": 16}
+STEPS = dict.fromkeys(("int8", "float8", *TABLES, *ABOVE), 16) | {"int4": HALF}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ def pack_codes(
         assert codes_NI is not None
         if given != kind:
             zero = default_zero(given, len(values) > 2 and values[2] is not None)
-            codes_NI = (numbers(given, codes_NI) - zero + 128).to(torch.uint8)
+            share = SHARES.get(given, 1.0)
+            codes_NI = (numbers(given, codes_NI) / share - zero + 128).to(torch.uint8)
+            values[0] = None if values[0] is None else values[0] * share
         codes_OB[first : first + len(codes_NI)] = _row(codes_NI, kind).to(device)
         for parts, x_NG in zip(found, values, strict=False):
             parts += [] if x_NG is None else [x_NG]

@@ -6,6 +6,7 @@
 //   Words, Part, VECTORS what is loaded for LANES outputs, what is multiplied at once, and the registers of both
 //   Sum, Total           of LANES outputs, in a chunk and in a row
 //   GROUPED, EXPONENTS   whether groups of elements have scales, and these are powers of two
+//   SHARE                what a number counts of one
 //   IN_BITS              whether elements are bytes, which a matrix may have in fewer bits (decoded.h)
 //   WRITTEN_OUT          whether the steps between two roundings are: in a loop of so few they take a quarter longer
 //   SUMS                 the most sums of a block
@@ -189,6 +190,7 @@ struct Int8 : FourInt8, Plain {
 struct Grouped {
     typedef Floats Total;
     static constexpr bool GROUPED = true, EXPONENTS = false, IN_BITS = false, WRITTEN_OUT = false;
+    static constexpr float SHARE = 1;
     static constexpr int CHUNK = 32, ROUNDED = 0, SUMS = REGISTERS, NARROW = 0;
     static Floats floats(Floats sum) { return sum; }
     static Floats floats(Ints sum) { return __builtin_convertvector(sum, Floats); }
@@ -279,14 +281,31 @@ struct Int8Codes : Rounded<FourCodes, FourInt8::OFFSET> {
     static Part part(Words words, int) { return FourInt8::part(words); }
 };
 
-// The whole numbers that codes of four bits stand for: of E2M1 twice its own.
+// The whole numbers that codes of four bits stand for, and what they count of one: of E2M1 twice its own.
 struct E2M1 {
     static constexpr bool EXPONENTS = true;
+    static constexpr float SHARE = 1;
     static constexpr int NUMBERS[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 };
 struct IQ4 {
     static constexpr bool EXPONENTS = false;
+    static constexpr float SHARE = 1;
     static constexpr int NUMBERS[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+};
+struct IQ2 {  // those of IQ2, then those of IQ1
+    static constexpr bool EXPONENTS = false;
+    static constexpr float SHARE = 1 / 8.0f;
+    static constexpr int NUMBERS[] = {8, 25, 43, 1, 7, 9, 0, 0, -8, -25, -43, -1, -7, -9, 0, 0};
+};
+struct IQ3 {
+    static constexpr bool EXPONENTS = false;
+    static constexpr float SHARE = 1 / 2.0f;
+    static constexpr int NUMBERS[] = {2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31};
+};
+struct IQ3S {
+    static constexpr bool EXPONENTS = false;
+    static constexpr float SHARE = 1;
+    static constexpr int NUMBERS[] = {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15};
 };
 
 // The numbers and `more`, as bytes.
@@ -302,6 +321,7 @@ template <typename Code>
 struct Codes : Rounded<FourCodes, FourInt8::OFFSET> {
     static constexpr int STEP = 8, PARTS = 2, VECTORS = FourInt8::VECTORS + 1;
     static constexpr bool EXPONENTS = Code::EXPONENTS;
+    static constexpr float SHARE = Code::SHARE;
     static constexpr float DEFAULT_LEAST = 0;
     static constexpr Table NUMBERS = table<Code>(128);
     static Part part(Words words, int i) {
@@ -367,6 +387,7 @@ struct WideCodes : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 8, BYTES = 4, PARTS = 8, VECTORS = 2;
     static constexpr bool EXPONENTS = Code::EXPONENTS;
+    static constexpr float SHARE = Code::SHARE;
     static constexpr float ZERO = 0, DEFAULT = 0, DEFAULT_LEAST = 0;
     static constexpr Table NUMBERS = table<Code>(0);
     static Words load(const char* at) { return read<Ints>(at, LANES); }
@@ -463,6 +484,7 @@ struct DigitsCodes : Digits {
     typedef typename Digits::Part Part;
     static constexpr int STEP = 8, BYTES = 4, PARTS = 2, VECTORS = 2;
     static constexpr bool EXPONENTS = Code::EXPONENTS;
+    static constexpr float SHARE = Code::SHARE;
     static constexpr float ZERO = 0, DEFAULT = FourInt8::OFFSET, DEFAULT_LEAST = 0;
     static constexpr Table NUMBERS = table<Code>(FourInt8::OFFSET);
     static Words load(const char* at) { return read<Ints>(at, LANES); }

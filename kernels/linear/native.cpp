@@ -209,6 +209,19 @@ void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void
     }
 }
 
+// Calls f with the element type of a kind that has a table; false: it has none.
+template <template <typename> typename Element, typename F>
+bool with_table(int64_t kind, F f) {
+    switch (kind) {
+        case 7: return f(Element<E2M1>{}), true;
+        case 8: return f(Element<IQ4>{}), true;
+        case 11: return f(Element<IQ2>{}), true;
+        case 12: return f(Element<IQ3>{}), true;
+        case 13: return f(Element<IQ3S>{}), true;
+    }
+    return false;
+}
+
 // Calls f with the element type that multiplies rows of `kind` with a matrix.
 template <typename F>
 void with_element([[maybe_unused]] int64_t kind, const Matrix& m, F f) {
@@ -232,20 +245,17 @@ void with_element([[maybe_unused]] int64_t kind, const Matrix& m, F f) {
 #endif
     const bool bytes = m.kind == INT8_GROUPS || m.kind == 9 || m.kind == 10;
     if (bytes && m.levels) return f(Int8Codes{});
-    if (m.kind == 7 && m.levels) return f(Codes<E2M1>{});
-    if (m.kind == 8 && m.levels) return f(Codes<IQ4>{});
+    if (m.levels && with_table<Codes>(m.kind, f)) return;
 #ifdef INT8_DOTS
     if (m.kind == 4) return f(DigitsInt4{});
     if (bytes) return f(DigitsInt8{});
-    if (m.kind == 7) return f(DigitsCodes<E2M1>{});
-    if (m.kind == 8) return f(DigitsCodes<IQ4>{});
+    if (with_table<DigitsCodes>(m.kind, f)) return;
 #else
     if (m.kind == 4) f(WideInt4{});
     if (m.kind == INT8_GROUPS) f(WideInt8{});
     if (m.kind == 9) f(WideBits<5>{});
     if (m.kind == 10) f(WideBits<6>{});
-    if (m.kind == 7) f(WideCodes<E2M1>{});
-    if (m.kind == 8) f(WideCodes<IQ4>{});
+    if (with_table<WideCodes>(m.kind, f)) return;
 #endif
     if (m.kind == 6) f(WideFloat8{});
 }

@@ -1,7 +1,8 @@
 """Packed matrices: panels of 16 outputs, one panel after the other.
 
 A panel holds, for each step along the width, a line with a word of each output: one float32 or float16, two bfloat16,
-four int8, uint8 or float8, or eight int4, float4 or iq4, of which the first four lie in the low halves of the bytes.
+four int8, uint8 or float8, or eight int4 or places in a table, of which the first four lie in the low halves of
+the bytes.
 The low four bits of 32 int5 or 16 int6 lie as those of int4 do, and the bits above them in one more line: byte j has
 those of elements j, j + 4, j + 8 and so on.
 Processors read it as it lies, with vectors of any size: AMX tiles and the dot products of all instruction sets take
@@ -26,20 +27,28 @@ STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  
 MAX_INT8_WIDTH = 1 << 16  # sums of more products of int8 would not fit into 32 bits
 ROWS_AT_ONCE = 1 << 20  # elements that are copied at a time when a matrix is packed
 
-GroupKind = Literal["int4", "int8", "float8", "float4", "iq4", "int5", "int6"]
+GroupKind = Literal["int4", "int8", "float8", "float4", "iq4", "int5", "int6", "iq2", "iq3", "iq3s"]
 GROUP_KINDS: dict[str, int] = {  # as C++ numbers them
-    "int4": 4, "int8": 5, "float8": 6, "float4": 7, "iq4": 8, "int5": 9, "int6": 10,
+    "int4": 4, "int8": 5, "float8": 6, "float4": 7, "iq4": 8, "int5": 9, "int6": 10, "iq2": 11, "iq3": 12, "iq3s": 13,
 }  # fmt: skip
 ABOVE = {"int5": 1, "int6": 2}  # bits of a code above the low four
-# Elements of a step, and its lines.
-GROUP_STEPS = {
-    "int4": (8, 1), "int8": (4, 1), "float8": (4, 1), "float4": (8, 1), "iq4": (8, 1), "int5": (32, 5), "int6": (16, 3),
-}  # fmt: skip
-TABLES = {  # kinds of four bits that are places in a table of whole numbers: of float4 twice those of E2M1
-    "float4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+
+
+def _signed(*magnitudes: int) -> tuple[int, ...]:
+    return (*magnitudes, *(-number for number in magnitudes))
+
+
+TABLES = {  # kinds of four bits that are places in a table of whole numbers
+    "float4": _signed(0, 1, 2, 3, 4, 6, 8, 12),
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "iq2": _signed(8, 25, 43, 1, 7, 9, 0, 0),
+    "iq3": _signed(2, 6, 10, 14, 18, 22, 26, 31),
+    "iq3s": _signed(1, 3, 5, 7, 9, 11, 13, 15),
 }
+SHARES = {"iq2": 1 / 8, "iq3": 1 / 2}  # of one that a number of a table counts; of float4 scales have the half
 NIBBLES = ("int4", *TABLES)  # kinds of four bits
+# Elements of a step, and its lines.
+GROUP_STEPS = dict.fromkeys(NIBBLES, (8, 1)) | {"int8": (4, 1), "float8": (4, 1), "int5": (32, 5), "int6": (16, 3)}
 WITHOUT_ZEROS = ("float8", *TABLES)
 WITHOUT_UNITS = ("float8", "float4")
 # Elements of a row of x that are rounded by one largest magnitude: of a group at most, and for int8 without groups.
@@ -47,7 +56,7 @@ ROUNDED, ROUNDED_UNGROUPED = 32, 64
 ROUNDED_KINDS = ("int8", *NIBBLES, *ABOVE)  # groups that multiply rounded rows
 LEVELS = 127.0  # steps of their largest magnitude
 # What stands for zero in groups that have none of their own.
-ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0, "float4": 0.0, "iq4": 0.0, "int5": 16.0, "int6": 32.0}
+ZEROS = dict.fromkeys(WITHOUT_ZEROS, 0.0) | {"int4": 8.0, "int8": 128.0, "int5": 16.0, "int6": 32.0}
 
 
 def default_zero(kind: GroupKind, least: bool) -> float:
@@ -59,7 +68,9 @@ def numbers(kind: GroupKind, codes: Tensor) -> Tensor:
     """The numbers that codes stand for, float32."""
     if kind == "float8":
         return codes.view(torch.float8_e4m3fn).float()
-    return torch.tensor(TABLES[kind], dtype=torch.float32)[codes.int()] if kind in TABLES else codes.float()
+    if kind in TABLES:
+        return torch.tensor(TABLES[kind], dtype=torch.float32)[codes.int()] * SHARES.get(kind, 1.0)
+    return codes.float()
 
 
 def power(exponent: Tensor) -> Tensor:
@@ -80,8 +91,8 @@ class Groups(NamedTuple):
     """The form of elements in groups of a packed matrix: (number - zero) * scale + least.
 
     Args:
-        kind: int4: numbers from 0 to 15; int5: to 31; int6: to 63; int8: to 255; float8: e4m3; float4, iq4: those of
-            `TABLES`.
+        kind: int4: numbers from 0 to 15; int5: to 31; int6: to 63; int8: to 255; float8: e4m3; else those of `TABLES`
+            times `SHARES`.
         size: elements of a row that share a scale, side by side; a multiple of 8 and of a step, or the whole width,
             which is whole steps of int5 and int6.
         scale: [panels, groups, 16], float16 or float32; of float4 uint8, see `power`.

@@ -212,7 +212,10 @@ def test_adapters_in_one_batch(model, options, preempted):
     check(GOLDEN / model, asked, preempted, chunk=7, adapters=[GOLDEN / "adapters" / name for name in names], **options)
 
 
-BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+BLOCKS = [
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+    "MXFP4", "IQ2_XS", "IQ3_S", "TQ2_0",
+]  # fmt: skip
 
 
 @pytest.mark.full(unless=lambda format, variant: format in ("Q4_K", "Q6_K") and variant == "llama/gqa")

@@ -7,7 +7,7 @@ from kernels import cpp
 from kernels.linear import linear, reference
 from kernels.linear.blocks import BLOCKS, BlockPanels
 from kernels.linear.panels import default_zero, numbers
-from tests.models.gguf.files import gguf
+from tests.models.gguf.files import HALVES, gguf, put_scale
 
 TYPES = gguf.GGMLQuantizationType
 
@@ -16,10 +16,8 @@ def stored(name, outs, width, seed=0):
     """Random bytes, whose scales are finite numbers."""
     block, draw = BLOCKS[name], torch.Generator().manual_seed(seed)
     rows = torch.randint(0, 256, (outs, width // block.size, block.bytes), generator=draw, dtype=torch.uint8)
-    halves = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-    for at in halves.get(name, {"Q6_K": (208,), "MXFP4": ()}.get(name, (0,))):
-        scales = torch.randn(outs, width // block.size, generator=draw).half()
-        rows[..., at : at + 2] = scales.unsqueeze(-1).contiguous().view(torch.uint8)
+    for at in HALVES[name]:
+        put_scale(rows.numpy(), name, at, torch.randn(outs, width // block.size, generator=draw).numpy())
     if name == "MXFP4":
         rows[..., 0] = torch.randint(0, 160, rows.shape[:2], generator=draw, dtype=torch.uint8)
     return rows.flatten(1)

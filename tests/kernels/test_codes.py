@@ -7,7 +7,7 @@ import torch
 
 from kernels.linear import codes
 from kernels.linear.codes import Codes, pack_codes, takes, unpacked
-from kernels.linear.panels import ABOVE, NIBBLES, TABLES
+from kernels.linear.panels import ABOVE, NIBBLES, SHARES, TABLES
 from tests.marks import DEVICES, needs_triton
 
 FORMATS = [  # kind, group, zeros, outs, width, whether columns have another order
@@ -24,7 +24,7 @@ FORMATS = [  # kind, group, zeros, outs, width, whether columns have another ord
     ("float8", 64, False, 65, 128, False),
     ("float8", 77, False, 8, 77, False),
     ("float4", 32, False, 65, 128, False),
-    ("iq4", 32, False, 65, 128, False),
+    *((kind, 32, False, 65, 128, False) for kind in TABLES if kind != "float4"),
     ("int5", 32, False, 65, 128, False),
     ("int5", 32, "least", 9, 64, True),
     ("int6", 16, False, 20, 96, False),
@@ -42,13 +42,17 @@ def draw(kind, size, zeros, outs, width, ordered, seed=0):
     groups = -(-width // size)
     scale = (torch.rand(outs, groups, generator=random) / 8 + 0.01).half().float()
     scale = scale.log2().round().exp2() if kind == "float4" else scale
-    middle = {"int4": 8.0, "int5": 16.0, "int6": 32.0, "int8": 128.0, "float8": 0.0, "float4": 0.0, "iq4": 0.0}[kind]
+    middle = {"int4": 8.0, "int5": 16.0, "int6": 32.0, "int8": 128.0}.get(kind, 0.0)
     own = (torch.rand(outs, groups, generator=random) * 2 * middle).half().float()
     zero, least = own if zeros is True else None, own / 64 - 0.1 if zeros == "least" else None
     if least is not None:
         least, middle = least.half().float(), middle if kind == "int8" else 0.0
     value = numbers.view(torch.float8_e4m3fn).double() if kind == "float8" else numbers.double()
-    value = torch.tensor(TABLES[kind], dtype=torch.float64)[numbers.int()] if kind in TABLES else value
+    value = (
+        torch.tensor(TABLES[kind], dtype=torch.float64)[numbers.int()] * SHARES.get(kind, 1)
+        if kind in TABLES
+        else value
+    )
     values = scale, middle + 0 * scale if zero is None else zero, 0 * scale if least is None else least
     wide = [x.double().repeat_interleave(size, 1)[:, :width] for x in values]
     exact, order = (value - wide[1]) * wide[0] + wide[2], torch.randperm(width, generator=random) if ordered else None

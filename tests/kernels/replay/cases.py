@@ -273,7 +273,7 @@ def grouped(recording: Recording) -> None:
     sizes = (1, 1, 1, 1), (1, 130, 300, 32), (3, 65, 33, 33), (4, 64, 64, 16), (15, 20, 130, 40), (40, 17, 9, 8)
     whole = (1, 64, 32, 32), (3, 65, 96, 32), (4, 64, 64, 64), (15, 20, 160, 32), (40, 17, 32, 32)  # steps of all kinds
     most = {"int4": (16, 0), "int8": (256, 0), "float8": (127, 0), "float4": (16, 0), "iq4": (16, 0)}
-    most |= {"int5": (32, 0), "int6": (64, 0)}
+    most |= {"int5": (32, 0), "int6": (64, 0), "iq2": (16, 0)}  # the other tables are multiplied alike
     most |= {f"{of} by int8": (numbers, 127) for of, (numbers, _) in most.items() if of != "float8"}
     for (name, kind, dtype), (of, (codes, levels)) in itertools.product(kinds(), most.items()):
         for (rows, outs, width, size), more in zip(

@@ -88,9 +88,29 @@ def permute(x, heads):
 
 HALVES = {  # where a block has its float16 scales and minimums
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()},
+    **{
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "Q6_K": (208,),
+        "TQ1_0": (52,),
+        "TQ2_0": (64,),
+        "IQ1_M": (48,),
+        "MXFP4": (),
+        "NVFP4": (),
+    },
 }
+
+
+def put_scale(data, format, place, values):
+    """Write a scale or minimum of blocks, uint8 [..., bytes]; of IQ1_M a quarter lies in each of four words."""
+    octets = values.astype(np.float16)[..., None].view(np.uint8)
+    if format == "IQ1_M":
+        quarters = np.stack([octets & 15, octets >> 4], -1).reshape(*octets.shape[:-1], 4)
+        data[..., 49::2] = data[..., 49::2] & 15 | quarters << 4
+    else:
+        data[..., place : place + 2] = octets
 
 
 def blocks(shape, format, seed, std=0.05):
@@ -101,7 +121,7 @@ def blocks(shape, format, seed, std=0.05):
 
     def scaled(by):
         for at, of in zip(HALVES[format.name], factors, strict=True):
-            data[:, at : at + 2] = (of * by).astype(np.float16).view(np.uint8).reshape(-1, 2)
+            put_scale(data, format.name, at, of * by)
         return gguf.quants.dequantize(data, format)
 
     scaled(std / scaled(1.0).std())

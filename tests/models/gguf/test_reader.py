@@ -50,8 +50,8 @@ def test_what_is_not_supported_is_named(key, value, what, tmp_path):
 
 def test_a_format_that_is_not_read_is_named_with_its_tensor(tmp_path):
     source = random(tmp_path / "source", "llama/gqa", **WIDE)
-    file = File(source, formats={"blk.0.ffn_up.weight": TYPES.TQ1_0})
-    with pytest.raises(CheckpointError, match=r"blk.0.ffn_up.weight has the block format TQ1_0.*\n.*\nsupported: F64"):
+    file = File(source, formats={"blk.0.ffn_up.weight": TYPES.NVFP4})
+    with pytest.raises(CheckpointError, match=r"blk.0.ffn_up.weight has the block format NVFP4.*\n.*\nsupported: F64"):
         load(file, tmp_path)
 
 
