@@ -4,11 +4,10 @@ w[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group. 
 `M.codes` has a code in a byte, or two of four bits (an even input in the low half); `M.scale`, and `M.zero` or
 `M.least`, have a number for each group. Without `M.zero`, codes of eight bits stand around 128, those of six, five
 and four bits around 32, 16 and 8, or with `M.least` around 0. `quantization_config` has `quant_method` "coppice",
-`version` 1, and in `weights` for each module {"kind": "int4", "int5", "int6", "int8", "float4" or "iq4", "group": G,
-"zeros": true or false, "least": true or false}; int5, int6, float4 and iq4 have no zeros. Codes of float4 are those
-of e2m1, four bits that stand for twice its numbers, and its scales 2^(n - 128), of which n is stored in a byte. Codes
-of iq4 are places in the table of ggml's IQ4. A head that shares the values of the token embedding is listed beside
-it.
+`version` 1, and in `weights` for each module {"kind": one of `KINDS`, "group": G, "zeros": true or false, "least": true
+or false}; only int4 and int8 have zeros. Codes of float4 are those of e2m1, four bits that stand for twice its numbers,
+and its scales 2^(n - 128), of which n is stored in a byte. Codes of the kinds whose names begin with iq are places in
+`kernels.linear.panels.TABLES`. A head that shares the values of the token embedding is listed beside it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -128,7 +127,7 @@ def parse(fields: Fields) -> Own:
         kind = cast(GroupKind, own.choice("kind", KINDS))
         zeros, least = own.bool("zeros", default=False), own.bool("least", default=False)
         if least and (zeros or kind in TABLES):
-            raise own.error("least", f"false, where there are zeros, and of {' and '.join(TABLES)}")
+            raise own.error("least", f"false, where there are zeros, and of {', '.join(TABLES)}")
         if zeros and kind in (*ABOVE, *TABLES):
             raise own.error("zeros", f"false, of {kind}")
         weights[module] = Grouping(kind, own.int("group"), zeros=zeros, least=least)
