@@ -287,6 +287,9 @@ struct E2M1 {
     static constexpr float SHARE = 1;
     static constexpr int NUMBERS[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 };
+struct FP4 : E2M1 {  // with other scales
+    static constexpr bool EXPONENTS = false;
+};
 struct IQ4 {
     static constexpr bool EXPONENTS = false;
     static constexpr float SHARE = 1;

@@ -218,6 +218,7 @@ bool with_table(int64_t kind, F f) {
         case 11: return f(Element<IQ2>{}), true;
         case 12: return f(Element<IQ3>{}), true;
         case 13: return f(Element<IQ3S>{}), true;
+        case 14: return f(Element<FP4>{}), true;
     }
     return false;
 }

@@ -27,9 +27,10 @@ STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  
 MAX_INT8_WIDTH = 1 << 16  # sums of more products of int8 would not fit into 32 bits
 ROWS_AT_ONCE = 1 << 20  # elements that are copied at a time when a matrix is packed
 
-GroupKind = Literal["int4", "int8", "float8", "float4", "iq4", "int5", "int6", "iq2", "iq3", "iq3s"]
+GroupKind = Literal["int4", "int8", "float8", "float4", "iq4", "int5", "int6", "iq2", "iq3", "iq3s", "fp4"]
 GROUP_KINDS: dict[str, int] = {  # as C++ numbers them
     "int4": 4, "int8": 5, "float8": 6, "float4": 7, "iq4": 8, "int5": 9, "int6": 10, "iq2": 11, "iq3": 12, "iq3s": 13,
+    "fp4": 14,
 }  # fmt: skip
 ABOVE = {"int5": 1, "int6": 2}  # bits of a code above the low four
 
@@ -44,8 +45,9 @@ TABLES = {  # kinds of four bits that are places in a table of whole numbers
     "iq2": _signed(8, 25, 43, 1, 7, 9, 0, 0),
     "iq3": _signed(2, 6, 10, 14, 18, 22, 26, 31),
     "iq3s": _signed(1, 3, 5, 7, 9, 11, 13, 15),
+    "fp4": _signed(0, 1, 2, 3, 4, 6, 8, 12),
 }
-SHARES = {"iq2": 1 / 8, "iq3": 1 / 2}  # of one that a number of a table counts; of float4 scales have the half
+SHARES = {"iq2": 1 / 8, "iq3": 1 / 2}  # of one that a number of a table counts; of float4 and fp4 scales have the half
 NIBBLES = ("int4", *TABLES)  # kinds of four bits
 # Elements of a step, and its lines.
 GROUP_STEPS = dict.fromkeys(NIBBLES, (8, 1)) | {"int8": (4, 1), "float8": (4, 1), "int5": (32, 5), "int6": (16, 3)}

@@ -33,8 +33,8 @@ class GroupedRows(NamedTuple):
     """Rows of a matrix: w[o, i] = (number of codes[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group.
 
     Args:
-        codes_OI: uint8. int4: 0 to 15; int8: 0 to 255; float8: the bits of an e4m3 number; float4: those of an e2m1
-            number, which stand for twice that; the other kinds of four bits: places in `TABLES`.
+        codes_OI: uint8. int4: 0 to 15; int8: 0 to 255; float8: the bits of an e4m3 number; float4, fp4: those of an
+            e2m1 number, which stand for twice that; the other kinds of four bits: places in `TABLES`.
         scale_OG: float32; of float4 powers of two.
         zero_OG: float32, or None for that of `default_zero`.
         least_OG: float32, or None for 0; not with zeros.

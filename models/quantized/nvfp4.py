@@ -2,14 +2,13 @@
 float32 of the whole matrix.
 
 w = number * weight_scale / weight_global_scale (compressed-tensors), or number * weight_scale * weight_scale_2
-(ModelOpt). The numbers are multiplied as twice themselves, which are whole, by half the scale: codes of 8 bits.
+(ModelOpt). The numbers are multiplied as twice themselves, which are whole, by half the scale.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from kernels.linear.panels import numbers
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import Part, Source
 
@@ -43,10 +42,10 @@ class Nvfp4:
 
         def rows(first: int, last: int) -> GroupedRows:
             octets = stored[first:last]
-            doubled_OI = numbers("float4", torch.stack((octets & 15, octets >> 4), -1).flatten(1)[:, :width])
-            return GroupedRows((doubled_OI + 128).to(torch.uint8), scale_OG[first:last] / 2)
+            codes_OI = torch.stack((octets & 15, octets >> 4), -1).flatten(1)[:, :width]
+            return GroupedRows(codes_OI, scale_OG[first:last] / 2)
 
-        return GroupedWeight("int8", (outs, width), min(GROUP, width), rows)
+        return GroupedWeight("fp4", (outs, width), min(GROUP, width), rows)
 
 
 COMPRESSED = Nvfp4("weight_packed", "weight_global_scale", divides=True)

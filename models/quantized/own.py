@@ -5,9 +5,9 @@ w[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group. 
 `M.least`, have a number for each group. Without `M.zero`, codes of eight bits stand around 128, those of six, five
 and four bits around 32, 16 and 8, or with `M.least` around 0. `quantization_config` has `quant_method` "coppice",
 `version` 1, and in `weights` for each module {"kind": one of `KINDS`, "group": G, "zeros": true or false, "least": true
-or false}; only int4 and int8 have zeros. Codes of float4 are those of e2m1, four bits that stand for twice its numbers,
-and its scales 2^(n - 128), of which n is stored in a byte. Codes of the kinds whose names begin with iq are places in
-`kernels.linear.panels.TABLES`. A head that shares the values of the token embedding is listed beside it.
+or false}; only int4 and int8 have zeros. Codes of float4 and fp4 are those of e2m1, four bits that stand for twice its
+numbers; scales of float4 are 2^(n - 128), of which n is stored in a byte. Codes of kinds whose names begin with iq are
+places in `kernels.linear.panels.TABLES`. A head that shares the values of the token embedding is listed beside it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
