@@ -42,6 +42,7 @@ from engine.step.partial import known_rows, partial_answer
 from engine.step.phases import PhaseObserver, observed_read, phase
 from engine.step.runner import Rows, Runner
 from engine.step.strategies import strategy_of
+from engine.step.turns import first_turn, in_order, note_turn
 from models.threads import MACHINE
 
 
@@ -181,20 +182,19 @@ class Driver:
         return [job for job in self.running if job.pending and job.pending.request.tree.pool is pool]
 
     def _schedule(self, model: str, jobs: Sequence[Job], room: int | None = None) -> Batch:
-        """Choose the tokens of a model's next pass, and take slots for them; at most `room`, or the runner's budget.
-
-        Short requests come first: others decode while a long prompt fills the rest of the budget.
-        """
+        """Choose the tokens of a model's next pass, at most `room` or the runner's budget, and take slots for them."""
         with self._phase("schedule"):
             batch = self.batches(model, self.runners[model], time.perf_counter())
             room, chosen = batch.runner.budget if room is None else room, []
-            for job in sorted(jobs, key=lambda job: job.pending.left if job.pending else 0):
-                if room and job in self.running and (chunk := self._allocate(job, room)) is not None:
+            first, theirs = first_turn(jobs, room)
+            for job in in_order(jobs):
+                theirs = 0 if job is first else theirs
+                if room > theirs and job in self.running and (chunk := self._allocate(job, room - theirs)) is not None:
                     chosen.append((job, chunk))
                     room -= len(chunk)
-            kept = [
-                (job, chunk) for job, chunk in chosen if job in self.running and job.pending
-            ]  # it was not preempted since
+            # None that was preempted since.
+            kept = [(job, chunk) for job, chunk in chosen if job in self.running and job.pending]
+            note_turn(jobs, [job for job, _ in kept])
             drafted = Guessing(kept, room)
             for (job, _), chunk in zip(kept, drafted.chunks, strict=True):
                 batch.add(job, chunk)

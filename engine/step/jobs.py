@@ -22,6 +22,8 @@ from engine.step.packing import Chunk
 from engine.step.partial import PartialRows, PartialSums
 from engine.step.runner import Keep, Part, Runner, Strategy
 
+NEVER = 1 << 30  # passes: more than any search has missed
+
 
 @dataclass
 class Work:
@@ -60,6 +62,7 @@ class Job:
     salt: str | None = None  # of cached prefixes, see `TokenTree`
     adapter: int = 0  # the number of the target's adapter; 0: none
     client: str = ""  # whose request it is
+    missed: int = NEVER  # passes since it had a part in one
     gave_way: int = 0  # times that it was preempted
     gave_way_to: list["Job"] = field(default_factory=list)  # it waits for one of them to end
     drafts: JobDrafts | None = None  # None: no drafts ride along
@@ -145,6 +148,7 @@ class Pending:
     asked: set[int] = field(default_factory=set)  # nodes of the present group whose rows are wanted
     trunk_allocated: int = 0  # by earlier passes of this group
     nodes_allocated: list[int] = field(default_factory=list)
+    waited: int = 0  # passes since it was asked
 
     def begin(self) -> None:
         """Start with the next group of nodes."""

@@ -27,6 +27,7 @@ from engine.step.packing import Blank, Chunk
 from engine.step.partial import PartialSums
 from engine.step.phases import PhaseObserver
 from engine.step.runner import Launched, Rows, Runner
+from engine.step.turns import least_room
 
 
 def make_driver(runners: dict[str, Runner], parallel: int = 16, observer: PhaseObserver | None = None) -> Driver:
@@ -138,7 +139,8 @@ class Overlapped(Driver):
     def _guess(self, batch: Flight) -> Flight | None:
         """Launch the predicted requests of searches that have given a hint, and the requests of those that wait.
 
-        Returns None where that is nothing, or where it is faster to wait for the searches without a hint.
+        Returns None where that is nothing, where it is faster to wait for the searches without a hint, or where the
+        predictions leave those that wait too little room.
         """
         runner, launched, silent = batch.runner, batch.launched, 0
         assert launched is not None and launched.inputs is not None, "a CPU does not look ahead"
@@ -150,7 +152,7 @@ class Overlapped(Driver):
                 room -= next.width
         waiting = self._waiting(batch)
         able, count = len(batch.shares) - silent, len(batch.shares) + len(waiting)
-        if not able or room < 0 or not runner.overlap.helps_without(silent, count):
+        if not able or room < least_room(waiting, runner.budget) or not runner.overlap.helps_without(silent, count):
             return None
         after, numbers = self._riders(batch, waiting, room), []
         guessed_from = after.tokens
