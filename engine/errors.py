@@ -13,6 +13,15 @@ class UsageError(CoppiceError):
     code = "usage"
 
 
+class ContextError(UsageError):
+    """A prompt has more tokens than the model's context holds, or than a server takes.
+
+    `code` is OpenAI's, by which LangChain and LiteLLM know what to do.
+    """
+
+    code = "context_length_exceeded"
+
+
 class KVMemoryError(CoppiceError):
     """The pool of KV pages is too small for the request, or is full."""
 

@@ -17,7 +17,7 @@ from engine.contract.scoring import Scoring
 from engine.contract.trace import Trace
 from engine.drafts import Drafter
 from engine.drafts.requested import RequestedDrafters
-from engine.errors import UsageError, check_flag, check_integer, shortened
+from engine.errors import ContextError, UsageError, check_flag, check_integer, shortened
 from engine.load.loading import LoadedModel
 from engine.load.options import RewardFunction
 from engine.load.pools import check_memory
@@ -341,7 +341,7 @@ def check_ids(target: LoadedModel, ids: Sequence[int]) -> None:
         raise UsageError("the prompt is empty" + why, remedy="give at least one token to go on from")
     reach = target.shape.max_positions
     if reach is not None and len(ids) > reach:
-        raise UsageError(
+        raise ContextError(
             f"the prompt has {len(ids)} tokens, the model's context holds {reach}",
             remedy="shorten the prompt; a model that rotates positions takes more with a larger --context",
         )

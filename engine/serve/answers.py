@@ -8,7 +8,7 @@ from itertools import accumulate, starmap
 from typing import Any
 
 from engine.contract import Output, SearchResult
-from engine.errors import CoppiceError, KVMemoryError, UsageError
+from engine.errors import ContextError, CoppiceError, KVMemoryError, UsageError
 from engine.load.pools import is_out_of_memory
 from engine.rules.constraint import ConstraintError
 from engine.serve.fields import Asked
@@ -17,6 +17,7 @@ from engine.serve.replies import Reply, message_of
 from engine.serve.stepper import Busy
 
 FAULTS = {500: "the server failed; its stderr says why", 503: "the server has no memory for this now"}
+TOO_LONG = "the prompt is too long: "  # words that LiteLLM looks for
 FILE = re.compile(r"[\\/]|\.[A-Za-z]")  # in the place of an error: it is a file, which clients do not know
 # In a message: but for URLs, paths of this server, and references in a JSON schema.
 PATH = re.compile(r"(https?://[^\s'\",;()]+)|(?<![\w#/.])(?!/v1/)(?:[A-Za-z]:\\|~?/|[\w.-]+/)[^\s'\",;:()]+")
@@ -279,7 +280,8 @@ def _message(error: CoppiceError, status: int) -> str:
     if status in FAULTS:
         return FAULTS[status]
     where = "" if FILE.search(error.where) else error.where
-    parts = (part.removeprefix("params.") for part in (error.what, where, error.remedy) if part)
+    lead = TOO_LONG if isinstance(error, ContextError) else ""
+    parts = (part.removeprefix("params.") for part in (lead + error.what, where, error.remedy) if part)
     return PATH.sub(lambda found: found[1] or "(a path)", "; ".join(parts))
 
 

@@ -238,6 +238,7 @@ class Door:
 
     async def _connect(self, peer: socket.socket) -> None:
         try:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as asyncio does in its own servers
             await asyncio.get_running_loop().connect_accepted_socket(self._protocol, peer)
         except OSError:
             peer.close()

@@ -33,6 +33,7 @@ from engine.text.prompting import TemplateOptions
 from engine.text.thinking import Thoughts
 from search.options import Sampling
 
+SEED_BITS = 53  # of a seed that is drawn: JavaScript reads larger integers as other ones
 TRACED = 5000  # nodes of a trace
 
 
@@ -152,7 +153,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
             template = replace(template, tools=None) if described else template
         request, thoughts = _request(base, kind, prompt, body, served, template)
         if isinstance(request.search, Sampling) and "seed" not in params and getattr(served.args, "seed", None) is None:
-            seed = secrets.randbits(63) if seed is None else seed
+            seed = secrets.randbits(SEED_BITS) if seed is None else seed
             request = replace(request, search=replace(request.search, seed=seed))
         request = replace(request, cache_salt=salt, adapter=served.adapter)
         check_limits(request, limits, served)

@@ -7,7 +7,7 @@ from typing import Any
 from engine.contract import Search
 from engine.contract.checks import attributed, slots_of
 from engine.engine import Request
-from engine.errors import UsageError, check_integer, shortened
+from engine.errors import ContextError, UsageError, check_integer, shortened
 from engine.serve.names import NO_EFFECT
 from engine.serve.served import Served
 
@@ -74,7 +74,7 @@ def check_sizes(body: Mapping[str, Any], served: Served, limits: Limits) -> None
     prompt = body.get("prompt")
     for each in prompt if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else [prompt]:
         if isinstance(each, list) and len(each) > reach:
-            raise UsageError(f"the prompt has {len(each)} tokens, at most {reach} fit the context")
+            raise ContextError(f"the prompt has {len(each)} tokens, at most {reach} fit the context")
         if isinstance(each, str):
             _length("the prompt has", len(each), reach, served)
     if isinstance(body.get("suffix"), str):
@@ -114,14 +114,14 @@ def _length(what: str, characters: int, reach: int, served: Served) -> None:
     """Raises UsageError for a text that has more characters than a context's tokens can stand for."""
     if served.longest and characters > reach * served.longest:
         each = f"{reach} tokens of at most {served.longest} characters"
-        raise UsageError(f"{what} {characters} characters, the context holds {each}", remedy="shorten it")
+        raise ContextError(f"{what} {characters} characters, the context holds {each}", remedy="shorten it")
 
 
 def check_limits(request: Request, limits: Limits, served: Served) -> None:
     """Compare what a request asks for with the limits. Raises UsageError."""
     prompt, new = len(request.prompt), request.max_new_tokens  # tokens, by now
     if limits.prompt is not None and prompt > limits.prompt:
-        raise UsageError(f"the prompt has {prompt} tokens, this server takes {limits.prompt}", remedy="shorten it")
+        raise ContextError(f"the prompt has {prompt} tokens, this server takes {limits.prompt}", remedy="shorten it")
     check_integer("max_new_tokens", new, 1)
     if new > limits.new_tokens:
         raise UsageError(f"max_new_tokens: expected at most {limits.new_tokens}, got {new}")

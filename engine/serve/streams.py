@@ -64,10 +64,12 @@ class Events(Response):
             async with asyncio.timeout_at(self.deadline):
                 await self._follow(send)
         except TimeoutError:
+            cancel(self.tickets)  # before the client may keep the error waiting
             await self._put(send, event(error_body(late(self.seconds))))
         except (OSError, Abandoned):
             return
         except Exception as error:
+            cancel(self.tickets)
             await self._put(send, event(error_body(self.log(error))))
         await send({"type": "http.response.body", "body": b""})
 

@@ -64,6 +64,13 @@ def test_litellm_takes_a_schema(litellm):
     assert Answer.model_validate_json(text)
 
 
+def test_litellm_knows_a_prompt_that_is_too_long(litellm):
+    from litellm import ContextWindowExceededError  # type: ignore[import-not-found]
+
+    with pytest.raises(ContextWindowExceededError):
+        litellm(messages=[{"role": "user", "content": "a " * 600}])
+
+
 # --- LangChain ---
 
 
@@ -80,6 +87,13 @@ def test_langchain(chat):
     assert [reply.content for reply in chat().batch(["What is the opposite of hot?"] * 2)] == [COLD] * 2
     responses = chat(use_responses_api=True).invoke("What is the opposite of hot?")
     assert responses.text == COLD
+
+
+def test_langchain_knows_a_prompt_that_is_too_long(chat):
+    from langchain_core.exceptions import ContextOverflowError  # type: ignore[import-not-found]
+
+    with pytest.raises(ContextOverflowError):
+        chat().invoke("a " * 600)
 
 
 def test_langchain_calls_tools(chat):

@@ -124,6 +124,19 @@ def test_a_client_that_reads_nothing_is_closed(start, connect, quick, monkeypatc
     assert answer(idle) == (200, False)
 
 
+def test_nothing_that_is_sent_waits_for_an_acknowledgement(start, connect, monkeypatch):
+    """A body waited 40 ms for that of its head, each event of a stream for that of the one before."""
+    enter, options = connections.Connections.enter, []
+
+    def watched(self, one) -> None:
+        options.append(one.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        enter(self, one)
+
+    monkeypatch.setattr(connections.Connections, "enter", watched)
+    assert answer(connect(start(), request("/health"))) == (200, True)
+    assert options and all(options)
+
+
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers of four connections: one of a stranger, and three others."""

@@ -1,5 +1,6 @@
 """Requests that a server refuses, clients that it lets go, and an empty cache afterwards."""
 
+import asyncio
 import contextlib
 import gzip
 import json
@@ -15,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from engine.errors import CheckpointError, CoppiceError, KVMemoryError, UsageErr
 from engine.rules.constraint import ConstraintError
 from engine.serve import command
 from engine.serve.answers import HttpError, error_body
+from engine.serve.streams import Events
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
@@ -329,6 +333,29 @@ def test_time_is_limited(start):
         [*server.client.chat.completions.create(model="demo", messages=FOX, max_tokens=300, stream=True,
                                                 extra_body={"beams": 40, "ignore_eos": True})]  # fmt: skip
     until(lambda: server.engine.pool.used_pages == 0)
+
+
+def test_a_search_ends_with_its_time_although_nobody_reads():
+    """The error waits for the client, and the search for nobody."""
+    cancelled = []
+
+    async def never(*_):
+        await asyncio.Event().wait()
+
+    async def send(part):
+        await asyncio.sleep(0) if part["type"] == "http.response.start" else await never()
+
+    async def run():
+        ticket: Any = SimpleNamespace(lane=SimpleNamespace(cancel=cancelled.append), more=never)
+        answers: Any = SimpleNamespace(asked=SimpleNamespace(ignored=()), opening=tuple)
+        deadline = asyncio.get_running_loop().time() + 0.05
+        work = asyncio.ensure_future(Events(answers, [ticket], deadline, 0.05, CoppiceError)({}, never, send))
+        await asyncio.wait({work}, timeout=0.5)
+        assert cancelled == [ticket] and not work.done()
+        work.cancel()
+        await asyncio.wait({work})
+
+    asyncio.run(run())
 
 
 def test_a_pass_that_fails_ends_what_ran_and_not_the_server(start, monkeypatch, capsys):
