@@ -10,7 +10,7 @@ from engine.contract.scoring import Scoring
 from engine.contract.trace import Trace
 from engine.engine import Request
 from engine.errors import UsageError, check_integer, shortened
-from engine.rules import ONE_OF
+from engine.rules import ONE_OF, response_format
 from engine.rules.catalogue import Catalogue
 from engine.serve.calls import ToolUse, template_messages, tool_use
 from engine.serve.limits import MOST_ALTERNATIVES, Limits, check_limits, check_sizes
@@ -203,11 +203,13 @@ def _request(
 
 
 def _force(base: dict[str, Any], use: ToolUse) -> None:
-    """Constrain the outputs of a record to calls. Raises UsageError: it has another constraint."""
-    if base.get("response_format") == {"type": "text"}:
-        del base["response_format"]
+    """Constrain the outputs of a record to calls. Raises UsageError: it has another constraint.
+
+    `response_format` is for texts, of which a forced call has none; instructor sends both.
+    """
+    response_format(base.pop("response_format", {"type": "text"}))
     params = base["params"]
-    if other := next((key for key in ("response_format", *ONE_OF) if key in base or key in params), None):
+    if other := next((key for key in ONE_OF if key in params), None):
         raise UsageError(f"tool_choice: a forced call goes with no {other}")
     base["params"] = params | {"grammar": use.format.grammar(use.functions, use.several)}
 

@@ -57,6 +57,7 @@ OTHERS = ("prompt", "chat_template_kwargs", "logprobs", "top_logprobs")
 # All but the keys of a batch line's params, which may come from outside of this project.
 KNOWN = frozenset([*NO_EFFECT, *REFUSED, *RENAMED, *OWN, *OF_TOOLS, *OF_PROMPTS, *RECORD[CHAT], *OTHERS])
 MOST_LOGPROBS = 20
+LEAST_TOP_P = 1e-9  # less than any best token has
 MOST_FIELDS = 256  # of a body
 MOST_UNKNOWN = 32  # fields, each of which is compared with all names
 NEAR = 0.8  # of a name, as difflib measures it, a field is a misspelling of it
@@ -124,6 +125,7 @@ def params_of(body: Mapping[str, Any], served: Served, kind: str) -> dict[str, A
         params[name] = value
     if "best_of" in body:
         _take_best_of(body, params)
+    _read_as_openai(params)
     wide = flag(body, "use_beam_search") or "beam_width" in body
     if wide:
         params.setdefault("beams", params.get("num_return_sequences", 1))
@@ -144,6 +146,14 @@ def _take_best_of(body: Mapping[str, Any], params: dict[str, Any]) -> None:
     if body["best_of"] > wanted and flag(body, "stream"):
         raise UsageError("best_of: which outputs are the best is known at the end alone", remedy="leave out stream")
     params["num_return_sequences"] = body["best_of"]
+
+
+def _read_as_openai(params: dict[str, Any]) -> None:
+    """Replace values that other servers take and searches refuse: `top_p` 0 is the best token, `seed` -1 is none."""
+    if params.get("top_p") == 0 and not isinstance(params["top_p"], bool):
+        params["top_p"] = LEAST_TOP_P
+    if params.get("seed") == -1:
+        del params["seed"]
 
 
 def _drop_plain(params: dict[str, Any], name: str) -> None:

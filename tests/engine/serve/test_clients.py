@@ -118,7 +118,7 @@ def test_langchain_parses_outputs(chat, method):
 # --- instructor ---
 
 
-@pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA", "PARALLEL_TOOLS"])
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA", "PARALLEL_TOOLS", "RESPONSES_TOOLS"])
 def test_instructor(server, mode):
     instructor: Any = pytest.importorskip("instructor", reason="needs instructor")
     pytest.importorskip("llguidance", reason="needs the extra grammar")

@@ -403,6 +403,7 @@ def test_errors_say_what_clients_need():
             "full", where="(prompt 3 + new tokens 15 - 1) x 2.5 bytes per token = 4 KB", remedy="fewer"
         ),
         "messages: it belongs to /v1/chat/completions": UsageError("messages: it belongs to /v1/chat/completions"),
+        "drafts: no; docs/drafts.md says which": UsageError("drafts: no", remedy="docs/drafts.md says which"),
         "json_schema: http://127.0.0.1:1/x is not there": UsageError("json_schema: http://127.0.0.1:1/x is not there"),
         "json_schema: no such definition: #/definitions/x": UsageError(
             "json_schema: no such definition: #/definitions/x"

@@ -92,6 +92,8 @@ def test_chat(server, alone):
         ({"use_beam_search": True, "n": 3, "temperature": 0}, Trie(3, num_return_sequences=3)),
         ({"beam_width": 5, "n": 2, "temperature": 1, "top_p": 1, "seed": 3}, Trie(5, num_return_sequences=2)),
         ({"seed": 7, "n": 2, "temperature": 0.8}, Sample(temperature=0.8, seed=7, num_return_sequences=2)),
+        ({"top_p": 0, "seed": 7}, Greedy()),
+        ({"top_p": 0.0, "temperature": 0, "seed": -1}, Greedy()),
         ({"search": "ults", "ults_k_max": 4}, make_search("ults", {"ults_k_max": 4})),
         ({"search": "sbon", "sbon_n": 4, "seed": 1}, make_search("sbon", {"sbon_n": 4, "seed": 1})),
         ({"search": "speculative", "seed": 1}, make_search("speculative", {"seed": 1})),
@@ -104,7 +106,7 @@ def test_searches_and_their_other_names(server, alone, fields, search):
 
 
 def test_a_seed_is_drawn_and_named(server, alone):
-    replies = [ask(server, temperature=1.5) for _ in range(2)]
+    replies = [ask(server, temperature=1.5, **fields) for fields in ({}, {"seed": -1})]  # as llama-server and vLLM
     seeds = [reply.coppice["seed"] for reply in replies]
     assert seeds[0] != seeds[1] and max(seeds) < 1 << 53, "JavaScript reads another number"
     search = Sample(temperature=1.5, seed=seeds[0])

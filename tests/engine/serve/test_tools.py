@@ -85,6 +85,7 @@ def test_a_call_alone_has_no_content_and_without_tools_it_is_text(server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_fits_its_schema(server, fields, stream):
     pytest.importorskip("llguidance", reason="needs the extra grammar")
+    response: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}  # of a text
     for choice, names in {
         "required": {"weather", "clock"},
         "weather": {"weather"},
@@ -96,7 +97,15 @@ def test_a_forced_call_fits_its_schema(server, fields, stream):
             "required": "required",
             "allowed": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [clock]}},
         }.get(choice, {"type": "function", "function": {"name": choice}})
-        reply = ask(server, tools=TOOLS, tool_choice=given, stream=stream, parallel_tool_calls=False, **fields)
+        reply = ask(
+            server,
+            tools=TOOLS,
+            tool_choice=given,
+            stream=stream,
+            parallel_tool_calls=False,
+            response_format=response,
+            **fields,
+        )
         if stream:
             content, calls, reasons = joined(reply)
         else:
