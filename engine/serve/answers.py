@@ -20,7 +20,9 @@ FAULTS = {500: "the server failed; its stderr says why", 503: "the server has no
 TOO_LONG = "the prompt is too long: "  # words that LiteLLM looks for
 FILE = re.compile(r"[\\/]|\.[A-Za-z]")  # in the place of an error: it is a file, which clients do not know
 # In a message: but for URLs, paths of this server, pages of docs/, and references in a JSON schema.
-PATH = re.compile(r"(https?://[^\s'\",;()]+)|(?<![\w#/.])(?!/v1/|docs/[\w-]+\.md)(?:[A-Za-z]:\\|~?/|[\w.-]+/)[^\s'\",;:()]+")
+PATH = re.compile(
+    r"(https?://[^\s'\",;()]+)|(?<![\w#/.])(?!/v1/|docs/[\w-]+\.md)(?:[A-Za-z]:\\|~?/|[\w.-]+/)[^\s'\",;:()]+"
+)
 FINISH = {"eos": "stop", "stop": "stop", "constraint": "stop", "length": "length"}
 
 

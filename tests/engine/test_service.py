@@ -95,6 +95,27 @@ def test_the_last_place_is_for_who_has_none(service):
     assert heard.started == ["A0", "B", "A1", "A2"]
 
 
+@pytest.mark.parametrize("client", ["A", "B"])
+def test_who_fills_every_pass_keeps_nobody_waiting(client):
+    """A prompt that is longer than what wide searches leave is read beside them; that of another client at once."""
+    service = Engine.load(demo_folder(), dtype="float32", kv_memory="32M", threads=1).service()
+    service.alone = service.keeps_files = False
+    driver, heard = service.driver, Heard()
+    budget = service.models.target.runner.budget
+    for i in range(5):
+        heard.ask(service, f"A{i}", Trie(beams=64, early_stopping="never"), 60)
+    while sum(job.pending.left for job in driver.running) < budget:
+        service.step()
+    request = Request("The dog ran to the park. " * 20, Greedy(), max_new_tokens=2, ignore_eos=True)
+    service.submit(service.check(request), lambda news: heard.hear("long", news), client=client)
+    before = driver.work["target"].passes
+    while not any(name == "long" and end is not None for name, end in heard):
+        service.step()
+    assert driver.work["target"].passes - before <= (6 if client == "B" else 12)
+    assert not any(end is not None for name, end in heard if name != "long")
+    service.close()
+
+
 def test_who_fills_the_cache_keeps_nobody_waiting():
     """A search of the client that has the most pages gives way, and others start although one was preempted."""
     service = Engine.load(demo_folder(), dtype="float32", kv_memory="2M", threads=1).service()
