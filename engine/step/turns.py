@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from engine.step.jobs import Job, Pending
 
-KEPT = 2  # one part in so many of a pass
+KEPT_PART = 2  # one part in so many of a pass
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:
@@ -27,12 +27,12 @@ def first_turn(jobs: Sequence[Job], room: int) -> tuple[Job | None, int]:
     for job in jobs:
         missed[job.client] = min(job.missed, missed.get(job.client, job.missed))
     first = max(jobs, key=lambda job: (missed[job.client], _asked(job).waited), default=None)
-    return first, 0 if first is None else min(_asked(first).left, room // KEPT)
+    return first, 0 if first is None else min(_asked(first).left, room // KEPT_PART)
 
 
 def least_room(jobs: Sequence[Job], budget: int) -> int:
     """How many of the tokens of a pass are not for predictions, while searches wait: what these ask for, or a part."""
-    return min(sum(_asked(job).left for job in jobs), budget // KEPT)
+    return min(sum(_asked(job).left for job in jobs), budget // KEPT_PART)
 
 
 def note_turn(jobs: Sequence[Job], evaluated: Sequence[Job]) -> None:
