@@ -8,9 +8,17 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from engine import errors
-from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
+from engine.errors import (
+    CheckpointError,
+    ContextError,
+    CoppiceError,
+    KVMemoryError,
+    NumericsError,
+    SearchError,
+    UsageError,
+)
 
-KINDS = [CoppiceError, CheckpointError, KVMemoryError, NumericsError, SearchError, UsageError]
+KINDS = [CoppiceError, CheckpointError, ContextError, KVMemoryError, NumericsError, SearchError, UsageError]
 
 
 class OwnError(UsageError):
