@@ -34,32 +34,6 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-def test_kv_holds_little_more_than_the_live_tokens(model, capsys, tmp_path):
-    page = tmp_path / "page.md"
-    command = ["kv", "--model", model, "--beams", "1", "4", "--new-tokens", "96", "--save", str(page)]
-    assert main(command) == 0
-    found = last_line(capsys)
-    assert found["command"] == "python -m tools.bench kv --model tiny --beams 1 4 --new-tokens 96 --save page.md"
-    assert [row["beams"] for row in found["results"]] == [1, 4]
-    for row in found["results"]:
-        assert row["new_tokens"] == 96 and len(row["steps"]) == 95
-        assert row["ratio"] <= 1.10
-        assert max(live for live, _ in row["steps"]) <= row["live_nodes_peak"]
-        held = max(pages for _, pages in row["steps"]) * row["page_tokens"] * row["bytes_per_token"]
-        assert held <= row["kv_bytes_peak"]
-    one, four = found["results"]
-    assert one["live_nodes_peak"] == one["unshared_nodes_peak"] == one["prompt_tokens"] + 95
-    assert four["unshared_nodes_peak"] == 4 * one["unshared_nodes_peak"]
-    assert "| 4 " in page.read_text() and str(tmp_path) not in page.read_text()
-
-
-def test_kv_on_a_random_checkpoint_of_a_given_shape(capsys, tmp_path):
-    assert main(["kv", "--random", str(tmp_path / "r"), *TINY, "--beams", "2", "--new-tokens", "4"]) == 0
-    assert "300" in last_line(capsys)["model"] and (tmp_path / "r/config.json").exists()
-    assert main(["kv", "--random", str(tmp_path / "r"), *TINY]) == 2  # never over what is there
-    assert "not empty" in capsys.readouterr().err
-
-
 def test_cache_compares_with_the_float32_cache(model, capsys, tmp_path):
     page = tmp_path / "page.md"
     command = ["cache", "--model", model, "--texts", "2", "--new-tokens", "12", "--save", str(page)]
@@ -99,9 +73,12 @@ def test_quant_compares_with_float32_weights(model, capsys, tmp_path):
     assert "same best token" in page.read_text()
 
 
-def test_a_missing_checkpoint_is_an_error_without_traceback(capsys, tmp_path):
-    assert main(["kv", "--model", str(tmp_path / "absent")]) == 3
-    assert "Traceback" not in capsys.readouterr().err
+def test_what_is_wrong_with_a_checkpoint_is_said_without_traceback(capsys, tmp_path):
+    assert main(["speed", "--model", str(tmp_path / "absent")]) == 3
+    (tmp_path / "config.json").touch()
+    assert main(["speed", "--random", str(tmp_path), *TINY]) == 2  # never over what is there
+    told = capsys.readouterr().err
+    assert "not empty" in told and "Traceback" not in told
 
 
 def peers_command(model, *names):
@@ -237,8 +214,6 @@ def test_a_folder_of_real_models_gives_the_default(file, model, monkeypatch, cap
     rows = last_line(capsys)["results"]
     assert (rows[0]["model"], rows[0]["format"]) == ("smollm2-135m-instruct-tiny.gguf", "gguf")
     assert rows[1]["format"] == "int8" and all(row["peak"] > row["loaded"] > 0 for row in rows)
-    assert main(["kv", "--beams", "1", "--new-tokens", "4", "--threads", "1"]) == 0
-    assert last_line(capsys)["model"] == "smollm2-135m-instruct-tiny.gguf"
 
 
 def test_real_texts_have_the_length_that_is_asked_for():
@@ -322,12 +297,12 @@ def test_peak_memory_sees_what_is_gone_again(sampled, monkeypatch):
 
 def test_the_page_has_a_section_for_every_command():
     text = (report.RESULTS / "benchmarks.md").read_text(encoding="utf-8")
-    for name in ("kv", "chat", "peers-[a-z0-9-]+", "speed-[a-z0-9-]+"):
+    for name in ("memory", "peers-[a-z0-9-]+", "speed-[a-z0-9-]+"):
         begins, ends = (re.findall(f"<!-- {slash}bench:({name}) -->", text) for slash in ("", "/"))
         assert begins == ends and begins and len(set(begins)) == len(begins)
 
 
-@pytest.mark.parametrize("command", [[], ["kv"], ["peers"], ["speed"], ["papers"]])
+@pytest.mark.parametrize("command", [[], ["memory"], ["peers"], ["speed"], ["papers"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--help"])

@@ -6,25 +6,18 @@ from collections.abc import Sequence
 
 from engine.app import cli
 from tools.bench import (
-    aded,
     cache,
-    chat,
     drafts,
-    dsbd,
-    endings,
     gpu,
     keyboard,
-    kv,
     memory,
     papers,
     peers,
     prefixes,
     quant,
-    sbon,
     serve,
     speed,
     starts,
-    ults,
 )
 
 
@@ -34,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=cli.called("python -m tools.bench"), description=__doc__)
     parser.add_argument("-v", "--verbose", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    ours = (kv, memory, starts, cache, prefixes, quant, peers, speed, gpu, chat, papers, ults, sbon, aded, dsbd, drafts,
-            serve, endings, keyboard)  # fmt: skip
+    ours = memory, starts, cache, prefixes, quant, peers, speed, gpu, papers, drafts, serve, keyboard
     for command in ours:
         command.add_parser(commands)
     args = parser.parse_args(words)

@@ -1,11 +1,10 @@
-"""Curves of log-likelihood over nodes or time: points on them, the rows that they are made of, and figures."""
+"""Curves of log-likelihood over nodes or time: points on them, the rows that they are made of, and their drawing."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tools.bench.figures import draw, log_axis
+from tools.bench.figures import log_axis
 
 
 def plot_curves(
@@ -47,12 +46,3 @@ def grouped(rows: Iterable[dict[str, Any]], *keys: str) -> list[tuple[tuple, lis
 
 def share(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.0%}"
-
-
-def save_figure(name: str, size: tuple[float, float], paint: Callable[[Any], None], save: Path | None) -> str:
-    """With `--save`, draw NAME.svg in the page's folder; returns the Markdown that shows it."""
-    if save is None:
-        return ""
-    path = save.with_name(f"{name}.svg")
-    draw(path, size, paint)
-    return f"![{name}]({path.name})"

@@ -1,22 +1,18 @@
 """Searches for tools: with changed answers, timed by the processor, or driven without an engine."""
 
-import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from engine import Engine, Request
-from engine.contract import Answer, Evaluate, Report, Search, SearchGenerator, SearchResult, Task
+from engine.contract import Answer, Evaluate, Search, SearchGenerator, SearchResult, Task
 from engine.errors import CoppiceError
 from engine.step.driver import Driver
-from kernels.rows.reference import peaks
-from search import Trie
 from search.base import Output
-from search.finished import Finished
 from search.ults.prior import Vectors, gather
 
 
@@ -54,38 +50,6 @@ class Altered(Search):
     def task_eos(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The end-of-sequence tokens that the wrapped search gets."""
         return eos_token_ids
-
-
-@dataclass(frozen=True)
-class Recite(Altered):
-    """A search on a model that is made to write a given text."""
-
-    text: Sequence[int]
-    writer: Engine  # its tokenizer made the text's tokens
-
-    def task(self, task: Task) -> Task:
-        return replace(task, tokenizer=self.writer.tokenizer)
-
-    def alter(self, task: Task, request: Evaluate, rows_NV: Tensor) -> Answer:
-        tree, on_path = task.tree, {task.tree.root}
-        rows_NV.fill_(-math.log(rows_NV.shape[1]))
-        for i, node in enumerate(request.nodes):
-            at = tree.position(node) - tree.prompt_length
-            if node == tree.root or (tree.parent(node) in on_path and tree.token(node) == self.text[at]):
-                on_path.add(node)
-                rows_NV[i, self.text[at + 1]] = 0.0
-        return request.answer(rows_NV, peaks(rows_NV))
-
-
-@dataclass(frozen=True)
-class Recorded(Trie):
-    """Beam search to the last token, with the score of the best live beam after each step."""
-
-    scores: list[float] = field(default_factory=list)
-
-    def _report(self, task: Task, done: Finished, live: list[int], scores: list[float]) -> Report:
-        self.scores.append(scores[0])
-        return super()._report(task, done, live, scores)
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,16 @@ import itertools
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
 from typing import NamedTuple
 
 import torch
 
-from engine import Engine, Request
+from engine import Engine
 from engine.contract import Answer, Evaluate, Task
 from engine.text.prompting import chat_prompt
 from search import Sample
-from search.aded.ngrams import count, merge, write_store
-from tools.bench.measure import progress
 from tools.bench.searches import Altered
 from tools.demo.generator import Dialogue, dialogue
 
@@ -160,18 +157,3 @@ def prompt(engine: Engine, talk: Dialogue, reply: str | None = None) -> list[int
     messages = talk.messages()[:-1] if reply is None else talk.messages(reply)
     spans = engine.template.render(messages, add_generation_prompt=reply is None)
     return engine.tokenizer.encode_rendered(spans)
-
-
-def corpus(writer: Engine, tokens: int, path: Path) -> Path:
-    """A store of the n-grams of texts that the model draws; none of them is a prompt."""
-    progress(f"drawing {tokens} tokens to count")
-    seeds = range(1 << 20, (1 << 20) - (-tokens // LENGTH))
-    options = {"max_new_tokens": LENGTH, "ignore_eos": True}
-    runs, left = [], tokens
-    for _, result in writer.serve(Request([writer.start_token], Sample(seed=seed), **options) for seed in seeds):
-        if isinstance(result, Exception):
-            raise result
-        runs.append(count(result.outputs[0].token_ids[:left]))
-        left -= len(result.outputs[0].token_ids)
-    write_store(path, merge(runs), writer.tokenizer.size, writer.tokenizer.fingerprint)
-    return path

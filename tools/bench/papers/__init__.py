@@ -46,6 +46,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP % "the bundled demo")
     text = "for dsbd: a model, or int8 or int4, the target in that format (beside the demo: the demo's; else int4)"
     parser.add_argument("--draft", metavar="MODEL", help=text)
+    parser.add_argument("--reward", metavar="MODEL", help="for sbon: a reward model (functions that check the answers)")
     parser.add_argument("--own", action="store_true", help="for dsbd: the target as the file has it, not in float32")
     parser.add_argument("--converted", type=Path, metavar="DIR", help="keep a GGUF file's weights dequantised there")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and draws (%(default)s)")
@@ -94,7 +95,7 @@ def opened(args: argparse.Namespace, paper: ModuleType, scratch: Path) -> Models
     """The models of the command line for a paper."""
     scratch.mkdir()
     given = located(args.model) if args.model else find(paper.MODEL)
-    target, draft, reward = with_defaults(given, args.draft or (given and "int4"), None)
+    target, draft, reward = with_defaults(given, args.draft or (given and "int4"), args.reward)
     kept = args.converted or scratch
     kept.mkdir(parents=True, exist_ok=True)
     settings = {"quick": args.quick, "scratch": scratch, "kept": kept, "dtype": args.dtype, "threads": args.threads,

@@ -8,16 +8,23 @@ import random
 import statistics
 import string
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from search import Greedy
+from engine import Engine
+from engine.contract import Search
+from engine.drafts import Draft
+from search import ADED, Greedy
+from search.aded.drafters import MCTS
 from search.aded.ngrams import count, merge, open_store, write_store
-from tools.bench import aded as bench
 from tools.bench.checkpoints import CODE
+from tools.bench.measure import in_turn, standard_error
 from tools.bench.papers.common import Findings, Models, bullets
 from tools.bench.report import rows_table
-from tools.bench.texts import chats, copies, docstrings, edits, plain, summaries
+from tools.bench.searches import after_prompt
+from tools.bench.texts import Asked, chats, copies, docstrings, edits, plain, summaries
 
 TITLE = "Adaptive Draft-Verification for Efficient Large Language Model Decoding (ADED)"
 SETTING = """Vicuna and Llama-2-chat on an NVIDIA A6000 (33B: H100), greedy; MT-Bench, Alpaca, Human-Eval; tri-grams of
@@ -50,10 +57,33 @@ DIFFERS = (
     of a draft as the measured times make worth while. Without a store a drafter knows the prompt and the answer so far.
     The paper's store has 574 MB of chats; this one has sources and documentation of Python.""",
 )
-METHODS = (  # the store has n-grams of other texts of their kind
-    "autoregressive", "greedy chain", "mcts, 150 iterations", "mcts, no store", "backoff, 24, no store",
-    "backoff, auto, no store", "backoff, auto",
-)  # fmt: skip
+HOST = ("draft_ms", "verify_ms")
+
+
+@dataclass
+class Chain:
+    """The paper's baseline: no tree, only the likeliest successor of the likeliest successor."""
+
+    matrix: MCTS
+    curiosity: float = 1.0
+    DEPTH = 4
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        self.matrix.learn(tokens)
+
+    def observe(self, nodes: Any, likely: Any) -> None:
+        pass
+
+    def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
+        return self.matrix.distribution(ahead)
+
+    def draft(self, nodes: int, depth: int) -> Draft:
+        draft = Draft()
+        while len(draft.tokens) < min(self.DEPTH, depth) and (known := self.distribution(draft.tokens)):
+            draft.parents.append(len(draft.tokens) - 1)
+            draft.tokens.append(next(iter(known)))
+            draft.scores.append(0.5 ** len(draft.tokens))
+        return draft
 
 
 def run(models: Models) -> Findings:
@@ -62,7 +92,16 @@ def run(models: Models) -> Findings:
     library = "\n\n".join(inspect.getsource(module) for module in LIBRARY)[: models.pick(200_000, 2000)]
     ids = engine.tokenizer.encode(library) + plain(engine, models.pick(40_000, 500), 9)
     write_store(store, merge([count(ids)]), engine.tokenizer.size, engine.tokenizer.fingerprint)
-    known, n, limit = dict(bench.list_methods(store, (150,))), models.pick(4, 1), models.pick(80, 8)
+    counted, n, limit = open_store(store), models.pick(4, 1), models.pick(80, 8)
+    methods: dict[str, Search] = {
+        "autoregressive": Greedy(),
+        "greedy chain": ADED(drafter=lambda: Chain(MCTS(counted)), nodes=Chain.DEPTH),
+        "mcts, 150 iterations": ADED(drafter="mcts", store=store, nodes=64, iterations=150),
+        "mcts, no store": ADED(drafter="mcts", nodes=64),
+        "backoff, 24, no store": ADED(nodes=24),
+        "backoff, auto, no store": ADED(),
+        "backoff, auto": ADED(store=store),
+    }
     kinds = {"code edits": edits(engine, n), "docstrings": docstrings(engine, n),
              "copies": copies(engine, n, models.pick(80, 20)),
              "summaries": summaries(engine, n, models.pick(300, 60)), "chat": chats(engine, n)}  # fmt: skip
@@ -72,16 +111,12 @@ def run(models: Models) -> Findings:
             [answer] = engine.generate([one.ids], Greedy(), max_new_tokens=limit, eos_token_ids=one.ends)
             texts.append(answer.outputs[0].token_ids)
         lengths.append(f"{kind} {', '.join(str(len(text)) for text in texts)}")
-        methods = [(name, known[name]) for name in METHODS]
-        found = bench.compare(engine, methods, [one.ids for one in asked], texts, None, 1, warm_up=False)
-        rows += [{"kind": kind, **row} for row in found]
-    for row in rows:
-        row["cpu_ratio"] = pick(rows, row["kind"], "autoregressive")["cpu_ms"] / row["cpu_ms"]
+        rows += [{"kind": kind, **row} for row in compare(engine, methods, asked, texts)]
     body = "\n\n".join([
         f"{models.name}, {models.dtype}, one request at a time, greedy, answers of the model with their real ends, "
         f"at most {limit} tokens ({'; '.join(lengths)}); requests to rename a variable in a function of the standard "
         "library, to give one a docstring, to repeat the beginning of a chapter of Python's documentation, to "
-        f"summarise one, and questions. Store: {len(open_store(store)):,} n-grams of other sources of the library and "
+        f"summarise one, and questions. Store: {len(counted):,} n-grams of other sources of the library and "
         "other chapters.",
         rows_table(rows, {
             "text": "{kind}", "drafter": "{method}", "tokens a pass": "{accept_length:.2f}",
@@ -99,5 +134,32 @@ def run(models: Models) -> Findings:
     return Findings(body, {"rows": rows})
 
 
-def pick(rows: Sequence[dict[str, Any]], kind: str, method: str) -> dict[str, Any]:
-    return next(row for row in rows if (row["kind"], row["method"]) == (kind, method))
+def compare(
+    engine: Engine, methods: Mapping[str, Search], asked: Sequence[Asked], texts: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """All methods in turn on each request, whose greedy answer is its text: a row for each, autoregressive first."""
+
+    def run(search: Search, i: int) -> tuple[float, bool, dict[str, Any]]:
+        options = {"max_new_tokens": len(texts[i]), "ignore_eos": True}
+        used, result = after_prompt(engine, asked[i].ids, search, **options)
+        return used, result.outputs[0].token_ids == list(texts[i]), result.stats
+
+    found = in_turn({name: partial(run, search) for name, search in methods.items()}, len(texts), what="text")
+    rows, tokens = list[dict[str, Any]](), sum(len(text) - 1 for text in texts)  # the first comes with the prompt
+    for name, runs in found.items():
+        used, same, stats = zip(*runs, strict=True)
+        of_each = [s.get("steps", s["new_tokens"]) for s in stats]
+        cpu_ms, seconds = sum(used) / tokens * 1e3, sum(s["decode_seconds"] for s in stats)
+        rows.append({
+            "method": name,
+            "same": all(same),
+            "accept_length": sum(map(len, texts)) / sum(of_each),
+            "accept_error": standard_error([len(text) / n for text, n in zip(texts, of_each, strict=True)]),
+            "nodes": sum(s.get("draft_nodes", 0) for s in stats) / sum(of_each),
+            "cpu_ms": cpu_ms,
+            "cpu_ratio": rows[0]["cpu_ms"] / cpu_ms if rows else 1.0,
+            "seconds": seconds,
+            "ratio": rows[0]["seconds"] / seconds if rows else 1.0,
+            **{key: sum(s.get(key, 0.0) for s in stats) / len(stats) if rows else None for key in HOST},
+        })  # fmt: skip
+    return rows

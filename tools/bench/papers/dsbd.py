@@ -1,20 +1,24 @@
 """Quality against tokens per second: DSBD, beam sampling, speculative sampling (the DSBD paper's figures 4 and 5)."""
 
+import itertools
+import math
 import time
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from engine import Engine
-from engine.contract import SearchResult
+from engine.contract import Search, SearchResult
+from models.checkpoint.headers import Checkpoint
+from models.formats.linear import FORMATS
 from search import DSBD, BeamSample, Speculative
-from tools.bench import dsbd as bench
 from tools.bench.checkpoints import CHAT
-from tools.bench.measure import in_turn
+from tools.bench.measure import in_turn, standard_error
 from tools.bench.papers.common import Findings, Models, bullets
-from tools.bench.report import table
+from tools.bench.report import rows_table, table
 from tools.bench.searches import after_prompt
 from tools.bench.texts import chats, copies, draw_prompts, edits
 from tools.bench.variants import first_layers
@@ -39,6 +43,20 @@ TABLE_2 = {
     ("Llama-2, Spider", "multinomial"): (20, 21.98), ("Llama-2, Spider", "speculative"): (19, 31.74),
     ("Llama-2, Spider", "SpecInfer"): (19, 32.00), ("Llama-2, Spider", "DSBD"): (31, 30.30),
 }  # fmt: skip
+COLORS = {
+    "dsbd": "tab:blue",
+    "n-grams": "tab:purple",
+    "beam-sample": "tab:orange",
+    "speculative": "tab:green",
+    "one-path": "tab:red",
+}
+LEGEND = """*logprob/token*: mean log-probability per token of the best output under the target, with its standard
+error over prompts; every output has the same length (end-of-sequence is ignored). *tokens/s*: new tokens of the best
+output over {clock}, prompt included, one request at a time. *tokens/pass*: tokens by which the beams grew per pass of
+the target. *n-grams*: DSBD with drafts by n-grams. *front*: no other row of its kind is both better and faster.
+*speedup at equal quality*: the fastest row of DSBD, or of n-grams, that is at least as good, over the row of beam
+sampling."""
+WARP: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "top_p": 0.9}
 DIFFERS = (
     """Quality here is the best output's mean log-probability per token under the target; the paper's are exact match,
     execution accuracy and a rating of 1 to 10.""",
@@ -55,54 +73,68 @@ DIFFERS = (
 
 
 def run(models: Models) -> Findings:
-    """Measure all settings of the paper on one pair, a few of them on a real one."""
-    demo = models.demo
+    """All settings of the paper where there is a draft model; a few of them where the target drafts for itself."""
     models.need("draft")
-    args = Namespace(
-        prompts=models.pick(16 if demo else 3, 1), prompt_tokens=models.pick(16, 4),
-        new_tokens=models.pick(48 if demo else 32, 6), gamma=[3],
-        draft_beams=models.pick([2, 3, 4, 5, 6] if demo else [4], [2]),
-        threshold=models.pick([0.7, 0.9] if demo else [0.9], [0.7]),
-        min_width=models.pick([1, 2, 3] if demo else [1, 2], [1]),
-        beams=models.pick([1, 2, 3, 4], [1, 2]), drafts=[DSBD.drafts], temperature=1.0, top_k=20, top_p=0.9,
-    )  # fmt: skip
-    warp = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    asked = bench.searches(args)
-    asked += [(f"one-path W_S={n} t=0.9", DSBD(draft_beams=n, threshold=0.9, keep=1, **warp)) for n in args.draft_beams]
-    engine, label = models.engine("draft"), f"{models.name}, drafts by its draft model"
-    sizes = [bench.parameters(folder) for folder in (models.target, models.draft or "")] if demo else []
-    prompts = draw_prompts(engine, args.prompts, args.prompt_tokens, models.seed) if demo else []
-    if not demo:
-        fixed = models.pick(FIXED, {1: 1, 2: 2})
-        asked += [(f"dsbd W_S={n} W={w}", DSBD(draft_beams=n, width=w, **warp)) for w, n in fixed.items() if w > 1]
-        asked += [(f"n-grams W_S={n} W={w}", DSBD(draft_beams=n, width=w, drafter="ngram", **warp))
-                  for w, n in fixed.items()]  # fmt: skip
-        label = f"{models.name}{'' if models.own else ' in float32'}, drafts by itself in {models.draft}"
-        sizes = [bench.parameters(models.floats())] * 2
-        prompts = [one.ids for one in chats(engine, args.prompts)]
-        args.prompt_tokens = round(fmean(map(len, prompts)))
-    clock, clock_name, ridden = time.perf_counter, "wall time", []
-    if not demo:  # other programs have a share of the wall's
-        clock, clock_name = time.process_time, "the processor's time of all threads"
-    rows = bench.measure(engine, asked, prompts, args.new_tokens, clock)
-    if not demo:
-        rows += layers(engine, models, prompts, args.new_tokens, warp)
-        bench.mark_front([row for row in rows if row["search"] == "speculative"])
-        ridden = rides(models, [*fixed], warp)
-    ratios = bench.speedups(rows)
-    body = "\n\n".join([
-        bench.front_report(args, label, sizes, rows, ratios, clock_name),
-        beside(rows, ratios),
-        *([] if demo else [cost(models, rows), same_lists(rows, ridden)]),
-        bullets([line.format(share=sizes[1] / sizes[0]) for i, line in enumerate(DIFFERS) if demo or i != 1]),
-    ])  # fmt: skip
-    result = {"model": label, "rows": rows, "speedups": ratios, "ridden": ridden}
-    return Findings(body, result, (7, 4.5), lambda figure: bench.paint(figure, rows, label))
+    return by_itself(models) if str(models.draft) in FORMATS else by_a_model(models)
 
 
-def layers(
-    engine: Engine, models: Models, prompts: Sequence[list[int]], new_tokens: int, warp: dict[str, Any]
-) -> list[dict[str, Any]]:
+def by_a_model(models: Models) -> Findings:
+    """Drafts by a draft model, on texts that the target draws."""
+    engine, new_tokens = models.engine("draft"), models.pick(48, 6)
+    label = f"{models.name}, drafts by {'its draft model' if models.demo else Path(models.draft or '').resolve().name}"
+    asked = searches(
+        models.pick([1, 2, 3, 4], [1, 2]),
+        models.pick([2, 3, 4, 5, 6], [2]),
+        models.pick([0.7, 0.9], [0.7]),
+        models.pick([1, 2, 3], [1]),
+    )
+    prompts = draw_prompts(engine, models.pick(16, 1), models.pick(16, 4), models.seed)
+    rows = measure(engine, asked, prompts, new_tokens)
+    sizes = [parameters(folder) for folder in (models.target, models.draft or "")]
+    differs = [line.format(share=sizes[1] / sizes[0]) for line in DIFFERS]
+    return report(label, sizes, prompts, new_tokens, rows, "wall time", [bullets(differs)])
+
+
+def by_itself(models: Models) -> Findings:
+    """Drafts by the target in 8 or 4 bits, by n-grams, by its first layers and by suffixes, on questions. Times are the
+    processor's: other programs have a share of the wall's."""
+    engine, new_tokens, fixed = models.engine("draft"), models.pick(32, 6), models.pick(FIXED, {1: 1, 2: 2})
+    label = f"{models.name}{'' if models.own else ' in float32'}, drafts by itself in {models.draft}"
+    asked = searches(
+        models.pick([1, 2, 3, 4], [1, 2]),
+        models.pick([4], [2]),
+        models.pick([0.9], [0.7]),
+        models.pick([1, 2], [1]),
+    )
+    asked += [(f"dsbd W_S={n} W={w}", DSBD(draft_beams=n, width=w, **WARP)) for w, n in fixed.items() if w > 1]
+    asked += [(f"n-grams W_S={n} W={w}", DSBD(draft_beams=n, width=w, drafter="ngram", **WARP))
+              for w, n in fixed.items()]  # fmt: skip
+    prompts = [one.ids for one in chats(engine, models.pick(3, 1))]
+    rows = measure(engine, asked, prompts, new_tokens, time.process_time)
+    rows += layers(engine, models, prompts, new_tokens)
+    mark_front([row for row in rows if row["search"] == "speculative"])
+    ridden = rides(models, [*fixed])
+    more = [cost(models, rows), same_lists(rows, ridden), bullets([DIFFERS[0], *DIFFERS[2:]])]
+    found = report(label, [parameters(models.floats())] * 2, prompts, new_tokens, rows,
+                   "the processor's time of all threads", more)  # fmt: skip
+    return found._replace(result=found.result | {"ridden": ridden})
+
+
+def searches(
+    beams: Sequence[int], draft_beams: Sequence[int], thresholds: Sequence[float], min_widths: Sequence[int]
+) -> list[tuple[str, Search]]:
+    """The searches to compare, with labels."""
+    found: list[tuple[str, Search]] = [(f"beam-sample W={n}", BeamSample(beams=n, **WARP)) for n in beams]
+    found.append(("speculative gamma=3", Speculative(gamma=3, **WARP)))
+    for n, t, least in itertools.product(draft_beams, thresholds, min_widths):
+        if least <= n:
+            search = DSBD(draft_beams=n, gamma=3, threshold=t, min_width=least, **WARP)
+            found.append((f"dsbd W_S={n} t={t:g} W_min={least}", search))
+    found += [(f"one-path W_S={n} t=0.9", DSBD(draft_beams=n, threshold=0.9, keep=1, **WARP)) for n in draft_beams]
+    return found
+
+
+def layers(engine: Engine, models: Models, prompts: Sequence[list[int]], new_tokens: int) -> list[dict[str, Any]]:
     """Rows of speculative sampling with drafts by the target's first layers, under its own norm and head."""
     rows, whole = [], engine.shape.layers
     for count in (whole // 2, whole - max(1, whole // 8)):
@@ -110,11 +142,114 @@ def layers(
         quant = str(models.draft) if models.own else "none"
         engine.add("draft", Engine.load(folder, dtype=models.dtype, quant=quant, threads=models.threads))
         label = f"speculative gamma=3, first {count} of {whole} layers"
-        rows += bench.measure(engine, [(label, Speculative(gamma=3, **warp))], prompts, new_tokens, time.process_time)
+        rows += measure(engine, [(label, Speculative(gamma=3, **WARP))], prompts, new_tokens, time.process_time)
     return rows
 
 
-def rides(models: Models, beams: Sequence[int], warp: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(
+    engine: Engine,
+    searches: Sequence[tuple[str, Search]],
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[dict[str, Any]]:
+    """All searches in turn on every prompt, timed by a clock; the seconds of draft and target are those of the wall."""
+    for _, search in (searches[0], searches[-1]):
+        engine.generate(prompts[:1], search, max_new_tokens=8, ignore_eos=True)  # warm up
+
+    def run(search: Search, i: int) -> tuple[float, SearchResult]:
+        began = clock()
+        [result] = engine.generate([prompts[i]], replace(search, seed=i), max_new_tokens=new_tokens, ignore_eos=True)  # type: ignore[type-var]
+        return clock() - began, result
+
+    found = in_turn({label: partial(run, search) for label, search in searches}, len(prompts), what="prompt")
+    rows = []
+    for label, runs in found.items():
+        qualities = [(r.outputs[0].logprob or 0.0) / len(r.outputs[0].token_ids) for _, r in runs]
+        seconds, tokens = sum(s for s, _ in runs), sum(len(r.outputs[0].token_ids) for _, r in runs)
+        passes = sum(r.stats["forward_passes"] for _, r in runs)
+        rows.append({
+            "label": label,
+            "search": label.split()[0],
+            "quality": fmean(qualities),
+            "error": standard_error(qualities),
+            "speed": tokens / seconds,
+            "seconds": seconds,
+            "tokens_per_pass": tokens / passes,
+            "draft_seconds": sum(r.stats.get("draft_seconds", 0.0) for _, r in runs),
+            "target_seconds": sum(r.stats.get("target_seconds", s) for s, r in runs),
+            "front": False,
+        })  # fmt: skip
+    for kind in COLORS:
+        mark_front([row for row in rows if row["search"] == kind])
+    return rows
+
+
+def mark_front(rows: Sequence[dict[str, Any]]) -> None:
+    """Mark the rows that no other row beats in both quality and speed."""
+    for row in rows:
+        beaten = any(
+            o["quality"] >= row["quality"] and o["speed"] >= row["speed"] and o is not row
+            and (o["quality"], o["speed"]) != (row["quality"], row["speed"])
+            for o in rows
+        )  # fmt: skip
+        row["front"] = not beaten
+
+
+def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare each row of beam sampling with the fastest row of DSBD, then of DSBD with n-grams, that is as good."""
+    found = []
+    for kind in ("dsbd", "n-grams"):
+        mine = [row for row in rows if row["search"] == kind]
+        for row in (row for row in rows if mine and row["search"] == "beam-sample"):
+            good = [o for o in mine if o["quality"] >= row["quality"]]
+            best = max(good, key=lambda o: o["speed"], default=None)
+            ratio = best["speed"] / row["speed"] if best else None
+            text, by = (f"{ratio:.2f}", best["label"]) if best and ratio else ("none", f"none of {kind}")
+            beams = row["label"].split("=")[1]
+            found.append({"beams": beams, "quality": row["quality"], "speed": row["speed"], "by": by, "ratio": ratio,
+                          "kind": kind})  # fmt: skip
+            found[-1]["text"] = text
+    return found
+
+
+def parameters(folder: str | Path) -> int:
+    """Numbers in a checkpoint."""
+    return sum(math.prod(tensor.shape) for tensor in Checkpoint.open(folder).tensors.values())
+
+
+def report(
+    label: str,
+    sizes: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    rows: list[dict[str, Any]],
+    clock: str,
+    more: Sequence[str],
+) -> Findings:
+    """The setting, all rows, the speeds at equal quality, and more; `clock` says what times of `measure` are."""
+    shown = [row | {"star": "*" if row["front"] else ""} for row in rows]
+    ratios = speedups(rows)
+    body = "\n\n".join([
+        f"{label} ({sizes[0] / 1e6:.1f}M and {sizes[1] / 1e6:.1f}M parameters); {len(prompts)} prompts of "
+        f"{fmean(map(len, prompts)):.0f} tokens, {new_tokens} new tokens; temperature {WARP['temperature']:g}, "
+        f"top-k {WARP['top_k']}, top-p {WARP['top_p']:g}.",
+        rows_table(shown, {
+            "search": "{label}", "logprob/token": "{quality:.4f}", "s.e.": "{error:.4f}", "tokens/s": "{speed:.1f}",
+            "tokens/pass": "{tokens_per_pass:.2f}", "draft s": "{draft_seconds:.1f}",
+            "target s": "{target_seconds:.1f}", "front": "{star}"}),
+        rows_table(ratios, {
+            "beam sampling": "{beams}", "logprob/token": "{quality:.4f}", "tokens/s": "{speed:.1f}",
+            "DSBD at least as good": "{by}", "speedup at equal quality": "{text}"}),
+        LEGEND.format(clock=clock),
+        beside(rows, ratios),
+        *more,
+    ])  # fmt: skip
+    result = {"model": label, "rows": rows, "speedups": ratios}
+    return Findings(body, result, (7, 4.5), lambda figure: paint(figure, rows, label))
+
+
+def rides(models: Models, beams: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of beam sampling of the target as it is given, with suffixes of the request's text riding along and without:
     the processor's seconds after the prompt. The texts are edits of code and copies, which suffixes know."""
     engine = models.engine()
@@ -123,7 +258,7 @@ def rides(models: Models, beams: Sequence[int], warp: dict[str, Any]) -> list[di
 
     def run(w: int, drafts: bool | str, i: int) -> tuple[float, SearchResult]:
         salt = f"{w}, {i}, {drafts}"  # so that no request knows the answer of another to the same text
-        search = BeamSample(beams=w, seed=i, **warp)
+        search = BeamSample(beams=w, seed=i, **WARP)
         return after_prompt(engine, asked[i].ids, search, drafts=drafts, cache_salt=salt, **options)
 
     works = {(w, kind): partial(run, w, kind) for w in beams for kind in (False, "suffix")}
@@ -188,3 +323,20 @@ def beside(rows: list[dict[str, Any]], ratios: list[dict[str, Any]]) -> str:
     for (pair, name), (quality, rate) in TABLE_1.items():
         lines.append([f"paper: {pair}, MT-Bench, {name}", f"{quality}", f"{rate:.1f}", "-"])
     return speed + "\n\n" + table(["memory of one path", "quality", "tokens/s", "x multinomial"], lines)
+
+
+def paint(figure: Any, rows: Sequence[dict[str, Any]], label: str) -> None:
+    """The figure: points, and the fronts as lines."""
+    axes = figure.subplots()
+    for kind, color in COLORS.items():
+        mine = [row for row in rows if row["search"] == kind]
+        x, y = [row["speed"] for row in mine], [row["quality"] for row in mine]
+        axes.scatter(x, y, s=18, color=color, alpha=0.5)
+        front = sorted((row["speed"], row["quality"]) for row in mine if row["front"])
+        if front:
+            axes.plot([s for s, _ in front], [q for _, q in front], color=color, marker="o", label=kind)
+    if not all(row["front"] for row in rows):
+        axes.scatter([], [], s=18, color="grey", alpha=0.5, label="small: beaten by another setting of the search")
+    axes.set(xlabel="tokens per second", ylabel="log-probability per token", title=label)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)

@@ -1,27 +1,29 @@
 """Speculative best-of-N against best-of-N (the paper's table 1), and with a reward that can be checked."""
 
-import argparse
+import itertools
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from engine import Engine
+from engine import Engine, Request
 from engine.contract import Search, SearchResult
+from engine.errors import CoppiceError
 from engine.load.options import RewardFunction
 from engine.text.prompting import chat_prompt
 from search import BoN, SBoN
 from tools import reward_head
-from tools.bench import sbon as bench
 from tools.bench.checkpoints import CHAT
-from tools.bench.measure import in_turn
+from tools.bench.measure import in_turn, ratio, standard_error
 from tools.bench.papers import programs
 from tools.bench.papers.common import Findings, Models, bullets
 from tools.bench.papers.programs import EXERCISES
 from tools.bench.report import rows_table
+from tools.bench.texts import story_requests
 from tools.bench.variants import first_layers
 
 TITLE = "Accelerating Best-of-N via Speculative Rejection"
@@ -46,6 +48,11 @@ ALPHA, SUMS = 0.75, "sums"
 TRAINING, ANSWERS, LAYERS = 140, 12, 20  # sums that a head is trained and tested on, answers to each, its layers
 TWO = 37 * 7  # sums of two numbers, of 3 to 39 and of 3 to 9
 AFTER = (2, 4, 6, 8, 12, 16, 24)  # tokens of a beginning
+TABLE = """Per prompt, all on the same keyed draws. *speedup*: seconds of the first row over its own, the median over
+the prompts; *score*: 100 for the first row's reward, 0 for the worst of its utterances, the mean and its standard error
+over the prompts; *tokens*: generated, against the first row's; *seconds*: the median; *peak*: bytes of the pages held
+when most were, generator and reward model together. BoM is best-of-M with M = N / speedup, which takes about the time
+that SBoN takes."""
 LEGEND = f"""*CPU s*: of a task, in this process. *tokens of BoN*, *x BoN*: tokens drawn over those of best-of-N with
 the same N, and its seconds over the search's own. *as good*: the least best-of-N with at least the same reward, and the
 same for it. In the paper SBoN is {TABLE_1["SBoN"][0]:.1f} times as fast as best-of-100 at a score of
@@ -53,6 +60,9 @@ same for it. In the paper SBoN is {TABLE_1["SBoN"][0]:.1f} times as fast as best
 SOLVED = """*solved*: tasks whose best utterance is right; *reward*: of the best, the mean. At equal draws best-of-N
     solves whatever any of its N utterances solves; SBoN loses a task only if it rejects every utterance that would
     become right."""
+
+
+Run = tuple[float, SearchResult]  # seconds and result
 
 
 class Kind(NamedTuple):
@@ -94,7 +104,7 @@ def kind_of(models: Models) -> Kind:
 
 def run(models: Models) -> Findings:
     """Measure and report."""
-    return by_reward_model(models) if models.demo else by_function(models)
+    return by_function(models) if models.reward is None else by_reward_model(models)
 
 
 def by_function(models: Models) -> Findings:
@@ -129,11 +139,10 @@ def by_function(models: Models) -> Findings:
 
 def solved_rows(engine: Engine, kind: Kind, searches: Mapping[str, Search]) -> list[dict[str, Any]]:
     """A row for each search: tasks solved, tokens drawn, seconds of the processor; the searches take turns."""
-    asked = argparse.Namespace(max_new_tokens=kind.tokens)
 
     def measured(search: Search, i: int) -> tuple[float, SearchResult]:
         used = time.process_time()
-        _, found = bench.ask(engine, {"messages": [{"role": "user", "content": kind.tasks[i]}]}, search, asked)
+        _, found = ask(engine, [{"role": "user", "content": kind.tasks[i]}], search, kind.tokens)
         return time.process_time() - used, found
 
     runs = in_turn({name: partial(measured, search) for name, search in searches.items()}, len(kind.tasks), what="task")
@@ -245,26 +254,72 @@ def right(prompt: Any, texts: Sequence[str]) -> list[float]:
 
 
 def by_reward_model(models: Models) -> Findings:
-    """The paper's table with the demo's reward model."""
+    """The paper's table with a reward model; the prompts are requests for stories, other ones for each seed."""
     engine = models.engine("reward")
-    shared = {"temperature": 1.5, "seed": models.seed}
-    asked = argparse.Namespace(
-        n=models.pick(100, 8), tau=models.pick(16, 3), alpha=0.6, schedule="", input=None, **shared,
-        prompts=models.pick(16, 1), max_new_tokens=models.pick(96, 12),
-    )  # fmt: skip
-    records = bench.prompts(asked)
-    faithful: Search = SBoN(n=asked.n, tau=asked.tau, alpha=asked.alpha, keep_finished=False, **shared)
-    rows = bench.table_rows(engine, records, asked, {"SBoN, the paper's rule": faithful})
+    n, tau, alpha, tokens = models.pick(100, 8), models.pick(16, 3), 0.6, models.pick(96, 12)
+    talks = (talk for talk in story_requests(f"sbon:{models.seed}") if len(talk.turns) <= 3)
+    prompts = [talk.messages()[:-1] for talk in itertools.islice(talks, models.pick(16, 1))]
+    shared, ours = {"temperature": 1.5, "seed": models.seed}, {"n": n, "tau": tau, "alpha": alpha}
+    searches: dict[str, Search] = {
+        f"Bo{n}": BoN(n=n, **shared),
+        "SBoN": SBoN(**ours, **shared),
+        f"Bo{n // 4}": BoN(n=n // 4, **shared),
+        "SBoN, the paper's rule": SBoN(**ours, keep_finished=False, **shared),
+    }
+    ask(engine, prompts[0], searches[f"Bo{n}"], tokens)  # warm
+    works = {name: lambda i, search=search: ask(engine, prompts[i], search, tokens)
+             for name, search in searches.items()}  # fmt: skip
+    runs = in_turn(works, len(prompts), what="prompt")
+    first = runs[f"Bo{n}"]
+    m = max(1, round(n / summary("SBoN", runs["SBoN"], first)["speedup"]))
+    runs[f"BoM, M = {m}"] = [ask(engine, prompt, BoN(n=m, **shared), tokens) for prompt in prompts]
+    rows = [summary(name, own, first) for name, own in runs.items()]
     body = "\n\n".join([
-        f"{models.name}, {models.dtype}, {len(records)} prompts (requests for stories), up to {asked.max_new_tokens} "
-        f"tokens, temperature {shared['temperature']}, tau {asked.tau}, alpha {asked.alpha}.",
+        f"{models.name}, {models.dtype}, {len(prompts)} prompts (requests for stories), up to {tokens} tokens, "
+        f"temperature {shared['temperature']}, tau {tau}, alpha {alpha}.",
         compared(rows),
-        bench.TABLE,
+        TABLE,
         f"In the paper SBoN's speedup is from {SLOWEST[1]} ({SLOWEST[0]}, score {SLOWEST[2]}) to {FASTEST[1]} "
         f"({FASTEST[0]}, score {FASTEST[2]}); BoM's M is {MEAN_M} in the mean.",
         bullets(DIFFERS),
     ])  # fmt: skip
     return Findings(body, {"rows": rows})
+
+
+def ask(engine: Engine, messages: list[dict[str, str]], search: Search, new_tokens: int) -> Run:
+    """Seconds and result."""
+    prompt = chat_prompt(engine, messages)
+    options = {"messages": messages, "max_new_tokens": new_tokens, "eos_token_ids": prompt.eos_token_ids}
+    request = Request(prompt.ids, search, **options)
+    began = time.perf_counter()
+    [(_, outcome)] = engine.serve([request])
+    if isinstance(outcome, CoppiceError):
+        raise outcome
+    return time.perf_counter() - began, outcome
+
+
+def summary(name: str, own: Sequence[Run], first: Sequence[Run]) -> dict[str, Any]:
+    """Means of a search's runs and medians of its times, alone and relative to best-of-N's runs `first` on the same
+    prompts and draws."""
+    seconds, base_seconds = ([took for took, _ in runs] for runs in (own, first))
+    results, base = ([result for _, result in runs] for runs in (own, first))
+    rewards = [result.outputs[0].score or 0.0 for result in results]
+    drawn, base_drawn = ([result.stats["tokens_drawn"] for result in x] for x in (results, base))
+    finals = [[reward for _, reward in result.stats["rewards"]] for result in base]
+    bests, spans = [max(x) for x in finals], [max(x) - min(x) for x in finals]
+    scores = [100 * (1 - (best - reward) / span) if span else 100.0
+              for reward, best, span in zip(rewards, bests, spans, strict=True)]  # fmt: skip
+    return {
+        "search": name,
+        "seconds": median(seconds),
+        "speedup": ratio(base_seconds, seconds),
+        "score": fmean(scores),
+        "score_se": standard_error(scores),
+        "worst": min(scores),
+        "kept": fmean(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(rewards, bests, strict=True)),
+        "tokens": fmean(a / b for a, b in zip(drawn, base_drawn, strict=True)),
+        "bytes": max(result.stats["kv_bytes_peak"] for result in results),
+    }
 
 
 def compared(rows: list[dict[str, Any]]) -> str:
@@ -273,4 +328,4 @@ def compared(rows: list[dict[str, Any]]) -> str:
     return rows_table([row | {"paper": paper} for row, paper in zip(rows, papers, strict=True)], {
         "": "{search}", "speedup": "{speedup:.2f}", "score": "{score:.1f} ± {score_se:.1f}",
         "worst score": "{worst:.1f}", "best kept": "{kept:.0%}", "tokens": "{tokens:.2f}", "seconds": "{seconds:.2f}",
-        "paper: speedup": "{paper[0]:.2f}", "paper: score": "{paper[1]:.1f}"})  # fmt: skip
+        "peak MB": "{bytes:MB}", "paper: speedup": "{paper[0]:.2f}", "paper: score": "{paper[1]:.1f}"})  # fmt: skip

@@ -3,12 +3,15 @@
 import itertools
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from engine import Engine
-from tools.bench import kv, peers
+from engine.engine import Done, Prefill, Progress
+from search import Trie
+from tools.bench import peers
 from tools.bench.checkpoints import CHAT, is_gguf
 from tools.bench.measure import cores, progress
 from tools.bench.papers.common import Findings, Models, bullets, ratio, stories
@@ -81,6 +84,7 @@ def run(models: Models) -> Findings:
         f"{lengths} ({what}); up to {new_tokens} new tokens.",
         "Memory per token of input and output, one cache per beam and trie; kB here, MB in the paper:",
         memory_table(rows, beams),
+        f"The pages hold at most {max(row['held'] for row in rows):.2f} times the live tokens, each at its peak.",
         "Milliseconds of the processor, all threads, here: for a token of the prompt, and for one of the best output:",
         cpu_table(rows, beams),
         "With transformers, each engine in a process of its own: " + speeds["setting"],
@@ -110,25 +114,41 @@ def mean_length(prompts: Sequence[Asked]) -> float:
 
 def count_one(engine: Engine, prompts: Sequence[Asked], beams: int, new_tokens: int) -> dict[str, Any]:
     """Means over prompts of the cache's peak, in bytes per token of prompt and output."""
-    found = [kv.measure(engine, prompt.ids, beams, new_tokens, eos_token_ids=prompt.ends) for prompt in prompts]
+    found = [measure(engine, prompt, beams, new_tokens) for prompt in prompts]
+    first, unit = found[0], found[0]["kv_bytes_per_token"]
     lengths = [f["prompt_tokens"] + f["new_tokens"] for f in found]
-    unit = found[0]["bytes_per_token"]
-    first = found[0]
     return {
         "input": fmean(f["prompt_tokens"] for f in found),
         "entries": len(found),
         "output": fmean(f["new_tokens"] for f in found),
         "trie": fmean(f["kv_bytes_peak"] / n for f, n in zip(found, lengths, strict=True)),
         "batch": fmean(f["unshared_nodes_peak"] * unit / n for f, n in zip(found, lengths, strict=True)),
-        "tokens_per_second": sum(f["new_tokens"] for f in found) / sum(f["seconds"] for f in found),
+        "held": max(f["kv_bytes_peak"] / (f["live_nodes_peak"] * unit) for f in found),
+        "tokens_per_second": sum(f["new_tokens"] for f in found)
+        / sum(f["prefill_seconds"] + f["decode_seconds"] for f in found),
         "score": fmean(f["score"] for f in found),
         "prompt_cpu_ms": sum(f["prompt_cpu"] for f in found) / sum(f["prompt_tokens"] for f in found) * 1e3,
         "decode_cpu_ms": sum(f["decode_cpu"] for f in found) / max(1, sum(f["new_tokens"] - 1 for f in found)) * 1e3,
         "series": {
-            "trie": [live for live, _ in first["steps"]],
-            "batch": [beams * (first["prompt_tokens"] + i) for i in range(len(first["steps"]))],
+            "trie": first["live"],
+            "batch": [beams * (first["prompt_tokens"] + i) for i in range(len(first["live"]))],
         },
     }
+
+
+def measure(engine: Engine, prompt: Asked, beams: int, new_tokens: int) -> dict[str, Any]:
+    """One search: its statistics, its score, the live tokens after each step, and the processor's seconds, of all
+    threads, for the prompt and after it."""
+    began, clock, live = time.process_time(), list[float](), list[int]()
+    for event in engine.stream(prompt.ids, Trie(beams), max_new_tokens=new_tokens, eos_token_ids=prompt.ends):
+        if not isinstance(event, Prefill):
+            clock.append(time.process_time())
+        if isinstance(event, Progress):
+            live.append(event.tree.live_tokens)
+        elif isinstance(event, Done):
+            cpu = {"prompt_cpu": clock[0] - began, "decode_cpu": clock[-1] - clock[0]}
+            return {**event.result.stats, **cpu, "score": event.result.outputs[0].score, "live": live}
+    raise AssertionError("a stream without an end")
 
 
 def measured(
