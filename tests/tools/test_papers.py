@@ -99,6 +99,14 @@ def test_aded_on_a_real_model_keeps_kinds_of_text_apart(capsys, real):
     assert all(row["cpu_ratio"] == 1 for row in rows if row["method"] == "autoregressive")
 
 
+def test_models_of_the_caller_draft_and_judge(capsys, real):
+    given = ["--draft", str(demo_folder("draft")), "--reward", str(demo_folder("reward"))]
+    code, text, found = ask(capsys, "dsbd", "sbon", "--model", real, *given)
+    assert code == 0 and "smollm2-135m-instruct-tiny, drafts by draft (" in text
+    assert {row["search"] for row in found["dsbd"]["rows"]} == set(dsbd.COLORS) - {"n-grams"}
+    assert [row["search"] for row in found["sbon"]["rows"]][:2] == ["Bo8", "SBoN"]
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_dsbd_drafts_by_the_target_itself(capsys, real, own):
     code, text, found = ask(capsys, "dsbd", "--model", real, "--draft", "int8", *["--own"] * own)
