@@ -1,4 +1,4 @@
-"""Training text: conversations with a check of every answer, and preference pairs.
+"""Training text: conversations, and preference pairs.
 
 All text is drawn from a `random.Random`: equal seeds give equal text. There is no outside data.
 """
@@ -8,8 +8,7 @@ from random import Random
 
 from tools.demo.stories import story
 from tools.demo.talk import Talk
-from tools.demo.turns import PHRASES, Turn
-from tools.demo.words import LISTS, TEXTS
+from tools.demo.words import LISTS, PHRASES, TEXTS, Turn
 
 STYLES = ("brief", "polite")
 SYSTEM: dict[str, list[str]] = TEXTS["system"]
@@ -93,11 +92,12 @@ def pair(rng: Random, drill: float = 0.0) -> Pair:
         ramble = PHRASES["rambling"]
         worse = " ".join([*rng.sample(ramble, rng.randint(2, 4)), turn.reply, *rng.sample(ramble, rng.randint(0, 2))])
     elif fault == "beside":
-        worse = dialogue(rng, 1).turns[-1].reply
+        other = dialogue(rng, 1).turns[-1]
+        worse = other.reply if other.task != turn.task else turn.reply
     elif fault == "torn" and len(parts := turn.reply.split(" ")) > 3:
         worse = " ".join(parts[: rng.randint(1, len(parts) - 2)])
     elif fault == "garbled" and len(parts := turn.reply.split(" ")) > 3:
         worse = " ".join(rng.sample(parts, len(parts)))
-    if worse == turn.reply or (fault == "beside" and turn.check(worse)):
+    if worse == turn.reply:
         fault, worse = "wrong", turn.wrong
     return Pair(talk, fault, turn.reply, worse)
