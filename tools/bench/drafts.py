@@ -37,12 +37,12 @@ from tools.bench.measure import MB, cores, in_turn, memory, progress, ratio
 from tools.bench.report import comparison, comparison_table, finish, rows_table, stamp
 
 with later():
-    from engine import Engine, SearchResult
+    from engine import Engine
     from engine.contract import Search
     from engine.drafts.suffixes import CAPACITY, SuffixDrafter, SuffixStore
-    from engine.request import Done, Prefill
     from engine.step.drafting import EngineDrafts
     from search import Greedy, Sample, Trie
+    from tools.bench.searches import after_prompt
     from tools.bench.texts import Asked, ask, chats, edits, passages
 
 SEARCHES: dict[str, Callable[[], Search]] = {
@@ -167,11 +167,12 @@ def compare(engine: Engine, kind: str, search: str, asked: Sequence[Asked], args
     def answer_all(name: str, _: int) -> dict[str, Any]:
         drafter = make_drafter(name, engine)
         engine.drafts = None if drafter is None else EngineDrafts(drafter)
-        found = [timed(engine, one, SEARCHES[search](), args.new_tokens) for one in asked]
-        seconds, used, results = map(list, zip(*found, strict=True))
+        options = [{"max_new_tokens": args.new_tokens, "eos_token_ids": one.ends} for one in asked]
+        found = [after_prompt(engine, one.ids, SEARCHES[search](), **o) for one, o in zip(asked, options, strict=True)]
+        used, results = map(list, zip(*found, strict=True))
         stats = [result.stats for result in results]
         return {
-            "seconds": sum(seconds),
+            "seconds": sum(one["decode_seconds"] for one in stats),
             "cpu": sum(used),
             "passes": sum(one["forward_passes"] for one in stats) - len(stats),
             "drafted": sum(one.get("drafted_nodes", 0) for one in stats),
@@ -195,18 +196,6 @@ def compare(engine: Engine, kind: str, search: str, asked: Sequence[Asked], args
             "same": all(one["outputs"] == plain[0]["outputs"] for one in rounds),
         })  # fmt: skip
     return rows
-
-
-def timed(engine: Engine, asked: Asked, search: Search, new_tokens: int) -> tuple[float, float, SearchResult]:
-    """Seconds by the clock and of processor time after the prompt, and the result."""
-    used = None
-    for event in engine.stream(asked.ids, search, max_new_tokens=new_tokens, eos_token_ids=asked.ends):
-        if used is None and not isinstance(event, Prefill):  # searches report each step
-            used = time.process_time()
-        if isinstance(event, Done):
-            assert used is not None
-            return event.result.stats["decode_seconds"], time.process_time() - used, event.result
-    raise AssertionError("a stream without an end")
 
 
 # --- llama.cpp ---

@@ -1,6 +1,6 @@
-"""Speed of trie beam search against the machine's limits, other engines and targets.
+"""Speed of trie beam search against the machine's limits and targets; `peers` compares with other engines.
 
-On a machine with a GPU this is `gpu`. Every engine gets a process of its own, as in `peers`.
+On a machine with a GPU this is `gpu`. Every number of beams gets a process of its own, as in `peers`.
 """
 
 import argparse
@@ -23,49 +23,41 @@ from tools.bench.report import add_save_flag, comparison, comparison_table, fini
 with later():
     import torch
 
-    from engine import Engine
     from models.checkpoint.headers import Checkpoint
     from models.formats.int8 import Int8Linear
     from tools.bench import host, limits, peaks, variants
-    from tools.bench.traced import Traced, trace
 
 KINDS = ("float32", "bfloat16", "int8", "int4")
 GGUF = "gguf"  # the kind of a GGUF file as it is; the others are made of its weights dequantised
 DEPTHS = (100, 1000)
 ROUNDS = 5  # of each comparison
 AROUND = 32  # steps on either side of a depth
-CHECKED = 256  # tokens of the comparison of logits
 # Targets; those of steps per second with the rate of large products on the machine for which they were set.
-TOTAL, TOTAL_CT2 = 8.0, 4.0
 STEPS = {"float32": (22.0, 150e9), "bfloat16": (30.0, 420e9)}
 LONG, WIDE, DEEP, HOST, INT8, INT8_BYTES = 0.7, 2.0, 0.9, 0.5e-3, 1.25, 0.30
 
 LEGEND = f"""*GB/s*: at which memory was read just before and after, the larger. *floor*: the least that a step can take
 here, by the bytes of weights and live keys and values at that bandwidth, or by its operations at the rate of the
-processor's instructions, whichever is more; *of floor*: floor / measured. *x total*: the other engine's seconds over
-ours in the same dtype. int8, int4: weights in that, the rest in bfloat16; CTranslate2's own int8 is compared with it.
-Below, ratios of prompts, beams and dtypes are medians over {ROUNDS} rounds in which these settings took turns, that of
-depths over {ROUNDS} texts."""
+processor's instructions, whichever is more; *of floor*: floor / measured. int8, int4: weights in that, the rest in
+bfloat16. Below, ratios of prompts, beams and dtypes are medians over {ROUNDS} rounds in which these settings took
+turns, that of depths over {ROUNDS} texts."""
 
 
 Setting = tuple[str, int, int]  # dtype, beams, tokens of the prompt
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("speed", help="against the machine's limits and other engines", description=__doc__)
+    parser = commands.add_parser("speed", help="against the machine's limits", description=__doc__)
     add_flags(parser)
     add_numbers(
         parser,
-        prompt_tokens=([512, 2048], "peers run the first"),
+        prompt_tokens=[512, 2048],
         new_tokens=(64, "end-of-sequence is ignored"),
         beams=[1, 4, 15],
         runs=(3, "of each setting, for medians"),
     )
     parser.add_argument("--dtypes", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=" ".join(KINDS))
     parser.add_argument("--depths", type=int, nargs=2, default=list(DEPTHS), help="new tokens to compare steps at")
-    names = peers.PEERS[1:3]
-    parser.add_argument("--peers", nargs="*", choices=names, default=list(names), metavar="NAME", help=" ".join(names))
-    parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has the peers (this one)")
     parser.add_argument("--threads", type=int, default=cores(), help="(%(default)s)")
     add_save_flag(parser)
     parser.set_defaults(run=run)
@@ -93,20 +85,14 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             folder, kinds = variants.in_dtype(model, "float32", Path(scratch)), [*kinds, GGUF]
             rates[GGUF] = rates["float32"]
         bench = Bench(args, model, folder, scratch)
-        rows = [bench.row("coppice", kind, b, n) for n in args.prompt_tokens for kind in kinds for b in args.beams]
-        for peer in args.peers:
-            for kind in [k for k in kinds if k in peers.KINDS and peer in peers.KINDS[k] and k != GGUF]:
-                rows += [bench.row(peer, kind, beams, args.prompt_tokens[0]) for beams in args.beams]
+        rows = [bench.row(kind, beams, n) for n in args.prompt_tokens for kind in kinds for beams in args.beams]
         work = limits.Work.of(Checkpoint.open(folder))
         for row in rows:
             if "seconds" in row:
-                made["versions"] |= row["versions"]
-                against(row, rows, work, rates)
+                add_floors(row, work, rates[row["dtype"]])
         rounds = bench.in_turn(kinds)
         depths = bench.depths(kinds[0])
         idle = host.step_seconds(max(args.beams), args.depths)
-        errors = int8_errors(folder, bench.prompt(CHECKED)) if "int8" in kinds else None
-        traced = trace(Engine.load(folder, dtype="float32", device="cpu", kv_memory=1 << 28))
     compared = comparisons(rows, large, rounds, depths, idle, args)
     bandwidths = [row["bandwidth"] for row in rows]
     setting = (
@@ -114,14 +100,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         f"{args.runs} runs. Memory was read at {min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s; the "
         f"processor's instructions make {of_kinds(rates)}, large products of ours {of_kinds(large)}."
     )
-    body = "\n\n".join(
-        [setting, result_table(rows), LEGEND, comparison_table(compared), traced_text(traced), *error_text(errors)]
-    )
+    body = "\n\n".join([setting, result_table(rows), LEGEND, comparison_table(compared)])
     result = {
         "model": name, "threads": args.threads, "new_tokens": args.new_tokens, "rates": rates,
         "results": rows, "in_turn": {" ".join(map(str, key)): seconds for key, seconds in rounds.items()},
-        "depths": depths, "host_seconds": idle, "int8_errors": errors, "traced": traced._asdict(),
-        "verdicts": compared,
+        "depths": depths, "host_seconds": idle, "verdicts": compared,
     }  # fmt: skip
     machine = made["machine"]
     of = [] if args.model is None and model is folder else [name]
@@ -141,24 +124,25 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, model: Path, folder: Path, scratch: str):
         self.args, self.model, self.folder, self.scratch = args, model, folder, scratch
-        self.longest, self.what = peers.prompt_of(args, model, max(*args.prompt_tokens, CHECKED))
+        self.longest, self.what = peers.prompt_of(args, model, max(args.prompt_tokens))
 
     def prompt(self, tokens: int) -> list[int]:
         return self.longest[:tokens]
 
-    def spec(self, engine: str, kind: str, beams: int, **more: Any) -> dict[str, Any]:
-        folder, more = (self.model, {"quant": "auto", **more}) if kind == GGUF else (self.folder, more)
+    def spec(self, kind: str, beams: int) -> dict[str, Any]:
+        folder, more = (self.model, {"quant": "auto"}) if kind == GGUF else (self.folder, {})
         kind = "float32" if kind == GGUF else kind
-        return peers.spec(engine, folder, kind, beams, self.args.threads, self.scratch, **more)
+        return peers.spec("coppice", folder, kind, beams, self.args.threads, self.scratch, **more)
 
-    def row(self, engine: str, kind: str, beams: int, tokens: int) -> dict[str, Any]:
-        """Measure an engine as `peers` does."""
-        python = self.args.peer_python if engine != "coppice" and self.args.peer_python else sys.executable
-        spec, prompt, before = self.spec(engine, kind, beams), self.prompt(tokens), limits.read_bandwidth()
-        measured = peers.measure(python, spec, prompt, self.args.new_tokens, self.args.runs)
+    def row(self, kind: str, beams: int, tokens: int) -> dict[str, Any]:
+        """Measure a setting as `peers` does."""
+        before = limits.read_bandwidth()
+        measured = peers.measure(
+            sys.executable, self.spec(kind, beams), self.prompt(tokens), self.args.new_tokens, self.args.runs
+        )
         bandwidth = max(before, limits.read_bandwidth())
-        row = {"peer": engine, "dtype": kind, "prompt": tokens, "beams": beams, "bandwidth": bandwidth, **measured}
-        progress(f"{engine} {kind}, prompt {tokens}, beams {beams}: {peers.outcome(row)}")
+        row = {"peer": "coppice", "dtype": kind, "prompt": tokens, "beams": beams, "bandwidth": bandwidth, **measured}
+        progress(f"{kind}, prompt {tokens}, beams {beams}: {peers.outcome(row)}")
         return row
 
     def in_turn(self, kinds: Sequence[str]) -> dict[Setting, list[float]]:
@@ -169,7 +153,7 @@ class Bench:
         with ExitStack() as stack:
             workers = {}
             for kind, beams in sorted({(kind, beams) for kind, beams, _ in settings}):
-                worker = stack.enter_context(peers.Worker(sys.executable, self.spec("coppice", kind, beams)))
+                worker = stack.enter_context(peers.Worker(sys.executable, self.spec(kind, beams)))
                 workers[kind, beams] = worker
                 worker.answer()
 
@@ -182,7 +166,7 @@ class Bench:
 
     def depths(self, kind: str) -> dict[int, list[float]]:
         """Seconds per step of the widest search around each depth, of several texts."""
-        with peers.Worker(sys.executable, self.spec("coppice", kind, max(self.args.beams))) as worker:
+        with peers.Worker(sys.executable, self.spec(kind, max(self.args.beams))) as worker:
             worker.answer()
             job = {"prompt": self.prompt(self.args.prompt_tokens[0]), "new_tokens": max(self.args.depths) + AROUND}
             texts = [worker.ask(job)["step_seconds"] for _ in range(ROUNDS)]
@@ -191,39 +175,19 @@ class Bench:
         }
 
 
-def against(row: dict[str, Any], rows: list[dict[str, Any]], work: limits.Work, rates: dict[str, float]) -> None:
-    """Add the floors to a row of ours, and the ratio of times to a row of another engine."""
-    mine = pick(rows, "coppice", row["dtype"], row["prompt"], row["beams"])
-    if row is not mine:
-        row["x_total"] = row["seconds"]["median"] / mine["seconds"]["median"] if mine else None
-        return
-    steps, rate = row["steps"], rates[row["dtype"]]
+def add_floors(row: dict[str, Any], work: limits.Work, rate: float) -> None:
+    """Add the least that a step and the whole can take."""
+    steps = row["steps"]
     context = row["prompt"] + steps // 2
     moved = row["weight_bytes"] + context * row["kv_bytes_per_token"]
     row["floor_step_seconds"] = work.step_seconds(row["beams"], context, moved, row["bandwidth"], rate)
     row["floor_seconds"] = work.prompt_seconds(row["prompt"], rate) + (steps - 1) * row["floor_step_seconds"]
 
 
-def pick(rows: list[dict[str, Any]], peer: str, kind: str, prompt: int, beams: int) -> dict[str, Any] | None:
+def pick(rows: list[dict[str, Any]], kind: str, prompt: int, beams: int) -> dict[str, Any] | None:
     """The row of a setting, if it was measured."""
-    wanted = {"peer": peer, "dtype": kind, "prompt": prompt, "beams": beams}
+    wanted = {"dtype": kind, "prompt": prompt, "beams": beams}
     return next((row for row in rows if "seconds" in row and wanted.items() <= row.items()), None)
-
-
-def int8_errors(folder: Path, prompt: list[int]) -> dict[str, float]:
-    """Errors of the logits after each token of a prompt with int8 weights, the rest in float32."""
-    exact, rough = (
-        Engine.load(folder, dtype="float32", quant=quant, device="cpu", kv_memory=1 << 28).logits(prompt)
-        for quant in ("none", "int8")
-    )
-    logp, logq = torch.log_softmax(exact, -1), torch.log_softmax(rough, -1)
-    return {
-        "max": float((exact - rough).abs().max()),
-        "mean": float((exact - rough).abs().mean()),
-        "spread": float(exact.std(-1).mean()),
-        "kl": float((logp.exp() * (logp - logq)).sum(-1).mean()),
-        "top1": float((exact.argmax(-1) == rough.argmax(-1)).float().mean()),
-    }
 
 
 # --- targets ---
@@ -237,7 +201,7 @@ def comparisons(
     prompt, long, wide, narrow = args.prompt_tokens[0], args.prompt_tokens[-1], max(args.beams), min(args.beams)
 
     def figure(kind: str, *keys: str) -> Any:
-        found: Any = pick(rows, "coppice", kind, prompt, wide)
+        found: Any = pick(rows, kind, prompt, wide)
         for key in keys:
             found = found and found[key]
         return found
@@ -246,11 +210,6 @@ def comparisons(
         return ratio(rounds[over], rounds[under]) if {over, under} <= rounds.keys() else None
 
     found = []
-    for peer, kind, target in (
-        ("transformers", "float32", TOTAL), ("transformers", "bfloat16", TOTAL), ("ctranslate2", "float32", TOTAL_CT2),
-    ):  # fmt: skip
-        row = pick(rows, peer, kind, prompt, wide)
-        found.append(comparison(f"total time, {kind}: {peer} / ours", row["x_total"] if row else None, target))
     for kind, (steps, rate) in ((kind, wanted) for kind, wanted in STEPS.items() if kind in rates):
         name = f"decode, {kind}: steps/s ({steps:.0f} at {rate / 1e9:.0f} GFLOP/s)"
         found.append(comparison(name, figure(kind, "steps_per_second", "median"), steps * rates[kind] / rate))
@@ -280,26 +239,9 @@ def result_table(rows: list[dict[str, Any]]) -> str:
         total = f"{row['seconds']['median']:.2f}" if "seconds" in row else "none"
         shown.append(row | {"total": total, "share": floor * speed["median"] if floor and speed else None})
     text = rows_table(shown, {
-        "engine": "{peer}", "dtype": "{dtype}", "prompt": "{prompt}", "beams": "{beams}", "total s": "{total}",
+        "dtype": "{dtype}", "prompt": "{prompt}", "beams": "{beams}", "total s": "{total}",
         "prefill s": "{prefill_seconds[median]:.2f}", "steps/s": "{steps_per_second[median]:.1f}",
         "GB/s": "{bandwidth:G.1f}", "floor ms": "{floor_step_seconds:ms.1f}", "of floor": "{share:.2f}",
         "weights MB": "{weight_bytes:MB}",
-        "growth MB": "{growth_bytes[median]:MB}", "x total": "{x_total:.1f}"})  # fmt: skip
+        "growth MB": "{growth_bytes[median]:MB}"})  # fmt: skip
     return "\n\n".join([text, *peers.why_none(rows)])
-
-
-def traced_text(traced: Traced) -> str:
-    return (
-        f"torch.compile of the whole model: {traced.passes} passes of one to three trees, graphs without a break: "
-        f"{traced.graphs}; hidden states differ by {traced.error:.1e} at most."
-    )
-
-
-def error_text(errors: dict[str, float] | None) -> list[str]:
-    if errors is None:
-        return []
-    return [
-        f"int8 against float32, logits after {CHECKED} random tokens: off by {errors['mean']:.3f} on average, "
-        f"{errors['max']:.2f} at most (they spread by {errors['spread']:.2f}); KL {errors['kl']:.4f}; the most "
-        f"probable token is the same for {errors['top1']:.0%}."
-    ]

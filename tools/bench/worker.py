@@ -22,8 +22,6 @@ class Coppice:
 
     def __init__(self, spec: dict[str, Any]):
         sys.path.insert(0, spec["root"])
-        if "cache" in spec:  # of compiled code
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = spec["cache"]
         import torch
 
         from engine import Engine, Request
@@ -36,7 +34,7 @@ class Coppice:
         dtype, quant = ("bfloat16", kind) if kind.startswith("int") else (kind, "none")
         dtype, quant = spec.get("compute", dtype), spec.get("quant", quant)
         self.engine = Engine.load(spec["folder"], dtype=dtype, quant=quant, device=spec.get("device", "cpu"),
-                                  threads=spec["threads"], compile=spec.get("compile", "off"),
+                                  threads=spec["threads"],
                                   activations=spec.get("activations", "auto"))  # fmt: skip
         self.request, self.search = Request, Trie(beams=spec["beams"])
         self.versions = {"coppice": __version__, "torch": str(torch.__version__)}
