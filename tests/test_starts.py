@@ -98,7 +98,7 @@ def test_tools_need_no_torch(tmp_path: Path):
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
     line = [sys.executable, "-c", TOOLS, *names]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
-    assert len(names) >= 16 and done.returncode == 0 and int(done.stdout) >= 19, done.stderr
+    assert len(names) >= 16 and done.returncode == 0 and int(done.stdout) >= 12, done.stderr
 
 
 def test_the_blocker_blocks(tmp_path: Path):

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -58,8 +57,7 @@ def candidate(tmp_path, text):
 
 
 def test_everything_that_is_there(capsys):
-    found, told = lab(capsys, "--json", "out.json")
-    assert json.loads(Path("out.json").read_text())["rows"] == found["rows"]
+    found, told = lab(capsys)
     ours = ["reference", "torch"] if cpp.why_not() else ["reference", "torch", "cpp"]
     assert found["right"]["tree_attention"] == dict.fromkeys([*ours, "sdpa"], True)
     assert found["right"]["kv_write"] == dict.fromkeys(ours, True)

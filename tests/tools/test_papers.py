@@ -1,19 +1,17 @@
 """The papers' comparisons at sizes that measure nothing: every part runs, and the page is written and kept."""
 
 import json
-import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
 from engine.demo import demo_folder
 from tests.marks import needs_figures
 from tools.bench.__main__ import main
-from tools.bench.curves import abscissa, ordinate
 from tools.bench.papers import aded, dsbd, programs, sbon, trie, ults
 from tools.bench.papers.common import Findings
+from tools.bench.papers.curves import abscissa, ordinate
 
 
 def ask(capsys, *words):
@@ -285,16 +283,3 @@ def test_the_papers_numbers_agree_with_each_other():
         for pair in ("Llama-2-13B", "Llama-3-8B")
     ]
     assert sum(faster) / 2 == pytest.approx(1.53, abs=0.005)  # section 4.2
-
-
-@pytest.mark.parametrize(
-    ("paper", "names"),
-    [(trie, ["TABLE_1"]), (ults, ["PAPER", "ALPHAS", "BEAMS"]), (sbon, ["TABLE_1", "MEAN_M", "SLOWEST"]),
-     (aded, ["TABLE_1", "CHAIN"]), (dsbd, ["TABLE_1", "TABLE_2", "SPEEDUP"])],
-)  # fmt: skip
-def test_every_number_of_a_paper_says_where_it_stands(paper, names):
-    source = Path(paper.__file__).read_text(encoding="utf-8")
-    for name in names:
-        found = re.search(rf"(?:^#.*\n)*^{name}\b[^=]* =(?: .*|\n)(?:\n.*)?", source, re.MULTILINE)
-        assert found and re.search(r"([Tt]able|[Ff]igure|[Ss]ection) \d|Ablation Study|likewise", found[0]), name
-    assert re.search(r"[Ss]ections? \d|Experimental Setup", paper.SETTING)

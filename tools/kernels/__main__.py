@@ -14,7 +14,6 @@ exit codes: 0 all are right; 2 the candidate is wrong or broken, or wrong usage;
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -69,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's choice)")
     group.add_argument("--seconds", type=float, default=0.1, help="of each measurement, at least (%(default)s)")
-    group.add_argument("--json", type=cli.output_file, metavar="FILE", help="also write the result there")
     group.add_argument(
         "--picture", type=cli.output_file, metavar="FILE", help="draw it, as .svg or .png (needs the extra viz)"
     )
@@ -141,8 +139,6 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
         "traps": [trap._asdict() for trap in lab.traps],
         "right": verdicts(lab),
     }
-    if args.json:
-        args.json.write_text(json.dumps(made | result), encoding="utf-8")
     finish(f"kernels-{device.type}", made, body, result, args.save)
     return result
 

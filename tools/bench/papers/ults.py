@@ -11,9 +11,9 @@ from engine.contract import Search, SearchResult
 from search import ULTS, Trie
 from search.ults.prior import Vectors
 from tools.bench.checkpoints import CHAT
-from tools.bench.curves import abscissa, grouped, ordinate, plot_curves, share
 from tools.bench.measure import in_turn, progress, standard_error
 from tools.bench.papers.common import Findings, Models, bullets
+from tools.bench.papers.curves import abscissa, grouped, ordinate, plot_curves, share
 from tools.bench.report import rows_table, table
 from tools.bench.searches import Collect, after_prompt
 from tools.bench.texts import WithoutEos, chats, draw_prompts, edits, plain
