@@ -6,8 +6,6 @@ from typing import Any
 from engine.app.cli import add_load_flag
 from tools.bench.report import add_save_flag
 
-KINDS = ("float32", "bfloat16", "float16")
-
 
 def add_numbers(parser: argparse._ActionsContainer, **flags: Any) -> None:
     """A flag for each keyword: NAME=default or NAME=(default, help). A list takes several, a float makes it a float."""

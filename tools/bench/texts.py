@@ -22,7 +22,6 @@ from search import Sample
 from tools.bench.searches import Altered
 from tools.demo.generator import Dialogue, dialogue
 
-LENGTH = 256  # tokens of a text of the corpus
 LONG = 5000  # characters of a passage, at least
 EDITED = {  # functions of the standard library -> a name in them, and another for it
     "textwrap.indent": ("prefix", "margin"), "colorsys.rgb_to_hls": ("maxc", "high"),
