@@ -1,16 +1,31 @@
 """Writes what the command lines show of this project's searches, from their classes."""
 
 import argparse
+import json
 import sys
+from typing import Any
 
-from engine.app.cli.described import FILE, written_file
+from engine.app.cli.described import FILE, TYPES, DescribedParameter, describe
 from engine.contract.checks import is_ours
 from search import REGISTRY
 
 
 def text() -> str:
-    """The text that the file has to have."""
-    return written_file([name for name, cls in REGISTRY.items() if is_ours(cls)])
+    """The text that the file has to have, by a line for each parameter."""
+    parts = []
+    for name in (name for name, cls in REGISTRY.items() if is_ours(cls)):
+        search = describe(name)
+        lines = [f"   {json.dumps(key)}: {json.dumps(_entry(one))}" for key, one in search.parameters.items()]
+        head = ",\n".join(f'  "{key}": {json.dumps(getattr(search, key))}' for key in ("where", "summary", "aliases"))
+        parts.append(f' {json.dumps(name)}: {{\n{head},\n  "parameters": {{\n' + ",\n".join(lines) + "\n  }\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _entry(parameter: DescribedParameter) -> dict[str, Any]:
+    """A parameter as JSON; `DescribedParameter.of` reads it."""
+    kind = parameter.kind
+    types = [name for name, each in TYPES.items() if each in kind.types]
+    return {**parameter._asdict(), "kind": {"words": [*kind.words], "types": types, "others": kind.others}}
 
 
 def main() -> int:

@@ -33,14 +33,9 @@ class DescribedParameter(NamedTuple):
     text: str
     shared: bool
 
-    def record(self) -> dict[str, Any]:
-        """The parameter as JSON."""
-        types = [name for name, kind in TYPES.items() if kind in self.kind.types]
-        return {**self._asdict(), "kind": {"words": [*self.kind.words], "types": types, "others": self.kind.others}}
-
     @staticmethod
     def of(record: dict[str, Any]) -> "DescribedParameter":
-        """The parameter of its `record`."""
+        """The parameter of its entry in `searches.json`."""
         kind = record["kind"]
         types = tuple(TYPES[name] for name in kind["types"])
         return DescribedParameter(**{**record, "kind": Kind(tuple(kind["words"]), types, kind["others"])})
@@ -103,17 +98,6 @@ def load_entry_points() -> list[UsageError]:
     from search import outside  # imports torch, as a search from outside does
 
     return outside.load_entry_points()
-
-
-def written_file(names: list[str]) -> str:
-    """The text of `searches.json` for registered searches, by a line for each parameter."""
-    parts = []
-    for name in names:
-        search = describe(name)
-        lines = [f"   {json.dumps(key)}: {json.dumps(one.record())}" for key, one in search.parameters.items()]
-        head = ",\n".join(f'  "{key}": {json.dumps(getattr(search, key))}' for key in ("where", "summary", "aliases"))
-        parts.append(f' {json.dumps(name)}: {{\n{head},\n  "parameters": {{\n' + ",\n".join(lines) + "\n  }\n }")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 @functools.cache
