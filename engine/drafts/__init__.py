@@ -113,11 +113,3 @@ class Wanted:
     after: Any = None
     passes: list[tuple[int, int, float]] = field(default_factory=list)
     seconds: float = 0.0
-
-
-class JointDrafter(Drafter, Protocol):
-    """A drafter that guesses for all live nodes of all requests of a step at once."""
-
-    def draft_together(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[Draft]]:
-        """A draft for each live node of each request, in order."""
-        ...

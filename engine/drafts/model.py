@@ -283,7 +283,7 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def draft_together(self, wanted: Sequence[Wanted]) -> list[list[Draft]]:
-        """See `JointDrafter`. A level of all drafts takes one pass."""
+        """A draft for each live node of each request of a step, in order. A level of all drafts takes one pass."""
         forests = [Forest.begin(each) for each in wanted]
         growing = [forest for forest in forests if forest.heads and self._affordable(forest)]
         while growing:

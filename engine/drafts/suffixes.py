@@ -44,20 +44,19 @@ class SuffixStore:
         vocab_size: tokens are less than this.
         fingerprint: of the tokenizer; "" if there is none.
         capacity: tokens that are kept, a boundary for each text included.
-        impl: see `kernels.suffixes`; None: the fastest.
 
     Raises:
         UsageError: the capacity or the vocabulary is out of range.
     """
 
-    def __init__(self, vocab_size: int, fingerprint: str = "", capacity: int = CAPACITY, impl: str | None = None):
+    def __init__(self, vocab_size: int, fingerprint: str = "", capacity: int = CAPACITY):
         try:
             Suffixes(capacity, vocab_size)  # takes no memory before it is written to
             self.text = Suffixes(min(capacity, FIRST_CAPACITY), vocab_size)
         except ValueError as error:
             raise UsageError(f"the suffix store cannot be made: {error}") from error
         self.capacity = capacity
-        self.vocab_size, self.fingerprint, self.impl = vocab_size, fingerprint, impl or suffixes.best()
+        self.vocab_size, self.fingerprint, self.impl = vocab_size, fingerprint, suffixes.best()
         self._owners: dict[bytes, TextOwner] = {}  # by the digest of their salt, the least recently added first
         self._free_numbers = list[int]()  # below the next
         self._next_number = 0
