@@ -107,16 +107,21 @@ class _Repository:
         Args:
             scratch: an empty folder, in which one is made as the hub's cache has it.
         """
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers
+
         commit, chosen, folder = self._chosen()
         if folder is not None or self.offline:
             return self.fetch(), 0
+        headers = build_hf_headers(library_name="coppice", library_version=__version__)
         folder = scratch / f"models--{self.name.repo.replace('/', '--')}" / SNAPSHOTS / commit
         missing = 0
         for file in chosen.files:
             path = folder / file
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix in SUFFIXES:
-                missing += write_outline(self._url(file, commit), self._headers(), path)
+                url = hf_hub_url(self.name.repo, file, revision=commit, endpoint=self.api.endpoint)
+                missing += write_outline(url, headers, path)
             else:
                 path.symlink_to(self._download(file, commit))
         return folder / chosen.gguf, missing
@@ -166,16 +171,6 @@ class _Repository:
 
     def _download(self, file: str, revision: str) -> Path:
         return Path(self.api.hf_hub_download(self.name.repo, file, revision=revision))
-
-    def _url(self, file: str, commit: str) -> str:
-        from huggingface_hub import hf_hub_url
-
-        return hf_hub_url(self.name.repo, file, revision=commit, endpoint=self.api.endpoint)
-
-    def _headers(self) -> dict[str, str]:
-        from huggingface_hub.utils import build_hf_headers
-
-        return build_hf_headers(library_name="coppice", library_version=__version__)
 
     def _cached(self) -> Path | None:
         """The folder of the revision in the cache, which may not have all its files; None if there is none."""
