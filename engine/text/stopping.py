@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import UsageError, check_utf8, shortened
+from engine.text.channels import start_at_end
 from engine.text.tokenizer import Tokenizer
 
 CONTEXT = 8  # tokens before a text, from which a decoder knows whether a space starts it
@@ -93,8 +94,5 @@ class TextStream:
         for s in self.stop:
             if (i := self.text.find(s)) >= 0:
                 end = min(end, i)
-            for n in range(min(len(s) - 1, len(self.text)), 0, -1):
-                if self.text.endswith(s[:n]):
-                    end = min(end, len(self.text) - n)
-                    break
+            end = min(end, len(self.text) - len(start_at_end(self.text, s)))
         return end
