@@ -148,15 +148,6 @@ class ChatTemplate:
             tool_use=tool_use,
         )
 
-    def check(self) -> None:
-        """Compile the template now.
-
-        Raises:
-            CheckpointError: it is malformed or breaks a limit.
-            UsageError: templates cannot be rendered here, see `engine.text.sandbox_process.interpreter`.
-        """
-        self._ask({})
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -240,7 +231,7 @@ class ChatTemplate:
         return self._names[source]
 
     def takes(self, variable: str) -> bool:
-        """Whether the template of conversations with tools reads a variable. Raises as `check`."""
+        """Whether the template of conversations with tools reads a variable. Raises as `render`."""
         return variable in self._variables(self._tool_use)
 
     @property
@@ -278,8 +269,8 @@ class ChatTemplate:
             self._turn_end = max((s for s in self._special if rest.startswith(s)), key=len, default="")
         return self._turn_end
 
-    def _ask(self, request: dict[str, Any], source: str | None = None) -> dict[str, Any]:
-        reply = sandbox_process.TEMPLATES.ask({"source": self.source if source is None else source, **request})
+    def _ask(self, request: dict[str, Any], source: str) -> dict[str, Any]:
+        reply = sandbox_process.TEMPLATES.ask({"source": source, **request})
         if reply is None:
             raise self._refused(f"it takes more than {sandbox.CPU_SECONDS} s or too much memory")
         if (reason := reply.get("refused")) is not None:
