@@ -1,7 +1,7 @@
 """The dtype of a model, its reason, and the processor's fast paths: for the banner, `--stats` and embedders."""
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,6 +95,10 @@ class Capabilities:
         here, absent = ([path for path in paths if paths[path] is there] for there in (True, False))
         parts = [", ".join(here) or "PyTorch only"] + ([f"not here: {', '.join(absent)}"] if absent else [])
         return Capabilities(f"{precision}{weights}", f"{where}: {'; '.join(parts)}", warning)
+
+    def noting(self, *notes: str) -> "Capabilities":
+        """The same with further lines in its warning; "" is none."""
+        return replace(self, warning="\n".join(filter(None, [self.warning, *notes])))
 
 
 def weight_formats(device: torch.device) -> dict[str, bool]:

@@ -243,8 +243,7 @@ class _Weights:
         found = Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl, *formats)
         if (size := self.model.shard.size) > 1:
             found = replace(found, paths=f"{found.paths}; one of {size} processes that share the model")
-        notes = [found.warning, self._beyond(), *self.left_out()]
-        return replace(found, warning="\n".join(filter(None, notes)))
+        return found.noting(self._beyond(), *self.left_out())
 
     def _beyond(self) -> str:
         """Say for people that sequences may be longer than those that the checkpoint is made for; "" if not."""
@@ -339,16 +338,14 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
     models = {role: part.with_pool(pool, recorded) for (role, part), pool in zip(parts.items(), pools, strict=True)}
     target = models["target"]
     if experts is not None:
-        told = [*filter(None, [target.capabilities.warning]), held]
-        target.capabilities = replace(target.capabilities, warning="\n".join(told))
+        target.capabilities = target.capabilities.noting(held)
     for model in models.values():
         if shard.size == 1:
             compile_ahead(model.runner)
     for role in list(models)[1:]:
         check_companion(role, target, models[role])
         notes = parts[role].left_out() if parts[role].checkpoint is not parts["target"].checkpoint else []
-        told = [*filter(None, [target.capabilities.warning]), *(f"{role}: {note}" for note in notes)]
-        target.capabilities = replace(target.capabilities, warning="\n".join(told))
+        target.capabilities = target.capabilities.noting(*(f"{role}: {note}" for note in notes))
     return models
 
 

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 
 from engine.app.cli.loading import load_options
 from engine.app.cli.requests import rules
@@ -59,8 +58,7 @@ def _take_generation(args: argparse.Namespace, engine: Engine) -> None:
         except UsageError as error:
             raise UsageError(error.what, where=FILE, remedy="leave out --generation-config") from None
     if note := generation.note(known, given, applied):
-        told = "\n".join(filter(None, [engine.capabilities.warning, note]))
-        engine.capabilities = replace(engine.capabilities, warning=told)
+        engine.capabilities = engine.capabilities.noting(note)
 
 
 @contextlib.contextmanager
