@@ -72,11 +72,7 @@ def embedding_request(
     if not isinstance(text, str) and (not isinstance(text, Sequence) or isinstance(text, bytes | bytearray)):
         raise UsageError(f"{name}: expected a text or token ids, got {shortened(repr(text))}")
     ids = model.need_tokenizer().encode(text) if isinstance(text, str) else list(text)
-    try:
-        check_ids(model, ids)
-    except UsageError as error:
-        what = error.what.replace("the prompt", "the text").removeprefix("prompt: ")
-        raise UsageError(f"{name}: {what}", where=error.where, remedy=error.remedy.replace("prompt", "text")) from None
+    check_ids(model, ids, name, "the text")
     salt = None if search.pooling == MEAN else cache_salt
     return Request(ids, search, 1, ignore_eos=True, cache_salt=salt, adapter=adapter)
 

@@ -74,11 +74,7 @@ def check_text(
         UsageError, KVMemoryError: it is empty, or fits neither context nor cache; no model has a scalar head.
     """
     head = head_of(models)
-    try:
-        check_ids(head, ids)
-    except UsageError as error:
-        what = error.what.replace("the prompt", "what the model reads of it").removeprefix("prompt: ")
-        raise UsageError(f"{name}: {what}", where=error.where, remedy="shorten it, or divide it") from None
+    check_ids(head, ids, name, "what the model reads of it")
     search = HeadScore(None if head is models.target else tuple(ids))
     check_memory(head.runner.pool, search, len(ids), 1, share)
     prompt = [*ids] if head is models.target else [models.target.start_token]  # a tree of which nothing is evaluated

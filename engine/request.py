@@ -331,25 +331,34 @@ def _prompt(target: LoadedModel, request: Request) -> list[int]:
     return ids
 
 
-def check_ids(target: LoadedModel, ids: Sequence[int]) -> None:
-    """Check that a prompt is not empty, fits the context and has valid ids only. Raises UsageError."""
+def check_ids(target: LoadedModel, ids: Sequence[int], name: str = "", what: str = "the prompt") -> None:
+    """Check that a prompt is not empty, fits the context and has valid ids only.
+
+    Args:
+        name: of the argument that has it; "": errors name none.
+        what: errors call it so.
+
+    Raises:
+        UsageError: it does not.
+    """
+    lead, wanted = f"{name}: " if name else "", f"{name or 'prompt'}: expected token ids"
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise UsageError(f"prompt: expected token ids, got {ids!r}")
+        raise UsageError(f"{wanted}, got {ids!r}")
     if not ids:
         bare = target.tokenizer is not None and not target.tokenizer.encode("")
         why = ", and this tokenizer adds no token of its own to begin with" if bare else ""
-        raise UsageError("the prompt is empty" + why, remedy="give at least one token to go on from")
+        raise UsageError(f"{lead}{what} is empty{why}", remedy="give at least one token to go on from")
     reach = target.shape.max_positions
     if reach is not None and len(ids) > reach:
         raise ContextError(
-            f"the prompt has {len(ids)} tokens, the model's context holds {reach}",
-            remedy="shorten the prompt; a model that rotates positions takes more with a larger --context",
+            f"{lead}{what} has {len(ids)} tokens, the model's context holds {reach}",
+            remedy="shorten it; a model that rotates positions takes more with a larger --context",
         )
     vocab = target.shape.vocab_size
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab:
             got = shortened(repr(token))
-            raise UsageError(f"prompt: expected token ids from 0 to {vocab - 1}, got {got}", where=f"token {i}")
+            raise UsageError(f"{wanted} from 0 to {vocab - 1}, got {got}", where=f"token {i}")
 
 
 def _ends(target: LoadedModel, request: Request) -> frozenset[int]:
@@ -449,12 +458,8 @@ def joint(
             starts.append(len(ids))
         else:
             raise UsageError(f"continuations[{i}]: expected a text or token ids, got {shortened(repr(text))}")
-        try:
-            check_ids(model, whole[:-1] or whole)
-            check_ids(model, whole[-1:])
-        except UsageError as error:
-            what = error.what.replace("prompt", "prompt with its continuation", 1)
-            raise UsageError(f"continuations[{i}]: {what}", where=error.where, remedy="shorten it") from None
+        for part in (whole[:-1] or whole, whole[-1:]):
+            check_ids(model, part, f"continuations[{i}]", "the prompt with its continuation")
         wholes.append(whole)
     first = min(starts, default=len(ids))
     if first == 0:

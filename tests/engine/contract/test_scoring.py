@@ -153,7 +153,7 @@ def test_a_long_continuation_moves_into_the_trunk():
     [
         (STORY, "text", "continuations: expected a list"),
         (STORY, [3], r"continuations\[0\]: expected a text or token ids, got 3"),
-        (STORY, [[1], [1 << 20]], r"continuations\[1\]: prompt with its continuation: expected token ids"),
+        (STORY, [[1], [1 << 20]], r"continuations\[1\]: expected token ids"),
         (STORY, [[5] * 600], "the prompt with its continuation has"),
         ([], [[1]], "the prompt is empty"),
         ([-1], [[1]], "expected token ids"),
