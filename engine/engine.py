@@ -293,20 +293,13 @@ class Engine:
 
     def save_prefix(self, path: str | Path, prefix: Sequence[int] | str) -> None:
         """Evaluate the beginning of prompts and write its keys and values to a file, see `prefix_files.save_prefix`."""
-        self._check_whole("save_prefix")
         ids = self.tokenizer.encode(prefix) if isinstance(prefix, str) else list(prefix)
         check_ids(self.model, ids)
         save_prefix(self, path, ids)
 
     def load_prefix(self, path: str | Path, cache_salt: str = "") -> list[int]:
         """Keep what `save_prefix` wrote as a cached prefix; returns its tokens. See `prefix_files.load_prefix`."""
-        self._check_whole("load_prefix")
         return load_prefix(self, path, cache_salt)
-
-    def _check_whole(self, name: str) -> None:
-        """Refuse files of keys and values where each process has some heads of them. Raises UsageError."""
-        if self.shard.size > 1:
-            raise UsageError(f"{name}: processes that share a model have a part of it each", remedy="use one process")
 
     def logits(self, ids: Sequence[int], adapter: str | None = None) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks.

@@ -8,7 +8,8 @@ checksum. It holds no salt.
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -59,20 +60,12 @@ def save_prefix(engine: Owner, path: str | Path, tokens: Sequence[int]) -> None:
     if engine.shape.delta is not None and len(tokens) < BLOCK:
         what = f"the prefix is too short: expected at least {BLOCK} tokens, got {len(tokens)}"
         raise UsageError(what, where="recurrent layers keep a state of each whole block of tokens")
-    runner, switch = engine.runner, engine.shape.switch_length
-    tree = TokenTree(engine.pool, tokens, expected=len(tokens), switch_length=switch)
-    tree.use_rope(switch is not None and len(tokens) > switch)
-    tree.salt = ""
-    try:
-        with torch.inference_mode():
-            while left := len(tokens) - tree.trunk.cached:
-                chunk = min(runner.budget, left)
-                runner.forward([Chunk(tree, chunk, [], tree.allocate(chunk, []))])
-            kept = {name: x_LGSD[:, :, _slots(tree)].cpu() for name, x_LGSD in _parts(engine.pool).items()}
-            kept |= {name: x_L[:, places].cpu() for name, (x_L, places) in _recurrent(tree).items()}
-            tree.save()
-    finally:
-        tree.release()
+    with _tree(engine, tokens, "") as tree:
+        while left := len(tokens) - tree.trunk.cached:
+            chunk = min(engine.runner.budget, left)
+            engine.runner.forward([Chunk(tree, chunk, [], tree.allocate(chunk, []))])
+        kept = {name: x_LGSD[:, :, _slots(tree)].cpu() for name, x_LGSD in _parts(engine.pool).items()}
+        kept |= {name: x_L[:, places].cpu() for name, (x_L, places) in _recurrent(tree).items()}
     metadata = {"format": FORMAT, "version": VERSION, "model": _model(engine), "tokens": json.dumps([*tokens])}
     metadata["computed"] = _computed(engine.pool.device)
     try:
@@ -92,26 +85,33 @@ def load_prefix(engine: Owner, path: str | Path, salt: str = "") -> list[int]:
     """
     _check(engine)
     tokens, kept = _read(engine, path)
+    with _tree(engine, tokens, salt) as tree:
+        tree.allocate(len(tokens), [])
+        for name, x_LGSD in _parts(engine.pool).items():
+            x_LGSD[:, :, _slots(tree)] = kept[name].to(x_LGSD.device)
+        for name, (x_L, places) in _recurrent(tree).items():
+            x_L[:, places] = kept[name].to(x_L.device)
+    return tokens
+
+
+@contextmanager
+def _tree(engine: Owner, tokens: Sequence[int], salt: str) -> Iterator[TokenTree]:
+    """A tree of tokens, to be filled; what it then has is kept as a prefix."""
     switch = engine.shape.switch_length
     tree = TokenTree(engine.pool, tokens, expected=len(tokens), switch_length=switch)
     tree.use_rope(switch is not None and len(tokens) > switch)
     tree.salt = salt
     try:
         with torch.inference_mode():
-            tree.allocate(len(tokens), [])
-            for name, x_LGSD in _parts(engine.pool).items():
-                x_LGSD[:, :, _slots(tree)] = kept[name].to(x_LGSD.device)
-            for name, (x_L, places) in _recurrent(tree).items():
-                x_L[:, places] = kept[name].to(x_L.device)
-        tree.save()
+            yield tree
+            tree.save()
     finally:
         tree.release()
-    return tokens
 
 
 def _check(engine: Owner) -> None:
     if engine.shard.size > 1:
-        raise UsageError("a prefix in a file is for a model in one process", remedy="leave out --load-prefix")
+        raise UsageError("a prefix in a file is for a model in one process, which has all its heads")
     if engine.pool.prefixes is None:
         if engine.shape.steady_length is not None:
             raise UsageError(
