@@ -4,7 +4,6 @@ Softmax vectors c are i.i.d. draws, from a Dirichlet or from a collection of the
 """
 
 import math
-import os
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from engine.cache.tree import TokenTree
 from engine.contract import Answer, Evaluate, Pause, Report, Task
 from engine.contract.sampling import draws
 from engine.errors import KVMemoryError, UsageError
+from kernels import cpp
 from models.checkpoint.files import read_regular, replacing
 from models.checkpoint.tensor_files import write_tensors
 from search.ults.distributions import log_gamma
@@ -53,8 +53,7 @@ class Vectors:
     @staticmethod
     def of(logp_NV: Tensor) -> "Vectors":
         """The largest entries of a model's answers."""
-        top = logp_NV.topk(min(WIDTH, logp_NV.shape[1]))
-        return Vectors(top.values.float().cpu(), top.indices.cpu())
+        return Vectors.unpack(Vectors.read(logp_NV).cpu(), len(logp_NV))
 
     @staticmethod
     def read(logp_NV: Tensor) -> Tensor:
@@ -107,7 +106,7 @@ def _load(path: Path, _modified: int, _size: int) -> Vectors:
 
 
 @lru_cache(maxsize=8)
-def dirichlet(alpha: float, branching: int, rows: int = DRAWS) -> Vectors:
+def dirichlet(alpha: float, branching: int) -> Vectors:
     """Draws of a symmetric Dirichlet(alpha) over `branching` tokens, the largest entries of each.
 
     Stick-breaking draws the entries in size-biased order: the large ones are among the first, exactly distributed. The
@@ -118,13 +117,13 @@ def dirichlet(alpha: float, branching: int, rows: int = DRAWS) -> Vectors:
     enough = math.log(LEFT) / math.log(total / (1 + total))  # the share left after n sticks is (total / (1 + total))^n
     sticks = min(branching, STICKS, math.ceil(enough))
     after_S = alpha * torch.arange(branching - 1, branching - 1 - sticks, -1, dtype=torch.float64)
-    broken_RS = log_gamma(torch.full((rows, sticks), 1 + alpha, dtype=torch.float64), generator)
-    left_RS = log_gamma(after_S.expand(rows, sticks), generator)
+    broken_RS = log_gamma(torch.full((DRAWS, sticks), 1 + alpha, dtype=torch.float64), generator)
+    left_RS = log_gamma(after_S.expand(DRAWS, sticks), generator)
     both_RS = torch.logaddexp(broken_RS, left_RS)
-    before_RS = torch.cat([torch.zeros(rows, 1), (left_RS - both_RS).cumsum(1)[:, :-1]], 1)
+    before_RS = torch.cat([torch.zeros(DRAWS, 1), (left_RS - both_RS).cumsum(1)[:, :-1]], 1)
     logp_RK = (before_RS + broken_RS - both_RS).sort(1, descending=True).values[:, :WIDTH].float()
     # The distribution is symmetric in the tokens: a row takes consecutive ones of a permutation, from a random place.
-    first_R1 = torch.randint(branching, (rows, 1), generator=generator)
+    first_R1 = torch.randint(branching, (DRAWS, 1), generator=generator)
     token_V = torch.randperm(branching, generator=generator)
     return Vectors(logp_RK, token_V[(first_R1 + torch.arange(logp_RK.shape[1])) % branching])
 
@@ -183,10 +182,8 @@ def cache_file(model: str, depth: int, branching: int, eos: frozenset[int]) -> P
     """The file of a prior that a search gathered, in the user's cache folder; None without a model key."""
     if not model:
         return None
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
     ends = "eos" + ".".join(map(str, sorted(eos))) if eos else "endless"
-    return folder / "coppice" / "ults" / f"{model}-depth{depth}-branching{branching}-{ends}.safetensors"
+    return cpp.cache_folder() / "ults" / f"{model}-depth{depth}-branching{branching}-{ends}.safetensors"
 
 
 def own_vectors(task: Task, children: int, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Vectors, str]]:
