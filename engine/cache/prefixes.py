@@ -66,16 +66,6 @@ class PrefixCache:
         self._room = 64  # entries of the heap at which void ones go
         self._clock, self._count = itertools.count(1), itertools.count()
 
-    def figures(self) -> dict[str, int]:
-        """Totals, for monitors."""
-        return {
-            "lookups": self.lookups,
-            "hits": self.hits,
-            "asked_tokens": self.asked_tokens,
-            "reused_tokens": self.reused_tokens,
-            "idle_pages": self.pool.idle_pages,
-        }
-
     def note(self, asked: int, reused: int) -> None:
         """Count a prompt."""
         self.lookups += 1

@@ -140,10 +140,6 @@ class SuffixStore:
         self._next_number = max(taken, default=-1) + 1
         self._free_numbers = [number for number in range(self._next_number) if number not in taken]
 
-    def figures(self) -> dict[str, int]:
-        """Totals, for monitors."""
-        return {"tokens": len(self), "salts": len(self._owners), "bytes": self.text.nbytes}
-
 
 def full_store_bytes() -> int:
     """Bytes of a store of the default capacity that is full. It takes no more while it grows: what is new is not

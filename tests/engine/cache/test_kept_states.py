@@ -182,8 +182,8 @@ def test_random_requests_give_what_a_cold_engine_gives(load, page_size):
             same(results[0][i], results[1][i])
         check_stores(warm)
         warm.pool.check_invariants([])
-    figures = warm.pool.prefixes.figures()
-    assert figures["hits"] > 5 and figures["reused_tokens"] > 200
+    prefixes = warm.pool.prefixes
+    assert prefixes.hits > 5 and prefixes.reused_tokens > 200
     warm.pool.prefixes.clear()
     assert warm.pool.stores.rows.used == warm.pool.stores.states.used == 0
 

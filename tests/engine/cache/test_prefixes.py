@@ -74,8 +74,8 @@ def test_random_requests_give_what_a_cold_engine_gives(folder, page_size, tokens
         same(results[i], expected[i])
         assert results[i].stats["nodes_evaluated"] == expected[i].stats["nodes_evaluated"]
         assert request.cache_salt is not None or not results[i].stats["reused_tokens"]
-    figures = warm.pool.prefixes.figures()
-    assert figures["hits"] > 3 and figures["reused_tokens"] > 30
+    prefixes = warm.pool.prefixes
+    assert prefixes.hits > 3 and prefixes.reused_tokens > 30
     exact(warm)
     warm.pool.prefixes.clear()
     assert not warm.pool.kept and not warm.pool.idle_pages
@@ -91,7 +91,7 @@ def test_a_prompt_is_read_once(folder, page_size):
     continued = [*document, 9, 8, *again.outputs[0].token_ids, 6]
     [more] = warm.generate([continued], Greedy(), max_new_tokens=2)
     assert more.stats["reused_tokens"] == len(continued) - 2  # the answer's last token was never evaluated
-    assert warm.pool.prefixes.figures()["hits"] == 2
+    assert warm.pool.prefixes.hits == 2
     exact(warm)
 
 
@@ -99,7 +99,7 @@ def test_requests_that_wait_share_what_the_first_reads(folder, page_size):
     warm, document = load(folder), [5 + i % 90 for i in range(390)]
     results = warm.generate([[*document, i] for i in range(10, 18)], Trie(beams=2), max_new_tokens=3)
     read = sum(390 - result.stats["reused_tokens"] for result in results)
-    assert read < 390 + 8 * 40 and warm.pool.prefixes.figures()["lookups"] == 8
+    assert read < 390 + 8 * 40 and warm.pool.prefixes.lookups == 8
     cold = load(folder, prefix_cache="off")
     for warm_result, cold_result in zip(
         results, cold.generate([[*document, i] for i in range(10, 18)], Trie(beams=2), max_new_tokens=3), strict=True
@@ -176,7 +176,7 @@ def test_companions(folder, page_size):
     prompt, search = [5 + i % 90 for i in range(60)], DSBD(draft_beams=2, gamma=3, seed=3)
     for _ in range(3):
         same(*(e.generate([prompt], search, max_new_tokens=10)[0] for e in (warm, cold)))
-    assert warm.companions["draft"].pool.prefixes.figures()["idle_pages"] > 0
+    assert warm.companions["draft"].pool.idle_pages > 0
     exact(warm), exact(warm.companions["draft"])
 
 
@@ -194,7 +194,7 @@ def test_families(family, kv_dtype, page_size):
     for _ in range(6):
         prompt = stem[: rng.randint(3, reach)] + [rng.randrange(3, warm.runner.vocab_size) for _ in range(2)]
         same(*(e.generate([prompt], Trie(beams=3), max_new_tokens=6)[0] for e in (warm, cold)))
-    assert warm.pool.prefixes.figures()["hits"] >= 4
+    assert warm.pool.prefixes.hits >= 4
     exact(warm)
 
 
