@@ -11,7 +11,7 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from kernels.rows import log_softmax, top_k
 ROWS = 64  # rows over the vocabulary at a time
 MOST_ALTERNATIVES = 1024  # alternatives
 
-T = TypeVar("T")
 Alternatives = list[tuple[int, float]]  # tokens and their log-probabilities, best first
 
 
@@ -125,12 +124,11 @@ class HiddenRows:
             for output, scored in zip(outputs, found, strict=True)
         ]
 
-    def scored(self, sequences: Sequence[Sequence[int]]) -> list[Scored]:
-        """The numbers of sequences of new tokens, which the search may still extend. A GPU is waited for once."""
-        return whole(self.scoring(sequences))
-
     def scoring(self, sequences: Sequence[Sequence[int]]) -> Generator[None, None, list[Scored]]:
-        """Compute what `scored` returns; yields after every `ROWS` rows that the head was applied to."""
+        """The numbers of sequences of new tokens, which the search may still extend. A GPU is waited for once.
+
+        Yields after every `ROWS` rows that the head was applied to.
+        """
         paths = [self._path(tokens) for tokens in sequences]
         states = {place: state for path in paths for place, state in path if self._has_row(place, state)}
         row = {place: i for i, place in enumerate(states)}
@@ -201,15 +199,6 @@ class HiddenRows:
             self.constrained.edits.rewrite([s for s in states if s], logp_NV, logits_NV)
         place = row_M.to(self.runner.device, non_blocking=True), token_M.to(self.runner.device, non_blocking=True)
         return logp_NV[place].double(), top_k(logp_NV, self.k).flatten()
-
-
-def whole(work: Generator[None, None, T]) -> T:
-    """Run a generator to its end, and return what it returns."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as stop:
-            return stop.value
 
 
 def check_logprobs(k: Any) -> None:
