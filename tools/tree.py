@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from engine.app import cli
@@ -15,12 +16,18 @@ from engine.errors import UsageError
 from models.later import later
 
 with later():
-    from engine.app.trace_page import check_target, load, saving, write
+    from engine.app.trace_page import FORMAT, check_target, saving, write
     from engine.contract.trace import Traces
     from engine.conversation import Conversation
     from engine.engine import Done, Prefill, Progress
+    from models.checkpoint.files import read_regular
     from search.base import make_search
 
+MAX_BYTES = 1 << 28  # of a file that is read
+KEYS = {  # that every record has
+    **{"search": str, "name": str | int, "params": dict, "models": dict, "steps": list, "trees": list},
+    **{"outputs": list, "texts": dict, "stats": dict | None},
+}
 PROMPT = "Tell me a story about a fox."
 EPILOG = """\
 The page needs nothing but a browser, and no network. The last line on stdout is JSON: file, requests, steps, nodes.
@@ -77,6 +84,29 @@ def show(args: argparse.Namespace) -> int:
     records = [record for whole in wholes for record in whole["requests"]]
     write(args.output, records, sum(whole["left_out"] for whole in wholes))
     return finish(args, records)
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """A trace written as JSON: {"requests": [...], "left_out": N, ...}. Raises UsageError."""
+    try:
+        data = read_regular(path, MAX_BYTES)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
+    try:
+        whole = json.loads(data)
+        sound = type(whole["left_out"]) is int and whole["left_out"] >= 0 and all(map(_is_record, whole["requests"]))
+        if len(data) > MAX_BYTES or whole["format"] != FORMAT or not sound:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        remedy = "--trace FILE.json of engine.chat, engine.batch or tools.tree writes one"
+        raise UsageError(f"this is no {FORMAT}", where=str(path), remedy=remedy) from None
+    return whole
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    """Whether it has the parts of one. Raises AttributeError, KeyError or TypeError for other values."""
+    sound = all(isinstance(record[key], kind) for key, kind in KEYS.items())
+    return sound and all(isinstance(tree["token"], list) for tree in record["trees"])
 
 
 def finish(args: argparse.Namespace, records: list[dict[str, Any]]) -> int:

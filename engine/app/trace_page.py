@@ -12,14 +12,9 @@ from typing import Any
 from engine.contract.trace import Traces
 from engine.errors import UsageError
 from engine.version import __version__
-from models.checkpoint.files import obstacle, open_regular, read_regular, replacing
+from models.checkpoint.files import obstacle, open_regular, replacing
 
 FORMAT = "coppice trace 1"
-MAX_BYTES = 1 << 28  # of a file that is read
-KEYS = {  # that every record has
-    **{"search": str, "name": str | int, "params": dict, "models": dict, "steps": list, "trees": list},
-    **{"outputs": list, "texts": dict, "stats": dict | None},
-}
 MARKS = (f'{{"format": "{FORMAT[:-1]}'.encode(), b"<!doctype html><!-- coppice trace ")  # how files begin
 PARTS = Path(__file__).parent  # trace_page.html, trace_page.css, and scripts
 SCRIPTS = "trace_tree.js", "trace_panel.js", "trace_page.js"  # the record, the window of a tree, the rest; one text
@@ -85,12 +80,6 @@ def check_target(path: str | Path, *others: str | Path | None) -> None:
         raise UsageError(f"cannot write the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
 
 
-def _is_record(record: dict[str, Any]) -> bool:
-    """Whether it has the parts of one. Raises AttributeError, KeyError or TypeError for other values."""
-    sound = all(isinstance(record[key], kind) for key, kind in KEYS.items())
-    return sound and all(isinstance(tree["token"], list) for tree in record["trees"])
-
-
 def _is_ours(path: Path) -> bool:
     with open_regular(path) as file:
         return file.read(64).startswith(MARKS)
@@ -122,20 +111,3 @@ def saving(traces: Traces | None, path: str | Path | None) -> Iterator[None]:
         raise
     if traces and path is not None:
         write(path, traces.records(), traces.left_out)
-
-
-def load(path: str | Path) -> dict[str, Any]:
-    """A trace written as JSON: {"requests": [...], "left_out": N, ...}. Raises UsageError."""
-    try:
-        data = read_regular(path, MAX_BYTES)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
-    try:
-        whole = json.loads(data)
-        sound = type(whole["left_out"]) is int and whole["left_out"] >= 0 and all(map(_is_record, whole["requests"]))
-        if len(data) > MAX_BYTES or whole["format"] != FORMAT or not sound:
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        remedy = "--trace FILE.json of engine.chat, engine.batch or tools.tree writes one"
-        raise UsageError(f"this is no {FORMAT}", where=str(path), remedy=remedy) from None
-    return whole

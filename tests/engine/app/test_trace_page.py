@@ -17,12 +17,13 @@ import pytest
 
 from engine import Engine, UsageError
 from engine.app import batch, chat, cli, trace_page
-from engine.app.trace_page import check_target, load, page, write
+from engine.app.trace_page import check_target, page, write
 from engine.contract.trace import Trace
 from engine.demo import demo_folder
 from search import Trie
 from tests.engine.app.typist import Terminal
 from tools import tree
+from tools.tree import load
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = [

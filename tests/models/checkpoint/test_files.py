@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from engine.app.trace_page import load as load_trace
 from engine.app.trace_page import write as write_trace
 from engine.app.transcript import load as load_transcript
 from engine.errors import CheckpointError, CoppiceError, UsageError
@@ -22,6 +21,7 @@ from search.aded.ngrams import add_to_store as add
 from search.aded.ngrams import count, open_store
 from search.ults.prior import Vectors
 from tools.random_checkpoint import make
+from tools.tree import load as load_trace
 
 
 def within(call: Callable[[], Any], seconds: float = 60) -> Any:
