@@ -229,6 +229,15 @@ class TokenTree(PlacedNodes):
         """Whether the row of a node is known, as it was drafted: an `Evaluate` of such nodes alone needs no pass."""
         return node in self.drafts.rows
 
+    def reach(self, node: int, limit: int) -> int:
+        """How many tokens ahead of a node may be drafted in an output of at most `limit` tokens: its last is not
+        evaluated, and rotary embeddings do not change within a pass."""
+        at = self._position[node]
+        reach = self.prompt_length + limit - 2 - at
+        if self.switch_length is not None and at < self.switch_length:
+            reach = min(reach, self.switch_length - 1 - at)
+        return reach
+
     def draft(self, parent: DraftedNode | int, token: int) -> tuple[DraftedNode, bool]:
         """The drafted child of an evaluated node for a token that the search has not grown there, and whether it is
         new, to be evaluated. Raises KVMemoryError."""

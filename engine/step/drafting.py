@@ -209,7 +209,7 @@ class JobDrafts:
                 asked = Wanted(
                     self.request,
                     [path_below(tree, node) for node in live],
-                    [max(0, self._reach(tree, node)) for node in live],
+                    [max(0, tree.reach(node, self.limit)) for node in live],
                     max(1, wanted // len(live)),
                     [*map(float, partial_answer.top_sums(live).sums)] if sums else None,
                     len(live) if request.next is None else request.next.width,
@@ -297,15 +297,6 @@ class JobDrafts:
                     if new:
                         planted.append(placed[i])  # type: ignore[arg-type]
         return planted
-
-    def _reach(self, tree: TokenTree, node: int) -> int:
-        """How many tokens ahead of a node may be drafted: the last token of an output is not evaluated, and rotary
-        embeddings do not change within a pass."""
-        at = tree.position(node)
-        reach = tree.prompt_length + self.limit - 2 - at
-        if tree.switch_length is not None and at < tree.switch_length:
-            reach = min(reach, tree.switch_length - 1 - at)
-        return reach
 
     def _sound(self, draft: Draft, most: int, reach: int, grown: Collection[int]) -> Draft:
         """A draft without tokens that no search would have evaluated, or that were grown, and what is below these."""

@@ -100,7 +100,7 @@ class ADED(Search):
         picks = Picks(warp, self.seed or 0, tree.pool.device.type != "cpu")
 
         while reason is None:
-            planted = drafts.plant(len(tokens))  # A2, A3, A4
+            planted = drafts.plant()  # A2, A3, A4
             try:
                 answer = yield Evaluate(tree, list(planted.row), picks.read(tree, planted.row, planted.read))  # A5
             except KVMemoryError:

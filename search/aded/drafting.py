@@ -75,9 +75,10 @@ class Drafting:
         self._accepted: list[int] = []  # drafted tokens that were accepted, per step
         self._nodes = 0
 
-    def plant(self, done: int) -> Planted:
-        """The draft to evaluate after `done` new tokens."""
-        root, reach = self.task.tree.root, self._reach(done)
+    def plant(self) -> Planted:
+        """The draft to evaluate below the root."""
+        root = self.task.tree.root
+        reach = self.task.tree.reach(root, self.task.max_new_tokens)
         wanted = self.size.wanted() if reach else 0
         if not wanted:
             return Planted(None, {root: 0})
@@ -125,15 +126,6 @@ class Drafting:
         with self.reading:
             first = slice(1 + OBSERVED)
             return likely(logp_NV[first], self.drafter.curiosity, peaks_NB[first] if peaks_NB is not None else None)
-
-    def _reach(self, done: int) -> int:
-        """How many tokens ahead a draft may go: the last token of the limit is not evaluated, and a draft across the
-        model's switch length would have the whole text evaluated twice."""
-        tree, reach = self.task.tree, self.task.max_new_tokens - done - 1
-        at = tree.position(tree.root)
-        if tree.switch_length is not None and at < tree.switch_length:
-            reach = min(reach, tree.switch_length - 1 - at)
-        return reach
 
     def _grow(self, draft: Draft, n: int, reach: int) -> tuple[dict[int, int], list[int]]:
         """Grow the first n nodes of a draft that may have successors; returns `row` and `origins` of `Planted`."""
