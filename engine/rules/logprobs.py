@@ -90,17 +90,12 @@ class HiddenRows:
     def keep_drafted(self, tree: TokenTree, nodes: Sequence[DraftedNode], rows_NE: Tensor) -> None:
         """Keep the rows of drafted nodes: the search may be sent theirs."""
         for node, row_E in zip(nodes, rows_NE.clone(), strict=True):
-            path, above = [node.token], node.parent
-            while isinstance(above, DraftedNode):
-                path.append(above.token)
-                above = above.parent
-            place = self._of(tree, above)
-            for token in reversed(path):
-                place = self._place(place, token)
-            self._row.setdefault(place, row_E)
+            self._row.setdefault(self._of(tree, node), row_E)
 
-    def _of(self, tree: TokenTree, node: int) -> int:
-        """The place of a live node, or of one in the trunk."""
+    def _of(self, tree: TokenTree, node: DraftedNode | int) -> int:
+        """The place of a live node, of one in the trunk, or of a drafted one."""
+        if isinstance(node, DraftedNode):
+            return self._place(self._of(tree, node.parent), node.token)
         if (place := self._nodes.get(node)) is None:
             if tree.position(node) <= tree.position(tree.root):
                 return self._on_trunk(tree, tree.position(node))
