@@ -77,7 +77,7 @@ def test_the_command(tmp_path, capsys):
 
 @pytest.mark.parametrize("change, what", [
     (lambda c: c.update(version=2), "version 2 of the layout"),
-    (lambda c: c["weights"]["lm_head"].update(kind="int3"), r"lm_head.kind: expected one of float4, int4, .*iq4"),
+    (lambda c: c["weights"]["lm_head"].update(kind="int3"), r"lm_head.kind: expected one of float4, .*iq4"),
     (lambda c: c["weights"]["lm_head"].update(group=64), r"lm_head.scale.*expected \[104, 4\]"),
     (lambda c: c["weights"].pop("model.layers.0.mlp.up_proj"), "missing model.layers.0.mlp.up_proj.weight"),
 ])  # fmt: skip
