@@ -40,6 +40,10 @@ void coppice_activation_mul(int64_t kind, int64_t threads, int64_t number, const
 void coppice_activation(int64_t kind, int64_t threads, int64_t number, const void* x, void* out, int64_t rows,
                         int64_t width);
 
+// `curve` [4]: see `xielu` in rows/__init__.py.
+void coppice_xielu(int64_t kind, int64_t threads, const void* x, const float* curve, void* out, int64_t rows,
+                   int64_t width);
+
 // x [rows, width] times the logistic function of gates, whose rows are `stride` apart; out may be x.
 void coppice_sigmoid_mul(int64_t kind, int64_t threads, const void* x, const void* gates, void* out, int64_t rows,
                          int64_t width, int64_t stride);

@@ -17,6 +17,7 @@ FUSED = (
     "rotary",
     "activation",
     "activation_mul",
+    "xielu",
     "sigmoid_mul",
 )  # compilers get their definitions to fuse
 

@@ -13,6 +13,7 @@ from models.rope import RopeConfig
 
 # Kinds of layers in `layer_types`.
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
+XIELU = "xielu"  # an activation with numbers of each layer, see `kernels.rows.xielu`
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ class Config:
         norms_last: they are normed after they are rotated, not before.
         query_gate: attention is let through by the logistic function of gates, which the matrix of queries makes,
             "below" the queries of each head, or a matrix "apart" before it.
+        activation: of the MLP, see `kernels.rows.activation`; or `XIELU`, of one that is not gated.
         gated: the MLP multiplies its activated half with the other half.
         experts: what some layers have in the place of the MLP; None: all have an MLP.
         attention_bias, out_bias, mlp_bias, head_bias: the matrices of queries, keys and values, the one after

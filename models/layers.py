@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kernels.delta_net import DeltaWeights
 from kernels.layout import DeltaKind, ScanKind
 from kernels.scan import ScanWeights
 from kernels.stack.calls import Call, Heads
 from models.checkpoint.weights import Weights
-from models.config import Config, Recurrent, ShortConvs
+from models.config import XIELU, Config, Recurrent, ShortConvs
 from models.latent import LatentAttention
 from models.layer_inputs import LayerInput
 from models.mixture import Mixture
-from models.names import Names
+from models.names import CURVE, Names
 from models.norms import Norm, PlainNorm, head_norm
 from models.running import Registers, Together, run
 
@@ -165,6 +166,21 @@ def interleaved(kind: DeltaKind) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
+class Curve(nn.Module):
+    """The four numbers of a layer's xIELU, `weight` [4], float32: see `kernels.rows.xielu`. Checkpoints have two of them
+    as what softplus makes them of."""
+
+    bias = None
+
+    def __init__(self, weights: Weights, name: str):
+        super().__init__()
+        positive, negative, slope, near = (
+            weights.vector(f"{name}.{part}", dtype=torch.float64).view(1) for part in CURVE
+        )
+        made = F.softplus(positive), slope + F.softplus(negative), slope, near
+        self.weight = torch.cat(made).float()
+
+
 class MLP(nn.Module):
     """Two products and an activation between them; gated, the activated half is multiplied with the other half."""
 
@@ -175,11 +191,15 @@ class MLP(nn.Module):
         self.up = weights.linear(*(layer + name for name in names.up), outs=weights.part.up, **options)
         self.down = weights.linear(layer + names.down, ins=weights.part.inner, **options)
         self.activation, self.gated = c.activation, c.gated
+        self.curve = Curve(weights, layer + names.curve) if c.activation == XIELU else None
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "read"."""
         yield Call("product", source, "up", matrix=self.up)
-        yield Call("activate", "up", "middle", function=self.activation, gated=self.gated)
+        if self.curve is not None:
+            yield Call("xielu", "up", "middle", norm=self.curve)
+        else:
+            yield Call("activate", "up", "middle", function=self.activation, gated=self.gated)
         yield Call("product", "middle", "read", matrix=self.down)
 
 

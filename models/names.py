@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from kernels.layout import ScanKind
-from models.config import Config, Latent, Recurrent
+from models.config import XIELU, Config, Latent, Recurrent
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 
 HEAD, SCORE = "lm_head", "score"
+CURVE = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}  # the numbers of `XIELU`, after `Names.curve`
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Names:
         latent, latent_norm: the matrix that makes the latent and the key that is rotated, and the latent's norm.
         keys_and_values: the matrix that makes both of the latent, head by head; or `keys`, of which each head's lie
             transposed below each other, and `values`.
+        curve: begins the names of the numbers of an MLP's activation.
         sinks: a logit of each head.
         router, choice_bias: of a mixture of experts: the matrix that makes the scores of experts, and a vector.
         expert: its matrices, those of `up` before the last, the place of its number is {}.
@@ -79,6 +81,7 @@ class Names:
     mlp_out_norm: str = "post_feedforward_layernorm"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    curve: str = "mlp.act_fn"
     router: str = "mlp.gate"
     choice_bias: str = "mlp.expert_bias"
     expert: tuple[str, str, str] = (
@@ -169,6 +172,8 @@ class Names:
             for name in self.up:
                 add(layer + name, (up // len(self.up), c.width), c.mlp_bias)
             add(layer + self.down, (c.width, c.inner(i)), c.mlp_bias)
+            if c.activation == XIELU:
+                shapes |= {f"{layer}{self.curve}.{part}": shape for part, shape in CURVE.items()}
         if c.final_norm and c.affine:
             add(self.norm, (c.width,), biased)
         if c.scores:

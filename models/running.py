@@ -13,7 +13,7 @@ from kernels.delta_net import delta_net
 from kernels.kv_write import HeadTransform, kv_write, rotary_write
 from kernels.layout import KVCache, TreeLayout
 from kernels.low_rank import low_rank
-from kernels.rows import activation, activation_mul, add_norm, rotary, sigmoid_mul
+from kernels.rows import activation, activation_mul, add_norm, rotary, sigmoid_mul, xielu
 from kernels.scan import scan
 from kernels.short_conv import short_conv
 from kernels.stack.calls import Call, Heads
@@ -138,6 +138,10 @@ def _recur(call: Call, r: Registers) -> None:
 
 def _activate(call: Call, r: Registers) -> None:
     r[call.target] = (activation_mul if call.gated else activation)(r[call.source], call.function, impl=r.impl)
+
+
+def _xielu(call: Call, r: Registers) -> None:
+    r[call.target] = xielu(r[call.source], call.norm.weight, impl=r.impl)
 
 
 def _scale(call: Call, r: Registers) -> None:
@@ -300,6 +304,7 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "expand": _expand,
     "tap": _tap,
     "inject": _inject,
+    "xielu": _xielu,
     "turns": _turn_and_write,
     "latent": _absorb_and_write,
     "sums": _add_and_norm,

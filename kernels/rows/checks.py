@@ -102,6 +102,12 @@ def activation(x_NM: Tensor, name: str) -> None:
     vectors(x_NM)
 
 
+def xielu(x_NM: Tensor, curve_4: Tensor) -> None:
+    """Rows, and the four numbers of the function."""
+    vectors(x_NM)
+    expect("curve_4", curve_4, torch.float32, (4,), x_NM.device)
+
+
 def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> None:
     """Rows, and a gate for each of their elements."""
     floats("x_NM", x_NM, 2)

@@ -88,6 +88,18 @@ void with_activation(int64_t number, F f) {
     if (number == 6) f([](Floats x) { return x < 0 ? Floats{} : x * x; });
 }
 
+// e^x - 1 of x <= 0, by a hyperbolic tangent, so that it keeps its digits near 0.
+Floats expm1_of(Floats x) {
+    const Floats t = tanh_of(0.5f * x);
+    return 2 * t / (1 - t);
+}
+
+// `curve`: of xielu in the front.
+Floats xielu(Floats x, const float* curve) {
+    const Floats least = all(std::min(curve[3], 0.0f)), low = x < least ? x : least;
+    return (x > 0 ? curve[0] * x * x : curve[1] * (expm1_of(low) - x)) + curve[2] * x;
+}
+
 // Outside the function that calls it: Clang refuses a parallel region in a lambda in a lambda.
 template <typename T, typename F>
 void activate(F run, int64_t threads, const T* x, T* out, int64_t rows, int64_t width) {
@@ -206,5 +218,13 @@ extern "C" void coppice_activation(int64_t kind, int64_t threads, int64_t number
     with_type(kind, [&](auto type) {
         using T = decltype(type);
         with_activation(number, [&](auto run) { activate(run, threads, (const T*)x, (T*)out, rows, width); });
+    });
+}
+
+extern "C" void coppice_xielu(int64_t kind, int64_t threads, const void* x, const float* curve, void* out, int64_t rows,
+                              int64_t width) {
+    with_type(kind, [&](auto type) {
+        using T = decltype(type);
+        activate([=](Floats part) { return xielu(part, curve); }, threads, (const T*)x, (T*)out, rows, width);
     });
 }

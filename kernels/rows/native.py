@@ -68,6 +68,15 @@ def activation(x_NM: Tensor, name: str) -> Tensor:
     return out_NM
 
 
+def xielu(x_NM: Tensor, curve_4: Tensor) -> Tensor:
+    """See the front for arguments."""
+    native(x_NM)
+    x_NM, width = x_NM.contiguous(), x_NM.shape[-1]
+    out_NM = torch.empty_like(x_NM)
+    _run("xielu", x_NM, x_NM, curve_4.contiguous(), out_NM, x_NM.numel() // width, width)
+    return out_NM
+
+
 def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
     """See the front for arguments."""
     native(x_NM)
@@ -211,6 +220,7 @@ register("layer_norm", layer_norm, like)
 register("rotary", rotary, like)
 register("activation_mul", activation_mul, lambda x_NM, name: _half(x_NM))
 register("activation", activation, like)
+register("xielu", xielu, like)
 register("sigmoid_mul", sigmoid_mul, like)
 register("log_softmax", log_softmax, _log_softmax_like)
 register("top_k", top_k, _pairs)

@@ -83,6 +83,14 @@ def activation(x_NM: Tensor, name: str) -> Tensor:
     return ACTIVATIONS[name](x_NM)
 
 
+def xielu(x_NM: Tensor, curve_4: Tensor) -> Tensor:
+    """See the front for arguments."""
+    exact_NM = x_NM if x_NM.dtype == torch.float64 else x_NM.float()
+    above, below, slope, near = curve_4.to(exact_NM.dtype).unbind()
+    left_NM = below * (torch.expm1(torch.minimum(exact_NM, near.clamp(max=0))) - exact_NM)
+    return (torch.where(exact_NM > 0, above * exact_NM.square(), left_NM) + slope * exact_NM).to(x_NM.dtype)
+
+
 def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
     """See the front for arguments."""
     return x_NM * gate_NM.sigmoid()

@@ -55,6 +55,17 @@ def activation_mul(x_NM: Tensor, name: str) -> Tensor:
     return _gate(x_NM, name, gated=True)
 
 
+def xielu(x_NM: Tensor, curve_4: Tensor) -> Tensor:
+    """See the front for arguments."""
+    check_device(x_NM, curve_4)
+    rows_NM = _rows(x_NM)
+    N, M = rows_NM.shape
+    out = torch.empty(x_NM.shape, dtype=x_NM.dtype, device=x_NM.device)
+    grid, sizes = (triton.cdiv(N, ROWS), triton.cdiv(M, BLOCK // 2)), {"WIDTH": M, "M": ROWS, "BLOCK": BLOCK // 2}
+    launch(_xielu, *grid)(rows_NM, curve_4.contiguous(), out, N, rows_NM.stride(0), **sizes)
+    return out
+
+
 def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
     """See the front for arguments."""
     check_device(x_NM, gate_NM)
@@ -302,6 +313,25 @@ def _activate(
     else:
         y_MB = cast(_activated(x_MB, KIND), dtype)
     tl.store(out_ptr + n_M[:, None] * WIDTH + i_B[None, :], y_MB, mask=real_MB)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _xielu(
+    x_ptr, curve_ptr, out_ptr, N, stride_xn,
+    WIDTH: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """A block of M rows of the output; exp(x) - 1 by a hyperbolic tangent, so that it keeps its digits near 0."""
+    after_the_last(EARLY)
+    n_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    i_B = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real_MB = (n_M < N)[:, None] & (i_B < WIDTH)[None, :]
+    x_MB = tl.load(x_ptr + n_M[:, None] * stride_xn + i_B[None, :], mask=real_MB, other=0.0).to(tl.float32)
+    above, below, slope = tl.load(curve_ptr), tl.load(curve_ptr + 1), tl.load(curve_ptr + 2)
+    near = tl.minimum(tl.load(curve_ptr + 3), 0.0)
+    t_MB = tanh(0.5 * tl.where(x_MB < near, x_MB, near))
+    left_MB = below * (2 * t_MB / (1 - t_MB) - x_MB)
+    y_MB = tl.where(x_MB > 0, above * x_MB * x_MB, left_MB) + slope * x_MB
+    tl.store(out_ptr + n_M[:, None] * WIDTH + i_B[None, :], cast(y_MB, out_ptr.dtype.element_ty), mask=real_MB)
 
 
 @triton.jit(do_not_specialize=["N"])

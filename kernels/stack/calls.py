@@ -45,6 +45,7 @@ CODES = (
     "expand",  # target = the values of source, by `latent`
     "tap",  # the rows of source are copied for whoever wants them, as number `table` of each token's
     "inject",  # target = `function` of source, times the input of layer `table` in `beside`
+    "xielu",  # target = that function of source, by the four numbers that are the weight of `norm`
 )
 
 

@@ -37,7 +37,7 @@ void with_element(int64_t bytes, F f) {
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
 enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, LOW, QUERIES, LATENT, VALUES, NARROW, INPUTS, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, CODES };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, XIELU, CODES };
 
 // What has a clock: the codes, then the product of the head, and top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
@@ -259,6 +259,8 @@ struct Pass {
             }
             case INJECT:
                 return inject(c, source, at[c.beside], target);
+            case XIELU:
+                return coppice_xielu(s.kind, threads, source, (const float*)c.norm.weight, target, tokens, c.width);
         }
     }
 };

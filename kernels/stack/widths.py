@@ -128,6 +128,10 @@ class _Following:
             raise ValueError(f"activate: expected an even number of elements, got {now[call.source]}")
         return width
 
+    def _xielu(self, call: Call, now: Widths) -> int:
+        expect("the numbers of xielu", call.norm.weight, torch.float32, (4,), _CPU)
+        return now[call.source]
+
     def _recur(self, call: Call, now: Widths) -> int:
         kind = call.delta.weights.kind
         self.delta = self.delta or kind

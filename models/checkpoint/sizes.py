@@ -104,9 +104,8 @@ class Sizes(Weights):
         self, name: str, *, plus_one: bool = False, some: range | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """A vector without data."""
-        first, *others = self.shapes[name]
-        size = first if some is None else len(some)
-        vector = torch.empty(size, *others, dtype=dtype or self.dtype, device="meta")
+        shape = self.shapes[name] if some is None else (len(some), *self.shapes[name][1:])
+        vector = torch.empty(shape, dtype=dtype or self.dtype, device="meta")
         self.vectors += vector.nbytes
         return vector
 

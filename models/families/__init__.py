@@ -12,6 +12,7 @@ from models.draft_heads import HEADS
 from models.errors import CheckpointError, nearest
 from models.families import (
     afmoe,
+    apertus,
     cohere,
     deepseek_v2,
     deepseek_v3,
@@ -110,6 +111,7 @@ _CLASSES: list[type[Decoder]] = [
     dots1.Dots1,
     minimax.MiniMaxM2,
     afmoe.Afmoe,
+    apertus.Apertus,
 ]
 SUPPORTED = "docs/checkpoints.md lists all that are supported"
 FAMILIES = {name: family for family in _CLASSES for name in family.architectures}

@@ -97,6 +97,9 @@ def draw_all(
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         unit = torch.rand(shape, generator=generator) - 0.5
+        if not shape:
+            drawn[name] = (unit + 1) * (-0.01 if name.endswith(".eps") else 1)
+            continue
         fan_in = shape[0] if name.endswith(tuple(transposed)) else shape[-1]
         if name.endswith((".bias", "_bias")):
             deviation = 0.2

@@ -1,0 +1,39 @@
+"""Apertus (Swiss AI Initiative 2025): a Llama with norms of heads and a learned activation, xIELU, in an MLP that is not
+gated."""
+
+from models.checkpoint.fields import Fields
+from models.config import XIELU, Config
+from models.decoder import Decoder
+from models.names import Names
+from models.reading import ACTIVATIONS, rotary
+
+ROPE = {  # where a config has none
+    "rope_type": "llama3",
+    "rope_theta": 12e6,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+class Apertus(Decoder):
+    """Norms of heads, other names of norms, and an activation of which each layer has learned four numbers."""
+
+    architectures = ("ApertusForCausalLM",)
+    names = Names(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm", up=("mlp.up_proj",))
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.config.get("rope_parameters") is None and not fields.sub("rope_scaling"):
+            fields = Fields({**fields.config, "rope_parameters": ROPE}, fields.file, fields.prefix)
+        learned = fields.choice("hidden_act", {XIELU, *ACTIVATIONS}, default=XIELU) == XIELU
+        plain = Fields({**fields.config, "hidden_act": None}, fields.file, fields.prefix) if learned else fields
+        options = rotary(plain, positions=65536, theta=12e6)
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            head_norms="each",
+            gated=False,
+            **{**options, "activation": XIELU} if learned else options,
+        )
