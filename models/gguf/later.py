@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from models.checkpoint.fields import Fields
+from models.config import XIELU
 from models.gguf.delta_nets import without_draft_layers
 from models.gguf.experts import SIGMOID, experts
 from models.gguf.latents import mixture
 from models.gguf.reader import GGUF
 from models.gguf.rotary import decimal, rotary
 from models.gguf.sizes import attention, epsilon, gated, mlp_width, named, windows
+from models.names import CURVE
 
 LAYER_NORM = "attention.layer_norm_epsilon"
 QKV = ".query_key_value."  # in the names of matrices of all three, which files have one kind after the other
@@ -138,6 +140,25 @@ def _arcee(file: GGUF, keys: Fields) -> dict[str, Any]:
     return gated(file, keys, rotated="all") | more | named("ArceeForCausalLM", "arcee")
 
 
+def _apertus(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = gated(file, keys, rotated="all")
+    for name in CURVE:
+        curve_of(keys, name, config["num_hidden_layers"])
+    rope = (config.pop("rope_scaling") or {"rope_type": "default"}) | {"rope_theta": config.pop("rope_theta")}
+    more = {"hidden_act": XIELU, "rope_parameters": rope, "attention_bias": _has(file, "attn_q.bias")}
+    return config | more | named("ApertusForCausalLM", "apertus")
+
+
+def curve_of(keys: Fields, name: str, layers: int) -> list[float]:
+    """A number of the activation of each layer, of those that a checkpoint has as tensors."""
+    key = f"xielu.{name}"
+    value = keys.config.get(key)
+    values = value if isinstance(value, list) else [value] * layers
+    if len(values) != layers:
+        raise keys.error(key, f"a number, or {layers} of them")
+    return [Fields({key: value}, keys.file, keys.prefix).float(key) for value in values]
+
+
 def _nemotron(file: GGUF, keys: Fields) -> dict[str, Any]:
     more = {"hidden_act": "relu2", "attention_bias": _has(file, "attn_q.bias"), "mlp_bias": _has(file, "ffn_up.bias")}
     return _with_layer_norms(file, keys, "some", "norm_eps") | more | named("NemotronForCausalLM", "nemotron")
@@ -218,6 +239,7 @@ LATER: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "exaone4": _exaone4,
     "seed_oss": _seed_oss,
     "arcee": _arcee,
+    "apertus": _apertus,
     "nemotron": _nemotron,
     "starcoder2": _starcoder2,
     **dict.fromkeys(("command-r", "cohere2"), _cohere),

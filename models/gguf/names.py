@@ -150,6 +150,7 @@ _GLM4 = _GLM | {
     "blk.post_ffw_norm": "post_mlp_layernorm",
 }
 _AFTER = {name.replace("ffn_norm", "post_attention_norm"): own for name, own in _LLAMA.items()}  # the MLP's norm
+_APERTUS = {"blk.attn_norm": "attention_layernorm", "blk.ffn_norm": "feedforward_layernorm"}
 _SIGMOIDS = _EXPERTS | {name: own for name, own in _DEEPSEEK2.items() if "shexp" in name or "probs" in name}
 _AFMOE = _SIGMOIDS | {
     "blk.attn_gate": "self_attn.gate_proj",
@@ -177,6 +178,7 @@ _HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "
 NAMES = {
     **dict.fromkeys(("mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3"), _LLAMA),
     **dict.fromkeys(("ernie4_5", "arcee", "nemotron", "command-r", "cohere2"), _LLAMA),
+    "apertus": _LLAMA | _APERTUS,
     "chatglm": _LLAMA | _GLM,
     "glm4": _LLAMA | _GLM4,
     **dict.fromkeys(("dots1", "ernie4_5-moe"), _LLAMA | _SIGMOIDS),

@@ -20,12 +20,12 @@ from models.formats.grouped import GroupedRows, GroupedWeight
 from models.gguf.architectures import INTERLEAVED
 from models.gguf.delta_nets import DELTA_NET, ordered
 from models.gguf.latents import HEADS
-from models.gguf.later import QKV, grouped
+from models.gguf.later import QKV, curve_of, grouped
 from models.gguf.names import checkpoint_name
 from models.gguf.reader import FETCH_AGAIN, GGUF, HeaderEntry
 from models.gguf.rotary import FACTORS
 from models.gguf.scans import SCAN, joined, vector
-from models.names import HEAD
+from models.names import CURVE, HEAD
 from models.quantized.parts import Part, Source
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -57,6 +57,7 @@ class Stored(TensorInfo):
         negative_exp: the file has minus the exponential of the values, as it has decays of gated delta nets.
         pieces: of its rows or elements, in the order that checkpoints have them in; empty: they are.
         columns: the same of the elements of a row.
+        values: its numbers, of metadata and not of a place in the file; empty: it has a place.
         below: a tensor whose rows follow its own; those are its last ones.
     """
 
@@ -70,6 +71,7 @@ class Stored(TensorInfo):
     negative_exp: bool = False
     pieces: tuple[range, ...] = ()
     columns: tuple[range, ...] = ()
+    values: tuple[float, ...] = ()
     below: "Stored | None" = None
 
     @property
@@ -85,6 +87,8 @@ class Stored(TensorInfo):
         if self.below is not None:
             shape = self.shape[0] - self.below.shape[0], *self.shape[1:]
             return torch.cat([replace(self, shape=shape, below=None).read(), self.below.read()])
+        if self.values:
+            return torch.tensor(self.values).view(self.shape)
         size, first = self.rows * self.row_bytes, self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         dtype = (FLOATS | INTEGERS).get(self.format, torch.uint8)
         try:
@@ -202,8 +206,19 @@ def tensors_of(file: GGUF, config: Mapping[str, Any]) -> dict[str, Stored]:
                 raise file.error(f"two tensors stand for {show(name)}", FETCH_AGAIN)
             found[name] = stored
     joined(file, found)
+    if config["model_type"] == "apertus":
+        found |= _curves(file, config["num_hidden_layers"])
     if not found:
         raise file.error("the file holds no tensors", FETCH_AGAIN)
+    return found
+
+
+def _curves(file: GGUF, layers: int) -> dict[str, Stored]:
+    """The numbers of the activations of layers, which are metadata here."""
+    keys, found = file.fields("apertus."), {}
+    for name, shape in CURVE.items():
+        for layer, value in enumerate(curve_of(keys, name, layers)):
+            found[f"model.layers.{layer}.mlp.act_fn.{name}"] = Stored(file.path, shape, torch.float32, values=(value,))
     return found
 
 

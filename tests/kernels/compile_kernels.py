@@ -277,6 +277,11 @@ def gate(capability, width):
     return compile(on_rows._activate, capability, {"x_ptr": "*bf16", "out_ptr": "*bf16"}, sizes)
 
 
+def xielu(capability):
+    types = dict.fromkeys(("x_ptr", "out_ptr"), "*bf16") | {"curve_ptr": "*fp32"}
+    return compile(on_rows._xielu, capability, types, {"WIDTH": 14336, "M": 1, "BLOCK": on_rows.BLOCK // 2})
+
+
 def let_through(capability):
     types = dict.fromkeys(("x_ptr", "gate_ptr", "out_ptr"), "*bf16")
     return compile(on_rows._let_through, capability, types, {"WIDTH": 4096, "M": 1, "BLOCK": on_rows.BLOCK})
@@ -515,6 +520,7 @@ for capability in (90, 100):
     add_norm(capability, 4096)
     gate(capability, 4096)
     let_through(capability)
+    xielu(capability)
 for module in (tree_attention, triton_fixed, triton_shares, kv_write, on_latents, products, on_experts, on_rows):
     early = {x for x in vars(module).values() if isinstance(x, triton.JITFunction) and "EARLY" in x.arg_names}
     assert early - {after_the_last} <= WAITING, early - WAITING

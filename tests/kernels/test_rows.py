@@ -112,6 +112,32 @@ def test_activation(dtype, name, width):
     no_worse(rows.activation(x, name, impl="cpp"), dtype, exact, plain)
 
 
+CURVES = torch.tensor([[0.7, 1.3, 0.5, -1e-6], [1.9, 0.4, 0.8, -0.3], [0.5, 0.6, 0.5, 0.0]])
+
+
+@DTYPES
+@pytest.mark.parametrize("curve", CURVES, ids=str)
+@pytest.mark.parametrize("width", [1, 16, 40, 2048])
+def test_xielu(dtype, curve, width):
+    x = draw(15, width, dtype=dtype) * 4
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0] = 200, -1000, 0, -1e-7
+    exact, plain = reference.xielu(x.double(), curve), reference.xielu(x, curve)
+    found = rows.xielu(x, curve, impl="cpp")
+    no_worse(found, dtype, exact, plain)
+    below = x.double().clamp(max=0)
+    low = (below.minimum(curve[3].double()).exp() - 1 - below) * curve[1].double()  # as its paper has it
+    written = torch.where(x > 0, curve[0].double() * x.double() ** 2, low) + curve[2].double() * x.double()
+    assert (exact - written).abs().max() <= 1e-12 * written.abs().max()
+
+
+def test_xielu_keeps_digits_near_zero():
+    x = -torch.logspace(-30, 0, 8001).unsqueeze(0)
+    exact, found = reference.xielu(x.double(), CURVES[2]), rows.xielu(x, CURVES[2], impl="cpp").double()
+    assert ((found - exact) / exact).abs().max() < 2e-6
+    strange = torch.tensor([[math.nan, math.inf, 1.0]])
+    assert rows.xielu(strange, CURVES[0], impl="cpp").isfinite().tolist() == [[False, False, True]]
+
+
 @DTYPES
 @pytest.mark.parametrize("width", [1, 16, 40, 2048])
 def test_sigmoid_mul(dtype, width):
@@ -405,7 +431,7 @@ def test_custom_ops():
     cos, sin = draw(5, 4), draw(5, 4, seed=1)
     calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "top_k": (x, 3)}
     calls |= {"layer_norm": (x, weight, weight, 1e-5), "activation": (x, "gelu"), "activation_mul": (x, "silu")}
-    calls["sigmoid_mul"] = x[:, :8], x[:, 8:]
+    calls |= {"sigmoid_mul": (x[:, :8], x[:, 8:]), "xielu": (x, CURVES[0])}
     calls["at_least"] = (torch.log_softmax(x, -1), -9.0, 3)
     calls["top_sums"] = (x, [0.0, 1.0, 2.0, 3.0, 4.0], 3, reference.peaks(x))
     calls["log_softmax"] = (x, 15)

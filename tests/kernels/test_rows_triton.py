@@ -94,6 +94,19 @@ def test_activations(name, count, width, dtype, device):
 
 @DEVICES
 @DTYPES
+@pytest.mark.parametrize("near", [-1e-6, -0.3, 0.0])
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (18, 600)])
+def test_xielu(count, width, near, dtype, device):
+    wide, curve = draw(count, width + 3, dtype=dtype) * 4, torch.tensor([0.7, 1.3, 0.5, near])
+    wide[0, 0], wide[-1, width - 1] = 200, -200
+    x = wide[:, :width]
+    found = rows.xielu(x.to(device), curve.to(device), impl="triton")
+    no_worse(found, reference.xielu(x, curve), reference.xielu(x.double(), curve))
+    assert rows.xielu(torch.full((1, 2), math.nan, device=device), curve.to(device), impl="triton").isnan().all()
+
+
+@DEVICES
+@DTYPES
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (18, 600)])
 def test_gates(count, width, dtype, device):
     wide = draw(count, 3 * width, dtype=dtype) * 4

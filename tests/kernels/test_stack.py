@@ -138,6 +138,7 @@ OPTIONS = {
     "three tables": {"ropes": ROPES},
     "gelu": {"activation": "gelu_tanh"},
     "squares": {"activation": "relu_squared", "gated": False},
+    "a learned activation": {"activation": "xielu", "gated": False},
     "groups": {"grouped_qkv": True, "attention_bias": True, "out_bias": False},
     "bias of queries": {"attention_bias": True, "out_bias": False},
     "gates": {"query_gate": "below", "head_norms": "each", "plus_one": True},

@@ -50,6 +50,7 @@ def test_inputs_of_layers_lie_side_by_side():
         (attention(Heads(0, 2, 1, 1, 4, 2)), "write: expected 1 heads in the cache, got 2"),
         ([Call("write", "heads", heads=Heads(0, 2, 0, 0, 4, 1))], "write: expected rows of"),
         ([product("stream", "up", 15, 8), Call("activate", "up", "middle", gated=True)], "activate: expected an even"),
+        ([Call("xielu", "stream", "middle", norm=SimpleNamespace(weight=torch.ones(3)))], "the numbers of xielu: exp"),
         ([product("stream", "up", 16, 9)], r"expected a matrix \[16, 8\], got \[16, 9\]"),
     ],
 )

@@ -44,7 +44,7 @@ STRANGE = math.nan, math.inf, -math.inf
 def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
-    rows = norms, rotary, halves, gates, log_softmax, best, draws, windows
+    rows = norms, rotary, halves, gates, curves, log_softmax, best, draws, windows
     trees = kv_write, kv_write_int8, kv_copy, short_conv, recurrent, layouts, tree_attention, suffixes
     for add in (*rows, linear, grouped, *trees):
         torch.manual_seed(0)
@@ -174,6 +174,15 @@ def gates(recording: Recording) -> None:
                 exact, plain = (reference.activation(v, activation) for v in (own.double(), own))
                 out = written(blank(x), exact, plain)
                 recording.add(f"{activation} {of}", "activation", kind, 2, number, own, out, rows, width)
+
+
+def curves(recording: Recording) -> None:
+    for (name, kind, dtype), width, near in itertools.product(kinds(), WIDTHS, (-1e-6, -0.3, 0.0)):
+        curve, x = torch.tensor([0.7, 1.3, 0.5, near]), draw(3, width, dtype=dtype, scale=4.0)
+        x[0, 0], x[1, width // 2], x[2, -1] = -1000, math.nan, 50
+        exact, plain = (reference.xielu(v, curve) for v in (x.double(), x))
+        out = written(blank(x), exact, plain)
+        recording.add(f"{name} 3 x {width} near {near}", "xielu", kind, 2, x, curve, out, 3, width)
 
 
 def log_softmax(recording: Recording) -> None:

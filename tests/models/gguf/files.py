@@ -37,6 +37,7 @@ ARCHITECTURES = {
         **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
     },
     **{name: name for name in ("glm4", "dots1", "afmoe", "ernie4_5", "exaone4", "seed_oss", "arcee", "nemotron")},
+    **{"apertus": "apertus", "internlm3": "llama"},
     **{"glm": "chatglm", "glm4_moe": "glm4moe", "solar_open": "glm4moe", "minimax_m2": "minimax-m2"},
     **{"ernie4_5_moe": "ernie4_5-moe", "starcoder2": "starcoder2", "cohere": "command-r", "cohere2": "cohere2"},
     **{"gpt_neox": "gptneox", "falcon": "falcon", "gpt_bigcode": "starcoder"},
@@ -154,7 +155,7 @@ class File:
         self.rope |= found.get("full_attention", found)
         self.local = found.get("sliding_attention", {}).get("rope_theta", self.config.get("rope_local_base_freq"))
         self.arch = ARCHITECTURES[self.config["model_type"]]
-        self.tensors, self.types = {}, {}
+        self.tensors, self.types, self.curves = {}, {}, {}
         self._tensors()
         self.keys = {f"{self.arch}.{key}": value for key, value in self._keys() if value is not None}
         self.keys |= self.vocabulary()
@@ -183,6 +184,9 @@ class File:
                     continue
                 name, matrix = GEMMA4[part[2]], "proj" in part[2] and "router" not in part[2]
                 self.add(f"blk.{part[1]}.{name}", values, self.format if matrix else F32)
+                continue
+            if curve := re.fullmatch(r".+\.(\d+)\.mlp\.act_fn\.(\w+)", name):
+                self.curves.setdefault(f"xielu.{curve[2]}", {})[int(curve[1])] = values.item()
                 continue
             if self.arch in PLUS_ONE and name.endswith("norm.weight"):
                 values = values + 1
@@ -404,6 +408,7 @@ class File:
             yield "ssm.group_count", c["mamba_n_groups"]
             yield "ssm.time_step_rank", c["mamba_n_heads"]
             yield "ssm.inner_size", c["mamba_expand"] * c["hidden_size"]
+        yield from ((key, [values[i] for i in sorted(values)]) for key, values in self.curves.items())
         if self.arch == "gemma4":
             yield from self._gemma4()
         if self.arch == "deepseek2":

@@ -47,6 +47,7 @@ FLOATS = [
         for name in ("exaone", "exaone_windows", "seed", "seed_defaults", "nemotron", "nemotron_biases")
     ),
     *(f"llamas/{name}" for name in ("arcee", "ernie", "starcoder2", "starcoder2_plain")),
+    *("apertus/plain", "apertus/bias", "llamas/internlm3"),
     *("experts/granite_shared", "granite/scans", "granite/scans_experts", "granite/scans_groups"),
 ]
 PROMPT = list(range(3, 30))
@@ -186,6 +187,10 @@ def test_draft_layers_of_files_are_left_out(tmp_path):
 
 
 WRONG_KEYS = {
+    "apertus/plain": [
+        ({"xielu.beta": [0.5]}, "xielu.beta: expected a number, or 2 of them"),
+        ({"xielu.eps": "0"}, "xielu.eps: expected a number"),
+    ],
     "gpt_neox/starcoder": [({"attention.head_count_kv": 4}, "head_count_kv: expected a whole number from 1 to 1")],
     "glm/four": [({"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing")],
     "glm/moe": [({"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing")],
