@@ -238,7 +238,7 @@ class KVCache:
         k_LGSD, v_LGSD: of the layers with attention; the same tensor where keys are the values as well.
         others: one tensor or two for each other `CacheKind`.
         places: of each layer: the number of its tensors (0: keys and values, 1: the first of the others), and its place
-            in them; layers may share one. Empty: keys and values, in order.
+            in them; layers may share one. None: the layer keeps nothing. Empty: keys and values, in order.
         recurrent: rows [L, R, W] and states [L, S, H, K, V] of recurrent layers, which have the number -1 in `places`.
     """
 
@@ -247,7 +247,7 @@ class KVCache:
         k_LGSD: Tensor,
         v_LGSD: Tensor,
         others: Sequence[Sequence[Tensor]] = (),
-        places: Sequence[tuple[int, int]] = (),
+        places: Sequence[tuple[int, int] | None] = (),
         recurrent: tuple[Tensor, ...] = (),
     ):
         self.k_LGSD, self.v_LGSD = k_LGSD, v_LGSD
@@ -255,7 +255,8 @@ class KVCache:
         self.groups = both[: 1 if v_LGSD is k_LGSD else 2], *more
         places = places or [(0, i) for i in range(len(k_LGSD))]
         self.recurrent = recurrent
-        self.layers = [tuple(x[i] for x in (both, *more, recurrent)[number]) for number, i in places]
+        every = both, *more, recurrent
+        self.layers = [() if place is None else tuple(x[place[1]] for x in every[place[0]]) for place in places]
 
 
 def unpack_bits(words_TC: Tensor) -> Tensor:

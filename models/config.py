@@ -179,6 +179,8 @@ class Config:
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
         embedding_scale: factor of the embedding; `rounded_scale`: it is rounded to the model's dtype first.
         residual_scale: factor of what attention and MLP add to the stream.
+        alone: by layer, the only part that it has: "attention", or what stands in its place, or an "mlp"; empty: all
+            layers have both.
         uneven: the heads and MLPs of layers that differ; None: all have `kv_heads` of `head_dim`, and `mlp_width`.
         layer_inputs: what tokens have for each layer besides; None: nothing.
         layer_scales: layers multiply the stream, each by a scalar of its own, last of all.
@@ -229,6 +231,7 @@ class Config:
     embedding_scale: float = 1.0
     rounded_scale: bool = False
     residual_scale: float = 1.0
+    alone: tuple[Literal["attention", "mlp"], ...] = ()
     uneven: Uneven | None = None
     layer_inputs: LayerInputs | None = None
     layer_scales: bool = False
@@ -283,10 +286,16 @@ class Config:
 
     def attends(self, layer: int) -> bool:
         """Whether a layer has attention."""
-        return not self.recurs(layer) and not self.convolves(layer)
+        return self.has("attention", layer) and not self.recurs(layer) and not self.convolves(layer)
 
-    def kept(self, layer: int) -> CacheKind | DeltaKind:
-        """The rows that a layer keeps of each token, or the sizes of a recurrent layer."""
+    def has(self, part: Literal["attention", "mlp"], layer: int) -> bool:
+        """Whether a layer has an MLP, or attention or what stands in its place."""
+        return not self.alone or self.alone[layer] == part
+
+    def kept(self, layer: int) -> CacheKind | DeltaKind | None:
+        """The rows that a layer keeps of each token, or the sizes of a recurrent layer; None: it keeps nothing."""
+        if not self.has("attention", layer):
+            return None
         if self.recurrent is not None and self.recurs(layer):
             return self.recurrent.kind
         if self.convs is not None and self.convolves(layer):
@@ -306,8 +315,8 @@ class ModelShape:
         scores: a scalar head: the model scores texts and generates none.
         switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
             grows past it is evaluated afresh; None: they never do.
-        kept: what each layer keeps of a token, where some keep something else than keys and values of `kv_heads`
-            heads of `head_dim`; empty: none does. Recurrent layers are all of one kind, and so are those whose keys are
+        kept: what each layer keeps of a token, where some keep nothing (None), or something else than keys and values
+            of `kv_heads` heads of `head_dim`; empty: none does. Recurrent layers are all of one kind, and so are those whose keys are
             their values.
         keys_from: see `Uneven`, empty: each reads its own; a layer that reads those of another keeps nothing itself.
         ancestors: how many of a token's latest ancestors short convolutions read.
@@ -322,7 +331,7 @@ class ModelShape:
     steady_length: int | None = None
     scores: bool = False
     switch_length: int | None = None
-    kept: tuple[CacheKind | DeltaKind, ...] = ()
+    kept: tuple[CacheKind | DeltaKind | None, ...] = ()
     keys_from: tuple[int, ...] = ()
     ancestors: int = 0
     output_width: int = 0

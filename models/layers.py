@@ -255,7 +255,7 @@ class Residual(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each added to the stream; where their norms stand is `Config.norms`.
+    """Attention and MLP, or one of them, each added to the stream; where their norms stand is `Config.norms`.
 
     Attributes:
         calls: its operators.
@@ -268,12 +268,15 @@ class Layer(nn.Module):
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
         layer, self.index = names.layer.format(index), index
-        self.attention_residual = Residual(c, weights, layer + names.attention_norm, layer + names.attention_out_norm)
-        self.mlp_residual = (
-            None if c.parallel == "shared" else Residual(c, weights, layer + names.mlp_norm, layer + names.mlp_out_norm)
-        )
+        norms = names.attention_norm, names.attention_out_norm
+        attends, feeds = c.has("attention", index), c.has("mlp", index)
+        self.attention_residual = Residual(c, weights, *(layer + name for name in norms)) if attends else None
+        norms, own = (names.mlp_norm, names.mlp_out_norm), feeds and c.parallel != "shared"
+        self.mlp_residual = Residual(c, weights, *(layer + name for name in norms)) if own else None
         self.parallel = c.parallel != ""
-        if c.recurrent is not None and c.recurs(index):
+        if not attends:
+            self.attention = None
+        elif c.recurrent is not None and c.recurs(index):
             recurrent, kind = c.recurrent, c.recurrent.kind
             if isinstance(kind, ScanKind):
                 self.attention = SelectiveScan(c, names, weights, recurrent, kind, index)
@@ -285,7 +288,7 @@ class Layer(nn.Module):
             self.attention = ShortConv(names, weights, c.convs, index)
         else:
             self.attention = Attention(c, names, weights, index)
-        self.mlp = (Mixture if c.mixed(index) else MLP)(c, names, weights, index)
+        self.mlp = (Mixture if c.mixed(index) else MLP)(c, names, weights, index) if feeds else None
         if isinstance(self.mlp, Mixture) and c.experts is not None and c.experts.beside_mlp:
             self.mlp = BesideMLP(c, names, weights, self.mlp, index)
         self.input = LayerInput(c, names, weights, index) if c.layer_inputs else None
@@ -294,18 +297,20 @@ class Layer(nn.Module):
 
     def _calls(self) -> Iterator[Call]:
         attending, feeding = self.attention_residual, self.mlp_residual
-        yield from attending.read()
-        source = "stream" if attending.input is None else "read"
-        yield from self.attention.calls(source)
-        if feeding is None or self.parallel:
-            yield from [] if feeding is None else feeding.read()
-            yield from self.mlp.calls(source)
-            yield from attending.add("read", "out")
-            return
-        yield from attending.add("out")
-        yield from feeding.read()
-        yield from self.mlp.calls("stream" if feeding.input is None else "read")
-        yield from feeding.add("read")
+        if self.attention is not None and attending is not None:
+            yield from attending.read()
+            source = "stream" if attending.input is None else "read"
+            yield from self.attention.calls(source)
+            if self.parallel and self.mlp is not None:
+                yield from [] if feeding is None else feeding.read()
+                yield from self.mlp.calls(source)
+                yield from attending.add("read", "out")
+                return
+            yield from attending.add("out")
+        if self.mlp is not None and feeding is not None:
+            yield from feeding.read()
+            yield from self.mlp.calls("stream" if feeding.input is None else "read")
+            yield from feeding.add("read")
         if self.input is not None:
             yield from self.input.calls()
         if self.scale != 1.0:

@@ -152,7 +152,7 @@ class Names:
             elif c.latent is not None:
                 for name, (shape, bias) in self.latents(c, c.latent).items():
                     add(layer + name, shape, bias)
-            else:
+            elif c.attends(i):
                 for name, outs in self.heads(c, i).items():
                     add(layer + name, (outs, c.width), c.attention_bias)
                 q = c.heads * c.kv_size(i)[1]
@@ -164,6 +164,8 @@ class Names:
                 add(layer + self.input_out, (c.width, inputs.width), False)
             if c.layer_scales:
                 shapes[layer + self.layer_scale] = (1,)
+            if not c.has("mlp", i):
+                continue
             if c.experts is not None and c.mixed(i):
                 shapes |= {layer + name: shape for name, shape in self.mixture(c).items()}
                 if not c.experts.beside_mlp:
@@ -281,7 +283,8 @@ class Names:
         """The norms of a layer but for those of heads, and the sizes of their vectors."""
         names = []
         if {"input", "sum"} & {*c.norms}:
-            names += [self.attention_norm] if c.parallel == "shared" else [self.attention_norm, self.mlp_norm]
+            names += [self.attention_norm] if c.has("attention", layer) else []
+            names += [self.mlp_norm] if c.has("mlp", layer) and c.parallel != "shared" else []
         if "output" in c.norms:
             names += [self.attention_out_norm, self.mlp_out_norm]
         if c.layer_inputs:

@@ -220,6 +220,9 @@ def _cache(
         if not shape.keeps(layer):
             places.append(places[shape.keys_from[layer]])
             continue
+        if kept is None:
+            places.append(None)
+            continue
         places.append((-1 if isinstance(kept, DeltaKind) else [*groups].index(kept), seen[kept]))
         seen[kept] += 1
     tensors = []

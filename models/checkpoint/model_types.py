@@ -8,6 +8,7 @@ from models.checkpoint.wrapped import TEXT_MODELS
 WHOLES = "_vl", "_vl_text", "_unified_text"  # of text models that are no models alone
 LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items() if not kind.endswith(WHOLES)} | {
     "afmoe": "AfmoeForCausalLM",
+    "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
@@ -37,6 +38,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "nemotron": "NemotronForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "opt": "OPTForCausalLM",
     "phimoe": "PhimoeForCausalLM",

@@ -8,6 +8,7 @@ from models.checkpoint.tensors import TensorInfo
 from models.errors import CheckpointError, show
 
 _USUAL = {  # in this order
+    "backbone.": "model.",  # of Nemotron-H before transformers 5
     "embed_out.": "lm_head.",  # of GPT-NeoX in transformers 4
     ".ln_attn.": ".input_layernorm.",  # of Falcon where attention and MLP have a norm each
     ".ln_mlp.": ".post_attention_layernorm.",

@@ -66,12 +66,17 @@ def scans(fields: Fields, kinds: Sequence[str], width: int) -> Recurrent:
     if heads % groups:
         raise fields.error("mamba_n_groups", f"a divisor of mamba_n_heads {heads}")
     size, taps = fields.int("mamba_d_state", default=256, high=2**16), fields.int("mamba_d_conv", default=4, high=64)
+    biases = fields.bool("mamba_proj_bias", default=False), true_if_absent(fields, "mamba_conv_bias")
+    kind, layers = ScanKind(groups, heads, size, values // heads, taps), tuple(each == RECURRENT for each in kinds)
+    return Recurrent(kind, layers, False, *biases, step_limits(fields))
+
+
+def step_limits(fields: Fields) -> tuple[float, float]:
+    """`Recurrent.steps`, of the field `time_step_limit`."""
     steps = fields.config.get("time_step_limit", [0.0, math.inf])
     if type(steps) is list:  # as transformers writes what JSON has no word for
         steps = [math.inf if step == {"__float__": "Infinity"} else step for step in steps]
     numbers = type(steps) is list and [type(step) in (int, float) for step in steps] == [True, True]
     if not numbers or not 0 <= steps[0] <= steps[1]:
         raise fields.error("time_step_limit", "two numbers, the least step and the greatest")
-    biases = fields.bool("mamba_proj_bias", default=False), true_if_absent(fields, "mamba_conv_bias")
-    kind, layers = ScanKind(groups, heads, size, values // heads, taps), tuple(each == RECURRENT for each in kinds)
-    return Recurrent(kind, layers, False, *biases, (float(steps[0]), float(steps[1])))
+    return float(steps[0]), float(steps[1])

@@ -1,0 +1,27 @@
+"""Nemotron-H: orders of layers and their spellings, biases, groups, heads that fill the width and do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.qwen3_5 import BLOCKS
+
+MAMBA, FULL, MLP = "linear_attention", "full_attention", "mlp"
+CONFIG: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": VOCAB, "hidden_size": 24,
+    "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10,
+    "max_position_embeddings": 128, "layer_norm_epsilon": 1e-5, "layers_block_type": [MAMBA, MLP, FULL, MLP],
+    "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 9, "conv_kernel": 4, "chunk_size": 16,
+    # transformers does not let steps of a prompt be less, but those of tokens after it.
+    "time_step_min": 0.0,
+    "tie_word_embeddings": False, "pad_token_id": None,
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "layer_norm_epsilon": 0.03, "n_groups": 1,
+             "layers_block_type": [MLP, MAMBA, MAMBA, FULL]},
+    "letters": {"layers_block_type": ABSENT, "hybrid_override_pattern": "*M-*", "num_hidden_layers": 4,
+                "conv_kernel": ABSENT, "mamba_d_conv": 3},
+}  # fmt: skip
+VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BLOCKS))
