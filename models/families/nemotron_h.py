@@ -53,13 +53,12 @@ class NemotronH(Decoder):
         fields = Fields({**fields.config, **renamed}, fields.file, fields.prefix)
         kinds = kinds_of(fields)
         sizes = Fields({**fields.config, "num_hidden_layers": len(kinds)}, fields.file, fields.prefix)
-        kv_heads = None if "num_key_value_heads" in fields.config else 8
         options: dict[str, Any] = rotary(
-            sizes, positions=4096, activation="relu2", activation_field="mlp_hidden_act", kv_heads=kv_heads,
+            sizes, positions=4096, activation="relu2", activation_field="mlp_hidden_act", kv_heads=8,
             head_dim=128, mlp_width=fields.int("intermediate_size", default=21504), one_rope=False,
         )  # fmt: skip
         return Config(
-            **options | {"tied": False},  # whatever the config says, as in transformers
+            **options,
             norm_eps=fields.float("layer_norm_epsilon", default=1e-5, low=0.0),
             gated=False,
             mlp_bias=fields.bool("mlp_bias", default=False),

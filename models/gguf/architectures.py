@@ -17,7 +17,7 @@ from models.gguf.latents import latents, mixture
 from models.gguf.later import LATER, LATER_READ
 from models.gguf.reader import GGUF
 from models.gguf.rotary import decimal, rotary
-from models.gguf.scans import scans
+from models.gguf.scans import nemotron_h, scans
 from models.gguf.sizes import alike, attention, epsilon, gated, mlp_width, named, windows
 
 EMBEDDING, HEAD, SCORE = "token_embd.weight", "output.weight", "cls.output.weight"
@@ -52,6 +52,7 @@ INTERLEAVED = (
     "granite",
     "granitemoe",
     "granitehybrid",
+    "nemotron_h",
     "mistral3",
     "smollm3",
     "arcee",
@@ -376,6 +377,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "granite": _granite,
     "granitemoe": _granitemoe,
     "granitehybrid": _granitehybrid,
+    "nemotron_h": nemotron_h,
     "hunyuan-dense": _hunyuan,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2moe,

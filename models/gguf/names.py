@@ -108,6 +108,17 @@ _GRANITE4 = {
     "blk.ssm_norm": "mamba.norm",
     "blk.ssm_out": "mamba.out_proj",
 }
+_NEMOTRON_H = {
+    "token_embd": "model.embeddings",
+    "output_norm": "model.norm_f",
+    "output": "lm_head",
+    "blk.attn_norm": "norm",
+    **{f"blk.attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
+    "blk.attn_output": "mixer.o_proj",
+    "blk.ffn_up": "mixer.up_proj",
+    "blk.ffn_down": "mixer.down_proj",
+    **{name: own.replace("mamba.", "mixer.") for name, own in _GRANITE4.items() if ".ssm_" in name},
+}
 BARE = (
     "expert_bias",
     "e_score_correction_bias",
@@ -201,6 +212,7 @@ NAMES = {
     "gpt2": _GPT2,
     "gpt-oss": _GPT_OSS,
     "granitehybrid": _GRANITE4,
+    "nemotron_h": _NEMOTRON_H,
     "hunyuan-dense": _LLAMA | _HUNYUAN,
     "lfm2": _LFM2,
     "lfm2moe": _LFM2 | _LFM2_EXPERTS | {"blk.exp_probs_b": "feed_forward.expert_bias"},

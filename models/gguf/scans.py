@@ -1,6 +1,7 @@
-"""Granite 4 in GGUF files: kinds of layers, shapes of vectors, halves of what checkpoints have as one matrix."""
+"""Granite 4 and Nemotron-H in GGUF files: kinds of layers, shapes of vectors, halves of what checkpoints have as one matrix."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -9,8 +10,9 @@ import torch
 from models.checkpoint.fields import Fields
 from models.config import FULL, RECURRENT
 from models.gguf.reader import FETCH_AGAIN, GGUF
+from models.gguf.sizes import attention, epsilon, named
 
-SCAN = ".mamba."  # in the names of its tensors
+SCAN = re.compile(r".*\.(?:mamba|mixer)\.(.+)")  # the names of its tensors
 GATE, UP, DOWN = (f".shared_mlp.{part}_proj.weight" for part in ("gate", "up", "down"))  # as files have them
 Held = TypeVar("Held", bound=Any)  # `models.gguf.tensors.Stored`
 
@@ -39,9 +41,38 @@ def scans(file: GGUF, keys: Fields, width: int) -> dict[str, Any]:
     }
 
 
+def nemotron_h(file: GGUF, keys: Fields) -> dict[str, Any]:
+    """The configuration of a Nemotron-H. Layers with heads of keys are attention, those with a width MLPs."""
+    counts, layers = [], keys.int("block_count", high=2**14)
+    for name in ("attention.head_count_kv", "feed_forward_length"):
+        found = keys.config.get(name)
+        if not isinstance(found, list) or len(found) != layers:
+            raise keys.error(name, "a number for each layer")
+        counts.append(found)
+    shared, widths = counts
+    plain = Fields({**keys.config, "attention.head_count_kv": [x for x in shared if x]}, keys.file, keys.prefix)
+    inner, heads = keys.int("ssm.inner_size"), keys.int("ssm.time_step_rank", high=2**16)
+    if inner % heads:
+        raise keys.error("ssm.inner_size", f"a multiple of ssm.time_step_rank, {heads}")
+    kinds = [FULL if x else "mlp" if width else RECURRENT for x, width in zip(shared, widths, strict=True)]
+    config = attention(file, plain) | named("NemotronHForCausalLM", "nemotron_h") | {"layers_block_type": kinds}
+    return config | {
+        "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors),
+        "layer_norm_epsilon": epsilon(keys, "attention.layer_norm_rms_epsilon"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "n_groups": keys.int("ssm.group_count", high=2**16),
+        "ssm_state_size": keys.int("ssm.state_size", high=2**16),
+        "conv_kernel": keys.int("ssm.conv_kernel", high=64),
+        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
+        "use_bias": any(name.endswith(".ssm_in.bias") for name in file.tensors),
+    }
+
+
 def vector(name: str, stored: Held) -> Held:
     """A tensor of a scan in the shape that checkpoints have; files have columns, and a row for each group of a norm."""
-    part = name.rpartition(SCAN)[2]
+    found = SCAN.fullmatch(name)
+    part = "" if found is None else found[1]
     if part == "A_log":
         stored = replace(stored, dtype=torch.float32, negative_exp=True)
     return replace(stored, shape=(math.prod(stored.shape),)) if part in ("A_log", "D", "norm.weight") else stored

@@ -260,7 +260,7 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
     if DELTA_NET in name:
         yield from ordered(arch, config, name, whole)
         return
-    if SCAN in name:
+    if SCAN.fullmatch(name):
         yield name, vector(name, whole)
         return
     if QKV in name:

@@ -37,7 +37,7 @@ ARCHITECTURES = {
         **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
     },
     **{name: name for name in ("glm4", "dots1", "afmoe", "ernie4_5", "exaone4", "seed_oss", "arcee", "nemotron")},
-    **{"apertus": "apertus", "internlm3": "llama"},
+    **{"apertus": "apertus", "internlm3": "llama", "nemotron_h": "nemotron_h"},
     **{"glm": "chatglm", "glm4_moe": "glm4moe", "solar_open": "glm4moe", "minimax_m2": "minimax-m2"},
     **{"ernie4_5_moe": "ernie4_5-moe", "starcoder2": "starcoder2", "cohere": "command-r", "cohere2": "cohere2"},
     **{"gpt_neox": "gptneox", "falcon": "falcon", "gpt_bigcode": "starcoder"},
@@ -150,6 +150,8 @@ class File:
     def __init__(self, folder, format=F32, formats=None, split=True):
         self.split, self.folder, self.format, self.formats = split, folder, format, formats or {}
         self.config = json.loads((folder / "config.json").read_text())
+        if "layers_block_type" in self.config:
+            self.config["num_hidden_layers"] = len(self.config["layers_block_type"])
         self.rope = {key: self.config[key] for key in ("rope_theta", "partial_rotary_factor") if key in self.config}
         found = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         self.rope |= found.get("full_attention", found)
@@ -171,8 +173,10 @@ class File:
             if ".linear_attn." in name:
                 self._delta_net(*name.removeprefix("model.layers.").split(".linear_attn."), values)
                 continue
-            if self.arch.startswith("granite") and (
-                part := re.search(r"layers\.(\d+)\.(mamba|shared_mlp)\.(.+)", name)
+            if self.arch == "nemotron_h":
+                name = name.replace("model.", "backbone.")
+            if self.arch.startswith(("granite", "nemotron_h")) and (
+                part := re.search(r"layers\.(\d+)\.(mamba|mixer|shared_mlp)\.(?!._proj|up|down)(.+)", name)
             ):
                 self._granite4(*part.groups(), values)
                 continue
@@ -266,7 +270,7 @@ class File:
         elif part == "A_log":
             found = {"ssm_a": -np.exp(x)[:, None]}
         elif part == "norm.weight":
-            found = {"ssm_norm.weight": x.reshape(c["mamba_n_groups"], -1)}
+            found = {"ssm_norm.weight": x.reshape(c.get("mamba_n_groups", c.get("n_groups")), -1)}
         else:
             own = {"in_proj": "ssm_in", "out_proj": "ssm_out", "conv1d": "ssm_conv1d"}
             name = {"D": "ssm_d", "dt_bias": "ssm_dt.bias"}.get(part) or ".".join(
@@ -354,6 +358,7 @@ class File:
             c.get("layer_types") or c.get("layers_block_type", []),
         )
         without = [t in ("conv", "mamba") or (t == "linear_attention" and "mamba_n_heads" in c) for t in types]
+        without = [kind != "full_attention" for kind in types] if self.arch == "nemotron_h" else without
         yield "attention.head_count_kv", [0 if each else shared for each in without] if any(without) else shared
         yield "shortconv.l_cache", c.get("conv_L_cache")
         yield "attention.key_length", c.get("head_dim")
@@ -409,6 +414,14 @@ class File:
             yield "ssm.time_step_rank", c["mamba_n_heads"]
             yield "ssm.inner_size", c["mamba_expand"] * c["hidden_size"]
         yield from ((key, [values[i] for i in sorted(values)]) for key, values in self.curves.items())
+        if self.arch == "nemotron_h":
+            yield "feed_forward_length", [c["intermediate_size"] if kind == "mlp" else 0 for kind in types]
+            yield "attention.layer_norm_rms_epsilon", c["layer_norm_epsilon"]
+            yield "ssm.conv_kernel", c["conv_kernel"]
+            yield "ssm.state_size", c["ssm_state_size"]
+            yield "ssm.group_count", c["n_groups"]
+            yield "ssm.time_step_rank", c["mamba_num_heads"]
+            yield "ssm.inner_size", c["mamba_num_heads"] * c["mamba_head_dim"]
         if self.arch == "gemma4":
             yield from self._gemma4()
         if self.arch == "deepseek2":
