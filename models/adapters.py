@@ -20,6 +20,7 @@ from models.checkpoint.fields import Fields
 from models.checkpoint.files import open_regular
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.listing import ADAPTERS, CONFIG_BYTES, header_of, read_json
+from models.checkpoint.spellings import usual_name
 from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS
 from models.checkpoint.tensors import TensorInfo
 from models.checkpoint.wrapped import NESTED
@@ -134,7 +135,7 @@ class Adapter:
 
         def named(module: str) -> str | None:
             inside = NESTED.fullmatch(module)
-            spelled = [module, base + module, *([inside[1], f"model.{inside[1]}"] if inside else [])]
+            spelled = [module, base + module, usual_name(module), *([inside[1], f"model.{inside[1]}"] if inside else [])]
             if (name := next((each for each in spelled if each in there), None)) is None:
                 faults.append(f"{show(module)}: {_not_served(module, names)}")
             return name

@@ -20,6 +20,13 @@ _USUAL = {  # in this order
 }
 
 
+def usual_name(name: str) -> str:
+    """The one spelling of a name."""
+    for other, usual in _USUAL.items():
+        name = name.replace(other, usual)
+    return name
+
+
 def spelled_alike(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The same tensors by one spelling of their names; those of experts one by one.
 
@@ -29,9 +36,7 @@ def spelled_alike(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     found: dict[str, TensorInfo] = {}
     for name, whole in tensors.items():
         for own, info in one_by_one(name, whole, tensors):
-            spelled = own
-            for other, usual in _USUAL.items():
-                spelled = spelled.replace(other, usual)
+            spelled = usual_name(own)
             if spelled in found:
                 what = f"{show(found[spelled].name or spelled)} and {show(name)} are both {show(spelled)}"
                 raise CheckpointError(what, where=show(whole.file), remedy="Keep one of them.")

@@ -58,6 +58,14 @@ def read(architecture, **changes):
         ("GraniteMoeHybridForCausalLM", "time_step_limit", {**SCANS, "time_step_limit": None}),
         ("GraniteMoeHybridForCausalLM", "time_step_limit", {**SCANS, "time_step_limit": [0.5, 0.1]}),
         ("GraniteMoeHybridForCausalLM", "time_step_limit", {**SCANS, "time_step_limit": [0.5, "inf"]}),
+        ("ApertusForCausalLM", "hidden_act", {"hidden_act": "mish"}),
+        ("NemotronHForCausalLM", "layers_block_type: expected no layers of experts", {"layers_block_type": ["moe", "mlp"]}),
+        ("NemotronHForCausalLM", "layers_block_type: expected at least", {"layers_block_type": ["mlp"]}),
+        ("NemotronHForCausalLM", "hybrid_override_pattern: expected a list", {"hybrid_override_pattern": "M-*x"}),
+        ("NemotronHForCausalLM", "layers_block_type: expected a list", {"layers_block_type": 3}),
+        ("NemotronHForCausalLM", "hybrid_override_pattern: expected no layers of experts", {}),
+        ("NemotronHForCausalLM", "n_groups", {"hybrid_override_pattern": "M*", "mamba_num_heads": 12}),
+        ("NemotronHForCausalLM", "mamba_hidden_act", {"hybrid_override_pattern": "M*", "mamba_hidden_act": "gelu"}),
         ("SmolLM3ForCausalLM", "no_rope_layers", {"no_rope_layers": [1, 0]}),
         ("SmolLM3ForCausalLM", "no_rope_layers", {"no_rope_layers": [1, 0, 2, 1]}),
         ("SmolLM3ForCausalLM", "no_rope_layer_interval", {"no_rope_layer_interval": 0}),
@@ -106,6 +114,13 @@ def test_defaults_of_transformers():
     assert (scans.experts.count, scans.experts.routing.chosen, scans.experts.shared_width) == (8, 2, 1024)
     limit = [0.25, {"__float__": "Infinity"}]
     assert read("GraniteMoeHybridForCausalLM", **SCANS, time_step_limit=limit).recurrent.steps == (0.25, math.inf)
+    nemotron = read("NemotronHForCausalLM", hybrid_override_pattern="M-*")
+    kind = ScanKind(key_heads=8, value_heads=128, key_size=128, value_size=64, taps=4)
+    assert nemotron.recurrent == Recurrent(kind, (True, False, False), conv_bias=True)
+    assert (nemotron.head_dim, nemotron.kv_heads, nemotron.alone) == (128, 8, ("attention", "mlp", "attention"))
+    apertus = read("ApertusForCausalLM", rope_theta=5e5)
+    assert (apertus.activation, apertus.rope.kind, apertus.rope.theta) == ("xielu", "llama3", 12e6)
+    assert read("ApertusForCausalLM", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}).rope.theta == 5e5
     assert read("Qwen2ForCausalLM", use_sliding_window=True, max_window_layers=3).windows == (None, None, None, 4096)
     assert read("Qwen2ForCausalLM", use_sliding_window=False, sliding_window=0).windows == (None,) * 4
 
