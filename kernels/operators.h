@@ -170,14 +170,14 @@ struct Keeper {
     int64_t* used;
 };
 
-// `experts` gated MLPs, of which a token chooses `chosen` by the logits of `router`: `up` [2 * inner, width], the gate
-// first, and `down` [width, inner] of each, then of the shared one, if `shared` is not 0, which is its inner width and
+// `experts` MLPs, all `gated` or none, of which a token chooses `chosen` by the logits of `router`: `up` [2 * inner, width], the gate
+// first, or [inner, width], and `down` [width, inner] of each, then of the shared one, if `shared` is not 0, which is its inner width and
 // whose outputs are weighted by the sigmoid of `gate` (null: by 1). `scores` numbers SCORES of experts/routing.py, which
 // explains the rest, `function` ACTIVATIONS and GATES of rows/checks.py. `bias` and `factors` [experts], of which the
 // latter multiply the weights of chosen experts, may be null. `keeper`, or null, has the experts from number `kept_from`
 // on.
 struct Mixture {
-    int64_t experts, chosen, width, inner, shared, scores, normalized, function;
+    int64_t experts, chosen, width, inner, shared, scores, normalized, function, gated;
     const Matrix* router;
     const Matrix* up;
     const Matrix* down;

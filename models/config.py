@@ -18,7 +18,7 @@ XIELU = "xielu"  # an activation with numbers of each layer, see `kernels.rows.x
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in the place of the MLP or beside it: gated MLPs, of which a token chooses a few.
+    """A mixture of experts in the place of the MLP or beside it: MLPs, gated as that is, of which a token chooses a few.
 
     Args:
         count, width: of the experts, and inside each.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.experts import Expert, PackedExperts, Stacked, choose, experts, grouped, routed
-from kernels.rows import activation_mul
+from kernels.rows import activation, activation_mul
 from kernels.stack.calls import Call
 from models.checkpoint.weights import Weights
 from models.config import Config
@@ -35,7 +35,7 @@ class Mixture(nn.Module):
         super().__init__()
         mixed, layer = c.experts, names.layer.format(index)
         assert mixed is not None
-        self.routing, self.activation = mixed.routing, c.activation
+        self.routing, self.activation, self.gated = mixed.routing, c.activation, c.gated
         self.router = weights.linear(layer + names.router, bias=mixed.bias, exact=True)
 
         def mlp(parts: Sequence[str]) -> nn.ModuleList:
@@ -78,7 +78,7 @@ class Mixture(nn.Module):
         """[T, E] -> the same; `impl` is the pass's. The router reads `scored_TE`, or without that the same."""
         if impl == "cpp" and self.matrices is not None:
             return experts(x_TE, self.matrices, scored_TE)
-        activate = partial(activation_mul, name=self.activation, impl=impl)
+        activate = partial(activation_mul if self.gated else activation, name=self.activation, impl=impl)
         logits_TX, gate_T1 = (
             self.router(x_TE if scored_TE is None else scored_TE),
             None if self.gate is None else self.gate(x_TE),

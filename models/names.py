@@ -84,7 +84,7 @@ class Names:
     curve: str = "mlp.act_fn"
     router: str = "mlp.gate"
     choice_bias: str = "mlp.expert_bias"
-    expert: tuple[str, str, str] = (
+    expert: tuple[str, ...] = (
         "mlp.experts.{}.gate_proj",
         "mlp.experts.{}.up_proj",
         "mlp.experts.{}.down_proj",
@@ -257,7 +257,7 @@ class Names:
             shapes |= {self.router_scale: (c.width,), self.factors: (mixed.count,)}
         every = [(tuple(name.format(i) for name in self.expert), mixed.width) for i in range(mixed.count)]
         for (*up, down), width in every + ([(self.shared, mixed.shared_width)] if mixed.shared_width else []):
-            shapes |= {f"{name}.weight": (2 * width // len(up), c.width) for name in up}
+            shapes |= {f"{name}.weight": ((1 + c.gated) * width // len(up), c.width) for name in up}
             shapes[f"{down}.weight"] = c.width, width
         if mixed.bias:
             shapes |= {f"{name.removesuffix('.weight')}.bias": shape[:1] for name, shape in shapes.items()}

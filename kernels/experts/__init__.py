@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token chooses a few of many gated MLPs and gets the weighted sum of what they make of it.
+"""Mixtures of experts: each token chooses a few of many MLPs and gets the weighted sum of what they make of it.
 
 `routing.py` defines the choice, `reference.py` the whole. Rows of a pass are grouped by expert, so that an expert is
 read once for all rows that chose it (native.cpp; triton.py; `torch.grouped` for matrices that C++ does not multiply).
@@ -14,6 +14,7 @@ from kernels.experts.packed import Expert, PackedExperts, check_groups
 from kernels.experts.routing import Routing, choose
 from kernels.experts.stacked import Stacked
 from kernels.experts.torch import grouped
+from kernels.rows import checks as checks_of_rows
 from kernels.tracing import watched
 
 __all__ = ["Expert", "Keeper", "PackedExperts", "Routing", "Stacked", "choose", "experts", "grouped", "least_limit"]
@@ -73,7 +74,7 @@ def routed(
     Args:
         x_TE: float32, bfloat16 or float16; the definition also takes float64.
         logits_TX: what the router makes of x, in its dtype.
-        up, down: matrices [2 M, E], the gate's outputs first, and [E, M]; floats and biases in the dtype of x.
+        up, down: matrices [2 M, E], the gate's outputs first, or [M, E] of MLPs without gates, and [E, M]; floats and biases in the dtype of x.
         routing, bias_X, factors_X: see `choose`.
         function: see `kernels.rows.activation_mul`.
         shared_TE: what the shared expert makes of x, contiguous; None: there is none.
@@ -91,7 +92,10 @@ def routed(
     checks.floats("x_TE", x_TE, 2)
     (T, E), dtype, device = x_TE.shape, x_TE.dtype, x_TE.device
     X, inner = up.count, down.width
-    for name, matrix, shape in (("up", up, (2 * inner, E)), ("down", down, (E, inner))):
+    gated = up.outs != inner
+    if not gated and function in checks_of_rows.GATES:
+        raise ValueError(f"function: expected one without a gate, got {function!r}")
+    for name, matrix, shape in (("up", up, ((1 + gated) * inner, E)), ("down", down, (E, inner))):
         if (matrix.count, matrix.outs, matrix.width) != (X, *shape):
             raise ValueError(f"{name}: expected {X} matrices {[*shape]}, got {matrix}")
         for tensor in (matrix.table, matrix.bias):

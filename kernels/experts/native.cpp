@@ -146,7 +146,7 @@ std::unique_ptr<T[]> room(int64_t size) {
 
 template <typename T>
 void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, const T* scored, T* out, int64_t rows) {
-    const int64_t K = m.chosen, total = rows * K, E = m.width, X = m.experts;
+    const int64_t K = m.chosen, total = rows * K, E = m.width, X = m.experts, halves = 1 + m.gated;
     const auto logits = room<T>(rows * X);
     coppice_linear(kind, threads, m.router, scored, logits.get(), rows);
     std::vector<int64_t> chosen(total), first(X + 1), place(total);
@@ -163,8 +163,8 @@ void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, const T* s
     std::vector<int64_t> next(first.begin(), first.end() - 1);
     for (int64_t i = 0; i < total; i++) place[i] = next[chosen[i]]++;
 
-    const auto gathered = room<T>(total * E), up = room<T>(total * 2 * m.inner), middle = room<T>(total * m.inner);
-    const auto shared_up = room<T>(rows * 2 * m.shared), shared_middle = room<T>(rows * m.shared);
+    const auto gathered = room<T>(total * E), up = room<T>(total * halves * m.inner), middle = room<T>(total * m.inner);
+    const auto shared_up = room<T>(rows * halves * m.shared), shared_middle = room<T>(rows * m.shared);
     const auto shared_out = room<T>(m.shared ? rows * E : 0), gates = room<T>(m.gate ? rows : 0);
     for (int64_t i = 0; i < total; i++) std::memcpy(gathered.get() + place[i] * E, x + i / K * E, E * sizeof(T));
 
@@ -173,13 +173,14 @@ void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, const T* s
     if (m.gate) products.push_back({m.gate, x, gates.get(), rows});
     for (int64_t i = 0; i < X; i++)
         if (const int64_t count = first[i + 1] - first[i])
-            products.push_back({m.up + i, gathered.get() + first[i] * E, up.get() + first[i] * 2 * m.inner, count});
+            products.push_back({m.up + i, gathered.get() + first[i] * E, up.get() + first[i] * halves * m.inner, count});
     coppice_linears(kind, threads, products.data(), int64_t(products.size()));
 
-    coppice_activation_mul(kind, threads, m.function, up.get(), middle.get(), total, m.inner);
+    const auto activate = m.gated ? coppice_activation_mul : coppice_activation;
+    activate(kind, threads, m.function, up.get(), middle.get(), total, m.inner);
     products.clear();
     if (m.shared) {
-        coppice_activation_mul(kind, threads, m.function, shared_up.get(), shared_middle.get(), rows, m.shared);
+        activate(kind, threads, m.function, shared_up.get(), shared_middle.get(), rows, m.shared);
         products.push_back({m.down + X, shared_middle.get(), shared_out.get(), rows});
     }
     const auto& made = gathered;  // what the experts read is not needed any more

@@ -15,7 +15,7 @@ from kernels.stack import Matrix
 
 
 class Expert(NamedTuple):
-    """A gated MLP: up [2 M, E], the gate's outputs first, and down [E, M]."""
+    """An MLP: up [2 M, E] of a gated one, the gate's outputs first, or [M, E], and down [E, M]."""
 
     up: Matrix
     down: Matrix
@@ -36,7 +36,7 @@ class PackedExperts:
         routing: the rules of the choice.
         function: the name of an activation, see `kernels.rows`.
         router: makes the logits of tokens.
-        experts: of one width M.
+        experts: of one width M, all gated or none, like the shared one.
         bias_X: see `choose`.
         shared: an expert of a width of its own that every token has beside those that it chose; None: there is none.
         factors_X: see `choose`.
@@ -60,6 +60,7 @@ class PackedExperts:
         self.routing, self.function, self.router, self.experts = routing, function, router, [*experts]
         self.bias_X, self.shared, self.gate, self.factors_X = bias_X, shared, gate, factors_X
         self.width = router.packed.width
+        self.gated = experts[0].up.packed.outs != experts[0].down.packed.width
         self._check()
 
     def _check(self) -> None:
@@ -69,13 +70,15 @@ class PackedExperts:
         if self.shared is not None:
             parts.append((self.shared, self.shared.down.packed.width))
         for expert, own in parts:
-            wanted += [(expert.up, 2 * own, width), (expert.down, width, own)]
+            wanted += [(expert.up, (1 + self.gated) * own, width), (expert.down, width, own)]
         if self.gate is not None:
             wanted.append((self.gate, 1, width))
         for matrix, outs, ins in wanted:
             if (matrix.packed.outs, matrix.packed.width) != (outs, ins):
                 got = [matrix.packed.outs, matrix.packed.width]
                 raise ValueError(f"experts: expected a matrix {[outs, ins]}, got {got}")
+        if not self.gated and self.function in GATES:
+            raise ValueError(f"function: expected one without a gate, got {self.function!r}")
         if not 0 < self.routing.chosen <= len(self.experts):
             raise ValueError(f"chosen: expected 1 to {len(self.experts)} experts, got {self.routing.chosen}")
         check_groups(self.routing, len(self.experts))
@@ -102,7 +105,7 @@ class PackedExperts:
             self._chains, routing = chains, self.routing
             shared = 0 if self.shared is None else self.shared.down.packed.width
             sizes = self.width, self.experts[0].down.packed.width, shared
-            rules = SCORES.index(routing.scores), routing.normalized, (ACTIVATIONS + GATES).index(self.function)
+            rules = SCORES.index(routing.scores), routing.normalized, (ACTIVATIONS + GATES).index(self.function), self.gated
             places = [ctypes.addressof(each) for each in chains] + ([] if self.gate is not None else [None])
             vectors = (None if x is None else x.data_ptr() for x in (self.bias_X, self.factors_X))
             numbers = routing.epsilon, routing.scale, routing.jitter

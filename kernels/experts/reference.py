@@ -9,17 +9,17 @@ from kernels.experts.packed import Expert, PackedExperts
 from kernels.experts.routing import Routing, choose
 from kernels.experts.stacked import Stacked
 from kernels.linear import PackedParts, reference
-from kernels.rows.reference import activation_mul
+from kernels.rows.reference import activation, activation_mul
 from kernels.stack import Matrix
 
 
 def experts(x_TE: Tensor, mixture: PackedExperts, scored_TE: Tensor) -> Tensor:
     """See the front for arguments."""
-    shared_TE = None if mixture.shared is None else _expert(x_TE, mixture.shared, mixture.function)
+    shared_TE = None if mixture.shared is None else _expert(x_TE, mixture.shared, mixture)
     gate_T1 = None if mixture.gate is None else _product(x_TE, mixture.gate)
     chosen = choose(_product(scored_TE, mixture.router), mixture.routing, mixture.bias_X, mixture.factors_X)
     return _sums(
-        x_TE, *chosen, lambda x, number: _expert(x, mixture.experts[number], mixture.function), shared_TE, gate_T1
+        x_TE, *chosen, lambda x, number: _expert(x, mixture.experts[number], mixture), shared_TE, gate_T1
     )
 
 
@@ -37,8 +37,10 @@ def routed(
 ) -> Tensor:
     """See the front for arguments."""
 
+    activate = activation if up.outs == down.width else activation_mul
+
     def expert(x_1E: Tensor, number: int) -> Tensor:
-        return down.product(activation_mul(up.product(x_1E, number), function), number)
+        return down.product(activate(up.product(x_1E, number), function), number)
 
     return _sums(x_TE, *choose(logits_TX, routing, bias_X, factors_X), expert, shared_TE, gate_T1)
 
@@ -65,8 +67,9 @@ def _sums(
     return out_TE
 
 
-def _expert(x: Tensor, expert: Expert, function: str) -> Tensor:
-    return _product(activation_mul(_product(x, expert.up), function), expert.down)
+def _expert(x: Tensor, expert: Expert, mixture: PackedExperts) -> Tensor:
+    activate = activation_mul if mixture.gated else activation
+    return _product(activate(_product(x, expert.up), mixture.function), expert.down)
 
 
 def _product(x: Tensor, matrix: Matrix) -> Tensor:

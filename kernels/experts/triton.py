@@ -23,7 +23,7 @@ from kernels.linear import triton as products
 from kernels.linear.codes import Codes, takes
 from kernels.linear.triton import FLOATS, NUMBERS, finished, is_last_share, sum_of_shares, sums
 from kernels.rows.triton import NUMBERS as FUNCTIONS
-from kernels.rows.triton import gated, sigmoid
+from kernels.rows.triton import activated, gated, sigmoid
 
 ROWS = 16 if INTERPRETED.value else 1  # of a program: an interpreted program costs the same however many it has
 ENTRIES = 512  # that a program sorts at once
@@ -57,8 +57,8 @@ def routed(
     tiles_3 = torch.empty(3, tiles, dtype=torch.int32, device=device)
     launch(_sort, X)(experts_TC, order_P, tiles_3, T * C, tiles, X2=triton.next_power_of_2(X), M=M, ENTRIES=ENTRIES)
     sorted_ = order_P, tiles_3, rows, C
-    middle_PM = _multiply(x_TE, up, *sorted_, FUNCTIONS[function])
-    made_TCE = _multiply(middle_PM, down, *sorted_, -1)
+    middle_PM = _multiply(x_TE, up, *sorted_, FUNCTIONS[function], up.outs != down.width)
+    made_TCE = _multiply(middle_PM, down, *sorted_, -1, False)
     out_TE = torch.empty(T, E, dtype=x_TE.dtype, device=device)
     shared = out_TE if shared_TE is None else shared_TE
     launch(_add_up, triton.cdiv(T, ROWS), triton.cdiv(E, BLOCK))(
@@ -90,13 +90,13 @@ def _codes(matrix: Stacked) -> Codes:
 
 
 def _multiply(
-    x: Tensor, matrix: Stacked, order_P: Tensor, tiles_3: Tensor, rows: int, chosen: int, function: int
+    x: Tensor, matrix: Stacked, order_P: Tensor, tiles_3: Tensor, rows: int, chosen: int, function: int, gated: bool
 ) -> Tensor:
-    """Products of tiles: of tokens, gates and what they let through, in sorted order; or (function -1) of such rows,
-    by entries."""
+    """Products of tiles: of tokens, a function of them, or of gates and what they let through, in sorted order; or
+    (function -1) of such rows, by entries."""
     codes, floats = _codes(matrix), isinstance(matrix.table, Tensor)
     P, tiles, outs = len(order_P), tiles_3.shape[1], matrix.outs
-    out = torch.empty(P, outs if function < 0 else outs // 2, dtype=x.dtype, device=x.device)
+    out = torch.empty(P, outs // 2 if gated else outs, dtype=x.dtype, device=x.device)
     sizes = products.shape(codes, rows)
     grid = tiles, triton.cdiv(outs, sizes["N"])
     blocks = triton.cdiv(codes.width, sizes["K"])
@@ -109,7 +109,7 @@ def _multiply(
         out if bias is None else bias, out, parts, counters(x.device), tiles, P, x.stride(0),
         C=chosen, ALL=codes.outs, OUTS=outs, WIDTH=codes.width, BYTES=codes.codes_OB.shape[1], GROUP=codes.size,
         KIND=FLOATS.value if floats else NUMBERS[codes.kind], FUNCTION=function, ZEROS=zero is not None,
-        LEAST=least is not None, ORDERED=order is not None, BIAS=bias is not None, SPLIT=splits > 1, **sizes,
+        LEAST=least is not None, ORDERED=order is not None, BIAS=bias is not None, SPLIT=splits > 1, GATED=gated, **sizes,
     )  # fmt: skip
     return out
 
@@ -244,7 +244,7 @@ def _product(
     C: tl.constexpr, ALL: tl.constexpr, OUTS: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr,
     GROUP: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, ZEROS: tl.constexpr, LEAST: tl.constexpr,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    GATED: tl.constexpr = True, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """A tile, N outputs, one share of the width. Tiles of an expert are neighbours, so that they find its matrix in the
     second level of cache. Gates and what they let through take turns, so that each thread has both of a pair."""
@@ -259,8 +259,9 @@ def _product(
     real_N, n_N = j_N < OUTS, expert * OUTS + j_N
     x_M, out_M = p_M, entry_M
     if FUNCTION >= 0:
-        n_N = expert * OUTS + j_N // 2 + j_N % 2 * (OUTS // 2)
         x_M, out_M = entry_M // C, p_M
+        if GATED:
+            n_N = expert * OUTS + j_N // 2 + j_N % 2 * (OUTS // 2)
     share = tl.cdiv((WIDTH + K - 1) // K, tl.num_programs(2))
     acc_MN = sums(
         x_ptr, x_ptr + x_M.to(tl.int64) * stride_xt, codes_ptr + n_N.to(tl.int64) * BYTES,
@@ -279,7 +280,9 @@ def _product(
         SCALED: tl.constexpr = GROUP >= WIDTH and KIND != FLOATS and not LEAST
         acc_MN = finished(acc_MN, scale_ptr, bias_ptr, n_N, real_N, SCALED, BIAS)
         dtype: tl.constexpr = out_ptr.dtype.element_ty
-        if FUNCTION < 0:
+        if FUNCTION < 0 or not GATED:
+            if FUNCTION >= 0:
+                acc_MN = activated(cast(acc_MN, dtype).to(tl.float32), FUNCTION)
             out_ptrs = out_ptr + out_M[:, None].to(tl.int64) * OUTS + j_N[None, :]
             tl.store(out_ptrs, cast(acc_MN, dtype), mask=real_MN)
         else:

@@ -311,7 +311,7 @@ def _activate(
         up_MB = tl.load(x_ptr + at_MB + WIDTH, mask=real_MB, other=0.0).to(tl.float32)
         y_MB = gated(x_MB, up_MB, KIND, dtype)
     else:
-        y_MB = cast(_activated(x_MB, KIND), dtype)
+        y_MB = cast(activated(x_MB, KIND), dtype)
     tl.store(out_ptr + n_M[:, None] * WIDTH + i_B[None, :], y_MB, mask=real_MB)
 
 
@@ -356,11 +356,11 @@ def gated(gate, up, KIND: tl.constexpr, dtype: tl.constexpr):
     if KIND == 7:
         gate = tl.where(gate > 7, 7.0, gate)
         up = tl.where(up > 7, 7.0, tl.where(up < -7, -7.0, up)) + 1
-    return cast(cast(_activated(gate, KIND), dtype).to(tl.float32) * up, dtype)
+    return cast(cast(activated(gate, KIND), dtype).to(tl.float32) * up, dtype)
 
 
 @triton.jit
-def _activated(x, KIND: tl.constexpr):
+def activated(x, KIND: tl.constexpr):
     """The function that `NUMBERS` numbers; NaN stays."""
     if KIND == 0:
         y = tl.where(x < 0, 0.0, x)

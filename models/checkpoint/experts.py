@@ -15,9 +15,10 @@ from models.checkpoint.tensors import Cut, TensorInfo
 EXPERT = ".experts."  # in the names of the matrices of experts
 MOST_EXPERTS = 2**12  # of a layer
 _STACKED = re.compile(
-    r"(?P<layer>.*\.layers\.\d+\.|layers\.\d+\.)(?:(?P<mlp>mlp|feed_forward|block_sparse_moe)\.)?"
-    r"(?P<part>experts\.gate_up_proj|experts\.down_proj|input_linear\.weight|output_linear\.weight)"
+    r"(?P<layer>.*\.layers\.\d+\.|layers\.\d+\.)(?:(?P<mlp>mlp|mixer|feed_forward|block_sparse_moe)\.)?"
+    r"(?P<part>experts\.gate_up_proj|experts\.up_proj|experts\.down_proj|input_linear\.weight|output_linear\.weight)"
 )
+_WHOLE = {"experts.up_proj": "up_proj"}  # of MLPs without gates
 _GPT_OSS = re.compile(r"(.*\blayers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
 _ENDS = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
 _MIXTRAL = re.compile(r"(.*\.experts\.\d+\.)(w1|w2|w3)(\..+)")
@@ -64,12 +65,12 @@ def _in_turns(turns: re.Match[str], name: str, info: TensorInfo) -> Iterator[tup
 def _unstacked(stacked: re.Match[str], name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     """The matrices of each expert."""
     count, rows, width = info.shape
-    mlp = {None: "", "feed_forward": "feed_forward."}.get(stacked["mlp"], "mlp.")
+    mlp = {None: "", "block_sparse_moe": "mlp."}.get(stacked["mlp"], f"{stacked['mlp']}.")
     halves = stacked["part"] in ("experts.gate_up_proj", "input_linear.weight")
     if halves and rows % 2:
         yield name, info
         return
-    parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)} if halves else {"down_proj": (0, rows)}
+    parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)} if halves else {_WHOLE.get(stacked["part"], "down_proj"): (0, rows)}
     for number in range(count):
         for part, (first, last) in parts.items():
             spelled = f"{stacked['layer']}{mlp}experts.{number}.{part}.weight"

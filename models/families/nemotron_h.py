@@ -1,16 +1,17 @@
-"""Nemotron-H, Nemotron Nano 2 (NVIDIA 2025): layers that are selective scans of Mamba-2, or attention that rotates
-nothing, or MLPs with the square of ReLU."""
+"""Nemotron-H, Nemotron Nano 2, Nemotron 3 (NVIDIA 2025): layers that are selective scans of Mamba-2, or attention that
+rotates nothing, or MLPs with the square of ReLU, or experts of that kind."""
 
 import re
 from typing import Any
 
 from kernels.layout import ScanKind
 from models.checkpoint.fields import Fields
-from models.config import FULL, RECURRENT, Config, Recurrent
+from models.config import FULL, RECURRENT, Config, Experts, Recurrent
 from models.decoder import Decoder
+from models.families.deepseek_v3 import sigmoids
 from models.families.granite_hybrid import step_limits
 from models.names import Names
-from models.reading import layer_types, rotary
+from models.reading import experts, layer_types, rotary
 from models.rope import BUFFERS
 
 MLP, EXPERTS = "mlp", "moe"
@@ -44,6 +45,10 @@ class NemotronH(Decoder):
         delta_norm="mixer.norm.weight",
         scan_shift="mixer.conv1d.bias",
         scan_skip="mixer.D",
+        router="mixer.gate",
+        choice_bias="mixer.gate.e_score_correction_bias",
+        expert=("mixer.experts.{}.up_proj", "mixer.experts.{}.down_proj"),
+        shared=("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
     )
     ignored = (*BUFFERS, re.compile(r"mtp\..+"))
 
@@ -62,7 +67,8 @@ class NemotronH(Decoder):
             norm_eps=fields.float("layer_norm_epsilon", default=1e-5, low=0.0),
             gated=False,
             mlp_bias=fields.bool("mlp_bias", default=False),
-            alone=tuple("mlp" if kind == MLP else "attention" for kind in kinds),
+            alone=tuple("mlp" if kind in (MLP, EXPERTS) else "attention" for kind in kinds),
+            experts=_experts(fields, kinds),
             recurrent=_scans(fields, kinds) if RECURRENT in kinds else None,
         )
 
@@ -79,11 +85,23 @@ def kinds_of(fields: Fields) -> tuple[str, ...]:
         kinds = layer_types(every, found if isinstance(found, list) else [], tuple(LETTERS.values()))
     except type(every.error("", "")):
         raise fields.error(name, f"a list of {', '.join(LETTERS.values())}, or letters of {''.join(LETTERS)}") from None
-    if EXPERTS in kinds:
-        raise fields.error(name, "no layers of experts: those of this family are not supported")
     if FULL not in kinds:
         raise fields.error(name, "at least one layer of attention")
     return kinds
+
+
+def _experts(fields: Fields, kinds: tuple[str, ...]) -> Experts | None:
+    if EXPERTS in kinds and fields.config.get("moe_latent_size") is not None:
+        raise fields.error("moe_latent_size", "nothing: experts that read a latent are not supported")
+    if EXPERTS in kinds and fields.bool("mlp_bias", default=False):
+        raise fields.error("mlp_bias", "false, as there are layers of experts")
+    sizes = {
+        "width": fields.int("moe_intermediate_size", default=7688),
+        "shared_width": fields.int("moe_shared_expert_intermediate_size", default=7688),
+        "scale": fields.float("routed_scaling_factor", default=1.0),
+    }
+    layers, rules = [kind == EXPERTS for kind in kinds], sigmoids(fields, groups=1, kept=1)
+    return experts(fields, count=8, chosen=2, name="n_routed_experts", layers=layers, **sizes, **rules)
 
 
 def _scans(fields: Fields, kinds: tuple[str, ...]) -> Recurrent:

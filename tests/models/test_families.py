@@ -117,7 +117,7 @@ def test_defaults_of_transformers():
     nemotron = read("NemotronHForCausalLM", hybrid_override_pattern="M-*")
     kind = ScanKind(key_heads=8, value_heads=128, key_size=128, value_size=64, taps=4)
     assert nemotron.recurrent == Recurrent(kind, (True, False, False), conv_bias=True)
-    assert (nemotron.head_dim, nemotron.kv_heads, nemotron.alone) == (128, 8, ("attention", "mlp", "attention"))
+    assert (nemotron.head_dim, nemotron.kv_heads, nemotron.alone) == (128, 2, ("attention", "mlp", "attention"))
     apertus = read("ApertusForCausalLM", rope_theta=5e5)
     assert (apertus.activation, apertus.rope.kind, apertus.rope.theta) == ("xielu", "llama3", 12e6)
     assert read("ApertusForCausalLM", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}).rope.theta == 5e5

@@ -23,5 +23,8 @@ CHANGES: dict[str, dict[str, Any]] = {
              "layers_block_type": [MLP, MAMBA, MAMBA, FULL]},
     "letters": {"layers_block_type": ABSENT, "hybrid_override_pattern": "*M-*", "num_hidden_layers": 4,
                 "conv_kernel": ABSENT, "mamba_d_conv": 3},
+    "experts": {"layers_block_type": ["moe", MAMBA, FULL, "moe"], "n_routed_experts": 6, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 12, "n_group": 2, "topk_group": 1,
+                "routed_scaling_factor": 1.5},
 }  # fmt: skip
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BLOCKS))
