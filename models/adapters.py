@@ -135,7 +135,12 @@ class Adapter:
 
         def named(module: str) -> str | None:
             inside = NESTED.fullmatch(module)
-            spelled = [module, base + module, usual_name(module), *([inside[1], f"model.{inside[1]}"] if inside else [])]
+            spelled = [
+                module,
+                base + module,
+                usual_name(module),
+                *([inside[1], f"model.{inside[1]}"] if inside else []),
+            ]
             if (name := next((each for each in spelled if each in there), None)) is None:
                 faults.append(f"{show(module)}: {_not_served(module, names)}")
             return name

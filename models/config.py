@@ -18,7 +18,7 @@ XIELU = "xielu"  # an activation with numbers of each layer, see `kernels.rows.x
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in the place of the MLP or beside it: MLPs, gated as that is, of which a token chooses a few.
+    """A mixture of experts in the place of the MLP or beside it: MLPs, gated like that, of which a token chooses a few.
 
     Args:
         count, width: of the experts, and inside each.
@@ -316,8 +316,8 @@ class ModelShape:
         switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
             grows past it is evaluated afresh; None: they never do.
         kept: what each layer keeps of a token, where some keep nothing (None), or something else than keys and values
-            of `kv_heads` heads of `head_dim`; empty: none does. Recurrent layers are all of one kind, and so are those whose keys are
-            their values.
+            of `kv_heads` heads of `head_dim`; empty: none does. Recurrent layers are all of one kind, and so are those
+            whose keys are their values.
         keys_from: see `Uneven`, empty: each reads its own; a layer that reads those of another keeps nothing itself.
         ancestors: how many of a token's latest ancestors short convolutions read.
         output_width: of the rows that the head reads.

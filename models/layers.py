@@ -167,8 +167,8 @@ def interleaved(kind: DeltaKind) -> Tensor:
 
 
 class Curve(nn.Module):
-    """The four numbers of a layer's xIELU, `weight` [4], float32: see `kernels.rows.xielu`. Checkpoints have two of them
-    as what softplus makes them of."""
+    """The four numbers of a layer's xIELU, `weight` [4], float32: see `kernels.rows.xielu`. Softplus makes two of them
+    of what checkpoints have."""
 
     bias = None
 

@@ -74,7 +74,8 @@ def routed(
     Args:
         x_TE: float32, bfloat16 or float16; the definition also takes float64.
         logits_TX: what the router makes of x, in its dtype.
-        up, down: matrices [2 M, E], the gate's outputs first, or [M, E] of MLPs without gates, and [E, M]; floats and biases in the dtype of x.
+        up, down: matrices [2 M, E], the gate's outputs first, or [M, E] of MLPs without gates, and [E, M]; floats and
+            biases in the dtype of x.
         routing, bias_X, factors_X: see `choose`.
         function: see `kernels.rows.activation_mul`.
         shared_TE: what the shared expert makes of x, contiguous; None: there is none.

@@ -105,7 +105,12 @@ class PackedExperts:
             self._chains, routing = chains, self.routing
             shared = 0 if self.shared is None else self.shared.down.packed.width
             sizes = self.width, self.experts[0].down.packed.width, shared
-            rules = SCORES.index(routing.scores), routing.normalized, (ACTIVATIONS + GATES).index(self.function), self.gated
+            rules = (
+                SCORES.index(routing.scores),
+                routing.normalized,
+                (ACTIVATIONS + GATES).index(self.function),
+                self.gated,
+            )
             places = [ctypes.addressof(each) for each in chains] + ([] if self.gate is not None else [None])
             vectors = (None if x is None else x.data_ptr() for x in (self.bias_X, self.factors_X))
             numbers = routing.epsilon, routing.scale, routing.jitter

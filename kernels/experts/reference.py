@@ -18,9 +18,7 @@ def experts(x_TE: Tensor, mixture: PackedExperts, scored_TE: Tensor) -> Tensor:
     shared_TE = None if mixture.shared is None else _expert(x_TE, mixture.shared, mixture)
     gate_T1 = None if mixture.gate is None else _product(x_TE, mixture.gate)
     chosen = choose(_product(scored_TE, mixture.router), mixture.routing, mixture.bias_X, mixture.factors_X)
-    return _sums(
-        x_TE, *chosen, lambda x, number: _expert(x, mixture.experts[number], mixture), shared_TE, gate_T1
-    )
+    return _sums(x_TE, *chosen, lambda x, number: _expert(x, mixture.experts[number], mixture), shared_TE, gate_T1)
 
 
 def routed(

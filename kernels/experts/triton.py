@@ -109,7 +109,8 @@ def _multiply(
         out if bias is None else bias, out, parts, counters(x.device), tiles, P, x.stride(0),
         C=chosen, ALL=codes.outs, OUTS=outs, WIDTH=codes.width, BYTES=codes.codes_OB.shape[1], GROUP=codes.size,
         KIND=FLOATS.value if floats else NUMBERS[codes.kind], FUNCTION=function, ZEROS=zero is not None,
-        LEAST=least is not None, ORDERED=order is not None, BIAS=bias is not None, SPLIT=splits > 1, GATED=gated, **sizes,
+        LEAST=least is not None, ORDERED=order is not None, BIAS=bias is not None, SPLIT=splits > 1, GATED=gated,
+        **sizes,
     )  # fmt: skip
     return out
 

@@ -106,8 +106,8 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
 
 @operator
 def xielu(x_NM: Tensor, curve_4: Tensor, *, impl: str) -> Tensor:
-    """A learned function of each element, in the dtype of x (Huang and Schlag, 2024, "Deriving activation functions using
-    integration", xIELU): a x^2 + s x of what is positive, b (exp(min(x, e)) - 1 - x) + s x of the rest.
+    """A learned function of each element, in the dtype of x (xIELU; Huang and Schlag, 2024, "Deriving activation
+    functions using integration"): a x^2 + s x of what is positive, b (exp(min(x, e)) - 1 - x) + s x of the rest.
 
     Args:
         curve_4: a, b, s and e, float32; e is a small negative number, or 0.

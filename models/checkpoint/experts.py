@@ -70,7 +70,11 @@ def _unstacked(stacked: re.Match[str], name: str, info: TensorInfo) -> Iterator[
     if halves and rows % 2:
         yield name, info
         return
-    parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)} if halves else {_WHOLE.get(stacked["part"], "down_proj"): (0, rows)}
+    parts = (
+        {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}
+        if halves
+        else {_WHOLE.get(stacked["part"], "down_proj"): (0, rows)}
+    )
     for number in range(count):
         for part, (first, last) in parts.items():
             spelled = f"{stacked['layer']}{mlp}experts.{number}.{part}.weight"

@@ -1,5 +1,5 @@
-"""Apertus (Swiss AI Initiative 2025): a Llama with norms of heads and a learned activation, xIELU, in an MLP that is not
-gated."""
+"""Apertus (Swiss AI Initiative 2025): a Llama with norms of heads and a learned activation, xIELU, in an MLP without
+gates."""
 
 from models.checkpoint.fields import Fields
 from models.config import XIELU, Config

@@ -117,6 +117,10 @@ _NEMOTRON_H = {
     "blk.attn_output": "mixer.o_proj",
     "blk.ffn_up": "mixer.up_proj",
     "blk.ffn_down": "mixer.down_proj",
+    "blk.ffn_gate_inp": "mixer.gate",
+    "blk.exp_probs_b": "mixer.gate.e_score_correction_bias",
+    **{f"blk.ffn_{part}_exps": f"mixer.experts.{{}}.{part}_proj" for part in ("up", "down")},
+    **{f"blk.ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
     **{name: own.replace("mamba.", "mixer.") for name, own in _GRANITE4.items() if ".ssm_" in name},
 }
 BARE = (
@@ -212,7 +216,7 @@ NAMES = {
     "gpt2": _GPT2,
     "gpt-oss": _GPT_OSS,
     "granitehybrid": _GRANITE4,
-    "nemotron_h": _NEMOTRON_H,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON_H),
     "hunyuan-dense": _LLAMA | _HUNYUAN,
     "lfm2": _LFM2,
     "lfm2moe": _LFM2 | _LFM2_EXPERTS | {"blk.exp_probs_b": "feed_forward.expert_bias"},

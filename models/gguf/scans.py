@@ -1,4 +1,5 @@
-"""Granite 4 and Nemotron-H in GGUF files: kinds of layers, shapes of vectors, halves of what checkpoints have as one matrix."""
+"""Granite 4 and Nemotron-H in GGUF files: kinds of layers, shapes of vectors, halves of what checkpoints have as one
+matrix."""
 
 import math
 import re
@@ -9,7 +10,9 @@ import torch
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, RECURRENT
+from models.gguf.experts import SIGMOID, experts
 from models.gguf.reader import FETCH_AGAIN, GGUF
+from models.gguf.rotary import decimal
 from models.gguf.sizes import attention, epsilon, named
 
 SCAN = re.compile(r".*\.(?:mamba|mixer)\.(.+)")  # the names of its tensors
@@ -55,17 +58,44 @@ def nemotron_h(file: GGUF, keys: Fields) -> dict[str, Any]:
     if inner % heads:
         raise keys.error("ssm.inner_size", f"a multiple of ssm.time_step_rank, {heads}")
     kinds = [FULL if x else "mlp" if width else RECURRENT for x, width in zip(shared, widths, strict=True)]
+    mixed = _experts(file, keys) if keys.config.get("expert_count") else {}
+    kinds = ["moe" if mixed and kind == "mlp" else kind for kind in kinds]
     config = attention(file, plain) | named("NemotronHForCausalLM", "nemotron_h") | {"layers_block_type": kinds}
-    return config | {
-        "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors),
-        "layer_norm_epsilon": epsilon(keys, "attention.layer_norm_rms_epsilon"),
-        "mamba_num_heads": heads,
-        "mamba_head_dim": inner // heads,
-        "n_groups": keys.int("ssm.group_count", high=2**16),
-        "ssm_state_size": keys.int("ssm.state_size", high=2**16),
-        "conv_kernel": keys.int("ssm.conv_kernel", high=64),
-        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
-        "use_bias": any(name.endswith(".ssm_in.bias") for name in file.tensors),
+    return (
+        config
+        | mixed
+        | {
+            "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors),
+            "layer_norm_epsilon": epsilon(keys, "attention.layer_norm_rms_epsilon"),
+            "mamba_num_heads": heads,
+            "mamba_head_dim": inner // heads,
+            "n_groups": keys.int("ssm.group_count", high=2**16),
+            "ssm_state_size": keys.int("ssm.state_size", high=2**16),
+            "conv_kernel": keys.int("ssm.conv_kernel", high=64),
+            "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
+            "use_bias": any(name.endswith(".ssm_in.bias") for name in file.tensors),
+        }
+    )
+
+
+def _experts(file: GGUF, keys: Fields) -> dict[str, Any]:
+    """The fields of experts of a Nemotron-H."""
+    for key in ("moe_latent_size", "nextn_predict_layers"):
+        if keys.int(key, 0, low=0):
+            raise keys.error(key, "nothing: it is not supported")
+    groups = keys.int("expert_group_count", 1, low=0) or 1
+    found = experts(
+        file, Fields({**keys.config, "expert_group_count": 1}, keys.file, keys.prefix), scores=SIGMOID, some=True
+    )
+    return {
+        "n_routed_experts": found["num_experts"],
+        "num_experts_per_tok": found["num_experts_per_tok"],
+        "moe_intermediate_size": found["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": keys.int("expert_shared_feed_forward_length"),
+        "norm_topk_prob": keys.bool("expert_weights_norm", default=True),
+        "routed_scaling_factor": decimal(keys.float("expert_weights_scale", 1.0)) or 1.0,  # 0: none
+        "n_group": groups,
+        "topk_group": keys.int("expert_group_used_count", 1, low=0) or 1,
     }
 
 

@@ -482,6 +482,8 @@ unspilled(of_experts(90, 7, 16, torch.float32))
 of_experts(86, 7, 16, torch.float32)
 unspilled(of_experts(90, 4, 16, group=32, LEAST=True, SPLIT=True))
 unspilled(of_experts(120, 5, 16, function=6, BIAS=True, SPLIT=True))
+unspilled(of_experts(90, 7, 16, function=6, GATED=False))
+unspilled(of_experts(120, 4, 16, function=6, group=32, GATED=False))
 RECURRENT = DeltaKind(16, 32, 128, 128, 4), ScanKind(1, 48, 128, 64, 4)  # Qwen3.5 9B, Granite 4 Tiny
 for capability, kind in itertools.product((80, 90, 120), RECURRENT):
     for compiled in recurring(capability, kind):

@@ -1,5 +1,7 @@
 """Mixtures of experts: the choice of tokens, and what their experts make of them, against the definition."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -7,7 +9,7 @@ from torch.nn import functional as F
 from kernels import cpp
 from kernels.experts import Expert, PackedExperts, Routing, choose, experts, grouped
 from kernels.linear import Packed, PackedParts, linear, pack, pack_groups, reference
-from kernels.rows import activation_mul
+from kernels.rows import activation, activation_mul
 from kernels.stack import Matrix
 
 native = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -24,6 +26,9 @@ GROUPS = {  # of six experts
     "two groups": Routing(3, normalized=True, groups=3, kept=2),
     "groups by their two best": Routing(3, "sigmoid", True, 1e-20, 2.5, groups=2, kept=1, best=2),
 }
+
+
+UNGATED = "relu_squared"  # the function of experts whose first matrix has no gates
 
 
 def draw(*shape, seed=0):
@@ -52,9 +57,10 @@ def mixture(
     gated=False,
     parts=False,
     biased=False,
+    function="silu",
 ):
     def expert(inner, seed):
-        up = matrix(2 * inner, width, kind, seed, bias)
+        up = matrix(inner if function == UNGATED else 2 * inner, width, kind, seed, bias)
         if parts:
             halves = [matrix(inner, width, kind, seed + i).packed for i in range(2)]
             up = Matrix(PackedParts(halves), up.bias)
@@ -62,7 +68,7 @@ def mixture(
 
     return PackedExperts(
         routing,
-        "silu",
+        function,
         matrix(count, width, "float32", 1),
         [expert(inner, 100 * i + 2) for i in range(count)],
         draw(count, seed=9) if routing.scores == "sigmoid" or (biased and routing.scores == "softmax") else None,
@@ -135,7 +141,14 @@ def test_experts_are_chosen_from_the_best_groups(routing):
 @native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "shape", [{}, {"bias": True, "shared": 20}, {"shared": 33, "gated": True, "parts": True}, {"biased": True}]
+    "shape",
+    [
+        {},
+        {"bias": True, "shared": 20},
+        {"shared": 33, "gated": True, "parts": True},
+        {"biased": True},
+        {"shared": 33, "function": "relu_squared"},
+    ],
 )
 @pytest.mark.parametrize("routing", [*ROUTINGS, *GROUPS])
 def test_as_near_to_float64_as_pytorch(routing, shape, dtype):
@@ -149,6 +162,7 @@ def test_as_near_to_float64_as_pytorch(routing, shape, dtype):
     same_T = chosen[0].eq(choose(logits(x_TE.double(), exact), made.routing, made.bias_X)[0]).all(-1)
     assert same_T.float().mean() > 0.8
     products = [(plain(expert.up, dtype), plain(expert.down, dtype)) for expert in made.experts]
+    activate = partial(activation if made.function == UNGATED else activation_mul, name=made.function, impl="torch")
     plain_TE = grouped(x_TE, *chosen, products, activate)
     if made.shared is not None:
         y_TE = plain(made.shared.down, dtype)(activate(plain(made.shared.up, dtype)(x_TE))).float()
@@ -156,10 +170,6 @@ def test_as_near_to_float64_as_pytorch(routing, shape, dtype):
     found = plain_TE.to(dtype), experts(x_TE, made)
     errors = [(x_TE.double() - exact_TE)[same_T].square().mean().sqrt() for x_TE in found]
     assert errors[1] <= 2 * errors[0]
-
-
-def activate(x):
-    return activation_mul(x, "silu", impl="torch")
 
 
 def plain(matrix, dtype):
@@ -246,5 +256,11 @@ def test_what_does_not_fit_is_refused():
     for groups in ({"groups": 2}, {"groups": 7, "kept": 8}, {"groups": 7, "best": 2}, {"groups": 7, "kept": 1}):
         with pytest.raises(ValueError, match="groups: expected such as 7 experts fit into"):
             PackedExperts(Routing(2, **groups), "silu", made.router, made.experts)
+    with pytest.raises(ValueError, match="function: expected one without a gate, got 'clamped_swiglu'"):
+        PackedExperts(Routing(2), "clamped_swiglu", made.router, mixture(Routing(2), function=UNGATED).experts)
+    with pytest.raises(ValueError, match=r"expected a matrix \[48, 40\], got \[24, 40\]"):
+        PackedExperts(
+            Routing(2), "silu", made.router, [*made.experts[:-1], *mixture(Routing(2), function=UNGATED).experts[:1]]
+        )
     with pytest.raises(ValueError, match="bias_X"):
         PackedExperts(Routing(2, "sigmoid"), "silu", made.router, made.experts, torch.zeros(6))

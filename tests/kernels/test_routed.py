@@ -58,7 +58,8 @@ class Made:
     ):
         self.routing, self.function, self.dtype = routing, function, getattr(torch, dtype)
         cast = functools.partial(torch.Tensor.to, dtype=self.dtype)
-        self.tables = [stacked(2 * INNER, WIDTH, kind, 1), stacked(WIDTH, INNER, kind, 2)]
+        outs = INNER if function == "relu_squared" else 2 * INNER  # which has no gates here
+        self.tables = [stacked(outs, WIDTH, kind, 1), stacked(WIDTH, INNER, kind, 2)]
         if FORMATS[kind] is None:
             self.tables = [(cast(table), cast(table).double()) for table, _ in self.tables]
         scale = self.tables[0][1].square().sum(1).mean().rsqrt()  # products of random numbers would be large
@@ -114,6 +115,13 @@ def test_factors_of_experts(device):
 def test_gates_and_tiles_of_all_sizes(function, tokens, device):
     made = Made(ROUTINGS["of chosen"], "MXFP4", "bfloat16", tokens=tokens, function=function)
     made.x_TE *= 9  # beyond the clamps
+    check(made, device)
+
+
+@DEVICES
+@pytest.mark.parametrize(("kind", "tokens"), [("floats", 30), ("MXFP4", 5), ("int8", 1)])
+def test_experts_without_gates(kind, tokens, device):
+    made = Made(ROUTINGS["normalized"], kind, tokens=tokens, function="relu_squared", bias=kind != "int8")
     check(made, device)
 
 
@@ -200,6 +208,9 @@ def test_what_does_not_fit_is_refused():
             routed(*given[:at], value, *given[at + 1 :])
     with pytest.raises(ValueError, match=r"gate_T1: expected contiguous float32 \[30, 1\]"):
         routed(*given, gate_T1=made.x_TE)
+    whole = Stacked(COUNT, made.tables[1][0].new_ones(COUNT * INNER, WIDTH))
+    with pytest.raises(ValueError, match="function: expected one without a gate"):
+        routed(*given[:2], whole, down, Routing(2), "clamped_swiglu")
     with pytest.raises(ValueError, match="impl: expected one of reference, triton"):
         routed(*given, impl="cpp")
     if INTERPRETED:

@@ -52,7 +52,7 @@ VARIANTS = [
     *("gpt_neox/falcon_groups", "cohere/norms", "cohere/two", "llamas/exaone_windows", "llamas/nemotron"),
     *("llamas/arcee", "llamas/starcoder2", "experts/minimax", "experts/afmoe", "experts/ernie"),
     *("deepseek/plain", "deepseek/groups", "deepseek/three_halves", "deepseek/glm_kinds"),
-    *("apertus/plain", "nemotron_h/plain", "nemotron_h/bias"),
+    *("apertus/plain", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts"),
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
     *("gemma4/plain", "gemma4/inputs", "gemma4/experts", "gemma4/everything", "gemma4/defaults"),
 ]

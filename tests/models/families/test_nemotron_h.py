@@ -15,13 +15,15 @@ from tests.models.copies import GOLDEN, changed
 
 TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(70)]
 
+BETA = "model.layers.0.mlp.act_fn.beta"
+
 
 def load(folder, **options):
     return Engine.load(folder, **{"dtype": "float32", "kv_memory": 1 << 24} | options)
 
 
 @pytest.mark.parametrize("quant", [pytest.param("int8", marks=needs_int8), pytest.param("int4", marks=needs_cpp)])
-@pytest.mark.parametrize("variant", ["nemotron_h/plain", "nemotron_h/bias", "apertus/plain"])
+@pytest.mark.parametrize("variant", ["nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts", "apertus/plain"])
 def test_quantised_weights_are_near(variant, quant):
     exact, found = (load(GOLDEN / variant, quant=quant).logits(TEXT) for quant in ("none", quant))
     off = (found - exact).norm() / exact.norm()
@@ -72,6 +74,22 @@ def test_names_of_published_files(tmp_path):
     assert found.logits(TEXT).equal(load(GOLDEN / variant).logits(TEXT))
 
 
+def test_experts_of_published_files(tmp_path):
+    """Each has matrices of its own."""
+
+    def apart(tensors):
+        found = {name.replace("model.", "backbone."): x for name, x in tensors.items() if ".experts." not in name}
+        for name in tensors.keys() - {name.replace("backbone.", "model.") for name in found}:
+            every = enumerate(tensors[name].unbind())
+            own = name.replace("model.", "backbone.").replace("experts.", "experts.{}.") + ".weight"
+            found |= {own.format(i): x.contiguous() for i, x in every}
+        return found
+
+    variant = "nemotron_h/experts"
+    found = load(changed(tmp_path, variant, {}, apart)).logits(TEXT)
+    assert found.equal(load(GOLDEN / variant).logits(TEXT))
+
+
 def test_layers_that_are_mlps_keep_nothing():
     shape = load(GOLDEN / "nemotron_h/plain").runner.model.shape
     assert shape.kept[1] is shape.kept[3] is None
@@ -82,4 +100,4 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="recurrent layers cannot be divided among processes"):
         load(GOLDEN / "nemotron_h/plain", shard=Shard(0, 2))
     with pytest.raises(CheckpointError, match=r"missing model.layers.0.mlp.act_fn.beta"):
-        load(changed(tmp_path, "apertus/plain", {}, lambda x: {n: t for n, t in x.items() if "0.mlp.act_fn.beta" not in n}))
+        load(changed(tmp_path, "apertus/plain", {}, lambda x: {n: t for n, t in x.items() if n != BETA}))

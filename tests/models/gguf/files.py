@@ -53,6 +53,7 @@ PARTS = {  # of mixtures of experts, by the ends of their names in transformers
     "gate.bias": "ffn_gate_inp.bias",
     "expert_bias": "exp_probs_b.bias",
     "experts.down_proj": "ffn_down_exps.weight",
+    "experts.up_proj": "ffn_up_exps.weight",
     **dict.fromkeys(
         ("e_score_correction_bias", "gate.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),
         "exp_probs_b.bias",
@@ -157,6 +158,8 @@ class File:
         self.rope |= found.get("full_attention", found)
         self.local = found.get("sliding_attention", {}).get("rope_theta", self.config.get("rope_local_base_freq"))
         self.arch = ARCHITECTURES[self.config["model_type"]]
+        if self.arch == "nemotron_h" and "moe_intermediate_size" in self.config:
+            self.arch = "nemotron_h_moe"
         self.tensors, self.types, self.curves = {}, {}, {}
         self._tensors()
         self.keys = {f"{self.arch}.{key}": value for key, value in self._keys() if value is not None}
@@ -173,10 +176,10 @@ class File:
             if ".linear_attn." in name:
                 self._delta_net(*name.removeprefix("model.layers.").split(".linear_attn."), values)
                 continue
-            if self.arch == "nemotron_h":
+            if self.arch.startswith("nemotron_h"):
                 name = name.replace("model.", "backbone.")
             if self.arch.startswith(("granite", "nemotron_h")) and (
-                part := re.search(r"layers\.(\d+)\.(mamba|mixer|shared_mlp)\.(?!._proj|up|down)(.+)", name)
+                part := re.search(r"layers\.(\d+)\.(mamba|mixer|shared_mlp)\.(?!._proj|up|down|gate|exp|sh)(.+)", name)
             ):
                 self._granite4(*part.groups(), values)
                 continue
@@ -194,7 +197,7 @@ class File:
                 continue
             if self.arch in PLUS_ONE and name.endswith("norm.weight"):
                 values = values + 1
-            mixed = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|feed_forward|block_sparse_moe)\.(.+)", name)
+            mixed = re.fullmatch(r"\w+\.layers\.(\d+)\.(?:mlp|mixer|feed_forward|block_sparse_moe)\.(.+)", name)
             if mixed and self.arch == "gpt-oss" and "." not in mixed[2].removeprefix("experts."):
                 self._in_turns(f"blk.{mixed[1]}.ffn_", mixed[2], values)
                 continue
@@ -358,7 +361,7 @@ class File:
             c.get("layer_types") or c.get("layers_block_type", []),
         )
         without = [t in ("conv", "mamba") or (t == "linear_attention" and "mamba_n_heads" in c) for t in types]
-        without = [kind != "full_attention" for kind in types] if self.arch == "nemotron_h" else without
+        without = [kind != "full_attention" for kind in types] if self.arch.startswith("nemotron_h") else without
         yield "attention.head_count_kv", [0 if each else shared for each in without] if any(without) else shared
         yield "shortconv.l_cache", c.get("conv_L_cache")
         yield "attention.key_length", c.get("head_dim")
@@ -414,8 +417,11 @@ class File:
             yield "ssm.time_step_rank", c["mamba_n_heads"]
             yield "ssm.inner_size", c["mamba_expand"] * c["hidden_size"]
         yield from ((key, [values[i] for i in sorted(values)]) for key, values in self.curves.items())
-        if self.arch == "nemotron_h":
-            yield "feed_forward_length", [c["intermediate_size"] if kind == "mlp" else 0 for kind in types]
+        if self.arch.startswith("nemotron_h"):
+            yield "feed_forward_length", [c["intermediate_size"] if kind in ("mlp", "moe") else 0 for kind in types]
+            yield "expert_shared_feed_forward_length", c.get("moe_shared_expert_intermediate_size")
+            yield "expert_count", c.get("n_routed_experts")
+            yield "expert_group_count", c.get("n_group")
             yield "attention.layer_norm_rms_epsilon", c["layer_norm_epsilon"]
             yield "ssm.conv_kernel", c["conv_kernel"]
             yield "ssm.state_size", c["ssm_state_size"]

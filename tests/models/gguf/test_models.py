@@ -47,7 +47,7 @@ FLOATS = [
         for name in ("exaone", "exaone_windows", "seed", "seed_defaults", "nemotron", "nemotron_biases")
     ),
     *(f"llamas/{name}" for name in ("arcee", "ernie", "starcoder2", "starcoder2_plain")),
-    *("apertus/plain", "apertus/bias", "llamas/internlm3", "nemotron_h/plain", "nemotron_h/bias"),
+    *("apertus/plain", "apertus/bias", "llamas/internlm3", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts"),
     *("experts/granite_shared", "granite/scans", "granite/scans_experts", "granite/scans_groups"),
 ]
 PROMPT = list(range(3, 30))
@@ -187,6 +187,7 @@ def test_draft_layers_of_files_are_left_out(tmp_path):
 
 
 WRONG_KEYS = {
+    "nemotron_h/experts": [({"moe_latent_size": 8}, "moe_latent_size: expected nothing")],
     "nemotron_h/plain": [
         ({"attention.head_count_kv": 2}, "head_count_kv: expected a number for each layer"),
         ({"ssm.inner_size": 31}, "ssm.inner_size: expected a multiple of ssm.time_step_rank, 6"),
