@@ -8,9 +8,13 @@ import torch
 from safetensors.torch import save_file
 
 from engine import Engine
+from engine.cache.pool import PagePool
+from engine.load.loading import LoadedModel
+from engine.step.graphs import GraphRunner
 from models.errors import CheckpointError
 from models.shard import Shard
-from tests.marks import needs_cpp, needs_int8
+from search import Trie
+from tests.marks import needs_cpp, needs_int8, needs_interpreter
 from tests.models.copies import GOLDEN, changed
 
 TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(70)]
@@ -60,6 +64,21 @@ def test_an_adapter_is_added_to_a_matrix(variant, layer, outs, width, begin, tmp
     found = load(GOLDEN / variant, adapters=[folder]).logits(TEXT, "adapter")
     plain = load(GOLDEN / variant).logits(TEXT)
     assert (found - merged).abs().max() < 1e-4 < 1e-3 < (found - plain).abs().max()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("variant", ["nemotron_h/experts", "apertus/plain"])
+def test_answers_of_triton(variant):
+    """Layers of one part keep their place in fused launches."""
+    plain = load(GOLDEN / variant)
+    pool = PagePool(plain.shape, 40, 16, torch.float32)
+    runner = GraphRunner(plain.runner.model, pool, plain.runner.vocab_size, impl="triton", record=lambda run: run)
+    engine = Engine(LoadedModel(runner, plain.shape, None, eos_token_ids=plain.eos_token_ids))
+    options = {"max_new_tokens": 2, "ignore_eos": True, "logprobs": 1}
+    (ours, theirs) = (each.generate([TEXT[:5]], Trie(beams=2), **options)[0].outputs for each in (engine, plain))
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert found.token_ids == wanted.token_ids
+        assert found.token_logprobs == pytest.approx(wanted.token_logprobs, abs=1e-4)
 
 
 def test_names_of_published_files(tmp_path):
