@@ -31,7 +31,7 @@ def load(folder, **options):
 def test_quantised_weights_are_near(variant, quant):
     exact, found = (load(GOLDEN / variant, quant=quant).logits(TEXT) for quant in ("none", quant))
     off = (found - exact).norm() / exact.norm()
-    assert 0 < off < (0.05 if quant == "int8" else 0.5)
+    assert 0 < off < (0.1 if quant == "int8" else 0.5)  # the square of ReLU doubles what rounding leaves
 
 
 @pytest.mark.parametrize("begin", ["base_model.model.model.", "base_model.model.backbone."])

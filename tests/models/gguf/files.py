@@ -44,6 +44,7 @@ ARCHITECTURES = {
 }
 GOLDEN = Path(__file__).parents[2] / "golden"
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+WIDE |= {"moe_shared_expert_intermediate_size": 256, "mamba_num_heads": 8, "mamba_head_dim": 32}
 WIDE |= {"n_embd": 256, "n_inner": 512, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512}
 PARTS = {  # of mixtures of experts, by the ends of their names in transformers
     **{f"{part}_proj.weight": f"ffn_{part}.weight" for part in ("gate", "up", "down")},  # of layers without them
@@ -544,7 +545,7 @@ def random(folder, variant, **changes):
     family, draw, tensors = FAMILIES[config["architectures"][0]], torch.Generator().manual_seed(5), {}
     c = family.read(Fields(config, "config.json"))
     for name, shape in family.names.tensors(c).items():
-        scale = 0.2 if len(shape) == 1 else shape[-1] ** -0.5  # more of norms, and attention is all or nothing
+        scale = 0.2 if len(shape) < 2 else shape[-1] ** -0.5  # more of norms, and attention is all or nothing
         tensors[name] = torch.randn(shape, generator=draw) * scale + ("norm" in name or ".ln_" in name)
     if c.tied:
         del tensors["lm_head.weight"]
