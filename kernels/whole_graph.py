@@ -18,9 +18,9 @@ from kernels.tracing import FUSED, watched
 def traceable() -> None:
     """Make the fronts traceable: `torch.compile(model.forward, fullgraph=True)` then gets one graph of a whole model.
 
-    Operators over trees and packed products are opaque in it, see `register`; those of `FUSED` are PyTorch's. Nothing
-    is checked. Programs that compile a model call it once before, and give it layouts of `fusible`; it takes a second,
-    in which torch's compiler is imported.
+    Operators over trees and packed products are opaque in it, see `register`; those of `FUSED` and sums with a norm are
+    PyTorch's. Nothing is checked. Programs that compile a model call it once before, and give it layouts of `fusible`;
+    it takes a second, in which torch's compiler is imported.
     """
 
     def trace(front: Callable[..., Any], traced: Callable[..., Any]) -> None:
@@ -29,16 +29,17 @@ def traceable() -> None:
     trace(watched, lambda: True)
     trace(linear.linear, linear.native.opaque_linear)
     trace(kv_write.kv_write, _opaque("kv_write"))
+    trace(kv_write.rotary_write, _rotary_write)
     trace(short_conv.short_conv, _opaque("short_conv"))
     trace(tree_attention.tree_attention, _tree_attention)
-    for name in FUSED:
+    for name in (*FUSED, "add_norm"):
         trace(getattr(rows, name), _fused(getattr(reference, name)))
 
 
 def fusible(layout: TreeLayout) -> TreeLayout:
-    """The layout of a pass whose operators on rows a compiler fuses: Triton's kernels for several of them at once, such
-    as `rotary_write`, cannot be traced."""
-    return replace(layout, rows="torch")
+    """The layout of a pass whose operators on rows a compiler fuses. Of Triton's kernels for several operators at once,
+    `rotary_write` is opaque and `add_norm` is fused; those of latents and experts cannot be traced."""
+    return layout if layout.impl == "triton" else replace(layout, rows="torch")
 
 
 def _opaque(name: str) -> Callable[..., Any]:
@@ -49,10 +50,18 @@ def _opaque(name: str) -> Callable[..., Any]:
 
 
 def _fused(definition: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(*arguments: Any, impl: str) -> Any:
-        return definition(*arguments)
+    def traced(*arguments: Any, impl: str, **options: Any) -> Any:
+        return definition(*arguments, **options)
 
     return traced
+
+
+def _rotary_write(*tensors: Any, impl: str) -> Tensor:
+    from kernels.kv_write import triton  # noqa: F401 (it needs Triton, and registers the operator)
+
+    *arguments, turn = tensors
+    norms = [x for norm in (turn.q_norm, turn.k_norm) for x in (norm or (None, None))]
+    return torch.ops.coppice.rotary_write_triton(*arguments, turn.angles, *norms, *turn[3:])
 
 
 def _tree_attention(

@@ -4,6 +4,9 @@ bits, per few heads. Norms of heads and rotations are part of the launch where t
 # pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
 # (what triton.jit takes and gives is no function to a type checker)
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +17,7 @@ from kernels.kv_fp8 import LARGEST_NUMBER as FP8_MOST
 from kernels.kv_fp8 import PER_STEP as FP8_PER_STEP
 from kernels.kv_int8 import LEAST_SCALE, PER_STEP
 from kernels.kv_write.turn import HeadTransform
-from kernels.tracing import nothing, register
+from kernels.tracing import like, nothing, register
 
 BLOCK = 1024
 HEADS = 64 if INTERPRETED.value else 4  # of a program: an interpreted one costs the same however many it has
@@ -298,4 +301,34 @@ def _vector(q_ptr, k_ptr, d_D, real_D, q_M, k_M, h_M, g_M, D: tl.constexpr, LONG
     return x_MD
 
 
+def _rotary_write(
+    k_GSD: Tensor,
+    v_GSD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    slots_T: Tensor,
+    angles: Sequence[Tensor],
+    q_weight: Tensor | None,
+    q_bias: Tensor | None,
+    k_weight: Tensor | None,
+    k_bias: Tensor | None,
+    eps: float,
+    norms_last: bool,
+    all_heads: bool,
+    own_norms: bool,
+    value_norms: bool,
+) -> Tensor:
+    """`rotary_write` as an operator of tensors and numbers, see `kernels.tracing`."""
+    q_norm, k_norm = (None if x is None else (x, y) for x, y in ((q_weight, q_bias), (k_weight, k_bias)))
+    turn = HeadTransform(tuple(angles), q_norm, k_norm, eps, norms_last, all_heads, own_norms, value_norms)
+    return rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, slots_T, turn)
+
+
+def _queries(k_GSD: Tensor, v_GSD: Tensor, q_THD: Tensor, *_: Any) -> Tensor:
+    """A fake like the queries."""
+    return like(q_THD)
+
+
 register("kv_write_triton", kv_write, nothing, mutates=("k_GSD", "v_GSD"))
+register("rotary_write_triton", _rotary_write, _queries, mutates=("k_GSD", "v_GSD"))

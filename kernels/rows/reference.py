@@ -45,19 +45,19 @@ def add_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """See the front for arguments."""
-
-    def normed(x: Tensor, vectors: Vectors | None) -> Tensor:
-        if vectors is None:
-            return x
-        weight_E, bias_E = vectors
-        return rms_norm(x, weight_E, eps) if bias_E is None else layer_norm(x, weight_E, bias_E, eps)
-
-    left = [normed(y_NE, out_norm) for y_NE in addends]
+    left = [_normed(y_NE, out_norm, eps) for y_NE in addends]
     if scale != 1.0:
         left = [y_NE * scale for y_NE in left]
     if left:
         x_NE = x_NE + (left[0] if len(left) == 1 else left[0] + left[1])
-    return x_NE, normed(x_NE, norm)
+    return x_NE, _normed(x_NE, norm, eps)
+
+
+def _normed(x_NE: Tensor, vectors: Vectors | None, eps: float) -> Tensor:
+    if vectors is None:
+        return x_NE
+    weight_E, bias_E = vectors
+    return rms_norm(x_NE, weight_E, eps) if bias_E is None else layer_norm(x_NE, weight_E, bias_E, eps)
 
 
 def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

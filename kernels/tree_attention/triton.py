@@ -318,9 +318,9 @@ def _attend(
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     PAGE: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    R: tl.constexpr = 0, R2: tl.constexpr = 0, EARLY: tl.constexpr = False,
+    R: tl.constexpr = 0, R2: tl.constexpr = 0, TURN: tl.constexpr = 1, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """One tile of rows, one share of the keys, one key/value head."""
+    """One tile of rows, one share of the keys, one key/value head; shares are merged TURN at a time."""
     after_the_last(EARLY)
     program = tl.program_id(0)
     tree, first, rows, tile, tiles, g, split, shares, block, last_block, first_w, last_w = task(task_ptr, program)
@@ -432,7 +432,7 @@ def _attend(
                     COLUMNS: tl.constexpr = min(D2, 128) if R else D2
                     for i in tl.static_range(D2 // COLUMNS):
                         part_MD = merged(
-                            share_ptr, log_ptr, first_M, real_M, tiles * M, shares, D - R, COLUMNS, 1, i * COLUMNS
+                            share_ptr, log_ptr, first_M, real_M, tiles * M, shares, D - R, COLUMNS, TURN, i * COLUMNS
                         )
                         store(out_ptr, line_M, real_M, part_MD, D, COLUMNS, R + i * COLUMNS)
 

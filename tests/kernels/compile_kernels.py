@@ -92,7 +92,7 @@ def attend(
         "R": rotated,
         "R2": triton.next_power_of_2(rotated) if rotated else 0,
     }
-    constants |= {} if sinks else {"sinks_ptr": None}
+    constants |= {"TURN": 1} if sinks else {"TURN": 1, "sinks_ptr": None}
     constants |= {"SCALE": {None: 0, "int8": 2, "fp8": 4}[cache], "D2": max(16, triton.next_power_of_2(head))}
     if bulk(capability, sizes["M"], head, windowed, cache) and not rotated:
         types |= dict.fromkeys(("k_blocks", "v_blocks"), f"tensordesc<{e}[{sizes['N']},{head}]>")

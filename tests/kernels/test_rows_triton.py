@@ -13,6 +13,7 @@ from kernels.kv_kinds import floats, parts, row_width
 from kernels.kv_write import HeadTransform, rotary_write
 from kernels.rows import reference
 from kernels.rows.checks import TopSums
+from kernels.whole_graph import traceable
 from tests.marks import DEVICES
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -248,6 +249,29 @@ def test_heads_are_normed_rotated_and_written(kind, last, dims, tables, whole, k
             assert (error <= step * 0.52 + 3 * torch.finfo(dtype).eps).all()
     same = all(x.equal(y) for x, y in zip(parts(found[2].cpu()), parts(plain[2]), strict=True))
     assert same or values, "values as they are"
+
+
+@DEVICES
+@pytest.mark.parametrize("norm", ["none", "rms", "ln"])
+def test_compilers_see_heads_turned_and_written_as_an_operator(norm, device):
+    """One that says what it writes to, and whose result is made of empty tensors as it is of real ones."""
+    T, H, G, D = 3, 4, 2, 8
+    q, k, v = draw(T, H + 2 * G, D).to(device).split([H, G, G], 1)
+    angles = tuple(draw(T, D // 2, seed=i).repeat(1, 2).to(device) for i in (1, 2))
+    q_norm, k_norm = (moved(vectors(norm, D, torch.float32, i), device, torch.float32) for i in (3, 5))
+    slots, turn = torch.tensor([4, 9, 2], device=device), HeadTransform(angles, q_norm, k_norm, 1e-5)
+
+    def run(k_GSD, v_GSD):
+        return rotary_write(k_GSD, v_GSD, q, k, v, slots, turn, impl="triton")
+
+    traceable()
+    found, wanted = ([torch.zeros(G, 12, D, device=device) for _ in "kv"] for _ in range(2))
+    out = torch.compile(run, backend="aot_eager", fullgraph=True)(*found)
+    assert all(x.equal(y) for x, y in zip((out, *found), (run(*wanted), *wanted), strict=True))
+    assert found[0][:, slots].ne(0).any()
+    norms = [x for pair in (q_norm, k_norm) for x in (pair or (None, None))]
+    operator, given = torch.ops.coppice.rotary_write_triton.default, (*wanted, q, k, v, slots, angles, *norms)
+    torch.library.opcheck(operator, (*given, *turn[3:]), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_fronts_check_their_arguments():

@@ -265,15 +265,18 @@ def test_consecutive_pages_are_copied_by_blocks(device, gaps, cap, monkeypatch):
 LATER = pytest.mark.parametrize("later", [False, True], ids=["merged by the last", "merged later"])
 
 
-@LATER
+@pytest.mark.parametrize(("later", "turn"), [(False, 1), (True, 1), (False, 4)])
 @pytest.mark.parametrize("device", TRITON)
-def test_shares_of_the_keys_do_not_show(device, later, monkeypatch):
-    """One tree is longer than the others, which have few rows, nothing but branches, or no tokens."""
+def test_shares_of_the_keys_do_not_show(device, later, turn, monkeypatch):
+    """One tree is longer than the others, which have few rows, nothing but branches, or no tokens; shares are merged
+    one or four at a time."""
     from kernels import gpu
     from kernels.tree_attention import triton
 
     f = forest(6, [(150, 0, 70, 9), (40, 3, 0, 0), (10, 0, 3, 0), (0, 0, 33, 4)], heads=2, kv_heads=1, padding=3)
     (q, k, v), wide = cast(f, torch.float32)
+    sizes = triton._sizes
+    monkeypatch.setattr(triton, "_sizes", lambda *asked, **options: sizes(*asked, **options) | {"TURN": turn})
     if later:
         monkeypatch.setattr(triton, "ALONE", -1)
     for window, processors in ((None, 1), (None, 12), (40, 12)):

@@ -28,6 +28,7 @@ OPTIONS = tuple(  # of programs of tree attention
     for keys, warps, stages in itertools.product((32, 64, 128), (4, 8), (3, 5, 7))
 )
 ALONE = tuple({"ALONE": 1 << bits} for bits in (14, 15, 17, 18))  # bytes that one program merges
+TURNS = ({"TURN": 2}, {"TURN": 4}, {"TURN": 2, "ALONE": 1 << 18})  # shares that it reads at a time
 COLD = 1 << 29  # bytes of bfloat16 matrices, of which the first has left the caches when the last is read
 MIXTURE = 128, 8, 2048, 768  # experts, those of a row, width, inner width
 ATTENTION = """*GB/s*: bytes of the live keys and values, each counted once, over the time of a layer's attention in a
@@ -101,7 +102,8 @@ def attend(s: Setting, prefix: int, queries: int, kv_heads: int | None = None, r
 
 
 def tune(s: Setting) -> Found:
-    """Tree attention by the blocks of keys, warps and stages of its programs: those as they are, and the best."""
+    """Tree attention by the blocks of keys, warps and stages of its programs, and by how their shares are merged: as
+    they are, and the best."""
     from kernels.tree_attention import triton  # absent on some machines
 
     usual, H = triton._sizes, s.large["num_attention_heads"]
@@ -121,7 +123,7 @@ def tune(s: Setting) -> Found:
     for group, queries in itertools.product((1, 4), sorted({*s.args.queries, s.args.beams})):
         if H % group == 0:
             found = s.rows((f"group {group}, {queries} queries, {option}", partial(case, group, queries, option))
-                           for option in ({}, *ALONE, *OPTIONS))  # fmt: skip
+                           for option in ({}, *TURNS, *ALONE, *OPTIONS))  # fmt: skip
             rows += [*found[:1], *sorted(found[1:], key=lambda row: row["seconds"])[:4]]
     for row in rows:
         row["shape"] = ", ".join(f"{name} {value}" for name, value in row["option"].items()) or "as it is"
