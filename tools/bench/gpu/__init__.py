@@ -27,6 +27,8 @@ from tools.bench.report import add_save_flag, comparison_table, finish, rows_tab
 with later():
     import torch
 
+    from engine.step.gpu import check_gpu
+    from tools.bench.gpu.clocks import text_of, watching_clocks
     from tools.bench.gpu.setting import DeviceLost, Setting
 
 TOTAL = 500  # seconds after which no stage begins a case
@@ -101,6 +103,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     if args.inside is not None:
         faulthandler.enable()
         end_with_parent()
+        check_gpu()
         try:
             return measure_all(args, argv[: argv.index("--inside")], Journal(args.journal))
         except DeviceLost:
@@ -163,9 +166,11 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, argv: Sequenc
     found: dict[str, Any] = {"rows": [], "targets": []}
     body = []
     try:
-        result = getattr(import_module(f"{__name__}.{STAGES[name].module}"), name)(setting)
-        found |= {"rows": result.rows, "targets": result.targets}
+        with watching_clocks(setting.device) as clocks:
+            result = getattr(import_module(f"{__name__}.{STAGES[name].module}"), name)(setting)
+        found |= {"rows": result.rows, "targets": result.targets, "clocks": clocks}
         body = [result.heading, rows_table(result.rows, result.columns), result.legend] if result.rows else []
+        body.append(text_of(clocks))
     except Exception as error:
         traceback.print_exc()
         setting.note(name, error)

@@ -1,76 +1,75 @@
-"""The clocks of a GPU while a stage runs, by nvidia-smi: a figure that was measured on a slowed GPU is recognisable."""
+"""The clocks of a GPU while a stage runs, by nvidia-smi: a figure of a GPU that was slowed is recognisable."""
 
 import contextlib
+import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from tools.bench.measure import progress
-
 PROGRAM = "nvidia-smi"
 FIELDS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
-REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # drivers from 535 on, and earlier ones
-PERIOD = 1000  # milliseconds between samples
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # of newer drivers, and of older ones
 PATIENCE = 20  # seconds of the first answer
+# A sample a second. Each has a process of its own, as what one writes in a loop may be lost when it is ended.
+LOOP = 'while sleep 1 && kill -0 "$0" 2>/dev/null; do "$@" || exit; done'
 IDLE = 1 << 0
 SLOWED = {  # bits of the reasons, nvml.h
-    1 << 1: "clocks set by somebody", 1 << 2: "power cap", 1 << 3: "hardware slowdown", 1 << 4: "sync boost",
-    1 << 5: "heat, software", 1 << 6: "heat, hardware", 1 << 7: "power brake", 1 << 8: "display clocks",
+    1 << 1: "application clocks", 1 << 2: "power cap", 1 << 3: "hardware slowdown", 1 << 4: "sync boost",
+    1 << 5: "heat (software)", 1 << 6: "heat (hardware)", 1 << 7: "power brake", 1 << 8: "display clocks",
 }  # fmt: skip
-Sample = tuple[float | None, ...]  # the fields in their order, the last one bits of reasons
+Sample = Sequence[float | None]  # the fields in their order, then the bits of the reasons
 
 
 @contextlib.contextmanager
-def watching_clocks() -> Iterator[dict[str, Any]]:
+def watching_clocks(device: torch.device) -> Iterator[dict[str, Any]]:
     """Yields what is known after the block, see `summed_up`; {"why_not": ...} where nothing is."""
     found: dict[str, Any] = {}
-    command = command_line()
+    command = query() if device.type == "cuda" else f"{PROGRAM} knows no {device.type}"
     if isinstance(command, str):
-        yield found
         found["why_not"] = command
+        yield found
         return
     with tempfile.TemporaryFile("w+") as samples:
-        process = subprocess.Popen([*command, f"--loop-ms={PERIOD}"], stdout=samples, stderr=subprocess.DEVNULL)
+        loop = ["sh", "-c", LOOP, str(os.getpid()), *command]
+        process = subprocess.Popen(loop, stdout=samples, stderr=subprocess.DEVNULL)
         try:
             yield found
         finally:
             process.kill()
             process.wait()
-        samples.seek(0)
-        found |= summed_up([sample for line in samples if (sample := parsed(line)) is not None])
+            samples.seek(0)
+            found |= summed_up([sample for line in samples if (sample := parsed(line)) is not None])
 
 
 @cache
-def command_line() -> list[str] | str:
-    """The command that writes a sample of the GPU of this process; or why there is none."""
-    uuid, why = getattr(torch.cuda.get_device_properties(0), "uuid", None), ""
-    of = [] if uuid is None else [f"--id=GPU-{uuid}"]
+def query() -> list[str] | str:
+    """The command that prints a sample of the GPU of this process; or why there is none."""
+    uuid, why = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None), ""
     for reasons in REASONS:
-        command = [PROGRAM, *of, f"--query-gpu={','.join([*FIELDS, reasons])}", "--format=csv,noheader,nounits"]
+        fields = f"--query-gpu={','.join([*FIELDS, reasons])}"
+        command = [PROGRAM, fields, "--format=csv,noheader,nounits", *([] if uuid is None else [f"--id=GPU-{uuid}"])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return f"{PROGRAM}: {getattr(error, 'strerror', None) or 'no answer'}"
-        if done.returncode == 0 and parsed(done.stdout.partition("\n")[0]) is not None:
+            return f"{PROGRAM}: {getattr(error, 'strerror', None) or f'no answer in {PATIENCE} s'}"
+        if done.returncode == 0 and parsed(done.stdout) is not None:
             return command
-        why = (done.stdout.strip() or done.stderr.strip()).partition("\n")[0]
+        why = (done.stdout or done.stderr).strip().partition("\n")[0]
     return f"{PROGRAM}: {why}"
 
 
 def parsed(line: str) -> Sample | None:
-    """A sample; None for a line that is none, as the last one may be."""
+    """A sample; None for what is none, such as half a line."""
     cells = [cell.strip() for cell in line.split(",")]
-    if len(cells) != len(FIELDS) + 1 or not line.endswith("\n"):
-        return None
-    return *(number(cell) for cell in cells[:-1]), number(cells[-1])
+    return [number(cell) for cell in cells] if len(cells) == len(FIELDS) + 1 and line.endswith("\n") else None
 
 
 def number(cell: str) -> float | None:
-    """A number, hexadecimal or not; None for "[N/A]" and the like."""
+    """A number, the reasons' in hexadecimal; None for "[N/A]" and the like."""
     try:
         return int(cell, 16) if cell.startswith("0x") else float(cell)
     except ValueError:
@@ -78,21 +77,30 @@ def number(cell: str) -> float | None:
 
 
 def summed_up(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The least and the most clocks in MHz of the samples that are not idle (all, if every one is), the most power in
-    watts and heat in degrees Celsius, and in which share of these samples the GPU was slowed, by reasons."""
-    busy = [sample for sample in samples if not int(sample[-1] or 0) & IDLE] or samples
-    if not busy:
-        return {"why_not": "the stage was over before the first sample"}
+    """The least and the most of each field in the samples in which the GPU was not idle (in all, if it always was), and
+    the share of these in which it was slowed, by reasons."""
+    reasons = [int(sample[-1] or 0) for sample in samples]
+    busy = [i for i, bits in enumerate(reasons) if not bits & IDLE] or range(len(samples))
+    if not samples:
+        return {"why_not": "the stage ended before the first sample"}
+    found: dict[str, Any] = {"samples": len(busy)}
+    for name, column in zip(FIELDS, zip(*(samples[i] for i in busy), strict=True), strict=False):
+        known = [x for x in column if x is not None]
+        found[name] = [min(known), max(known)] if known else None
+    shares = {name: sum(bool(reasons[i] & bit) for i in busy) / len(busy) for bit, name in SLOWED.items()}
+    return found | {"slowed": {name: share for name, share in shares.items() if share}}
 
-    def column(index: int) -> list[float]:
-        return [x for sample in busy if (x := sample[index]) is not None] or [float("nan")]
 
-    sm, most_sm, memory, watts, limit, heat, _ = (column(i) for i in range(len(FIELDS) + 1))
-    shares = {
-        name: sum(bool(int(sample[-1] or 0) & bit) for sample in busy) / len(busy) for bit, name in SLOWED.items()
-    }
-    return {
-        "samples": len(busy), "sm_mhz": [min(sm), max(sm)], "sm_most_mhz": max(most_sm),
-        "memory_mhz": [min(memory), max(memory)], "watts": max(watts), "watts_limit": max(limit), "celsius": max(heat),
-        "slowed": {name: share for name, share in shares.items() if share},
-    }  # fmt: skip
+def text_of(found: Mapping[str, Any]) -> str:
+    """A line for people."""
+    if "why_not" in found:
+        return f"Clocks of the GPU are not known: {found['why_not']}."
+
+    def most(name: str) -> str:
+        return "?" if found[name] is None else f"{found[name][1]:.0f}"
+
+    least = "?" if found["clocks.sm"] is None else f"{found['clocks.sm'][0]:.0f}"
+    slowed = ", ".join(f"{name} in {share:.0%}" for name, share in found["slowed"].items()) or "never"
+    return (f"The GPU meanwhile, in {found['samples']} samples: {least} to {most('clocks.sm')} MHz of "
+            f"{most('clocks.max.sm')}, memory {most('clocks.mem')} MHz; at most {most('power.draw')} of "
+            f"{most('power.limit')} W, {most('temperature.gpu')} degrees Celsius. Slowed: {slowed}.")  # fmt: skip
