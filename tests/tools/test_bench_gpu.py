@@ -170,10 +170,13 @@ def test_what_fails_or_comes_too_late_is_said(stand_in, capsys, monkeypatch):
 @needs_interpreter
 def test_programs_of_other_shapes_are_tried(stand_in, monkeypatch):
     monkeypatch.setattr(single_kernels, "OPTIONS", ({"N": 32}, {"N": 128}, {"M": 0}))
-    monkeypatch.setattr(single_kernels, "ALONE", ({"ALONE": 1 << 14},))
+    monkeypatch.setattr(single_kernels, "ALONE", ())
+    monkeypatch.setattr(single_kernels, "TURNS", ({"TURN": 2, "ALONE": 1 << 14},))
     found = stand_in("--stages", "tune")["tune"]
     shapes = [(row["queries"], row["shape"]) for row in found["rows"]]
-    assert sorted(shapes) == [(q, shape) for q in (2, 3) for shape in ("ALONE 16384", "N 128", "N 32", "as it is")]
+    assert sorted(shapes) == [
+        (q, shape) for q in (2, 3) for shape in ("N 128", "N 32", "TURN 2, ALONE 16384", "as it is")
+    ]
     assert [shape for _, shape in shapes[::4]] == ["as it is"] * 2 and len(found["notes"]) == 2
 
 

@@ -42,7 +42,8 @@ PUBLISHED = {  # (beams, tokens of the prompt, requests at once): seconds by SGL
 }
 WHOLE = """*ms*: of a request, from its tokens to its outputs, the median of runs after one that warms up. *steps*: what
 each step of the driver took, the first reads the prompt. *GPU ms*: while any kernel ran, in a run of its own. *host*:
-the largest parts of the host's time, in a run of its own."""
+the largest parts of the host's time, in a run of its own. SGLang's time is from an H200, the median of requests beside
+each other after prompts whose length is not given; ours is of one alone."""
 RATES = """*ms*: of all requests at once, the median of runs after one that warms up. *SGLang*, *SID-GR*: what NVIDIA
 has published of the same shape, beams, tokens and requests on an H100."""
 
@@ -61,7 +62,7 @@ def catalogue(s: Setting) -> Found:
 
         rows = s.rows((f"{beams} beams, {kind}", partial(case, kind)) for kind in ("any tokens", "items"))
     found = {row["outputs"]: row["seconds"] for row in rows}
-    name = f"{beams} beams x {PLACES} tokens of Qwen3-0.6B's shape, SGLang's seconds / ours"
+    name = f"{beams} beams x {PLACES} tokens of Qwen3-0.6B's shape, SGLang's seconds (H200) / ours"
     targets = [comparison(f"{name}, {kind}", SGLANG_WIDE / found[kind] if kind in found else None, 1.0)
                for kind in ("any tokens", "items")]  # fmt: skip
     text = f"Qwen3-0.6B's shape, bfloat16, random weights; prompt {prompt}, {ITEMS:,} items of {PLACES} tokens."

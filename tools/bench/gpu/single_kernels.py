@@ -168,25 +168,27 @@ def multiply(s: Setting, name: str, outs: int, width: int, rows: int) -> dict[st
 
 
 def experts(s: Setting) -> Found:
-    """A layer of experts of Qwen3-30B-A3B's shape, after the product of its router."""
+    """A layer of experts, after the product of its router."""
     with torch.inference_mode():
         rows = s.rows((f"experts in {kind}, {n} rows", partial(route, s, kind, n))
                       for kind in ("none", *SMALL) for n in ROWS)  # fmt: skip
-    return Found(s.heading, rows, {
+    X, chosen, *_ = MIXTURE
+    return Found(f"Qwen3-30B-A3B's shape, {chosen} of {X} experts a row, random weights; {s.bandwidths}", rows, {
         "weights": "{weights}", "rows": "{rows}", "experts read": "{experts}", "us": "{seconds:us.1f}",
         "of copy": "{of_copy:.2f}",
     }, EXPERTS)  # fmt: skip
 
 
 def route(s: Setting, kind: str, rows: int) -> dict[str, Any]:
-    """Random rows, in turn by copies of the layer that no cache holds."""
+    """Random rows; each of several copies of the layer in turn, so that none is found in a cache."""
     X, chosen, E, M = MIXTURE
     shapes, bf16, rules = ((2 * M, E), (E, M)), torch.bfloat16, Routing(chosen, normalized=True)
-    layers = [[random_experts(kind, X, *shape, s.device) for shape in shapes] for _ in range(2)]
     x_TE, logits_TX = (torch.randn(rows, size, dtype=bf16, device=s.device) for size in (E, X))
+    read = len(choose(logits_TX, rules)[0].unique())
+    copies = min(16, max(2, -(-COLD // (2 * 3 * E * M * read))))
+    layers = [[random_experts(kind, X, *shape, s.device) for shape in shapes] for _ in range(copies)]
     calls = [partial(routed, x_TE, logits_TX, *layer, rules, "silu") for layer in layers]
     seconds = on_gpu.seconds_of(on_gpu.recorded(calls), s.args.runs) / len(calls)
-    read = len(choose(logits_TX, rules)[0].unique())
     tables = [x.table for x in layers[0]]
     size = sum(x.nbytes if isinstance(x, Tensor) else x.codes_OB.nbytes + x.scale_GO.nbytes for x in tables)
     name = "bfloat16" if kind == "none" else kind

@@ -198,24 +198,27 @@ def wide(s: Setting) -> Found:
 def transformers(s: Setting) -> Found:
     """The same beam search by transformers, in a process of its own."""
     prompt, beams, new = s.args.prefix[0], s.args.beams, s.args.new_tokens
-    engine = s.engine(s.model, tokens_of(prompt, beams, new))
-    ours = {"engine": "coppice", **decode(s, s.model, engine, prompt, beams)}
-    del engine
-    gc.collect()
-    torch.cuda.empty_cache()
-    ids = torch.randint(5, s.large["vocab_size"], (prompt,)).tolist()
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        more = {"device": s.device.type, "config": s.large}
-        spec = peers.spec("transformers", "", "bfloat16", beams, cores(), scratch, **more)
-        found = s.attempt("transformers", lambda: peers.measure(sys.executable, spec, ids, new, 2)) or {}
-    rows, ratio = [ours], None
-    if "seconds" in found:
-        seconds = 1 / found["steps_per_second"]["max"]
-        ratio = seconds / ours["seconds"]
-        name = f"transformers {found['versions']['transformers']}"
-        rows.append(ours | {"engine": name, "seconds": seconds, "growth": peers.growth(found)})
-    elif found:
-        s.note("transformers", peers.outcome(found))
+
+    def ours() -> dict[str, Any]:
+        engine = s.engine(s.model, tokens_of(prompt, beams, new))
+        return {"engine": "coppice", **decode(s, s.model, engine, prompt, beams)}
+
+    def theirs() -> dict[str, Any]:
+        gc.collect()  # the engine, whose parts refer to each other
+        torch.cuda.empty_cache()
+        ids = torch.randint(5, s.large["vocab_size"], (prompt,)).tolist()
+        with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+            more = {"device": s.device.type, "config": s.large}
+            spec = peers.spec("transformers", "", "bfloat16", beams, cores(), scratch, **more)
+            found = peers.measure(sys.executable, spec, ids, new, 2)
+        if "seconds" not in found:
+            raise RuntimeError(peers.outcome(found))
+        return {"engine": f"transformers {found['versions']['transformers']}", "prompt": prompt, "beams": beams,
+                "seconds": 1 / found["steps_per_second"]["max"], "growth": peers.growth(found)}  # fmt: skip
+
+    rows = s.rows([("coppice", ours), ("transformers", theirs)])
+    seconds = {row["engine"].partition(" ")[0]: row["seconds"] for row in rows}
+    ratio = seconds["transformers"] / seconds["coppice"] if len(seconds) == 2 else None
     return Found(s.heading, rows, {
         "engine": "{engine}", "prompt": "{prompt}", "beams": "{beams}", "ms per step": "{seconds:ms.2f}",
         "growth MB": "{growth:M.0f}",
