@@ -147,6 +147,8 @@ def test_the_command_watches_itself(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().err
     assert "| faster" in told and "there was no time for all of: smoke, steps" in told
     assert main([*words, "--beams", "4"]) == 2 and "the journal's settings" in capsys.readouterr().err
+    monkeypatch.setenv(gpu.EARLY, "on")
+    assert main(words) == 2 and f"{gpu.EARLY}=on" in capsys.readouterr().err
 
 
 def test_a_lost_gpu_ends_the_process_after_a_note(monkeypatch):

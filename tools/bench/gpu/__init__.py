@@ -8,6 +8,7 @@ GPU, or whose time is over, says so and leaves the rest to the others. Without a
 import argparse
 import faulthandler
 import math
+import os
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.app.cli import output_file
+from kernels import same_bits
 from models.later import later
 from tools.bench.gpu.journal import Journal
 from tools.bench.gpu.watching import PATIENCE, end_with_parent, ending_on_signals, leave, watch
@@ -31,6 +33,7 @@ with later():
     from tools.bench.gpu.clocks import text_of, watching_clocks
     from tools.bench.gpu.setting import DeviceLost, Setting
 
+EARLY = "COPPICE_PDL"  # see `kernels.gpu.early`
 TOTAL = 500  # seconds after which no stage begins a case
 GRACE = 30  # seconds that a case may take after that: all stages end within nine minutes
 
@@ -123,7 +126,13 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 def settings(args: argparse.Namespace) -> str:
     """The arguments that figures depend on."""
     free = ("stages", "seconds", "save", "journal", "inside", "run", "verbose")
-    return ", ".join(f"{name} {value}" for name, value in sorted(vars(args).items()) if name not in free)
+    given = [f"{name} {value}" for name, value in sorted(vars(args).items()) if name not in free]
+    return ", ".join([*given, *variables()])
+
+
+def variables() -> list[str]:
+    """The environment variables that change kernels, of those that are set."""
+    return [f"{name}={os.environ[name]}" for name in (EARLY, same_bits.NAME) if os.environ.get(name)]
 
 
 def patience(name: str, args: argparse.Namespace) -> float:
@@ -168,9 +177,9 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, argv: Sequenc
     try:
         with watching_clocks(setting.device) as clocks:
             result = getattr(import_module(f"{__name__}.{STAGES[name].module}"), name)(setting)
-        found |= {"rows": result.rows, "targets": result.targets, "clocks": clocks}
+        found |= {"rows": result.rows, "targets": result.targets, "clocks": clocks, "variables": variables()}
         body = [result.heading, rows_table(result.rows, result.columns), result.legend] if result.rows else []
-        body.append(text_of(clocks))
+        body += [*variables(), text_of(clocks)]
     except Exception as error:
         traceback.print_exc()
         setting.note(name, error)
