@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.app.cli import output_file
-from kernels import same_bits
+from kernels.same_bits import NAME as SAME_BITS
 from models.later import later
 from tools.bench.gpu.journal import Journal
 from tools.bench.gpu.watching import PATIENCE, end_with_parent, ending_on_signals, leave, watch
@@ -132,7 +132,7 @@ def settings(args: argparse.Namespace) -> str:
 
 def variables() -> list[str]:
     """The environment variables that change kernels, of those that are set."""
-    return [f"{name}={os.environ[name]}" for name in (EARLY, same_bits.NAME) if os.environ.get(name)]
+    return [f"{name}={os.environ[name]}" for name in (EARLY, SAME_BITS) if os.environ.get(name)]
 
 
 def patience(name: str, args: argparse.Namespace) -> float:
