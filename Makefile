@@ -28,18 +28,18 @@ NAMING_IT = $(addsuffix .py,$(addprefix load/test_,compiling distributed) $(addp
 
 help:
 	@echo "make chat [MODEL=PATH] [ARGS=...]  talk to the bundled toy, to a checkpoint folder, a GGUF file, or org/name of the hub"
-	@echo "make test [ARGS=...]              run the tests, but for slow variants of others; ARGS go to pytest"
+	@echo "make test [ARGS=...]              run the tests except slow variants; ARGS go to pytest"
 	@echo "make test-all [ARGS=...]          run all tests: every variant, build and random draw"
-	@echo "make test-pretend [ARGS=...]      the engine, auto choosing what it does not choose on this processor"
-	@echo "make test-avx2 [ARGS=...]         what can differ by instruction set, any x86-64 processor held to AVX2"
-	@echo "make test-portable [ARGS=...]     the same without C++ kernels, as where there is no compiler"
+	@echo "make test-pretend [ARGS=...]      engine tests with auto dtypes chosen the other way"
+	@echo "make test-avx2 [ARGS=...]         tests that depend on the instruction set, limited to AVX2"
+	@echo "make test-portable [ARGS=...]     the same without C++ kernels, as without a compiler"
 	@echo "make check                        lint, types, import arrows, room map, packaging"
 	@echo "make lint                         ruff and pyright only"
-	@echo "make gpu                          gpu-test, then gpu-bench; says so where there is no GPU"
+	@echo "make gpu                          gpu-test, then gpu-bench; without a GPU, prints a message"
 	@echo "make gpu-test [ARGS=...]          tests that need a GPU, nine minutes at most (GPU_SECONDS)"
-	@echo "make gpu-bench [ARGS=...]         a GPU in stages, nine minutes at most; ARGS go to tools.bench gpu"
+	@echo "make gpu-bench [ARGS=...]         GPU benchmarks in stages, nine minutes at most; ARGS go to tools.bench gpu"
 	@echo "make clean                        remove the environment, caches and build outputs"
-	@echo "The first one makes .venv; PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
+	@echo "The first target makes .venv; PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
 
 chat: .venv/.installed
 	@exec $(PY) -m engine.chat $(if $(MODEL),--model '$(MODEL)') $(ARGS)
@@ -82,7 +82,7 @@ if [ -z "$$name" ]; then echo "no GPU here: nothing to do"; exit 0; fi; \
 echo "GPU: $$name";
 endef
 
-# The tests say what they have found when they are interrupted. Most of their time is Triton's compiler, whence the processes.
+# Interrupted tests report their failures so far. Triton's compiler takes most of their time, hence several processes.
 GPU_SECONDS ?= 520
 
 gpu:

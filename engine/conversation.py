@@ -1,4 +1,5 @@
-"""Conversation: the turns of a chat, the prompt they make, and the cache kept between turns; figures of replies."""
+"""Conversation: the turns of a chat, the prompt made from them, the cache kept between turns, and statistics of
+replies."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator

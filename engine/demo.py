@@ -27,7 +27,7 @@ def is_demo(folder: str | Path) -> bool:
 def with_defaults(
     model: str | Path | None, draft: str | Path | None, reward: str | Path | None
 ) -> tuple[str | Path, str | Path | None, str | Path | None]:
-    """Target, draft and reward to load; None means the bundled one, but no draft or reward beside another target.
+    """Target, draft and reward to load; None means the bundled one, except that another target gets no draft or reward.
 
     The bundled draft and reward model have the bundled target's vocabulary, so another target cannot use them.
     """

@@ -1,4 +1,4 @@
-"""Requests for embeddings: texts checked, and pooled as they or the checkpoint say."""
+"""Requests for embeddings: checks texts, and pools as the request or the checkpoint says."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

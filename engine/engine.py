@@ -55,7 +55,7 @@ from models.trim import release_libraries, trim_memory
 
 
 class Engine:
-    """A model, its pool of KV pages, its tokenizer, and companions by role. Made by `Engine.load`."""
+    """A model, its pool of KV pages, its tokenizer, and companions by role. Create it with `Engine.load`."""
 
     def __init__(self, model: LoadedModel, parallel: int = 16):
         check_integer("parallel", parallel, 1)
@@ -76,19 +76,19 @@ class Engine:
     @takes(LoadOptions)
     def load(options: LoadOptions) -> "Engine":
         """Load a checkpoint: `Engine.load(folder, dtype="auto", ...)`. The arguments are the fields of
-        `engine.LoadOptions`, which explains them. A model that is named as on the hub is fetched if need be.
+        `engine.LoadOptions`, which explains them. A model named on the hub is downloaded if necessary.
 
         Raises:
-            CheckpointError: the folder has no supported checkpoint, or heads that cannot be divided; or the hub does
-                not give it.
+            CheckpointError: the folder has no supported checkpoint, its heads cannot be divided, or the hub does not
+                provide it.
             KVMemoryError: kv_memory is less than one page.
-            UsageError: an argument out of range, or a `memory` that cannot hold the model: with the sum.
+            UsageError: an argument is out of range, or `memory` cannot hold the model; the error has an itemised sum.
         """
         return Engine.of(options)
 
     @staticmethod
     def of(options: LoadOptions) -> "Engine":
-        """Load a checkpoint as options say; errors as of `load`."""
+        """Load a checkpoint with these options; raises the same errors as `load`."""
         options = located(options)
         began = time.perf_counter()
         if options.threads is not None:
@@ -132,7 +132,7 @@ class Engine:
 
         Args:
             role: "draft" or "reward".
-            engine: holds the model, and remains usable by itself. A function takes the place of a reward model.
+            engine: holds the model, and remains usable by itself; or a function in place of a reward model.
 
         Raises:
             UsageError: the model does not suit the role: a reward model without a scalar head, a draft with one, or a
@@ -151,7 +151,7 @@ class Engine:
             self.reward = None
 
     def encode(self, prompt: str, parse_special: bool = False) -> list[int]:
-        """The token ids of a prompt that is text. Warns once if it spells a control token and is not to be parsed.
+        """The token ids of a text prompt. Warns once if it spells a control token that is not parsed.
 
         Raises:
             UsageError: as `Tokenizer.encode`.
@@ -163,7 +163,7 @@ class Engine:
     def generate(
         self, prompts: Iterable[Sequence[int] | str], search: Search, **options: Unpack[RequestOptions]
     ) -> list[SearchResult]:
-        """Answer prompts by one search; options as in `Request`.
+        """Answer prompts with one search; options as in `Request`.
 
         Raises:
             CoppiceError: the first error of any of them.
@@ -188,8 +188,8 @@ class Engine:
         """Answer requests in continuous batches; a request that fails does not affect the others.
 
         Args:
-            requests: read when there is room for another one. An item may also be an error, which is passed on in the
-                place of a result, or None (not counted), if no request is available at the moment.
+            requests: read when there is room for another one. An item may also be an error, which is passed on in place
+                of a result, or None (not counted) if no request is available at the moment.
             on_step: called after every step, to show progress or to stop by raising.
 
         Yields:
@@ -248,11 +248,11 @@ class Engine:
         retire: Callable[[TokenTree], None] | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[Event]:
-        """Answer one prompt, and yield text as soon as it is certain: while beams compete, the text that they share.
+        """Answer one prompt, and yield text as soon as it is final: while beams compete, the text that they share.
 
         Args:
-            interrupted: called after every step; True ends the search with the best candidate so far.
-            taken: called after steps whose report has something `ready`; True ends the search with that.
+            interrupted: called after every step; if it returns True, the search ends with the best candidate so far.
+            taken: called after steps whose report has something `ready`; if it returns True, the search ends with that.
             trunk, retire: the cache to take over, and a function that gets the tree at the end, see `Session`.
 
         Raises:
@@ -292,13 +292,13 @@ class Engine:
             service.close()
 
     def save_prefix(self, path: str | Path, prefix: Sequence[int] | str) -> None:
-        """Evaluate the beginning of prompts and write its keys and values to a file, see `prefix_files.save_prefix`."""
+        """Evaluate a prefix of prompts and write its keys and values to a file, see `prefix_files.save_prefix`."""
         ids = self.tokenizer.encode(prefix) if isinstance(prefix, str) else list(prefix)
         check_ids(self.model, ids)
         save_prefix(self, path, ids)
 
     def load_prefix(self, path: str | Path, cache_salt: str = "") -> list[int]:
-        """Keep what `save_prefix` wrote as a cached prefix; returns its tokens. See `prefix_files.load_prefix`."""
+        """Load a file of `save_prefix` as a cached prefix; returns its tokens. See `prefix_files.load_prefix`."""
         return load_prefix(self, path, cache_salt)
 
     def logits(self, ids: Sequence[int], adapter: str | None = None) -> Tensor:
@@ -320,14 +320,14 @@ class Engine:
         cache_salt: str | None = "",
         adapter: str | None = None,
     ) -> list[ContinuationScore]:
-        """The log-probabilities of continuations of a prompt, in their order. They share one tree: what several begin
-        with is evaluated once. Any number fits the cache; see docs/scoring.md.
+        """The log-probabilities of continuations of a prompt, in order. They share one tree: prefixes that several
+        begin with is evaluated once. Any number fits the cache; see docs/scoring.md.
 
         Args:
             prompt: text or token ids.
-            continuations: texts, tokenised jointly with the prompt: a token that reaches over the border belongs to
-                the continuation; or token ids.
-            top_logprobs: how many alternatives are wanted at each place.
+            continuations: texts, tokenised jointly with the prompt (a token that spans the boundary belongs to the
+                continuation), or token ids.
+            top_logprobs: how many alternatives to return at each position.
             parse_special, cache_salt, adapter: see `Request`.
 
         Raises:
@@ -347,16 +347,16 @@ class Engine:
         cache_salt: str | None = "",
         adapter: str | None = None,
     ) -> Tensor:
-        """Vectors of texts, float32 [N, E], in their order, on the CPU; see docs/vectors.md.
+        """Embeddings of texts, float32 [N, E], in order, on the CPU; see docs/vectors.md.
 
-        Texts share passes, and of a long one no more is kept than the cache needs: any number fits.
+        Texts share passes, and only what a pass still needs of a long text is kept, so any number of texts fits.
 
         Args:
-            texts: texts, encoded with the special tokens that the tokenizer adds by itself; or token ids.
+            texts: texts, encoded with the special tokens that the tokenizer adds, or token ids.
             pooling: "mean" of the hidden rows of all tokens, or the row of the "last" one, after the model's final
-                norm. None: as the checkpoint's files of sentence-transformers say; without them the mean.
+                norm. None: as the checkpoint's sentence-transformers files say; without them the mean.
             normalize: divide each vector by its length. None: as those files say; without them True.
-            dimensions: keep so many of the first numbers, before they are normalised; None: all.
+            dimensions: keep this many leading elements, before normalisation; None: all.
             cache_salt, adapter: see `Request`. A mean evaluates all tokens of its text, whatever is cached.
 
         Raises:
@@ -386,13 +386,13 @@ class Engine:
         template: str | None = None,
         cache_salt: str | None = "",
     ) -> list[Ranked]:
-        """Documents by their relevance to a query, best first, with the scores of the model's scalar head, or of its
-        reward model's; see docs/vectors.md. What the pairs begin with is read once if there is a prefix cache.
+        """Documents ordered by their relevance to a query, best first, with the scores of the model's scalar head, or
+        of its reward model's; see docs/vectors.md. What the pairs begin with is read once if there is a prefix cache.
 
         Args:
-            template: a text with the places {query} and {document}, which the pair is read in; control tokens that it
-                spells are read as such. None: the chat template of the model with the head, the document as the reply
-                to the query; without one, the query, a line break and the document.
+            template: a text with placeholders {query} and {document}, into which a pair is inserted; control tokens
+                that it spells are parsed. None: the chat template of the model with the head, with the document as the
+                reply to the query; without a chat template, the query, a line break and the document.
             cache_salt: see `Request`.
 
         Raises:
@@ -429,14 +429,14 @@ class Engine:
             outcomes.clear()
 
     def service(self) -> Service:
-        """The loop that answers requests by this engine's models; `generate` and all others use one each."""
+        """A new loop that answers requests with this engine's models; `generate` and the other methods use one each."""
         others = {role: engine.model for role, engine in self.companions.items()}
         models = Models(self.model, others, self.reward, self.drafts, self.drafters)
         return Service(models, self.parallel, self.observer)
 
 
 class Session:
-    """The KV cache of a conversation: the prefix that a prompt shares with the one before is not evaluated again.
+    """The KV cache of a conversation: the prefix that a prompt shares with the previous one is not evaluated again.
 
     Between turns it holds the pages of the last turn's trunk; `close` returns them to the pool.
     """

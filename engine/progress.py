@@ -1,4 +1,4 @@
-"""How far long work is, on stderr."""
+"""Progress of long work, on stderr."""
 
 import sys
 import time

@@ -28,7 +28,7 @@ class HeadScore(Search):
     """The score of a text by a scalar head; it generates nothing.
 
     Args:
-        ids: the text in tokens of the reward model beside the target; None: it is the prompt, of a target with a head.
+        ids: the text in the reward model's tokens; None: it is the prompt of a target with a scalar head.
     """
 
     ids: tuple[int, ...] | None = None
@@ -48,7 +48,7 @@ class HeadScore(Search):
 
 
 def head_of(models: Models) -> LoadedModel:
-    """The model with the scalar head: the target, or the reward model beside it. Raises UsageError without one."""
+    """The model with the scalar head: the target or its reward model. Raises UsageError without one."""
     if models.target.shape.scores:
         return models.target
     if "reward" in models.others:

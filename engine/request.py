@@ -42,34 +42,35 @@ class Request(Rules):
     """One prompt, the search that answers it, its limits, and `Rules`, whose fields are given by name.
 
     Args:
-        prompt: token ids, or text (encoded with the special tokens that the tokenizer adds by itself).
+        prompt: token ids, or text (encoded with the special tokens that the tokenizer adds).
         search: a search's configuration.
         max_new_tokens: limit of each output; the model's context may end it earlier.
         eos_token_ids: tokens that end an output; None takes the checkpoint's.
         ignore_eos: no token ends an output.
         stop: strings that end an output; they are cut off its text.
-        messages: the messages that were rendered to the prompt, for a reward model with a chat template; it reads a
-            plain prompt as a user's only message.
-        reward: (prompt, texts) -> scores, instead of a reward model. The prompt is `messages`, if there are any, else
-            its text.
+        messages: the messages from which the prompt was rendered, for a reward model with a chat template; it reads a
+            plain prompt as a single user message.
+        reward: (prompt, texts) -> scores, instead of a reward model. The prompt is `messages` if there are any,
+            otherwise its text.
         trace: records the steps of the search; each request needs its own.
-        logprobs: how many alternatives are wanted beside the log-probability of each token, 0 for none, see `Output`;
+        logprobs: how many alternatives to return besides the log-probability of each token, 0 for none, see `Output`;
             None: no log-probabilities of tokens.
-        parse_special: in a prompt that is text the spellings of control tokens are these tokens. Leave it off where
-            others write into the prompt.
-        heal: the prompt may end inside a word: its last tokens are generated again, in any tokens of the same text, see
-            `engine.rules.begin`. Outputs have them in `token_ids` and `logprob`, and not in `text`. Not with another
-            constraint than `begin`.
-        distinct: outputs of distinct texts are wanted, and not several spellings of one in tokens. "text": of each text
-            the best output; "text-sum": it gets the log-sum-exp of the log-probabilities and of the scores of all,
-            which rank the texts. All outputs that the search finds are looked at, for instance all that beams finish,
-            and there are fewer than `num_return_sequences` if they have fewer texts. None: outputs as they are.
-        adapter: the name of an adapter that the engine has, or "none"; None takes its first one, if it has any.
-        cache_salt: only requests with the same salt share cached prefixes. With a salt for each user, response times do
-            not reveal what others have asked. None: the request neither uses nor leaves any. See `Engine.load`.
-        drafts: what drafts ride along in the request's passes: the engine's (True, see `LoadOptions`), none (False), or
-            those of a name of `LoadOptions.drafts` or of a `engine.drafts.Drafter`, whatever the engine has. Answers do
-            not depend on it.
+        parse_special: parse spellings of control tokens in a text prompt as these tokens. Leave it off if others can
+            write into the prompt.
+        heal: the prompt may end inside a word: its last tokens are generated again, in any tokenisation of the same
+            text, see `engine.rules.begin`. Outputs have them in `token_ids` and `logprob`, but not in `text`. Cannot be
+            combined with constraints other than `begin`.
+        distinct: return outputs with distinct texts instead of several tokenisations of one text. "text": the best
+            output of each text; "text-sum": the best one, ranked and reported with the log-sum-exp of the
+            log-probabilities and of the scores of all. All outputs that the search finds are considered, for instance
+            all hypotheses that beams finish; if they have too few distinct texts, fewer than `num_return_sequences` are
+            returned. None: outputs unchanged.
+        adapter: the name of one of the engine's adapters, or "none"; None uses the first one, if there is any.
+        cache_salt: only requests with the same salt share cached prefixes. With a salt per user, response times do not
+            reveal what others have asked. None: the request neither uses nor leaves cached prefixes. See `Engine.load`.
+        drafts: the drafts evaluated in the request's passes: the engine's (True, see `LoadOptions`), none (False), or
+            those of a name accepted by `LoadOptions.drafts` or of an `engine.drafts.Drafter`, whatever the engine has.
+            Answers do not depend on it.
     """
 
     prompt: Sequence[int] | str
@@ -91,7 +92,7 @@ class Request(Rules):
 
 
 class RequestOptions(TypedDict, total=False):
-    """The fields of `engine.Request` but for its prompt and its search; see there."""
+    """The fields of `engine.Request` except prompt and search; see there."""
 
     max_new_tokens: int
     eos_token_ids: Iterable[int] | None
@@ -136,7 +137,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class StreamOptions(RequestOptions, total=False):
-    """The same, and what `Engine.stream` takes besides."""
+    """The same, plus the additional arguments of `Engine.stream`."""
 
     interrupted: Callable[[], bool]
     taken: Callable[[], bool]
@@ -176,14 +177,14 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Text:
-    """The next part of the best output's text, as soon as it is certain."""
+    """The next part of the best output's text, as soon as it is final."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A step of the search; `report` has its figures and its best candidate so far, `tree` is the live tree."""
+    """A step of the search; `report` has its statistics and its best candidate so far, `tree` is the live tree."""
 
     report: Report
     tree: TokenTree
@@ -200,7 +201,7 @@ Event = Prefill | Text | Progress | Done
 
 
 def event_of(job: Job, seen: Prefill | Progress | None) -> Prefill | Progress | None:
-    """The state of a search; None if it is as in the event before, or has ended."""
+    """The state of a search; None if it equals the previous event, or if the search has ended."""
     if job.done or not job.trees:
         return None
     tree = job.trees[0]
@@ -219,7 +220,7 @@ class Models:
         target: continues prompts.
         others: by role: "draft", "reward".
         reward: a function instead of a reward model.
-        drafts: guesses that ride along; None: none.
+        drafts: the engine's drafter; None: none.
         drafters: others, which requests may choose.
     """
 
@@ -231,7 +232,7 @@ class Models:
 
     @property
     def shard(self) -> Shard:
-        """The place of this process among those that share the models."""
+        """The rank of this process among those that share the models."""
         return getattr(self.target.runner.model, "shard", Shard())
 
     @property
@@ -241,7 +242,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Checked:
-    """A request that suits the models.
+    """A request that has been checked against the models.
 
     Args:
         ids: of the prompt.
@@ -249,8 +250,8 @@ class Checked:
         eos: tokens that end an output.
         stops: None without stop strings.
         constrained: edits its rows; None if nothing does. It belongs to one run of the request.
-        healed: the end of the prompt's text that outputs begin with; "" if nothing was cut.
-        drafts: guesses that ride along; None: none.
+        healed: the end of the prompt's text with which outputs begin; "" if nothing was cut.
+        drafts: the request's drafter; None: none.
     """
 
     request: Request
@@ -304,9 +305,10 @@ def check_request(models: Models, request: Request, share: float = 1.0) -> Check
 
 
 def _heal(target: LoadedModel, request: Request, ids: list[int]) -> tuple[Request, list[int], str]:
-    """A request whose prompt is healed, if it is to be: with what its outputs begin with, and more room for that.
+    """Heal the prompt of a request that asks for it: require outputs to begin with the removed text, and allow more
+    tokens.
 
-    Returns the request, its prompt, and the text that was cut off. Raises UsageError.
+    Returns the request, its prompt, and the text that was removed. Raises UsageError.
     """
     if not request.heal:
         return request, ids, ""
@@ -332,11 +334,11 @@ def _prompt(target: LoadedModel, request: Request) -> list[int]:
 
 
 def check_ids(target: LoadedModel, ids: Sequence[int], name: str = "", what: str = "the prompt") -> None:
-    """Check that a prompt is not empty, fits the context and has valid ids only.
+    """Check that a prompt is not empty, fits the context and has only valid ids.
 
     Args:
         name: of the argument that has it; "": errors name none.
-        what: errors call it so.
+        what: the name of the prompt in errors.
 
     Raises:
         UsageError: it does not.
@@ -374,7 +376,7 @@ def _ends(target: LoadedModel, request: Request) -> frozenset[int]:
 
 
 def _check_fields(request: Request) -> None:
-    """Check the fields that need no model, but for those of `Rules`. Raises UsageError."""
+    """Check the fields that need no model, except those of `Rules`. Raises UsageError."""
     check_stop(request.stop)
     check_flag("heal", request.heal)
     check_logprobs(request.logprobs)
@@ -397,7 +399,7 @@ def _check_distinct(target: LoadedModel, request: Request) -> None:
 
 
 def _check_roles(models: Models, request: Request) -> None:
-    """Check that the models of a search are there, and that it may write its files. Raises UsageError."""
+    """Check that a search's models are available, and that it may write its files. Raises UsageError."""
     for role in request.search.models:
         if role not in models.others and not (role == "reward" and (request.reward or models.reward)):
             kind = {"draft": "a smaller one of the same tokenizer", "reward": "one with a scalar head"}[role]
@@ -430,16 +432,16 @@ def joint(
 ) -> tuple[list[int], Scoring]:
     """The common prompt of continuations, and the search that scores them.
 
-    A continuation's tokens are those of prompt and continuation together, after the longest beginning that they share
-    with the tokens of the prompt alone: a token that reaches over the border belongs to it.
+    A continuation's tokens are those of the joined text after the longest prefix that it shares with the prompt's own
+    tokens: a token that spans the boundary belongs to the continuation.
 
     Args:
         prompt: text, or token ids.
         texts: continuations, text or token ids; one that is text after a prompt of ids is tokenised alone.
 
     Raises:
-        UsageError: a prompt or a continuation of another type, an id out of range, no token that comes before all of
-            them, or one that does not fit the context.
+        UsageError: a prompt or continuation has the wrong type, an id is out of range, no token precedes all
+            continuations, or a text does not fit the context.
     """
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise UsageError(f"continuations: expected a list of texts or of token ids, got {shortened(repr(texts))}")

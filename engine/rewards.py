@@ -1,7 +1,7 @@
-"""Rewards: a reward model scores a prompt with the beginnings of its answers, on a tree that grows with them.
+"""Rewards: a reward model scores a prompt with partial answers, on a tree that grows with them.
 
 The model reads the conversation in its own chat template, if it has one, and in its own tokens, if they differ. The
-template's text after a message (the closing) is added to each response for its score alone.
+template's text after a message (the closing) is appended to each response only for its score.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The one loop: requests come and go, in turns of their clients, while one driver steps them all."""
+"""The one loop: starts and ends requests, taking turns among clients, while one driver steps them all."""
 
 import contextlib
 import itertools
@@ -38,9 +38,9 @@ class News:
 
     Attributes:
         began: when the search started, by `time.perf_counter`.
-        text: further text of the best output, which is certain.
+        text: further text of the best output, which is final.
         outcome: the result or the error; None while the search runs.
-        event: the state of the search, if `Entry.wants` is set; what its report says is computed already.
+        event: the state of the search, if `Entry.wants` is set; its report's functions have already been computed.
     """
 
     began: float
@@ -54,17 +54,17 @@ class Entry:
     """A request that waits or runs.
 
     Attributes:
-        client: whose request it is.
-        tell: called with every `News`, by the thread that steps; it must not raise.
-        stream: whether its text is wanted as soon as it is certain.
+        client: the client that made the request.
+        tell: called with every `News`, in the thread that steps; it must not raise.
+        stream: whether its text is delivered as soon as it is final.
         wants: set by the caller while it waits for the next event; None if it wants none.
-        trunk: the cache that its tree takes over.
+        trunk: the cached trunk that its tree takes over.
         retire: gets the target's tree at the end.
-        job: what the driver works on; None while the request waits.
-        told: whether `tell` was called, which happens first when the search starts.
+        job: the driver's job; None while the request waits.
+        told: whether `tell` has been called, which first happens when the search starts.
         seen: the latest event.
-        text: makes text of settled tokens, for `stream`, once the request is queued.
-        finish: makes the outcome of a search that has ended, a piece at a time.
+        text: converts settled tokens to text, for `stream`, once the request is queued.
+        finish: computes the outcome of a search that has ended, a piece at a time.
     """
 
     checked: Checked
@@ -87,13 +87,12 @@ class Entry:
 
 
 class Service:
-    """The requests of all clients: callers loop over `step`, by which one driver serves them all.
+    """The requests of all clients: callers call `step` in a loop, and one driver serves them all.
 
-    All methods but `check` and `check_text` belong to one thread; any threads may check at once.
+    All methods except `check` and `check_text` belong to one thread; any threads may check concurrently.
 
-    A place that becomes free goes to the client, of those that wait, with the fewest running requests; of equals to the
-    one whose last turn was the longest ago. The last place is for clients that have none, and so is a part of the KV
-    cache.
+    A free place goes to the waiting client with the fewest running requests; among equals, to the one whose last turn
+    is longest ago. The last place, and a part of the KV cache, are reserved for clients that have none.
 
     An error of a request ends that request.
 
@@ -103,9 +102,9 @@ class Service:
         observer: is notified of the phases of each step.
 
     Attributes:
-        alone: whether all requests come from one client.
-        keeps_files: whether searches may keep data about the model in the user's cache folder.
-        entries: the requests that the driver has.
+        alone: whether all requests come from a single client.
+        keeps_files: whether searches may store data about the model in the user's cache folder.
+        entries: the requests that the driver is working on.
         waiting: the others, by client.
     """
 
@@ -153,7 +152,7 @@ class Service:
         return entry
 
     def queue(self, entry: Entry) -> None:
-        """Have a request wait for its turn. Raises ValueError: its trace has recorded another request."""
+        """Queue a request. Raises ValueError if its trace has recorded another request."""
         checked, request, target = entry.checked, entry.checked.request, self.models.target
         steady, trunk = target.shape.steady_length, entry.trunk
         if trunk is not None and steady is not None and max(len(checked.ids), trunk.cached) > steady:
@@ -168,7 +167,7 @@ class Service:
         self.waiting.setdefault(entry.client, deque()).append(entry)
 
     def cancel(self, entry: Entry) -> None:
-        """Abandon a request: its pages return to the pool now. Without effect on one that has ended."""
+        """Abandon a request: its pages return to the pool now. No effect if it has ended."""
         if entry in self.entries:
             self.entries.remove(entry)
             if entry.job is not None:
@@ -184,21 +183,21 @@ class Service:
         return self.driver.busy or bool(self.waiting or self.entries)
 
     def interrupt(self, entry: Entry) -> None:
-        """End a search with its best candidate so far; the next step tells the outcome."""
+        """End a search with its best candidate so far; the next step reports the outcome."""
         if (job := entry.job) is not None and not job.done:
             best = list(job.report.best()) if job.report.best else list(job.settled)
             self.driver.stop(job, SearchResult([Output(best, None, None, "interrupted")]))
 
     def take(self, entry: Entry) -> None:
-        """End a search with the result that its latest report says is ready; the next step tells the outcome."""
+        """End a search with the result that its latest report declares ready; the next step reports the outcome."""
         if (job := entry.job) is not None and not job.done and job.report.ready is not None:
             self.driver.stop(job, job.report.ready())
 
     def step(self) -> None:
-        """Admit requests, evaluate at most one pass of each model, and tell what it did.
+        """Admit requests, evaluate at most one pass of each model, and report the results.
 
         Raises:
-            KVMemoryError: the machine is out of memory. After this, as after any other error, `abandon` or `close`.
+            KVMemoryError: the machine is out of memory. After this or any other error, call `abandon` or `close`.
         """
         self._admit()
         if self.driver.busy:
@@ -211,7 +210,7 @@ class Service:
         self.report()
 
     def report(self) -> None:
-        """Tell what became of requests since the last call."""
+        """Report the results of requests since the last call."""
         for entry in [*self.entries]:
             with self._failing(entry):
                 self._report(entry)
@@ -238,14 +237,14 @@ class Service:
                 entry.job.error = None
 
     def end(self, error: CoppiceError) -> None:
-        """End all requests with an error, and begin afresh."""
+        """End all requests with an error, and start afresh."""
         waiting, self.waiting = self.waiting, {}
         self.abandon(error)
         for entry in itertools.chain(*waiting.values()):
             entry.tell(News(0.0, outcome=error))
 
     def abandon(self, error: CoppiceError) -> None:
-        """End the requests that the driver has with an error; those that wait get a new one."""
+        """End the driver's requests with an error; waiting requests get a new driver."""
         entries, work, waiting = self.entries, self.driver.work, self.waiting
         try:
             self.close()
@@ -256,7 +255,8 @@ class Service:
                 entry.tell(News(entry.began, outcome=error))
 
     def _admit(self) -> None:
-        """Hand over as many requests as the driver starts at once; none of a client of which it had to preempt one."""
+        """Hand over as many requests as the driver starts at once, but none of a client one of whose requests is
+        preempted."""
         self.driver.share = self._share
         if not self.waiting:
             return
@@ -311,7 +311,7 @@ class Service:
             del self._turns[next(iter(self._turns))]
 
     def _report(self, entry: Entry) -> None:
-        """Tell what a step did for a request that has started and not ended."""
+        """Report the result of a step for a running request."""
         job, text, event = entry.job, "", None
         if job is None or not job.started or entry.finish is not None:
             return
@@ -326,7 +326,7 @@ class Service:
             entry.tell(News(job.started, text, event=event))
 
     def _finish(self) -> None:
-        """Go on with the outcomes of searches that have ended, until one of them had a piece of work to do."""
+        """Advance the outcomes of searches that have ended, until one of them has done a piece of work."""
         for entry in [entry for entry in self.entries if entry.finish is not None]:
             with self._failing(entry):
                 if not self._advance_outcome(entry):
@@ -335,7 +335,8 @@ class Service:
                     return
 
     def _advance_outcome(self, entry: Entry) -> bool:
-        """Do one piece of the work for a search's outcome; True if that was the last, and the outcome is told."""
+        """Do one piece of work for a search's outcome; True if it was the last piece and the outcome has been
+        reported."""
         assert entry.finish is not None
         try:
             next(entry.finish)
@@ -369,8 +370,8 @@ class Service:
 def starter(
     models: Models, driver: Driver, checked: Checked, trunk: Trunk | None, model_key: str
 ) -> Callable[[Job], SearchGenerator]:
-    """The function that starts a request's search. It refers to no job: that would be a cycle, which keeps the models
-    in memory until the garbage collector runs."""
+    """The function that starts a request's search. It holds no reference to a job: that would be a cycle, which would
+    keep the models in memory until the garbage collector runs."""
     target, search, constrained = models.target, checked.request.search, checked.constrained
     if checked.request.distinct is not None:
         search = search.with_all_outputs()
@@ -415,7 +416,8 @@ def judge_of(models: Models, driver: Driver, job: Job, checked: Checked) -> Judg
 
 
 def finishing(models: Models, checked: Checked, job: Job) -> Generator[None, None, Outcome]:
-    """The outcome of a request that has ended; yields between pieces of work as long as a pass of few rows."""
+    """The outcome of a request that has ended; yields between pieces of work that take about as long as a pass of few
+    rows."""
     cause, job.error = job.error, None  # its traceback refers to the job
     if cause is not None:
         return _reported(checked, cause)
@@ -444,7 +446,7 @@ def finishing(models: Models, checked: Checked, job: Job) -> Generator[None, Non
 
 
 def _reported(checked: Checked, cause: BaseException) -> CoppiceError:
-    """The error to report for what ended a request."""
+    """The error to report for the exception that ended a request."""
     if isinstance(cause, CoppiceError):
         return cause
     if not is_out_of_memory(cause):
@@ -455,7 +457,7 @@ def _reported(checked: Checked, cause: BaseException) -> CoppiceError:
 
 
 def as_ours(error: BaseException, what: str) -> CoppiceError:
-    """An error for those that wait; one that is not a CoppiceError becomes its cause."""
+    """An error for waiting callers; an exception that is not a CoppiceError becomes its cause."""
     if isinstance(error, CoppiceError):
         return error
     ours = CoppiceError(f"{what}: {type(error).__name__}: {error}"[:500])

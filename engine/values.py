@@ -1,4 +1,4 @@
-"""Values of a search's parameters, from a command line or from JSON, as the annotations of fields accept them."""
+"""Converts values of search parameters, from a command line or JSON, by the annotations of their fields."""
 
 import dataclasses
 import math

@@ -1,5 +1,5 @@
-"""The words that fields of requests and flags take. A module of its own, so that a command line needs no more for its
-help than this; the code that acts on a word imports it from here."""
+"""The names that request fields and flags accept, in a module of their own, so that a command line's help imports
+nothing else; the code that acts on a name imports it from here."""
 
 DISTINCT = TEXT, TEXT_SUM = ("text", "text-sum")  # see `engine.contract.distinct`
 SCORES = MODEL, RENORMALISED = ("model", "renormalised")  # see `engine.rules.Rules`

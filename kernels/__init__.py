@@ -1,4 +1,4 @@
-"""Operators over token trees: each a folder with its definition, its fast versions and a front that picks one."""
+"""Operators on token trees, each a folder with its definition, its fast versions and a front that picks one."""
 
 import warnings
 

@@ -1,12 +1,12 @@
-"""Builds the C++ kernels ahead of their use, for this machine or for others.
+"""Builds the C++ kernels ahead of time, for this machine or for others.
 
     python -m kernels.build --output DIR                          for the processor of this machine
     python -m kernels.build --target x86-64-v3 --output DIR       for all processors with AVX2
     python -m kernels.build --list                                what this machine runs and would load
 
-The environment variable COPPICE_KERNELS=DIR makes Coppice load the best target in DIR that the processor runs, without
-a compiler; COPPICE_KERNELS=off makes it run in PyTorch only. What is in `kernels/prebuilt` when a wheel is made is
-shipped with it. CXX names another compiler, a cross compiler for --target aarch64 say.
+With the environment variable COPPICE_KERNELS=DIR, Coppice loads the best target in DIR that the processor can run,
+without a compiler; COPPICE_KERNELS=off makes it run in PyTorch only. Wheels include the contents of `kernels/prebuilt`.
+CXX names another compiler, for example a cross compiler for --target aarch64.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Checks before an operator takes an address or computes: dtype, shape, device, order in memory, range.
+"""Checks before an operator takes an address or computes: dtype, shape, device, memory layout, range.
 
-Every implementation of an operator refuses the same inputs with the same error. An implementation refuses by itself
-what only it cannot do, for example a dtype that C++ does not have.
+Every implementation of an operator refuses the same inputs with the same error. An implementation itself refuses
+what only it does not support, for example a dtype that C++ does not have.
 """
 
 import math

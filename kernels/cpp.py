@@ -1,7 +1,7 @@
-"""The C++ kernels of this package: built for this machine when first needed, kept on disk, called through ctypes.
+"""The C++ kernels of this package: built for this machine when first needed, stored on disk, called through ctypes.
 
-A library is taken from the folder that COPPICE_KERNELS names, else from `kernels/prebuilt` in an installed package,
-else from the user's cache folder, where it is built if it is absent. See `docs/kernels.md`.
+A library is loaded from the folder that COPPICE_KERNELS names, otherwise from `kernels/prebuilt` in an installed
+package, otherwise from the user's cache folder, where it is built if it is missing. See `docs/kernels.md`.
 """
 
 import ctypes

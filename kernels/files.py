@@ -1,6 +1,7 @@
-"""Locks, and files of native code: written whole, verified before they are loaded, refused if others could write them.
+"""Locks, and files of native code: written atomically, verified before they are loaded, refused if others could write
+to them.
 
-Beside `NAME.so` lies `NAME.json`: the size and SHA-256 digest of the library, and what it was built from and for.
+`NAME.so` comes with `NAME.json`: the size and SHA-256 digest of the library, and what it was built from and for.
 """
 
 import fcntl

@@ -38,9 +38,9 @@ if INTERPRETED.value:
 
 
 def build_launcher() -> None:
-    """Have Triton build the module that launches kernels, with a C compiler; later it is on the disk.
+    """Make Triton build the module that launches kernels, with a C compiler; later starts find it on disk.
 
-    Raises whatever Triton does where it cannot.
+    Raises whatever Triton raises if it cannot.
     """
     runtime.driver.active.get_current_target()
 
@@ -49,15 +49,15 @@ _launcher: Callable[..., Any] | None = None  # instead of a launch: gets the ker
 
 
 def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
-    """A function that launches a kernel with a grid of programs; within `compiling` it has it compiled instead."""
+    """A function that launches a kernel with a grid of programs; within `compiling` it compiles the kernel instead."""
     run = kernel[grid] if _launcher is None else _launcher(kernel, grid)
     return functools.partial(run, **options) if (options := early(kernel)) else run
 
 
 def early(kernel: Any) -> dict[str, bool]:
-    """Options of a launch that may begin before the kernel before it has ended (programmatic dependent launch, CUDA C++
-    Programming Guide): for kernels that wait by `after_the_last`, where `COPPICE_PDL=on` asks for it and GPU and driver
-    have it. Not measured yet, and off by default."""
+    """Options of a launch that may begin before the previous kernel has ended (programmatic dependent launch, CUDA C++
+    Programming Guide): for kernels that wait with `after_the_last`, if `COPPICE_PDL=on` is set and GPU and driver
+    support it. Not measured yet, and off by default."""
     return {"EARLY": True, "launch_pdl": True} if early_launches() and "EARLY" in kernel.arg_names else {}
 
 
@@ -72,8 +72,8 @@ def early_launches() -> bool:
 
 @triton.jit
 def after_the_last(EARLY: tl.constexpr):
-    """Wait for the end of the kernel before this one, if this one may begin earlier, and let the next one begin. It
-    comes before all else: what follows reads what the last kernel wrote, or writes what it read."""
+    """Wait for the end of the previous kernel, if this one may have begun earlier, and let the next one begin. It must
+    come first: everything after it reads what the previous kernel wrote, or writes what it read."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -92,12 +92,13 @@ def launching_by(launcher: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling(tell: Callable[[int, int], None]) -> Iterator[None]:
-    """Within it, kernels are compiled instead of launched, in threads; at its end they are there.
+    """Context in which kernels are compiled, in threads, instead of launched; at its end all are compiled.
 
-    One that cannot be compiled raises its error when it is launched. Other threads must launch nothing meanwhile.
+    A kernel that cannot be compiled raises its error when it is launched. Other threads must not launch kernels
+    meanwhile.
 
     Args:
-        tell: is called a few times a second with how many kernels are there, and how many there are to be.
+        tell: called a few times a second with the number of compiled kernels, and of all kernels.
     """
 
     def warm(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -111,7 +112,7 @@ def compiling(tell: Callable[[int, int], None]) -> Iterator[None]:
 
 
 class _Threads(ThreadPoolExecutor):
-    """Threads that compile: Triton's compiler and ptxas leave Python's lock to others most of the time."""
+    """Threads that compile: Triton's compiler and ptxas release the GIL most of the time."""
 
     def __init__(self):
         super().__init__(min(MOST_THREADS, len(os.sched_getaffinity(0))))
@@ -142,7 +143,7 @@ def ready(kernel: Any) -> Any:
 
 
 def check_device(*tensors: Tensor) -> None:
-    """Raises ValueError for tensors that no kernel can reach."""
+    """Raises ValueError for tensors that kernels cannot reach."""
     kinds = {x.device.type for x in tensors}
     if kinds != {"cpu" if INTERPRETED else "cuda"}:
         wanted = "CPU tensors (TRITON_INTERPRET is set)" if INTERPRETED else "CUDA tensors"
@@ -151,13 +152,13 @@ def check_device(*tensors: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Properties:
-    """The properties of a GPU that kernels choose their sizes by.
+    """The properties of a GPU from which kernels choose their sizes.
 
     Args:
         processors: streaming multiprocessors.
         roomy: whether they have the shared memory of a data-centre card.
         registers, shared, threads: of a multiprocessor; shared memory in bytes.
-        bulk: whether a block of a tensor is copied to shared memory at once (from sm_90 on), where that has room.
+        bulk: whether a block of a tensor can be copied to shared memory at once (from sm_90 on), if there is room.
     """
 
     processors: int

@@ -1,11 +1,11 @@
-"""The definition of the rows of an FP8 KV cache: D e4m3 and a float32 scale; element i is e_i * scale.
+"""The definition of a row of an FP8 KV cache: D e4m3 elements and a float32 scale; element i is e_i * scale.
 
-The scale of a row is its largest magnitude / 448, e the nearest to the row divided by it, ties to even.
-`kernels.kv_kinds` says where they lie.
+The scale of a row is its largest magnitude / 448; e is the row divided by the scale, rounded to the nearest, ties to
+even. `kernels.kv_kinds` defines the memory layout.
 
 All implementations write the same bits: they multiply by float32 reciprocals of 448 and of the scale, and clamp the
-products before they round them. A row that is not finite has a scale of NaN and e = 0; a row whose scale would not be a
-normal number is 0. So no e is NaN itself.
+results before rounding. A row that is not finite has a scale of NaN and e = 0; a row whose scale would not be a
+normal number becomes 0. So e itself is never NaN.
 """
 
 import torch

@@ -1,12 +1,12 @@
-"""The definition of the rows of an int8 KV cache: D int8 and a bfloat16 scale; element i is q_i * scale.
+"""The definition of a row of an int8 KV cache: D int8 elements and a bfloat16 scale; element i is q_i * scale.
 
-The scale of a row is its largest magnitude / 127, rounded to bfloat16, whose range is that of float32; q is the row
-divided by it, rounded to the nearest, ties to even. q * scale is exact in float32. `kernels.kv_kinds` says where they
-lie.
+The scale of a row is its largest magnitude / 127, rounded to bfloat16, which has float32's range; q is the row divided
+by the scale, rounded to the nearest, ties to even. q * scale is exact in float32. `kernels.kv_kinds` defines the memory
+layout.
 
 All implementations write the same bits. They multiply by float32 reciprocals of 127 and of the scale, and clamp the
-products before they round them, so that no compiler joins the two. A row that is not finite has an infinite scale and
-q = 0, whose product is NaN; a row whose scale would not be a normal number is 0.
+results before rounding, so that no compiler fuses the two. A row that is not finite has an infinite scale and
+q = 0, whose product is NaN; a row whose scale would not be a normal number becomes 0.
 """
 
 import torch

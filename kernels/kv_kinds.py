@@ -1,7 +1,7 @@
-"""KV caches of any dtype: how the rows of a head, of D elements in each of S slots, lie in memory.
+"""KV caches of any dtype: the memory layout of a head's rows, of D elements in each of S slots.
 
-Floats lie as they are. A cache of 8 bits has a scale for each row. Scales lie after all elements of the head, so that
-rows are aligned: a GPU fetches ahead only what is::
+Float caches store only elements. An 8-bit cache also has a scale per row. Scales follow all elements of the head, so
+that rows are aligned, because a GPU prefetches only aligned rows::
 
     [q q q ... q] x S [scale] x S          S x D of 8 bits, then S scales: element i of a row is q_i * scale
 

@@ -1,4 +1,4 @@
-"""TreeLayout: where the tokens of one forward pass stand in their trees and in the KV cache.
+"""TreeLayout: the positions of a forward pass's tokens in their trees and in the KV cache.
 
 Shape legend: T tokens of the pass, R trees, P pages of the longest trunk, W branch slots of the widest tree
 (a multiple of 32), C = W / 32 words of ancestry bits, L layers, G key/value heads, S slots of the cache, D head size.
@@ -30,7 +30,7 @@ HOST = ("trunk_runs", "adapters_T")  # fields of a layout that stay on the host
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """The trees of a pass, for attention and KV writes. Built by the engine, opened by kernels only."""
+    """The trees of a pass, for attention and KV writes. Built by the engine, read only by kernels."""
 
     positions_T: Tensor  # int64, trunk length + depth: never a slot's place in memory
     write_slots_T: Tensor  # int64, the slot that takes each token's key and value
@@ -55,11 +55,11 @@ class TreeLayout:
 
     @property
     def rows_impl(self) -> str:
-        """Which implementation of the operators on rows the engine chose."""
+        """The implementation of the row-wise operators that the engine chose."""
         return self.rows or self.impl
 
     def changed(self) -> None:
-        """Its tensors hold another pass than before: operators check it again."""
+        """Its tensors now hold another pass: operators must check it again."""
         self.refilled()
         vars(self).pop("_fits", None)
         vars(self).pop("_slots", None)
@@ -67,14 +67,15 @@ class TreeLayout:
             vars(self.paths).pop("_fits", None)
 
     def refilled(self) -> None:
-        """Its tensors hold numbers of another pass, right by construction: operators keep nothing made of the old."""
+        """Its tensors hold another pass, valid by construction: operators must discard anything derived from the old
+        values."""
         vars(self).pop("_tasks", None)
         if self.paths is not None:
             vars(self.paths).pop("_groups", None)
             vars(self.paths).pop("_planned", None)
 
     def to(self, device: torch.device | str) -> "TreeLayout":
-        """The same layout on a device, but for `trunk_runs` and `adapters_T`."""
+        """The same layout on a device, except `trunk_runs` and `adapters_T`."""
         if self.positions_T.device == torch.device(device):
             return self
         moving = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in HOST}
@@ -83,7 +84,7 @@ class TreeLayout:
 
     @property
     def seen(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The tensors that define which tokens see what, as arguments of operators that take tensors only."""
+        """The tensors that define which tokens see what, as arguments for operators that take only tensors."""
         trunk = self.positions_T, self.token_starts, self.trunk_seen_T, self.trunk_runs
         return (*trunk, self.branch_slots_RW, self.branch_positions_RW, self.ancestry_TC)
 
@@ -94,12 +95,12 @@ class TreeLayout:
 
 @dataclass(frozen=True)
 class DeltaPaths:
-    """Rows of tokens and states, in stores of their own, that the recurrent layers of a pass read and write.
+    """Rows of tokens and states, in separate stores, that the recurrent layers of a pass read and write.
 
-    A sequence is cut into blocks of `BLOCK` tokens. A token reads the state that its block begins with, and the rows of
-    its ancestors in the block: so what it computes depends on its sequence alone, and sequences share what they have in
-    common. The token that ends a block leaves the state of its sequence. Reads and writes are in the order of the
-    tokens: a state may take the place of the one that it is made of.
+    A sequence is divided into blocks of `BLOCK` tokens. A token reads the state at the beginning of its block and the
+    rows of its ancestors in the block, so its result depends only on its sequence, and sequences share what they have
+    in common. The token that ends a block writes the state of its sequence. Reads and writes are in the order of the
+    tokens: a state may overwrite the one from which it is computed.
     """
 
     rows_T: Tensor  # int64, the row that keeps each token; TRASH_SLOT: none does
@@ -123,7 +124,7 @@ class DeltaKind:
     """The sizes of a recurrent layer: of a gated delta net (`kernels.delta_net`).
 
     Args:
-        key_heads, value_heads: of queries and keys; of values, a multiple.
+        key_heads, value_heads: number of query and key heads; number of value heads, a multiple.
         key_size, value_size: elements of a head.
         taps: of the convolution before it.
     """
@@ -136,12 +137,12 @@ class DeltaKind:
 
     @property
     def channels(self) -> int:
-        """Elements of queries, keys and values of a token: what the convolution reads."""
+        """Elements of a token's queries, keys and values, the input of the convolution."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
     @property
     def width(self) -> int:
-        """Elements that the operator reads of a token: these, gates of values, strengths and inputs of decays."""
+        """Elements of a token that the operator reads: the channels, value gates, strengths and inputs of decays."""
         return self.channels + self.value_heads * (self.value_size + 2)
 
     @property
@@ -164,7 +165,7 @@ class ScanKind(DeltaKind):
     """The sizes of a recurrent layer of Mamba-2 (`kernels.scan`): heads of keys are the groups of B and C, of as many
     elements as a state; a head of values is one of x.
 
-    What it keeps is cut as that of a gated delta net: B is the key, the step times x what is written.
+    Its rows are laid out like those of a gated delta net: B is the key, and the step times x is what is written.
     """
 
     @property
@@ -179,7 +180,7 @@ class LatentSizes:
 
     Args:
         eps: of the latent's norm.
-        interleaved: elements that are rotated with each other lie side by side; if not, half of all apart.
+        interleaved: rotary pairs are adjacent elements; otherwise they are half of the rotated elements apart.
     """
 
     heads: int
@@ -202,8 +203,9 @@ class CacheKind:
 
     Args:
         heads, size: rows, and elements of a row.
-        pair: keys and values; otherwise one tensor: the input of a short convolution is one row of the model's width.
-        shared: the keys are the values as well, of one tensor.
+        pair: keys and values; otherwise one tensor, such as the input of a short convolution, one row of the model's
+            width.
+        shared: one tensor serves as keys and values.
     """
 
     heads: int
@@ -213,7 +215,7 @@ class CacheKind:
 
     @property
     def tensors(self) -> int:
-        """How many tensors have its rows."""
+        """How many tensors hold its rows."""
         return 2 if self.pair and not self.shared else 1
 
     def row(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -229,17 +231,17 @@ class CacheKind:
 
 
 class KVCache:
-    """The rows that all layers keep of all tokens: keys and values as a rule. A slot is one place in every tensor.
+    """The rows that all layers keep of all tokens, usually keys and values. A slot is one position in every tensor.
 
     Layers that keep the same share tensors [L, G, S, D]: a model whose layers are alike has one of keys and one of
     values. They are head-major, so that a head's rows are contiguous; those of 8 bits: see `kernels.kv_kinds`.
 
     Args:
-        k_LGSD, v_LGSD: of the layers with attention; the same tensor where keys are the values as well.
-        others: one tensor or two for each other `CacheKind`.
-        places: of each layer: the number of its tensors (0: keys and values, 1: the first of the others), and its place
-            in them; layers may share one. None: the layer keeps nothing. Empty: keys and values, in order.
-        recurrent: rows [L, R, W] and states [L, S, H, K, V] of recurrent layers, which have the number -1 in `places`.
+        k_LGSD, v_LGSD: of the layers with attention; the same tensor if keys serve as values.
+        others: one or two tensors for each other `CacheKind`.
+        places: for each layer, the index of its tensors (0: keys and values, 1: the first of the others), and its index
+            within them; layers may share one. None: the layer keeps nothing. Empty: keys and values, in order.
+        recurrent: rows [L, R, W] and states [L, S, H, K, V] of recurrent layers, which have index -1 in `places`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The border between Python and C++ as operators.h declares it: argument types of functions, structures for ctypes.
+"""The interface between Python and C++ as operators.h declares it: argument types of functions, structures for ctypes.
 
-The compiler compares the header with every function that it compiles. That ctypes lays the structures out as the
-compiler does is checked once, when a library is loaded: the numbers are in it, see `table`.
+The compiler checks every function that it compiles against the header. Whether ctypes lays out structures like the
+compiler is checked once, when a library is loaded, with sizes and offsets that the library contains, see `table`.
 """
 
 import ctypes

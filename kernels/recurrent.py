@@ -1,9 +1,9 @@
-"""Shared by the Triton kernels of layers with a state: convolutions, the walk along chains, rows that are kept.
+"""Shared by the Triton kernels of layers with a state: convolutions, the walk along chains, storing rows.
 
-A program of the walk has one head of a state in its registers, all of its rows and some of its columns, which no other
-row or column hangs on. It begins with the state of a block, takes the tokens of the block before the chain one after
-the other, and then those of the chain: so states, and what is read of them, are the same bits however tokens are spread
-over passes. Shapes alone decide the number of programs of a level, and none waits for another.
+A program of the walk holds one head of a state in registers, all of its rows and some of its columns, which are
+independent of the other columns. It begins with the state of a block, applies the block's tokens before the chain one
+after another, and then those of the chain, so states and outputs are bit-identical however tokens are distributed over
+passes. Shapes alone determine the number of programs of a level, and none waits for another.
 
 Shape legend: T tokens, N chains, G heads of keys [K], H of values [V], C channels of the convolution, W elements of a
 row, of which the last P = W - C are prepared for the walk: keys, what is written or values, logarithms of decays.

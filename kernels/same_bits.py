@@ -1,4 +1,4 @@
-"""Whether a row's bits may depend on the rows beside it on a GPU. The C++ kernels never let them."""
+"""Whether a row's bits may depend on the other rows of a pass on a GPU. With the C++ kernels they never do."""
 
 import contextlib
 import os

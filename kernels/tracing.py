@@ -1,7 +1,7 @@
 """The operators as profilers and torch.compile see them.
 
-An operator in C++ or Triton is registered with `torch.library`. A profiler is shown these while it runs, see `watched`.
-A compiler is shown them in a graph of a whole model, see `kernels.whole_graph`.
+An operator in C++ or Triton is registered with `torch.library`. A running profiler sees these operators, see `watched`.
+A compiler sees them in the graph of a whole model, see `kernels.whole_graph`.
 """
 
 from collections.abc import Callable, Sequence

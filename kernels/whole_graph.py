@@ -1,4 +1,4 @@
-"""Functions that torch.compile traces in place of the fronts, whose checks read numbers: one graph of a whole model."""
+"""Functions that torch.compile traces in place of the fronts, whose checks read values: one graph for a whole model."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Adapters at the two ends of a model change rows of the embedding, and logits.
+"""Adapters on the two ends of a model: they change embedding rows and logits.
 
 Shape legend: T tokens of a pass, N asked rows, E width, V vocabulary, R rank.
 """

@@ -1,8 +1,8 @@
-"""Adapters of peft (LoRA, Hu et al., 2021): folders with adapter_config.json and adapter_model.safetensors, checked
-before any value is read, and their factors as a layer's matrices take them.
+"""peft's adapters (LoRA, Hu et al., 2021): folders with adapter_config.json and adapter_model.safetensors, checked
+before any value is read, and their factors in the form that a layer's matrices take.
 
-An adapter adds scale * (x A^T) B^T to the outputs of some modules of transformers. Here several of them may be one
-matrix; their outputs are ranges of its outputs then. It may hold a whole embedding or head in the place of the base's.
+An adapter adds scale * (x A^T) B^T to the outputs of some transformers modules. Here several modules may be one
+matrix; their outputs are then ranges of its outputs. An adapter may also replace the base's embedding or head.
 """
 
 import hashlib
@@ -88,7 +88,7 @@ class Adapter:
         file: its tensors.
         modules: by their names in transformers.
         whole: the tensors of modules that it replaces.
-        scale: a factor of all that it adds, beside its own.
+        scale: a factor for the adapter's contribution, in addition to its own.
     """
 
     folder: Path
@@ -174,7 +174,7 @@ class Adapter:
         return Fitted(modules, whole)
 
     def bytes(self, small: bool, dtype: torch.dtype) -> int:
-        """Bytes that it takes; `small`: beside matrices that are quantised, or in half precision."""
+        """Bytes that it takes; `small`: with quantised matrices, or in half precision."""
         whole = [self.file.tensors[name] for name in self.whole.values()]
         total = sum(math.prod(each.shape) * min(each.dtype.itemsize, dtype.itemsize) for each in whole)
         for each in self.modules.values():

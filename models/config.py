@@ -1,4 +1,5 @@
-"""The computation of a decoder: with the names of its tensors (`models.names`) all that most families differ in."""
+"""The computation of a decoder; together with tensor names (`models.names`), everything in which most families
+differ."""
 
 import math
 from collections import Counter
@@ -18,19 +19,20 @@ XIELU = "xielu"  # an activation with numbers of each layer, see `kernels.rows.x
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in the place of the MLP or beside it: MLPs, gated like that, of which a token chooses a few.
+    """A mixture of experts, in place of the MLP or in parallel with it: MLPs, gated like that, of which a token chooses
+    a few.
 
     Args:
-        count, width: of the experts, and inside each.
+        count, width: the number of experts, and the inner width of each.
         routing: how tokens choose.
         layers: which layers have it; the others have an MLP.
-        beside_mlp: these layers have an MLP as well, which reads the same stream; each has norms of its own on both
-            sides, and so has the sum. The router reads the normed stream times a vector, and the weights of chosen
-            experts are multiplied by the elements of another.
+        beside_mlp: these layers also have an MLP, which reads the same stream; MLP and experts each have their own
+            norms on both sides, and so has the sum. The router reads the normed stream times a vector, and the weights
+            of chosen experts are multiplied by the elements of another.
         choice_bias: the choice, and nothing else, adds a vector to the scores of experts.
-        shared_width: inside an expert that all tokens have besides; 0: there is none.
-        shared_gate: a matrix makes the weight of the shared expert; if not, it weighs 1.
-        bias: the matrices of experts, and the one that makes their scores, have biases.
+        shared_width: inner width of an expert that all tokens use in addition; 0: there is none.
+        shared_gate: a matrix produces the weight of the shared expert; otherwise its weight is 1.
+        bias: the matrices of the experts and the router have biases.
     """
 
     count: int
@@ -46,15 +48,15 @@ class Experts:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Layers with a gated delta net in the place of attention, or with a selective scan of Mamba-2.
+    """Layers with a gated delta net or a Mamba-2 selective scan instead of attention.
 
     Args:
-        kind: the sizes, in all of them; those of a scan are a `ScanKind`.
+        kind: the sizes, the same in all of them; a `ScanKind` for scans.
         layers: which layers they are.
-        interleaved: two matrices make what it reads, the heads of keys one after the other, each with its heads of
-            values (Qwen3-Next); if not, four do, and heads of one kind lie together.
-        bias, conv_bias: of a scan: the matrices around it have biases, and its convolution.
-        steps: of a scan: the least step, and the greatest.
+        interleaved: two matrices produce its inputs, key head by key head, each with its value heads (Qwen3-Next);
+            otherwise four matrices do, with the heads of each kind together.
+        bias, conv_bias: (scans) whether the matrices around it, and its convolution, have biases.
+        steps: (scans) the smallest and the largest step.
     """
 
     kind: DeltaKind
@@ -68,16 +70,17 @@ class Recurrent:
 @dataclass(frozen=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1): the keys and values of all heads are
-    made of one row of each token, the latent, and a key that all heads share.
+    computed from one row per token, the latent, and a key that all heads share.
 
     `Config.heads` read one head of keys, of which `Config.head_dim` elements are `rotated` and then the latent.
 
     Args:
         rank: of the latent.
-        query_rank: of the row that queries are made of; 0: of the stream.
-        plain, rotated, value: elements of a query that are not rotated, and that are; of a head's values.
+        query_rank: of the row from which queries are computed; 0: they are computed from the stream.
+        plain, rotated, value: the number of unrotated and of rotated elements of a query, and of elements of a head's
+            values.
         interleaved: elements that are rotated with each other lie side by side.
-        split: two matrices make keys and values; if not, one, those of each head below each other.
+        split: separate matrices produce keys and values; otherwise one does, with keys and values of each head in turn.
     """
 
     rank: int
@@ -91,12 +94,12 @@ class Latent:
 
 @dataclass(frozen=True)
 class ShortConvs:
-    """Layers with a gated short convolution in the place of attention.
+    """Layers with a gated short convolution instead of attention.
 
     Args:
-        taps: by layer, of the convolution; 0: it has attention.
+        taps: of the convolution, by layer; 0: the layer has attention.
         width: channels.
-        bias: convolutions and the matrices around them have biases.
+        bias: whether convolutions and the matrices around them have biases.
     """
 
     taps: tuple[int, ...]
@@ -106,13 +109,14 @@ class ShortConvs:
 
 @dataclass(frozen=True)
 class Uneven:
-    """Layers that differ in their heads and MLPs, or read what others keep; every argument has an entry for each layer.
+    """Layers that differ in their heads and MLPs, or read other layers' keys and values; every argument has an entry
+    per layer.
 
     Args:
-        kv_sizes: heads of keys and of values, and elements of a head.
+        kv_sizes: number of key/value heads, and elements of a head.
         keys_from: the layer whose keys and values it reads: itself or an earlier one.
-        keys_as_values: whether a matrix makes keys and values alike, before their norms.
-        mlp_widths: inside the MLP.
+        keys_as_values: whether one matrix produces both keys and values, before their norms.
+        mlp_widths: inner width of the MLP.
     """
 
     kv_sizes: tuple[tuple[int, int], ...]
@@ -123,14 +127,14 @@ class Uneven:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Inputs of each layer besides the stream, a row of each token for each (Gemma Team, 2025, "Gemma 3n"): a row of a
-    table by the token, plus what a matrix makes of the token's embedding, normed.
+    """Per-layer embeddings (Gemma Team, 2025, "Gemma 3n"): for each token and layer, a row of a table plus a normed
+    projection of the token's embedding.
 
     Args:
         width: of a layer's row.
         vocab_size: rows of the table.
         scale: of the table's rows, rounded to the model's dtype.
-        made_scale: of what the matrix makes, before the norm.
+        made_scale: of the projection, before the norm.
         sum_scale: of the sum.
     """
 
@@ -146,44 +150,44 @@ class Config:
     """Every option that affects the computation. The defaults are Llama's.
 
     Args:
-        width, mlp_width, head_dim: of the stream between layers; inside an MLP; of a head.
-        scores: a scalar head in place of the language model's.
-        tied: the head's matrix is the embedding.
-        rope: None: nothing is rotated; positions are learned, a row of a table each, or not seen at all.
-        ropes: by layer, where layers differ; empty: `rope` in all.
+        width, mlp_width, head_dim: of the residual stream; inside an MLP; of a head.
+        scores: a scalar head instead of the language model's.
+        tied: the head's matrix is the embedding matrix.
+        rope: None: no rotary embeddings; positions are learned (rows of a table) or not used at all.
+        ropes: by layer, if layers differ; empty: `rope` in all.
         rms: norms are RMSNorms and not LayerNorms; affine: they have weights; norm_bias: LayerNorms have biases too.
         plus_one: norms multiply by 1 + weight.
-        norms: where the norms of attention and of the MLP stand: on their input, on their output before it is added to
-            the stream, on the sum. One, or several.
-        parallel: attention and MLP stand side by side, and the norm of the input is "shared" or each has its "own";
-            "": the MLP reads what attention has added to.
-        head_norms: queries and keys have norms of their own: "each" head by itself, or "all" heads as one row, or each
-            by itself with a weight of its "own" and no bias.
+        norms: the positions of the norms of attention and MLP: on the input, on the output before it is added to the
+            stream, on the sum. One or several.
+        parallel: attention and MLP run in parallel, and the input norm is "shared" or each has its "own"; "": the MLP
+            reads the stream after attention.
+        head_norms: norms on queries and keys: "each" head separately, "all" heads as one row, or each head with its
+            "own" weights and no bias.
         value_norms: values are normed head by head, by RMSNorms without weights.
         interleaved: elements of a head that are rotated with each other lie side by side.
-        grouped_qkv: one matrix makes queries, keys and values, those of each head of keys below each other.
-        norms_last: they are normed after they are rotated, not before.
-        query_gate: attention is let through by the logistic function of gates, which the matrix of queries makes,
-            "below" the queries of each head, or a matrix "apart" before it.
-        activation: of the MLP, see `kernels.rows.activation`; or `XIELU`, of one that is not gated.
-        gated: the MLP multiplies its activated half with the other half.
-        experts: what some layers have in the place of the MLP; None: all have an MLP.
-        attention_bias, out_bias, mlp_bias, head_bias: the matrices of queries, keys and values, the one after
-            attention (None: as those), those of the MLP and the head have biases.
-        windows, scales: of attention, by layer; empty: none, and 1 / sqrt(head_dim).
+        grouped_qkv: one matrix produces queries, keys and values, grouped by key/value head.
+        norms_last: head norms are applied after the rotation, not before.
+        query_gate: attention's output is multiplied by the sigmoid of gates, which the query matrix produces "below"
+            the queries of each head, or a separate matrix ("apart").
+        activation: of the MLP, see `kernels.rows.activation`; or `XIELU`, of an MLP that is not gated.
+        gated: the MLP multiplies its activated half by the other half.
+        experts: the mixture of experts that some layers have instead of the MLP; None: all have an MLP.
+        attention_bias, out_bias, mlp_bias, head_bias: biases on the query, key and value matrices, on the output
+            projection (None: as on those), on the MLP and on the head.
+        windows, scales: of attention, by layer; empty: no windows, and 1 / sqrt(head_dim).
         attention_cap: scores of attention become cap * tanh(score / cap).
         sinks: a logit of each query head joins the denominator of its softmax.
-        convs: layers with a short convolution in the place of attention; None: there are none.
-        recurrent: layers with a state in the place of keys and values; None: there are none.
-        latent: of attention whose keys and values are made of a latent; None: it has matrices of them.
-        embedding_width: of the embedding, where matrices lead from it to `width` and back.
-        embedding_scale: factor of the embedding; `rounded_scale`: it is rounded to the model's dtype first.
+        convs: layers with a short convolution instead of attention; None: there are none.
+        recurrent: layers with a recurrent state instead of keys and values; None: there are none.
+        latent: latent attention; None: attention has key and value matrices.
+        embedding_width: of the embedding, if projections lead from it to `width` and back.
+        embedding_scale: factor of the embedding; `rounded_scale`: it is first rounded to the model's dtype.
         residual_scale: factor of what attention and MLP add to the stream.
         alone: by layer, the only part that it has: "attention", or what stands in its place, or an "mlp"; empty: all
             layers have both.
         uneven: the heads and MLPs of layers that differ; None: all have `kv_heads` of `head_dim`, and `mlp_width`.
-        layer_inputs: what tokens have for each layer besides; None: nothing.
-        layer_scales: layers multiply the stream, each by a scalar of its own, last of all.
+        layer_inputs: per-layer embeddings; None: none.
+        layer_scales: as its last step, each layer multiplies the stream by its own scalar.
         logit_divisor, logit_cap: logits are divided by the first, then become cap * tanh(logit / cap).
     """
 
@@ -244,7 +248,7 @@ class Config:
         return {rope: i for i, rope in enumerate(found)}
 
     def table(self, layer: int) -> int | None:
-        """The number of the rotary table of a layer's queries and keys; None: they are not rotated."""
+        """The number of the rotary table for a layer's queries and keys; None: no rotary embeddings."""
         rope = self.ropes[layer] if self.ropes else self.rope
         return None if rope is None else self.tables()[rope]
 
@@ -257,19 +261,19 @@ class Config:
         return self.scales[layer] if self.scales else self.kv_size(layer)[1] ** -0.5
 
     def kv_size(self, layer: int) -> tuple[int, int]:
-        """The heads of keys and of values of a layer, and the elements of a head."""
+        """The number of key/value heads of a layer, and the elements of a head."""
         return self.uneven.kv_sizes[layer] if self.uneven else (self.kv_heads, self.head_dim)
 
     def reads(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads."""
+        """The layer whose keys and values this layer reads."""
         return self.uneven.keys_from[layer] if self.uneven else layer
 
     def values_are_keys(self, layer: int) -> bool:
-        """Whether a matrix makes keys and values of a layer alike."""
+        """Whether one matrix produces both keys and values of a layer."""
         return self.uneven is not None and self.uneven.keys_as_values[layer]
 
     def inner(self, layer: int) -> int:
-        """The width inside a layer's MLP."""
+        """The inner width of a layer's MLP."""
         return self.uneven.mlp_widths[layer] if self.uneven else self.mlp_width
 
     def mixed(self, layer: int) -> bool:
@@ -277,7 +281,7 @@ class Config:
         return self.experts is not None and self.experts.layers[layer]
 
     def recurs(self, layer: int) -> bool:
-        """Whether a layer has a state in the place of keys and values."""
+        """Whether a layer has a recurrent state instead of keys and values."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
     def convolves(self, layer: int) -> bool:
@@ -309,16 +313,17 @@ class ModelShape:
 
     Args:
         layers, kv_heads, head_dim, vocab_size: dimensions.
-        max_positions: longest sequence the checkpoint is made for; None: no limit.
-        steady_length: keys of sequences longer than this depend on how long the sequence was when they were computed,
-            so that a longer prompt cannot take them over; None: they never do.
-        scores: a scalar head: the model scores texts and generates none.
-        switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
-            grows past it is evaluated afresh; None: they never do.
-        kept: what each layer keeps of a token, where some keep nothing (None), or something else than keys and values
-            of `kv_heads` heads of `head_dim`; empty: none does. Recurrent layers are all of one kind, and so are those
-            whose keys are their values.
-        keys_from: see `Uneven`, empty: each reads its own; a layer that reads those of another keeps nothing itself.
+        max_positions: the longest sequence for which the checkpoint was made; None: no limit.
+        steady_length: keys of sequences longer than this depend on the length of the sequence when they were computed,
+            so a longer prompt cannot reuse them; None: they never do.
+        scores: whether the model has a scalar head, so that it scores texts instead of generating.
+        switch_length: sequences longer than this use other rotary factors throughout (longrope), so a path that grows
+            past it must be evaluated again; None: they never do.
+        kept: what each layer keeps of a token, if some layer keeps nothing (None) or something other than keys and
+            values of `kv_heads` heads of `head_dim`; empty: none does. Recurrent layers are all of one kind, and so are
+            those whose keys are their values.
+        keys_from: see `Uneven`; empty: each layer reads its own. A layer that reads those of another keeps nothing
+            itself.
         ancestors: how many of a token's latest ancestors short convolutions read.
         output_width: of the rows that the head reads.
     """
@@ -358,7 +363,7 @@ class ModelShape:
 
     @property
     def groups(self) -> dict[CacheKind, int]:
-        """How many layers keep what; keys and values of `kv_heads` heads of `head_dim` first."""
+        """How many layers keep each kind; keys and values of `kv_heads` heads of `head_dim` come first."""
         kept = Counter(kept for i, kept in enumerate(self.kept) if isinstance(kept, CacheKind) and self.keeps(i))
         shared = any(kind.shared for kind in kept)
         first = CacheKind(self.kv_heads, self.head_dim, shared=shared)

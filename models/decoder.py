@@ -45,20 +45,21 @@ class Decoder(nn.Module):
     Attributes:
         architectures: of config.json.
         names: of the tensors.
-        default_eos_token_ids: where no file of the checkpoint has any.
-        ignored: tensors that a checkpoint may hold besides.
+        default_eos_token_ids: used if no file of the checkpoint has any.
+        ignored: additional tensors that a checkpoint may hold.
         has_mtp: whether checkpoints may hold a draft head, see `models.mtp`.
-        base: begins the names of a save of the whole model; a save of the model without its head lacks it.
+        base: the prefix of tensor names in a checkpoint of the whole model; absent if the model was saved without its
+            head.
         config, shape: of this process's part of the model, see `models.sharding`.
-        shard, part: the place of this process among those that compute the model, and what it has of it.
-        rotaries: the rotary tables, as `Config.table` numbers them.
+        shard, part: the rank of this process among those that compute the model, and its part of the model.
+        rotaries: the rotary tables, in the order of `Config.table`.
         before, after: the calls before the first layer, on a GPU, and after the last one.
-        stack: all layers as one call, on a CPU; None where that has no operators.
-        tail: the head, where it can join that call.
-        adapters: that requests choose from, by their numbers in a pass less one.
-        inputs: makes what layers read besides the stream; None: they read nothing.
-        ends: what these change in the embedding and the head.
-        tapped: the layers before which passes copy the stream, see `tap`.
+        stack: all layers as one call, on a CPU; None if it lacks an operator.
+        tail: the head, if it can join that call.
+        adapters: from which requests choose; adapter i has number i + 1 in a pass.
+        inputs: computes per-layer embeddings; None: there are none.
+        ends: the adapters' changes to the embedding and the head.
+        tapped: the layers before which passes copy the residual stream, see `tap`.
     """
 
     architectures: ClassVar[tuple[str, ...]]
@@ -84,7 +85,7 @@ class Decoder(nn.Module):
         """Load from a checkpoint; see `Weights` for the arguments.
 
         Args:
-            reader: makes the reader of the weights.
+            reader: creates the reader of the weights.
 
         Raises:
             CheckpointError: wrong fields or tensors; before any tensor is read.
@@ -139,12 +140,12 @@ class Decoder(nn.Module):
         layout: TreeLayout,
         tapped_TNE: Tensor | None = None,
     ) -> Tensor:
-        """Evaluate the T tokens of a pass; their keys and values go into the cache.
+        """Evaluate the T tokens of a pass and write their keys and values to the cache.
 
         Args:
             tokens_T, positions_T: int64; positions of a learned table lie below `shape.max_positions`.
             spans_T: int64, length of each token's sequence when it was evaluated (for length-dependent rotary kinds).
-            tapped_TNE: is filled with the stream before each layer of `tapped`; None: nobody wants it.
+            tapped_TNE: filled with the stream before each layer of `tapped`; None: not needed.
 
         Returns:
             hidden rows [T, E], final norm applied.
@@ -164,7 +165,7 @@ class Decoder(nn.Module):
 
     @property
     def joins(self) -> bool:
-        """Whether `top_sums` evaluates passes of C++."""
+        """Whether `top_sums` can evaluate C++ passes."""
         return self.tail is not None and self.stack is not None and self.stack.ready
 
     def top_sums(
@@ -179,7 +180,7 @@ class Decoder(nn.Module):
         wanted: Sequence[TopSums],
         tapped_TNE: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor], list[bool]]:
-        """`forward`, the logits of some of the tokens and their top sums, as one call.
+        """`forward`, the logits of some of the tokens and their top sums, in one call.
 
         Args:
             tokens_T, positions_T, spans_T, cache, layout, tapped_TNE: as of `forward`.
@@ -201,7 +202,7 @@ class Decoder(nn.Module):
         return [rotary.angles(positions_T, spans_T, self.dtype) for rotary in self.rotaries]
 
     def _inputs(self, tokens_T: Tensor, x_TE: Tensor, layout: TreeLayout) -> Tensor | None:
-        """The inputs of layers besides, of the rows that enter the first one; None: there are none."""
+        """The per-layer embeddings for the rows that enter the first layer; None: there are none."""
         return None if self.inputs is None else self.inputs(tokens_T, x_TE, layout.rows_impl)
 
     def _embedded(self, tokens_T: Tensor, positions_T: Tensor, layout: TreeLayout) -> Tensor:
@@ -226,8 +227,8 @@ class Decoder(nn.Module):
         """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype.
 
         Args:
-            head: some rows of the head, or this process's part of it, for logits of their tokens alone.
-            adapters: the number of each row's, where one of them changes logits; with no `head` then.
+            head: some rows of the head, or this process's part of it, to compute only the logits of their tokens.
+            adapters: the adapter number of each row, if one of them changes logits; not together with `head`.
         """
         c, rows_NE = self.config, self.outputs(hidden_NE)
         if adapters and self.ends is not None:
@@ -241,11 +242,11 @@ class Decoder(nn.Module):
         return logits_NV if c.logit_cap is None else (logits_NV / c.logit_cap).tanh_().mul_(c.logit_cap)
 
     def outputs(self, hidden_NE: Tensor) -> Tensor:
-        """The rows that the head reads of hidden rows: Hugging Face's `last_hidden_state`."""
+        """The head's input rows for hidden rows: Hugging Face's `last_hidden_state`."""
         return hidden_NE if self.project_out is None else self.project_out(hidden_NE)
 
     def adapt(self, adapters: Sequence[Adapter]) -> None:
-        """Load adapters. A token's is chosen by its number in `TreeLayout.adapters_T`, from 1 on.
+        """Load adapters. `TreeLayout.adapters_T` chooses each token's adapter by number, from 1 on.
 
         Raises:
             CheckpointError: they do not fit the model, or have values that are not finite.
@@ -276,7 +277,7 @@ class Decoder(nn.Module):
         self.stack = self._stack()
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Have passes copy the stream before some layers, on a CPU, for who reads it.
+        """Make passes copy the residual stream before some layers, on a CPU, for a reader such as a draft head.
 
         Args:
             layers: ascending; `config.layers` stands for the stream after the last one, before the norm.
@@ -291,7 +292,8 @@ class Decoder(nn.Module):
         self.stack = self._stack()
 
     def _join(self) -> None:
-        """Give each layer its calls for a GPU, for which the norm that a layer begins with ends the one before."""
+        """Give each layer its calls for a GPU, where the first norm of a layer is fused into the end of the previous
+        one."""
         layers = cast(Sequence[Layer], self.layers)
         parts = [list(layer.calls) for layer in layers]
         begins = [part[:1] if part[0].code == "norm" else [] for part in parts]

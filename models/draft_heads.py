@@ -1,9 +1,10 @@
-"""Draft heads: one decoder layer beside a model, which guesses the model's next tokens from rows that it computed.
+"""Draft heads: a single decoder layer that guesses a model's next tokens from rows that the model computed.
 
-A head reads a token together with the model's row of the token before it, and predicts the token after it. Where that
-row is not computed yet, as the token was guessed, the head's own row stands in.
+A head reads a token together with the model's row of the token before it, and predicts the next token. If that
+row is not computed yet because the token is itself a guess, the head's own row stands in.
 
-EAGLE-3 (Li et al., 2025, arXiv 2503.01840, section 3): the row is made of the streams before three layers of the model.
+EAGLE-3 (Li et al., 2025, arXiv 2503.01840, section 3): the row combines the hidden states before three of the model's
+layers.
 
 Shape legend: T tokens of a pass, N asked rows, E width, R tapped rows of a token, V tokens that the head knows.
 """

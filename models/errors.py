@@ -1,4 +1,4 @@
-"""The errors that the two lowest packages raise; `engine.errors` adds the rest."""
+"""The errors that `kernels` and `models` raise; `engine.errors` adds the rest."""
 
 import copyreg
 import difflib

@@ -1,9 +1,9 @@
-"""Files of what is derived from a model's files, kept in the user's cache folder, so that later starts derive nothing.
+"""Files derived from a model's files, kept in the user's cache folder, so that later starts need not derive them again.
 
-A file is named by the digest of what it derives from and of the code that derives it. It has sections of bytes, each at
-a multiple of LINE, then a JSON object with the caller's facts, the places of the sections and a digest of samples of
-them, then the digest and the length of that object, and MAGIC. The sections are mapped when it is opened: processes
-share their memory, and pages come in when they are first read.
+A file is named by the digest of its inputs and of the code that derives it. It has sections of bytes, each at a
+multiple of LINE, then a JSON object with the caller's metadata, the offsets of the sections and a digest of samples of
+them, then the digest and the length of that object, and MAGIC. The sections are memory-mapped: processes share their
+memory, and pages are loaded when they are first read.
 """
 
 import atexit

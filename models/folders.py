@@ -1,4 +1,5 @@
-"""Finds the folder that holds a checkpoint's files, also in the snapshots of the hub's cache, and the model's file."""
+"""Finds the folder that holds a checkpoint's files (also among the snapshots of the hub's cache), and the model's
+file."""
 
 import re
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Imports that wait until a command line has read its flags, so that help and wrong flags need no torch.
+"""Imports that wait until a command line has parsed its flags, so that help and wrong flags need no torch.
 
-A module with flags imports under `with later():` what only its work needs. The parser is made without these names;
-`import_now`, which `engine.app.cli.run` calls before the work, imports them. Other programs import them at once.
+A module that defines flags puts imports that only its work needs under `with later():`. The parser is built without
+them; `import_now`, which `engine.app.cli.run` calls before the work, performs them. Other programs import them at once.
 """
 
 import builtins

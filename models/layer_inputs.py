@@ -1,4 +1,4 @@
-"""Inputs of layers besides the stream, see `Config.layer_inputs`: makes them, and adds to the stream by them.
+"""Per-layer embeddings, see `Config.layer_inputs`: computes them, and adds their contribution to the residual stream.
 
 Shape legend: T tokens of a pass, E width, L layers, P width of a layer's input.
 """

@@ -1,5 +1,5 @@
-"""The parts of a decoder: attention, MLP, their norms, and the layer they make, a list of calls of operators
-(`kernels.stack.calls`). What each call does is in `models/running.py`.
+"""The parts of a decoder: attention, MLP, their norms, and the layer that they form, a list of operator calls
+(`kernels.stack.calls`). `models/running.py` executes each call.
 
 Shape legend: E width, K taps of a convolution.
 """
@@ -26,7 +26,8 @@ from models.running import Registers, Together, run
 
 
 class Attention(nn.Module):
-    """Attention of tokens to the trunks and branches they descend from, their keys and values written first."""
+    """Attention of tokens to the trunks and branches from which they descend; their own keys and values are written
+    first."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
@@ -69,7 +70,7 @@ class Attention(nn.Module):
 
 
 class Taps(nn.Module):
-    """The weights [K, E] of a short convolution, the own token's last, and its bias [E]."""
+    """The weights [K, E] of a short convolution, with that of the token itself last, and its bias [E]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
@@ -77,7 +78,7 @@ class Taps(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """A gated short convolution over the ancestors of tokens, in the place of attention; its inputs are kept."""
+    """A gated short convolution over the ancestors of tokens, instead of attention; its inputs are kept."""
 
     def __init__(self, names: Names, weights: Weights, convs: ShortConvs, index: int):
         super().__init__()
@@ -96,11 +97,11 @@ class ShortConv(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """A gated delta net over the ancestors of tokens, in the place of attention (`kernels.delta_net`).
+    """A gated delta net over the ancestors of tokens, instead of attention (`kernels.delta_net`).
 
     Attributes:
         weights: its own, float32 whatever the model's dtype.
-        order: where the operator's inputs stand among the outputs of interleaved matrices; None: in their places.
+        order: the positions of the operator's inputs among the outputs of interleaved matrices; None: already in order.
     """
 
     def __init__(self, c: Config, names: Names, weights: Weights, recurrent: Recurrent, index: int):
@@ -125,7 +126,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class SelectiveScan(nn.Module):
-    """A selective scan of Mamba-2 over the ancestors of tokens, in the place of attention (`kernels.scan`).
+    """A Mamba-2 selective scan over the ancestors of tokens, instead of attention (`kernels.scan`).
 
     Attributes:
         weights: its own, float32 whatever the model's dtype.
@@ -154,7 +155,7 @@ class SelectiveScan(nn.Module):
 
 
 def interleaved(kind: DeltaKind) -> Tensor:
-    """The places of what `delta_net` reads among the outputs of Qwen3-Next's two matrices, int64.
+    """The positions of `delta_net`'s inputs among the outputs of Qwen3-Next's two matrices, int64.
 
     The first one makes, for each head of keys, a query, a key, its values and their gates; the second one, for each
     head of keys, the strengths of its heads of values, and the inputs of their decays.
@@ -182,7 +183,8 @@ class Curve(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two products and an activation between them; gated, the activated half is multiplied with the other half."""
+    """Two matrix multiplications with an activation between them; if gated, the activated half is multiplied by the
+    other half."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
@@ -204,7 +206,8 @@ class MLP(nn.Module):
 
 
 class BesideMLP(nn.Module):
-    """An MLP, and beside it experts that read the stream by a norm of their own; both outputs are normed and added."""
+    """An MLP in parallel with experts, which read the stream through their own norm; both outputs are normed and
+    added."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, mixture: Mixture, index: int):
         super().__init__()
@@ -228,7 +231,7 @@ class BesideMLP(nn.Module):
 
 
 class Residual(nn.Module):
-    """The norms of attention or of an MLP, see `Config.norms`, and the factor of what it adds to the stream."""
+    """The norms of attention or of an MLP, see `Config.norms`, and the factor of its contribution to the stream."""
 
     def __init__(self, c: Config, weights: Weights, name: str, out_name: str):
         super().__init__()
@@ -242,7 +245,7 @@ class Residual(nn.Module):
         return [] if self.input is None else [Call("norm", "stream", "read", norm=self.input)]
 
     def add(self, *outputs: str) -> Iterator[Call]:
-        """The outputs in one register, or in two, to the stream."""
+        """Add the outputs in one or two registers to the stream."""
         for output in outputs:
             if self.output is not None:
                 yield Call("norm", output, output, norm=self.output)
@@ -255,12 +258,11 @@ class Residual(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, or one of them, each added to the stream; where their norms stand is `Config.norms`.
+    """Attention and MLP, or one of them, each added to the stream; `Config.norms` gives the positions of their norms.
 
     Attributes:
         calls: its operators.
-        together: the same for a GPU, some of them in one launch; the norm that the next layer begins with is the last
-            of this one.
+        together: the same for a GPU, some of them fused; the first norm of the next layer is the last call of this one.
     """
 
     together: list[Call | Together]

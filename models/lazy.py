@@ -1,7 +1,7 @@
-"""Names of a package that its modules have, each imported at its first use: `__getattr__` of a module (PEP 562).
+"""Names that a package exports from its modules, imported at first use: `__getattr__` of a module (PEP 562).
 
-Importing a package then costs nothing of what its names need, torch above all, and a command line can read its flags,
-show its help or refuse a folder before.
+Importing a package then does not import what its names need, above all torch, so a command line can parse its flags,
+show its help or refuse a folder first.
 """
 
 import importlib

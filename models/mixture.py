@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of an MLP, see `kernels.experts`."""
+"""A mixture of experts in place of an MLP, see `kernels.experts`."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,8 +1,8 @@
-"""The draft head that Qwen3-Next and Qwen3.5 have in their own checkpoints, `mtp.*`: a layer with attention.
+"""The draft head in the checkpoints of Qwen3-Next and Qwen3.5, `mtp.*`: a layer with attention.
 
-It is a module of multi-token prediction (DeepSeek-AI, 2024, arXiv 2412.19437, section 2.2): it reads the norms of a
-token's embedding and of the model's hidden row of the token before, made one row by a matrix; its own rows, after its
-norm, go to the model's head.
+It is a multi-token prediction module (DeepSeek-AI, 2024, arXiv 2412.19437, section 2.2): a matrix combines the normed
+embedding of a token and the normed hidden row that the model computed for the previous token; the module's output,
+after its norm, goes to the model's head.
 """
 
 import re

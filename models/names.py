@@ -36,8 +36,8 @@ class Names:
         expert: its matrices, those of `up` before the last, the place of its number is {}.
         shared, shared_gate: the same of the shared expert, and the matrix of its weight.
         router_scale, factors: the vector that the router's input is multiplied by, and that of the weights of experts.
-        experts_norm, experts_out_norm, mlp_own_norm: of experts beside an MLP, the norms of their input and output, and
-            that of the MLP's output alone.
+        experts_norm, experts_out_norm, mlp_own_norm: of experts in parallel with an MLP, the norms of their input and
+            output, and that of the MLP's output alone.
         input_table, input_matrix, input_norm: what makes `Config.layer_inputs` of tokens and their embeddings.
         input_gate, input_out, input_out_norm: of a layer, the matrices before and after its inputs, and the norm then.
         layer_scale: the scalar that a layer multiplies the stream by.

@@ -1,8 +1,8 @@
-"""Checks that the packages which Python finds by our names are ours. A file of its own: `run_path` runs it before any
-package is imported, see `engine.load.startup` and `tools`.
+"""Checks that the packages which Python finds under our names are ours. A separate file, because `run_path` runs it
+before any package is imported, see `engine.load.startup` and `tools`.
 
-A folder that comes first on the path, often the current one, can have a `models.py` or a `search/` of its own. Hugging
-Face distributes a package `kernels`, which can also write over files of ours. Imports would then fail with errors that
+A folder that comes first on the path, often the current one, may have its own `models.py` or `search/`. Hugging
+Face distributes a package `kernels`, which can also overwrite our files. Imports would then fail with errors that
 name neither, or run the other code.
 """
 

@@ -1,4 +1,4 @@
-"""Reads the fields of a Hugging Face config that families have in common, as arguments of a `Config`."""
+"""Reads the fields of a Hugging Face config that families share, as arguments of a `Config`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

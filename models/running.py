@@ -1,4 +1,4 @@
-"""Runs the calls of layers in Python: each by an operator, or on a GPU some of them together by one.
+"""Runs the operator calls of layers in Python, one by one or, on a GPU, some of them fused.
 
 Shape legend: T tokens of a pass, H query heads, G key/value heads, D head size, E width.
 """
@@ -23,17 +23,17 @@ from models.norms import DividedNorm
 
 
 class Registers(dict[str, Any]):
-    """The tensors that the calls of a pass read and write (`kernels.stack.calls.REGISTERS`). "heads" is in parts once
-    they are divided: turned heads, in one or two tensors, and values.
+    """The tensors that the calls of a pass read and write (`kernels.stack.calls.REGISTERS`). "heads" has several parts
+    once it is split: rotated heads, in one or two tensors, and values.
 
     Args:
-        stream_TE: what enters the first layer.
+        stream_TE: the input of the first layer.
         angles: of each table, see `models.rope`.
 
     Attributes:
-        kept: the cache of the layer that runs.
-        gates_TM: those that lay before the queries of "heads".
-        together: whether operators run together, see `fused`.
+        kept: the cache of the running layer.
+        gates_TM: the gates stored before the queries of "heads".
+        together: whether operators are fused, see `fused`.
     """
 
     kept: Sequence[Tensor]
@@ -52,7 +52,7 @@ class Registers(dict[str, Any]):
         self.together = self.impl == "triton"
 
     def split(self, heads: Heads, *, queries: bool = True) -> list[Tensor]:
-        """Queries, keys and values; queries and keys stay one tensor if they are one and need not be apart."""
+        """Queries, keys and values; queries and keys stay one tensor if they already are and need not be separate."""
         (G, H, K, V), parts = heads[:4], self["heads"]
         if isinstance(parts, Tensor):
             rows_THD = parts.unflatten(-1, (-1, heads.size))
@@ -65,7 +65,7 @@ class Registers(dict[str, Any]):
 
 
 def run(calls: "Sequence[Call | Together]", registers: Registers) -> None:
-    """Run calls in their order."""
+    """Run calls in order."""
     for call in calls:
         OPERATORS[call.code](call, registers)
 
@@ -191,14 +191,14 @@ def _inject(call: Call, r: Registers) -> None:
 
 
 class Together(NamedTuple):
-    """Calls that one operator does, see `OPERATORS`."""
+    """Calls that are fused into one operator, see `OPERATORS`."""
 
     code: str
     calls: Sequence[Call]
 
 
 def _turn_and_write(together: Together, r: Registers) -> None:
-    """Norms and rotations of heads, and the write of keys and values."""
+    """Norm and rotate heads, and write keys and values."""
     turns = together.calls
     norms = next((call for call in turns if call.code == "head_norms"), None)
     rotation = next((call for call in turns if call.code == "rotate"), None)
@@ -218,14 +218,14 @@ def _turn_and_write(together: Together, r: Registers) -> None:
 
 
 def _absorb_and_write(together: Together, r: Registers) -> None:
-    """Queries and the row of a token, rotated, and the write of that row."""
+    """Rotate queries and the row of a token, and write that row."""
     absorbing, rotation, _ = together.calls
     rows, angles = (r[absorbing.source], r["latent"]), r.angles[rotation.table]
     r["heads"] = [absorbing.latent.absorb_and_write(r.kept[0], *rows, angles, r.layout.write_slots_T)]
 
 
 def _add_and_norm(together: Together, r: Registers) -> None:
-    """Outputs added to the stream, and the norm after that."""
+    """Add outputs to the stream, and apply the norm after that."""
     sums = together.calls
     adds = [call for call in sums if call.code == "add"]
     last = sums[-1] if sums[-1].code == "norm" else None
@@ -244,7 +244,8 @@ LATENT = ["absorb", "rotate", "write"]
 
 
 def fused(calls: Sequence[Call]) -> "list[Call | Together]":
-    """The same calls for a GPU: turns of heads with the write of keys, and sums with the norm after them, in one."""
+    """The same calls for a GPU: rotations of heads are fused with the writing of keys, and sums with the norm after
+    them."""
     found: list[Call | Together] = []
     start = 0
     while start < len(calls):
@@ -261,7 +262,8 @@ def fused(calls: Sequence[Call]) -> "list[Call | Together]":
 
 
 def _end_of_turns(calls: Sequence[Call], start: int) -> int | None:
-    """Where turns of heads and the write after them end; None: there are none, or not for one operator."""
+    """Where rotations of heads and the following write end; None if there are none, or if one operator cannot do
+    them."""
     end = start
     while end < len(calls) and calls[end].code in ("head_norms", "rotate"):
         if isinstance(calls[end].norm, DividedNorm):
@@ -271,7 +273,7 @@ def _end_of_turns(calls: Sequence[Call], start: int) -> int | None:
 
 
 def _end_of_sums(calls: Sequence[Call], start: int) -> int | None:
-    """Where sums end that begin here, with the norm of the stream after them; None: there are none."""
+    """Where the sums that begin here end, with the following norm of the stream; None if there are none."""
     added = False
     for end in range(start, len(calls)):
         call = calls[end]

@@ -1,4 +1,5 @@
-"""The place of a process among those that compute a model together. What they compute of it: `models.sharding`."""
+"""The rank of a process among those that compute a model together. `models.sharding` defines their parts of the
+model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tensor parallelism: several processes compute one model, each with a part of every large matrix.
 
-Matrices that read the stream between layers are cut by outputs: each process has some heads, and a part of the MLP's
-inner width. Those that write to it are cut by inputs, so that their products are parts of a sum (Shoeybi et al., 2019,
-"Megatron-LM", section 3). The head is cut by tokens. Norms of the stream, which are small, are in every process.
+Matrices that read the residual stream are split by outputs: each process has some heads, and a part of the MLP's
+inner width. Matrices that write to it are split by inputs, so their results are partial sums (Shoeybi et al., 2019,
+"Megatron-LM", section 3). The head is split by vocabulary. Norms of the stream, which are small, are replicated.
 
 Shape legend: N rows, E width, V vocabulary, v tokens of this process, U chosen tokens.
 """

@@ -1,7 +1,7 @@
-"""How many threads a step or the packing of a matrix gets: no more than cores that other programs leave free.
+"""The number of threads for a step or for packing a matrix: no more than the cores that other programs leave free.
 
 The threads of an operator wait for each other. If one of them shares its core with another program, all wait until it
-runs again: then two threads are slower than one.
+runs again; then two threads are slower than one.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Memory that a process does not need any more goes back to the system."""
+"""Returns memory that the process no longer needs to the system."""
 
 import ctypes
 import mmap

@@ -1,4 +1,5 @@
-"""Decoding searches: each one file, each a generator over token trees. docs/write-a-search.md: one of your own."""
+"""Decoding searches, one file each, each a generator over token trees. docs/write-a-search.md shows how to write
+one."""
 
 import engine  # noqa: F401  # sets a filter before torch is imported  # isort: split
 from engine.errors import KVMemoryError, UsageError

@@ -1,4 +1,4 @@
-"""Beam sampling: the next list of beams is drawn, with replacement, from all continuations of the present one.
+"""Beam sampling: the next list of beams is drawn, with replacement, from all continuations of the current one.
 
 The list is a multiset: a beam that was drawn n times is one node with n entries, which the warp treats separately.
 `search.dsbd.joint` defines the distribution and the order of draws. Entries that end leave the list for good. DSBD
@@ -20,12 +20,12 @@ class BeamSample(Sampling):
     """Beam sampling: beams drawn together from their joint distribution, with replacement.
 
     Args:
-        beams: entries of the list; those that finish leave it.
+        beams: entries of the list; finished ones leave it.
         length_penalty: a finished beam scores logprob / length ** length_penalty.
-        num_return_sequences: outputs to return, at most `beams`, or as many as `patience` waits for; there are fewer if
-            entries coincide.
-        patience: stops when round(beams * patience) entries have finished (1). With more than 1 the list is filled up
-            again as long as that many can still finish.
+        num_return_sequences: outputs to return, at most `beams`, or as many as `patience` waits for; fewer if entries
+            coincide.
+        patience: stops when round(beams * patience) entries have finished (1). Above 1 the list is refilled as long as
+            that many can still finish.
     """
 
     beams: int = 4

@@ -1,4 +1,4 @@
-"""Diverse beam search: groups of beams, each of which avoids the tokens that groups before it chose, on one tree.
+"""Diverse beam search: groups of beams, each of which avoids the tokens that earlier groups chose, on one tree.
 
 "Diverse Beam Search: Decoding Diverse Solutions from Neural Sequence Models" (Vijayakumar et al., 2016), algorithm 1
 with Hamming diversity, with the candidates, scores and stopping rules of group beam search in transformers 4. Comments
@@ -83,12 +83,12 @@ class Diverse(Search):
 
     Args:
         beams: live hypotheses of all groups together; a multiple of `groups` (num_beams).
-        groups: how many groups; none: a group for each beam, which differ most (num_beam_groups).
-        penalty: at each step a group pays this much for a token for each beam of earlier groups that has just taken it;
-            0 makes all groups the same (diversity_penalty).
+        groups: number of groups; none: one group per beam, for the most diversity (num_beam_groups).
+        penalty: subtracted from a token's score for each beam of earlier groups that has just taken it; 0 makes all
+            groups the same (diversity_penalty).
         length_penalty: a finished hypothesis scores (logprob - penalties) / length ** length_penalty.
-        early_stopping: a group ends when it has as many finished hypotheses as beams, and with False if its best
-            candidate could not beat the worst of them at its present length, with "never" at no length.
+        early_stopping: a group ends when it has as many finished hypotheses as beams and, with False, if its best
+            candidate could not beat the worst of them at its current length, with "never" at any length.
         num_return_sequences: finished hypotheses to return, the best of all groups; at most `beams`.
     """
 

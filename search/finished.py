@@ -1,6 +1,6 @@
 """Finished hypotheses: the ended sequences of a search, ranked by score.
 
-Hypotheses that ended because a constraint allowed no token come after all others: their sums have `STUCK`.
+Hypotheses that ended because a constraint allowed no token rank after all others: their sums include `STUCK`.
 """
 
 import math

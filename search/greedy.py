@@ -1,4 +1,4 @@
-"""Greedy decoding: the most probable token, always."""
+"""Greedy decoding: always the most probable token."""
 
 from dataclasses import dataclass
 

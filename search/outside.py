@@ -1,4 +1,4 @@
-"""Searches from outside of this project: `module:Class` and the entry points of installed distributions."""
+"""External searches: `module:Class`, and the entry points of installed distributions."""
 
 import importlib
 import importlib.metadata

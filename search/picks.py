@@ -1,4 +1,4 @@
-"""The tokens that plain decoding takes after nodes: greedy ones, or keyed draws."""
+"""The next tokens of plain decoding after nodes: the most probable ones, or keyed draws."""
 
 from collections.abc import Iterable, Sequence
 

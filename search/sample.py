@@ -1,7 +1,7 @@
-"""Sampling: any number of sequences drawn token by token, as one tree.
+"""Sampling: any number of sequences, sampled token by token, as one tree.
 
-Sequence i's token at position p is argmax(warped log-probabilities + Gumbel(seed, i, p)): it depends on nothing else,
-so a sequence does not depend on the number of others. Sequences share nodes as long as they agree.
+The token of sequence i at position p is argmax(warped log-probabilities + Gumbel(seed, i, p)) and depends on nothing
+else, so a sequence does not depend on how many others there are. Sequences share nodes as long as they agree.
 """
 
 from collections.abc import Generator, Sequence

@@ -1,8 +1,8 @@
-"""Trie beam search: beam search on one tree, exactly Hugging Face's result, no cache per beam.
+"""Trie beam search: beam search on one tree, with exactly Hugging Face's result and no cache per beam.
 
 "Efficient Beam Search for Large Language Models Using Trie-Based Decoding" (algorithms 1-3, errata corrected), with the
 candidates, end-of-sequence handling, length penalty and stopping rules of transformers 5. Comments cite the steps of
-docs/algorithms.md. Pruning is immediate, as freeing a slot costs little beside a pass.
+docs/algorithms.md. Pruning is immediate, because freeing a slot is cheap compared with a pass.
 """
 
 import math
@@ -25,8 +25,8 @@ class Trie(Search):
         beams: live hypotheses kept at every step (num_beams).
         length_penalty: a finished hypothesis scores logprob / length ** length_penalty.
         early_stopping: True stops when `beams` hypotheses have finished; False when the best live one could not beat
-            the worst of them at its present length; "never" when it could not at any length; "best", which Hugging Face
-            lacks, when it could not beat the worst of `num_return_sequences` at its present length.
+            the worst of them at its current length; "never" when it could not at any length; "best", which Hugging Face
+            lacks, when it could not beat the worst of `num_return_sequences` at its current length.
         num_return_sequences: finished hypotheses to return, at most `beams`, or as many as `patience` waits for.
         patience: stops when round(beams * patience) hypotheses have finished, in place of `early_stopping`, as in
             CTranslate2 and Whisper: 1 is the same as true. The last step may bring more: the best of all are returned.

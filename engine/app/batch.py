@@ -1,5 +1,5 @@
-"""Batch: reads prompts and writes answers as JSON Lines, in the same order; forward passes serve many lines. Its flags:
-`engine.app.batch_flags`."""
+"""Batch: reads prompts and writes answers as JSON Lines, in the same order; each forward pass serves many lines. Its
+flags are in `engine.app.batch_flags`."""
 
 import argparse
 import io

@@ -1,5 +1,5 @@
-"""The flags of `python -m engine.batch`, and those of every command that answers lines. Imports no torch: `--help` and
-wrong flags take no time."""
+"""The flags of `python -m engine.batch`, and those of every command that answers lines. Imports no torch, so that
+`--help` and wrong flags are quick."""
 
 from engine.app.cli import (
     Parser,

@@ -1,4 +1,4 @@
-"""The chat: on a terminal a conversation, with piped input one reply. Its flags: `engine.app.chat_flags`."""
+"""The chat: a conversation on a terminal, a single reply to piped input. Its flags are in `engine.app.chat_flags`."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""The dialog: reads a person's lines, prints replies, runs commands."""
+"""The dialog: reads the user's lines, prints replies, runs commands."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The wire format: lines of JSON to requests, results to lines. The command, the server and the fleet share it."""
+"""The wire format: JSON lines to requests, results to lines. Shared by the batch command, the server and the fleet."""
 
 import argparse
 import codecs

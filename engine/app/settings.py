@@ -1,4 +1,4 @@
-"""The settings of a chat, which `/set` changes."""
+"""The settings of a chat, changed by `/set`."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The output of a batch: whole lines in order, in a file that a later run can go on with, or on standard output."""
+"""The output of a batch: whole lines in order, in a file that a later run can continue, or on standard output."""
 
 import argparse
 import io

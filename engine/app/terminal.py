@@ -1,4 +1,4 @@
-"""A chat's terminal: replies on stdout, all else on stderr, a line editor, and Ctrl-C handled between steps."""
+"""A chat's terminal: replies on stdout, everything else on stderr, a line editor, and Ctrl-C handled between steps."""
 
 import contextlib
 import errno

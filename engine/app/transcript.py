@@ -1,4 +1,4 @@
-"""A conversation in a file: its turns, the model and the settings. A write that fails leaves the old file unchanged."""
+"""A conversation in a file: its turns, the model and the settings. A failed write leaves the old file unchanged."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The drafted nodes of a tree: evaluated before its search has grown them, and hidden from it until then."""
+"""The drafted nodes of a tree, which are evaluated before its search has grown them and hidden from it until then."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -7,13 +7,13 @@ from typing import Any
 
 @dataclass(eq=False)
 class DraftedNode:
-    """A token that nobody asked for, with the slot of its keys and values.
+    """A token that the search has not asked for, with the slot of its keys and values.
 
     Attributes:
         parent: a drafted node, or the id of a node that the search has grown.
         position: of the token in its sequence.
         slot: a branch slot.
-        row: what is kept of its row, see `engine.step.drafting`; None until its pass has ended.
+        row: the stored part of its row, see `engine.step.drafting`; None until its pass has ended.
     """
 
     token: int
@@ -29,7 +29,7 @@ class Drafts:
 
     Attributes:
         below: node -> token -> drafted child.
-        rows: node that was drafted -> what is kept of its row, until the search asks for it.
+        rows: drafted node -> the stored part of its row, until the search asks for it.
     """
 
     def __init__(self):
@@ -63,7 +63,8 @@ class Drafts:
         return node
 
     def grown(self, node: int, parent: int, token: int) -> DraftedNode | None:
-        """The drafted node that a search has grown as `node` now, and that is hidden no longer; None without one."""
+        """The drafted node that the search has now grown as `node`, which is no longer hidden; None if there is
+        none."""
         siblings = self.below.get(parent)
         drafted = siblings.pop(token, None) if siblings else None
         if siblings is not None and not siblings:
@@ -82,7 +83,7 @@ class Drafts:
         return [node.slot for node in self._all([self.below.pop(node, {}) for node in nodes])]
 
     def drop(self, node: DraftedNode) -> list[int]:
-        """Forget a drafted node and what is below it; returns their slots, which the caller must release."""
+        """Forget a drafted node and everything below it; returns their slots, which the caller must release."""
         siblings = node.parent.children if isinstance(node.parent, DraftedNode) else self.below[node.parent]
         del siblings[node.token]
         if not siblings and not isinstance(node.parent, DraftedNode):

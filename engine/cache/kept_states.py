@@ -1,7 +1,7 @@
 """KeptStates: the states of recurrent layers that cached prefixes keep, and the rows that tokens after them read.
 
-The cache of pages has every prefix once, so the slot of a token names the prefix that it ends. A state takes as many
-bytes as the keys and values of hundreds of tokens, so few are kept: `TokenTree.save` and `keep` choose them.
+The prefix cache stores every prefix once, so the slot of a token identifies the prefix that ends with it. A state takes
+as much memory as the keys and values of hundreds of tokens, so few are kept: `TokenTree.save` and `keep` choose them.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from kernels.layout import BLOCK
 
 @dataclass(eq=False)
 class KeptState:
-    """A state, and the rows that go with it.
+    """A state, and the rows stored with it.
 
     Args:
-        state: after the prefix, which is of whole blocks.
+        state: after the prefix, which consists of complete blocks.
         before: rows of its last tokens, which convolutions after it read, in order.
         after: rows of tokens in the block after it, by their slots: prefixes may part there.
     """
@@ -29,16 +29,16 @@ class KeptState:
 class KeptStates:
     """The states and rows of the cached prefixes of one pool. Trees hold them as well; nothing is copied.
 
-    What was used the longest ago goes when a tree needs a state or a row and none is free, so that the cache refuses
-    nothing, and when its page goes.
+    The least recently used entries are dropped when a tree needs a state or a row and none is free (so the cache never
+    causes a refusal), and when their page is dropped.
 
     Args:
         stores, page_size: of the pool.
-        most_rows, most_states: that are kept.
+        most_rows, most_states: how many are kept.
         spacing: tokens between states inside of prompts: see `keep`.
 
     Attributes:
-        states: by the slot of the last token that they are of; in the order of their use.
+        states: by the slot of their last token, in order of use.
     """
 
     def __init__(self, stores: Stores, page_size: int, most_rows: int, most_states: int, spacing: int):
@@ -50,7 +50,7 @@ class KeptStates:
         stores.rows.spare = stores.states.spare = self
 
     def find(self, pages: Sequence[int], length: int) -> int:
-        """How many of the first `length` tokens of a cached prefix, which these pages hold, a trunk can take over."""
+        """How many of the first `length` tokens of a cached prefix, which these pages hold, a trunk can reuse."""
         for folded in range(whole(length), 0, -BLOCK):
             if (kept := self.states.get(self._slot(pages, folded - 1))) is not None:
                 end = folded
@@ -60,7 +60,7 @@ class KeptStates:
         return 0
 
     def share(self, pages: Sequence[int], length: int, states: TrunkStates) -> None:
-        """Give a trunk what is kept of as many tokens as `find` told, in place of what it has."""
+        """Give a trunk the state and rows for as many tokens as `find` returned, replacing its own."""
         folded = whole(length)
         slot = self._slot(pages, folded - 1)
         kept = self.states[slot]
@@ -70,12 +70,13 @@ class KeptStates:
         self._use(slot)
 
     def keep(self, pages: Sequence[int], length: int, states: TrunkStates, inside: bool = False) -> None:
-        """Keep the state of a trunk, and the rows that go with it.
+        """Keep the state of a trunk, and the rows stored with it.
 
         Args:
             pages: of the trunk; the cache has the first `length` tokens in them.
-            inside: a prompt, at a place that other prompts need not share: only where the tokens since the last state
-                that is kept take as many bytes as this one, so that states at most double the memory of a prompt.
+            inside: the position is within a prompt and other prompts need not share it: keep the state only if the
+                tokens since the last kept state take as many bytes as a state, so that states at most double the memory
+                of a prompt.
         """
         folded, rows, taps = states.folded, states.rows, self.stores.kind.taps
         if not 0 < folded <= length:
@@ -97,7 +98,7 @@ class KeptStates:
             self.evict()
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Give up what is kept of tokens whose slots the cache gives up."""
+        """Drop the states and rows of tokens whose slots the cache drops."""
         for slot in slots:
             if slot in self.states:
                 self._drop(slot)
@@ -105,7 +106,7 @@ class KeptStates:
                 self._give([self.states[block].after.pop(slot)])
 
     def evict(self) -> bool:
-        """Give up what was used the longest ago. Returns whether there was anything."""
+        """Drop the least recently used entry. Returns whether there was one."""
         for slot in self.states:
             self._drop(slot)
             return True
@@ -138,7 +139,7 @@ class KeptStates:
 
     @property
     def held(self) -> tuple[list[int], list[int]]:
-        """The rows and the states that are kept; a row may be there twice."""
+        """The kept rows and states; a row may occur twice."""
         every = self.states.values()
         rows = [row for kept in every for row in (*kept.before, *kept.after.values())]
         return rows, [kept.state for kept in every]

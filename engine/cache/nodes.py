@@ -1,4 +1,4 @@
-"""The nodes of one search's token tree, as arrays; no memory of the cache is taken or freed here."""
+"""The nodes of one search's token tree, as arrays; this module takes and frees no cache memory."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,10 +10,10 @@ FREED = -3
 
 
 class Nodes:
-    """A trunk that all sequences share, and nodes below it. Nodes are integers, parents come before children.
+    """A trunk shared by all sequences, and nodes below it. Nodes are integers; parents come before children.
 
-    A node is identified by its path: growing the same token twice under one parent gives the same node. Every live node
-    descends from the trunk.
+    A node is identified by its path: growing the same token twice under one parent returns the same node. Every live
+    node descends from the trunk.
 
     Args:
         prompt: at least one token.
@@ -93,15 +93,15 @@ class Nodes:
     # --- growing ---
 
     def grow(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Children of live nodes, one per (parent, token); they take no slot until they are evaluated.
+        """Grow children of live nodes, one per (parent, token); they take no slot until they are evaluated.
 
         Returns:
-            node ids, in the order given; an existing child for a token that the parent already has.
+            node ids, in the given order; the existing child if the parent already has one for the token.
         """
         return [self.child(parent, token) for parent, token in zip(parents, tokens, strict=True)]
 
     def grow_path(self, node: int, tokens: Iterable[int]) -> list[int]:
-        """A chain of tokens below a node; the ids of its nodes."""
+        """Grow a chain of tokens below a node; returns the ids of its nodes."""
         chain = []
         for token in tokens:
             chain.append(node := self.child(node, token))

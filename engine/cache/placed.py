@@ -1,4 +1,4 @@
-"""The nodes of a tree with their slots in a pool: which token has which, and what of it a pass reads."""
+"""The nodes of a tree with their slots in a pool: which node has which slot, and what a pass reads of them."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -13,15 +13,15 @@ from kernels.layout import NULL_STATE
 
 
 class PlacedNodes(Nodes):
-    """Nodes that take slots of a pool when they are evaluated. `TokenTree` prunes them.
+    """Nodes that take slots from a pool when they are evaluated. `TokenTree` prunes them.
 
     Args:
         pool, prompt, expected, trunk: see `TokenTree`.
 
     Attributes:
         slots: those of branches.
-        peak_live, peak_unshared, peak_pages, peak_state_bytes: the most tokens that had slots, tokens of all paths,
-            pages and bytes of recurrent layers, so far.
+        peak_live, peak_unshared, peak_pages, peak_state_bytes: the maxima so far of tokens with slots, tokens of all
+            paths, pages, and bytes of recurrent layers.
     """
 
     def __init__(self, pool: PagePool, prompt: Sequence[int], expected: int = 0, trunk: Trunk | None = None):
@@ -40,7 +40,7 @@ class PlacedNodes(Nodes):
     # --- reading ---
 
     def is_evaluated(self, node: int) -> bool:
-        """Whether the cache has the keys and values of the node and its ancestors."""
+        """Whether the cache holds the keys and values of the node and its ancestors."""
         if self._slot[node] == IN_TRUNK:
             return self._position[node] < self.trunk.cached
         return self._slot[node] >= 0
@@ -57,7 +57,7 @@ class PlacedNodes(Nodes):
 
     @property
     def live_tokens(self) -> int:
-        """Tokens that hold a slot: evaluated trunk and branches."""
+        """The number of tokens that hold a slot: evaluated trunk and branches."""
         return self.trunk.cached + self.slots.count
 
     @property
@@ -94,7 +94,7 @@ class PlacedNodes(Nodes):
         return len(self.trunk.tokens) - self.trunk.cached, sorted(need)
 
     def pages_wanted(self, nodes: Iterable[int], more: int) -> int:
-        """The pages that the tree must take to evaluate `nodes`, and then `more` branch nodes below them."""
+        """The number of pages that the tree must take to evaluate `nodes`, and then `more` branch nodes below them."""
         trunk, branches = self.pending(nodes)
         size, slots = self.pool.page_size, len(branches) + more - len(self.slots.free)
         return -(-(self.trunk.cached + trunk) // size) - len(self.trunk.pages) + max(0, -(-slots // size))
@@ -136,7 +136,7 @@ class PlacedNodes(Nodes):
         self.trunk.truncate(self.pool, self.trunk.cached - trunk_tokens)
 
     def _wish(self, position: int) -> int | None:
-        """The page where the trunk will want the token of a position, should it come to that; with pages of one."""
+        """The page where the trunk will want the token at a position if it gets that far; with pages of one token."""
         pages = self.trunk.pages
         wish = pages[-1] + 1 + position - len(pages) if self.pool.page_size == 1 and pages else -1
         return wish if wish in self._claim else None
@@ -187,7 +187,7 @@ class PlacedNodes(Nodes):
         return bits | self._bits.get(node, 0)
 
     def held(self, node: DraftedNode | int) -> Held | None:
-        """The row and state of a node that is evaluated, or about to be; None: it is in the trunk."""
+        """The row and state of a node that is evaluated or about to be; None if it is in the trunk."""
         slot = node.slot if isinstance(node, DraftedNode) else self._slot[node]
         return None if slot == IN_TRUNK else self.slots.held[slot]
 
@@ -199,7 +199,7 @@ class PlacedNodes(Nodes):
         return rows + [each.row for each in held], states + [each.state for each in held if each.state != NULL_STATE]
 
     def branch_table(self) -> tuple["array[int]", "array[int]"]:
-        """For each branch slot its slot in the pool and its token's position; 0 if it is free. Read only."""
+        """For each branch slot, its slot in the pool and its token's position; 0 if free. Read only."""
         return self.slots.table
 
     def latest_ancestors(self, node: DraftedNode | int, count: int) -> list[int]:
@@ -227,7 +227,8 @@ class PlacedNodes(Nodes):
 
 
 def shared_length(first: Sequence[int], *others: Sequence[int], start: int = 0) -> int:
-    """How many elements sequences begin with in common; the first `start` are equal and are not compared."""
+    """The length of the common prefix of two sequences; the first `start` elements are known to be equal and are not
+    compared."""
     shared = len(first)
     for other in others:
         if shared == start:

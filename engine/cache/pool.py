@@ -1,4 +1,4 @@
-"""PagePool: the KV cache of one model, cut into pages that trees take and give back."""
+"""PagePool: the KV cache of one model, divided into pages that trees take and return."""
 
 import math
 import mmap
@@ -21,20 +21,20 @@ FREE, CLAIMED, USED, IDLE = 0, 1, 2, 3
 
 
 class PagePool:
-    """Pages of `page_size` slots; a slot holds what every layer keeps of one token: keys and values as a rule.
+    """Pages of `page_size` slots; a slot holds what every layer keeps of one token, usually keys and values.
 
-    A tree claims room for its trunk to grow in one contiguous piece, which keeps attention over it one matrix product.
-    A claim is a preference and reserves nothing: when free pages run short, any tree takes them.
+    A tree claims room for its trunk to grow contiguously, so that attention over it is one matrix multiplication.
+    A claim is a preference and reserves nothing: when free pages run short, any tree may take them.
 
     Args:
         shape: the model's dimensions.
-        pages: pages that trees may take.
+        pages: how many pages trees may take.
         page_size: slots per page.
         dtype, device: of keys and values; of 8 bits: see `kernels.kv_kinds`.
-        rows, states: that trees may take, where the model has recurrent layers.
+        rows, states: how many trees may take, if the model has recurrent layers.
 
-    Several trees may hold a page, which none of them writes to then. A page of `prefixes` that no tree holds is idle:
-    it counts as free, and goes when a page is wanted and no other is left.
+    Several trees may hold the same page; then none of them writes to it. A page of `prefixes` that no tree holds is
+    idle: it counts as free, and is dropped when a page is needed and no other is left.
 
     Attributes:
         prefixes: cached prefixes; None: none are kept.
@@ -43,8 +43,8 @@ class PagePool:
         ancestors: see `ModelShape`.
         stores: who has the rows and states of recurrent layers; None: the model has none.
         row_bytes, state_bytes: of one of these, in all layers.
-        device: of the cache and of log-probabilities. A search that reads from these after the answer makes the host
-            wait for a GPU; there it has `Evaluate.read` read what it may need.
+        device: of the cache and of log-probabilities. A search that reads rows after the answer makes the host wait for
+            a GPU; use `Evaluate.read` there instead.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no tree holds."""
+        """The number of pages that no tree holds."""
         return self.pages - self.used_pages
 
     @property
@@ -88,7 +88,7 @@ class PagePool:
         return self.page_size * self.bytes_per_token
 
     def cache_prefixes(self, most: int, most_rows: int, most_states: int) -> None:
-        """Keep prefixes of ended requests: no more than these idle pages, rows and states."""
+        """Keep prefixes of finished requests, in at most this many idle pages, rows and states."""
         self.prefixes = PrefixCache(self, most)
         if self.stores is not None:
             size = self.state_bytes + (self.stores.kind.taps - 1) * self.row_bytes
@@ -96,7 +96,7 @@ class PagePool:
             self.kept_states = KeptStates(self.stores, self.page_size, most_rows, most_states, spacing)
 
     def claim(self, pages: int) -> range:
-        """Wish for `pages` contiguous pages; fewer, where no gap is as long."""
+        """Claim `pages` contiguous pages, or fewer if no gap is long enough."""
         first = self._state.find(bytes(max(1, pages)))
         if first < 0:
             first, pages = self.roomiest()
@@ -110,7 +110,7 @@ class PagePool:
         return first, end - first
 
     def is_free(self, page: int) -> bool:
-        """Whether a page may be wished for, claimed or not."""
+        """Whether a page can be taken, claimed or not."""
         return 0 <= page < len(self._state) and self._state[page] in (FREE, CLAIMED)
 
     def is_idle(self, page: int) -> bool:
@@ -118,17 +118,18 @@ class PagePool:
         return self._state[page] == IDLE
 
     def is_shared(self, page: int) -> bool:
-        """Whether anything but one tree has a page, which must not be written to then."""
+        """Whether a page has another holder besides one tree, and so must not be written to."""
         return page in self.kept or page in self._others
 
     def unclaim(self, pages: range) -> None:
-        """Withdraw a wish."""
+        """Withdraw a claim."""
         for page in pages:
             if self._state[page] == CLAIMED:
                 self._state[page] = FREE
 
     def take(self, wish: int | None = None) -> int:
-        """Take a page: the one wished for if it is free, else the last free one. Raises KVMemoryError if none is."""
+        """Take a page: the preferred one if it is free, otherwise the last free one. Raises KVMemoryError if none is
+        free."""
         if self.used_pages == self.pages:
             raise KVMemoryError(
                 f"the KV cache is full: all {self.pages} pages of {self.page_size} tokens are in use",
@@ -146,7 +147,7 @@ class PagePool:
         return page
 
     def give(self, *pages: int) -> None:
-        """Give pages back. A page that others hold as well stays in use; a kept one becomes idle, the rest are free."""
+        """Return pages. A page with other holders stays in use; a kept page becomes idle; the rest become free."""
         for page in pages:
             assert page >= self.reserved and self._state[page] == USED, f"page {page} is not in use"
             if page in self._others:
@@ -159,7 +160,7 @@ class PagePool:
             self.used_pages -= 1
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Take pages that others have as well."""
+        """Add a holder to pages that are in use or kept."""
         for page in pages:
             if self._state[page] == IDLE:
                 self._state[page] = USED
@@ -170,11 +171,11 @@ class PagePool:
                 self._others[page] += 1
 
     def keep(self, pages: Iterable[int]) -> None:
-        """Keep pages that trees hold when these give them back."""
+        """Keep pages as idle when the trees that hold them return them."""
         self.kept.update(pages)
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Keep pages no longer."""
+        """Stop keeping pages."""
         for page in pages:
             self.kept.remove(page)
             if self.kept_states is not None:
@@ -184,12 +185,12 @@ class PagePool:
                 self.idle_pages -= 1
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy what slots keep to others."""
+        """Copy the contents of slots to other slots."""
         for copy in self._copiers:
             copy(source, target)
 
     def check_invariants(self, held: list[int] | None = None) -> None:
-        """The books add up; with `held`, exactly these pages are in use."""
+        """Check that counts are consistent and, with `held`, that exactly these pages are in use."""
         used = [p for p in range(self.reserved, len(self._state)) if self._state[p] == USED]
         assert len(used) == self.used_pages, (len(used), self.used_pages)
         idle = [p for p in range(self.reserved, len(self._state)) if self._state[p] == IDLE]

@@ -1,12 +1,12 @@
-"""PrefixCache: the trunks of ended requests, kept in pages of a pool that no tree holds, for prompts that begin alike.
+"""PrefixCache: the trunks of finished requests, kept in pages that no tree holds, for prompts with the same beginning.
 
-A radix tree of tokens and pages. A page that no tree holds is idle: the pool counts it as free, and takes it when it
-has no other, the least recently used first, from the ends of sequences. A tree that uses cached pages holds them
-beside the cache, and never writes to them. A tree that holds a page of the cache holds all pages before it: so a leaf's
-last page is idle wherever any page is.
+A radix tree of tokens and pages. A page that no tree holds is idle: the pool counts it as free, and takes it when no
+other page is left, least recently used first, from the ends of sequences. A tree that uses cached pages shares them
+with the cache, and never writes to them. A tree that holds a page of the cache holds all pages before it, so if any
+page of a sequence is idle, its last one is.
 
-Sequences are kept apart by a key: the salt of a request, so that response times do not reveal what others have asked;
-the variant of rotary embeddings that keys were turned by; and the adapter that they were computed with.
+Sequences are separated by a key: the salt of a request, so that response times do not reveal what others have asked;
+the variant of rotary embeddings with which keys were rotated; and the adapter with which they were computed.
 """
 
 import heapq
@@ -23,7 +23,7 @@ Key = tuple[str, bool, int]  # salt; long variant of rotary embeddings; number o
 
 @dataclass(eq=False)
 class Segment:
-    """Tokens and the pages that hold their keys and values; of a leaf the last page may be partly filled."""
+    """Tokens and the pages that hold their keys and values; a leaf's last page may be partly filled."""
 
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Segment:
 
 
 class Pages(Protocol):
-    """The pages that prefixes are kept in: a `PagePool`."""
+    """The pages in which prefixes are kept: a `PagePool`."""
 
     pages: int
     page_size: int
@@ -50,10 +50,10 @@ class PrefixCache:
 
     Args:
         pool: of the pages.
-        most: idle pages; None: all that the pool has.
+        most: maximum of idle pages; None: all pages of the pool.
 
     Attributes:
-        lookups, hits: prompts looked for, and found in part.
+        lookups, hits: prompts looked up, and those found at least in part.
         asked_tokens, reused_tokens: of these prompts, and what was found of them.
     """
 
@@ -74,9 +74,10 @@ class PrefixCache:
         self.reused_tokens += reused
 
     def match(self, tokens: Sequence[int], key: Key) -> tuple[list[int], int]:
-        """The pages that begin with these tokens, and how many tokens they hold; the last page may hold others after.
+        """The pages that hold a prefix of these tokens, and the length of that prefix; the last page may also hold
+        other tokens.
 
-        The caller holds the pages before it takes any other.
+        The caller must hold the pages before it takes any other page.
         """
         path, pages, length = self._walk(list(tokens), key)
         self._touch(path)
@@ -86,11 +87,11 @@ class PrefixCache:
         """Keep the pages of a tree.
 
         Args:
-            tokens: all that the pages hold.
+            tokens: all tokens in the pages.
             pages: held by the tree.
 
         Returns:
-            Pages that were there with the same first tokens: the tree takes them in place of its own.
+            Cached pages with the same first tokens, which the tree takes in place of its own.
         """
         tokens, size = list(tokens), self.pool.page_size
         if not tokens:
@@ -114,7 +115,7 @@ class PrefixCache:
         return found
 
     def evict(self, most: int = MOST_EVICTED) -> int:
-        """Give pages at the end of the least recently used sequence back. Returns how many; 0 if none is idle."""
+        """Free pages at the end of the least recently used sequence. Returns how many; 0 if none is idle."""
         held, count, most = [], 0, max(1, min(most, MOST_EVICTED, self.pool.pages // EVICTED_SHARE))
         while self._leaves and not count:
             entry = used, _, leaf = heapq.heappop(self._leaves)
@@ -131,7 +132,7 @@ class PrefixCache:
         return count
 
     def trim(self) -> None:
-        """Keep no more idle pages than are allowed."""
+        """Drop idle pages beyond the allowed number."""
         while self.pool.idle_pages > self.most and self.evict(self.pool.idle_pages - self.most):
             pass
 
@@ -152,8 +153,8 @@ class PrefixCache:
         return tokens[0] if size == 1 else tuple(tokens[:size])
 
     def _walk(self, tokens: list[int], key: Key, whole: bool = False) -> tuple[list[Segment], list[int], int]:
-        """The segments that these tokens lead through, the pages of them that match, and the tokens in these; with
-        `whole`, no page of which only a part matches."""
+        """The segments along these tokens, their matching pages, and the number of matching tokens; with `whole`,
+        without partially matching pages."""
         path, pages, length, size = [], list[int](), 0, self.pool.page_size
         segment = self._roots.get(key)
         while segment is not None and length < len(tokens):
@@ -173,7 +174,7 @@ class PrefixCache:
         return path, pages, length
 
     def _split(self, segment: Segment, pages: int) -> Segment:
-        """Cut a segment after some pages; returns the first part."""
+        """Split a segment after some pages; returns the first part."""
         assert segment.above is not None
         cut = pages * self.pool.page_size
         first = Segment(segment.tokens[:cut], segment.pages[:pages], segment.above, used=segment.used)
@@ -183,7 +184,7 @@ class PrefixCache:
         return first
 
     def _touch(self, path: Sequence[Segment]) -> None:
-        """Note that the segments of a path are used."""
+        """Mark the segments of a path as used."""
         now = next(self._clock)
         for segment in path:
             segment.used = now
@@ -233,7 +234,7 @@ class PrefixCache:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of tokens that both begin with."""
+    """The length of the common prefix."""
     shared = min(len(first), len(second))
     if first[:shared] == second[:shared]:
         return shared

@@ -1,4 +1,4 @@
-"""The slots of one tree: those of its trunk, in order, and those of its branches."""
+"""The slots of one tree: its trunk's, in order, and its branches'."""
 
 import heapq
 from array import array
@@ -47,7 +47,7 @@ class Trunk:
             self.runs.append([page, 1])
 
     def share(self, pool: PagePool, pages: Sequence[int]) -> None:
-        """Hold pages that others have as well, in place of the first ones."""
+        """Replace the first pages by pages that others hold too."""
         old = self.pages
         pool.hold(page for i, page in enumerate(pages) if i >= len(old) or old[i] != page)
         pool.give(*(page for page, other in zip(old, pages, strict=False) if page != other))
@@ -56,7 +56,8 @@ class Trunk:
             self._append(page)
 
     def own_end(self, pool: PagePool) -> None:
-        """Have the last page alone, with what it keeps: more is to be written to it. Raises KVMemoryError."""
+        """Become the only holder of the last page, copying it if necessary, because it will be written to. Raises
+        KVMemoryError."""
         old, size = self.pages[-1], pool.page_size
         if not pool.is_shared(old):
             return
@@ -75,7 +76,7 @@ class Trunk:
         self._append(new)
 
     def trim(self, pool: PagePool, pages: int) -> None:
-        """Give all but the first pages back."""
+        """Return all pages except the first ones."""
         while len(self.pages) > pages:
             pool.give(self.pages.pop())
             self.runs[-1][1] -= 1
@@ -83,12 +84,13 @@ class Trunk:
                 self.runs.pop()
 
     def truncate(self, pool: PagePool, cached: int) -> None:
-        """Forget the keys and values after the first `cached` tokens; all, where recurrent layers must begin anew."""
+        """Forget the keys and values after the first `cached` tokens, or all of them if recurrent layers must start
+        again."""
         self.cached = cached if self.states is None else self.states.truncate(cached)
         self.trim(pool, -(-self.cached // pool.page_size))
 
     def slot(self, place: int, page_size: int) -> int:
-        """The slot in the pool of the token at this place."""
+        """The slot in the pool of the token at this position."""
         return self.pages[place // page_size] * page_size + place % page_size
 
     def latest(self, end: int, count: int, page_size: int) -> list[int]:
@@ -101,7 +103,7 @@ class Trunk:
 
 
 class BranchSlots:
-    """Slots of branch nodes. Slot s lies in the tree's page s // page_size; pages are taken from the pool as needed.
+    """Slots of branch nodes. Slot s is in the tree's page s // page_size; pages are taken from the pool as needed.
 
     Attributes:
         count: slots that nodes have.
@@ -115,7 +117,7 @@ class BranchSlots:
         self.clear()
 
     def clear(self) -> None:
-        """No slot and no page is in use."""
+        """Reset: no slot and no page is in use."""
         self.pages: list[int] = []  # in the pool; -1: given back
         self.load: list[int] = []  # slots in use of each page
         self.lost: list[int] = []  # heap of the indices of `pages` that are -1
@@ -136,7 +138,7 @@ class BranchSlots:
         return [page for page in self.pages if page >= 0]
 
     def take(self, node: int, position: int, wish: int | None) -> int:
-        """A slot for a node; in the page `wish`, if that is free and a new page is needed. Raises KVMemoryError."""
+        """Take a slot for a node; if a new page is needed, in the page `wish` if that is free. Raises KVMemoryError."""
         held = self.pool.stores.take(position) if self.pool.stores is not None else None
         try:
             slot = heapq.heappop(self.free) if self.free else self._add_page(wish)
@@ -153,13 +155,14 @@ class BranchSlots:
         return slot
 
     def reserve(self, position: int, wish: int | None = None) -> int:
-        """A slot for a node that is not known yet, as of `take`; `assign` or `give_up` ends this."""
+        """Reserve a slot, as in `take`, for a node that is not known yet; `assign` or `give_up` ends the
+        reservation."""
         slot = self.take(RESERVED, position, wish)
         self.count -= 1
         return slot
 
     def assign(self, slot: int, node: int) -> None:
-        """A reserved slot becomes a node's."""
+        """Assign a reserved slot to a node."""
         self.owner[slot] = node
         self.count += 1
 
@@ -186,7 +189,7 @@ class BranchSlots:
         return i * size
 
     def release(self, slots: Sequence[int]) -> None:
-        """Give slots back, and the pages that are empty without them."""
+        """Return slots, and the pages that this empties."""
         if not slots:
             return
         size, owner, load, (places, positions) = self.size, self.owner, self.load, self.table
@@ -207,7 +210,7 @@ class BranchSlots:
         self._shorten()
 
     def detach(self, slots: Iterable[int]) -> list[Held]:
-        """Take what recurrent layers keep of slots; the caller has it from now on."""
+        """Hand what recurrent layers keep for slots over to the caller."""
         return [held for slot in slots if (held := self.held.pop(slot, None)) is not None]
 
     def _give(self, held: Iterable[Held]) -> None:

@@ -1,4 +1,4 @@
-"""The rows and states of recurrent layers: who has which, and what a trunk keeps of them. See `DeltaPaths`."""
+"""The rows and states of recurrent layers: which nodes have them, and which ones a trunk keeps. See `DeltaPaths`."""
 
 import heapq
 from collections import Counter
@@ -10,27 +10,27 @@ from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind
 
 
 class Held(NamedTuple):
-    """The row of a token, and the state after it, NULL_STATE if its block does not end there."""
+    """The row of a token, and the state after it; NULL_STATE if no block ends with it."""
 
     row: int
     state: int = NULL_STATE
 
 
 class Spare(Protocol):
-    """Holds places that it can do without: a `KeptStates`."""
+    """A holder that can release entries when needed: a `KeptStates`."""
 
     def evict(self) -> bool: ...
 
 
 class Store:
-    """Places that trees take and give back, the lowest first, so that memory that was never needed is not touched.
+    """Numbered entries that trees take and return, lowest first, so that memory that was never needed is not touched.
 
     Args:
-        first, count: the numbers of the places.
+        first, count: the numbers of the entries.
         name: of what they hold, for messages.
 
     Attributes:
-        spare: gives places back when a tree needs one and none is free.
+        spare: releases entries when a tree needs one and none is free.
         others: place -> how many hold it besides the first.
     """
 
@@ -41,7 +41,7 @@ class Store:
         self._free = [*range(first, first + count)]
 
     def take(self) -> int:
-        """Take a place. Raises KVMemoryError if none is left."""
+        """Take an entry. Raises KVMemoryError if none is left."""
         while not self._free and self.spare is not None and self.spare.evict():
             pass
         if not self._free:
@@ -53,11 +53,11 @@ class Store:
         return heapq.heappop(self._free)
 
     def hold(self, place: int) -> None:
-        """Take a place that others have as well; nobody writes to it from then on."""
+        """Add a holder to an entry; from then on nobody may write to it."""
         self.others[place] += 1
 
     def give(self, place: int) -> None:
-        """Give a place back."""
+        """Return an entry."""
         if place in self.others:
             self.others[place] -= 1
             if not self.others[place]:
@@ -81,7 +81,7 @@ class Stores:
         self.kind, self.rows, self.states = kind, Store(first, rows, "rows"), Store(NULL_STATE + 1, states, "states")
 
     def take(self, position: int) -> Held:
-        """The row of a token at a position, and its state if a block ends with it. Raises KVMemoryError."""
+        """Take the row of a token at a position, and its state if a block ends with it. Raises KVMemoryError."""
         row = self.rows.take()
         if position % BLOCK < BLOCK - 1:
             return Held(row)
@@ -100,14 +100,14 @@ class Stores:
 
 
 class TrunkStates:
-    """The share of a trunk: one state, of all its whole blocks, and the rows that later tokens may read.
+    """A trunk's share: one state, after all its complete blocks, and the rows that later tokens may read.
 
-    A pass that ends blocks of a trunk makes the next state; the one before is kept until the next pass, as this one may
-    fail.
+    A pass that ends blocks of a trunk produces the next state; the previous one is kept until the next pass, because
+    this one may fail.
 
     Attributes:
         rows: by positions.
-        state, folded: the state, and how many tokens it is of.
+        state, folded: the state, and how many tokens it covers.
         before: the same of the state before, while that is kept.
     """
 
@@ -124,12 +124,11 @@ class TrunkStates:
         return [*self.rows.values()], [state for state in states if state != NULL_STATE]
 
     def earliest(self, length: int) -> int:
-        """The first token of the first `length` ones whose row tokens after them may read."""
+        """The earliest of the first `length` tokens whose row later tokens may read."""
         return max(0, whole(length) - self.stores.kind.taps + 1)
 
     def extend(self, length: int, tokens: int) -> None:
-        """Take what a pass needs that evaluates the tokens after the first `length`. Raises KVMemoryError: nothing was
-        taken."""
+        """Take what a pass over the tokens after the first `length` needs. Raises KVMemoryError: nothing was taken."""
         self.settle(length)
         end, taken, state = length + tokens, dict[int, int](), NULL_STATE
         try:
@@ -147,7 +146,7 @@ class TrunkStates:
             self.state, self.folded = state, whole(end)
 
     def append(self, length: int, held: Sequence[Held]) -> None:
-        """Take over what branch nodes had that are the tokens after the first `length` now."""
+        """Take over the rows and states of branch nodes that have become the tokens after the first `length`."""
         for position, (row, state) in enumerate(held, length):
             self.rows[position] = row
             if state != NULL_STATE:
@@ -156,8 +155,8 @@ class TrunkStates:
         self.settle(length + len(held))
 
     def adopt(self, folded: int, state: int, rows: dict[int, int]) -> None:
-        """Hold what others have of a trunk's first tokens, in place of what is held: the state after `folded` tokens,
-        and the rows of others by their positions."""
+        """Replace what is held by what others hold for a trunk's first tokens: the state after `folded` tokens, and the
+        rows of others by their positions."""
         self.stores.states.hold(state)
         for row in rows.values():
             self.stores.rows.hold(row)
@@ -165,7 +164,7 @@ class TrunkStates:
         self.state, self.folded, self.rows = state, folded, rows
 
     def settle(self, length: int) -> None:
-        """Give back what no pass after the first `length` tokens reads."""
+        """Return what no pass after the first `length` tokens reads."""
         if self.before is not None:
             self._give_state(self.before[0])
             self.before = None
@@ -186,10 +185,11 @@ class TrunkStates:
         return length
 
     def base(self, position: int, first: int | None = None) -> int:
-        """The state that the block of a token begins with.
+        """The state at the beginning of a token's block.
 
         Args:
-            first: of the tokens of the trunk that a pass evaluates, the token among them; None: it is below the trunk.
+            first: the first trunk token that the pass evaluates, if the token is in the trunk; None if it is below the
+                trunk.
         """
         length, state = whole(position), (self.state, self.folded)
         if first is not None and self.before is not None and length <= first:
@@ -207,5 +207,5 @@ class TrunkStates:
 
 
 def whole(length: int) -> int:
-    """The tokens of whole blocks among the first `length`."""
+    """The number of tokens in complete blocks among the first `length`."""
     return length // BLOCK * BLOCK

@@ -1,4 +1,4 @@
-"""TokenTree: the tokens of one search, in a trunk that all sequences share, and in branches, with their slots."""
+"""TokenTree: the tokens of one search, in a trunk shared by all sequences and in branches, with their slots."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
@@ -26,7 +26,7 @@ class TreeObserver(Protocol):
         """A node was grown that had been drafted; `slot` is its slot in the pool."""
 
     def released(self, tree: "TokenTree", trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
-        """Trunk tokens and branch nodes lost their slots: a pass failed, or the rotary embeddings change."""
+        """Trunk tokens and branch nodes lost their slots because a pass failed or the rotary embeddings change."""
 
     def ended(self, tree: "TokenTree") -> None:
         """The branches are freed; this may be called twice."""
@@ -41,7 +41,7 @@ class TokenTree(PlacedNodes):
     Args:
         pool: holds the keys and values.
         prompt: at least one token.
-        expected: tokens that the trunk may grow to; a hint for contiguous memory.
+        expected: number of tokens to which the trunk may grow; a hint for contiguous memory.
         trunk: an earlier tree's trunk to take over; the prefix that it shares with the prompt is not evaluated again.
         switch_length: see `ModelShape`. A tree holds keys and values of one variant of rotary embeddings at a time,
             that of sequences up to this length or that of longer ones; `by_rope` and `use_rope` change between them.
@@ -49,7 +49,7 @@ class TokenTree(PlacedNodes):
     Attributes:
         observer: is called after every change; None by default.
         drafts: nodes that were evaluated before the search has grown them.
-        salt: of cached prefixes, see `PrefixCache`; None, by default: the tree neither takes over any nor leaves any.
+        salt: of cached prefixes, see `PrefixCache`; None (the default): the tree neither uses nor leaves any.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TokenTree(PlacedNodes):
     # --- pruning ---
 
     def keep(self, nodes: Iterable[int]) -> None:
-        """Free every node that is neither one of these nor an ancestor of one; promote the stem they share."""
+        """Free every node that is neither one of these nor an ancestor of one; promote the shared stem."""
         kept = set(nodes)
         for node in kept:
             if not self.is_live(node):
@@ -174,7 +174,7 @@ class TokenTree(PlacedNodes):
         """Copy the keys and values of slots to the trunk's end; the caller has just released these slots. What
         recurrent layers `held` there is not copied.
 
-        The pool has room. Slots that are in their place already are not copied; the others are read before any is
+        The pool has room. Slots that are already in place are not copied; the others are all read before any is
         written.
         """
         if not source:
@@ -193,11 +193,12 @@ class TokenTree(PlacedNodes):
 
     @property
     def least_span(self) -> int:
-        """Every token is evaluated as part of a sequence at least this long."""
+        """The minimum length of the sequences of which tokens are evaluated as a part."""
         return self.switch_length + 1 if self.trunk.long_rope and self.switch_length is not None else 0
 
     def by_rope(self, nodes: Iterable[int]) -> list[tuple[bool, list[int]]]:
-        """Nodes by the rotary embeddings that their sequences need: (long, nodes), the tree's present variant first."""
+        """Nodes grouped by the rotary embeddings that their sequences need: (long, nodes), the tree's current variant
+        first."""
         if self.switch_length is None:
             return [(False, list(nodes))]
         groups: dict[bool, list[int]] = {self.trunk.long_rope: [], not self.trunk.long_rope: []}
@@ -206,7 +207,8 @@ class TokenTree(PlacedNodes):
         return [(long, group) for long, group in groups.items() if group]
 
     def use_rope(self, long: bool) -> None:
-        """Hold keys and values of this variant from now on; those of the other are dropped, to be evaluated afresh."""
+        """Hold keys and values of this variant from now on; those of the other variant are dropped and must be
+        evaluated again."""
         if long != self.trunk.long_rope:
             self.trunk.long_rope = long
             self.drop_drafts()
@@ -226,7 +228,7 @@ class TokenTree(PlacedNodes):
     # --- drafts ---
 
     def has_row(self, node: int) -> bool:
-        """Whether the row of a node is known, as it was drafted: an `Evaluate` of such nodes alone needs no pass."""
+        """Whether the row of a node is known because it was drafted: an `Evaluate` of only such nodes needs no pass."""
         return node in self.drafts.rows
 
     def reach(self, node: int, limit: int) -> int:
@@ -263,7 +265,7 @@ class TokenTree(PlacedNodes):
         self.slots.give_up(self.drafts.drop(node))
 
     def drop_drafts(self) -> int:
-        """Forget all drafted nodes, and leaves that were drafted and not asked for since; returns how many."""
+        """Forget all drafted nodes, and drafted leaves that were never asked for; returns how many."""
         slots = self.drafts.drop_below([*self.drafts.below])
         self.slots.give_up(slots)
         leaves = [node for node in self.drafts.rows if node not in self._children and self._slot[node] >= 0]
@@ -272,7 +274,7 @@ class TokenTree(PlacedNodes):
         return len(slots) + len(leaves)
 
     def forget_row(self, node: int) -> None:
-        """Take the slots of a node that was drafted, and of all below it, so that they are evaluated when need be."""
+        """Take back the slots of a drafted node and everything below it, so that they are evaluated again if needed."""
         below = [node]
         for each in below:
             below += self._children.get(each, {}).values()
@@ -283,11 +285,11 @@ class TokenTree(PlacedNodes):
     # --- for looking ahead ---
 
     def reserve(self, count: int, position: int) -> tuple[list[int], list[int]]:
-        """Take slots for nodes at a position that are not known yet; for a single one, of a tree without branches, the
-        trunk's next. `adopt` or `give_up` ends this.
+        """Reserve slots for nodes at a position that are not known yet; for a single node in a tree without branches,
+        the trunk's next slot. `adopt` or `give_up` ends the reservation.
 
         Returns:
-            their slots in the pool, and their branch slots; none of the trunk's next.
+            their slots in the pool, and their branch slots (none for the trunk's next slot).
 
         Raises:
             KVMemoryError: the pool is full; nothing was taken.
@@ -308,7 +310,7 @@ class TokenTree(PlacedNodes):
         return [self.slots.table[0][slot] for slot in self._reserved], self._reserved
 
     def adopt(self, nodes: Sequence[int]) -> None:
-        """The reserved slots become those of new nodes, in order; without branches, of the trunk's next token."""
+        """Assign the reserved slots to new nodes, in order; without branches, to the trunk's next token."""
         assert self._reserved is not None and len(nodes) == len(self._reserved)
         self._forget_spent()
         for node, slot in zip(nodes, self._reserved, strict=True):
@@ -320,7 +322,7 @@ class TokenTree(PlacedNodes):
         self._note_peaks()
 
     def give_up(self) -> None:
-        """Give the reserved slots back, if there are any."""
+        """Return the reserved slots, if there are any."""
         if self._reserved is not None:
             self.slots.give_up(self._reserved)
             self.trunk.truncate(self.pool, self.trunk.cached)
@@ -336,8 +338,8 @@ class TokenTree(PlacedNodes):
     # --- cached prefixes ---
 
     def reuse(self) -> int:
-        """Take over what the pool's cache has of the trunk's tokens, but for the last, which is evaluated. Returns how
-        many tokens need no evaluation any more."""
+        """Reuse what the prefix cache has of the trunk's tokens, except the last one, which is evaluated. Returns how
+        many tokens need no evaluation."""
         trunk, before = self.trunk, self.trunk.cached
         if self.pool.prefixes is None or self.salt is None:
             return 0
@@ -356,13 +358,14 @@ class TokenTree(PlacedNodes):
         return cached - before
 
     def save(self, going_on: bool = False) -> None:
-        """Give the pool's cache what is evaluated of the trunk, and hold its pages where it has the same.
+        """Give the evaluated part of the trunk to the prefix cache, and hold the cache's pages where it already has the
+        same.
 
-        States of recurrent layers are kept at its end, at the end of the prompt, where this prompt and an earlier one
-        part, and at distances within a prompt.
+        States of recurrent layers are kept at the trunk's end, at the end of the prompt, where this prompt diverges
+        from an earlier one, and at intervals within a prompt.
 
         Args:
-            going_on: only pages that are full.
+            going_on: save only full pages.
         """
         trunk, size = self.trunk, self.pool.page_size
         cached = trunk.cached - trunk.cached % size if going_on else trunk.cached
@@ -379,7 +382,7 @@ class TokenTree(PlacedNodes):
             self.pool.kept_states.keep(trunk.pages, cached, trunk.states, inside)
 
     def until_stop(self, tokens: int) -> int:
-        """How many of the next trunk tokens a pass evaluates: fewer, if a state is to be kept among them."""
+        """How many of the next trunk tokens a pass may evaluate: fewer if a state is to be kept among them."""
         start = self.trunk.cached
         return min([tokens, *(stop - start for stop in self._stops if stop > start)])
 

@@ -2,7 +2,7 @@
 
 A search is a generator. It yields `Evaluate` and is sent an `Answer`; it yields `Report` or `Pause` and is sent None;
 it returns a `SearchResult`. When the KV pool is full, the driver throws KVMemoryError at the `Evaluate` that did not
-fit. No node of that request is evaluated then, so the search may drop nodes and yield a request again.
+fit. None of its nodes is evaluated then, so the search may drop nodes and yield another `Evaluate`.
 """
 
 import math
@@ -29,12 +29,11 @@ class Answer(NamedTuple):
     """The answer to an `Evaluate`.
 
     Attributes:
-        rows_NV: float32, on the model's device: natural logarithms of probabilities, a row per node in the order of the
-            request, normalised over the model's vocabulary; ids past the tokenizer's are -inf afterwards, and so are
-            tokens that a constraint forbids (see `engine.Rules`). [N, 1], a score per node, for a tree of a scalar-head
-            model.
-            [0, V] if the request is for top sums, or for hidden rows.
-        numbers: the result of the request's `read`, or the top sums, float64 [n], on the host; None without either.
+        rows_NV: float32, on the model's device: natural logarithms of probabilities, one row per node in the order of
+            the request, normalised over the model's vocabulary; then ids beyond the tokenizer's are set to -inf, and so
+            are tokens that a constraint forbids (see `engine.Rules`). [N, 1], a score per node, for a tree of a
+            scalar-head model. [0, V] if the request is for top sums, or for hidden rows.
+        numbers: the result of `Evaluate.read`, or the top sums, float64 [n], on the host; None without either.
     """
 
     rows_NV: Tensor
@@ -45,24 +44,23 @@ class Answer(NamedTuple):
 class Evaluate:
     """A request for the next-token log-probabilities after `nodes`; the driver sends an `Answer`.
 
-    Nodes must be live and not evaluated yet; ancestors that are not evaluated either are evaluated in the same pass.
+    Nodes must be live and not evaluated yet; their unevaluated ancestors are evaluated in the same pass.
 
     Args:
         tree: holds the nodes.
         nodes: at least one.
         read: function of the rows and their peaks (see `kernels.rows.log_softmax`; None if they were not computed),
-            both on the model's device. It returns the numbers that the search needs on the host, float64 [n] on that
-            device; the driver brings the numbers of all searches to the host at once.
-        top_sums: the top sums are wanted, and no rows, which need not exist then: `numbers` are the sums that are
-            finite, best first, and as many places, row * V + token. Of equal sums the lower place comes first. Not with
-            `read`.
-        next: a hint, with `top_sums` only: the nodes that the search will probably evaluate next. A GPU begins with
-            them before the answer has reached the host. It changes no answer.
-        hidden: is called with the hidden rows [T, E] of the tokens that are evaluated for this request, parents first,
-            in parts, as passes compute them: what the head would read, on the model's device and in its dtype, in
-            memory that the next pass may write to. No log-probabilities are computed. Tokens that are in the cache
-            already, such as those of a cached prefix, have none. Not with `read` or `top_sums`.
-        apart: a hint: the search goes on below each of the nodes without waiting for the others where it need not, see
+            both on the model's device. It returns the values that the search needs on the host, float64 [n] on that
+            device; the driver copies the values of all searches to the host at once.
+        top_sums: ask for top sums instead of rows, which then need not exist: `numbers` has the finite sums, best
+            first, then as many positions, row * V + token. Equal sums are ordered by position. Not with `read`.
+        next: a hint, with `top_sums` only: the nodes that the search will probably evaluate next. A GPU starts them
+            before the answer has reached the host. It changes no answer.
+        hidden: a function that is called with the hidden rows [T, E] of the tokens evaluated for this request, parents
+            first, in parts, as passes compute them: the head's input, on the model's device and in its dtype, in memory
+            that the next pass may overwrite. No log-probabilities are computed. Tokens that are already in the cache,
+            such as those of a cached prefix, have no rows. Not with `read` or `top_sums`.
+        apart: a hint: the search continues below each node without waiting for the others if it can, see
             `TokenTree.has_row`. It changes no answer.
     """
 
@@ -75,7 +73,7 @@ class Evaluate:
     apart: bool = False
 
     def answer(self, rows_NV: Tensor, peaks_NB: Tensor | None = None) -> Answer:
-        """The answer that consists of these rows, and of what `read` returns for them; or of their top sums."""
+        """The answer with these rows and the result of `read` for them, or with their top sums."""
         if self.top_sums is not None:
             return Answer(rows_NV[:0], find_top_sums(rows_NV, peaks_NB, self.top_sums).flatten())
         return Answer(rows_NV, None if self.read is None else self.read(rows_NV, peaks_NB).cpu())
@@ -92,7 +90,7 @@ class Report:
         beams: returns (score, tokens) of the candidates, best first; a score of None is not known yet. `best` and
             `beams` may be called only until the search is resumed.
         ready: returns the result that the search would have if it ended now; None while no output has ended, or while a
-            live one is better as it is. A user who waits may take it. Only this project's searches set it.
+            live one currently scores higher. A waiting user may take it. Only the built-in searches set it.
     """
 
     settled: Sequence[int] = ()
@@ -104,7 +102,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Pause(Report):
-    """Nothing to report: the searches beside may have a pass before this one goes on with a long computation."""
+    """Nothing to report, but other searches may run a pass before this one continues a long computation."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +110,17 @@ class Output:
     """One answer.
 
     Args:
-        token_ids: new tokens, end-of-sequence included when produced.
+        token_ids: new tokens, including end-of-sequence if produced.
         logprob: sum of their log-probabilities under the target model; None if interrupted.
         score: what the search ranks by; None if interrupted, or if a constraint ended the output.
         finish_reason: "eos", "stop" (a stop string), "length", "constraint" (it allows no token) or "interrupted".
         text: the tokens as text, stop string cut off; filled in by the engine.
-        item: the id of the item of a catalogue that the output is; None without a catalogue, or if a limit cut the
-            output before the end of an item. Filled in by the engine.
-        token_logprobs: the log-probability of each token, in the rows that the search was sent, which add up to
-            `logprob`; None at a token after a sequence that the search did not evaluate. These and the next are filled
-            in by the engine for a request with `logprobs`, else None.
-        top_logprobs: at each token's place the most probable tokens and their log-probabilities, best first.
+        item: the id of the output's catalogue item; None without a catalogue, or if a limit cut the output before the
+            end of an item. Filled in by the engine.
+        token_logprobs: the log-probability of each token in the rows that the search received; they sum to `logprob`.
+            None for a token after a sequence that the search did not evaluate. This and the next field are filled in by
+            the engine for a request with `logprobs`, otherwise None.
+        top_logprobs: at each token's position the most probable tokens and their log-probabilities, best first.
     """
 
     token_ids: list[int]
@@ -143,10 +141,10 @@ class ContinuationScore:
         token_ids: its tokens.
         token_logprobs: the log-probability of each.
         logprob: their sum.
-        is_greedy: whether each token is the most probable one at its place.
-        top_logprobs: at each place the most probable tokens and their log-probabilities, best first; None if they were
-            not wanted.
-        ranks: 1 and how many tokens are more probable at each place; None if they were not wanted.
+        is_greedy: whether each token is the most probable one at its position.
+        top_logprobs: at each position the most probable tokens and their log-probabilities, best first; None if not
+            requested.
+        ranks: 1 plus the number of more probable tokens at each position; None if not requested.
     """
 
     token_ids: list[int]
@@ -165,10 +163,10 @@ class ContinuationScore:
 
 @dataclass
 class SearchResult:
-    """Outputs, best first, and figures of the run (each documented in docs/stats.md).
+    """Outputs, best first, and statistics of the run (documented in docs/stats.md).
 
-    `scores`: of the continuations that were given, in their order, if they were to be scored; there is no output then.
-    `embedding`: float32 [E], on the CPU, if the prompt was to be embedded; there is no output then.
+    `scores`: the scores of the given continuations, in order, if scores were requested; then there is no output.
+    `embedding`: float32 [E], on the CPU, if an embedding was requested; then there is no output.
     """
 
     outputs: list[Output]
@@ -194,12 +192,12 @@ class SearchResult:
 
 
 def short_numbers(vector_E: Tensor) -> list[float]:
-    """The numbers of a float32 vector, each with the fewest digits that are sure to tell it from all others."""
+    """The elements of a float32 vector, each with the fewest digits that identify it uniquely."""
     return [float(f"{x:.9g}") for x in vector_E.tolist()]
 
 
 def _parted(output: dict[str, Any], thoughts: Thoughts) -> dict[str, Any]:
-    """An output's record with the thought, if there is one, beside the answer."""
+    """An output's record with the thought, if there is one, separated from the answer."""
     thought, answer = thoughts.split(output["text"])
     return {"text": answer} | ({} if thought is None else {"reasoning": thought}) | {**output, "text": answer}
 
@@ -212,23 +210,23 @@ class Task:
         tree: the target model's tree, holding the prompt.
         max_new_tokens: at least 1.
         eos_token_ids: tokens that end a sequence; may be empty.
-        vocab_size: tokens that can be generated; ids from here on have log-probability -inf.
+        vocab_size: the number of tokens that can be generated; higher ids have log-probability -inf.
         hit_stops: for each of some outputs, given as new tokens, whether it contains a stop string; None without any.
         open_tree: (model name, prompt) -> a tree of another model, "draft" or "reward"; freed with the search.
         tokenizer: the target model's; None without one.
-        seconds: number of target tokens -> this search's share of the seconds of a pass that evaluates them, by recent
-            measurements; 0 before the first one. It may guide how much is tried at once, never the output. None if it
-            is not known.
-        model_key: names files that keep data about the target model between runs; "" to keep none.
+        seconds: number of target tokens -> this search's share of the time of a pass that evaluates them, by recent
+            measurements; 0 before the first one. It may guide how much a search tries at once, but must not affect the
+            output. None if unknown.
+        model_key: names files that store data about the target model between runs; "" to store none.
         start_token: the first token of a text of the target model.
         judge: computes the rewards of responses; for searches whose `models` name "reward".
-        spare: pool -> how many more of its pages this search could take if the driver ran no other. A search that
-            chooses how much to try by this number, and not by the free pages, gives the same answer alone and in a
-            batch.
-        normalised: whether the probabilities of a row add up to 1, but for ids from `vocab_size` on. A constraint cuts
-            tokens off, and may leave next to nothing.
-        rising: whether log-probabilities may be positive, so that a longer sequence may be the more probable one: a
-            bias may raise them.
+        spare: pool -> how many more of its pages this search could take if the driver ran no other search. A search
+            that decides how much to try by this number rather than by the free pages gives the same answer alone and in
+            a batch.
+        normalised: whether the probabilities of a row sum to 1, except for ids from `vocab_size` on. A constraint masks
+            tokens and may leave a sum near 0.
+        rising: whether log-probabilities may be positive (because of a bias), so that a longer sequence may be more
+            probable.
     """
 
     tree: TokenTree
@@ -251,7 +249,8 @@ class Task:
         return self.finish_reasons([tokens])[0]
 
     def finish_reasons(self, outputs: Sequence[Sequence[int]]) -> list[str | None]:
-        """Why each of some outputs, given as new tokens, ends with its last token; None where it does not end."""
+        """For each of several outputs, given as new tokens, why it ends with its last token; None if it does not
+        end."""
         eos, most = self.eos_token_ids, self.max_new_tokens
         reasons = ["eos" if t[-1] in eos else "length" if len(t) >= most else None for t in outputs]
         if self.hit_stops is not None:
@@ -269,7 +268,7 @@ class Judge(Protocol):
         ...
 
     def keep(self, responses: Sequence[Sequence[int]]) -> None:
-        """Free the memory of all responses but these; later calls ask only for these and for what they grow to."""
+        """Free the memory of all responses except these; later calls ask only for these and their extensions."""
         ...
 
 
@@ -280,8 +279,8 @@ class Search(ABC):
     """Base class of every search: a frozen dataclass derives from it, whose fields are the search's parameters.
 
     Attributes:
-        models: roles of the models that the search evaluates beside the target: "draft", "reward".
-        drafts_itself: whether the search has drafts of its own, so that no others ride along.
+        models: roles of the models that the search evaluates besides the target: "draft", "reward".
+        drafts_itself: whether the search makes its own drafts, so that `--drafts` does not apply.
     """
 
     models: ClassVar[Sequence[str]] = ()
@@ -295,21 +294,22 @@ class Search(ABC):
         """KV slots that a run of `new_tokens` needs: (at least, at most).
 
         A request is refused before anything is evaluated if the first number does not fit the cache. By default the
-        first number is one sequence, and the second as many as the fields `beams` or `num_return_sequences` give,
-        which share the prompt alone.
+        first number is for one sequence, and the second for as many as the fields `beams` or `num_return_sequences`
+        give, which share only the prompt.
         """
         widths = [getattr(self, name, 1) for name in ("beams", "num_return_sequences")]
         width = max([1, *(n for n in widths if type(n) is int)])
         return prompt_tokens + new_tokens - 1, prompt_tokens + width * (new_tokens - 1)
 
     def with_all_outputs(self) -> "Search":
-        """This search, returning all outputs that it finds anyway; outputs of distinct texts are chosen among them."""
+        """This search, returning all outputs that it finds anyway, from which outputs with distinct texts are
+        chosen."""
         return self
 
     def work(self, new_tokens: int) -> tuple[int, int]:
-        """Numbers that a run of `new_tokens` computes beside the model's rows: (most in a step, most that it keeps).
+        """Values that a run of `new_tokens` computes besides the model's rows: (most in a step, most that it keeps).
 
-        A server refuses requests above its limits. By default there are none that count.
+        A server refuses requests above its limits. The default is none.
         """
         return 0, 0
 

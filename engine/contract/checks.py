@@ -1,7 +1,7 @@
 """Checks of the contract of searches: the values that a search yields and returns, and the origin of exceptions.
 
-An exception in a search that is not part of this project is a `SearchError`, which names the search and the line of its
-code. A search of this project breaks the contract only by a bug of the project; the error reports it as one.
+An exception in an external search becomes a `SearchError`, which names the search and the line of its code. If a
+built-in search breaks the contract, that is a bug of this project, and the error says so.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Outputs of distinct texts: one text may have several spellings in tokens, and a search may return them all."""
+"""Outputs with distinct texts: a text can be tokenised in several ways, and a search may return them all."""
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Sampling: warpers with the meaning that they have in Hugging Face's generation, and keyed Gumbel draws.
+"""Sampling: warpers as in Hugging Face's generation, and keyed Gumbel draws.
 
-The draw for (seed, sequence, position) is a vector of Gumbel noise, one number per token, and the token drawn is the
-argmax of warped log-probabilities plus that vector. There is no stream of random numbers, so a draw does not depend on
+The draw for (seed, sequence, position) is a vector of Gumbel noise, one number per token, and the sampled token is the
+argmax of warped log-probabilities plus that vector. There is no random stream, so a draw does not depend on
 batching, pruning or drafting.
 """
 

@@ -1,4 +1,4 @@
-"""Scores of continuations: one tree below their prompt, whose shared beginnings are read once."""
+"""Scores of continuations: one tree below their prompt, whose shared prefixes are evaluated once."""
 
 import math
 from collections.abc import Generator, Sequence

@@ -1,7 +1,7 @@
-"""The top sums of an `Evaluate`: the greatest sums of a node's number and a log-probability after it, in float32.
+"""Top-k of a node's score plus the log-probability of a token after it, in float32: the top sums of an `Evaluate`.
 
-They are found in rows, in a few entries of rows, or in parts that several passes or processes evaluated. Of equal sums
-the lower row comes first, then the lower token.
+They are taken from full rows, from a few entries of rows, or merged from parts that several passes or processes
+evaluated. Equal sums are ordered by row, then by token.
 """
 
 import math

@@ -1,9 +1,8 @@
 """Traces: records of the steps of a search, made while it runs (`--trace`, `/tree`).
 
 A step is the time between two answers: the search reads the log-probabilities, grows nodes, keeps some (the others are
-dropped, the stem that all share joins the trunk), and yields a request; its nodes take slots and are evaluated.
-A `TreeRecord` observes each tree, so that requests without a trace have no extra cost.
-docs/tree.md describes the record.
+dropped, the shared stem joins the trunk), and yields an `Evaluate`, whose nodes take slots and are evaluated. A
+`TreeRecord` observes each tree, so that requests without a trace have no extra cost. docs/tree.md describes the record.
 """
 
 import math

@@ -1,9 +1,9 @@
-"""Drafts under every search: guesses of the tokens that a search will ask for, which ride along in its passes.
+"""Drafts for every search: guesses of the tokens that a search will ask for, evaluated in the same passes.
 
-A `Drafter` guesses. It is shared by the requests of an engine, and opens a `RequestDrafter` for each. The driver adds
-the guessed tokens below the live nodes of a request to a pass (`engine.step.drafting`). When the search then asks for
-a node that was evaluated so, its row is known and no pass is needed. Rows do not depend on what rides along, so no
-guess changes an answer: a drafter may guess badly, but only time is lost.
+A `Drafter` guesses. It is shared by the requests of an engine and opens a `RequestDrafter` for each. The driver adds
+the guessed tokens below the live nodes of a request to a pass (`engine.step.drafting`). If the search then asks for
+such a node, its row is known and no pass is needed. Rows do not depend on the other tokens of a pass, so guesses never
+change an answer: bad guesses only cost time.
 """
 
 import math

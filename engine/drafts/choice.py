@@ -1,4 +1,4 @@
-"""The drafter that an option of loading names."""
+"""The drafter that a loading option names."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def chosen_drafter(
         capacity: of a suffix store; None: the usual one.
 
     Raises:
-        UsageError: there is no such drafter, or drafts do not ride along on this device.
+        UsageError: there is no such drafter, or drafts are not supported on this device.
     """
     if named == "off":
         return None

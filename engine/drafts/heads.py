@@ -1,9 +1,9 @@
-"""Drafts by a head of the model: a decoder layer that reads the model's rows (`models.draft_heads`).
+"""Drafts by a draft head: a decoder layer that reads the model's rows (`models.draft_heads`).
 
-A request's tree in the head's cache has its text but for the first token: its token i is the text's token i + 1, which
-the head reads with the model's row of token i. The rows come from the passes of the model. What was read with a row of
-the head's own, as the model had none yet, is read again with the model's. Where there is none, as the model found a
-prefix in its cache, zeros stand in: the head has that prefix in its own cache, as a rule, but for a token.
+A request's tree in the head's cache has its text without the first token: its token i is the text's token i + 1, which
+the head reads with the model's row of token i. The rows come from the passes of the model. A token that was read with
+the head's own row, because the model had none yet, is read again with the model's. If the model has no row because it
+found a prefix in its cache, zeros stand in; usually the head has that prefix in its own cache, except for one token.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Drafts by a smaller model of the same vocabulary: its likeliest continuations of every live node, level by level.
+"""Drafts by a smaller model with the same vocabulary: its likeliest continuations of every live node, level by level.
 
 Each request has a tree in the smaller model's cache, which follows the live nodes of the request's search and holds
-what was drafted below them. A level of the drafts of all requests is one pass of the smaller model. Where a search goes
-on with the best sums, as beam search does, a level has the nodes that the search would go on with if the smaller
-model's log-probabilities were the model's (the forest of DSBD, arXiv 2409.16560 section 3, with the best sums in place
-of draws); elsewhere each live node has its own likeliest continuation, and a single one alternatives besides.
+the drafts below them. One pass of the smaller model makes a level of the drafts of all requests. If a search keeps the
+best sums, as beam search does, a level has the nodes that the search would keep if the smaller
+model's log-probabilities were the model's (the forest of DSBD, arXiv 2409.16560 section 3, with best sums instead
+of draws). Otherwise each live node has its likeliest continuation; a single live node also has alternatives.
 """
 
 import math
@@ -31,7 +31,7 @@ CATCH_UP = 8  # tokens that are read whatever they cost
 
 
 class ModelDrafts:
-    """Drafts for one request; see `engine.drafts.RequestDrafter`. Whoever opened it releases its tree.
+    """Drafts for one request; see `engine.drafts.RequestDrafter`. The caller that opened it releases its tree.
 
     Args:
         drafter: has the model.

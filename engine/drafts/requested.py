@@ -1,4 +1,4 @@
-"""The drafters that requests choose by name, beside the one that the engine was loaded with."""
+"""The drafters that requests choose by name, in addition to the one with which the engine was loaded."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ class RequestedDrafters:
             models: the `engine.request.Models` that answer.
 
         Raises:
-            UsageError: there is no such drafter, no draft model, or drafts do not ride along here.
+            UsageError: there is no such drafter, no draft model, or drafts are not supported here.
         """
         if isinstance(choice, bool):
             return models.drafts if choice else None

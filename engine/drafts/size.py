@@ -1,4 +1,4 @@
-"""How many drafted nodes to evaluate: the number that brings the most tokens, or saves the most passes, per second."""
+"""How many drafted nodes to evaluate: the number that gains the most tokens, or saves the most passes, per second."""
 
 import math
 from collections.abc import Callable, Sequence

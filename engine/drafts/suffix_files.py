@@ -1,5 +1,5 @@
 """Files of a suffix store's texts, in the machine's byte order: a header (`HEADER`), the symbols, 32 bits each, oldest
-first, then an entry (`OWNER`) for each salt. Chains are not in the file: they are made again as it is read."""
+first, then an entry (`OWNER`) for each salt. Chains are not in the file: they are rebuilt when it is read."""
 
 import struct
 import zlib

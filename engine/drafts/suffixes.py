@@ -1,7 +1,7 @@
-"""Drafts from suffixes: what followed where the end of the text occurred before, in this request and in ended ones.
+"""Drafts from suffixes: what followed earlier occurrences of the text's end, in this request and in finished ones.
 
-SuffixDecoding (arXiv 2411.04975). A request's own text comes first; the text of ended requests is in a `SuffixStore`,
-from which the oldest leaves. `kernels.suffixes` finds the matches and estimates the probabilities.
+SuffixDecoding (arXiv 2411.04975). A request's own text takes precedence; the texts of finished requests are in a
+`SuffixStore`, which drops the oldest. `kernels.suffixes` finds the matches and estimates the probabilities.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The budget of a whole process: what it will hold is predicted from headers, and what is left goes to the cache."""
+"""The memory budget of a whole process: usage is predicted from headers, and the KV cache gets the rest."""
 
 import re
 import resource

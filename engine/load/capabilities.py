@@ -1,4 +1,5 @@
-"""The dtype of a model, its reason, and the processor's fast paths: for the banner, `--stats` and embedders."""
+"""The dtype of a model, the reason for it, and the processor's fast paths: for the banner, `--stats` and embedding
+programs."""
 
 import platform
 from dataclasses import dataclass, replace

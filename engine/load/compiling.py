@@ -1,5 +1,5 @@
-"""`--compile on`, for a GPU: torch.compile of the operators on rows, which stand between products and operators over
-trees (`kernels.rows`). They depend on activations alone, so that no pass of a new shape makes anybody compile."""
+"""`--compile on`, for a GPU: torch.compile of the row-wise operators (`kernels.rows`), which run between matrix
+multiplications and tree operators. They depend on activations alone, so passes of new shapes trigger no compilation."""
 
 import os
 import warnings
@@ -15,7 +15,7 @@ from kernels.files import private
 
 
 def check_compile(compile: str, device: torch.device) -> None:
-    """Refuse `--compile on` on a CPU, and where rows are to have the same bits beside any others. Raises UsageError."""
+    """Refuse `--compile on` on a CPU, and together with `COPPICE_SAME_BITS=on`. Raises UsageError."""
     if compile == "on" and device.type == "cpu":
         raise UsageError(
             "compile: on a CPU a compiled model is slower than one that is not, with the C++ kernels and without them",

@@ -1,7 +1,8 @@
-"""The processes that compute models together, started by `torchrun`; they talk by torch.distributed.
+"""The processes that compute models together, started by `torchrun` and communicating through torch.distributed.
 
-Every process runs the same driver on the same requests, and every number that a search decides by comes from a gathered
-tensor, so that all take the same decisions. A process that ends early ends the others: what they wait for fails.
+Every process runs the same driver on the same requests, and every value on which a search's decision depends comes from
+a gathered tensor, so all make the same decisions. If a process ends early, the others end too, because their exchanges
+fail.
 """
 
 import os

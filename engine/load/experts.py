@@ -1,4 +1,4 @@
-"""Mixtures of experts of which `--memory` holds a part: what a token touches, what stays in memory, what may not."""
+"""Mixtures of experts that exceed `--memory`: what a token reads, what must stay in memory, and what need not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Finds the fastest of several ways to multiply a matrix on this machine: measured once, and remembered.
 
-Where a processor has one way only, nothing is measured. The seconds of each way are kept in the folder of the kernels
-(`kernels.cpp`), by the kernels, the processor and the question, so that the same machine always answers the same.
+If a processor has only one way, nothing is measured. The times are stored in the folder of the kernels
+(`kernels.cpp`), keyed by kernels, processor and question, so a machine always makes the same choice.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Whether, where and how much is kept of what loading derives from the files of models."""
+"""The cache of files derived while loading: whether it is used, where it is, and how large it may be."""
 
 import os
 from functools import lru_cache

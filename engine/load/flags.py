@@ -1,7 +1,7 @@
-"""The flags of options: a field of a class declares its flag, and all fronts read the declaration.
+"""The flags of options: a field of a class declares its flag, and all front ends read the declaration.
 
 A field is `Annotated[type, Flag(...)] = default` or, without a flag, `Annotated[type, NoFlag(why)] = default`; the
-docstring of its class has the text about it.
+docstring of its class has its help text.
 """
 
 import functools

@@ -1,4 +1,5 @@
-"""Defaults of `generation_config.json` for searches and requests, which `generate` of transformers applies unasked."""
+"""Defaults of `generation_config.json` for searches and requests, which transformers' `generate` applies
+automatically."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

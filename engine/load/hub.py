@@ -1,7 +1,7 @@
-"""Models by their names on the Hugging Face hub: `org/name[@revision][:file]` becomes a path in the hub's cache.
+"""Models named on the Hugging Face hub: `org/name[@revision][:file]` becomes a path in the hub's cache.
 
-Who loads a model calls this: `Engine.load`, the flags of command lines. What comes in later, the lines of a batch and
-HTTP requests, never does. `huggingface_hub` is imported only when a name is given that is no path; it reads HF_HOME,
+Only loading calls this (`Engine.load`, the flags of command lines); batch lines and
+HTTP requests never do. `huggingface_hub` is imported only when a name is not a path; it reads HF_HOME,
 HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the like, and shows its progress bars.
 """
 

@@ -1,4 +1,4 @@
-"""The files of a repository on the hub that a model needs: one GGUF file, or the safetensors and what goes with them.
+"""The files that a model needs from a hub repository: one GGUF file, or the safetensors and their companions.
 
 Pickles and code are never among them.
 """

@@ -1,4 +1,4 @@
-"""Files of weights on the hub of which headers alone are fetched: enough for a plan of memory."""
+"""Fetches only the headers of weight files on the hub, which is enough for a memory plan."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The loader: checkpoint folders become models with their pools, on the device and in the dtype that suit."""
+"""The loader: turns checkpoint folders into models with their pools, on a suitable device and in a suitable dtype."""
 
 import hashlib
 import json
@@ -263,7 +263,7 @@ class _Weights:
         return notes
 
     def own_head(self) -> "_Weights":
-        """The draft head that the checkpoint has beside its model."""
+        """The draft head in the model's own checkpoint."""
         options = self.precision.dtype, self.model.device, self.quant.name
         reader = partial(Weights, rounding=self.activations == "int8")
         head = MTP(self.checkpoint, type(self.model), *options, reader=reader).eval()
@@ -363,7 +363,7 @@ def attach_heads(parts: Mapping[str, _Weights]) -> None:
 
 
 def check_companion(role: str, target: LoadedModel, other: LoadedModel) -> None:
-    """Refuse a model that cannot play its role, "draft" or "reward", beside another. Raises UsageError."""
+    """Refuse a model that does not suit its role, "draft" or "reward", for another model. Raises UsageError."""
     if role == "reward":
         if not other.shape.scores:
             raise UsageError(

@@ -1,7 +1,7 @@
-"""The options of loading: each is written once, as a field of `LoadOptions`.
+"""The loading options, each defined once, as a field of `LoadOptions`.
 
-From a field follow an argument of `Engine.load`, a flag with its help in every command that loads a model
-(`engine.app.cli.loading`), and what a plan of memory counts (`engine.load.budget`).
+Each field defines an argument of `Engine.load`, a flag with its help in every command that loads a model
+(`engine.app.cli.loading`), and what a memory plan counts (`engine.load.budget`).
 """
 
 import functools
@@ -70,50 +70,51 @@ SWITCH = functools.partial(MACHINE, choices=("on", "off"))
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The options of loading: arguments of `Engine.load`, and flags of the command lines.
+    """The loading options: arguments of `Engine.load`, and flags of the command lines.
 
     Args:
-        folder: folder with config.json, safetensors, tokenizer, a GGUF file, or a name on the hub: org/name[:Q4_K_M].
-            A name may have a revision and a file, `org/name@revision:FILE.gguf`; a path that is there goes first.
-        draft: a smaller model of the same tokenizer. As `folder`, for searches and `drafts` that draft by a model; for
-            the latter also an EAGLE-3 head of the model.
-        reward: a model with a scalar head, to rank. As `folder`, for searches that rank; from Python also a function,
-            see `Request`.
+        folder: folder with config.json, safetensors, tokenizer, a GGUF file, or a name on the hub: org/name[:Q4_K_M]. A
+            name may have a revision and a file, `org/name@revision:FILE.gguf`; an existing path takes precedence.
+        draft: a smaller model with the same tokenizer. Given like `folder`, for searches and `drafts` that use a draft
+            model; for the latter also an EAGLE-3 head of the model.
+        reward: a model with a scalar head, to rank. Given like `folder`, for searches that rank; from Python also a
+            function, see `Request`.
         chat_template: a Jinja file; none: plain completion.
-        adapters: a folder of peft with a LoRA adapter of the model; repeatable. Its name is the folder's; requests
-            choose by `adapter`, and have the first one if they name none. A factor may follow, as DIR=0.5; from Python
-            also a mapping of names to folders, or to pairs of folder and factor. See docs/adapters.md.
-        dtype: type of weights and cache. "auto" is the checkpoint's own, but float32 on a processor without products of
-            that dtype, or where float32 is measured to be faster; `Engine.capabilities` reports the choice.
-        quant: weights in 8 or 4 bits. On a CPU with int8 products, or on a GPU; "auto" takes int8 where it is measured
-            to be faster, on a CPU.
-        activations: rows of activations that are multiplied by quantised weights. "auto" rounds them where `quant`
-            int8 or int4 does, and leaves those of quantised checkpoints and GGUF files as they are; "int8" rounds them
-            there too, to 8 bits of the largest magnitude of each 32, on a CPU: faster, and less exact.
-        kv_dtype: keys and values in 8 bits; fp8 on a GPU. With a scale for each token and head they take about half
-            the memory of bfloat16.
+        adapters: a folder of peft with a LoRA adapter of the model; repeatable. An adapter is named after its folder;
+            requests choose one with `adapter`, and use the first one by default. A factor may follow, as in DIR=0.5;
+            from Python also a mapping from names to folders, or to pairs of folder and factor. See docs/adapters.md.
+        dtype: type of weights and cache. "auto" is the checkpoint's own, but float32 on a processor without dot
+            products for that dtype, or if float32 is measured to be faster; `Engine.capabilities` reports the choice.
+        quant: weights in 8 or 4 bits. On a CPU with int8 arithmetic, or on a GPU; "auto" chooses int8 on a CPU if it is
+            measured to be faster.
+        activations: rows of activations that are multiplied by quantised weights. "auto" rounds them only with `quant`
+            int8 or int4, not with quantised checkpoints and GGUF files; "int8" rounds them there too, to 8 bits scaled
+            by the largest magnitude of each 32, on a CPU: faster but less exact.
+        kv_dtype: keys and values in 8 bits; fp8 on a GPU. With a scale per token and head they take about half the
+            memory of bfloat16.
         device: where models run.
-        context: longest sequence of the model, prompt and output together. None takes the checkpoint's; more
-            than that is for models that rotate positions, and answers may get worse there.
+        context: longest sequence of the model, prompt and output together. None uses the checkpoint's; more than that
+            needs rotary positions, and answers may get worse there.
         threads: limit of CPU threads.
         kv_memory: size of all KV caches, as 512M. From Python also a number of bytes.
-        memory: limit of the process, as 900M; auto: its own. What the weights and the rest leave goes to the KV
-            caches; "auto" is the least limit that the process runs under. On a CPU; from Python also a number of bytes.
-        workload: what `memory` has to hold at least; None: one token for each of `parallel` searches.
+        memory: limit of the process, as 900M; auto: its own. The KV caches get what weights and everything else leave;
+            "auto" is the lowest limit that applies to the process. On a CPU; from Python also a number of bytes.
+        workload: what `memory` must hold at least; None: one token for each of `parallel` searches.
         parallel: searches that run at once.
-        prefix_cache: keep read prompts in pages that nothing else needs. Prompts that begin alike are read once;
-            without `kv_memory` or `memory` up to 1 GiB is kept on a CPU.
+        prefix_cache: keep read prompts in pages that nothing else needs. A shared prefix of several prompts is
+            evaluated once; without `kv_memory` or `memory` up to 1 GiB is kept on a CPU.
         cache: keep what is derived from the model's files at some cost, such as packed matrices, in the user's cache
-            folder, so that later starts need less time. "off" keeps nothing and reads nothing that was kept; see
+            folder, so that later starts need less time. "off" neither writes nor reads the cache; see
             docs/platforms.md.
-        compile: compile what is between products with torch, on a GPU only. Loading takes seconds more.
+        compile: compile what is between products with torch, on a GPU only. Loading then takes some seconds longer.
         graphs: run small passes as CUDA graphs on a GPU.
         drafts: guesses that ride along in the passes of every search, which then needs fewer: from the "ngrams" of a
             request's prompt and output, the longest "suffix" of its text, found in it and in ended requests' texts, or
             a smaller "model" or a head of the model (`draft`), the head in the model's own checkpoint, "mtp". "auto":
-            suffix, where that changes no bit. From Python also a `engine.drafts.Drafter`. On a CPU; see docs/drafts.md.
-        shard: the place of this process among several that share the models, companions too, see
-            `engine.load.distributed.together`. All load alike and get the same requests; memory is that of each.
+            suffix, if that changes no bit. From Python also a `engine.drafts.Drafter`. On a CPU; see docs/drafts.md.
+        shard: the rank of this process among several that share the models, including companions, see
+            `engine.load.distributed.together`. All load the same and get the same requests; memory limits apply to
+            each.
 
     Raises:
         UsageError: a value of another type, or out of range.

@@ -1,4 +1,5 @@
-"""How a checkpoint wants its embeddings pooled: its files of sentence-transformers, or the metadata of a GGUF file."""
+"""The pooling that a checkpoint prescribes for embeddings: in sentence-transformers files, or in the metadata of a GGUF
+file."""
 
 import json
 from collections.abc import Mapping

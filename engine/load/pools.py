@@ -1,4 +1,4 @@
-"""Memory: the pools that a budget allows, and whether they can hold a request."""
+"""The pools that a memory budget allows, and whether they can hold a request."""
 
 import errno
 import math

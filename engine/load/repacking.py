@@ -1,5 +1,5 @@
-"""The file that experts are read from where `--memory` holds a part of them: an earlier start left it in the cache, or
-this one packs the matrices into it, one at a time, before it loads the model."""
+"""The file from which experts are read if they exceed `--memory`: an earlier start left it in the cache, or this one
+packs the matrices into it, one at a time, before it loads the model."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Sizes of memory as text, and the work that memory has to hold."""
+"""Memory sizes as text, and the work that memory must hold."""
 
 from __future__ import annotations
 

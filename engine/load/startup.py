@@ -1,5 +1,5 @@
-"""First import of the package: while a command line's modules are loaded, Ctrl-C ends the process without a traceback.
-A command line has torch imported by `import_torch`, which leaves out what only torch's compiler needs.
+"""Imported first: while a command line's modules are loaded, Ctrl-C ends the process without a traceback. Command lines
+import torch with `import_torch`, which leaves out what only torch's compiler needs.
 
 `engine.app.cli.run` restores Ctrl-C, `engine.load.compiling` imports the rest. Nothing changes in programs
 that import the engine.

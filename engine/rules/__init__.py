@@ -1,4 +1,4 @@
-"""The fields of a request that say which tokens may come next, and with which scores; their checks."""
+"""The fields of a request that determine which tokens may come next, and with which scores; their checks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -37,38 +37,39 @@ Words = Sequence[str | Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules of which tokens may come next, and how likely they are made; the last part of a `Request`.
+    """The rules that determine which tokens may come next, and how likely they become; the last part of a `Request`.
 
-    All but `constraint` and `choices` have the meaning that they have in Hugging Face's generation, and all apply in
+    All except `constraint` and `choices` mean the same as in Hugging Face's generation, and all apply in
     its order; a constraint takes the place of `prefix_allowed_tokens_fn`.
 
     Args:
         constraint: see `engine.Constraint`.
-        constraint_scores: "model": log-probabilities of the model are edited, and not normalised again, as Hugging Face
-            does in beam search; "renormalised": logits are edited, before the softmax, as it does elsewhere.
-        begin: a text, or its bytes, that the output begins with, in any tokens; the last of them may reach further.
+        constraint_scores: "model": the model's log-probabilities are edited and not normalised again, as in Hugging
+            Face's beam search; "renormalised": logits are edited before the softmax, as elsewhere in Hugging Face.
+        begin: a text, or its bytes, with which the output begins, in any tokenisation; the last token may extend beyond
+            it.
         choices: texts or token sequences, at least one, of which the output must be one.
-        json_schema: a JSON schema, as an object or as JSON: the output is a JSON text that it allows. This and the two
-            next need the extra `grammar`; see `engine.rules.grammars`.
+        json_schema: a JSON schema, as an object or as JSON: the output is JSON that conforms to it. This and the next
+            two need the extra `grammar`; see `engine.rules.grammars`.
         regex: a regular expression that the whole output matches.
-        grammar: a grammar of the output, in Lark's form as llguidance has it, or in llama.cpp's GBNF.
-        catalogue: the same for many: an `engine.Catalogue` or its file, see `tools.catalogue`. An output then has the
-            id of its item.
+        grammar: a grammar of the output, in llguidance's variant of Lark, or in llama.cpp's GBNF.
+        catalogue: like `choices`, for many items: an `engine.Catalogue` or its file, see `tools.catalogue`. An output
+            then has the id of its item.
         logit_bias: token ids -> numbers added to their log-probabilities.
-        sequence_bias: sequences of token ids -> numbers added to the last of them, where the others come before it; a
-            mapping, or a list of pairs.
-        repetition_penalty: log-probabilities (logits) of tokens that occurred are multiplied by it where they are
-            negative, and divided by it elsewhere; 1 changes nothing.
-        frequency_penalty, presence_penalty: subtracted from scores of tokens that occurred in the output, for each time
-            and once, as at OpenAI's; from -2 to 2.
-        dry_multiplier, dry_base, dry_allowed_length: DRY, see `engine.rules.dry`: a token that would go on with a
-            repetition of n tokens, at least the allowed length, the prompt included, loses multiplier * base ** (n -
+        sequence_bias: sequences of token ids -> numbers added to the last token if the others precede it; a mapping, or
+            a list of pairs.
+        repetition_penalty: log-probabilities (logits) of tokens that occurred are multiplied by it if they are
+            negative, and divided by it otherwise; 1 changes nothing.
+        frequency_penalty, presence_penalty: subtracted from scores of tokens that occurred in the output, per
+            occurrence and once, as in OpenAI's API; from -2 to 2.
+        dry_multiplier, dry_base, dry_allowed_length: DRY, see `engine.rules.dry`: a token that would continue a
+            repetition of n tokens (at least the allowed length, prompt included) loses multiplier * base ** (n -
             allowed length); a multiplier of 0 changes nothing.
-        dry_penalty_last_n: only so many tokens at the end of prompt and output are looked at; -1: all, 0: none.
-        dry_sequence_breakers: texts that no repetition reaches over.
-        no_repeat_ngram_size: no sequence of this many tokens occurs twice, the prompt included; 0 allows it.
-        bad_words: texts, or token sequences, that must not be generated. A text is banned in the tokens that it has
-            alone and in those that it has after a space.
+        dry_penalty_last_n: only this many tokens at the end of prompt and output are considered; -1: all, 0: none.
+        dry_sequence_breakers: texts across which no repetition extends.
+        no_repeat_ngram_size: no sequence of this many tokens occurs twice, prompt included; 0: no limit.
+        bad_words: texts, or token sequences, that must not be generated. A text is banned both as tokenised alone and
+            as tokenised after a space.
         min_length: no end-of-sequence token before there are this many tokens, the prompt included; `min_new_tokens`
             takes precedence.
         min_new_tokens: no end-of-sequence token before there are this many new tokens.
@@ -76,7 +77,7 @@ class Rules:
         suppress_tokens: token ids that must not be generated.
         begin_suppress_tokens: token ids that must not be generated first.
         logits_processor: function, or several, of (int64 [1, L], float32 [1, V]) -> float32 [1, V], called for each row
-            after all others.
+            after all other processors.
     """
 
     constraint: Constraint | None = None

@@ -1,8 +1,8 @@
 """Outputs that begin with given bytes, and prompts whose last tokens are generated again (token healing).
 
-A prompt that ends inside a word has other tokens at its end than the whole word would have: after "http:" a model
-expects no "//", because "://" is one token. Healing cuts those tokens off and asks for an output that begins with their
-bytes, in any tokens.
+A prompt that ends inside a word is tokenised differently at its end than the whole word would be: after "http:" a model
+does not expect "//", because "://" is one token. Healing removes those tokens and requires an output that begins with
+their bytes, in any tokenisation.
 """
 
 from bisect import bisect_left, bisect_right

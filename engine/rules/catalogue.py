@@ -1,4 +1,4 @@
-"""Catalogues: files of the items that an output may be, as a trie of token sequences, mapped into memory.
+"""Catalogues: memory-mapped files of the items that an output may be, as a trie of token sequences.
 
 Nodes are numbered breadth first, edges in the order of their parents and tokens, so that edge e leads to node e + 1.
 The file, in the machine's byte order: a header (`HEADER`), then

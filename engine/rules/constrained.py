@@ -1,10 +1,10 @@
 """The constraint and the processors of one request at work.
 
-Where a row is known without the model, because the constraint allows one token only and scores are renormalised, or
+If a row is known without the model, because the constraint allows only one token and scores are renormalised, or
 because the node itself is forbidden (a draft that the constraint excludes), nothing is evaluated: a chain of forced
-tokens is evaluated with the next row that is not known. With the model's scores the log-probabilities of forced tokens
-are needed: the pass that evaluates a node evaluates the chain of forced tokens below it too, and their rows, one number
-each, are known from then on.
+tokens is evaluated together with the next unknown row. With the model's scores the log-probabilities of forced tokens
+are needed: the pass that evaluates a node also evaluates the chain of forced tokens below it, and their rows, one
+number each, are known from then on.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
-"""Constraints: which tokens may come next, as states that belong to nodes of a tree.
+"""Constraints: which tokens may come next, as states of the nodes of a tree.
 
 A constraint has a start state, a function from a state and a token to the next state, and for each state the tokens
-that are allowed after it. The engine keeps the states beside the nodes of a search's tree (`engine.rules.state`) and
-gives the search rows in which forbidden tokens have the log-probability -inf, so that every search obeys. What edits
-rows in other ways (penalties, biases) has the same form: `engine.rules.processors`.
+that are allowed after it. The engine keeps a state for each node of a search's tree (`engine.rules.state`) and
+gives the search rows in which forbidden tokens have log-probability -inf, so every search obeys. Other edits of
+rows (penalties, biases) have the same form: `engine.rules.processors`.
 """
 
 from abc import ABC, abstractmethod

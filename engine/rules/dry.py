@@ -1,14 +1,14 @@
-"""DRY ("don't repeat yourself"), a penalty of tokens that would go on with a repetition.
+"""DRY ("don't repeat yourself"), a penalty for tokens that would continue a repetition.
 
-Defined by text-generation-webui's pull request 5677 and by llama.cpp's sampler of this name. Where the last n tokens of
-a sequence stand at an earlier place too, the token that follows there is penalised:
+Defined by text-generation-webui's pull request 5677 and by llama.cpp's sampler of this name. If the last n tokens of
+a sequence also occur earlier, the token that follows there is penalised:
 
     tokens      a b c d x a b c       the last three, "a b c", stand at the beginning too
                       ^               d loses multiplier * base ** (3 - allowed_length)
 
-No repetition reaches over a sequence breaker, such as the end of a line, and a token with a breaker in it has no
-penalty. A breaker is a text here, whatever tokens spell it; where it is longer than a token, llama.cpp knows only its
-own spelling of it.
+No repetition extends across a sequence breaker, such as the end of a line, and a token that contains a breaker is not
+penalised. A breaker here is a text, however it is tokenised; llama.cpp recognises a breaker of several tokens only in
+one tokenisation.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Outputs that end because no token is allowed, and the items of a catalogue that outputs are."""
+"""Outputs that end because no token is allowed, and the catalogue items of outputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

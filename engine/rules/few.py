@@ -1,4 +1,4 @@
-"""Rows of which a constraint allows few tokens: their log-probabilities, without rows over the vocabulary."""
+"""Log-probabilities of the few tokens that a constraint allows, without rows over the vocabulary."""
 
 import math
 from collections.abc import Sequence

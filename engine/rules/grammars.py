@@ -1,11 +1,11 @@
 """Constraints of grammars: JSON schemas, regular expressions, Lark and GBNF, by llguidance (the extra `grammar`).
 
 A state is one of llguidance's matchers, copied before it takes a token; the masks of several states are computed in one
-parallel call. Where a text can go on in one way only, the tokens that the tokenizer would make of it are forced, and a
-chain of them costs no pass of its own. llguidance can find them too, but reads all of a forced text at once, and a
-grammar of some lines can have one of gigabytes.
+parallel call. Where only one continuation is possible, the tokens that the tokenizer would produce for it are forced,
+and a chain of them needs no pass of its own. llguidance can find them too, but it reads a whole forced text at once,
+and a grammar of a few lines can force gigabytes.
 
-A grammar is compiled in a process with limits first (`engine.text.sandbox`). What has passed there is compiled here, on
+A grammar is first compiled in a process with limits (`engine.text.sandbox`). If it passes, it is compiled here, on
 a larger stack. Every step has llguidance's own limits.
 """
 

@@ -1,9 +1,9 @@
-"""Log-probabilities of the tokens of outputs, and the most probable tokens at their places, for every search.
+"""Log-probabilities of output tokens, and the most probable tokens at their positions, for every search.
 
-A search returns tokens, and the driver cannot know which rows it will have needed. So the hidden rows that the passes
-compute are kept, one per evaluated token of the target's tree, and the head is applied once more to those on the paths
-of the outputs, when these are known: no forward pass is added, and nothing is added to a pass but a copy of rows of the
-model's width. The numbers are those of the rows that the search was sent: the model's log-softmax, before warps, edited
+A search returns tokens, and the driver cannot know in advance which rows will be needed. So the hidden rows that passes
+compute are kept, one per evaluated token of the target's tree, and the head is applied again to those on the paths
+of the outputs, once these are known: no forward pass is added, and the only extra work in a pass is copying rows of the
+model's width. The values are those of the rows that the search received: the model's log-softmax, before warps, edited
 by the request's constraint and processors.
 """
 

@@ -1,7 +1,7 @@
-"""Processors: what edits rows of log-probabilities or logits, in Hugging Face's meaning and order.
+"""Processors: edits of rows of log-probabilities or logits, with Hugging Face's meaning and order.
 
 A processor has states like a constraint: a start state, and a function from a state and a token to the next one. It
-edits rows in place, given their states. `Masked` makes a processor of a constraint.
+edits rows in place, given their states. `Masked` turns a constraint into a processor.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The states of a request's nodes: a state per processor, the tokens that the constraint allows, known rows.
 
-A node gets its state when its row is asked for, once per node, from that of its parent.
+A node's state is computed from its parent's, once per node, when its row is requested.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ KEPT_PER_LIVE = 4  # states are dropped when there are this many times as many a
 
 @dataclass(slots=True)
 class NodeState:
-    """The states that the engine keeps beside a node.
+    """The states that the engine keeps for a node.
 
     Attributes:
         by_processor: the state of each processor; None for a forbidden node.

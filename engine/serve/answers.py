@@ -1,4 +1,4 @@
-"""Answers as OpenAI's clients read them: completions, chunks of streams, usage, errors."""
+"""Answers in OpenAI's format: completions, stream chunks, usage, errors."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The tools of a request: which may or have to be called, and what the model's chat template gets of them."""
+"""The tools of a request: which may or must be called, and how they are passed to the chat template."""
 
 import hashlib
 import json

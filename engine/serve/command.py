@@ -1,4 +1,4 @@
-"""`python -m engine.serve`: loading, the start and the end of the server. Its flags: `engine.serve.flags`."""
+"""`python -m engine.serve`: loads models, starts and ends the server. Its flags are in `engine.serve.flags`."""
 
 import argparse
 import asyncio

@@ -1,8 +1,8 @@
 """The server's connections: how many are open, how long each may take, and which are closed first.
 
-A client is a stranger until a request of its connection has passed the `Guard`. A quarter of the connections is for
-strangers, the rest for the others, so that neither can shut the other out. Where there would be one too many, the one
-that has been idle for longest is closed.
+A client is a stranger until a request on its connection has passed the `Guard`. A quarter of the connections is
+reserved for strangers, the rest for other clients, so that neither can shut the other out. If there would be too many,
+the one that has been idle the longest is closed.
 """
 
 import asyncio

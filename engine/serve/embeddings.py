@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/embeddings`: bodies as requests of the engine, vectors as replies."""
+"""OpenAI's `/v1/embeddings`: bodies to engine requests, vectors to replies."""
 
 import base64
 import json

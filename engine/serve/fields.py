@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's requests, with the parameters of every search besides, as requests of the engine."""
+"""Converts bodies of OpenAI's requests, which may also have the parameters of every search, to engine requests."""
 
 import secrets
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Asked:
         traces: one for each prompt, if traces are wanted.
         scored: how many of `checked`, the last ones, score a prompt each; the others, if there are any, generate.
         echoed: the prompts' texts, if answers begin with them.
-        logprobs: alternatives beside the log-probability of each token of a choice; None: no such numbers.
+        logprobs: alternatives besides the log-probability of each token of a choice; None: no log-probabilities.
         prompt_logprobs: likewise of the prompt's tokens, in a field of their own.
         tools: how replies may call functions; None: not at all.
         ignored: names of fields that mean nothing here.
@@ -215,7 +215,8 @@ def _force(base: dict[str, Any], use: ToolUse) -> None:
 
 
 def _scoring(body: Mapping[str, Any], params: Mapping[str, Any]) -> int | None:
-    """How many alternatives are wanted beside the log-probability of each token of the prompt; None: none of these."""
+    """How many alternatives are requested besides the log-probability of each token of the prompt; None: no
+    log-probabilities."""
     wanted = []
     if "prompt_logprobs" in body:
         check_integer("prompt_logprobs", body["prompt_logprobs"], 0, MOST_LOGPROBS)

@@ -1,4 +1,4 @@
-"""The flags of `python -m engine.serve`. Imports no torch: `--help` and wrong flags take no time."""
+"""The flags of `python -m engine.serve`. Imports no torch, so that `--help` and wrong flags are quick."""
 
 import argparse
 import os

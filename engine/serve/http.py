@@ -1,4 +1,4 @@
-"""The HTTP side: routes, who may use them, bodies and their limits, streams, clients that leave."""
+"""The HTTP side: routes, authorisation, bodies and their limits, streams, clients that disconnect."""
 
 import asyncio
 import contextlib

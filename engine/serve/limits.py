@@ -1,4 +1,4 @@
-"""The most that a request may ask for: sizes of its fields, and what its search computes and keeps."""
+"""Limits on requests: sizes of fields, and how much a search may compute and keep."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -159,6 +159,6 @@ def width_of(search: Search) -> int:
 
 
 def work_of(search: Search, new_tokens: int) -> tuple[int, int]:
-    """Return what a search computes beside the model's rows, see `Search.work`. Raises SearchError."""
+    """Return how much a search computes besides the model's rows, see `Search.work`. Raises SearchError."""
     with attributed(type(search)):
         return search.work(new_tokens)

@@ -1,4 +1,4 @@
-"""Figures of the server in the text format of Prometheus."""
+"""The server's metrics in Prometheus's text format."""
 
 import os
 from bisect import bisect_left

@@ -176,7 +176,7 @@ def flag(body: Mapping[str, Any], key: str) -> bool:
 
 
 def _logprobs(body: Mapping[str, Any], kind: str) -> int | None:
-    """How many alternatives are wanted beside the log-probability of each token; None: none of these numbers."""
+    """How many alternatives are requested besides the log-probability of each token; None: no log-probabilities."""
     if kind == COMPLETIONS:
         if "top_logprobs" in body:
             raise UsageError("top_logprobs: it belongs to /v1/chat/completions; here logprobs is the number")

@@ -1,4 +1,4 @@
-"""A reply of a chat in its parts: what the model thinks, what it says, the functions that it calls."""
+"""A chat reply in its parts: thought, answer, and function calls."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`/v1/rerank`, as Cohere, Jina and vLLM have it: bodies as requests of the engine, ranks as replies."""
+"""`/v1/rerank`, as in Cohere's, Jina's and vLLM's APIs: bodies to engine requests, ranks to replies."""
 
 import math
 import secrets

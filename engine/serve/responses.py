@@ -1,4 +1,5 @@
-"""OpenAI's `/v1/responses` in its simple form: its bodies as those of chats, and its answers. Nothing is kept."""
+"""OpenAI's `/v1/responses` in its stateless form: bodies converted to those of chats, and answers back. Nothing is
+stored."""
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A model that is served, and the spellings of its tokens."""
+"""A served model, and the spellings of its tokens."""
 
 import argparse
 import functools

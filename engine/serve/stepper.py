@@ -1,4 +1,4 @@
-"""One thread steps all models; the event loop sends it requests and hears what became of them."""
+"""One thread steps all models; the event loop sends it requests and receives their results."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Streams of server-sent events, and what waits for results while clients may leave."""
+"""Streams of server-sent events, and waiting for results while clients may disconnect."""
 
 import asyncio
 import contextlib

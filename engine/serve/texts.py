@@ -1,4 +1,4 @@
-"""Requests of many texts, for embeddings and reranking: few of them at a time are requests of the engine."""
+"""Requests with many texts, for embeddings and reranking: only a few texts at a time become engine requests."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence

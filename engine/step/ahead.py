@@ -1,13 +1,14 @@
-"""Look-ahead: a GPU begins with the next pass of a search before the host has read the answer of the last one.
+"""Look-ahead: a GPU starts the next pass of a search before the host has read the answer of the last one.
 
-`Evaluate.next` predicts the nodes that a search will ask for after its top sums. The device finds their tokens, and the
-branch slots that they see, by itself. Meanwhile the host reads the answer, resumes the search, and compares its next
-request with the guess::
+`Evaluate.next` predicts the nodes that a search will ask for after its top sums. The device itself determines their
+tokens and the branch slots that they see. Meanwhile the host reads the answer, resumes the search, and compares its
+next request with the guess::
 
     device   | pass 1      | pass 2, guessed              | pass 3, guessed
     host     launch 1, 2   | read 1, search, compare with 2, launch 3   | read 2, search, compare with 3
 
-A wrong guess, as where a sequence ends, costs the device a pass and changes no answer: its slots return to the tree.
+A wrong guess, for example when a sequence ends, costs the device a pass but changes no answer: its slots return to the
+tree.
 
 Shapes: n nodes of the guessed pass, C words of ancestry bits, k sums.
 """

@@ -1,7 +1,7 @@
-"""Drafts of one request: which guesses ride along in its passes, and the answers that are known because they did.
+"""Drafts of one request: which guesses its passes also evaluate, and answers made from drafted rows.
 
-A row of a drafted node is a fact, not a decision: when the search asks for that node, it is sent the row that a pass
-would have computed. What is drafted therefore changes no answer. It is decided by time alone (`engine.drafts.size`).
+The row of a drafted node is exactly the row that a pass would have computed; it is sent when the search asks for
+that node. So the choice of drafts changes no answer and can depend on time alone (`engine.drafts.size`).
 """
 
 import math
@@ -101,7 +101,7 @@ class JobDrafts:
         time: of passes.
 
     Attributes:
-        beside: trees that the drafter has in the caches of other models; who has the request releases them.
+        beside: trees that the drafter has in the caches of other models; the owner of the request releases them.
         nodes, accepted, saved: drafted nodes; those whose rows the search asked for; passes that were saved.
     """
 

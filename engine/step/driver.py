@@ -1,7 +1,7 @@
 """The driver (scheduler): many searches, one forward pass per model and step.
 
-A search yields a request; its pending tokens join those of other searches; one pass answers all of them. Long prompts
-are evaluated in chunks, beside the decoding of others. When the pool is full, a search is preempted
+A search yields an `Evaluate`; its pending tokens join those of other searches; one pass answers all of them. Long
+prompts are evaluated in chunks, alongside the decoding of other requests. When the pool is full, a search is preempted
 (`engine.step.crowding`) and starts again later; a search that is alone gets KVMemoryError.
 """
 
@@ -73,7 +73,7 @@ class Driver:
         return job
 
     def open_tree(self, job: Job, model: str, prompt: Sequence[int], expected: int = 0, trunk: Trunk | None = None):
-        """Make a tree that is freed with the job."""
+        """Create a tree that is freed with the job."""
         if model not in self.runners:
             raise ContractError(
                 f"open_tree: expected one of {', '.join(self.runners)}, the models that are loaded, got {model!r}; "
@@ -99,7 +99,7 @@ class Driver:
         return tree
 
     def spare(self, job: Job, pool: PagePool) -> int:
-        """How many more pages of a pool a search could take if this driver ran no other."""
+        """How many more pages of a pool a search could take if this driver ran no other search."""
         others = [t for other in self.running if other is not job for t in other.trees if t.pool is pool]
         if pool.prefixes is None:
             return pool.free_pages + sum(tree.page_count for tree in others)
@@ -150,7 +150,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """A step runs within: Ctrl-C waits for its end, and it takes no cores that other programs use."""
+        """Context of a step: Ctrl-C waits for its end, and it uses no cores that other programs occupy."""
         # What is compiled is so for one number of threads; processes that share a model have to round alike.
         steady = any(runner.token_buckets or runner.gathers for runner in self.runners.values())
         with uninterrupted(), contextlib.nullcontext() if steady else MACHINE.limited():
@@ -164,7 +164,7 @@ class Driver:
                 raise
 
     def _admit(self) -> None:
-        """Start the searches that there is room for, and let one that paused go on."""
+        """Start the searches for which there is room, and resume one that paused."""
         with self._phase("admit"):
             blocked: set[str] = set()  # clients of which a search was preempted: their others do not pass it
             for job in [*self.waiting]:
@@ -214,7 +214,7 @@ class Driver:
         return rows
 
     def _account(self, batch: Batch, began: float, ended: float) -> None:
-        """Note the time and the tokens of a pass that has run."""
+        """Record the time and the tokens of a finished pass."""
         shares = batch.shares
         if not batch.reads_prompt:  # `PassTime` excludes prompts
             batch.runner.time.note(batch.tokens, ended - batch.began)
@@ -256,7 +256,7 @@ class Driver:
                 self._go_on(share.job, share.pending)
 
     def _go_on(self, job: Job, pending: Pending) -> None:
-        """Resume a search if its request is complete, else begin with the next group of its nodes."""
+        """Resume a search if its request is complete, otherwise start the next group of its nodes."""
         if pending.left:
             return
         if pending.by_rope:
@@ -277,7 +277,7 @@ class Driver:
         )
 
     def _allocate(self, job: Job, room: int) -> Chunk | None:
-        """Take slots for as much of the job's request as there is room for; None if the pool is full."""
+        """Take slots for as much of the job's request as fits; None if the pool is full."""
         pending = job.pending
         assert pending is not None
         tree = pending.request.tree
@@ -317,7 +317,7 @@ class Driver:
         return Chunk(tree, trunk, nodes, slots)
 
     def _drop_drafts(self, pool: PagePool) -> bool:
-        """Free what drafts hold of a pool; whether that was anything."""
+        """Free the pages of a pool that drafts hold. Returns whether there were any."""
         dropped = sum([tree.drop_drafts() for job in self.running for tree in job.trees if tree.pool is pool])
         gone = [job.drafts.give_way(pool) for job in self.running if job.drafts is not None]
         return dropped > 0 or any(gone)
@@ -374,7 +374,7 @@ class Driver:
             del error  # its traceback refers to this frame
 
     def _request(self, job: Job, request: Any) -> Evaluate | Pause:
-        """The search's next Evaluate or Pause, after the reports before it are processed. Raises ContractError."""
+        """The search's next Evaluate or Pause, after processing the reports before it. Raises ContractError."""
         assert job.generator is not None
         fail = partial(setattr, job, "fault")
         while isinstance(request, Report):
@@ -396,7 +396,8 @@ class Driver:
         return guarded_request(request, fail) if job.foreign else request
 
     def _ask(self, job: Job, request: Evaluate) -> Pending:
-        """Begin with a request: what is drafted or its constraint knows needs no evaluation. Raises ConstraintError."""
+        """Start a request: rows that drafts or its constraint already provide need no evaluation. Raises
+        ConstraintError."""
         tree, constrained, runner = request.tree, job.constrained, self._runner(request)
         answer = partial_answer(request, runner.model.shape.vocab_size)
         plan = RowPlan(list(request.nodes), {}, [])
@@ -426,7 +427,8 @@ class Driver:
 
     @staticmethod
     def _refuse(job: Job, wrong: str) -> NoReturn:
-        """Raise a ContractError, first at the search's `yield`, so that the traceback has that line, and then here."""
+        """Raise a ContractError, first at the search's `yield`, so that the traceback includes that line, and then
+        here."""
         fault = ContractError(wrong)
         assert job.generator is not None
         with contextlib.suppress(Exception):  # the search may catch it; the job ends nonetheless
@@ -468,7 +470,7 @@ class Driver:
 
     @staticmethod
     def _leave(job: Job, best: Sequence[int]) -> None:
-        """Leave the trunks of a search that has ended to the caches of prefixes, and the target's to `Job.retire`."""
+        """Hand the trunks of a finished search to the prefix caches, and the target's to `Job.retire`."""
         tree, prefixes = job.trees[0], job.trees[0].pool.prefixes
         caches = prefixes is not None and tree.salt is not None
         if job.retire or caches:
@@ -482,7 +484,7 @@ class Driver:
             job.retire(tree)
 
     def _preempt(self, job: Job) -> None:
-        """Free the pages of a search for others; it starts again, to the same result, when one has ended."""
+        """Free the pages of a search for others; it starts again, with the same result, when another has ended."""
         assert job.generator is not None
         try:
             job.generator.close()

@@ -1,5 +1,5 @@
-"""The requirements of a GPU: a generation that the kernels know, triton, and what triton builds with; and a model's
-kernels, compiled before its first request."""
+"""Checks what a GPU must have (a supported generation, triton, a compiler for triton's launchers), and compiles a
+model's kernels before its first request."""
 
 import importlib.util
 import sysconfig

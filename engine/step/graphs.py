@@ -1,12 +1,11 @@
 """CUDA graphs: a decode step as one launch, recorded once per bucket of sizes.
 
-A small pass is padded to a bucket of (tokens, words of ancestry bits, trees) and written into fixed memory by one copy;
-a graph then computes the log-probabilities: embedding, layers, head, softmax. Lengths, page tables and the words of
-ancestry that are in use are data, so they need no buckets. The first pass of a bucket runs without a graph, as a
-warm-up; the second is recorded. Prompts, and passes larger than the largest bucket, use no graphs: they keep a GPU busy
-by themselves.
+A small pass is padded to a bucket of (tokens, words of ancestry bits, trees) and written into fixed memory with one
+copy; a graph then computes the log-probabilities: embedding, layers, head, softmax. Lengths, page tables and the words
+of ancestry in use are data, so they need no buckets. The first pass of a bucket runs without a graph, as a warm-up; the
+second is recorded. Prompts, and passes larger than the largest bucket, use no graphs: they keep a GPU busy anyway.
 
-Graphs are bounded: `MOST_GRAPHS` of them, of which the least recently used goes first, and a share of the device's
+Graphs are bounded by number (`MOST_GRAPHS`; the least recently used is dropped first) and by a share of the device's
 memory. A bucket whose graph cannot be recorded runs without one from then on.
 """
 
@@ -63,9 +62,9 @@ def make_runner(
     graphs: bool = True,
     compiled: bool = False,
 ) -> Runner:
-    """The runner that suits the device: C++ kernels on a CPU; Triton kernels and CUDA graphs on a GPU.
+    """The runner for the device: C++ kernels on a CPU; Triton kernels and CUDA graphs on a GPU.
 
-    Where there are no C++ kernels it takes those in PyTorch, with a warning unless the user switched them off.
+    Without C++ kernels it uses those in PyTorch, with a warning unless the user switched them off.
 
     Args:
         dtype: of the model; None: the cache's.
@@ -73,7 +72,7 @@ def make_runner(
         compiled: operators on rows by torch.compile, see `engine.load.compiling`.
 
     Raises:
-        UsageError: a GPU, but no triton, or a model that its kernels cannot serve.
+        UsageError: a GPU without triton, or a model that the Triton kernels do not support.
     """
     cache = pool.cache.k_LGSD
     dtype = dtype or cache.dtype
@@ -105,8 +104,8 @@ class GraphRunner(Runner):
     """A runner whose small passes are CUDA graphs.
 
     Args:
-        record: records the work of a function on the device; returns a function that replays it. Its attribute `used`,
-            if it has one, is the memory that its graphs take, in bytes.
+        record: records the work of a function on the device and returns a function that replays it. Its attribute
+            `used`, if it has one, is the memory of its graphs in bytes.
         options: as of `Runner`.
     """
 
@@ -147,7 +146,7 @@ class GraphRunner(Runner):
         *,
         keep_rows: bool = True,
     ) -> Launched:
-        """Begin a pass, by a CUDA graph if one fits; see `Runner.launch`."""
+        """Launch a pass, with a CUDA graph if one fits; see `Runner.launch`."""
         if reason := self._unfit(chunks, asked, edits):
             self._tell(logging.INFO, reason)
             return super().launch(chunks, asked, reads, edits, keeps, fill, keep_rows=keep_rows)
@@ -183,7 +182,7 @@ class GraphRunner(Runner):
         return step
 
     def turn(self) -> int:
-        """The part of the host's memory that may be written now."""
+        """The part of the host's memory that may be written next."""
         self._turn ^= 1
         if (event := self.copied[self._turn]) is not None:
             event.synchronize()
@@ -203,7 +202,7 @@ class GraphRunner(Runner):
             log.log(level, "without a CUDA graph: %s", reason)
 
     def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int], edits: Sequence[Edit] = ()) -> str:
-        """Why a pass cannot be a graph; "" if it can."""
+        """Why a pass cannot run as a graph; "" if it can."""
         if any(edit.logits for edit in edits):
             return "a pass whose logits are edited"
         if any(c.tree.trunk.adapter for c in chunks):
@@ -222,7 +221,7 @@ class GraphRunner(Runner):
         return ""
 
     def recorded(self, run: Callable[[], None], like: Pass) -> Callable[[], None]:
-        """A function that replays `run` from a graph; `run` itself where no graph can be recorded."""
+        """A function that replays `run` from a graph; `run` itself if no graph can be recorded."""
         size = "the bucket of tokens {}, words {}, trees {}".format(*_bucket(like))
         if getattr(self.record, "used", 0) >= self.allowed:
             self._tell(logging.WARNING, f"{size}: graphs take {self.allowed >> 20} MiB already")
@@ -252,7 +251,7 @@ class GraphRunner(Runner):
 class _Step:
     """The graph of one bucket, and its inputs at fixed places of the runner's memory.
 
-    It does not refer to its runner, which has it: an engine that is dropped frees its device's memory at once.
+    It holds no reference to its runner, so that a dropped engine frees its device memory at once.
     """
 
     def __init__(self, runner: GraphRunner, like: Pass):
@@ -289,7 +288,7 @@ class _Step:
 
 
 def _taken(x: Tensor, count: int, rows_N: Tensor | None, *, copied: bool) -> Tensor:
-    """The first so many rows of a result, or those that are listed; copied, the next pass does not overwrite them."""
+    """The first rows of a result, or the listed ones, copied so that the next pass does not overwrite them."""
     if rows_N is not None:
         return x.index_select(0, rows_N)
     return x[:count].clone() if copied else x[:count]
@@ -302,7 +301,8 @@ def _bucket(p: Pass) -> tuple[int, int, int]:
 
 
 def _fields(p: Pass, rows_T: Tensor) -> list[Tensor]:
-    """The inputs of a pass; the page table is last and by columns, so that the places of others do not depend on it."""
+    """The inputs of a pass; the page table is last and stored by columns, so that the offsets of the others do not
+    depend on it."""
     fields = [x for name in LAYOUT if (x := getattr(p.layout, name)) is not None]
     paths = [] if p.layout.paths is None else [x for name in PATHS if (x := getattr(p.layout.paths, name)) is not None]
     return [p.tokens_T, p.spans_T, rows_T, *paths, *fields, p.layout.trunk_pages_RP.T]
@@ -325,13 +325,14 @@ def _view(memory: Tensor, at: int, like: Tensor) -> Tensor:
 
 
 class _Recorder:
-    """Records CUDA graphs that share their memory, as no two of them run at once. Other threads may use the device.
+    """Records CUDA graphs that share their memory, because no two of them run at once. Other threads may use the
+    device.
 
-    They are captured on a stream of their own: cuBLAS keeps a workspace for each stream, in the memory of the graph
-    that was captured first on it, and torch 2.13 frees it with that graph, whoever else's graphs write there.
+    They are captured on a separate stream: cuBLAS keeps a workspace for each stream, in the memory of the graph
+    that was first captured on it, and torch 2.13 frees it with that graph, even if other graphs write there.
 
     Attributes:
-        used: bytes of the device that recording took, which are kept when a graph goes: later ones use them again.
+        used: device bytes that recording took; they are kept when a graph is dropped, and reused by later ones.
     """
 
     def __init__(self):

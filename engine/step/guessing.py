@@ -1,5 +1,5 @@
-"""The drafts of all requests of a pass: a drafter that has a model guesses for all of its requests at once, and one
-that has a head of the target gets the rows of all of them at once."""
+"""The drafts of all requests of a pass: a drafter with a model guesses for all of its requests at once, and one with a
+draft head receives the target's rows of all of them at once."""
 
 import time
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ NEVER = 1 << 30  # passes: more than any search has missed
 
 @dataclass
 class Work:
-    """The work of a model for a search; `seconds` include the whole of passes that other searches shared."""
+    """The work of a model for a search; `seconds` include the full time of passes shared with other searches."""
 
     passes: int = 0
     tokens: int = 0
@@ -78,7 +78,7 @@ class Job:
         return self.result is not None or self.error is not None
 
     def has_row(self, tree: TokenTree, node: int) -> bool:
-        """Whether the row of a node is known, so that the search may ask for it although it was evaluated."""
+        """Whether the row of a node is known, so that the search may ask for it although it is already evaluated."""
         drafted = node in tree.drafts.rows
         return drafted or (self.constrained is not None and self.constrained.states.has_row(tree, node))
 
@@ -87,7 +87,7 @@ class Job:
         return self.trace is not UNTRACED
 
     def restart(self) -> None:
-        """Forget what a search did that begins again; its trees are released."""
+        """Forget the work of a search that starts again; its trees have been released."""
         self.trees, self.generator, self.pending, self.settled, self.report = [], None, None, [], Report()
         self.work, self.fault, self.prefilled = {}, None, 0.0
         for part in (self.constrained, self.kept, self.drafts, self.trace):
@@ -95,7 +95,7 @@ class Job:
                 part.restart()
 
     def stats(self, pools: Mapping[str, PagePool]) -> dict[str, Any]:
-        """The figures of the work until now, see docs/stats.md.
+        """The statistics of the work so far, see docs/stats.md.
 
         Args:
             pools: by model.
@@ -130,12 +130,12 @@ class Job:
 
 @dataclass
 class Pending:
-    """An Evaluate under way: the tokens that are left of it, and its answer so far.
+    """An unfinished Evaluate: its remaining tokens, and its answer so far.
 
     Args:
         by_rope: groups of nodes, see `TokenTree.by_rope`: one, except for models that switch.
-        constrained: of a tree that has constraints.
-        known: node that was drafted -> its row, which the answer has already.
+        constrained: whether the tree has constraints.
+        known: drafted node -> its row, which is already in the answer.
     """
 
     request: Evaluate
@@ -172,7 +172,7 @@ class Pending:
 
 @dataclass
 class Share:
-    """One request's part of a pass: its tokens, its nodes with their rows of the answer, and the rows of its drafts."""
+    """One request's part of a pass: its tokens, its nodes with their rows in the answer, and the rows of its drafts."""
 
     job: Job
     pending: Pending
@@ -185,12 +185,12 @@ class Share:
 
     @property
     def top_sums(self) -> TopSums | None:
-        """The top sums that are wanted of its rows, if the rows are for nothing else."""
+        """The top sums requested from its rows, if the rows are needed for nothing else."""
         return None if self.job.traced else self.pending.partial.top_sums(self.nodes)
 
     @property
     def drafts_wanted(self) -> list[TopSums]:
-        """The top sums that are wanted of each row of its drafts, if no more is wanted of the others."""
+        """The top sums requested from each row of its drafts, if nothing more is needed from the other rows."""
         wanted = self.top_sums
         return [] if wanted is None else [TopSums([0.0], wanted.k + SPARE)] * len(self.chunk.drafts)
 
@@ -200,7 +200,7 @@ class Share:
             draft.row = BestOfRow(found, found.shape[1] < wanted.k)
 
     def note_excess(self, rows_NV: Tensor, excess_N1: Tensor | None) -> None:
-        """Note the excess of the logits of its drafts: an edit that changes no row."""
+        """Record the excess of its drafts' logits: an edit that changes no row."""
         self.excess_N1 = excess_N1
 
     def take(self, numbers: Tensor, logp_NV: Tensor) -> None:
@@ -214,7 +214,7 @@ class Batch:
     """The requests that one forward pass of a model evaluates together.
 
     Attributes:
-        asked: tokens of the pass whose rows are wanted.
+        asked: tokens of the pass whose rows are requested.
         readers: the owner of each read; None: its search has left.
     """
 
@@ -279,11 +279,12 @@ class Batch:
         self.shares.append(share)
 
     def _give(self, hidden: TakeHidden, rows_TE: Tensor) -> None:
-        """Give a search the hidden rows that it asked for."""
+        """Pass the requested hidden rows to a search."""
         hidden(self.runner.model.outputs(rows_TE))
 
     def take(self, logp_NV: Tensor, finite: list[bool], numbers: Sequence[Tensor]) -> tuple[Tensor, list[bool]]:
-        """Give the numbers of the answer to the requests that read them; the rows, and whether they are finite."""
+        """Pass the values of the answer to the requests that read them; returns the rows, and whether they are
+        finite."""
         for share, read in zip(self.readers, numbers, strict=True):
             if share is not None:
                 share.take(read, logp_NV)

@@ -1,12 +1,12 @@
-"""The driver of a GPU: it launches the next pass before the host has read the answer of the last one.
+"""The driver for a GPU: it launches the next pass before the host has read the answer of the last one.
 
-A reader of the CPU's path needs nothing of this file. Where searches have said what they will most likely ask for
-(`Evaluate.next`), that is launched, see `engine.step.ahead`; a wrong guess costs the device a pass. Searches that ask
-already ride along. Those of the pass under way that say nothing, as one that reads its prompt, miss a pass::
+The CPU path does not use this file. If searches have predicted their next request (`Evaluate.next`), the predicted pass
+is launched, see `engine.step.ahead`; a wrong guess costs the device a pass. Searches that are already waiting join it.
+Searches in the running pass without a prediction, such as one that reads its prompt, miss a pass::
 
     pass         1: A B C   2: A B, guessed   3: A B, guessed, C   4: A B C, guessed     A, B, C: searches
 
-Where too many say nothing, searches take turns in two halves, if that is faster.
+If too many searches have no prediction, the searches alternate in two halves, if that is faster.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ from engine.step.turns import least_room
 
 
 def make_driver(runners: dict[str, Runner], parallel: int = 16, observer: PhaseObserver | None = None) -> Driver:
-    """The driver that suits the device of the models; arguments as of `Driver`."""
+    """The driver for the device of the models; same arguments as `Driver`."""
     asynchronous = any(runner.asynchronous for runner in runners.values())
     return (Overlapped if asynchronous else Driver)(runners, parallel, observer)
 
 
 @dataclass
 class Flight(Batch):
-    """A batch whose pass a GPU has begun with.
+    """A batch whose pass a GPU has started.
 
     Attributes:
-        guesses: shares of the pass before, the predicted nodes of their searches, and the rows of these in this pass.
+        guesses: shares of the previous pass, the predicted nodes of their searches, and the rows of these in this pass.
     """
 
     launched: Launched | None = None
@@ -55,21 +55,21 @@ class Flight(Batch):
         self.tokens += count
 
     def read_sums(self, sums_n: Tensor) -> None:
-        """Ask for the top sums of the guessed nodes, which have these sums."""
+        """Request top sums for the guessed nodes, whose own sums are these."""
         each_n = sums_n.split([len(guess.chunk) for _, guess, _ in self.guesses])
         self.reads += [
             (rows, TopSums(each, guess.k)) for (_, guess, rows), each in zip(self.guesses, each_n, strict=True)
         ]
 
     def leave(self, running: Sequence[Job]) -> bool:
-        """Take out the searches that have ended or begun anew since the launch; whether any is left."""
+        """Remove the searches that have ended or restarted since the launch. Returns whether any is left."""
         self.shares = [s for s in self.shares if s.job in running and s.job.pending is s.pending]
         self.readers = [s if s in self.shares else None for s in self.readers]
         return bool(self.shares)
 
 
 class Overlapped(Driver):
-    """A driver whose host works while a GPU does."""
+    """A driver whose host works while the GPU works."""
 
     batches = Flight
 
@@ -80,7 +80,7 @@ class Overlapped(Driver):
         self._landed = 0.0  # when the latest answer was read
 
     def turn(self, model: str) -> None:
-        """Commit one pass of a model; begin with the next one before the answer of this one is read."""
+        """Commit one pass of a model; launch the next one before reading this one's answer."""
         began, batch = time.perf_counter(), self.under_way.pop(model, None)
         if batch is None or not batch.leave(self.running):
             batch = self._launch(model, self._taking_turns(model))
@@ -110,7 +110,8 @@ class Overlapped(Driver):
         super().close()
 
     def _taking_turns(self, model: str) -> list[Job]:
-        """The searches of the next pass: half of those that ask, where the others are better evaluated beside them."""
+        """The searches of the next pass: half of those that are waiting, if it is better to overlap them with the other
+        half."""
         jobs, overlap = self._asking(model), self.runners[model].overlap
         silent = sum(next_of(job) is None for job in jobs)
         if overlap.helps(len(jobs)) and not overlap.helps_without(silent, len(jobs)):
@@ -118,7 +119,7 @@ class Overlapped(Driver):
         return jobs
 
     def _launch(self, model: str, jobs: Sequence[Job]) -> Flight:
-        """Schedule a pass, and have the GPU begin with it."""
+        """Schedule a pass, and launch it on the GPU."""
         batch, runner = self._schedule(model, jobs), self.runners[model]
         assert isinstance(batch, Flight)
         if batch.shares and runner.asynchronous:
@@ -139,8 +140,8 @@ class Overlapped(Driver):
     def _guess(self, batch: Flight) -> Flight | None:
         """Launch the predicted requests of searches that have given a hint, and the requests of those that wait.
 
-        Returns None where that is nothing, where it is faster to wait for the searches without a hint, or where the
-        predictions leave those that wait too little room.
+        Returns None if there are none, if it is faster to wait for the searches without a hint, or if the predictions
+        leave too little room to requests that wait.
         """
         runner, launched, silent = batch.runner, batch.launched, 0
         assert launched is not None and launched.inputs is not None, "a CPU does not look ahead"
@@ -179,12 +180,12 @@ class Overlapped(Driver):
         return after
 
     def _waiting(self, batch: Flight) -> list[Job]:
-        """The searches that ask and are in no pass."""
+        """The searches that have a request and are in no pass."""
         theirs = {id(share.job) for share in batch.shares}
         return [job for job in self._asking(batch.model) if id(job) not in theirs]
 
     def _riders(self, batch: Flight, jobs: Sequence[Job], room: int) -> Flight:
-        """A pass of searches, of at most so many tokens, that is still to be launched."""
+        """A pass of searches with at most this many tokens, not launched yet."""
         if not jobs:
             return Flight(batch.model, batch.runner, time.perf_counter())
         after = self._schedule(batch.model, jobs, room)
@@ -192,7 +193,7 @@ class Overlapped(Driver):
         return after
 
     def _confirm(self, after: Flight | None) -> None:
-        """Keep the part of a pass that was guessed right, now that the searches have asked."""
+        """Keep the correctly guessed part of a pass, now that the searches have made their requests."""
         for before, guess, rows in after.guesses if after is not None else ():
             share = confirmed(before, guess, rows) if before.job in self.running else None
             assert after is not None
@@ -204,7 +205,7 @@ class Overlapped(Driver):
                 after.shares.append(share)
 
     def _beside(self, batch: Flight) -> Flight | None:
-        """Launch a pass of the searches that wait for none, if that hides the host's work; see `Overlap`."""
+        """Launch a pass of the searches that wait for no other pass, if that hides the host's work; see `Overlap`."""
         overlap, silent = batch.runner.overlap, sum(next_of(job) is None for job in self.running)
         if not overlap.helps(len(self.running)) or overlap.helps_without(silent, len(self.running)):
             return None  # those that look ahead do so from the next pass on
@@ -216,7 +217,7 @@ class Overlapped(Driver):
 
 
 def next_of(job: Job) -> Next | None:
-    """A search's hint, if nothing but the answer of its present request decides what it asks for next."""
+    """A search's hint, if its next request depends only on the answer to the current one."""
     pending = job.pending
     if pending is None or pending.constrained is not None or job.traced or job.kept is not None:
         return None
@@ -226,7 +227,7 @@ def next_of(job: Job) -> Next | None:
 
 
 def next_of_share(share: Share) -> Next | None:
-    """The hint that `next_of` finds, if this pass is the whole of a request whose nodes are equally deep."""
+    """The hint from `next_of`, if this pass contains a whole request whose nodes have equal depth."""
     next, pending, tree = next_of(share.job), share.pending, share.chunk.tree
     if next is None or not isinstance(pending.partial, PartialSums) or pending.left or pending.by_rope:
         return None
@@ -236,7 +237,7 @@ def next_of_share(share: Share) -> Next | None:
 
 
 def guess_of(share: Share, numbers: Tensor, asked: Sequence[int]) -> Guess | None:
-    """The predicted request after a share, with slots; None if it cannot be predicted. Raises KVMemoryError.
+    """The predicted request after a share, with slots taken; None if it cannot be predicted. Raises KVMemoryError.
 
     Args:
         numbers: of its top sums.
@@ -251,7 +252,7 @@ def guess_of(share: Share, numbers: Tensor, asked: Sequence[int]) -> Guess | Non
 
 
 def confirmed(before: Share, guess: Guess, rows: slice) -> Share | None:
-    """A search's next request as a share of a guessed pass, with its rows there; None if the guess was wrong."""
+    """A search's next request as a share of a guessed pass, with its rows in that pass; None if the guess was wrong."""
     pending, tree = before.job.pending, guess.chunk.tree
     if pending is None or pending.request.tree is not tree or not isinstance(pending.partial, PartialSums):
         return None

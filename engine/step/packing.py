@@ -1,4 +1,4 @@
-"""Packing: the pending tokens of many trees become the tensors of one forward pass."""
+"""Packing: turns the pending tokens of many trees into the tensors of one forward pass."""
 
 from array import array
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Chunk:
 
     @property
     def cached(self) -> int:
-        """Tokens of the trunk that are evaluated after this pass."""
+        """The number of trunk tokens that are evaluated after this pass."""
         return self.tree.trunk.cached
 
     def columns(self) -> tuple[list[int], list[int], list[int]]:
@@ -49,9 +49,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Blank(Chunk):
-    """A chunk of tokens that only the device knows. `nodes` are their branch slots, see `TokenTree.reserve`.
+    """A chunk whose tokens only the device knows. `nodes` are their branch slots, see `TokenTree.reserve`.
 
-    The host writes zeros for the tokens, and for each token no ancestor but itself.
+    The host writes zeros for the tokens, and gives each token no ancestor but itself.
     """
 
     position: int
@@ -94,23 +94,23 @@ class PassSizes(NamedTuple):
 
 
 class Packer:
-    """Lays out chunks one after the other; their tokens have slots.
+    """Lays out chunks one after another; their tokens already have slots.
 
-    With `frames`, what does not change from pass to pass is made once for each `PassSizes`: the tensors of a pass hold
-    the next one of the same sizes as soon as that is packed. Operators have to read a layout anew then, as those in C++
+    With `frames`, tensors are allocated once for each `PassSizes` and overwritten by
+    the next pass of the same sizes. Operators must then read the layout again for each pass, as those in C++
     do.
 
     Args:
         page_size: of the pool that all trees share.
-        device: where the tensors go.
-        ancestors: how many of each token's latest ancestors the layout names.
-        delta: the kind of recurrent layers, of which the layout has the paths then; and their chains, for "triton".
-        token_buckets, word_buckets, tree_buckets, page_buckets: sizes that T, the ancestry words, R and the pages of
-            the longest trunk are padded to, so that compiled graphs are reused. Padding tokens attend to nothing and
+        device: of the tensors.
+        ancestors: how many of each token's latest ancestors the layout lists.
+        delta: the kind of recurrent layers, whose paths the layout then has, and their chains for "triton".
+        token_buckets, word_buckets, tree_buckets, page_buckets: sizes to which T, the ancestry words, R and the pages
+            of the longest trunk are padded, so that compiled graphs are reused. Padding tokens attend to nothing and
             write to the trash slot.
         impl: of the operators, see `kernels.tree_attention`.
         rows: of the operators on rows, see `kernels.rows`; None: `impl`.
-        frames: of how many sizes the tensors are kept.
+        frames: for how many sizes tensors are kept.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Packer:
 
 
 def pack(chunks: Sequence[Chunk], page_size: int, device: torch.device | str = "cpu", **options: Any) -> Pass:
-    """The inputs of a pass in memory of its own; for arguments see `Packer`."""
+    """The inputs of a pass in newly allocated memory; for arguments see `Packer`."""
     return Packer(page_size, device, **options).pack(chunks)
 
 
@@ -216,7 +216,7 @@ class _Columns:
             self.paths.add(tree, chunk.trunk_tokens, nodes)
 
     def pad(self, tokens: int, trees: int) -> None:
-        """Add padding tokens to the last tree, and trees without tokens; all tokens are there then."""
+        """Add padding tokens to the last tree, and trees without tokens; call it after all tokens have been added."""
         if tokens:
             self.spans += [1] * tokens
             self.slots += [TRASH_SLOT] * tokens
@@ -235,7 +235,7 @@ class _Columns:
             self.paths.chain()
 
     def longs(self, sizes: PassSizes) -> "array[int]":
-        """The columns of 64 bits, as `_Frame` has them."""
+        """The 64-bit columns, in the order of `_Frame`."""
         adapters = self.adapters if sizes.adapted else []
         paths = [] if self.paths is None else self.paths.numbers
         numbers = array("q", self.tokens + self.positions + self.spans + self.slots + self.ancestors + adapters + paths)
@@ -244,7 +244,7 @@ class _Columns:
         return numbers
 
     def ints(self, sizes: PassSizes) -> "array[int]":
-        """The columns of 32 bits, as `_Frame` has them."""
+        """The 32-bit columns, in the order of `_Frame`."""
         filled = [len(slots) for slots, _ in self.tables]
         numbers = array("i", self.starts + self.seen + self.lengths + self.runs + filled)
         for pages in self.pages:
@@ -257,7 +257,7 @@ class _Columns:
 
 
 def _extend(numbers: "array[int]", row: "array[int]", width: int) -> None:
-    """Add a row, filled up with zeros: NULL_SLOT, or no page."""
+    """Add a row, padded with zeros: NULL_SLOT, or no page."""
     numbers.extend(row)
     if spare := width - len(row):
         numbers.frombytes(bytes(spare * numbers.itemsize))

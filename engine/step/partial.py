@@ -1,4 +1,4 @@
-"""The answer of an `Evaluate` while passes bring its parts: as rows, or as the top sums alone."""
+"""The answer of an `Evaluate` while passes complete it: as rows, or as top sums only."""
 
 import math
 from collections.abc import Mapping, Sequence

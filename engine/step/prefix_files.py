@@ -1,9 +1,9 @@
 """Prefixes in files: the keys and values of a long system prompt, evaluated once and read by every later process.
 
-A safetensors file: for each kind of thing that layers keep one tensor or two, [L, G, tokens, D]; of recurrent layers
-the state after the last whole block and the rows that tokens after the prefix read. Its metadata has the tokens, the
-model as it is computed (weights, dtypes, weight format; on which kind of device, with which order of sums), and a
-checksum. It holds no salt.
+A safetensors file: one or two tensors [L, G, tokens, D] for each kind of row that layers keep; for recurrent layers the
+state after the last complete block and the rows that tokens after the prefix read. Its metadata has the tokens, a
+description of the model (weights, dtypes, weight format, kind of device, summation order), and a checksum. It contains
+no salt.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The runner: one model and its pool evaluate a forward pass, and need not wait for the answer of a GPU."""
+"""The runner: evaluates a forward pass with one model and its pool, without waiting for a GPU's answer."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ Rows = tuple[Tensor, list[bool]]  # float32 [N, V], or empty where no search nee
 
 
 class Keep(NamedTuple):
-    """A range of a pass's tokens, and what gets their rows: hidden ones, or those that the model taps, [T, N, E]."""
+    """A range of a pass's tokens, and a function that receives their rows: hidden ones, or tapped ones [T, N, E]."""
 
     rows: slice
     take: Callable[[Tensor], None]
@@ -43,7 +43,7 @@ class Strategy(Protocol):
     """A way to evaluate a batch, see `engine.step.strategies`."""
 
     def run(self, runner: "Runner", batch: Any) -> Rows:
-        """Evaluate a batch, and give each share what it wants of its rows."""
+        """Evaluate a batch, and give each share what it needs from its rows."""
         ...
 
 
@@ -54,7 +54,7 @@ class Planned(Protocol):
 
 
 class Inputs:
-    """The inputs of a pass on the device, what is written into them there, and when a GPU began with it."""
+    """The inputs of a pass on the device, what is written into them there, and when a GPU started it."""
 
     def __init__(self, device: torch.device, fill: Ready | None):
         self.fill = fill
@@ -74,7 +74,7 @@ def _now() -> torch.cuda.Event:
 
 
 class Launched:
-    """A pass that a GPU has begun with; on a CPU it is done.
+    """A pass that a GPU has started; on a CPU it is already done.
 
     Args:
         logp_NV, finite_N, numbers: see `Runner.evaluate`, on the device.
@@ -104,7 +104,7 @@ class Launched:
                 self.told = told
 
     def land(self) -> Answers:
-        """The answers of the pass; the only time in a step that the host waits for a GPU."""
+        """The answers of the pass; the only point in a step at which the host waits for a GPU."""
         if self.finite_N is None:
             return self.logp_NV, [], []
         if self.told is None:
@@ -119,7 +119,7 @@ class Launched:
 
     @property
     def seconds(self) -> float:
-        """The seconds that the device took, once the pass has ended; 0 on a CPU."""
+        """The device time of the pass in seconds, once it has ended; 0 on a CPU."""
         begun = None if self.inputs is None else self.inputs.begun
         return 0.0 if begun is None or self.done is None else begun.elapsed_time(self.done) / 1000
 
@@ -131,8 +131,8 @@ class Runner:
         model: `forward(tokens_T, positions_T, spans_T, cache, layout, *tapped) -> hidden_TE`, `logits(hidden_NE)` and
             `shape`.
         pool: the model's KV cache.
-        vocab_size: tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
-        budget: most tokens per pass; longer prompts go in chunks.
+        vocab_size: the number of tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
+        budget: most tokens per pass; longer prompts are split into chunks.
         impl, rows, token_buckets, word_buckets: see `Packer`; buckets are for compiled models.
         dtype: of the model; None: the cache's.
     """
@@ -161,7 +161,7 @@ class Runner:
         self.observer: PhaseObserver | None = None
 
     def pack(self, chunks: Sequence[Chunk]) -> Pass:
-        """The inputs of a pass, by a packer that stays while the options are the same."""
+        """The inputs of a pass, from a packer that is reused while the options are the same."""
         impl, rows, *buckets = options = self.impl, self.rows, self.token_buckets, self.word_buckets
         if self._packer is None or self._packed_by != options:
             kept = {"page_buckets": PAGES, "frames": FRAMES} if impl == "cpp" else {}
@@ -176,7 +176,7 @@ class Runner:
         """Pack and run the model: hidden rows of every token of the pass.
 
         Args:
-            ready: is called with the inputs when they are on the device.
+            ready: called with the inputs when they are on the device.
             tapped: is filled with rows, see `Decoder.forward`.
         """
         with phase(self.observer, "pack"):
@@ -221,14 +221,14 @@ class Runner:
 
         Args:
             chunks: parts of trees whose slots are allocated.
-            asked: rows of the pass whose next-token log-probabilities are wanted.
-            reads: functions that read ranges of these rows, or top sums that are wanted of them, see `Evaluate`.
+            asked: rows of the pass whose next-token log-probabilities are requested.
+            reads: functions that read ranges of these rows, or top sums requested from them, see `Evaluate`.
             edits: functions that edit ranges of these rows before they are read.
-            keeps: functions that get the rows of ranges of the pass's tokens, and must copy what they keep.
+            keeps: functions that receive the rows of ranges of the pass's tokens, and must copy what they keep.
 
         Returns:
             float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
-            whether all of its logits were finite, and the numbers of each read, on the host.
+            whether all of its logits were finite, and the values of each read, on the host.
         """
         return self.launch(chunks, asked, reads, edits, keeps).land()
 
@@ -243,11 +243,11 @@ class Runner:
         *,
         keep_rows: bool = True,
     ) -> Launched:
-        """Begin the pass that `evaluate` describes, without waiting for a GPU.
+        """Launch the pass that `evaluate` describes, without waiting for a GPU.
 
         Args:
             fill: writes what only the device knows into the inputs, see `engine.step.ahead`.
-            keep_rows: False: only the numbers of reads are needed after the next launch, and rows may be overwritten.
+            keep_rows: False: only the values of reads are needed after the next launch, and rows may be overwritten.
         """
         inputs = Inputs(self.device, fill) if self.asynchronous else None
         rows_NE = self._rows(chunks, asked, keeps, inputs)
@@ -259,7 +259,7 @@ class Runner:
     def read(
         self, logp_NV: Tensor, finite_N: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part], inputs: "Inputs | None"
     ) -> Launched:
-        """The reads of a pass that is launched."""
+        """The reads of a launched pass."""
         with phase(self.observer, "fetch"):
             sums, made = iter(self._top_sums(logp_NV, peaks_NB, reads)), []
             for rows, read in reads:
@@ -272,11 +272,11 @@ class Runner:
     def evaluate_few(
         self, chunks: Sequence[Chunk], asked: Sequence[int], parts: Sequence[Few], keeps: Sequence[Keep] = ()
     ) -> tuple[list[Tensor], list[bool]]:
-        """One forward pass on a CPU, for log-probabilities of few tokens alone; see `Head.logps`.
+        """One forward pass on a CPU that computes log-probabilities of only a few tokens; see `Head.logps`.
 
         Args:
             chunks, asked, keeps: as of `evaluate`.
-            parts: the tokens, of the rows asked for, in their order.
+            parts: the tokens for each requested row, in order.
         """
         rows_NE = self._rows(chunks, asked, keeps)
         with phase(self.observer, "logits"):
@@ -284,28 +284,29 @@ class Runner:
 
     @cached_property
     def shared(self) -> bool:
-        """Whether several processes evaluate the model together: they have to choose alike, so no clock may decide."""
+        """Whether several processes evaluate the model together: they must make the same choices, so these cannot
+        depend on a clock."""
         return getattr(self.model, "shard", Shard()).size > 1
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether rows have to be gathered from several processes; the top sums of rows do not."""
+        """Whether rows must be gathered from several processes; top sums need not be."""
         return isinstance(getattr(self.model, "head", None), Gathered)
 
     @property
     def only_sums(self) -> bool:
-        """Whether top sums are found without the rows that nobody reads."""
+        """Whether top sums can be found without computing full rows."""
         return self.gathers or (self.impl == "cpp" and not self.model.shape.scores)
 
     def evaluate_top_sums(
         self, chunks: Sequence[Chunk], asked: Sequence[int], wanted: Sequence[TopSums], keeps: Sequence[Keep] = ()
     ) -> tuple[list[FoundSums], list[bool]]:
-        """One forward pass, for the top sums of rows that nothing else is wanted of; and for each row whether it is
+        """One forward pass for top sums of rows that are needed for nothing else; and for each row whether it is
         finite.
 
         Args:
             chunks, asked, keeps: as of `evaluate`.
-            wanted: what is wanted, of the rows asked for, in their order.
+            wanted: the top sums requested from each of these rows, in order.
         """
         adapters = self.adapters(chunks, asked)
         if self.impl == "cpp" and self.observer is None and getattr(self.model, "joins", False) and not adapters:
@@ -321,7 +322,7 @@ class Runner:
     def _joined_sums(
         self, chunks: Sequence[Chunk], asked: Sequence[int], wanted: Sequence[TopSums], keeps: Sequence[Keep]
     ) -> tuple[list[FoundSums], list[bool]]:
-        """The top sums of rows by the call that evaluates the layers."""
+        """The top sums of rows, computed in the same call as the layers."""
         p = self.pack(chunks)
         inputs = p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout
         tapped = self._tapped(chunks, keeps)
@@ -330,7 +331,7 @@ class Runner:
         return found, finite
 
     def _tapped(self, chunks: Sequence[Chunk], keeps: Sequence[Keep]) -> Sequence[Tensor]:
-        """Room for the rows that are tapped, [T, N, E], if any function wants them."""
+        """Memory for the tapped rows, [T, N, E], if any function wants them."""
         if not any(keep.tapped for keep in keeps):
             return ()
         model, tokens = self.model, sum(map(len, chunks))
@@ -338,7 +339,7 @@ class Runner:
 
     @staticmethod
     def _give(keeps: Sequence[Keep], hidden_TE: Tensor, *tapped: Tensor) -> None:
-        """Give rows to the functions that keep them."""
+        """Pass rows to the functions that keep them."""
         for keep in keeps:
             keep.take((tapped[0] if keep.tapped else hidden_TE)[keep.rows])
 
@@ -359,7 +360,7 @@ class Runner:
     def _rows(
         self, chunks: Sequence[Chunk], asked: Sequence[int], keeps: Sequence[Keep], ready: Ready | None = None
     ) -> Tensor:
-        """Hidden rows of the tokens asked for."""
+        """Hidden rows of the requested tokens."""
         tapped = self._tapped(chunks, keeps)
         hidden_TE = self.forward(chunks, ready, *tapped)
         self._give(keeps, hidden_TE, *tapped)
@@ -368,7 +369,7 @@ class Runner:
         return hidden_TE[torch.tensor(asked, dtype=torch.int64).to(self.device, non_blocking=True)]
 
     def _top_sums(self, logp_NV: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> list[Tensor]:
-        """The top sums that are wanted of a pass, all searches' by one launch on a GPU; on the device."""
+        """The top sums requested from a pass, for all searches with one launch on a GPU; on the device."""
         wanted = [(rows, read) for rows, read in reads if isinstance(read, TopSums)]
         if not wanted:
             return []
@@ -400,11 +401,11 @@ class Runner:
     ) -> LogSoftmax:
         """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device.
 
-        Edited rows have no peaks, and the others of their pass have none either.
+        Edited rows have no peaks, and then no row of the pass has any.
 
         Args:
             adapters: see `adapters`.
-            out: where log-probabilities and the rest are written, if they are not scores.
+            out: memory for log-probabilities and the other results, if they are not scores.
         """
         with phase(self.observer, "logits"):
             logits_NV = self.logits_of(hidden_NE, adapters)
@@ -419,7 +420,7 @@ class Runner:
     def edited(
         self, logp_NV: Tensor, finite_N: Tensor, edits: Sequence[Edit], logits_NV: Tensor | None = None
     ) -> tuple[Tensor, Tensor, None]:
-        """Rows after edits in place, and no peaks."""
+        """Rows after in-place edits, without peaks."""
         with phase(self.observer, "edit"):
             for edit in edits:
                 excess_N1 = None
@@ -429,7 +430,7 @@ class Runner:
         return logp_NV, finite_N, None
 
     def blame(self, chunk: Chunk) -> str:
-        """The first place of NaN or Inf in a pass: the chunk is evaluated once more, layer by layer."""
+        """The first place where NaN or Inf arises in a pass: evaluates the chunk again, layer by layer."""
         bad: list[str] = []
 
         def watch(name: str, x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The ways to evaluate a pass, chosen when the batch is built by what its searches want from the rows."""
+"""The ways to evaluate a pass, chosen when the batch is built according to what its searches need from the rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The times of passes on this machine, learned from those that were measured."""
+"""The expected times of passes on this machine, learned from measured passes."""
 
 from bisect import bisect_left, bisect_right
 

@@ -1,1 +1,1 @@
-"""Engines that many tasks share: the thread that steps, and `AsyncEngine`."""
+"""Engines shared by many tasks: the thread that steps, and `AsyncEngine`."""

@@ -1,4 +1,4 @@
-"""The thread that steps services for many tasks, and those that check their requests."""
+"""The thread that steps services for many tasks, and the threads that check their requests."""
 
 import asyncio
 import contextlib

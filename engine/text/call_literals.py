@@ -1,5 +1,5 @@
-"""The values in tool calls: JSON, a list of calls as Python writes them, or Gemma 4's objects with bare keys; read
-without an interpreter."""
+"""The values in tool calls: JSON, Python call syntax, or Gemma 4's objects with bare keys; parsed without an
+interpreter."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Channels: how gpt-oss writes a reply (OpenAI's Harmony format), parted while it comes.
+"""Channels: splits a gpt-oss reply (OpenAI's Harmony format) as it arrives.
 
 A reply is one message or several; the prompt ends with the `<|start|>assistant` of the first:
 

@@ -1,4 +1,4 @@
-"""Prompts whose output goes between two texts, for models with tokens for it (fill in the middle)."""
+"""Prompts whose output goes between two texts, for models with fill-in-the-middle tokens."""
 
 from typing import NamedTuple
 

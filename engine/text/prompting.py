@@ -1,4 +1,4 @@
-"""Messages to a prompt: the chat template with its variables, the tags of thoughts, the tokens that end a turn."""
+"""Messages to a prompt: the chat template with its variables, thought tags, end-of-turn tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

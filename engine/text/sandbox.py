@@ -1,9 +1,10 @@
-"""The program that renders chat templates and tries grammars: `engine.text.sandbox_process` runs it, in JSON lines.
+"""The program that renders chat templates and tries grammars; `engine.text.sandbox_process` runs it and exchanges JSON
+lines with it.
 
-A template is an untrusted program. Jinja's sandbox prevents it from running code, but not from filling the memory or
-looping for ever, and one filter (`center(10**9)`) can do either in a single C call that no Python-level deadline
-interrupts. The kernel can limit a separate process: its CPU time by a timer whose signal kills it, its memory by
-RLIMIT_AS. macOS does not enforce that limit: there the CPU time alone bounds the memory. The process is a new
+A template is an untrusted program. Jinja's sandbox prevents it from running code, but not from filling memory or
+looping forever, and one filter (`center(10**9)`) can do either in a single C call that no Python-level deadline
+interrupts. The operating system can limit a separate process: its CPU time by a timer whose signal kills it, its memory
+by RLIMIT_AS. macOS does not enforce that limit: there only the CPU time bounds the memory. The process is a new
 interpreter, not a fork: a fork of a process with torch's threads may inherit a held lock, and would copy the page
 tables of mapped weights.
 
@@ -11,7 +12,7 @@ Patterns of a tokenizer are untrusted as well: those that are not known to take 
 `engine.text.tokenizer_limits`). So are grammars: llguidance recurses over rules and references, and the C stack of a
 long chain of them ends the process. They are compiled here first, on a stack that is smaller than any other thread's.
 
-This file runs as a script and imports nothing of the project, so that its start does not take an `import torch`.
+This file runs as a script and imports nothing from the project, so that it starts without importing torch.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """The processes of the sandbox: one for all templates, one for all grammars, started when needed, ended when idle.
 
-A grammar may take seconds, for which no template has to wait.
+A grammar may take seconds, so templates have a process of their own and need not wait.
 """
 
 import atexit

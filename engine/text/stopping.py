@@ -1,4 +1,4 @@
-"""Stop strings, and the part of an unfinished output's text that may be shown already."""
+"""Stop strings, and the part of an unfinished output's text that can already be shown."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Chat templates: messages to text, in which contents are distinguished from the template's control tokens."""
+"""Chat templates: messages to text, keeping message contents distinct from the template's control tokens."""
 
 import io
 import json
@@ -97,7 +97,7 @@ class ChatTemplate:
 
         `chat_template.jinja` comes before `chat_template` in tokenizer_config.json (a string, or a list of named ones),
         and that before the older `chat_template.json`. Of named ones "default" is taken, and "tool_use" where there are
-        tools; beside `chat_template.jinja` others lie in `additional_chat_templates/`.
+        tools; next to `chat_template.jinja`, others are in `additional_chat_templates/`.
 
         Raises:
             CheckpointError: the template is unreadable, too long, or none of several is the default.

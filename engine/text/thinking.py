@@ -1,4 +1,5 @@
-"""Thoughts: the part of a reply between `<think>` and `</think>` or the like, parted from the answer while it comes.
+"""Thoughts: the part of a reply between `<think>` and `</think>` or similar tags, separated from the answer as it
+arrives.
 
 Gemma 4 writes `<|channel>thought`, a line break, the thought and `<channel|>`.
 """

@@ -188,7 +188,7 @@ def any_of(spellings: Iterable[str], words: Collection[str] = ()) -> re.Pattern[
     as Python takes long to compile so many alternatives.
 
     Args:
-        words: spellings that match only where no letter, digit or underscore stands beside.
+        words: spellings that match only if not adjacent to a letter, digit or underscore.
     """
     found = {spelling: re.escape(spelling) for spelling in spellings}
     found |= {word: rf"(?<!\w){re.escape(word)}(?!\w)" for word in words}

@@ -1,4 +1,4 @@
-"""Limits of a tokenizer.json: how long it may make a text, and how much time its patterns may take.
+"""Limits of a tokenizer.json: how much it may lengthen a text, and how much time its patterns may take.
 
 In the tokenizers library a normalizer may turn every character into a thousand, a regular expression may take
 exponential time, and a match of too many steps ends in a panic. Two measures bound this:
@@ -6,7 +6,7 @@ exponential time, and a match of too many steps ends in a panic. Two measures bo
 - Decoders, post-processors and models are checked once, when the file is loaded: their kinds and parameters bound the
   text of a token.
 - Normalizers and pre-tokenizers are `plain` if they are known to take linear time and to lengthen a text little, as
-  those of the usual models. For others every text is tried first in the sandbox (see `engine.text.sandbox`), whose time
+  those of common models do. For others every text is first tried in the sandbox (see `engine.text.sandbox`), whose time
   and memory are limited.
 """
 

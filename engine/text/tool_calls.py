@@ -1,4 +1,4 @@
-"""Tool calls: how families of models write them, and how they are read from a reply, whole or while it comes.
+"""Tool calls: the formats of model families, and parsing them from a reply, complete or as it arrives.
 
 | format | a call |
 |---|---|
@@ -9,9 +9,9 @@
 | gemma4 | `<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>` |
 | channels (gpt-oss) | `<|call|>f{"a": 1}`, as `engine.text.channels` writes what it reads |
 
-A reply may also begin with calls without marks, perhaps in fences of Markdown, if they name given functions: small
-models forget the marks. A call is known as soon as its brackets are closed. What looks like a call and is none stays
-text. The work is linear in the text, however it is cut.
+A reply may also begin with calls without marks, perhaps in Markdown code fences, if they name given functions, because
+small models forget the marks. A call is recognised as soon as its brackets are closed. A malformed call stays text. The
+work is linear in the text, however it is split into pieces.
 """
 
 import json
@@ -192,7 +192,7 @@ def functions_of(tools: Any) -> dict[str, dict[str, Any]]:
 class CallStream:
     """Parts a reply's calls from its text while it comes.
 
-    White space beside calls is left out. Text that may become the opening of a call is held back.
+    White space around calls is dropped. Text that may become the opening of a call is held back.
 
     Args:
         format: of the model.

@@ -1,12 +1,12 @@
-"""Chains of a pass: tokens that follow one another, of which each leaves its state to the next.
+"""Chains of a pass: sequences of tokens, each of which passes its state to the next.
 
-A program of a GPU walks a chain with its state in registers, so that chains are what can be computed side by side::
+A GPU program walks a chain with its state in registers; different chains run in parallel::
 
     pass      0 1 2 3 4 5 6        3 is below 2, 6 is below 2 as well, 4 and 5 begin elsewhere
     chains    [0 1 2 3] [4] [5] [6]
 
-Ancestors in a chain's block that are no part of it are walked once more. A chain whose first block begins with a state
-that another chain of the pass makes is of a later level than that one.
+Ancestors in a chain's block that are not part of the chain are walked again. A chain whose first block begins with a
+state that another chain of the pass produces is of a later level than that chain.
 """
 
 from collections.abc import Sequence

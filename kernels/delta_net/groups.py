@@ -1,4 +1,4 @@
-"""Tokens of a pass that read the same state, and so can be computed together."""
+"""Groups of tokens in a pass that read the same state and so can be computed together."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""The definition of a gated delta net over a tree: token by token, each from the state that its block begins with."""
+"""The definition of a gated delta net over a tree: token by token, each from the state at the beginning of its
+block."""
 
 import torch
 from torch import Tensor

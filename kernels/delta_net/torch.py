@@ -1,8 +1,7 @@
 """Gated delta nets in PyTorch: all tokens of a block that share its first state at once.
 
 The u of a block's tokens solve a triangular system (Yang et al., 2024, "Parallelizing Linear Transformers with the
-Delta Rule over Sequence Length", section 3.2); here the order is that of a tree: ancestors are what earlier tokens are
-there.
+Delta Rule over Sequence Length", section 3.2); here, ordered by the tree, ancestors take the place of earlier tokens.
 
 Shape legend: N tokens of a group, P rows that they read, A = P + N, G heads of keys, H heads of values, K and V sizes.
 """

@@ -1,7 +1,8 @@
-"""Mixtures of experts: each token chooses a few of many MLPs and gets the weighted sum of what they make of it.
+"""Mixtures of experts: each token chooses a few of many MLPs and gets the weighted sum of their outputs.
 
-`routing.py` defines the choice, `reference.py` the whole. Rows of a pass are grouped by expert, so that an expert is
-read once for all rows that chose it (native.cpp; triton.py; `torch.grouped` for matrices that C++ does not multiply).
+`routing.py` defines the choice, `reference.py` the whole computation. Rows of a pass are grouped by expert, so each
+expert is read once for all rows that chose it (native.cpp; triton.py; `torch.grouped` for matrices that C++ does not
+multiply).
 """
 
 from torch import Tensor, float32  # `torch` is the module beside this one
@@ -25,21 +26,21 @@ OF_ROUTED = ("reference", "triton")
 
 
 def experts(x_TE: Tensor, mixture: PackedExperts, scored_TE: Tensor | None = None, *, impl: str = "cpp") -> Tensor:
-    """Adds up what the experts of each token make of it, weighted, in the order of its choice, the shared one last.
+    """The weighted sum of the outputs of each token's experts, in its order of choice, the shared expert last.
 
-    A row's result does not depend on the rows beside it.
+    A row's result does not depend on the other rows.
 
     Args:
-        x_TE: float32, bfloat16 or float16, on a CPU. Products round to its dtype, sums are float32.
+        x_TE: float32, bfloat16 or float16, on a CPU. Matrix multiplications round to its dtype, sums are float32.
         mixture: the matrices and the rules.
-        scored_TE: what the router reads; None: x.
+        scored_TE: the router's input; None: x.
         impl: "reference" (the definition, which also takes float64) or "cpp".
 
     Returns:
         [T, E] in the dtype of x.
 
     Raises:
-        ValueError: rows of another width, or an impl that is not known.
+        ValueError: rows of another width, or an unknown impl.
     """
     checks.implementation(impl, IMPLEMENTATIONS)
     checks.floats("x_TE", x_TE, 2)
@@ -69,24 +70,24 @@ def routed(
     factors_X: Tensor | None = None,
     impl: str = "triton",
 ) -> Tensor:
-    """`experts` for a GPU, after the products of the router and of the shared expert; nothing waits for the device.
+    """`experts` for a GPU, given the outputs of the router and of the shared expert; nothing waits for the device.
 
     Args:
         x_TE: float32, bfloat16 or float16; the definition also takes float64.
-        logits_TX: what the router makes of x, in its dtype.
+        logits_TX: the router's output, in the dtype of x.
         up, down: matrices [2 M, E], the gate's outputs first, or [M, E] of MLPs without gates, and [E, M]; floats and
             biases in the dtype of x.
         routing, bias_X, factors_X: see `choose`.
         function: see `kernels.rows.activation_mul`.
-        shared_TE: what the shared expert makes of x, contiguous; None: there is none.
-        gate_T1: logits, contiguous, whose sigmoids weigh the shared expert; None: it weighs 1.
+        shared_TE: the shared expert's output, contiguous; None: there is none.
+        gate_T1: logits, contiguous, whose sigmoids weight the shared expert; None: its weight is 1.
         impl: "reference" (the definition) or "triton".
 
     Returns:
         [T, E] in the dtype of x.
 
     Raises:
-        ValueError: tensors that do not fit together, or an impl that is not known.
+        ValueError: tensors that do not fit together, or an unknown impl.
     """
     if impl not in OF_ROUTED:
         raise ValueError(f"impl: expected one of {', '.join(OF_ROUTED)}, got {impl!r}")

@@ -1,6 +1,7 @@
-"""Experts that lie in mapped files, of which so many bytes stay in memory: the least recently used go (native.cpp).
+"""Experts in mapped files, of which only a limited number of bytes stay in memory: the least recently used are released
+(native.cpp).
 
-What goes is read from the file again when a token chooses it: no bit of a result depends on the limit.
+Released experts are read from the file again when a token chooses them: the limit changes no bit of a result.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The matrices of all experts of a layer below each other, as a GPU reads them."""
+"""The matrices of all experts of a layer, stacked, as a GPU reads them."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Experts in plain PyTorch: rows grouped by expert, so that each expert is read once, by products of any kind.
+"""Experts in plain PyTorch: rows grouped by expert, so each expert is read once, with matrices of any format.
 
 Shape legend: T tokens, E width, M inner width, K chosen experts of a token.
 """

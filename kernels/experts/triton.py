@@ -1,8 +1,8 @@
 """Mixtures of experts on a GPU: rows sorted by expert on the device, in tiles of one expert each.
 
 Four kernels: one chooses the experts of rows, one lists their tiles, one, launched twice, multiplies tiles by matrices
-(as `kernels.linear.triton` does, the gates of the first product in the same launch), one adds up. Shapes alone decide
-the number of programs, and nothing waits for the device, so that CUDA graphs record it.
+(like `kernels.linear.triton`, with the gates in the first launch), one sums the results. Shapes alone determine the
+number of programs, and nothing waits for the device, so CUDA graphs can record it.
 
 Shape legend: T tokens, X experts, C chosen ones of a token, P = T C places of rows sorted by expert, E width; M, N and
 K rows, outputs and elements of x in a block. An entry is a token's number times C plus the rank of the choice.

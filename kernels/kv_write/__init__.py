@@ -1,4 +1,4 @@
-"""Writing the keys and values of a pass into their slots, and moving them to others: the fronts."""
+"""Writing the keys and values of a pass into their slots, and copying them to other slots: the fronts."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,8 +24,8 @@ def kv_write(
 
     Args:
         k_GSD, v_GSD: one layer's cache, contiguous; of 8 bits: see `kernels.kv_kinds`.
-        k_TGD, v_TGD: new rows, in the cache's dtype; floats that are quantised if it is of 8 bits; any strides.
-        slots_T: int64, contiguous; distinct, but for padding tokens, which share TRASH_SLOT.
+        k_TGD, v_TGD: new rows, in the cache's dtype; floats, which are quantised, for an 8-bit cache; any strides.
+        slots_T: int64, contiguous; distinct, except for padding tokens, which share TRASH_SLOT.
         impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU, no FP8) or
             "triton" (GPU kernels).
 
@@ -63,13 +63,13 @@ def rotary_write(
     *,
     impl: str = "reference",
 ) -> Tensor:
-    """Norm and rotate heads of queries and keys, and store keys and values as `kv_write` does.
+    """Norm and rotate query and key heads, and store keys and values like `kv_write`.
 
     Args:
         k_GSD, v_GSD, k_TGD, v_TGD, slots_T: see `kv_write`.
         q_THD: queries, in the dtype of k_TGD; any strides.
         turn: norms and angles.
-        impl: "reference" (the definition) or "triton" (one launch); elsewhere the parts are operators of their own.
+        impl: "reference" (the definition) or "triton" (one launch); other implementations use separate operators.
 
     Returns:
         the queries, [T, H, D].
@@ -99,7 +99,8 @@ def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor | None = None) -> Copier:
         k_LGSD, v_LGSD: the whole cache, contiguous; or one tensor of rows of another kind.
 
     Raises:
-        ValueError: they are not alike or not contiguous; when called, for slots out of range or lists of two lengths.
+        ValueError: tensors differ or are not contiguous; when called, slots are out of range or the lists have
+            different lengths.
     """
     checks.cache(k_LGSD, k_LGSD if v_LGSD is None else v_LGSD, "LGSD")
     if k_LGSD.is_cpu and k_LGSD.dtype != FP8 and not why_not():

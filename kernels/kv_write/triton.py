@@ -1,5 +1,5 @@
-"""KV writes on a GPU: one launch for keys and values, a program per token and block of its row, or, into a cache of 8
-bits, per few heads. Norms of heads and rotations are part of the launch where the caller has some."""
+"""KV writes on a GPU: one launch for keys and values, with a program per token and block of its row or, for an 8-bit
+cache, per few heads. The launch includes head norms and rotations if the caller passes any."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
 # (what triton.jit takes and gives is no function to a type checker)

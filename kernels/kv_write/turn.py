@@ -1,4 +1,4 @@
-"""The steps that the heads of queries and keys go through between their product and the cache."""
+"""The steps applied to query and key heads between their projection and the cache."""
 
 from typing import NamedTuple
 

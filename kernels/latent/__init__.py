@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1), absorbed: what stands around tree
-attention. The front that checks and picks an implementation.
+"""Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1) in absorbed form: the steps before and
+after tree attention. The front that checks and picks an implementation.
 
 The keys and values of a head are matrices times the latent c of a token. A query q scores a key as q (K c) = (q K) c,
-and the values' sum is V times the sum of latents. So queries are multiplied by K once, all heads read one row of a
-token, the latent with the key that is rotated, and what they make of the latents is multiplied by V::
+and the sum of values is V times the sum of latents. So queries are multiplied by K once, all heads read one row per
+token (the latent with the rotated key), and the resulting sums of latents are multiplied by V::
 
     queries [H, N + R]  absorb  [H + 1, R + C]: queries, then the  tree attention  [H, R + C]  expand  [H, V]
     latent  [C + R]       ->    key, which is the value as well         ->                      ->
@@ -36,7 +36,7 @@ def absorb(queries_TF: Tensor, latent_TF: Tensor, heads: LatentHeads, *, impl: s
         impl: "reference" (the definition) or "cpp" (float32, bfloat16 and float16, a CPU).
 
     Returns:
-        [T, (H + 1) (R + C)], the key last. The halves of what is rotated lie one after the other.
+        [T, (H + 1) (R + C)], the key last. The halves of the rotated elements follow one another.
 
     Raises:
         ValueError: rows of other widths or dtypes, or an impl that is not known or cannot multiply such matrices.
@@ -56,15 +56,15 @@ def absorb_and_write(
     *,
     impl: str = "reference",
 ) -> Tensor:
-    """`absorb`, the rotation of queries and keys, and the write of keys, which are the values as well.
+    """`absorb`, the rotation of queries and keys, and the writing of keys, which also serve as values.
 
     Args:
         k_GSD: one layer's cache, contiguous, of one head of R + C elements; of 8 bits: see `kernels.kv_kinds`.
         queries_TF, latent_TF, heads: as of `absorb`.
         angles: cos_TR and sin_TR of keys and queries, or of keys and then of queries, see `kernels.rows.rotary`.
         slots_T: see `kernels.kv_write.kv_write`.
-        impl: "reference" (the definition) or "triton" (a product of all heads and one launch); elsewhere the parts are
-            operators of their own.
+        impl: "reference" (the definition) or "triton" (a batched matrix multiplication and one launch); other
+            implementations use separate operators.
 
     Returns:
         the queries, [T, H, R + C].
@@ -100,11 +100,11 @@ def _check(queries_TF: Tensor, latent_TF: Tensor, heads: LatentHeads) -> None:
 
 
 def expand(mixed_TF: Tensor, heads: LatentHeads, *, impl: str = "cpp") -> Tensor:
-    """Makes values of what attention made of latents.
+    """Computes values from attention's sums of latents.
 
     Args:
-        mixed_TF: [T, H (R + C)], contiguous, of the dtype of the weights; what was rotated is left out.
-        heads, impl: as of `absorb`, with what is raised.
+        mixed_TF: [T, H (R + C)], contiguous, in the dtype of the weights; the rotated part is ignored.
+        heads, impl: as of `absorb`, with the same errors.
 
     Returns:
         [T, H V].

@@ -1,4 +1,4 @@
-"""The definition of what stands before and after tree attention with a latent, in PyTorch."""
+"""The definition of the steps before and after tree attention with latents, in PyTorch."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,6 @@
-"""Multi-head latent attention on a GPU: a product of all heads, and one launch for all else that stands before tree
-attention: queries and keys are rotated, the latent is normed, and the token's row is written into its slot."""
+"""Multi-head latent attention on a GPU: a batched matrix multiplication over all heads, and one launch for all other
+steps before tree attention: queries and keys are rotated, the latent is normed, and the token's row is written into its
+slot."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
 # (what triton.jit takes and gives is no function to a type checker)

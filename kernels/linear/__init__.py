@@ -1,6 +1,6 @@
-"""Products of rows with packed matrices: any number of rows, floats, int8, and groups of five kinds.
+"""Multiplication of rows by packed matrices: any number of rows; floats, int8, and groups of five kinds.
 
-`panels.py` has the layout, `reference.py` the definition; only C++ has the products (native.cpp), on a CPU.
+`panels.py` has the layout, `reference.py` the definition; only C++ implements it (native.cpp), on a CPU.
 """
 
 from torch import Tensor
@@ -16,13 +16,13 @@ __all__ = ["Groups", "Packed", "PackedParts", "dot_products", "linear", "pack", 
 
 
 def linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b; rows are rounded where the matrix has levels, see `reference.rounded`.
+    """x W^T + b; rows are rounded if the matrix has levels, see `reference.rounded`.
 
-    A row's result does not depend on the rows beside it.
+    A row's result does not depend on the other rows.
 
     Args:
         x: [..., width], float32, bfloat16 or float16, on a CPU.
-        matrix: of any dtype, or several whose outputs lie side by side.
+        matrix: of any dtype, or several with concatenated outputs.
         bias: [outs] or None, contiguous, in the dtype of x.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Block formats of ggml as packed matrices have them: codes with scales and minimums of groups, exactly.
+"""ggml's block formats as packed matrices: codes with scales and minimums of groups, exactly.
 
-`Block.rows` is the definition, in PyTorch; `BlockPanels` packs rows of blocks as they lie in a file, by C++. No value
-is rounded, and codes stay what they are. Formats with scales of scales keep both: int8, which count in units of float16
+`Block.rows` is the definition, in PyTorch; `BlockPanels` packs rows of blocks in their stored form, in C++. No value
+is rounded, and codes are unchanged. Formats with scales of scales keep both: int8 multiples of a float16 unit
 for UNIT elements each. MXFP4 keeps the exponents of scales.
 
 Shape legend: O outputs, N blocks of a row, B bytes of a block, I inputs (the width of a row), G groups of a row.

@@ -1,12 +1,12 @@
-"""Matrices of small numbers as a GPU reads them, rows one after the other: the layout, and its definition in PyTorch.
+"""Quantised matrices as a GPU reads them, row by row: the layout, and its definition in PyTorch.
 
     int4    a byte has elements i (low half) and i + 32 of a block of 64
     int8    number - 128, two's complement
     float8  e4m3
-    int5, int6, and kinds that have tables of whole numbers: as int8
+    int5, int6, and kinds whose tables hold integers: as int8
 
-Rows are padded to whole blocks of 64 elements. Scales lie by group, so that a program reads those of its outputs side
-by side. Shape legend: O outputs, B bytes of a row, G groups of a row.
+Rows are padded to whole blocks of 64 elements. Scales are stored by group, so that a program reads adjacent scales for
+its outputs. Shape legend: O outputs, B bytes of a row, G groups of a row.
 """
 
 from collections.abc import Iterable, Sequence

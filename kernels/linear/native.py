@@ -1,4 +1,4 @@
-"""Calls the C++ products (native.cpp)."""
+"""Calls the C++ matrix multiplications (native.cpp)."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,12 +1,10 @@
 """Packed matrices: panels of 16 outputs, one panel after the other.
 
 A panel holds, for each step along the width, a line with a word of each output: one float32 or float16, two bfloat16,
-four int8, uint8 or float8, or eight int4 or places in a table, of which the first four lie in the low halves of
-the bytes.
-The low four bits of 32 int5 or 16 int6 lie as those of int4 do, and the bits above them in one more line: byte j has
-those of elements j, j + 4, j + 8 and so on.
-Processors read it as it lies, with vectors of any size: AMX tiles and the dot products of all instruction sets take
-words of this kind.
+four int8, uint8 or float8, or eight int4 or indices into a table, of which the first four are in the low halves of the
+bytes. The low four bits of 32 int5 or 16 int6 are stored like int4, and the upper bits in one more line: byte j has
+those of elements j, j + 4, j + 8 and so on. Processors read panels directly, with vectors of any size: AMX tiles and
+the dot products of all instruction sets take words of this kind.
 """
 
 import ctypes

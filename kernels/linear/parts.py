@@ -1,4 +1,4 @@
-"""Packed matrices of one input whose outputs lie side by side, each in a format of its own, as one matrix."""
+"""Packed matrices with the same input, each in its own format, presented as one matrix with concatenated outputs."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The definition of products with packed matrices."""
+"""The definition of multiplication by packed matrices."""
 
 import torch
 from torch import Tensor

@@ -1,13 +1,14 @@
-"""Products of rows with small numbers in groups on a GPU: x keeps its dtype, the numbers become it in registers.
+"""Multiplication of rows by quantised matrices in groups on a GPU: x keeps its dtype; codes are converted to it in
+registers.
 
-A program takes M rows, N outputs and a share of the width, whose sums the last program of a tile to arrive adds up, in
-order. Numbers are whole, or of few bits, so that bfloat16 and float16 hold them as they are; each block of at most a
-group is multiplied on matrix units into float32, and only then by its scale. A zero or a minimum counts by the sum of x
-over the block. So nothing of the matrix is rounded.
+A program takes M rows, N outputs and a share of the width; the last program of a tile to arrive adds the sums of the
+shares, in order. Codes are integers, or have few bits, so bfloat16 and float16 represent them exactly; each block of at
+most one group is multiplied on matrix units into float32, and only then by its scale. A zero or a minimum multiplies
+the sum of x over the block. So the matrix is never rounded.
 
-With `COPPICE_SAME_BITS=on` a row's sums do not depend on the rows beside it: programs have one size, and the shares of
-the width are a matrix's own; many rows leave a program all shares, which it adds up in turn. `floats` multiplies plain
-matrices so.
+With `COPPICE_SAME_BITS=on` a row's sums do not depend on the other rows: programs have a fixed size, and the matrix
+alone determines the shares of the width; with many rows, one program computes all shares one after another. `floats`
+multiplies float matrices in this way.
 
 Shapes besides those of `kernels.linear.codes`: T rows, M, N and K rows, outputs and elements of x in a block.
 """

@@ -1,5 +1,5 @@
-"""Low-rank products beside those of a matrix (LoRA, Hu et al., 2021): y += scale * (x A^T) B^T, where every row of a
-pass may have another adapter, or none."""
+"""Low-rank updates of matrix multiplications (LoRA, Hu et al., 2021): y += scale * (x A^T) B^T, where every row of a
+pass may have a different adapter, or none."""
 
 from torch import Tensor, device, int64  # `torch` is the module beside this one
 

@@ -1,5 +1,5 @@
-"""Adapters of a matrix: pairs of small factors, which C++ reads in panels: 16 outputs side by side, one input after the
-other, [outs / 16, ins, 16], filled up with zeros. All of an adapter's follow each other; a row of zeros ends them."""
+"""Adapters of a matrix: pairs of small factors, which C++ reads in panels [outs / 16, ins, 16]: 16 adjacent outputs,
+input by input, padded with zeros. The factors of an adapter are contiguous; a row of zeros ends them."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Calls the C++ low-rank products (native.cpp): float32, bfloat16 and float16, a CPU."""
+"""Calls the C++ low-rank updates (native.cpp): float32, bfloat16 and float16, a CPU."""
 
 import torch
 from torch import Tensor

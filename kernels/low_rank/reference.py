@@ -1,4 +1,4 @@
-"""The definition of low-rank products: token by token."""
+"""The definition of low-rank updates: token by token."""
 
 from collections.abc import Sequence
 from typing import Any

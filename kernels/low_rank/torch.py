@@ -1,4 +1,4 @@
-"""Low-rank products in PyTorch, on any device: the tokens of an adapter together."""
+"""Low-rank updates in PyTorch, on any device: the tokens of an adapter together."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,12 +1,11 @@
-"""Operators on rows, between the matrix products of a layer and after the last one: their fronts.
+"""Row-wise operators, between the matrix multiplications of a layer and after the last layer: their fronts.
 
 All take `impl`, the implementation of the pass (see `kernels.tree_attention`): "cpp" is C++, eager on a CPU, one pass
-over the rows for each operator; "triton" has kernels for a GPU of norms, activations and gates, with a launch each, of
-log_softmax and of top sums; "compiled" is what torch.compile makes of PyTorch's, once for each operator of
-`kernels.tracing.FUSED`, dtype and number of dimensions, for passes of two tokens or more; anything else is PyTorch, as
-is every operator that an implementation lacks. From
-`top_k` on, None chooses "cpp" for float32 on a CPU where there are C++ kernels, "triton" for float32 on a GPU where
-triton is installed, else PyTorch.
+over the rows per operator; "triton" has GPU kernels for norms, activations and gates (one launch each), log_softmax and
+top sums; "compiled" is PyTorch compiled by torch.compile, once for each operator of `kernels.tracing.FUSED`, dtype and
+number of dimensions, for passes of two tokens or more; anything else is PyTorch, and so is every operator that an
+implementation lacks. From `top_k` on, None chooses "cpp" for float32 on a CPU with C++ kernels, "triton" for float32 on
+a GPU with triton, otherwise PyTorch.
 
 All raise ValueError for tensors that do not fit together, the same for every implementation, and with impl "cpp" for
 dtypes and devices that C++ does not have.
@@ -54,18 +53,18 @@ def add_norm(
     eps: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """The stream after what parts of a layer add to it, and what the next part reads: x + the addends, each by way of
-    `out_norm` and times `scale`, and the norm of this sum. Two addends are added to each other first.
+    """The stream after a residual addition, and the input of the next part: x + the addends, each passed through
+    `out_norm` and multiplied by `scale`, and the norm of this sum. Two addends are first added to each other.
 
     Every step is rounded to the dtype.
 
     Args:
         x_NE: the stream.
-        addends: one, or two of layers whose parts read the same; like x.
+        addends: one, or two in layers whose parts run in parallel; like x.
         norm, out_norm: weight and bias, the bias None for an RMSNorm (see `rms_norm`, `layer_norm`); None: no norm.
 
     Returns:
-        Both like x; the same tensor if there is no norm.
+        Both like x; the same tensor twice if there is no norm.
     """
     ...
 
@@ -86,7 +85,7 @@ def activation_mul(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
     """A function of the first half of each row times the second half, [N, M / 2] (Shazeer, 2020).
 
     Args:
-        x_NM: gates, then what they let through.
+        x_NM: gates, then the values that they multiply.
         name: see `activation`; or "clamped_swiglu" (gpt-oss, OpenAI 2025): with the gate at most 7 and the other half
             from -7 to 7, "quick_gelu" of the gate times 1 + the other half.
     """
@@ -117,11 +116,11 @@ def xielu(x_NM: Tensor, curve_4: Tensor, *, impl: str) -> Tensor:
 
 @operator
 def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, *, impl: str) -> Tensor:
-    """x times the logistic function of gates (Qiu et al., 2025, "Gated attention", equation 5).
+    """x times the sigmoid of gates (Qiu et al., 2025, "Gated attention", equation 5).
 
     Args:
         x_NM: rows.
-        gate_NM: as many gates, in the dtype of x; rows may lie apart.
+        gate_NM: gates of the same shape, in the dtype of x; rows need not be contiguous.
     """
     ...
 
@@ -132,9 +131,9 @@ def log_softmax(
     """Log-probabilities of logits.
 
     Args:
-        x_NV: logits; those from index `size` on count in the normalisation.
-        out: where the results are written, contiguous; peaks are needed if the implementation finds them. Triton writes
-            nothing else; others copy.
+        x_NV: logits; those from index `size` on are included in the normalisation.
+        out: memory for the results, contiguous; peaks are needed if the implementation finds them. Triton writes there
+            directly; others copy.
 
     Returns:
         Log-probabilities, float32 [N, V], -inf from index `size` on; whether all logits of a row are finite, bool [N];
@@ -174,12 +173,12 @@ def top_sums(
     *,
     impl: str | None = None,
 ) -> Tensor:
-    """The k largest elements of all rows after adding a number to each row in float32.
+    """The k largest elements of all rows after adding a number to each row, in float32.
 
     Args:
         logp_NV: float32.
-        sums: the number of each row; a tensor is float32 on their device.
-        k: more than there are elements gives all of them.
+        sums: the number added to each row; a tensor must be float32 on their device.
+        k: if larger than the number of elements, all are returned.
         peaks_NB: of these rows, without the sums, if they are known.
 
     Returns:
@@ -200,7 +199,7 @@ def top_sums(
 def top_sums_of(
     logp_NV: Tensor, wanted: Sequence[tuple[slice, TopSums]], peaks_NB: Tensor | None = None, *, impl: str | None = None
 ) -> list[Tensor]:
-    """`top_sums` of ranges of rows, with indices in the flattened range; Triton finds all of them in one launch.
+    """`top_sums` of ranges of rows, with indices into the flattened range; Triton finds all of them in one launch.
 
     Args:
         wanted: at least one, each with its rows from a start to an end.
@@ -229,8 +228,8 @@ def next_nodes(
     *,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the nodes that follow the top sums of searches: the greatest whose tokens end no hypothesis, then, if
-    there are too few, the greatest that do. Triton does it for all searches in one launch.
+    """Choose the nodes that follow the top sums of searches: the greatest whose tokens do not end a hypothesis, then,
+    if these are too few, the greatest that do. Triton does this for all searches in one launch.
 
     Args:
         numbers: of each search, as `top_sums` returns them. Numbers that are not finite choose tokens that exist.
@@ -239,7 +238,7 @@ def next_nodes(
 
     Returns:
         For the n nodes of all searches, in order: their sums, float32 [n]; their tokens, integers [n]; the words of
-        their parents, but for slots that no node has any more, int32 [n, C].
+        their parents, without slots that have been freed, int32 [n, C].
     """
     checks.next_nodes(numbers, wanted, ancestry_TC, vocab_size)
     return implementation("next_nodes", impl or "torch")(numbers, wanted, ancestry_TC, vocab_size)
@@ -248,7 +247,7 @@ def next_nodes(
 def top_sums_of_logits(
     x_NV: Tensor, size: int, wanted: Sequence[TopSums], *, impl: str
 ) -> tuple[list[Tensor], list[bool]]:
-    """The top sums of the log-probabilities of logits, which C++ computes only where it reads them.
+    """The top sums of log-probabilities of logits; C++ computes only the log-probabilities that it reads.
 
     Args:
         x_NV: logits.
@@ -256,8 +255,8 @@ def top_sums_of_logits(
         wanted: of ranges of rows, one after the other.
 
     Returns:
-        for each range the sums that are finite, best first, and their places in the flattened range, float64 [2, n], on
-        the host: of equal sums the lower place comes first. And whether all logits of each row are finite.
+        for each range the finite sums, best first, and their positions in the flattened range, float64 [2, n], on the
+        host; equal sums are ordered by position. And whether all logits of each row are finite.
     """
     checks.top_sums_of_logits(x_NV, size, wanted)
     if impl != "cpp" or not watched():
@@ -279,7 +278,7 @@ def at_least(
 ) -> Tensor:
     """The first k elements of each row that are at least `least`, and their indices: float64 [N, 2, k].
 
-    Both are NaN where there are fewer.
+    If there are fewer, the rest is NaN.
 
     Args:
         logp_NV: float32.
@@ -291,9 +290,9 @@ def at_least(
 
 @operator
 def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = None) -> Tensor:
-    """The index of each row's largest sum of log-probability and Gumbel noise, the lowest of equals: int64 [N].
+    """The index of each row's largest sum of log-probability and Gumbel noise, the lowest among equals: int64 [N].
 
-    This is a draw from the row (Gumbel-max; Maddison et al., 2014). The keys alone determine the noise: see
+    This samples from the row (Gumbel-max; Maddison et al., 2014). The keys alone determine the noise: see
     `reference.gumbels`.
 
     Args:
@@ -310,7 +309,7 @@ def window_max(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int, *, 
     Args:
         tape_P: float32, random numbers that windows share.
         start_RW: int64, where on the tape each window begins.
-        sum_RW: float32; a window with -inf counts for nothing.
+        sum_RW: float32; a window with -inf is ignored.
         width: N, the samples of a window.
     """
     ...

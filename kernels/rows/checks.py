@@ -1,4 +1,4 @@
-"""Checks of the operators on rows, the same for every implementation; see the front for arguments."""
+"""Checks of the row-wise operators, the same for every implementation; see the front for arguments."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple

@@ -1,5 +1,5 @@
-"""Makes the fronts of the operators on rows from their signatures: each checks its arguments, then calls what the pass
-chose."""
+"""Makes the fronts of the row-wise operators from their signatures: each checks its arguments, then calls the
+implementation that the pass chose."""
 
 from collections.abc import Callable
 from functools import cache, wraps

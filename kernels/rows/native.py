@@ -1,4 +1,4 @@
-"""Calls the C++ operators on rows (native.cpp): float32, bfloat16 and float16, a CPU, contiguous but for heads."""
+"""Calls the C++ row-wise operators (native.cpp): float32, bfloat16 and float16, a CPU, contiguous except for heads."""
 
 import math
 from array import array

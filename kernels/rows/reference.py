@@ -1,4 +1,4 @@
-"""The definitions of the operators on rows, in plain PyTorch: any device; what a compiler sees and fuses."""
+"""The definitions of the row-wise operators, in plain PyTorch, for any device; a compiler sees and fuses them."""
 
 import math
 from collections.abc import Sequence

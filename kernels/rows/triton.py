@@ -1,4 +1,4 @@
-"""Operators on rows on a GPU: norms, the norm of a sum, activations, gates and the top sums, one launch each;
+"""Row-wise operators on a GPU: norms, the norm of a sum, activations, gates and the top sums, one launch each;
 log-probabilities, two."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportGeneralTypeIssues=false

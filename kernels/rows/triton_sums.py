@@ -1,12 +1,12 @@
 """The top sums of rows on a GPU, of several searches at once: one launch.
 
-The k largest elements lie in the k blocks with the largest peaks, and those blocks in the k groups of blocks with the
-largest peaks; of equal ones the lower come first everywhere, so this holds with ties as well. Programs find the groups'
+The k largest elements are in the k blocks with the largest peaks, and those blocks in the k groups of blocks with the
+largest peaks; ties always go to the lower position, so this holds for equal values too. Programs find the groups'
 peaks; the last one of a search to arrive descends from groups to blocks to elements. At each level it finds the k-th
-largest by bisection, chooses exactly k in the order of their places, and of their children takes those that are not
-below it. At last it ranks them.
+largest by bisection, chooses exactly k in the order of their positions, and takes those of their children that are not
+below it. Finally it ranks them.
 
-Floats are compared as integers, `_key`, which are in the same order; NaN counts as -inf. Shapes besides those of
+Floats are compared as integers in the same order (`_key`); NaN counts as -inf. Shapes besides those of
 `kernels.rows`: T keys of a tile.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false

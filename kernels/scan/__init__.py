@@ -1,4 +1,4 @@
-"""Selective scans of Mamba-2 over tree tokens: the front that checks and picks an implementation."""
+"""Mamba-2's selective scans over tree tokens: the front that checks and picks an implementation."""
 
 from torch import Tensor  # `torch` is the module beside this one
 

@@ -1,4 +1,4 @@
-"""The definition of a selective scan over a tree: token by token, each from the state that its block begins with."""
+"""The definition of a selective scan over a tree: token by token, each from the state at the beginning of its block."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Selective scans in PyTorch: all tokens of a block that share its first state at once.
 
-As the duality of states and attention has it (Dao and Gu, 2024, "Transformers are SSMs", section 6): within a block a
-token reads what its ancestors wrote, weighted by products of its C with their B; here the order is that of a tree.
+By the duality of states and attention (Dao and Gu, 2024, "Transformers are SSMs", section 6), within a block a token
+reads what its ancestors wrote, weighted by products of its C with their B; here the order is that of a tree.
 
 Shape legend: N tokens of a group, P rows that they read, A = P + N, G groups of B and C, H heads, K and V sizes.
 """

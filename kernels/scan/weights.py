@@ -1,4 +1,4 @@
-"""The weights of a layer of Mamba-2."""
+"""The weights of a Mamba-2 layer."""
 
 from typing import NamedTuple
 

@@ -1,5 +1,5 @@
-"""All layers of a decoder in one call on a CPU: the operators as the models call them, one
-after the other (native.cpp). Their definitions are those of the operators."""
+"""All layers of a decoder in one call on a CPU: the same operators that the models call, one after another
+(native.cpp). Their definitions are those of the operators."""
 
 import ctypes
 from array import array
@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 
 
 class Matrix(NamedTuple):
-    """A packed matrix, or several below each other, and the bias of their products."""
+    """A packed matrix, or several stacked ones, and their bias."""
 
     packed: Packed | PackedParts
     bias: Tensor | None = None
@@ -40,8 +40,8 @@ class Angles(NamedTuple):
     """Angles of rotary embeddings.
 
     Attributes:
-        tables: cosines and sines, see `kernels.rows.rotary`; then those of queries, where they are others.
-        by_position: whether they have a row for each position, and not for each token of a pass.
+        tables: cosines and sines, see `kernels.rows.rotary`; then those of queries, if they differ.
+        by_position: whether they have a row per position rather than per token of a pass.
     """
 
     tables: tuple[Tensor, ...]
@@ -60,7 +60,7 @@ class Stack:
         ValueError: vectors and matrices that do not fit together.
 
     Attributes:
-        idle: takes nothing, because an observer wants the layers to be called one by one.
+        idle: the stack runs no pass, because an observer wants the layers to be called one by one.
         widths: of the registers, the most of any layer.
         described, tables: its structure of C++, and the type of those of angles.
     """
@@ -93,12 +93,12 @@ class Stack:
         self.tables: Any = _STRUCTURES["Angles"] * (1 + max(self.turned, default=-1))
 
     def takes(self, layout: TreeLayout) -> bool:
-        """Whether it runs a pass."""
+        """Whether the stack can run a pass."""
         return layout.impl == "cpp" and self.ready
 
     @property
     def ready(self) -> bool:
-        """Whether it runs passes of C++: unless a profiler wants to see operators."""
+        """Whether the stack runs C++ passes, which it does unless a profiler wants to see operators."""
         return not self.idle and not watched()
 
     def __call__(
@@ -115,7 +115,7 @@ class Stack:
         Args:
             x_TE: embeddings, of the stack's dtype; they are overwritten.
             angles: those of each table that layers name.
-            tapped_TNE: is filled with the rows that are tapped; None: nobody wants them.
+            tapped_TNE: filled with the tapped rows; None: not needed.
             inputs_TF: the register "inputs"; None: no layer has any.
 
         Returns:
@@ -140,7 +140,7 @@ class Stack:
         tapped_TNE: Tensor | None = None,
         inputs_TF: Tensor | None = None,
     ) -> tuple[list[Tensor], list[bool]]:
-        """Evaluate the tokens of a pass, and find the top sums of the log-probabilities after some of them.
+        """Evaluate the tokens of a pass, and find the top sums of log-probabilities after some of them.
 
         Args:
             x_TE, angles, cache, layout, tapped_TNE, inputs_TF: as of a call; x_TE becomes what that returns.
@@ -227,7 +227,8 @@ class Stack:
         return rows_LSE.data_ptr(), KINDS[rows_LSE.dtype], ancestors_TN.data_ptr()
 
     def caches(self, cache: KVCache) -> ctypes.Array[Any]:
-        """The places of the keys and values of layers, by the numbers that calls name. Raises ValueError for others."""
+        """The addresses of the keys and values of layers, by the numbers that calls use. Raises ValueError for
+        others."""
         if self._held is None or self._held[0] is not cache:
             kept = torch.int8 if cache.k_LGSD.dtype == torch.int8 else self.dtype
             numbers = [call.table for call in self.attending]
@@ -247,7 +248,7 @@ class Stack:
         return self._held[1]
 
     def check_paths(self, cache: KVCache, layout: TreeLayout, tokens: int) -> DeltaPaths:
-        """The paths of a layout. Raises ValueError for those that lead out of the cache of layers with a state."""
+        """The paths of a layout. Raises ValueError if they lead out of the cache of layers with a state."""
         kind, paths = self.delta, layout.paths
         assert kind is not None
         if paths is None:
@@ -305,7 +306,7 @@ class _Prepared:
 
 
 def clocks() -> dict[str, float]:
-    """Seconds that the calls of stacks in C++ have taken, by codes, "head" and "top sums"; {} where there is no C++."""
+    """Seconds that calls of C++ stacks have taken, by code, "head" and "top sums"; {} without C++."""
     if why_not():
         return {}
     names = *CODES, "head", "top sums"
@@ -316,7 +317,7 @@ def clocks() -> dict[str, float]:
 
 @contextmanager
 def one_by_one(model: Any) -> Iterator[None]:
-    """Meanwhile a model calls its layers one by one, for an observer."""
+    """Context in which a model calls its layers one by one, for an observer."""
     stack = getattr(model, "stack", None)
     if stack is None:
         yield

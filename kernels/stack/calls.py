@@ -1,6 +1,6 @@
-"""A layer as a list of operator calls, which Python, Triton (some together) and C++ (stack/native.cpp) each execute.
+"""A layer as a list of operator calls, which Python, Triton (fusing some) and C++ (stack/native.cpp) each execute.
 
-Calls read and write registers: rows of the tokens of a pass.
+Calls read and write registers, which hold rows of the tokens of a pass.
 """
 
 from typing import Any, NamedTuple
@@ -50,12 +50,12 @@ CODES = (
 
 
 class Heads(NamedTuple):
-    """The heads of a token, of `size` elements each, as they lie one after the other, and in the cache.
+    """The heads of a token, of `size` elements each, in the order in which they are stored, and those in the cache.
 
     Args:
-        gates: as many as queries, or none.
-        queries, keys, values: no values: keys are the values as well; no keys either: those of another layer are read.
-        kept: heads of keys, and of values, in the cache that queries read.
+        gates: as many heads as queries, or none.
+        queries, keys, values: without values, keys serve as values; without keys too, those of another layer are read.
+        kept: key/value heads in the cache that queries read.
     """
 
     gates: int
@@ -72,17 +72,17 @@ class Heads(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An operator of a layer. `CODES` tells which arguments a code reads.
+    """An operator call of a layer. `CODES` lists the arguments that each code reads.
 
     Args:
         code: which operator.
-        source, target: registers; the same for an operator in place.
+        source, target: registers; equal for an in-place operator.
         beside: another register that is read; "": the source.
         norm, more, third: with a `weight` and a `bias`, which is None for an RMSNorm.
         matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
         scale, window, cap, sinks: of attention, see `kernels.tree_attention`; or a factor.
-        table: the number of the angles, of what is tapped, or of the layer whose cache or input it is.
-        heads: those that lie in "heads".
+        table: the number of the angles, of the tapped rows, or of the layer whose cache or input is used.
+        heads: the heads in the register "heads".
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.
         mixture: experts, with packed `matrices`, see `kernels.experts`.

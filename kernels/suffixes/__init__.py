@@ -1,5 +1,5 @@
 """Suffixes of texts: drafts of what followed the longest matches of a text's end. SuffixDecoding (arXiv 2411.04975)
-finds them in a suffix tree; here chains of places do, as in LZ77's programs, in a tenth of the memory."""
+finds them in a suffix tree; here chains of positions do, as in LZ77 compressors, in a tenth of the memory."""
 
 from collections.abc import Collection, Sequence
 

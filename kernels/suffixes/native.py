@@ -1,4 +1,4 @@
-"""C++: the same state, whose addresses it gets."""
+"""Calls the C++ implementation with the addresses of the same state."""
 
 import ctypes
 from collections.abc import Sequence

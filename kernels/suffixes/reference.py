@@ -1,4 +1,4 @@
-"""The definition: what is linked when symbols are added, and which draft the matches of a tail make."""
+"""The definition: how symbols are linked when they are added, and which draft follows from the matches of a tail."""
 
 import math
 from collections.abc import Sequence

@@ -1,13 +1,14 @@
-"""The memory of a text whose suffixes are looked up: a ring of symbols, and chains of places with equal contexts.
+"""The memory of a text whose suffixes are searched: a ring buffer of symbols, and chains of positions with equal
+contexts.
 
-A symbol is 32 bits: a token, above it a mark that says whose text it is. Equal tokens of different marks are different
-symbols, so the text of one mark never matches the text of another. BOUNDARY stands between two texts.
+A symbol has 32 bits: a token, and above it a mark that identifies the owner of the text. Equal tokens with different
+marks are different symbols, so the text of one mark never matches the text of another. BOUNDARY separates two texts.
 
-Chains are those of LZ77's programs. The context of a place is the symbols before it. All places whose last SHORT
-symbols have the same hash are one chain, newest first: a head per hash leads to the newest place, `short_back` from
-each place to the one before it; likewise for the last LONG symbols. Pairs have a head, but no chain, which a fine text
-has for pairs and for single symbols. A chain may lead to other contexts, because hashes collide, and heads may be older
-than the ring: whatever a chain leads to is compared.
+Chains work as in LZ77 compressors. The context of a position is the symbols before it. All positions whose last SHORT
+symbols have the same hash form one chain, newest first: a head per hash leads to the newest position, `short_back` from
+each position to the previous one; likewise for the last LONG symbols. Pairs have a head but no chain, except in a fine
+text, which has chains for pairs and for single symbols. A chain may lead to other contexts, because hashes collide, and
+heads may be older than the ring, so every position in a chain is compared.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Attention of tree tokens over their trunk and their ancestors: the front that checks and picks an implementation."""
+"""Attention of tree tokens to their trunk and their ancestors: the front that checks and picks an implementation."""
 
 from torch import Tensor, ops  # `torch` is the module beside this one
 
@@ -32,22 +32,22 @@ def tree_attention(
             of 8 bits, see `kernels.kv_kinds`.
         layout: the pass.
         scale: factor of the dot products.
-        cap: of the scores, which become cap * tanh(score / cap) (Bello et al., 2017); None: they stay as they are.
+        cap: of the scores, which become cap * tanh(score / cap) (Bello et al., 2017); None: no cap.
         sinks_H: float32, contiguous, a logit of each query head that joins the denominator of its softmax and has no
             value (gpt-oss, OpenAI 2025; Miller, 2023, with a logit of 0); None: there is none.
         window: a token at position p sees only positions > p - window; None sees all.
-        unread: so many first elements of the result are not wanted; an implementation may leave them as they are. For
-            keys that are the values as well, of one tensor (`kernels.latent`).
+        unread: this many leading elements of the result are not needed, and an implementation need not write them. Used
+            if one tensor serves as keys and values (`kernels.latent`).
         impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU, no FP8) or
-            "triton" (GPU kernels); None takes the layout's.
+            "triton" (GPU kernels); None uses the layout's.
 
     Returns:
         [T, H, D] in q's dtype; zeros for a token that sees nothing.
 
     Raises:
-        ValueError: tensors that do not fit together or a layout that leads out of the cache, unknown impl, or what the
-            implementation cannot do. The numbers in a layout on a GPU are not checked, because that would wait for
-            the GPU: the code that makes the layout answers for them.
+        ValueError: tensors do not fit together, a layout points outside the cache, impl is unknown, or the
+            implementation does not support the case. The contents of a layout on a GPU are not checked, because that
+            would wait for the GPU: the code that makes the layout is responsible for them.
     """
     impl = impl or layout.impl
     checks.implementation(impl, IMPLEMENTATIONS)

@@ -1,9 +1,10 @@
-"""Fast tree attention in plain PyTorch: matrix products on views of the trunk, a small masked gather for branches.
+"""Fast tree attention in plain PyTorch: matrix multiplications on views of the trunk, a small masked gather for
+branches.
 
-Per tree and tile of queries: scores over the trunk's contiguous runs, read in place, and over the gathered branch
-slots stand side by side in one buffer, one softmax runs over it, and the weighted values are added up piece by
-piece. Query heads that share a key/value head are rows of one matrix product, so each key is read once per tile.
-What depends on the layout alone is worked out once per pass, not once per layer.
+Per tree and tile of queries, one buffer holds the scores of the trunk's contiguous runs, read in place, and those of
+the gathered branch slots; one softmax runs over it, and the weighted values are added piece by piece. Query heads that
+share a key/value head are rows of one matrix multiplication, so each key is read once per tile. Everything that depends
+only on the layout is computed once per pass, not once per layer.
 """
 
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Take blocks of keys and values into the running softmax of a tile's rows; what both kinds of attention share."""
+"""Fold blocks of keys and values into the running softmax of a tile's rows; shared by both kinds of attention."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
 # (what triton.jit takes and gives is no function to a type checker)

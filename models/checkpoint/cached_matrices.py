@@ -1,7 +1,7 @@
-"""The packed matrices of a checkpoint in a file of the cache: those that are quantised, or repacked, when it is loaded.
+"""A cache file of a checkpoint's packed matrices: those that are quantised or repacked when it is loaded.
 
-Matrices of floats are not kept, as to pack them takes about the time that it takes to read them, but for experts of
-which a part is to be in memory.
+Float matrices are not cached, because packing them takes about as long as reading them, except experts of
+which only a part is to be in memory.
 """
 
 import json

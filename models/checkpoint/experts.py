@@ -1,9 +1,9 @@
-"""The tensors of mixtures of experts as a matrix for each expert, however a checkpoint has them.
+"""Presents mixtures of experts as one matrix per expert, however a checkpoint stores them.
 
-Transformers 5 has all experts of a layer in one tensor [experts, rows, columns], gate and up below each other. Most
-published checkpoints have a matrix each, by names that differ from family to family. gpt-oss has one tensor with gate
-and up in turns, floats [experts, columns, rows] or blocks of MXFP4, and biases. Only headers are read here: a matrix of
-such a tensor is a part of it (`TensorInfo.part`).
+Transformers 5 stores all experts of a layer in one tensor [experts, rows, columns], gate above up. Most published
+checkpoints have a matrix per expert, with names that differ from family to family. gpt-oss has one tensor with
+interleaved gate and up, floats [experts, columns, rows] or MXFP4 blocks, and biases. Only headers are read here: a
+matrix of such a tensor is a part of it (`TensorInfo.part`).
 """
 
 import re

@@ -1,4 +1,5 @@
-"""Opening files that others wrote, and writing files that others read: regular files, locks, whole files."""
+"""Opening files that others wrote, and writing files that others read: regular files only, locks, atomic
+replacement."""
 
 import contextlib
 import errno

@@ -1,10 +1,10 @@
-"""Matrices of bitsandbytes' four bits (NF4, FP4; Dettmers et al. 2023), which are dequantised when they are read.
+"""bitsandbytes' 4-bit matrices (NF4, FP4; Dettmers et al. 2023), which are dequantised when they are read.
 
-For the weight of a module M, `M.weight` has two codes in a byte, the first in the high half, and `M.weight.quant_map`
-the numbers of the 16 codes; each `blocksize` elements of the flattened matrix count in one of `M.weight.absmax`. These
-are numbers of 8 bits where they are quantised again: `nested_quant_map[code] * nested_absmax[block] + nested_offset`.
+For the weight of a module M, `M.weight` has two codes per byte, the first in the high half, and `M.weight.quant_map`
+the values of the 16 codes; each `blocksize` elements of the flattened matrix share a scale in `M.weight.absmax`. With
+double quantisation the scales are 8-bit codes: `nested_quant_map[code] * nested_absmax[block] + nested_offset`.
 `M.weight.quant_state.bitsandbytes__nf4` is JSON: shape, dtype, block sizes, offset. Elements are rounded to that dtype,
-as `bitsandbytes.functional.dequantize_4bit` rounds them.
+as in `bitsandbytes.functional.dequantize_4bit`.
 """
 
 import json
@@ -79,7 +79,7 @@ def with_four_bits(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The same tensors, but for those that stand for a matrix of four bits: that matrix is in their place.
 
     Raises:
-        CheckpointError: tensors that are missing or do not fit the state beside them, or such a state is damaged.
+        CheckpointError: tensors are missing or do not fit their quantisation state, or such a state is damaged.
     """
     found, last = dict(tensors), LastFile()
     for name in tensors:

@@ -1,4 +1,4 @@
-"""A checkpoint: its config and the headers of its tensors, checked before any weight is touched."""
+"""A checkpoint: its config and the headers of its tensors, checked before any weight is read."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Checkpoint:
     `packing` describes the matrices that were packed ahead, if any; `tensors` has them under their own names as well.
     `quantization` is what the config says of weights that are stored quantised; None: all are floats.
 
-    Of a model of several modalities `config` and `tensors` are those of its text model, by the names that this has
-    on its own; `left_out` are the bytes of the other parts. `adapter`: what an adapter beside the weights was made for,
-    which is not applied; "" without one.
+    Of a model of several modalities `config` and `tensors` are those of its text model, by the names that this has on
+    its own; `left_out` are the bytes of the other parts. `adapter`: the model for which an adapter in the folder was
+    made, which is not applied; "" without one.
     """
 
     folder: Path

@@ -1,4 +1,5 @@
-"""The files of a model's folder: JSON, and the safetensors headers that list its tensors; what is refused, and why."""
+"""The files of a model's folder: JSON, and the safetensors headers that list its tensors; refuses what is not a
+model."""
 
 from __future__ import annotations
 

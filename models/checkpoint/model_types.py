@@ -1,4 +1,4 @@
-"""The architecture of a config that names none: that of a language model of its `model_type`, as in transformers."""
+"""The architecture of a config that names none: the language model of its `model_type`, as in transformers."""
 
 from collections.abc import Mapping
 from typing import Any

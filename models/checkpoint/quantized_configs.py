@@ -1,4 +1,4 @@
-"""Where else than in `quantization_config` of config.json a checkpoint says how its weights are quantised."""
+"""Quantisation configs that a checkpoint has outside `quantization_config` of config.json."""
 
 from pathlib import Path
 from typing import Any

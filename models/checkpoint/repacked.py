@@ -1,4 +1,4 @@
-"""Matrices of a mixture of experts that are packed into a file: one at a time is in memory."""
+"""Packs the matrices of a mixture of experts into a file, with one matrix in memory at a time."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,5 @@
-"""The bytes of a model, from the headers of its checkpoint: the model is built as ever, on weights without data."""
+"""The size of a model in bytes, from the headers of its checkpoint: the model is built as usual, on weights without
+data."""
 
 import math
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ def measure(
     See `load_model` for other arguments and errors.
 
     Args:
-        own_head: of the draft head that the checkpoint has beside its model, see `models.mtp`.
+        own_head: of the draft head in the model's checkpoint, see `models.mtp`.
     """
     found: list[Sizes] = []
 

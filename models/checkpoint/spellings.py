@@ -1,4 +1,4 @@
-"""One spelling of the names of tensors, that of `models.names.Names`, whichever a checkpoint has."""
+"""Maps the tensor names of a checkpoint to one spelling, that of `models.names.Names`."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""One safetensors file: its header, checked; what lies there instead of it; writing one."""
+"""One safetensors file: reads and checks its header, explains what is there instead, writes one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors as headers describe them, and rows of a matrix that are read from its file when they are asked for."""
+"""Tensors as headers describe them, and rows of a matrix that are read from its file on demand."""
 
 import json
 import math

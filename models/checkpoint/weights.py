@@ -1,6 +1,7 @@
-"""Weights: a checkpoint's tensors made ready for use, one matrix at a time: loading peaks at one above the result.
+"""Weights: prepares a checkpoint's tensors for use, one matrix at a time, so loading peaks at one matrix above the
+result.
 
-A process that computes a model with others reads its part of each.
+With tensor parallelism, each process reads its part of each matrix.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The text model inside a checkpoint of several modalities: its config, its tensors, and what is left out."""
+"""The text model inside a multimodal checkpoint: its config, its tensors, and what is left out."""
 
 import re
 from collections import Counter

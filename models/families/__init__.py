@@ -1,4 +1,5 @@
-"""A file for each family, and the registry of their architectures: from a checkpoint to the model of its family."""
+"""The families, one file each, and the registry of their architectures: from a checkpoint to the model of its
+family."""
 
 from collections.abc import Callable
 from typing import Any

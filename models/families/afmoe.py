@@ -1,4 +1,4 @@
-"""AFMoE, Trinity (Arcee AI 2025): windows in the layers that are rotated, gates of attention, experts."""
+"""AFMoE, Trinity (Arcee AI 2025): windows in the layers with rotary embeddings, gated attention, experts."""
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config

@@ -1,4 +1,4 @@
-"""Command R, R7B, A and Aya (Cohere 2024, 2025): attention and MLP side by side, LayerNorms without biases."""
+"""Command R, R7B, A and Aya (Cohere 2024, 2025): parallel attention and MLP, LayerNorms without biases."""
 
 from typing import Any
 

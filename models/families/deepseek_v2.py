@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (DeepSeek-AI, 2024): attention with a latent, and experts after the first layers."""
+"""DeepSeek-V2 (DeepSeek-AI, 2024): latent attention, and experts after the first layers."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (DeepSeek-AI, 2024), GLM-4.7-Flash (Zhipu AI, 2026): DeepSeek-V2 whose experts are chosen by sigmoids."""
+"""DeepSeek-V3 (DeepSeek-AI, 2024), GLM-4.7-Flash (Zhipu AI, 2026): DeepSeek-V2 with sigmoid routing."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""dots.llm1 (rednote-hilab 2025): a Qwen3 with experts of DeepSeek-V3."""
+"""dots.llm1 (rednote-hilab 2025): a Qwen3 with DeepSeek-V3's experts."""
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config

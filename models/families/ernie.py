@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (Baidu 2025), dense and with experts: Llamas that rotate neighbours."""
+"""ERNIE 4.5 (Baidu 2025), dense and with experts: Llamas with interleaved rotation."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""EXAONE 4 (LG AI Research 2025): norms of outputs and of heads; in some, windows in three of four layers."""
+"""EXAONE 4 (LG AI Research 2025): output and head norms; in some models, windows in three of four layers."""
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config

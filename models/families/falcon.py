@@ -1,4 +1,4 @@
-"""Falcon 7B, 40B, 180B (Almazrouei et al. 2023) and Falcon 2 (2024): attention and MLP side by side."""
+"""Falcon 7B, 40B, 180B (Almazrouei et al. 2023) and Falcon 2 (2024): parallel attention and MLP."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3, text only (Gemma Team 2024, 2024, 2025): gates of GELU, norms that multiply by 1 + weight."""
+"""Gemma 1, 2 and 3, text only (Gemma Team 2024, 2024, 2025): GELU gates, norms that multiply by 1 + weight."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,5 @@
 """Gemma 4, text only (Gemma Team 2026): heads that differ from layer to layer, keys and values of earlier layers,
-inputs of layers besides the stream, experts beside an MLP."""
+per-layer embeddings, experts in parallel with an MLP."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""GLM-4 (GLM Team 2024), GLM-4-0414 (2025) and the mixtures GLM-4.5 to 4.7 (2025): heads that are rotated in part."""
+"""GLM-4 (GLM Team 2024), GLM-4-0414 (2025) and the mixtures GLM-4.5 to 4.7 (2025): partially rotated heads."""
 
 import re
 

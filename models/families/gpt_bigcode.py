@@ -1,4 +1,4 @@
-"""StarCoder and SantaCoder (Li et al. 2023, Ben Allal et al. 2023): a GPT-2 whose queries share one head of keys."""
+"""StarCoder and SantaCoder (Li et al. 2023, Ben Allal et al. 2023): a GPT-2 with one key/value head."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Black et al. 2022), Pythia (Biderman et al. 2023): attention and MLP side by side, each with its norm."""
+"""GPT-NeoX (Black et al. 2022), Pythia (Biderman et al. 2023): parallel attention and MLP, each with its norm."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""gpt-oss (OpenAI 2025): experts with clamped gates and biases in all layers, sinks of attention, windows in turns."""
+"""gpt-oss (OpenAI 2025): experts with clamped gates and biases in all layers, attention sinks, windows in every other
+layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""GPT-J (Wang and Komatsuzaki 2021): attention and MLP side by side, heads of which neighbours are rotated, in part."""
+"""GPT-J (Wang and Komatsuzaki 2021): parallel attention and MLP, interleaved partial rotation."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Granite 3 (IBM 2024): a Llama with four factors, and in some models with experts."""
+"""Granite 3 (IBM 2024): a Llama with four multipliers, and in some models with experts."""
 
 from typing import Any
 

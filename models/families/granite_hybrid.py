@@ -1,5 +1,5 @@
-"""Granite 4 (IBM 2025): selective scans of Mamba-2 (Dao and Gu, 2024) in most layers or in none, attention in the
-others, mostly without rotation; an MLP that all tokens have, in some models with experts beside it."""
+"""Granite 4 (IBM 2025): Mamba-2's selective scans (Dao and Gu, 2024) in most layers or in none, attention in the
+others, mostly without rotary embeddings; an MLP for all tokens, in some models in parallel with experts."""
 
 import math
 from collections.abc import Sequence

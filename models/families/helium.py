@@ -1,4 +1,4 @@
-"""Helium (Kyutai 2025): a Llama that rotates neighbours."""
+"""Helium (Kyutai 2025): a Llama with interleaved rotation."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config

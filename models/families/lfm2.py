@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5 (Liquid AI, 2025): short convolutions in most layers, attention with norms of heads in the others."""
+"""LFM2 and LFM2.5 (Liquid AI, 2025): short convolutions in most layers, attention with head norms in the others."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""MiniMax-M2 (MiniMax 2025): experts in all layers, norms of all heads as one row, heads that are rotated in part."""
+"""MiniMax-M2 (MiniMax 2025): experts in all layers, norms over all heads as one row, partially rotated heads."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023) and Ministral: Llamas with windows, in all layers or in some; Ministral 3."""
+"""Mistral (Jiang et al. 2023) and Ministral: Llamas with windows in all or some layers; Ministral 3."""
 
 from dataclasses import replace
 

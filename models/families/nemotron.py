@@ -1,4 +1,4 @@
-"""Nemotron 3 and 4, Minitron (Parmar et al. 2024), AFM-4.5B (Arcee AI 2025): MLPs with the square of ReLU."""
+"""Nemotron 3 and 4, Minitron (Parmar et al. 2024), AFM-4.5B (Arcee AI 2025): MLPs with squared ReLU."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3 (Team OLMo 2025): norms on the outputs of attention and MLP, and on all heads as one row."""
+"""OLMo 2 and 3 (Team OLMo 2025): norms on the outputs of attention and MLP, and over all heads as one row."""
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config

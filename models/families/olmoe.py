@@ -1,4 +1,4 @@
-"""OLMoE (Muennighoff et al. 2024): experts in all layers, norms of all heads as one row."""
+"""OLMoE (Muennighoff et al. 2024): experts in all layers, norms over all heads as one row."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config

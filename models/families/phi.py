@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023): attention and MLP side by side, heads rotated in part."""
+"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023): parallel attention and MLP, partially rotated heads."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config

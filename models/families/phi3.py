@@ -1,4 +1,4 @@
-"""Phi-3, 3.5, 4-mini (Abdin et al. 2024): a Llama with fused projections, stretched by LongRoPE (Ding et al. 2024)."""
+"""Phi-3, 3.5, 4-mini (Abdin et al. 2024): a Llama with fused projections and LongRoPE (Ding et al. 2024)."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases of queries, keys and values, and windows in some layers."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases on queries, keys and values, and windows in some layers."""
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config

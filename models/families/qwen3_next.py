@@ -1,5 +1,5 @@
-"""Qwen3-Next (Qwen Team, 2025): gated delta nets (Yang et al., 2025) in most layers; in the others attention whose
-matrix of queries makes gates; norms of 1 + weight, heads that are rotated in part, experts with a shared one."""
+"""Qwen3-Next (Qwen Team, 2025): gated delta nets (Yang et al., 2025) in most layers, gated attention in the others;
+norms of 1 + weight, partially rotated heads, experts with a shared expert."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE, Qwen2-MoE (Yang et al. 2024) and Qwen3-MoE (2025): experts in the place of the MLP, in some layers or in
+"""Qwen1.5-MoE, Qwen2-MoE (Yang et al. 2024) and Qwen3-MoE (2025): experts instead of the MLP, in some layers or in
 all."""
 
 from typing import Any

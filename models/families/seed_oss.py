@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance Seed 2025) and InternLM3 (Cai et al. 2024): Llamas with biases of other matrices."""
+"""Seed-OSS (ByteDance Seed 2025) and InternLM3 (Cai et al. 2024): Llamas with biases on other matrices."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config

@@ -1,4 +1,4 @@
-"""SmolLM3 (Bakouch et al. 2025): a Llama of which some layers rotate nothing, and may have windows."""
+"""SmolLM3 (Bakouch et al. 2025): a Llama in which some layers have no rotary embeddings, and may have windows."""
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config

@@ -1,4 +1,4 @@
-"""StableLM and StableLM 2 (Bellagente et al. 2024): a Llama with LayerNorms and heads that are rotated in part."""
+"""StableLM and StableLM 2 (Bellagente et al. 2024): a Llama with LayerNorms and partially rotated heads."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config

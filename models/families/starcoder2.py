@@ -1,4 +1,4 @@
-"""StarCoder 2 (Lozhkov et al. 2024): LayerNorms, biases everywhere, a plain MLP, heads of keys that queries share."""
+"""StarCoder 2 (Lozhkov et al. 2024): LayerNorms, biases everywhere, a plain MLP, grouped-query attention."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config

@@ -1,4 +1,4 @@
-"""A file for each format of weights, and the registry of formats."""
+"""The weight formats, one file each, and their registry."""
 
 from typing import TYPE_CHECKING, cast
 

@@ -1,4 +1,4 @@
-"""Linear layers on small numbers on a GPU: the matrix stays in 8 or 4 bits, activations are not rounded."""
+"""Linear layers with quantised weights on a GPU: the matrix stays in 8 or 4 bits, activations are not rounded."""
 
 import importlib.util
 import warnings

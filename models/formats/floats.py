@@ -1,4 +1,4 @@
-"""Linear layers on floats: packed on a CPU, by our own kernels, or by oneDNN where there are none."""
+"""Linear layers with float weights: packed on a CPU, by our own kernels or, without them, by oneDNN."""
 
 import math
 import mmap

@@ -1,4 +1,4 @@
-"""Weights as small numbers in groups that share a scale, as quantised checkpoints have them.
+"""Weights as codes in groups that share a scale, as in quantised checkpoints.
 
 Shape legend: O outputs, I inputs (the width of a row), G groups of a row.
 """

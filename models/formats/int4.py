@@ -1,5 +1,5 @@
-"""Int4 linear layers: weights quantised in groups when loaded, activations rounded to int8 in groups as they come, on a
-CPU; on a GPU they keep their dtype."""
+"""Int4 linear layers: weights quantised in groups when loaded; activations rounded to int8 in groups on the fly on a
+CPU, but kept in their dtype on a GPU."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

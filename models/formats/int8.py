@@ -1,7 +1,7 @@
-"""Int8 linear layers: weights quantised per output channel when loaded, activations per token as they come.
+"""Int8 linear layers: weights quantised per output channel when loaded, activations per token on the fly.
 
-Sums of products of int8 numbers are exact in int32, and every token has scales of its own, so a token's result does not
-depend on those beside it.
+Sums of int8 products are exact in int32, and every token has its own scales, so a token's result does not
+depend on the other tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Linear layers: what every format of their weights offers, and which formats there are."""
+"""Linear layers: the interface of weight formats, and their registry."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol

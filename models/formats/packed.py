@@ -1,10 +1,10 @@
-"""Matrices that were packed ahead (`python -m tools.pack`): how a checkpoint's file describes them.
+"""Matrices packed ahead of time (`python -m tools.pack`): how a checkpoint's file describes them.
 
-The file is a safetensors file. Matrices that are multiplied together have one tensor of panels, `packed:` and the names
-of their weights, joined by `+`. int8 and int4 have scales besides, `scale:` and the names, and where groups have some
-zeros, `zero:`, or minimums, `least:`, and units of both. The header's metadata list the matrices' own names, shapes and
-dtypes, so that a model checks them as it checks those of any checkpoint. Panels are multiples of 64 bytes and come
-first, so that they can be multiplied where the file is mapped.
+The file is a safetensors file. Matrices that are multiplied together have one tensor of panels, named `packed:` and the
+names of their weights, joined by `+`. int8 and int4 also have scales, `scale:` and the names, and if their groups have
+them, zeros (`zero:`) or minimums (`least:`), and units of both. The header's metadata list the matrices' own names,
+shapes and dtypes, so that a model checks them like those of any checkpoint. Panels are multiples of 64 bytes and come
+first, so that they can be multiplied directly in the mapped file.
 """
 
 import json

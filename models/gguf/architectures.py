@@ -1,6 +1,7 @@
-"""The architectures of GGUF files as configurations in Hugging Face's words.
+"""The architectures of GGUF files as configurations with Hugging Face's field names.
 
-What a configuration cannot say is refused by name: a file that loads computes what its model computes.
+Anything that a configuration cannot express is refused with an error that names it: a file that loads computes what its
+model computes.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
-"""GGUF vocabularies, as they were made, in files of the cache: later starts skip the lists of the metadata.
+"""Parsed GGUF vocabularies in cache files, so that later starts skip the lists in the metadata.
 
-Texts are kept joined by zero bytes: one call of Python makes them texts again.
+Texts are stored joined by zero bytes and split again in one call.
 """
 
 import time
@@ -80,7 +80,7 @@ class NewVocabulary(FileVocabulary):
         return super().checked_merges()
 
     def keep(self) -> None:
-        """Write what was made, in a thread, beside the reading of the weights; then forget it."""
+        """Write the result in a thread, while the weights are read; then forget it."""
         config, model, tokenizer = self._config, self._model, self._tokenizer
         self._config = self._model = self._tokenizer = None
         facts = {"lists": [*self.file.lists.items()], "ids": self.ids, "ends": self.ends(), "config": config}

@@ -1,4 +1,4 @@
-"""Mixtures of experts of GGUF files, as configurations in Hugging Face's words."""
+"""Mixtures of experts in GGUF files, as configurations with Hugging Face's field names."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Gemma 4 in GGUF files: heads by layer, shared keys, inputs of layers, the share of full attention that is rotated."""
+"""Gemma 4 in GGUF files: heads by layer, shared keys, per-layer embeddings, the rotated part of full-attention
+heads."""
 
 import os
 import struct

@@ -1,4 +1,4 @@
-"""Models whose attention has a latent, of GGUF files (`deepseek2`), as configurations in Hugging Face's words."""
+"""Models with latent attention in GGUF files (`deepseek2`), as configurations with Hugging Face's field names."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Architectures of GGUF files that are options of a Llama or of a GPT-2, as configurations in Hugging Face's words."""
+"""Architectures of GGUF files that are variants of Llama or GPT-2, as configurations with Hugging Face's field
+names."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The names that checkpoints in Hugging Face's layout have for the tensors of GGUF files, by architecture."""
+"""The Hugging Face names of the tensors in GGUF files, by architecture."""
 
 import re
 

@@ -1,6 +1,6 @@
-"""GGUF files: metadata and the places of tensors, every count and length checked against the file before it is used.
+"""GGUF files: metadata and tensor offsets, with every count and length checked against the file before it is used.
 
-A model may be divided into files that end with `-00001-of-00003.gguf`; the first has the metadata.
+A model may be split into files whose names end with `-00001-of-00003.gguf`; the first has the metadata.
 """
 
 import math

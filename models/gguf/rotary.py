@@ -1,4 +1,5 @@
-"""The rotary embeddings of GGUF files in Hugging Face's words; the factors of Llama 3 are found again from numbers."""
+"""The rotary embeddings of GGUF files with Hugging Face's field names; Llama 3's parameters are recovered from its
+factors."""
 
 import itertools
 import math

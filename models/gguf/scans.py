@@ -1,5 +1,4 @@
-"""Granite 4 and Nemotron-H in GGUF files: kinds of layers, shapes of vectors, halves of what checkpoints have as one
-matrix."""
+"""Granite 4 and Nemotron-H in GGUF files: kinds of layers, vector shapes, and matrices stored in two halves."""
 
 import math
 import re

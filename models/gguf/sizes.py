@@ -1,4 +1,4 @@
-"""Fields that the architectures of GGUF files have in common, in Hugging Face's words."""
+"""Fields that the architectures of GGUF files share, with Hugging Face's field names."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file as a checkpoint has them: its names, its order of rows, quantised matrices as blocks."""
+"""The tensors of a GGUF file in a checkpoint's form: its names, its order of rows, quantised matrices as blocks."""
 
 import itertools
 import math

@@ -1,9 +1,9 @@
 """The tokenizer of a GGUF file as the files of a checkpoint, and the tokens that end a text.
 
 GGUF names the pattern that splits a text before its bytes are merged ("pre"); the patterns here are those of the
-tokenizer.json files that the names stand for. Of a SentencePiece model all pieces and scores are there, so that it
-becomes a tokenizer.model again: merges would have to be derived, which takes seconds. Some converters wrote no scores
-and the order of pieces instead, or merges: those become a tokenizer.json.
+tokenizer.json files for which the names stand. A SentencePiece model has all pieces and scores in the file, so it
+becomes a tokenizer.model again, because deriving merges would take seconds. Some converters wrote the order of pieces
+instead of scores, or merges: those become a tokenizer.json.
 """
 
 import functools

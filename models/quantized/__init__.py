@@ -1,7 +1,7 @@
-"""Checkpoints that are quantised already: `quantization_config` of config.json decides; what is not read is refused.
+"""Quantised checkpoints: `quantization_config` of config.json names the method; unsupported ones are refused.
 
-A method is a file here. It reads the config, names the tensors that stand for a weight (`Checkpoint.check` compares
-them with the headers) and makes a `GroupedWeight` of them, whose rows are read when a layer packs them.
+Each method is a file here. It reads the config, names the tensors that represent a weight (`Checkpoint.check` compares
+them with the headers) and makes a `GroupedWeight` from them, whose rows are read when a layer packs them.
 """
 
 from collections.abc import Callable

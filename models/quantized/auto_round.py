@@ -1,8 +1,8 @@
 """AutoRound (Cheng et al. 2023): weights in the layout of GPTQ or AWQ, whichever `packing_format` names.
 
-"auto_round:auto_gptq" stores zeros minus one, as the first version of GPTQ; "auto_round" alone and
-"auto_round:gptqmodel" store them as they are; "auto_round:auto_awq" is AWQ. `extra_config` changes the fields of single
-modules, by names before expressions that are found anywhere in a name.
+"auto_round:auto_gptq" stores zeros minus one, like the first version of GPTQ; "auto_round" alone and
+"auto_round:gptqmodel" store plain zeros; "auto_round:auto_awq" is AWQ. `extra_config` changes the fields of single
+modules, first by name, then by expressions that match anywhere in a name.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """AWQ (Lin et al. 2023), version `gemm`, as AutoAWQ 0.2 writes it.
 
-w[o, i] = (q - zero[g, o]) * scales[g, o]. `qweight` and `qzeros` pack eight outputs into a word, whose fields from the
-lowest on hold the outputs 0, 2, 4, 6, 1, 3, 5, 7.
+w[o, i] = (q - zero[g, o]) * scales[g, o]. `qweight` and `qzeros` pack eight outputs into a word, whose fields, lowest
+first, hold the outputs 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from dataclasses import dataclass

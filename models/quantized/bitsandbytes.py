@@ -1,6 +1,6 @@
-"""bitsandbytes: LLM.int8 (Dettmers et al. 2022), one scale for each output: w = weight * SCB / 127.
+"""bitsandbytes: LLM.int8 (Dettmers et al. 2022), one scale per output: w = weight * SCB / 127.
 
-Matrices of four bits are floats by the time a model asks for them, see `models.checkpoint.four_bits`. Activations are
+4-bit matrices are already floats when a model asks for them, see `models.checkpoint.four_bits`. Activations are
 not rounded to 8 bits.
 """
 

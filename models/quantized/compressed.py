@@ -1,7 +1,7 @@
 """compressed-tensors 0.20 and before: `FORMATS`.
 
 w = (q - zero) * weight_scale. `weight_packed` has fields of q + 2^(bits - 1) along the inputs, `weight_zero_point`
-beside it such fields of the zeros along the outputs, lowest first. The other formats store plain integers, or float8.
+similar fields of the zeros along the outputs, lowest first. The other formats store plain integers, or float8.
 """
 
 from collections.abc import Callable
@@ -188,7 +188,7 @@ def _grid(weights: Fields, fields: Fields) -> Grid:
 
 
 def _levels(group: Fields, kind: str, fields: Fields) -> float | None:
-    """How activations are rounded. Those beside float8 weights are not."""
+    """How activations are rounded. With float8 weights they are not."""
     inputs = group.sub("input_activations")
     if inputs is None:
         return None

@@ -1,8 +1,8 @@
-"""Weights as float8 (e4m3) with float scales: for each block of outputs and inputs, for each output, or for all.
+"""Weights as float8 (e4m3) with float scales per block of outputs and inputs, per output, or per matrix.
 
 `quant_method: fp8` as transformers and DeepSeek write it: w = weight * weight_scale_inv, a factor in spite of its name.
-AutoFP8 has one `weight_scale` for a matrix and says nothing of blocks; FBGEMM has one for each output. MXFP8 (Open
-Compute Project, 2023) has an exponent of 8 bits for 32 elements. Activations are not rounded to float8.
+AutoFP8 has one `weight_scale` per matrix and no field for blocks; FBGEMM has one per output. MXFP8 (Open
+Compute Project, 2023) has an 8-bit exponent per 32 elements. Activations are not rounded to float8.
 """
 
 from dataclasses import dataclass

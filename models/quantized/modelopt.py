@@ -1,5 +1,5 @@
-"""NVIDIA's ModelOpt: `quant_algo` FP8, one scale for a matrix, or NVFP4. Scales of activations and of caches belong to
-rounding that is not done."""
+"""NVIDIA's ModelOpt: `quant_algo` FP8, one scale per matrix, or NVFP4. Scales for activations and caches are ignored,
+because neither is rounded here."""
 
 from models.checkpoint.fields import Fields
 from models.quantized import float8

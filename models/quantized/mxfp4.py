@@ -1,5 +1,5 @@
-"""MXFP4 (Open Compute Project, 2023, "Microscaling Formats"), as gpt-oss has its experts and compressed-tensors any
-matrix: 32 elements share a power of two, two elements of E2M1 share a byte."""
+"""MXFP4 (Open Compute Project, 2023, "Microscaling Formats"), used by gpt-oss for experts and by compressed-tensors for
+any matrix: 32 elements share a power of two, two E2M1 elements share a byte."""
 
 from dataclasses import dataclass
 

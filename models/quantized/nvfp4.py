@@ -1,8 +1,8 @@
-"""NVFP4 as compressed-tensors and ModelOpt store it: 16 elements of E2M1 share a scale of e4m3, which counts in one
-float32 of the whole matrix.
+"""NVFP4 as compressed-tensors and ModelOpt store it: 16 E2M1 elements share an e4m3 scale, which is relative to one
+float32 scale of the whole matrix.
 
-w = number * weight_scale / weight_global_scale (compressed-tensors), or number * weight_scale * weight_scale_2
-(ModelOpt). The numbers are multiplied as twice themselves, which are whole, by half the scale.
+w = value * weight_scale / weight_global_scale (compressed-tensors), or value * weight_scale * weight_scale_2
+(ModelOpt). The values are multiplied doubled, as integers, by half the scale.
 """
 
 from dataclasses import dataclass

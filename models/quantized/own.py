@@ -1,13 +1,13 @@
 """Our own layout of quantised weights, which `python -m tools.convert FILE.gguf` writes.
 
-w[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group. For the weight of a module M,
-`M.codes` has a code in a byte, or two of four bits (an even input in the low half); `M.scale`, and `M.zero` or
-`M.least`, have a number for each group. Without `M.zero`, codes of eight bits stand around 128, those of six, five
-and four bits around 32, 16 and 8, or with `M.least` around 0. `quantization_config` has `quant_method` "coppice",
-`version` 1, and in `weights` for each module {"kind": one of `KINDS`, "group": G, "zeros": true or false, "least": true
-or false}; only int4 and int8 have zeros. Codes of float4 and fp4 are those of e2m1, four bits that stand for twice its
-numbers; scales of float4 are 2^(n - 128), of which n is stored in a byte. Codes of kinds whose names begin with iq are
-places in `kernels.linear.panels.TABLES`. A head that shares the values of the token embedding is listed beside it.
+w[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group. For the weight of a module M, `M.codes`
+has one code per byte, or two 4-bit codes (the even input in the low half); `M.scale`, and `M.zero` or `M.least`, have
+one value per group. Without `M.zero`, 8-bit codes are centred at 128, 6-, 5- and 4-bit codes at 32, 16 and 8, or with
+`M.least` at 0. `quantization_config` has `quant_method` "coppice", `version` 1, and in `weights` for each module
+{"kind": one of `KINDS`, "group": G, "zeros": true or false, "least": true or false}; only int4 and int8 have zeros.
+Codes of float4 and fp4 are those of e2m1 and represent twice its values; scales of float4 are 2^(n - 128), stored as
+the byte n. Codes of kinds whose names begin with iq are indices into `kernels.linear.panels.TABLES`. A head that shares
+the values of the token embedding is listed next to it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

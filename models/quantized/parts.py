@@ -1,4 +1,4 @@
-"""Code that the methods share: the tensors that stand for a weight, elements that share a scale, fields of bits.
+"""Code that the methods share: the tensors that represent a weight, elements that share a scale, bit fields.
 
 Shape legend: O outputs, I inputs, G groups of a row.
 """

@@ -1,9 +1,9 @@
 """ADED: the model verifies drafts from n-grams, which gives the tokens of plain decoding in fewer forward passes.
 
 "Adaptive Draft-Verification for Efficient Large Language Model Decoding", errata corrected; comments cite the steps of
-docs/algorithms.md. Every node of a draft gets one draw, keyed by its position, and the search accepts the longest
-drafted path of draws, so that the output equals that of `greedy` or `sample`, token for token, whatever was drafted.
-`drafters` makes drafts, `engine.drafts.size` decides how much of a draft is evaluated, `ngrams` keeps counts on disk.
+docs/algorithms.md. Every node of a draft gets one draw, keyed by its position, and the search accepts the longest path
+of draws that was drafted, so the output equals that of `greedy` or `sample`, token for token, whatever was drafted.
+`drafters` makes drafts, `engine.drafts.size` decides how much of a draft is evaluated, `ngrams` stores counts on disk.
 """
 
 from collections.abc import Callable
@@ -34,14 +34,14 @@ class ADED(Search):
             them, the tokens are those of `sample` with these; without any, greedy's.
         drafter: "backoff": the likeliest paths of a back-off n-gram; "mcts": the paper's search of a tri-gram matrix;
             or a function that makes a `TextDrafter` for a request.
-        nodes: most nodes of a draft; auto: the number that brings the most tokens per second.
+        nodes: most nodes of a draft; auto: the number that gives the most tokens per second.
         adapt: whether the drafter learns from the request's own text.
         store: file of counted n-grams to start from (python -m tools.ngrams).
         save: file of n-grams to which every answer is added.
         iterations: mcts: simulations per draft (s in the paper).
         candidates: mcts: most visited nodes that become drafts (n in the paper).
         depth: mcts: tokens that a simulation looks ahead (l in the paper).
-        successors: mcts: likeliest successors that are kept of a pair of tokens (t in the paper).
+        successors: mcts: likeliest successors kept per pair of tokens (t in the paper).
         c1: mcts: weight of exploration.
         c2: mcts: visits at which exploration starts to grow.
         window: mcts: last tokens whose tri-grams gain weight at every step.

@@ -2,7 +2,7 @@
 
 `MCTS` is the drafter of the ADED paper (tri-gram matrix, PUCT search); `engine.drafts.backoff.Backoff` expands the
 likeliest path first. Both start from a store of counts, which they never change. Each drafter learns from one request
-and keeps that to itself, so no request depends on those before it.
+only, so no request depends on earlier ones.
 """
 
 import math

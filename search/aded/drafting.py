@@ -1,4 +1,5 @@
-"""The drafts of one request: they are made, grown in the tree, and compared with the tokens that came."""
+"""The drafts of one request: makes them, grows them in the tree, and compares them with the tokens that were
+generated."""
 
 import time
 from collections.abc import Sequence

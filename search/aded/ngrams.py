@@ -2,7 +2,7 @@
 
 The file, in the machine's byte order: a header (`HEADER`), then the keys of all entries, ascending, 64 bits each, then
 their counts, 32 bits each. The key of tri-gram (a, b, c) is the number abc in base 2^21. The entry with c = REST counts
-all successors of (a, b) that were left out, so that the counts after a bi-gram add up to its own (eq. 1 of ADED).
+all omitted successors of (a, b), so that the counts after a bi-gram sum to its own count (eq. 1 of ADED).
 """
 
 import functools

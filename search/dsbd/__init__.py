@@ -1,4 +1,4 @@
-"""DSBD: beams drawn as beam sampling draws them, several steps for one pass of the target model.
+"""DSBD: beams from beam sampling's distribution, several steps per pass of the target model.
 
 "Dynamic-Width Speculative Beam Decoding for LLM Inference" (section 3, algorithm 1), errata corrected; comments cite
 the steps of docs/algorithms.md. A draft is accepted with probability p'/q (the paper prints the inverse). q is
@@ -50,21 +50,21 @@ class DSBD(Sampling):
 
     Args:
         draft_beams: W_S, drafts per layer.
-        gamma: layers drafted per round; fewer where the KV cache might not hold as many, see `Forester.layers`.
+        gamma: layers drafted per round; fewer if the KV cache might not hold as many, see `Forester.layers`.
         width: W_L, entries of the list after every layer; 0 chooses them layer by layer (dynamic width).
         threshold: t, the probability with which a layer should be accepted at its dynamic width.
-        min_width: W_min, the least dynamic width.
+        min_width: W_min, the smallest dynamic width.
         bonus_width: entries drawn after the last layer when the width is dynamic; 0: as many as draft beams.
         drafts: iid, drawn with replacement (the paper's theorem); without-replacement.
-        short: what follows a layer of which fewer drafts than wanted were accepted: "go-on", if what was drawn instead
-            happens to have been drafted too; "end" (the paper), the next round.
-        keep: all beams, or 1: only the most probable one continues after each round (one path of memory, but a
-            selection: the draws are no longer from p_beam).
+        short: what follows a layer of which too few drafts were accepted: "go-on" continues if the draws that completed
+            it were drafted too; "end" (the paper) starts the next round.
+        keep: all beams, or 1: only the most probable one continues after each round (the memory of one path, but a
+            selection: beams are no longer drawn from p_beam).
         temperature, top_k, top_p, min_p: see `engine.contract.sampling.Warp`; of joint distributions over the list's
             entries and the tokens (see `search.dsbd.joint`), also of the draft's.
         seed: of the keyed draws.
         length_penalty: a finished beam scores logprob / length ** length_penalty.
-        num_return_sequences: outputs to return; there are fewer if fewer different ones finish.
+        num_return_sequences: outputs to return; fewer if fewer different ones finish.
         drafter: "model": the draft model; "ngram": a back-off n-gram that learns from the text (no --draft needed).
         store: file of counted n-grams for it to start from (python -m tools.ngrams).
     """
@@ -101,7 +101,7 @@ class DSBD(Sampling):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The roles of the models that run beside the target."""
+        """The roles of the models that run besides the target."""
         return ("draft",) if self.drafter == "model" else ()
 
     @property

@@ -1,20 +1,20 @@
 """Distributions over (beam, token), and draws from them, for beam sampling and DSBD.
 
-The next list of beams is drawn from all continuations of the present one, equation (1) of the DSBD paper:
+The next list of beams is drawn from all continuations of the current one, equation (1) of the DSBD paper:
 
     p_beam(i, v) = p(entry i) p(v | entry i) / sum,
 
 over the W entries i of the list and the tokens v, warped once, as one distribution. Entries that are the same sequence
-are one beam with a count, but the warp acts on W x V numbers, as if the entries were separate: a token after a beam of
-n entries takes n places of a top-k, each of its copies is tempered separately, and top-p may keep only some of them.
+are one beam with a count, but the warp treats them as separate: a token after a beam of n entries takes n places of a
+top-k, each of its copies is tempered separately, and top-p may keep only some of them.
 
-A cell (beam, token) has the probability of its copies together. Cells are in ascending order, by node, then by token,
-and a draw is the first cell at which their cumulative probability, in float64, exceeds a uniform number. That order is
-the same on every path below, and so are draws.
+A cell (beam, token) has the summed probability of its copies. Cells are ordered by node, then by token,
+and a draw is the first cell at which the cumulative probability, in float64, exceeds a uniform number. The order is
+the same on every code path below, and so are the draws.
 
-When the warp leaves few cells, lists hold them: the largest log-probabilities of each row determine these cells, and
-come to the host with the answer, so that rows are read once and never sorted. When the warp leaves many cells, a tensor
-on the host holds all cells; whole rows then come from a GPU with the answer, as it would be waited for again.
+If the warp leaves few cells, they are kept in lists: the largest log-probabilities of each row determine these cells
+and come to the host with the answer, so rows are read once and never sorted. If the warp leaves many cells, a tensor on
+the host holds all of them; a GPU then sends whole rows with the answer, to avoid waiting a second time.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Best-of-N, and speculative best-of-N, which rejects most utterances early, by the rewards of their beginnings.
+"""Best-of-N, and speculative best-of-N, which rejects most utterances early, by their partial rewards.
 
 "Accelerating Best-of-N via Speculative Rejection", algorithm 1, errata corrected; comments cite the steps of
 docs/algorithms.md. Besides the paper's single decision point there may be several, or one whenever the cache is full
@@ -27,7 +27,7 @@ MAX_UTTERANCES = 4096
 @register("bon")
 @dataclass(frozen=True)
 class BoN(RowSampling):
-    """Best-of-N: of N samples the one with the highest reward.
+    """Best-of-N: the one of N samples with the highest reward.
 
     Args:
         n: utterances to draw.
@@ -60,17 +60,17 @@ class BoN(RowSampling):
 @register("sbon")
 @dataclass(frozen=True)
 class SBoN(BoN):
-    """Speculative best-of-N: as bon, but most utterances are rejected early, by the rewards of their beginnings.
+    """Speculative best-of-N: like bon, but most utterances are rejected early, by their partial rewards.
 
     Args:
         n: utterances to start with.
         tau: tokens of each utterance at the decision point (the decision token).
-        alpha: share of the utterances that is rejected there (the rejection rate).
-        schedule: several decision points, as 64:0.9,256:0.5 (tokens:rate); "memory": start as many utterances, up to
-            n, as the cache holds beginnings of tau tokens, and reject alpha of them whenever it is full; "adaptive":
-            at tau, 2 tau, 4 tau, ... tokens reject as many as `risk` allows; empty: tau and alpha alone.
+        alpha: share of the utterances rejected there (the rejection rate).
+        schedule: several decision points, as 64:0.9,256:0.5 (tokens:rate); "memory": start as many utterances, up to n,
+            as the cache can hold with tau tokens each, and reject alpha of them whenever it is full; "adaptive": at
+            tau, 2 tau, 4 tau, ... tokens reject as many as `risk` allows; empty: only tau and alpha.
         risk: probability of losing the best utterance, for the adaptive schedule.
-        keep_finished: an utterance that ended is never rejected; false: the paper's rule.
+        keep_finished: a finished utterance is never rejected; false: the paper's rule.
     """
 
     tau: int = 32

@@ -1,9 +1,9 @@
-"""ULTS: best-first search for a most probable sequence, guided by beliefs about the nodes that are not evaluated yet.
+"""ULTS: best-first search for the most probable sequence, guided by beliefs about unevaluated nodes.
 
 "Uncertainty-guided likelihood-tree search" (algorithm 2), errata corrected; comments cite the steps of
 docs/algorithms.md. Finished leaves are never selected and have no samples, the stop test is strict, likelihoods are
 logarithms. A node's samples are keyed by its path, so they do not depend on the order of evaluation. `prior` and
-`delta` contain the beliefs, `boundary` the rules of selection.
+`delta` define the beliefs, `boundary` the selection rules.
 """
 
 import math
@@ -49,20 +49,21 @@ class ULTS(Search):
     """Uncertainty-guided tree search: sequences as probable as beam search finds, from fewer evaluated nodes.
 
     Args:
-        select: which open node is next: flat (the maximum in most samples), descendant (from the root down, children
-            compared by their best descendants) or posterior (likewise, by the maxima over all their descendants).
+        select: how the next open node is chosen: flat (the maximum in most samples), descendant (from the root down,
+            comparing children by their best descendants) or posterior (likewise, by the maxima over all their
+            descendants).
         k_max: most nodes evaluated per level; 0 for no limit.
         children: most probable tokens that become children of a node.
         epsilon: stop when a better sequence exists with at most this probability.
         samples: posterior samples per node.
         budget: most nodes evaluated in all; 0 for no limit.
         batch: nodes evaluated per round, in one forward pass; 1 is the paper's.
-        prior: auto (softmax vectors of the model, gathered once and kept), dirichlet, or a file of tools.ults_prior.
+        prior: auto (softmax vectors of the model, gathered once and stored), dirichlet, or a file of tools.ults_prior.
         alpha: concentration of the Dirichlet over the vocabulary.
         fit: form of the beliefs: beta distributions, or pools of draws.
-        fixed_length: true excludes end-of-sequence, the other tokens renormalised.
+        fixed_length: true excludes end-of-sequence tokens and renormalises the others.
         length_penalty: an output's score is its log-likelihood / length ** length_penalty; 0 is the paper's.
-        num_return_sequences: outputs to find; a better sequence is better than the last of them.
+        num_return_sequences: outputs to find; "a better sequence" means better than the last of them.
         seed: of the samples.
     """
 

@@ -2,8 +2,8 @@
 
 ULTS, section 3.4. The children of one evaluated node form a family. The samples of a family are drawn, compared and
 dropped together, and the boundary has one row of maxima per family. When nodes are added or closed, only the rows of
-their families are computed again. Samples are keyed, so they are drawn again instead of being stored: that takes less
-time than fresh memory.
+their families are recomputed. Samples are keyed, so they are drawn again instead of being stored, which takes less time
+than allocating memory.
 """
 
 import heapq

@@ -1,6 +1,6 @@
 """p(c): the prior over softmax vectors (ULTS, section 3.1).
 
-Softmax vectors c are i.i.d. draws, from a Dirichlet or from a collection of the model's own.
+Softmax vectors c are i.i.d. draws, from a Dirichlet or from a collection of the model's own softmax vectors.
 """
 
 import math

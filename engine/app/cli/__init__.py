@@ -1,4 +1,4 @@
-"""Shared by the command lines: the parser, flags by their groups and what they say, exit codes."""
+"""Shared by the command lines: the parser, flags in groups with their help, exit codes."""
 
 from typing import TYPE_CHECKING
 

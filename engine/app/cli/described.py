@@ -1,7 +1,7 @@
-"""The searches as a command line shows them: their names, parameters and texts.
+"""Descriptions of searches for command lines: names, parameters and help texts.
 
-Those of this project are read from `searches.json`, which `python -m tools.search_flags` writes from their classes: to
-import the classes is to import torch, and neither flags nor their help need it.
+Those of the built-in searches are read from `searches.json`, which `python -m tools.search_flags` writes from their
+classes, because importing the classes imports torch, which neither flags nor their help need.
 """
 
 import functools

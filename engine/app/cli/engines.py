@@ -1,4 +1,4 @@
-"""The engine that the flags of loading ask for. Imports torch, which the flags themselves do without."""
+"""The engine that the loading flags ask for. Imports torch, unlike the flags themselves."""
 
 import argparse
 import contextlib

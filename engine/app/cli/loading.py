@@ -1,4 +1,4 @@
-"""The flags of loading, which the fields of `LoadOptions` say, and the options that they give."""
+"""The loading flags, derived from the fields of `LoadOptions`, and the options made from them."""
 
 import argparse
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The flags of prompts: what a chat template gets, and how a text is read."""
+"""The flags of prompts: template variables, and how text is tokenised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts a command: what needs no torch comes first, so that help, wrong flags and wrong paths are quick."""
+"""Starts a command: work that needs no torch comes first, so that help, wrong flags and wrong paths are quick."""
 
 import argparse
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The values of flags: argparse types, which refuse in words, and JSON from bytes."""
+"""The values of flags: argparse types with readable errors, and JSON from bytes."""
 
 import argparse
 import json
