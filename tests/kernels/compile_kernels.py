@@ -230,7 +230,8 @@ def of_experts(capability, kind, rows, dtype=torch.bfloat16, function=3, group=1
     types |= {"columns_ptr": "*i64", "part_ptr": "*fp32" if more.get("SPLIT") else f"*{NAMES[dtype]}"}
     flags = ("ZEROS", "LEAST", "ORDERED", "BIAS", "SPLIT")
     constants = {"C": 8, "ALL": experts * outs, "OUTS": outs, "WIDTH": width, "BYTES": width // (2 if kind == 4 else 1)}
-    constants |= {"GROUP": whole, "KIND": kind, "FUNCTION": function} | dict.fromkeys(flags, False) | more
+    constants |= {"GROUP": whole, "KIND": kind, "FUNCTION": function} | dict.fromkeys(flags, False)
+    constants |= {"GATED": function >= 0} | more
     return compile(on_experts._product, capability, types, constants | sizes, **options)
 
 

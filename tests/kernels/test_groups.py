@@ -45,7 +45,7 @@ def matrix(kind, outs, width, size, *, zeros=False, ordered=False, levels=0.0, d
     scale_OG = ((draw(outs, -(-width // size), seed=1).abs() + 0.5) / 64).to(dtype).float()  # sums fit into float16
     if kind == "float4":
         scale_OG, dtype = scale_OG.log2().round().exp2(), torch.uint8
-    zero_OG = torch.randint_like(scale_OG, 0, MOST[kind] + 2) if zeros is True else None
+    zero_OG = torch.randint(MOST[kind] + 2, scale_OG.shape, generator=random).float() if zeros is True else None
     least_OG = draw(*scale_OG.shape, seed=3).to(dtype).float() if zeros == "least" else None
     values = codes_OI, scale_OG, zero_OG, least_OG
     blocks = [[x if x is None else x[rows] for x in values] for rows in (slice(9), slice(9, None))]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from engine import UsageError
-from engine.rules.logprobs import whole
 from search import ULTS
 from search.ults import delta
 from search.ults.delta import POOL
@@ -17,8 +16,13 @@ from search.ults.prior import Vectors, dirichlet
 
 
 def fit(*args, **options):
-    """The distributions, without others beside."""
-    return whole(delta.fit(*args, **options))
+    """The distributions, computed without a pause."""
+    work = delta.fit(*args, **options)
+    while True:
+        try:
+            next(work)
+        except StopIteration as stop:
+            return stop.value
 
 
 def kolmogorov(a, b):
