@@ -1,7 +1,7 @@
 """The C++ kernels of this package: built for this machine when first needed, stored on disk, called through ctypes.
 
 A library is loaded from the folder that COPPICE_KERNELS names, otherwise from `kernels/prebuilt` in an installed
-package, otherwise from the user's cache folder, where it is built if it is missing. See `docs/kernels.md`.
+package, otherwise from the user's cache folder, where it is built if it is missing. See `docs/build-kernels.md`.
 """
 
 import ctypes

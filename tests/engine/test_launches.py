@@ -30,7 +30,7 @@ from triton.runtime.interpreter import GridExecutor
 from kernels.gpu import counters
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-DOCS = Path(__file__).parents[2] / "docs/kernels.md"
+DOCS = Path(__file__).parents[2] / "docs/operators-gpu.md"
 FREE = re.compile(
     "aten::(empty|view|as_strided|slice|select|split|unsqueeze|squeeze|transpose|t|permute|expand|alias|detach|unbind"
     "|chunk|narrow|_unsafe_view|_reshape_alias|lift_fresh|unflatten|flatten|reshape)"

@@ -1,8 +1,8 @@
 """Compiles the Triton kernels to machine code for GPUs that need not be here. Run without TRITON_INTERPRET.
 
-    python -m tests.kernels.compile_kernels --write docs/kernels.md
+    python -m tests.kernels.compile_kernels --write docs/operators-gpu.md
 
-writes what the compiler says of the attention kernel into the page's table, instead of the checks.
+writes the registers, spills and shared memory of the attention kernels into the page's tables, instead of checking them.
 """
 
 import itertools
