@@ -26,10 +26,10 @@ with later():
     from kernels.stack import one_by_one
     from search import Sample
 
-LEGEND = """The texts are samples of the model itself (temperature 1); every position is compared. *KL*: divergence from
-the log-probabilities of the float32 cache, in nats; *same best token*: both have the same most probable one. Weights
-and arithmetic are float32 throughout; keys and values of the bfloat16 and fp8 caches are rounded as they are written.
-*bytes*: of one token's keys and values in all layers."""
+LEGEND = """The texts are samples of the model itself (temperature 1), and every position is compared. *KL* is the
+divergence from the log-probabilities with the float32 cache, in nats; *same best token* is the share of positions where
+both have the same most probable token. Weights and arithmetic are float32 throughout; the bfloat16 and fp8 caches round
+keys and values when they are written. *bytes* is the size of one token's keys and values in all layers."""
 
 
 COLUMNS = {

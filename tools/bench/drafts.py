@@ -61,9 +61,10 @@ COPIED = 600  # characters of a text that is to be copied
 NODES, DEPTH = (16, 32), 16  # of a proposal
 TEXT_TOKENS = 1000  # of a text that is added to the store
 DECODED = re.compile(r"decoded +(\d+) tokens in +([\d.]+) seconds")
-LEGEND = """*passes*: of all requests, prompts left out. *tokens a pass*: passes without drafts over these. *nodes*:
-drafted and evaluated, per pass. *x by CPU time*, *x by the clock*: the time without drafts over this, round by round,
-the median. *same*: tokens and log-probabilities are those without drafts."""
+LEGEND = """*passes* counts the passes of all requests, without those of prompts. *tokens a pass* divides the passes
+without drafts by these. *nodes* is the number of drafted nodes that were evaluated per pass. *x by CPU time* and *x by
+the clock* divide the time without drafts by the time with them (the median over rounds). *same* says whether tokens and
+log-probabilities equal those without drafts."""
 
 
 def add_parser(commands: Any) -> None:
@@ -304,6 +305,6 @@ def store_text(store: dict[str, Any]) -> str:
     ]
     head = f"suffix store of {store['tokens']:,} tokens"
     return rows_table(rows, {head: "{what}", "": "{figure}"}) + (
-        f"\n\nTexts of {TEXT_TOKENS} tokens, random words of a vocabulary of 49,152. A proposal searches the request's "
-        "own text and the store, from Python."
+        f"\n\nThe store holds texts of {TEXT_TOKENS} tokens, random words of a vocabulary of 49,152. A proposal, "
+        "called from Python, searches the request's own text and the store."
     )

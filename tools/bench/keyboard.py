@@ -34,10 +34,10 @@ TEXT = " ".join([
     "and she threw a ball for him. One day the ball fell into the water, and the dog was afraid to",
 ])  # fmt: skip
 BURST = 8  # keys
-LEGEND = """*list*: milliseconds from a key to its list, where each list is waited for, and after bursts of keys, each
-of which cancels the question before; there the time begins at the last key. *CPU*: processor time of all threads for a
-list, the median, which other programs on the machine disturb less. *passes* and *evaluated* (tokens of the prompt that
-were not in the cache) are of a list, where each is waited for. *RSS*: the peak of the process."""
+LEGEND = """*list* is the time from a key to its list in milliseconds, when each list is awaited. *after a burst* is the
+time from the last key of a burst, in which each key cancels the request before it. *CPU* is the median CPU time of all
+threads for a list, which other programs on the machine disturb less. *passes* and *evaluated* (prompt tokens that were
+not in the cache) are per list, when each is awaited. *RSS* is the peak resident memory of the process."""
 MOST_MS, MOST_BYTES = 0.150, 400e6  # wanted, of SmolLM2-135M in int8 on two cores
 
 

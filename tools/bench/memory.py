@@ -13,9 +13,9 @@ from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
 from tools.bench.report import finish, rows_table, slug, stamp
 
-LEGEND = """*plan*: the total of `--plan` for this prompt, reply and search. *loaded*: resident memory after loading;
-*peak*: its high-water mark over loading and the reply, of a process with the imports of `engine.chat`. *peak / plan*:
-within 8% of 1 is wanted. MB are 2^20 bytes here, as in `--plan`."""
+LEGEND = """*plan* is the total that `--plan` predicts for this prompt, reply and search. *loaded* is the resident
+memory after loading, *peak* its maximum over loading and the reply, in a process with the imports of `engine.chat`.
+*peak / plan* should be within 8% of 1. MB are 2^20 bytes here, as in `--plan`."""
 
 FORMATS = {  # arguments of `Engine.load`, by their names in the table
     "float32": {"dtype": "float32"},

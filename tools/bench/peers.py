@@ -211,7 +211,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     made["versions"] |= {k: v for row in rows for k, v in row.get("versions", {}).items()}
     setting = (
         f"{name}; prompt of {args.prompt_tokens} {what}, {args.new_tokens} new tokens, {device}, "
-        f"{args.threads} threads; medians of {args.runs} runs in turn, in brackets the least and the most."
+        f"{args.threads} threads; medians of {args.runs} interleaved runs, with minimum and maximum in brackets."
     )
     body = "\n\n".join([setting, result_table(rows), LEGEND, *target_table(rows)])
     result = {"model": name, "kinds": kinds, "device": device, "threads": args.threads, "runs": args.runs,
@@ -407,17 +407,18 @@ def target_table(rows: list[dict[str, Any]]) -> list[str]:
     return [comparison_table(compared)] if compared else []
 
 
-LEGEND = """*decode tok/s*: tokens of the output after the first, over the time after the prompt. *CPU s*: of the whole
-run, all threads; of engines that run in the process that is measured. *loaded*: memory before the first run. *growth*:
-peak memory in a run less *loaded*; *kB/token*: that over the tokens of prompt and output, the trie paper's Mem/Tok. *x
-total*, *x CPU*, *x prefill*, *x decode*, *x growth*: the other engine's seconds over ours, our tok/s over its, its
-growth over ours, for the same *weights*; above 1 is in our favour. *same tokens*: whether the output equals ours, or
-the place of the first token that differs. Ours computes with the default settings on a checkpoint of that dtype, int8
-and int4 with --quant on the float32 one. gguf: ours and llama.cpp run the very same file, transformers its weights
-dequantised to float32, CTranslate2 and OpenVINO those in int8. llama.cpp searches nothing: its sequences share the
-prompt and go on with random tokens; its int8 is q8_0, its int4 q4_0, its cache float16. In the float32 rows OpenVINO
-computes and caches in float32, else as it chooses by itself: in bfloat16 where the processor multiplies it. Its
-bfloat16 rows are the float32 checkpoint at that choice."""
+LEGEND = """*decode tok/s* divides the output tokens after the first by the time after the prompt. *CPU s* is the CPU
+time of all threads over the whole run, for engines that run inside the measured process. *loaded* is the memory before
+the first run, *growth* the peak memory of a run minus *loaded*, and *kB/token* the growth per token of prompt and
+output (the trie paper's Mem/Tok). *x total*, *x CPU* and *x prefill* divide the other engine's time by ours, for the
+same *weights*, *x decode* divides our tok/s by its, and *x growth* its growth by ours; values above 1 favour coppice.
+*same tokens* says whether the output equals ours, or gives the position of the first token that differs. coppice runs
+with its default settings on a checkpoint of the dtype *weights*, for int8 and int4 with --quant on the float32
+checkpoint. In *gguf* rows coppice and llama.cpp run the same file, transformers its weights dequantised to float32, and
+CTranslate2 and OpenVINO those quantised to int8. llama.cpp does not search: its sequences share the prompt and continue
+with random tokens. Its int8 is q8_0, its int4 is q4_0, and its cache is float16. In the float32 rows OpenVINO computes
+and caches in float32. Elsewhere it uses its default: bfloat16 if the processor multiplies bfloat16. Its bfloat16 rows
+run the float32 checkpoint with that default."""
 
 
 def outcome(row: dict[str, Any]) -> str:

@@ -18,9 +18,10 @@ with later():
     from engine import Engine, SearchResult
     from search import Trie
 
-LEGEND = """Token ids of documents and questions are random. *prompt*: the seconds to the first log-probabilities, of
-all questions one after another, the first included, which reads the document; cold, without the cache, the mean of a
-few of the same questions, spread over all, times their number. *same*: of these, how many have the same tokens."""
+LEGEND = """Documents and questions are random token ids. *prompt, cached* is the time to the first log-probabilities,
+summed over all questions, including the first, which reads the document. *prompt, cold* is the same without the cache:
+the mean over a few of the questions, spread over all, times the number of questions. *same* counts those of the few
+whose tokens are the same with the cache."""
 
 COLUMNS = {
     "model": "{model}", "document": "{document}", "questions": "{questions}", "prompt, cold": "{cold:.1f} s",

@@ -21,11 +21,12 @@ with later():
 
 SHOWN = "int8", "int4", "int4-head"  # of real models
 AS_STORED = {"gguf": {}, "gguf, int8 activations": {"activations": "int8"}}  # of a GGUF file
-LEGEND = """Real texts are chapters of Python's documentation, those of the demo are its samples (temperature 1); every
-position is compared. *KL*: divergence from the log-probabilities of float32 weights (of a GGUF file: its own,
-dequantised), in nats; *same best token*: both have the same most probable one; *nats*: minus the log-probability of a
-token of the text, the mean. *gguf*: the file as it is, and by `--activations int8`; int8 and int4 are made of its
-weights dequantised. *bytes*: of the linear layers, over those of float32; the head takes int8 beside int4."""
+LEGEND = """Real models read chapters of Python's documentation, the demo reads its own samples (temperature 1); every
+position is compared. *KL* is the divergence from the log-probabilities with float32 weights (of a GGUF file: its own,
+dequantised), in nats; *same best token* is the share of positions where both have the same most probable token. *nats*
+is the mean negative log-probability of a token of the text. The *gguf* rows run the file as it is, without and with
+`--activations int8`; int8 and int4 are made from its dequantised weights. *bytes* is the size of the linear layers
+relative to float32; with int4 weights the head is int8."""
 
 
 def add_parser(commands: Any) -> None:

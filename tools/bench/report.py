@@ -89,7 +89,7 @@ def comparison(name: str, value: float | None, target: float, at_most: bool = Fa
 
 def comparison_table(compared: Sequence[Mapping[str, Any]]) -> str:
     """The table of the targets."""
-    return rows_table(compared, {"wanted": "{name}", "measured": "{measured}", "target": "{sign} {wanted}",
+    return rows_table(compared, {"quantity": "{name}", "measured": "{measured}", "target": "{sign} {wanted}",
                                  "met": "{met:yes}"})  # fmt: skip
 
 

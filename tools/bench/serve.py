@@ -42,9 +42,9 @@ COLUMNS = {
     "tokens/s": "{rate:.1f}", "first text / whole, median": "{first:.2f}", "errors": "{errors}",
     "other tokens": "{wrong}",
 }  # fmt: skip
-LEGEND = """*First text / whole*: seconds until the first settled text, as a part of the seconds of the whole stream.
-*Other tokens*: requests whose tokens were not those of the same request alone. *Memory growth*: of the resident memory,
-from the first fifth of the load to its last, medians."""
+LEGEND = """*First text / whole* is the time to the first settled text as a share of the time of the whole stream.
+*Other tokens* counts the requests whose tokens differ from those of the same request alone. *Memory growth* compares
+the median resident memory in the last fifth of the load with that in the first."""
 
 
 @dataclass

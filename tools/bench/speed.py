@@ -36,11 +36,11 @@ AROUND = 32  # steps on either side of a depth
 STEPS = {"float32": (22.0, 150e9), "bfloat16": (30.0, 420e9)}
 LONG, WIDE, DEEP, HOST, INT8, INT8_BYTES = 0.7, 2.0, 0.9, 0.5e-3, 1.25, 0.30
 
-LEGEND = f"""*GB/s*: at which memory was read just before and after, the larger. *floor*: the least that a step can take
-here, by the bytes of weights and live keys and values at that bandwidth, or by its operations at the rate of the
-processor's instructions, whichever is more; *of floor*: floor / measured. int8, int4: weights in that, the rest in
-bfloat16. Below, ratios of prompts, beams and dtypes are medians over {ROUNDS} rounds in which these settings took
-turns, that of depths over {ROUNDS} texts."""
+LEGEND = f"""*GB/s* is the bandwidth at which memory was read just before and after, the larger of both. *floor* is a
+lower bound of the time of a step on this machine: the bytes of the weights and of the live keys and values at that
+bandwidth, or the operations at the rate of the processor's instructions, whichever takes longer. *of floor* is floor /
+measured. With int8 and int4 weights the rest is bfloat16. In the table below, ratios of prompts, beams and dtypes are
+medians over {ROUNDS} interleaved rounds; the ratio of depths is a median over {ROUNDS} texts."""
 
 
 Setting = tuple[str, int, int]  # dtype, beams, tokens of the prompt
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     setting = (
         f"{name}; prompts of {bench.what}, {args.new_tokens} new tokens, {args.threads} threads, medians of "
         f"{args.runs} runs. Memory was read at {min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s; the "
-        f"processor's instructions make {of_kinds(rates)}, large products of ours {of_kinds(large)}."
+        f"processor's instructions reach {of_kinds(rates)}, our large products {of_kinds(large)}."
     )
     body = "\n\n".join([setting, result_table(rows), LEGEND, comparison_table(compared)])
     result = {

@@ -39,9 +39,10 @@ engine = Engine.load({!r}, threads={})
 engine.generate([[engine.start_token]], Greedy(), max_new_tokens=1)
 """
 PERIOD = 0.004  # seconds between looks at the process
-LEGEND = """*s*: from the start of the process to its end, the median; *CPU s*: of all its threads; *MB*: the most
-resident memory, of which pages of mapped files are a part. *first*: no page of the file was in the system's cache,
-unless another process has it mapped, and nothing was kept of an earlier start."""
+LEGEND = """*s* is the median time from the start of the process to its end, *CPU s* the CPU time of all its threads,
+and *MB* the peak of its resident memory, pages of mapped files included. Before a *first* start, pages of the file are
+dropped from the system's cache (unless another process has mapped them), and so is everything that an earlier start
+kept."""
 
 
 def add_parser(commands: Any) -> None:

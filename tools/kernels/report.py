@@ -11,13 +11,14 @@ import torch
 from tools.bench.report import rows_table, table
 from tools.kernels.lab import ALLOWED, Lab, Row, Shape, verdicts
 
-RIGHT = f"""*error*: against the definition in float64 on the same rounded numbers, over all shapes; *x plain*: over
-that of the definition in the dtype itself (on small shapes the largest of several draws), the worst shape, of the
-largest and of the root mean square error; at most {ALLOWED:.0f} is right. *traps*: passed of those it took. kv_write
-has nothing to round: it is right if every bit is."""
-FAST = """Microseconds of one layer, medians, and the share of them that the *floor* is: the larger of bytes / bandwidth
-(keys and values that any query sees once, queries and output) and operations / rate. sdpa and flex get contiguous keys
-and a ready mask, which an engine would have to make. Work that is done once per pass, not per layer, is left out."""
+RIGHT = f"""*error* is the difference from the definition in float64 on the same rounded numbers, over all shapes. *x
+plain* divides it by the error of the definition in the dtype itself (on small shapes the largest of several draws), for
+the largest and the root mean square error, and takes the worst shape; at most {ALLOWED:.0f} is right. *traps* counts
+the traps passed, of those that the implementation took. kv_write has nothing to round: it is right if every bit is."""
+FAST = """Cells give the median time of one layer in microseconds, and the *floor* as a share of it. The floor is the
+larger of bytes / bandwidth (each key and value that any query sees once, queries and output) and operations / rate.
+sdpa and flex get contiguous keys and a ready mask, which an engine would have to make. Work that is done once per pass,
+not per layer, is left out."""
 CUT = 4.0  # ratios of errors above it are drawn there
 SHAPE = {"heads": "{setting}", "prefix": "{prefix}", "queries": "{queries}", "branching": "{branching}"}
 
@@ -45,7 +46,7 @@ def report(lab: Lab, absent: dict[str, dict[str, str]], candidate: str | None) -
 
 
 def verdict(lab: Lab, rows: Sequence[Row], operator: str, name: str) -> str:
-    """A contender in a line: right or wrong, and its time against the quickest other one's."""
+    """A sentence on a contender: right or wrong, and its time relative to the fastest other one."""
     right = "right" if verdicts(lab)[operator][name] else "WRONG"
     others: dict[Shape, float] = {}
     for row in rows:
@@ -57,7 +58,8 @@ def verdict(lab: Lab, rows: Sequence[Row], operator: str, name: str) -> str:
         return f"{name} is {right}"
     times = statistics.geometric_mean(a / b for a, b in mine)
     quickest = sum(a < b for a, b in mine)
-    return f"{name} is {right}, takes {times:.2f}x the quickest other's time, quickest on {quickest} of {len(mine)}"
+    fastest = f"is the fastest on {quickest} of {len(mine)}"
+    return f"{name} is {right}, takes {times:.2f}x the time of the fastest other, and {fastest}"
 
 
 def right_table(lab: Lab, rows: Sequence[Row], operator: str, names: Sequence[str]) -> str:
@@ -83,7 +85,7 @@ def fast_table(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 def detail_table(rows: Sequence[Row]) -> str:
     columns = SHAPE | {
-        "us": "{seconds[median]:us.1f}", "least-most": "{seconds[min]:us.1f}-{seconds[max]:us.1f}",
+        "us": "{seconds[median]:us.1f}", "min-max": "{seconds[min]:us.1f}-{seconds[max]:us.1f}",
         "GB/s": "{bytes_per_second:G.1f}", "of floor": "{of_floor:.0%}", "bound by": "{bound}",
         "error, max": "{error_max:.1e}", "mean": "{error_mean:.1e}", "x plain": "{x_plain:.2f}",
     }  # fmt: skip

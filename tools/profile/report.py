@@ -11,16 +11,16 @@ from tools.profile.trace import Operator
 
 ABOVE = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False}  # of legends: out of the panel
 GROUPS = ("model", "search", "engine", "text")
-LEGEND = """*ms*: per step, without the profiler, a part without those inside it; *MB*, *MFLOP*: per step, the
-least that must move, and matrix products; *of roofline*: (the larger of MB / bandwidth and MFLOP / rate) / ms, above
-100% where caches are faster than memory; ? where the shapes do not give a number. *model*: everything inside `forward`
-and `logits`; *search*: the algorithm and its `Evaluate.read`; *engine*: packing, the driver with its trees,
-log-softmax; *text and events*: what lies between two steps. On a GPU these are times of the host, which waits for the
-device only in *answers to the host*."""
-CALLS = """Operators of the layers in C++, whose own clocks count them, in the steps of decoding without the stop watch;
-*share*: of the whole step."""
+LEGEND = """*ms* is the time per step without the profiler; a part excludes the parts inside it. *MB* is the least that
+must be moved per step, *MFLOP* the operations of matrix products. *of roofline* is (the larger of MB / bandwidth and
+MFLOP / rate) / ms; it exceeds 100% where caches are faster than memory. A question mark stands for numbers that do not
+follow from the shapes. *model* is everything inside `forward` and `logits`; *search* is the algorithm and its
+`Evaluate.read`; *engine* is packing, the driver with its trees, and log-softmax; *text and events* is the time between
+two steps. On a GPU these are times of the host, which waits for the device only in *answers to the host*."""
+CALLS = """Operators of the layers in C++, timed by their own clocks in decoding steps without the stop watch. *share*
+is relative to the whole step."""
 OPERATORS = """Operators by torch.profiler, which slows short ones down: compare shares, not times. *self ms*, *MB* and
-*MFLOP* per step; the MB come from the shapes of the arguments, where there is a formula for them."""
+*MFLOP* are per step; the MB come from the shapes of the arguments, where there is a formula for them."""
 
 
 def paint(figure: Any, bare: list[Step], timed: list[Step]) -> None:
@@ -79,7 +79,7 @@ def part_table(rows: list[dict[str, Any]]) -> str:
         model = row["group"] == "model"
         row["mb"], row["mflop"] = (amount(row[key]) if model else "" for key in ("bytes", "operations"))
         row["roofline"] = f"{row['of_roofline']:.0%}" if row["of_roofline"] else ""
-    return rows_table(rows, {"part": "{part}", "of": "{group}", "ms": "{seconds:ms.3f}", "share": "{share:.1%}",
+    return rows_table(rows, {"part": "{part}", "group": "{group}", "ms": "{seconds:ms.3f}", "share": "{share:.1%}",
                              "MB": "{mb}", "MFLOP": "{mflop}", "of roofline": "{roofline}"})  # fmt: skip
 
 

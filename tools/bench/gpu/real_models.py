@@ -23,9 +23,10 @@ PROMPTS = (
     "import json\n\ndef read_config(path):\n", "Dear friend,\n\nI have moved to", "SELECT name, price FROM",
     "The advantages of riding a bicycle are", "Water boils at 100 degrees Celsius because",
 )  # fmt: skip
-MODELS = f"""In {FAST}: *first s* and *later ms*: to the first token, of the first request of a loaded model and the
-median of others; *greedy*, *beams*: steps per second after the first. *same*: of {len(PROMPTS)} prompts, those whose
-{SHORT} new tokens are the CPU's, both in {SURE}, by greedy search and by beams; a tie of the rounding can part them."""
+MODELS = f"""Times are in {FAST}. *first s* is the time to the first token of a loaded model's first request, *later ms*
+the median of later requests; *greedy* and *beams* are steps per second after the first. *same* counts, of
+{len(PROMPTS)} prompts, those whose {SHORT} new tokens equal the CPU's, both in {SURE}; rounding may decide between two
+equally good tokens."""
 
 
 def models(s: Setting) -> Found:

@@ -40,12 +40,12 @@ PUBLISHED = {  # (beams, tokens of the prompt, requests at once): seconds by SGL
     (256, 5000, 1): (94.554e-3, 42.255e-3),
     (256, 5000, 8): (685.354e-3, 307.917e-3),
 }
-WHOLE = """*ms*: of a request, from its tokens to its outputs, the median of runs after one that warms up. *steps*: what
-each step of the driver took, the first reads the prompt. *GPU ms*: while any kernel ran, in a run of its own. *host*:
-the largest parts of the host's time, in a run of its own. SGLang's time is from an H200, the median of requests beside
-each other after prompts whose length is not given; ours is of one alone."""
-RATES = """*ms*: of all requests at once, the median of runs after one that warms up. *SGLang*, *SID-GR*: what NVIDIA
-has published of the same shape, beams, tokens and requests on an H100."""
+WHOLE = """*ms* is the time of a request from its tokens to its outputs, the median of runs after a warm-up. *steps*
+lists the time of each step of the driver; the first step reads the prompt. *GPU ms* is the time during which any kernel
+ran, and *host* lists the largest parts of the host's time, each from a separate run. SGLang's time is the median of
+concurrent requests on an H200, after prompts of unknown length; ours is that of a single request."""
+RATES = """*ms* is the time of all requests at once, the median of runs after a warm-up. *SGLang* and *SID-GR* are the
+times that NVIDIA has published for the same shape, beams, tokens and requests on an H100."""
 
 
 def catalogue(s: Setting) -> Found:

@@ -18,9 +18,9 @@ LAYERS = {"gated delta net": DeltaKind(16, 32, 128, 128, 4), "Mamba-2": ScanKind
 PASSES = ((1, 1), (15, 1), (64, 1), (1, 2048))  # chains, and tokens of each
 ABOVE = BLOCK // 2  # tokens between a beam's node and the state that its block begins with
 FIRST_ROW = max(NULL_SLOT, TRASH_SLOT) + 1
-STATES = """*us*: of a layer in a CUDA graph, between its products; *a token*: of a chain. Beams stand in the middle of
-their blocks, below tokens that they share; a prompt is one chain. Run after run reads the same states, which the caches
-of a GPU can hold, as those of a whole model's layers are not."""
+STATES = """*us* is the time of a layer between its matrix products, in a CUDA graph; *us per token* divides it by the
+tokens of a chain. Beams are in the middle of their blocks, below tokens that they share; a prompt is one chain. All
+runs read the same states, which a GPU's caches can hold; the states of a whole model would not fit."""
 
 
 def states(s: Setting) -> Found:
@@ -28,11 +28,11 @@ def states(s: Setting) -> Found:
     with torch.inference_mode():
         rows = s.rows((f"{name}, {chains} x {tokens} tokens", partial(walk, s, name, chains, tokens))
                       for name in LAYERS for chains, tokens in PASSES)  # fmt: skip
-    columns = {"layer": "{layer}", "chains": "{chains}", "tokens of each": "{tokens}", "us": "{seconds:us.1f}"}
+    columns = {"layer": "{layer}", "chains": "{chains}", "tokens per chain": "{tokens}", "us": "{seconds:us.1f}"}
     heading = (
         "Shapes of Qwen3.5-9B (gated delta net) and Granite 4 Tiny (Mamba-2), random weights and states in float32."
     )
-    return Found(heading, rows, columns | {"us a token": "{each:us.2f}"}, STATES)
+    return Found(heading, rows, columns | {"us per token": "{each:us.2f}"}, STATES)
 
 
 def walk(s: Setting, name: str, chains: int, tokens: int) -> dict[str, Any]:

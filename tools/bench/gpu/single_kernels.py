@@ -31,14 +31,17 @@ ALONE = tuple({"ALONE": 1 << bits} for bits in (14, 15, 17, 18))  # bytes that o
 TURNS = ({"TURN": 2}, {"TURN": 4}, {"TURN": 2, "ALONE": 1 << 18})  # shares that it reads at a time
 COLD = 1 << 29  # bytes of bfloat16 matrices, of which the first has left the caches when the last is read
 MIXTURE = 128, 8, 2048, 768  # experts, those of a row, width, inner width
-ATTENTION = """*GB/s*: bytes of the live keys and values, each counted once, over the time of a layer's attention in a
-CUDA graph that goes through every layer's own cache; *of copy*: the same over the bandwidth of a large copy, read and
-written bytes counted. *x FlexAttention*, *x SDPA*: their time over ours, on contiguous keys and a ready mask."""
-PRODUCTS = """*of copy*: bytes of the matrix over the time of a product, over the bandwidth of a large copy. *x by
-int8*, *x by int4*: the time in bfloat16 (cuBLAS) over that of the same product with weights of 8 or 4 bits."""
+ATTENTION = """*GB/s* divides the bytes of the live keys and values, each counted once, by the time of a layer's
+attention in a CUDA graph that goes through every layer's own cache. *of copy* divides that by the bandwidth of a large
+copy, with read and written bytes counted. *x FlexAttention* and *x SDPA* divide their times by ours; they get
+contiguous keys and a ready mask."""
+PRODUCTS = """*of copy* is the bytes of the matrix divided by the time of a product, relative to the bandwidth of a
+large copy. *x by int8* and *x by int4* divide the time in bfloat16 (cuBLAS) by that of the same product with weights of
+8 or 4 bits."""
 
-EXPERTS = """*us*: of a layer's experts in a CUDA graph: choice, sorting, products, sums; *of copy*: bytes of the
-experts that any row chose, each once, over that time, over the bandwidth of a large copy."""
+EXPERTS = """*us* is the time of a layer's experts in a CUDA graph: choice, sorting, products and sums. *of copy* is the
+bytes of the experts that any row chose, each counted once, divided by that time, relative to the bandwidth of a large
+copy."""
 
 
 def attention(s: Setting) -> Found:

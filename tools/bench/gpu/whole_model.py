@@ -18,10 +18,11 @@ from tools.bench.report import comparison
 SIZES = (1, 16, 256)  # tokens of a pass
 COMPILER: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs"}
 WANTED = 1.03  # of our time over the compiled one's, for which a compiled model would be worth its code
-COMPILED = """*ours*, *compiled*: a replay of the CUDA graph of all layers, without the head. Attention and the kernel
-that turns heads and writes keys are the same in both, but the compiled model lists what attention's programs do anew in
-each layer; products, norms, sums and gates are the compiler's. *to compile*: from the call to the first result.
-*difference*: of hidden states, over the largest."""
+COMPILED = """*ours* and *compiled* are the times of a replay of the CUDA graph of all layers, without the head. Both
+use our attention and our kernel that rotates heads and writes keys, but the compiled model lists the tasks of
+attention's programs anew in each layer; its products, norms, sums and gates are the compiler's. *to compile s* is the
+time from the call to the first result. *difference* is the largest difference of hidden states, relative to the largest
+state."""
 
 
 def compiled(s: Setting) -> Found:

@@ -29,16 +29,16 @@ from tools.bench.measure import cores
 from tools.bench.report import comparison
 
 RUNS = 3  # of searches, after one that warms up
-FLOOR = """*of floor*: (bytes of the weights, but for the embedding, and of the live keys and values) / copy bandwidth,
-over the time of a step, search included."""
+FLOOR = """*of floor* divides the floor by the time of a step, search included. The floor is (bytes of the weights,
+without the embedding, and of the live keys and values) / copy bandwidth."""
 
-SEARCHES = """*tokens/s*: of all searches, a token a step each. *by bytes*: what *x one search* can be at most, as every
-search reads keys and values of its own."""
-GRAPH = {"graph ms": "{graph:ms.2f}", "besides ms": "{besides:ms.2f}", "guessed": "{guessed:.2f}"}  # columns
-GRAPHS = """*graph*: a replay of the step's CUDA graph between two events; *besides*: the rest of the step, what else is
-launched and what the device waits for; *guessed*: of the passes that began early, the share that searches asked for."""
+SEARCHES = """*tokens/s* counts one token per search and step. *by bytes* is an upper bound of *x one search*, because
+every search reads keys and values of its own."""
+GRAPH = {"graph ms": "{graph:ms.2f}", "rest ms": "{besides:ms.2f}", "guessed": "{guessed:.2f}"}  # columns
+GRAPHS = """*graph ms* is the replay of the step's CUDA graph between two events, *rest ms* the rest of the step: other
+launches, and waits of the device. *guessed* is the share of the passes launched ahead that searches then asked for."""
 SOFTMAX = "_log_softmax"  # the kernel after the head
-WHERE = "*share*: of the time of all kernels, in the second half of a search; *us*: of a launch, on average."
+WHERE = "*share* is the part of the time of all kernels in the second half of a search; *us* is the mean of a launch."
 
 
 def tokens_of(prompt: int, beams: int, new_tokens: int) -> int:
@@ -112,7 +112,7 @@ def steps(s: Setting) -> Found:
     return Found(s.heading, rows, {
         "prompt": "{prompt}", "compile": "{compile}", "beams": "{beams}", "ms per step": "{seconds:ms.2f}",
         **GRAPH, "of floor": "{of_floor:.2f}", "x one beam": "{x_beam:.2f}", "growth MB": "{growth:M.1f}",
-    }, f"{FLOOR} {GRAPHS} *x one beam*: over the time with one beam.", [
+    }, f"{FLOOR} {GRAPHS} *x one beam* is relative to one beam.", [
         comparison(f"step of {where}, of floor", found.get("of_floor"), 0.80),
         comparison(f"step of {where}, x one beam", found.get("x_beam"), 1.10, at_most=True),
     ])  # fmt: skip
@@ -135,7 +135,7 @@ def bits(s: Setting) -> Found:
     return Found(s.heading, rows, {
         "prompt": "{prompt}", "beams": "{beams}", "same bits": "{same_bits}", "ms per step": "{seconds:ms.2f}",
         **GRAPH, "x off": "{x_off:.2f}",
-    }, f"{GRAPHS} *x off*: over the time without.", [
+    }, f"{GRAPHS} *x off* is relative to the time without it.", [
         comparison(f"step of {beams} beams in one order, x off", found.get(beams), 1.03, at_most=True)
         for beams in (1, s.args.beams)
     ])  # fmt: skip
@@ -222,7 +222,7 @@ def transformers(s: Setting) -> Found:
     return Found(s.heading, rows, {
         "engine": "{engine}", "prompt": "{prompt}", "beams": "{beams}", "ms per step": "{seconds:ms.2f}",
         "growth MB": "{growth:M.0f}",
-    }, "Its time per token is the least of two runs.", [
+    }, "The time of transformers per token is the shorter of two runs.", [
         comparison(f"{beams} beams, prompt {prompt}, x transformers", ratio, 5.0)])  # fmt: skip
 
 

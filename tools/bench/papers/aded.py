@@ -53,9 +53,9 @@ CHAIN = 1.493  # Ablation Study, "Effect of MCTS": accept length of greedy searc
 PAPERS_LENGTHS = [figures[4] for by_model in TABLE_1.values() for figures in by_model.values()]
 LIBRARY = (argparse, difflib, inspect, pathlib, random, statistics, string, typing)  # sources for the store
 DIFFERS = (
-    """*mcts* is the paper's drafter with its errata mended; *backoff* is this engine's, and *auto* evaluates as much
-    of a draft as the measured times make worth while. Without a store a drafter knows the prompt and the answer so far.
-    The paper's store has 574 MB of chats; this one has sources and documentation of Python.""",
+    """*mcts* is the paper's drafter with its errata mended; *backoff* is this engine's, and *auto* evaluates as much of
+    a draft as the measured times justify. Without a store a drafter knows only the prompt and the answer so far. The
+    paper's store has 574 MB of chats; this one has sources and documentation of Python.""",
 )
 HOST = ("draft_ms", "verify_ms")
 
@@ -113,22 +113,23 @@ def run(models: Models) -> Findings:
         lengths.append(f"{kind} {', '.join(str(len(text)) for text in texts)}")
         rows += [{"kind": kind, **row} for row in compare(engine, methods, asked, texts)]
     body = "\n\n".join([
-        f"{models.name}, {models.dtype}, one request at a time, greedy, answers of the model with their real ends, "
-        f"at most {limit} tokens ({'; '.join(lengths)}); requests to rename a variable in a function of the standard "
-        "library, to give one a docstring, to repeat the beginning of a chapter of Python's documentation, to "
-        f"summarise one, and questions. Store: {len(counted):,} n-grams of other sources of the library and "
+        f"{models.name}, {models.dtype}, one request at a time, greedy; answers end where the model ends them, at "
+        f"the latest after {limit} tokens ({'; '.join(lengths)}); requests to rename a variable in a function of the "
+        "standard library, to give one a docstring, to repeat the beginning of a chapter of Python's documentation, to "
+        f"summarise one, and questions. The store holds {len(counted):,} n-grams of other sources of the library and "
         "other chapters.",
         rows_table(rows, {
             "text": "{kind}", "drafter": "{method}", "tokens a pass": "{accept_length:.2f}",
             "s.e.": "{accept_error:.2f}", "nodes": "{nodes:.1f}", "CPU ms/token": "{cpu_ms:.1f}",
             "x by CPU time": "{cpu_ratio:.2f}", "x by the clock": "{ratio:.2f}", "draft ms": "{draft_ms:.2f}",
             "verify ms": "{verify_ms:.2f}", "same": "{same:yes}"}),
-        "*tokens a pass*: the paper's accept length; *s.e.*: its standard error over answers. *nodes*: of drafts, "
-        "evaluated per pass. *x*: autoregressive decoding's time over its own, prompts left out; by CPU time of all "
-        "threads, and by the clock, in turn. *same*: the tokens are those of autoregressive decoding.",
+        "*tokens a pass* is the paper's accept length, *s.e.* its standard error over answers. *nodes* is the number "
+        "of draft nodes evaluated per pass. *x by CPU time* (all threads) and *x by the clock* divide the time of "
+        "autoregressive decoding by that of the drafter, without prompts, in interleaved runs. *same* says whether the "
+        "tokens equal those of autoregressive decoding.",
         f"In the paper's table 1 the accept length is from {min(PAPERS_LENGTHS)} to {max(PAPERS_LENGTHS)} "
-        f"({TABLE_1['MT-Bench']['Vicuna-7B'][4]} for MT-Bench with Vicuna-7B), of REST 1.95 to 2.50, of greedy chains "
-        f"{CHAIN}; the speed 1.78 to 2.47 times autoregressive decoding's.",
+        f"({TABLE_1['MT-Bench']['Vicuna-7B'][4]} for MT-Bench with Vicuna-7B), that of REST 1.95 to 2.50, and that of "
+        f"greedy chains {CHAIN}; the speed is 1.78 to 2.47 times that of autoregressive decoding.",
         bullets(DIFFERS),
     ])  # fmt: skip
     return Findings(body, {"rows": rows})

@@ -50,25 +50,25 @@ COLORS = {
     "speculative": "tab:green",
     "one-path": "tab:red",
 }
-LEGEND = """*logprob/token*: mean log-probability per token of the best output under the target, with its standard
-error over prompts; every output has the same length (end-of-sequence is ignored). *tokens/s*: new tokens of the best
-output over {clock}, prompt included, one request at a time. *tokens/pass*: tokens by which the beams grew per pass of
-the target. *n-grams*: DSBD with drafts by n-grams. *front*: no other row of its kind is both better and faster.
-*speedup at equal quality*: the fastest row of DSBD, or of n-grams, that is at least as good, over the row of beam
-sampling."""
+LEGEND = """*logprob/token* is the mean log-probability per token of the best output under the target, *s.e.* its
+standard error over prompts; all outputs have the same length (end-of-sequence is ignored). *tokens/s* divides the new
+tokens of the best output by {clock}, prompt included, for one request at a time. *tokens/pass* is the number of tokens
+by which the beams grow per pass of the target. *n-grams* is DSBD with n-gram drafts. A row is on the *front* if no
+other row of its kind is both better and faster. *speedup at equal quality* divides the speed of the fastest row of
+DSBD, or of n-grams, that is at least as good by that of the row of beam sampling."""
 WARP: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "top_p": 0.9}
 DIFFERS = (
-    """Quality here is the best output's mean log-probability per token under the target; the paper's are exact match,
+    """Quality here is the best output's mean log-probability per token under the target; the paper uses exact match,
     execution accuracy and a rating of 1 to 10.""",
-    """A draft pays by how much less its pass costs: Llama-68M has 1/190 of its target's parameters, the draft here
-    {share:.0%} of them, and on a processor a pass of several nodes costs more than one of a single node, which on a GPU
-    it hardly does.""",
-    """Drafts are accepted with probability min(1, p'/q): the paper prints it upside down, and the rule as printed looks
-    fast because it accepts nearly everything. Drafts are drawn and verified without replacement; the term that is
-    missing in equation (5) is there.""",
-    """*one-path* keeps the most probable beam of each round (section 3.4, table 2): one path of memory, but no longer
-    the distribution of beam sampling.""",
-    "Energy is not measured (the paper: 1.8 to 2.5 times less than beam sampling).",
+    """The gain depends on how cheap a draft's pass is: Llama-68M has 1/190 of its target's parameters, the draft here
+    {share:.0%} of them. Moreover, a pass of several nodes costs more than a pass of one node on a CPU, and hardly more
+    on a GPU.""",
+    """Drafts are accepted with probability min(1, p'/q). The paper prints the ratio upside down; the rule as printed
+    looks fast because it accepts nearly everything. Drafts are drawn and verified without replacement, with the term
+    that equation (5) lacks.""",
+    """*one-path* keeps the most probable beam of each round (section 3.4, table 2): it needs the memory of one path,
+    but no longer has the distribution of beam sampling.""",
+    "Energy is not measured; the paper reports 1.8 to 2.5 times less than for beam sampling.",
 )
 
 
@@ -285,12 +285,13 @@ def same_lists(rows: Sequence[dict[str, Any]], ridden: Sequence[dict[str, Any]])
                  for row in (own, grams)]  # fmt: skip
         lines.append([w, f"{plain['speed']:.1f}", *cells, f"{ride['ratio']:.2f} ({ride['passes']:.2f})",
                       "yes" if ride["same"] else "no"])  # fmt: skip
-    head = ["beams", "beam sampling, tokens/s", "drafts by itself", "n-grams", "suffixes ride along", "same tokens"]
+    head = ["beams", "beam sampling, tokens/s", "draft: itself", "n-grams", "suffix drafts", "same tokens"]
     return (
-        "Equal quality by construction: with a fixed width (*W*) DSBD draws lists of beam sampling's own distribution, "
-        "whatever the drafts, and with drafts that ride along below it beam sampling draws the same lists. Speed over "
-        "that of beam sampling, and in brackets tokens a pass (passes saved, for the suffixes: on edits of code and "
-        "copied text, in the checkpoint's own format):\n\n" + table(head, lines)
+        "The next table compares searches of equal quality: with a fixed width (*W*) DSBD draws lists from the "
+        "distribution of beam sampling, whatever the drafts, and `--drafts suffix` does not change the lists that beam "
+        "sampling draws. Cells give the speed relative to beam sampling and, in brackets, the tokens per pass. The "
+        "suffixes are measured on edits of code and copied text, in the checkpoint's own format; their brackets give "
+        "the passes without drafts divided by those with drafts.\n\n" + table(head, lines)
     )
 
 
@@ -299,17 +300,17 @@ def cost(models: Models, rows: Sequence[dict[str, Any]]) -> str:
     mine = [row for row in rows if row["search"] == "dsbd"]
     share = sum(row["draft_seconds"] for row in mine) / sum(row["target_seconds"] for row in mine)
     return (
-        f"The draft is the target itself in {models.draft}, as there is no smaller relative with the same tokens. Its "
-        f"passes took {share:.2f} of the time of the target's, all together. *n-grams* draft from the prompt and the "
-        "answer so far; *first layers*: the draft is the target without its last layers, "
-        f"{f'in {models.draft}' if models.own else 'as floats'}, measured afterwards."
+        f"The draft is the target itself in {models.draft}, because there is no smaller model with the same tokens. "
+        f"All its passes together took {share:.2f} of the time of the target's passes. *n-grams* draft from the prompt "
+        "and the answer so far. In *first layers* the draft is the target without its last layers, "
+        f"{f'in {models.draft}' if models.own else 'as floats'}; these were measured afterwards."
     )
 
 
 def beside(rows: list[dict[str, Any]], ratios: list[dict[str, Any]]) -> str:
     """The paper's figures beside those measured here."""
     found = [f"{'' if r['kind'] == 'dsbd' else r['kind'] + ', '}W = {r['beams']}: {r['text']}" for r in ratios]
-    speed = f"DSBD's speed over beam sampling's at equal quality: here {'; '.join(found)}; in the paper {SPEEDUP}."
+    speed = f"DSBD's speed relative to beam sampling at equal quality: here {'; '.join(found)}; in the paper {SPEEDUP}."
     by_label = {row["label"]: row for row in rows}
     plain = by_label["beam-sample W=1"]
     lines = []
@@ -322,7 +323,7 @@ def beside(rows: list[dict[str, Any]], ratios: list[dict[str, Any]]) -> str:
         lines.append([f"paper: {pair}, {name}", f"{quality}", f"{rate:.2f}", f"{rate / base:.2f}"])
     for (pair, name), (quality, rate) in TABLE_1.items():
         lines.append([f"paper: {pair}, MT-Bench, {name}", f"{quality}", f"{rate:.1f}", "-"])
-    return speed + "\n\n" + table(["memory of one path", "quality", "tokens/s", "x multinomial"], lines)
+    return speed + "\n\n" + table(["method, memory of one path", "quality", "tokens/s", "x multinomial"], lines)
 
 
 def paint(figure: Any, rows: Sequence[dict[str, Any]], label: str) -> None:

@@ -37,29 +37,30 @@ MEAN_M = 25.6  # of BoM, in table 1
 # Table 1, SBoN: (speedup, score) of the pair that did worst and of the one that did best by speedup.
 SLOWEST, FASTEST = ("Llama3-8B, Llama3-8B-RM", 1.987, 100.6), ("Llama3-8B-Instruct, Llama3-8B-RM", 8.865, 99.3)
 DIFFERS = (
-    """Every search here runs on the same keyed draws, so that no score exceeds 100; the paper compares independent
-    draws (100.6 is in its table).""",
-    """The paper generates utterances in batches, one after the other (section 6), where time goes with their number;
-    here all N run side by side, and a step of few utterances costs less than one of many, but not in proportion.""",
-    """*SBoN* keeps utterances that had finished although they rank below the cut: it costs nothing. *the paper's rule*
-    gives them up. Both keep exactly N - floor(alpha N); the paper's quantile keeps one more, and ties.""",
+    """Here all searches use the same keyed draws, so no score exceeds 100; the paper compares independent draws (its
+    table has a 100.6).""",
+    """The paper generates utterances in consecutive batches (section 6), so time is proportional to their number. Here
+    all N run side by side, and a step of few utterances costs less than a step of many, but not in proportion.""",
+    """*SBoN* keeps finished utterances that rank below the cut, which costs nothing; *the paper's rule* rejects them.
+    Both keep exactly N - floor(alpha N) utterances; the paper's quantile keeps one more, and ties.""",
 )
 ALPHA, SUMS = 0.75, "sums"
 TRAINING, ANSWERS, LAYERS = 140, 12, 20  # sums that a head is trained and tested on, answers to each, its layers
 TWO = 37 * 7  # sums of two numbers, of 3 to 39 and of 3 to 9
 AFTER = (2, 4, 6, 8, 12, 16, 24)  # tokens of a beginning
-TABLE = """Per prompt, all on the same keyed draws. *speedup*: seconds of the first row over its own, the median over
-the prompts; *score*: 100 for the first row's reward, 0 for the worst of its utterances, the mean and its standard error
-over the prompts; *tokens*: generated, against the first row's; *seconds*: the median; *peak*: bytes of the pages held
-when most were, generator and reward model together. BoM is best-of-M with M = N / speedup, which takes about the time
-that SBoN takes."""
-LEGEND = f"""*CPU s*: of a task, in this process. *tokens of BoN*, *x BoN*: tokens drawn over those of best-of-N with
-the same N, and its seconds over the search's own. *as good*: the least best-of-N with at least the same reward, and the
-same for it. In the paper SBoN is {TABLE_1["SBoN"][0]:.1f} times as fast as best-of-100 at a score of
-{TABLE_1["SBoN"][1]}, and best-of-25 {TABLE_1["Bo25"][0]:.1f} times at {TABLE_1["Bo25"][1]}."""
-SOLVED = """*solved*: tasks whose best utterance is right; *reward*: of the best, the mean. At equal draws best-of-N
-    solves whatever any of its N utterances solves; SBoN loses a task only if it rejects every utterance that would
-    become right."""
+TABLE = """All rows use the same keyed draws for a prompt. *speedup* divides the time of the first row by the row's own
+(the median over prompts). *score* is 100 for the first row's reward and 0 for its worst utterance (mean and standard
+error over prompts). *tokens* is the number of generated tokens relative to the first row, *seconds* the median time,
+and *peak* the largest size of held pages, of generator and reward model together. BoM is best-of-M with M = N /
+speedup, which takes about as long as SBoN."""
+LEGEND = f"""*CPU s* is the CPU time per task, in this process. *tokens of BoN* divides the drawn tokens by those of
+best-of-N with the same N, and *x BoN* its CPU time by the search's own. *as good* names the smallest best-of-N with at
+least the same reward; *tokens of it* and *x it* compare with that one. In the paper SBoN is {TABLE_1["SBoN"][0]:.1f}
+times as fast as best-of-100 with a score of {TABLE_1["SBoN"][1]}, and best-of-25 {TABLE_1["Bo25"][0]:.1f} times as fast
+with a score of {TABLE_1["Bo25"][1]}."""
+SOLVED = """*solved* counts the tasks whose best utterance is right; *reward* is the mean reward of the best utterances.
+    With equal draws best-of-N solves every task that any of its N utterances solves; SBoN loses a task only if it
+    rejects every utterance that would become right."""
 
 
 Run = tuple[float, SearchResult]  # seconds and result
@@ -91,15 +92,15 @@ def kind_of(models: Models) -> Kind:
     if "coder" in models.name.lower():
         return Kind("functions to write", [one.text for one in EXERCISES][: models.pick(4, 2)], programs.reward,
                     models.pick(32, 3), models.pick(64, 6), 0.8,
-                    """The reward is the share of its tests that the function passes, run in a process of its own; of an
-                    unfinished answer it is that of the longest part which compiles, and 0 if that defines no such
-                    function. A beginning that lacks its last lines mostly fails all tests, so that beginnings of good
-                    and bad functions often rank alike.""")  # fmt: skip
+                    """The reward is the share of its tests that the function passes, in a separate process. For an
+                    unfinished answer it is the reward of the longest part that compiles, and 0 if that part does not
+                    define the function. A beginning without its last lines mostly fails all tests, so beginnings of
+                    good and bad functions often rank alike.""")  # fmt: skip
     return Kind(SUMS, questions(models.pick(8, 2), models.seed), right, 12, models.pick(24, 6), 0.7,
-                """The reward is a function that checks: 1 if the first number that is none of the question's is the
-                sum, -1 if it is another, 0 while there is none. A beginning that has the number is judged as surely as
-                the whole, which no reward model can; the paper's rewards of beginnings foresee, with errors, what is
-                not there yet.""")  # fmt: skip
+                """The reward is a function that checks the answer: 1 if the first number that is not in the question is
+                the sum, -1 if it is another number, 0 while there is none. It judges a beginning that has this number
+                as reliably as the whole answer, which no reward model can; the paper's rewards of beginnings predict,
+                with errors, what is not there yet.""")  # fmt: skip
 
 
 def run(models: Models) -> Findings:
@@ -124,8 +125,9 @@ def by_function(models: Models) -> Findings:
     found: dict[str, Any] = {"rows": rows}
     body = [
         f"{models.name}, {models.dtype}, {len(kind.tasks)} {kind.what} ({kind.tasks[0]!r}, {kind.tasks[-1]!r}), up to "
-        f"{kind.tokens} tokens, temperature {kind.temperature}. SBoN: tau {kind.tau}, alpha {ALPHA}; *memory*: its "
-        f"memory schedule, tau {kind.tau // 2}, alpha 0.5, in a cache of {few} whole answers, as Bo{few} needs it.",
+        f"{kind.tokens} tokens, temperature {kind.temperature}. SBoN has tau {kind.tau} and alpha {ALPHA}; its row "
+        f"*memory* uses the memory schedule with tau {kind.tau // 2} and alpha 0.5, in a cache of {few} whole answers, "
+        f"as Bo{few} needs it.",
         solved_table(rows),
         LEGEND,
         bullets([*DIFFERS[1:2], kind.differs, SOLVED]),
@@ -227,13 +229,13 @@ def foresight(models: Models, engine: Engine, kind: Kind, wanted: Sequence[int])
     judged = solved_rows(engine, kind, searches)
     beside_best_of_n(judged)
     return {"ranks": ranks, "judged": judged, "text": [
-        f"With a reward head: a linear map of the states after {models.pick(LAYERS, 2)} layers, trained to rank "
+        f"The reward head is a linear map of the states after {models.pick(LAYERS, 2)} layers, trained to rank "
         f"beginnings of right answers above those of wrong ones, on {kept} other sums with {models.pick(ANSWERS, 8)} "
-        f"answers of the model each ({seconds:.0f} s of the processor in all). How often it does so on "
-        f"{len(known) - kept} sums that it was not trained on (0.5 is chance), and how often the function does:",
+        f"answers of the model each ({seconds:.0f} s of CPU time in all). The table shows how often the head and the "
+        f"function do so on {len(known) - kept} sums that the head was not trained on (0.5 is chance):",
         rows_table(ranks, {"after tokens": "{tokens}", "head": "{head:.2f}", "function": "{function:.2f}"}),
-        f"The same sums as above, the head as the only reward, tau {tau}, alpha {ALPHA}; *solved* and *reward* by the "
-        "function:",
+        f"The same sums as above with the head as the only reward, tau {tau} and alpha {ALPHA}; *solved* and *reward* "
+        "are judged by the function:",
         solved_table(judged),
     ]}  # fmt: skip
 
@@ -280,7 +282,7 @@ def by_reward_model(models: Models) -> Findings:
         compared(rows),
         TABLE,
         f"In the paper SBoN's speedup is from {SLOWEST[1]} ({SLOWEST[0]}, score {SLOWEST[2]}) to {FASTEST[1]} "
-        f"({FASTEST[0]}, score {FASTEST[2]}); BoM's M is {MEAN_M} in the mean.",
+        f"({FASTEST[0]}, score {FASTEST[2]}); the mean of BoM's M is {MEAN_M}.",
         bullets(DIFFERS),
     ])  # fmt: skip
     return Findings(body, {"rows": rows})

@@ -48,18 +48,18 @@ TABLE_1: dict[str, tuple[int, int, dict[int, tuple[tuple[float, float, float] | 
     }),
 }  # fmt: skip
 DIFFERS = (
-    """The first table counts what the KV cache holds at its peak: of the trie its pages, for the batch what one cache
-    per beam would have held (beams x the whole text). The paper's bytes are all that torch allocated, activations and
-    the logits of all prompt positions at once included; here the head runs on the rows that are asked for, so there is
-    no spike at the beginning. The second table measures whole processes, transformers' own search in one of them.""",
-    "Branches are pruned at every step; the paper collects garbage every now and then.",
+    """The first table counts the KV cache at its peak: for the trie its pages, for the batch what one cache per beam
+    would have held (beams x the whole text). The paper counts everything that torch allocated, including activations
+    and the logits of all prompt positions at once; here the head runs only on the rows that are asked for, so there is
+    no spike at the beginning. The table beside transformers measures whole processes; transformers runs its own
+    search.""",
+    "Branches are pruned at every step; the paper collects garbage from time to time.",
     """End-of-sequence, length penalty and stopping are those of transformers 5, so that the outputs can be equal; the
-    paper's code differs (it knows no end among the first tokens and generates one token too many). Where texts end,
-    they end; random weights and given models write to the limit, end-of-sequence excluded. The measured runs go to the
-    limit, too.""",
-    """*score* here is the best output's log-probability per token; the paper has ROUGE-L and problems solved. Its text
-    says 27.14 to 3.27 MB per token for QMSUM with 9 beams and "1.57 GB"; its table, which is shown, says 13.21 to 1.56,
-    and MB.""",
+    paper's code differs (it does not recognise an end among the first tokens and generates one token too many). Outputs
+    end where the model ends them, at the latest at the limit; the runs beside transformers go to the limit.""",
+    """*score* here is the best output's log-probability per token; the paper's scores are ROUGE-L and problems solved.
+    Its text says 27.14 to 3.27 MB per token for QMSUM with 9 beams, and "1.57 GB"; its table, which is shown here, says
+    13.21 to 1.56, and MB.""",
 )
 
 
@@ -82,15 +82,16 @@ def run(models: Models) -> Findings:
     body = "\n\n".join([
         f"{models.name}, {models.dtype}, {engine.pool.bytes_per_token:,} bytes per token in the cache; prompts: "
         f"{lengths} ({what}); up to {new_tokens} new tokens.",
-        "Memory per token of input and output, one cache per beam and trie; kB here, MB in the paper:",
+        "Memory per token of input and output, with one cache per beam → with the trie, in kB here and in MB in the "
+        "paper:",
         memory_table(rows, beams),
         f"The pages hold at most {max(row['held'] for row in rows):.2f} times the live tokens, each at its peak.",
-        "Milliseconds of the processor, all threads, here: for a token of the prompt, and for one of the best output:",
+        "CPU time of all threads here, in milliseconds per token of the prompt and per token of the best output:",
         cpu_table(rows, beams),
-        "With transformers, each engine in a process of its own: " + speeds["setting"],
+        "Comparison with transformers, each engine in a process of its own: " + speeds["setting"],
         peers.result_table(speeds["rows"]),
         peers.LEGEND,
-        "Tokens of output per second of all the time it took, batch-based search and trie, and how good the output is:",
+        "Output tokens per second of the whole run, batch-based search → trie, and the quality of the output:",
         speed_table(rows, speeds["rows"], beams),
         bullets(DIFFERS),
     ])  # fmt: skip
@@ -171,14 +172,15 @@ def measured(
         rows += here
         progress("\n".join(f"trie: {row['peer']}, {b} beams: {peers.outcome(row)}" for row in here))
     sizes = ", ".join(str(len(prompt)) for prompt in chosen)
-    setting = f"prompts of {sizes} tokens, {new_tokens} new ones, {threads} threads, medians of {runs} runs in turn"
+    setting = f"prompts of {sizes} tokens, {new_tokens} new ones, {threads} threads, medians of {runs} interleaved runs"
     if len(rows) < 2 * len(chosen) * len(beams) and not models.quick:
         setting += f", at most {SIDE_BY_SIDE:,} tokens of prompt times beams (transformers evaluates every beam's)"
     versions = {k: v for row in rows for k, v in row.get("versions", {}).items() if k == "transformers"}
     setting += "".join(f"; {name} {version}" for name, version in versions.items())
     if own := next((row for row in reversed(rows) if "kv_bytes_peak" in row), None):
-        share = f"{own['kv_bytes_peak'] / 1e6:.1f} MB with {own['beams']} beams"
-        setting += f". Of our growth the cache is {share}, the rest is scratch space and threads"
+        megabytes = own["kv_bytes_peak"] / 1e6
+        setting += f". With {own['beams']} beams the cache takes {megabytes:.1f} MB of our growth; the rest is scratch "
+        setting += "space and threads"
     return {"rows": rows, "setting": f"{setting}."}
 
 

@@ -35,12 +35,12 @@ ANSWERS = "two questions", "two functions whose variable is to be renamed"
 ERRATA = (
     """The paper's rule is *descendant*, one node per round, with Beta beliefs and as many children as k_max; finished
     leaves are excluded from selection and the stop test is strict (in its code, the search ends when a leaf is the
-    favourite, whatever epsilon is). *flat, batch 8* is what this engine does by default, with 20 children.""",
-    """A Dirichlet of concentration 1e-4 is over the model's vocabulary: 50,257 tokens for GPT-2, {vocabulary:,} here,
-    so it is another prior.""",
-    """Nodes are not time: the paper evaluates one per pass, so the table has passes and milliseconds, too. Its
-    runs keep no KV cache at all.""",
-    "Texts are of fixed length, end-of-sequence excluded and the rest renormalised, for beam search too.",
+    favourite, whatever epsilon is). *flat, batch 8*, with 20 children, is this engine's default.""",
+    """A Dirichlet prior of concentration 1e-4 is over the model's vocabulary (50,257 tokens for GPT-2, {vocabulary:,}
+    here), so it is a different prior.""",
+    """Nodes are not time: the paper evaluates one per pass, so the table has passes and milliseconds, too. The paper's
+    runs keep no KV cache.""",
+    "Texts have a fixed length: end-of-sequence is excluded and the rest renormalised, for beam search too.",
 )
 
 
@@ -62,15 +62,17 @@ def run(models: Models) -> Findings:
     beside_beams(rows)
     ended = [] if demo else with_ends(engine, prior, models)
     body = "\n\n".join([
-        f"Toy trees (figure 3), {models.pick(100, 3)} per alpha, no limit per level, one node per round: nodes / "
-        "log-likelihood, and nodes as a share of what beam search needs for the same.",
+        f"Toy trees (figure 3), {models.pick(100, 3)} per alpha, no limit per level, one node per round. Cells give "
+        "nodes / log-likelihood, and the nodes as a share of those that beam search needs for the same log-likelihood.",
         toy_table(toy),
         f"{models.name} (figure 5), {count} prompts of {tokens} tokens {what}, {depth} new tokens, "
-        f"epsilon 0.1, empirical prior of {vectors} softmax vectors. *ms*: the median, from the first "
-        "log-probabilities on; *CPU ms*: of all threads, the mean. *of beam*: as a share of what beam search "
-        "(interpolated) takes for the same log-likelihood; - where it does not reach it, or one beam exceeds it.",
+        f"epsilon 0.1, empirical prior of {vectors} softmax vectors. *ms* is the median time from the first "
+        "log-probabilities on, *CPU ms* the mean CPU time of all threads. The columns *of beam* show shares of what "
+        "beam search (interpolated) takes for the same log-likelihood; \"-\" means that beam search does not reach it, "
+        "or that one beam exceeds it.",
         model_table(rows),
-        "The paper gives two points of its figure 5 in numbers (TL;DR, GPT-2, 40 new tokens); here the nearest:",
+        "The paper gives two points of its figure 5 in numbers (TL;DR, GPT-2, 40 new tokens). The table "
+        "compares them with the nearest points here:",
         beside(rows),
         *ended_text(ended),
         bullets([line.format(vocabulary=engine.runner.vocab_size) for line in ERRATA]),
@@ -105,8 +107,9 @@ def ended_text(rows: Sequence[dict[str, Any]]) -> list[str]:
         return []
     return [
         f"With real ends: {', '.join(ANSWERS)}; at most {rows[0]['depth']} new tokens. An answer that ends is a "
-        "hypothesis of beam search (length penalty 0, so that hypotheses of all lengths compare by log-likelihood), "
-        f"and a leaf of ULTS. Its prior: softmax vectors of answers to {2 * OTHERS} other such requests, with ends.",
+        "hypothesis of beam search (length penalty 0, so that hypotheses of all lengths compare by log-likelihood) and "
+        f"a leaf of ULTS. The prior of ULTS consists of softmax vectors of answers to {2 * OTHERS} other such "
+        "requests, with ends.",
         model_table(rows),
     ]
 
