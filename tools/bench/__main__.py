@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m tools.bench COMMAND`. Progress on stderr, a table on stdout, its last line one JSON object."""
+"""Benchmarks: `python -m tools.bench COMMAND` prints progress to stderr, and tables and one line of JSON to stdout."""
 
 import argparse
 import sys

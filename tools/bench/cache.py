@@ -41,7 +41,7 @@ COLUMNS = {
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("cache", help="what a KV cache of 8 bits costs", description=__doc__)
     parser.add_argument("--model", nargs="+", metavar="MODEL", default=[], help=MODELS_HELP)
-    add_numbers(parser, texts=(16, "samples of each model"), new_tokens=(240, "of each"), seed=0)
+    add_numbers(parser, texts=(16, "samples of each model"), new_tokens=(240, "tokens of each sample"), seed=0)
     add_run_flags(parser, "benchmarks", None, run)
 
 
@@ -72,12 +72,12 @@ def measure(folder: Path, name: str, args: argparse.Namespace) -> list[dict[str,
 
 
 def load(folder: Path, args: argparse.Namespace, **options: Any) -> Engine:
-    """A model that computes in float32."""
+    """Load a model that computes in float32."""
     return Engine.load(folder, dtype="float32", device="cpu", kv_memory="64M", threads=args.threads, **options)
 
 
 def sampled(engine: Engine, args: argparse.Namespace) -> list[list[int]]:
-    """Samples of a model."""
+    """Draw samples of a model."""
     draw = Sample(seed=args.seed, num_return_sequences=args.texts)
     limit = min(args.new_tokens, (engine.shape.max_positions or args.new_tokens + 1) - 1)
     [found] = engine.generate([[engine.start_token]], draw, max_new_tokens=limit, ignore_eos=True)
@@ -85,12 +85,12 @@ def sampled(engine: Engine, args: argparse.Namespace) -> list[list[int]]:
 
 
 def each_logits(engine: Engine, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """After every token, one text after another: [N, V]."""
+    """The logits [N, V] after every token of each text."""
     return (engine.logits(text) for text in texts)
 
 
 def divergence(exact: Iterable[Tensor], found: Iterable[Tensor], texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The divergence of log-probabilities from exact ones, both by the logits of each text, in float64."""
+    """Compare log-probabilities with exact ones, both given by the logits of each text, in float64."""
     divergences, same, nats = list[Tensor](), list[Tensor](), list[Tensor]()
     for exact_NV, found_NV, text in zip(exact, found, texts, strict=True):
         logp_NV, logq_NV = (torch.log_softmax(x_NV.double(), -1) for x_NV in (exact_NV, found_NV))
@@ -107,7 +107,7 @@ def divergence(exact: Iterable[Tensor], found: Iterable[Tensor], texts: Sequence
 
 @contextmanager
 def rounded_cache(engine: Engine, dtype: torch.dtype) -> Iterator[None]:
-    """Within it, a float32 cache holds the numbers that a cache of another dtype would hold."""
+    """Context in which a float32 cache holds the numbers that a cache of another dtype would hold."""
 
     def rounded(x_TGD: Tensor) -> Tensor:
         return floats(stored(x_TGD, dtype), torch.float32) if dtype.itemsize == 1 else x_TGD.to(dtype).float()

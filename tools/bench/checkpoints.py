@@ -23,11 +23,11 @@ with later():
 VARIABLE = "COPPICE_CHECKPOINTS"
 CHAT, CODE = "smollm2-135m-instruct", "qwen2.5-coder-0.5b"  # as names of folders or files begin
 MODEL_HELP = f"a checkpoint folder, a GGUF file, or a name on the hub (a {CHAT}* that {VARIABLE} holds; else %s)"
-MODELS_HELP = f"models besides the demo, as elsewhere (those that {VARIABLE} holds)"
+MODELS_HELP = f"models to measure besides the demo: folders, GGUF files, names on the hub (those that {VARIABLE} holds)"
 
 
 def find(name: str) -> Path | None:
-    """The folder or GGUF file in the folder COPPICE_CHECKPOINTS whose name begins so, in any case; a folder first."""
+    """The folder or GGUF file in COPPICE_CHECKPOINTS whose name begins with `name`, in any case; folders first."""
     held = os.environ.get(VARIABLE)
     paths = sorted(Path(held).iterdir(), key=lambda path: (path.is_file(), path.name)) if held else []
     return next((path for path in paths if path.name.lower().startswith(name)
@@ -35,7 +35,7 @@ def find(name: str) -> Path | None:
 
 
 def defaults(given: list[str]) -> list[Path]:
-    """The models to measure besides the demo: those given, else those that COPPICE_CHECKPOINTS holds."""
+    """The models to measure besides the demo: the given ones, otherwise those in COPPICE_CHECKPOINTS."""
     return [*map(located, given)] if given else [path for name in (CHAT, CODE) if (path := find(name))]
 
 
@@ -50,29 +50,31 @@ def is_gguf(model: Path) -> bool:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """--model or --random, and the shape of the latter."""
+    """Add --model, --random, and the flags for the shape of a random Llama."""
     group = parser.add_argument_group("checkpoint")
     which = group.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="MODEL", help=MODEL_HELP % "a random Llama")
     add_random_flag(which, "a random Llama")
     add_shape_flags(group)
-    group.add_argument("--seed", type=int, default=0, help="of random weights and random prompts (%(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="seed of random weights and random prompts (%(default)s)")
 
 
 def add_random_flag(parser: argparse._ActionsContainer, what: str) -> None:
-    """--random."""
-    text = f"{what}, written to DIR and left there; without DIR to a temporary folder"
+    """Add --random."""
+    text = f"{what}, written to DIR and kept; without DIR to a temporary folder"
     parser.add_argument("--random", nargs="?", const="", metavar="DIR", help=text)
 
 
 def add_shape_flags(group: argparse._ActionsContainer) -> None:
-    """The shape of a random Llama."""
-    group.add_argument("--layers", type=int, default=12, help="of the random Llama (%(default)s)")
-    group.add_argument("--width", type=int, default=768, help="(%(default)s)")
-    group.add_argument("--mlp", type=int, help="(8/3 of the width)")
-    group.add_argument("--heads", type=int, help="(width / 64)")
-    group.add_argument("--kv-heads", type=int, help="(heads)")
-    group.add_argument("--vocab", type=int, default=32000, help="(%(default)s; all defaults: 134M parameters)")
+    """Add the flags for the shape of a random Llama."""
+    group.add_argument("--layers", type=int, default=12, help="layers of the random Llama (%(default)s)")
+    group.add_argument("--width", type=int, default=768, help="its width (%(default)s)")
+    group.add_argument("--mlp", type=int, help="width of its MLPs (8/3 of the width)")
+    group.add_argument("--heads", type=int, help="its query heads (width / 64)")
+    group.add_argument("--kv-heads", type=int, help="its key/value heads (as many)")
+    group.add_argument(
+        "--vocab", type=int, default=32000, help="its vocabulary (%(default)s; the defaults make 134M parameters)"
+    )
 
 
 @contextmanager

@@ -26,20 +26,20 @@ def times_of(work: Callable[[], object], runs: int) -> list[float]:
 
 
 def copy_bandwidth(runs: int, size: int = 1 << 31) -> float:
-    """Bytes per second of a copy on the device, read and written ones counted."""
+    """Bytes per second of a copy on the device; read and written bytes are counted."""
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds_of(lambda: target.copy_(source), runs)
 
 
 def read_bandwidth(runs: int, size: int = 1 << 31) -> float:
-    """Bytes per second of a sum on the device: it reads, and writes next to nothing."""
+    """Bytes per second of a sum on the device, which reads and hardly writes."""
     source = torch.zeros(size // 4, dtype=torch.float32, device="cuda")
     return size / seconds_of(source.sum, runs)
 
 
 def recorded(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """All calls as one CUDA graph."""
+    """Record all calls as one CUDA graph."""
     for call in calls[:2]:
         call()
     graph = torch.cuda.CUDAGraph()

@@ -1,14 +1,14 @@
 """Drafts under greedy decoding, beams and samples: passes and time without drafts, with n-grams, with suffixes, and
 with a draft model (--draft).
 
-Requests that copy, edit code or write freely. Every search answers all of them without drafts and with each drafter in
-turn, one request at a time; a drafter begins anew for each kind of text, and may use what ended requests of this kind
-have left. Prompts are left out of all times.
+Requests copy, edit code or write freely. Every search answers all of them, one at a time, without drafts and with each
+drafter, in interleaved rounds. A drafter starts empty for each kind of text and may use the ended requests of this
+kind. Times exclude prompts.
 
-llama.cpp's lookup decoding answers the same prompts, from the same GGUF file, with drafts and without (--llama-lookup:
-`cmake --build build --target llama-lookup`, see `python -m tools.bench peers --help` for the sources).
+With --llama-lookup, llama.cpp's lookup decoding answers the same prompts from the same GGUF file, with drafts and
+without (`cmake --build build --target llama-lookup`; for the sources see `python -m tools.bench peers --help`).
 
-Last the suffix store alone: its memory, and the times to add, propose, save and load.
+Finally the suffix store is measured alone: its memory, and the times to add, propose, save and load.
 """
 
 import argparse
@@ -70,18 +70,22 @@ log-probabilities equal those without drafts."""
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("drafts", help="drafts under every search, and the suffix store", description=__doc__)
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP.replace("smollm2-135m-instruct", CODE) % "the demo")
-    parser.add_argument("--draft", metavar="MODEL", help="a draft model or head, whose drafts are measured too (none)")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="of text (all)")
-    parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=[*SEARCHES], help="(all)")
-    parser.add_argument("--llama-lookup", type=Path, metavar="PATH", help="llama.cpp's program; --model is a GGUF file")
+    parser.add_argument("--draft", metavar="MODEL", help="also measure drafts by this draft model or draft head")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="kinds of text (all)")
+    parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=[*SEARCHES], help="searches (all)")
+    text = "llama.cpp's llama-lookup, measured as well; --model must be a GGUF file"
+    parser.add_argument("--llama-lookup", type=Path, metavar="PATH", help=text)
     add_load_flag(parser, "quant")
     add_load_flag(parser, "activations")
     add_numbers(
         parser,
-        prompts=(3, "of each kind"),
-        new_tokens=(128, "of each answer, at most"),
-        runs=(3, "of each, for medians"),
-        store_tokens=(None, "of the suffix store that is measured alone; 0: none is (as many as it holds)"),
+        prompts=(3, "requests of each kind"),
+        new_tokens=(128, "tokens of an answer, at most"),
+        runs=(3, "runs of each request; the figures are medians"),
+        store_tokens=(
+            None,
+            "tokens in the suffix store that is measured alone, 0 to leave it out (as many as it holds)",
+        ),
     )
     add_run_flags(parser, "drafts", "auto", run)
 
@@ -146,7 +150,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def wanted(row: dict[str, Any]) -> float:
-    """The speed that is wanted, over no drafts."""
+    """The target for the speed relative to no drafts."""
     return WANTED[row["search"]] if row["kind"] in COPYING else NEVER_BELOW
 
 
@@ -163,7 +167,7 @@ def make_drafter(name: str, engine: Engine) -> Drafter | None:
 
 
 def compare(engine: Engine, kind: str, search: str, asked: Sequence[Asked], args: argparse.Namespace) -> list[dict]:
-    """A search without drafts and with each drafter, in turn; a row for each."""
+    """Measure a search without drafts and with each drafter, interleaved; a row for each."""
 
     def answer_all(name: str, _: int) -> dict[str, Any]:
         drafter = make_drafter(name, engine)
@@ -205,7 +209,7 @@ def compare(engine: Engine, kind: str, search: str, asked: Sequence[Asked], args
 def compare_lookup(
     engine: Engine, asked: Sequence[Asked], args: argparse.Namespace, model: Path, scratch: Path
 ) -> dict[str, Any]:
-    """Tokens per second of llama.cpp's lookup decoding without drafts and with up to 16 nodes, in turn."""
+    """Tokens per second of llama.cpp's lookup decoding without drafts and with up to 16 nodes, interleaved."""
     prompts = []
     for i, one in enumerate(asked):
         prompts.append(scratch / f"prompt-{i}")
@@ -291,7 +295,7 @@ def measure_store(tokens: int, vocab: int = 49152) -> dict[str, Any]:
 
 
 def store_text(store: dict[str, Any]) -> str:
-    """The figures of the store, as a table and what they are."""
+    """The figures of the store, as a table with an explanation."""
     rows = [
         {"what": f"proposal of {nodes} nodes, median and 99th percentile", "figure": f"{median:.0f} and {slow:.0f} us"}
         for nodes, median, slow in zip(store["nodes"], store["proposal_us"], store["proposal_us_p99"], strict=True)

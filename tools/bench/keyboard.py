@@ -1,8 +1,8 @@
-"""Completion under a keyboard: the time from a key to the list of likely ends, and what keys that come early cost.
+"""Completion under a keyboard: the time from a key to the list of likely completions, and the cost of early keys.
 
-A text is typed key by key. After each key the list is asked for: beam search with few tokens, the prompt healed, texts
-distinct. First each list is waited for. Then keys come at an interval, each of which cancels the question before, in
-bursts after which the last list is waited for.
+A text is typed key by key, and each key asks for a list: beam search with few tokens, a healed prompt, distinct texts.
+First each list is awaited. Then keys come in bursts, at an interval: each key cancels the request before it, and only
+the last list of a burst is awaited.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_MS, MOST_BYTES = 0.150, 400e6  # wanted, of SmolLM2-135M in int8 on two cor
 
 
 class Keyboard:
-    """Likely ends of what was typed so far; a key cancels the question of the key before."""
+    """Likely completions of the text typed so far; a key cancels the request of the key before."""
 
     def __init__(self, engine: AsyncEngine, beams: int = 5, ends: int = 3, tokens: int = 12):
         self.engine, self.tokens = engine, tokens
@@ -50,7 +50,7 @@ class Keyboard:
         self.asked: asyncio.Task[SearchResult] | None = None
 
     def key(self, typed: str) -> asyncio.Task[SearchResult]:
-        """Ask for the ends of a text; the outputs have different texts, the likeliest first."""
+        """Ask for completions of a text; the outputs have different texts, the likeliest first."""
         if self.asked is not None:
             self.asked.cancel()  # it ends before the next pass
         request = Request(typed, self.search, self.tokens, heal=True, distinct="text", stop=["\n"])
@@ -137,15 +137,15 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("keyboard", help="completion under a keyboard: time to the list", description=__doc__)
-    parser.add_argument("--model", metavar="DIR", help="(the demo)")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint folder (the demo)")
     add_load_flag(parser, "quant")
     add_load_flag(parser, "activations")
     add_numbers(
         parser,
-        keys=(64, "that are typed"),
+        keys=(64, "keys to type"),
         interval=(60, "milliseconds between the keys of a burst"),
         beams=5,
-        tokens=(12, "of an end"),
-        ends=(3, "in a list"),
+        tokens=(12, "tokens of a completion"),
+        ends=(3, "completions in a list"),
     )
     add_run_flags(parser, "benchmarks", "auto", run)

@@ -20,7 +20,7 @@ QUANTISED = ("int8", "int4")  # kinds of weights whose activations are in bfloat
 
 
 def best(work: Callable[[], object], runs: int = 5) -> float:
-    """Seconds of the quickest run."""
+    """Seconds of the fastest run."""
     times = []
     for _ in range(runs + 1):
         begin = time.perf_counter()
@@ -36,7 +36,7 @@ def read_bandwidth() -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a copy in memory, read and written ones counted."""
+    """Bytes per second of a copy in memory; read and written bytes are counted."""
     x = torch.ones(BYTES // 8)
     y = torch.empty_like(x)
     return BYTES / best(lambda: y.copy_(x))

@@ -42,13 +42,13 @@ def progress(text: str) -> None:
 def in_turn(
     works: Mapping[K, Callable[[int], T]], rounds: int, *, warm_up: bool = False, what: str = "round"
 ) -> dict[K, list[T]]:
-    """Run several works in interleaved rounds, so that what disturbs the machine disturbs all of them.
+    """Call several functions in interleaved rounds, so that disturbances of the machine affect all of them.
 
     Args:
-        works: called with the number of the round, from 0. The order rotates: none is always first.
-        rounds: results of each work.
-        warm_up: run round 0 once before, without its results.
-        what: name of a round for the lines of progress.
+        works: the functions, called with the number of the round, from 0. Their order rotates.
+        rounds: number of calls, and of results, of each function.
+        warm_up: call each function with round 0 once before, and drop its result.
+        what: name of a round in the lines of progress.
     """
     keys, found = list(works), {key: [] for key in works}
     for i in range(-int(warm_up), rounds):
@@ -77,7 +77,7 @@ def random_tokens(vocab: int, count: int, seed: int = 0) -> list[int]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -109,7 +109,7 @@ def memory(pid: int, field: str) -> int | None:
 
 
 class PeakMemory:
-    """The most resident memory that a process had inside the `with` block: `.bytes`, or None.
+    """The peak resident memory of a process inside the `with` block: `.bytes`, or None.
 
     The kernel's own high-water mark, reset at the start, where it can be reset (Linux); else samples every 2 ms, which
     may miss short peaks. `.sampled` is True then.

@@ -1,4 +1,4 @@
-"""The memory of a process beside the total of `--plan`: each row is a process of its own."""
+"""Compare the memory of processes with the total of `--plan`: each row is a process of its own."""
 
 import argparse
 import json
@@ -53,15 +53,19 @@ print(json.dumps({**found, "seconds": engine.load_seconds, "slots": engine.pool.
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("memory", help="resident memory beside its plan", description=__doc__)
+    parser = commands.add_parser("memory", help="compare resident memory with the total of --plan", description=__doc__)
     parser.add_argument("--model", nargs="+", metavar="MODEL", default=[], help=MODELS_HELP)
-    parser.add_argument("--beams", nargs="+", type=int, metavar="N", default=[1, 4, 15], help="default: 1 4 15")
-    text = "of weights (default: all); a GGUF file has its own"
+    parser.add_argument(
+        "--beams", nargs="+", type=int, metavar="N", default=[1, 4, 15], help="numbers of beams (1 4 15)"
+    )
+    text = "formats of weights (all); a GGUF file has its own"
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=[*FORMATS], help=text)
-    parser.add_argument("--caches", nargs="+", choices=("auto", "int8"), default=["auto", "int8"], help="default: both")
+    parser.add_argument(
+        "--caches", nargs="+", choices=("auto", "int8"), default=["auto", "int8"], help="--kv-dtype (both)"
+    )
     parser.add_argument("--memory", metavar="SIZE", help="load each model with this budget")
     parser.add_argument("--only", action="store_true", help="leave the demo out")
-    add_numbers(parser, prompt=(300, "tokens"), new_tokens=(24, "tokens of the reply"))
+    add_numbers(parser, prompt=(300, "tokens of the prompt"), new_tokens=(24, "tokens of the reply"))
     add_run_flags(parser, "benchmarks", None, run)
 
 

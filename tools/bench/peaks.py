@@ -1,4 +1,4 @@
-"""The most operations per second of a processor, by its own instructions: none of our kernels takes part."""
+"""Peak operations per second of a processor, measured with its instructions and without our kernels."""
 
 import ctypes
 import subprocess
@@ -17,7 +17,7 @@ ROUNDS, RUNS = 1 << 19, 20
 
 
 def product_rates(kinds: Iterable[str], threads: int) -> dict[str, float]:
-    """Operations per second, multiplications and additions, that so many threads make together of elements of a kind.
+    """Multiplications and additions per second of `threads` threads together, for each kind of elements.
 
     Raises:
         BuildError: there is no C++ compiler, or it fails.

@@ -1,19 +1,19 @@
 """Side by side with other engines: the same beam search on the same checkpoint and prompt, a process for each.
 
-Every engine gets a fresh process per number of beams, a short warm-up, then the timed runs, in rounds in which the
-engines take turns. Peak memory growth is the highest resident memory during a run less that of the loaded model, whose
-weights have all been read once; on a GPU it is what torch allocated, and for this engine, whose pool is allocated when
-it is loaded, the pages in use as well; CTranslate2's is not known there, nor is llama.cpp's anywhere.
+Every engine gets a fresh process for each number of beams, a short warm-up, and timed runs that are interleaved with
+those of the other engines. Growth is the peak resident memory during a run minus that of the loaded model, all of whose
+weights have been read once. On a GPU it is the memory that torch allocated, for this engine plus the pages in use,
+because its pool is allocated at loading. It is unknown for CTranslate2 on a GPU, and for llama.cpp.
 
-A GGUF file is measured as it is (`--kinds gguf`): here and by llama.cpp the very same file, by the others its weights
-dequantised, in a folder that is made once (kept with --converted).
+A GGUF file is measured as it is (`--kinds gguf`): this engine and llama.cpp run the same file, the others its
+dequantised weights, from a folder that is made once (--converted keeps it).
 
 The other engines are optional: a row without figures gives the reason. transformers, CTranslate2 and OpenVINO GenAI
 (openvino-genai and optimum-intel) are installed for an interpreter of their own, see --peer-python and
 --openvino-python. llama.cpp is built from its sources; those in `pip download llama-cpp-python --no-deps
 --no-binary :all:` lie in vendor/llama.cpp: cmake -S vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release
 -DLLAMA_OPENSSL=OFF && cmake --build build --target llama-batched-bench llama-quantize; then --llama
-build/bin/llama-batched-bench. It does no beam search: its sequences share the prompt and go on with random tokens.
+build/bin/llama-batched-bench. It does no beam search: its sequences share the prompt and continue with random tokens.
 """
 
 import argparse
@@ -82,31 +82,32 @@ WORDS = {"seconds": "total", "prefill_seconds": "prompt", "steps_per_second": "s
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("peers", help="time and memory beside other engines", description=__doc__)
+    parser = commands.add_parser("peers", help="compare time and memory with other engines", description=__doc__)
     add_flags(parser)
     add_numbers(
         parser,
-        prompt_tokens=(512, "of Python's documentation; random ids for a random model"),
-        new_tokens=(64, "end-of-sequence is ignored"),
-        beams=[1, 4, 15],
-        runs=(3, "medians are of so many"),
-        once_above=(60.0, "an engine whose first run takes more seconds has only that"),
+        prompt_tokens=(512, "tokens of the prompt: Python's documentation, or random ids for a random model"),
+        new_tokens=(64, "tokens to generate; end-of-sequence is ignored"),
+        beams=([1, 4, 15], "numbers of beams"),
+        runs=(3, "runs of each engine; the figures are medians"),
+        once_above=(60.0, "seconds; an engine whose first run takes longer runs only once"),
         threads=cores(),
     )
     parser.add_argument("--kinds", "--dtype", nargs="+", choices=KINDS, metavar="KIND",
-                        help=f"of weights: {' '.join(KINDS)} (gguf for a GGUF file, else float32)")  # fmt: skip
+                        help=f"kinds of weights: {' '.join(KINDS)} (gguf for a GGUF file, else float32)")  # fmt: skip
     add_load_flag(parser, "activations")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(a GPU if there is one)")
     parser.add_argument("--peers", nargs="+", type=peer_name, default=list(PEERS), metavar="NAME[:KIND]",
-                        help=f"only these, with one kind or all: {' '.join(PEERS)}")  # fmt: skip
+                        help=f"engines to measure, with one kind of weights or all: {' '.join(PEERS)}")  # fmt: skip
     interpreter = parser.add_argument_group("other engines")
-    interpreter.add_argument("--peer-python", default=sys.executable, metavar="PATH", help="interpreter that has them")
-    interpreter.add_argument("--openvino-python", metavar="PATH", help="interpreter that has OpenVINO (--peer-python)")
-    interpreter.add_argument(
-        "--llama", type=Path, metavar="PATH", help="llama-batched-bench, with llama-quantize beside it"
-    )
-    interpreter.add_argument("--converted", type=Path, metavar="DIR",
-                             help="keep the model in their formats there; a folder per model")  # fmt: skip
+    text = "Python interpreter that has the other engines (this one)"
+    interpreter.add_argument("--peer-python", default=sys.executable, metavar="PATH", help=text)
+    text = "Python interpreter that has OpenVINO (that of --peer-python)"
+    interpreter.add_argument("--openvino-python", metavar="PATH", help=text)
+    text = "llama.cpp's llama-batched-bench, with llama-quantize in the same folder"
+    interpreter.add_argument("--llama", type=Path, metavar="PATH", help=text)
+    text = "keep the model, converted to the other engines' formats, in this folder; one folder per model"
+    interpreter.add_argument("--converted", type=Path, metavar="DIR", help=text)
     add_save_flag(parser)
     parser.set_defaults(run=run)
 
@@ -128,7 +129,7 @@ def spec(
 
 
 class PeerFailed(Exception):
-    """An engine's process ended; the message is its last words."""
+    """An engine's process ended; the message is the end of its output."""
 
 
 class Worker:
@@ -224,7 +225,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def prompt_of(args: argparse.Namespace, model: Path, tokens: int) -> tuple[list[int], str]:
-    """The ids of a prompt, and what they are: of Python's documentation; random ones for a random model."""
+    """The ids of a prompt, and their description: Python's documentation, or random ids for a random model."""
     if args.random is not None or (args.model is None and find(CHAT) is None):
         return random_tokens(Checkpoint.open(model).config["vocab_size"], tokens, args.seed), "random tokens"
     return plain(Engine.load(model, device="cpu"), tokens, args.seed), "tokens of Python's documentation"
@@ -233,7 +234,7 @@ def prompt_of(args: argparse.Namespace, model: Path, tokens: int) -> tuple[list[
 def ask(
     kind: str, peer: str, args: argparse.Namespace, folder: Path, scratch: Path, beams: int, device: str
 ) -> tuple[str, dict[str, Any]] | str:
-    """The interpreter and the specification of an engine's process, or why it has none."""
+    """The interpreter and the specification of an engine's process, or the reason why there is none."""
     if peer in ON_CPU and device != "cpu":
         return "measured on a CPU only"
     python, more, source = sys.executable, {}, folder
@@ -360,12 +361,12 @@ def measure_in_turn(
 
 
 def measure(python: str, spec: dict[str, Any], prompt: list[int], new_tokens: int, runs: int) -> dict[str, Any]:
-    """Figures of one engine, as of `measure_in_turn`."""
+    """Figures of one engine, see `measure_in_turn`."""
     return measure_in_turn({"one": (python, spec)}, prompt, new_tokens, runs, math.inf)["one"]
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Add to every other engine's row how it stands against ours of that kind with as many beams."""
+    """Add to every other engine's row its ratios to our row of the same kind and number of beams."""
     for row in rows:
         mine = pick(rows, "coppice", row.get("dtype"), row["beams"])
         if mine is not None and row is not mine and "seconds" in row:
@@ -381,7 +382,7 @@ def pick(rows: list[dict[str, Any]], peer: str, kind: str | None, beams: int) ->
 
 
 def versus(row: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
-    """How another engine stands against ours; above 1 is in our favour."""
+    """The ratios of another engine to ours; values above 1 favour ours."""
     tokens, growths = row["tokens"], (row["growth_bytes"], mine["growth_bytes"])
     pairs = enumerate(zip(tokens or (), mine["tokens"], strict=False))
     return {

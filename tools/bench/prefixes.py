@@ -32,9 +32,16 @@ COLUMNS = {
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("prefixes", help="what cached prefixes save", description=__doc__)
-    parser.add_argument("--model", metavar="DIR", help="(the demo)")
-    add_numbers(parser, document=(460, "tokens"), questions=100, cold=(10, "questions that are answered cold"))
-    add_numbers(parser, beams=4, new_tokens=4, seed=0)
+    parser.add_argument("--model", metavar="DIR", help="checkpoint folder (the demo)")
+    add_numbers(
+        parser,
+        document=(460, "tokens of the document"),
+        questions=(100, "questions on the document"),
+        cold=(10, "questions that are also answered without the cache"),
+        beams=4,
+        new_tokens=(4, "tokens of an answer"),
+        seed=0,
+    )
     add_run_flags(parser, "benchmarks", "auto", run)
 
 

@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("quant", help="what int8 and int4 weights cost", description=__doc__)
     parser.add_argument("--model", nargs="+", metavar="MODEL", default=[], help=MODELS_HELP)
     parser.add_argument("--only", action="store_true", help="leave the demo out")
-    add_numbers(parser, texts=(16, "of each model"), new_tokens=(240, "of each"), seed=0)
+    add_numbers(parser, texts=(16, "texts for each model"), new_tokens=(240, "tokens of each text"), seed=0)
     add_run_flags(parser, "benchmarks", None, run)
 
 

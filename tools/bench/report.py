@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 def add_save_flag(parser: argparse._ActionsContainer, page: str = "benchmarks") -> None:
     """--save: a Path or None, see `finish`. `page` is the name of a page in docs/results."""
-    text = f"also write the command's section of docs/results/{page}.md, or of FILE; pictures go into the same folder"
+    text = f"write the command's section of docs/results/{page}.md, or of FILE, and pictures into the same folder"
     parser.add_argument("--save", nargs="?", type=_page, const=RESULTS / f"{page}.md", metavar="FILE", help=text)
 
 

@@ -1,4 +1,4 @@
-"""Searches for tools: with changed answers, timed by the processor, or driven without an engine."""
+"""Searches for tools: with changed answers, with CPU times, or driven without an engine."""
 
 import time
 from abc import abstractmethod
@@ -54,12 +54,12 @@ class Altered(Search):
 
 @dataclass(frozen=True)
 class Collect(Search):
-    """A search without a result of its own: it collects the softmax vectors of its nodes.
+    """A search that collects the softmax vectors of its nodes and returns an empty result.
 
     Args:
-        found: they are appended to it.
-        completions: per prompt.
-        seed: of their draws.
+        found: the list to which the vectors of each prompt are appended.
+        completions: completions per prompt.
+        seed: the seed of their draws.
     """
 
     found: list[Vectors]
@@ -77,8 +77,8 @@ class Collect(Search):
 
 
 def after_prompt(engine: Engine, prompt: Sequence[int], search: Search, **options: Any) -> tuple[float, SearchResult]:
-    """Run a search; returns the seconds of the processor, in all threads, after the pass that ends the prompt, and its
-    result. `options` are of `Request`."""
+    """Run a search; returns the CPU seconds of all threads after the pass that ends the prompt, and the result.
+    `options` are fields of `Request`."""
     began: float | None = None
 
     def watch(driver: Driver) -> None:

@@ -1,4 +1,4 @@
-"""A server under load: clients with mixed searches and widths beside one after another, and clients that leave."""
+"""A server under load: concurrent clients with mixed searches and widths, and clients that disconnect."""
 
 import argparse
 import itertools
@@ -81,12 +81,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", metavar="DIR", help="checkpoint folder (the demo)")
     add_numbers(
         parser,
-        clients=(16, "that ask at the same time"),
-        requests=(32, "different ones, each alone first"),
-        seconds=(30.0, "of the load"),
-        new_tokens=(64, "of each request"),
-        leavers=(200, "clients that leave at random moments"),
-        kv_memory=(256, "megabytes"),
+        clients=(16, "clients that send requests at the same time"),
+        requests=(32, "different requests; each is first sent alone"),
+        seconds=(30.0, "duration of the load"),
+        new_tokens=(64, "tokens of each answer"),
+        leavers=(200, "clients that disconnect at random moments"),
+        kv_memory=(256, "megabytes of the KV cache"),
         seed=0,
     )
     add_run_flags(parser, "serving", run=run)
@@ -145,7 +145,7 @@ def requests(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def serving(args: argparse.Namespace) -> Iterator[int]:
-    """A server in a process of its own; gives its port. SIGTERM ends it, with the exit code 0."""
+    """Context with a server in a process of its own; yields its port. SIGTERM ends it, with exit code 0."""
     command = [sys.executable, "-m", "engine.serve", "--port", "0", "--kv-memory", f"{args.kv_memory}M"]
     command += ["--prefix-cache", "off"]  # prompts repeat
     command += ["--model", args.model] if args.model else []
@@ -200,7 +200,7 @@ def figures(port: int) -> dict[str, float]:
 
 
 def one_by_one(port: int, bodies: Sequence[dict[str, Any]]) -> Load:
-    """Every request alone."""
+    """Send every request alone."""
     load, began = Load(1), time.perf_counter()
     for i, body in enumerate(bodies):
         load.replies.append((i, ask(port, body)))
@@ -210,7 +210,7 @@ def one_by_one(port: int, bodies: Sequence[dict[str, Any]]) -> Load:
 
 
 def together(port: int, bodies: Sequence[dict[str, Any]], clients: int, seconds: float) -> Load:
-    """Clients that ask again and again, one request after another each."""
+    """Run clients that each send one request after another."""
     load, numbers, began = Load(clients), itertools.count(), time.perf_counter()
 
     def client() -> None:

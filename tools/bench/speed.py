@@ -1,6 +1,6 @@
 """Speed of trie beam search against the machine's limits and targets; `peers` compares with other engines.
 
-On a machine with a GPU this is `gpu`. Every number of beams gets a process of its own, as in `peers`.
+On a machine with a GPU use `gpu`. Every number of beams gets a process of its own, as in `peers`.
 """
 
 import argparse
@@ -47,18 +47,20 @@ Setting = tuple[str, int, int]  # dtype, beams, tokens of the prompt
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("speed", help="against the machine's limits", description=__doc__)
+    parser = commands.add_parser("speed", help="compare beam search with the machine's limits", description=__doc__)
     add_flags(parser)
     add_numbers(
         parser,
-        prompt_tokens=[512, 2048],
-        new_tokens=(64, "end-of-sequence is ignored"),
-        beams=[1, 4, 15],
-        runs=(3, "of each setting, for medians"),
+        prompt_tokens=([512, 2048], "tokens of the prompts"),
+        new_tokens=(64, "tokens to generate; end-of-sequence is ignored"),
+        beams=([1, 4, 15], "numbers of beams"),
+        runs=(3, "runs of each setting; the figures are medians"),
     )
     parser.add_argument("--dtypes", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=" ".join(KINDS))
-    parser.add_argument("--depths", type=int, nargs=2, default=list(DEPTHS), help="new tokens to compare steps at")
-    parser.add_argument("--threads", type=int, default=cores(), help="(%(default)s)")
+    parser.add_argument(
+        "--depths", type=int, nargs=2, default=list(DEPTHS), help="new tokens at which steps are compared"
+    )
+    parser.add_argument("--threads", type=int, default=cores(), help="CPU threads (%(default)s)")
     add_save_flag(parser)
     parser.set_defaults(run=run)
 
@@ -115,7 +117,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def of_kinds(rates: dict[str, float]) -> str:
-    """Rates of kinds in words."""
+    """The rate of each kind, in words."""
     return ", ".join(f"{rate / 1e9:.0f} GFLOP/s ({kind})" for kind, rate in rates.items())
 
 
@@ -135,7 +137,7 @@ class Bench:
         return peers.spec("coppice", folder, kind, beams, self.args.threads, self.scratch, **more)
 
     def row(self, kind: str, beams: int, tokens: int) -> dict[str, Any]:
-        """Measure a setting as `peers` does."""
+        """Measure a setting like `peers`."""
         before = limits.read_bandwidth()
         measured = peers.measure(
             sys.executable, self.spec(kind, beams), self.prompt(tokens), self.args.new_tokens, self.args.runs
@@ -176,7 +178,7 @@ class Bench:
 
 
 def add_floors(row: dict[str, Any], work: limits.Work, rate: float) -> None:
-    """Add the least that a step and the whole can take."""
+    """Add the floors of a step and of the whole run."""
     steps = row["steps"]
     context = row["prompt"] + steps // 2
     moved = row["weight_bytes"] + context * row["kv_bytes_per_token"]

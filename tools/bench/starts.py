@@ -1,9 +1,9 @@
-"""How long a program takes from its start to its first token, and the memory it takes: here and llama.cpp.
+"""Time and memory of a program from its start to its first token: this engine and llama.cpp.
 
 Each start is a process of its own that loads the file, evaluates a prompt of one token and generates one. Before a
-first start the file's pages are dropped from the system's cache, and of what loading keeps for later starts nothing is
-there; a later start finds both. Imports, the tokenizer, writing what is kept and everything else that a process does
-are in the seconds; the processor's are those of all threads.
+first start, the file's pages are dropped from the system's cache and everything that loading keeps for later starts is
+removed; a later start finds both. The seconds include imports, the tokenizer, the writing of what is kept and all else
+that the process does; CPU seconds are those of all threads.
 """
 
 import argparse
@@ -46,10 +46,10 @@ kept."""
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("starts", help="the time to the first token, beside llama.cpp", description=__doc__)
+    parser = commands.add_parser("starts", help="time to the first token, here and in llama.cpp", description=__doc__)
     parser.add_argument("--model", nargs="+", metavar="MODEL", default=[], help=MODELS_HELP)
-    parser.add_argument("--llama", type=Path, metavar="PATH", help="llama-batched-bench (left out)")
-    add_numbers(parser, runs=(3, "of each, in turn"), threads=cores())
+    parser.add_argument("--llama", type=Path, metavar="PATH", help="llama-batched-bench (llama.cpp is left out)")
+    add_numbers(parser, runs=(3, "interleaved runs of each start"), threads=(cores(), "CPU threads"))
     add_save_flag(parser, "benchmarks")
     parser.set_defaults(run=run)
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _measured(args: argparse.Namespace, argv: Sequence[str], cache: Path) -> dict[str, Any]:
-    """`cache`: the folder of what is kept, made here; the kernels are those of this machine."""
+    """Measure and report; loading keeps its results in `cache`, which is made here with a link to the kernels."""
     made, rows = stamp(argv), []
     cache.mkdir()
     (cache / "kernels").symlink_to(cpp.cache_folder() / "kernels")
@@ -88,7 +88,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str], cache: Path) -> dic
 
 
 def start(command: Sequence[str], dropped: Sequence[Path], home: Path, _: int) -> tuple[float, float, float]:
-    """Seconds, processor seconds and peak bytes of a process.
+    """Run a process; returns its seconds, CPU seconds and peak bytes.
 
     Args:
         dropped: files whose pages are dropped from the system's cache before, and folders that are removed.

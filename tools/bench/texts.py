@@ -48,7 +48,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class WithoutEos(Altered):
-    """Another search, on the model without its end-of-sequence tokens, the others renormalised."""
+    """A wrapper of a search that removes the end-of-sequence tokens and renormalises the others."""
 
     def task(self, task: Task) -> Task:
         return replace(task, eos_token_ids=frozenset())
@@ -70,7 +70,7 @@ def passages() -> list[str]:
 
 
 def plain(engine: Engine, tokens: int, first: int = 0) -> list[int]:
-    """So many tokens of the documentation, after BOS if the model has one, from a passage on."""
+    """`tokens` tokens of the documentation from a passage on, after BOS if the model has one."""
     chapters = passages()
     text = "\n\n".join(chapters[first % len(chapters) :] + chapters[: first % len(chapters)])
     while len(ids := engine.tokenizer.encode(text[: 8 * tokens])) < tokens:  # a text of many tokens to a character
@@ -125,12 +125,12 @@ def source(place: str) -> str:
 
 
 def chats(engine: Engine, number: int) -> list[Asked]:
-    """Questions of people."""
+    """Everyday questions."""
     return [ask(engine, text) for text in CHATS[:number]]
 
 
 def ask(engine: Engine, text: str) -> Asked:
-    """A request in the model's chat template; as it is for a model without one."""
+    """A request in the model's chat template; unchanged for a model without one."""
     if engine.template is None:
         return Asked(engine.tokenizer.encode(text), engine.eos_token_ids)
     found = chat_prompt(engine, [{"role": "user", "content": text}])

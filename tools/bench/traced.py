@@ -1,4 +1,4 @@
-"""Whether torch.compile gets a whole model as one graph, whatever passes come: any trees, sizes and ancestry."""
+"""Check that torch.compile traces a whole model into one graph, for passes of any trees, sizes and ancestry."""
 
 import random
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ class Traced(NamedTuple):
     """The graphs that torch.compile made of a model.
 
     Args:
-        passes: that were run.
-        graphs: that were compiled for them; graph breaks are errors.
-        error: the most that a hidden state differs from that of the model as it is.
+        passes: number of passes that were run.
+        graphs: number of graphs that were compiled for them; graph breaks are errors.
+        error: the largest difference between hidden states and those of the model without compilation.
     """
 
     passes: int
@@ -39,8 +39,8 @@ def trace(engine: Engine, *, impl: str | None = None, backend: str = "eager") ->
     Its embedding, which a CPU reads from the checkpoint's file, becomes a table in memory as on a GPU.
 
     Args:
-        impl: of the operators over trees; None: the engine's.
-        backend: of torch.compile; "eager" runs the graph as it was traced.
+        impl: implementation of the operators over trees; None: the engine's.
+        backend: backend of torch.compile; "eager" runs the graph as it was traced.
 
     Raises:
         torch._dynamo.exc.Unsupported: the model cannot be traced without a break.

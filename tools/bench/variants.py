@@ -37,8 +37,8 @@ NAMES = {
 
 
 def in_dtype(model: Path, dtype: str, scratch: Path) -> Path:
-    """A folder of the checkpoint with its weights as floats of `dtype`: its own if they are, else one in `scratch`,
-    made once. Blocks of a GGUF file become the floats that they stand for, rounded to `dtype`."""
+    """A folder of the checkpoint with its weights as floats of `dtype`: its own if they are, otherwise one in
+    `scratch`, made once. Blocks of a GGUF file become the floats that they stand for, rounded to `dtype`."""
     checkpoint, wanted = Checkpoint.open(model), getattr(torch, dtype)
     blocks = checkpoint.gguf is not None
     if checkpoint.torch_dtype == wanted and not blocks:

@@ -1,8 +1,8 @@
-"""A GPU in stages: each kernel once, steps and where their time goes, kernels against limits, many searches, weights.
+"""Measure a GPU in stages: each kernel once, steps and their parts, kernels against limits, many searches, weights.
 
-Shapes are those of Llama-2-7B and of Qwen3, weights random and made on the device. Each stage prints its table, what
-was wanted and one JSON line as soon as it is done, and with --save has a section of its own; one that fails, loses the
-GPU, or whose time is over, says so and leaves the rest to the others. Without a GPU it says so and does nothing.
+Models have the shapes of Llama-2-7B and Qwen3, with random weights made on the device. As soon as a stage is done it
+prints its table, its targets and one JSON line; with --save it has a section of its own. A stage that fails, loses the
+GPU or runs out of time says so, and the other stages still run. Without a GPU the command says so and does nothing.
 """
 
 import argparse
@@ -39,8 +39,7 @@ GRACE = 30  # seconds that a case may take after that: all stages end within nin
 
 
 class Stage(NamedTuple):
-    """A stage, a function of `module`, which begins no case after so many seconds; `usual` ones run unless others are
-    named."""
+    """A stage: a function in `module` that begins no case after `seconds`; `usual` ones run unless others are named."""
 
     module: str
     about: str
@@ -48,50 +47,55 @@ class Stage(NamedTuple):
     usual: bool = True
 
 
-STAGES = {  # the first answers first
-    "smoke": Stage("each_kernel", "each kernel once, against its definition", 60),
-    "steps": Stage("whole_steps", "a step of one beam and of many: graph, host, guesses", 60),
-    "where": Stage("whole_steps", "kernels by time, gaps", 20),
+STAGES = {  # by default they run in this order
+    "smoke": Stage("each_kernel", "each kernel once, compared with its definition", 60),
+    "steps": Stage("whole_steps", "a step of one beam and of many: graph, host, passes launched ahead", 60),
+    "where": Stage("whole_steps", "time by kernel, and gaps between kernels", 20),
     "attention": Stage("single_kernels", "tree attention, FlexAttention, SDPA", 50),
-    "tune": Stage("single_kernels", "tree attention by its programs' shapes", 120, usual=False),
+    "tune": Stage("single_kernels", "tree attention with programs of other shapes", 120, usual=False),
     "searches": Stage("whole_steps", "many searches at once", 40),
     "weights": Stage("whole_steps", "steps on weights of 8 and 4 bits", 40),
     "catalogue": Stage("recommending", "thousands of beams for three tokens", 30),
-    "widths": Stage("recommending", "requests per second by beams", 30),
-    "models": Stage("real_models", "models of files, beside the CPU: with --model", 40),
-    "products": Stage("single_kernels", "matrices in bfloat16, 8 and 4 bits", 25),
-    "transformers": Stage("whole_steps", "its beam search", 40),
+    "widths": Stage("recommending", "requests per second by number of beams", 30),
+    "models": Stage("real_models", "models from files (--model), compared with the CPU", 40),
+    "products": Stage("single_kernels", "matrix products in bfloat16, 8 and 4 bits", 25),
+    "transformers": Stage("whole_steps", "the beam search of transformers", 40),
     "experts": Stage("single_kernels", "a layer of a mixture of experts", 15),
     "states": Stage("recurrent_layers", "a gated delta net and a selective scan", 10),
-    "bits": Stage("whole_steps", "steps with sums in one order, whatever rides along", 25),
+    "bits": Stage("whole_steps", "steps with COPPICE_SAME_BITS=on", 25),
     "wide": Stage("whole_steps", "hundreds of beams of a small model", 15),
     "compiled": Stage("whole_model", "all layers by torch.compile: minutes, fewer with --layers 8", 300, usual=False),
 }
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("gpu", help="kernels and steps against a GPU's limits", description=__doc__)
+    parser = commands.add_parser("gpu", help="compare kernels and steps with a GPU's limits", description=__doc__)
     names = [name for name, stage in STAGES.items() if stage.usual]
     text = "; ".join(f"{name}: {stage.about}" for name, stage in STAGES.items())
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=names, metavar="NAME", help=text)
     parser.add_argument("--prefix", type=int, nargs="+", default=[4096, 8192], help="tokens of a trunk (%(default)s)")
-    parser.add_argument("--queries", type=int, nargs="+", default=[15, 64], help="of tree attention (%(default)s)")
-    parser.add_argument("--beams", type=int, default=15, help="(%(default)s)")
-    parser.add_argument("--searches", type=int, default=16, help="at once (%(default)s)")
-    parser.add_argument("--prompt", type=int, default=512, help="of many searches and of wide beams (%(default)s)")
-    parser.add_argument("--wide", type=int, default=512, help="beams of the small model (%(default)s)")
+    parser.add_argument(
+        "--queries", type=int, nargs="+", default=[15, 64], help="queries of tree attention (%(default)s)"
+    )
+    parser.add_argument("--beams", type=int, default=15, help="beams of a search (%(default)s)")
+    parser.add_argument("--searches", type=int, default=16, help="searches at once (%(default)s)")
+    text = "prompt tokens of the stages with many searches or wide beams (%(default)s)"
+    parser.add_argument("--prompt", type=int, default=512, help=text)
+    parser.add_argument("--wide", type=int, default=512, help="beams of the stage wide (%(default)s)")
     text = "beams of the stage catalogue (%(default)s)"
     parser.add_argument("--catalogue-beams", type=int, default=5000, help=text)
-    text = "checkpoint folders and GGUF files of the stage models"
+    text = "checkpoint folders and GGUF files for the stage models"
     parser.add_argument("--model", nargs="+", default=[], metavar="FILE", help=text)
-    parser.add_argument("--new-tokens", type=int, default=64, help="(%(default)s)")
-    parser.add_argument("--runs", type=int, default=20, help="of each kernel; the median counts (%(default)s)")
-    parser.add_argument("--layers", type=int, help="of the Llama (32)")
-    parser.add_argument("--compile", nargs="+", default=["off"], choices=["off", "on"], help="in the stage steps (off)")
-    parser.add_argument("--kv-heads", type=int, nargs="+", default=[32, 8], help="in the stage attention (%(default)s)")
-    text = f"after which a stage begins nothing (its own; {TOTAL} for all)"
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens that a search generates (%(default)s)")
+    parser.add_argument("--runs", type=int, default=20, help="runs of each kernel, for medians (%(default)s)")
+    parser.add_argument("--layers", type=int, help="layers of the Llama (32)")
+    text = "settings of --compile in the stage steps (off)"
+    parser.add_argument("--compile", nargs="+", default=["off"], choices=["off", "on"], help=text)
+    text = "key/value heads in the stage attention (%(default)s)"
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[32, 8], help=text)
+    text = f"seconds after which a stage begins no case (each stage has its own; {TOTAL} for all)"
     parser.add_argument("--seconds", type=float, metavar="S", help=text)
-    text = "where a line is kept of each case; those that are there already are not run again"
+    text = "a file with a line for each case; cases that it already has are not run again"
     parser.add_argument("--journal", type=output_file, metavar="FILE", help=text)
     parser.add_argument("--inside", type=float, help=argparse.SUPPRESS)  # of a process that `watch` started: its end
     add_save_flag(parser)
@@ -99,7 +103,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Measure and report, stage by stage, in a process of their own."""
+    """Measure and report, stage by stage; the stages run in a process of their own."""
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure")
         return {}
@@ -131,7 +135,7 @@ def settings(args: argparse.Namespace) -> str:
 
 
 def variables() -> list[str]:
-    """The environment variables that change kernels, of those that are set."""
+    """The environment variables that are set and change kernels."""
     return [f"{name}={os.environ[name]}" for name in (EARLY, SAME_BITS) if os.environ.get(name)]
 
 
@@ -142,7 +146,7 @@ def patience(name: str, args: argparse.Namespace) -> float:
 
 
 def summed_up(args: argparse.Namespace, journal: Journal) -> dict[str, Any]:
-    """Print all targets, and which stages there are no figures of."""
+    """Print all targets, and the stages without figures."""
     results = {name: journal.stages[name] for name in args.stages if name in journal.stages}
     compared = [row for result in results.values() for row in result["targets"]]
     if compared:

@@ -26,7 +26,7 @@ Sample = Sequence[float | None]  # the fields in their order, then the bits of t
 
 @contextlib.contextmanager
 def watching_clocks(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yields what is known after the block, see `summed_up`; {"why_not": ...} where nothing is."""
+    """Context that yields a dict, which holds `summed_up` after the block, or {"why_not": ...}."""
     found: dict[str, Any] = {}
     command = query() if device.type == "cuda" else f"{PROGRAM} knows no {device.type}"
     if isinstance(command, str):
@@ -63,13 +63,13 @@ def query() -> list[str] | str:
 
 
 def parsed(line: str) -> Sample | None:
-    """A sample; None for what is none, such as half a line."""
+    """Parse a line of samples; None for other lines, such as half a line."""
     cells = [cell.strip() for cell in line.split(",")]
     return [number(cell) for cell in cells] if len(cells) == len(FIELDS) + 1 and line.endswith("\n") else None
 
 
 def number(cell: str) -> float | None:
-    """A number, the reasons' in hexadecimal; None for "[N/A]" and the like."""
+    """Parse a number (reasons are hexadecimal); None for "[N/A]" and the like."""
     try:
         return int(cell, 16) if cell.startswith("0x") else float(cell)
     except ValueError:

@@ -1,5 +1,5 @@
-"""The stage that comes first: each Triton kernel once, against its definition, with the time of its first call, which
-compiles it, and of later ones; how attention cut its work, and how many programs a multiprocessor has room for."""
+"""The first stage: each Triton kernel once, compared with its definition. It reports the times of the first call,
+which compiles, and of later calls; how attention divided its work, and how many programs fit on a multiprocessor."""
 
 import itertools
 import time
@@ -28,7 +28,7 @@ from tools.bench.report import comparison
 from tools.kernels.scenes import beams, crowded, prompt
 
 LATER = 3  # calls after the first
-MOST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # difference from float64 that is none
+MOST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # allowed difference from float64
 SMOKE = """*error* is the largest difference from the definition (in float64 for floats). *first s* is the time of the
 first call, which compiles, and *us* that of later calls, host included. *cut* describes how attention divides its work:
 the rows of a tile; whether tiles are whole, merged by their last program, or merged later; the number of programs, and
@@ -39,7 +39,7 @@ Run = Callable[[str], Tensor]  # by the implementation: "triton" or "reference"
 
 
 class Case(NamedTuple):
-    """A call of a kernel; `most` is the largest difference that is none, `alone` stands in for `ALONE` of attention."""
+    """A call of a kernel; `most` is the largest allowed difference, `alone` replaces `ALONE` of attention."""
 
     name: str
     run: Run
@@ -81,7 +81,7 @@ def once(s: Setting, case: Case) -> dict[str, Any]:
 
 
 def timed(s: Setting, work: Callable[[], Tensor], calls: int) -> tuple[Tensor, float]:
-    """Call work several times; the last result, and the seconds of a call."""
+    """Call `work` several times; returns the last result, and the seconds of a call."""
     began = time.perf_counter()
     for _ in range(calls):
         out = work()

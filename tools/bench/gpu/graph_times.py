@@ -19,7 +19,7 @@ Times = dict[tuple[int, int, int], list[float]]  # seconds by bucket: tokens, wo
 
 @contextlib.contextmanager
 def graph_times(runner: Runner) -> Iterator[Times]:
-    """Yields seconds of all replays of graphs that are recorded already, complete after the block."""
+    """Context that yields the seconds of all replays of graphs recorded before; complete after the block."""
     steps = [(key, step) for key, step in getattr(runner, "_steps", {}).items() if step.replay is not None]
     marks: dict[tuple[int, int, int], list[tuple[Any, Any]]] = defaultdict(list)
     replays, times = [step.replay for _, step in steps], Times()
@@ -45,7 +45,7 @@ def graph_times(runner: Runner) -> Iterator[Times]:
 
 
 def largest(times: Times) -> float | None:
-    """The median of the bucket of most trees, and among these most tokens; None: nothing was replayed."""
+    """The median of the bucket with the most trees, then the most tokens; None if nothing was replayed."""
     key = max(times, key=lambda key: (key[2], key[0]), default=None)
     return None if key is None else statistics.median(times[key])
 

@@ -28,11 +28,11 @@ class Journal:
         path: the file, to which every line is written at once; None: the journal is kept in memory alone.
 
     Attributes:
-        stage: under way.
-        ended: by stage and case.
-        begun: cases without an end, the stages that hold them before them.
+        stage: the stage under way.
+        ended: the cases that have ended, by stage and case.
+        begun: the stages and cases that have not ended, each stage before its cases.
         stages: the figures of stages that have ended.
-        left: of these stages how many cases had no time.
+        left: for each of these stages the number of cases that had no time.
 
     Raises:
         UsageError: the file cannot be read, or is no journal.
@@ -48,7 +48,7 @@ class Journal:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Read what was written since, by whichever process."""
+        """Read the lines that this or another process has added."""
         if self.path is None or not self.path.exists():
             return
         try:
@@ -89,7 +89,7 @@ class Journal:
                 self.ended[name] = Ended(line["row"], line["notes"])
 
     def run(self) -> None:
-        """A run begins, or goes on: stages that had no time for all their cases are begun anew."""
+        """Begin or continue a run: stages that had no time for all their cases begin anew."""
         self._write({"is": "run"})
 
     def agree(self, **facts: Any) -> None:

@@ -65,7 +65,8 @@ class Setting:
     Args:
         args: of the command.
         journal: of the run.
-        device, large, small, middle: where; configurations of a Llama and of two Qwen3.
+        device: the device of the models.
+        large, small, middle: configurations of a Llama and of two Qwen3.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Setting:
         self.left = 0  # cases of this stage that had no time
 
     def begin(self, stage: str, seconds: float) -> None:
-        """A stage begins, and has so long, and what the last one left in memory goes: some refer to each other."""
+        """Begin a stage that has `seconds`; free the memory that the last one left, reference cycles included."""
         gc.collect()
         gc.freeze()  # as a server does: collections go through what the stage makes alone
         if self.device.type == "cuda":
@@ -94,7 +95,7 @@ class Setting:
         self.journal.begin()
 
     def note(self, what: str, error: BaseException | str) -> None:
-        """Keep why there is no figure."""
+        """Note why there is no figure."""
         first = str(error).strip().partition("\n")[0]
         text = first if isinstance(error, str) else f"{type(error).__name__}: {first}"
         progress(f"{what}: {text}")
@@ -102,7 +103,7 @@ class Setting:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Within it, why passes run without a graph is noted. Prompts always do."""
+        """Context in which it is noted why passes run without a graph; prompts always do."""
         log, handler = logging.getLogger("engine.step.graphs"), logging.Handler()
         handler.emit = lambda record: self.notes.append(record.getMessage())  # type: ignore[method-assign]
         handler.addFilter(lambda record: "reads a prompt" not in record.getMessage())
@@ -116,8 +117,8 @@ class Setting:
             log.setLevel(level)
 
     def rows(self, cases: Iterable[tuple[str, Callable[[], dict[str, Any]]]]) -> list[dict[str, Any]]:
-        """The rows of the cases, those of the journal as they are; one that fails, or comes when the stage's time is
-        over, is noted instead. What cases share and cannot be made ends them."""
+        """The rows of the cases; those that the journal has are taken from it. A case that fails, or comes when the
+        stage's time is over, is noted instead. If `cases` itself fails, the remaining cases are left out."""
         found, rest = [], iter(cases)
         while (case := self.attempt("the next case", partial(next, rest, None))) is not None:
             name, work = case
@@ -133,7 +134,7 @@ class Setting:
         return found
 
     def case(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """The row of a case, which the journal gets, and stderr its figures; None, and a note, if it fails."""
+        """Run a case; its row goes into the journal, its figures to stderr. Returns None, with a note, if it fails."""
         progress(name)
         self.journal.begin(name)
         before, row = len(self.notes), None
@@ -149,7 +150,7 @@ class Setting:
         return row
 
     def attempt(self, name: str, work: Callable[[], Any]) -> Any:
-        """The result of work; None, and a note, if it fails. Raises DeviceLost."""
+        """The result of `work`; None, with a note, if it fails. Raises DeviceLost."""
         try:
             return work()
         except Exception as error:

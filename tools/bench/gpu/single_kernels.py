@@ -105,8 +105,8 @@ def attend(s: Setting, prefix: int, queries: int, kv_heads: int | None = None, r
 
 
 def tune(s: Setting) -> Found:
-    """Tree attention by the blocks of keys, warps and stages of its programs, and by how their shares are merged: as
-    they are, and the best."""
+    """Tree attention by the blocks of keys, warps and stages of its programs, and by how their shares are merged:
+    as it is by default, and the best."""
     from kernels.tree_attention import triton  # absent on some machines
 
     usual, H = triton._sizes, s.large["num_attention_heads"]

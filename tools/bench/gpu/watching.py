@@ -26,7 +26,7 @@ def watch(
     end: float,
     patience: Callable[[str], float] = lambda stage: PATIENCE,
 ) -> None:
-    """Have a process run the stages that the journal lacks, and another one what is left when that ends too early.
+    """Run the stages that the journal lacks in a process; if it ends too early, another process runs the rest.
 
     Args:
         command: of a process that writes into the journal.
@@ -53,7 +53,7 @@ def watch(
 
 
 def ended(command: Sequence[str], journal: Journal, end: float, patience: Callable[[str], float]) -> str:
-    """Run a process to its end; why it ended, "" if as it should."""
+    """Run a process to its end; returns why it ended too early, or ""."""
     assert journal.path is not None
     process = subprocess.Popen(command, process_group=0)  # to be ended with what it starts itself
     try:
@@ -89,7 +89,7 @@ def size_of(path: Path) -> int:
 
 
 def leave() -> None:
-    """End this process, whose GPU is lost: what would free its memory could wait for it."""
+    """End this process at once: its GPU is lost, and freeing memory could wait for it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(LOST)
@@ -109,7 +109,7 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Within it, a request to end this process ends what it has started first."""
+    """Context in which SIGTERM raises SystemExit, so that a process that was started here ends first."""
 
     def stop(*_: object) -> None:
         raise SystemExit(143)

@@ -42,18 +42,19 @@ def paper_name(text: str) -> str:
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("papers", help="the papers' comparisons and ours", description=__doc__)
-    parser.add_argument("papers", nargs="*", type=paper_name, metavar="PAPER", help=f"{' '.join(PAPERS)} (all)")
+    parser.add_argument("papers", nargs="*", type=paper_name, metavar="PAPER", help=f"papers: {' '.join(PAPERS)} (all)")
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP % "the bundled demo")
-    text = "for dsbd: a model, or int8 or int4, the target in that format (beside the demo: the demo's; else int4)"
+    text = "draft of dsbd: a model, or int8 or int4 for the target in that format (the demo's draft model, else int4)"
     parser.add_argument("--draft", metavar="MODEL", help=text)
-    parser.add_argument("--reward", metavar="MODEL", help="for sbon: a reward model (functions that check the answers)")
-    parser.add_argument("--own", action="store_true", help="for dsbd: the target as the file has it, not in float32")
-    parser.add_argument("--converted", type=Path, metavar="DIR", help="keep a GGUF file's weights dequantised there")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and draws (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="see that everything runs; the figures mean nothing")
+    parser.add_argument("--reward", metavar="MODEL", help="reward model of sbon (functions that check the answers)")
+    parser.add_argument("--own", action="store_true", help="dsbd: the target in the file's format, not in float32")
+    parser.add_argument("--converted", type=Path, metavar="DIR", help="keep a GGUF file's dequantised weights here")
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompts and draws (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="check that everything runs; the figures mean nothing")
     add_load_flag(parser, "dtype", default="float32")
     add_load_flag(parser, "threads")
-    parser.add_argument("--peer-python", default=sys.executable, metavar="PATH", help="interpreter with transformers")
+    text = "Python interpreter that has transformers (this one)"
+    parser.add_argument("--peer-python", default=sys.executable, metavar="PATH", help=text)
     add_save_flag(parser, "papers")
     parser.set_defaults(run=run)
 

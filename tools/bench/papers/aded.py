@@ -138,7 +138,7 @@ def run(models: Models) -> Findings:
 def compare(
     engine: Engine, methods: Mapping[str, Search], asked: Sequence[Asked], texts: Sequence[Sequence[int]]
 ) -> list[dict[str, Any]]:
-    """All methods in turn on each request, whose greedy answer is its text: a row for each, autoregressive first."""
+    """Run all methods, interleaved, on each request and its greedy answer; a row for each, autoregressive first."""
 
     def run(search: Search, i: int) -> tuple[float, bool, dict[str, Any]]:
         options = {"max_new_tokens": len(texts[i]), "ignore_eos": True}

@@ -26,9 +26,9 @@ class Models:
         demo: whether they are the bundled ones; then texts are the demo's too, and else those of `tools.bench.texts`.
         quick: use tiny settings, only to check that everything runs.
         scratch: a folder for temporary files.
-        kept: a folder for the target's weights dequantised, which it may have already.
+        kept: a folder for the target's dequantised weights, which may already hold them.
         peer_python: the interpreter that has transformers.
-        own: beside a draft in a format of ours, the target is the file as it is, in place of its weights as floats.
+        own: run the target in the file's own format instead of as floats, if the draft is "int8" or "int4".
     """
 
     target: Path
@@ -67,7 +67,7 @@ class Models:
                 raise UsageError(f"no {role} model", remedy=f"give --{role} MODEL")
 
     def pick(self, full: T, quick: T) -> T:
-        """One size or the other."""
+        """The first size, or the second with `quick`."""
         return quick if self.quick else full
 
 

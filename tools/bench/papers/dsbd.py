@@ -96,8 +96,8 @@ def by_a_model(models: Models) -> Findings:
 
 
 def by_itself(models: Models) -> Findings:
-    """Drafts by the target in 8 or 4 bits, by n-grams, by its first layers and by suffixes, on questions. Times are the
-    processor's: other programs have a share of the wall's."""
+    """Drafts by the target in 8 or 4 bits, by n-grams, by its first layers and by suffixes, on questions. Times are CPU
+    times, because other programs disturb wall time."""
     engine, new_tokens, fixed = models.engine("draft"), models.pick(32, 6), models.pick(FIXED, {1: 1, 2: 2})
     label = f"{models.name}{'' if models.own else ' in float32'}, drafts by itself in {models.draft}"
     asked = searches(
@@ -153,7 +153,7 @@ def measure(
     new_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
-    """All searches in turn on every prompt, timed by a clock; the seconds of draft and target are those of the wall."""
+    """Run all searches, interleaved, on every prompt, timed by `clock`; draft and target seconds are wall time."""
     for _, search in (searches[0], searches[-1]):
         engine.generate(prompts[:1], search, max_new_tokens=8, ignore_eos=True)  # warm up
 
@@ -227,7 +227,7 @@ def report(
     clock: str,
     more: Sequence[str],
 ) -> Findings:
-    """The setting, all rows, the speeds at equal quality, and more; `clock` says what times of `measure` are."""
+    """The setting, all rows, the speeds at equal quality, and more; `clock` names the clock of the times."""
     shown = [row | {"star": "*" if row["front"] else ""} for row in rows]
     ratios = speedups(rows)
     body = "\n\n".join([
@@ -250,8 +250,8 @@ def report(
 
 
 def rides(models: Models, beams: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows of beam sampling of the target as it is given, with suffixes of the request's text riding along and without:
-    the processor's seconds after the prompt. The texts are edits of code and copies, which suffixes know."""
+    """Rows of beam sampling on the target as it is given, with suffix drafts and without, by CPU seconds after the
+    prompt. The texts are edits of code and copies, for which suffixes find drafts."""
     engine = models.engine()
     asked = [*edits(engine, models.pick(2, 1)), *copies(engine, models.pick(2, 1), models.pick(80, 20))]
     options = {"max_new_tokens": models.pick(48, 6), "ignore_eos": True}
@@ -274,7 +274,7 @@ def rides(models: Models, beams: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def same_lists(rows: Sequence[dict[str, Any]], ridden: Sequence[dict[str, Any]]) -> str:
-    """Speeds of what draws the very lists that beam sampling of so many beams draws, or lists of their distribution."""
+    """Speeds of searches that draw the same lists as beam sampling, or lists from the same distribution."""
     by, lines = {row["label"]: row for row in rows}, []
     for ride in ridden:
         w = ride["beams"]
@@ -296,7 +296,7 @@ def same_lists(rows: Sequence[dict[str, Any]], ridden: Sequence[dict[str, Any]])
 
 
 def cost(models: Models, rows: Sequence[dict[str, Any]]) -> str:
-    """The draft, and what its passes cost beside those of the target."""
+    """The draft, and the cost of its passes relative to those of the target."""
     mine = [row for row in rows if row["search"] == "dsbd"]
     share = sum(row["draft_seconds"] for row in mine) / sum(row["target_seconds"] for row in mine)
     return (

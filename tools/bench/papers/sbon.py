@@ -70,12 +70,12 @@ class Kind(NamedTuple):
     """Tasks whose answers a function checks.
 
     Args:
-        what: they are.
+        what: the name of the tasks in the report.
         tasks: the questions.
-        reward: of answers and beginnings; 1 is right.
+        reward: rewards answers and their beginnings; 1 is right.
         tau: decision token.
-        tokens: of an answer, at most.
-        differs: about the reward.
+        tokens: the most tokens of an answer.
+        differs: a note on the reward for the report.
     """
 
     what: str
@@ -140,7 +140,7 @@ def by_function(models: Models) -> Findings:
 
 
 def solved_rows(engine: Engine, kind: Kind, searches: Mapping[str, Search]) -> list[dict[str, Any]]:
-    """A row for each search: tasks solved, tokens drawn, seconds of the processor; the searches take turns."""
+    """A row for each search: tasks solved, tokens drawn, CPU seconds; the searches are interleaved."""
 
     def measured(search: Search, i: int) -> tuple[float, SearchResult]:
         used = time.process_time()
@@ -167,7 +167,7 @@ def few_whole(engine: Engine, kind: Kind, count: int) -> int:
 
 
 def beside_best_of_n(rows: Sequence[dict[str, Any]]) -> None:
-    """Add, to rows of SBoN, best-of-N with the same N, and the least best-of-N with at least the reward."""
+    """Compare rows of SBoN with best-of-N of the same N, and with the smallest one of at least the same reward."""
     plain = sorted((row for row in rows if row["search"].startswith("Bo")), key=lambda row: row["n"])
     for row in (row for row in rows if row["search"].startswith("SBoN")):
         same = next(one for one in plain if one["n"] == row["n"])
@@ -199,8 +199,8 @@ def questions(number: int, seed: object) -> list[str]:
 
 
 def foresight(models: Models, engine: Engine, kind: Kind, wanted: Sequence[int]) -> dict[str, Any]:
-    """The same searches with a head on the model's own states that was trained to predict the function: how well it
-    foresees, and what it is worth. The engine keeps it as its reward model."""
+    """The same searches with a head on the model's own states, trained to predict the function: how well it predicts,
+    and how good the answers are. The engine keeps it as its reward model."""
     options = {"max_new_tokens": kind.tokens, "temperature": kind.temperature, "seed": models.seed + 1}
     texts = [text for text in questions(models.pick(TRAINING, 12), f"training:{models.seed}") if text not in kind.tasks]
     used = time.process_time()
@@ -289,7 +289,7 @@ def by_reward_model(models: Models) -> Findings:
 
 
 def ask(engine: Engine, messages: list[dict[str, str]], search: Search, new_tokens: int) -> Run:
-    """Seconds and result."""
+    """Answer a request; returns the seconds and the result."""
     prompt = chat_prompt(engine, messages)
     options = {"messages": messages, "max_new_tokens": new_tokens, "eos_token_ids": prompt.eos_token_ids}
     request = Request(prompt.ids, search, **options)

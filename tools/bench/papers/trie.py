@@ -138,8 +138,8 @@ def count_one(engine: Engine, prompts: Sequence[Asked], beams: int, new_tokens: 
 
 
 def measure(engine: Engine, prompt: Asked, beams: int, new_tokens: int) -> dict[str, Any]:
-    """One search: its statistics, its score, the live tokens after each step, and the processor's seconds, of all
-    threads, for the prompt and after it."""
+    """One search: its statistics, its score, the live tokens after each step, and the CPU seconds of all threads for
+    the prompt and after it."""
     began, clock, live = time.process_time(), list[float](), list[int]()
     for event in engine.stream(prompt.ids, Trie(beams), max_new_tokens=new_tokens, eos_token_ids=prompt.ends):
         if not isinstance(event, Prefill):
@@ -217,7 +217,7 @@ def memory_table(rows: Sequence[dict[str, Any]], beams: Sequence[int]) -> str:
 
 
 def cpu_table(rows: Sequence[dict[str, Any]], beams: Sequence[int]) -> str:
-    """The processor's time per token, by the kind of prompt."""
+    """The CPU time per token, by the kind of prompt."""
     kinds, keys = list(dict.fromkeys(row["text"] for row in rows)), ("prompt_cpu_ms", "decode_cpu_ms")
     head = ["beams", *(f"{kind}, {part}" for kind in kinds for part in ("prompt", "output"))]
     by = {(row["text"], row["beams"]): row for row in rows}
