@@ -105,7 +105,7 @@ def elements(k_GSD: Tensor, rows: Tensor) -> tuple[int, torch.dtype]:
 
 
 def copies(source: Sequence[int], target: Sequence[int], size: int) -> None:
-    """Raises ValueError unless slots can be copied to others in a cache of so many."""
+    """Raises ValueError unless slots can be copied to others in a cache of `size` slots."""
     if len(source) != len(target) or any(
         slots and not 0 <= min(slots) <= max(slots) < size for slots in (source, target)
     ):
@@ -212,7 +212,7 @@ def scan_weights(weights: Any, dtype: torch.dtype, device: torch.device) -> None
 
 
 def delta_paths(paths: DeltaPaths, tokens: int, kind: Any, rows: int, states: int, device: torch.device) -> None:
-    """Raises ValueError for paths that lead out of so many rows and states, on a CPU; once for each pass."""
+    """Raises ValueError for paths that lead outside the rows and states, on a CPU; once for each pass."""
     kept = vars(paths)
     if kept.get("_fits") != (tokens, kind.reach, rows, states):
         _paths(paths, tokens, kind, rows, states, device)
@@ -257,7 +257,7 @@ def queries(
 
 
 def unread(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, count: int) -> None:
-    """Raises ValueError unless so many first elements of a head can be left out, of keys that are the values."""
+    """Raises ValueError unless the first `count` elements can be left out of values that are also the keys."""
     if not 0 <= count < q_THD.shape[2]:
         raise ValueError(f"unread: expected at least 0 and less than {q_THD.shape[2]}, got {count}")
     if count and k_GSD.data_ptr() != v_GSD.data_ptr():
@@ -296,7 +296,7 @@ _HOST = torch.device("cpu")
 
 
 def ranges(layout: TreeLayout, slots: int) -> None:
-    """Raises ValueError for a layout that leads out of a cache of so many slots; reads tensors on the host."""
+    """Raises ValueError for a layout that leads outside a cache of `slots` slots; reads tensors on the host."""
     starts, seen, page = layout.token_starts.tolist(), layout.trunk_seen_T.tolist(), layout.page_size
     R, T = len(starts) - 1, len(seen)
     if starts[0] != 0 or starts[-1] != T or any(first > last for first, last in pairwise(starts)):
@@ -317,7 +317,7 @@ def ranges(layout: TreeLayout, slots: int) -> None:
 
 
 def fits(layout: TreeLayout, slots: int, device: torch.device) -> None:
-    """Raises ValueError unless a layout fits a cache of so many slots on a device; once for each layout.
+    """Raises ValueError unless a layout fits a cache of `slots` slots on a device; once for each layout.
 
     Values are checked on the host only; on a GPU the code that made the tensors is responsible for them.
     """

@@ -81,7 +81,7 @@ def after_the_last(EARLY: tl.constexpr):
 
 @contextlib.contextmanager
 def launching_by(launcher: Callable[..., Any]) -> Iterator[None]:
-    """Within it, what this function makes of a kernel and its grid takes the arguments of launches."""
+    """Context in which `launcher(kernel, grid)` returns the function that is called with a launch's arguments."""
     global _launcher
     before, _launcher = _launcher, launcher
     try:
@@ -234,7 +234,7 @@ def _rest(x, high):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """x in a dtype, rounded to nearest. The interpreter would cut bfloat16 off."""
+    """x in a dtype, rounded to nearest. The interpreter would truncate to bfloat16."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)

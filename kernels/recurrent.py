@@ -46,7 +46,7 @@ class Recurrence:
         x_TF, rows_RW, states_SHKV: as of the operator; rows of x may stand apart.
         inputs: where the channels of the convolution begin in x.
         delta: whether it is a gated delta net: queries and keys are divided by their lengths, and what a token writes
-            hangs on the state.
+            depends on the state.
     """
 
     x_TF: Tensor
@@ -123,7 +123,7 @@ class Recurrence:
         )  # fmt: skip
 
     def walk(self, strengths_TH: Tensor | None, written_TE: Tensor | None) -> Tensor:
-        """The reads of every head of its state, [T, H * V]; states are left where blocks end.
+        """What every head reads from its state, [T, H * V]; states are stored where blocks end.
 
         Args:
             strengths_TH, written_TE: of a delta net; what each token writes is put into the latter.

@@ -16,7 +16,7 @@ def asked() -> bool:
 
 @contextlib.contextmanager
 def asking(choice: str) -> Iterator[None]:
-    """Within it, the variable is "on" or "off"; a CUDA graph stays as it was recorded."""
+    """Context in which the variable is "on" or "off"; a CUDA graph stays as it was recorded."""
     before = os.environ.get(NAME)
     os.environ[NAME] = choice
     try:

@@ -50,7 +50,7 @@ def chains_of(
 
 
 def with_chains(paths: DeltaPaths) -> DeltaPaths:
-    """Paths with their chains, which are found where nobody has planned them: that waits for a GPU."""
+    """Paths with their chains; chains that were not planned are found here, which waits for a GPU."""
     if paths.chains_N2 is not None:
         return paths
     kept = vars(paths)

@@ -19,7 +19,7 @@ class Group:
         rows_P: int64, the rows.
         within_AA: bool; element i, a row or then a token, has ancestor j in the block, or is j.
         base: the state.
-        folds: (i, the state that takes what is after the i-th token).
+        folds: pairs (i, the state in which the result of the i-th token is stored).
     """
 
     tokens_N: Tensor

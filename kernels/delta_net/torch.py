@@ -51,8 +51,8 @@ def convolved(inputs_TC: Tensor, taps_KC: Tensor, rows_RC: Tensor, paths_TN: Ten
 
 
 def decays(group: Group, decay_AH: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns what is left of the block's first state at each token, [H, N, 1], and of what its ancestors in the block
-    wrote, [H, N, A], from the logarithms of decays of so many rows and then of the tokens."""
+    """Returns the factors by which the block's first state, [H, N, 1], and what ancestors in the block wrote,
+    [H, N, A], have decayed at each token. `decay_AH` are logarithms of the decays of `rows` rows, then of tokens."""
     # Logarithms of decays since the block's beginning; small differences of large ones lose digits in float32.
     since_HA = (group.within_AA.double() @ decay_AH.double()).T
     between_HNA = (since_HA[:, rows:, None] - since_HA[:, None, :]).to(decay_AH.dtype)

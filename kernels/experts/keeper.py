@@ -74,7 +74,7 @@ class Keeper:
 
 
 def least_limit(matrices: int, experts: int) -> int:
-    """Bytes that a keeper needs for so many bytes of matrices of a layer's experts, at most."""
+    """The most bytes that a keeper needs for a layer with `matrices` bytes of experts' matrices."""
     return matrices + experts * MOST_PLACES * 2 * AROUND
 
 
@@ -86,7 +86,7 @@ class _Files:
         self.starts, self.used = sorted(self.ends), set[int]()
 
     def places(self, expert: Expert) -> list[tuple[int, int]]:
-        """The windows of an expert, addresses and bytes, those that touch as one. Raises ValueError."""
+        """The windows of an expert as addresses and sizes; adjacent ones are merged. Raises ValueError."""
         found = list[tuple[int, int]]()
         spans = ((x.data_ptr(), x.data_ptr() + x.nbytes) for part in expert for x in _tensors(part.packed))
         for first, last in sorted(spans):
@@ -111,7 +111,7 @@ class _Files:
 
 
 def _mapped() -> Iterator[tuple[int, int, str, int]]:
-    """The mappings of files: ends, rights, and how much of each is not the file's. Raises ValueError."""
+    """The mappings of files: ends, rights, and how much of each differs from the file. Raises ValueError."""
     try:
         text = MAPPINGS.read_text("utf-8", "replace")
     except OSError:
@@ -127,7 +127,7 @@ def _call(name: str, start: int, size: int, what: int) -> None:
 
 
 def _tensors(matrix: Packed | PackedParts) -> Iterator[Tensor]:
-    """All of a matrix that products read, but for its bias."""
+    """All tensors of a matrix that products read, except its bias."""
     for part in matrix.parts if isinstance(matrix, PackedParts) else [matrix]:
         values = part.groups[2:] if part.groups else (part.scale_O,)
         yield from (x for x in (part.panels, *values, part.order_I) if x is not None)

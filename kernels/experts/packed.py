@@ -120,6 +120,6 @@ class PackedExperts:
         return self._described
 
     def keep(self, keeper: Any, first: int) -> None:
-        """Have a `Keeper` make room for the experts that rows choose, which has them from this number on."""
+        """Have a `Keeper` make room for the experts that rows choose; their numbers in it begin with `first`."""
         self._keeper, described = keeper, self.described()
         described.keeper, described.kept_from = ctypes.addressof(keeper.described), first

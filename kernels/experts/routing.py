@@ -16,14 +16,14 @@ class Routing(NamedTuple):
 
     Args:
         chosen: experts of a token.
-        scores: what a chosen expert weighs: its part of the softmax of all logits, or of those of the chosen experts
+        scores: the weight of a chosen expert: its part of the softmax of all logits, or of those of the chosen experts
             alone; the sigmoid of its logit; "sparsemixer": its part of the softmax of the logits that are near to the
             largest, for the second expert without the first (Liu et al., 2024).
         normalized: weights are divided by their sum plus `epsilon`.
         scale: a factor of the weights.
-        jitter: how near is near, of sparsemixer.
-        groups, kept: experts lie in groups of one size, of which a token chooses from the `kept` best; 1: in one.
-        best: a group is as good as the sum of so many of its largest scores.
+        jitter: sparsemixer's limit for logits that are near.
+        groups, kept: experts lie in groups of one size; a token chooses from the `kept` best groups.
+        best: a group is scored by the sum of its `best` largest scores.
     """
 
     chosen: int
@@ -40,13 +40,13 @@ class Routing(NamedTuple):
 def choose(
     logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None, factors_X: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The experts of tokens, the likeliest first, of equals the lower number; each token by itself.
+    """Choose the experts of each token, the likeliest first; among equals the one with the lower number comes first.
 
     Args:
-        logits_TX: what the router makes of tokens, floats of any dtype.
-        bias_X: float32, added to sigmoids, or to parts of a softmax, for the choice, of groups too, and not for the
-            weights; None: nothing is.
-        factors_X: float32, of the weights of chosen experts; None: 1. Not of sparsemixer.
+        logits_TX: the router's outputs, floats of any dtype.
+        bias_X: float32, added to sigmoids, or to parts of a softmax, when experts and groups are chosen, but not to the
+            weights; None: no bias.
+        factors_X: float32, factors of the weights of chosen experts; None: 1. Not for sparsemixer.
 
     Returns:
         their numbers [T, K], int64, and their weights [T, K], float32 (float64 for such logits).

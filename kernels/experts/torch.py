@@ -18,7 +18,7 @@ def grouped(
     experts: Sequence[tuple[Product, Product]],
     activate: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The weighted sum of what the chosen experts of each token make of it, in the order of the token's choice.
+    """The weighted sum of the outputs of each token's chosen experts, in the order of the token's choice.
 
     Args:
         experts_TK, weights_TK: see `choose`.

@@ -11,13 +11,13 @@ class HeadTransform(NamedTuple):
     """The norms and rotations of the heads of queries and keys before keys are written.
 
     Args:
-        angles: cos_TR and sin_TR of keys and queries, see `kernels.rows.rotary`; those of queries besides, if they are
-            others; (): nothing is rotated.
+        angles: cos_TR and sin_TR of keys and queries, see `kernels.rows.rotary`; then those of queries, if they
+            differ; (): nothing is rotated.
         q_norm, k_norm: of each head by itself, weight and bias [D], the bias None for an RMSNorm; both or None.
         eps: of the norms.
         norms_last: heads are normed after they are rotated, not before.
-        all_heads: those of queries are normed as one row, and those of keys; vectors are as long, [H * D] and [G * D].
-        own_norms: each head by itself, and by vectors of its own, which lie one after the other, [H * D] and [G * D].
+        all_heads: all query heads are normed as one row, and all key heads; vectors are [H * D] and [G * D].
+        own_norms: each head is normed by a vector of its own; they lie one after the other, [H * D] and [G * D].
         value_norms: heads of values are normed, each by itself, by RMSNorms without weights.
     """
 

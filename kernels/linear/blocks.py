@@ -43,7 +43,7 @@ class Block:
         least: groups have minimums.
         scales: how they are kept: in float16, as exponents of float4, or as int8 with units.
         decode: blocks uint8 [O, N, B] to rows.
-        codebook: the name of the one that codes are entries of; "": they are in the blocks.
+        codebook: the name of the codebook that has the codes; "": the blocks have them.
     """
 
     number: int

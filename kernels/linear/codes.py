@@ -53,7 +53,7 @@ class Codes:
 
 
 def takes(kind: GroupKind, size: int, width: int) -> bool:
-    """Whether groups are of a size that products can have."""
+    """Whether products support groups of this size."""
     return size == width or size % STEPS[kind] == 0
 
 

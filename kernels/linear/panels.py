@@ -240,7 +240,7 @@ class Packed:
         )
 
     def rounding(self) -> "Packed":
-        """The matrix as it multiplies rounded rows, of the same tensors; itself where its kind does not, or it does."""
+        """The matrix for rounded rows, with the same tensors; itself if it rounds already, or its kind cannot."""
         if self.levels or self.groups is None or self.groups.kind not in ROUNDED_KINDS:
             return self
         found = copy(self)
@@ -273,7 +273,7 @@ class Filling:
 
     Args:
         panels: of `shape`, whose content does not matter.
-        padding: what words are made of that have no elements.
+        padding: the content of words without elements.
     """
 
     def __init__(self, panels: Tensor, padding: int = 0):

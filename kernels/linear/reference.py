@@ -70,8 +70,8 @@ def quantize(x: Tensor, levels: float = 127) -> tuple[Tensor, Tensor]:
 
 
 def rounded(x: Tensor, levels: float, group: int, together: int) -> Tensor:
-    """Rows [..., in] whose elements are rounded by the largest magnitude of `together`, from the beginning of each
-    `group` of a row on; float64."""
+    """Rows [..., in], each `together` elements rounded by their largest magnitude, counted from the beginning of each
+    `group` elements of a row; float64."""
     width = x.shape[-1]
     x = _split(_split(x, group), together)
     steps, top = quantize(x, levels)

@@ -198,7 +198,7 @@ def _product(
 
 @triton.jit
 def is_last_share(acc_MN, part_ptr, count_ptr, at_MN, real_MN, size):
-    """Store the sums of a share of the width, in a plane of so many numbers; whether all shares of a tile are there."""
+    """Store the sums of a share of the width, in a plane of `size` numbers; whether all shares of a tile are stored."""
     tl.store(part_ptr + tl.program_id(2) * size + at_MN, acc_MN, mask=real_MN)
     return last_of(count_ptr, tl.num_programs(2))
 

@@ -25,7 +25,7 @@ def scan(
 
     A head has a state S [K, V]. A token with x [V], B and C [K] of the head's group and a step d makes of its parent's
     state S' = exp(d A) S + B (d x)^T, and reads S'^T C + D x. What a token adds is an outer product, as that of a gated
-    delta net (`kernels.delta_net`) is, but hangs on no state: rows, states and paths are the same.
+    delta net (`kernels.delta_net`) is, but does not depend on the state: rows, states and paths are the same.
 
     Args:
         x_TF: of each token side by side: a gate for each element of H heads [V], x of these, B and C of G groups [K],

@@ -52,8 +52,8 @@ class Stack:
     """The calls of all layers and the norm after them.
 
     Args:
-        calls: of which the tensors and packed matrices live as long as the stack is used. All their linear layers have
-            a `matrix`, and all their mixtures of experts have `matrices`.
+        calls: the calls; their tensors and packed matrices must live as long as the stack is used. All their linear
+            layers have a `matrix`, and all their mixtures of experts have `matrices`.
         dtype, width: of the stream.
 
     Raises:
@@ -61,7 +61,7 @@ class Stack:
 
     Attributes:
         idle: the stack runs no pass, because an observer wants the layers to be called one by one.
-        widths: of the registers, the most of any layer.
+        widths: the widths of the registers, each the largest of any layer.
         described, tables: its structure of C++, and the type of those of angles.
     """
 

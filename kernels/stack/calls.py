@@ -67,7 +67,7 @@ class Heads(NamedTuple):
 
     @property
     def count(self) -> int:
-        """How many there are of a token."""
+        """The number of heads of a token."""
         return self.gates + self.queries + self.keys + self.values
 
 

@@ -15,7 +15,7 @@ Widths = Mapping[str, int]
 
 
 def followed(calls: Sequence[Call], dtype: torch.dtype, width: int) -> tuple[list[int], dict[str, int]]:
-    """The width of the register that each call writes, after it; and of each register the most.
+    """The width of the register that each call writes, and the largest width of each register.
 
     Args:
         dtype, width: of the stream.
@@ -39,7 +39,7 @@ def followed(calls: Sequence[Call], dtype: torch.dtype, width: int) -> tuple[lis
 
 
 class _Following:
-    """The widths that calls make of those of the registers they read.
+    """Computes the widths that calls write from those of the registers that they read.
 
     Args:
         dtype, width: of the stream.

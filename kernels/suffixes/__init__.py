@@ -50,14 +50,14 @@ def add(text: Suffixes, symbols: Sequence[int] | memoryview, mark: int = 0, *, i
 
 
 def known(text: Suffixes, tokens: Sequence[int], mark: int = 0, *, impl: str) -> int:
-    """How many of the first tokens are in the text already, one after the other, in some place; see `add`."""
+    """How many of the first tokens the text contains already, one after the other; see `add`."""
     _check_mark(text, mark)
     _check_tokens(text, tokens)
     return _chosen(impl).known(text, tokens, mark)
 
 
 def foreign(symbols: memoryview, vocab_size: int, numbers: Collection[int], *, impl: str) -> int:
-    """Find what no text has.
+    """Find the first symbol that no text can have.
 
     Args:
         symbols: numbers of 32 bits, in writable memory.

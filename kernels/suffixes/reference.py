@@ -144,13 +144,12 @@ def foreign(symbols: memoryview, vocab_size: int, listed: bytes) -> int:
 def propose(sources: Sequence[Source], tail: Sequence[int], nodes: int, depth: int, least: float) -> Nodes:
     """Draft what followed the longest suffixes of a tail, best first.
 
-    A node goes on as its places did: those that match the tail and go on as the path to the node, and, of a fine text,
-    those that match the tail and the path. A place counts 1 if its match is the longest of the node's, a quarter of
-    that for each symbol that it is shorter. The share of a token is what the places with this token next count, over
-    what all of them count and a doubt. The doubt grows with the number of different tokens, and shrinks with the length
-    of the longest match; its form and DOUBT were fitted to sources of
-    Python and to answers of a model. A node's score is its
-    parent's times its share.
+    The places of a node are those that match the tail and continue like the path to the node, and, in a fine text,
+    those that match the tail and the path; tokens that follow them are proposed as children. A place counts 1 if its
+    match is the longest of the node's places, and a quarter as much for each symbol by which it is shorter. The share
+    of a token is the count of the places that it follows, divided by the count of all places plus a doubt. The doubt
+    grows with the number of different tokens and shrinks with the length of the longest match; its form and DOUBT were
+    fitted to sources of Python and to answers of a model. A node's score is its parent's score times its share.
 
     Args:
         sources: texts.

@@ -34,7 +34,7 @@ def token_bits(vocab_size: int) -> int:
 
 
 class Suffixes:
-    """A text of bounded length: a symbol too many takes the place of the oldest.
+    """A text of bounded length: when it is full, a new symbol replaces the oldest.
 
     Args:
         capacity: symbols that are kept; 12 bytes each, and 9 bytes for each head (`ENTRIES_PER_HEAD`). The system gives
@@ -95,7 +95,7 @@ class Suffixes:
         return len(self._memory)
 
     def forget(self, kept: int) -> None:
-        """Keep only the newest symbols, so many of them at most."""
+        """Keep at most `kept` symbols, the newest."""
         self.fields.kept = max(0, min(kept, self.fields.kept))
 
     def parts(self) -> list[memoryview]:

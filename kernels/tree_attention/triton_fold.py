@@ -17,8 +17,8 @@ def fold(
 ):  # fmt: skip
     """Take one more block of keys and values into the running maximum, sum and output; unless MASKED all are live.
 
-    With R the keys without their first R elements, which `q_MR` is for, are the values. Of 8 bits they are loaded
-    twice, as the compiler fetches ahead no bytes that two products want.
+    With R, the values are the keys without their first R elements, which `q_MR` multiplies. Keys of 8 bits are loaded
+    twice, because the compiler does not prefetch bytes that two products use.
     """
     ONCE: tl.constexpr = R > 0 and SCALE == 0
     d_D = tl.arange(0, D2)

@@ -71,7 +71,7 @@ def _keys(tokens, trunk, branches, W, window, WINDOWED: tl.constexpr, N: tl.cons
     """The first key that any token of a tree may see, the blocks of its trunk from there, and all blocks of a tile.
 
     Args:
-        tokens: of the tree; a trunk's last ones are among them, and no other stands before its end.
+        tokens: number of the tree's tokens; those within the trunk are its last ones.
     """
     lo = trunk * 0
     if WINDOWED:
