@@ -2,7 +2,7 @@
 
     python -m tests.kernels.compile_kernels --write docs/operators-gpu.md
 
-writes the registers, spills and shared memory of the attention kernels into the page's tables, instead of checking them.
+writes the registers, spills and shared memory of the attention kernels into the page's tables, without the checks.
 """
 
 import itertools
