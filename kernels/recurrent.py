@@ -123,7 +123,7 @@ class Recurrence:
         )  # fmt: skip
 
     def walk(self, strengths_TH: Tensor | None, written_TE: Tensor | None) -> Tensor:
-        """What every head reads from its state, [T, H * V]; states are stored where blocks end.
+        """Returns what every head reads from its state, [T, H * V]; states are stored where blocks end.
 
         Args:
             strengths_TH, written_TE: of a delta net; what each token writes is put into the latter.
