@@ -273,16 +273,22 @@ def _end_of_turns(calls: Sequence[Call], start: int) -> int | None:
 
 
 def _end_of_sums(calls: Sequence[Call], start: int) -> int | None:
-    """Where the sums that begin here end, with the following norm of the stream; None if there are none."""
-    added = False
+    """Where the sums that begin here end, with the following norm of the stream; None if there are none, or if one
+    operator cannot do them: it scales all addends or none, after their norms."""
+    added, scaled = list[str](), list[str]()
     for end in range(start, len(calls)):
         call = calls[end]
         if call.code == "add" and call.target == "stream":
+            if scaled and sorted(scaled) != sorted([*added, call.source]):
+                return None
             following = calls[end + 1 : end + 2]
             return end + 1 + (bool(following) and (following[0].code, following[0].source) == ("norm", "stream"))
-        if call.source == "stream" or call.code not in ("norm", "scale", "add") or (added and call.code == "norm"):
+        if call.source == "stream" or call.code not in ("norm", "scale", "add"):
             return None
-        added = added or call.code == "add"
+        if call.code == "norm" and (added or call.source in scaled):
+            return None
+        added += [call.source] if call.code == "add" else []
+        scaled += [call.source] if call.code == "scale" else []
     return None
 
 
