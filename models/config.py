@@ -26,6 +26,7 @@ class Experts:
         count, width: the number of experts, and the inner width of each.
         routing: how tokens choose.
         layers: which layers have it; the others have an MLP.
+        factor: of what the chosen experts and the shared one add up to.
         beside_mlp: these layers also have an MLP, which reads the same stream; MLP and experts each have their own
             norms on both sides, and so has the sum. The router reads the normed stream times a vector, and the weights
             of chosen experts are multiplied by the elements of another.
@@ -43,6 +44,7 @@ class Experts:
     shared_width: int = 0
     shared_gate: bool = False
     bias: bool = False
+    factor: float = 1.0
     beside_mlp: bool = False
 
 
@@ -165,7 +167,8 @@ class Config:
             "own" weights and no bias.
         value_norms: values are normed head by head, by RMSNorms without weights.
         interleaved: elements of a head that are rotated with each other lie side by side.
-        grouped_qkv: one matrix produces queries, keys and values, grouped by key/value head.
+        grouped_qkv: one matrix produces queries, keys and values, grouped by key/value "head", or queries, values and
+            keys of the heads of each of four "quarters"; "": they lie below each other.
         norms_last: head norms are applied after the rotation, not before.
         query_gate: attention's output is multiplied by the sigmoid of gates, which the query matrix produces "below"
             the queries of each head, or a separate matrix ("apart").
@@ -181,6 +184,7 @@ class Config:
         recurrent: layers with a recurrent state instead of keys and values; None: there are none.
         latent: latent attention; None: attention has key and value matrices.
         embedding_width: of the embedding, if projections lead from it to `width` and back.
+        embedding_norm: the embedding is normed, by a norm without weights.
         embedding_scale: factor of the embedding; `rounded_scale`: it is first rounded to the model's dtype.
         residual_scale: factor of what attention and MLP add to the stream.
         alone: by layer, the only part that it has: "attention", or what stands in its place, or an "mlp"; empty: all
@@ -218,7 +222,7 @@ class Config:
     value_norms: bool = False
     norms_last: bool = False
     interleaved: bool = False
-    grouped_qkv: bool = False
+    grouped_qkv: Literal["", "head", "quarters"] = ""
     query_gate: Literal["", "below", "apart"] = ""
     attention_bias: bool = False
     out_bias: bool | None = None
@@ -232,6 +236,7 @@ class Config:
     recurrent: Recurrent | None = None
     latent: Latent | None = None
     embedding_width: int | None = None
+    embedding_norm: bool = False
     embedding_scale: float = 1.0
     rounded_scale: bool = False
     residual_scale: float = 1.0

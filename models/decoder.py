@@ -30,7 +30,7 @@ from models.formats.linear import Linear, is_small
 from models.layer_inputs import InputMaker
 from models.layers import Layer
 from models.names import HEAD, SCORE, Names
-from models.norms import Norm, rounded
+from models.norms import Norm, PlainNorm, rounded
 from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, fused, run
 
@@ -114,6 +114,7 @@ class Decoder(nn.Module):
         self.shape, self.shard, self.part = ModelShape.of(c), weights.shard, weights.part
         self.embedding = weights.embedding(f"{names.embedding}.weight")
         self.embedding_scale = rounded(c.embedding_scale, dtype) if c.rounded_scale else c.embedding_scale
+        self.embedding_norm = PlainNorm(c, weights, c.width) if c.embedding_norm else None
         self.inputs = InputMaker(c, names, weights, c.layer_inputs) if c.layer_inputs else None
         self.positions_PE = weights.vector(f"{names.positions}.weight") if names.positions else None
         self.rotaries = [RotaryEmbedding(rope).to(device) for rope in c.tables()]
@@ -210,6 +211,8 @@ class Decoder(nn.Module):
         x_TE = self.embedding(tokens_T)
         if self.ends is not None and layout.adapters_T is not None:
             x_TE = self.ends.embed(x_TE, tokens_T, layout.adapters_T)
+        if self.embedding_norm is not None:
+            x_TE = self.embedding_norm(x_TE, layout.rows_impl)
         if self.embedding_scale != 1.0:
             x_TE = x_TE * self.embedding_scale
         if self.project_in is not None:

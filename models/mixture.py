@@ -36,6 +36,7 @@ class Mixture(nn.Module):
         mixed, layer = c.experts, names.layer.format(index)
         assert mixed is not None
         self.routing, self.activation, self.gated = mixed.routing, c.activation, c.gated
+        self.factor = mixed.factor
         self.router = weights.linear(layer + names.router, bias=mixed.bias, exact=True)
 
         def mlp(parts: Sequence[str]) -> nn.ModuleList:
@@ -71,8 +72,10 @@ class Mixture(nn.Module):
         return PackedExperts(self.routing, self.activation, router, pairs, self.bias_X, shared, gate, self.factors_X)
 
     def calls(self, source: str) -> Iterator[Call]:
-        """The call from the register `source` to "read"."""
+        """The calls from the register `source` to "read"."""
         yield Call("mix", source, "read", mixture=self)
+        if self.factor != 1.0:
+            yield Call("scale", "read", "read", scale=self.factor)
 
     def forward(self, x_TE: Tensor, impl: str, scored_TE: Tensor | None = None) -> Tensor:
         """[T, E] -> the same; `impl` is the pass's. The router reads `scored_TE`, or without that the same."""

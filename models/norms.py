@@ -32,7 +32,7 @@ class Norm(nn.Module):
                 self.bias = weights.vector(f"{name}.bias") if c.norm_bias else torch.zeros_like(self.weight)
         else:
             self.weight = torch.ones(c.width, dtype=weights.dtype, device=weights.device)
-            self.bias = torch.zeros_like(self.weight)
+            self.bias = None if c.rms else torch.zeros_like(self.weight)
 
     def forward(self, x: Tensor, impl: str) -> Tensor:
         """[..., E] -> the same; `impl` is the pass's."""
@@ -98,6 +98,8 @@ def head_norm(c: Config, weights: Weights, name: str, some: range | None, heads:
     Args:
         heads: of this process.
     """
+    if not c.affine:
+        return PlainNorm(c, weights, c.head_dim)
     if c.head_norms == "own":
         first = 0 if some is None else some.start // c.head_dim
         norm = OwnNorms(c, weights, name, range(first, first + heads))

@@ -148,6 +148,27 @@ def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (
     return tuple(found)
 
 
+def sparse_layers(fields: Fields, layers: int, dense: int) -> list[bool]:
+    """Whether each layer has experts, by the field `mlp_layer_types`; where that is absent, all but the first `dense`.
+
+    Raises:
+        CheckpointError: another number of layers, or a kind that is neither `dense` nor `sparse`.
+    """
+    kinds = fields.config.get("mlp_layer_types")
+    if kinds is None:
+        return [i >= dense for i in range(layers)]
+    if type(kinds) is not list or len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
+        raise fields.error("mlp_layer_types", f"{layers} of dense and sparse")
+    return [kind == "sparse" for kind in kinds]
+
+
+def with_rope(fields: Fields, rope: Mapping[str, Any]) -> Fields:
+    """The fields with these rotary parameters if the config has none."""
+    if fields.config.get("rope_parameters") is not None or fields.sub("rope_scaling"):
+        return fields
+    return Fields({**fields.config, "rope_parameters": rope}, fields.file, fields.prefix)
+
+
 def optional_window(fields: Fields) -> int | None:
     """The window of layers that have one, where `use_sliding_window` is true; null is none, absent is not."""
     if not fields.bool("use_sliding_window", default=False):

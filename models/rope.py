@@ -45,6 +45,7 @@ class RopeConfig:
     turned: int = 0  # proportional: pairs of dims that turn, the first; the others do not
     growth: float = 0.0  # those of queries also by 1 + growth * ln(1 + position // growth_length) (Llama 4)
     growth_length: int = 1
+    backwards: bool = False  # by minus the angles (nanochat)
 
     @staticmethod
     def from_hf(
@@ -232,7 +233,7 @@ class RotaryEmbedding:
             inv_freq = torch.where(spans_T[:, None] > self.config.original_length, stretched_TF, inv_freq)
         if self.long_inv_freq is not None:
             inv_freq = torch.where(spans_T[:, None] > self.config.original_length, self.long_inv_freq, inv_freq)
-        angles_TF = positions_T[:, None].float() * inv_freq
+        angles_TF = (-1 if self.config.backwards else 1) * positions_T[:, None].float() * inv_freq
         angles_TD = torch.cat((angles_TF, angles_TF), dim=-1)
         scale, growth = self.config.attention_factor, self.config.growth
         tables = (angles_TD.cos() * scale, angles_TD.sin() * scale)

@@ -72,7 +72,7 @@ class Partition:
             CheckpointError: heads that cannot be divided among so many processes.
         """
         if shard.size == 1:
-            ordered = c.query_gate == "below" or c.grouped_qkv or c.interleaved
+            ordered = c.query_gate == "below" or c.grouped_qkv != "" or c.interleaved
             return Partition(c, qkv=_qkv(c, range(c.heads), range(c.kv_heads)) if ordered else None)
         if c.experts is not None:
             raise CheckpointError(
@@ -137,7 +137,10 @@ def _qkv(c: Config, heads: range, kv: range) -> list[range]:
     """The outputs of queries, keys and values that some heads have; gates lie before the queries of all of them."""
     D, H, G, share = c.head_dim, c.heads, c.kv_heads, c.heads // c.kv_heads
     keys, gates = (1 + bool(c.query_gate)) * H, []
-    if c.grouped_qkv:
+    if c.grouped_qkv == "quarters":
+        n = H // 4
+        starts = [[h + h // n * 2 * n + first for h in some] for some, first in ((heads, 0), (kv, 2 * n), (kv, n))]
+    elif c.grouped_qkv:
         starts = [[h + h // share * 2 for h in heads], *([g * (share + 2) + share + i for g in kv] for i in (0, 1))]
     else:
         starts = [[*heads], *([keys + i * G + g for g in kv] for i in (0, 1))]

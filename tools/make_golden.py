@@ -115,7 +115,7 @@ def load(folder: Path) -> Any:
     architecture = config["architectures"][0]
     # Its other products of experts round in another way.
     fields = {**config, **config.get("text_config", {})}
-    mixed = fields.get("num_experts_per_tok") or fields.get("top_k_experts") or fields.get("moe_k")
+    mixed = any(map(fields.get, ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")))
     eager = {"experts_implementation": "eager"} if mixed else {}
     kinds = {"SequenceClassification": AutoModelForSequenceClassification,
              "ConditionalGeneration": AutoModelForImageTextToText}  # fmt: skip

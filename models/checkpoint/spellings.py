@@ -17,6 +17,9 @@ _USUAL = {  # in this order
     ".mlp.router.gate.": ".mlp.gate.",
     ".mlp.router.": ".mlp.gate.",
     ".block_sparse_moe.": ".mlp.",
+    ".mlp.gate.wg.": ".mlp.gate.",  # of Hunyuan
+    ".mlp.shared_mlp.": ".mlp.shared_experts.",
+    ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # of MiniMax-M2, K-EXAONE
 }
 
 

@@ -5,7 +5,7 @@ from models.checkpoint.fields import Fields
 from models.config import XIELU, Config
 from models.decoder import Decoder
 from models.names import Names
-from models.reading import ACTIVATIONS, rotary
+from models.reading import ACTIVATIONS, rotary, with_rope
 
 ROPE = {  # where a config has none
     "rope_type": "llama3",
@@ -25,8 +25,7 @@ class Apertus(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        if fields.config.get("rope_parameters") is None and not fields.sub("rope_scaling"):
-            fields = Fields({**fields.config, "rope_parameters": ROPE}, fields.file, fields.prefix)
+        fields = with_rope(fields, ROPE)
         learned = fields.choice("hidden_act", {XIELU, *ACTIVATIONS}, default=XIELU) == XIELU
         plain = Fields({**fields.config, "hidden_act": None}, fields.file, fields.prefix) if learned else fields
         options = rotary(plain, positions=65536, theta=12e6)

@@ -1,12 +1,14 @@
-"""Command R, R7B, A and Aya (Cohere 2024, 2025): parallel attention and MLP, LayerNorms without biases."""
+"""Command R, R7B, A and Aya (Cohere 2024, 2025): parallel attention and MLP, LayerNorms without
+biases, in some models experts."""
 
 from typing import Any
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
+from models.families.deepseek_v2 import NAMES
 from models.names import Names
-from models.reading import layer_types, rotary, windows
+from models.reading import experts, layer_types, rotary, sparse_layers, true_if_absent, windows
 
 
 class Cohere(Decoder):
@@ -38,9 +40,55 @@ class Cohere2(Decoder):
         return Config(**options, windows=windows(fields, kinds, window), ropes=ropes)
 
 
-def _options(fields: Fields, *, theta: float) -> dict[str, Any]:
-    """Arguments of a `Config` that both have; the rotary base where there is none."""
-    return rotary(fields, positions=8192, tied=True, theta=theta) | {
+class Cohere2Moe(Decoder):
+    """Experts after the first layers, which may be rotated without a window."""
+
+    architectures = ("Cohere2MoeForCausalLM",)
+    names = NAMES
+    default_eos_token_ids = frozenset([255001])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.sub("rope_scaling"):
+            raise fields.error("rope_scaling", "nothing: transformers ignores it here, and reads rope_parameters")
+        width, head_dim = fields.int("intermediate_size", default=22528), None if "head_dim" in fields.config else 128
+        options = _options(fields, theta=1e4, mlp_width=width, head_dim=head_dim)
+        layers, dense = options["layers"], fields.int("first_k_dense_replace", default=0, low=0)
+        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+        first = fields.int("prefix_dense_sliding_window_pattern", default=1)
+        every = fields.int("sliding_window_pattern", default=4)
+        places = [(i + 1, first) if i < dense else (i + 1 - dense, every) for i in range(layers)]
+        kinds = layer_types(fields, [SLIDING if place % period else FULL for place, period in places])
+        sparse = sparse_layers(fields, layers, dense)
+        rotated = [kind == SLIDING or (first == 1 and not some) for kind, some in zip(kinds, sparse, strict=True)]
+        softmax = fields.choice("expert_selection_fn", ("softmax", "sigmoid"), default="softmax") == "softmax"
+        shared = fields.int("num_shared_experts", default=0, low=0, high=2**8)
+        way = fields.choice("shared_expert_combination_strategy", ("sum", "average"), default="average")
+        mixed = experts(
+            fields,
+            count=8,
+            chosen=2,
+            width=width,
+            layers=sparse,
+            scores="softmax_of_chosen" if softmax else "sigmoid",
+            normalized=not softmax and true_if_absent(fields, "norm_topk_prob"),
+            shared_width=width * shared,
+            factor=0.5 if shared and way == "average" else 1.0,
+        )
+        options["mlp_width"] = fields.int("prefix_dense_intermediate_size", default=width)
+        if (eps := fields.float("rms_norm_eps", None, low=0.0)) is not None:
+            options |= {"rms": True, "norm_eps": eps}
+        return Config(
+            **options,
+            experts=mixed,
+            windows=windows(fields, kinds, window),
+            ropes=tuple(options["rope"] if turns else None for turns in rotated),
+        )
+
+
+def _options(fields: Fields, **more: Any) -> dict[str, Any]:
+    """Arguments of a `Config` that all have; `more`: of `rotary`."""
+    return rotary(fields, positions=8192, tied=True, **more) | {
         "norm_eps": fields.float("layer_norm_eps", default=1e-5, low=0.0),
         "rms": False,
         "norm_bias": False,

@@ -37,19 +37,27 @@ class DeepseekV2(Decoder):
 
 
 def latent_attention(
-    fields: Fields, *, query_rank: int, plain: int = 128, value: int = 128, interleaved: bool = True, **more: Any
+    fields: Fields,
+    *,
+    query_rank: int,
+    rank: int = 512,
+    plain: int = 128,
+    rotated: int = 64,
+    value: int = 128,
+    interleaved: bool = True,
+    **more: Any,
 ) -> dict[str, Any]:
     """Arguments of a `Config` but for experts.
 
     Args:
-        query_rank, plain, value: values of absent fields, see `Latent`; interleaved: see there.
+        query_rank, rank, plain, rotated, value: values of absent fields, see `Latent`; interleaved: see there.
         more: of `rotary`; `eps` of norms, and `mlp_width`, where the fields are absent.
 
     Raises:
         CheckpointError: naming the field.
     """
     eps, width = more.pop("eps", 1e-6), fields.int("intermediate_size", default=more.pop("mlp_width"))
-    rotated = fields.int("qk_rope_head_dim", default=64, high=2**12)
+    rotated = fields.int("qk_rope_head_dim", default=rotated, high=2**12)
     if rotated % 2:
         raise fields.error("qk_rope_head_dim", "an even number")
     options = rotary(fields, head_dim=rotated, mlp_width=width, one_rope=False, **more)
@@ -58,7 +66,7 @@ def latent_attention(
     if fields.config.get("q_lora_rank", query_rank) is None:
         query_rank = 0
     latent = Latent(
-        rank=fields.int("kv_lora_rank", default=512, high=2**14),
+        rank=fields.int("kv_lora_rank", default=rank, high=2**14),
         query_rank=fields.int("q_lora_rank", default=query_rank, high=2**16),
         plain=fields.int("qk_nope_head_dim", default=plain, high=2**12),
         rotated=rotated,

@@ -1,4 +1,5 @@
-"""DeepSeek-V3 (DeepSeek-AI, 2024), GLM-4.7-Flash (Zhipu AI, 2026): DeepSeek-V2 with sigmoid routing."""
+"""DeepSeek-V3 (DeepSeek-AI, 2024), GLM-4.7-Flash (Zhipu AI, 2026): DeepSeek-V2 with sigmoid routing; Youtu-LLM (Tencent
+2025), without experts."""
 
 import re
 from typing import Any
@@ -7,7 +8,7 @@ from models.checkpoint.fields import Fields
 from models.config import Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES, latent_attention, mixture
-from models.reading import true_if_absent
+from models.reading import sparse_layers, true_if_absent
 from models.rope import BUFFERS
 
 
@@ -42,14 +43,21 @@ class Glm4MoeLite(Decoder):
     def read(fields: Fields) -> Config:
         sizes = {"mlp_width": 10240, "query_rank": 768, "plain": 192, "value": 256}
         options = latent_attention(fields, positions=202752, eps=1e-5, interleaved=_interleaved(fields), **sizes)
-        kinds, layers = fields.config.get("mlp_layer_types"), options["layers"]
-        if kinds is None:
-            kinds = ["dense"] + ["sparse"] * (layers - 1)
-        if type(kinds) is not list or len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
-            raise fields.error("mlp_layer_types", f"{layers} of dense and sparse")
-        sparse, rules = [kind == "sparse" for kind in kinds], sigmoids(fields, groups=1, kept=1)
+        sparse, rules = sparse_layers(fields, options["layers"], 1), sigmoids(fields, groups=1, kept=1)
         sizes = {"count": 64, "chosen": 4, "width": 1536, "shared": 1, "scale": 1.8}
         return Config(**options, experts=mixture(fields, sparse, **sizes, **rules))
+
+
+class Youtu(Decoder):
+    """Latent attention and an MLP in all layers."""
+
+    architectures = ("YoutuForCausalLM",)
+    default_eos_token_ids = frozenset([128001])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        sizes = {"positions": 131072, "mlp_width": 6144, "query_rank": 1536, "tied": True}
+        return Config(**latent_attention(fields, interleaved=_interleaved(fields), **sizes))
 
 
 def _interleaved(fields: Fields) -> bool:

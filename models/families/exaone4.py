@@ -1,9 +1,16 @@
-"""EXAONE 4 (LG AI Research 2025): output and head norms; in some models, windows in three of four layers."""
+"""EXAONE 4 (LG AI Research 2025): output and head norms; in some models, windows in three of four layers. K-EXAONE
+(2026): input norms instead, and experts."""
+
+import re
+from dataclasses import replace
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
-from models.reading import layer_types, rotary, windows
+from models.families.deepseek_v2 import NAMES
+from models.families.deepseek_v3 import sigmoids
+from models.reading import experts, layer_types, rotary, sparse_layers, windows
+from models.rope import BUFFERS
 
 
 class Exaone4(Decoder):
@@ -28,3 +35,24 @@ class Exaone4(Decoder):
             ropes=tuple(options["rope"] if kind == SLIDING or window is None else None for kind in kinds),
             **options,
         )
+
+
+class ExaoneMoe(Decoder):
+    """Experts that sigmoids choose, after the first layers."""
+
+    architectures = ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM")
+    names = NAMES
+    default_eos_token_ids = frozenset([53])
+    ignored = (*BUFFERS, re.compile(r"(model\.)?mtp\..*"))  # draft heads
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        c = Exaone4.read(fields)
+        sparse = sparse_layers(fields, c.layers, fields.int("first_k_dense_replace", default=1, low=0))
+        width = fields.int("moe_intermediate_size", default=1024)
+        rules = sigmoids(fields, groups=1, kept=1) | {
+            "scale": fields.float("routed_scaling_factor", default=2.5),
+            "shared_width": width * fields.int("num_shared_experts", default=1, high=2**8),
+        }
+        mixed = experts(fields, count=64, chosen=8, width=width, layers=sparse, **rules)
+        return replace(c, norms=("input",), experts=mixed)

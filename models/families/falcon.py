@@ -46,7 +46,7 @@ class Falcon(Decoder):
             rms=False,
             gated=False,
             parallel="own" if two_norms else "shared" if grouped or parallel else "",
-            grouped_qkv=grouped or not shared,
+            grouped_qkv="head" if grouped or not shared else "",
             attention_bias=bias,
             mlp_bias=bias,
         )

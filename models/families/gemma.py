@@ -1,6 +1,7 @@
 """Gemma 1, 2 and 3, text only (Gemma Team 2024, 2024, 2025): GELU gates, norms that multiply by 1 + weight."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from models.checkpoint.fields import Fields
@@ -103,3 +104,13 @@ class Gemma3(Gemma2):
             ropes=ropes(fields, kinds, options["head_dim"], options["max_positions"], BASES),
             logit_cap=cap(fields, "final_logit_softcapping", None),
         )
+
+
+class VaultGemma(Gemma2):
+    """VaultGemma (Google 2025): a Gemma 2 without norms of outputs."""
+
+    architectures = ("VaultGemmaForCausalLM",)
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        return replace(Gemma2.read(fields), norms=("input",))

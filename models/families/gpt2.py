@@ -1,6 +1,10 @@
-"""GPT-2 (Radford et al. 2019): learned positions, matrices stored [in, out]."""
+"""GPT-2 (Radford et al. 2019): learned positions, matrices stored [in, out]. GPT-Neo (Black et al. 2021): the same with
+windows in every other layer, matrices stored as usual."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
 from models.checkpoint.fields import Fields
@@ -47,27 +51,76 @@ class GPT2(Decoder):
         )
 
 
-def sizes(fields: Fields, *, tied: bool, positions: int) -> dict[str, Any]:
+class GPTNeo(Decoder):
+    """No biases of queries, keys and values, whose scores are not scaled."""
+
+    architectures = ("GPTNeoForCausalLM", "GPTNeoForSequenceClassification")
+    base = "transformer."
+    ignored = (re.compile(r"(transformer\.)?h\.\d+\.attn\.attention\.(masked_)?bias"),)
+    default_eos_token_ids = frozenset([50256])
+    names = replace(
+        GPT2.names,
+        qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+        out="attn.attention.out_proj",
+        transposed=False,
+    )
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        names = "hidden_size", "num_heads", "num_layers", "intermediate_size", "max_position_embeddings"
+        options = sizes(fields, tied=True, positions=2048, names=names)
+        layers, window = options["layers"], fields.int("window_size", default=256, high=2**31)
+        return Config(
+            **options,
+            out_bias=True,
+            mlp_bias=True,
+            scales=(1.0,) * layers,
+            windows=tuple(window if kind == "local" else None for kind in _kinds(fields, layers)),
+        )
+
+
+def _kinds(fields: Fields, layers: int) -> list[str]:
+    """The attention of each layer, "global" or "local": a list, or lists of kinds with a number of repetitions."""
+    name = "attention_layers" if fields.config.get("attention_layers") is not None else "attention_types"
+    found = fields.config.get(name)
+    if name == "attention_types":
+        found = [[["global", "local"], 12]] if found is None else found
+        try:  # no further than needed: repetitions may be longer than memory
+            each = (kinds for kinds, times in found[:layers] if kinds for _ in range(times))
+            found = list(islice(chain.from_iterable(each), layers + 1))
+        except (TypeError, ValueError, KeyError):
+            found = None
+    if type(found) is not list or len(found) != layers or any(kind not in ("global", "local") for kind in found):
+        raise fields.error(name, f"global or local for each of {layers} layers")
+    return found
+
+
+SIZES = "n_embd", "n_head", "n_layer", "n_inner", "n_positions"
+
+
+def sizes(fields: Fields, *, tied: bool, positions: int, names: Sequence[str] = SIZES) -> dict[str, Any]:
     """Arguments of a `Config` by GPT-2's names of fields.
 
     Args:
         tied, positions: the values of `tie_word_embeddings` and `n_positions` where they are absent.
+        names: of a family that has others for these fields.
 
     Raises:
         CheckpointError: naming the field.
     """
-    width, heads = fields.int("n_embd"), fields.int("n_head", high=2**14)
+    embd, head, layer, inner, length = names
+    width, heads = fields.int(embd), fields.int(head, high=2**14)
     if width % heads:
-        raise fields.error("n_embd", f"a multiple of n_head {heads}")
+        raise fields.error(embd, f"a multiple of {head} {heads}")
     return common(fields, activation="activation_function", default="gelu_new", tied=tied) | {
         "width": width,
-        "mlp_width": fields.int("n_inner", default=4 * width),
-        "layers": fields.int("n_layer", high=2**14),
+        "mlp_width": fields.int(inner, default=4 * width),
+        "layers": fields.int(layer, high=2**14),
         "heads": heads,
         "kv_heads": heads,
         "head_dim": width // heads,
         "norm_eps": fields.float("layer_norm_epsilon", default=1e-5, low=0.0),
         "rms": False,
         "gated": False,
-        "max_positions": fields.int("n_positions", default=positions),
+        "max_positions": fields.int(length, default=positions),
     }

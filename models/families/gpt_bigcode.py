@@ -16,4 +16,4 @@ class GPTBigCode(GPT2):
     @staticmethod
     def read(fields: Fields) -> Config:
         c, shared = GPT2.read(fields), fields.bool("multi_query", default=True)
-        return replace(c, kv_heads=1 if shared else c.heads, grouped_qkv=not shared)
+        return replace(c, kv_heads=1 if shared else c.heads, grouped_qkv="" if shared else "head")

@@ -41,7 +41,7 @@ class GPTNeoX(Decoder):
             rms=False,
             gated=False,
             parallel="own" if fields.bool("use_parallel_residual", default=True) else "",
-            grouped_qkv=True,
+            grouped_qkv="head",
             attention_bias=fields.bool("attention_bias", default=True),
             mlp_bias=True,
         )

@@ -1,6 +1,8 @@
-"""GPT-J (Wang and Komatsuzaki 2021): parallel attention and MLP, interleaved partial rotation."""
+"""GPT-J (Wang and Komatsuzaki 2021), CodeGen (Nijkamp et al. 2022): parallel attention and MLP, interleaved partial
+rotation."""
 
 import re
+from dataclasses import replace
 
 from models.checkpoint.fields import Fields
 from models.config import Config
@@ -43,3 +45,18 @@ class GPTJ(Decoder):
             head_bias=True,
             rope=RopeConfig(rotated),
         )
+
+
+class CodeGen(GPTJ):
+    """One matrix makes queries, values and keys, for each quarter of the heads."""
+
+    architectures = ("CodeGenForCausalLM",)
+    ignored = (*GPTJ.ignored, re.compile(r"(transformer\.)?h\.\d+\.attn\.causal_mask"))
+    names = replace(GPTJ.names, qkv=("attn.qkv_proj",))
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        c = GPTJ.read(fields)
+        if c.heads % 4:
+            raise fields.error("n_head", "a multiple of 4")
+        return replace(c, grouped_qkv="quarters")

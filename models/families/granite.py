@@ -1,12 +1,13 @@
-"""Granite 3 (IBM 2024): a Llama with four multipliers, and in some models with experts."""
+"""Granite 3 (IBM 2024): a Llama with four multipliers, and in some models with experts or windows; HyperCLOVA X."""
 
+from dataclasses import replace
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.config import Config
+from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.names import Names
-from models.reading import architecture, experts, rotary
+from models.reading import architecture, experts, layer_types, rotary, windows
 
 
 class Granite(Decoder):
@@ -31,7 +32,7 @@ class GraniteMoe(Decoder):
     def read(fields: Fields) -> Config:
         width = fields.int("intermediate_size", default=11008)
         options = rotary(fields, positions=2048, mlp_width=width)
-        shared = architecture(fields).startswith("GraniteMoeShared")
+        shared = architecture(fields).startswith(("GraniteMoeShared", "GraniteMoeSWA"))
         mixed = experts(
             fields,
             count=8,
@@ -44,14 +45,70 @@ class GraniteMoe(Decoder):
         return Config(experts=mixed, **factors(fields, options["layers"]), **options)
 
 
-def factors(fields: Fields, layers: int) -> dict[str, Any]:
-    """The factors that all have beyond a Llama."""
+class GraniteSWA(Decoder):
+    """Granite Swash (IBM 2026): windows in three of four layers, a sink for each head, a rotary base per layer."""
+
+    architectures = ("GraniteSWAForCausalLM",)
+    default_eos_token_ids = frozenset([100257])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads = None if "num_key_value_heads" in fields.config else 4
+        options = rotary(fields, positions=8192, kv_heads=kv_heads, tied=True)
+        bias, multipliers = fields.bool("mlp_bias", default=False), factors(fields, options["layers"], eps=1e-5)
+        return Config(mlp_bias=bias, **multipliers, **_sliding(fields, options), **options)
+
+
+class GraniteMoeSWA(GraniteMoe):
+    """The same with experts."""
+
+    architectures = ("GraniteMoeSWAForCausalLM",)
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        c = GraniteMoe.read(fields)
+        return replace(c, **_sliding(fields, {"layers": c.layers, "rope": c.rope}))
+
+
+class HyperCLOVAX(Granite):
+    """HyperCLOVA X SEED Think (NAVER 2025): also norms of outputs, and logits that are multiplied."""
+
+    architectures = ("HyperCLOVAXForCausalLM",)
+    names = Names(attention_out_norm="post_norm1", mlp_out_norm="post_norm2")
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        c = Granite.read(fields)
+        given = fields.config.get("attention_multiplier") is not None
+        norms = ("input", "output") if fields.bool("use_post_norm", default=True) else ("input",)
+        return replace(c, norms=norms, scales=c.scales if given else (), logit_divisor=1 / c.logit_divisor)
+
+
+def _sliding(fields: Fields, options: dict[str, Any]) -> dict[str, Any]:
+    """Windows, sinks and rotary tables of layers; a base of 0 stands for no rotation."""
+    layers, rope, bases = options["layers"], options["rope"], fields.config.get("layer_rope_theta")
+    if bases is None:
+        bases = [rope.theta] * layers
+    valid = type(bases) is list and len(bases) == layers
+    if not valid or any(type(base) not in (int, float) or not (base == 0 or 1 < base <= 1e15) for base in bases):
+        raise fields.error("layer_rope_theta", f"{layers} numbers, 0 or above 1")
+    window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 128
+    kinds = layer_types(fields, [SLIDING if i % 4 else FULL for i in range(layers)])
+    return {
+        "sinks": True,
+        "windows": windows(fields, kinds, window),
+        "ropes": tuple(replace(rope, theta=float(base)) if base else None for base in bases),
+    }
+
+
+def factors(fields: Fields, layers: int, *, eps: float = 1e-6) -> dict[str, Any]:
+    """The factors that all have beyond a Llama; `eps` of norms where the field is absent."""
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
     embedding, attention, residual, logits = (fields.float(name, default=1.0) for name in names)
     if not logits:
         raise fields.error("logits_scaling", "a number other than 0")
     return {
-        "norm_eps": fields.float("rms_norm_eps", default=1e-6, low=0.0),
+        "norm_eps": fields.float("rms_norm_eps", default=eps, low=0.0),
         "attention_bias": fields.bool("attention_bias", default=False),
         "embedding_scale": embedding,
         "scales": (attention,) * layers,

@@ -1,12 +1,14 @@
-"""Hunyuan, dense (Tencent 2025): a Llama with an RMSNorm per head on queries and keys after they are rotated."""
+"""Hunyuan, dense and with experts (Tencent 2025): Llamas with an RMSNorm per head on queries and keys after they are
+rotated."""
 
 from dataclasses import replace
 
 from models.checkpoint.fields import Fields
 from models.config import Config
 from models.decoder import Decoder
+from models.families.deepseek_v2 import NAMES
 from models.names import Names
-from models.reading import rotary
+from models.reading import experts, rotary
 
 
 class HunYuan(Decoder):
@@ -29,3 +31,33 @@ class HunYuan(Decoder):
             norms_last=True,
             **options,
         )
+
+
+class HunYuanMoe(Decoder):
+    """Experts in all layers, and one that all tokens have."""
+
+    architectures = ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1ForSequenceClassification")
+    names = replace(HunYuan.names, shared=NAMES.shared)
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        c = HunYuan.read(fields)
+        counts = {
+            "num_experts": _alike(fields, c.layers, "num_local_experts", "num_experts"),
+            "num_experts_per_tok": _alike(fields, c.layers, "num_experts_per_tok", "moe_topk"),
+        }
+        named = Fields({**fields.config, **counts}, fields.file, fields.prefix)
+        rules = {"normalized": True, "shared_width": c.mlp_width}
+        mixed = experts(named, count=1, chosen=1, width=c.mlp_width, layers=[True] * c.layers, **rules)
+        return replace(c, experts=mixed)
+
+
+def _alike(fields: Fields, layers: int, *names: str) -> int:
+    """A number that a config may give for each layer, by the first of these names that it has; 1 where it has none."""
+    name = next((name for name in names if fields.config.get(name) is not None), names[-1])
+    value = fields.config.get(name)
+    if type(value) is list:
+        if len(value) < layers or any(other != value[0] for other in value[:layers]):
+            raise fields.error(name, "one number for all layers")
+        value = value[0]
+    return Fields({name: value}, fields.file, fields.prefix).int(name, default=1, high=2**12)

@@ -3,7 +3,7 @@
 from models.checkpoint.fields import Fields
 from models.config import Config
 from models.decoder import Decoder
-from models.names import Names
+from models.families.deepseek_v2 import NAMES
 from models.reading import experts, rotary
 
 
@@ -11,7 +11,7 @@ class MiniMaxM2(Decoder):
     """Sigmoids choose the experts, with a bias, and their weights add up to 1."""
 
     architectures = ("MiniMaxM2ForCausalLM",)
-    names = Names(choice_bias="mlp.e_score_correction_bias")
+    names = NAMES
     default_eos_token_ids = frozenset([200020])
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Mistral (Jiang et al. 2023) and Ministral: Llamas with windows in all or some layers; Ministral 3."""
+"""Mistral (Jiang et al. 2023), Ministral and CWM: Llamas with windows in all or some layers; Ministral 3."""
 
 from dataclasses import replace
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
-from models.reading import layer_types, rotary, windows
+from models.reading import layer_types, rotary, windows, with_rope
 
 MINISTRAL3_ROPE = {
     "rope_type": "yarn",
@@ -17,6 +17,15 @@ MINISTRAL3_ROPE = {
     "mscale_all_dim": 1.0,
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
+}
+
+CWM_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
 }
 
 
@@ -40,6 +49,28 @@ class Mistral(Decoder):
         return Config(
             norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             windows=windows(fields, kinds, window),
+            **options,
+        )
+
+
+class Cwm(Decoder):
+    """Code World Model (Meta 2025): a Llama with windows in three of four layers."""
+
+    architectures = ("CwmForCausalLM",)
+    default_eos_token_ids = frozenset([128001, 128008, 128009])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads, head_dim = (
+            None if name in fields.config else size for name, size in (("num_key_value_heads", 8), ("head_dim", 128))
+        )
+        options = rotary(with_rope(fields, CWM_ROPE), positions=131072, kv_heads=kv_heads, head_dim=head_dim, theta=1e6)
+        window = fields.int("sliding_window", None, low=0, high=2**31) if "sliding_window" in fields.config else 8192
+        kinds = layer_types(fields, [SLIDING if i % 4 else FULL for i in range(options["layers"])])
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            mlp_bias=fields.bool("mlp_bias", default=False),
+            windows=windows(fields, kinds, window or None),
             **options,
         )
 

@@ -1,4 +1,4 @@
-"""Nemotron 3 and 4, Minitron (Parmar et al. 2024), AFM-4.5B (Arcee AI 2025): MLPs with squared ReLU."""
+"""Nemotron 3 and 4, Minitron (Parmar et al. 2024), AFM-4.5B (Arcee AI 2025), Jais 2: MLPs with squared ReLU."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config
@@ -42,4 +42,23 @@ class Arcee(Decoder):
             gated=False,
             attention_bias=fields.bool("attention_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
+        )
+
+
+class Jais2(Decoder):
+    """Jais 2 (Inception 2025): LayerNorms, and biases everywhere."""
+
+    architectures = ("Jais2ForCausalLM",)
+    names = Names(up=("mlp.up_proj",))
+    default_eos_token_ids = frozenset([150024])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        return Config(
+            **rotary(fields, positions=8192, activation="relu2"),
+            norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
+            rms=False,
+            gated=False,
+            attention_bias=fields.bool("attention_bias", default=True),
+            mlp_bias=fields.bool("mlp_bias", default=True),
         )

@@ -1,4 +1,5 @@
-"""OLMo 2 and 3 (Team OLMo 2025): norms on the outputs of attention and MLP, and over all heads as one row."""
+"""OLMo 1 (Groeneveld et al. 2024): LayerNorms without weights. OLMo 2 and 3 (Team OLMo 2025): norms on the outputs of
+attention and MLP, and over all heads as one row."""
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
@@ -6,6 +7,30 @@ from models.decoder import Decoder
 from models.reading import architecture, layer_types, ropes, rotary, windows
 
 BASE = 500000.0  # of OLMo 3's rotary embedding
+
+
+class Olmo1(Decoder):
+    """A Llama whose norms have neither weights nor biases."""
+
+    architectures = ("OlmoForCausalLM", "OlmoForSequenceClassification")
+    default_eos_token_ids = frozenset([50279])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        refuse_clipping(fields)
+        return Config(
+            norm_eps=1e-5,  # no field of the config
+            rms=False,
+            affine=False,
+            attention_bias=fields.bool("attention_bias", default=False),
+            **rotary(fields, positions=2048),
+        )
+
+
+def refuse_clipping(fields: Fields) -> None:
+    """Raises CheckpointError if queries, keys and values are clipped."""
+    if fields.float("clip_qkv", default=None) is not None:
+        raise fields.error("clip_qkv", "null: clipped queries, keys and values are not supported")
 
 
 class Olmo(Decoder):

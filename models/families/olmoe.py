@@ -1,8 +1,12 @@
-"""OLMoE (Muennighoff et al. 2024): experts in all layers, norms over all heads as one row."""
+"""OLMoE (Muennighoff et al. 2024) and FlexOlmo (Shi et al. 2025): experts in all layers, norms over all heads as one
+row."""
+
+from typing import Any
 
 from models.checkpoint.fields import Fields
 from models.config import Config
 from models.decoder import Decoder
+from models.families.olmo import refuse_clipping
 from models.reading import experts, rotary
 
 
@@ -14,18 +18,32 @@ class Olmoe(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        if fields.float("clip_qkv", default=None) is not None:
-            raise fields.error("clip_qkv", "null: clipped queries, keys and values are not supported")
-        width = fields.int("intermediate_size", default=2048)
-        options = rotary(fields, positions=4096, mlp_width=width)
+        refuse_clipping(fields)
+        options = _options(fields, width=2048, count=64, chosen=8, eps=1e-5)
         if options["head_dim"] * options["heads"] != options["width"]:
             raise fields.error("head_dim", "hidden_size / num_attention_heads, or nothing")
-        layers = [True] * options["layers"]
-        normalized = fields.bool("norm_topk_prob", default=False)
-        return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
-            head_norms="all",
-            experts=experts(fields, count=64, chosen=8, width=width, layers=layers, normalized=normalized),
-            **options,
-        )
+        return Config(**options)
+
+
+class FlexOlmo(Decoder):
+    """An OLMo 2 with experts."""
+
+    architectures = ("FlexOlmoForCausalLM",)
+    default_eos_token_ids = frozenset([100257])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        return Config(**_options(fields, width=11008, count=7, chosen=5, eps=1e-6, theta=5e5), norms=("output",))
+
+
+def _options(fields: Fields, *, width: int, count: int, chosen: int, eps: float, **rope: Any) -> dict[str, Any]:
+    """Arguments of a `Config` that both have; values of absent fields."""
+    width = fields.int("intermediate_size", default=width)
+    options = rotary(fields, positions=4096, mlp_width=width, **rope)
+    sizes = {"count": count, "chosen": chosen, "width": width, "layers": [True] * options["layers"]}
+    return options | {
+        "norm_eps": fields.float("rms_norm_eps", default=eps, low=0.0),
+        "attention_bias": fields.bool("attention_bias", default=False),
+        "head_norms": "all",
+        "experts": experts(fields, normalized=fields.bool("norm_topk_prob", default=False), **sizes),
+    }

@@ -1,4 +1,7 @@
-"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023): parallel attention and MLP, partially rotated heads."""
+"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023): parallel attention and MLP, partially rotated heads.
+Persimmon (Adept 2023): the same one after the other, with one matrix for queries, keys and values."""
+
+from dataclasses import replace
 
 from models.checkpoint.fields import Fields
 from models.config import Config
@@ -32,4 +35,25 @@ class Phi(Decoder):
             attention_bias=True,
             mlp_bias=True,
             head_bias=True,
+        )
+
+
+class Persimmon(Decoder):
+    """LayerNorms, also of heads, biases everywhere, MLPs with squared ReLU."""
+
+    architectures = ("PersimmonForCausalLM", "PersimmonForSequenceClassification")
+    names = replace(Phi.names, qkv=("self_attn.query_key_value",), up=("mlp.dense_h_to_4h",), down="mlp.dense_4h_to_h")
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        named = Fields({**fields.config, "head_dim": None, "num_key_value_heads": None}, fields.file, fields.prefix)
+        return Config(
+            **rotary(named, positions=16384, activation="relu2", partial=0.5),
+            norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
+            head_norms="each" if fields.bool("qk_layernorm", default=True) else "",
+            rms=False,
+            gated=False,
+            grouped_qkv="head",
+            attention_bias=True,
+            mlp_bias=True,
         )

@@ -1,12 +1,16 @@
-"""Qwen1.5-MoE, Qwen2-MoE (Yang et al. 2024) and Qwen3-MoE (2025): experts instead of the MLP, in some layers or in
-all."""
+"""Qwen1.5-MoE, Qwen2-MoE (Yang et al. 2024), Qwen3-MoE (2025) and Mellum 2 (JetBrains 2026): experts instead of the
+MLP, in some layers or in all."""
 
+import re
 from typing import Any
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config, Experts
 from models.decoder import Decoder
-from models.reading import experts, layer_types, optional_window, rotary, windows
+from models.reading import experts, layer_types, optional_window, ropes, rotary, sparse_layers, true_if_absent, windows
+from models.rope import BUFFERS
+
+MELLUM_BASES = {FULL: ("", 5e5), SLIDING: ("", 1e4)}
 
 
 class Qwen2Moe(Decoder):
@@ -53,6 +57,37 @@ class Qwen3Moe(Decoder):
             head_norms="each",
             windows=(optional_window(fields),) * layers,
             experts=experts_by_step(fields, layers, count=128, chosen=8, width=768),
+            **options,
+        )
+
+
+class Mellum(Decoder):
+    """A Qwen3-MoE with windows in some layers, which have a rotary table of their own."""
+
+    architectures = ("MellumForCausalLM",)
+    ignored = (*BUFFERS, re.compile(r"mtp\..*"))  # draft heads
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads, head_dim = (
+            None if name in fields.config else size for name, size in (("num_key_value_heads", 4), ("head_dim", 128))
+        )
+        sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "mlp_width": _mlp_width(fields, 7168)}
+        options = rotary(fields, positions=131072, one_rope=False, **sizes)
+        layers, width = options["layers"], fields.int("moe_intermediate_size", default=896)
+        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 1024
+        kinds, sparse = layer_types(fields, [FULL] * layers), sparse_layers(fields, layers, 0)
+        found = fields.sub("rope_scaling") or fields.sub("rope_parameters")
+        if found and not {*kinds} <= {*found.config}:
+            raise fields.error("rope_parameters", "an object for each kind of layer, and no rope_scaling")
+        normalized = true_if_absent(fields, "norm_topk_prob")
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            head_norms="each",
+            windows=windows(fields, kinds, window),
+            ropes=ropes(fields, kinds, options["head_dim"], options["max_positions"], MELLUM_BASES),
+            experts=experts(fields, count=64, chosen=8, width=width, layers=sparse, normalized=normalized),
             **options,
         )
 

@@ -39,7 +39,7 @@ READ = {  # those of the keys above that an architecture reads
     "granite": GRANITE.values(),
     **dict.fromkeys(("granitemoe", "granitehybrid"), (*GRANITE.values(), "expert_count")),
     **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe", "lfm2moe", "gpt-oss"), ("expert_count",)),
-    **dict.fromkeys(("qwen3next", "qwen35moe", "nemotron_h_moe"), ("expert_count",)),
+    **dict.fromkeys(("qwen3next", "qwen35moe", "nemotron_h_moe", "hunyuan-moe"), ("expert_count",)),
     "gemma2": CAPS,
     "gemma3": CAPS[1:],
     "gemma4": (CAPS[1], "expert_count"),
@@ -58,6 +58,7 @@ INTERLEAVED = (
     "mistral3",
     "smollm3",
     "arcee",
+    "olmo",
 )  # rows of queries and keys are in the order of interleaved rotation
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -297,7 +298,13 @@ def _gpt_oss(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 def _deepseek2(file: GGUF, keys: Fields) -> dict[str, Any]:
     keys = without_draft_layers(file, keys)
-    sizes = {
+    sizes = _latent_sizes(file, keys)
+    return latents(file, keys, sizes) | mixture(file, keys, sizes["num_hidden_layers"])
+
+
+def _latent_sizes(file: GGUF, keys: Fields) -> dict[str, Any]:
+    """Sizes of a model with latent attention."""
+    return {
         "hidden_size": keys.int("embedding_length"),
         "intermediate_size": mlp_width(file, keys),
         "num_hidden_layers": keys.int("block_count", high=2**14),
@@ -306,12 +313,24 @@ def _deepseek2(file: GGUF, keys: Fields) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": epsilon(keys, "attention.layer_norm_rms_epsilon"),
     }
-    return latents(file, keys, sizes) | mixture(file, keys, sizes["num_hidden_layers"])
 
 
 def _hunyuan(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = gated(file, keys, rotated="all") | {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
-    return config | named("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
+    if file.fields().str("general.architecture") == "hunyuan-dense":
+        return config | named("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
+    mixed, shared = experts(file, keys), "expert_shared_feed_forward_length"
+    width = mixed.pop("moe_intermediate_size")
+    if keys.int(shared) != width:
+        raise keys.error(shared, f"the width of the experts, {width}")
+    return config | mixed | {"intermediate_size": width} | named("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe")
+
+
+def _minicpm3(file: GGUF, keys: Fields) -> dict[str, Any]:
+    sizes = _latent_sizes(file, keys)
+    value = sizes["hidden_size"] // sizes["num_attention_heads"]  # files do not say, nor what multipliers there are
+    more = Fields({"attention.value_length": value, **keys.config}, keys.file, keys.prefix)
+    return latents(file, more, sizes) | named("MiniCPM3ForCausalLM", "minicpm3")
 
 
 def _lfm2(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -380,7 +399,8 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "granitemoe": _granitemoe,
     "granitehybrid": _granitehybrid,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), nemotron_h),
-    "hunyuan-dense": _hunyuan,
+    **dict.fromkeys(("hunyuan-dense", "hunyuan-moe"), _hunyuan),
+    "minicpm3": _minicpm3,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2moe,
     "olmo2": _olmo2,

@@ -128,6 +128,29 @@ def _exaone4(file: GGUF, keys: Fields) -> dict[str, Any]:
     return gated(file, keys, rotated="all") | windows(keys, window, 4) | named("Exaone4ForCausalLM", "exaone4")
 
 
+def _exaone_moe(file: GGUF, keys: Fields) -> dict[str, Any]:
+    keys = without_draft_layers(file, keys)
+    if keys.int("expert_gating_func", SIGMOID, low=0) not in (0, SIGMOID):  # 0: it is not said
+        raise keys.error("expert_gating_func", str(SIGMOID))
+    keys.int("attention.sliding_window", high=2**31)
+    config, mixed = _exaone4(file, keys), mixture(file, keys, keys.int("block_count", high=2**14))
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    mixed = {names.get(name, name): value for name, value in mixed.items()}
+    return config | mixed | named("ExaoneMoeForCausalLM", "exaone_moe")
+
+
+def _olmo(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _with_layer_norms(file, keys, "all", "norm_eps")
+    if config.pop("norm_eps") != 1e-5:
+        raise keys.error(LAYER_NORM, "1e-5")
+    return config | {"hidden_act": "silu"} | named("OlmoForCausalLM", "olmo")
+
+
+def _jais2(file: GGUF, keys: Fields) -> dict[str, Any]:
+    more = {"hidden_act": "relu2", "attention_bias": _has(file, "attn_q.bias"), "mlp_bias": _has(file, "ffn_up.bias")}
+    return _with_layer_norms(file, keys, "all", "layer_norm_eps") | more | named("Jais2ForCausalLM", "jais2")
+
+
 def _seed_oss(file: GGUF, keys: Fields) -> dict[str, Any]:
     biases = {
         name: _has(file, f"{part}.bias")
@@ -238,6 +261,9 @@ LATER: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "ernie4_5": _ernie,
     "ernie4_5-moe": _ernie_moe,
     "exaone4": _exaone4,
+    "exaone-moe": _exaone_moe,
+    "olmo": _olmo,
+    "jais2": _jais2,
     "seed_oss": _seed_oss,
     "arcee": _arcee,
     "apertus": _apertus,
@@ -249,7 +275,7 @@ LATER: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "starcoder": _starcoder,
 }
 LATER_READ = {  # see `models.gguf.architectures.READ`
-    **dict.fromkeys(("glm4moe", "dots1", "minimax-m2", "afmoe", "ernie4_5-moe"), ("expert_count",)),
+    **dict.fromkeys(("glm4moe", "dots1", "minimax-m2", "afmoe", "ernie4_5-moe", "exaone-moe"), ("expert_count",)),
     **dict.fromkeys(("command-r", "cohere2"), ("logit_scale",)),
     "gptneox": ("use_parallel_residual",),
 }

@@ -25,6 +25,8 @@ ATTENTION = {"layer_types": ["full_attention"] * 4}
 HYBRID = {"num_local_experts": 0, "layer_types": ["attention"] * 4}
 SCANS = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
 
+GPT_NEO = {"num_heads": 4, "num_layers": 4}
+
 
 def read(architecture, **changes):
     fields = {**SIZES, **changes, "architectures": [architecture]}
@@ -76,6 +78,29 @@ def read(architecture, **changes):
         ("Olmo3ForCausalLM", "layer_types", {"layer_types": ["full_attention"]}),
         ("Qwen2ForCausalLM", "layer_types", {"layer_types": ["chunked_attention"] * 4}),
         ("OlmoeForCausalLM", "clip_qkv", {"clip_qkv": 8.0}),
+        ("OlmoForCausalLM", "clip_qkv", {"clip_qkv": 8.0}),
+        ("YoutuForCausalLM", "num_key_value_heads", {}),
+        ("MiniCPM3ForCausalLM", "qk_rope_head_dim", {"num_key_value_heads": 4, "qk_rope_head_dim": 5}),
+        ("GraniteSWAForCausalLM", "layer_rope_theta", {"layer_rope_theta": [1e4, 0]}),
+        ("GraniteMoeSWAForCausalLM", "layer_rope_theta", {"layer_rope_theta": [1e4, 0, -1, 0]}),
+        ("GraniteSWAForCausalLM", "sliding_window", {"sliding_window": None}),
+        ("CwmForCausalLM", "sliding_window", {"sliding_window": 0}),
+        ("ExaoneMoeForCausalLM", "mlp_layer_types", {"mlp_layer_types": ["sparse"]}),
+        ("ExaoneMoeForCausalLM", "sliding_window_pattern", {"sliding_window_pattern": "LLLG"}),
+        ("Cohere2MoeForCausalLM", "rope_scaling", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("Cohere2MoeForCausalLM", "expert_selection_fn", {"expert_selection_fn": "top"}),
+        ("Cohere2MoeForCausalLM", "shared_expert_combination", {"shared_expert_combination_strategy": "max"}),
+        ("HunYuanMoEV1ForCausalLM", "num_experts", {"num_experts": [4, 4, 4, 8]}),
+        ("HunYuanMoEV1ForCausalLM", "moe_topk", {"num_experts": 4, "moe_topk": [2, 2]}),
+        ("MellumForCausalLM", "mlp_layer_types", {"mlp_layer_types": ["sparse", "none"] * 2}),
+        ("MellumForCausalLM", "rope_parameters", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+        ("MellumForCausalLM", "rope_parameters", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("GPTNeoForCausalLM", "attention_types", GPT_NEO),
+        ("GPTNeoForCausalLM", "attention_types", {**GPT_NEO, "attention_types": [["global", "local"], 2]}),
+        ("GPTNeoForCausalLM", "attention_types", {**GPT_NEO, "attention_types": [[["global", "sparse"], 2]]}),
+        ("GPTNeoForCausalLM", "attention_layers", {**GPT_NEO, "attention_layers": ["local"] * 3}),
+        ("GPTNeoForCausalLM", "hidden_size", {**GPT_NEO, "num_heads": 3}),
+        ("CodeGenForCausalLM", "n_head", {"n_embd": 48, "n_head": 6, "n_layer": 1, "rotary_dim": 4}),
         ("OlmoeForCausalLM", "head_dim", {"head_dim": 16}),
         ("MixtralForCausalLM", "num_experts_per_tok", {"num_experts_per_tok": 9}),
         ("Qwen2MoeForCausalLM", "sliding_window", {"layer_types": ["sliding_attention"] * 4}),
@@ -122,6 +147,24 @@ def test_defaults_of_transformers():
     apertus = read("ApertusForCausalLM", rope_theta=5e5)
     assert (apertus.activation, apertus.rope.kind, apertus.rope.theta) == ("xielu", "llama3", 12e6)
     assert read("ApertusForCausalLM", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}).rope.theta == 5e5
+    assert read("CwmForCausalLM").windows == (None, 8192, 8192, 8192)
+    assert (read("CwmForCausalLM").rope.kind, read("CwmForCausalLM", rope_theta=5e5).rope.theta) == ("llama3", 1e6)
+    assert read("VaultGemmaForCausalLM").windows == (4096, None) * 2
+    swa = read("GraniteSWAForCausalLM", layer_rope_theta=[0, 1e5, 0, 500])
+    assert [rope and rope.theta for rope in swa.ropes] == [None, 1e5, None, 500.0]
+    assert (swa.windows, swa.tied, swa.sinks) == ((None, 128, 128, 128), True, True)
+    clova = read("HyperCLOVAXForCausalLM", logits_scaling=0.5, head_dim=16)
+    assert (clova.scale(0), clova.logit_divisor, clova.norms) == (0.25, 2.0, ("input", "output"))
+    minicpm = read("MiniCPM3ForCausalLM", num_key_value_heads=4)
+    assert (minicpm.latent.rank, minicpm.latent.query_rank, minicpm.latent.value) == (256, 768, 8)
+    assert (minicpm.embedding_scale, minicpm.residual_scale, minicpm.logit_divisor) == (12.0, 0.7, 0.125)
+    youtu = read("YoutuForCausalLM", num_key_value_heads=4)
+    assert (youtu.latent.rank, youtu.latent.query_rank, youtu.latent.interleaved, youtu.tied) == (512, 1536, True, True)
+    neo = read("GPTNeoForCausalLM", num_heads=4, num_layers=24)
+    assert (neo.windows, neo.scale(1), neo.mlp_width) == ((None, 256) * 12, 1.0, 40)
+    nano = read("NanoChatForCausalLM")
+    assert (nano.logit_cap, nano.rope.backwards, nano.affine, nano.embedding_norm) == (15.0, True, False, True)
+    assert read("NanoChatForCausalLM", final_logit_softcapping=None).logit_cap is None
     assert read("Qwen2ForCausalLM", use_sliding_window=True, max_window_layers=3).windows == (None, None, None, 4096)
     assert read("Qwen2ForCausalLM", use_sliding_window=False, sliding_window=0).windows == (None,) * 4
 
@@ -145,6 +188,15 @@ def test_defaults_of_mixtures():
     qwen2, qwen3 = (read(f"Qwen{i}MoeForCausalLM").experts for i in (2, 3))
     assert (qwen2.count, qwen2.routing.chosen, qwen2.width, qwen2.shared_width) == (60, 4, 1408, 5632)
     assert (qwen3.count, qwen3.routing.chosen, qwen3.width, qwen3.shared_width) == (128, 8, 768, 0)
+    exaone, flex, hunyuan = (read(f"{name}ForCausalLM").experts for name in ("ExaoneMoe", "FlexOlmo", "HunYuanMoEV1"))
+    assert (exaone.count, exaone.routing.chosen, exaone.width, exaone.shared_width) == (64, 8, 1024, 1024)
+    assert (exaone.routing.scale, exaone.routing.normalized, exaone.layers) == (2.5, True, (False, True, True, True))
+    assert (flex.count, flex.routing.chosen, flex.routing.normalized) == (7, 5, False)
+    assert (hunyuan.count, hunyuan.routing.chosen, hunyuan.shared_width) == (1, 1, 40)
+    cohere, mellum = read("Cohere2MoeForCausalLM", num_shared_experts=2), read("MellumForCausalLM")
+    assert (cohere.experts.factor, cohere.experts.shared_width, cohere.head_dim) == (0.5, 80, 128)
+    assert (cohere.experts.routing.scores, cohere.windows) == ("softmax_of_chosen", (4096, 4096, 4096, None))
+    assert (mellum.experts.count, mellum.experts.routing.normalized, mellum.ropes[0].theta) == (64, True, 5e5)
     assert read("Qwen3MoeForCausalLM", num_experts=None, num_local_experts=8).experts.count == 8
     assert read("Qwen3MoeForCausalLM", decoder_sparse_step=2, mlp_only_layers=[1]).experts.layers == (0, 0, 0, 1)
     assert read("Qwen3MoeForCausalLM", decoder_sparse_step=5).experts is None

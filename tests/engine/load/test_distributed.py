@@ -66,6 +66,8 @@ VARIANTS = (
     "stablelm/qk_layernorm",
     "cohere/norms",
     "gpt_neox/falcon_groups",
+    "relatives/codegen",
+    "relatives/nanochat",
     "quantized/gptq_conv1d",
     "quantized/gptq_desc_act",
 )

@@ -47,7 +47,7 @@ FAMILIES = [  # of each a variant with windows, layers without rotation, or what
         "qwen3_5/bias",
         "smollm3/windows",
     ),
-    *("stablelm/parallel", "wrapped/gemma3"),
+    *("stablelm/parallel", "wrapped/gemma3", "relatives/nanochat", "relatives/granite_swa", "relatives/cohere_moe"),
     *(f"qwen3_5/recurrent{variant}" for variant in ("", "_interval", "_taps")),
     *("granite/hybrid", "granite/hybrid_rope", "granite/scans", "granite/scans_groups"),
 ]

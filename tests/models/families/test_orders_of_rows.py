@@ -25,6 +25,8 @@ ORDERED = {  # the modules that make queries and keys
     "gpt_neox/gptj": ("attn.q_proj", "attn.k_proj"),
     "gpt_neox/falcon_groups": ("self_attention.query_key_value",),
     "experts/afmoe": ("self_attn.gate_proj", "self_attn.q_proj"),
+    "relatives/codegen": ("attn.qkv_proj",),
+    "relatives/persimmon": ("self_attn.query_key_value",),
 }
 Changed = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
@@ -57,7 +59,9 @@ def test_adapters_change_the_rows_that_they_are_for(variant: str, tmp_path: Path
     assert (want - plain).abs().max() > 0.05 * want.abs().max()
 
 
-@pytest.mark.parametrize("variant", ["glm/four", "cohere/norms", "gpt_neox/plain", "gpt_neox/falcon_groups"])
+@pytest.mark.parametrize(
+    "variant", ["glm/four", "cohere/norms", "gpt_neox/plain", "gpt_neox/falcon_groups", "relatives/codegen"]
+)
 def test_processes_have_all_rows_between_them(variant: str):
     checkpoint = Checkpoint.open(GOLDEN / variant)
     family = FAMILIES[checkpoint.architecture]
@@ -111,6 +115,11 @@ def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         ("experts/ernie", renamed(".gate.moe_statics.", ".moe_statics.")),
         ("experts/ernie", with_more("model.mtp_linear_proj.0.weight")),
         ("experts/minimax", by_expert),
+        ("relatives/codegen", with_more("transformer.h.0.attn.causal_mask")),
+        ("relatives/gpt_neo", with_more("transformer.h.1.attn.attention.masked_bias")),
+        ("relatives/exaone_moe", renamed(".gate.e_score_correction_bias", ".e_score_correction_bias")),
+        ("relatives/exaone_moe", with_more("mtp.fc.weight")),
+        ("relatives/mellum", with_more("mtp.fc.weight")),
     ],
 )
 def test_names_of_other_files(variant: str, tensors: Changed, tmp_path: Path):

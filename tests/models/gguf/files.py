@@ -34,7 +34,9 @@ ARCHITECTURES = {
         "granitemoehybrid": "granitehybrid",
         "lfm2_moe": "lfm2moe",
         "gpt_oss": "gpt-oss",
-        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2"),
+        **{"olmo": "olmo", "jais2": "jais2", "minicpm3": "minicpm3"},
+        **{"exaone_moe": "exaone-moe", "hunyuan_v1_moe": "hunyuan-moe"},
     },
     **{name: name for name in ("glm4", "dots1", "afmoe", "ernie4_5", "exaone4", "seed_oss", "arcee", "nemotron")},
     **{"apertus": "apertus", "internlm3": "llama", "nemotron_h": "nemotron_h"},
@@ -59,7 +61,8 @@ PARTS = {  # of mixtures of experts, by the ends of their names in transformers
         ("e_score_correction_bias", "gate.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),
         "exp_probs_b.bias",
     ),
-    "router.gate.weight": "ffn_gate_inp.weight",
+    **dict.fromkeys(("router.gate.weight", "gate.wg.weight"), "ffn_gate_inp.weight"),
+    **{f"shared_mlp.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
     **{f"shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
     "shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     **{f"shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
@@ -78,7 +81,7 @@ SHARES = {
     **dict.fromkeys(("stablelm", "qwen3next", "qwen35", "qwen35moe"), 0.25),
 }  # of heads, rotated
 EPSILONS = {  # of LayerNorms
-    **dict.fromkeys(("phi2", "stablelm", "command-r", "cohere2", "gptneox"), "layer_norm_eps"),
+    **dict.fromkeys(("phi2", "stablelm", "command-r", "cohere2", "gptneox", "jais2", "olmo"), "layer_norm_eps"),
     **{"nemotron": "norm_eps", "starcoder2": "norm_epsilon", "falcon": "layer_norm_epsilon"},
 }
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
@@ -209,7 +212,7 @@ class File:
             if mixed and (one := re.fullmatch(r"experts\.(\d+)\.(\w+)_proj\.(weight|bias)", mixed[2])):
                 own.setdefault(f"blk.{mixed[1]}.ffn_{one[2]}_exps.{one[3]}", {})[int(one[1])] = values
                 continue
-            if mixed and mixed[2] in PARTS and c.keys() & {"num_experts_per_tok", "moe_k"}:
+            if mixed and mixed[2] in PARTS and c.keys() & {"num_experts_per_tok", "moe_k", "moe_topk"}:
                 values = values[0] if len(values) == 1 else values
                 format = F32 if values.ndim == 1 or "gate_inp." in PARTS[mixed[2]] else self.format
                 self.add(f"blk.{mixed[1]}.{PARTS[mixed[2]]}", values, format)
@@ -433,6 +436,20 @@ class File:
             yield from self._gemma4()
         if self.arch == "deepseek2":
             yield from self._latents()
+        if self.arch == "minicpm3":
+            yield "attention.key_length", c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
+            yield "rope.dimension_count", c["qk_rope_head_dim"]
+            yield from (("attention.kv_lora_rank", c["kv_lora_rank"]), ("attention.q_lora_rank", c["q_lora_rank"]))
+        if self.arch == "exaone-moe":
+            yield "expert_gating_func", 2
+            yield "expert_weights_norm", c.get("norm_topk_prob", True)
+            yield "expert_weights_scale", c.get("routed_scaling_factor", 2.5)
+            yield "expert_shared_count", c.get("num_shared_experts", 1)
+            yield "expert_feed_forward_length", c["moe_intermediate_size"]
+            yield "leading_dense_block_count", c.get("first_k_dense_replace", 1)
+        if self.arch == "hunyuan-moe":
+            yield from (("expert_used_count", c["moe_topk"][0]), ("expert_weights_norm", True))
+            yield "expert_shared_feed_forward_length", c["intermediate_size"]
         if self.arch in ("glm4moe", "dots1", "afmoe", "ernie4_5-moe"):
             yield from self._sigmoids()
         if self.arch == "mistral3":
@@ -475,11 +492,12 @@ class File:
         yield from (("attention.kv_lora_rank", rank), ("attention.q_lora_rank", c["q_lora_rank"]))
         yield from (("attention.head_count_kv", 1), ("rope.dimension_count", rotated))
         yield "leading_dense_block_count", c.get("first_k_dense_replace", 1)
-        yield "expert_count", c["n_routed_experts"]
-        yield "expert_shared_count", c["n_shared_experts"]
-        yield "expert_feed_forward_length", c["moe_intermediate_size"]
+        yield "expert_count", c.get("n_routed_experts")
+        yield "expert_shared_count", c.get("n_shared_experts")
+        yield "expert_feed_forward_length", c.get("moe_intermediate_size", c["intermediate_size"])
         yield from (("expert_group_count", c.get("n_group")), ("expert_group_used_count", c.get("topk_group")))
-        yield "expert_gating_func", 1 if c["model_type"] == "deepseek_v2" else 2
+        if "n_routed_experts" in c:
+            yield "expert_gating_func", 1 if c["model_type"] == "deepseek_v2" else 2
         if "mscale_all_dim" in r:
             yield "rope.scaling.yarn_log_multiplier", 0.1 * r["mscale_all_dim"]
 

@@ -48,6 +48,7 @@ FLOATS = [
     ),
     *(f"llamas/{name}" for name in ("arcee", "ernie", "starcoder2", "starcoder2_plain")),
     *("apertus/plain", "apertus/bias", "llamas/internlm3", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts"),
+    *(f"relatives/{name}" for name in ("olmo", "jais2", "youtu", "exaone_moe", "hunyuan_moe")),
     *("experts/granite_shared", "granite/scans", "granite/scans_experts", "granite/scans_groups"),
 ]
 PROMPT = list(range(3, 30))
@@ -95,6 +96,12 @@ def test_adapters_beside_blocks(format, tmp_path):
 
 def test_norms_of_the_heads_of_command_r(tmp_path):
     source = random(tmp_path / "source", "cohere/norms", tie_word_embeddings=True, attention_bias=False)
+    same(File(source).write(tmp_path / "file.gguf"), source, 1e-5)
+
+
+def test_the_multipliers_of_minicpm3_are_not_in_files(tmp_path):
+    published = {"scale_emb": 12, "dim_model_base": 256}
+    source = random(tmp_path / "source", "relatives/minicpm3", **published)
     same(File(source).write(tmp_path / "file.gguf"), source, 1e-5)
 
 
@@ -187,6 +194,15 @@ def test_draft_layers_of_files_are_left_out(tmp_path):
 
 
 WRONG_KEYS = {
+    "relatives/olmo": [
+        ({"attention.clamp_kqv": 8.0}, "attention.clamp_kqv: expected nothing: it is not supported"),
+        ({"attention.layer_norm_epsilon": 1e-6}, "attention.layer_norm_epsilon: expected 1e-5"),
+    ],
+    "relatives/hunyuan_moe": [({"expert_shared_feed_forward_length": 8}, "expected the width of the experts, 24")],
+    "relatives/exaone_moe": [
+        ({"expert_gating_func": 1}, "expert_gating_func: expected 2"),
+        ({"attention.sliding_window": None}, "attention.sliding_window: expected a value"),
+    ],
     "nemotron_h/experts": [({"moe_latent_size": 8}, "moe_latent_size: expected nothing")],
     "nemotron_h/plain": [
         ({"attention.head_count_kv": 2}, "head_count_kv: expected a number for each layer"),

@@ -1,0 +1,36 @@
+"""nanochat (Karpathy 2025): norms without weights, also of the embedding; heads that are rotated backwards."""
+
+from dataclasses import replace
+
+from models.checkpoint.fields import Fields
+from models.config import Config
+from models.decoder import Decoder
+from models.families.gemma import cap
+from models.names import Names
+from models.reading import rotary
+
+
+class NanoChat(Decoder):
+    """Norms of heads after the rotation, MLPs with squared ReLU, capped logits."""
+
+    architectures = ("NanoChatForCausalLM",)
+    names = Names(up=("mlp.fc1",), down="mlp.fc2")
+    default_eos_token_ids = frozenset([1])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        options = rotary(
+            fields, positions=2048, activation="relu2", mlp_width=fields.int("intermediate_size", default=8192)
+        )
+        options["rope"] = replace(options["rope"], backwards=True)
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            affine=False,
+            embedding_norm=True,
+            head_norms="each",
+            norms_last=True,
+            gated=False,
+            attention_bias=fields.bool("attention_bias", default=False),
+            logit_cap=cap(fields, "final_logit_softcapping", 15.0),
+            **options,
+        )
