@@ -21,11 +21,12 @@ from kernels.linear import Packed
 from models.checkpoint.fields import Fields
 from models.checkpoint.four_bits import FourBits, with_four_bits
 from models.checkpoint.listing import CONFIG_BYTES, WEIGHTS, adapter_alone, adapter_base, listed_tensors, read_json
+from models.checkpoint.mlx import from_mlx
 from models.checkpoint.model_types import with_architecture
 from models.checkpoint.quantized_configs import with_quantization
 from models.checkpoint.spellings import spelled_alike
 from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, LastFile, damaged
-from models.checkpoint.tensors import RowReader, TensorInfo
+from models.checkpoint.tensors import GroupedReader, RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
 from models.errors import CheckpointError, show
 from models.file_cache import FileCache
@@ -38,7 +39,8 @@ from models.gguf.reader import GGUF
 from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
 from models.gguf.vocabulary import FileVocabulary
 from models.quantized import CACHE_SCALES, EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
-from models.quantized.own import GroupedReader, Grouping, Own
+from models.quantized.mlx import MLX
+from models.quantized.own import Own
 
 
 @dataclass(frozen=True)
@@ -227,10 +229,10 @@ class Checkpoint:
         info = self.tensors.get(stored)
         if not kind or self.quantization is None or (info and info.dtype in FLOATS.values()):
             return None
-        if kind == EMBEDDING and not isinstance(self.quantization, Own | BlockQuantization):
+        if kind == EMBEDDING and not isinstance(self.quantization, Own | MLX | BlockQuantization):
             return None
-        module = name.removesuffix(".weight")
-        parts = (self.tensors.get(f"{module}.{suffix}") for suffix in ("weight", "qweight", "weight_packed"))
+        module, own = name.removesuffix(".weight"), stored.removesuffix(".weight")
+        parts = (self.tensors.get(f"{own}.{suffix}") for suffix in ("weight", "qweight", "weight_packed"))
         inside = next((part.name for part in parts if part and part.name), None)  # a config has the names of the whole
         return self.quantization.scheme(inside.rpartition(".")[0] if inside else module, kind)
 
@@ -343,7 +345,7 @@ class Checkpoint:
         if isinstance(info := self.tensors.get(stored), Stored):
             return info.reader(stored)
         scheme = self._scheme(name, stored, EMBEDDING)
-        if not isinstance(scheme, Grouping):
+        if scheme is None:
             return RowReader(self.tensors[stored], stored)
         parts = {suffix: f"{stored.removesuffix('.weight')}.{suffix}" for suffix in scheme.parts(*shape)}
         readers = {suffix: RowReader(self.tensors[part], part) for suffix, part in parts.items()}
@@ -387,9 +389,11 @@ def _open_folder(folder: Path) -> Checkpoint:
     if is_wrapped(config):
         config = text_config(config, show(folder / "config.json"))
         tensors, left_out = _text_tensors(tensors)
+    quantized = quantization(Fields(config, show(folder / "config.json")))
+    if isinstance(quantized, MLX):
+        config, tensors = from_mlx(config, tensors)
     tensors = spelled_alike(tensors)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
-    quantized = quantization(Fields(config, show(folder / "config.json")))
     return Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, adapter_base(folder))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from models.checkpoint.fields import Fields
 from models.checkpoint.listing import CONFIG_BYTES, read_json
 from models.errors import show
-from models.quantized.parts import unsupported
+from models.quantized import mlx
 
 FIELD = "quantization_config"
 GPTQ, MODELOPT = "quantize_config.json", "hf_quant_config.json"  # files of AutoGPTQ and ModelOpt
@@ -16,12 +16,12 @@ def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """A folder's config, with the field if something else stands for it.
 
     Raises:
-        CheckpointError: MLX quantised the weights, or a file is damaged.
+        CheckpointError: a file is damaged.
     """
-    given, file = config.get(FIELD), show(folder / "config.json")
+    given = config.get(FIELD)
     method = given.get("quant_method") if isinstance(given, dict) else None
-    if not method and Fields(config, file).sub("quantization"):
-        raise unsupported(Fields(config, file), "weights quantized by MLX are not supported")
+    if not method and (own := Fields(config, show(folder / "config.json")).sub(mlx.FIELD)):
+        return config | {FIELD: {**own.config, "quant_method": mlx.NAME}}
     if given is not None:
         return config
     if old := config.get("compression_config"):  # up to version 0.8 of compressed-tensors

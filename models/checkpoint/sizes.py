@@ -2,7 +2,7 @@
 data."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -26,6 +26,7 @@ from models.formats.packed import PREFIXES
 from models.gguf.tensors import Stored
 from models.mtp import MTP
 from models.names import HEAD
+from models.quantized.mlx import MLX, Packing
 from models.quantized.own import Own
 from models.shard import Shard
 from models.sharding import part
@@ -189,25 +190,33 @@ class Sizes(Weights):
         if floats and len(floats) < len({*stored}):  # `Joined`: the others are stored quantised
             return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
         if not floats:
-            blocks = [(BLOCKS[info.format], rows) for info, rows in zip(map(tensors.get, stored), outs, strict=True)
-                      if isinstance(info, Stored)]  # fmt: skip
-            if blocks:
+            if blocks := [*self._stored_blocks(stored, outs)]:
                 return self._blocks(blocks, width)
             return sum(map(self._quantised, stored, outs))
-        own = {*floats.values()}
+        dtypes = {*floats.values()}
         quant = "none" if exact else format_of(self.quant, sum(outs), head=head)
         if quant == "none" and len(stored) == 1 and stored[0] in self.resident:  # the same memory
             self.vectors -= sum(outs) * width * self.dtype.itemsize
-        return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
+        return FORMATS[quant].bytes(sum(outs), width, dtypes, self.dtype, self.device)
 
-    def _blocks(self, blocks: Sequence[tuple[Block, int]], width: int) -> int:
+    def _stored_blocks(self, stored: Sequence[str], outs: Sequence[int]) -> Iterator[tuple[Block | Packing, int]]:
+        """The formats of matrices that are blocks of GGUF or packed by MLX, with their rows."""
+        own = self.checkpoint.quantization
+        for name, rows in zip(stored, outs, strict=True):
+            info = self.checkpoint.tensors.get(name)
+            if isinstance(info, Stored):
+                yield BLOCKS[info.format], rows
+            elif info and isinstance(own, MLX):
+                yield own.others.get(info.name.removesuffix(".weight")) or own.common, rows
+
+    def _blocks(self, blocks: Sequence[tuple[Block | Packing, int]], width: int) -> int:
         """Bytes of rows of blocks, side by side; neighbours of one format are one matrix."""
         if self.device.type != "cpu":
             return sum(self._blocks_on_device(block, rows, width) for block, rows in blocks)
         runs = ((block, sum(rows for _, rows in run)) for block, run in groupby(blocks, key=lambda each: each[0]))
         return sum(block.packed_bytes(rows, width) for block, rows in runs)
 
-    def _blocks_on_device(self, block: Block, outs: int, width: int) -> int:
+    def _blocks_on_device(self, block: Block | Packing, outs: int, width: int) -> int:
         if not takes(block.kind, block.group, width):
             return outs * width * self.dtype.itemsize
         scales = -(-width // block.group) * torch.float32.itemsize * (1 + block.least)

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.errors import CheckpointError, show
-from models.quantized.parts import Part
+from models.quantized.parts import Part, Scheme, Source
 
 
 class Cut(NamedTuple):
@@ -36,12 +36,24 @@ class Cut(NamedTuple):
         return found[self.first : self.last : self.step]
 
 
+class View(NamedTuple):
+    """A tensor in another shape of as many elements, and less one, in float32, where the file has one more."""
+
+    shape: tuple[int, ...]
+    minus_one: bool = False
+
+    def of(self, stored: Tensor) -> Tensor:
+        """The tensor; a view of the stored one where that has the same values."""
+        found = stored.view(self.shape)
+        return found.float() - 1 if self.minus_one else found
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor as a header describes it. `packed`: the file has its values in a packed matrix alone.
 
     `name`: that of the file, where the model has another one for it.
-    `part`: the part of the file's tensor that it is; None: all.
+    `part`: the part of the file's tensor that it is, or the form that it has here; None: all, as it is.
     """
 
     file: Path
@@ -49,7 +61,7 @@ class TensorInfo:
     dtype: torch.dtype
     packed: bool = False
     name: str = ""
-    part: Cut | None = None
+    part: Cut | View | None = None
 
     @property
     def elements(self) -> int:
@@ -97,3 +109,25 @@ class RowReader:
             if os.preadv(self._fd, [piece], self._start + row * self.row_bytes) != self.row_bytes:
                 raise CheckpointError(f"{self.name} is cut short", where=show(self.info.file))
         return torch.frombuffer(buffer, dtype=self.info.dtype).view(-1, self.width)
+
+
+class GroupedReader:
+    """Rows of a quantised matrix as float32, read from the file when they are asked for: see `RowReader`.
+
+    Args:
+        scheme, width: of the matrix; each of its tensors has a row per row.
+        parts: readers of the rows of its tensors, by the ends of their names.
+        name: of the matrix.
+    """
+
+    def __init__(self, scheme: Scheme, width: int, parts: Mapping[str, RowReader], name: str):
+        self.scheme, self.width, self.parts, self.name = scheme, width, parts, name
+
+    def __call__(self, rows: Sequence[int]) -> Tensor:
+        """[len(rows), width]. Raises CheckpointError if the file has become shorter, or for values that are wrong."""
+        read = {suffix: part(rows) for suffix, part in self.parts.items()}
+        return self.scheme.weight(len(rows), self.width, Source(read.get, self._error)).floats()
+
+    def _error(self, what: str) -> CheckpointError:
+        where = show(next(iter(self.parts.values())).info.file)
+        return CheckpointError(f"{show(self.name)}: {what}", where=where)

@@ -7,7 +7,7 @@ them with the headers) and makes a `GroupedWeight` from them, whose rows are rea
 from collections.abc import Callable
 
 from models.checkpoint.fields import Fields
-from models.quantized import auto_round, awq, bitsandbytes, compressed, float8, gptq, modelopt, mxfp4, own
+from models.quantized import auto_round, awq, bitsandbytes, compressed, float8, gptq, mlx, modelopt, mxfp4, own
 from models.quantized.parts import (
     CACHE_SCALES,
     EMBEDDING,
@@ -43,6 +43,7 @@ METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
     "fp8": float8.parse,
     "gptq": gptq.parse,
     "intel/auto-round": auto_round.parse,  # up to version 0.4
+    mlx.NAME: mlx.parse,
     "modelopt": modelopt.parse,
     "mxfp4": mxfp4.parse,
     "mxfp8": float8.parse_mxfp8,

@@ -25,7 +25,9 @@ from models.quantized.parts import (
     unsupported,
 )
 
-ONES = {4: 0x11111111, 8: 0x01010101}  # the first version stores zeros minus one, a subtraction from whole words
+# By bits: the first version stores zeros minus one, a subtraction from whole words. Those of 3 bits cross words, and
+# writers subtract different numbers.
+ONES = {2: 0x55555555, 3: None, 4: 0x11111111, 8: 0x01010101}
 FORMATS = ("gptq", "gptq_v2")
 
 
@@ -41,10 +43,10 @@ class GPTQ:
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`. AutoGPTQ gives a `bias` to layers that have none."""
-        groups, per = self.grid.columns(width), 32 // self.bits
+        groups, bits = self.grid.columns(width), self.bits
         return {
-            "qweight": Part(((-(-width // per), outs),), (torch.int32,)),
-            "qzeros": Part(((groups, -(-outs // per)),), (torch.int32,)),
+            "qweight": Part(((-(-width * bits // 32), outs),), (torch.int32,)),
+            "qzeros": Part(((groups, -(-outs * bits // 32)),), (torch.int32,)),
             "scales": Part(((groups, outs),), FLOATS),
             "g_idx": Part(((width,),), INTEGERS, optional=not self.ordered or groups == 1),
             "bias": Part(((outs,),), FLOATS, optional=True),
@@ -53,7 +55,7 @@ class GPTQ:
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
         qweight, qzeros, scale_GO = source.tensor("qweight"), source.tensor("qzeros"), source.scale("scales")
-        zero_GO = unpack(qzeros + ONES[self.bits] if self.first else qzeros, self.bits)[:, :outs]
+        zero_GO = unpack(qzeros + (ONES[self.bits] or 0) if self.first else qzeros, self.bits)[:, :outs]
         order_I = order_of(source.read("g_idx"), group := self.grid.group(width), source)
 
         def rows(first: int, last: int) -> GroupedRows:
@@ -61,7 +63,7 @@ class GPTQ:
             codes_OI = codes_OI if order_I is None else codes_OI[:, order_I]
             return GroupedRows(codes_OI, scale_GO[:, first:last].T, zero_GO[:, first:last].T.float())
 
-        return GroupedWeight("int4" if self.bits == 4 else "int8", (outs, width), group, rows, order_I)
+        return GroupedWeight("int8" if self.bits == 8 else "int4", (outs, width), group, rows, order_I)
 
 
 def parse(fields: Fields) -> ModuleRules:
@@ -88,6 +90,9 @@ def scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> GPTQ:
     """The scheme of a config's fields, of a layout of `FORMATS`. Raises CheckpointError."""
     own = Fields(config, fields.file, fields.prefix)
     if (bits := own.int("bits")) not in ONES:
-        raise unsupported(fields, f"gptq with {bits} bits (read: 4, 8)")
+        raise unsupported(fields, f"gptq with {bits} bits (read: {', '.join(map(str, ONES))})")
+    if ONES[bits] is None and layout == "gptq":
+        what = f"gptq with {bits} bits in the format 'gptq', whose zeros depend on the writer (read: gptq_v2)"
+        raise unsupported(fields, what)
     ordered = own.bool("desc_act", default=False)
     return GPTQ(bits, Grid.of(own, "group_size", -1), layout == "gptq", ordered)

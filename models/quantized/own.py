@@ -10,7 +10,7 @@ the byte n. Codes of kinds whose names begin with iq are indices into `kernels.l
 the values of the token embedding is listed next to it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -72,28 +72,6 @@ class Grouping:
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :width]
         scale = power(scale) if self.kind == "float4" else scale.float()
         return GroupedRows(codes, scale, *(None if x is None else x.float() for x in values))
-
-
-class GroupedReader:
-    """Rows of a quantised matrix as float32, read from the file when they are asked for: see `RowReader`.
-
-    Args:
-        grouping, width: of the matrix.
-        parts: readers of the rows of its tensors, by the ends of their names.
-        name: of the matrix.
-    """
-
-    def __init__(
-        self, grouping: Grouping, width: int, parts: Mapping[str, Callable[[Sequence[int]], Tensor]], name: str
-    ):
-        self.grouping, self.width, self.parts, self.name = grouping, width, parts, name
-
-    def __call__(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), width]. Raises CheckpointError if the file has become shorter."""
-        read = {name: part(rows) for name, part in self.parts.items()}
-        grouping, shape = self.grouping, (len(rows), self.width)
-        found = grouping._rows(read["codes"], self.width, read["scale"], read.get("zero"), read.get("least"))
-        return GroupedWeight(grouping.kind, shape, grouping.group, lambda *_: found, least=grouping.least).floats()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.linear.panels import power
 from models.checkpoint.fields import REQUIRED, Fields
@@ -17,7 +18,7 @@ from models.errors import CheckpointError
 from models.formats.grouped import GroupedWeight
 
 LINEAR, TRANSPOSED = "Linear", "Conv1D"  # transformers' classes; weights of the second are stored [in, out]
-EMBEDDING = "Embedding"  # a table of token embeddings, which our own layout alone has quantised
+EMBEDDING = "Embedding"  # a table of token embeddings, which our own layout and MLX's have quantised
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 NO_NUMBER = 255  # the exponent of 8 bits that stands for none
@@ -85,7 +86,7 @@ class Quantization(Protocol):
 
         Args:
             module: its name in transformers.
-            kind: its class there, `LINEAR` or `TRANSPOSED`; `Own` is asked for `EMBEDDING` too.
+            kind: its class there, `LINEAR` or `TRANSPOSED`; `Own` and `MLX` are asked for `EMBEDDING` too.
         """
         ...
 
@@ -156,9 +157,16 @@ class Grid(NamedTuple):
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 [..., n] to uint8 [..., n * 32 / bits]: fields of 4 or 8 bits, lowest first."""
+    """Words of 32 bits [..., n] to uint8 [..., n * 32 / bits]: fields of 2 to 6 or 8 bits, lowest first; those of 3, 5
+    and 6 bits cross words."""
     octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # not all that is "contiguous" views
-    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+    if bits == 8:
+        return octets
+    if bits == 4:
+        return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+    octets = F.pad(octets, (0, -octets.shape[-1] % bits)).unflatten(-1, (-1, bits))  # which hold eight fields
+    whole = (octets.long() << torch.arange(0, 8 * bits, 8)).sum(-1, keepdim=True)
+    return (whole >> torch.arange(0, 8 * bits, bits) & (1 << bits) - 1).to(torch.uint8).flatten(-2)
 
 
 def order_of(groups_I: Tensor | None, group: int, source: Source) -> Tensor | None:

@@ -9,7 +9,7 @@ from engine.text.tokenizer import Tokenizer
 from kernels.linear.blocks import BLOCKS
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.listing import WEIGHTS
-from models.quantized.own import GroupedReader
+from models.checkpoint.tensors import GroupedReader
 from tests.models.gguf.files import GOLDEN, WIDE, File, gguf, random, sentencepiece_file
 from tools import convert, requantise
 

@@ -52,6 +52,7 @@ class Recipe:
         config: its `quantization_config`.
         methods: by expressions for the names of modules, the first that matches; others stay floats.
         head: the head is a matrix like others.
+        embedding: the token embedding is, too.
         transposed: the base stores matrices [in, out].
         extra: tensors of every layer that change nothing, of its weight, by the ends of their names.
     """
@@ -60,11 +61,13 @@ class Recipe:
     config: Config
     methods: Sequence[tuple[str, Method | None]]
     head: bool = False
+    embedding: bool = False
     transposed: bool = False
     extra: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
 
     def method(self, name: str, tensor: torch.Tensor) -> Method | None:
-        if tensor.dim() != 2 or (TABLES.fullmatch(name) and not (self.head and name == "lm_head.weight")):
+        tables = self.head * ("lm_head.weight",) + self.embedding * ("model.embed_tokens.weight",)
+        if tensor.dim() != 2 or (TABLES.fullmatch(name) and name not in tables):
             return None
         return next((method for rule, method in self.methods if re.match(rule, name)), None)
 
@@ -245,6 +248,68 @@ def float8(block: tuple[int, int] | None) -> Method:
     return Method(store, restore)
 
 
+# MLX: the comments of `quantize` in mlx/ops.cpp and its documentation.
+
+
+def mlx(bits: int, group: int, dtype: torch.dtype = torch.bfloat16) -> Method:
+    """Mode affine. q is packed from a row's first bit on, without gaps at the ends of words."""
+    top = 2**bits - 1
+
+    def store(weight: torch.Tensor) -> Parts:
+        parts = weight.unflatten(1, (-1, group))
+        low, high = parts.amin(2, keepdim=True), parts.amax(2, keepdim=True)
+        scale, negative = ((high - low) / top).clamp(min=1e-7), low.abs() > high.abs()
+        scale, edge = torch.where(negative, scale, -scale), torch.where(negative, low, high)
+        steps = (edge / scale).round()
+        scale = torch.where(steps != 0, edge / steps, scale).to(dtype).float()
+        bias = torch.where(steps == 0, 0, edge).to(dtype).float()
+        q = ((parts - bias) / scale).round().clamp(0, top).flatten(1).long()
+        bitwise = (q.unsqueeze(2) >> torch.arange(bits) & 1).flatten(1).unflatten(1, (-1, 32))
+        words = signed((bitwise << torch.arange(32)).sum(2)).view(torch.uint32)
+        return {"weight": words, "scales": scale.squeeze(2).to(dtype), "biases": bias.squeeze(2).to(dtype)}
+
+    def restore(parts: Parts) -> torch.Tensor:
+        words = parts["weight"].view(torch.int32).long()
+        bitwise = (words.unsqueeze(2) >> torch.arange(32) & 1).flatten(1).unflatten(1, (-1, bits))
+        q = (bitwise << torch.arange(bits)).sum(2).float()
+        scale, bias = (parts[name].float().repeat_interleave(group, 1) for name in ("scales", "biases"))
+        return q * scale + bias
+
+    return Method(store, restore)
+
+
+def mlx_floats(mode: str) -> Method:
+    """Modes of e2m1 and e4m3 numbers: nearest numbers after a division by the scale."""
+    group, e2m1 = 16 if mode == "nvfp4" else 32, torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+    def values(scales: torch.Tensor) -> torch.Tensor:
+        found = scales.view(torch.float8_e4m3fn).float() if mode == "nvfp4" else torch.exp2(scales.float() - 127)
+        return found.repeat_interleave(group, 1)
+
+    def store(weight: torch.Tensor) -> Parts:
+        largest = weight.unflatten(1, (-1, group)).abs().amax(2)
+        if mode == "nvfp4":
+            scales = (largest / 6).to(torch.float8_e4m3fn).view(torch.uint8)
+        else:
+            scales = ((largest / (448 if mode == "mxfp8" else 6)).log2().ceil() + 127).to(torch.uint8)
+        x = weight / values(scales)
+        if mode == "mxfp8":
+            octets = x.to(torch.float8_e4m3fn).view(torch.uint8)
+        else:
+            codes = (x.abs().unsqueeze(2) - e2m1).abs().argmin(2) + 8 * (x < 0)
+            octets = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+        return {"weight": octets.contiguous().view(torch.uint32), "scales": scales}
+
+    def restore(parts: Parts) -> torch.Tensor:
+        octets = parts["weight"].view(torch.uint8)
+        if mode == "mxfp8":
+            return octets.view(torch.float8_e4m3fn).float() * values(parts["scales"])
+        codes = torch.stack((octets & 15, octets >> 4), 2).flatten(1).long()
+        return torch.cat((e2m1, -e2m1))[codes] * values(parts["scales"])
+
+    return Method(store, restore)
+
+
 # Files.
 
 
@@ -255,7 +320,8 @@ def files(folder: Path) -> dict[str, Parts]:
 def write(recipe: Recipe, folder: Path, seed: int) -> None:
     """Write the float checkpoint and quantise its files."""
     recipe.base(folder, seed)
-    edit(folder / "config.json", {"quantization_config": recipe.config})
+    fields = ("quantization_config",) if "quant_method" in recipe.config else ("quantization_config", "quantization")
+    edit(folder / "config.json", dict.fromkeys(fields, recipe.config))  # MLX writes both, alike
     weight_map: dict[str, str] = {}
     for file, tensors in files(folder).items():
         stored: Parts = {}
@@ -279,7 +345,7 @@ def write(recipe: Recipe, folder: Path, seed: int) -> None:
 def floats(recipe: Recipe, folder: Path, out: Path) -> None:
     """The float32 checkpoint of the quantised one in `folder`, in one file."""
     config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
+    config = {name: value for name, value in config.items() if name not in ("quantization_config", "quantization")}
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     held: Parts = {}
@@ -323,6 +389,21 @@ def weights(bits: int, strategy: str, symmetric: bool = True, kind: str = "int",
 def one(layout: str, own: Config, **others: Any) -> Recipe:
     """compressed-tensors with one scheme for all."""
     return Recipe(llama, package(layout, [group(layout, own, **others)]), [("", compressed(layout, own))])
+
+
+def mlx_recipe(base: Callable[[Path, int], Any], common: Config, others: Config) -> Recipe:
+    """MLX with settings of single modules, of which false is floats."""
+
+    def method(own: Config) -> Method:
+        if (mode := own.get("mode", "affine")) != "affine":
+            return mlx_floats(mode)
+        return mlx(own.get("bits", 4), own.get("group_size", 64))
+
+    rules = [
+        (re.escape(f"{name}.weight"), method(common if own is True else own) if own else None)
+        for name, own in others.items()
+    ]
+    return Recipe(base, common | others, [*rules, ("", method(common))], head=True, embedding=True)
 
 
 def gptq_config(bits: int, size: int, **others: Any) -> Config:
@@ -405,6 +486,22 @@ RECIPES = {
         partial(opt.write, {}), AWQ | {"group_size": 16, "modules_to_not_convert": ["layers.0.self_attn"]},
         [(r".*layers\.0\.self_attn", None), ("", awq(16))],
     ),
+    # every width of bits, a module that stays floats, an embedding and a head of their own
+    "mlx": mlx_recipe(llama, {"group_size": 32, "bits": 4}, {
+        "model.embed_tokens": {"group_size": 32, "bits": 3}, "lm_head": {"group_size": 64, "bits": 6},
+        "model.layers.0.self_attn.q_proj": {"group_size": 32, "bits": 2},
+        "model.layers.0.self_attn.k_proj": {"group_size": 32, "bits": 3},
+        "model.layers.0.self_attn.v_proj": {"group_size": 64, "bits": 5},
+        "model.layers.0.mlp.gate_proj": {"group_size": 64, "bits": 8}, "model.layers.0.mlp.up_proj": {"bits": 8},
+        "model.layers.1.mlp.down_proj": False, "model.layers.1.mlp.up_proj": True,
+    }),
+    # the head is the embedding
+    "mlx_tied": mlx_recipe(partial(llama, tied=True, attention_bias=True), {"group_size": 32, "bits": 5, "mode": "affine"}, {}),
+    "mlx_floats": mlx_recipe(llama, {"group_size": 32, "bits": 4, "mode": "mxfp4"}, {
+        "model.embed_tokens": {"mode": "nvfp4"}, "lm_head": {"mode": "mxfp8", "bits": 8, "group_size": 32},
+        "model.layers.0.self_attn.k_proj": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+        "model.layers.1.mlp.gate_proj": {"group_size": 64, "bits": 4},
+    }),
     "fp8_block": Recipe(llama, FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.down_proj"]}, [
         (r".*0\.mlp\.down", None), ("", float8((32, 32)))]),
     "fp8_tensor": Recipe(PHI3, FP8 | {"weight_block_size": None}, [("", float8(None))]),

@@ -1,0 +1,71 @@
+"""Checkpoints that mlx-lm or mlx-vlm wrote: their tensors by the names and in the forms of transformers.
+
+Both rename and reshape tensors when they convert a model (`sanitize` of each file in `mlx_lm/models`): experts of a
+layer are stacked, convolutions have their channel last, norms that add one have it added, and newer files of DeepSeek
+V3 and GLM-4.7-Flash have the matrices of keys and of values apart, head by head. Only headers are read here.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from models.checkpoint.experts import MOST_EXPERTS
+from models.checkpoint.tensors import Cut, TensorInfo, View
+
+STACKED = re.compile(
+    r"(.+\.)(?:(?:experts\.)?switch_(?:mlp|glu)|experts)\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(weight|scales|biases|bias)"
+)
+PARTS = {"fc1": "up_proj", "fc2": "down_proj"}  # of Nemotron
+HEADS = re.compile(r"(.+\.self_attn\.)(embed_q|unembed_out)\.(weight|scales|biases)")
+SPLIT = {"embed_q": "k_b_proj", "unembed_out": "v_b_proj"}
+CONV = re.compile(r".+\.(?:conv1d|conv\.conv)\.weight")
+LFM2_MLP = re.compile(r"(.+\.feed_forward\.)(gate_proj|down_proj|up_proj)(\..+)")  # of layers without experts
+LFM2_PARTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+CURVE = re.compile(r".+\.act_fn\.alpha_[pn]")  # of Apertus
+PLUS_ONE = ("Qwen3Next", "Qwen3_5")  # beginnings of architectures
+NORM = re.compile(r".+\.(?:input_layernorm|post_attention_layernorm|q_norm|k_norm)\.weight|model\.norm\.weight")
+
+
+def from_mlx(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """The config and the tensors of such a checkpoint as transformers has them; each tensor keeps its name in the file,
+    by which the config names its module.
+
+    Args:
+        config: of the text model.
+        tensors: by the names of the text model.
+    """
+    architecture = (config.get("architectures") or [""])[0]
+    turned = any(CONV.fullmatch(name) and info.shape[2:] == (1,) for name, info in tensors.items())
+    plus_one = turned and isinstance(architecture, str) and architecture.startswith(PLUS_ONE)
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        info = replace(info, name=info.name or name)
+        count, *shape = info.shape or (0,)
+        if (stacked := STACKED.fullmatch(name)) and shape and count <= MOST_EXPERTS:
+            part = PARTS.get(stacked[2], stacked[2])
+            for number in range(count):
+                own = replace(info, shape=tuple(shape), part=Cut(number, 0, shape[0]))
+                found[f"{stacked[1]}experts.{number}.{part}.{stacked[3]}"] = own
+        elif (heads := HEADS.fullmatch(name)) and len(shape) == 2:
+            found[f"{heads[1]}{SPLIT[heads[2]]}.{heads[3]}"] = _seen(info, (count * shape[0], shape[1]))
+        elif turned and CONV.fullmatch(name) and len(shape) == 2:
+            found[name] = _seen(info, (count, 1, shape[0] * shape[1]))  # of one channel: the order is the same
+        elif mlp := LFM2_MLP.fullmatch(name):
+            found[f"{mlp[1]}{LFM2_PARTS[mlp[2]]}{mlp[3]}"] = info
+        elif CURVE.fullmatch(name) and not info.shape:
+            found[name] = _seen(info, (1,))
+        elif plus_one and NORM.fullmatch(name):
+            found[name] = replace(info, dtype=torch.float32, part=View(info.shape, minus_one=True))
+        else:
+            found[name] = info
+    split = any(HEADS.fullmatch(name) for name in tensors)
+    return {**config, **({"kv_b_split": True} if split else {})}, found
+
+
+def _seen(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
+    return replace(info, shape=shape, part=View(shape))

@@ -1,0 +1,138 @@
+"""MLX's own quantisation (mlx 0.31, mlx-lm 0.31): `quantization` of config.json, of linear layers and embeddings.
+
+`weight` has the codes of a row as one stream of bits in words of 32, lowest first; codes of 3, 5 and 6 bits cross
+words. `scales` has a value per group, and so has `biases` in mode affine: w = q * scale + bias. In the modes mxfp4,
+nvfp4 and mxfp8 codes are e2m1 or e4m3 numbers, and scales bytes: exponents of 2 + 127, or e4m3 numbers of nvfp4.
+Own settings of single modules replace the common ones; modules that the file has as floats are floats.
+
+8-bit codes are multiplied less 128, so that their minimums are bias + 128 * scale, a sum in float32.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.linear.panels import PANEL, GroupKind, default_zero, power, shape
+from models.checkpoint.fields import Fields
+from models.formats.grouped import GroupedRows, GroupedWeight
+from models.quantized.parts import FLOATS, TRANSPOSED, Part, Source, unpack, unsupported
+
+NAME, FIELD = "mlx", "quantization"
+AFFINE = "affine"
+KINDS: dict[int, GroupKind] = {2: "int4", 3: "int4", 4: "int4", 5: "int5", 6: "int6", 8: "int8"}  # by bits
+GROUPS = (32, 64, 128)
+NOT_A_NUMBER = 127  # of e4m3, without its sign
+
+
+class Mode(NamedTuple):
+    """Bits, size of groups and the kind of codes; those of a mode without minimums are its only ones."""
+
+    bits: int
+    group: int
+    kind: GroupKind
+
+
+DEFAULT = Mode(4, 64, "int4")  # of mode affine
+MODES = {"mxfp4": Mode(4, 32, "float4"), "nvfp4": Mode(4, 16, "fp4"), "mxfp8": Mode(8, 32, "float8")}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The form in which a weight is stored, see `models.quantized.Scheme`."""
+
+    mode: str
+    bits: int
+    group: int
+
+    @property
+    def kind(self) -> GroupKind:
+        """Of the codes in memory."""
+        return KINDS[self.bits] if self.mode == AFFINE else MODES[self.mode].kind
+
+    @property
+    def least(self) -> bool:
+        """Groups have minimums."""
+        return self.mode == AFFINE
+
+    def packed_bytes(self, outs: int, width: int) -> int:
+        """The bytes of a packed matrix, if float16 has all scales; minimums of 8-bit codes need float32."""
+        panels, steps, *word = shape(self.kind, outs, width)
+        each = 1 if self.kind == "float4" else 4 if self.bits == 8 else 2
+        return panels * (steps * word[0] * word[1] + PANEL * -(-width // self.group) * each * (1 + self.least))
+
+    def parts(self, outs: int, width: int) -> dict[str, Part]:
+        """See `Scheme`."""
+        groups = ((outs, -(-width // self.group)),)
+        words = Part(((outs, -(-width * self.bits // 32)),), (torch.uint32,))
+        if self.least:
+            return {"weight": words, "scales": Part(groups, FLOATS), "biases": Part(groups, FLOATS)}
+        return {"weight": words, "scales": Part(groups, (torch.uint8,))}
+
+    def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
+        """See `Scheme`."""
+        if width % self.group:
+            raise source.error(f"groups of {self.group} elements, expected a width that is a multiple, got {width}")
+        words, (scale_OG, least_OG) = source.tensor("weight"), self._values(source)
+
+        def rows(first: int, last: int) -> GroupedRows:
+            codes_OI = unpack(words[first:last], self.bits)
+            if self.kind == "float8" and (codes_OI & NOT_A_NUMBER).max() == NOT_A_NUMBER:
+                raise source.error("weight has values that are not numbers")
+            least = None if least_OG is None else least_OG[first:last]
+            return GroupedRows(codes_OI, scale_OG[first:last], least_OG=least)
+
+        return GroupedWeight(self.kind, (outs, width), self.group, rows, least=self.least)
+
+    def _values(self, source: Source) -> tuple[Tensor, Tensor | None]:
+        """Scales and minimums of groups, as `GroupedRows` has them."""
+        if self.least:
+            scale_OG = source.scale("scales")
+            return scale_OG, source.scale("biases") + default_zero(self.kind, True) * scale_OG
+        scales = source.tensor("scales")
+        if self.kind == "fp4":
+            if (scales & NOT_A_NUMBER).eq(NOT_A_NUMBER).any():
+                raise source.error("scales has values that are not numbers")
+            return scales.view(torch.float8_e4m3fn).float() / 2, None
+        powers = source.powers("scales")
+        return power(scales) if self.kind == "float4" else powers, None
+
+
+@dataclass(frozen=True)
+class MLX:
+    """The `quantization` of a config: of most modules, and of others by the file's names; None: floats."""
+
+    common: Packing
+    others: Mapping[str, Packing | None]
+
+    def scheme(self, module: str, kind: str) -> Packing | None:
+        """See `Quantization`."""
+        return None if kind == TRANSPOSED else self.others.get(module, self.common)
+
+
+def parse(fields: Fields) -> MLX:
+    """Read a config. Raises CheckpointError for what is not read."""
+    common, others = _packing(fields), dict[str, Packing | None]()
+    for module, own in fields.config.items():
+        if isinstance(own, bool):
+            others[module] = common if own else None
+        elif isinstance(own, dict):
+            others[module] = _packing(Fields(own, fields.file, f"{fields.prefix}{module}."))
+    return MLX(common, others)
+
+
+def _packing(fields: Fields) -> Packing:
+    """The settings of an object, whose absent fields are those of its mode. Raises CheckpointError."""
+    mode, place = fields.str("mode", AFFINE), fields.prefix.partition(".")[2]
+    if mode != AFFINE and mode not in MODES:
+        raise unsupported(fields, f"mlx: {place}mode {mode[:80]!r} (read: {', '.join([AFFINE, *MODES])})")
+    bits, group, _ = MODES.get(mode, DEFAULT)
+    found = Packing(mode, fields.int("bits", bits), fields.int("group_size", group))
+    read = (KINDS, GROUPS) if mode == AFFINE else ((bits,), (group,))
+    for name, value, known in zip(("bits", "group_size"), (found.bits, found.group), read, strict=True):
+        if value not in known:
+            what = f"mlx: {place}{name} {value} of the mode {mode} (read: {', '.join(map(str, known))})"
+            raise unsupported(fields, what)
+    return found
