@@ -21,7 +21,7 @@ from kernels.linear import Packed
 from models.checkpoint.fields import Fields
 from models.checkpoint.four_bits import FourBits, with_four_bits
 from models.checkpoint.listing import CONFIG_BYTES, WEIGHTS, adapter_alone, adapter_base, listed_tensors, read_json
-from models.checkpoint.mlx import from_mlx
+from models.checkpoint.mlx import from_mlx, has_forms
 from models.checkpoint.model_types import with_architecture
 from models.checkpoint.quantized_configs import with_quantization
 from models.checkpoint.spellings import spelled_alike
@@ -390,7 +390,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         config = text_config(config, show(folder / "config.json"))
         tensors, left_out = _text_tensors(tensors)
     quantized = quantization(Fields(config, show(folder / "config.json")))
-    if isinstance(quantized, MLX):
+    if isinstance(quantized, MLX) or (quantized is None and has_forms(tensors)):
         config, tensors = from_mlx(config, tensors)
     tensors = spelled_alike(tensors)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None

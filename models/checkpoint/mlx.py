@@ -16,7 +16,7 @@ from models.checkpoint.experts import MOST_EXPERTS
 from models.checkpoint.tensors import Cut, TensorInfo, View
 
 STACKED = re.compile(
-    r"(.+\.)(?:(?:experts\.)?switch_(?:mlp|glu)|experts)\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(weight|scales|biases|bias)"
+    r"(.+?\.)(?:(?:experts\.)?switch_(?:mlp|glu)|experts)\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(weight|scales|biases|bias)"
 )
 PARTS = {"fc1": "up_proj", "fc2": "down_proj"}  # of Nemotron
 HEADS = re.compile(r"(.+\.self_attn\.)(embed_q|unembed_out)\.(weight|scales|biases)")
@@ -27,6 +27,14 @@ LFM2_PARTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 CURVE = re.compile(r".+\.act_fn\.alpha_[pn]")  # of Apertus
 PLUS_ONE = ("Qwen3Next", "Qwen3_5")  # beginnings of architectures
 NORM = re.compile(r".+\.(?:input_layernorm|post_attention_layernorm|q_norm|k_norm)\.weight|model\.norm\.weight")
+
+
+def has_forms(tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether some tensor is as MLX alone has it; where none is, there is nothing to map in a checkpoint of floats."""
+    return any(
+        STACKED.fullmatch(name) or HEADS.fullmatch(name) or _turned(name, info) or _is_curve(name, info)
+        for name, info in tensors.items()
+    )
 
 
 def from_mlx(
@@ -40,7 +48,7 @@ def from_mlx(
         tensors: by the names of the text model.
     """
     architecture = (config.get("architectures") or [""])[0]
-    turned = any(CONV.fullmatch(name) and info.shape[2:] == (1,) for name, info in tensors.items())
+    turned = any(_turned(name, info) for name, info in tensors.items())
     plus_one = turned and isinstance(architecture, str) and architecture.startswith(PLUS_ONE)
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
@@ -53,11 +61,11 @@ def from_mlx(
                 found[f"{stacked[1]}experts.{number}.{part}.{stacked[3]}"] = own
         elif (heads := HEADS.fullmatch(name)) and len(shape) == 2:
             found[f"{heads[1]}{SPLIT[heads[2]]}.{heads[3]}"] = _seen(info, (count * shape[0], shape[1]))
-        elif turned and CONV.fullmatch(name) and len(shape) == 2:
-            found[name] = _seen(info, (count, 1, shape[0] * shape[1]))  # of one channel: the order is the same
+        elif _turned(name, info):
+            found[name] = _seen(info, (count, 1, shape[0]))
         elif mlp := LFM2_MLP.fullmatch(name):
             found[f"{mlp[1]}{LFM2_PARTS[mlp[2]]}{mlp[3]}"] = info
-        elif CURVE.fullmatch(name) and not info.shape:
+        elif _is_curve(name, info):
             found[name] = _seen(info, (1,))
         elif plus_one and NORM.fullmatch(name):
             found[name] = replace(info, dtype=torch.float32, part=View(info.shape, minus_one=True))
@@ -65,6 +73,15 @@ def from_mlx(
             found[name] = info
     split = any(HEADS.fullmatch(name) for name in tensors)
     return {**config, **({"kv_b_split": True} if split else {})}, found
+
+
+def _turned(name: str, info: TensorInfo) -> bool:
+    """Whether this is a convolution with its only channel last."""
+    return bool(CONV.fullmatch(name)) and len(info.shape) == 3 and info.shape[2] == 1
+
+
+def _is_curve(name: str, info: TensorInfo) -> bool:
+    return bool(CURVE.fullmatch(name)) and not info.shape
 
 
 def _seen(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:

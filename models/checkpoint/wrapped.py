@@ -155,7 +155,10 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     if not nested:
         return {name: name for name in names if TEXT.fullmatch(name)}
     heads = {name: name for name in names if name.startswith(("lm_head.", "mtp."))}
-    own = {name: rest if TEXT.fullmatch(rest) else f"model.{rest}" for name, rest in nested.items()}
+    own = {
+        name: rest if rest.startswith("model.") or TEXT.fullmatch(rest) else f"model.{rest}"
+        for name, rest in nested.items()
+    }
     return {text: stored for stored, text in (heads | own).items()}
 
 

@@ -1,0 +1,152 @@
+"""Folders that mlx-lm wrote: golden models in its names and forms, as floats and quantised, beside the models
+themselves. `converted` does what `sanitize` of its models does, read from its sources."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import CheckpointError, Engine
+from models.checkpoint.headers import Checkpoint
+from models.quantized import mlx
+from tools.golden import quantized as recipes
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+GROUP = 8  # of a size that rows of golden models are multiples of; MLX has groups of 32 and more
+NORM = re.compile(r".*(input_layernorm|post_attention_layernorm|model\.norm|q_norm|k_norm)\.weight")
+DENSE = ["lfm2/plain", "apertus/plain", "qwen3_5/recurrent", "wrapped/gemma3", "wrapped/lfm2_vl", "wrapped/gemma4", "gemma4/inputs"]
+EXPERTS = [
+    *(
+        f"experts/{name}"
+        for name in (
+            "qwen3",
+            "qwen2",
+            "qwen3_next_recurrent",
+            "qwen3_5_recurrent",
+            "mixtral",
+            "phi",
+            "olmoe",
+            "granite",
+        )
+    ),
+    *(f"experts/{name}" for name in ("lfm2", "dots", "afmoe", "minimax")),
+    *("gpt_oss/plain", "deepseek/plain", "deepseek/three", "deepseek/glm", "nemotron_h/experts", "gemma4/experts"),
+]
+
+
+def stacked(name, tensor):
+    """The tensors of the experts of a layer, from one of transformers, which has gates above or between the others."""
+    part = name.rpartition(".experts.")[2]
+    if "gpt_oss" in name:
+        tensor = tensor if part.endswith("_bias") else tensor.mT
+        if part.startswith("down_proj"):
+            return {"down_proj": tensor}
+        return {"gate_proj": tensor[:, ::2], "up_proj": tensor[:, 1::2]}
+    if part.startswith("gate_up_proj") or "input_linear" in name:
+        gate, up = tensor.chunk(2, 1)
+        return {"gate_proj": gate, "up_proj": up}
+    return {"up_proj" if part.startswith("up_proj") else "down_proj": tensor}
+
+
+PLACES = {  # of the experts of a layer, by `model_type`
+    "mixtral": "block_sparse_moe.switch_mlp", "phimoe": "block_sparse_moe.switch_mlp",
+    "minimax_m2": "block_sparse_moe.switch_mlp", "granitemoe": "block_sparse_moe.switch_mlp",
+    "gpt_oss": "mlp.experts", "afmoe": "mlp.experts", "dots1": "mlp.experts", "lfm2_moe": "feed_forward.switch_mlp",
+    "nemotron_h": "mixer.switch_mlp", "gemma4_text": "experts.switch_glu",
+}  # fmt: skip
+
+
+def converted(config, tensors):
+    """The tensors as mlx-lm has them."""
+    kind, found = config["model_type"], {}
+    for name, tensor in tensors.items():
+        if expert := re.fullmatch(
+            r"(.*layers\.\d+\.)(?:.+\.)?(experts\.\w+_proj(?:_bias)?|(?:in|out)put_linear\.weight)", name
+        ):
+            place = expert[1] + PLACES.get(kind, "mlp.switch_mlp")
+            fc = {"up_proj": "fc1", "down_proj": "fc2"} if kind == "nemotron_h" else {}
+            end = "bias" if name.endswith("_bias") else "weight"
+            parts = stacked(("gpt_oss" if kind == "gpt_oss" else "") + name, tensor)
+            found |= {f"{place}.{fc.get(part, part)}.{end}": x for part, x in parts.items()}
+            continue
+        if kind in ("mixtral", "phimoe", "minimax_m2"):
+            name = re.sub(r"\.mlp\.(gate|router|e_score_correction_bias)", r".block_sparse_moe.\1", name)
+            name = name.replace(".block_sparse_moe.router.", ".block_sparse_moe.gate.")
+        if kind == "lfm2_moe":
+            for one, other in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+                name = name.replace(f"{one}.weight", f"{other}.weight")
+        if name.startswith("model.language_model."):
+            name = name.replace("model.language_model.", "language_model.model.")
+        if "conv1d.weight" in name or "conv.conv.weight" in name:
+            tensor = tensor.moveaxis(2, 1)
+        if kind.startswith(("qwen3_next", "qwen3_5")) and NORM.fullmatch(name) and tensor.dim() == 1:
+            tensor = tensor.float() + 1  # rounded to bfloat16 in real files
+        if name.endswith(("alpha_p", "alpha_n")):
+            tensor = tensor.squeeze()
+        if "kv_b_proj" in name and kind in ("deepseek_v3", "glm4_moe_lite"):
+            heads = tensor.unflatten(0, (config["num_attention_heads"], -1))
+            keys, values = heads.split((config["qk_nope_head_dim"], config["v_head_dim"]), 1)
+            prefix = name.removesuffix("kv_b_proj.weight")
+            found |= {f"{prefix}embed_q.weight": keys.mT, f"{prefix}unembed_out.weight": values}
+            continue
+        found[name] = tensor
+    return found
+
+
+def written(folder, config, tensors):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors", {"format": "mlx"})
+    return folder
+
+
+def logits(folder):
+    return Engine.load(folder, dtype="float32", quant="none", kv_memory=1 << 22, cache="off").logits([*range(3, 40)])
+
+
+def source(variant):
+    config = json.loads((GOLDEN / variant / "config.json").read_text())
+    tensors = {}
+    for file in sorted((GOLDEN / variant).glob("model*.safetensors")):
+        tensors |= load_file(file)
+    return config, tensors
+
+
+@pytest.mark.parametrize("variant", [*DENSE, *EXPERTS])
+def test_names_and_forms(variant, tmp_path):
+    """Of floats: folders that mlx-lm converted and did not quantise."""
+    config, tensors = source(variant)
+    folder = written(tmp_path / "mlx", config, converted(config, tensors))
+    expected = logits(GOLDEN / variant)
+    assert (logits(folder) - expected).abs().max() <= 1e-5 * expected.std()
+
+
+@pytest.mark.parametrize("variant", ["wrapped/gemma4", *EXPERTS])
+def test_codes(variant, tmp_path, monkeypatch):
+    """All matrices, embeddings and routers quantised, which MLX does; some with settings of their own, by the names in
+    the file; the same model of floats beside it."""
+    monkeypatch.setattr(mlx, "GROUPS", (GROUP,))
+    config, tensors = source(variant)
+    tensors = {name: tensor.float() for name, tensor in converted(config, tensors).items()}
+    codes, floats, own = dict(tensors), dict(tensors), {}
+    for i, (name, tensor) in enumerate(sorted(tensors.items())):
+        inputs = name.endswith(".weight") and not re.search(r"conv|norm|vision|visual", name)
+        if tensor.dim() < 2 or not inputs or tensor.shape[-1] % GROUP:
+            continue
+        module, bits = name.removesuffix(".weight"), 8 if i % 3 else 4
+        if bits == 8:
+            own[module] = {"group_size": GROUP, "bits": 8}
+        method = recipes.mlx(bits, GROUP, torch.bfloat16 if i % 2 else torch.float16)
+        parts = method.store(tensor.flatten(0, -2))
+        floats[name] = method.restore(parts).view(tensor.shape)
+        codes |= {f"{module}.{suffix}": x.unflatten(0, tensor.shape[:-1]) for suffix, x in parts.items()}
+    assert own and len(codes) > len(floats)
+    quantisation = {"group_size": GROUP, "bits": 4, "mode": "affine"} | own
+    quantised = config | dict.fromkeys(("quantization", "quantization_config"), quantisation)
+    expected = logits(written(tmp_path / "floats", config, floats))
+    found = logits(written(tmp_path / "codes", quantised, codes))
+    assert (found - expected).abs().max() <= 1e-3 * expected.std()
