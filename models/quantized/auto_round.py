@@ -45,6 +45,8 @@ def _scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> Scheme | 
         packing = "other"
     if packing in ("auto_awq", "awq"):
         return awq.scheme(own)
+    if own.int("bits") == 3:  # of which zeros are packed in several ways
+        raise unsupported(fields, "auto-round with 3 bits (read: 2, 4, 8)")
     if packing in ("auto_gptq", "gptq"):
         return gptq.scheme(config, fields, "gptq")
     if packing in ("", "gptqmodel", "exllamav2", "triton", "tritonv2"):

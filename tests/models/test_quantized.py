@@ -16,11 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import UsageError
 from engine.load.loading import pick_dtype, pick_quant
+from kernels.linear.reference import unpacked
 from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.errors import CheckpointError
-from models.quantized import LINEAR, TRANSPOSED, Source, quantization
+from models.formats.floats import has_kernels
+from models.formats.grouped import GroupedLinear
+from models.quantized import EMBEDDING, LINEAR, TRANSPOSED, Source, mlx, quantization
 from models.quantized.parts import Grid
 from tools.golden import quantized as recipes
 
@@ -88,12 +91,14 @@ def test_values_are_those_of_the_definition(data):
     methods = {
         "gptq": (recipes.gptq(4, 16, False, False), {"quant_method": "gptq", "bits": 4, "group_size": 16}),
         "gptq8": (recipes.gptq(8, 12, True, True, ordered=True), {"quant_method": "gptq", "bits": 8, "group_size": 12}),
+        "gptq2": (recipes.gptq(2, 16, False, True), {"quant_method": "gptq", "bits": 2, "group_size": 16}),
+        "gptq3": (recipes.gptq(3, 8, False, False, ordered=True), {"quant_method": "gptq", "bits": 3, "group_size": 8}),
         "awq": (recipes.awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16}),
         "fp8": (recipes.float8((24, 16)), {"quant_method": "fp8", "weight_block_size": [24, 16]}),
     }
     name = data.draw(st.sampled_from(sorted(methods)))
     method, config = methods[name]
-    config = config | ({"checkpoint_format": "gptq_v2"} if name == "gptq" else {})
+    config = config | ({"checkpoint_format": "gptq_v2"} if name in ("gptq", "gptq3") else {})
     outs, width = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 90))
     if name == "awq":
         outs, width = -(-outs // 8) * 8, -(-width // 16) * 16  # as the package demands
@@ -108,6 +113,40 @@ def test_values_are_those_of_the_definition(data):
     first = data.draw(st.integers(0, outs - 1))
     last = data.draw(st.integers(first + 1, outs))
     assert torch.equal(weight.floats(first, last), expected[first:last])
+
+
+MLX_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
+
+
+@pytest.mark.parametrize("mode", [*mlx.KINDS, *MLX_MODES])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_code_of_mlx(mode, dtype):
+    """Words drawn at random hold all codes at all places; values, whole and of some rows, and the packed matrix's."""
+    bits, group = MLX_MODES.get(mode, (mode, 64))
+    generator = torch.Generator().manual_seed(bits)
+    octets = torch.randint(0, 256, (24, 192 * bits // 8), generator=generator, dtype=torch.uint8)
+    if mode == "mxfp8":
+        octets[octets & 127 == 127] = 0  # no numbers
+    parts = {"weight": octets.view(torch.uint32)}
+    config = {"group_size": group, "bits": bits}
+    if mode in MLX_MODES:
+        config["mode"], method = mode, recipes.mlx_floats(mode)
+        parts["scales"] = torch.randint(1, 100 if mode == "nvfp4" else 255, (24, 192 // group), generator=generator)
+        parts["scales"] = parts["scales"].to(torch.uint8)
+    else:
+        method = recipes.mlx(bits, group)
+        for name, size in (("scales", 1 / 2**bits), ("biases", 1)):
+            parts[name] = (torch.randn(24, 3, generator=generator) * size).to(dtype)
+    scheme = config_of(quant_method="mlx", **config).scheme("any", LINEAR)
+    for suffix, part in scheme.parts(24, 192).items():
+        assert tuple(parts[suffix].shape) in part.shapes and parts[suffix].dtype in part.dtypes
+    weight, expected = scheme.weight(24, 192, Source(parts.get, AssertionError)), method.restore(parts)
+    assert torch.equal(weight.floats(), expected) and torch.equal(weight.floats(5, 17), expected[5:17])
+    if has_kernels(torch.float32, CPU):
+        packed = GroupedLinear([weight], dtype=torch.float32, device=CPU).packed
+        assert torch.equal(unpacked(packed), expected)
+        kept = (packed.panels, packed.groups.scale, packed.groups.least)
+        assert scheme.packed_bytes(24, 192) == sum(x.nbytes for x in kept if x is not None)
 
 
 @pytest.mark.parametrize(("strategy", "shape"), [("channel", (6, 1)), ("tensor", (1,)), ("group", (6, 3))])
@@ -159,6 +198,14 @@ FAULTS = {  # variant, tensors, message
     "NaN": ("fp8_block", {"weight": lambda t: changed(t.view(torch.uint8), 5, 6, value=255).view(t.dtype)}, "not numb"),
     "scale": ("awq", {"scales": lambda t: changed(t, 1, 2, value=float("inf"))}, "scales has values that are not fin"),
     "bias": ("gptq_v1", {"bias": lambda t: t + 1}, "it has a bias, and the model has none"),
+    "mlx, no minimums": ("mlx", {"biases": None}, r"missing .*q_proj\.biases"),
+    "mlx, bits": ("mlx", {"weight": lambda t: t[:, :2]}, r"weight .*expected \[64, 4\] of uint32, got \[64, 2\]"),
+    "mlx, words": ("mlx", {"weight": lambda t: t.view(torch.int32)}, "of uint32, got .* of int32"),
+    "mlx, groups": ("mlx", {"scales": lambda t: t[:, :1]}, r"scales .*expected \[64, 2\] of floats, got \[64, 1\]"),
+    "mlx, scale": ("mlx", {"scales": lambda t: changed(t, 3, 1, value=float("nan"))}, "scales has values that are not"),
+    "mlx, minimum": ("mlx", {"biases": lambda t: changed(t, 3, 1, value=float("inf"))}, "biases has values that are n"),
+    "mlx, exponent": ("mlx_floats", {"scales": lambda t: changed(t, 3, 1, value=255)}, "scales has values that are no"),
+    "mlx, mode": ("mlx_floats", {"biases": lambda _: torch.ones(64, 2)}, r"unknown .*q_proj\.biases"),
     "unknown": ("awq", {"weight_scale": lambda _: torch.ones(1)}, r"unknown .*q_proj\.weight_scale"),
 }  # fmt: skip
 
@@ -217,15 +264,16 @@ UNREAD = {
     "3 bits": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(num_bits=3),
     "float": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(type="float"),
     "tensor_group": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(strategy="tensor_group"),
-    "gptq with 3 bits": {"quant_method": "gptq", "bits": 3, "group_size": 128},
-    "with 2 bits": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {".*": {"bits": 2}}},
+    "gptq with 3 bits in the format 'gptq'": {"quant_method": "gptq", "bits": 3, "group_size": 128},
+    "with 5 bits": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {".*": {"bits": 5}}},
     "marlin": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
     "the format 'marlin'": {"quant_method": "gptq", "bits": 4, "is_marlin_format": True},
     "gptq_p": {"quant_method": "gptq", "bits": 4, "format": "gptq_p"},
     "int64": {"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"},
     "gemv": {"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv"},
     "llm-awq": {"quant_method": "awq", "bits": 4, "version": "gemm", "backend": "llm-awq"},
-    "gptq with 2 bits": {"quant_method": "auto-round", "bits": 2, "group_size": 128},
+    "gptq with 5 bits": {"quant_method": "auto-round", "bits": 5, "group_size": 128},
+    "auto-round with 3 bits": {"quant_method": "auto-round", "bits": 3, "packing_format": "auto_round"},
     "awq of version 'gemm' with 8": {"quant_method": "auto-round", "bits": 8, "packing_format": "auto_round:auto_awq"},
     "auto_round:llm_compressor": {
         "quant_method": "auto-round",
@@ -237,6 +285,11 @@ UNREAD = {
     "rotation_config": {"quant_method": "auto-round", "bits": 4, "rotation_config": {"a": 1}},
     "MIXED_PRECISION": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
     "blocks of [128, 128]": {"quant_method": "mxfp8", "weight_block_size": [128, 128]},
+    "mlx: bits 7 of the mode affine": {"quant_method": "mlx", "bits": 7},
+    "mlx: group_size 16 of the mode affine": {"quant_method": "mlx", "bits": 4, "group_size": 16},
+    "mlx: group_size 64 of the mode mxfp4": {"quant_method": "mlx", "group_size": 64, "mode": "mxfp4"},
+    "mlx: mode 'int4'": {"quant_method": "mlx", "mode": "int4"},
+    "mlx: model.layers.0.mlp.gate.bits 1": {"quant_method": "mlx", "model.layers.0.mlp.gate": {"bits": 1}},
     "GEMV": {"quant_method": "awq", "bits": 4, "version": "GEMV"},
     "8 bits": {"quant_method": "awq", "bits": 8, "version": "gemm"},
     "e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
@@ -278,6 +331,9 @@ def test_activations_that_are_not_read(inputs):
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": 3}}, "dynamic.a: expected an object"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, "regular expression '\\('"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"(a+)+b": {}}}, "it repeats too much"),
+        ({"quant_method": "mlx", "bits": "4"}, "bits: expected a whole number"),
+        ({"quant_method": "mlx", "lm_head": {"group_size": 0}}, "lm_head.group_size: expected a whole number"),
+        ({"quant_method": "mlx", "mode": 4}, "mode: expected a string"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected a list of two"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size: expected a list of two"),
         ({"quant_method": "fp8", "activation_scheme": "none"}, "activation_scheme: expected one of"),
@@ -420,6 +476,31 @@ def test_a_config_names_the_modules_of_the_whole(prefix, tmp_path):
     expected = weights(GOLDEN / "pack4_group")
     found = weights(tmp_path)
     assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_settings_of_mlx_are_by_the_names_of_the_file():
+    own = {"lm_head": {"bits": 8, "group_size": 32}, "a": False, "b": True, "c": {"mode": "nvfp4"}}
+    config = config_of(quant_method="mlx", bits=6, **own)
+    found = {name: config.scheme(name, EMBEDDING) for name in (*own, "d")}
+    common = mlx.Packing("affine", 6, 64)
+    expected = (mlx.Packing("affine", 8, 32), None, common, mlx.Packing("nvfp4", 4, 16), common)
+    assert tuple(found.values()) == expected and config.scheme("lm_head", TRANSPOSED) is None
+
+
+def test_numbers_of_mlx_that_are_none():
+    """Of e4m3, in weights and in scales; and rows that are no whole groups."""
+    for mode, bits, group, name in (("mxfp8", 8, 32, "weight"), ("nvfp4", 4, 16, "scales")):
+        scheme = mlx.Packing(mode, bits, group)
+        parts = {
+            "weight": torch.zeros(2, 32 * bits // 8, dtype=torch.uint8),
+            "scales": torch.ones(2, 32 // group).byte(),
+        }
+        parts[name][1, 0] = 255
+        parts["weight"] = parts["weight"].view(torch.uint32)
+        with pytest.raises(AssertionError, match=f"{name} has values that are not numbers"):
+            scheme.weight(2, 32, Source(parts.get, AssertionError)).rows(0, 2)
+        with pytest.raises(AssertionError, match="expected a width that is a multiple, got 24"):
+            scheme.weight(2, 24, Source(parts.get, AssertionError))
 
 
 def test_rules_of_gptq_are_tried_in_their_order():

@@ -100,14 +100,21 @@ def signed(words: torch.Tensor) -> torch.Tensor:
 
 
 def gptq(bits: int, group: int, symmetric: bool, first: bool, ordered: bool = False) -> Method:
-    per = 32 // bits
+    ones = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # writers have no common one of 3 bits
 
     def pack_rows(x: torch.Tensor) -> torch.Tensor:
-        packed = torch.zeros(-(-x.shape[0] // per), x.shape[1], dtype=torch.int64)
-        for row in range(packed.shape[0]):
-            for j in range(min(per, x.shape[0] - row * per)):
-                packed[row] |= x[row * per + j] << (bits * j)
+        packed = torch.zeros(-(-x.shape[0] * bits // 32), x.shape[1], dtype=torch.int64)
+        for row, values in enumerate(x):
+            word, place = divmod(row * bits, 32)
+            packed[word] |= values << place & 0xFFFFFFFF
+            if place + bits > 32:  # of 3 bits: the rest goes on in the next word
+                packed[word + 1] |= values >> 32 - place
         return signed(packed)
+
+    def unpack_rows(words: torch.Tensor, count: int) -> torch.Tensor:
+        words = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, 0, 0, 1))
+        place = torch.arange(count) * bits
+        return (words[place // 32] | words[place // 32 + 1] << 32) >> (place % 32)[:, None] & 2**bits - 1
 
     def store(weight: torch.Tensor) -> Parts:
         width = weight.shape[1]
@@ -121,17 +128,14 @@ def gptq(bits: int, group: int, symmetric: bool, first: bool, ordered: bool = Fa
         placed[:, columns] = q
         qzeros = pack_rows(zero).T.contiguous()  # packed along the outputs
         if first:
-            qzeros -= {4: 0x11111111, 8: 0x01010101}[bits]
+            qzeros -= ones[bits]
         return {"qweight": pack_rows(placed.T), "qzeros": qzeros, "scales": scale.T.contiguous(),
                 "g_idx": g_idx.to(torch.int32)}  # fmt: skip
 
     def restore(parts: Parts) -> torch.Tensor:
-        words, g_idx = parts["qweight"].long() & 0xFFFFFFFF, parts["g_idx"].long()
-        i, o = torch.arange(len(g_idx)), torch.arange(words.shape[1])
-        q = (words[i // per] >> (bits * (i % per))[:, None]) & (2**bits - 1)
-        step = {4: 0x11111111, 8: 0x01010101}[bits] if first else 0
-        zero_words = (parts["qzeros"].long() + step) & 0xFFFFFFFF
-        zero = (zero_words[:, o // per] >> (bits * (o % per))) & (2**bits - 1)
+        g_idx, outs = parts["g_idx"].long(), parts["scales"].shape[1]
+        zero_words = parts["qzeros"].long() + (ones[bits] if first else 0)
+        q, zero = unpack_rows(parts["qweight"], len(g_idx)), unpack_rows(zero_words.T, outs).T
         return ((q - zero[g_idx]).float() * parts["scales"].float()[g_idx]).T
 
     return Method(store, restore)
@@ -481,6 +485,10 @@ RECIPES = {
         [(r".*q_proj", None), (r".*layers\.1\.mlp", gptq(8, -1, True, True)), (r".*v_proj", gptq(4, 24, True, True)),
          ("", gptq(4, 8, True, True))],
     ),
+    "gptq_few_bits": Recipe(
+        llama, gptq_config(3, 16, sym=False, checkpoint_format="gptq_v2", dynamic={r".*mlp": {"bits": 2}}),
+        [(r".*mlp", gptq(2, 16, False, False)), ("", gptq(3, 16, False, False))],
+    ),
     "awq": Recipe(llama, AWQ, [("", awq(32))]),
     "awq_excluded": Recipe(
         partial(opt.write, {}), AWQ | {"group_size": 16, "modules_to_not_convert": ["layers.0.self_attn"]},
@@ -496,7 +504,8 @@ RECIPES = {
         "model.layers.1.mlp.down_proj": False, "model.layers.1.mlp.up_proj": True,
     }),
     # the head is the embedding
-    "mlx_tied": mlx_recipe(partial(llama, tied=True, attention_bias=True), {"group_size": 32, "bits": 5, "mode": "affine"}, {}),
+    "mlx_tied": mlx_recipe(
+        partial(llama, tied=True, attention_bias=True), {"group_size": 32, "bits": 5, "mode": "affine"}, {}),
     "mlx_floats": mlx_recipe(llama, {"group_size": 32, "bits": 4, "mode": "mxfp4"}, {
         "model.embed_tokens": {"mode": "nvfp4"}, "lm_head": {"mode": "mxfp8", "bits": 8, "group_size": 32},
         "model.layers.0.self_attn.k_proj": {"group_size": 16, "bits": 4, "mode": "nvfp4"},

@@ -3,22 +3,28 @@ themselves. `converted` does what `sanitize` of its models does, read from its s
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import CheckpointError, Engine
-from models.checkpoint.headers import Checkpoint
+from engine import Engine
 from models.quantized import mlx
 from tools.golden import quantized as recipes
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 GROUP = 8  # of a size that rows of golden models are multiples of; MLX has groups of 32 and more
 NORM = re.compile(r".*(input_layernorm|post_attention_layernorm|model\.norm|q_norm|k_norm)\.weight")
-DENSE = ["lfm2/plain", "apertus/plain", "qwen3_5/recurrent", "wrapped/gemma3", "wrapped/lfm2_vl", "wrapped/gemma4", "gemma4/inputs"]
+DENSE = [
+    "lfm2/plain",
+    "apertus/plain",
+    "qwen3_5/recurrent",
+    "wrapped/gemma3",
+    "wrapped/lfm2_vl",
+    "wrapped/gemma4",
+    "gemma4/inputs",
+]
 EXPERTS = [
     *(
         f"experts/{name}"

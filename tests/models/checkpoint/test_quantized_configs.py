@@ -54,9 +54,16 @@ def test_the_field_itself_wins(tmp_path):
     assert with_quantization(tmp_path, config) == config
 
 
-@pytest.mark.parametrize("field", [None, {"group_size": 64, "bits": 4}])
-def test_mlx_is_refused_by_name(tmp_path, field):
-    config = {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": field}
-    with pytest.raises(CheckpointError, match="MLX") as caught:
-        with_quantization(tmp_path, config)
-    assert "config.json" in caught.value.where and "docs/quantised.md" in caught.value.remedy
+@pytest.mark.parametrize("field", [None, {"group_size": 64, "bits": 4}, {"quant_method": "awq"}])
+def test_the_field_of_mlx(tmp_path, field):
+    """It may be there alone or twice; a method of another package wins."""
+    own = {"group_size": 64, "bits": 4, "lm_head": {"bits": 8}}
+    found = with_quantization(tmp_path, {"quantization": own, "quantization_config": field})
+    method = field and field.get("quant_method")
+    assert found["quantization_config"] == (field if method else own | {"quant_method": "mlx"})
+
+
+def test_a_field_of_mlx_that_is_no_object(tmp_path):
+    with pytest.raises(CheckpointError, match="quantization: expected an object") as caught:
+        with_quantization(tmp_path, {"quantization": "4 bits"})
+    assert "config.json" in caught.value.where
