@@ -53,7 +53,7 @@ def convert(path: Path, folder: Path) -> dict[str, Any]:
         if info.format not in BLOCKS:
             targets[name] = Target(name, "", info.shape, info.dtype)
             continue
-        block, module = BLOCKS[info.format], name.removesuffix(".weight")
+        block, module = info.block, name.removesuffix(".weight")
         scale = {"half": torch.float16, "exponents": torch.uint8}.get(block.scales, torch.float32)
         quantized[module] = grouping = Grouping(block.kind, block.group, scale, least=block.least)
         for part, (shape, dtype) in grouping.layout(info.rows, info.elements // info.rows).items():
@@ -97,11 +97,13 @@ def _tensor(source: Checkpoint, target: Target) -> Tensor:
     if not target.part:
         return stored
     assert isinstance(info, Stored)
-    block, found = BLOCKS[info.format], torch.empty(target.shape, dtype=target.dtype)
+    block, found = info.block, torch.empty(target.shape, dtype=target.dtype)
     step, first = max(1, PIECE * info.rows // info.elements), 0
     for piece in stored.split(step):
         found[first : first + len(piece)] = _part(block, piece, target.part)
         first += len(piece)
+    if target.part == "scale" and (factor := info.factor()) is not None:
+        found *= factor
     if target.part != "codes" and not found.isfinite().all():
         what = f"the scales of {target.name!r} are not finite"
         raise source.gguf.error(what, FETCH_AGAIN)  # type: ignore[union-attr]

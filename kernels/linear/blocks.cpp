@@ -122,6 +122,22 @@ struct MXFP4 : Format<17, 32, 32, 4, false, uint8_t> {
     }
 };
 
+// Half of an e4m3 number without a sign, which float16 has exactly; as ggml reads it, 127 is zero.
+inline uint16_t half_of_e4m3(uint8_t bits) {
+    constexpr uint16_t BELOW[8] = {0, 0x1400, 0x1800, 0x1a00, 0x1c00, 0x1d00, 0x1e00, 0x1f00};  // multiples of 2^-10
+    if (bits == 127) return 0;
+    return bits & 0x78 ? uint16_t((bits & 127) << 7) + (7 << 10) : BELOW[bits & 7];
+}
+
+struct NVFP4 : Format<36, 64, 16, 4, false, uint16_t> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        for (int i = 0; i < 4; i++) {
+            scale[i] = half_of_e4m3(b[i]);
+            nibbles<8>(b + 4 + 8 * i, codes + 16 * i);
+        }
+    }
+};
+
 struct Q2_K : Format<84, 256, 16, 4, true, int8_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         unit = half(b + 80), least_unit = negative(half(b + 82));
@@ -421,6 +437,7 @@ extern "C" int64_t coppice_repack(int64_t threads, int64_t format, const void* r
         case 34: return run(TQ1_0{});
         case 35: return run(TQ2_0{});
         case 39: return run(MXFP4{});
+        case 40: return run(NVFP4{});
     }
     return 0;
 }

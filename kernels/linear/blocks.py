@@ -21,7 +21,7 @@ from kernels.linear.panels import PANEL, UNIT, GroupKind, Groups, Packed, power,
 
 THREAD_BYTES = 4 << 20  # of blocks that are worth a thread: threads that wait for others on a busy machine cost seconds
 SIGN = 128  # codes of int8 are so much more than their numbers
-SCALES = {"half": torch.float16, "exponents": torch.uint8, "units": torch.int8}
+SCALES = {"half": torch.float16, "exponents": torch.uint8, "units": torch.int8, "floats": torch.float32}
 
 
 class BlockRows(NamedTuple):
@@ -41,7 +41,8 @@ class Block:
         bytes, size: bytes and elements of a block.
         kind, group: of the codes, see `kernels.linear.panels.Groups`.
         least: groups have minimums.
-        scales: how they are kept: in float16, as exponents of float4, or as int8 with units.
+        scales: how they are kept: in float16, as exponents of float4, as int8 with units, or, of no format in itself,
+            multiplied in float32.
         decode: blocks uint8 [O, N, B] to rows.
         codebook: the name of the codebook that has the codes; "": the blocks have them.
     """
@@ -52,7 +53,7 @@ class Block:
     kind: GroupKind
     group: int
     least: bool
-    scales: Literal["half", "exponents", "units"]
+    scales: Literal["half", "exponents", "units", "floats"]
     decode: Callable[[Tensor], BlockRows]
     codebook: str = ""
 
@@ -220,6 +221,13 @@ def _mxfp4(b: Tensor) -> BlockRows:
     return _grouped(_nibbles(b[..., 1:]), power(b[..., :1]))
 
 
+def _nvfp4(b: Tensor) -> BlockRows:
+    # Halves of e4m3 numbers without a sign; as ggml reads them, 127 is zero.
+    exponent, mantissa = b[..., :4] >> 3 & 15, (b[..., :4] & 7) / 8
+    scale = torch.ldexp(mantissa + (exponent > 0), exponent.clamp(min=1).int() - 8).masked_fill(b[..., :4] == 127, 0)
+    return _grouped(_nibbles(b[..., 4:].unflatten(-1, (4, 8))).flatten(-2), scale)
+
+
 def _trits(octets: Tensor, digits: int) -> Tensor:
     """Codes of numbers -1, 0 and 1 that lie in bytes, the first digits of all bytes first."""
     powers = torch.tensor([3**n for n in range(digits)], dtype=torch.uint8).unsqueeze(1)
@@ -325,4 +333,5 @@ BLOCKS = {  # by ggml's names
     "TQ1_0": Block(34, 54, 256, "int4", 256, False, "half", _tq1_0),
     "TQ2_0": Block(35, 66, 256, "int4", 256, False, "half", _tq2_0),
     "MXFP4": Block(39, 17, 32, "float4", 32, False, "exponents", _mxfp4),
+    "NVFP4": Block(40, 36, 64, "fp4", 16, False, "half", _nvfp4),
 }

@@ -205,7 +205,7 @@ class Sizes(Weights):
         for name, rows in zip(stored, outs, strict=True):
             info = self.checkpoint.tensors.get(name)
             if isinstance(info, Stored):
-                yield BLOCKS[info.format], rows
+                yield info.block, rows
             elif info and isinstance(own, MLX):
                 yield own.others.get(info.name.removesuffix(".weight")) or own.common, rows
 

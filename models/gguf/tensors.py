@@ -4,6 +4,7 @@ import itertools
 import math
 import mmap
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,7 +42,8 @@ PLUS_ONE = (
     "qwen35",
     "qwen35moe",
 )  # architectures whose norms are stored as 1 + weight
-IGNORED = *FACTORS, "attn_rot_embd.weight"  # frequencies: the configuration has them
+# Frequencies, which the configuration has, and scales of activations, which are not rounded.
+IGNORED = *FACTORS, "attn_rot_embd.weight", ".input_scale"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Stored(TensorInfo):
         columns: the same of the elements of a row.
         values: its numbers, of metadata and not of a place in the file; empty: it has a place.
         below: a tensor whose rows follow its own; those are its last ones.
+        scale: a number that all are multiplied by; None: 1.
     """
 
     format: str = "F32"
@@ -73,6 +76,20 @@ class Stored(TensorInfo):
     columns: tuple[range, ...] = ()
     values: tuple[float, ...] = ()
     below: "Stored | None" = None
+    scale: "Stored | None" = None
+
+    @property
+    def block(self) -> Block:
+        """The format of its blocks, whose scales are floats if `scale` multiplies them."""
+        block = BLOCKS[self.format]
+        return block if self.scale is None else replace(block, scales="floats")
+
+    def factor(self) -> Tensor | None:
+        """`scale` as it is in the file, float32 [1]. Raises CheckpointError if it is no number."""
+        found = None if self.scale is None else self.scale.read()
+        if found is not None and not found.isfinite().all():
+            raise CheckpointError("the scale of a tensor is not finite", where=show(self.file), remedy=FETCH_AGAIN)
+        return found
 
     @property
     def elements(self) -> int:
@@ -124,40 +141,41 @@ class Stored(TensorInfo):
     def reader(self, name: str) -> "RowReader | BlockReader":
         """Reads some rows of a matrix, as floats."""
         rows = RowReader(self, name, self.start)
-        return BlockReader(rows, BLOCKS[self.format], self) if self.format in BLOCKS else rows
+        return BlockReader(rows, self) if self.format in BLOCKS else rows
 
 
 class BlockReader:
     """Rows of a quantised matrix as float32, read from the file when they are asked for: see `RowReader`."""
 
-    def __init__(self, rows: RowReader, block: Block, info: Stored):
-        self.rows, self.block, self.name = rows, block, rows.name
-        self.width = info.row_bytes // block.bytes * block.size
+    def __init__(self, rows: RowReader, info: Stored):
+        self.rows, self.block, self.name, self.factor = rows, info.block, rows.name, info.factor()
+        self.width = info.row_bytes // self.block.bytes * self.block.size
 
     def __call__(self, rows: Sequence[int]) -> Tensor:
         """[len(rows), width]. Raises CheckpointError if the file has become shorter."""
-        return _weight(self.block, self.rows(rows), self.width).floats()
+        return _weight(self.block, self.rows(rows), self.width, self.factor).floats()
 
 
 @dataclass(frozen=True)
 class BlockScheme:
-    """The form in which a quantised weight is stored, see `models.quantized.Scheme`."""
+    """The form in which a quantised weight is stored, see `models.quantized.Scheme`; `info` describes its tensor."""
 
-    block: Block
-    columns: tuple[range, ...] = ()
+    info: Stored
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
-        row_bytes = -(-width // self.block.size) * self.block.bytes
+        block = self.info.block
+        row_bytes = -(-width // block.size) * block.bytes
         return {"weight": Part(((outs, row_bytes),), (torch.uint8,))}
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
-        weight = _weight(self.block, source.tensor("weight"), width)
-        if not self.columns:
+        info = self.info
+        weight = _weight(info.block, source.tensor("weight"), width, info.factor())
+        if not info.columns:
             return weight
         order = torch.empty(width, dtype=torch.int64)
-        order[torch.cat([torch.arange(some.start, some.stop) for some in self.columns])] = torch.arange(width)
+        order[torch.cat([torch.arange(some.start, some.stop) for some in info.columns])] = torch.arange(width)
         return replace(weight, order_I=order)
 
 
@@ -172,17 +190,17 @@ class BlockQuantization:
         return self.schemes.get(module)
 
 
-def _weight(block: Block, stored_OB: Tensor, width: int) -> GroupedWeight:
-    """The weight whose rows are stored as these blocks."""
+def _weight(block: Block, stored_OB: Tensor, width: int, factor: Tensor | None) -> GroupedWeight:
+    """The weight whose rows are stored as these blocks, times a factor."""
 
     def rows(first: int, last: int) -> GroupedRows:
         codes_OI, scale_OG, least_OG = block.rows(stored_OB[first:last])
         if not all(x_OG is None or x_OG.isfinite().all() for x_OG in (scale_OG, least_OG)):
             raise ValueError("scales are not finite")
-        return GroupedRows(codes_OI, scale_OG, least_OG=least_OG)
+        return GroupedRows(codes_OI, scale_OG if factor is None else scale_OG * factor, least_OG=least_OG)
 
-    shape = len(stored_OB), width
-    return GroupedWeight(block.kind, shape, block.group, rows, least=block.least, stored=(stored_OB, block))
+    shape, stored = (len(stored_OB), width), (stored_OB, block) if factor is None else None
+    return GroupedWeight(block.kind, shape, block.group, rows, least=block.least, stored=stored)
 
 
 def tensors_of(file: GGUF, config: Mapping[str, Any]) -> dict[str, Stored]:
@@ -195,8 +213,10 @@ def tensors_of(file: GGUF, config: Mapping[str, Any]) -> dict[str, Stored]:
         CheckpointError: a block format that is not supported, or two tensors of one name.
     """
     found: dict[str, Stored] = {}
+    scales = _scales(file)
+    beside = {*scales.values()}
     for own, entry in file.tensors.items():
-        if own.endswith(IGNORED):
+        if own.endswith(IGNORED) or own in beside:
             continue
         if entry.format not in FLOATS | BLOCKS | INTEGERS:
             what = f"tensor {show(own)} has the block format {entry.format}, which is not supported"
@@ -204,13 +224,36 @@ def tensors_of(file: GGUF, config: Mapping[str, Any]) -> dict[str, Stored]:
         for name, stored in _named(file, config, own, entry):
             if name in found:
                 raise file.error(f"two tensors stand for {show(name)}", FETCH_AGAIN)
-            found[name] = stored
+            found[name] = stored if own not in scales else _scaled(file, scales[own], name, stored)
     joined(file, found)
+    if halves := next((name for name, info in found.items() if info.below and (info.scale or info.below.scale)), None):
+        what = f"{show(halves)} is two matrices in the file, with scales of their own, which is not supported"
+        raise file.error(what, "Use a file in another format.")
     if config["model_type"] == "apertus":
         found |= _curves(file, config["num_hidden_layers"])
     if not found:
         raise file.error("the file holds no tensors", FETCH_AGAIN)
     return found
+
+
+def _scales(file: GGUF) -> dict[str, str]:
+    """The names of the tensors of NVFP4 with a scale of their own, and those of the scales, which lie beside them."""
+    found = {
+        own: own.removesuffix("weight") + "scale" for own, entry in file.tensors.items() if entry.format == "NVFP4"
+    }
+    return {own: scale for own, scale in found.items() if scale in file.tensors}
+
+
+def _scaled(file: GGUF, own: str, name: str, stored: Stored) -> Stored:
+    """A tensor, or that of one expert, with its scale. Raises CheckpointError for scales that do not fit it."""
+    entry, expert = file.tensors[own], re.search(r"\.experts\.(\d+)\.", name)
+    number = int(expert[1]) if expert else 0
+    if entry.format != "F32" or len(entry.shape) != 1 or (number >= entry.shape[0] if expert else entry.shape != (1,)):
+        what = f"tensor {show(own)}: expected a float32 for each matrix, got {entry.format} of {list(entry.shape)}"
+        raise file.error(what, FETCH_AGAIN)
+    each = torch.float32.itemsize
+    scale = Stored(entry.file, (1,), torch.float32, row_bytes=each, start=entry.start + each * number)
+    return replace(stored, scale=scale)
 
 
 def _curves(file: GGUF, layers: int) -> dict[str, Stored]:
@@ -225,9 +268,7 @@ def _curves(file: GGUF, layers: int) -> dict[str, Stored]:
 def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> BlockQuantization | None:
     """`Checkpoint.quantization` for these tensors."""
     schemes = {
-        name.removesuffix(".weight"): BlockScheme(BLOCKS[info.format], info.columns)
-        for name, info in tensors.items()
-        if info.format in BLOCKS
+        name.removesuffix(".weight"): BlockScheme(info) for name, info in tensors.items() if info.format in BLOCKS
     }
     for table in ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in", "transformer.word_embeddings"):
         if config["tie_word_embeddings"] and table in schemes:

@@ -97,6 +97,8 @@ def test_gguf_files_are_counted_to_the_byte(format, mixed, tmp_path):
     types = gguf.GGMLQuantizationType
     some = {"blk.0.attn_k.weight": types.Q8_0, "blk.0.attn_v.weight": types.F16, "blk.1.ffn_up.weight": types.Q4_1}
     file = File(random(tmp_path / "source", "llama/gqa", **WIDE), types[format], some if mixed else {})
+    if format == "NVFP4":
+        file.add("blk.1.attn_q.scale", torch.tensor([1 / 3]).numpy())
     checkpoint = Checkpoint.open(file.write(tmp_path / "file.gguf"))
     size, model = measure(checkpoint, torch.float32, CPU), load_model(checkpoint, torch.float32, CPU)
     assert size.matrices == sum(x.nbytes for x in tensors_in(model.modules()))

@@ -123,6 +123,8 @@ def blocks(shape, format, seed, std=0.05):
     """Random blocks of a format that the package cannot quantise to, of values of about this deviation."""
     draw, (size, octets) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[format]
     data = draw.integers(0, 256, (math.prod(shape) // size, octets), dtype=np.uint8)
+    if format.name == "NVFP4":
+        data[:, :4] = draw.integers(4, 13, (len(data), 4))  # of scales around 2^-7
     factors = draw.uniform(0.5, 1.5, (len(HALVES[format.name]), len(data)))
 
     def scaled(by):

@@ -18,6 +18,7 @@ from models.gguf.reader import GGUF
 from models.rope import RopeConfig, RotaryEmbedding
 from search import Greedy, Trie
 from tests.models.gguf.files import GOLDEN, WIDE, File, gguf, random
+from tools import convert
 
 TYPES = gguf.GGMLQuantizationType
 FLOATS = [
@@ -339,6 +340,25 @@ def test_layers_without_experts_beside_gated_delta_nets_are_refused(tmp_path):
 def test_formats_of_families(variant, format, tmp_path):
     file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])
     same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
+
+
+@pytest.mark.parametrize("variant", ["llama/tied", "phi3/plain", "experts/qwen3", "qwen3_5/bias"])
+def test_nvfp4_with_scales_of_matrices(variant, tmp_path):
+    """Some matrices have a number each that multiplies all of it, of experts one for each; those of activations are not
+    used."""
+    file = File(random(tmp_path / "source", variant, **WIDE), TYPES.NVFP4)
+    floats, draw = as_floats(file), np.random.default_rng(3)
+    matrices = [name for name, kind in file.types.items() if kind == TYPES.NVFP4 and name.startswith("blk.")]
+    for name in matrices[::2]:
+        own = name.removesuffix("weight")
+        scales = draw.uniform(0.5, 2, floats.tensors[name].shape[:-2] or 1).astype(np.float32)
+        file.add(f"{own}scale", scales)
+        file.add(f"{own}input_scale", np.ones(1, np.float32))
+        floats.tensors[name] = floats.tensors[name] * scales.reshape(-1, *([1] * (floats.tensors[name].ndim - 1)))
+    same(file.write(tmp_path / "file.gguf"), floats.write(tmp_path / "floats.gguf"), 1e-4)
+    convert.convert(tmp_path / "file.gguf", tmp_path / "folder")
+    ours, theirs = (Engine.load(tmp_path / name, kv_memory=1 << 22).logits(PROMPT) for name in ("folder", "file.gguf"))
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.std()
 
 
 def test_experts_in_mxfp4_as_files_have_them(tmp_path):

@@ -2,6 +2,7 @@
 
 import struct
 
+import numpy as np
 import pytest
 
 from engine import CheckpointError, Engine
@@ -50,8 +51,30 @@ def test_what_is_not_supported_is_named(key, value, what, tmp_path):
 
 def test_a_format_that_is_not_read_is_named_with_its_tensor(tmp_path):
     source = random(tmp_path / "source", "llama/gqa", **WIDE)
-    file = File(source, formats={"blk.0.ffn_up.weight": TYPES.NVFP4})
-    with pytest.raises(CheckpointError, match=r"blk.0.ffn_up.weight has the block format NVFP4.*\n.*\nsupported: F64"):
+    file = File(source)
+    file.tensors["blk.0.ffn_up.weight"] = np.zeros((512, 256 // 128 * 18), np.uint8)  # the package cannot make them
+    file.types["blk.0.ffn_up.weight"] = TYPES.Q1_0
+    with pytest.raises(CheckpointError, match=r"blk.0.ffn_up.weight has the block format Q1_0.*\n.*\nsupported: F64"):
+        load(file, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "values", "what"), [
+    ("blk.0.ffn_up.scale", [1.0, 2.0], r"blk.0.ffn_up.scale.*expected a float32 for each matrix, got F32 of \[2\]"),
+    ("blk.0.ffn_up.scale", [float("nan")], "the scale of a tensor is not finite"),
+    ("blk.0.attn_norm.scale", [1.0], "unknown blk.0.attn_norm.scale"),
+])  # fmt: skip
+def test_scales_of_matrices_that_do_not_fit(name, values, what, tmp_path):
+    file = File(random(tmp_path / "source", "llama/gqa", **WIDE), TYPES.NVFP4)
+    file.add(name, np.array(values, np.float32))
+    with pytest.raises(CheckpointError, match=what):
+        load(file, tmp_path)
+
+
+def test_scales_of_halves_of_a_matrix(tmp_path):
+    """Of Granite 4, whose matrix of both is two in files."""
+    file = File(random(tmp_path / "source", "granite/scans_groups", **WIDE), TYPES.NVFP4)
+    file.add("blk.0.ffn_up.scale", np.ones(1, np.float32))
+    with pytest.raises(CheckpointError, match="input_linear.weight is two matrices in the file, with scales"):
         load(file, tmp_path)
 
 
