@@ -6,7 +6,7 @@ V3 and GLM-4.7-Flash have the matrices of keys and of values apart, head by head
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from models.checkpoint.experts import MOST_EXPERTS
 from models.checkpoint.tensors import Cut, TensorInfo, View
+from models.errors import CheckpointError, show
 
 STACKED = re.compile(
     r"(.+?\.)(?:(?:experts\.)?switch_(?:mlp|glu)|experts)\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(weight|scales|biases|bias)"
@@ -46,33 +47,44 @@ def from_mlx(
     Args:
         config: of the text model.
         tensors: by the names of the text model.
+
+    Raises:
+        CheckpointError: two spellings of one tensor.
     """
     architecture = (config.get("architectures") or [""])[0]
     turned = any(_turned(name, info) for name, info in tensors.items())
     plus_one = turned and isinstance(architecture, str) and architecture.startswith(PLUS_ONE)
     found: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        info = replace(info, name=info.name or name)
-        count, *shape = info.shape or (0,)
-        if (stacked := STACKED.fullmatch(name)) and shape and count <= MOST_EXPERTS:
-            part = PARTS.get(stacked[2], stacked[2])
-            for number in range(count):
-                own = replace(info, shape=tuple(shape), part=Cut(number, 0, shape[0]))
-                found[f"{stacked[1]}experts.{number}.{part}.{stacked[3]}"] = own
-        elif (heads := HEADS.fullmatch(name)) and len(shape) == 2:
-            found[f"{heads[1]}{SPLIT[heads[2]]}.{heads[3]}"] = _seen(info, (count * shape[0], shape[1]))
-        elif _turned(name, info):
-            found[name] = _seen(info, (count, 1, shape[0]))
-        elif mlp := LFM2_MLP.fullmatch(name):
-            found[f"{mlp[1]}{LFM2_PARTS[mlp[2]]}{mlp[3]}"] = info
-        elif _is_curve(name, info):
-            found[name] = _seen(info, (1,))
-        elif plus_one and NORM.fullmatch(name):
-            found[name] = replace(info, dtype=torch.float32, part=View(info.shape, minus_one=True))
-        else:
+    for stored, whole in tensors.items():
+        for name, info in _mapped(stored, replace(whole, name=whole.name or stored), plus_one):
+            if name in found:
+                what = f"{show(found[name].name)} and {show(info.name)} are both {show(name)}"
+                raise CheckpointError(what, where=show(whole.file), remedy="Keep one of them.")
             found[name] = info
     split = any(HEADS.fullmatch(name) for name in tensors)
     return {**config, **({"kv_b_split": True} if split else {})}, found
+
+
+def _mapped(name: str, info: TensorInfo, plus_one: bool) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors that one stands for; `plus_one`: norms have 1 added."""
+    count, *shape = info.shape or (0,)
+    if (stacked := STACKED.fullmatch(name)) and shape and count <= MOST_EXPERTS:
+        part = PARTS.get(stacked[2], stacked[2])
+        for number in range(count):
+            own = replace(info, shape=tuple(shape), part=Cut(number, 0, shape[0]))
+            yield f"{stacked[1]}experts.{number}.{part}.{stacked[3]}", own
+    elif (heads := HEADS.fullmatch(name)) and len(shape) == 2:
+        yield f"{heads[1]}{SPLIT[heads[2]]}.{heads[3]}", _seen(info, (count * shape[0], shape[1]))
+    elif _turned(name, info):
+        yield name, _seen(info, (count, 1, shape[0]))
+    elif mlp := LFM2_MLP.fullmatch(name):
+        yield f"{mlp[1]}{LFM2_PARTS[mlp[2]]}{mlp[3]}", info
+    elif _is_curve(name, info):
+        yield name, _seen(info, (1,))
+    elif plus_one and NORM.fullmatch(name):
+        yield name, replace(info, dtype=torch.float32, part=View(info.shape, minus_one=True))
+    else:
+        yield name, info
 
 
 def _turned(name: str, info: TensorInfo) -> bool:

@@ -26,7 +26,7 @@ from models.formats.packed import PREFIXES
 from models.gguf.tensors import Stored
 from models.mtp import MTP
 from models.names import HEAD
-from models.quantized.mlx import MLX, Packing
+from models.quantized.mlx import MLX, MLXScheme
 from models.quantized.own import Own
 from models.shard import Shard
 from models.sharding import part
@@ -199,7 +199,7 @@ class Sizes(Weights):
             self.vectors -= sum(outs) * width * self.dtype.itemsize
         return FORMATS[quant].bytes(sum(outs), width, dtypes, self.dtype, self.device)
 
-    def _stored_blocks(self, stored: Sequence[str], outs: Sequence[int]) -> Iterator[tuple[Block | Packing, int]]:
+    def _stored_blocks(self, stored: Sequence[str], outs: Sequence[int]) -> Iterator[tuple[Block | MLXScheme, int]]:
         """The formats of matrices that are blocks of GGUF or packed by MLX, with their rows."""
         own = self.checkpoint.quantization
         for name, rows in zip(stored, outs, strict=True):
@@ -209,14 +209,14 @@ class Sizes(Weights):
             elif info and isinstance(own, MLX):
                 yield own.others.get(info.name.removesuffix(".weight")) or own.common, rows
 
-    def _blocks(self, blocks: Sequence[tuple[Block | Packing, int]], width: int) -> int:
+    def _blocks(self, blocks: Sequence[tuple[Block | MLXScheme, int]], width: int) -> int:
         """Bytes of rows of blocks, side by side; neighbours of one format are one matrix."""
         if self.device.type != "cpu":
             return sum(self._blocks_on_device(block, rows, width) for block, rows in blocks)
         runs = ((block, sum(rows for _, rows in run)) for block, run in groupby(blocks, key=lambda each: each[0]))
         return sum(block.packed_bytes(rows, width) for block, rows in runs)
 
-    def _blocks_on_device(self, block: Block | Packing, outs: int, width: int) -> int:
+    def _blocks_on_device(self, block: Block | MLXScheme, outs: int, width: int) -> int:
         if not takes(block.kind, block.group, width):
             return outs * width * self.dtype.itemsize
         scales = -(-width // block.group) * torch.float32.itemsize * (1 + block.least)

@@ -40,7 +40,7 @@ MODES = {"mxfp4": Mode(4, 32, "float4"), "nvfp4": Mode(4, 16, "fp4"), "mxfp8": M
 
 
 @dataclass(frozen=True)
-class Packing:
+class MLXScheme:
     """The form in which a weight is stored, see `models.quantized.Scheme`."""
 
     mode: str
@@ -49,7 +49,7 @@ class Packing:
 
     @property
     def kind(self) -> GroupKind:
-        """Of the codes in memory."""
+        """The kind of the codes in memory."""
         return KINDS[self.bits] if self.mode == AFFINE else MODES[self.mode].kind
 
     @property
@@ -104,32 +104,34 @@ class Packing:
 class MLX:
     """The `quantization` of a config: of most modules, and of others by the file's names; None: floats."""
 
-    common: Packing
-    others: Mapping[str, Packing | None]
+    common: MLXScheme
+    others: Mapping[str, MLXScheme | None]
 
-    def scheme(self, module: str, kind: str) -> Packing | None:
+    def scheme(self, module: str, kind: str) -> MLXScheme | None:
         """See `Quantization`."""
         return None if kind == TRANSPOSED else self.others.get(module, self.common)
 
 
 def parse(fields: Fields) -> MLX:
     """Read a config. Raises CheckpointError for what is not read."""
-    common, others = _packing(fields), dict[str, Packing | None]()
+    for name in ("group_size", "bits"):
+        fields.int(name)  # which MLX always writes here
+    common, others = _scheme(fields), dict[str, MLXScheme | None]()
     for module, own in fields.config.items():
         if isinstance(own, bool):
             others[module] = common if own else None
         elif isinstance(own, dict):
-            others[module] = _packing(Fields(own, fields.file, f"{fields.prefix}{module}."))
+            others[module] = _scheme(Fields(own, fields.file, f"{fields.prefix}{module}."))
     return MLX(common, others)
 
 
-def _packing(fields: Fields) -> Packing:
+def _scheme(fields: Fields) -> MLXScheme:
     """The settings of an object, whose absent fields are those of its mode. Raises CheckpointError."""
     mode, place = fields.str("mode", AFFINE), fields.prefix.partition(".")[2]
     if mode != AFFINE and mode not in MODES:
         raise unsupported(fields, f"mlx: {place}mode {mode[:80]!r} (read: {', '.join([AFFINE, *MODES])})")
     bits, group, _ = MODES.get(mode, DEFAULT)
-    found = Packing(mode, fields.int("bits", bits), fields.int("group_size", group))
+    found = MLXScheme(mode, fields.int("bits", bits), fields.int("group_size", group))
     read = (KINDS, GROUPS) if mode == AFFINE else ((bits,), (group,))
     for name, value, known in zip(("bits", "group_size"), (found.bits, found.group), read, strict=True):
         if value not in known:

@@ -251,6 +251,7 @@ def pack(**weights):
     return {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16} | weights}}}
 
 
+MLX = {"quant_method": "mlx", "group_size": 64, "bits": 4}
 UNREAD = {
     "bitsandbytes with neither or both": {"quant_method": "bitsandbytes", "load_in_4bit": False},
     "torchao": {"quant_method": "torchao"},
@@ -285,11 +286,11 @@ UNREAD = {
     "rotation_config": {"quant_method": "auto-round", "bits": 4, "rotation_config": {"a": 1}},
     "MIXED_PRECISION": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
     "blocks of [128, 128]": {"quant_method": "mxfp8", "weight_block_size": [128, 128]},
-    "mlx: bits 7 of the mode affine": {"quant_method": "mlx", "bits": 7},
-    "mlx: group_size 16 of the mode affine": {"quant_method": "mlx", "bits": 4, "group_size": 16},
-    "mlx: group_size 64 of the mode mxfp4": {"quant_method": "mlx", "group_size": 64, "mode": "mxfp4"},
-    "mlx: mode 'int4'": {"quant_method": "mlx", "mode": "int4"},
-    "mlx: model.layers.0.mlp.gate.bits 1": {"quant_method": "mlx", "model.layers.0.mlp.gate": {"bits": 1}},
+    "mlx: bits 7 of the mode affine": MLX | {"bits": 7},
+    "mlx: group_size 16 of the mode affine": MLX | {"group_size": 16},
+    "mlx: group_size 64 of the mode mxfp4": MLX | {"mode": "mxfp4"},
+    "mlx: mode 'int4'": MLX | {"mode": "int4"},
+    "mlx: model.layers.0.mlp.gate.bits 1": MLX | {"model.layers.0.mlp.gate": {"bits": 1}},
     "GEMV": {"quant_method": "awq", "bits": 4, "version": "GEMV"},
     "8 bits": {"quant_method": "awq", "bits": 8, "version": "gemm"},
     "e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
@@ -331,9 +332,10 @@ def test_activations_that_are_not_read(inputs):
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": 3}}, "dynamic.a: expected an object"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, "regular expression '\\('"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"(a+)+b": {}}}, "it repeats too much"),
-        ({"quant_method": "mlx", "bits": "4"}, "bits: expected a whole number"),
-        ({"quant_method": "mlx", "lm_head": {"group_size": 0}}, "lm_head.group_size: expected a whole number"),
-        ({"quant_method": "mlx", "mode": 4}, "mode: expected a string"),
+        (MLX | {"bits": "4"}, "bits: expected a whole number"),
+        ({"quant_method": "mlx", "quant_algo": "FP8"}, "group_size: expected a value"),
+        (MLX | {"lm_head": {"group_size": 0}}, "lm_head.group_size: expected a whole number"),
+        (MLX | {"mode": 4}, "mode: expected a string"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected a list of two"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size: expected a list of two"),
         ({"quant_method": "fp8", "activation_scheme": "none"}, "activation_scheme: expected one of"),
@@ -480,17 +482,17 @@ def test_a_config_names_the_modules_of_the_whole(prefix, tmp_path):
 
 def test_settings_of_mlx_are_by_the_names_of_the_file():
     own = {"lm_head": {"bits": 8, "group_size": 32}, "a": False, "b": True, "c": {"mode": "nvfp4"}}
-    config = config_of(quant_method="mlx", bits=6, **own)
+    config = config_of(**MLX | {"bits": 6}, **own)
     found = {name: config.scheme(name, EMBEDDING) for name in (*own, "d")}
-    common = mlx.Packing("affine", 6, 64)
-    expected = (mlx.Packing("affine", 8, 32), None, common, mlx.Packing("nvfp4", 4, 16), common)
+    common = mlx.MLXScheme("affine", 6, 64)
+    expected = (mlx.MLXScheme("affine", 8, 32), None, common, mlx.MLXScheme("nvfp4", 4, 16), common)
     assert tuple(found.values()) == expected and config.scheme("lm_head", TRANSPOSED) is None
 
 
 def test_numbers_of_mlx_that_are_none():
-    """Of e4m3, in weights and in scales; and rows that are no whole groups."""
+    """They are refused, in weights and in scales of e4m3; so are rows that are no whole groups."""
     for mode, bits, group, name in (("mxfp8", 8, 32, "weight"), ("nvfp4", 4, 16, "scales")):
-        scheme = mlx.Packing(mode, bits, group)
+        scheme = mlx.MLXScheme(mode, bits, group)
         parts = {
             "weight": torch.zeros(2, 32 * bits // 8, dtype=torch.uint8),
             "scales": torch.ones(2, 32 // group).byte(),

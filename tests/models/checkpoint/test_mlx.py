@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import Engine
+from engine import CheckpointError, Engine
+from models.checkpoint.headers import Checkpoint
 from models.quantized import mlx
 from tools.golden import quantized as recipes
 
@@ -124,7 +125,7 @@ def source(variant):
 
 @pytest.mark.parametrize("variant", [*DENSE, *EXPERTS])
 def test_names_and_forms(variant, tmp_path):
-    """Of floats: folders that mlx-lm converted and did not quantise."""
+    """Folders that mlx-lm converted and did not quantise."""
     config, tensors = source(variant)
     folder = written(tmp_path / "mlx", config, converted(config, tensors))
     expected = logits(GOLDEN / variant)
@@ -156,3 +157,26 @@ def test_codes(variant, tmp_path, monkeypatch):
     expected = logits(written(tmp_path / "floats", config, floats))
     found = logits(written(tmp_path / "codes", quantised, codes))
     assert (found - expected).abs().max() <= 1e-3 * expected.std()
+
+
+def test_two_spellings_of_a_tensor(tmp_path):
+    config, tensors = source("experts/qwen3")
+    twice = {"model.layers.0.mlp.experts.2.up_proj.weight": torch.ones(20, 24)}
+    folder = written(tmp_path / "mlx", config, converted(config, tensors) | twice)
+    with pytest.raises(CheckpointError, match=r"switch_mlp.up_proj.weight and .* are both|and .*switch_mlp.* are both"):
+        Checkpoint.open(folder)
+
+
+def test_tensors_of_wrong_forms(tmp_path):
+    """They are named as the model needs them, from headers alone."""
+    config, tensors = source("experts/qwen3_next_recurrent")
+    for name, change in {
+        "mlp.switch_mlp.up_proj.weight": lambda x: x[:, :-1],
+        "linear_attn.conv1d.weight": lambda x: x[:, :-1],
+        "mlp.gate.weight": lambda x: x[:, :-1],
+    }.items():
+        made = converted(config, tensors)
+        made[f"model.layers.0.{name}"] = change(made[f"model.layers.0.{name}"])
+        end = name.replace("switch_mlp.up_proj", r"experts.\d+.up_proj")
+        with pytest.raises(CheckpointError, match=rf"layers.0.{end} in model.safetensors: expected"):
+            Engine.load(written(tmp_path / name, config, made))

@@ -71,10 +71,10 @@ def test_scales_of_matrices_that_do_not_fit(name, values, what, tmp_path):
 
 
 def test_scales_of_halves_of_a_matrix(tmp_path):
-    """Of Granite 4, whose matrix of both is two in files."""
+    """Granite 4 has one matrix of both; files have two."""
     file = File(random(tmp_path / "source", "granite/scans_groups", **WIDE), TYPES.NVFP4)
     file.add("blk.0.ffn_up.scale", np.ones(1, np.float32))
-    with pytest.raises(CheckpointError, match="input_linear.weight is two matrices in the file, with scales"):
+    with pytest.raises(CheckpointError, match=r"input_linear.weight is two matrices in the file, with scales"):
         load(file, tmp_path)
 
 
