@@ -54,10 +54,11 @@ def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict
     checkpoint = Checkpoint.open(source)
     if checkpoint.packing:
         raise CheckpointError("the matrices are packed already", where=str(source))
-    if checkpoint.quantization:
-        raise CheckpointError("the weights are quantised already: they are used as they are", where=str(source))
     if checkpoint.quantization is not None:
-        raise CheckpointError("the weights are quantised already: pack a float checkpoint", where=str(source))
+        raise CheckpointError("the weights are quantised already: they are used as they are", where=str(source))
+    if checkpoint.config.get("kv_b_split"):
+        what = "keys and values of a latent have matrices of their own, which cannot be packed head by head"
+        raise CheckpointError(what, where=str(source), remedy="Use the model as it is, or pack transformers' version.")
     with new_folder(Path(folder)) as partial:
         model = load_model(checkpoint, torch.float32, cpu, quant)
         layers = [

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from engine import CheckpointError, Engine
 from models.checkpoint.headers import Checkpoint
+from models.formats.floats import has_kernels
 from models.quantized import mlx
+from tools import pack
 from tools.golden import quantized as recipes
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -180,3 +182,18 @@ def test_tensors_of_wrong_forms(tmp_path):
         end = name.replace("switch_mlp.up_proj", r"experts.\d+.up_proj")
         with pytest.raises(CheckpointError, match=rf"layers.0.{end} in model.safetensors: expected"):
             Engine.load(written(tmp_path / name, config, made))
+
+
+@pytest.mark.skipif(not has_kernels(torch.float32, torch.device("cpu")), reason="packing needs the C++ kernels")
+def test_what_is_packed(tmp_path):
+    """Floats are, under the usual names; codes are not, nor are matrices of a latent that lie head by head."""
+    for variant in ("experts/qwen3_next_recurrent", "gpt_oss/plain"):
+        config, tensors = source(variant)
+        folder = written(tmp_path / config["model_type"], config, converted(config, tensors))
+        pack.pack(folder, tmp_path / f"{config['model_type']}-packed")
+        assert logits(tmp_path / f"{config['model_type']}-packed").equal(logits(folder))
+    with pytest.raises(CheckpointError, match="quantised already"):
+        pack.pack(GOLDEN / "quantized" / "mlx", tmp_path / "codes")
+    config, tensors = source("deepseek/three")
+    with pytest.raises(CheckpointError, match="cannot be packed head by head"):
+        pack.pack(written(tmp_path / "latent", config, converted(config, tensors)), tmp_path / "heads")
