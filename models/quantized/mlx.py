@@ -1,4 +1,4 @@
-"""MLX's own quantisation (mlx 0.31, mlx-lm 0.31): `quantization` of config.json, of linear layers and embeddings.
+"""The quantisation of MLX, as mlx-lm 0.32 writes it: `quantization` of config.json, of linear layers and embeddings.
 
 `weight` has the codes of a row as one stream of bits in words of 32, lowest first; codes of 3, 5 and 6 bits cross
 words. `scales` has a value per group, and so has `biases` in mode affine: w = q * scale + bias. In the modes mxfp4,
