@@ -30,7 +30,7 @@ RULES = {  # its fields -> fields of a request
     "suppress_tokens": ("suppress_tokens", []),
     "begin_suppress_tokens": ("begin_suppress_tokens", []),
 }
-OTHERS = {  # fields that change probabilities and have no counterpart
+OTHERS = {  # fields that change probabilities and have no counterpart, or (`renormalize_logits`) one in `rules_of`
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None,
@@ -79,8 +79,8 @@ class Generation:
     def rules_of(self, search: str) -> dict[str, Any]:
         """The fields of a request with a search of this name. A repetition penalty gets logits or log-probabilities as
         in transformers (`constraint_scores`)."""
-        scores = {"constraint_scores": RENORMALISED} if "repetition_penalty" in self.rules and search in OF_ROWS else {}
-        return scores | dict(self.rules)
+        of_logits = search in OF_ROWS if "repetition_penalty" in self.rules else "renormalize_logits" in self.fields
+        return ({"constraint_scores": RENORMALISED} if of_logits else {}) | dict(self.rules)
 
     def note(self, known: Collection[str], given: Collection[str], applied: bool) -> str:
         """Name for people the fields that are not applied; "" if there are none.
@@ -92,6 +92,8 @@ class Generation:
         """
         of = PARAMS | RULES
         left = [name for name in self.fields if name not in of]
+        if "constraint_scores" in given or (applied and not {"beams", "repetition_penalty"} <= {*known, *self.rules}):
+            left = [name for name in left if name != "renormalize_logits"]
         if not applied:
             meant = [name for name, (to, _) in of.items() if (name in RULES or to in known) and to not in given]
             left = [name for name in self.fields if name in meant or name in left]

@@ -1,4 +1,4 @@
-"""The architecture of a config that names none: the language model of its `model_type`, as in transformers."""
+"""The architecture of a config: by its `model_type`, as in transformers, where it names none or that of another one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -70,8 +70,11 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
 
 
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with an architecture, if it names none and has a known `model_type`."""
-    kind = config.get("model_type")
-    if config.get("architectures") or not isinstance(kind, str) or kind not in LANGUAGE_MODELS:
+    """The config with the language model of a known `model_type`, if it names no architecture, or the language model of
+    another `model_type`, which transformers does not look at."""
+    kind, names = config.get("model_type"), config.get("architectures") or [None]
+    if not isinstance(kind, str) or kind not in LANGUAGE_MODELS or not isinstance(names, list):
+        return dict(config)
+    if names[0] not in (None, *LANGUAGE_MODELS.values()):
         return dict(config)
     return {**config, "architectures": [LANGUAGE_MODELS[kind]]}

@@ -44,6 +44,18 @@ def test_fields_of_searches_and_requests():
     assert generation(bad_words_ids=[[5]]).rules_of("sample") == {"bad_words": [[5]]}
 
 
+def test_renormalised_logits():
+    """Beams of transformers give a repetition penalty log-probabilities first: there is nothing like it here."""
+    scores, penalty = {"constraint_scores": "renormalised"}, {"repetition_penalty": 1.1}
+    alone, both = generation(renormalize_logits=True), generation(renormalize_logits=True, **penalty)
+    assert alone.rules_of("trie") == alone.rules_of("greedy") == scores
+    assert both.rules_of("greedy") == penalty | scores and both.rules_of("trie") == penalty
+    notes = [found.note(parameters(name), [], True) for found in (alone, both) for name in ("greedy", "trie")]
+    assert [bool(note) for note in notes] == [False, False, False, True] and "renormalize_logits True" in notes[-1]
+    assert "renormalize_logits" in alone.note(parameters("trie"), [], False)
+    assert alone.note(parameters("trie"), ["constraint_scores"], False) == ""
+
+
 @pytest.mark.parametrize(
     ("search", "given", "named"),
     [

@@ -22,6 +22,20 @@ def test_an_architecture_that_is_named_wins():
     config = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
     assert with_architecture(config) == config
     assert with_architecture({"model_type": ["llama"]}) == {"model_type": ["llama"]}
+    for kept in ("PhiMoEForCausalLM", "LlavaForConditionalGeneration", ["LlamaForCausalLM"], 7):
+        config = {"model_type": "phimoe", "architectures": [kept]}
+        assert with_architecture(config) == config
+
+
+def test_a_model_type_wins_over_the_language_model_of_another(tmp_path):
+    """A window that a Llama has no use for, and a Mistral has."""
+    config = {"sliding_window": 3, "layer_types": None}
+    folders = [
+        changed(tmp_path / name, "mistral/window", config | {"architectures": [name]})
+        for name in ("MistralForCausalLM", "LlamaForCausalLM")
+    ]
+    expected, found = (Engine.load(folder, dtype="float32").logits(TEXT) for folder in folders)
+    assert found.equal(expected)
 
 
 @pytest.mark.parametrize("variant", ["gpt2/plain", "llama/gqa", "hunyuan/plain"])
