@@ -10,7 +10,7 @@ from engine.errors import UsageError, shortened
 from engine.load.loading import LoadedModel
 from engine.load.pools import check_memory
 from engine.request import Checked, Models, Request, check_ids
-from engine.rewards import Responses, around
+from engine.rewards import Responses, around, scored
 
 PLACES = "{query}", "{document}"  # in a template of pairs
 MOST_TEMPLATE = 1 << 14  # characters
@@ -75,6 +75,7 @@ def check_text(
     """
     head = head_of(models)
     check_ids(head, ids, name, "what the model reads of it")
+    ids = scored(ids, head.pad_token_id)
     search = HeadScore(None if head is models.target else tuple(ids))
     check_memory(head.runner.pool, search, len(ids), 1, share)
     prompt = [*ids] if head is models.target else [models.target.start_token]  # a tree of which nothing is evaluated

@@ -73,6 +73,12 @@ class Script:
     whole: Callable[[Sequence[int]], list[int]]
     closing: list[int]
 
+    def scored(self, padding: int | None) -> "Script":
+        """The script without padding at its end, see `scored`."""
+        if all(token == padding for token in self.closing):
+            return Script(lambda tokens: [*scored(self.whole(tokens), padding)], [])
+        return Script(self.whole, [*scored(self.closing, padding)])
+
     @staticmethod
     def write(answer: Responses, target: LoadedModel, reward: LoadedModel) -> "Script":
         """The script for responses. Raises UsageError if the vocabularies differ and a tokenizer is missing."""
@@ -269,7 +275,17 @@ def make_judge(
         return FunctionJudge(reward, answer)
     pool = reward.runner.pool
     held = pool.pages * pool.page_size - 2 * (pool.page_size - 1)  # trunk and branches may each leave a page half empty
-    return ModelJudge(Script.write(answer, target, reward), open_tree, min(held, reward.shape.max_positions or held))
+    script = Script.write(answer, target, reward).scored(reward.pad_token_id)
+    return ModelJudge(script, open_tree, min(held, reward.shape.max_positions or held))
+
+
+def scored(ids: Sequence[int], padding: int | None) -> Sequence[int]:
+    """The part of a text whose last token a scalar head scores: the last that is not the padding token. transformers
+    does not tell padding from the same token of a text; where a text is nothing else, it scores the first token."""
+    end = len(ids)
+    while end > 1 and ids[end - 1] == padding:
+        end -= 1
+    return ids[:end]
 
 
 def around(

@@ -68,6 +68,7 @@ class LoadedModel:
         warned: of a control token that is read as text.
         pooling: how it embeds texts.
         generation: what its `generation_config.json` has, which nothing applies unasked.
+        pad_token_id: of its config, see `engine.rewards.scored`.
     """
 
     runner: Runner
@@ -84,6 +85,7 @@ class LoadedModel:
     warned: bool = False
     pooling: Pooling = field(default_factory=Pooling)
     generation: Generation = field(default_factory=Generation)
+    pad_token_id: int | None = None
 
     def encode(self, prompt: str, parse_special: bool = False) -> list[int]:
         """The token ids of a prompt that is text. Warns once if it spells a control token and is not to be parsed.
@@ -234,6 +236,7 @@ class _Weights:
             {name: adapter.digest() for name, adapter in self.adapters.items()},
             pooling=Pooling.of(self.checkpoint),
             generation=Generation.of(self.checkpoint),
+            pad_token_id=self.checkpoint.config.get("pad_token_id"),
         )
 
     def _capabilities(self, runner: Runner) -> Capabilities:

@@ -120,6 +120,26 @@ def read(target, reward, name, tokens, prompt, messages):
     return reward.tokenizer.encode(prompt + text)
 
 
+@pytest.mark.parametrize("template", [None, TEMPLATE, "{% for m in messages %}{{ m.content }}{% endfor %}</s></s>"])
+def test_padding_at_the_end_is_not_scored(folders, target, rewards, tmp_path, template):
+    """The end of a turn is padding as well: as in transformers, the token before it is scored."""
+    plain = Engine.load(scored(tmp_path, folders / "target", template), dtype="float32", kv_memory=1 << 20)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": EOS}))
+    padded = Engine.load(tmp_path, dtype="float32", kv_memory=1 << 20)
+
+    texts = [[50, 60, EOS], [50, EOS, 60], [50, 60, EOS, EOS], [EOS], [EOS, EOS]]
+    parts = [[50, 60], [50, EOS, 60], [50, 60], [EOS], [EOS]]
+    assert padded.scores(texts) == pytest.approx(plain.scores(parts), abs=1e-5)
+    assert plain.scores(texts)[0] != pytest.approx(plain.scores(parts)[0], abs=1e-3)
+
+    [[found]], _ = ask(target, padded, [([[50, 60, 20]], [])])
+    whole = read(target, plain, "same_template" if template else "same", [50, 60, 20], "hello there", None)
+    while whole[-1] == EOS:
+        whole.pop()
+    assert found == pytest.approx(plain.scores([whole])[0], abs=1e-5)
+
+
 ENDINGS = [[50, 60, 20], [50, 60, 61, 30], [50, 44, 399, 350], [50, 60, EOS], [70, 80, 90, 250, 260, 270]]
 
 
