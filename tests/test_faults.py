@@ -360,6 +360,7 @@ def test_config_fields(commands: Commands, folder: Path, monkeypatch: pytest.Mon
 
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
@@ -394,7 +395,7 @@ def test_fields_of_gpt_oss(commands: Commands, folder: Path, monkeypatch: pytest
     monkeypatch.setattr(Checkpoint, "read", None)  # refused before a weight is looked at
     monkeypatch.setattr(Checkpoint, "rows", None)
     named = {"num_local_experts": "num_experts_per_tok", "layer_types": "the weights do not fit"}.get(field, field)
-    edit(folder / "config.json", **{"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "head_dim": 8,
+    edit(folder / "config.json", **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 8,
                                     "num_experts_per_tok": 2, field: value})  # fmt: skip
     commands.refuse(folder, 3, named)
 

@@ -292,7 +292,12 @@ def check(folder, kind, monkeypatch, length=20):
 def test_a_window(tmp_path):
     make(tmp_path / "model", layers=2, width=64, heads=2, vocab=300)
     config = json.loads((tmp_path / "model/config.json").read_text())
-    config |= {"architectures": ["MistralForCausalLM"], "sliding_window": 7, "num_key_value_heads": 2}
+    config |= {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 7,
+        "num_key_value_heads": 2,
+    }
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     found = []
     for idle in (False, True):

@@ -69,7 +69,12 @@ def test_gates_let_attention_through(tmp_path, impl):
         return tensors
 
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}
-    plain = changed(tmp_path / "plain", "qwen3_5/plain", rope | {"architectures": ["Qwen3ForCausalLM"]}, without)
+    plain = changed(
+        tmp_path / "plain",
+        "qwen3_5/plain",
+        rope | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+        without,
+    )
     gated = changed(tmp_path / "gated", "qwen3_5/plain", rope, closed)
     assert len(load_file(plain / "model.safetensors")) == len(load_file(gated / "model.safetensors"))
     ours, theirs = (Engine.load(folder, dtype="float32") for folder in (gated, plain))
