@@ -395,8 +395,8 @@ def test_fields_of_gpt_oss(commands: Commands, folder: Path, monkeypatch: pytest
     monkeypatch.setattr(Checkpoint, "read", None)  # refused before a weight is looked at
     monkeypatch.setattr(Checkpoint, "rows", None)
     named = {"num_local_experts": "num_experts_per_tok", "layer_types": "the weights do not fit"}.get(field, field)
-    edit(folder / "config.json", **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 8,
-                                    "num_experts_per_tok": 2, field: value})  # fmt: skip
+    model = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 8}
+    edit(folder / "config.json", **model | {"num_local_experts": 4, "num_experts_per_tok": 2, field: value})
     commands.refuse(folder, 3, named)
 
 
