@@ -44,6 +44,16 @@ void coppice_activation(int64_t kind, int64_t threads, int64_t number, const voi
 void coppice_xielu(int64_t kind, int64_t threads, const void* x, const float* curve, void* out, int64_t rows,
                    int64_t width);
 
+// x [rows, 2 * width]: gates, then what they scale. Gates lose their mean plus `factor` standard deviations, and what is
+// then negative becomes 0; out may be x.
+void coppice_sparsify(int64_t kind, int64_t threads, const void* x, void* out, int64_t rows, int64_t width,
+                      float factor);
+
+// x [tokens, rows, width] plus weights [tokens, rows, sources] times more [tokens, sources, width], of each token; at most
+// MOST_ROWS rows. out may be x, and more too.
+void coppice_add_weighted(int64_t kind, int64_t threads, const void* x, const void* more, const void* weights,
+                          void* out, int64_t tokens, int64_t rows, int64_t sources, int64_t width);
+
 // x [rows, width] times the logistic function of gates, whose rows are `stride` apart; out may be x.
 void coppice_sigmoid_mul(int64_t kind, int64_t threads, const void* x, const void* gates, void* out, int64_t rows,
                          int64_t width, int64_t stride);
@@ -437,14 +447,14 @@ struct Tail {
 };
 
 // x [T, E] is the stream and is changed. `attention` is that of every layer but for heads, strides, window, scale, cap and
-// sinks; `heads` is the register of heads, `inputs` that of inputs of layers, which may be null. `caches` are those of layers
-// by their numbers, rows [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions, `paths`
-// those of layers with a state. adapters_T [T] are numbers of adapters; null: no token has one. `tail` may be null.
-// `tapped` [T, N, E] gets the N rows of each token that calls copy; null: none. Returns 0, and computes nothing, if a
-// token's position has no angles.
+// sinks; `heads` is the register of heads, `inputs` that of inputs of layers and `streams` that of streams, which may
+// be null. `caches` are those of layers by their numbers, rows [L, S, E], of kind `kept`, and ancestors_TN are those of
+// the layers with convolutions, `paths` those of layers with a state. adapters_T [T] are numbers of adapters; null: no
+// token has one. `tail` may be null. `tapped` [T, N, E] gets the N rows of each token that calls copy; null: none.
+// Returns 0, and computes nothing, if a token's position has no angles.
 int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
                       int64_t threads, void* x, const LayerCache* caches, const int64_t* slots_T, char* heads,
-                      char* inputs, int64_t tokens, int64_t slots, char* rows, int64_t kept,
+                      char* inputs, char* streams, int64_t tokens, int64_t slots, char* rows, int64_t kept,
                       const int64_t* ancestors_TN, const Paths* paths, const int64_t* adapters_T, const Tail* tail,
                       char* tapped, int64_t copies);
 

@@ -18,6 +18,8 @@ FUSED = (
     "activation",
     "activation_mul",
     "xielu",
+    "sparsify",
+    "add_weighted",
     "sigmoid_mul",
 )  # compilers get their definitions to fuse
 

@@ -13,7 +13,7 @@ from kernels.delta_net import delta_net
 from kernels.kv_write import HeadTransform, kv_write, rotary_write
 from kernels.layout import KVCache, TreeLayout
 from kernels.low_rank import low_rank
-from kernels.rows import activation, activation_mul, add_norm, rotary, sigmoid_mul, xielu
+from kernels.rows import activation, activation_mul, add_norm, add_weighted, rotary, sigmoid_mul, sparsify, xielu
 from kernels.scan import scan
 from kernels.short_conv import short_conv
 from kernels.stack.calls import Call, Heads
@@ -187,6 +187,30 @@ def _inject(call: Call, r: Registers) -> None:
     r[call.target] = activation_mul(torch.cat((x_TP, input_TP), 1), call.function, impl=r.impl)
 
 
+def _sparsify(call: Call, r: Registers) -> None:
+    r[call.target] = sparsify(r[call.source], call.scale, impl=r.impl)
+
+
+def _predict(call: Call, r: Registers) -> None:
+    _change(call, r, add_weighted(r["streams"], r["streams"], r[call.source], impl=r.impl))
+
+
+def _correct(call: Call, r: Registers) -> None:
+    innovation_T1E = (r["stream"] - r["streams"][:, call.table]).unsqueeze(1)
+    _change(call, r, add_weighted(r["streams"], innovation_T1E, r[call.source] + 1, impl=r.impl))
+
+
+def _spread(call: Call, r: Registers) -> None:
+    first_T1E, others_TNE = r["streams"].split([1, r["streams"].shape[1] - 1], 1)
+    _change(call, r, torch.cat((first_T1E, others_TNE + r[call.source].unsqueeze(1)), 1))
+
+
+def _change(call: Call, r: Registers, streams_TNE: Tensor) -> None:
+    """Take other streams, and copy the active one."""
+    r["streams"], active_TE = streams_TNE, streams_TNE[:, call.table].contiguous()
+    r[call.target] = active_TE if call.norm is None else active_TE * call.norm.weight
+
+
 # --- several calls as one, on a GPU ---
 
 
@@ -313,6 +337,10 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "tap": _tap,
     "inject": _inject,
     "xielu": _xielu,
+    "sparsify": _sparsify,
+    "predict": _predict,
+    "correct": _correct,
+    "spread": _spread,
     "turns": _turn_and_write,
     "latent": _absorb_and_write,
     "sums": _add_and_norm,

@@ -115,6 +115,31 @@ def xielu(x_NM: Tensor, curve_4: Tensor, *, impl: str) -> Tensor:
 
 
 @operator
+def sparsify(x_NM: Tensor, factor: float, *, impl: str) -> Tensor:
+    """Gates without most of their elements (Gemma Team, 2025, "Gemma 3n": a top-k of normally distributed elements, by
+    their moments): each minus the row's mean and `factor` standard deviations, or 0 if that is negative.
+
+    Args:
+        x_NM: gates, then the values that they multiply, which stay; moments are float32 or better.
+    """
+    ...
+
+
+@operator
+def add_weighted(x_TNE: Tensor, more_TME: Tensor, weights_TF: Tensor, *, impl: str) -> Tensor:
+    """x plus, of each token, weights times more: the updates of AltUp (Baykal et al., 2023, "Alternating updates for
+    efficient transformers", algorithm 1).
+
+    Args:
+        x_TNE: at most `checks.MOST_ROWS` rows of a token.
+        more_TME: other rows, or the same.
+        weights_TF: N M of a token, those of each row of x together. All are of one dtype; arithmetic is float32 or
+            better.
+    """
+    ...
+
+
+@operator
 def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, *, impl: str) -> Tensor:
     """x times the sigmoid of gates (Qiu et al., 2025, "Gated attention", equation 5).
 

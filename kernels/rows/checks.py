@@ -1,5 +1,6 @@
 """Checks of the row-wise operators, the same for every implementation; see the front for arguments."""
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from kernels.checks import expect, floats, within
 ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh", "relu_squared"  # C++ numbers them in
 GATES = ("clamped_swiglu",)  # this order, and then these, functions of a gate and what it lets through
 Vectors = tuple[Tensor, Tensor | None]  # of a norm: its weight, and the bias of a LayerNorm
+MOST_ROWS = 16  # of a token, in `add_weighted`
 SPAN = 128  # elements of a row whose largest is a peak
 
 
@@ -106,6 +108,26 @@ def xielu(x_NM: Tensor, curve_4: Tensor) -> None:
     """Rows, and the four numbers of the function."""
     vectors(x_NM)
     expect("curve_4", curve_4, torch.float32, (4,), x_NM.device)
+
+
+def sparsify(x_NM: Tensor, factor: float) -> None:
+    """Rows of two halves, and a finite factor."""
+    floats("x_NM", x_NM)
+    if x_NM.shape[-1] % 2:
+        raise ValueError(f"x_NM: expected rows of two halves, got {list(x_NM.shape)}")
+    if not math.isfinite(factor):
+        raise ValueError(f"factor: expected a finite number, got {factor}")
+
+
+def add_weighted(x_TNE: Tensor, more_TME: Tensor, weights_TF: Tensor) -> None:
+    """Rows of tokens, other rows of the same tokens, and a weight for each pair."""
+    floats("x_TNE", x_TNE, 3)
+    floats("more_TME", more_TME, 3)
+    (T, N, E), M = x_TNE.shape, more_TME.shape[1]
+    if N > MOST_ROWS:
+        raise ValueError(f"x_TNE: expected at most {MOST_ROWS} rows of a token, got {N}")
+    expect("more_TME", more_TME, x_TNE.dtype, (T, M, E), x_TNE.device, contiguous=False)
+    expect("weights_TF", weights_TF, x_TNE.dtype, (T, N * M), x_TNE.device, contiguous=False)
 
 
 def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> None:

@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int64_t MAX_SERIAL = 1 << 14;  // elements; only for more is it worth waking threads
+constexpr int64_t MOST_ROWS = 16;  // of a token, see rows/checks.py
 
 template <typename T, typename W>
 void rms_norm(const T* x, const W* weight, T* out, int64_t width, float eps) {
@@ -20,10 +21,14 @@ void rms_norm(const T* x, const W* weight, T* out, int64_t width, float eps) {
     each(width, [&](int64_t i, auto n) { store(load(x + i, n) * share * load(weight + i, n), out + i, n); });
 }
 
+struct Moments {
+    float mean, variance;
+};
+
 // The computed mean is off by its rounding. Both moments are taken around it and corrected by the mean of the
 // differences (Chan et al., 1983), so that a row far from 0 loses no precision.
 template <typename T>
-void layer_norm(const T* x, const T* weight, const T* bias, T* out, int64_t width, float eps) {
+Moments moments(const T* x, int64_t width) {
     Floats sum{}, left{}, squares{};
     each(width, [&](int64_t i, auto n) { sum += load(x + i, n); });
     const float about = sum_of(sum) / width;
@@ -32,10 +37,16 @@ void layer_norm(const T* x, const T* weight, const T* bias, T* out, int64_t widt
         for (int lane = n; lane < LANES; lane++) part[lane] = 0;
         left += part, squares += part * part;
     });
-    const float rest = sum_of(left) / width, mean = about + rest;
-    const float share = 1 / std::sqrt(std::max(sum_of(squares) / width - rest * rest, 0.0f) + eps);
+    const float rest = sum_of(left) / width;
+    return {about + rest, std::max(sum_of(squares) / width - rest * rest, 0.0f)};
+}
+
+template <typename T>
+void layer_norm(const T* x, const T* weight, const T* bias, T* out, int64_t width, float eps) {
+    const auto [mean, variance] = moments(x, width);
+    const float share = 1 / std::sqrt(variance + eps), about = mean;  // a lambda takes no structured binding
     each(width, [&](int64_t i, auto n) {
-        store((load(x + i, n) - mean) * share * load(weight + i, n) + load(bias + i, n), out + i, n);
+        store((load(x + i, n) - about) * share * load(weight + i, n) + load(bias + i, n), out + i, n);
     });
 }
 
@@ -134,6 +145,31 @@ void sigmoid_mul(int64_t threads, const T* x, const T* gates, T* out, int64_t ro
         });
 }
 
+template <typename T>
+void sparsify(const T* x, T* out, int64_t width, float factor) {
+    const Moments row = moments(x, width);
+    const float least = row.mean + factor * std::sqrt(row.variance);
+    each(width, [&](int64_t i, auto n) {
+        const Floats part = load(x + i, n) - least;
+        store(part < 0 ? Floats{} : part, out + i, n);
+    });
+    if (out != x) std::copy(x + width, x + 2 * width, out + width);
+}
+
+// `more` may be x: elements are read in all rows before any is written.
+template <typename T>
+void add_weighted(const T* x, const T* more, const T* weights, T* out, int64_t rows, int64_t sources, int64_t width) {
+    each(width, [&](int64_t i, auto n) {
+        Floats sums[MOST_ROWS];
+        for (int64_t r = 0; r < rows; r++) {
+            sums[r] = load(x + r * width + i, n);
+            for (int64_t m = 0; m < sources; m++)
+                sums[r] += load(weights + r * sources + m, 1)[0] * load(more + m * width + i, n);
+        }
+        for (int64_t r = 0; r < rows; r++) store(sums[r], out + r * width + i, n);
+    });
+}
+
 }  // namespace
 
 extern "C" void coppice_rms_norm(int64_t kind, int64_t threads, const void* x, const void* weight, void* out,
@@ -226,5 +262,27 @@ extern "C" void coppice_xielu(int64_t kind, int64_t threads, const void* x, cons
     with_type(kind, [&](auto type) {
         using T = decltype(type);
         activate([=](Floats part) { return xielu(part, curve); }, threads, (const T*)x, (T*)out, rows, width);
+    });
+}
+
+extern "C" void coppice_sparsify(int64_t kind, int64_t threads, const void* x, void* out, int64_t rows, int64_t width,
+                                 float factor) {
+    with_type(kind, [&](auto type) {
+        using T = decltype(type);
+#pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
+        for (int64_t r = 0; r < rows; r++)
+            sparsify((const T*)x + 2 * r * width, (T*)out + 2 * r * width, width, factor);
+    });
+}
+
+extern "C" void coppice_add_weighted(int64_t kind, int64_t threads, const void* x, const void* more,
+                                     const void* weights, void* out, int64_t tokens, int64_t rows, int64_t sources,
+                                     int64_t width) {
+    with_type(kind, [&](auto type) {
+        using T = decltype(type);
+#pragma omp parallel for num_threads(threads) if (tokens * rows * width > MAX_SERIAL)
+        for (int64_t t = 0; t < tokens; t++)
+            add_weighted((const T*)x + t * rows * width, (const T*)more + t * sources * width,
+                         (const T*)weights + t * rows * sources, (T*)out + t * rows * width, rows, sources, width);
     });
 }

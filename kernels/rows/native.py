@@ -77,6 +77,24 @@ def xielu(x_NM: Tensor, curve_4: Tensor) -> Tensor:
     return out_NM
 
 
+def sparsify(x_NM: Tensor, factor: float) -> Tensor:
+    """See the front for arguments."""
+    native(x_NM)
+    x_NM, width = x_NM.contiguous(), x_NM.shape[-1] // 2
+    out_NM = torch.empty_like(x_NM)
+    _run("sparsify", x_NM, x_NM, out_NM, x_NM.numel() // (2 * width), width, factor)
+    return out_NM
+
+
+def add_weighted(x_TNE: Tensor, more_TME: Tensor, weights_TF: Tensor) -> Tensor:
+    """See the front for arguments."""
+    native(x_TNE)
+    x_TNE, more_TME, weights_TF = x_TNE.contiguous(), more_TME.contiguous(), weights_TF.contiguous()
+    out_TNE, (T, N, E) = torch.empty_like(x_TNE), x_TNE.shape
+    _run("add_weighted", x_TNE, x_TNE, more_TME, weights_TF, out_TNE, T, N, more_TME.shape[1], E)
+    return out_TNE
+
+
 def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
     """See the front for arguments."""
     native(x_NM)
@@ -221,6 +239,8 @@ register("rotary", rotary, like)
 register("activation_mul", activation_mul, lambda x_NM, name: _half(x_NM))
 register("activation", activation, like)
 register("xielu", xielu, like)
+register("sparsify", sparsify, like)
+register("add_weighted", add_weighted, like)
 register("sigmoid_mul", sigmoid_mul, like)
 register("log_softmax", log_softmax, _log_softmax_like)
 register("top_k", top_k, _pairs)

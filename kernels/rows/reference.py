@@ -91,6 +91,19 @@ def xielu(x_NM: Tensor, curve_4: Tensor) -> Tensor:
     return (torch.where(exact_NM > 0, above * exact_NM.square(), left_NM) + slope * exact_NM).to(x_NM.dtype)
 
 
+def sparsify(x_NM: Tensor, factor: float) -> Tensor:
+    """See the front for arguments."""
+    gate, up = x_NM.chunk(2, -1)
+    exact = gate if gate.dtype == torch.float64 else gate.float()
+    variance, mean = torch.var_mean(exact, -1, correction=0, keepdim=True)
+    return torch.cat((F.relu(exact - (mean + factor * variance.sqrt())).to(x_NM.dtype), up), -1)
+
+
+def add_weighted(x_TNE: Tensor, more_TME: Tensor, weights_TF: Tensor) -> Tensor:
+    """See the front for arguments."""
+    return torch.baddbmm(x_TNE, weights_TF.unflatten(1, (x_TNE.shape[1], -1)), more_TME)
+
+
 def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
     """See the front for arguments."""
     return x_NM * gate_NM.sigmoid()

@@ -55,6 +55,7 @@ class Stack:
         calls: the calls; their tensors and packed matrices must live as long as the stack is used. All their linear
             layers have a `matrix`, and all their mixtures of experts have `matrices`.
         dtype, width: of the stream.
+        streams: how many AltUp has; 0: the layers have no such calls.
 
     Raises:
         ValueError: vectors and matrices that do not fit together.
@@ -67,13 +68,13 @@ class Stack:
 
     idle = False
 
-    def __init__(self, calls: Sequence[Call], *, dtype: torch.dtype, width: int):
+    def __init__(self, calls: Sequence[Call], *, dtype: torch.dtype, width: int, streams: int = 0):
         self.calls, self.dtype, self.width = calls, dtype, width
         self.taps = max((len(call.norm.weight) for call in calls if call.code == "convolve"), default=0)
         self.delta: DeltaKind | None = next((call.delta.weights.kind for call in calls if call.delta), None)
         self._head: tuple[Matrix, ctypes.Structure] | None = None  # the latest, and its structure of C++
         self._held: tuple[KVCache, ctypes.Array[Any]] | None = None  # the latest, and the places of its layers
-        widths, self.widths = followed(calls, dtype, width)
+        widths, self.widths = followed(calls, dtype, width, streams)
         self.widths["mixed"] = max(self.widths["mixed"], self.widths["convolved"])  # which share room
         codes = [call.code for call in calls]
         adapted = [len(call.adapters) for call in calls if call.code == "adapt"]
@@ -109,6 +110,7 @@ class Stack:
         layout: TreeLayout,
         tapped_TNE: Tensor | None = None,
         inputs_TF: Tensor | None = None,
+        streams_TNE: Tensor | None = None,
     ) -> Tensor:
         """Evaluate the tokens of a pass; their keys and values go into the cache.
 
@@ -117,6 +119,7 @@ class Stack:
             angles: those of each table that layers name.
             tapped_TNE: filled with the tapped rows; None: not needed.
             inputs_TF: the register "inputs"; None: no layer has any.
+            streams_TNE: the register "streams", which changes; None: there are none.
 
         Returns:
             [T, E], the last norm applied.
@@ -124,7 +127,7 @@ class Stack:
         Raises:
             ValueError: tensors that do not fit together, or a layout that leads out of the cache.
         """
-        self._run(x_TE, angles, cache, layout, None, tapped_TNE, inputs_TF)
+        self._run(x_TE, angles, cache, layout, None, tapped_TNE, inputs_TF, streams_TNE)
         return x_TE
 
     def top_sums(
@@ -172,6 +175,7 @@ class Stack:
         tail: int | None,
         tapped_TNE: Tensor | None,
         inputs_TF: Tensor | None,
+        streams_TNE: Tensor | None = None,
     ) -> None:
         T, S = layout.positions_T.shape[0], cache.k_LGSD.shape[2]
         expect("a stack's rows", x_TE, self.dtype, (T, self.width), _CPU)
@@ -181,6 +185,10 @@ class Stack:
             if inputs_TF is None:
                 raise ValueError(f"a stack whose layers have inputs: expected {[T, inputs]} of them")
             expect("a stack's inputs", inputs_TF, self.dtype, (T, inputs), _CPU)
+        if streams := self.widths["streams"] // self.width:
+            if streams_TNE is None:
+                raise ValueError(f"a stack whose layers have streams: expected {[T, streams, self.width]} of them")
+            expect("a stack's streams", streams_TNE, self.dtype, (T, streams, self.width), _CPU)
         prepared: _Prepared | None = vars(layout).get("_prepared")
         if prepared is None or prepared.stack is not self or prepared.cache is not cache:
             prepared = vars(layout)["_prepared"] = _Prepared(self, cache, layout)
@@ -189,7 +197,8 @@ class Stack:
             prepared.turn(angles)
         threads = prepared.problem.threads = torch.get_num_threads()
         heads = torch.empty(T * self.widths["heads"], dtype=self.dtype)
-        pointers = x_TE.data_ptr(), *prepared.pointers, heads.data_ptr(), _address(inputs_TF)
+        pointers = x_TE.data_ptr(), *prepared.pointers, heads.data_ptr()
+        pointers = *pointers, _address(inputs_TF), _address(streams_TNE)
         more = *prepared.sizes, prepared.paths, self._adapted(layout, T), tail
         more = *more, _address(tapped_TNE), self.tapping
         if self.delta is not None:

@@ -16,12 +16,14 @@ REGISTERS = (
     "convolved",  # E; the result of a layer with a state
     "up",  # M, or 2 M of a gated MLP
     "middle",  # M
-    "low",  # of attention with a latent: the row that queries are made of
+    "low",  # between two matrices, of fewer elements: of queries of latent attention, of LAuReL, of AltUp's weights
     "queries",  # its queries
     "latent",  # the latent, and the key that is rotated
     "values",  # what its heads make of values
     "narrow",  # what a layer makes of the stream to weigh its input of each token
     "inputs",  # those inputs, of all layers side by side
+    "streams",  # N E: of AltUp, of which the stream is a copy of one
+    "weights",  # by which they change
 )
 CODES = (
     "norm",  # target = the norm of source
@@ -46,6 +48,11 @@ CODES = (
     "tap",  # the rows of source are copied for whoever wants them, as number `table` of each token's
     "inject",  # target = `function` of source, times the input of layer `table` in `beside`
     "xielu",  # target = that function of source, by the four numbers that are the weight of `norm`
+    "sparsify",  # target = source, but gates, its first half, without most of their elements, by `scale`
+    # Of "streams", which change. Target = the one that `table` numbers, times the weight of `norm`, if there is one.
+    "predict",  # each adds all of them, by the weights in source [N, N]
+    "correct",  # each adds the difference of the stream to the one of `table`, by 1 + the weights in source [N]
+    "spread",  # all but the first add source
 )
 
 
@@ -81,7 +88,7 @@ class Call(NamedTuple):
         norm, more, third: with a `weight` and a `bias`, which is None for an RMSNorm.
         matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
         scale, window, cap, sinks: of attention, see `kernels.tree_attention`; or a factor.
-        table: the number of the angles, of the tapped rows, or of the layer whose cache or input is used.
+        table: the number of the angles, of the tapped rows, of a stream, or of the layer whose cache or input is used.
         heads: the heads in the register "heads".
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.

@@ -36,8 +36,8 @@ void with_element(int64_t bytes, F f) {
 }
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
-enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, LOW, QUERIES, LATENT, VALUES, NARROW, INPUTS, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, XIELU, CODES };
+enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, LOW, QUERIES, LATENT, VALUES, NARROW, INPUTS, STREAMS, WEIGHTS, ROOMS };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, XIELU, SPARSIFY, PREDICT, CORRECT, SPREAD, CODES };
 
 // What has a clock: the codes, then the product of the head, and top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
@@ -184,6 +184,49 @@ struct Pass {
         coppice_activation_mul(s.kind, threads, c.function, pairs.get(), out, tokens, c.width);
     }
 
+    // Streams plus, of each token, `weights` times so many sources.
+    void update_streams(const char* more, const char* weights, int64_t sources) const {
+        coppice_add_weighted(s.kind, threads, at[STREAMS], more, weights, at[STREAMS], tokens,
+                             s.widths[STREAMS] / s.width, sources, s.width);
+    }
+
+    // Streams plus, times 1 + their weights, what the layer changed; the stream and the weights are overwritten.
+    template <typename T>
+    void add_innovation(const Call& c, T* weights) const {
+        const int64_t all = s.widths[STREAMS], E = s.width;
+        T* stream = (T*)at[STREAM];
+        for (int64_t t = 0; t < tokens; t++) {
+            const T* before = (const T*)at[STREAMS] + t * all + c.table * E;
+            each(E, [&](int64_t i, auto n) {
+                store(load(stream + t * E + i, n) - load(before + i, n), stream + t * E + i, n);
+            });
+        }
+        each(tokens * (all / E), [&](int64_t i, auto n) { store(load(weights + i, n) + 1, weights + i, n); });
+        update_streams(at[STREAM], (const char*)weights, 1);
+    }
+
+    // All streams but the first, plus rows.
+    template <typename T>
+    void spread(const T* more) const {
+        const int64_t all = s.widths[STREAMS], E = s.width;
+        for (int64_t t = 0; t < tokens; t++)
+            for (T* x = (T*)at[STREAMS] + t * all + E; x < (T*)at[STREAMS] + (t + 1) * all; x += E)
+                each(E, [&](int64_t i, auto n) { store(load(x + i, n) + load(more + t * E + i, n), x + i, n); });
+    }
+
+    // Stream `table`, times the weight of `norm` if there is one.
+    void copy_stream(const Call& c, char* out) const {
+        with_type(s.kind, [&](auto type) {
+            using T = decltype(type);
+            const T* factors = (const T*)c.norm.weight;
+            for (int64_t t = 0; t < tokens; t++)
+                each(s.width, [&](int64_t i, auto n) {
+                    const Floats x = load((const T*)at[STREAMS] + t * s.widths[STREAMS] + c.table * s.width + i, n);
+                    store(factors ? x * load(factors + i, n) : x, (T*)out + t * s.width + i, n);
+                });
+        });
+    }
+
     void finish(const Tail& tail, Stopwatch& watch) const {
         const int64_t row = s.width * s.element;
         for (int64_t n = 0; n < tail.rows; n++)
@@ -261,6 +304,17 @@ struct Pass {
                 return inject(c, source, at[c.beside], target);
             case XIELU:
                 return coppice_xielu(s.kind, threads, source, (const float*)c.norm.weight, target, tokens, c.width);
+            case SPARSIFY:
+                return coppice_sparsify(s.kind, threads, source, target, tokens, c.width / 2, c.scale);
+            case PREDICT:
+                update_streams(at[STREAMS], source, s.widths[STREAMS] / s.width);
+                return copy_stream(c, target);
+            case CORRECT:
+                with_type(s.kind, [&](auto type) { add_innovation(c, (decltype(type)*)source); });
+                return copy_stream(c, target);
+            case SPREAD:
+                with_type(s.kind, [&](auto type) { spread((const decltype(type)*)source); });
+                return copy_stream(c, target);
         }
     }
 };
@@ -299,7 +353,7 @@ class Turns {
 
 extern "C" int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
                                  int64_t threads, void* x, const LayerCache* caches, const int64_t* slots_T, char* heads,
-                                 char* inputs, int64_t tokens, int64_t slots, char* rows, int64_t kept,
+                                 char* inputs, char* streams, int64_t tokens, int64_t slots, char* rows, int64_t kept,
                                  const int64_t* ancestors_TN, const Paths* paths, const int64_t* adapters_T,
                                  const Tail* tail, char* tapped, int64_t copies) {
     const Turns turns(angles, tables, attention->positions, tokens, stack->element);
@@ -313,7 +367,7 @@ extern "C" int64_t coppice_stack(const Stack* stack, const Attention* attention,
               paths,        paths ? paths->rows : nullptr,
               paths ? paths->states : nullptr, tapped,
               copies,       {}};
-    pass.at[STREAM] = (char*)x, pass.at[HEADS] = heads, pass.at[INPUTS] = inputs;
+    pass.at[STREAM] = (char*)x, pass.at[HEADS] = heads, pass.at[INPUTS] = inputs, pass.at[STREAMS] = streams;
     pass.make_rooms();
     Stopwatch watch;
     for (int64_t i = 0; i < stack->count; i++) {

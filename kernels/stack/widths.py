@@ -8,22 +8,26 @@ import torch
 from kernels import checks
 from kernels.checks import expect
 from kernels.layout import DeltaKind
+from kernels.rows.checks import MOST_ROWS
 from kernels.stack.calls import REGISTERS, Call
 
 _CPU = torch.device("cpu")
 Widths = Mapping[str, int]
 
 
-def followed(calls: Sequence[Call], dtype: torch.dtype, width: int) -> tuple[list[int], dict[str, int]]:
+def followed(
+    calls: Sequence[Call], dtype: torch.dtype, width: int, streams: int = 0
+) -> tuple[list[int], dict[str, int]]:
     """The width of the register that each call writes, and the largest width of each register.
 
     Args:
         dtype, width: of the stream.
+        streams: how many AltUp has.
 
     Raises:
         ValueError: vectors and matrices that do not fit the registers that they read and write.
     """
-    now = dict.fromkeys(REGISTERS, 0) | {"stream": width}
+    now = dict.fromkeys(REGISTERS, 0) | {"stream": width, "streams": streams * width}
     layers = {call.table for call in calls if call.code == "inject"}
     narrow = next((call.matrix.matrix.packed.outs for call in calls if call.target == "narrow"), 0)
     now["inputs"] = narrow * (1 + max(layers, default=-1))
@@ -131,6 +135,30 @@ class _Following:
     def _xielu(self, call: Call, now: Widths) -> int:
         expect("the numbers of xielu", call.norm.weight, torch.float32, (4,), _CPU)
         return now[call.source]
+
+    def _sparsify(self, call: Call, now: Widths) -> int:
+        if now[call.source] % 2:
+            raise ValueError(f"sparsify: expected an even number of elements, got {now[call.source]}")
+        return now[call.source]
+
+    def _predict(self, call: Call, now: Widths) -> int:
+        return self._changed(call, now, (now["streams"] // self.width) ** 2)
+
+    def _correct(self, call: Call, now: Widths) -> int:
+        return self._changed(call, now, now["streams"] // self.width)
+
+    def _spread(self, call: Call, now: Widths) -> int:
+        return self._changed(call, now, self.width)
+
+    def _changed(self, call: Call, now: Widths, reads: int) -> int:
+        """The width of a stream, after a call that changes streams and reads so many elements."""
+        if not call.table < (count := now["streams"] // self.width) <= MOST_ROWS:
+            raise ValueError(f"{call.code}: expected more than {call.table} streams, at most {MOST_ROWS}, got {count}")
+        if now[call.source] != reads:
+            raise ValueError(f"{call.code}: expected rows of {reads}, got {now[call.source]}")
+        if call.norm is not None:
+            expect("the factors of a stream", call.norm.weight, self.dtype, (self.width,), _CPU)
+        return self.width
 
     def _recur(self, call: Call, now: Widths) -> int:
         kind = call.delta.weights.kind

@@ -130,6 +130,33 @@ def test_xielu(dtype, curve, width):
     assert (exact - written).abs().max() <= 1e-12 * written.abs().max()
 
 
+@DTYPES
+@pytest.mark.parametrize("factor", [-0.5, 1.6448533535003662])
+@pytest.mark.parametrize("width", [1, 16, 41, 2048])
+def test_sparsify(dtype, factor, width):
+    x = draw(9, 2 * width, dtype=dtype) + 3
+    exact, plain = reference.sparsify(x.double(), factor), reference.sparsify(x, factor)
+    found = rows.sparsify(x, factor, impl="cpp")
+    no_worse(found[:, :width], dtype, exact[:, :width], plain[:, :width])
+    assert found[:, width:].equal(x[:, width:])
+    if width == 2048:  # of normally distributed gates
+        assert abs((found[:, :width] > 0).double().mean() - (0.05 if factor > 0 else 0.69)) < 0.01
+    x[0, 0] = math.nan
+    assert rows.sparsify(x, factor, impl="cpp")[0, :width].isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize(("count", "sources"), [(4, 4), (4, 1), (3, 3), (16, 2)])
+@pytest.mark.parametrize("width", [1, 40, 2048])
+def test_add_weighted(dtype, count, sources, width):
+    x, more = (draw(5 * n, width, seed=n, dtype=dtype).view(5, n, width) for n in (count, sources))
+    weights = draw(5, count * sources, seed=7, dtype=dtype)
+    exact = reference.add_weighted(*(v.double() for v in (x, more, weights)))
+    by_hand = [sum(weights[2, 0 * sources + m].double() * more[2, m].double() for m in range(sources))]
+    assert torch.allclose(exact[2, 0], x[2, 0].double() + by_hand[0])
+    no_worse(rows.add_weighted(x, more, weights, impl="cpp"), dtype, exact, reference.add_weighted(x, more, weights))
+
+
 def test_xielu_keeps_digits_near_zero():
     x = -torch.logspace(-30, 0, 8001).unsqueeze(0)
     exact, found = reference.xielu(x.double(), CURVES[2]), rows.xielu(x, CURVES[2], impl="cpp").double()
@@ -432,6 +459,7 @@ def test_custom_ops():
     calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "top_k": (x, 3)}
     calls |= {"layer_norm": (x, weight, weight, 1e-5), "activation": (x, "gelu"), "activation_mul": (x, "silu")}
     calls |= {"sigmoid_mul": (x[:, :8], x[:, 8:]), "xielu": (x, CURVES[0])}
+    calls |= {"sparsify": (x, 0.5), "add_weighted": (x.view(5, 4, 4), x.view(5, 4, 4), x)}
     calls["at_least"] = (torch.log_softmax(x, -1), -9.0, 3)
     calls["top_sums"] = (x, [0.0, 1.0, 2.0, 3.0, 4.0], 3, reference.peaks(x))
     calls["log_softmax"] = (x, 15)

@@ -42,6 +42,21 @@ def test_inputs_of_layers_lie_side_by_side():
     assert found == [4, 4] and most["inputs"] == 3 * 4
 
 
+def test_streams():
+    weigh = product("stream", "weights", 16, 8), product("stream", "weights", 4, 8)
+    changes = [Call(code, "weights", "stream", table=3) for code in ("predict", "correct")]
+    found, most = followed([weigh[0], changes[0], weigh[1], changes[1]], torch.float32, 8, streams=4)
+    assert found == [16, 8, 4, 8] and most["streams"] == 32 and most["weights"] == 16
+    for calls, words in (
+        ([weigh[1], changes[0]], "predict: expected rows of 16, got 4"),
+        ([weigh[0], changes[1]], "correct: expected rows of 4, got 16"),
+        ([Call("spread", "stream", "stream", table=4)], "spread: expected more than 4 streams"),
+        ([Call("spread", "stream", "read", norm=SimpleNamespace(weight=torch.ones(7)))], "the factors of a stream"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            followed(calls, torch.float32, 8, streams=4)
+
+
 @pytest.mark.parametrize(
     ("calls", "words"),
     [
@@ -51,6 +66,8 @@ def test_inputs_of_layers_lie_side_by_side():
         ([Call("write", "heads", heads=Heads(0, 2, 0, 0, 4, 1))], "write: expected rows of"),
         ([product("stream", "up", 15, 8), Call("activate", "up", "middle", gated=True)], "activate: expected an even"),
         ([Call("xielu", "stream", "middle", norm=SimpleNamespace(weight=torch.ones(3)))], "the numbers of xielu: exp"),
+        ([product("stream", "up", 15, 8), Call("sparsify", "up", "up")], "sparsify: expected an even number"),
+        ([Call("spread", "stream", "stream")], "spread: expected more than 0 streams, at most 16, got 0"),
         ([product("stream", "up", 16, 9)], r"expected a matrix \[16, 8\], got \[16, 9\]"),
     ],
 )

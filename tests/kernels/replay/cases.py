@@ -44,7 +44,7 @@ STRANGE = math.nan, math.inf, -math.inf
 def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
-    rows = norms, rotary, halves, gates, curves, log_softmax, best, draws, windows
+    rows = norms, rotary, halves, gates, curves, sparse, streams, log_softmax, best, draws, windows
     trees = kv_write, kv_write_int8, kv_copy, short_conv, recurrent, layouts, tree_attention, suffixes
     for add in (*rows, linear, grouped, *trees):
         torch.manual_seed(0)
@@ -183,6 +183,24 @@ def curves(recording: Recording) -> None:
         exact, plain = (reference.xielu(v, curve) for v in (x.double(), x))
         out = written(blank(x), exact, plain)
         recording.add(f"{name} 3 x {width} near {near}", "xielu", kind, 2, x, curve, out, 3, width)
+
+
+def sparse(recording: Recording) -> None:
+    for (name, kind, dtype), width in itertools.product(kinds(), WIDTHS):
+        x = draw(3, 2 * width, dtype=dtype, scale=4.0)
+        exact, plain = (reference.sparsify(v, 0.5) for v in (x.double(), x))
+        out = written(blank(x), exact, plain)
+        recording.add(f"{name} 3 x {width}", "sparsify", kind, 2, x, out, 3, width, 0.5)
+
+
+def streams(recording: Recording) -> None:
+    for (name, kind, dtype), width, sources in itertools.product(kinds(), WIDTHS, (4, 1)):
+        x, more = draw(3, 4, width, dtype=dtype), draw(3, sources, width, dtype=dtype)
+        weights = draw(3, 4 * sources, dtype=dtype)
+        exact = reference.add_weighted(*(v.double() for v in (x, more, weights)))
+        out = written(blank(x), exact, reference.add_weighted(x, more, weights))
+        arguments = x, more, weights, out, 3, 4, sources, width
+        recording.add(f"{name} 3 x 4 x {width} of {sources}", "add_weighted", kind, 2, *arguments)
 
 
 def log_softmax(recording: Recording) -> None:
