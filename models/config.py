@@ -134,7 +134,7 @@ class LayerInputs:
 
     Args:
         width: of a layer's row.
-        vocab_size: rows of the table.
+        vocab_size: rows of the table; later tokens have its first.
         scale: of the table's rows, rounded to the model's dtype.
         made_scale: of the projection, before the norm.
         sum_scale: of the sum.
@@ -145,6 +145,22 @@ class LayerInputs:
     scale: float
     made_scale: float
     sum_scale: float = 2.0**-0.5
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Several residual streams (AltUp; Baykal et al., 2023, "Alternating updates for efficient transformers"): each
+    layer predicts all of them, computes one, and corrects all by what it changed in that one.
+
+    Args:
+        count: how many there are.
+        active: the number of the one that layers compute.
+        scaled: per-layer embeddings weigh that one times a vector of the layer.
+    """
+
+    count: int
+    active: int
+    scaled: bool
 
 
 @dataclass(frozen=True)
@@ -191,6 +207,11 @@ class Config:
             layers have both.
         uneven: the heads and MLPs of layers that differ; None: all have `kv_heads` of `head_dim`, and `mlp_width`.
         layer_inputs: per-layer embeddings; None: none.
+        streams: several residual streams; None: there is one. Per-layer embeddings are then added to all but the first.
+        laurel: rank of a learned residual (LAuReL; Menghani et al., 2024, "LAuReL: Learned augmented residual layer")
+            beside attention: two matrices and a norm; the sum is divided by the square root of 2. 0: there is none.
+        sparsity: by layer, `factor` of `kernels.rows.sparsify`, for gates of the MLP; None: they are not sparse.
+            Empty: none are.
         layer_scales: as its last step, each layer multiplies the stream by its own scalar.
         logit_divisor, logit_cap: logits are divided by the first, then become cap * tanh(logit / cap).
     """
@@ -243,6 +264,9 @@ class Config:
     alone: tuple[Literal["attention", "mlp"], ...] = ()
     uneven: Uneven | None = None
     layer_inputs: LayerInputs | None = None
+    streams: Streams | None = None
+    laurel: int = 0
+    sparsity: tuple[float | None, ...] = ()
     layer_scales: bool = False
     logit_divisor: float = 1.0
     logit_cap: float | None = None

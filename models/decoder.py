@@ -33,6 +33,7 @@ from models.names import HEAD, SCORE, Names
 from models.norms import Norm, PlainNorm, rounded
 from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, fused, run
+from models.streams import StreamEnds
 
 LATENT = "multi-head latent attention"
 
@@ -58,6 +59,7 @@ class Decoder(nn.Module):
         tail: the head, if it can join that call.
         adapters: from which requests choose; adapter i has number i + 1 in a pass.
         inputs: computes per-layer embeddings; None: there are none.
+        streams: makes and joins several streams; None: there is one.
         ends: the adapters' changes to the embedding and the head.
         tapped: the layers before which passes copy the residual stream, see `tap`.
     """
@@ -99,8 +101,9 @@ class Decoder(nn.Module):
                 remedy="Use --device cpu, or give the checkpoint that they were packed from.",
             )
         wide = max(size for _, size in map(c.kv_size, range(c.layers))) > same_bits.MOST_HEAD
-        if (c.latent is not None or wide) and device.type != "cpu" and same_bits.asked():
+        if (c.latent is not None or c.streams is not None or wide) and device.type != "cpu" and same_bits.asked():
             what = f"attention of heads of more than {same_bits.MOST_HEAD} elements" if wide else LATENT
+            what = what if c.streams is None else "a model of several residual streams"
             raise CheckpointError(
                 f"{what} does not give the same bits in any batch on a GPU",
                 where=str(checkpoint.folder),
@@ -116,6 +119,7 @@ class Decoder(nn.Module):
         self.embedding_scale = rounded(c.embedding_scale, dtype) if c.rounded_scale else c.embedding_scale
         self.embedding_norm = PlainNorm(c, weights, c.width) if c.embedding_norm else None
         self.inputs = InputMaker(c, names, weights, c.layer_inputs) if c.layer_inputs else None
+        self.streams = StreamEnds(c, names, weights, c.streams) if c.streams else None
         self.positions_PE = weights.vector(f"{names.positions}.weight") if names.positions else None
         self.rotaries = [RotaryEmbedding(rope).to(device) for rope in c.tables()]
         projected = names.project if c.embedding_width else (None, None)
@@ -126,10 +130,12 @@ class Decoder(nn.Module):
         self.dtype, self.device, self.adapters = dtype, device, list[Adapter]()
         self.ends: AdaptedEnds | None = None
         self.tapped: Sequence[int] = ()
-        self.after = [] if self.norm is None else [Call("norm", "stream", "read", norm=self.norm)]
+        joined = self.norm is None or self.streams is not None  # streams are normed after they are joined
+        self.after = [] if joined else [Call("norm", "stream", "read", norm=self.norm)]
         self._join()
         self.stack = self._stack()
         plain = self.project_out is None and c.logit_divisor == 1.0 and c.logit_cap is None and not c.scores
+        plain = plain and self.streams is None
         self.tail: Matrix | None = getattr(self.head, "matrix", None) if plain and self.stack else None
 
     def forward(
@@ -152,16 +158,23 @@ class Decoder(nn.Module):
             hidden rows [T, E], final norm applied.
         """
         x_TE = self._embedded(tokens_T, positions_T, layout)
+        inputs_TF, streams_TNE = self._inputs(tokens_T, x_TE, layout), None
+        if self.streams is not None:
+            streams_TNE = self.streams.split(x_TE)
+            x_TE = streams_TNE[:, self.streams.active].clone()  # which a stack overwrites
         if self.stack is not None and self.stack.takes(layout):
-            inputs_TF = self._inputs(tokens_T, x_TE, layout)
-            return self.stack(x_TE, self._angles(positions_T, spans_T), cache, layout, tapped_TNE, inputs_TF)
+            more = tapped_TNE, inputs_TF, streams_TNE
+            x_TE = self.stack(x_TE, self._angles(positions_T, spans_T), cache, layout, *more)
+            return x_TE if streams_TNE is None else self._joined(streams_TNE, layout)
         tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
         registers = Registers(x_TE, self.config, tables, cache, layout)
-        registers["tapped"], registers["inputs"] = tapped_TNE, self._inputs(tokens_T, x_TE, layout)
+        registers["tapped"], registers["inputs"], registers["streams"] = tapped_TNE, inputs_TF, streams_TNE
         run(self.before if registers.together else (), registers)
         for layer in self.layers:
             layer(registers)
         run(() if registers.together else self.after, registers)
+        if streams_TNE is not None:
+            return self._joined(registers["streams"], layout)
         return registers["stream" if self.norm is None else "read"]
 
     @property
@@ -205,6 +218,12 @@ class Decoder(nn.Module):
     def _inputs(self, tokens_T: Tensor, x_TE: Tensor, layout: TreeLayout) -> Tensor | None:
         """The per-layer embeddings for the rows that enter the first layer; None: there are none."""
         return None if self.inputs is None else self.inputs(tokens_T, x_TE, layout.rows_impl)
+
+    def _joined(self, streams_TNE: Tensor, layout: TreeLayout) -> Tensor:
+        """The hidden rows of several streams."""
+        assert self.streams is not None
+        x_TE = self.streams.join(streams_TNE)
+        return x_TE if self.norm is None else self.norm(x_TE, layout.rows_impl)
 
     def _embedded(self, tokens_T: Tensor, positions_T: Tensor, layout: TreeLayout) -> Tensor:
         """The rows that enter the first layer."""
@@ -314,4 +333,5 @@ class Decoder(nn.Module):
         if any(call.latent is not None and not call.latent.ready for call in calls):
             return None
         after = [call._replace(target="stream") for call in self.after]
-        return Stack([*calls, *after], dtype=self.dtype, width=self.config.width)
+        c = self.config
+        return Stack([*calls, *after], dtype=self.dtype, width=c.width, streams=c.streams.count if c.streams else 0)

@@ -23,6 +23,7 @@ from models.mixture import Mixture
 from models.names import CURVE, Names
 from models.norms import Norm, PlainNorm, head_norm
 from models.running import Registers, Together, run
+from models.streams import Laurel, StreamUpdates
 
 
 class Attention(nn.Module):
@@ -194,10 +195,13 @@ class MLP(nn.Module):
         self.down = weights.linear(layer + names.down, ins=weights.part.inner, **options)
         self.activation, self.gated = c.activation, c.gated
         self.curve = Curve(weights, layer + names.curve) if c.activation == XIELU else None
+        self.sparsity = c.sparsity[index] if c.sparsity else None
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "read"."""
         yield Call("product", source, "up", matrix=self.up)
+        if self.sparsity is not None:
+            yield Call("sparsify", "up", "up", scale=self.sparsity)
         if self.curve is not None:
             yield Call("xielu", "up", "middle", norm=self.curve)
         else:
@@ -294,14 +298,20 @@ class Layer(nn.Module):
         if isinstance(self.mlp, Mixture) and c.experts is not None and c.experts.beside_mlp:
             self.mlp = BesideMLP(c, names, weights, self.mlp, index)
         self.input = LayerInput(c, names, weights, index) if c.layer_inputs else None
+        self.streams = StreamUpdates(c, names, weights, c.streams, index) if c.streams else None
+        self.laurel = Laurel(c, names, weights, index) if c.laurel else None
         self.scale = weights.scalar(layer + names.layer_scale) if c.layer_scales else 1.0
         self.calls = list(self._calls())
 
     def _calls(self) -> Iterator[Call]:
         attending, feeding = self.attention_residual, self.mlp_residual
+        if self.streams is not None:
+            yield from self.streams.predict()
         if self.attention is not None and attending is not None:
             yield from attending.read()
             source = "stream" if attending.input is None else "read"
+            if self.laurel is not None:
+                yield from self.laurel.calls(source)
             yield from self.attention.calls(source)
             if self.parallel and self.mlp is not None:
                 yield from [] if feeding is None else feeding.read()
@@ -309,10 +319,14 @@ class Layer(nn.Module):
                 yield from attending.add("read", "out")
                 return
             yield from attending.add("out")
+            if self.laurel is not None:
+                yield Call("scale", "stream", "stream", scale=2**-0.5)
         if self.mlp is not None and feeding is not None:
             yield from feeding.read()
             yield from self.mlp.calls("stream" if feeding.input is None else "read")
             yield from feeding.add("read")
+        if self.streams is not None:
+            yield from self.streams.correct()
         if self.input is not None:
             yield from self.input.calls()
         if self.scale != 1.0:

@@ -40,6 +40,12 @@ class Names:
             output, and that of the MLP's output alone.
         input_table, input_matrix, input_norm: what makes `Config.layer_inputs` of tokens and their embeddings.
         input_gate, input_out, input_out_norm: of a layer, the matrices before and after its inputs, and the norm then.
+        streams_in, streams_out: the matrices that make other streams of the embedding, and of them rows like the first
+            stream's, numbers for {}.
+        stream_norm, stream_router, predict, correct: of a layer, the norm and the matrix before the two that make
+            weights of streams, and those.
+        stream_scale: the vector of `Streams.scaled`.
+        laurel, laurel_norm: its two matrices, and the norm after them.
         layer_scale: the scalar that a layer multiplies the stream by.
         positions: the table of learned positions; position p has row p + `offset`.
         project: the matrices between `embedding_width` and `width`, in and out.
@@ -106,6 +112,15 @@ class Names:
     input_gate: str = "per_layer_input_gate"
     input_out: str = "per_layer_projection"
     input_out_norm: str = "post_per_layer_input_norm"
+    streams_in: str = "model.altup_projections.{}"
+    streams_out: str = "model.altup_unembed_projections.{}"
+    stream_norm: str = "altup.router_norm"
+    stream_router: str = "altup.modality_router"
+    predict: str = "altup.prediction_coefs"
+    correct: str = "altup.correction_coefs"
+    stream_scale: str = "altup.correct_output_scale"
+    laurel: tuple[str, str] = ("laurel.linear_left", "laurel.linear_right")
+    laurel_norm: str = "laurel.post_laurel_norm"
     layer_scale: str = "layer_scalar"
     norm: str = "model.norm"
     positions: str = ""
@@ -133,6 +148,8 @@ class Names:
             shapes[f"{self.input_table}.weight"] = inputs.vocab_size, every
             shapes[f"{self.input_matrix}.weight"] = every, c.width
             shapes[f"{self.input_norm}.weight"] = (inputs.width,)
+        for name in self.streams_of(c, self.streams_in) + self.streams_of(c, self.streams_out):
+            shapes[f"{name}.weight"] = c.width, c.width
         biased = c.norm_bias and not c.rms
         for i in range(c.layers):
             layer = self.layer.format(i)
@@ -162,6 +179,14 @@ class Names:
             if inputs is not None:
                 add(layer + self.input_gate, (inputs.width, c.width), False)
                 add(layer + self.input_out, (c.width, inputs.width), False)
+            if streams := c.streams:
+                add(layer + self.stream_router, (streams.count, c.width), False)
+                add(layer + self.predict, (streams.count**2, streams.count), False)
+                add(layer + self.correct, (streams.count, streams.count), False)
+                shapes |= {layer + self.stream_scale: (c.width,)} if streams.scaled else {}
+            for name, shape in zip(self.laurel, ((c.laurel, c.width), (c.width, c.laurel)), strict=True):
+                if c.laurel:
+                    add(layer + name, shape, False)
             if c.layer_scales:
                 shapes[layer + self.layer_scale] = (1,)
             if not c.has("mlp", i):
@@ -182,6 +207,10 @@ class Names:
             return shapes | {f"{SCORE}.weight": (1, embedding_width)}
         bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
         return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
+
+    def streams_of(self, c: Config, name: str) -> list[str]:
+        """The matrices of all streams but the first."""
+        return [name.format(i) for i in range(c.streams.count - 1)] if c.streams else []
 
     def heads_of(self, c: Config, layer: int) -> tuple[str, ...]:
         """The matrices that make queries, keys and values of a layer; one that makes keys and values is there twice."""
@@ -289,6 +318,8 @@ class Names:
             names += [self.attention_out_norm, self.mlp_out_norm]
         if c.layer_inputs:
             names.append(self.input_out_norm)
+        names += [self.stream_norm] if c.streams else []
+        names += [self.laurel_norm] if c.laurel else []
         if c.experts is not None and c.experts.beside_mlp and c.mixed(layer):
             names += [self.experts_norm, self.experts_out_norm, self.mlp_own_norm]
         return dict.fromkeys(names, c.width)

@@ -45,10 +45,11 @@ def test_an_engine_on_the_device(engines, device):
     assert waits[1] == waits[2]
 
 
-def test_layers_that_differ(device):
+@pytest.mark.parametrize("variant", ["gemma4/everything", "gemma3n/plain"])
+def test_layers_that_differ(variant, device):
     """Gemma 4: heads by layer, keys of other layers, values that are keys and normed, inputs of layers, experts beside
-    an MLP. Its table of inputs lies on the device, so that graphs read it."""
-    folder, options = Path(__file__).parent / "golden/gemma4/everything", {"dtype": "float32", "kv_memory": 1 << 20}
+    an MLP. Gemma 3n: several streams. A table of inputs lies on the device, so that graphs read it."""
+    folder, options = Path(__file__).parent / "golden" / variant, {"dtype": "float32", "kv_memory": 1 << 20}
     cpu, cuda = (Engine.load(folder, device=name, **options) for name in ("cpu", "cuda"))
     assert cuda.runner.model.inputs.table.weight.is_cuda and cpu.runner.model.inputs.table.weight is None
     ids, before = [7, 20, 33, 5], device.replays

@@ -55,7 +55,8 @@ from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E4
 
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
 TABLES = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe")  # of tokens and positions
-OTHER_PARTS = r"vision|visual|projector|connector"
+DIVIDED = ("altup.modality_router.weight",)  # whose input is divided by its width: drawn larger
+OTHER_PARTS = r"vision|visual|audio|projector|connector"
 
 Run = tuple[int, float, bool | str, int, str, int]  # beams, length_penalty, early_stopping, returned, EOS, new tokens
 SHORT_GRID: list[Run] = [
@@ -106,6 +107,7 @@ def draw(folder: Path, seed: int) -> None:
     head = "score.weight" if scores else "lm_head.weight"
     head = head if head in shapes else embeddings[0]
     tensors = draw_all(shapes, seed, embeddings=embeddings, head=head, outputs=("o_proj.weight", "down_proj.weight"))
+    tensors |= {name: x * x.shape[1] ** 0.5 for name, x in tensors.items() if name.endswith(DIVIDED)}
     write_tensors(folder / "model.safetensors", tensors, "bfloat16")
 
 

@@ -20,6 +20,7 @@ TIED = frozenset(
     (
         "deepseek_vl",
         "gemma3",
+        "gemma3n",
         "gemma4",
         "granite_speech",
         "internvl",
@@ -62,6 +63,7 @@ _QWEN_VL = TextModel(
 TEXT_MODELS = {
     "gemma2": TextModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
     "gemma3_text": TextModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
+    "gemma3n_text": TextModel("Gemma3nForCausalLM", (262400, 2048, 16384, 35, 8)),
     "gemma4_text": TextModel("Gemma4ForCausalLM", (262144, 2304, 9216, 30, 8)),
     "gemma4_unified_text": TextModel(
         "Gemma4ForCausalLM",

@@ -50,7 +50,7 @@ class Gemma4(Decoder):
         layers, width, inner = options["layers"], options["width"], options["mlp_width"]
         kinds = (*kinds_of(fields, layers, 6)[:-1], FULL)
         sizes = heads(fields, kinds, options["heads"], options["kv_heads"], options["head_dim"])
-        reads = shared(fields, kinds)
+        reads = shared(fields, kinds, 0)
         doubled = fields.bool("use_double_wide_mlp", default=False)
         widths = [inner * (2 if doubled and reads[i] != i else 1) for i in range(layers)]
         alike = fields.bool("attention_k_eq_v", default=False)
@@ -101,9 +101,10 @@ def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, siz
     return tuple(found)
 
 
-def shared(fields: Fields, kinds: Sequence[str]) -> tuple[int, ...]:
-    """`Uneven.keys_from`: the last layers read what the last one of their kind before them keeps."""
-    first = len(kinds) - fields.int("num_kv_shared_layers", 0, low=0, high=len(kinds) - 1)
+def shared(fields: Fields, kinds: Sequence[str], default: int) -> tuple[int, ...]:
+    """`Uneven.keys_from`: the last layers, so many by `default`, read what the last one of their kind before them
+    keeps."""
+    first = len(kinds) - fields.int("num_kv_shared_layers", default, low=0, high=len(kinds) - 1)
     own = {kind: i for i, kind in enumerate(kinds[:first])}
     if {*kinds} - {*own}:
         raise fields.error("num_kv_shared_layers", "a layer of each kind of layer_types before those that share")

@@ -23,7 +23,7 @@ from kernels.rows import TopSums
 from kernels.stack import Angles, Stack, one_by_one
 from models import FAMILIES
 from models.checkpoint.headers import Checkpoint
-from models.config import LayerInputs, Uneven
+from models.config import LayerInputs, Streams, Uneven
 from models.families.llama import Llama
 from models.names import Names
 from models.rope import RopeConfig
@@ -57,6 +57,7 @@ VARIANTS = [
     *("relatives/persimmon", "relatives/gpt_neo", "relatives/codegen"),
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
     *("gemma4/plain", "gemma4/inputs", "gemma4/experts", "gemma4/everything", "gemma4/defaults"),
+    *("gemma3n/plain", "gemma3n/others", "gemma3n/defaults"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
 IN_EVERY_KIND = (
@@ -67,6 +68,8 @@ IN_EVERY_KIND = (
     "experts/qwen2",
     "deepseek/groups",
     "gemma4/everything",
+    "gemma3n/plain",
+    "gemma3n/others",
 )
 INT8_CACHES = [(dtype, "none", "int8") for dtype in ("float32", "bfloat16", "float16")]
 
@@ -154,6 +157,11 @@ OPTIONS = {
     "heads by layer": {"uneven": uneven(sizes=((2, 8), (1, 20), (3, 10))), "head_norms": "each", "value_norms": True},
     "keys of other layers": {"uneven": uneven(reads=(0, 1, 0), inner=(16, 40, 24)), "windows": (7, None, 3)},
     "keys as values": {"uneven": uneven(alike=(False, True, True)), "attention_bias": True},
+    "sparse gates": {"sparsity": (1.5, None, -0.3), "activation": "gelu_tanh"},
+    "a learned residual": {"laurel": 5, "norms": ("input", "output")},
+    "streams": {"streams": Streams(4, 0, scaled=True), "layer_inputs": LayerInputs(6, 10, 2.5, 0.3)},
+    "streams, another active": {"streams": Streams(3, 2, scaled=False), "layer_inputs": LayerInputs(6, 300, 2.5, 0.3)},
+    "streams alone": {"streams": Streams(2, 1, scaled=False)},
     "inputs": {"layer_inputs": LayerInputs(6, 300, 2.5, 0.3), "layer_scales": True},
 }
 
@@ -235,7 +243,7 @@ def test_logits_and_embedding_take_their_multipliers(tmp_path, monkeypatch):
             "lfm2/bias",
             "gemma/two",
         ),
-        *("deepseek/plain", "deepseek/groups", "gemma4/everything"),
+        *("deepseek/plain", "deepseek/groups", "gemma4/everything", "gemma3n/plain"),
     ],
 )
 def test_an_int8_cache_of_other_families(variant, monkeypatch):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tools import random_checkpoint
 from tools.golden import gemma, lfm2, qwen3
-from tools.golden.base import ABSENT, Variant, edit, write_json, write_tensors
+from tools.golden.base import ABSENT, VOCAB, Variant, edit, write_json, write_tensors
 from tools.golden.llama import MISTRAL, SMALL
 
 NAMES: dict[str, Callable[[str], str]] = {
@@ -140,6 +140,17 @@ WRAPPERS = {
         QWEN3_5_OUTER | {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
                          "vision_config": QWEN3_5 | {"model_type": "qwen3_5_moe"}},
         "outer", "model.visual.merger.norm.weight", NO_TOKENS),
+    "gemma3n": Wrapper(  # needs timm
+        _golden("gemma3n/plain"),
+        {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n",
+         "vision_config": {"model_type": "gemma3n_vision", "architecture": "test_resnet", "hidden_size": 8,
+                           "vocab_size": 2, "vocab_offset": VOCAB},
+         "audio_config": {"model_type": "gemma3n_audio", "hidden_size": 8, "vocab_size": 2, "vocab_offset": VOCAB + 2,
+                          "conf_num_attention_heads": 1, "conf_num_hidden_layers": 1,
+                          "sscp_conv_channel_size": [4, 4]}},
+        "outer", "model.embed_vision.embedding_projection.weight",
+        NO_TOKENS | {"final_logit_softcapping": 12.0} | dict.fromkeys(
+            ("tie_word_embeddings", "hidden_activation", "rms_norm_eps"), ABSENT)),
     "gemma4": Wrapper(
         _golden("gemma4/inputs"),
         {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "vision_config": None,
