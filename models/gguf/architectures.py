@@ -14,6 +14,7 @@ from models.errors import nearest
 from models.gguf import gemma4
 from models.gguf.delta_nets import delta_nets, without_draft_layers
 from models.gguf.experts import SIGMOID, SOFTMAX_OF_CHOSEN, experts
+from models.gguf.gemma3n import gemma3n
 from models.gguf.latents import latents, mixture
 from models.gguf.later import LATER, LATER_READ
 from models.gguf.reader import GGUF
@@ -41,7 +42,7 @@ READ = {  # those of the keys above that an architecture reads
     **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe", "lfm2moe", "gpt-oss"), ("expert_count",)),
     **dict.fromkeys(("qwen3next", "qwen35moe", "nemotron_h_moe", "hunyuan-moe"), ("expert_count",)),
     "gemma2": CAPS,
-    "gemma3": CAPS[1:],
+    **dict.fromkeys(("gemma3", "gemma3n"), CAPS[1:]),
     "gemma4": (CAPS[1], "expert_count"),
     "mistral3": ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
     "stablelm": ("use_parallel_residual",),
@@ -394,6 +395,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma3n": gemma3n,
     "gemma4": _gemma4,
     "granite": _granite,
     "granitemoe": _granitemoe,

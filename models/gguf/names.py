@@ -25,14 +25,31 @@ _OUTPUT_NORMS = {
     "blk.post_ffw_norm": "post_feedforward_layernorm",
 }
 _GEMMA2 = {**_LLAMA, **_OUTPUT_NORMS, "blk.ffn_norm": "pre_feedforward_layernorm"}
-_GEMMA4 = {
-    **_GEMMA2,
+_LAYER_INPUTS = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
     "blk.inp_gate": "per_layer_input_gate",
     "blk.proj": "per_layer_projection",
     "blk.post_norm": "post_per_layer_input_norm",
+}
+_GEMMA3N = {
+    **_GEMMA2,
+    **_LAYER_INPUTS,
+    "altup_proj": "model.altup_projections.{}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{}",
+    "blk.altup_correct_coef": "altup.correction_coefs",
+    "blk.altup_correct_scale": "altup.correct_output_scale",
+    "blk.altup_predict_coef": "altup.prediction_coefs",
+    "blk.altup_router": "altup.modality_router",
+    "blk.altup_router_norm": "altup.router_norm",
+    "blk.laurel_l": "laurel.linear_left",
+    "blk.laurel_r": "laurel.linear_right",
+    "blk.laurel_post_norm": "laurel.post_laurel_norm",
+}
+_GEMMA4 = {
+    **_GEMMA2,
+    **_LAYER_INPUTS,
     "blk.layer_output_scale": "layer_scalar",
     "blk.ffn_gate_inp": "router.proj",
     "blk.ffn_gate_inp.scale": "router.scale",
@@ -133,6 +150,7 @@ BARE = (
     "router.scale",
     "per_expert_scale",
     "layer_scalar",
+    "correct_output_scale",
 )  # names of checkpoints that end so have nothing after them
 _LFM2_EXPERTS = {own: name.replace("mlp.", "feed_forward.") for own, name in _EXPERTS.items()}
 _GPT_OSS = {
@@ -210,6 +228,7 @@ NAMES = {
     **dict.fromkeys(("qwen3next", "qwen35moe"), _QWEN35 | _EXPERTS | _SHARED),
     "qwen2moe": _LLAMA | _EXPERTS | _SHARED,
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
+    "gemma3n": _GEMMA3N,
     "gemma4": _GEMMA4,
     **dict.fromkeys(("deepseek2", "minicpm3"), _LLAMA | _EXPERTS | _DEEPSEEK2),
     "gpt2": _GPT2,
@@ -233,7 +252,7 @@ NAMES = {
 def checkpoint_name(architecture: str, stored: str) -> str | None:
     """The name of a tensor in checkpoints; None for one that the architecture has no place for.
 
-    Of a tensor of all experts, or of norms of all heads, {} stands for the number of one.
+    Of a tensor of all experts, of norms of all heads, or of matrices of streams, {} stands for the number of one.
     """
     found = re.fullmatch(r"(?:blk\.(0|[1-9]\d{0,4})\.)?([\w.]+?)(?:\.(weight|bias))?", stored)
     if found is None:

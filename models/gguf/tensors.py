@@ -42,6 +42,7 @@ PLUS_ONE = (
     "qwen35",
     "qwen35moe",
 )  # architectures whose norms are stored as 1 + weight
+STREAMS = re.compile(r"model\.altup_(unembed_)?projections\..+")  # one matrix for each
 # Frequencies, which the configuration has, and scales of activations, which are not rounded.
 IGNORED = *FACTORS, "attn_rot_embd.weight", ".input_scale"
 
@@ -278,10 +279,11 @@ def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) ->
 
 def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) -> Iterator[tuple[str, Stored]]:
     """A tensor by its name; some files have one matrix for queries, keys and values where checkpoints have three, and
-    all have one tensor for the experts of a layer, and for norms that each head has of its own."""
+    all have one tensor for the experts of a layer, for norms that each head has of its own, and for matrices of
+    streams."""
     arch = file.fields().str("general.architecture")
     name = checkpoint_name(arch, own) or own
-    dims = 3 if EXPERT in name and name.endswith(".weight") else 2
+    dims = 3 if (EXPERT in name or STREAMS.fullmatch(name)) and name.endswith(".weight") else 2
     if "{}" in name and len(entry.shape) == dims and entry.shape[0] <= MOST_EXPERTS:
         (count, *shape), rows = entry.shape, math.prod(entry.shape[1:-1])
         parts = (("gate_up_proj", "gate_proj"), ("gate_up_proj", "up_proj")) if "gate_up_proj" in name else (("", ""),)

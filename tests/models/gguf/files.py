@@ -25,7 +25,8 @@ ARCHITECTURES = {
         name: name
         for name in ("gemma", "gemma2", "gpt2", "granite", "lfm2", "olmo2", "qwen2", "qwen3", "smollm3", "stablelm")
     },
-    **{"gemma3_text": "gemma3", "gemma4_text": "gemma4", "hunyuan_v1_dense": "hunyuan-dense", "olmo3": "olmo2"},
+    **{"gemma3_text": "gemma3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"},
+    **{"hunyuan_v1_dense": "hunyuan-dense", "olmo3": "olmo2"},
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "mixtral": "llama"},
     **{"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
     **{
@@ -198,6 +199,10 @@ class File:
                 name, matrix = GEMMA4[part[2]], "proj" in part[2] and "router" not in part[2]
                 self.add(f"blk.{part[1]}.{name}", values, self.format if matrix else F32)
                 continue
+            if stream := re.fullmatch(r"model\.altup_(unemb)?(?:ed_)?projections\.(\d)\.weight", name):
+                own.setdefault(f"altup_{'unembd_' if stream[1] else ''}proj.weight", {})[int(stream[2])] = values
+                continue
+            name += ".weight" if name.endswith("altup.correct_output_scale") else ""
             if curve := re.fullmatch(r".+\.(\d+)\.mlp\.act_fn\.(\w+)", name):
                 self.curves.setdefault(f"xielu.{curve[2]}", {})[int(curve[1])] = values.item()
                 continue
@@ -248,7 +253,7 @@ class File:
                 usual = gguf.GGMLQuantizationType.Q8_0
             self.add(key, values, usual)
         for name, matrices in own.items():
-            format = self.format if name.endswith("exps.weight") else F32
+            format = self.format if name.endswith(("exps.weight", "proj.weight")) else F32
             self.add(name, np.stack([matrices[i] for i in range(len(matrices))]), format)
         if self.rope.get("rope_type") == "proportional":
             size = dict(self._keys())["attention.key_length"]
@@ -434,6 +439,8 @@ class File:
             yield "ssm.group_count", c["n_groups"]
             yield "ssm.time_step_rank", c["mamba_num_heads"]
             yield "ssm.inner_size", c["mamba_num_heads"] * c["mamba_head_dim"]
+        if self.arch == "gemma3n":
+            yield from self._gemma3n()
         if self.arch == "gemma4":
             yield from self._gemma4()
         if self.arch == "deepseek2":
@@ -457,6 +464,15 @@ class File:
         if self.arch == "mistral3":
             yield "attention.temperature_scale", r["llama_4_scaling_beta"]
             yield "rope.scaling.yarn_log_multiplier", r.get("mscale_all_dim", 0.0)
+
+    def _gemma3n(self):
+        c = FAMILIES["Gemma3nForCausalLM"].read(Fields(self.config, "config.json"))
+        yield from (("altup.num_inputs", c.streams.count), ("altup.active_idx", c.streams.active))
+        yield "attention.sliding_window_pattern", [window is not None for window in c.windows]
+        yield "attention.shared_kv_layers", self.config["num_kv_shared_layers"]
+        yield "embedding_length_per_layer_input", c.layer_inputs.width
+        yield "feed_forward_length", [*c.uneven.mlp_widths]
+        yield "activation_sparsity_scale", [-math.inf if x is None else x for x in c.sparsity]
 
     def _gemma4(self):
         c = FAMILIES["Gemma4ForCausalLM"].read(Fields(self.config, "config.json"))

@@ -335,7 +335,7 @@ def test_layers_without_experts_beside_gated_delta_nets_are_refused(tmp_path):
     "olmo/plain", "hunyuan/plain", "stablelm/plain", "stablelm/qk_layernorm", "lfm2/plain", "experts/qwen2",
     "glm/four", "gpt_neox/plain", "cohere/plain", "llamas/nemotron",
     "experts/lfm2", "gpt_oss/plain", "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next", "granite/scans_groups",
-    "apertus/plain", "nemotron_h/plain", "nemotron_h/experts",
+    "apertus/plain", "nemotron_h/plain", "nemotron_h/experts", "gemma3n/plain",
 ])  # fmt: skip
 def test_formats_of_families(variant, format, tmp_path):
     file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])
