@@ -286,6 +286,20 @@ def test_paths_and_stores_of_recurrent_layers_that_do_not_fit(tmp_path, monkeypa
     tree.release()
 
 
+def test_inputs_and_streams_that_do_not_fit():
+    engine = load(GOLDEN / "gemma3n/plain")
+    tree = TokenTree(engine.pool, [1, 2, 3])
+    layout = engine.runner.pack([Chunk(tree, 3, [], tree.allocate(3, []))]).layout
+    for words, inputs_TF, streams_TNE in (
+        (r"layers have inputs: expected \[3, 36\]", None, torch.zeros(3, 4, 24)),
+        (r"layers have streams: expected \[3, 4, 24\]", torch.zeros(3, 36), None),
+        ("a stack's streams: expected", torch.zeros(3, 36), torch.zeros(3, 3, 24)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.runner.model.stack(torch.zeros(3, 24), [], engine.pool.cache, layout, None, inputs_TF, streams_TNE)
+    tree.release()
+
+
 def check(folder, kind, monkeypatch, length=20):
     taken, run = [], Stack.__call__
     monkeypatch.setattr(Stack, "__call__", lambda self, x, *rest: taken.append(len(x)) or run(self, x, *rest))
