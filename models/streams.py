@@ -15,7 +15,7 @@ from models.config import Config, Streams
 from models.names import Names
 from models.norms import Norm
 
-LEAST = 1e-5  # of the mean of squares of a new row
+LEAST_SQUARE = 1e-5  # the mean of squares that a new row is taken to have at least
 
 
 class StreamEnds(nn.Module):
@@ -43,7 +43,7 @@ class StreamEnds(nn.Module):
 def _as_large(x_TNE: Tensor, like_TE: Tensor) -> Tensor:
     """Rows with the root mean square of others."""
     wanted_T11 = like_TE.float().square().mean(-1).sqrt()[:, None, None]
-    found_TN1 = x_TNE.float().square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
+    found_TN1 = x_TNE.float().square().mean(-1, keepdim=True).clamp(min=LEAST_SQUARE).sqrt()
     return (x_TNE * (wanted_T11 / found_TN1)).to(x_TNE.dtype)
 
 
