@@ -250,7 +250,7 @@ class File:
             vector = values.ndim == 1 or key == "position_embd.weight" or "shortconv.conv" in key
             usual = F32 if vector else self.format
             if values.shape[-1] % gguf.GGML_QUANT_SIZES[usual][0]:  # as llama-quantize does
-                usual = gguf.GGMLQuantizationType.Q8_0
+                usual = F32 if values.shape[-1] % 32 else gguf.GGMLQuantizationType.Q8_0
             self.add(key, values, usual)
         for name, matrices in own.items():
             format = self.format if name.endswith(("exps.weight", "proj.weight")) else F32
