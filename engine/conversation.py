@@ -27,7 +27,7 @@ class Turn:
         finish_reason: as in `Output`; "interrupted" marks a partial reply.
         first: the oldest turn in the prompt of this one; earlier turns did not fit the context.
         cached: tokens in the cache after this turn.
-        reasoning: what the model thought before; None if nothing.
+        reasoning: the model's thought before the reply; None if it had none.
     """
 
     user: str
@@ -62,10 +62,10 @@ class Conversation:
         engine: the model.
         system: system message, for templates only.
         on_overflow: "drop-turns" leaves turns out, "error" refuses the turn that does not fit.
-        options: what the template gets besides the messages.
+        options: the template's variables other than the messages.
 
     Attributes:
-        thoughts: parts the thought from the answer in replies to the latest prompt.
+        thoughts: separates thought and answer in replies to the latest prompt.
 
     Raises:
         UsageError: a system message or options without a template, or options that it does not know.
@@ -125,7 +125,7 @@ class Conversation:
         return [*messages, {"role": "user", "content": user}]
 
     def text(self, user: str, first: int | None = None) -> str:
-        """The prompt of plain completion: all text and the person's next; white space or a new line parts the turns."""
+        """The prompt of plain completion: all text and the person's next; white space or a new line separates turns."""
         text = ""
         for turn in [*self.turns[self.first if first is None else first :], Turn(user, "", "")]:
             parted = not text or text[-1].isspace() or not turn.user or turn.user[0].isspace()
@@ -141,7 +141,7 @@ class Conversation:
 
         Raises:
             UsageError: the conversation does not fit the context.
-            CoppiceError: as `Engine.stream`.
+            CoppiceError: see `Engine.stream`.
         """
         before = self.first
         first, ids = self._fit(user, search, options.get("max_new_tokens", Request.max_new_tokens))
@@ -187,7 +187,7 @@ class Conversation:
             raise
 
     def set_options(self, options: TemplateOptions) -> None:
-        """Set what the template gets besides the messages, from the next turn on.
+        """Set the template's variables other than the messages, from the next turn on.
 
         Raises:
             UsageError: there is no template, or it does not know an option.
@@ -270,7 +270,7 @@ class Conversation:
         return chosen, ids
 
     def _room(self, new: int) -> int:
-        """Tokens to reserve for the answer: up to 1/16 of the context, or 1/4 where turns may be dropped."""
+        """Tokens to reserve for the answer: up to 1/16 of the context, or 1/4 if turns may be dropped."""
         context = self.engine.shape.max_positions
         share = 4 if self.on_overflow == "drop-turns" else 16
         return new if context is None else max(1, min(new, context // share))

@@ -17,10 +17,10 @@ from engine.words import MEAN, POOLINGS
 def embedding_of(
     model: LoadedModel, pooling: str | None = None, normalize: bool | None = None, dimensions: int | None = None
 ) -> TextVector:
-    """The search that embeds texts; None takes what the checkpoint says, for `dimensions` all. See `TextVector`.
+    """The search that embeds texts; None takes the checkpoint's setting, and all `dimensions`. See `TextVector`.
 
     Raises:
-        UsageError: a value out of range, or no pooling is given where the checkpoint asks for one that there is not.
+        UsageError: a value out of range, or no pooling is given and the checkpoint asks for an unsupported one.
     """
     own = model.pooling
     if pooling is None and own.why_not:
@@ -64,7 +64,7 @@ def embedding_request(
         text: a text, encoded with the special tokens that the tokenizer adds by itself; or token ids.
         search: see `embedding_of`.
         cache_salt, adapter: see `Request`.
-        name: what errors call the text.
+        name: the name of the text in errors.
 
     Raises:
         UsageError: it is empty, longer than the context, or neither text nor token ids.

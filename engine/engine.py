@@ -67,8 +67,8 @@ class Engine:
         self.shard = getattr(model.runner.model, "shard", Shard())  # the place of this process
         self.companions: dict[str, Engine] = {}
         self.reward: RewardFunction | None = None  # instead of a model
-        self.drafts: EngineDrafts | None = None  # guesses that ride along, see `LoadOptions`
-        self.drafters = RequestedDrafters()  # others, which requests choose
+        self.drafts: EngineDrafts | None = None  # the drafter, see `LoadOptions`
+        self.drafters = RequestedDrafters()  # other drafters, which requests choose
         self.observer: PhaseObserver | None = None  # is notified of the phases of each step
         self.load_seconds = 0.0
 
@@ -108,7 +108,7 @@ class Engine:
         if drafter := chosen_drafter(options.drafts, *of_target, draft):
             target.drafts = EngineDrafts(drafter)
         trim_memory()
-        release_libraries()  # of what only loading uses
+        release_libraries()  # those that only loading uses
         target.load_seconds = time.perf_counter() - began
         return target
 
@@ -154,7 +154,7 @@ class Engine:
         """The token ids of a text prompt. Warns once if it spells a control token that is not parsed.
 
         Raises:
-            UsageError: as `Tokenizer.encode`.
+            UsageError: see `Tokenizer.encode`.
         """
         return self.model.encode(prompt, parse_special)
 
@@ -256,7 +256,7 @@ class Engine:
             trunk, retire: the cache to take over, and a function that gets the tree at the end, see `Session`.
 
         Raises:
-            CoppiceError: as `generate`.
+            CoppiceError: see `generate`.
         """
         check_callable("interrupted", interrupted)
         check_callable("taken", taken)
@@ -321,7 +321,7 @@ class Engine:
         adapter: str | None = None,
     ) -> list[ContinuationScore]:
         """The log-probabilities of continuations of a prompt, in order. They share one tree: prefixes that several
-        begin with is evaluated once. Any number fits the cache; see docs/scoring.md.
+        begin with are evaluated once. Any number fits the cache; see docs/scoring.md.
 
         Args:
             prompt: text or token ids.
@@ -331,7 +331,7 @@ class Engine:
             parse_special, cache_salt, adapter: see `Request`.
 
         Raises:
-            CoppiceError: as `generate`.
+            CoppiceError: see `generate`.
         """
         request = score_request(self.model, prompt, continuations, top_logprobs, parse_special)
         [result] = self._all([replace(request, cache_salt=cache_salt, adapter=adapter)])
@@ -387,7 +387,7 @@ class Engine:
         cache_salt: str | None = "",
     ) -> list[Ranked]:
         """Documents ordered by their relevance to a query, best first, with the scores of the model's scalar head, or
-        of its reward model's; see docs/vectors.md. What the pairs begin with is read once if there is a prefix cache.
+        of its reward model's; see docs/vectors.md. The pairs' common beginning is read once with a prefix cache.
 
         Args:
             template: a text with placeholders {query} and {document}, into which a pair is inserted; control tokens
@@ -403,7 +403,7 @@ class Engine:
         return ranked(self._head_scores(pairs(head, query, documents, template), cache_salt, "documents"))
 
     def _head_scores(self, texts: Iterable[Sequence[int]], cache_salt: str | None, name: str) -> list[float]:
-        """The scores of texts, whose list errors call `name`, by the scalar head of the model or its reward model."""
+        """The scores of texts by the scalar head of the model or its reward model; errors call their list `name`."""
         service, outcomes = self.service(), dict[int, SearchResult | CoppiceError]()
 
         def hear(i: int, news: News) -> None:

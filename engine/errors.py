@@ -14,9 +14,9 @@ class UsageError(CoppiceError):
 
 
 class ContextError(UsageError):
-    """A prompt has more tokens than the model's context holds, or than a server takes.
+    """A prompt has more tokens than the model's context holds, or than a server accepts.
 
-    `code` is OpenAI's, by which LangChain and LiteLLM know what to do.
+    `code` is OpenAI's, by which LangChain and LiteLLM recognise the error.
     """
 
     code = "context_length_exceeded"

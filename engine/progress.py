@@ -7,10 +7,10 @@ BETWEEN = 0.1  # seconds between changes of a line
 
 
 class ProgressLine:
-    """Tells how far long work is: on a terminal a line that changes, elsewhere one at the beginning and one at the end.
+    """Shows the progress of long work: on a terminal a line that changes, elsewhere one at its beginning and its end.
 
     Args:
-        patience: seconds of work before which nothing is told.
+        patience: seconds of work before anything is shown.
     """
 
     def __init__(self, patience: float = 0.0):
@@ -19,22 +19,22 @@ class ProgressLine:
 
     @property
     def told(self) -> bool:
-        """Whether anything was."""
+        """Whether anything was shown."""
         return self._last > 0
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Seconds since the beginning."""
         return time.perf_counter() - self.began
 
     def tell(self, text: str) -> None:
-        """Tell how far it is, unless that was told just now."""
+        """Show the progress, unless it was shown just now."""
         since = BETWEEN if self.terminal else float("inf")
         if self.seconds >= self.patience and (not self.told or time.perf_counter() - self._last >= since):
             self._print(text, end="" if self.terminal else "\n")
 
     def end(self, text: str) -> None:
-        """Tell that it is done, if anything was told before."""
+        """Show that the work is done, if anything was shown before."""
         if self.told:
             self._print(text, end="\n")
 

@@ -12,7 +12,7 @@ from engine.load.pools import check_memory
 from engine.request import Checked, Models, Request, check_ids
 from engine.rewards import Responses, around, scored
 
-PLACES = "{query}", "{document}"  # in a template of pairs
+PLACES = "{query}", "{document}"  # placeholders in a template of pairs
 MOST_TEMPLATE = 1 << 14  # characters
 
 
@@ -67,8 +67,8 @@ def check_text(
     """The request for the score of a text, in tokens of the model with the scalar head.
 
     Args:
-        share: of its KV cache, that the request may have.
-        name: what errors call the text.
+        share: the part of its KV cache that the request may have.
+        name: the name of the text in errors.
 
     Raises:
         UsageError, KVMemoryError: it is empty, or fits neither context nor cache; no model has a scalar head.
@@ -78,7 +78,7 @@ def check_text(
     ids = scored(ids, head.pad_token_id)
     search = HeadScore(None if head is models.target else tuple(ids))
     check_memory(head.runner.pool, search, len(ids), 1, share)
-    prompt = [*ids] if head is models.target else [models.target.start_token]  # a tree of which nothing is evaluated
+    prompt = [*ids] if head is models.target else [models.target.start_token]  # for a tree that is not evaluated
     return Checked(Request(prompt, search, 1, cache_salt=cache_salt), prompt, 1)
 
 
@@ -86,12 +86,12 @@ def pairs(head: LoadedModel, query: str, documents: Sequence[str], template: str
     """The tokens of each document with the query.
 
     Args:
-        template: a text with the places {query} and {document}, whose control tokens are read as such, those of query
-            and documents are not. None: the model's chat template, with the query as the user's message and the
-            document as the reply; without one, the query, a line break and the document.
+        template: a text with the placeholders {query} and {document}. Control tokens that it spells are parsed, those
+            in the query and the documents are not. None: the model's chat template, with the query as the user's
+            message and the document as the reply; without one, the query, a line break and the document.
 
     Raises:
-        UsageError: the template lacks a place.
+        UsageError: the template lacks a placeholder.
         CheckpointError: the model has no tokenizer, or its chat template fails.
     """
     tokenizer = head.need_tokenizer()
@@ -131,5 +131,5 @@ def check_documents(query: object, documents: object) -> None:
 
 
 def ranked(scores: Sequence[float]) -> list[Ranked]:
-    """Scores with their places, best first; of equal ones the lower place."""
+    """Scores with their places, best first; among equals the lower place first."""
     return sorted((Ranked(i, score) for i, score in enumerate(scores)), key=lambda one: -one.score)

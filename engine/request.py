@@ -218,10 +218,10 @@ class Models:
 
     Args:
         target: continues prompts.
-        others: by role: "draft", "reward".
+        others: companions by role: "draft", "reward".
         reward: a function instead of a reward model.
         drafts: the engine's drafter; None: none.
-        drafters: others, which requests may choose.
+        drafters: other drafters, which requests may choose.
     """
 
     target: LoadedModel
@@ -245,7 +245,7 @@ class Checked:
     """A request that has been checked against the models.
 
     Args:
-        ids: of the prompt.
+        ids: the prompt's token ids.
         limit: most new tokens, in the models' contexts.
         eos: tokens that end an output.
         stops: None without stop strings.
@@ -337,7 +337,7 @@ def check_ids(target: LoadedModel, ids: Sequence[int], name: str = "", what: str
     """Check that a prompt is not empty, fits the context and has only valid ids.
 
     Args:
-        name: of the argument that has it; "": errors name none.
+        name: the argument that has it; "": errors do not name it.
         what: the name of the prompt in errors.
 
     Raises:
@@ -389,7 +389,7 @@ def _check_fields(request: Request) -> None:
 
 
 def _check_distinct(target: LoadedModel, request: Request) -> None:
-    """Raises UsageError."""
+    """Check `distinct`. Raises UsageError."""
     if (how := request.distinct) is None:
         return
     check_distinct(how)

@@ -250,7 +250,7 @@ class FunctionJudge:
                 f"got {len(scores)}: {scores[:5]}"
             )
         return scores
-        yield  # a generator, as every judge
+        yield  # this makes it a generator, like every judge
 
     def keep(self, responses: Sequence[Sequence[int]]) -> None:
         """A function has no memory to free."""

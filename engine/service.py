@@ -28,8 +28,8 @@ from engine.text.stopping import TextStream
 from engine.words import TEXT_SUM
 
 Outcome = SearchResult | CoppiceError
-CLIENTS = 4096  # whose last turns are known
-CLIENT_SHARE = 7 / 8  # of the KV cache, that one of several clients may have
+CLIENTS = 4096  # clients whose last turns are known
+CLIENT_SHARE = 7 / 8  # the part of the KV cache that one of several clients may have
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Entry:
         stream: whether its text is delivered as soon as it is final.
         wants: set by the caller while it waits for the next event; None if it wants none.
         trunk: the cached trunk that its tree takes over.
-        retire: gets the target's tree at the end.
+        retire: called with the target's tree at the end.
         job: the driver's job; None while the request waits.
         told: whether `tell` has been called, which first happens when the search starts.
         seen: the latest event.
@@ -97,7 +97,7 @@ class Service:
     An error of a request ends that request.
 
     Args:
-        models: answer the requests.
+        models: the models that answer the requests.
         parallel: most searches at once.
         observer: is notified of the phases of each step.
 
@@ -105,7 +105,7 @@ class Service:
         alone: whether all requests come from a single client.
         keeps_files: whether searches may store data about the model in the user's cache folder.
         entries: the requests that the driver is working on.
-        waiting: the others, by client.
+        waiting: the other requests, by client.
     """
 
     def __init__(self, models: Models, parallel: int = 16, observer: PhaseObserver | None = None):
@@ -146,7 +146,7 @@ class Service:
         trunk: Trunk | None = None,
         retire: Callable[[TokenTree], None] | None = None,
     ) -> Entry:
-        """Queue a request of a client; for arguments see `Entry`. Raises as `queue`."""
+        """Queue a request of a client; for arguments see `Entry`. Raises the errors of `queue`."""
         entry = Entry(checked, client, tell, stream, wants, trunk, retire)
         self.queue(entry)
         return entry
@@ -331,7 +331,7 @@ class Service:
             with self._failing(entry):
                 if not self._advance_outcome(entry):
                     self.entries.remove(entry)
-                    self.entries.append(entry)  # the others have their turn first
+                    self.entries.append(entry)  # so that other requests have their turn first
                     return
 
     def _advance_outcome(self, entry: Entry) -> bool:
@@ -391,7 +391,7 @@ def starter(
                 hit_stops,
                 lambda model, prompt: driver.open_tree(job, model, prompt),
                 target.tokenizer,
-                # Measured times would part processes that share the model.
+                # With measured times, processes that share the model would diverge.
                 None if models.shard.size > 1 else lambda tokens: time.charge(tokens, *job.batch_load),
                 model_key=model_key,
                 start_token=target.start_token,

@@ -5,5 +5,5 @@ DISTINCT = TEXT, TEXT_SUM = ("text", "text-sum")  # see `engine.contract.distinc
 SCORES = MODEL, RENORMALISED = ("model", "renormalised")  # see `engine.rules.Rules`
 THINK = ("auto", "on", "off")  # see `engine.text.template.ChatTemplate`
 OVERFLOW = ("drop-turns", "error")  # see `engine.conversation.Conversation`
-ENTRY_POINTS = "coppice.searches"  # the group of those of searches, see `search.outside`
+ENTRY_POINTS = "coppice.searches"  # the group of the entry points of searches, see `search.outside`
 POOLINGS = MEAN, LAST = ("mean", "last")  # see `engine.contract.embedding`

@@ -1,1 +1,1 @@
-"""The command lines: what `python -m engine.chat` and `python -m engine.batch` are made of."""
+"""The command lines `python -m engine.chat` and `python -m engine.batch`."""

@@ -39,7 +39,7 @@ def command(args: argparse.Namespace, stdin: IO[bytes] | None = None, stdout: IO
 def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None, shard: Shard) -> int:
     """Serve the input to its end. Raises CoppiceError for errors of the whole run.
 
-    Of processes that share the models the first one reads and writes; all others get what it read.
+    If several processes share the models, the first one reads and writes, and sends its input to the others.
     """
     make_search(args.search, search_params(args))  # checks the command line before anything is loaded
     rules(args)

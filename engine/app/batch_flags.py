@@ -65,7 +65,7 @@ exit codes: 0 every line was answered; 2 some line has an error for an answer, o
 
 
 def make_parser() -> Parser:
-    """The flags."""
+    """Make the parser with its flags."""
     parser = Parser("python -m engine.batch", DESCRIPTION, EPILOG, f"{COMMON} --resume --trace")
     group = parser.group("batch")
     group.add_argument("--input", default="-", metavar="FILE", help="JSON Lines to read; -: stdin (-)")
@@ -80,7 +80,7 @@ def make_parser() -> Parser:
 
 
 def add_request_flags(parser: Parser, command: str) -> None:
-    """The flags of everything that answers lines; for `command` see `add_load_flags`."""
+    """Add the flags of every command that answers lines; for `command` see `add_load_flags`."""
     add_load_flags(parser, command)
     add_template_flags(parser)
     add_prompt_flags(parser)

@@ -190,7 +190,7 @@ def load(args: argparse.Namespace, screen: Screen) -> Engine:
 
 
 def check_save(file: Path, loaded: str | None) -> None:
-    """Check that a conversation can be saved to a file, and that the file has no other one. Raises UsageError."""
+    """Check that a conversation can be saved to a file that has no other conversation. Raises UsageError."""
     transcript.check_target(file)
     with contextlib.suppress(OSError):
         if file.expanduser().stat().st_size and (

@@ -19,7 +19,7 @@ COMMON = """
 
 
 def parser() -> cli.Parser:
-    """All flags, in groups."""
+    """Make the parser with all flags, in groups."""
     parser = cli.Parser("python -m engine.chat", DESCRIPTION, EPILOG, COMMON)
     add_chat_flags(parser)
     cli.add_load_flags(parser, "chat")
@@ -36,7 +36,7 @@ def parser() -> cli.Parser:
 
 
 def add_chat_flags(parser: cli.Parser) -> None:
-    """Flags of what a chat reads, shows and saves."""
+    """Add the flags for what a chat reads, shows and saves."""
     group = parser.group("chat")
     prompts = group.add_mutually_exclusive_group()
     prompts.add_argument("-p", "--prompt", metavar="TEXT", help="one reply to this and piped input; -: that alone")
@@ -64,7 +64,7 @@ def add_chat_flags(parser: cli.Parser) -> None:
 
 
 def add_plan_flags(parser: cli.Parser) -> None:
-    """--plan, --processes."""
+    """Add --plan and --processes."""
     group = parser.group("machine")
     text = (
         "print the memory that a model would take with --context tokens, --max-new-tokens of them the reply's, and exit"

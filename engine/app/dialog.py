@@ -38,7 +38,7 @@ STATUS_DELAY = 0.3  # seconds without settled text before the state of the beams
 MAX_SHOWN = 8  # candidates under the text
 SEVERAL = {"beams": "beams", "n": "utterances", "num_return_sequences": "sequences"}  # field of a search -> its word
 QUOTES = '"""'
-CONTEXT = 8  # tokens before one, from which a decoder knows whether a space starts it
+CONTEXT = 8  # tokens decoded before a token, so that the decoder knows whether the token begins with a space
 NAMED = 60  # characters of a prompt that become the name of its trace
 
 Candidates = Sequence[tuple[float | None, Sequence[int]]]  # scores and tokens, best first
@@ -48,11 +48,11 @@ class Dialog:
     """Reads lines, answers them, and runs commands.
 
     Args:
-        conversation: has the engine.
+        conversation: the conversation, with its engine.
         settings: the first settings.
         screen: prints everything.
         interrupt: the handler of Ctrl-C.
-        commands: by name; each gets the dialog and the rest of the line, and returns whether to leave.
+        commands: commands by name; each gets the dialog and the rest of the line, and returns whether to leave.
         aliases: other names of commands.
         as_json: print replies as JSON lines instead of text.
         stats: print the figures after every reply.
@@ -91,7 +91,7 @@ class Dialog:
         self.replies = 0
         self.last: SearchResult | None = None
         self.made: tuple[Turn, Settings] | None = None  # the last turn, and its settings
-        self.candidates: Candidates = ()  # of the last reply, if it was interrupted
+        self.candidates: Candidates = ()  # the candidates of the last reply, if it was interrupted
         self._editor: LineEditor | None = None
         self._saved: tuple[Sequence[Turn], str | None] = (), None  # turns and system message that a file has
         self._cut: Turn | None = None  # the turn under way when the chat was left
@@ -199,7 +199,7 @@ class Dialog:
         name = f"chat-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.json"
         places: list[tuple[Callable[[], Path], transcript.State]] = [
             (lambda: state_folder() / name, None),
-            (lambda: Path(tempfile.mkdtemp(prefix="coppice-")) / name, None),  # private, as the state folder
+            (lambda: Path(tempfile.mkdtemp(prefix="coppice-")) / name, None),  # private, like the state folder
         ]
         if self.file is not None:
             places.insert(0, (lambda: self.file or Path(), self._file_state))
@@ -315,7 +315,7 @@ class Dialog:
 
 
 class Voice:
-    """Prints a reply. Where the terminal has colours its thought is dim and without tags, elsewhere it has its tags."""
+    """Prints a reply. On a terminal with colours the thought is dim and has no tags; elsewhere it keeps its tags."""
 
     def __init__(self, screen: Screen, thoughts: Thoughts):
         self.screen = screen
@@ -332,7 +332,7 @@ class Voice:
         self._lead = ""
 
     def finish(self) -> None:
-        """Print what was held back."""
+        """Print the text that was held back."""
         if self._stream is not None:
             self._print(self._stream.finish())
 
@@ -348,7 +348,7 @@ class Watch:
     """The status of a reply under way; another thread calls `label`.
 
     Args:
-        engine, search: of the reply.
+        engine, search: the engine and the search of the reply.
         beams: show the live candidates.
     """
 
@@ -421,7 +421,7 @@ class Watch:
 
 
 def token_table(output: Output, tokenizer: Tokenizer) -> str:
-    """The log-probability of each token, a line each, and the most probable tokens at its place."""
+    """A line per token: its log-probability, and the most probable tokens at its place."""
     tokens, lines = output.token_ids, []
 
     def entry(place: int, token: int, logp: float | None) -> str:

@@ -35,7 +35,7 @@ LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs", "
 OPTIONS = (*LIMITS, *PLAIN_RULES, "parse_special")  # keys of params that belong to no search
 UNTRACEABLE = Scoring, TextVector  # they generate nothing
 READ_AHEAD = 64  # lines of a pipe
-AWAKE = 30.0  # seconds after which an idle reader of a pipe says so, to processes that wait for it
+AWAKE = 30.0  # seconds after which an idle reader of a pipe sends a sign of life to processes that wait for it
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Records:
 
     Args:
         source: the input.
-        engine: has the tokenizer and the template.
-        args: the command line.
+        engine: the engine, with its tokenizer and template.
+        args: the parsed command line.
         kept: ids of the records that are answered already.
-        traces: records the other requests.
+        traces: records the remaining requests.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Records:
         self._places: dict[int, Place] = {}  # index of an unfinished request -> its place
 
     def finish(self, i: int) -> Place:
-        """The place of the i-th request, which is answered."""
+        """Forget the i-th request, which has been answered, and return its place."""
         return self._places.pop(i)
 
     def __iter__(self) -> Iterator[Request | CoppiceError | None]:
@@ -169,7 +169,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
 
 
 def identified(line: bytes, index: int) -> tuple[dict[str, Any], str | int, UsageError | None]:
-    """A record, its id, which is its number if it has none, and what is wrong with it."""
+    """A record, its id (its number if it has none), and its fault."""
     try:
         record = parse_record(line)
     except UsageError as error:

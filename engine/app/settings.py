@@ -16,7 +16,7 @@ from search.base import REGISTRY, chosen, make_search, parameters
 from search.outside import find_search
 
 FOR_PEOPLE = {"trie": {"early_stopping": "best"}}  # search -> parameters in a chat, measured in docs/chat.md
-DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others: one of them given leaves it alone
+DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others; if one is given, a chat sets no default
 TEXTS = ("choices", "bad_words", "dry_sequence_breakers")  # lists of texts, for which one text may be given
 
 
@@ -44,7 +44,7 @@ class Settings:
         return make_search(self.search, for_people(self.search, given))
 
     def over(self, generation: Generation) -> "Settings":
-        """These settings over those of a checkpoint's `generation_config.json`."""
+        """These settings, with those of a checkpoint's `generation_config.json` for fields that are not given."""
         params = generation.params_of(parameters(self.search)) | dict(self.params)
         return dataclasses.replace(self, params=params, rules=generation.rules_of(self.search) | dict(self.rules))
 
@@ -90,6 +90,6 @@ LIMITS = tuple(f.name for f in dataclasses.fields(Settings) if f.name not in ("s
 
 
 def for_people(search: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a search, with those that a chat has where none are given."""
+    """The given parameters of a search, with a chat's defaults for those that are not given."""
     defaults = FOR_PEOPLE.get(search, {})
     return {k: v for k, v in defaults.items() if not given.keys() & {k, *DECIDED_BY.get(k, ())}} | dict(given)

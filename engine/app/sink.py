@@ -15,7 +15,7 @@ from models.shard import Shard
 
 
 def open_sink(args: argparse.Namespace, source: IO[bytes], stdout: IO[bytes] | None, shard: Shard) -> "Sink":
-    """The output; in all processes but the first, one that writes nothing and has as many answers."""
+    """Open the output. In all processes except the first it writes nothing and has the same counts of answers."""
     sink = Sink(_Nowhere(), "nowhere") if shard.rank > 0 else Sink.open(args, source, stdout)
     sink.kept, sink.lines, sink.errors = shard.first(lambda: (sink.kept, sink.lines, sink.errors))
     return sink
@@ -25,7 +25,7 @@ ANSWERS = "outputs", "scores", "embedding", "error"  # keys of an answer: it has
 
 
 class _Nowhere(io.BytesIO):
-    """Keeps nothing that is written to it."""
+    """A file that discards what is written to it."""
 
     def write(self, data: Any) -> int:
         return len(data)

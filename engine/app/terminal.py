@@ -66,7 +66,7 @@ class Screen:
         return os.environ.get("TERM", "dumb") != "dumb"
 
     def text(self, text: str, *, dim: bool = False) -> None:
-        """Print a part of a reply, at once; dim where the terminal has colours."""
+        """Print a part of a reply, at once; dim if the terminal has colours."""
         with self._lock:
             if self._held is not None:
                 self._held.append((text, dim))
@@ -212,7 +212,7 @@ def one_line(text: str) -> str:
 
 
 def state_folder() -> Path:
-    """Return this program's folder for what outlives a process, in the XDG state folder; it is made if it is absent.
+    """Return this program's folder for files that outlive a process, in the XDG state folder; make it if it is absent.
 
     Raises:
         OSError: the account has no home, or the folder cannot be made.

@@ -48,7 +48,7 @@ def parts() -> tuple[str, str]:
 
 
 def digest(text: str) -> str:
-    """The name that a policy has for an inline style or script that a browser may use."""
+    """The hash by which a content security policy allows an inline style or script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

@@ -26,7 +26,7 @@ class Transcript:
     """The contents of a file.
 
     Args:
-        turns: of the conversation, oldest first.
+        turns: the turns of the conversation, oldest first.
         system: the system message.
         model: name of the folder of the model that answered last.
         settings: the settings when it was saved, for information.

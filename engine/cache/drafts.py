@@ -11,7 +11,7 @@ class DraftedNode:
 
     Attributes:
         parent: a drafted node, or the id of a node that the search has grown.
-        position: of the token in its sequence.
+        position: the token's position in its sequence.
         slot: a branch slot.
         row: the stored part of its row, see `engine.step.drafting`; None until its pass has ended.
     """

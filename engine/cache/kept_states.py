@@ -16,9 +16,9 @@ class KeptState:
     """A state, and the rows stored with it.
 
     Args:
-        state: after the prefix, which consists of complete blocks.
-        before: rows of its last tokens, which convolutions after it read, in order.
-        after: rows of tokens in the block after it, by their slots: prefixes may part there.
+        state: the state after the prefix, which consists of complete blocks.
+        before: rows of the prefix's last tokens, in order, which convolutions after it read.
+        after: rows of tokens in the next block, by their slots, because prefixes may diverge there.
     """
 
     state: int
@@ -33,12 +33,12 @@ class KeptStates:
     causes a refusal), and when their page is dropped.
 
     Args:
-        stores, page_size: of the pool.
-        most_rows, most_states: how many are kept.
-        spacing: tokens between states inside of prompts: see `keep`.
+        stores, page_size: the pool's.
+        most_rows, most_states: the most rows and states that are kept.
+        spacing: tokens between states within prompts, see `keep`.
 
     Attributes:
-        states: by the slot of their last token, in order of use.
+        states: kept states by the slot of their prefix's last token, in order of use.
     """
 
     def __init__(self, stores: Stores, page_size: int, most_rows: int, most_states: int, spacing: int):
@@ -73,7 +73,7 @@ class KeptStates:
         """Keep the state of a trunk, and the rows stored with it.
 
         Args:
-            pages: of the trunk; the cache has the first `length` tokens in them.
+            pages: the trunk's pages; the cache has the first `length` tokens in them.
             inside: the position is within a prompt and other prompts need not share it: keep the state only if the
                 tokens since the last kept state take as many bytes as a state, so that states at most double the memory
                 of a prompt.

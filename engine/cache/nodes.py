@@ -19,8 +19,8 @@ class Nodes:
         prompt: at least one token.
 
     Attributes:
-        prompt_length: tokens.
-        trunk: its tokens, and their pages.
+        prompt_length: number of tokens of the prompt.
+        trunk: the trunk's tokens and their pages.
         root: the node of the trunk's last token.
     """
 

@@ -1,4 +1,4 @@
-"""The nodes of a tree with their slots in a pool: which node has which slot, and what a pass reads of them."""
+"""The nodes of a tree with their slots in a pool: which node has which slot, and what a pass reads."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ class PlacedNodes(Nodes):
         pool, prompt, expected, trunk: see `TokenTree`.
 
     Attributes:
-        slots: those of branches.
+        slots: the slots of branches.
         peak_live, peak_unshared, peak_pages, peak_state_bytes: the maxima so far of tokens with slots, tokens of all
             paths, pages, and bytes of recurrent layers.
     """
@@ -203,7 +203,7 @@ class PlacedNodes(Nodes):
         return self.slots.table
 
     def latest_ancestors(self, node: DraftedNode | int, count: int) -> list[int]:
-        """Slots in the pool of an evaluated node's latest ancestors, parents first; as many as there are, at most."""
+        """Slots in the pool of an evaluated node's `count` latest ancestors, parents first; fewer if it has fewer."""
         found, table, slot = [], self.slots.table[0], self._slot
         node = node.parent if isinstance(node, DraftedNode) else self._parent[node]
         while isinstance(node, DraftedNode):

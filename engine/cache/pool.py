@@ -30,21 +30,21 @@ class PagePool:
         shape: the model's dimensions.
         pages: how many pages trees may take.
         page_size: slots per page.
-        dtype, device: of keys and values; of 8 bits: see `kernels.kv_kinds`.
-        rows, states: how many trees may take, if the model has recurrent layers.
+        dtype, device: of keys and values; for dtypes of 8 bits see `kernels.kv_kinds`.
+        rows, states: how many rows and states trees may take, if the model has recurrent layers.
 
     Several trees may hold the same page; then none of them writes to it. A page of `prefixes` that no tree holds is
     idle: it counts as free, and is dropped when a page is needed and no other is left.
 
     Attributes:
         prefixes: cached prefixes; None: none are kept.
-        kept_states: what recurrent layers need of these; None: no prefixes, or no such layers.
-        kept: pages of these, held by trees or idle.
+        kept_states: the recurrent layers' part of cached prefixes; None: no prefixes, or no such layers.
+        kept: pages of cached prefixes, held by trees or idle.
         ancestors: see `ModelShape`.
-        stores: who has the rows and states of recurrent layers; None: the model has none.
-        row_bytes, state_bytes: of one of these, in all layers.
-        device: of the cache and of log-probabilities. A search that reads rows after the answer makes the host wait for
-            a GPU; use `Evaluate.read` there instead.
+        stores: the rows and states of recurrent layers; None: the model has no such layers.
+        row_bytes, state_bytes: bytes of one row and of one state, in all layers.
+        device: the device of the cache and of log-probabilities. A search that reads rows after the answer makes the
+            host wait for a GPU; use `Evaluate.read` there instead.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class PagePool:
         return self._state[page] == IDLE
 
     def is_shared(self, page: int) -> bool:
-        """Whether a page has another holder besides one tree, and so must not be written to."""
+        """Whether a page is cached or held by several trees, and so must not be written to."""
         return page in self.kept or page in self._others
 
     def unclaim(self, pages: range) -> None:

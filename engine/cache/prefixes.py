@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-MOST_EVICTED = 256  # most pages that go at once: neighbours, so that a trunk finds room in one piece
+MOST_EVICTED = 256  # most pages evicted at once: neighbours, so that a trunk finds room in one piece
 EVICTED_SHARE = 16  # but no more than this part of the pool
 Key = tuple[str, bool, int]  # salt; long variant of rotary embeddings; number of the adapter
 
@@ -29,7 +29,7 @@ class Segment:
     pages: list[int] = field(default_factory=list)
     above: "Segment | None" = None
     below: dict[Hashable, "Segment"] = field(default_factory=dict)  # by the tokens of the first page
-    used: int = 0  # time
+    used: int = 0  # time of the latest use
 
 
 class Pages(Protocol):
@@ -49,12 +49,12 @@ class PrefixCache:
     """The cached prefixes of one pool.
 
     Args:
-        pool: of the pages.
+        pool: the pool of the pages.
         most: maximum of idle pages; None: all pages of the pool.
 
     Attributes:
         lookups, hits: prompts looked up, and those found at least in part.
-        asked_tokens, reused_tokens: of these prompts, and what was found of them.
+        asked_tokens, reused_tokens: tokens of these prompts, and how many of them were found.
     """
 
     def __init__(self, pool: Pages, most: int | None = None):
@@ -63,7 +63,7 @@ class PrefixCache:
         self.lookups = self.hits = self.asked_tokens = self.reused_tokens = 0
         self._roots: dict[Key, Segment] = {}
         self._leaves: list[tuple[int, int, Segment]] = []  # heap by time; entries of an earlier time are void
-        self._room = 64  # entries of the heap at which void ones go
+        self._room = 64  # entries of the heap above which void ones are removed
         self._clock, self._count = itertools.count(1), itertools.count()
 
     def note(self, asked: int, reused: int) -> None:
@@ -109,7 +109,7 @@ class PrefixCache:
             self.pool.keep(rest.pages)
             path.append(rest)
             for other in beside:
-                if _begins(rest.tokens, other.tokens):  # one page partly filled: this one has its tokens
+                if _begins(rest.tokens, other.tokens):  # a partly filled page whose tokens this one has too
                     self._drop(other, 1)
         self._touch(path)
         return found

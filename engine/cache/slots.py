@@ -23,7 +23,7 @@ class Trunk:
     long_rope: bool = False  # rotary embeddings of a sequence longer than the model's switch length
     adapter: int = 0  # the number of the adapter that keys and values were computed with; 0: none
     runs: list[list[int]] = field(default_factory=list)  # [first page, pages] of each contiguous piece
-    states: TrunkStates | None = None  # what recurrent layers keep, where the model has such
+    states: TrunkStates | None = None  # rows and states of recurrent layers; None if the model has none
 
     def reserve(self, pool: PagePool, tokens: int, first: int) -> None:
         """Take pages for `tokens` tokens, from `first` on if those are free. Raises KVMemoryError."""
@@ -61,7 +61,7 @@ class Trunk:
         old, size = self.pages[-1], pool.page_size
         if not pool.is_shared(old):
             return
-        pool.give(old)  # it may be the only one that can be taken; what it keeps is there until a pass writes to it
+        pool.give(old)  # it may be the only page that can be taken; its contents remain until a pass writes to it
         try:
             new = pool.take()
         except KVMemoryError:
@@ -94,7 +94,7 @@ class Trunk:
         return self.pages[place // page_size] * page_size + place % page_size
 
     def latest(self, end: int, count: int, page_size: int) -> list[int]:
-        """The slots in the pool of the `count` tokens before the `end`-th, the latest first; as many as there are."""
+        """Pool slots of the `count` tokens before the `end`-th, the latest first; fewer if there are fewer."""
         return [self.slot(place, page_size) for place in range(end - 1, max(end - count, 0) - 1, -1)]
 
     def release(self, pool: PagePool) -> None:
@@ -107,9 +107,9 @@ class BranchSlots:
 
     Attributes:
         count: slots that nodes have.
-        owner: the node that has each slot; -1 where it is free, -2 where it is reserved.
-        table: of each slot, its slot in the pool (int64) and its token's position (int32); 0 where it is free.
-        held: what recurrent layers keep, by slots; empty where the model has none.
+        owner: the node that has each slot; -1 if it is free, -2 if it is reserved.
+        table: for each slot, its slot in the pool (int64) and its token's position (int32); 0 if it is free.
+        held: rows and states of recurrent layers, by slots; empty if the model has no such layers.
     """
 
     def __init__(self, pool: PagePool):
@@ -210,7 +210,7 @@ class BranchSlots:
         self._shorten()
 
     def detach(self, slots: Iterable[int]) -> list[Held]:
-        """Hand what recurrent layers keep for slots over to the caller."""
+        """Hand the rows and states that recurrent layers keep for slots over to the caller."""
         return [held for slot in slots if (held := self.held.pop(slot, None)) is not None]
 
     def _give(self, held: Iterable[Held]) -> None:

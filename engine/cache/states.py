@@ -27,11 +27,11 @@ class Store:
 
     Args:
         first, count: the numbers of the entries.
-        name: of what they hold, for messages.
+        name: the word for the entries in messages.
 
     Attributes:
         spare: releases entries when a tree needs one and none is free.
-        others: place -> how many hold it besides the first.
+        others: place -> number of its holders after the first.
     """
 
     def __init__(self, first: int, count: int, name: str):
@@ -53,7 +53,7 @@ class Store:
         return heapq.heappop(self._free)
 
     def hold(self, place: int) -> None:
-        """Add a holder to an entry; from then on nobody may write to it."""
+        """Add a holder to an entry, which must not be written to from then on."""
         self.others[place] += 1
 
     def give(self, place: int) -> None:
@@ -72,8 +72,8 @@ class Stores:
     """The rows and states of a pool.
 
     Args:
-        kind: of the recurrent layers.
-        rows, states: how many trees may take.
+        kind: the kind of the recurrent layers.
+        rows, states: how many rows and states trees may take.
     """
 
     def __init__(self, kind: DeltaKind, rows: int, states: int):
@@ -106,9 +106,9 @@ class TrunkStates:
     this one may fail.
 
     Attributes:
-        rows: by positions.
+        rows: rows by their positions.
         state, folded: the state, and how many tokens it covers.
-        before: the same of the state before, while that is kept.
+        before: the previous state and its number of tokens, while it is kept.
     """
 
     def __init__(self, stores: Stores):
@@ -128,7 +128,7 @@ class TrunkStates:
         return max(0, whole(length) - self.stores.kind.taps + 1)
 
     def extend(self, length: int, tokens: int) -> None:
-        """Take what a pass over the tokens after the first `length` needs. Raises KVMemoryError: nothing was taken."""
+        """Take rows and states for a pass over tokens after the first `length`. Raises KVMemoryError: took none."""
         self.settle(length)
         end, taken, state = length + tokens, dict[int, int](), NULL_STATE
         try:
@@ -155,8 +155,8 @@ class TrunkStates:
         self.settle(length + len(held))
 
     def adopt(self, folded: int, state: int, rows: dict[int, int]) -> None:
-        """Replace what is held by what others hold for a trunk's first tokens: the state after `folded` tokens, and the
-        rows of others by their positions."""
+        """Share the entries that others hold for a trunk's first tokens, in place of its own: the state after `folded`
+        tokens, and rows by their positions."""
         self.stores.states.hold(state)
         for row in rows.values():
             self.stores.rows.hold(row)
@@ -164,7 +164,7 @@ class TrunkStates:
         self.state, self.folded, self.rows = state, folded, rows
 
     def settle(self, length: int) -> None:
-        """Return what no pass after the first `length` tokens reads."""
+        """Return the rows and states that no pass after the first `length` tokens reads."""
         if self.before is not None:
             self._give_state(self.before[0])
             self.before = None

@@ -49,7 +49,7 @@ class TokenTree(PlacedNodes):
     Attributes:
         observer: is called after every change; None by default.
         drafts: nodes that were evaluated before the search has grown them.
-        salt: of cached prefixes, see `PrefixCache`; None (the default): the tree neither uses nor leaves any.
+        salt: the salt of cached prefixes, see `PrefixCache`; None (the default): the tree neither uses nor leaves any.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class TokenTree(PlacedNodes):
         size = self.pool.page_size
         missing = -(-(len(self.trunk.tokens) + len(slots)) // size) - len(self.trunk.pages)
         if slots and missing > self.pool.free_pages + self.slots.pages_emptied(free + slots):
-            stem, slots = [], []  # it stays in the branches, with the slots that it has
+            stem, slots = [], []  # the stem stays in the branches, with its slots
         source, held = [self.slots.table[0][slot] for slot in slots], self.slots.detach(slots)
         self.slots.release(free + slots)
         if not stem:
@@ -193,7 +193,7 @@ class TokenTree(PlacedNodes):
 
     @property
     def least_span(self) -> int:
-        """The minimum length of the sequences of which tokens are evaluated as a part."""
+        """The minimum span of a token, the sequence length by which a pass chooses its rotary embeddings."""
         return self.switch_length + 1 if self.trunk.long_rope and self.switch_length is not None else 0
 
     def by_rope(self, nodes: Iterable[int]) -> list[tuple[bool, list[int]]]:
@@ -214,7 +214,7 @@ class TokenTree(PlacedNodes):
             self.drop_drafts()
             if self.trunk.cached > self.reused:
                 self._read = self.trunk.cached
-            else:  # nothing was evaluated after what was taken over
+            else:  # nothing was evaluated after the trunk that was taken over
                 self.reused = 0
             self.release_slots(self.trunk.cached, [n for n in self.slots.owner if n >= 0])
 
@@ -338,8 +338,8 @@ class TokenTree(PlacedNodes):
     # --- cached prefixes ---
 
     def reuse(self) -> int:
-        """Reuse what the prefix cache has of the trunk's tokens, except the last one, which is evaluated. Returns how
-        many tokens need no evaluation."""
+        """Reuse cached pages for the trunk's tokens, except the last one, which is evaluated. Returns how many tokens
+        need no evaluation."""
         trunk, before = self.trunk, self.trunk.cached
         if self.pool.prefixes is None or self.salt is None:
             return 0

@@ -35,7 +35,7 @@ def distinct(outputs: Sequence[Output], how: str) -> list[Output]:
 
 
 def _summed(same: Sequence[Output]) -> Output:
-    """The best of some outputs with the sums of all; one that has no score adds to no score."""
+    """The best of some outputs, with the log-sum-exp of all log-probabilities and of all scores that are not None."""
     logprobs = [output.logprob for output in same if output.logprob is not None]
     scores = [output.score for output in same if output.score is not None]
     return replace(

@@ -12,14 +12,14 @@ from engine.words import LAST, MEAN
 
 @dataclass
 class PooledRows:
-    """Hidden rows, of which no more is kept than the pooling needs: their sum, or the latest one.
+    """Pools hidden rows, keeping only what the pooling needs: their sum, or the latest row.
 
     Args:
         pooling: one of `engine.words.POOLINGS`.
 
     Attributes:
-        kept_E: float64, on the rows' device.
-        count: how many rows there were.
+        kept_E: the sum or the latest row, float64, on the rows' device.
+        count: number of rows added.
     """
 
     pooling: str
@@ -50,7 +50,7 @@ class TextVector(Search):
     Args:
         pooling: "mean" of the hidden rows of all tokens, or the row of the "last" one; after the model's final norm.
         normalize: divide the vector by its length.
-        dimensions: how many of its numbers are kept, the first ones, before it is normalised; None: all.
+        dimensions: number of first elements of the vector that are kept, before it is normalised; None: all.
     """
 
     pooling: str = MEAN

@@ -1,4 +1,4 @@
-"""Sampling: warpers as in Hugging Face's generation, and keyed Gumbel draws.
+"""Sampling: warpers like those of Hugging Face's generation, and keyed Gumbel draws.
 
 The draw for (seed, sequence, position) is a vector of Gumbel noise, one number per token, and the sampled token is the
 argmax of warped log-probabilities plus that vector. There is no random stream, so a draw does not depend on
@@ -29,7 +29,7 @@ class Warp:
     """Temperature, top-n-sigma, top-k, top-p, min-p, typical, then renormalising: the order of Hugging Face.
 
     Args:
-        temperature: divides the log-probabilities; 0 leaves the most probable token alone.
+        temperature: divides the log-probabilities; 0 keeps only the most probable token.
         top_k: tokens at least as probable as the k-th stay; 0 keeps all.
         top_p: the smallest set of most probable tokens that reaches this probability stays; 1 keeps all.
         min_p: tokens of at least this multiple of the best one's probability stay; 0 keeps all.
@@ -37,9 +37,9 @@ class Warp:
             to the entropy of the row (Meister et al., 2022); 1 keeps all.
         top_n_sigma: tokens stay whose logit is at most this many standard deviations of the row's logits below the
             best one, at any temperature (Tang et al., 2024; llama.cpp has the same); 0 keeps all.
-        xtc_probability: with this probability a draw excludes top choices, after everything else: of the tokens of at
-            least the probability `xtc_threshold` all but the least probable one, of equal ones the highest, go
-            (llama.cpp's XTC; its author is p-e-w). See `draws`.
+        xtc_probability: with this probability a draw excludes top choices, after everything else: of the tokens whose
+            probability is at least `xtc_threshold` only the least probable one stays, among equals the one with the
+            highest id (llama.cpp's XTC; its author is p-e-w). See `draws`.
         xtc_threshold: above 0.5 nothing is excluded.
     """
 
@@ -111,7 +111,7 @@ class Warp:
         return likely_NV & (place_V != kept_N1)
 
     def _near_best(self, scores_NV: Tensor) -> Tensor:
-        """Rows, normalised, without the tokens that top-n-sigma removes; those that cannot be do not count."""
+        """Rows, normalised, without the tokens that top-n-sigma removes; tokens of probability 0 do not count."""
         possible_NV = scores_NV > float("-inf")
         count_N1 = possible_NV.sum(-1, keepdim=True)
         mean_N1 = scores_NV.masked_fill(~possible_NV, 0.0).sum(-1, keepdim=True) / count_N1
@@ -137,11 +137,11 @@ class Warp:
         return torch.log_softmax(scores_NV.masked_fill(scores_NV < least_N1, float("-inf")), -1)
 
     def _cut(self, scores_NV: Tensor) -> Tensor:
-        """Rows after top-k and top-p, normalised; the rows themselves where nothing is to be done."""
+        """Rows after top-k and top-p, normalised; the rows themselves if they would not change."""
         V = scores_NV.shape[-1]
         if not 0 < self.top_k < V and self.top_p == 1:
             return scores_NV if self.temperature == 1 else torch.log_softmax(scores_NV, -1)
-        if scores_NV.device.type != "cpu" or max(self.top_k, NUCLEUS) >= V // 4:  # a GPU would be waited for
+        if scores_NV.device.type != "cpu" or max(self.top_k, NUCLEUS) >= V // 4:  # ranking would wait for a GPU
             return self._sorted(scores_NV)
         warped_NV, undecided_N = self._ranked(scores_NV)
         if undecided_N.any():
@@ -172,7 +172,7 @@ class Warp:
             mass_NK = (score_NK - torch.logsumexp(scores_NV, -1, keepdim=True)).exp()
             undecided_N = mass_NK[:, :-1].sum(-1) < self.top_p
         if self.top_p < 1:
-            spare_NK = mass_NK.cumsum(-1) - mass_NK - self.top_p  # from 0 on a token goes
+            spare_NK = mass_NK.cumsum(-1) - mass_NK - self.top_p  # a token with at least 0 is removed
             gone_NK, equal_NK = spare_NK >= 0, score_NK[:, 1:] == score_NK[:, :-1]
             undecided_N |= (gone_NK[:, 1:] & ~gone_NK[:, :-1] & equal_NK).any(-1) | (spare_NK.abs() < ROUNDING).any(-1)
             score_NK = score_NK.masked_fill(gone_NK, float("-inf"))
@@ -199,7 +199,7 @@ def _key(words: Iterable[int], one: int = 0x9E3779B9, two: int = 0x5BD1E995) -> 
 
 
 def _keys(seed: int, sequences: Sequence[int], positions: Sequence[int], *purpose: int) -> list[int]:
-    """Two 32-bit numbers for each draw; those of another purpose, at most one word, are independent of them."""
+    """Two 32-bit numbers for each draw; numbers of another `purpose` (at most one word) are independent of them."""
     start = _key((seed & MASK, seed >> 32 & MASK))
     pairs = zip(sequences, positions, strict=True)
     return [x for s, p in pairs for x in _key((s & MASK, p & MASK, *purpose), *start)]

@@ -14,22 +14,22 @@ from engine.contract import ContinuationScore, Evaluate, Output, Search, SearchG
 from engine.errors import KVMemoryError
 from kernels.rows import top_k
 
-ROWS = 64  # rows over the vocabulary at a time, and as many nodes beside a path
+ROWS = 64  # most rows over the vocabulary at a time, and so most nodes beside a path
 
 
 class Branch:
-    """A place in the tree of continuations: what may follow, and what the model says of it.
+    """A place in the tree of continuations: the tokens that follow there, and their log-probabilities.
 
     Args:
         above: the place before it; None at the prompt.
-        token: between the two.
+        token: the token between the two places.
 
     Attributes:
         after: token -> the place after it.
-        last: the index, among all places to evaluate, of the last one right below.
-        logps, ranks: token -> its log-probability and its rank here; of rank 0 if ranks are not wanted.
+        last: the index, among all places to evaluate, of the last one directly below.
+        logps, ranks: token -> its log-probability and its rank here; the rank is 0 if ranks are not requested.
         top: the most probable tokens, best first, with their log-probabilities.
-        node: of the token tree.
+        node: the place's node in the token tree.
     """
 
     __slots__ = ("above", "after", "last", "logps", "node", "ranks", "token", "top")
@@ -49,8 +49,8 @@ class Scoring(Search):
     Args:
         continuations: token ids after the prompt.
         skipped: for each of them, how many of its first tokens belong to the prompt and get no score; () for none.
-        top: how many of the most probable tokens are wanted at each place.
-        ranked: whether the ranks of tokens are wanted: as many rows of the vocabulary are compared as tokens follow.
+        top: how many of the most probable tokens to return at each place.
+        ranked: whether to compute ranks, which compares a row of the vocabulary for each token.
     """
 
     continuations: tuple[tuple[int, ...], ...]
@@ -84,7 +84,7 @@ class Scoring(Search):
         return SearchResult([Output([], None, None, "length")], scores=scores)
 
     def _evaluate(self, tree: TokenTree, part: Sequence[Branch]) -> Generator[Evaluate, Any, None]:
-        """Evaluate places, of which each comes after the one above it."""
+        """Evaluate places; each comes after the place above it."""
         for place in part:
             if place.above is not None:
                 place.node = tree.child(place.above.node, place.token)
@@ -116,7 +116,7 @@ class Scoring(Search):
 
 
 def _to_evaluate(root: Branch) -> list[Branch]:
-    """The places that something follows, each before those below it, and those before the places beside it."""
+    """The places that tokens follow, depth first: each before those below it, and those before its siblings."""
     found, stack = list[Branch](), [root]
     while stack:
         place = stack.pop()
@@ -129,7 +129,7 @@ def _to_evaluate(root: Branch) -> list[Branch]:
 
 
 def _forget(tree: TokenTree, place: Branch, index: int) -> None:
-    """Free the nodes that are not needed from a place on. All that are lie on the path to it, see `_to_evaluate`."""
+    """Free the nodes that `place`, the `index`-th, and later ones do not need. Needed nodes lie on the path to it."""
     deepest = highest = place.above
     above = deepest
     while above is not None:

@@ -49,12 +49,12 @@ def found_in_rows(numbers: Tensor, rows_NV: Tensor, wanted: TopSums) -> FoundSum
 
 
 def found_in_entries(values_M: Tensor, row_M: Tensor, token_M: Tensor, wanted: TopSums, width: int) -> FoundSums:
-    """The top sums of rows of which a few entries are not -inf.
+    """The top sums of rows that have only a few entries other than -inf.
 
     Args:
         values_M: log-probabilities, float32, on a CPU.
-        row_M, token_M: where they are, in the order of their places.
-        width: of the rows.
+        row_M, token_M: rows and tokens of the values, in the order of their places.
+        width: length of the rows.
     """
     sums_M = values_M + torch.tensor(wanted.sums, dtype=torch.float32)[row_M]
     if len(sums_M) > wanted.k:

@@ -32,7 +32,7 @@ class TreeRecord:
     def __init__(self, trace: "Trace", tree: TokenTree, model: str):
         self.trace, self.tree, self.model = trace, tree, model
         self.judged = model == "target" and not trace.trees  # the tree on which drafts are verified
-        # A column each, a row per node: the step, or None.
+        # Lists with an entry per node: a step (or a log-probability), or None.
         self.born: list[int] = [trace.step]
         self.evaluated: list[int | None] = [None]
         self.dropped: list[int | None] = [None]
@@ -41,13 +41,13 @@ class TreeRecord:
         self.logp: list[float | None] = [None]
         self.drafted: dict[int, None] = {}  # all drafts; `undecided` has the drafts since the latest keep()
         self.undecided: list[int] = []
-        self.scores: dict[int, float] = {}  # by a scalar head
+        self.scores: dict[int, float] = {}  # of nodes, by a scalar head
         self.top: dict[int, list[list[float]]] = {}  # [token, log-probability] of the likeliest next tokens
         self.slots: list[list[int]] = []  # [step, slot in the pool, node]; node -1: released, by no keep()
         self.paging: list[list[int]] = []  # [step, index, page]: the trunk's pages; page -1: released
         self.reach: list[list[int]] = []  # [step, evaluated tokens of the trunk]
         self.end: int | None = None
-        self._root = 0  # at the latest keep(); `_kept` are its arguments
+        self._root = 0  # the root at the latest keep(); `_kept` are its arguments
         self._kept: set[int] = {0}
         self._stem: list[int] = []  # settled nodes, in order
         self._branches: dict[int, None] = {}  # nodes neither dropped nor settled

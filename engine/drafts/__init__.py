@@ -42,19 +42,19 @@ class RequestDrafter(Protocol):
         """Guess what follows the text and then the tokens `ahead`, which lead to one live node.
 
         Args:
-            ahead: tokens between the text's end and the live node, its own included; often none. Nothing is to be
-                learnt from them: beams may drop them.
+            ahead: tokens between the text's end and the live node, its own included; often none. Do not learn
+                from them, because beams may drop them.
             nodes: most nodes of the draft, at least 1.
             depth: most tokens ahead of the live node, at least 1.
 
         Returns:
             at most `nodes` nodes. Tokens that the model does not have or that a constraint forbids are left out by the
-            caller, with what is below them.
+            caller, with the nodes below them.
         """
         ...
 
     def close(self, tokens: Sequence[int]) -> None:
-        """The request has ended with these new tokens as its best output; it calls no more.
+        """The request has ended with these new tokens as its best output; no further call follows.
 
         The tokens need not begin with those learnt: the best output may have ended while other beams went on. A
         request that is cancelled or fails is closed with the tokens that had been settled, perhaps none.
@@ -69,8 +69,8 @@ class Drafter(Protocol):
         """Begin with a request.
 
         Args:
-            salt: what is kept of other requests may be used for this one only if they had the same salt, as in
-                `PrefixCache`; None: nothing is to be kept of the request, nor used of others.
+            salt: the texts of other requests may be used for this one only if they had the same salt, as in
+                `PrefixCache`; None: keep nothing of this request, and use nothing of others.
             prompt: token ids, at least one.
         """
         ...
@@ -81,22 +81,22 @@ class Wanted:
     """A request's part of what a pass may draft, for a drafter that guesses for several at once.
 
     Args:
-        request: the drafter's, which has learnt the text.
-        ahead: of each live node, see `RequestDrafter.draft`.
-        depth: of each live node the most tokens ahead of it; 0: none.
+        request: the drafter of the request, which has learnt the text.
+        ahead: for each live node the tokens up to it, see `RequestDrafter.draft`.
+        depth: for each live node the most tokens to draft ahead of it; 0: none.
         nodes: most nodes of each draft, at least 1.
-        sums: of each live node, where the search goes on with the greatest sums of these and log-probabilities.
-        width: with how many.
-        saving: seconds that a pass of the request takes, which true guesses save; 0: they are wanted at any cost.
-        spare: seconds that may be spent on reading what was generated since the drafter's latest guess.
+        sums: the score of each live node, if the search keeps the best sums of score and log-probability; else None.
+        width: how many sums it keeps.
+        saving: seconds of a pass of the request, which correct guesses save; 0: drafts are wanted at any cost.
+        spare: seconds that may be spent on reading the tokens generated since the drafter's latest guess.
         odds: level of the drafts -> estimated probability that the search asks for nothing else there, for `sums`.
         ends: tokens that end an output: they are not to be drafted.
-        states, after: of each live node the state of what constrains it, and the state after another token, see
-            `engine.rules.state.NodeStates`; None: nothing does.
+        states, after: the state of each live node under the request's constraint, and the function of a state and a
+            token that returns the next state, see `engine.rules.state.NodeStates`; None: no constraint.
 
     Attributes:
-        passes: (number of the pass, tokens of this request, seconds) of passes of another model that were for it.
-        seconds: of these, but for reading the prompt.
+        passes: (number of the pass, tokens of this request, seconds) of the passes that a draft model ran for it.
+        seconds: time of these passes, without reading the prompt.
     """
 
     request: RequestDrafter

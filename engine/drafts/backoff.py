@@ -1,4 +1,4 @@
-"""A back-off n-gram model as a drafter: of the request's own text, and of a store of counts."""
+"""A back-off n-gram model as a drafter, with counts from the request's own text and from a store."""
 
 import functools
 import math
@@ -8,12 +8,12 @@ from typing import Protocol
 
 from engine.drafts import Draft
 
-BITS = 21  # of a token, in contexts and in stores
+BITS = 21  # bits of a token, in contexts and in stores
 KEPT_SUCCESSORS = 16  # successors that remain of a context that has more than twice as many
 
 
 class CountedSuccessors(Protocol):
-    """The tokens after a context, how often each was counted, and the sum of that."""
+    """The tokens after a context, their counts, and the sum of the counts."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -24,20 +24,20 @@ class CountedSuccessors(Protocol):
 
 
 class CountedNGrams(Protocol):
-    """A store of counts, as `search.aded.ngrams.NGramStore`."""
+    """A store of counts, such as `search.aded.ngrams.NGramStore`."""
 
     def after(self, a: int) -> CountedSuccessors:
-        """Return what was counted after a token."""
+        """Return the counts of the tokens after a token."""
         ...
 
     def after_pair(self, a: int, b: int) -> CountedSuccessors:
-        """Return what was counted after two tokens."""
+        """Return the counts of the tokens after two tokens."""
         ...
 
 
 class Backoff:
-    """Best-first expansion of a back-off n-gram model: 4-grams of this text, then tri-grams and bi-grams, of each the
-    text's before the store's.
+    """Best-first expansion of a back-off n-gram model: 4-grams of this text, then tri-grams, then bi-grams, those
+    of the text before those of the store.
 
     The probability of a token is a mixture of all orders: each order passes the probability that it reserves for
     unseen successors on to the next. Every n-gram of the text counts as one occurrence; a token that the model gave the
@@ -58,7 +58,7 @@ class Backoff:
         self.curiosity = self.LEAST if adapt else 1.0
         self.context = 0  # the last three tokens, each plus one, as digits: a shorter context is a smaller number
         self.seen: dict[int, dict[int, float]] = {}  # context of 1 to 3 tokens -> successor -> how often
-        self.contexts: list[int] = []  # of the last draft's nodes
+        self.contexts: list[int] = []  # the contexts of the last draft's nodes
 
     def learn(self, tokens: Sequence[int]) -> None:
         for token in tokens:

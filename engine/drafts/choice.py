@@ -21,11 +21,11 @@ def chosen_drafter(
 
     Args:
         named: one of `NAMES`, or a drafter.
-        runner: the target's, see `engine.step.runner`.
-        processes: that share the model.
+        runner: the target's runner, see `engine.step.runner`.
+        processes: number of processes that share the model.
         tokenizer: its tokenizer; None if it has none.
         draft: the runner of a draft model, or of a head of the target; None without one.
-        capacity: of a suffix store; None: the usual one.
+        capacity: tokens of a suffix store; None: the default.
 
     Raises:
         UsageError: there is no such drafter, or drafts are not supported on this device.
@@ -40,7 +40,7 @@ def chosen_drafter(
     elif runner.token_buckets:
         why = "passes of a compiled model have few sizes"
     if named == "auto":
-        # Without the C++ kernels a row may depend in its last bits on what rides along.
+        # Without the C++ kernels the last bits of a row may depend on the other tokens of the pass.
         if why or runner.impl != "cpp":
             return None
         named = "suffix"
@@ -49,7 +49,7 @@ def chosen_drafter(
     if named == "ngrams":
         return NGramDrafter()
     if named == "suffix":
-        from engine.drafts.suffixes import CAPACITY, SuffixDrafter, SuffixStore  # torch, which the flags do without
+        from engine.drafts.suffixes import CAPACITY, SuffixDrafter, SuffixStore  # imports torch; flags do not need it
 
         fingerprint = "" if tokenizer is None else tokenizer.fingerprint
         return SuffixDrafter(SuffixStore(runner.vocab_size, fingerprint, capacity or CAPACITY))
@@ -63,9 +63,9 @@ def drafter_of(named: str, draft: Any) -> Drafter:
     """The drafter of a draft model or a head, by its runner.
 
     Raises:
-        UsageError: there is none, or it is none of the model's own for "mtp".
+        UsageError: there is none, or for "mtp" it is not the model's own head.
     """
-    from engine.drafts.heads import HeadDrafter  # here and below: torch, which the flags do without
+    from engine.drafts.heads import HeadDrafter  # here and below: these import torch, which the flags do not need
     from engine.drafts.model import ModelDrafter
     from models.draft_heads import DraftHead
     from models.mtp import MTP

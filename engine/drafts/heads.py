@@ -22,7 +22,7 @@ class HeadDrafts(ModelDrafts):
     """Drafts for one request. A prompt of a single token is not drafted.
 
     Args:
-        drafter, salt, prompt: as of `ModelDrafts`.
+        drafter, salt, prompt: see `ModelDrafts`.
     """
 
     def __init__(self, drafter: "HeadDrafter", salt: str | None, prompt: Sequence[int]):
@@ -51,7 +51,7 @@ class HeadDrafts(ModelDrafts):
         self._below = {node: row_E for node, row_E in self._below.items() if tree.is_live(node)}
 
     def hear(self, first: int, paths: Sequence[Sequence[int]], rows_TE: Tensor) -> None:
-        """Take rows of the model, as the head reads them.
+        """Take rows of the model, in the form that the head reads.
 
         Args:
             first: the position in the text of the first rows.
@@ -74,12 +74,12 @@ class HeadDrafts(ModelDrafts):
         twins, tree = super().follow(ahead), self.tree
         self._below = {node: row_E for node, row_E in self._below.items() if tree.is_live(node)}
         self._own = {node: row_E for node, row_E in self._own.items() if node in self.rows}
-        read = tree.trunk.cached - 1  # but for the last token, which may be read once more
+        read = tree.trunk.cached - 1  # without the last token, which may be read once more
         self._of_text = {at: row_E for at, row_E in self._of_text.items() if at >= read}
         return twins
 
     def _forget_guesses(self) -> None:
-        """Have what was read with the head's own rows read again."""
+        """Have the tokens that were read with the head's own rows read again."""
         tree = self.tree
         for node in self._guessed:
             if tree.is_live(node) and tree.is_evaluated(node):
@@ -88,7 +88,7 @@ class HeadDrafts(ModelDrafts):
         self.rows = {node: row for node, row in self.rows.items() if tree.is_evaluated(node)}
 
     def given(self, chunk: Chunk, zeros_E: Tensor) -> list[Tensor]:
-        """The row of the token before each of a chunk's, [E]."""
+        """For each token of a chunk, the row [E] of the token before it; `zeros_E` if there is none."""
         tree, first, end = self.tree, chunk.cached - chunk.trunk_tokens, self.tree.position(self._end)
         found = [self._of_text.get(at, zeros_E) for at in range(first, chunk.cached)]
         for node in chunk.nodes:
@@ -100,7 +100,7 @@ class HeadDrafts(ModelDrafts):
         return found
 
     def keep_own(self, node: int, row_E: Tensor) -> None:
-        """Keep the head's row of a node, for what is drafted below it."""
+        """Keep the head's row of a node, for the drafts below it."""
         self._own[node] = row_E
 
 
@@ -108,7 +108,7 @@ class HeadDrafter(ModelDrafter):
     """The drafter of an engine whose model has a head.
 
     Args:
-        runner: the head's.
+        runner: the head's runner.
     """
 
     def __init__(self, runner: Runner):

@@ -24,9 +24,9 @@ from engine.step.runner import Runner
 
 LEVELS = 8  # most tokens ahead
 CANDIDATES = 8  # best tokens of a row that are looked at
-OFFERED = 2  # children of a node that are drafted where one sequence goes on
+OFFERED = 2  # most drafted children of a node, if there is a single live node
 LEAST_CHANCE = 0.05  # the least probability of such a node
-MEASURED = 64  # most tokens of a pass whose time tells of passes of few
+MEASURED = 64  # most tokens of a pass whose time is recorded: larger ones say little about small ones
 CATCH_UP = 8  # tokens that are read whatever they cost
 
 
@@ -34,12 +34,12 @@ class ModelDrafts:
     """Drafts for one request; see `engine.drafts.RequestDrafter`. The caller that opened it releases its tree.
 
     Args:
-        drafter: has the model.
-        salt: of cached prefixes, see `PrefixCache`.
+        drafter: the drafter, which has the model.
+        salt: the salt of cached prefixes, see `PrefixCache`.
         prompt: token ids.
 
     Attributes:
-        tree: in the smaller model's cache. Its nodes below the text are those of live nodes, and evaluated ones.
+        tree: the request's tree in the smaller model's cache. Below the text it has live nodes, and evaluated ones.
         rows: evaluated node -> its best tokens with their log-probabilities, best first.
     """
 
@@ -48,7 +48,7 @@ class ModelDrafts:
         self.tree = TokenTree(pool, prompt, switch_length=shape.switch_length)
         self.tree.salt = salt
         self.rows: dict[int, list[tuple[int, float]]] = {}
-        self._end = self.tree.root  # of the text
+        self._end = self.tree.root  # the node of the text's last token
         self._vocab, switch = shape.vocab_size, shape.switch_length
         self._longest = math.inf if shape.max_positions is None else shape.max_positions
         if switch is not None:  # rotary embeddings do not change within a text that is drafted
@@ -76,9 +76,9 @@ class ModelDrafts:
         self.tree.release()
 
     def follow(self, ahead: Sequence[Sequence[int]]) -> list[int]:
-        """The nodes of live nodes in the tree, without rows yet if they are new; empty if they cannot be drafted.
+        """Grow the live nodes in the tree; returns their nodes, or nothing if there can be no drafts below them.
 
-        What is below no live node is dropped.
+        New nodes have no rows yet. Nodes that are not below a live node are dropped.
         """
         tree = self.tree
         if not self._fits or any(max(path, default=0) >= self._vocab for path in ahead):
@@ -103,13 +103,13 @@ class ForestHead(NamedTuple):
     """A node whose children are drafted next.
 
     Attributes:
-        live: the number of the live node that it is below.
+        live: the index of the live node that it is below.
         place: its index in that node's draft; -1: the live node.
-        node: in the smaller model's tree; of a drafted node its parent's, until it is evaluated.
-        token: of a drafted node that is not evaluated; else None.
+        node: its node in the smaller model's tree; for a drafted node its parent's, until it is evaluated.
+        token: the token of a drafted node that is not evaluated; else None.
         chance: probability of the path from the live node, by the smaller model.
         total: the live node's sum and the log-probability of the path.
-        state: of the constraint.
+        state: the state of the constraint.
     """
 
     live: int
@@ -126,10 +126,10 @@ class Forest:
     """The drafts of one request while they grow.
 
     Args:
-        wanted: of the request.
-        drafts: of its live nodes.
+        wanted: what the request may draft.
+        drafts: the drafts of its live nodes.
         heads: nodes of the latest level that may have children.
-        level: of the drafts; 0: the live nodes.
+        level: the latest level of the drafts; 0: the live nodes.
     """
 
     wanted: Wanted
@@ -189,7 +189,7 @@ class Forest:
         return min(self.wanted.depth[live], self.request.reach(self.wanted.ahead[live]))
 
     def _children(self, head: ForestHead) -> list[ForestHead]:
-        """The likeliest allowed tokens after a head; what is forbidden leaves its probability to the others."""
+        """The likeliest allowed tokens after a head; they share the probability of forbidden ones."""
         wanted, row = self.wanted, self.request.rows.get(head.node, ())
         if self.level > self._reach(head.live):
             return []
@@ -212,7 +212,7 @@ class Forest:
         ]
 
     def worth(self, seconds: float) -> bool:
-        """Whether another level is worth a pass of the smaller model that takes so long."""
+        """Whether another level is worth a pass of the smaller model of this many seconds."""
         if self.level >= LEVELS:
             return False
         if not self.wanted.saving:
@@ -231,9 +231,9 @@ class ReadPart(NamedTuple):
     """A request's part of a pass of the smaller model.
 
     Attributes:
-        rows: nodes whose rows are wanted, and their places among the tokens of the chunk; none of a chunk that has not
-            all that they need.
-        whole: whether it has.
+        rows: nodes whose rows are wanted, and their places among the tokens of the chunk; empty if the chunk lacks
+            tokens that they need.
+        whole: whether the chunk has all tokens that they need.
         of_prompt: how many of the tokens belong to the prompt.
     """
 
@@ -245,7 +245,7 @@ class ReadPart(NamedTuple):
 
     @staticmethod
     def take(forest: Forest, nodes: Sequence[int], room: int) -> "ReadPart | None":
-        """Take slots for what the rows of some nodes need, or for as much as there is room for; None for nothing. A
+        """Take slots for the tokens that the rows of some nodes need, or for as many as fit; None if there are none. A
         request that finds the cache full drafts no more."""
         tree = forest.request.tree
         trunk, branches = tree.pending(nodes)
@@ -269,10 +269,10 @@ class ModelDrafter:
     """The drafter of an engine that has a draft model.
 
     Args:
-        runner: the smaller model's. Its vocabulary is the model's.
+        runner: the smaller model's runner. Both models have the same vocabulary.
 
     Attributes:
-        passes: that it has run.
+        passes: number of passes that it has run.
     """
 
     def __init__(self, runner: Runner):
@@ -298,7 +298,7 @@ class ModelDrafter:
         return self.runner.time.seconds(len(forest.heads))
 
     def _affordable(self, forest: Forest) -> bool:
-        """Whether the request may spend the time to read what was generated since it drafted last."""
+        """Whether the request may spend the time to read the tokens generated since it drafted last."""
         tree = forest.request.tree
         trunk, nodes = tree.pending([head.node for head in forest.heads])
         tokens = trunk + len(nodes) - max(0, tree.prompt_length - tree.trunk.cached)
@@ -307,7 +307,7 @@ class ModelDrafter:
     def _read(self, forests: Sequence[Forest]) -> list[Forest]:
         """Evaluate the heads of forests in one pass, as far as it has room; returns the forests whose heads have rows.
 
-        Of others a part of the text was read.
+        For the others the pass reads a part of the text.
         """
         room, ready, parts = self.runner.budget, list[Forest](), list[ReadPart]()
         try:
@@ -348,7 +348,7 @@ class ModelDrafter:
             wanted.seconds += seconds * (tokens - part.of_prompt) / first
 
     def _best(self, parts: Sequence[ReadPart], places: Sequence[int]) -> list[list[tuple[int, float]]]:
-        """The best tokens of rows of a pass with their log-probabilities; none of a row that is not finite."""
+        """The best tokens of rows of a pass with their log-probabilities; none for a row that is not finite."""
         runner, k = self.runner, min(CANDIDATES, self.runner.vocab_size)
         chunks = [part.chunk for part in parts]
         if not places:

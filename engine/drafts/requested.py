@@ -23,8 +23,8 @@ class RequestedDrafters:
     def of(self, choice: Any, models: Any) -> EngineDrafts | None:
         """The drafter for a request; None: nothing is drafted.
 
-        A choice by name is the engine's own drafter if that is of this kind. Suffixes of another engine come from few
-        ended requests.
+        A choice by name is the engine's own drafter if that is of this kind. A suffix drafter that is made here keeps
+        only `FIRST_CAPACITY` tokens of ended requests.
 
         Args:
             choice: `Request.drafts`.

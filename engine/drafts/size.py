@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from engine.drafts import Draft
 from engine.step.timing import PassTime
 
-MAX_NODES = 64  # of the drafts of a pass
+MAX_NODES = 64  # most nodes of the drafts of a pass
 
 
 class DraftSize:
     """Chooses how many nodes of each draft to evaluate, from the outcomes of earlier drafts and the cost of passes.
 
     n nodes bring 1 + (the sum of their probabilities) tokens, and take seconds(1 + n) plus the host's time, which is
-    measured by the number of nodes for steps with drafts, and apart for steps without. Drafters overestimate their
+    measured by the number of nodes for steps with drafts, and separately for steps without. Drafters overestimate their
     probabilities, so these are corrected by the outcomes of earlier guesses of about the same probability. A credit
     limits the time that drafts may lose: a small share of all time, more at first, and a part of the time that they
     saved. While the credit is used up, nothing is drafted.
@@ -24,8 +24,8 @@ class DraftSize:
     """
 
     SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # with the text's last token, sizes that `PassTime` measures
-    LEAST = (0.5, 0.2, 0.05)  # probabilities that nodes of several drafts have at least, of which the best is taken
-    MOST_TOGETHER = 2.0  # times as often as hoped that passes are taken to be saved
+    LEAST = (0.5, 0.2, 0.05)  # least probabilities of drafted nodes that are compared if there are several drafts
+    MOST_TOGETHER = 2.0  # largest ratio of saved to hoped passes that is assumed
     AHEAD = 16  # tokens by which a sequence that has drafts may be ahead of the last one
     KINDS = 8  # classes of guesses, by their probability
     HALF = 0.5  # probability that the drafts of a level are all that is asked for there, before anything is known
@@ -34,7 +34,7 @@ class DraftSize:
     MEMORY = 0.98  # weight of an outcome after the next one
     RATE = 0.1  # weight of a step in the moving average
     LOSS = 0.01  # share of the time that drafts may lose
-    LEAST_FIRST = 0.3  # steps that drafts may lose at the beginning of a request, whatever became of earlier ones
+    LEAST_FIRST = 0.3  # steps that drafts may lose at the beginning of a request, whatever the outcome of earlier ones
     FIRST, MOST_SAVED, MOST_LOST = 1.0, 32.0, 1.27  # the credit: at first, at most, and (negative) at least; in steps
 
     def __init__(self, seconds: Callable[[int], float] | None, most: int = MAX_NODES):
@@ -47,11 +47,11 @@ class DraftSize:
         self.credit = self.FIRST  # time that drafts may lose, in steps
         self.hoped = 0.0  # passes that the drafts chosen last were expected to save, for several live nodes
         self.saved = self.hopes = self.PRIOR  # passes that such drafts have saved, and were expected to
-        self.levels = 0  # that `choose_levels` chose last
+        self.levels = 0  # levels that `choose_levels` chose last
         self.reached, self.whole = list[float](), list[float]()  # levels that were asked for; nothing else was asked
 
     def inherit(self, other: "DraftSize") -> None:
-        """Begin with what an earlier request has learnt."""
+        """Begin with the figures that an earlier request has learnt."""
         weights = [min(1.0, self.INHERITED / tried) for tried in other.tried]
         self.tried = [w * tried for w, tried in zip(weights, other.tried, strict=True)]
         self.true = [w * true for w, true in zip(weights, other.true, strict=True)]
@@ -82,15 +82,15 @@ class DraftSize:
         return best
 
     def choose_together(self, drafts: Sequence[Draft], rows: int) -> Sequence[Sequence[int]]:
-        """Which nodes of each draft to evaluate, where a pass is saved only if it would have evaluated none but them.
+        """Which nodes of each draft to evaluate, if a pass is saved only if all of its nodes were drafted.
 
         A search goes on from all of its live nodes at once: the pass d levels ahead is saved if the drafts have what it
         asks for below every live node. Its probability is the product, over the live nodes, of the sums of the
-        probabilities at that level, corrected by how often such passes were saved. Where it is not saved, it has fewer
-        tokens by those that came true.
+        probabilities at that level, corrected by how often such passes were saved. A pass that is
+        not saved has fewer tokens, because the correctly drafted ones are known.
 
         Args:
-            drafts: of the live nodes, at least one.
+            drafts: one for each live node, at least one.
             rows: tokens of the pass without drafts.
         """
         if len(drafts) == 1:
@@ -104,8 +104,8 @@ class DraftSize:
             return none
         chances, levels = [self._chances(draft) for draft in drafts], [levels_of(draft) for draft in drafts]
         together, count = self.saved / self.hopes, len(drafts)
-        whole = self.seconds(count)  # of a pass ahead
-        token = max(0.0, whole - self.seconds(1)) / (count - 1) / whole  # the cost of a token of it, relative to that
+        whole = self.seconds(count)  # a pass that may be saved
+        token = max(0.0, whole - self.seconds(1)) / (count - 1) / whole  # the cost of one of its tokens, relative to it
         best, rate, size, deepest = none, 1 / (plain + self.host.seconds(1)), 0, max(map(max, levels))
         for least in self.LEAST:
             hoped, spared, nodes = 0.0, 0.0, 0
@@ -132,14 +132,14 @@ class DraftSize:
         return best
 
     def choose_apart(self, drafts: Sequence[Draft], rows: int, places: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Which nodes of each draft to evaluate, where the search goes on below each live node by itself: the likeliest
-        of all drafts.
+        """Which nodes of each draft to evaluate, if the search continues below each live node independently: the
+        likeliest of all drafts.
 
-        n live nodes and further ones bring n + (the sum of their probabilities) tokens. The passes are as many as the
-        last of the sequences needs, so those that are far ahead have no drafts.
+        n live nodes and drafted ones bring n + (the sum of their probabilities) tokens. The last sequence determines
+        the number of passes, so sequences that are far ahead get no drafts.
 
         Args:
-            drafts: of the live nodes.
+            drafts: one for each live node.
             rows: tokens of the pass without drafts.
             places: positions of the live nodes in their sequences.
         """
@@ -161,7 +161,7 @@ class DraftSize:
         return [sorted(nodes) for nodes in chosen]
 
     def cost(self, rows: int) -> float:
-        """Seconds of a pass of so many tokens without drafts; 0 if none was measured, or time does not count."""
+        """Seconds of a pass of `rows` tokens without drafts; 0 if none was measured, or if time does not count."""
         return 0.0 if self.seconds is None else self.seconds(rows)
 
     def odds(self, level: int) -> float:
@@ -170,10 +170,10 @@ class DraftSize:
         return math.prod([w / r for w, r in zip(self.whole[:level], self.reached[:level], strict=True)])
 
     def choose_levels(self, drafts: Sequence[Draft], rows: int) -> Sequence[Sequence[int]]:
-        """Which nodes of each draft to evaluate, where those of a level are all that a search asks for there or not.
+        """Which nodes of each draft to evaluate: whole levels, by how often a search asked for nothing else at a level.
 
         Args:
-            drafts: of the live nodes; some may be empty.
+            drafts: one for each live node; some may be empty.
             rows: tokens of the pass without drafts.
         """
         at = [levels_of(draft) for draft in drafts]
@@ -195,7 +195,7 @@ class DraftSize:
         return [[i for i, level in enumerate(levels) if level <= best] for levels in at]
 
     def _chances(self, draft: Draft) -> list[float]:
-        """The probabilities of a draft's nodes, corrected by what became of earlier guesses."""
+        """The probabilities of a draft's nodes, corrected by the outcomes of earlier guesses."""
         chances: list[float] = []
         came = [true / tried for true, tried in zip(self.true, self.tried, strict=True)]
         worth = [c / ((kind + 0.5) / self.KINDS) for kind, c in enumerate(came)]  # relative to the drafter's estimate
@@ -208,7 +208,7 @@ class DraftSize:
         """Compare a draft with the tokens that came; guesses that were not evaluated count as well."""
         if self.seconds is None:
             return
-        depth = {-1: 0}  # of what came true
+        depth = {-1: 0}  # of the nodes that came true
         for node, (token, parent, score) in enumerate(zip(draft.tokens, draft.parents, draft.scores, strict=True)):
             level = depth.get(parent, len(tokens))
             if level < len(tokens):
@@ -217,13 +217,13 @@ class DraftSize:
                     depth[node] = level + 1
 
     def note(self, chance: float, came: bool) -> None:
-        """Note whether a guess came true, of which the drafter had estimated this probability, given its parent."""
+        """Note whether a guess came true to which the drafter gave this probability, given its parent."""
         kind = self._kind(chance)
         self.tried[kind] = self.MEMORY * self.tried[kind] + 1
         self.true[kind] = self.MEMORY * self.true[kind] + came
 
     def note_together(self, saved: float) -> None:
-        """Note how many passes the drafts saved that were chosen last for several live nodes."""
+        """Note how many passes were saved by the drafts chosen last for several live nodes."""
         for level in range(self.levels):
             if saved >= level:
                 self.reached[level] = self.MEMORY * self.reached[level] + 1
@@ -238,8 +238,8 @@ class DraftSize:
         """Account for a step with a draft: seconds of the host, nodes evaluated, tokens gained.
 
         Args:
-            rows: tokens of the pass besides the drafted nodes; `tokens` are the passes that it stood for.
-            known: tokens that it would have had as well if they had not been drafted.
+            rows: tokens of the pass without the drafted nodes; `tokens` counts the passes that the step replaced.
+            known: further tokens that the pass would have had if they had not been drafted before.
         """
         saved = 0.0
         self.host.note(1 + nodes, host)

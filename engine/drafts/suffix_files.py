@@ -18,7 +18,7 @@ HEADER = struct.Struct("=8sHHIQI32sIII")
 OWNER = struct.Struct("=II16s")  # the number in marks, the age of the newest symbol, less one, the digest of the salt
 MOST_SALTS = 1 << 20
 WAIT = 60.0  # seconds to wait for another run that writes the file
-PIECE_SYMBOLS = 1 << 18  # symbols that are written at a time
+PIECE_SYMBOLS = 1 << 18  # symbols written at a time
 REMEDY = "remove the file, or name another"
 
 
@@ -32,7 +32,7 @@ class SavedTexts(NamedTuple):
 
     Attributes:
         vocab_size: tokens are less than this.
-        fingerprint: of the tokenizer; "" for none.
+        fingerprint: the tokenizer's; "" for none.
         parts: symbols, memoryviews of 32 bits, oldest first.
         owners: number, age of the newest symbol less one, and digest of each salt, the least recently added first.
     """
@@ -74,8 +74,8 @@ def read_texts(path: str | Path, vocab_size: int, fingerprint: str) -> SavedText
     """Read texts of a tokenizer through a memory map.
 
     Raises:
-        UsageError: the file cannot be read, is of another kind, version or tokenizer, is damaged, or holds what no text
-            has.
+        UsageError: the file cannot be read, is of another kind, version or tokenizer, is damaged, or holds symbols that
+            no text has.
     """
 
     def refuse(what: str) -> UsageError:
@@ -105,7 +105,7 @@ def read_texts(path: str | Path, vocab_size: int, fingerprint: str) -> SavedText
 
 
 def _fault(symbols: memoryview, owners: Sequence[tuple[int, int, bytes]], vocab: int) -> str:
-    """Say what is wrong with texts; "" if nothing is."""
+    """The fault of texts; "" if there is none."""
     numbers = [number for number, *_ in owners]
     if len(set(numbers)) < len(numbers) or max(numbers, default=0) >= most_salts(vocab):
         return "expected a number of its own for each salt"

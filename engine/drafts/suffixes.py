@@ -16,10 +16,10 @@ from kernels import suffixes
 from kernels.suffixes import BOUNDARY, MOST_MATCHED, MOST_NODES, Suffixes
 
 CAPACITY = 10_000_000  # tokens of ended requests: 158 MB when full
-FIRST_CAPACITY, GROWTH = 1 << 16, 4  # tokens that a store has room for at first, and by how much that grows
+FIRST_CAPACITY, GROWTH = 1 << 16, 4  # tokens that a store has room for at first, and the factor by which it grows
 LEAST_SCORE = 1 / 256
-OWN_BONUS = 2  # a match in the request's own text counts as if it were so many tokens longer
-MOST_OWN = 1 << 18  # tokens of a request that are searched, the newest
+OWN_BONUS = 2  # a match in the request's own text counts as if it were this many tokens longer
+MOST_OWN = 1 << 18  # newest tokens of a request that are searched
 LEAST_REPEATED = 64  # first tokens of a text that are not stored again
 PIECE = 16  # tokens of a branch that become text at once
 
@@ -29,7 +29,7 @@ class TextOwner:
     """The texts of one salt in a store.
 
     Args:
-        number: in the marks of their symbols.
+        number: the number in the marks of their symbols.
         end: the count of written symbols after the last of them.
     """
 
@@ -42,7 +42,7 @@ class SuffixStore:
 
     Args:
         vocab_size: tokens are less than this.
-        fingerprint: of the tokenizer; "" if there is none.
+        fingerprint: the tokenizer's; "" if there is none.
         capacity: tokens that are kept, a boundary for each text included.
 
     Raises:
@@ -58,7 +58,7 @@ class SuffixStore:
         self.capacity = capacity
         self.vocab_size, self.fingerprint, self.impl = vocab_size, fingerprint, suffixes.best()
         self._owners: dict[bytes, TextOwner] = {}  # by the digest of their salt, the least recently added first
-        self._free_numbers = list[int]()  # below the next
+        self._free_numbers = list[int]()  # numbers below the next one
         self._next_number = 0
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class SuffixStore:
         owner.end = self.text.fields.written
 
     def _make_room(self, symbols: int) -> None:
-        """Take more memory if so many symbols more need it and the capacity allows it; all chains are made again."""
+        """Take more memory if `symbols` more symbols need it and the capacity allows it; all chains are made again."""
         old, room = self.text, self.text.fields.capacity
         while room < min(len(old) + symbols, self.capacity):
             room = min(GROWTH * room, self.capacity)
@@ -123,7 +123,7 @@ class SuffixStore:
         write_texts(path, SavedTexts(self.vocab_size, self.fingerprint, self.text.parts(), owners))
 
     def load(self, path: str | Path) -> None:
-        """Read texts into an empty store; of those that are more than its capacity, the newest.
+        """Read texts into an empty store; if they exceed its capacity, only the newest.
 
         Raises:
             UsageError: the file cannot be read, is damaged, or has the texts of another tokenizer.
@@ -142,8 +142,8 @@ class SuffixStore:
 
 
 def full_store_bytes() -> int:
-    """Bytes of a store of the default capacity that is full. It takes no more while it grows: what is new is not
-    written to before the old is copied."""
+    """Bytes of a full store of the default capacity. It takes no more while it grows, because the new memory is not
+    written to before the old one is copied."""
     return Suffixes(CAPACITY, 2).nbytes
 
 
@@ -155,7 +155,7 @@ class SuffixDrafter:
     """The drafter of an engine: opens a `SuffixRequest` for each request, and keeps ended texts.
 
     Args:
-        store: of ended texts.
+        store: the store of ended texts.
     """
 
     def __init__(self, store: SuffixStore):
@@ -168,12 +168,12 @@ class SuffixDrafter:
 class SuffixRequest:
     """Drafts for one request; see `engine.drafts.RequestDrafter`.
 
-    The text is that of all beams; what a branch has besides becomes text too, once it is long (the samples of one
-    request resemble each other), a piece at a time.
+    The text is the part that all beams share. A long branch also becomes text, a piece at a time, because the samples
+    of one request resemble each other.
 
     Args:
-        store: of ended texts.
-        salt: of the request; None: it uses no other's text and leaves none.
+        store: the store of ended texts.
+        salt: the request's salt; None: it uses no other request's text and leaves none.
         prompt: token ids.
     """
 
@@ -181,7 +181,7 @@ class SuffixRequest:
         self.store, self.salt, self.prompt = store, salt, list(prompt)
         self._text = self._empty(len(prompt))
         self._tail, self._length = list[int](), 0  # the last tokens of the text, and how many it has
-        self._pieces = set[tuple[int, ...]]()  # of branches: the place of their end, and their tokens
+        self._pieces = set[tuple[int, ...]]()  # pieces of branches: the place of their end, and their tokens
         self.learn(self.prompt)
 
     def learn(self, tokens: Sequence[int]) -> None:
@@ -204,7 +204,7 @@ class SuffixRequest:
             self.store.add(self.salt, [*self.prompt, *tokens])
 
     def _learn_branch(self, ahead: Sequence[int]) -> None:
-        """Make the last whole piece of a branch text, after the tokens before it, if it is not yet."""
+        """Add the last whole piece of a branch to the text, with the tokens before it, unless it was added already."""
         end = (self._length + len(ahead)) // PIECE * PIECE - self._length
         start = end - PIECE
         piece = (self._length + end, *ahead[start:end])
@@ -212,7 +212,7 @@ class SuffixRequest:
             return
         self._pieces.add(piece)
         self._append([BOUNDARY, *[*self._tail, *ahead[:start]][-PIECE // 2 :], *ahead[start:end], BOUNDARY])
-        self._append(self._tail[-PIECE // 2 :])  # the text goes on
+        self._append(self._tail[-PIECE // 2 :])  # context for the tokens that follow
 
     def _append(self, symbols: Sequence[int]) -> None:
         wanted = len(self._text) + len(symbols)
@@ -223,5 +223,5 @@ class SuffixRequest:
         suffixes.add(self._text, symbols, impl=self.store.impl)
 
     def _empty(self, length: int) -> Suffixes:
-        """A text with room for so many tokens and as many more."""
+        """An empty text with room for more than twice `length` tokens."""
         return Suffixes(min(2 * length + 512, MOST_OWN), self.store.vocab_size, fine=True)

@@ -44,13 +44,13 @@ from models.formats.linear import FORMATS
 from models.gguf.vocabulary import FileVocabulary
 from models.trim import release_libraries
 
-TOKENS = 256  # of a pass, see `Runner`
-GROWTH = 24 << 20  # what a process takes beyond its imports: code that is used again, threads, what malloc keeps
+TOKENS = 256  # tokens of a pass, see `Runner`
+GROWTH = 24 << 20  # bytes that a process takes beyond its imports: code that is used again, threads, what malloc keeps
 TOKENIZER = 20  # bytes in memory for a byte of a tokenizer's file
 TOKENIZER_LEAST, ENTRY = 3 << 20, 190  # bytes of a tokenizer.json in memory, and for each of its pieces and merges
 ARENA = 72 << 20  # address space of a thread: its stack, and what malloc reserves for it
 RESERVED = max(NULL_SLOT, TRASH_SLOT) + 1  # slots that no tree gets
-BEAMS = (1, 4, 15)  # of the table
+BEAMS = (1, 4, 15)  # numbers of beams in the table
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class MemoryPlan:
     """The memory that a process will hold, in bytes.
 
     Args:
-        lines: what is not the cache, by name, in the order of the sum.
-        token: of the cache, all models together; with what that leaves to states of recurrent layers.
-        least: of the smallest cache.
-        experts: of the target, which are among its weights; None: it has none.
+        lines: everything except the cache, by name, in the order of the sum.
+        token: bytes of the cache per token, all models together, with the share of states of recurrent layers.
+        least: bytes of the smallest cache.
+        experts: the target's experts, which its weights include; None: it has none.
     """
 
     lines: Mapping[str, int]
@@ -71,7 +71,7 @@ class MemoryPlan:
 
     @property
     def fixed(self) -> int:
-        """All but the cache."""
+        """Bytes of everything except the cache."""
         return sum(self.lines.values())
 
     def cache(self, tokens: int) -> int:
@@ -79,7 +79,7 @@ class MemoryPlan:
         return max((tokens + RESERVED) * self.token, self.least)
 
     def total(self, tokens: int) -> int:
-        """Bytes with a cache for so many tokens."""
+        """Bytes of everything, with a cache for `tokens` tokens."""
         return self.fixed + self.cache(tokens)
 
     def left(self, memory: int) -> int:
@@ -87,7 +87,7 @@ class MemoryPlan:
         return memory - self.fixed - RESERVED * self.token
 
     def with_experts(self, limit: int) -> "MemoryPlan":
-        """The same with so many bytes of the target's experts in memory."""
+        """The same plan with `limit` bytes of the target's experts in memory."""
         assert self.experts is not None
         line = self.experts.line
         lines = {**self.lines, line: self.lines[line] - self.experts.every}
@@ -101,15 +101,15 @@ class MemoryPlan:
 
 
 def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -> MemoryPlan:
-    """Plan the memory of a process, the cache left open; reads configurations and headers.
+    """Plan the memory of a process, for any size of the cache; reads configurations and headers.
 
     Args:
         options: how the models are to be loaded; the plan is that of the process at `options.place`.
-        workload: what has to fit.
-        runtime: bytes that it holds without a model; None: what this one does now, and what it will grow by.
+        workload: the work that must fit.
+        runtime: bytes that it holds without a model; None: `runtime_bytes` of this process.
 
     Raises:
-        CheckpointError, UsageError: as of `Engine.load`.
+        CheckpointError, UsageError: see `Engine.load`.
     """
     device = pick_device(options.device)
     check_quant(options.quant, device)
@@ -160,12 +160,12 @@ class AllowedBytes(NamedTuple):
 def allow(options: LoadOptions) -> AllowedBytes:
     """The bytes that keep a process within `options.memory`.
 
-    Where that does not hold all experts of a mixture, what is left beyond the least of both is halved between experts
-    and the cache, if `options.kv_memory` does not say what the cache gets.
+    If that does not hold all experts of a mixture, experts and cache get the least that they need, and each half of the
+    rest, unless `options.kv_memory` sets the size of the cache.
 
     Raises:
-        CheckpointError: as of `Engine.load`.
-        UsageError: what has to fit does not; with the sum, and what would.
+        CheckpointError: see `Engine.load`.
+        UsageError: the workload does not fit; the error has the sum, and options that would fit.
     """
     workload, kv_memory = options.workload or Workload(parallel=options.parallel), options.kv_bytes
     memory = memory_bytes(options, torch.get_num_threads())
@@ -192,12 +192,12 @@ def allow(options: LoadOptions) -> AllowedBytes:
 
 
 def _of_experts(experts: ExpertBytes | None) -> list[str]:
-    """Say in a refusal what is known about experts."""
+    """The lines of a refusal about experts."""
     return [] if experts is None else [f"  experts: {experts.touched()}; {experts.limits()}"]
 
 
 def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int) -> str:
-    """List in one line what would fit: for each flag, alone or before others, the value nearest to the wanted plan."""
+    """List in one line what would fit: for each flag, alone or with others, the value nearest to the wanted plan."""
     fits: dict[str, tuple[int, str]] = {}
     cheaper = []
     device = pick_device(options.device)
@@ -216,7 +216,7 @@ def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int
     for flags, other, work in cheaper:
         try:
             total = plan(other, work).total(work.slots[0])
-        except Exception:  # a checkpoint that is packed, or a search that refuses: no advice
+        except Exception:  # the checkpoint is packed, or the search refuses the value: no advice
             continue
         if total <= memory:
             flag = flags.partition(" ")[0]
@@ -267,7 +267,7 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     heads = max((2 * c.heads + 2 * kv) * size for kv, size in map(c.kv_size, range(c.layers)))
     heads += 4 * c.width * (c.convs is not None)
     row = 5 * c.width + heads + (3 if c.gated else 2) * max(map(c.inner, range(c.layers)))
-    if c.layer_inputs is not None:  # of all layers, and what they are made of
+    if c.layer_inputs is not None:  # inputs of all layers, and what they are computed from
         row += 3 * c.layers * c.layer_inputs.width
     if (latent := c.latent) is not None:  # narrow queries and values, rows of heads and their products
         row += c.heads * 2 * (latent.plain + latent.rotated + latent.value + latent.rank) + latent.query_rank
@@ -290,7 +290,7 @@ def runtime_bytes() -> int:
 
 
 def resident() -> int:
-    """Bytes of this process in memory; its largest so far where the system has no /proc."""
+    """Bytes of this process in memory; their maximum so far if the system has no /proc."""
     try:
         return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
@@ -320,7 +320,7 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
     """The memory limits of the control groups that this process is in, versions 1 and 2.
 
     Args:
-        root: of the file system.
+        root: the root of the file system.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
@@ -364,13 +364,13 @@ def table(options: LoadOptions, search_of: Any, new: int) -> str:
     """The plan of a model: for each format of weights and cache and for some numbers of beams.
 
     Args:
-        options: how the model is to be loaded, but for its formats. Prompt and reply have `context` tokens; None: all
+        options: how the model is to be loaded, except its formats. Prompt and reply have `context` tokens; None: all
             that the checkpoint is made for, 4096 if it has no limit.
         search_of: a number of beams -> a search.
         new: tokens of the reply.
 
     Raises:
-        CheckpointError, UsageError: as of `Engine.load`.
+        CheckpointError, UsageError: see `Engine.load`.
     """
     device = pick_device("cpu")
     checkpoint = Checkpoint.open(options.folder)

@@ -60,14 +60,14 @@ class Capabilities:
         """Describe a model on a device.
 
         Args:
-            model: has a `stack` if all of its layers can run as one call.
-            precision: of the model.
+            model: the model, with a `stack` if all of its layers can run as one call.
+            precision: the model's.
             quant: format of its matrices, a key of `FORMATS`, or how it was chosen.
-            device: of the model.
+            device: the model's.
             impl: implementation of the operators, see `kernels.tree_attention`.
-            kv_dtype: of its cache; "auto": its own.
+            kv_dtype: dtype of its cache; "auto": the model's.
             graphs: on a GPU, whether small passes are CUDA graphs.
-            activations: as `LoadOptions` has them.
+            activations: see `LoadOptions`.
         """
         name = dtype_name(precision.dtype)
         warning = f"{name} is slow: {precision.reason}" if precision.slow else ""
@@ -98,7 +98,7 @@ class Capabilities:
         return Capabilities(f"{precision}{weights}", f"{where}: {'; '.join(parts)}", warning)
 
     def noting(self, *notes: str) -> "Capabilities":
-        """The same with further lines in its warning; "" is none."""
+        """The same capabilities with further lines in the warning; "" adds none."""
         return replace(self, warning="\n".join(filter(None, [self.warning, *notes])))
 
 
@@ -112,14 +112,14 @@ def weight_formats(device: torch.device) -> dict[str, bool]:
 def pick_precision(own: torch.dtype, device: torch.device, float32_bytes: int, memory: int) -> Precision:
     """The dtype that "auto" stands for: the checkpoint's own unless float32 is faster and fits.
 
-    Where C++ kernels have dot products of the own dtype, they also multiply its weights by float32 rows: the faster of
-    both is measured.
+    If the C++ kernels have dot products of the checkpoint's dtype, they can also multiply its weights by float32 rows:
+    the faster way is found by measuring both.
 
     Args:
         own: the checkpoint's dtype.
         device: where the model will run.
         float32_bytes: size of the weights in float32.
-        memory: bytes of the machine; only a processor's, a GPU has products of half precision.
+        memory: bytes of the machine's memory; not used for a GPU, which has products of half precision.
     """
     name, full = dtype_name(own), torch.float32
     if own == torch.float64:
@@ -148,7 +148,7 @@ def explicit_precision(dtype: torch.dtype, device: torch.device) -> Precision:
 
 
 def processor() -> str:
-    """The vector instructions that PyTorch uses, such as "AVX2"; the machine's name where it knows of none."""
+    """The vector instructions that PyTorch uses, such as "AVX2"; the machine's name if it reports none."""
     level = torch.backends.cpu.get_cpu_capability()
     return platform.machine() if level in ("DEFAULT", "NO AVX") else level
 

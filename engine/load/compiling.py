@@ -54,12 +54,12 @@ def prepare() -> bool:
 
 
 def warm_up(run: Callable[[], object]) -> bool:
-    """Run a model once, which compiles its operators; where that fails it warns.
+    """Run a model once, which compiles its operators; if that fails, it warns.
 
     Returns:
         whether they are compiled.
     """
-    from torch._dynamo.exc import BackendCompilerFailed  # here, as it takes a second to import
+    from torch._dynamo.exc import BackendCompilerFailed  # here, because importing it takes a second
 
     try:
         run()

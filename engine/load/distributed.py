@@ -50,12 +50,12 @@ def check_alone(command: str) -> None:
 def together(device: str = "auto", timeout: float = TIMEOUT, backend: str | None = None) -> Iterator[Shard]:
     """The place of this process among those that `torchrun` started; a process alone without it.
 
-    On GPUs each process takes the one of its local rank, before anything else uses them.
+    On GPUs each process selects the GPU of its local rank, before anything else uses one.
 
     Args:
-        device: that models will run on, see `Engine.load`.
+        device: the device of the models, see `Engine.load`.
         timeout: seconds that a process waits for the others.
-        backend: of torch.distributed; None: NCCL for tensors on GPUs, gloo for others.
+        backend: backend of torch.distributed; None: NCCL for tensors on GPUs, gloo for others.
 
     Raises:
         UsageError: more processes on this machine than it has GPUs, or an environment that is not torchrun's.
@@ -96,7 +96,7 @@ class Processes(Shard):
     """Several processes, see `models.sharding.Shard`.
 
     Raises:
-        ProcessError: by every method, if another process has ended or does not answer.
+        ProcessError: (every method) another process has ended or does not answer.
     """
 
     def __init__(self, local: int):

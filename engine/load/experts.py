@@ -1,4 +1,4 @@
-"""Mixtures of experts that exceed `--memory`: what a token reads, what must stay in memory, and what need not."""
+"""Mixtures of experts that exceed `--memory`: the bytes that a token reads, and those that must stay in memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ class ExpertBytes:
     """The experts of a model.
 
     Args:
-        every: bytes of all.
-        line: of a plan that counts them.
-        layers: that have some.
-        count, chosen: of a layer; those of a token.
-        apart: the reason why they cannot be in memory in part; None: they can.
-        packs: counts the bytes of the file that a start with a part of them writes first; 0: there is one.
+        every: bytes of all experts.
+        line: the line of the memory plan that counts them.
+        layers: number of layers with experts.
+        count, chosen: experts of a layer, and those that a token uses.
+        apart: the reason why all of them must be in memory; None: a part suffices.
+        packs: returns the bytes of the file that a start with a part of them must write first; 0: it exists.
     """
 
     every: int
@@ -41,7 +41,7 @@ class ExpertBytes:
 
     @staticmethod
     def of(size: ModelSize, line: str, apart: str | None, packs: Callable[[], int]) -> "ExpertBytes | None":
-        """Those of a measured model; None: it has none."""
+        """The experts of a measured model; None: it has none."""
         if (mixed := size.config.experts) is None:
             return None
         return ExpertBytes(size.chosen, line, size.layers, mixed.count, mixed.routing.chosen, apart, packs)
@@ -53,7 +53,7 @@ class ExpertBytes:
 
     @property
     def least(self) -> int:
-        """Bytes that have to stay in memory: the rows of one pass may choose all experts of a layer."""
+        """Bytes that must stay in memory, because the rows of one pass may choose all experts of a layer."""
         return min(least_limit(self.every // self.layers, self.count), self.every)
 
     def touched(self) -> str:
@@ -64,7 +64,7 @@ class ExpertBytes:
         )
 
     def limits(self) -> str:
-        """Say how many of them `--memory` holds at least."""
+        """Say how many bytes of experts `--memory` holds at least."""
         if self.apart is not None:
             return f"--memory holds all: {self.apart}"
         packed = f"; with less than all a start first packs {size_text(n)} into a file" if (n := self.packs()) else ""
@@ -72,7 +72,7 @@ class ExpertBytes:
 
 
 def why_whole(options: LoadOptions) -> str | None:
-    """Why the experts of a model have to be in memory all; None: they are multiplied where a file is mapped."""
+    """Why all experts of a model must be in memory; None: they can be multiplied from a mapped file."""
     if options.place.size > 1:
         return "processes that share a model hold all of its experts"
     if not has_kernels(torch.float32, CPU):
@@ -83,10 +83,10 @@ def why_whole(options: LoadOptions) -> str | None:
 
 
 def keep_experts(model: Any, limit: int, where: str) -> str:
-    """Have a loaded model keep so many bytes of its experts in memory, and say what that means for its steps.
+    """Have a loaded model keep `limit` bytes of its experts in memory; returns what that means for its steps.
 
     Raises:
-        UsageError: they are in no mapped file.
+        UsageError: the experts are in no mapped file.
     """
     mixtures = [module.matrices for module in model.modules() if isinstance(module, Mixture)]
     try:

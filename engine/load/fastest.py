@@ -25,10 +25,10 @@ from models.formats.linear import FORMATS
 from models.threads import MACHINE
 
 ROWS = 1, 16, 256  # per product: a sequence, beams or drafts, a prompt
-SIDE = 4096  # of the matrix, which is larger than most caches
+SIDE = 4096  # rows and columns of the matrix, which is larger than most caches
 ROUNDS = 3
 WORTH = 1.1  # the first way, which takes the least memory or rounds the least, unless another is that much faster
-AUTO_FORMATS = "none", "int8"  # that --quant auto chooses from, where the machine runs them
+AUTO_FORMATS = "none", "int8"  # formats that --quant auto chooses from, if the machine runs them
 PRETEND = "COPPICE_PRETEND"  # environment variable for tests, see `pretended`
 
 
@@ -37,15 +37,15 @@ class FormatChoice:
     """The way that was chosen.
 
     Args:
-        name: of the way.
-        seconds: of each way, the geometric mean over `ROWS`; empty: there was nothing to choose from.
+        name: the name of the way.
+        seconds: the time of each way, a geometric mean over `ROWS`; empty: there was nothing to choose from.
     """
 
     name: str
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Why: "1.70x as fast as none, measured here", of the best other way; "" without a choice."""
+        """The reason, relative to the best other way: "1.70x as fast as none, measured here"; "" without a choice."""
         others = {name: seconds for name, seconds in self.seconds.items() if name != self.name}
         if not others:
             return ""
@@ -54,12 +54,12 @@ class FormatChoice:
 
 
 def pretended(device: torch.device) -> bool | None:
-    """Whether `auto` has to choose as on a CPU with fast products of bfloat16 and int8; None: as on this one.
+    """Whether `auto` chooses as on a CPU with fast products of bfloat16 and int8; None: as on this one.
 
     Tests set COPPICE_PRETEND to bf16 or no-bf16, to try both choices on every machine.
 
     Args:
-        device: that the model computes on; only a CPU is pretended, for others the result is None.
+        device: the model's device; for others than a CPU the result is None.
 
     Raises:
         UsageError: the variable has another value.
@@ -82,7 +82,7 @@ def fastest_dtype(own: torch.dtype, device: torch.device) -> FormatChoice:
 def fastest_format(own: torch.dtype, dtype: torch.dtype, device: torch.device) -> FormatChoice:
     """Returns the format, a key of `FORMATS`, for weights of dtype `own` in a model that computes in `dtype`."""
     if device.type != "cpu":
-        return FormatChoice("none")  # what rounds least; the others are there to be asked for
+        return FormatChoice("none")  # the format that rounds least; others must be requested
     names = [name for name in AUTO_FORMATS if FORMATS[name].why_not(device) is None]
     if (pretence := pretended(device)) is not None:
         return FormatChoice(names[-1] if pretence else "none")
@@ -91,11 +91,11 @@ def fastest_format(own: torch.dtype, dtype: torch.dtype, device: torch.device) -
 
 
 def choose(question: str, ways: dict[str, Callable[[], list[float]]]) -> FormatChoice:
-    """Returns the fastest way; the first if none is `WORTH` more.
+    """Return the fastest way; the first one unless another is `WORTH` times as fast.
 
     Args:
-        question: for the file that keeps the answer; not the same for other ways.
-        ways: by name, functions that measure seconds per product, for each of `ROWS`.
+        question: identifies the stored answer; it must differ for other ways.
+        ways: functions by name that measure seconds per product, for each of `ROWS`.
     """
     if len(ways) == 1:
         return FormatChoice(next(iter(ways)))
@@ -105,7 +105,7 @@ def choose(question: str, ways: dict[str, Callable[[], list[float]]]) -> FormatC
 
 
 def timed(format: Any, own: torch.dtype, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Measures a format's products of rows of `dtype`, the shortest of some, for each of `ROWS`."""
+    """Measure a format's products of rows of `dtype`: the shortest of several times, for each of `ROWS`."""
     layer = format([torch.ones(SIDE, SIDE, dtype=own)], dtype=dtype, device=device)
     return [_shortest(layer, torch.ones(rows, SIDE, dtype=dtype)) for rows in ROWS]
 
@@ -121,13 +121,13 @@ def _shortest(layer: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def _asked(question: str, ways: dict[str, Callable[[], list[float]]]) -> dict[str, list[float]]:
-    """Seconds of each way: of this process, of the file that keeps them, or measured now."""
+    """Seconds of each way: known to this process, read from the file that keeps them, or measured now."""
     facts = question, ROWS, SIDE, cpp.sources(), cpp.built_ahead(), cpp.why_not(), processor.identity()
     name = f"fastest-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
     if name in _answers:
         return _answers[name]
     folder = found = None
-    with suppress(OSError, RuntimeError, cpp.BuildError):  # where nothing can be kept, each process measures
+    with suppress(OSError, RuntimeError, cpp.BuildError):  # if nothing can be stored, each process measures
         real = files.private(cpp.cache_folder() / "kernels", make=True)
         found, folder = files.facts(real, name), real
     if not _sound(found, ways):

@@ -17,7 +17,7 @@ def file_cache(cache: str) -> FileCache | None:
     """The files that later starts read; None: nothing is kept or read.
 
     Args:
-        cache: of `LoadOptions`.
+        cache: see `LoadOptions`.
 
     Raises:
         UsageError: the environment variable has another value than off or a size.

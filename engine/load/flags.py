@@ -21,12 +21,12 @@ class Flag:
     """The flag of an option. Its help is the first sentence about the field in the docstring of the options.
 
     Args:
-        name: "" takes the field's.
+        name: the flag's name; "" takes the field's.
         group: the heading in `--help`.
         metavar: the placeholder for a value in `--help`.
         choices: the words that the flag takes; none: any text.
         constant: the word that the flag stands for; it takes no value then.
-        help: instead of the text of the docstring.
+        help: replaces the text of the docstring.
         also: further words that the field takes from Python.
         read: text -> value; raises ValueError with the expected values.
         many: the flag may be given several times, and the field takes a list.
@@ -59,7 +59,7 @@ class NoFlag:
 
 
 class Option(NamedTuple):
-    """A field of options: its name, its default (`dataclasses.MISSING`: none), its flag, the text about it."""
+    """A field of options: its name, its default (`dataclasses.MISSING`: none), its flag, and its description."""
 
     name: str
     default: Any
@@ -68,19 +68,19 @@ class Option(NamedTuple):
 
     @property
     def argument(self) -> str:
-        """The name of its flag, as argparse has it."""
+        """The name that argparse gives the flag's value."""
         return (self.flag.name if isinstance(self.flag, Flag) else "") or self.name
 
     @property
     def help(self) -> str:
-        """The text of `--help` about it."""
+        """The help text of the flag."""
         own = self.flag.help if isinstance(self.flag, Flag) else ""
         return own or self.doc.partition(". ")[0].rstrip(".")
 
 
 @functools.cache
 def options_of(kind: type) -> tuple[Option, ...]:
-    """The fields of a class of options, in their order. Raises TypeError for one that does not say its flag."""
+    """The fields of a class of options, in their order. Raises TypeError for a field without a flag."""
     hints = get_type_hints(kind, include_extras=True)
     text, found = "\n".join(inspect.getdoc(cls) or "" for cls in kind.__mro__[:-1]), []
     for f in fields(kind):
@@ -94,7 +94,7 @@ def options_of(kind: type) -> tuple[Option, ...]:
 
 
 def takes(kind: Callable[P, Options]) -> Callable[[Callable[[Options], T]], Callable[P, T]]:
-    """A decorator: a function of options becomes one of their fields, with names, types and defaults of `kind`."""
+    """Decorate a function of options so that it takes their fields as arguments, with the defaults of `kind`."""
 
     def decorate(function: Callable[[Options], T]) -> Callable[P, T]:
         @functools.wraps(function)

@@ -43,17 +43,17 @@ OTHERS = {  # fields that change probabilities and have no counterpart, or (`ren
     "penalty_alpha": None,
     "dola_layers": None,
 }
-TOP_K = 50  # of `generate` where the file has none
-OF_ROWS = ("greedy", "sample", "bon", "sbon", "aded", "speculative")  # searches whose processors get logits there
+TOP_K = 50  # the default of `generate` if the file has none
+OF_ROWS = ("greedy", "sample", "bon", "sbon", "aded", "speculative")  # their processors get logits in transformers
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Fields of `generation_config.json`, without null and what changes nothing.
+    """Fields of `generation_config.json`, without those that are null or change nothing.
 
     Args:
-        fields: by their names in the file.
-        params: parameters of searches, by the keys of batch lines; among them `top_k`, which is 50 where the file has
+        fields: the fields by their names in the file.
+        params: parameters of searches, by the keys of batch lines; among them `top_k`, which is 50 if the file has
             none, as in transformers.
         rules: fields of `engine.Request`.
     """
@@ -64,7 +64,7 @@ class Generation:
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> "Generation":
-        """Read it from a checkpoint. Values are not checked: searches and requests do so."""
+        """Read the fields of a checkpoint. Searches and requests check the values."""
         given = {name: value for name, value in checkpoint.generation_config.items() if value is not None}
         plain = {name: same for name, (_, same) in (PARAMS | RULES).items()} | OTHERS
         fields = {name: given[name] for name in plain if name in given and given[name] != plain[name]}
@@ -73,7 +73,7 @@ class Generation:
         return Generation(fields, {"top_k": given.get("top_k", TOP_K)} | params, rules)
 
     def params_of(self, known: Collection[str]) -> dict[str, Any]:
-        """The parameters for a search that has these."""
+        """The parameters for a search that knows these."""
         return {key: value for key, value in self.params.items() if key in known}
 
     def rules_of(self, search: str) -> dict[str, Any]:
@@ -87,8 +87,8 @@ class Generation:
 
         Args:
             known: parameters of the search.
-            given: parameters, and fields of requests, that have a value.
-            applied: whether all fields are, but for those without a counterpart.
+            given: parameters, and fields of requests, that the caller has given.
+            applied: whether all fields with a counterpart are applied.
         """
         of = PARAMS | RULES
         left = [name for name in self.fields if name not in of]

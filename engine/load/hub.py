@@ -44,8 +44,8 @@ def located(options: LoadOptions, progress: bool = True) -> LoadOptions:
 
 
 def local_path(model: str | Path, progress: bool = True) -> str | Path:
-    """The path of a model: `model` itself if it is there, or cannot be a name on the hub. Else it is fetched, if the
-    hub's cache does not have it. Raises CheckpointError."""
+    """The path of a model: `model` itself if it exists or cannot be a name on the hub; otherwise its place in the
+    hub's cache, into which it is fetched if necessary. Raises CheckpointError."""
     if (name := _name_of(model)) is None:
         return model
     with _errors(name), _bars(progress):
@@ -54,10 +54,10 @@ def local_path(model: str | Path, progress: bool = True) -> str | Path:
 
 @contextlib.contextmanager
 def outlined(model: str | Path, progress: bool = True) -> Iterator[tuple[str | Path, int]]:
-    """Find a model, as `local_path` does, for who reads headers alone: of weights not in the cache no more is fetched.
+    """Find a model like `local_path`, but of weights that are not in the cache fetch only the headers.
 
     Yields:
-        The path, which is that of a temporary folder if files were not in the cache; then the bytes that they have.
+        The path, in a temporary folder if files are not in the cache; and the bytes that those files have.
     """
     if (name := _name_of(model)) is None:
         yield model, 0
@@ -69,12 +69,12 @@ def outlined(model: str | Path, progress: bool = True) -> Iterator[tuple[str | P
 
 
 def _name_of(model: str | Path) -> HubName | None:
-    """The name on the hub that a model is given by; None: it is a path."""
+    """The model's name on the hub; None if it is a path."""
     return None if os.path.lexists(model) else HubName.parse(str(model))
 
 
 class _Repository:
-    """A repository of the hub, and what the cache has of it."""
+    """A repository of the hub, and its files in the cache."""
 
     def __init__(self, name: HubName):
         from huggingface_hub import HfApi
@@ -87,7 +87,7 @@ class _Repository:
         """Fetch the model; returns its folder or GGUF file. `again`: the revision got a new commit meanwhile."""
         commit, chosen, folder = self._chosen()
         if folder is None:
-            # One after another, in this thread: Ctrl-C ends it at once, and where the weights are, the rest is too.
+            # One after another, in this thread: Ctrl-C ends it at once, and weights in the cache imply all other files.
             first, *others = chosen.files
             folder = self._download(first, self.name.revision).parents[first.count("/")]  # notes the revision's commit
             if folder.name != commit and again:
@@ -105,7 +105,7 @@ class _Repository:
         """The folder or the GGUF file, fetched or with outlines of the weights, and how many bytes they lack.
 
         Args:
-            scratch: an empty folder, in which one is made as the hub's cache has it.
+            scratch: an empty folder, in which a folder like one of the hub's cache is made.
         """
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers
@@ -143,7 +143,7 @@ class _Repository:
         return commit, chosen, folder if whole else None
 
     def _files(self) -> tuple[str, list[str]]:
-        """The commit and its files; without a network those that the cache has of it."""
+        """The commit and its files; without a network, the files in the cache."""
         from huggingface_hub import constants
 
         try:
@@ -211,7 +211,7 @@ def _network_errors() -> tuple[type[Exception], ...]:
 
 @contextlib.contextmanager
 def _errors(name: HubName) -> Iterator[None]:
-    """Turn the errors of the library into ours."""
+    """Context that turns errors of the library into CheckpointErrors."""
     try:
         yield
     except (*_network_errors(), ValueError) as error:
@@ -219,7 +219,7 @@ def _errors(name: HubName) -> Iterator[None]:
 
 
 def _status(error: Exception) -> int:
-    """The HTTP status that an error, or its cause, tells of; 0 if it tells of none."""
+    """The HTTP status of an error or its cause; 0 if there is none."""
     told = getattr(getattr(error, "response", None), "status_code", None)
     if told is None and isinstance(cause := error.__cause__, Exception):
         return _status(cause)
@@ -227,7 +227,7 @@ def _status(error: Exception) -> int:
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether an error says that the hub does not answer, not what it answers."""
+    """Whether an error means that the hub does not answer, rather than that it refuses."""
     return _status(error) in (0, 408, 429) or _status(error) >= 500
 
 
@@ -238,7 +238,7 @@ def _is_offline(error: BaseException | None) -> bool:
 
 
 def _error_of(name: HubName, error: Exception) -> CheckpointError:
-    """Our error for one of the library."""
+    """The CheckpointError for an error of the library."""
     from huggingface_hub import constants, errors
 
     where, here = f"{constants.ENDPOINT}/{name.repo}", f"there is no file or folder {show(name)} here"

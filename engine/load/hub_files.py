@@ -16,7 +16,7 @@ from models.checkpoint.wrapped import is_wrapped, text_config
 from models.errors import show
 from models.folders import PART
 
-USUAL = "Q4_K_M"  # the quantisation that llama.cpp takes where none is named
+USUAL = "Q4_K_M"  # the quantisation that llama.cpp takes if none is named
 BESIDE = (  # safetensors; each is read if it is there
     "generation_config.json",
     "tokenizer_config.json",
@@ -35,7 +35,7 @@ class Needed:
     """The files to fetch, and which of them is the model.
 
     Args:
-        files: by their paths in the repository.
+        files: the files by their paths in the repository.
         gguf: the GGUF file to open, the first of a divided model; "": the folder is the model.
     """
 
@@ -51,10 +51,10 @@ def needed(files: Collection[str], file: str, where: str, read: Callable[[str], 
         file: the GGUF file that was asked for, or its quantisation; "": the safetensors if there are any, else the
             only GGUF file, else that of the quantisation `USUAL`.
         where: the repository, for messages.
-        read: fetches one file, and gives its path.
+        read: fetches one file and returns its path.
 
     Raises:
-        CheckpointError: nothing suits, or several files do; says which there are.
+        CheckpointError: no file or several files fit; the error lists them.
     """
     models = gguf_models(files)
     if file:
@@ -68,7 +68,7 @@ def needed(files: Collection[str], file: str, where: str, read: Callable[[str], 
 
 
 def architecture_of(path: Path) -> str:
-    """The architecture that a config.json names, of several modalities that of the text model; "" if it names none.
+    """The architecture that a config.json names, for several modalities that of the text model; "" if it names none.
 
     Raises:
         CheckpointError: it is no config, or has no text model that is supported.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from models.gguf.reader import header_bytes
 
-FIRST, GROWTH = 1 << 20, 8  # bytes that are asked for at once, and how many times as many if the header is longer
+FIRST, GROWTH = 1 << 20, 8  # bytes requested first, and the factor by which they grow if the header is longer
 MAX_HEADER = 1 << 28  # bytes
 SUFFIXES = ".safetensors", ".gguf"
 
@@ -14,16 +14,16 @@ def write_outline(url: str, headers: Mapping[str, str], path: Path) -> int:
     """Write a file as large as one on the hub, with its header and a hole for everything else, which takes no disk.
 
     Args:
-        url: of the file.
-        headers: of the requests, with the token.
-        path: of the file to write.
+        url: the file's.
+        headers: headers of the requests, with the token.
+        path: the file to write.
 
     Returns:
         The size of the file, bytes.
 
     Raises:
         CheckpointError, ValueError: the header is damaged, or longer than `MAX_HEADER`.
-        HfHubHTTPError, OSError: as of the library's requests.
+        HfHubHTTPError, OSError: a request of the library failed.
     """
     count = FIRST
     while True:
@@ -31,7 +31,7 @@ def write_outline(url: str, headers: Mapping[str, str], path: Path) -> int:
         length = header_bytes(start, path) if path.suffix == ".gguf" else 8 + int.from_bytes(start[:8], "little")
         if length is not None and length <= len(start):
             break
-        if len(start) >= size:  # whoever opens it says what is wrong
+        if len(start) >= size:  # the code that opens it reports the fault
             length = size
             break
         if count >= MAX_HEADER or (length or 0) > MAX_HEADER:
@@ -44,7 +44,7 @@ def write_outline(url: str, headers: Mapping[str, str], path: Path) -> int:
 
 
 def _start(url: str, headers: Mapping[str, str], count: int) -> tuple[bytes, int]:
-    """The first bytes of a file, `count` if it has so many, and its size."""
+    """The first `count` bytes of a file (fewer if it is shorter), and its size."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import hf_raise_for_status
 

@@ -47,27 +47,27 @@ from models.gguf.cached_vocabulary import NewVocabulary
 from models.mtp import MTP
 from models.trim import trim_memory
 
-IDLE = 1 << 30  # bytes of cached prefixes that no request uses, where nobody has said how large the pool is
+IDLE = 1 << 30  # bytes of cached prefixes that no request uses, if no option sets the size of the pool
 SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that are hashed, and bytes read at each
 
 
 @dataclass
 class LoadedModel:
-    """A model ready to run, and what belongs to it.
+    """A model ready to run, with its pool, tokenizer and metadata.
 
     Args:
         runner: evaluates it; has its pool.
         shape: its dimensions.
-        tokenizer, template: of its checkpoint; None where it has none.
+        tokenizer, template: those of its checkpoint; None if it has none.
         eos_token_ids: tokens that end a text.
         name: for messages.
-        capabilities: what it computes in, and which fast paths this machine has.
+        capabilities: its dtype, and the fast paths of this machine.
         key, start_token: `model_key` and `start_token` of a `Task`.
-        parameters: how many the checkpoint has.
-        adapters: digests by name; numbers of a pass are their places, from 1 on.
-        warned: of a control token that is read as text.
+        parameters: number of parameters of the checkpoint.
+        adapters: digests by name; an adapter's number in a pass is its place, counted from 1.
+        warned: whether a warning about a control token that is read as text was given.
         pooling: how it embeds texts.
-        generation: what its `generation_config.json` has, which nothing applies unasked.
+        generation: its `generation_config.json`, which is applied only on request.
         pad_token_id: of its config, see `engine.rewards.scored`.
     """
 
@@ -91,7 +91,7 @@ class LoadedModel:
         """The token ids of a prompt that is text. Warns once if it spells a control token and is not to be parsed.
 
         Raises:
-            UsageError: as `Tokenizer.encode`.
+            UsageError: see `Tokenizer.encode`.
         """
         check_flag("parse_special", parse_special)
         tokenizer = self.need_tokenizer()
@@ -105,7 +105,7 @@ class LoadedModel:
         return tokenizer.encode(prompt, parse_special=parse_special)
 
     def adapter(self, name: str | None) -> int:
-        """The number of an adapter in a pass; of None the first one's, 0 without one. Raises UsageError."""
+        """The number of an adapter in a pass; for None that of the first one, 0 without adapters. Raises UsageError."""
         if name is None:
             return min(1, len(self.adapters))
         names = [NO_ADAPTER, *self.adapters]
@@ -120,10 +120,10 @@ class LoadedModel:
         return f"{self.key}-{[*self.adapters.values()][number - 1]}" if number and self.key else self.key
 
     def cache_prefixes(self, bounded: bool) -> None:
-        """Keep prefixes of requests in the pool, except where keys depend on how long their sequence was in the end.
+        """Keep prefixes of requests in the pool, unless keys depend on the final length of their sequence.
 
         Args:
-            bounded: on a CPU at most `IDLE` bytes: memory of its pool is taken only when it is written to.
+            bounded: keep at most `IDLE` bytes on a CPU, where memory of the pool is taken only when it is written to.
         """
         pool, shape = self.runner.pool, self.shape
         if shape.steady_length is not None:
@@ -131,7 +131,7 @@ class LoadedModel:
         room = IDLE // shares_of([shape]) if bounded and pool.device.type == "cpu" else sys.maxsize
         most = max(1, min(room // pool.page_bytes, pool.pages))
         if (shard := getattr(self.runner.model, "shard", None)) is not None and shard.size > 1:
-            most = least(shard, most)  # pages go in all processes at once
+            most = least(shard, most)  # all processes drop the same pages
         stored = (0, 0) if shape.delta is None else (room // shape.row_bytes, room // shape.state_bytes)
         pool.cache_prefixes(most, *stored)
 
@@ -148,7 +148,7 @@ class LoadedModel:
 
 @dataclass
 class _Weights:
-    """A checkpoint in memory, without a pool yet: pools share what memory the weights of all models leave."""
+    """A checkpoint in memory, without a pool yet: pools share the memory that the weights of all models leave."""
 
     folder: Path
     checkpoint: Checkpoint
@@ -175,7 +175,7 @@ class _Weights:
         chat_template: str | Path | None,
         in_part: bool = False,
     ) -> "_Weights":
-        """Load a checkpoint; `in_part`: not all of its experts are to be in memory."""
+        """Load a checkpoint; with `in_part`, only a part of its experts will be in memory."""
         opened, cache = time.time(), file_cache(options.cache)
         checkpoint, shard = Checkpoint.open(folder, cache), options.place
         precision = shard.first(lambda: pick_dtype(options.dtype, checkpoint, device))
@@ -185,7 +185,7 @@ class _Weights:
         if isinstance(checkpoint.vocabulary, NewVocabulary):
             checkpoint.vocabulary.keep()
         template = load_template(checkpoint.folder, chat_template, tokenizer)
-        trim_memory()  # of the parsed files: a third of what a tokenizer took
+        trim_memory()  # frees the parsed files: a third of a tokenizer's memory
         if in_part:
             cached = experts_file(cache, checkpoint, precision.dtype, kept.name, opened)
         else:
@@ -230,7 +230,7 @@ class _Weights:
             eos,
             self.checkpoint.name,
             self._capabilities(runner),
-            key if self.model.shard.size == 1 else "",  # files that some processes find and others do not part them
+            key if self.model.shard.size == 1 else "",  # processes would differ by files that only some find
             start,
             sum(tensor.elements for tensor in self.checkpoint.tensors.values()),
             {name: adapter.digest() for name, adapter in self.adapters.items()},
@@ -240,7 +240,7 @@ class _Weights:
         )
 
     def _capabilities(self, runner: Runner) -> Capabilities:
-        """Describe what the model runs on; the warning names what is not loaded of the checkpoint."""
+        """Describe what the model runs on; the warning names the parts of the checkpoint that are not loaded."""
         graphs = isinstance(runner, GraphRunner)
         formats = self.kv_dtype, graphs, self.activations
         found = Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl, *formats)
@@ -249,13 +249,13 @@ class _Weights:
         return found.noting(self._beyond(), *self.left_out())
 
     def _beyond(self) -> str:
-        """Say for people that sequences may be longer than those that the checkpoint is made for; "" if not."""
+        """The note that sequences may be longer than those that the checkpoint is made for; "" if not."""
         given, own = self.model.shape.max_positions, ModelShape.of(self.model.config).max_positions
         beyond = given is not None and own is not None and given > own
         return f"context {given}: the checkpoint is made for {own} tokens; past them answers may get worse" * beyond
 
     def left_out(self) -> list[str]:
-        """Name for people what is not loaded of the checkpoint."""
+        """Names, for people, of the parts of the checkpoint that are not loaded."""
         notes = []
         if left_out := self.checkpoint.left_out:
             parts = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in left_out.items())
@@ -274,7 +274,7 @@ class _Weights:
 
 
 def in_context(model: Any, context: int | None, name: str) -> ModelShape:
-    """The shape of a model with a context of so many tokens; None: of its own. Raises UsageError."""
+    """The shape of a model with a context of `context` tokens; None: its own. Raises UsageError."""
     shape = model.shape
     if context is None:
         return shape
@@ -301,11 +301,11 @@ def open_adapters(options: LoadOptions, checkpoint: Checkpoint) -> dict[str, Ada
 
 
 def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None = None) -> dict[str, LoadedModel]:
-    """Load models by role, with pools of as many tokens each; errors as of `Engine.load`.
+    """Load models by role, with pools of equally many tokens; raises the errors of `Engine.load`.
 
     Args:
-        options: how; `memory` and `kv_memory` are not read.
-        kv_memory: bytes of all pools; None: what suits the free memory.
+        options: the loading options; `memory` and `kv_memory` are not read.
+        kv_memory: bytes of all pools; None: chosen by the free memory.
         experts: bytes of the target's experts that stay in memory; None: all.
     """
     device, shard = pick_device(options.device), options.place
@@ -376,7 +376,7 @@ def check_companion(role: str, target: LoadedModel, other: LoadedModel) -> None:
             )
         return
     if isinstance(other.runner.model, DraftHead):
-        return  # it has become the target's
+        return  # the head has become the target's
     if other.shape.scores:
         raise UsageError("the draft is a reward model: it generates none", where=other.name)
     if target.tokenizer and other.tokenizer:
@@ -394,8 +394,8 @@ def check_companion(role: str, target: LoadedModel, other: LoadedModel) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a name: cpu, cuda, or auto for the GPU if there is one. Raises UsageError for a GPU that is not
-    there, or cannot serve."""
+    """The device of a name: cpu, cuda, or auto for the GPU if there is one. Raises UsageError for a GPU that is absent
+    or unsupported."""
     if name == "cpu" or not torch.cuda.is_available():
         if name == "cuda":
             raise UsageError("device: this machine has no CUDA GPU that torch can use", remedy="use --device cpu")
@@ -426,7 +426,7 @@ def check_kv_dtype(kv_dtype: str, device: torch.device) -> None:
 
 
 def check_activations(activations: str, device: torch.device) -> None:
-    """Refuse rounded activations where the device's kernels round none. Raises UsageError."""
+    """Refuse rounded activations if the device's kernels do not round any. Raises UsageError."""
     if activations == "int8" and device.type != "cpu":
         raise UsageError("activations: a GPU does not round them", remedy="leave out --activations int8")
 
@@ -444,7 +444,7 @@ def check_quant(name: str, device: torch.device) -> None:
 
 
 def pick_quant(name: str, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> FormatChoice:
-    """The format that matrices are kept in: the one that they were packed in, if they were. Raises UsageError.
+    """The format of the matrices: that of a packed checkpoint, or the chosen one. Raises UsageError.
 
     Args:
         name: a key of `FORMATS`, or "auto": the fastest that is measured for a model that computes in `dtype`.
@@ -486,7 +486,7 @@ def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Toke
 def model_key(
     checkpoint: Checkpoint, dtype: torch.dtype, quant: str, kv_dtype: str = "auto", activations: str = "auto"
 ) -> str:
-    """A name for a model as it is computed: the folder's, and a hash of configuration, dtypes and pieces of weights."""
+    """A name for a model as it is computed: the folder's, and a hash of configuration, dtypes and weight samples."""
     formats = [str(dtype), quant, *([] if kv_dtype == "auto" else [kv_dtype])]
     formats += [] if activations == "auto" else [f"{activations} activations"]
     digest = hashlib.sha256(json.dumps([checkpoint.config, *formats], sort_keys=True).encode())

@@ -19,10 +19,10 @@ from engine.load.sizes import Workload, read_size
 from models.formats import FORMATS
 from models.shard import Shard
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")  # names of torch's
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # names of torch dtypes
 KV_DTYPES = ("auto", "int8", "fp8")
 ACTIVATIONS = ("auto", "int8")
-FORMATS_SHOWN = "none", "int8", "int4"  # of tables and flags: other groups of int4 differ by a few per cent
+FORMATS_SHOWN = "none", "int8", "int4"  # formats in tables and flags: other groups of int4 differ by a few per cent
 ONE_AT_A_TIME = "it runs one search at a time"
 NO_ADAPTER = "none"  # the name by which a request asks for the base model
 READ_ONCE = "it reads each prompt once"

@@ -13,8 +13,8 @@ from models.checkpoint.headers import Checkpoint
 from models.checkpoint.listing import read_json
 from models.errors import CheckpointError
 
-MODULES, CONFIG = "modules.json", "config.json"  # the second in the folder of the module Pooling
-MOST_BYTES = 1 << 16  # of each file
+MODULES, CONFIG = "modules.json", "config.json"  # CONFIG lies in the folder of the module Pooling
+MOST_BYTES = 1 << 16  # bytes of each file
 KNOWN = {"mean": MEAN, "mean_tokens": MEAN, "lasttoken": LAST}  # sentence-transformers' words -> ours
 GGUF_KNOWN = {1: MEAN, 3: LAST}  # llama.cpp's numbers
 PREFIX = "pooling_mode_"
@@ -22,12 +22,12 @@ PREFIX = "pooling_mode_"
 
 @dataclass(frozen=True)
 class Pooling:
-    """How embeddings are made where a request does not say it.
+    """How embeddings are made if a request does not say it.
 
     Args:
         pooling: one of `engine.words.POOLINGS`.
         normalize: whether vectors have length 1.
-        why_not: what the checkpoint asks for that there is not: then a request has to name a pooling. "" otherwise.
+        why_not: an unsupported pooling that the checkpoint asks for, so that requests must name one; else "".
     """
 
     pooling: str = MEAN
@@ -36,12 +36,12 @@ class Pooling:
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> "Pooling":
-        """Read it from a checkpoint; one that says nothing gets the defaults."""
+        """Read the pooling of a checkpoint; the default if it prescribes none."""
         try:
             if checkpoint.gguf is not None:
                 return _of_metadata(checkpoint.gguf.metadata)
             return _of_modules(checkpoint.folder) if (checkpoint.folder / MODULES).is_file() else Pooling()
-        except CheckpointError as error:  # the model may serve for all else
+        except CheckpointError as error:  # all other requests may still be served
             return Pooling(why_not=error.what)
         except (OSError, ValueError, RecursionError) as error:
             return Pooling(why_not=f"{MODULES} cannot be read: {str(error)[:100]}")

@@ -19,8 +19,8 @@ from engine.load.sizes import size_text
 from models.config import ModelShape
 from models.shard import Shard
 
-ROWS, STATES = 4096, 256  # most that an automatic pool has, of recurrent layers
-STATES_LEAST = 3  # a trunk's, the one before it while a pass runs, and one of a branch
+ROWS, STATES = 4096, 256  # most rows and states of recurrent layers in an automatic pool
+STATES_LEAST = 3  # a trunk's state, the previous one while a pass runs, and one of a branch
 PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
 MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
@@ -34,7 +34,7 @@ def make_pools(
     """Make a pool for each model; all hold the same number of tokens. Processes that share the models get equal pools.
 
     Args:
-        models: each with the dtype of its keys and values.
+        models: the shape of each model, and the dtype of its keys and values.
         kv_memory: bytes of all pools together; None: up to half of the free memory.
 
     Raises:
@@ -66,7 +66,7 @@ def make_pools(
 
 
 def shares_of(shapes: Sequence[ModelShape]) -> int:
-    """Equal parts of the memory of a cache: keys and values are one; rows and states of recurrent layers, two more."""
+    """The number of equal parts of a cache: one for keys and values, two more for recurrent rows and states."""
     return 3 if any(shape.delta is not None for shape in shapes) else 1
 
 
@@ -90,7 +90,7 @@ def stores_of(shapes: Sequence[ModelShape], memory: int, bounded: bool) -> dict[
 
     Args:
         memory: bytes of all rows together, and of all states.
-        bounded: no more than an automatic pool has.
+        bounded: return no more than an automatic pool has.
 
     Raises:
         KVMemoryError: a sequence has no room.
@@ -115,7 +115,7 @@ def total_memory() -> int:
 
 
 def free_memory() -> int:
-    """Bytes of free memory; half of all memory where the system does not report it, as on macOS."""
+    """Bytes of free memory; half of all memory if the system does not report it, as on macOS."""
     return _pages("SC_AVPHYS_PAGES") or total_memory() // 2
 
 
@@ -131,13 +131,13 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int, share: f
     """Check, before anything is evaluated, that the pool holds the least number of slots that a search needs.
 
     Args:
-        pool: of the target model.
+        pool: the target model's.
         search: its `slots` returns the least and the most that it may need.
-        prompt, new: tokens.
-        share: of the pool, that the search may have.
+        prompt, new: numbers of tokens.
+        share: the part of the pool that the search may have.
 
     Raises:
-        KVMemoryError: with the numbers, and the largest limits of this search that would fit.
+        KVMemoryError: it does not; the error has the numbers, and the largest limits of this search that would fit.
         SearchError: `slots` failed.
     """
     room, unit = int(share * pool.pages) * pool.page_size, pool.bytes_per_token

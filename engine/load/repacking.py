@@ -20,8 +20,8 @@ from models.checkpoint.headers import Checkpoint
 from models.checkpoint.repacked import repack, repacked_bytes
 from models.file_cache import SPARE, FileCache, NewFile, changed_since
 
-PATIENCE = 1.0  # seconds of packing before its progress is told
-WAIT = 0.2  # seconds between looks at what another process writes
+PATIENCE = 1.0  # seconds of packing before its progress is shown
+WAIT = 0.2  # seconds between checks of a file that another process writes
 TEMPORARY = "/var/tmp"  # /tmp is often in memory
 REMEDY = (
     "name a folder of another disk by XDG_CACHE_HOME or TMPDIR, raise --memory, "
@@ -33,7 +33,7 @@ IN_MEMORY = {"tmpfs", "ramfs"}
 def bytes_to_pack(
     cache: FileCache | None, checkpoint: Checkpoint, dtype: torch.dtype, quant: str, opened: float = 0.0
 ) -> int:
-    """About the bytes that a start with a part of the experts in memory writes first; 0: they lie in a file already.
+    """About how many bytes a start with a part of the experts in memory writes first; 0: a file has them already.
 
     See `experts_file` for the arguments. Raises OSError.
     """
@@ -45,14 +45,14 @@ def bytes_to_pack(
 def experts_file(
     cache: FileCache | None, checkpoint: Checkpoint, dtype: torch.dtype, quant: str, opened: float
 ) -> CachedMatrices | None:
-    """The matrices of a mixture, mapped from a file, which is written first if it has to be.
+    """The matrices of a mixture, mapped from a file, which is written first if necessary.
 
-    It goes into the cache. Where that is off, too small, or cannot be written to, it has no name, and the system
-    removes it when the process ends. Lines on stderr say so, and how far it is.
+    The file belongs to the cache. If the cache is off, too small, or not writable, the file has no name, and the system
+    removes it when the process ends. Lines on stderr say so, and show the progress.
 
     Args:
-        cache: None: it is off.
-        dtype: to compute in.
+        cache: the file cache; None: it is off.
+        dtype: the dtype to compute in.
         quant: format of the matrices.
         opened: a moment of `time.time` before the headers were read.
 
@@ -60,8 +60,8 @@ def experts_file(
         None for a checkpoint that was packed ahead.
 
     Raises:
-        UsageError: no disk has the room, or the file cannot be written.
-        CheckpointError: the checkpoint changed meanwhile, and as of `load_model`.
+        UsageError: no disk has enough room, or the file cannot be written.
+        CheckpointError: the checkpoint changed meanwhile, or `load_model` refuses it.
     """
     if checkpoint.packing is not None:
         return None
@@ -89,7 +89,7 @@ def _pack(matrices: CachedMatrices, checkpoint: Checkpoint, dtype: torch.dtype, 
 
 
 def _begin(matrices: CachedMatrices, size: int, stack: ExitStack) -> NewFile | None:
-    """The file to write, in the first place that takes it; None: another process has just written it to the cache."""
+    """The file to write, in the first usable place; None: another process has just written it to the cache."""
     what = f"packing {size_text(size)} of matrices into a file, as --memory does not hold all experts"
     try:
         new, folder = _in_cache(matrices, size, stack), matrices.cache and matrices.cache.folder
@@ -114,7 +114,7 @@ def _begin(matrices: CachedMatrices, size: int, stack: ExitStack) -> NewFile | N
 
 
 def _in_cache(matrices: CachedMatrices, size: int, stack: ExitStack) -> NewFile | None:
-    """A file of the cache. Raises ValueError with the reason why it takes none, or as `FileCache.begin` does."""
+    """A new file in the cache. Raises ValueError with the reason if it takes none, and errors of `FileCache.begin`."""
     cache, told = matrices.cache, False
     if cache is None:
         raise ValueError("it is off")
@@ -136,7 +136,7 @@ def _in_cache(matrices: CachedMatrices, size: int, stack: ExitStack) -> NewFile 
 
 
 def _check_room(folder: Path, size: int) -> None:
-    """Refuse a folder that has no room on a disk. Raises ValueError, OSError."""
+    """Refuse a folder without enough room on a disk. Raises ValueError, OSError."""
     if _in_memory(folder):
         raise ValueError(f"{folder} lies in memory")
     free = shutil.disk_usage(folder).free
@@ -146,7 +146,7 @@ def _check_room(folder: Path, size: int) -> None:
 
 
 def _in_memory(folder: Path) -> bool:
-    """Whether the files of a folder are no files on a disk."""
+    """Whether the files of a folder lie in memory instead of on a disk."""
     device = os.stat(folder).st_dev
     own = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():

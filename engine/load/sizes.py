@@ -35,8 +35,8 @@ class Workload:
 
     Args:
         search: the search, whose least number of slots the cache must hold; None: one token.
-        prompt, new: tokens.
-        parallel: searches that share a pass.
+        prompt, new: numbers of tokens.
+        parallel: number of searches that share a pass.
     """
 
     search: Search | None = None
@@ -46,14 +46,14 @@ class Workload:
 
     @property
     def beams(self) -> int:
-        """Rows that a search asks for."""
+        """Number of rows that a search requests."""
         beams = getattr(self.search, "beams", 1)
         return beams if type(beams) is int else 1
 
     @property
     def slots(self) -> tuple[int, int]:
         """Slots of the cache, at least and at most."""
-        from engine.contract.checks import slots_of  # here, as it needs torch
+        from engine.contract.checks import slots_of  # here, because it needs torch
 
         return slots_of(self.search, self.prompt, self.new) if self.search else (1, 1)
 

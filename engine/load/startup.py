@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from types import ModuleType
 
-starting = sys.argv[:1] == ["-m"]  # what Python puts there until it has found the module to run
+starting = sys.argv[:1] == ["-m"]  # Python's placeholder until it has found the module to run
 if starting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -33,10 +33,10 @@ import models  # noqa: E402, F401  # sets a filter before torch is imported
 
 
 def import_torch() -> None:
-    """Import torch for a command line: without what only its compiler needs, and without NumPy, which torch asks for
-    and nothing here needs.
+    """Import torch for a command line: without the parts that only its compiler needs, and without NumPy, which
+    torch imports and nothing here needs.
 
-    Where a search from outside was loaded, which may need both, torch is imported already, as a whole.
+    If a search from outside was loaded, which may need both, torch is already imported as a whole.
     """
     if "torch" in sys.modules:
         return
@@ -51,8 +51,8 @@ def import_torch() -> None:
         import torch
     finally:
         for name in left_out:
-            del sys.modules[name]  # whoever imports it later gets the real one
-    gc.freeze()  # nor need the collections of a run
+            del sys.modules[name]  # a later import gets the real one
+    gc.freeze()  # collections during a run need not go through it either
     with contextlib.suppress(ImportError, AttributeError):  # not in every version of torch
         # A module that was left out with it makes torch.Generator() possible, by this line.
         from torch._opaque_base import OpaqueBaseMeta
@@ -67,7 +67,7 @@ def _load_library() -> None:
     for folder in found.submodule_search_locations or () if found is not None else ():
         libraries = Path(folder) / "lib"
         if not (libraries / "libtorch_cuda.so").exists():
-            with contextlib.suppress(OSError):  # another system, another name: torch loads it itself
+            with contextlib.suppress(OSError):  # on other systems the library has another name: torch loads it itself
                 ctypes.CDLL(str(libraries / "libtorch_cpu.so"))
 
 

@@ -31,7 +31,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.words import MODEL, RENORMALISED, SCORES
 
 ONE_OF = ("constraint", "begin", "choices", "catalogue", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
-MOST_BIAS = 1e6  # of a penalty and of a bias
+MOST_BIAS = 1e6  # largest magnitude of a penalty or a bias
 Words = Sequence[str | Sequence[int]]
 
 
@@ -108,7 +108,7 @@ class Rules:
     logits_processor: Callable[[Tensor, Tensor], Tensor] | Sequence[Callable[[Tensor, Tensor], Tensor]] | None = None
 
     def check(self) -> None:
-        """Check what needs no model. Raises UsageError."""
+        """Check everything that needs no model. Raises UsageError."""
         if self.constraint_scores not in SCORES:
             raise UsageError(f"constraint_scores: expected {' or '.join(SCORES)}, got {self.constraint_scores!r}")
         check_constraint(self.constraint)
@@ -157,7 +157,7 @@ class Rules:
             limit: most new tokens.
             vocab: tokens that can be generated.
             eos: tokens that end an output.
-            tokenizer: of the model.
+            tokenizer: the model's.
 
         Raises:
             UsageError: a value that does not suit the model, such as an id outside of its vocabulary.
@@ -262,11 +262,11 @@ class Rules:
 RULES = tuple(field.name for field in fields(Rules))
 PLAIN_RULES = tuple(
     name for name in RULES if name not in ("constraint", "catalogue", "prefix_allowed_tokens_fn", "logits_processor")
-)  # those that a batch line may have: JSON, and no files
+)  # fields that a batch line may have: values of JSON, no files
 
 
 def _thinks(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Whether a prompt ends with what opens a thought, as some chat templates write it."""
+    """Whether a prompt ends with the opening tag of a thought, as some chat templates write it."""
     if not tokenizer.thought_ids or tokenizer.thought_ids[0][0] not in prompt:
         return False
     opening, size = tokenizer.thought_ids[0], len(tokenizer.thought_ids[0])
@@ -275,7 +275,7 @@ def _thinks(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
 
 
 def with_changes(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `Rules` after changes: one of those that exclude each other takes the place of another."""
+    """Fields of `Rules` after changes: a new field replaces those that it excludes."""
     excluded = ONE_OF if any(name in changes for name in ONE_OF) else ()
     return {name: value for name, value in given.items() if name not in excluded} | dict(changes)
 
@@ -294,7 +294,7 @@ def response_format(value: Any) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> float:
-    """A bias."""
+    """Check a bias and return it."""
     if value != -math.inf:
         check_number(name, value, -MOST_BIAS, MOST_BIAS)
     return float(value)

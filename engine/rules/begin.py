@@ -15,15 +15,15 @@ import torch
 from engine.rules.constraint import Constraint, State, Tokens
 from engine.text.tokenizer import Tokenizer
 
-PAST = 0xFF  # no text has a longer run of this byte than a spelling has
-BEGINNINGS = 32  # beginnings whose tokens are kept: a text that is typed asks for the same ones at every key
+PAST = 0xFF  # the largest byte: enough of them after a beginning sort behind every spelling with this beginning
+BEGINNINGS = 32  # beginnings whose tokens are kept: while a text is typed, every key asks for the same ones
 
 
 class Spellings:
     """The bytes that tokens stand for; special tokens stand for none.
 
     Args:
-        data: of each id.
+        data: the bytes of each id.
     """
 
     def __init__(self, data: Sequence[bytes]):
@@ -37,18 +37,18 @@ class Spellings:
         self.allowed = lru_cache(BEGINNINGS)(lambda wanted: torch.tensor(self.towards(wanted), dtype=torch.int64))
 
     def towards(self, wanted: bytes) -> list[int]:
-        """The tokens that a text which begins with `wanted`, at least one byte, may begin with; ascending."""
+        """The possible first tokens of a text that begins with `wanted` (at least one byte), ascending."""
         found = [t for end in range(1, min(len(wanted), self.longest + 1)) for t in self._ids.get(wanted[:end], ())]
         return sorted(found + self.beginning(wanted))
 
     def beginning(self, start: bytes) -> list[int]:
-        """The tokens whose bytes begin with `start`, or are these."""
+        """The tokens whose bytes begin with `start` or equal it."""
         after = start + bytes([PAST]) * (self.longest + 1)
         found = self._sorted[bisect_left(self._keys, start) : bisect_left(self._keys, after)]
         return [token for _, token in found]
 
     def goes_on(self, start: bytes) -> bool:
-        """Whether a token's bytes begin with `start` and go on."""
+        """Whether some token's bytes begin with `start` and are longer."""
         place = bisect_right(self._keys, start)
         return place < len(self._keys) and self._keys[place].startswith(start)
 
@@ -64,7 +64,7 @@ def spellings(tokenizer: Tokenizer, vocab: int) -> Spellings:
 
 
 class Begin(Constraint):
-    """The output begins with given bytes, in any tokens. The last of these tokens may go on after the bytes.
+    """The output begins with given bytes, in any tokens. The last of these tokens may extend beyond the bytes.
 
     A state is the number of bytes that the output has.
     """
@@ -84,9 +84,9 @@ class Begin(Constraint):
 
 
 def heal(ids: Sequence[int], known: Spellings) -> tuple[list[int], bytes]:
-    """A prompt without those of its last tokens that a longer token could take the place of, and their bytes.
+    """Remove the last tokens of a prompt that a longer token could replace; returns the rest and the removed bytes.
 
-    As many are cut as one longer token can begin with; at least one token is left, and no character is cut in two.
+    As many are removed as one longer token can begin with; at least one token is left, and no character is cut in two.
     """
     cut, kept, data = b"", len(ids), b""
     for count in range(1, len(ids)):

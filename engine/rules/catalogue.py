@@ -36,8 +36,8 @@ MAGIC, VERSION, ORDER = b"COPPICEC", 1, 0x0102
 HEADER = struct.Struct(
     "=8sHHIQQQ32sII"
 )  # magic, order, version, vocabulary, edges, items, bytes of ids, tokenizer, sums
-LISTED = 64  # tokens of a state that are looked at one by one; for more, tensors are faster
-PIECE = 1 << 20  # entries of an array that are checked at a time
+LISTED = 64  # most tokens of a state that are read one by one; for more, tensors are faster
+PIECE = 1 << 20  # entries of an array checked at a time
 REMEDY = "make one for this model: python -m tools.catalogue --model DIR --input items.jsonl --output FILE"
 ENDED = -1  # the state after the end of an item
 
@@ -52,7 +52,7 @@ class Catalogue:
         items, edges: how many there are.
 
     Raises:
-        UsageError: it cannot be read, is no catalogue, is damaged, or holds what no trie does.
+        UsageError: it cannot be read, is no catalogue, is damaged, or does not hold a trie.
     """
 
     def __init__(self, path: str | Path):
@@ -96,7 +96,7 @@ class Catalogue:
         return UsageError(what, where=str(self.path), remedy=REMEDY)
 
     def check(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        """Check that the items are of a model's tokens: `tokenizer` is its, if it has one. Raises UsageError."""
+        """Check that the items consist of a model's tokens, given its tokenizer, if any. Raises UsageError."""
         fingerprint = tokenizer.fingerprint if tokenizer is not None else ""
         if self.fingerprint != fingerprint or self.vocab_size > vocab_size:
             raise self._refused("the catalogue was made with another tokenizer than the model's")
@@ -116,7 +116,7 @@ class Catalogue:
         """The tokens after each of some nodes, ascending: a list, or int64."""
         node_N = torch.tensor(nodes, dtype=torch.int64)
         start_N, end_N = self._first_N[node_N], self._first_N[node_N + 1]
-        length_N = torch.where(end_N - start_N <= LISTED, end_N - start_N, 0)  # of lists
+        length_N = torch.where(end_N - start_N <= LISTED, end_N - start_N, 0)  # lengths of the lists
         shift_N = start_N - (length_N.cumsum(0) - length_N)
         edge_M = torch.arange(int(length_N.sum())) + shift_N.repeat_interleave(length_N)
         listed, found, at = self._tokens_E[edge_M].tolist(), [], 0
@@ -154,7 +154,7 @@ class Catalogue:
 class Items(Constraint):
     """An output that is an item of a catalogue, followed by an end-of-sequence token.
 
-    An item that another one begins with may end or go on. Where no token ends an output, the output ends after an item
+    An item that is the beginning of another may end or continue. If no token ends an output, it ends after an item
     that no other continues, with the finish reason "constraint". A state is a node of the trie.
 
     Args:
@@ -204,7 +204,7 @@ def _open(path: str, *_: int) -> Catalogue:
 
 
 def _fault(id_starts: Tensor, tokens_E: Tensor, first_N: Tensor, end_I: Tensor, vocab: int, ids: int) -> str:
-    """Say what is wrong with the arrays of a file, see the top; "" if nothing is.
+    """The fault of the arrays of a file, see the top; "" if there is none.
 
     Args:
         vocab: tokens are less than this.
@@ -244,13 +244,13 @@ def _all(x: Tensor, holds: Callable[[Tensor, int], Tensor]) -> bool:
 
 
 def _pieces(x: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """An array in pieces that share one element, and where they begin; so little memory is needed besides."""
+    """Pieces of an array, each with its start, to save memory; adjacent pieces share one element."""
     for at in range(0, max(1, len(x) - 1), PIECE):
         yield x[at : at + PIECE + 1], at
 
 
 def layout(edges: int, items: int) -> list[int]:
-    """Where the arrays of a file begin, in their order, and then the ids."""
+    """The offsets in a file of its arrays, in their order, and then of the ids."""
     sizes = 8 * (items + 1), 4 * edges, 4 * (edges + 2), 4 * items
     return [HEADER.size + sum(sizes[:i]) for i in range(len(sizes) + 1)]
 
@@ -264,7 +264,7 @@ class Built(NamedTuple):
     Attributes:
         tokens, first_edges, ends: int32, see the top.
         order: int64 [items], for each end the item, by its place in the input.
-        repeats: (item, earlier item of the same tokens), by their places in the input; these are left out.
+        repeats: (item, earlier item of the same tokens), by their places in the input; these items are left out.
     """
 
     tokens: Tensor
@@ -279,7 +279,7 @@ def build(tokens_T: Tensor, lengths_I: Tensor) -> Built:
 
     Args:
         tokens_T: int32, the tokens of all items, one item after the other.
-        lengths_I: int64, of each item; at least 1.
+        lengths_I: int64, the number of tokens of each item; at least 1.
     """
     starts_I, end_I = lengths_I.cumsum(0) - lengths_I, torch.zeros_like(lengths_I)
     going, parent = torch.arange(len(lengths_I)), torch.zeros_like(lengths_I)
@@ -291,7 +291,7 @@ def build(tokens_T: Tensor, lengths_I: Tensor) -> Built:
         parents.append(edges >> 32)
         node, depth = which + nodes, depth + 1
         nodes += len(edges)
-        end_I[going] = node  # the last one stays
+        end_I[going] = node  # overwritten until the item's last node
         more = lengths_I[going] > depth
         going, parent = going[more], node[more]
     children_N = torch.bincount(torch.cat(parents), minlength=nodes)
@@ -310,11 +310,11 @@ def write_catalogue(
     """Write a catalogue; a write that fails leaves no file, or the old one.
 
     Args:
-        path: of the file.
+        path: the file.
         built: the trie.
-        ids: of all items of the input.
+        ids: the ids of all items of the input.
         vocab_size: tokens are less than this.
-        fingerprint: of the tokenizer; empty for none.
+        fingerprint: the tokenizer's; empty for none.
 
     Raises:
         UsageError: the file cannot be written, or there are 2^31 edges or more.

@@ -36,10 +36,10 @@ class Constrained:
     """The constraint and the processors of one request.
 
     Args:
-        processors: in the order in which they edit rows; at most one is a constraint.
+        processors: the processors, in the order in which they edit rows; at most one is a constraint.
         renormalise: whether they edit logits, before the softmax, instead of log-probabilities.
         prompt: token ids.
-        eos: tokens that end an output, those that the model can generate; the least of them ends an output after which
+        eos: tokens that end an output and that the model can generate; the lowest of them ends an output after which
             no token is allowed.
         limit: most new tokens.
 

@@ -26,14 +26,14 @@ Tokens = Sequence[int] | Tensor | None
 
 
 class ConstraintError(CoppiceError):
-    """A constraint or a hook of a request failed, or returned what it must not; `__cause__` is its exception."""
+    """A constraint or a hook of a request failed, or returned an invalid value; `__cause__` is its exception."""
 
     exit_code = 2
     code = "constraint"
 
 
 class Constraint(ABC):
-    """Base class of constraints. One object may serve many requests: whatever changes belongs into states.
+    """Base class of constraints. One object may serve many requests, so everything that changes belongs in states.
 
     A state is any object and is never changed: `advance` returns a new one (or the same). Each method may raise; the
     request then ends with a `ConstraintError`, and others go on.
@@ -55,11 +55,11 @@ class Constraint(ABC):
             for each state one of: ids in ascending order, as a list or as an int64 tensor, which needs no conversion;
             a bit mask, an int32 tensor [ceil(V / 32)], whose bit i of word w stands for the token 32 w + i; None: all
             tokens. If no token is allowed, the output ends there, with the finish reason "constraint". An `Allowed` is
-            taken as it is, unchecked.
+            used unchecked.
         """
 
     def item(self, tokens: Sequence[int]) -> str | int | None:
-        """The id of what an output of these tokens is, without an end-of-sequence token, for `Output.item`."""
+        """The id for `Output.item` of an output of these tokens, given without an end-of-sequence token."""
         return None
 
 
@@ -142,7 +142,7 @@ def listed(allowed: Iterable[Allowed]) -> tuple[Tensor, Tensor]:
 
 
 def wrong(what: str) -> ConstraintError:
-    """The error for what `Constraint.allowed` returned."""
+    """The error for an invalid result of `Constraint.allowed`."""
     return ConstraintError(f"allowed: {what}", remedy="this is a fault of the constraint, not of coppice")
 
 
@@ -205,9 +205,8 @@ class PrefixAllowed(Constraint):
 class Choices(Constraint):
     """An output that is one of some token sequences, followed by an end-of-sequence token.
 
-    A sequence that begins with another one may go on or end. States are nodes of a trie of the sequences. Where no
-    token ends an output, the output ends after a sequence that no other continues, with the finish reason
-    "constraint".
+    A sequence that is the beginning of another may end or continue. States are nodes of a trie of the sequences. If no
+    token ends an output, it ends after a sequence that no other continues, with the finish reason "constraint".
 
     Args:
         sequences: at least one, each of at least one token.
@@ -215,7 +214,7 @@ class Choices(Constraint):
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]], eos: Sequence[int] = ()):
-        self._next: list[dict[int, int]] = [{}]  # of each node: token -> node
+        self._next: list[dict[int, int]] = [{}]  # for each node: token -> node
         whole: set[int] = set()
         for sequence in sequences:
             node = 0
@@ -243,12 +242,12 @@ class Choices(Constraint):
 
 
 class AfterThought(Constraint):
-    """Another constraint, from the end of a thought on that the prompt has opened; until then no token ends the output.
+    """Another constraint, applied after the thought that the prompt has opened; until then no token ends the output.
 
     Args:
-        constraint: the other one.
-        closing: tokens that end the thought; the first of them stands nowhere else.
-        free_W: mask of the tokens of the thought.
+        constraint: the other constraint.
+        closing: tokens that end the thought; the first of them occurs nowhere else.
+        free_W: mask of the tokens that the thought may have.
     """
 
     def __init__(self, constraint: Constraint, closing: Sequence[int], free_W: Tensor):
@@ -258,7 +257,7 @@ class AfterThought(Constraint):
         return 0, self.constraint.start(prompt)
 
     def advance(self, state: State, token: int) -> State:
-        seen, inner = state  # tokens of the end
+        seen, inner = state  # number of closing tokens read
         if seen == len(self.closing):
             return seen, self.constraint.advance(inner, token)
         return seen + 1 if token == self.closing[seen] else int(token == self.closing[0]), inner

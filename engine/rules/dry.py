@@ -25,7 +25,7 @@ MOST_PENALTY = 1e6  # no token with it is ever drawn
 
 
 class Unbroken(NamedTuple):
-    """A state: what a repetition may consist of.
+    """A state: the tokens that a repetition may contain.
 
     Attributes:
         tokens: the new tokens, packed.
@@ -45,8 +45,8 @@ class DryPenalty(Processor):
         multiplier: 0 subtracts nothing.
         base: at least 1.
         allowed_length: repetitions of fewer tokens are free; at least 1.
-        reach: only so many tokens at the end of the sequence count, its prompt included; None: all.
-        breakers: not empty.
+        reach: how many tokens at the end of the sequence count, its prompt included; None: all.
+        breakers: texts that are not empty.
         data: bytes of each token id.
     """
 
@@ -93,7 +93,7 @@ class DryPenalty(Processor):
             return MOST_PENALTY
 
     def _repetitions(self, state: Unbroken) -> dict[int, int]:
-        """Tokens that would go on with a repetition -> the length of the longest one, at least the allowed length."""
+        """Tokens that would continue a repetition -> the length of the longest one, at least the allowed length."""
         least, packed = self.allowed_length, self._prompt + state.tokens
         if self.reach is not None:
             packed = packed[max(0, len(packed) - self.reach * ID) :]
@@ -122,7 +122,7 @@ class DryPenalty(Processor):
 
 
 def _lengths(tokens: Sequence[int], ends: Sequence[int], least: int, most: int) -> list[int]:
-    """How many tokens up to each place are the last ones too, from `least`, which are known to be, to `most`."""
+    """For each place, how many tokens up to it equal the last ones: `least`, which are known to, up to `most`."""
     lengths, last, steps = [], len(tokens) - 1, len(tokens)
     for end in ends:
         length = least

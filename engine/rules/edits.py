@@ -18,7 +18,7 @@ class Edit(NamedTuple):
 
     Attributes:
         rows: the range.
-        apply: function of the rows, and of what their logits have in excess of them [N, 1] where `logits` asks for it.
+        apply: function of the rows and, if `logits`, of the excess of their logits over them [N, 1].
         logits: whether it needs the logits.
     """
 
@@ -31,8 +31,8 @@ class RowEdits:
     """The edits of the rows of one request.
 
     Args:
-        states: of the nodes.
-        endings: gets the nodes after which no token is left.
+        states: the states of the nodes.
+        endings: records the nodes after which no token is left.
         renormalise: whether processors edit logits, before the softmax, instead of log-probabilities.
 
     Attributes:
@@ -71,11 +71,11 @@ class RowEdits:
             else:
                 processor.apply(rows_NV, [s.by_processor[i] for s in states if s.by_processor is not None])
         if self.renormalise:
-            rows_NV -= rows_NV.logsumexp(1, keepdim=True).clamp_(min=-3e38)  # of rows without any token
+            rows_NV -= rows_NV.logsumexp(1, keepdim=True).clamp_(min=-3e38)  # clamped for rows without any token
 
     @staticmethod
     def _note(states: Sequence[NodeState], rows_NV: Tensor) -> None:
-        """Keep the rows of the states whose only token was evaluated ahead, or which were."""
+        """Store in each state that allows a single token the row: this token and its log-probability."""
         chains = [(i, s, s.allowed.forced) for i, s in enumerate(states) if s.allowed and s.allowed.forced is not None]
         if chains:
             places, found, tokens = zip(*chains, strict=True)
@@ -83,7 +83,7 @@ class RowEdits:
                 state.row = token, number
 
     def _end(self, tree: TokenTree, nodes: Sequence[int], states: Sequence[NodeState], rows_NV: Tensor) -> None:
-        """Where no token is allowed, the output ends: give an end-of-sequence token a row's only log-probability."""
+        """End outputs after which no token is allowed: give an end-of-sequence token the row's only log-probability."""
         if self.states.alone and all(state.allowed is None or state.allowed.ids is not None for state in states):
             stuck = [i for i, state in enumerate(states) if state.allowed is not None and state.allowed.nothing]
         else:

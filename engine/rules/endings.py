@@ -8,7 +8,7 @@ from engine.contract import Output, SearchResult
 from engine.rules.constraint import Allowed, ConstraintError
 from engine.rules.state import NodeState, NodeStates
 
-STUCK = float(-(1 << 16))  # log-probability of the end where no token is allowed: `search.finished` ranks it last
+STUCK = float(-(1 << 16))  # log-probability of an end because no token is allowed: `search.finished` ranks it last
 
 
 class Endings:
@@ -17,8 +17,8 @@ class Endings:
     A search sees an end-of-sequence token there, as the only one that has a log-probability, `STUCK`.
 
     Args:
-        states: of the nodes.
-        eos: tokens that end an output, those that the model can generate.
+        states: the states of the nodes.
+        eos: tokens that end an output and that the model can generate.
 
     Attributes:
         token: the end-of-sequence token that stands for such an end.
@@ -47,11 +47,11 @@ class Endings:
     def hit_stops(
         self, tree: TokenTree, stops: Callable[[Sequence[int]], bool] | None
     ) -> Callable[[Sequence[Sequence[int]]], list[bool]]:
-        """`Task.hit_stops` of a request without end-of-sequence tokens: an output also ends where the constraint allows
+        """`Task.hit_stops` of a request without end-of-sequence tokens: an output also ends if the constraint allows
         no token after its new tokens.
 
         Args:
-            tree: the target's.
+            tree: the target's tree.
             stops: whether new tokens contain a stop string.
         """
 
@@ -68,7 +68,7 @@ class Endings:
         return hit
 
     def _states(self, tree: TokenTree, outputs: Sequence[Sequence[int]]) -> list[NodeState]:
-        """The states after new tokens, of which the tree need not have all, with the tokens that are allowed."""
+        """The states after new tokens, with the tokens that they allow; the tree need not have all of the nodes."""
         nodes = [tree.descend(tokens) for tokens in outputs]
         states = self.states.of_all(tree, nodes)
         rests = [t[tree.position(n) + 1 - tree.prompt_length :] for t, n in zip(outputs, nodes, strict=True)]
@@ -84,7 +84,7 @@ class Endings:
         """Give outputs their items, and those that ended because no token was allowed the finish reason "constraint".
 
         Args:
-            result: a search's.
+            result: the result of a search.
             ranked: whether scores are those of a reward, not of log-probabilities.
         """
         outputs = [self._settled(output, ranked) for output in result.outputs]
@@ -96,7 +96,7 @@ class Endings:
 
     def _settled(self, output: Output, ranked: bool) -> Output:
         tokens = output.token_ids
-        if output.finish_reason == "constraint" and not ranked:  # where a search knows itself
+        if output.finish_reason == "constraint" and not ranked:  # the search has found the reason itself
             return replace(output, score=None)
         if output.finish_reason == "stop" and tuple(tokens) in self._paths:
             return replace(output, finish_reason="constraint")

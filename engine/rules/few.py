@@ -45,8 +45,8 @@ class FewAnswers:
     """The answers of one request from few tokens, for rows that the constraint alone edits.
 
     Args:
-        states: of the nodes.
-        endings: gets the nodes after which no token is allowed.
+        states: the states of the nodes.
+        endings: records the nodes after which no token is allowed.
         renormalise: whether the log-probabilities of a row add up to 1.
     """
 
@@ -54,14 +54,14 @@ class FewAnswers:
         self.states, self.endings, self.renormalise = states, endings, renormalise
 
     def suffices(self, tree: TokenTree, nodes: Sequence[int]) -> bool:
-        """Whether `wanted` finds the tokens of nodes, so that no whole rows are needed for their top sums."""
+        """Whether `wanted` finds the tokens of all these nodes, so that their top sums need no whole rows."""
         found = [state.allowed for state in self.states.of_all(tree, nodes)]
         return self.states.alone and all(allowed is not None and allowed.ids is not None for allowed in found)
 
     def wanted(self, tree: TokenTree, nodes: Sequence[int]) -> Few | None:
-        """The allowed tokens of evaluated nodes; None if other processors edit rows, or if there are not ids for all.
+        """The allowed tokens of evaluated nodes; None if other processors edit rows, or if a state has no ids.
 
-        Where no token is allowed the output ends: an end-of-sequence token stands for that.
+        If no token is allowed, the output ends: an end-of-sequence token stands for that.
         """
         if not self.suffices(tree, nodes):
             return None
@@ -70,7 +70,7 @@ class FewAnswers:
         return Few.of([end if allowed.nothing else allowed for allowed in found if allowed], self.renormalise)
 
     def note(self, tree: TokenTree, nodes: Sequence[int], few: Few, logp_M: Tensor) -> None:
-        """Keep known rows, and give ends their log-probability, in place, as an edit does. Raises ConstraintError."""
+        """Store known rows, and set the log-probability of ends in place, like an edit. Raises ConstraintError."""
         single_n = (few.count_N == 1).nonzero().view(-1)
         place_n = (few.count_N.cumsum(0) - 1)[single_n]
         nodes = [nodes[i] for i in single_n.tolist()]
@@ -84,11 +84,11 @@ class FewAnswers:
 
 
 class Head:
-    """The head of a model, for few tokens; it keeps its rows of the latest ones.
+    """The head of a model, for few tokens; it keeps the weight rows of the latest tokens.
 
     Args:
-        model: has `logits` and perhaps a `head`.
-        vocab_size, impl: as of `Runner`.
+        model: the model, with `logits` and perhaps a `head`.
+        vocab_size, impl: see `Runner`.
     """
 
     def __init__(self, model: Any, vocab_size: int, impl: str):
@@ -138,7 +138,7 @@ class Head:
 
 
 def _normalised(logit_M: Tensor, row_M: Tensor, rows: int) -> Tensor:
-    """Numbers less the log of the sum of the exponentials of their row."""
+    """Logits minus the log-sum-exp of their row."""
     top_N = torch.full((rows,), -math.inf).scatter_reduce_(0, row_M, logit_M, "amax")
     sum_N = torch.zeros(rows).index_add_(0, row_M, (logit_M - top_N[row_M]).exp())
     return logit_M - (top_N + sum_N.log())[row_M]

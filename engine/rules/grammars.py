@@ -36,9 +36,9 @@ KEPT_BYTES = 16 << 20  # compiled grammars of all models, those of running reque
 SOURCE_BYTES = 2 << 20  # texts of grammars that have passed the sandbox
 ADVANCE = 512  # bytes by which a grammar grows with a token: states of its lexer, which its matchers share
 FORCED = 64  # bytes of a forced text that are read at once
-WAYS = 16  # most tokens that a forced text begins with
-EXPLORED = 32  # states in which a text that the model's tokens can spell is looked for
-LEAD = '" "?'  # of decoders that strip a text's first space: the value may come after one
+WAYS = 16  # most tokens with which a forced text may begin
+EXPLORED = 32  # most states that are searched for a text that the model's tokens can spell
+LEAD = '" "?'  # for decoders that strip a text's first space: one may precede the value
 
 
 def library() -> Any:
@@ -63,11 +63,11 @@ class GrammarSource(NamedTuple):
 
 
 _SOURCES: dict[tuple[str, str], GrammarSource] = {}
-_LOCK = threading.Lock()  # of what is kept
+_LOCK = threading.Lock()  # guards the kept grammars and texts
 
 
 def source_of(kind: str, value: Any) -> GrammarSource:
-    """A grammar in llguidance's form, checked as far as that needs no tokenizer.
+    """A grammar in llguidance's form, checked as far as possible without a tokenizer.
 
     Args:
         kind: one of KINDS.
@@ -114,9 +114,9 @@ def _text_of(kind: str, value: Any) -> str:
 
 
 class Vocabulary:
-    """A tokenizer as llguidance needs it, and the grammars that were compiled for it.
+    """A tokenizer in the form that llguidance needs, and the grammars that were compiled for it.
 
-    An id of its own, after all others, stands for the end of the text: which tokens end an output is up to a request.
+    An extra id, after all others, stands for the end of the text, because requests decide which tokens end an output.
     Ids after it stand for bytes that no token has, so that llguidance can spell every text; they are never allowed.
     """
 
@@ -132,7 +132,7 @@ class Vocabulary:
         self.bos_token_id, self.eos_token_id = None, self.size
         spaced = next((i for i, data in enumerate(self.tokens) if data[:1] == b" " and len(data) > 1), None)
         self._strips = spaced is not None and tokenizer.decode([spaced])[:1] != " "
-        if self._strips:  # of a text's first space, but not if a byte piece spells it
+        if self._strips:  # the decoder strips a text's first space, unless a byte piece spells it
             self.tokens = [
                 b"" if data == b" " and tokenizer.decode([i]) == " " else data for i, data in enumerate(self.tokens)
             ]
@@ -142,19 +142,19 @@ class Vocabulary:
         self._ours = self._guidance.LLTokenizer(self._guidance.TokenizerWrapper(self))
 
     def __call__(self, data: bytes) -> list[int]:
-        """llguidance's question for the tokens of a forced text, which it does not ask."""
+        """Part of llguidance's interface, for the tokens of forced texts; not called."""
         return []
 
     def forced(self, last: int | None, data: bytes, whole: bool) -> list[int]:
-        """The tokens that a text is sure to have.
+        """The first tokens of a text, as far as they are certain.
 
         Args:
-            last: the token before it.
-            data: the text, or its start.
-            whole: whether it is the whole text.
+            last: the token before the text.
+            data: the text, or its beginning.
+            whole: whether `data` is the whole text.
         """
         sure = len(data)
-        if not whole:  # as far as no token that begins before can reach beyond what is known
+        if not whole:  # up to the first place where a token may begin that extends beyond the known text
             starts = range(max(0, len(data) - FORCED), len(data))
             sure = next((i for i in starts if self._goes_on(data[i:])), len(data))
         found, end = [], 0
@@ -171,7 +171,7 @@ class Vocabulary:
         return at < len(self._sorted) and self._sorted[at].startswith(data)
 
     def _encoded(self, last: int | None, data: bytes) -> list[int]:
-        """The tokens of a text that goes on in the middle of another; none if it ends within a character."""
+        """The tokens of a text that continues another; none if it ends within a character."""
         tokenizer = self._tokenizer()
         before = b"" if last is None else self.tokens[last]
         for lead, skipped in ((before, [last]), (b"", []), (b"\n", [])):
@@ -209,7 +209,7 @@ class Vocabulary:
         return matcher
 
     def _spells(self, matcher: Any) -> bool:
-        """Whether the model's tokens can spell a text, as far as few states tell: False if they end without one."""
+        """Whether the model's tokens can spell a text of the grammar; True if `EXPLORED` states do not decide it."""
         left, seen = [matcher], 1
         while left:
             state = left.pop()
@@ -231,10 +231,10 @@ class Compiled:
     """A grammar for a vocabulary, shared by the requests that have it.
 
     Args:
-        vocabulary: of the model.
+        vocabulary: the model's.
         source: the grammar in llguidance's form.
         size: bytes that it takes; grows with use.
-        matcher: at the grammar's start, which must not change.
+        matcher: a matcher at the grammar's start; it must not change.
     """
 
     def __init__(self, vocabulary: Vocabulary, source: str, size: int, matcher: Any):
@@ -242,7 +242,7 @@ class Compiled:
         self.failed = False
 
     def fail(self) -> None:
-        """Keep nothing of a grammar that failed: its matchers share what has failed."""
+        """Drop a grammar that failed, because its matchers share the failed state."""
         with _LOCK:
             self.failed = True
             _KEPT[:] = [one for one in _KEPT if one is not self]
@@ -260,7 +260,7 @@ def _find(vocabulary: Vocabulary, source: str) -> Compiled | None:
 
 
 def _keep(compiled: Compiled) -> None:
-    """Keep a grammar as the latest; the oldest go until all, those of running requests included, fit the budget."""
+    """Keep a grammar as the latest; drop the oldest until all, those of running requests included, fit the budget."""
     with _LOCK:
         _ALIVE.add(compiled)
         _KEPT[:] = [*(one for one in _KEPT if one is not compiled), compiled]
@@ -276,12 +276,12 @@ def compile_grammar(kind: str, value: Any, tokenizer: Tokenizer | None, vocab: i
 
     Args:
         kind, value: see `source_of`.
-        tokenizer: of the model.
+        tokenizer: the model's.
         vocab: tokens that can be generated.
         eos: tokens that end an output.
 
     Raises:
-        UsageError: the grammar is malformed, unsupported or allows nothing, or the tokenizer cannot have one.
+        UsageError: the grammar is malformed, unsupported or allows nothing, or the tokenizer does not support grammars.
     """
     if tokenizer is None:
         raise UsageError(f"{kind}: this checkpoint has no tokenizer", remedy="use a constraint of token ids")
@@ -296,7 +296,7 @@ class Grammar(Constraint):
 
     Args:
         compiled: the grammar for the vocabulary.
-        vocabulary: of the model.
+        vocabulary: the model's.
         vocab: tokens that can be generated.
         eos: tokens that end an output.
     """
@@ -352,7 +352,7 @@ class Grammar(Constraint):
         return [*zip(masks_NW, (masks_NW != 0).sum(1).tolist(), strict=True)]
 
     def _tokens(self, place: "GrammarState", mask_W: Tensor, words: int) -> Tokens:
-        """A mask, or the list of its tokens if it has at most one, or if all but one cannot be."""
+        """The mask, or a list if it has at most one token, or if one of its tokens is forced."""
         if words > WAYS:
             return mask_W
         ids = _ids(mask_W)
@@ -361,7 +361,7 @@ class Grammar(Constraint):
         return place.forced[:1] or (mask_W if len(ids) > 1 else ids)
 
     def _longest(self, ids: Sequence[int]) -> int | None:
-        """The longest of tokens that are starts of one another; None if they are not."""
+        """The longest of some tokens if it begins with each of the others; else None."""
         tokens = self._vocabulary.tokens
         longest = max(ids, key=lambda token: len(tokens[token]), default=None)
         if longest is None or len(ids) > WAYS:
@@ -369,7 +369,7 @@ class Grammar(Constraint):
         return longest if all(tokens[token] and tokens[longest].startswith(tokens[token]) for token in ids) else None
 
     def _force(self, place: "GrammarState", first: list[int]) -> None:
-        """Find the tokens that must follow, where one of these does."""
+        """Find the tokens that must follow, given that the next one is in `first`."""
         data, matcher, ids, whole = b"", place.matcher, first, False
         while len(data) < FORCED and (token := self._longest(ids)) is not None:
             data += self._vocabulary.tokens[token]
@@ -387,12 +387,12 @@ class Grammar(Constraint):
 
 
 class GrammarState:
-    """A state: a matcher and what is known of the text after it.
+    """A state: a matcher and the known part of the text after it.
 
     Attributes:
-        last: the token before it.
+        last: the token before the state.
         forced: the tokens that must follow.
-        unsure: the text that must follow after these, and whose tokens depend on what comes then.
+        unsure: the text that must follow these tokens; its own tokens depend on the text after it.
     """
 
     __slots__ = ("forced", "last", "matcher", "unsure")

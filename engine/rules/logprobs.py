@@ -34,8 +34,8 @@ class Scored(NamedTuple):
     """The numbers of a sequence of new tokens.
 
     Attributes:
-        logprobs: of each token; None where no row was evaluated, or where the token is forbidden.
-        top: for each place the most probable tokens; those that are impossible are left out.
+        logprobs: the log-probability of each token; None if no row was evaluated, or if the token is forbidden.
+        top: for each place the most probable tokens, without impossible ones.
     """
 
     logprobs: list[float | None]
@@ -48,9 +48,9 @@ class HiddenRows:
     A place stands for a sequence of new tokens, 0 for none of them, whether or not the tree still has its node.
 
     Args:
-        runner: the target's.
+        runner: the target's runner.
         k: how many alternatives are wanted.
-        constrained: what edits the rows.
+        constrained: edits the rows; None: nothing does.
     """
 
     def __init__(self, runner: Any, k: int, constrained: Constrained | None):
@@ -76,8 +76,8 @@ class HiddenRows:
         return new + len(nodes), partial(self.keep, tree, tree.trunk.cached - new, nodes)
 
     def keep(self, tree: TokenTree, start: int, nodes: Sequence[int], rows_NE: Tensor) -> None:
-        """Keep rows: of trunk tokens from the position `start` on, and of nodes. Of two for a place the first counts:
-        the search was sent that one."""
+        """Keep the rows of trunk tokens from position `start` on, and of nodes. If a place gets two, the first counts,
+        because the search was sent that one."""
         self._adapter = tree.trunk.adapter
         rows_NE = rows_NE.clone()  # the next pass may write to the same memory
         trunk = len(rows_NE) - len(nodes)
@@ -88,7 +88,7 @@ class HiddenRows:
             self._row.setdefault(place, row_E)
 
     def keep_drafted(self, tree: TokenTree, nodes: Sequence[DraftedNode], rows_NE: Tensor) -> None:
-        """Keep the rows of drafted nodes: the search may be sent theirs."""
+        """Keep the rows of drafted nodes, because they may be sent to the search."""
         for node, row_E in zip(nodes, rows_NE.clone(), strict=True):
             self._row.setdefault(self._of(tree, node), row_E)
 
@@ -120,7 +120,7 @@ class HiddenRows:
         ]
 
     def scoring(self, sequences: Sequence[Sequence[int]]) -> Generator[None, None, list[Scored]]:
-        """The numbers of sequences of new tokens, which the search may still extend. A GPU is waited for once.
+        """The numbers of sequences of new tokens, which the search may still extend. Waits for a GPU once.
 
         Yields after every `ROWS` rows that the head was applied to.
         """
@@ -148,7 +148,7 @@ class HiddenRows:
         return found
 
     def _path(self, tokens: Sequence[int]) -> list[tuple[int, NodeState | None]]:
-        """For each token the place before it, -1 where nothing was evaluated, and the state there."""
+        """For each token the place before it (-1 if nothing was evaluated there), and the state there."""
         states = [None] * len(tokens) if self.constrained is None else self.constrained.states.along(tokens)
         places = [0]
         for token in tokens[:-1]:

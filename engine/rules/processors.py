@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.rules.constraint import MASK_WORD, Allowed, Constraint, ConstraintError, State, attributed, brief, listed
 
-MOST_ROWS = 64  # masked at a time: a mask's limits take as much memory as its row
+MOST_ROWS = 64  # rows masked at a time: a mask's limits take as much memory as its row
 Entry = tuple[int, int, float]  # row, token, number
 ID = array("i").itemsize
 
@@ -26,7 +26,7 @@ class Processor:
     Attributes:
         bans: whether it may set log-probabilities to -inf.
         raises: whether it may make log-probabilities positive.
-        of_logits: whether logits with another constant added would give another result.
+        of_logits: whether a constant added to the logits would change the result.
     """
 
     bans = raises = of_logits = False
@@ -147,7 +147,7 @@ def _add(rows_NV: Tensor, entries: Sequence[Entry]) -> None:
 
 
 class Bias(Processor):
-    """Adds a number to the last token of a sequence wherever the tokens before are the rest of the sequence
+    """Adds a number to the last token of a sequence if the tokens before are the rest of the sequence
     (`SequenceBiasLogitsProcessor`). -inf bans (`NoBadWordsLogitsProcessor`). A state is the last tokens.
 
     Args:
@@ -208,7 +208,7 @@ class RepetitionPenalty(Processor):
         since_NL = unpack(states, -1)
         before_NP, since_n = row_N1 * V + self._prompt[self._prompt < V], (row_N1 * V + since_NL)[since_NL >= 0]
         place = torch.cat([before_NP.view(-1), since_n]).to(rows_NV.device)
-        numbers = rows_NV.view(-1)[place]  # of a token that occurs twice both get the same
+        numbers = rows_NV.view(-1)[place]  # both entries of a token that occurs twice get the same
         rows_NV.view(-1)[place] = torch.where(numbers < 0, numbers * self.penalty, numbers / self.penalty)
 
 
@@ -216,8 +216,8 @@ class OccurrencePenalty(Processor):
     """Subtracts from the numbers of tokens that were generated: OpenAI's penalties. A state is the new tokens, packed.
 
     Args:
-        frequency: for each time that a token occurred.
-        presence: once for a token that occurred.
+        frequency: subtracted for each time that a token occurred.
+        presence: subtracted once for a token that occurred.
     """
 
     def __init__(self, frequency: float, presence: float):

@@ -10,7 +10,7 @@ from engine.cache.tree import TokenTree
 from engine.rules.constraint import EVERYTHING, Allowed, State
 from engine.rules.processors import Masked, Processor
 
-MOST_AHEAD = 8  # nodes of a pass that are evaluated ahead: a pass of few rows takes hardly longer than one of one
+MOST_AHEAD = 8  # most nodes of a pass evaluated ahead: a pass of few rows takes hardly longer than one of one row
 KEPT_PER_LIVE = 4  # states are dropped when there are this many times as many as live nodes
 
 
@@ -21,8 +21,8 @@ class NodeState:
     Attributes:
         by_processor: the state of each processor; None for a forbidden node.
         allowed: the tokens that the constraint allows next; None if it was not asked yet, or if there is none.
-        row: the row, where it is known: its only token, and the token's log-probability.
-        after: the states after tokens that were asked for.
+        row: the row, if it is known: its only token, and the token's log-probability.
+        after: the states after tokens that were requested.
     """
 
     by_processor: tuple[State, ...] | None
@@ -35,19 +35,19 @@ class NodeStates:
     """The states of the nodes of all trees of a request that begin with its prompt.
 
     Args:
-        processors: in the order in which they edit rows; at most one is a constraint.
+        processors: the processors, in the order in which they edit rows; at most one is a constraint.
         prompt: token ids.
 
     Attributes:
         mask: the constraint, if there is one.
-        alone: whether the constraint is all that edits rows.
+        alone: whether only the constraint edits rows.
     """
 
     def __init__(self, processors: Sequence[Processor], prompt: Sequence[int]):
         self.processors, self.prompt = [*processors], [*prompt]
         self.mask = next((p for p in processors if isinstance(p, Masked)), None)
         self.alone = self.mask is not None and len(self.processors) == 1
-        # With a long prompt this takes longer than a step; a constraint may have been written by somebody else.
+        # Done here, because a long prompt takes longer than a step. Not for a constraint, whose code may be foreign.
         self._begun = [None if p is self.mask else p.start(self.prompt) for p in self.processors]
         self._start: tuple[State, ...] | None = None
         self._trees: dict[TokenTree, dict[int, NodeState]] = {}
@@ -89,7 +89,7 @@ class NodeStates:
         return [states[node] for node in nodes]
 
     def asked(self, tree: TokenTree, nodes: Sequence[int]) -> list[NodeState]:
-        """The states of nodes whose rows are asked for, with the allowed tokens; drops states of nodes that have gone.
+        """The states of nodes whose rows are asked for, with the allowed tokens; drops states of dead nodes.
 
         Raises ConstraintError.
         """
@@ -140,7 +140,7 @@ class NodeStates:
         return states
 
     def grow_forced(self, tree: TokenTree, nodes: Sequence[int], ends: Sequence[int], limit: int) -> list[int]:
-        """Grow the chains of forced tokens below nodes, as far as it is sure to cost little. Returns the new nodes.
+        """Grow the chains of forced tokens below nodes, as far as that surely costs little. Returns the new nodes.
 
         Args:
             ends: tokens that end an output.

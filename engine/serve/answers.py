@@ -18,8 +18,8 @@ from engine.serve.stepper import Busy
 
 FAULTS = {500: "the server failed; its stderr says why", 503: "the server has no memory for this now"}
 TOO_LONG = "the prompt is too long: "  # words that LiteLLM looks for
-FILE = re.compile(r"[\\/]|\.[A-Za-z]")  # in the place of an error: it is a file, which clients do not know
-# In a message: but for URLs, paths of this server, pages of docs/, and references in a JSON schema.
+FILE = re.compile(r"[\\/]|\.[A-Za-z]")  # in the `where` of an error: a file, which clients do not know
+# Paths of this server in a message. URLs match as a group; routes, pages of docs/ and references in schemas do not.
 PATH = re.compile(
     r"(https?://[^\s'\",;()]+)|(?<![\w#/.])(?!/v1/|docs/[\w-]+\.md)(?:[A-Za-z]:\\|~?/|[\w.-]+/)[^\s'\",;:()]+"
 )
@@ -34,12 +34,12 @@ class Answers:
         asked: the request.
     """
 
-    last = b"data: [DONE]\n\n"  # of a stream
+    last = b"data: [DONE]\n\n"  # the last event of a stream
 
     def __init__(self, identity: str, asked: Asked):
         self.asked, self.identity, self.created = asked, identity, int(time.time())
         self.chat = asked.kind == CHAT
-        # Slow to write: a thread does it.
+        # Such answers are slow to write, so a thread writes them.
         self.large = asked.tools is not None or any(one.request.logprobs is not None for one in asked.checked)
         self._replies: dict[int, Reply] = {}
         self._begun: set[int] = set()
@@ -62,7 +62,7 @@ class Answers:
         }
 
     def _best(self, result: SearchResult) -> Sequence[Output]:
-        """The outputs that are answered: of more than that, those of the highest log-probability per token."""
+        """The outputs of the answer: if there are more, those with the highest log-probability per token."""
         outputs = result.outputs[: self.asked.drawn]
         if self.asked.drawn > self.asked.n:
             outputs = sorted(outputs, key=lambda one: (one.logprob or 0.0) / max(1, len(one.token_ids)), reverse=True)
@@ -190,7 +190,7 @@ class Answers:
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
         """The log-probabilities of an output's tokens; None if they are not wanted.
 
-        The token that ended it is left out, but for an echo: there vLLM has it, and lm-evaluation-harness counts on it.
+        The token that ended it is left out, except with an echo: vLLM has it there, and lm-evaluation-harness needs it.
         """
         if output.token_logprobs is None:
             return None
@@ -266,7 +266,7 @@ def status_of(error: CoppiceError) -> int:
 
 
 def error_body(error: CoppiceError) -> dict[str, Any]:
-    """An error as OpenAI's clients read it, without paths of the server; faults of the server are for its log alone."""
+    """An error in the form of OpenAI's API, without the server's paths; the server's faults appear only in its log."""
     status = status_of(error)
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")

@@ -14,7 +14,7 @@ from engine.text.template import ChatTemplate
 from engine.text.tool_calls import MISTRAL, CallStream, ToolCall, ToolFormat, described, functions_of
 
 PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-MISTRAL_ID = 9  # letters and digits of an id of a call there
+MISTRAL_ID = 9  # letters and digits of a call's id in Mistral's templates
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class ToolUse:
     """How the replies to a request may call functions.
 
     Args:
-        format: of the model.
+        format: the model's format of calls.
         functions: name -> JSON schema of the arguments.
-        forced: a reply has to be a call of one of them.
-        several: more than one call is wanted.
+        forced: a reply must be a call of one of them.
+        several: a reply may have more than one call.
     """
 
     format: ToolFormat
@@ -44,14 +44,14 @@ class ToolUse:
         return CallStream(self.format, self.functions.keys(), led=led, several=self.several)
 
     def written(self, call: ToolCall) -> dict[str, Any]:
-        """A call of a reply, with an id of its own."""
+        """A call of a reply in OpenAI's format, with a new id."""
         identity = secrets.token_hex(12)
         identity = identity[:MISTRAL_ID] if self.format is MISTRAL else f"call_{identity}"
         return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def tool_use(body: Mapping[str, Any], served: Served) -> tuple[ToolUse | None, list[Any] | None]:
-    """How the replies to a body may call functions, None: not at all; and the tools that the template gets.
+    """How the replies to a body may call functions (None: not at all), and the tools for the template.
 
     Raises:
         UsageError: malformed tools or `tool_choice`, or a choice of a function that is not among them.
@@ -95,14 +95,14 @@ def _chosen(functions: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 def template_messages(
     messages: list[dict[str, Any]], tools: Sequence[Any] | None, template: ChatTemplate
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Messages as the template reads them: arguments as objects, and what it cannot write as text.
+    """Messages for the template: arguments become objects, and parts that it cannot write become text.
 
     Args:
-        messages: with contents that are texts.
-        tools: that the template is to get.
+        messages: messages whose contents are texts.
+        tools: the tools for the template.
 
     Returns:
-        the messages, and whether a system message among them describes the tools, which the template does not take.
+        the messages, and whether a system message describes the tools because the template does not take any.
 
     Raises:
         UsageError: malformed calls.
@@ -148,7 +148,7 @@ def _message(i: int, message: dict[str, Any], template: ChatTemplate, takes: boo
 
 
 def _read_call(call: Any, format: ToolFormat, where: str) -> dict[str, Any]:
-    """A call of an earlier message, its arguments as an object, as transformers' templates expect them."""
+    """A call of an earlier message, with arguments as an object, which transformers' templates expect."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UsageError(f"{where}: expected a function with a name, got {shortened(repr(call))}")

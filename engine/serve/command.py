@@ -31,10 +31,10 @@ from search.base import make_search
 if TYPE_CHECKING:
     from engine.serve.http import Application
 
-LEAST_KEY = 16  # characters
+LEAST_KEY = 16  # characters of the shortest key
 MAX_KEYS = 1 << 20  # bytes of a file of keys, or of a template
-CONNECTIONS = 1024  # at once, where there are so many file descriptors
-IDLE_SECONDS = 15  # that a connection stays open without a request
+CONNECTIONS = 1024  # most connections at once, if there are enough file descriptors
+IDLE_SECONDS = 15  # seconds that a connection stays open without a request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def serve(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def application(args: argparse.Namespace, keys: Sequence[str] = ()) -> Iterator["Application"]:
-    """The models of the flags, loaded, as an ASGI application; at the end of the block its threads end."""
+    """Load the models of the flags as an ASGI application; its threads end with the block."""
     from engine.serve.http import LOCAL, Application, salt_of
 
     stepper = Stepper(Metrics())
@@ -91,7 +91,7 @@ def application(args: argparse.Namespace, keys: Sequence[str] = ()) -> Iterator[
 
 
 def load(name: str, args: argparse.Namespace, stepper: Stepper) -> Served:
-    """A model, and the catalogues of the flags. Raises CoppiceError."""
+    """Load a model and the catalogues that the flags name. Raises CoppiceError."""
     engine = load_engine(args)
     if engine.capabilities.warning and not args.quiet:
         print(engine.capabilities.warning, file=sys.stderr)
@@ -175,7 +175,7 @@ def read_keys(file: str | None) -> list[str]:
 
 
 def is_local(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Whether an address can only be reached from this machine."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
@@ -238,7 +238,7 @@ def http_server(app: "Application", drain: float, verbose: bool = False) -> Any:
 
 @contextlib.contextmanager
 def background(app: "Application", drain: float = 10.0) -> Iterator[str]:
-    """Serve an application in a thread for the time of the block, on a free port of this machine; gives its URL."""
+    """Serve an application in a thread for the time of the block, on a free port of this machine; yields its URL."""
     listener = listen("127.0.0.1", 0)
     server = http_server(app, drain)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="serve", daemon=True)

@@ -1,7 +1,7 @@
 """The server's connections: how many are open, how long each may take, and which are closed first.
 
 A client is a stranger until a request on its connection has passed the `Guard`. A quarter of the connections is
-reserved for strangers, the rest for other clients, so that neither can shut the other out. If there would be too many,
+reserved for strangers, the rest for other clients, so that neither can shut the other out. When there are too many,
 the one that has been idle the longest is closed.
 """
 
@@ -31,10 +31,10 @@ except ImportError:  # not on Windows
 
 REQUEST_SECONDS = BODY_SECONDS + 1  # from accept to the end of the request: the application answers before, if it can
 SWEEP_SECONDS = 1.0
-RETRY_SECONDS = 1.0  # after an accept that the system refused
-FEWER_SECONDS = 60.0  # that fewer connections are open after that; between two lines about it
+RETRY_SECONDS = 1.0  # to wait after an accept that the system refused
+FEWER_SECONDS = 60.0  # with room for fewer connections after that, and between two lines about it
 LEAST_CONNECTIONS = 8  # connections
-STRANGERS_SHARE = 8  # of the room for strangers, that is given away at once
+STRANGERS_SHARE = 8  # at most 1/8 of the room for strangers is filled at once
 
 
 def most_connections(wanted: int) -> int:
@@ -49,7 +49,7 @@ class Connection(H11Protocol):
     """A client's connection.
 
     Attributes:
-        among: all of them.
+        among: all connections.
         quiet: whether an answer has ended, and no byte of another request has come.
         since: when it was accepted, its latest request began or its latest answer ended; by `time.monotonic`.
     """
@@ -74,7 +74,7 @@ class Connection(H11Protocol):
         super().data_received(data)
 
     def on_response_complete(self) -> None:
-        if self.conn.trailing_data[0]:  # the next request, before the answer: no client does so but to keep us busy
+        if self.conn.trailing_data[0]:  # the next request before the answer: only a client that attacks does so
             self.transport.close()
         self._touch(quiet=True)
         super().on_response_complete()
@@ -86,17 +86,17 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def admit(self) -> bool:
-        """Count the client as no stranger. False: the requests of too many others are being answered."""
+        """Count the client as known. Returns False if the requests of too many others are being answered."""
         return self.among.admit(self)
 
     @property
     def answering(self) -> bool:
-        """Whether a whole request is there, and not the whole answer."""
+        """Whether the request is complete, and its answer is not."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     @property
     def busy(self) -> bool:
-        """Whether it must not be closed to make room: a request is being answered, and the client reads."""
+        """Whether it must not be closed to make room: a request is being answered, and the client reads the answer."""
         return self.answering and not self.flow.write_paused
 
     def overdue(self, now: float) -> bool:
@@ -120,7 +120,7 @@ class Connections:
     """All connections, the idlest first.
 
     Args:
-        most: how many there may be.
+        most: the most connections.
     """
 
     def __init__(self, most: int):
@@ -136,7 +136,7 @@ class Connections:
         self._fit()
 
     def shrink(self) -> None:
-        """Close a quarter of the strangers, and let no more be there for now; without any, close an idle connection."""
+        """Close a quarter of the strangers, and admit no more for now; without any, close an idle connection."""
         self.room, self._fewer = max(1, len(self.strangers) * 3 // 4), time.monotonic() + FEWER_SECONDS
         if not self.strangers:
             self._close_idle()
@@ -147,7 +147,7 @@ class Connections:
             self.close(next(iter(self.strangers)))
 
     def _close_idle(self) -> bool:
-        """Close the idlest of the known connections, but for those whose requests are being answered."""
+        """Close the idlest of the known connections, except those whose requests are being answered."""
         idle = next((one for one in self.known if not one.busy), None)
         if idle is not None:
             self.close(idle)
@@ -157,7 +157,7 @@ class Connections:
         """Move a connection from the strangers to the others; close the idlest of these if there are too many.
 
         Returns:
-            False: there is no room, as the requests of all of them are being answered.
+            False: there is no room, because the requests of all of them are being answered.
         """
         if one not in self.strangers:
             return True
@@ -180,7 +180,7 @@ class Connections:
         self.known.pop(one, None)
 
     def close(self, one: Connection) -> None:
-        """Close a connection at once, what is unsent included."""
+        """Close a connection at once, without sending the rest."""
         self.forget(one)
         one.transport.abort()
 
@@ -210,7 +210,7 @@ class Door:
         self._sweeping = asyncio.ensure_future(self._sweep())
 
     def close(self) -> None:
-        """Accept no more; what is open stays."""
+        """Accept no more connections; open ones stay."""
         self._accepting.cancel()
 
     async def wait_closed(self) -> None:
@@ -221,8 +221,8 @@ class Door:
         loop, accepted = asyncio.get_running_loop(), 0
         while True:
             try:
-                peer, _ = await loop.sock_accept(self.listener)  # which suspends only if nobody waits
-            except ConnectionError:  # of a client that has left already
+                peer, _ = await loop.sock_accept(self.listener)  # suspends only if no client waits
+            except ConnectionError:  # the client has left already
                 continue
             except OSError as error:
                 self._tell(error)
@@ -238,7 +238,7 @@ class Door:
 
     async def _connect(self, peer: socket.socket) -> None:
         try:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as asyncio does in its own servers
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # like asyncio's own servers
             await asyncio.get_running_loop().connect_accepted_socket(self._protocol, peer)
         except OSError:
             peer.close()
@@ -261,8 +261,8 @@ class HttpServer(Server):
     """A server of uvicorn whose connections are limited, and whose end by a signal is no error.
 
     Args:
-        most: how many there may be.
-        verbose: faults of connections come with tracebacks.
+        most: the most connections.
+        verbose: print tracebacks with faults of connections.
     """
 
     def __init__(self, config: Config, most: int, verbose: bool):

@@ -19,7 +19,7 @@ from engine.serve.texts import Texts, check_count, check_length, check_total, kn
 
 EMBEDDINGS = "embeddings"
 FIELDS = ("input", "encoding_format", "dimensions", "pooling", "normalize")
-NUMBERS_PER_BYTE = 1  # of a reply, for each byte that a body may have
+NUMBERS_PER_BYTE = 1  # numbers in a reply for each byte that a body may have
 FLOAT_BYTES = 4
 
 
@@ -66,7 +66,7 @@ def written_vectors(results: Sequence[SearchResult], *, model: str, tokens: int,
     """The reply, a vector at a time.
 
     Args:
-        plain: numbers in decimal digits; else little-endian float32 in base64.
+        plain: write numbers in decimal digits; else little-endian float32 in base64.
     """
     for i, result in enumerate(results):
         assert result.embedding is not None
@@ -78,12 +78,12 @@ def written_vectors(results: Sequence[SearchResult], *, model: str, tokens: int,
 
 
 def decimal(vector_E: Tensor) -> str:
-    """A float32 vector as JSON, with as many digits as tell its numbers apart."""
+    """A float32 vector as JSON, with the fewest digits that identify its numbers."""
     return f"[{','.join([f'{x:.9g}' for x in vector_E.tolist()])}]"
 
 
 def based(vector_E: Tensor) -> str:
-    """A float32 vector in base64, as OpenAI's client reads it."""
+    """A float32 vector in base64, the format that OpenAI's client reads."""
     numbers = array("f", vector_E.tolist())
     if sys.byteorder == "big":
         numbers.byteswap()

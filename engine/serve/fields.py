@@ -33,7 +33,7 @@ from engine.text.prompting import TemplateOptions
 from engine.text.thinking import Thoughts
 from search.options import Sampling
 
-SEED_BITS = 53  # of a seed that is drawn: JavaScript reads larger integers as other ones
+SEED_BITS = 53  # bits of a drawn seed: JavaScript reads larger integers as other ones
 TRACED = 5000  # nodes of a trace
 
 
@@ -43,17 +43,17 @@ class Asked:
 
     Attributes:
         checked: a request of the engine for each prompt.
-        thoughts: how replies write what they think; None where there is no chat template.
-        n: outputs per prompt that the answer has.
-        drawn: outputs per prompt that the search returns; of more than `n` the best are answered.
-        name: of the search.
-        seed: that was drawn, because none was given.
-        token_ids: whether choices have them.
+        thoughts: how replies write thoughts; None without a chat template.
+        n: outputs per prompt in the answer.
+        drawn: outputs per prompt that the search returns; if more than `n`, the answer has the best.
+        name: the name of the search.
+        seed: the seed that was drawn because none was given.
+        token_ids: whether choices have token ids.
         traces: one for each prompt, if traces are wanted.
-        scored: how many of `checked`, the last ones, score a prompt each; the others, if there are any, generate.
+        scored: number of requests at the end of `checked` that score a prompt each; the others generate.
         echoed: the prompts' texts, if answers begin with them.
-        logprobs: alternatives besides the log-probability of each token of a choice; None: no log-probabilities.
-        prompt_logprobs: likewise of the prompt's tokens, in a field of their own.
+        logprobs: alternatives in addition to the log-probability of each token of a choice; None: no log-probabilities.
+        prompt_logprobs: the same for the prompt's tokens, in a field of their own.
         tools: how replies may call functions; None: not at all.
         ignored: names of fields that mean nothing here.
     """
@@ -82,12 +82,12 @@ class Asked:
 
 
 def places_of(body: Mapping[str, Any], kind: str) -> int:
-    """How many requests of the engine a body makes at most."""
+    """The most engine requests that a body may become."""
     return len(prompts_of(body, kind)) * (2 if "prompt_logprobs" in body or body.get("echo") is True else 1)
 
 
 def prompts_of(body: Mapping[str, Any], kind: str) -> list[Any]:
-    """The prompts: one conversation; of completions a text, a list of token ids, or a list of those."""
+    """The prompts: one conversation; for completions a text, a list of token ids, or a list of those."""
     if kind == CHAT:
         return [plain_messages(body.get("messages"))]
     prompt = body.get("prompt")
@@ -119,8 +119,8 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
     Args:
         body: the JSON object, without keys whose value is null.
         kind: CHAT or COMPLETIONS.
-        identity: names the traces.
-        salt: of cached prefixes.
+        identity: the name of the traces.
+        salt: the salt of cached prefixes.
 
     Raises:
         CoppiceError: a field is unknown, refused, malformed or above a limit.
@@ -175,7 +175,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
         raise UsageError("stream: log-probabilities of the prompt come with the whole answer alone")
     checked += scored
     if checked[0].request.logprobs is not None:
-        served.spelling(0)  # here, and not while others stream
+        served.spelling(0)  # computed here, not while others stream
     first = checked[0].request.search
     name, drawn = params["search"], getattr(first, "num_return_sequences", 1)
     n = body.get("n", 1) if "best_of" in body else drawn
@@ -205,7 +205,7 @@ def _request(
 def _force(base: dict[str, Any], use: ToolUse) -> None:
     """Constrain the outputs of a record to calls. Raises UsageError: it has another constraint.
 
-    `response_format` is for texts, of which a forced call has none; instructor sends both.
+    `response_format` applies to texts, and a forced call has no text, so it is dropped; instructor sends both.
     """
     response_format(base.pop("response_format", {"type": "text"}))
     params = base["params"]

@@ -42,11 +42,11 @@ COMMON = """
 --model --draft --reward --dtype --quant --device --threads --kv-memory --memory --parallel
 --think --search --beams --temperature --top-k --top-p --max-new-tokens
 """  # flags of the short help
-KEY = "COPPICE_API_KEY"  # variable of the environment
+KEY = "COPPICE_API_KEY"  # environment variable
 
 
 def make_parser() -> Parser:
-    """The flags."""
+    """Make the parser with its flags."""
     parser = Parser("python -m engine.serve", DESCRIPTION, EPILOG, COMMON)
     add_server_flags(parser)
     text = "folder, GGUF file or name on the hub; repeatable, companions are the first one's (the demo)"
@@ -63,7 +63,7 @@ def make_parser() -> Parser:
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of where the server listens, who may ask, and for how much."""
+    """Add the flags for where the server listens, who may use it, and how much they may ask for."""
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (%(default)s)")
     group.add_argument(

@@ -40,19 +40,19 @@ from engine.serve.streams import Events, Parts, cancel, ending, late, until, wri
 from engine.serve.texts import Texts, answered
 from models.trim import trim_memory
 
-SALT = "coppice.salt"  # of cached prefixes, in the scope of a request
+SALT = "coppice.salt"  # key of the salt of cached prefixes in the scope of a request
 CONNECTION = "coppice.connection"  # in the state of a request's scope: has `admit`, and `since` when it began to come
-OPEN = ("/", "/health")  # that need no key: they tell nothing
+OPEN = ("/", "/health")  # paths that need no key, because they reveal nothing
 LOCAL = ("localhost", "127.0.0.1", "::1")
-BODY_SECONDS = 30.0  # from the first byte of a request to the last of its body
+BODY_SECONDS = 30.0  # limit from the first byte of a request to the last of its body
 BODIES = 16  # bodies of the largest size that are held at once
 LARGE = 1 << 18  # bytes of a body whose memory goes back to the system, when it has been answered
 TRIM_SECONDS = 0.1
-MOST_BRACKETS = 1 << 17  # of a body: the parser makes an object of each without letting other threads run
-LARGE_REPLY = 1 << 16  # bytes, from which on a thread writes a reply in parts
+MOST_BRACKETS = 1 << 17  # brackets in a body: the parser makes an object of each without letting other threads run
+LARGE_REPLY = 1 << 16  # bytes from which a thread writes a reply in parts
 READERS = {EMBEDDINGS: read_embeddings, RERANK: read_rerank}
-PREFIXES = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", RESPONSES: "resp_"}  # of ids
-CLOSED = 499  # of a response that nobody reads
+PREFIXES = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", RESPONSES: "resp_"}  # prefixes of ids
+CLOSED = 499  # status of a response that nobody reads
 PAGE = Path(__file__).parent / "page.html"
 T = TypeVar("T")
 
@@ -61,13 +61,13 @@ class Application:
     """The ASGI application.
 
     Args:
-        served: the models, by name; the first is asked where a request names none and there is no other.
+        served: the models by name; a request may leave the name out if there is only one.
         stepper: runs their requests.
-        limits: of every request.
-        keys: bearer keys, of which a client needs one; none: no key is needed.
-        hosts: names in the header Host, so that no other site's name leads here; empty: any.
-        traces: how many traces are kept.
-        verbose: tracebacks on stderr.
+        limits: limits of every request.
+        keys: bearer keys; a client needs one of them; none: no key is needed.
+        hosts: accepted names in the header Host, so that no other site's name leads here; empty: any.
+        traces: number of traces that are kept.
+        verbose: print tracebacks on stderr.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Application:
         self.named = {name: each for one in served for name, each in one.adapted().items()} | self.served
         self.stepper, self.limits, self.kept, self.verbose = stepper, limits, traces, verbose
         self.traces: OrderedDict[str, Trace] = OrderedDict()
-        self._bytes: Counter[str] = Counter()  # of bodies that are held, by client
-        # Without keys, only clients of other machines differ: by their addresses.
+        self._bytes: Counter[str] = Counter()  # bytes of the bodies that are held, by client
+        # Without keys, clients differ only by address, and only if other machines can reach the server.
         self.alone = len(keys) == 1 or not (keys or not hosts)
         for one in served:
             one.lane.service.alone = self.alone
@@ -163,7 +163,7 @@ class Application:
         return Response(data, headers=header_of(answers.asked.ignored), media_type="application/json")
 
     async def _submitted(self, kind: str, data: bytes, client: str, salt: str) -> tuple[Answers, list[Ticket]]:
-        """Check the body of a request, and queue what it asks for. Raises CoppiceError."""
+        """Check the body of a request, and queue its engine requests. Raises CoppiceError."""
         body = {key: value for key, value in (await self._parsed(data, client)).items() if value is not None}
         served = self._find(body.get("model"))
         identity = PREFIXES[kind] + secrets.token_urlsafe(16)
@@ -207,7 +207,7 @@ class Application:
     async def _awaited(self, request: Request, work: "Awaitable[T]", deadline: float) -> T:
         """The result of work that a request waits for. Raises HttpError at the deadline, and ClientDisconnect."""
         future = asyncio.ensure_future(work)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks who has left
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # or it would be reported
         try:
             async with asyncio.timeout_at(deadline):
                 left = await until(future, request.receive)
@@ -221,7 +221,7 @@ class Application:
 
     @contextlib.contextmanager
     def _held(self, client: str, size: int) -> Iterator[None]:
-        """Count the bytes of a body that a client has sent, for as long as they are there."""
+        """Count the bytes of a body that a client has sent, while they are held."""
         self._bytes[client] += size
         try:
             yield
@@ -233,7 +233,7 @@ class Application:
                 loop.call_later(TRIM_SECONDS, loop.run_in_executor, None, trim_memory)
 
     def _require_room(self, client: str, size: int) -> None:
-        """Raises HttpError: with as many bytes more, a client has more than its share of those that are held."""
+        """Raises HttpError if `size` more bytes exceed a client's share of the bytes that are held."""
         others = self._bytes.total() - self._bytes[client]
         if self._bytes[client] + size > share(BODIES * self.limits.body, others, self.alone):
             raise HttpError(503, "too many large bodies at once", code="overloaded")
@@ -294,7 +294,7 @@ class Application:
     # --- errors ---
 
     def _handled(self, work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """An endpoint whose errors are OpenAI's JSON."""
+        """Wrap an endpoint so that its errors are OpenAI's JSON."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -306,7 +306,7 @@ class Application:
             except Exception as error:
                 try:
                     return _error(self._log(error))
-                finally:  # its frames hold the body, and refer to it themselves
+                finally:  # its frames hold the body, and refer to the error
                     error.__traceback__ = error.__context__ = error.__cause__ = None
 
         return handle
@@ -324,7 +324,7 @@ class Application:
 
 
 def client_of(scope: Scope) -> str:
-    """The client, by which queues are shared: the key of a bearer; without keys an address, for IPv6 a network."""
+    """The client for sharing queues: the key of a bearer; without keys an address, for IPv6 a network."""
     address = (scope.get("client") or ("", 0))[0]
     network = address if ":" not in address else ":".join(ipaddress.ip_address(address).exploded.split(":")[:4])
     return scope.get(SALT) or network
@@ -336,7 +336,7 @@ def salt_of(key: bytes) -> str:
 
 
 class Guard:
-    """Refuses requests with a foreign Host, and without a key; gives those with a key their salt."""
+    """Refuses requests with a foreign Host or without a key; stores the salt of those with a key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], hosts: Sequence[str]):
         self.app, self.hosts = app, frozenset(hosts)
@@ -401,7 +401,7 @@ def _model(one: Served) -> dict[str, Any]:
 
 
 def _policy(page: str) -> str:
-    """The page's own script and style, and those of the trace that it shows, are all that a browser may use."""
+    """The policy of a page: a browser may use only its own script and style, and those of the trace that it shows."""
     found = [re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S) for tag in ("style", "script")]
     styles, scripts = (
         " ".join(f"'{trace_page.digest(text)}'" for text in [*own, other])

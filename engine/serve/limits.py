@@ -13,9 +13,9 @@ from engine.serve.served import Served
 
 # Fields that a check or every step goes through -> most entries, most values and most characters of all entries.
 MOST_IN_FIELD: dict[str, tuple[int, int, int]] = {
-    "messages": (4096, 1 << 16, 1 << 62),  # their characters: as of a prompt
+    "messages": (4096, 1 << 16, 1 << 62),  # their characters have a prompt's limit
     "tools": (1024, 1 << 16, 1 << 20),
-    "suffix": (1, 1, 1 << 62),  # as of a prompt
+    "suffix": (1, 1, 1 << 62),  # a prompt's limit
     "template": (256, 1 << 14, 1 << 18),
     "chat_template_kwargs": (256, 1 << 14, 1 << 18),
     "response_format": (256, 1 << 16, 1 << 18),
@@ -33,11 +33,11 @@ MOST_IN_FIELD: dict[str, tuple[int, int, int]] = {
     "begin_suppress_tokens": (4096, 4096, 0),
     "eos_token_ids": (64, 64, 0),
 }
-OTHERS = 64, 256, 4096  # of any other field
+OTHERS = 64, 256, 4096  # the same limits for any other field
 MOST_NGRAM = 64  # tokens that are compared after every token
 MOST_COMPARED = 1 << 15  # tokens that DRY compares in a step, of all sequences: a tenth of a second at worst
 STEP_WORK, KEPT_WORK = 1 << 16, 1 << 20  # numbers of a search for each sequence of the width, see `Search.work`
-MOST_ROWS = 1 << 16  # of the model's width, that a request with log-probabilities keeps
+MOST_ROWS = 1 << 16  # rows of the model's width that a request with log-probabilities keeps
 MOST_ALTERNATIVES = 1 << 17  # log-probabilities of a reply
 
 
@@ -49,10 +49,10 @@ class Limits:
         prompt: tokens of a prompt; None: the model's context.
         new_tokens: new tokens of an output.
         width: sequences that a search keeps at once; see `width_of`.
-        body: bytes.
-        seconds: until a request is answered.
+        body: bytes of a body.
+        seconds: time until a request is answered.
         traces: whether traces are kept.
-        strict: fields that mean nothing here are refused, rather than ignored.
+        strict: refuse fields that mean nothing here, rather than ignore them.
     """
 
     prompt: int | None = None
@@ -65,7 +65,7 @@ class Limits:
 
 
 def check_sizes(body: Mapping[str, Any], served: Served, limits: Limits) -> None:
-    """Compare the sizes of a body's fields with the limits, before anything is done with them. Raises UsageError."""
+    """Compare the sizes of a body's fields with the limits, before they are processed. Raises UsageError."""
     for key, value in body.items():
         if key not in ("prompt", *NO_EFFECT):
             _size(key, value, *MOST_IN_FIELD.get(key, OTHERS))
@@ -95,7 +95,7 @@ def _size(name: str, value: Any, entries: int, values: int, characters: int) -> 
 
 
 def _weight(value: Any, most: int) -> tuple[int, int]:
-    """The number of values in a JSON value, and of their characters; it stops where there are more than `most`."""
+    """The number of values in a JSON value, and of their characters; counting stops above `most`."""
     stack, values, characters = [value], 0, 0
     while stack and values <= most:
         value = stack.pop()
@@ -119,7 +119,7 @@ def _length(what: str, characters: int, reach: int, served: Served) -> None:
 
 def check_limits(request: Request, limits: Limits, served: Served) -> None:
     """Compare what a request asks for with the limits. Raises UsageError."""
-    prompt, new = len(request.prompt), request.max_new_tokens  # tokens, by now
+    prompt, new = len(request.prompt), request.max_new_tokens  # both in tokens
     if limits.prompt is not None and prompt > limits.prompt:
         raise ContextError(f"the prompt has {prompt} tokens, this server takes {limits.prompt}", remedy="shorten it")
     check_integer("max_new_tokens", new, 1)

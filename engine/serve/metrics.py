@@ -36,7 +36,7 @@ GAUGES = {
 
 
 class Metrics:
-    """Counters and histograms, by model; the event loop alone changes them."""
+    """Counters and histograms, by model; only the event loop changes them."""
 
     def __init__(self) -> None:
         self._counters: dict[tuple[str, str], float] = defaultdict(float)
@@ -100,7 +100,7 @@ def _escaped(text: str) -> str:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process in memory; 0 where the system does not report it."""
+    """Bytes of this process in memory; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

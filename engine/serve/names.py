@@ -13,7 +13,7 @@ from search.base import REGISTRY, chosen, parameters
 CHAT, COMPLETIONS = "chat", "completions"
 # Fields that change no token.
 NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Fields of which some values alone can be served -> those values, and what to use instead.
+# Fields with only a few supported values -> those values, and what to use instead.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "the field is tools now"),
     "function_call": (("none", "auto"), "the field is tool_choice now"),
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "structured_outputs": ((), "use json_schema, regex, choices or grammar"),
     "extra_body": ((), "its fields go into the body itself"),
 }
-RENAMED = {  # names of others -> keys of a batch line's params
+RENAMED = {  # names in other APIs -> keys of a batch line's params
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "max_output_tokens": "max_new_tokens",
@@ -57,10 +57,10 @@ OTHERS = ("prompt", "chat_template_kwargs", "logprobs", "top_logprobs")
 # All but the keys of a batch line's params, which may come from outside of this project.
 KNOWN = frozenset([*NO_EFFECT, *REFUSED, *RENAMED, *OWN, *OF_TOOLS, *OF_PROMPTS, *RECORD[CHAT], *OTHERS])
 MOST_LOGPROBS = 20
-LEAST_TOP_P = 1e-9  # less than any best token has
-MOST_FIELDS = 256  # of a body
+LEAST_TOP_P = 1e-9  # less than the probability of any best token
+MOST_FIELDS = 256  # fields of a body
 MOST_UNKNOWN = 32  # fields, each of which is compared with all names
-NEAR = 0.8  # of a name, as difflib measures it, a field is a misspelling of it
+NEAR = 0.8  # least similarity (difflib) of a field to a name of which it is a misspelling
 LONGEST_NAME = 64  # characters of an ignored field's name in a header
 
 
@@ -70,10 +70,10 @@ def without_unknown(
     """The fields of a body that mean something here, and the names of those that do not.
 
     Args:
-        known: fields that do; None: those of requests for completions.
+        known: the fields that do; None: those of requests for completions.
 
     Raises:
-        UsageError: a field looks like a name that was misspelt, or `strict` and there is any; too many fields.
+        UsageError: a field looks like a misspelt name, or with `strict` any field means nothing; too many fields.
     """
     if len(body) > MOST_FIELDS:
         raise UsageError(f"the body has {len(body)} fields, this server takes {MOST_FIELDS}")
@@ -90,13 +90,13 @@ def without_unknown(
 
 
 def header_of(ignored: Iterable[str]) -> dict[str, str]:
-    """The header that names ignored fields, in characters that any client reads; none where there are none."""
+    """The header that names ignored fields, in characters that any client reads; none if there are none."""
     names = [re.sub(r"[^\w.-]", "?", name[:LONGEST_NAME], flags=re.ASCII) for name in ignored]
     return {"x-coppice-ignored": ", ".join(names)} if names else {}
 
 
 def refuse(body: Mapping[str, Any], kind: str) -> None:
-    """Raises UsageError for what cannot be served."""
+    """Raises UsageError for fields and values that are not supported."""
     for key, (fine, remedy) in REFUSED.items():
         if key in body and not any(value == body[key] for value in fine):
             allowed = f"expected {' or '.join(map(repr, fine))}" if fine else "it cannot be served"
@@ -137,7 +137,7 @@ def params_of(body: Mapping[str, Any], served: Served, kind: str) -> dict[str, A
 
 
 def _take_best_of(body: Mapping[str, Any], params: dict[str, Any]) -> None:
-    """Ask the search for `best_of` outputs in the place of `n`. Raises UsageError."""
+    """Ask the search for `best_of` outputs instead of `n`. Raises UsageError."""
     wanted = params.get("num_return_sequences", 1)
     check_integer("n", wanted, 1)
     check_integer("best_of", body["best_of"], 1)
@@ -157,14 +157,14 @@ def _read_as_openai(params: dict[str, Any]) -> None:
 
 
 def _drop_plain(params: dict[str, Any], name: str) -> None:
-    """Leave out what clients send always and what means nothing to this search."""
+    """Leave out parameters that clients always send and that mean nothing to this search."""
     known = parameters(name)
     for key, plain in PLAIN_DRAWS.items():
         if key in params and key not in known and params[key] in plain and not isinstance(params[key], bool):
             del params[key]
     if "xtc_threshold" not in known and "xtc_probability" not in params:
         params.pop("xtc_threshold", None)
-    if "seed" in params and "seed" not in known:  # the same output with any
+    if "seed" in params and "seed" not in known:  # any seed gives the same output
         check_integer("seed", params.pop("seed"), 0)
     if params.get("num_return_sequences") == 1 and "num_return_sequences" not in known:
         del params["num_return_sequences"]
@@ -201,7 +201,7 @@ def usage_wanted(body: Mapping[str, Any]) -> bool:
 
 
 def plain_messages(messages: Any) -> Any:
-    """Messages whose contents are texts: of contents in parts, the parts' texts. Raises UsageError."""
+    """Messages whose contents are texts: contents in parts become the parts' texts. Raises UsageError."""
     if not isinstance(messages, list):
         return messages
     return [_message(i, m) if isinstance(m, dict) else m for i, m in enumerate(messages)]

@@ -7,14 +7,14 @@ from engine.text.thinking import Thoughts
 
 
 class Reply:
-    """Reads a reply while it comes.
+    """Reads a reply as it arrives.
 
     Args:
-        thoughts: how it writes them; None where there is no chat template.
+        thoughts: how it writes thoughts; None without a chat template.
         tools: how it may call functions; None: not at all.
 
     Attributes:
-        calls: how many there were.
+        calls: number of calls so far.
     """
 
     def __init__(self, thoughts: Thoughts | None, tools: ToolUse | None):
@@ -24,15 +24,15 @@ class Reply:
 
     @property
     def thought(self) -> bool:
-        """Whether there is one."""
+        """Whether the reply has a thought."""
         return self._thoughts.thought
 
     def push(self, text: str) -> list[dict[str, Any]]:
-        """Add text. Returns the changes of a message, as OpenAI's streams have them, that are certain."""
+        """Add text. Returns the changes of the message that are certain, in the form of OpenAI's streams."""
         return [delta for part in self._thoughts.push(text) for delta in self._deltas(*part)]
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return what was held back."""
+        """Return the changes that were held back."""
         found = [delta for part in self._thoughts.finish() for delta in self._deltas(*part)]
         return found + (self._written(self._calls.finish()) if self._calls is not None else [])
 

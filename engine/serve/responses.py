@@ -11,7 +11,7 @@ from engine.serve.answers import Answers, encoded, usage
 from engine.serve.replies import Reply
 
 RESPONSES = "responses"
-MOST_ITEMS = 4096  # of an input, as of messages
+MOST_ITEMS = 4096  # items of an input, the limit of messages
 KEEPS_NOTHING = "this server keeps no responses: give the whole conversation as input"
 REFUSED_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": ((), KEEPS_NOTHING),
@@ -24,7 +24,7 @@ REFUSED_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprobs": ((False,), "/v1/chat/completions has them"),
     "top_logprobs": ((0,), "/v1/chat/completions has them"),
 }
-SILENT = ("include", "truncation", "reasoning")  # that change no token here
+SILENT = ("include", "truncation", "reasoning")  # fields that change no token here
 PARTS: dict[str, dict[str, Any]] = {
     "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     "reasoning": {"type": "reasoning_text", "text": ""},
@@ -98,12 +98,12 @@ def _content(i: int, content: Any) -> Any:
 
 
 class ResponseItems:
-    """The items of a response while they come, and the events that say so."""
+    """The items of a response as they arrive, and the events that report them."""
 
     def __init__(self):
         self.items: list[dict[str, Any]] = []
         self._open = ""  # "message" or "reasoning", of the last item
-        self._texts: list[str] = []  # of that one
+        self._texts: list[str] = []  # texts of the last item
 
     def add(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Events for a change of the message."""
@@ -123,7 +123,7 @@ class ResponseItems:
         yield self._event(f"{PARTS[kind]['type']}.delta", True, delta=text, **logprobs)
 
     def begin(self, kind: str) -> Iterator[dict[str, Any]]:
-        """Events for a new item of this kind, which is open."""
+        """Events for a new item of this kind, which becomes the open one."""
         self._open, self._texts = kind, []
         item: dict[str, Any] = {"id": f"{'msg' if kind == 'message' else 'rs'}_{secrets.token_hex(12)}"}
         item |= {"type": kind, "status": "in_progress", "content": []}

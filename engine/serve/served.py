@@ -15,7 +15,7 @@ from engine.rules.catalogue import Catalogue
 from engine.serve.stepper import Lane
 from engine.text.prompting import TemplateOptions
 
-SPELLINGS = 1 << 16  # that are kept
+SPELLINGS = 1 << 16  # spellings that are kept
 
 
 @dataclass
@@ -23,11 +23,11 @@ class Served:
     """A model that is served.
 
     Args:
-        name: by which requests choose it.
-        engine: has its models.
-        lane: where its requests run.
-        args: the command line: gives what a request lacks.
-        catalogues: by the names that requests use.
+        name: the name by which requests choose it.
+        engine: the engine with its models.
+        lane: the lane of its requests.
+        args: the command line, with the values that a request leaves out.
+        catalogues: catalogues by the names that requests use.
         adapter: the name of its adapter.
     """
 

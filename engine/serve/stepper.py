@@ -15,7 +15,7 @@ from engine.serve.metrics import Metrics
 from engine.service import Checked, Entry, News, Outcome, Service
 from engine.tasks.step_thread import StepThread
 
-SWITCH_SECONDS = 1e-3  # after which a thread that checks lets the one that steps go on, wherever it has to wait for it
+SWITCH_SECONDS = 1e-3  # after which Python switches from a checking thread to the stepping thread
 
 
 class Busy(CoppiceError):
@@ -33,7 +33,7 @@ class Abandoned(CoppiceError):
 
 
 class Ticket:
-    """A request on its way, as the event loop sees it.
+    """The event loop's part of a request that waits or runs.
 
     Attributes:
         outcome: the result or the error; None while it runs.
@@ -48,7 +48,7 @@ class Ticket:
         self._changed = asyncio.Event()
 
     def hear(self, news: News) -> None:
-        """Take what a step did. Text that is not fetched yet grows in one place: a slow reader costs no more."""
+        """Take the results of a step. Text that is not fetched yet is joined, so a slow reader costs nothing more."""
         now = time.perf_counter()
         if not self.began:
             self.began = news.began or now
@@ -85,10 +85,10 @@ class Ticket:
 
 
 def share(places: int, others: int, alone: bool) -> int:
-    """How much of something a client may have: half of what the others leave, so that there is room for the next one.
+    """How many of `places` a client may have: half of what others leave, so that there is room for the next client.
 
     Args:
-        others: what the others have of it.
+        others: places that other clients have.
         alone: whether there can be no other client.
     """
     left = places - others
@@ -99,16 +99,16 @@ class Lane:
     """The requests of one model, counted by the event loop; they run in its `Service`.
 
     Args:
-        name: the model's, for metrics.
-        service: used by the stepping thread, but for `check`.
-        queue: most requests that wait, besides those that run.
+        name: the model's name, for metrics.
+        service: used only by the stepping thread, except `check`.
+        queue: most requests that wait, not counting those that run.
     """
 
     def __init__(self, name: str, service: Service, queue: int, stepper: "Stepper"):
         self.name, self.service, self.queue, self.stepper = name, service, queue, stepper
         self.open: set[Ticket] = set()
         self.held: Counter[str] = Counter()  # places of requests that are still being checked, by client
-        self._seconds: deque[float] = deque(maxlen=32)  # that the latest requests took once they ran
+        self._seconds: deque[float] = deque(maxlen=32)  # running times of the latest requests
 
     @property
     def places(self) -> int:
@@ -129,7 +129,7 @@ class Lane:
         return len(self.open) - self.running + self.held.total()
 
     def room(self, client: str) -> int:
-        """How many further requests of a client there are places for."""
+        """Number of places for further requests of a client."""
         taken = Counter(ticket.client for ticket in self.open) + self.held
         return share(self.places, taken.total() - taken[client], self.service.alone) - taken[client]
 
@@ -149,8 +149,8 @@ class Lane:
     def wait(self, client: str, count: int) -> int:
         """Seconds until there should be room for further requests of a client; 0: there is.
 
-        By the time that the latest requests took, and those that run have taken already: as many searches as run at
-        once take the places of those that end, those of the clients in turn.
+        Estimated from the running times of the latest requests, or of the present ones: `parallel` searches run at
+        once, and clients take the places of those that end in turn.
         """
         taken = Counter(ticket.client for ticket in self.open) + self.held
         total = taken.total()
@@ -159,8 +159,8 @@ class Lane:
             return 0
         now = time.perf_counter()
         each = [*self._seconds] or [now - ticket.began for ticket in self.open if ticket.began] or [0.0]
-        ends = total + count - self.places  # whoever's
-        if over > ends:  # its own; of those that end it has its part
+        ends = total + count - self.places  # requests that must end, of any client
+        if over > ends:  # as many of its own must end, which are a part of those that end
             ends = over * len({*taken, client})
         return max(1, math.ceil(ends * sum(each) / len(each) / self.service.parallel))
 
@@ -195,11 +195,11 @@ class Lane:
         self.stepper.cancel(self.service, ticket.entry)
 
     def started(self, ticket: Ticket) -> None:
-        """A search has begun."""
+        """Note that a search has begun."""
         self.stepper.metrics.observe("queue_seconds", self.name, ticket.began - ticket.asked)
 
     def ended(self, ticket: Ticket) -> None:
-        """There is an outcome."""
+        """Note that a request has an outcome."""
         if ticket not in self.open:  # it was cancelled in the meantime
             return
         self.open.discard(ticket)
@@ -223,7 +223,7 @@ class Stepper(StepThread):
     """The thread that steps the models of a server.
 
     Args:
-        metrics: counts what happens.
+        metrics: the metrics that count requests.
     """
 
     def __init__(self, metrics: Metrics):

@@ -14,9 +14,9 @@ from engine.serve.answers import Answers, HttpError, error_body, event
 from engine.serve.names import header_of
 from engine.serve.stepper import Abandoned, Ticket
 
-PING_SECONDS = 10.0  # a stream without text says that it lives
-STALL_SECONDS = 120.0  # a client that reads nothing for so long is gone
-PART_BYTES = 1 << 16  # of a large reply
+PING_SECONDS = 10.0  # without text, after which a stream sends a sign of life
+STALL_SECONDS = 120.0  # without reading, after which a client counts as gone
+PART_BYTES = 1 << 16  # size of a part of a large reply
 ENDING_SECONDS = 1.0  # for the last event of a stream, when the server ends
 
 
@@ -64,7 +64,7 @@ class Events(Response):
             async with asyncio.timeout_at(self.deadline):
                 await self._follow(send)
         except TimeoutError:
-            cancel(self.tickets)  # before the client may keep the error waiting
+            cancel(self.tickets)  # first, because the client may delay the error
             await self._put(send, event(error_body(late(self.seconds))))
         except (OSError, Abandoned):
             return
@@ -74,7 +74,7 @@ class Events(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _follow(self, send: Send) -> None:
-        """Send everything, of several prompts as it comes."""
+        """Send everything; text for several prompts is sent as it arrives."""
         await self._put(send, b"".join(map(self.answers.event, self.answers.opening())))
         parts = [asyncio.ensure_future(self._one(i, ticket, send)) for i, ticket in enumerate(self.tickets)]
         try:
@@ -115,12 +115,12 @@ class Events(Response):
 
 
 class Parts(Response):
-    """A large reply, written in parts in a thread while they are sent, so that it is never there as a whole.
+    """A large reply, written in parts in a thread while they are sent, so that memory never holds all of it.
 
     Args:
-        parts: of its JSON.
-        headers: further ones.
-        release: called at the end, however that comes.
+        parts: the parts of its JSON.
+        headers: further headers.
+        release: called at the end, whatever happens.
     """
 
     media_type = "application/json"
@@ -150,7 +150,7 @@ class Parts(Response):
 
 
 async def until(work: "asyncio.Future[Any]", receive: Receive) -> bool:
-    """Wait for a future; True: the client left before. Raises what the future raises."""
+    """Wait for a future; returns True if the client left first. Raises what the future raises."""
     watcher = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)

@@ -13,9 +13,9 @@ from engine.serve.names import NO_EFFECT, without_unknown
 from engine.serve.served import Served
 from engine.service import Checked
 
-MOST_TEXTS = 2048  # of a request, as at OpenAI's
-MOST_TOKENS = 300_000  # of all its texts together, as at OpenAI's
-AHEAD = 2  # texts under way, for each place where a search runs: the thread that steps waits for none
+MOST_TEXTS = 2048  # texts of a request, OpenAI's limit
+MOST_TOKENS = 300_000  # tokens of all its texts together, OpenAI's limit
+AHEAD = 2  # texts under way for each running search, so that the stepping thread does not wait for them
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Texts:
 
     Attributes:
         checked: a request of the engine for each text.
-        write: results, in the order of the texts, to the parts of the reply's JSON.
+        write: function of the results, in the order of the texts, that returns the parts of the reply's JSON.
         size: bytes that results and reply take, roughly.
         ignored: names of fields that mean nothing here.
     """
@@ -51,7 +51,7 @@ def check_length(name: str, text: str | Sequence[int], model: LoadedModel, limit
     """Raises UsageError for a text that fits no context by the number of its characters or tokens.
 
     Args:
-        text: a text or token ids, not encoded yet: a long one is refused before anything is done with it.
+        text: a text or token ids, not encoded yet: a long one is refused before it is encoded.
     """
     pool = model.runner.pool
     reach = limits.prompt or model.shape.max_positions or pool.pages * pool.page_size

@@ -30,12 +30,12 @@ from kernels.rows.checks import NextNodes
 
 @dataclass
 class Guess:
-    """The prediction of what one search will ask for.
+    """The predicted next request of one search.
 
     Args:
-        next: what the search said.
-        k: how many top sums.
-        asked: the tokens of the pass under way that have the rows whose top sums choose.
+        next: the search's hint.
+        k: number of top sums.
+        asked: the tokens of the running pass whose rows have the top sums.
         chunk: the nodes, with their slots.
     """
 
@@ -53,8 +53,8 @@ class Guess:
 
 
 class GuessedNodes(NamedTuple):
-    """The nodes of guesses, on the device: their sums, float32; their tokens; the ancestry words of their parents, but
-    for slots that no node has any more. A parent may have seen slots that the trunk has taken over since."""
+    """The nodes of guesses, on the device: their sums, float32; their tokens; the ancestry words of their parents,
+    without slots that no node has any more. A parent may have seen slots that the trunk has taken over since."""
 
     sums_n: Tensor
     token_n: Tensor
@@ -74,8 +74,8 @@ def choose(
     """Choose the nodes of guesses on the device; `Guess.picked` finds the same ones on the host.
 
     Args:
-        numbers: of each guess, returned by `top_sums`.
-        ancestry_TC: of the pass under way. It is read here and not later, as the next inputs may take its place.
+        numbers: for each guess the result of `top_sums`.
+        ancestry_TC: the ancestry of the running pass. It is read here, because later the next inputs may overwrite it.
         impl: see `kernels.rows.next_nodes`.
     """
     words = ancestry_TC.shape[1]

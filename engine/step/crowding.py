@@ -11,7 +11,7 @@ from engine.cache.pool import PagePool
 from engine.errors import KVMemoryError
 from engine.step.jobs import Job
 
-TIMES_TO_GIVE_WAY = 2  # to searches of other clients; a search that has gives way by age alone, and comes to its end
+TIMES_TO_GIVE_WAY = 2  # preemptions for other clients; after that only its age counts, so that it comes to its end
 
 
 def held_pages(jobs: Sequence[Job], pool: PagePool) -> Counter[str]:
@@ -35,7 +35,7 @@ def check_share(job: Job, running: Sequence[Job], pool: PagePool, share: float) 
 def who_gives_way(running: Sequence[Job], pool: PagePool) -> Job:
     """The search that gives its pages back: the latest one of the client that holds the most pages.
 
-    Clients whose searches have given way to others `TIMES_TO_GIVE_WAY` times are left out while there is another one.
+    Clients whose searches have given way to others `TIMES_TO_GIVE_WAY` times are left out unless all have.
 
     Args:
         running: searches, in the order of their starts.

@@ -34,11 +34,11 @@ from engine.step.partial import PartialRows, PartialSums
 from engine.step.timing import PassTime
 
 SPARE = 8  # best tokens of a drafted row that are kept beyond those asked for, in case of equal sums
-ROWS_BYTES = 1 << 25  # of the whole rows that a request keeps for drafted nodes
+ROWS_BYTES = 1 << 25  # bytes of the whole rows that a request keeps for drafted nodes
 
 
 class WholeRow(NamedTuple):
-    """A row of log-probabilities as the model gave it, [1, V]; and the excess of its logits, [1, 1], see `Edit`."""
+    """A row of log-probabilities as the model computed it, [1, V]; and the excess of its logits, [1, 1], see `Edit`."""
 
     logp_1V: Tensor
     excess_11: Tensor | None
@@ -48,7 +48,7 @@ class BestOfRow(NamedTuple):
     """The most probable tokens of a row, best first: log-probabilities and tokens [2, k], float64."""
 
     found_2k: Tensor
-    all: bool  # whether the row has no others
+    all: bool  # whether the row has no other tokens
 
 
 class Charge:
@@ -62,20 +62,20 @@ class Charge:
 
 
 class EngineDrafts:
-    """The drafter of an engine, and what its requests have learnt about the use of its drafts.
+    """The drafter of an engine, and what its latest request has learnt about the use of drafts.
 
     Args:
-        drafter: guesses.
+        drafter: makes the guesses.
         always: evaluate every guess, whatever it costs; for tests.
     """
 
     def __init__(self, drafter: Drafter, always: bool = False):
         self.drafter, self.always = drafter, always
         self.warned = False
-        self.latest: DraftSize | None = None  # of the request that ended last
+        self.latest: DraftSize | None = None  # sizes of the request that ended last
 
     def size(self, charge: Charge) -> DraftSize:
-        """How much to draft for a new request."""
+        """The draft sizes for a new request, with what the latest request has learnt."""
         size = DraftSize(None if self.always else charge)
         if self.latest is not None and not self.always:
             size.inherit(self.latest)
@@ -93,12 +93,12 @@ class JobDrafts:
     """The drafts of one request.
 
     Args:
-        engine: has the drafter.
+        engine: the engine's drafter.
         salt: see `Drafter.open`.
         limit: most new tokens.
         ends: tokens that end an output.
         vocab_size: tokens that can be generated.
-        time: of passes.
+        time: the expected times of passes.
 
     Attributes:
         beside: trees that the drafter has in the caches of other models; the owner of the request releases them.
@@ -121,7 +121,7 @@ class JobDrafts:
         self.tree, self.request, self.beside = None, None, list[TokenTree]()
         self.nodes = self.accepted = self.saved = 0
         self._learnt = 0  # tokens of the trunk that the drafter was told
-        self._guesses: dict[int, tuple[Guesses, int]] = {}  # asked node -> its place in what was guessed around it
+        self._guesses: dict[int, tuple[Guesses, int]] = {}  # requested node -> guesses, its place among them
         self._host, self._rows, self._latest, self._since, self._planned = 0.0, 0, 0, 0.0, False  # of the latest pass
         self._known, self._live, self._apart = 0, list[int](), False
 
@@ -148,7 +148,7 @@ class JobDrafts:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """The request goes on without drafts if anything fails here."""
+        """Context in which an error ends the drafts of the request, but not the request."""
         try:
             yield
         except Exception as error:
@@ -164,7 +164,7 @@ class JobDrafts:
         self.engine.failed(error)
 
     def give_way(self, pool: PagePool) -> bool:
-        """Free what a draft model holds of a pool, so that it drafts no more; whether that was anything."""
+        """Free the pages of a pool that a draft model holds; it drafts no more. Returns whether there were any."""
         held = [tree for tree in self.beside if tree.pool is pool and tree.page_count]
         if held and isinstance(self.request, ModelDrafts):
             self.request.give_up()
@@ -188,7 +188,7 @@ class JobDrafts:
         """Say what to draft below the nodes of a request that a chunk completes; None: nothing.
 
         Args:
-            constrained: of a tree that has constraints.
+            constrained: the tree's constraint and processors; None: none.
             known: nodes of the request whose rows are known.
         """
         tree = chunk.tree
@@ -238,7 +238,7 @@ class JobDrafts:
 
         Args:
             wanted: returned by `ask` for the chunk.
-            drafts: for it.
+            drafts: one for each live node.
             room: tokens that the pass has room for.
         """
         began, planted = time.thread_time(), list[DraftedNode]()
@@ -267,7 +267,7 @@ class JobDrafts:
             self._learnt += len(fresh)
 
     def _room(self, tree: TokenTree, room: int) -> int:
-        """How many nodes may be drafted: a part of what is free, and as many rows as are kept."""
+        """How many nodes may be drafted: limited by free slots, and by the bytes of rows that are kept."""
         free = len(tree.slots.free) + tree.pool.free_pages // 4 * tree.pool.page_size
         kept = sum(isinstance(node.row, WholeRow) for node in tree.drafts) + len(tree.drafts.rows)
         return max(0, min(room, free, ROWS_BYTES // (4 * self.vocab_size) - kept))
@@ -299,7 +299,7 @@ class JobDrafts:
         return planted
 
     def _sound(self, draft: Draft, most: int, reach: int, grown: Collection[int]) -> Draft:
-        """A draft without tokens that no search would have evaluated, or that were grown, and what is below these."""
+        """A draft without grown tokens and tokens that no search would evaluate, and without the nodes below them."""
         sound, place, seen = Draft(), {-1: -1}, {(-1, token) for token in grown}
         depth = {-1: 0}
         for i, (token, parent, score) in enumerate(zip(draft.tokens, draft.parents, draft.scores, strict=True)):
@@ -323,7 +323,7 @@ class JobDrafts:
         return tree is self.tree and isinstance(self.request, HeadDrafts)
 
     def hear(self, chunk: Chunk, rows_TE: Tensor) -> None:
-        """Tell the drafter the rows of a chunk that was evaluated, as its head reads them."""
+        """Give the drafter the rows of an evaluated chunk, in the form that its head reads."""
         tree = chunk.tree
         with self._guarded():
             assert isinstance(self.request, HeadDrafts)
@@ -335,7 +335,7 @@ class JobDrafts:
     def take_rows(
         tree: TokenTree, drafts: Sequence[DraftedNode], logp_NV: Tensor, finite: Sequence[bool], excess: Tensor | None
     ) -> None:
-        """Keep the rows of drafted nodes. Those that are not finite have their nodes dropped."""
+        """Keep the rows of drafted nodes. Nodes whose rows are not finite are dropped."""
         bad = []
         for i, node in enumerate(drafts):
             if node.row is None:  # else it has its best tokens, and there are no rows
@@ -366,7 +366,7 @@ class JobDrafts:
             wanted = partial_answer.top_sums(best)
             if best_of([known[node] for node in best], wanted, partial_answer.width) is not None:
                 best = []
-        for node in best:  # they do not suffice
+        for node in best:  # the best tokens of their rows do not suffice
             del known[node]
             tree.forget_row(node)
         return known
@@ -396,7 +396,7 @@ class JobDrafts:
         """Add known rows to an answer; returns the nodes whose rows are whole, and these rows.
 
         Args:
-            fail: gets what an edit raises, as in a pass.
+            fail: called with the exception of an edit, as in a pass.
         """
         tree = self.tree
         assert tree is not None
@@ -424,7 +424,7 @@ class JobDrafts:
         return nodes, logp_NV
 
     def answered(self, nodes: int) -> None:
-        """An answer for so many nodes needed no pass, as all of its rows were known."""
+        """Count an answer for `nodes` nodes that needed no pass, because all of its rows were known."""
         self.saved += 1
         self._since += min(1.0, nodes / len(self._live)) if self._apart and self._live else 1
 
@@ -473,7 +473,7 @@ def allowed(draft: Draft, state: NodeState, after: Any) -> Draft:
 
 
 def best_of(rows: Sequence[BestOfRow], wanted: TopSums, width: int) -> FoundSums | None:
-    """The top sums of rows of which the best tokens are known; None if one that is left out might be among them."""
+    """The top sums of rows whose best tokens are known; None if another token might belong to them."""
     counts = [row.found_2k.shape[1] for row in rows]
     found_2M = torch.cat([row.found_2k for row in rows], 1)
     row_M = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))

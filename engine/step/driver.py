@@ -50,7 +50,7 @@ class Driver:
     """Runs searches to their end, step by step; on a GPU it is an `engine.step.overlapped.Overlapped`.
 
     Args:
-        runners: by model name; "target" first.
+        runners: the runners by model name; "target" first.
         parallel: most searches at once.
         observer: is notified of the phases of each step.
     """
@@ -63,9 +63,9 @@ class Driver:
             runner.observer = observer
         self.waiting: list[Job] = []
         self.running: list[Job] = []
-        self.paused: list[Job] = []  # of those that run; in the order in which they go on, one in a step
+        self.paused: list[Job] = []  # running jobs that paused, in the order in which they continue, one per step
         self.work: dict[str, Work] = {name: Work() for name in runners}  # of all searches together
-        self.share = 1.0  # of a pool, that the searches of one client may hold
+        self.share = 1.0  # the part of a pool that the searches of one client may hold
 
     def submit(self, job: Job) -> Job:
         """Queue a search."""
@@ -151,7 +151,7 @@ class Driver:
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Context of a step: Ctrl-C waits for its end, and it uses no cores that other programs occupy."""
-        # What is compiled is so for one number of threads; processes that share a model have to round alike.
+        # Compiled code is for one number of threads, and processes that share a model must round alike.
         steady = any(runner.token_buckets or runner.gathers for runner in self.runners.values())
         with uninterrupted(), contextlib.nullcontext() if steady else MACHINE.limited():
             try:
@@ -166,7 +166,7 @@ class Driver:
     def _admit(self) -> None:
         """Start the searches for which there is room, and resume one that paused."""
         with self._phase("admit"):
-            blocked: set[str] = set()  # clients of which a search was preempted: their others do not pass it
+            blocked: set[str] = set()  # clients with a preempted search, which their others do not overtake
             for job in [*self.waiting]:
                 if job.client in blocked or (job.gave_way_to and all(each in self.running for each in job.gave_way_to)):
                     blocked.add(job.client)
@@ -192,7 +192,7 @@ class Driver:
                 if room > theirs and job in self.running and (chunk := self._allocate(job, room - theirs)) is not None:
                     chosen.append((job, chunk))
                     room -= len(chunk)
-            # None that was preempted since.
+            # Without those that were preempted meanwhile.
             kept = [(job, chunk) for job, chunk in chosen if job in self.running and job.pending]
             note_turn(jobs, [job for job, _ in kept])
             drafted = Guessing(kept, room)
@@ -267,7 +267,7 @@ class Driver:
     @staticmethod
     def _not_finite(runner: Runner, share: Share) -> NumericsError:
         request = share.pending.request
-        if runner.pool.prefixes is not None:  # it may be the keys and values that are not finite
+        if runner.pool.prefixes is not None:  # cached keys and values may be the cause
             runner.pool.prefixes.clear()
         position = request.tree.position(request.nodes[0]) + 1
         return NumericsError(
@@ -444,7 +444,7 @@ class Driver:
             try:
                 if job.generator is not None:
                     job.generator.close()
-            except Exception as failure:  # of the search, while it was closed
+            except Exception as failure:  # raised by the search while it was closed
                 result, error = None, error or failure
             if result is not None:
                 result.stats = job.stats({name: each.pool for name, each in self.runners.items()}) | result.stats
@@ -474,7 +474,7 @@ class Driver:
         tree, prefixes = job.trees[0], job.trees[0].pool.prefixes
         caches = prefixes is not None and tree.salt is not None
         if job.retire or caches:
-            with contextlib.suppress(MemoryError, RuntimeError):  # no memory for the copy: the trunk as it was
+            with contextlib.suppress(MemoryError, RuntimeError):  # without memory for the copy the trunk stays
                 tree.keep([tree.descend(best)])  # the evaluated part of the answer joins the trunk
         if prefixes is not None and caches:
             prefixes.note(tree.prompt_length, tree.reused)

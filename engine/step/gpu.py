@@ -18,9 +18,9 @@ from engine.step.runner import Runner
 from kernels.rows import NextNodes, next_nodes
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 products and with copies that run beside them
-USUAL = (1, 4, 16, 32, 64, 256)  # tokens of passes whose kernels are compiled ahead, besides the largest
-ASKED = 16  # rows of these passes, of which top sums are wanted
-PATIENCE = 1.0  # seconds of compiling that nobody is told of
+USUAL = (1, 4, 16, 32, 64, 256)  # tokens of passes whose kernels are compiled ahead, in addition to the largest
+ASKED = 16  # rows of these passes whose top sums are requested
+PATIENCE = 1.0  # seconds of compiling before its progress is shown
 WITHOUT = "or use --device cpu"
 
 
@@ -50,13 +50,13 @@ def check_gpu() -> None:
 
 
 def check_triton() -> None:
-    """Raises UsageError where triton is not installed."""
+    """Raises UsageError if triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         raise UsageError("a GPU needs the package triton", remedy=f"pip install 'coppice[gpu]', {WITHOUT}")
 
 
 def _why_no_build(error: Exception) -> str:
-    """The reason of triton's failure; its own words where a compiler and the headers are there."""
+    """The reason of triton's failure; its own message if a compiler and the headers are there."""
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.exists():
         return f"there is no {header}"
@@ -67,9 +67,9 @@ def compile_ahead(runner: Runner) -> None:
     """Compile the kernels of a model in threads, before a request waits for them; a line on stderr says how far it is.
     Warns if that fails.
 
-    Passes of usual sizes show which kernels these are: all but Triton's are launched, whose results are random numbers
-    then. A second round finds what depends on the first: how attention cuts its work follows from the registers that
-    its compiled kernel takes.
+    Passes of usual sizes show which kernels are needed. Triton's are not launched meanwhile, so that their results are
+    arbitrary. A second round finds the kernels that depend on the first: how attention divides its work follows from
+    the registers that its compiled kernel uses.
     """
     if runner.impl != "triton":
         return
@@ -90,7 +90,7 @@ def compile_ahead(runner: Runner) -> None:
 
 @torch.inference_mode()
 def usual_passes(runner: Runner) -> None:
-    """Begin passes of usual sizes that a pool has room for, with what a beam search asks; nobody reads the answers."""
+    """Begin passes of usual sizes that fit the pool, with a beam search's requests; nothing reads the answers."""
     for count in sorted({*(n for n in USUAL if n < runner.budget), runner.budget}):
         tree = TokenTree(runner.pool, [0] * count)
         try:
@@ -110,5 +110,5 @@ def usual_passes(runner: Runner) -> None:
 
 
 def compiled(done: int, count: int) -> str:
-    """Text of the progress: so many kernels are compiled, of so many."""
+    """The text of the progress: `done` of `count` kernels are compiled."""
     return f"{done} of {count} kernels compiled for this GPU; later starts find them on disk"

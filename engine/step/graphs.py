@@ -38,7 +38,7 @@ TABLES = 32 * WORDS[-1]  # words of the branch slots of all trees
 LEAST_COMPILED = (2,)  # tokens of a pass: torch would make graphs of their own for sizes 0 and 1
 MOST_GRAPHS = 64  # graphs
 MEMORY_SHARE = 64  # log-probabilities may take 1/64 of the device's memory, graphs as much again
-MEMORY = 1 << 35  # of a stand-in
+MEMORY = 1 << 35  # bytes that a stand-in for a device is taken to have
 LAYOUT = ("positions_T", "write_slots_T", "trunk_seen_T", "ancestry_TC", "token_starts", "trunk_len_R")
 LAYOUT += (
     "branch_len_R",
@@ -46,7 +46,7 @@ LAYOUT += (
     "branch_positions_RW",
     "ancestors_TN",
 )  # the fields of a layout that change from pass to pass
-PATHS = ("rows_T", "paths_TN", "lengths_T", "bases_T", "folds_T", "chains_N2")  # those of its paths
+PATHS = ("rows_T", "paths_TN", "lengths_T", "bases_T", "folds_T", "chains_N2")  # fields of its paths
 BUDGET = 2048  # most tokens of a pass on a GPU, which a few hundred would leave half idle
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
@@ -67,9 +67,9 @@ def make_runner(
     Without C++ kernels it uses those in PyTorch, with a warning unless the user switched them off.
 
     Args:
-        dtype: of the model; None: the cache's.
+        dtype: the model's; None: the cache's.
         graphs: False: no CUDA graphs.
-        compiled: operators on rows by torch.compile, see `engine.load.compiling`.
+        compiled: use operators on rows compiled by torch, see `engine.load.compiling`.
 
     Raises:
         UsageError: a GPU without triton, or a model that the Triton kernels do not support.
@@ -106,7 +106,7 @@ class GraphRunner(Runner):
     Args:
         record: records the work of a function on the device and returns a function that replays it. Its attribute
             `used`, if it has one, is the memory of its graphs in bytes.
-        options: as of `Runner`.
+        options: see `Runner`.
     """
 
     def __init__(self, model, pool: PagePool, vocab_size: int, *, record: Recorder | None = None, **options):
@@ -129,7 +129,7 @@ class GraphRunner(Runner):
             + TREES[-1] * pool.pages
         )
         most += most % 2  # 64-bit views of both parts are aligned
-        self.host = torch.empty(2, most, dtype=torch.int32, pin_memory=on_gpu)  # taken in turn: a pass may be under way
+        self.host = torch.empty(2, most, dtype=torch.int32, pin_memory=on_gpu)  # used in turn: a pass may be under way
         self.copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
         self.memory = torch.empty(most, dtype=torch.int32, device=self.device)
@@ -163,7 +163,7 @@ class GraphRunner(Runner):
         *results, peaks_NB, hidden_TE = self._outputs
         in_order = list(asked) == list(range(len(asked)))
         rows_N = None if in_order else step.rows_T[: len(asked)]
-        keep_rows |= self.impl != "triton"  # others read rows once more where sums are equal
+        keep_rows |= self.impl != "triton"  # others read the rows again if sums are equal
         logp_NV, finite_N = (_taken(x, len(asked), rows_N, copied=keep_rows) for x in results)
         self._give(keeps, hidden_TE)
         if edits:
@@ -228,7 +228,7 @@ class GraphRunner(Runner):
             return run
         try:
             return self.record(run)
-        except RuntimeError as error:  # of the capture: an operation that no graph can have, or no memory for it
+        except RuntimeError as error:  # of the capture: an unsupported operation, or too little memory
             self._tell(logging.WARNING, f"{size}: it cannot be recorded: {str(error).strip().partition(chr(10))[0]}")
             return run
 
@@ -258,11 +258,11 @@ class _Step:
         self.warm = False
         self.replay: Callable[[], None] | None = None
         *fields, pages_PR = _fields(like, torch.empty_like(like.tokens_T))
-        fields.append(pages_PR.new_empty(runner.pool.pages, pages_PR.shape[1], device="meta"))  # as a trunk may get
+        fields.append(pages_PR.new_empty(runner.pool.pages, pages_PR.shape[1], device="meta"))  # a trunk's most
         self.starts, at = [], 0
         for x in fields:
             self.starts.append(at)
-            at += -(-x.numel() * x.itemsize // 16) * 4  # aligned, as kernels like it
+            at += -(-x.numel() * x.itemsize // 16) * 4  # aligned to 16 bytes for kernels
         self.hosts = [[_view(host, at, x) for at, x in zip(self.starts, fields, strict=True)] for host in runner.host]
         device = [_view(runner.memory, at, x) for at, x in zip(self.starts, fields, strict=True)]
         self.inputs, self.rows_T = _rebuild(like, device)
@@ -342,15 +342,15 @@ class _Recorder:
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # recording begins with this: only what it takes is counted
+        torch.cuda.empty_cache()  # recording begins with this: only its own memory is counted
         free, _ = torch.cuda.mem_get_info()
-        here = torch.cuda.current_stream()  # where a capture that fails would leave its own
+        here = torch.cuda.current_stream()  # a failed capture would leave its own as the current one
         options = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
         try:
             with torch.cuda.stream(here), torch.cuda.graph(graph, **options):
                 run()
         except BaseException:
-            self.pool = torch.cuda.graph_pool_handle()  # the old one may be taken to be still in a capture
+            self.pool = torch.cuda.graph_pool_handle()  # torch may take the old one to be still in a capture
             raise
         finally:
             self.used += max(0, free - torch.cuda.mem_get_info()[0])

@@ -22,9 +22,9 @@ class Guessing:
         room: further tokens that the pass has room for.
 
     Attributes:
-        chunks: with drafts.
+        chunks: the chunks with their drafts.
         passes: [tokens, seconds] of passes of a draft model.
-        seconds: of all guesses of drafters that guess for several requests at once.
+        seconds: time of all guesses by drafters that guess for several requests at once.
     """
 
     def __init__(self, parts: Sequence[tuple[Job, Chunk]], room: int):
@@ -40,7 +40,7 @@ class Guessing:
 
     @staticmethod
     def _ask(job: Job, chunk: Chunk) -> Wanted | None:
-        """Ask a request what to draft; None: nothing, or its chunk does not complete what it asks for."""
+        """Ask a request what to draft; None: nothing, or its chunk does not complete its `Evaluate`."""
         pending = job.pending
         if job.drafts is None or pending is None or pending.left or pending.by_rope:
             return None
@@ -48,7 +48,7 @@ class Guessing:
         return job.drafts.ask(chunk, pending.request, pending.partial, pending.constrained, len(pending.known))
 
     def _guessed(self, asked: Sequence[tuple[Job, Wanted]]) -> dict[int, Sequence[Draft]]:
-        """The drafts for what is wanted, by its id; none where a drafter fails."""
+        """The drafts for each `Wanted`, by its id; none if its drafter fails."""
         found: dict[int, Sequence[Draft]] = {}
         together: dict[int, list[tuple[Job, Wanted]]] = {}
         for job, wanted in asked:
@@ -62,7 +62,7 @@ class Guessing:
         return found
 
     def _guessed_together(self, group: Sequence[tuple[Job, Wanted]]) -> dict[int, Sequence[Draft]]:
-        """The drafts of requests of one drafter that guesses for all at once."""
+        """The drafts of requests that share a drafter, which guesses for all of them at once."""
         began, every = time.perf_counter(), [wanted for _, wanted in group]
         try:
             drafts = group[0][0].drafts.engine.drafter.draft_together(every)  # type: ignore[union-attr]
@@ -83,7 +83,7 @@ class Guessing:
 
 
 def listen(batch: Batch) -> None:
-    """Have the heads that draft for a batch get the rows of its pass."""
+    """Give the rows of a batch's pass to the heads that draft for its requests."""
     groups: dict[int, tuple[HeadDrafter, list[tuple[Share, slice]]]] = {}
     end = 0
     for share in batch.shares:

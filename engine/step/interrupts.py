@@ -2,7 +2,7 @@
 
 import threading
 
-# The module `signal` makes enumerations of what these take and return, which takes longer than a small model's layer.
+# The module `signal` converts arguments and results to enumerations, which takes longer than a small model's layer.
 from _signal import SIGINT, default_int_handler, getsignal, signal  # pyright: ignore[reportMissingImports]
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ def uninterrupted() -> Iterator[None]:
     """Delay Python's KeyboardInterrupt until the end of the block; a second Ctrl-C is not delayed.
 
     Between two lines of the block the interrupt could leak pages. The block changes nothing in threads other than the
-    main one, which signals do not reach, and where SIGINT has another handler than Python's own.
+    main one, which signals do not reach, or if SIGINT has another handler than Python's own.
     """
     own = threading.current_thread() is threading.main_thread()
     if not own or getsignal(SIGINT) is not default_int_handler:

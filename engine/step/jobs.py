@@ -47,7 +47,7 @@ class Job:
     start: Callable[["Job"], SearchGenerator]
     settled: list[int] = field(default_factory=list)  # new tokens that are certain
     report: Report = field(default_factory=Report)  # the latest
-    retire: Callable[[TokenTree], None] | None = None  # gets the target tree at the end, which is not freed then
+    retire: Callable[[TokenTree], None] | None = None  # receives the target tree at the end, which is then not freed
     trees: list[TokenTree] = field(default_factory=list)
     generator: SearchGenerator | None = None
     pending: "Pending | None" = None
@@ -59,14 +59,14 @@ class Job:
     started: float = 0.0
     prefilled: float = 0.0
     constrained: Constrained | None = None
-    salt: str | None = None  # of cached prefixes, see `TokenTree`
+    salt: str | None = None  # the salt of cached prefixes, see `TokenTree`
     adapter: int = 0  # the number of the target's adapter; 0: none
-    client: str = ""  # whose request it is
+    client: str = ""  # the client that made the request
     missed: int = NEVER  # passes since it had a part in one
     gave_way: int = 0  # times that it was preempted
     gave_way_to: list["Job"] = field(default_factory=list)  # it waits for one of them to end
-    drafts: JobDrafts | None = None  # None: no drafts ride along
-    kept: HiddenRows | None = None  # of a request that wants log-probabilities of tokens
+    drafts: JobDrafts | None = None  # None: its passes evaluate no drafts
+    kept: HiddenRows | None = None  # None unless the request wants log-probabilities of tokens
     search: Search | None = None  # a search that is not this project's is checked more closely; None is trusted
     fault: Exception | None = None  # raised by a function of a Report or an Evaluate; it ends the job at its next step
 
@@ -98,7 +98,7 @@ class Job:
         """The statistics of the work so far, see docs/stats.md.
 
         Args:
-            pools: by model.
+            pools: the pools by model.
         """
         target = self.trees[0]
         now = time.perf_counter()
@@ -146,7 +146,7 @@ class Pending:
     trunk_left: int = 0
     nodes_left: list[int] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)  # nodes of the present group whose rows are wanted
-    trunk_allocated: int = 0  # by earlier passes of this group
+    trunk_allocated: int = 0  # trunk tokens in earlier passes of this group
     nodes_allocated: list[int] = field(default_factory=list)
     waited: int = 0  # passes since it was asked
 
@@ -180,8 +180,8 @@ class Share:
     nodes: list[int]
     rows: slice
     draft_rows: slice = field(default_factory=lambda: slice(0, 0))
-    numbers: Tensor | None = None  # that were read of its rows
-    excess_N1: Tensor | None = None  # of its drafts, see `WholeRow`
+    numbers: Tensor | None = None  # values that were read from its rows
+    excess_N1: Tensor | None = None  # the excess of its drafts' logits, see `WholeRow`
 
     @property
     def top_sums(self) -> TopSums | None:
@@ -204,7 +204,7 @@ class Share:
         self.excess_N1 = excess_N1
 
     def take(self, numbers: Tensor, logp_NV: Tensor) -> None:
-        """Take what a read of its rows returned."""
+        """Take the values that a read of its rows returned."""
         self.numbers = numbers
         self.pending.partial.take(self.nodes, logp_NV[self.rows], numbers)
 

@@ -159,7 +159,7 @@ class Overlapped(Driver):
         guessed_from = after.tokens
         for share, found in zip(batch.readers, launched.numbers, strict=True):
             if share is None or share.job not in self.running or share.job.pending is not share.pending:
-                continue  # it gave way to one that waits
+                continue  # it was preempted for one that waits
             with contextlib.suppress(KVMemoryError):
                 if (guess := guess_of(share, found, batch.asked[share.rows])) is not None:
                     after.guess(share, guess)
@@ -208,7 +208,7 @@ class Overlapped(Driver):
         """Launch a pass of the searches that wait for no other pass, if that hides the host's work; see `Overlap`."""
         overlap, silent = batch.runner.overlap, sum(next_of(job) is None for job in self.running)
         if not overlap.helps(len(self.running)) or overlap.helps_without(silent, len(self.running)):
-            return None  # those that look ahead do so from the next pass on
+            return None  # searches with a hint look ahead from the next pass on
         other = self._launch(batch.model, self._waiting(batch))
         return other if other.shares else None
 
@@ -222,7 +222,7 @@ def next_of(job: Job) -> Next | None:
     if pending is None or pending.constrained is not None or job.traced or job.kept is not None:
         return None
     tree = pending.request.tree
-    kept = tree.pool.ancestors or tree.pool.stores is not None  # places that hang on which parent a node has
+    kept = tree.pool.ancestors or tree.pool.stores is not None  # a pass reads places that depend on a node's parent
     return pending.request.next if tree.switch_length is None and not kept else None
 
 
@@ -240,8 +240,8 @@ def guess_of(share: Share, numbers: Tensor, asked: Sequence[int]) -> Guess | Non
     """The predicted request after a share, with slots taken; None if it cannot be predicted. Raises KVMemoryError.
 
     Args:
-        numbers: of its top sums.
-        asked: the tokens of the pass that have its rows.
+        numbers: the result of its top sums.
+        asked: the tokens of the pass whose rows it requested.
     """
     next, wanted, tree = next_of_share(share), share.pending.request.top_sums, share.chunk.tree
     if next is None or wanted is None or len(numbers) // 2 < next.width:

@@ -25,7 +25,7 @@ class Chunk:
     drafts: Sequence[DraftedNode] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
-        """Tokens."""
+        """The number of tokens."""
         return self.trunk_tokens + len(self.nodes) + len(self.drafts)
 
     @property
@@ -101,16 +101,16 @@ class Packer:
     do.
 
     Args:
-        page_size: of the pool that all trees share.
-        device: of the tensors.
+        page_size: page size of the pool that all trees share.
+        device: the device of the tensors.
         ancestors: how many of each token's latest ancestors the layout lists.
         delta: the kind of recurrent layers, whose paths the layout then has, and their chains for "triton".
         token_buckets, word_buckets, tree_buckets, page_buckets: sizes to which T, the ancestry words, R and the pages
             of the longest trunk are padded, so that compiled graphs are reused. Padding tokens attend to nothing and
             write to the trash slot.
-        impl: of the operators, see `kernels.tree_attention`.
-        rows: of the operators on rows, see `kernels.rows`; None: `impl`.
-        frames: for how many sizes tensors are kept.
+        impl: implementation of the operators, see `kernels.tree_attention`.
+        rows: implementation of the operators on rows, see `kernels.rows`; None: `impl`.
+        frames: number of sizes whose tensors are kept.
     """
 
     def __init__(

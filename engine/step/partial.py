@@ -13,31 +13,31 @@ KnownRows = Mapping[int, tuple[int, float]]  # node -> its only token, and the t
 
 
 class PartialRows:
-    """An answer whose rows are put together.
+    """An answer as rows, collected from passes.
 
     Args:
-        request: asks for them.
-        width: of a row.
+        request: the request for the rows.
+        width: length of a row.
     """
 
     def __init__(self, request: Evaluate, width: int):
         self.request, self.width = request, width
-        self.nodes: list[int] = []  # that have a row
+        self.nodes: list[int] = []  # nodes that have a row
         self.rows: list[Tensor] = []
         self.known_KV: Tensor | None = None  # rows that needed no evaluation; they come last
         self.known: list[int] = []
         self.numbers: Tensor | None = None  # the result of the request's `read`
 
     def top_sums(self, nodes: Sequence[int]) -> TopSums | None:
-        """None: the rows themselves are wanted."""
+        """Return None, because the rows themselves are wanted."""
         return None
 
     def wants(self, nodes: Sequence[int], rows: slice) -> Read | TopSums | None:
-        """Return what reads the rows of some nodes: the request's `read`, if they are all that it asks for."""
+        """Return the reader of the rows of some nodes: the request's `read`, if they are all that it asks for."""
         return self.request.read if list(nodes) == list(self.request.nodes) else None
 
     def take(self, nodes: Sequence[int], rows_NV: Tensor, numbers: Tensor) -> None:
-        """Take what `wants` read of the rows of nodes."""
+        """Take the values that the reader of `wants` found in the rows of nodes."""
         self.numbers = numbers
 
     def add(self, nodes: Sequence[int], rows_NV: Tensor) -> None:
@@ -67,9 +67,9 @@ class PartialSums:
     """The top sums of an answer, merged from those of each pass; no rows are kept.
 
     Args:
-        request: asks for them, with nodes in ascending order.
-        wanted: what it asks for.
-        width: of a row.
+        request: the request for the sums, with nodes in ascending order.
+        wanted: the sums that it asks for.
+        width: length of a row.
     """
 
     def __init__(self, request: Evaluate, wanted: TopSums, width: int):
@@ -85,7 +85,7 @@ class PartialSums:
         return TopSums([float(sums[self._place[node]]) if node in self._place else -math.inf for node in nodes], k)
 
     def wants(self, nodes: Sequence[int], rows: slice) -> TopSums | None:
-        """Return what reads the rows of some nodes: a request for their top sums."""
+        """Return the reader of the rows of some nodes: a request for their top sums."""
         return self.top_sums(nodes) if nodes else None
 
     def take(self, nodes: Sequence[int], rows_NV: Tensor, numbers: Tensor) -> None:
@@ -93,7 +93,7 @@ class PartialSums:
         self.found(found_in_rows(numbers, rows_NV, self.top_sums(nodes)), nodes)
 
     def add(self, nodes: Sequence[int], rows_NV: Tensor) -> None:
-        """Do nothing: `take` had all that is needed of the rows."""
+        """Do nothing, because `take` got all that is needed from the rows."""
 
     def add_known(self, known: KnownRows, device: torch.device) -> None:
         """Add the top sums of nodes whose rows need no evaluation."""

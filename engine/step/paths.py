@@ -15,7 +15,7 @@ class PathColumns:
     """The columns of `DeltaPaths`, tree by tree.
 
     Args:
-        kind: of the recurrent layers.
+        kind: the kind of the recurrent layers.
         chained: whether `chain` is called at the end, for a GPU.
 
     Attributes:
@@ -60,7 +60,7 @@ class PathColumns:
                 path.append(-1 - numbers[at] if at in numbers else held.row)
                 at = _parent(tree, at)
             else:
-                last = position - 1 - len(path)  # of the trunk
+                last = position - 1 - len(path)  # the last position in the trunk
                 path += [in_trunk(p) for p in range(last, position - count - 1, -1)]
                 if base == NULL_STATE:
                     base = states.base(position)
@@ -81,14 +81,14 @@ class PathColumns:
         self.folds.append(fold)
 
     def pad(self, tokens: int) -> None:
-        """Add padding tokens: the first ones of their sequences, of which nothing is kept."""
+        """Add padding tokens: the first ones of their sequences, whose results are not kept."""
         self.rows += [TRASH_SLOT] * tokens
         self.paths += [NULL_SLOT] * tokens * self.kind.reach
         for column in (self.lengths, self.bases, self.folds):
             column += [0] * tokens
 
     def chain(self) -> None:
-        """Find the chains of the tokens, filled up with empty ones: as many as there are tokens."""
+        """Find the chains of the tokens, padded with empty ones to the number of tokens."""
         parents = self.paths[:: self.kind.reach]
         chains, self.levels = chains_of(parents, self.lengths, self.bases, self.folds)
         self.chains = [number for chain in chains for number in chain]
@@ -96,7 +96,7 @@ class PathColumns:
 
     @property
     def numbers(self) -> list[int]:
-        """All columns, as `paths_of` takes them."""
+        """All columns, in the order that `paths_of` expects."""
         return self.rows + self.lengths + self.bases + self.folds + self.paths + self.chains
 
 
@@ -106,7 +106,7 @@ def width_of(kind: DeltaKind, chained: bool) -> int:
 
 
 def paths_of(numbers: Tensor, tokens: int, kind: DeltaKind) -> DeltaPaths:
-    """The paths in `PathColumns.numbers`, int64, of so many tokens."""
+    """The paths of `tokens` tokens in `PathColumns.numbers`, int64."""
     rest = len(numbers) - tokens * (4 + kind.reach)
     *columns, paths, chains = numbers.split([*([tokens] * 4), tokens * kind.reach, rest])
     rows_T, lengths_T, bases_T, folds_T = columns

@@ -13,9 +13,9 @@ class PhaseObserver(Protocol):
 
     - "step" contains "admit", "schedule", "run" and "commit", see `Driver.step`, and on a GPU "wait": for the answer of
       a pass that an earlier "run" launched;
-    - "run" contains "pack", "forward", "logits", "log-softmax" and "fetch", see `Runner.evaluate`; of a CUDA graph the
-      three in the middle occur only while it is recorded, and top sums that a CPU finds without rows need no "fetch".
-      With an observer they are not found by the call that evaluates the layers;
+    - "run" contains "pack", "forward", "logits", "log-softmax" and "fetch", see `Runner.evaluate`; for a CUDA graph
+      the three in the middle occur only while it is recorded, and top sums that a CPU finds without rows need no
+      "fetch". With an observer such sums are not computed by the call that evaluates the layers;
     - "search", inside any of them, is the time of a search's generator and of its `Evaluate.read`.
 
     The methods must not raise.

@@ -32,7 +32,7 @@ from models.config import ModelShape
 from models.shard import Shard
 
 FORMAT, VERSION = "coppice prefix", "3"
-LARGEST = float(1 << 20)  # of keys, values and scales: sums of their products stay finite
+LARGEST = float(1 << 20)  # magnitude of keys, values and scales, so that sums of their products stay finite
 REMEDY = "make one with --save-prefix and the same flags"
 
 
@@ -50,7 +50,7 @@ class Owner(Protocol):
 
 
 def save_prefix(engine: Owner, path: str | Path, tokens: Sequence[int]) -> None:
-    """Evaluate tokens, keep them in the engine's cache of prefixes, and write what it keeps of them to a file.
+    """Evaluate tokens, keep them in the engine's cache of prefixes, and write the cached part to a file.
 
     Raises:
         UsageError: the file cannot be written, the engine keeps no prefixes, or the tokens are invalid or too few.
@@ -79,8 +79,8 @@ def load_prefix(engine: Owner, path: str | Path, salt: str = "") -> list[int]:
     """Put a saved prefix into the engine's cache, as if a request of this salt had just used it. Returns its tokens.
 
     Raises:
-        UsageError: the file cannot be read, is no prefix, is damaged or holds what no model computes, or another model,
-            format, kind of device or order of sums made it; the engine keeps no prefixes.
+        UsageError: the file cannot be read, is no prefix, is damaged, holds values that no model computes, or is
+            from another model, format, kind of device or order of sums; the engine keeps no prefixes.
         KVMemoryError: the prefix does not fit into the cache.
     """
     _check(engine)
@@ -96,7 +96,7 @@ def load_prefix(engine: Owner, path: str | Path, salt: str = "") -> list[int]:
 
 @contextmanager
 def _tree(engine: Owner, tokens: Sequence[int], salt: str) -> Iterator[TokenTree]:
-    """A tree of tokens, to be filled; what it then has is kept as a prefix."""
+    """Context with a tree of tokens, to be filled; its evaluated tokens are then kept as a prefix."""
     switch = engine.shape.switch_length
     tree = TokenTree(engine.pool, tokens, expected=len(tokens), switch_length=switch)
     tree.use_rope(switch is not None and len(tokens) > switch)
@@ -127,8 +127,8 @@ def _parts(pool: PagePool) -> dict[str, Tensor]:
 
 
 def _recurrent(tree: TokenTree) -> dict[str, tuple[Tensor, list[int]]]:
-    """The tensors of recurrent layers, by the names that a file has for them, and the places in them of what a trunk
-    has, which hold what later tokens read."""
+    """The tensors of recurrent layers, by the names that a file has for them, each with the places of a trunk's rows or
+    state that later tokens read."""
     states, cached = tree.trunk.states, tree.trunk.cached
     if states is None:
         return {}
@@ -143,12 +143,12 @@ def _slots(tree: TokenTree) -> Tensor:
 
 
 def _model(engine: Owner) -> str:
-    """The model as it is computed, whatever the name of its folder."""
+    """The key of the model as it is computed, without the name of its folder."""
     return engine.model_key.rpartition("-")[2]
 
 
 def _computed(device: torch.device) -> str:
-    """The bits of keys and values depend on it: the kind of device, and on a GPU whether all sums have one order."""
+    """The conditions that affect bits of keys and values: the kind of device, and a GPU's order of sums."""
     return f"{device.type}, {same_bits.NAME}=on" if device.type != "cpu" and same_bits.asked() else device.type
 
 

@@ -23,12 +23,12 @@ from kernels.stack import one_by_one
 from models.shard import Shard
 from models.sharding import Gathered
 
-Part = tuple[slice, Read | TopSums]  # a range of the rows asked for, and what reads it, or the top sums that are wanted
+Part = tuple[slice, Read | TopSums]  # a range of the requested rows, and its reader or the top sums wanted
 Answers = tuple[Tensor, list[bool], list[Tensor]]
 Ready = Callable[[Pass], None]  # gets a pass's inputs on the device
-PAGES = tuple(1 << i for i in range(31))  # of a page table, which grows with a text: few sizes of passes to prepare
+PAGES = tuple(1 << i for i in range(31))  # widths of a page table, which grows with a text: so passes have few sizes
 FRAMES = 64  # sizes of passes that are kept prepared
-Rows = tuple[Tensor, list[bool]]  # float32 [N, V], or empty where no search needs them; whether each row is finite
+Rows = tuple[Tensor, list[bool]]  # float32 [N, V], or empty if no search needs them; whether each row is finite
 
 
 class Keep(NamedTuple):
@@ -78,7 +78,7 @@ class Launched:
 
     Args:
         logp_NV, finite_N, numbers: see `Runner.evaluate`, on the device.
-        inputs: of the pass, on a GPU; to be read before the next pass of the runner is launched.
+        inputs: the inputs of the pass, on a GPU; to be read before the next pass of the runner is launched.
 
     Attributes:
         waited: seconds that the host waited.
@@ -134,7 +134,7 @@ class Runner:
         vocab_size: the number of tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
         budget: most tokens per pass; longer prompts are split into chunks.
         impl, rows, token_buckets, word_buckets: see `Packer`; buckets are for compiled models.
-        dtype: of the model; None: the cache's.
+        dtype: the model's; None: the cache's.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class Runner:
         """One forward pass on a CPU that computes log-probabilities of only a few tokens; see `Head.logps`.
 
         Args:
-            chunks, asked, keeps: as of `evaluate`.
+            chunks, asked, keeps: see `evaluate`.
             parts: the tokens for each requested row, in order.
         """
         rows_NE = self._rows(chunks, asked, keeps)
@@ -305,7 +305,7 @@ class Runner:
         finite.
 
         Args:
-            chunks, asked, keeps: as of `evaluate`.
+            chunks, asked, keeps: see `evaluate`.
             wanted: the top sums requested from each of these rows, in order.
         """
         adapters = self.adapters(chunks, asked)

@@ -16,7 +16,7 @@ from engine.step.runner import Rows, Runner, Strategy
 
 
 class WholeRows:
-    """Log-probabilities over the whole vocabulary, and what searches read of them."""
+    """Log-probabilities over the whole vocabulary, and the values that searches read from them."""
 
     def run(self, runner: Runner, batch: Batch) -> Rows:
         """See `Strategy`."""
@@ -28,8 +28,8 @@ class FewTokens:
     """The log-probabilities of the few tokens that constraints allow, on a CPU: the head computes no others.
 
     Args:
-        shares: those that have rows.
-        parts: the tokens of each.
+        shares: the shares that have rows.
+        parts: the tokens of each share.
     """
 
     shares: Sequence[Share]
@@ -57,11 +57,11 @@ class FewTokens:
 
 @dataclass(frozen=True)
 class OnlySums:
-    """The top sums of rows that nobody reads: on a CPU they are not computed, among processes not gathered.
+    """The top sums of rows that nothing reads: a CPU does not compute the rows, and processes do not gather them.
 
     Args:
-        shares: those that have rows.
-        wanted: what each wants, and then of each of its drafts.
+        shares: the shares that have rows.
+        wanted: the sums that each share wants, and then those of each of its drafts.
     """
 
     shares: Sequence[Share]

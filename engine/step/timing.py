@@ -6,35 +6,34 @@ from bisect import bisect_left, bisect_right
 class Overlap:
     """Whether searches in two halves, one on a GPU while the host works on the other, are faster than all at once.
 
-    A pass of half of the tokens may take as long as one of all, so it pays where the host's work takes longer than a
+    A pass of half of the tokens may take as long as one of all, so halves pay if the host's work takes longer than a
     pass. Seconds are moving averages.
     """
 
     RATE = 0.1  # weight of a new measurement
 
     def __init__(self):
-        self.host = self.device = 0.0  # for one search; of a pass
+        self.host = self.device = 0.0  # seconds of the host for a search, of the device for a pass
 
     def note(self, host: float, device: float, searches: int) -> None:
-        """Record the seconds of the host and of the device for a pass of so many searches."""
+        """Record the seconds of the host and of the device for a pass of `searches` searches."""
         if not self.device:
             self.host, self.device = host / searches, device
         self.host += self.RATE * (host / searches - self.host)
         self.device += self.RATE * (device - self.device)
 
     def helps(self, searches: int) -> bool:
-        """Whether halves are faster for so many searches."""
+        """Whether halves are faster for `searches` searches."""
         return searches > 1 and self.device > 0 and self.host * searches > self.device
 
     def helps_without(self, silent: int, searches: int) -> bool:
         """Whether passes that are launched ahead hide more time than is lost by searches that then miss a pass.
 
-        All of so many searches hide their host's work, at most a pass of it; those that miss it lose their part of a
-        pass.
+        All searches hide their host's work, at most the time of a pass; those that miss a pass lose their part of it.
 
         Args:
-            silent: searches that miss it.
-            searches: all of them.
+            silent: number of searches that miss a pass.
+            searches: number of all searches.
         """
         if 2 * silent > searches:
             return False

@@ -1,19 +1,19 @@
 """The order of requests in a pass that has no room for all of them.
 
-Short requests come first: others decode while a long prompt fills the rest. A long one would wait for as long as wide
-searches ask anew after each pass, or shorter prompts keep coming. Therefore up to half of a pass is kept for one:
-of the client that has had no part in a pass for longest, the request that has waited for longest.
+Short requests come first, so that they decode while a long prompt fills the rest. A long request would wait as long as
+wide searches ask again after each pass, or shorter prompts keep arriving. Therefore up to half of a pass is reserved
+for one request: the one that has waited longest, of the client that has been in no pass for longest.
 """
 
 from collections.abc import Sequence
 
 from engine.step.jobs import Job, Pending
 
-KEPT_PART = 2  # one part in so many of a pass
+KEPT_PART = 2  # the part of a pass that is reserved is 1 / KEPT_PART
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:
-    """The searches that ask, those for the fewest tokens first; of equals the one that has waited for longest."""
+    """The searches that wait for rows, in ascending order of tokens; among equals the one that waited longest first."""
     return sorted(jobs, key=lambda job: (_asked(job).left, -_asked(job).waited))
 
 
@@ -23,7 +23,7 @@ def first_turn(jobs: Sequence[Job], room: int) -> tuple[Job | None, int]:
     Args:
         room: tokens of the pass.
     """
-    missed: dict[str, int] = {}  # client -> passes since a search of its had a part in one
+    missed: dict[str, int] = {}  # client -> passes since one of its searches was in one
     for job in jobs:
         missed[job.client] = min(job.missed, missed.get(job.client, job.missed))
     first = max(jobs, key=lambda job: (missed[job.client], _asked(job).waited), default=None)
@@ -31,12 +31,12 @@ def first_turn(jobs: Sequence[Job], room: int) -> tuple[Job | None, int]:
 
 
 def least_room(jobs: Sequence[Job], budget: int) -> int:
-    """How many of the tokens of a pass are not for predictions, while searches wait: what these ask for, or a part."""
+    """How many tokens of a pass waiting searches get before predictions: all that they ask for, or a part of a pass."""
     return min(sum(_asked(job).left for job in jobs), budget // KEPT_PART)
 
 
 def note_turn(jobs: Sequence[Job], evaluated: Sequence[Job]) -> None:
-    """Note a pass: which searches asked, and which of them have a part in it."""
+    """Note a pass: the searches that asked, and those that it evaluates."""
     served = {id(job) for job in evaluated}
     for job in jobs:
         job.missed = 0 if id(job) in served else job.missed + 1

@@ -23,7 +23,7 @@ P = ParamSpec("P")
 
 
 def _in_a_thread(load: Callable[P, Engine]) -> Callable[P, Coroutine[Any, Any, "AsyncEngine"]]:
-    """A function that loads, as a coroutine of the same arguments."""
+    """Turn a function that loads an engine into a coroutine function with the same arguments."""
 
     @functools.wraps(load)
     async def loaded(*args: P.args, **options: P.kwargs) -> "AsyncEngine":
@@ -33,7 +33,7 @@ def _in_a_thread(load: Callable[P, Engine]) -> Callable[P, Coroutine[Any, Any, "
 
 
 class AsyncEngine:
-    """Answers the requests of coroutines; of several event loops, if you like.
+    """Answers the requests of coroutines, which may run in several event loops.
 
     One thread checks requests, another one evaluates them. A request lives as long as the task that waits for it: when
     the task is cancelled or its time is up, the search has ended before the next forward pass, and its pages are free.
@@ -43,7 +43,7 @@ class AsyncEngine:
     and templates may be used directly.
 
     Args:
-        engine: one that no other AsyncEngine has.
+        engine: an engine that no other AsyncEngine uses.
 
     Raises:
         UsageError: several processes share the model.
@@ -57,7 +57,7 @@ class AsyncEngine:
             raise UsageError(what, remedy="use Engine.serve, or one process")
         self.engine = engine
         self._service, self._thread = engine.service(), StepThread()
-        release_threads()  # of loading, in this thread; `StepThread.start` does so in the loop's
+        release_threads()  # started by loading, in this thread; `StepThread.start` does so in the event loop's
         self._thread.services.append(self._service)
 
     async def __aenter__(self) -> Self:
@@ -80,10 +80,10 @@ class AsyncEngine:
         search: Search | None = None,
         **options: Unpack[RequestOptions],
     ) -> SearchResult | list[SearchResult]:
-        """Answer one `Request`, or prompts by one search as `Engine.generate`.
+        """Answer one `Request`, or several prompts by one search, like `Engine.generate`.
 
         Raises:
-            CoppiceError: the first error of any of them, which ends the others; or the engine was closed.
+            CoppiceError: the first error of any request, which ends the others; or the engine was closed.
         """
         results = await self._answers(_requests(prompts, search, options))
         return results[0] if isinstance(prompts, Request) else results
@@ -97,7 +97,7 @@ class AsyncEngine:
         """Answer one prompt or `Request`, with the events of `Engine.stream`; see `Stream`.
 
         Raises:
-            CoppiceError: as `generate`, from the iterator.
+            CoppiceError: like `generate`; the iterator raises it.
         """
         [request] = _requests(prompt if isinstance(prompt, Request) else [prompt], search, options)
         return Stream(self, request)
@@ -125,8 +125,8 @@ class AsyncEngine:
         return await self._thread.run(lambda: self.engine.scores(texts))
 
     async def close(self) -> None:
-        """End the threads; what is under way ends with an error, and all pages return to the pool. The engine may be
-        used directly from then on."""
+        """End the threads. Running requests end with an error, and all pages return to the pool; from then on the
+        engine may be used directly."""
         await asyncio.to_thread(self._thread.stop)
 
     async def _answers(self, requests: Sequence[Request]) -> list[SearchResult]:
@@ -169,10 +169,10 @@ class AsyncEngine:
 class Stream(AsyncIterator[Event]):
     """The events of a request, for one task; the request begins with the first one.
 
-    It ends when an `await` of an event is cancelled, by `aclose`, or when nothing refers to the iterator any more, as
-    after a `break` out of `async for`. A slow reader holds nothing up: texts grow together, and of `Prefill` and
-    `Progress` it misses those that came meanwhile. `Progress.report` stays valid. `Progress.tree` is the live tree,
-    which may be ahead of the report and changes in another thread.
+    It ends when an `await` of an event is cancelled, by `aclose`, or when nothing refers to the iterator any more, for
+    example after a `break` out of `async for`. A slow reader delays nobody: waiting texts are joined, and it misses the
+    `Prefill` and `Progress` events that came meanwhile. `Progress.report` stays valid. `Progress.tree` is the live
+    tree, which may be ahead of the report and changes in another thread.
     """
 
     def __init__(self, engine: AsyncEngine, request: Request):
@@ -205,7 +205,7 @@ class Stream(AsyncIterator[Event]):
             raise
 
     async def _begin(self) -> None:
-        weak = weakref.ref(self)  # what runs does not keep the iterator
+        weak = weakref.ref(self)  # so that a running request does not keep the iterator alive
 
         def hear(news: News) -> None:
             if (stream := weak()) is not None:

@@ -20,7 +20,7 @@ from engine.service import Entry, News, Service, as_ours
 from models.threads import release_threads
 
 T = TypeVar("T")
-CHECKS = 4  # at once, of as many clients
+CHECKS = 4  # requests checked at once, each of another client
 
 
 class Checks:
@@ -33,7 +33,7 @@ class Checks:
         self._busy: set[str] = set()  # clients one of whose requests is being checked
 
     def submit(self, client: str, function: Callable[[], T]) -> "Future[T]":
-        """Have a function called for a client; a future that is cancelled before has it not called at all."""
+        """Queue a call of a function for a client. Cancelling the future before the call prevents it."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(client, deque()).append((future, function))
@@ -41,7 +41,7 @@ class Checks:
         return future
 
     def stop(self) -> None:
-        """Take no more; what waits is still called."""
+        """Accept no more functions; those that wait are still called."""
         self._threads.shutdown(wait=False)
 
     def _run(self) -> None:
@@ -79,7 +79,7 @@ class StepThread:
     def __init__(self):
         self.services: list[Service] = []  # complete before `start`
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._ended, self._lock = "", threading.RLock()  # why no call is taken any more; `call` may be a finalizer's
+        self._ended, self._lock = "", threading.RLock()  # why calls are refused; finalizers may use `call`
         self._checks = Checks()
         self._threads = torch.get_num_threads()  # a new thread would begin with the library's number
         self._thread: threading.Thread | None = None
@@ -88,7 +88,7 @@ class StepThread:
         """Start the thread, unless it was started."""
         with self._lock:
             if self._thread is None:
-                release_threads()  # of loading: from now on another thread computes
+                release_threads()  # started by loading: from now on another thread computes
                 self._thread = threading.Thread(target=self._run, name="step", daemon=True)
                 self._thread.start()
 
@@ -104,8 +104,8 @@ class StepThread:
             self._calls.put(function)
 
     async def check(self, function: Callable[[], T], client: str = "") -> T:
-        """Call a function in a checking thread, for a client; returns and raises what the function does. Cancelled
-        before it has begun it is not called, later its result is dropped.
+        """Call a function in a checking thread, for a client; returns and raises what the function does. If
+        the task is cancelled before that, the function is not called; if later, its result is dropped.
 
         Raises:
             CoppiceError: the thread has ended.
@@ -218,7 +218,7 @@ class StepThread:
             service.report()
 
     def _take_calls(self) -> bool:
-        """Make the calls that wait, if nothing runs at least one. Returns False at the end."""
+        """Make the waiting calls; if no request runs, wait for one. Returns False when the thread is to end."""
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self._calls.get(block=not any(service.busy for service in self.services))

@@ -8,7 +8,7 @@ from typing import Any
 from engine.text.channels import start_at_end
 
 Call = tuple[str, str]  # name, arguments as JSON
-MOST_DEPTH = 64  # of brackets within each other
+MOST_DEPTH = 64  # levels of nested brackets
 QUOTE = '<|"|>'  # a token of Gemma 4, on both sides of a text; nothing in it is escaped
 _OUTSIDE = re.compile(r"[\"'{}\[\]()]")
 _OUTSIDE_QUOTES = re.compile(rf'{re.escape(QUOTE)}|["{{}}\[\]]')
@@ -29,10 +29,10 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 
 
 class Brackets:
-    """Finds where a bracketed value ends, while it comes. Brackets in strings do not count.
+    """Finds the end of a bracketed value as it arrives. Brackets in strings do not count.
 
     Args:
-        quoted: strings may stand between `QUOTE`s, and not between apostrophes.
+        quoted: strings may stand between `QUOTE`s, but not between apostrophes.
     """
 
     def __init__(self, quoted: bool = False):
@@ -74,8 +74,8 @@ def read_calls(text: str, name: str = "", *, quoted: bool = False) -> list[Call]
 
     Args:
         text: an object of JSON with a name and arguments, or a list of those; or `[f(a=1), g()]`.
-        name: of the function; given, the text is its arguments.
-        quoted: these may be an object of Gemma 4's.
+        name: the function's name, if the text is its arguments.
+        quoted: the arguments may be an object in Gemma 4's form.
     """
     try:
         value = json.loads(text, strict=False)
@@ -158,7 +158,7 @@ class _Reader:
             raise _Malformed
 
     def take(self, mark: str) -> None:
-        """Go over a mark that must be there."""
+        """Skip a mark that must be there."""
         if (self.kind, self.word) != ("mark", mark):
             raise _Malformed
         self.step()

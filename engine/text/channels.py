@@ -21,9 +21,9 @@ FUNCTIONS = "functions."
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-_CLOSES = (END, CALL, START, "<|return|>")  # what ends a message; a start alone does where its end was left out
+_CLOSES = (END, CALL, START, "<|return|>")  # marks that end a message; a start ends it if its end was left out
 _CLOSE = re.compile("|".join(map(re.escape, _CLOSES)))
-_BEGINS = (CHANNEL, START, " to=")  # what a reply begins with, unless it has no channels
+_BEGINS = (CHANNEL, START, " to=")  # beginnings of replies with channels
 
 
 def start_at_end(text: str, tag: str) -> str:
@@ -32,13 +32,13 @@ def start_at_end(text: str, tag: str) -> str:
 
 
 class ReplyStream(ABC):
-    """Parts a reply while it comes into thought and answer.
+    """Splits a reply into thought and answer as it arrives.
 
     Args:
-        begun: what the prompt has of the reply.
+        begun: the beginning of the reply, which the prompt has.
 
     Attributes:
-        thought: whether there is one.
+        thought: whether the reply has a thought.
     """
 
     def __init__(self, begun: str = "", *, thought: bool = False):
@@ -50,29 +50,29 @@ class ReplyStream(ABC):
         return self._parts(False)
 
     def finish(self) -> list[tuple[str, bool]]:
-        """Return what was held back."""
+        """Return the parts that were held back."""
         return self._parts(True)
 
     @abstractmethod
     def _parts(self, last: bool) -> list[tuple[str, bool]]:
-        """The parts of the held text that are certain, all of it at the end; keeps the rest."""
+        """The certain parts of the held text, or all of it if `last`; keeps the rest."""
 
 
 class ChannelStream(ReplyStream):
-    """Parts a reply in channels.
+    """Splits a reply in channels.
 
     The parts, joined, lack all headers and marks. Messages of one kind are a blank line apart. A call is part of the
     answer: the mark `<|call|>`, the name of the function, the arguments. A reply without any channel is an answer.
 
     Args:
-        begun: what the prompt has of the reply, behind `<|start|>assistant`.
+        begun: the beginning of the reply, which the prompt has after `<|start|>assistant`.
     """
 
     def __init__(self, begun: str = ""):
         super().__init__(begun)
         self._at = "begin"  # then "header", "thought", "answer" and "call", message by message
         self._fresh = True  # the message has no text yet
-        self._written = set[bool]()  # whether there is text that is thought, and such that is not
+        self._written = set[bool]()  # has True after text of a thought, False after text of the answer
 
     def _parts(self, last: bool) -> list[tuple[str, bool]]:
         found: list[tuple[str, bool]] = []

@@ -137,7 +137,7 @@ class _StripFused(Stage):
 
 
 class _Metaspace(Stage):
-    """Spaces for the replacement, none in the first piece if encoding prepended one."""
+    """Turns the replacement into spaces, but drops it from the first piece if encoding prepended one."""
 
     def __init__(self, replacement: str, prepends: bool):
         self.replacement, self.first = replacement, prepends
@@ -151,7 +151,7 @@ class _Metaspace(Stage):
 
 
 class _Joined(Stage):
-    """No decoder: pieces joined by spaces."""
+    """Joins pieces by spaces, if there is no decoder."""
 
     first = True
 
@@ -164,7 +164,7 @@ class _Joined(Stage):
 
 
 class _ByteFallback(Stage):
-    """Runs of byte pieces to text; a run that is not UTF-8 becomes one U+FFFD per byte."""
+    """Turns runs of byte pieces into text; a run that is not UTF-8 becomes one U+FFFD per byte."""
 
     byte = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 
@@ -200,7 +200,7 @@ BYTE_OF_CHAR = _byte_of_char()
 
 
 class _ByteLevel(Stage):
-    """Bytes spelled as characters to text; a piece with any other character is its own text."""
+    """Turns bytes spelled as characters into text; a piece with any other character is its own text."""
 
     def __init__(self):
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")

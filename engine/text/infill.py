@@ -7,7 +7,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class _Infill(NamedTuple):
-    """The tokens before the prefix, before the suffix and before the middle; which part comes first; what ends it."""
+    """The tokens before prefix, suffix and middle; the tokens that end the middle; whether the suffix comes first."""
 
     prefix: str
     suffix: str
@@ -33,13 +33,13 @@ FORMS = (
 
 
 def infill(tokenizer: Tokenizer, prefix: str, suffix: str) -> tuple[list[int], frozenset[int]]:
-    """The prompt for what stands between two texts, in which spellings of control tokens are text.
+    """The prompt for the text between two texts, in which spellings of control tokens are plain text.
 
     Returns:
-        the token ids, and the ids that end the middle besides those of the checkpoint.
+        the token ids, and the ids that end the middle in addition to those of the checkpoint.
 
     Raises:
-        UsageError: the tokenizer has no tokens for it, or a text is no valid UTF-8.
+        UsageError: the tokenizer has no tokens for it, or a text is not valid UTF-8.
     """
     spellings = tokenizer.special_spellings | tokenizer.added_spellings
     form = next((f for f in FORMS if {f.prefix, f.suffix, f.middle} - {""} <= spellings), None)

@@ -10,7 +10,7 @@ class Pieces(Sequence[str | None]):
     """The spelling of each id, None for ids without a spelling: an eighth of the memory of a list of strings.
 
     Args:
-        pieces: by id.
+        pieces: the spellings by id.
     """
 
     def __init__(self, pieces: Iterable[str | None]):

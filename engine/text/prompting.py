@@ -29,7 +29,7 @@ class TemplateOptions:
         tools: functions that the model may call, as JSON schemas; None: none.
         variables: further variables of the template, JSON values.
         think: "on" or "off" sets the variable of the template that switches thoughts; "auto" leaves it out.
-        lead: what the reply begins with, control tokens included; it belongs to the prompt, and a thought that the
+        lead: the beginning of the reply, control tokens included; it belongs to the prompt, and a thought that the
             template has opened is closed before it.
 
     Raises:
@@ -47,7 +47,7 @@ class TemplateOptions:
 
     @property
     def given(self) -> bool:
-        """Whether any differs from the default."""
+        """Whether any option differs from the default."""
         return self != TemplateOptions()
 
 
@@ -57,7 +57,7 @@ class ChatPrompt:
 
     Args:
         ids: the prompt.
-        thoughts: part a reply's thought from its answer.
+        thoughts: separate a reply's thought from its answer.
         eos_token_ids: tokens that end a reply: the checkpoint's, the token that the template writes after one, and the
             one that models write after calls.
     """
@@ -73,9 +73,9 @@ def chat_prompt(
     """Render messages by the engine's chat template.
 
     Args:
-        engine: has the template and the tokenizer.
+        engine: the model, with its template and tokenizer.
         messages: see `ChatTemplate.render`.
-        options: what the template gets besides.
+        options: the other variables of the template.
 
     Raises:
         UsageError: there is no template, or it rejects the messages or the options.

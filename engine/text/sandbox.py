@@ -57,9 +57,9 @@ OUTPUT_FACTOR = 4
 COMPILED = 16  # templates kept
 GRAMMAR_SECONDS = 3.0  # CPU time for one grammar
 GRAMMAR_BYTES = 16 << 20  # most memory of a compiled grammar
-STACK_BYTES = 1 << 20  # of the thread that compiles grammars: half of the smallest stack of a thread outside
+STACK_BYTES = 1 << 20  # stack of the thread that compiles grammars: half of the smallest stack of a thread outside
 SPACES = r"\x20|\n[\x20\t]{0,16}"  # between parts of JSON: without a limit a model may write spaces for ever
-GRAMMAR_LIMITS = {  # llguidance's own, of a grammar and of a mask
+GRAMMAR_LIMITS = {  # llguidance's own limits, for a grammar and for a mask
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 50_000,
@@ -123,7 +123,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox that repeats strings and lists a few times only: templates indent by `"  " * depth`."""
+    """A sandbox that repeats strings and lists only a few times: templates indent by `"  " * depth`."""
 
     intercepted_binops = frozenset({"*"})
 
@@ -135,7 +135,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The environment in which transformers renders chat templates, but for the clock, set by each render."""
+    """The environment in which transformers renders chat templates, except for the clock, which each render sets."""
 
     def raise_exception(message):
         raise Raised(str(message))
@@ -150,7 +150,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 def check(tree: nodes.Template) -> None:
-    """Refuse what no chat template needs and what the limits would only catch late.
+    """Refuse constructs that no chat template needs and that the limits would only catch late.
 
     Raises:
         Refused: other templates, powers, nested ranges, deep loops.
@@ -201,7 +201,7 @@ class Renderer:
 
 
 def split(request: dict[str, Any], known: dict[str, Any]) -> dict[str, str]:
-    """Part texts as a tokenizer does, to see whether that takes long.
+    """Split texts like a tokenizer, to see whether that takes long.
 
     Args:
         request: "parts", JSON of a tokenizer's normalizer, pre-tokenizer and added tokens (see
@@ -246,11 +246,11 @@ def answer(request: dict[str, Any], compiled: dict[str, Renderer], size: int) ->
     Args:
         request: "source", the template; and, to render it, "variables" and "now" (see `Renderer.render`).
         compiled: templates by source, the latest last; this one is added.
-        size: of the request in bytes.
+        size: bytes of the request.
 
     Returns:
         {"text"}, rendered; or {"names"}, the variables of a template, if there are none to render it with; or
-        {"raised"}, what the template objects to; or {"refused"}, why it cannot be used.
+        {"raised"}, the template's objection; or {"refused"}, why it cannot be used.
     """
     try:
         source = request["source"]
@@ -280,11 +280,11 @@ def answer(request: dict[str, Any], compiled: dict[str, Renderer], size: int) ->
 
 
 def alone(source: str, lead: str = "") -> str:
-    """A grammar whose forced bytes llguidance does not follow: their number has no limit.
+    """Return a grammar whose forced bytes llguidance does not follow, because their number has no limit.
 
     Args:
-        source: in llguidance's form.
-        lead: what may come before its texts, in Lark's form.
+        source: the grammar in llguidance's form.
+        lead: the text that may precede its texts, in Lark's form.
     """
     whole = json.loads(source)
     whole["grammars"][0]["name"] = "value"
@@ -293,7 +293,7 @@ def alone(source: str, lead: str = "") -> str:
 
 
 class _Bytes:
-    """A vocabulary of the 256 bytes and the end, as llguidance wants it."""
+    """A vocabulary of the 256 bytes and the end, in the form that llguidance needs."""
 
     is_tokenizer_wrapper = True
     tokens = (*(bytes([byte]) for byte in range(256)), b"")
@@ -322,7 +322,7 @@ def _grammar_source(guidance: Any, kind: str, value: str) -> str:
 
 
 def _held() -> int:
-    """Bytes that the C library's allocator has given out; of all memory where it cannot tell."""
+    """Bytes that the C library's allocator has given out; if it cannot tell, bytes of all memory."""
     try:
         fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
         info = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in fields.split()]})
@@ -386,7 +386,7 @@ def compile_grammar(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def limit_memory() -> None:
-    """Limit this process's address space, where the system can do that; no core dumps."""
+    """Limit this process's address space, if the system supports it; forbid core dumps."""
     try:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
@@ -406,7 +406,7 @@ def spent() -> bool:
 
 
 def start_clock(seconds: float = CPU_SECONDS) -> None:
-    """Let the kernel end this process after so much CPU time from now."""
+    """Let the kernel end this process after `seconds` of CPU time from now on."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

@@ -28,8 +28,8 @@ from engine.text import sandbox
 
 VARIABLE = "COPPICE_PYTHON"  # environment variable: the interpreter
 START_SECONDS = 60.0  # an interpreter's own start, on a machine that may be busy
-WALL_SECONDS = 10.0  # besides the CPU limit; templates cannot sleep, so only a stalled machine reaches it
-IDLE_SECONDS = 60.0  # without a request the process ends
+WALL_SECONDS = 10.0  # in addition to the CPU limit; templates cannot sleep, so only a stalled machine reaches it
+IDLE_SECONDS = 60.0  # without a request, after which the process ends
 # While the new process is still in our process group, the terminal's signals reach it too.
 TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGHUP}
 
@@ -74,11 +74,11 @@ class Sandbox:
 
     Args:
         task: what the process does, for messages.
-        remedy: what else to do where it cannot be started.
-        packages: that it imports besides those of templates; the caller has imported them.
+        remedy: advice for the case that it cannot be started.
+        packages: packages that it imports in addition to those of templates; the caller has imported them.
 
     Attributes:
-        process: the running one; None without one.
+        process: the running process; None if there is none.
     """
 
     def __init__(self, task: str, remedy: str, packages: Sequence[str] = ()):
@@ -87,11 +87,11 @@ class Sandbox:
         self.process: _Process | None = None
 
     def ask(self, request: dict[str, Any], seconds: float = WALL_SECONDS) -> dict[str, Any] | None:
-        """Have a request answered.
+        """Send a request to the process.
 
         Args:
             request: see `engine.text.sandbox`: `answer`, `split` and `compile_grammar`.
-            seconds: after which, at the latest, the process is ended.
+            seconds: time after which the process is ended at the latest.
 
         Returns:
             The answer; None if the request broke a limit, which ended the process.
@@ -153,7 +153,7 @@ class _Process:
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,
                     bufsize=0,
-                    env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # further arenas would take the address space
+                    env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # further arenas would use up the address space
                 )
             except OSError as error:
                 raise sandbox_of.failed(path, error.strerror or str(error)) from None
@@ -190,7 +190,7 @@ class _Process:
         return reply
 
     def close(self) -> None:
-        """End the process, for good and without a zombie."""
+        """End the process for good, without leaving a zombie."""
         self._ended.set()
         self._popen.kill()
         self._popen.wait()
@@ -244,7 +244,7 @@ def _ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
 
 @contextlib.contextmanager
 def _blocked(signals: set[signal.Signals]) -> Iterator[None]:
-    """Hold signals back from this thread, and from the processes that it starts."""
+    """Block signals in this thread, and in the processes that it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

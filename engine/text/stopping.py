@@ -7,7 +7,7 @@ from engine.errors import UsageError, check_utf8, shortened
 from engine.text.channels import start_at_end
 from engine.text.tokenizer import Tokenizer
 
-CONTEXT = 8  # tokens before a text, from which a decoder knows whether a space starts it
+CONTEXT = 8  # tokens decoded before a text, so that the decoder knows whether the text begins with a space
 
 
 def check_stop(strings: Any) -> None:
@@ -26,8 +26,8 @@ class StopStrings:
     """Finds whether new tokens contain a stop string, across token borders.
 
     Args:
-        tokenizer: of the model.
-        strings: non-empty.
+        tokenizer: the model's.
+        strings: stop strings, none of them empty.
         skipped: characters of the tokens' text that belong to the prompt.
     """
 
@@ -53,8 +53,8 @@ class TextStream:
     Args:
         tokenizer: None streams nothing.
         stop: strings whose first occurrence ends the text.
-        healed: what the tokens' text begins with, which belongs to the prompt, and
-        prompt: the tokens before it.
+        healed: the beginning of the tokens' text, which belongs to the prompt.
+        prompt: the prompt's tokens before `healed`.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class ChatTemplate:
         tool_use: the template of conversations with tools; None: the same.
 
     Attributes:
-        thoughts: the tags between which this model writes what it thinks.
+        thoughts: the tags between which this model writes thoughts.
         calls: how it writes tool calls.
     """
 
@@ -96,7 +96,7 @@ class ChatTemplate:
         """Find the template of a checkpoint, as transformers 5 does; None for a base model that has none.
 
         `chat_template.jinja` comes before `chat_template` in tokenizer_config.json (a string, or a list of named ones),
-        and that before the older `chat_template.json`. Of named ones "default" is taken, and "tool_use" where there are
+        and that before the older `chat_template.json`. Of named ones "default" is used, and "tool_use" if there are
         tools; next to `chat_template.jinja`, others are in `additional_chat_templates/`.
 
         Raises:
@@ -194,7 +194,7 @@ class ChatTemplate:
         return marks.spans(reply["text"])
 
     def _options(self, source: str, tools: Any, variables: Any, think: str) -> dict[str, Any]:
-        """The variables of a render besides the messages, checked. Raises UsageError."""
+        """The checked variables of a render, except the messages. Raises UsageError."""
         if think not in THINK:
             raise UsageError(f"think: expected {', '.join(THINK)}, got {think!r}")
         if not isinstance(variables, Mapping):
@@ -236,11 +236,11 @@ class ChatTemplate:
 
     @property
     def writes_calls(self) -> bool:
-        """Whether it writes the `tool_calls` of earlier messages."""
+        """Whether the template writes the `tool_calls` of earlier messages."""
         return "tool_calls" in self._tool_use
 
     def reply(self, answer: str, thought: str | None) -> dict[str, Any]:
-        """The assistant's message of an earlier turn, with its thought where this template reads it.
+        """The assistant's message of an earlier turn, with its thought in the place where this template reads it.
 
         The template decides which thoughts the model sees again. Most drop those of earlier turns.
         """
@@ -263,7 +263,7 @@ class ChatTemplate:
             messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": mark}]
             try:
                 text = "".join(text for text, _ in self.render(messages, add_generation_prompt=False))
-            except (UsageError, CheckpointError):  # the conversation's own render raises what is wrong
+            except (UsageError, CheckpointError):  # rendering the conversation reports the fault
                 text = ""
             rest = text.rpartition(mark)[2].lstrip() if mark in text else ""
             self._turn_end = max((s for s in self._special if rest.startswith(s)), key=len, default="")
@@ -301,7 +301,7 @@ class _Spellings:
         self.longest = max(map(len, self.starts), default=0)
 
     def replace(self, text: str, mark: Callable[[str], str]) -> str:
-        """`text` with `mark(spelling)` in the place of each protected spelling."""
+        """`text` with `mark(spelling)` instead of each protected spelling."""
         body = text.rstrip()  # the template may trim
         for n in range(min(self.longest, len(body)), 0, -1):
             if body[-n:] in self.starts:

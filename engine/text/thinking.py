@@ -22,8 +22,8 @@ class Thoughts:
     Args:
         opening, closing: the tags; "" if the model has none.
         opened: the prompt ends with the opening tag, so that replies begin with a thought.
-        begun: where replies have channels instead of tags, what the prompt has of one; None: they have none.
-        gap: what stands between the closing tag and the answer.
+        begun: the beginning of a reply that the prompt has, if replies have channels instead of tags; None: tags.
+        gap: the text between the closing tag and the answer.
     """
 
     opening: str = ""
@@ -49,7 +49,7 @@ class Thoughts:
         return gemma4 if {*_GEMMA4} <= {*added} else Thoughts()
 
     def after(self, prompt: str) -> "Thoughts":
-        """The same for replies to a rendered prompt."""
+        """The form of replies to a rendered prompt."""
         if self.begun is not None:
             _, found, behind = prompt.rpartition(TURN)
             return replace(self, begun=behind if found else "")
@@ -72,12 +72,12 @@ class Thoughts:
         return ThoughtStream(self) if self.begun is None else ChannelStream(self.begun)
 
     def join(self, thought: str, answer: str) -> str:
-        """The text that `split` parts into these."""
+        """The text that `split` splits into these."""
         return f"{self.opening}\n{thought}\n{self.closing}{self.gap}{answer}"
 
 
 class ThoughtStream(ReplyStream):
-    """Parts a reply with tags. The parts, joined, lack these and the white space around the thought."""
+    """Splits a reply with tags. The parts, joined, lack the tags and the white space around the thought."""
 
     def __init__(self, thoughts: Thoughts):
         super().__init__(thought=thoughts.opened)

@@ -6,7 +6,7 @@ the token by `parse_special`.
 as well, in the template's own text it is the control token.
 
 `decode(ids)` is the text of these ids alone: the `text` of every output (transformers' batch_decode of the new tokens).
-`decode_continuation(prefix_ids, ids)` is the text that the ids add to the text before them, which differs where a
+`decode_continuation(prefix_ids, ids)` is the text that the ids add to the text before them, which differs if a
 decoder strips the space that starts a text.
 """
 
@@ -44,8 +44,8 @@ class Tokenizer:
     Attributes:
         size: largest id + 1; ids of a model's padded vocabulary from there on have no meaning.
         bos_token_id, eos_token_id: from tokenizer_config.json and special_tokens_map.json.
-        special_ids: ids that are no text: of special tokens, but not of the tags around a thought.
-        skipped_ids: those that `decode` skips: all but the marks of tool calls and of channels.
+        special_ids: ids without text: of special tokens, but not of the tags around a thought.
+        skipped_ids: special ids that `decode` skips: all except the marks of tool calls and of channels.
         special_tokens: `{"bos_token": "<s>", ...}`, for chat templates.
         special_spellings, added_spellings: spellings of special and of other added tokens.
         config: tokenizer_config.json, {} if there is none.
@@ -69,7 +69,7 @@ class Tokenizer:
         self.bos_token_id = vocab.get(names.get("bos_token", ""))
         self.eos_token_id = vocab.get(names.get("eos_token", ""))
         self._encoder, self._added = encoder, {content: vocab[content] for content in raw}
-        encoder.vocab = self._added  # the whole takes megabytes, and the list of spellings as many
+        encoder.vocab = self._added  # the whole vocabulary takes megabytes, and the list of spellings as many
         encoder.pieces = Pieces(encoder.pieces)  # type: ignore[assignment]
         self._raw = any_of(raw, [content for content, token in raw.items() if token.single_word])
 
@@ -105,7 +105,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Tokenizer | None":
-        """The tokenizer of a checkpoint; None if it has none. Raises CheckpointError as `load`."""
+        """The tokenizer of a checkpoint; None if it has none. Raises CheckpointError like `load`."""
         if checkpoint.vocabulary:
             where = str(checkpoint.folder)
             with _malformed(where):
@@ -118,7 +118,7 @@ class Tokenizer:
         Args:
             text: valid UTF-8.
             add_special: add the checkpoint's special tokens, usually BOS.
-            parse_special: spellings of special tokens are these tokens, as in transformers: for texts of your own.
+            parse_special: parse spellings of special tokens as these tokens, like transformers; for texts of your own.
 
         Raises:
             UsageError: lone surrogates, or a special token that this vocabulary cannot spell.
@@ -138,7 +138,7 @@ class Tokenizer:
         """Encode the result of `ChatTemplate.render` without adding tokens: the template writes BOS.
 
         Args:
-            spans: (text, is_control); spellings of added tokens are tokens where is_control.
+            spans: (text, is_control); with is_control, spellings of added tokens are these tokens.
 
         Raises:
             UsageError: as `encode`.
@@ -165,13 +165,13 @@ class Tokenizer:
 
     @functools.cached_property
     def longest(self) -> int:
-        """The most characters that one token stands for; where the vocabulary has a token for what it cannot spell,
-        that one may stand for more."""
+        """The most characters that one token stands for; a token for text that the vocabulary cannot spell may stand
+        for more."""
         return max(len(piece) for piece in self._encoder.pieces if piece is not None)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for tokenizers whose ids all mean the same: 64 hexadecimal digits."""
+        """64 hexadecimal digits, equal for tokenizers whose ids all mean the same."""
         return hashlib.sha256(json.dumps([*self._encoder.pieces]).encode()).hexdigest()
 
     def difference(self, other: "Tokenizer") -> str:
@@ -186,7 +186,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids` alone. Ids past `size` have no text; incomplete UTF-8 becomes U+FFFD.
 
-        Equals the library's decode, but keeps the tags around a thought and the marks of tool calls where they are
+        Equals the library's decode, but keeps the tags around a thought and the marks of tool calls if they are
         special tokens; no `clean_up_tokenization_spaces` (transformers ignores it for BPE).
         """
         return self._encoder.decode(list(self._pieces(ids, skip_special)))
@@ -230,7 +230,7 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def _malformed(where: str) -> Iterator[None]:
-    """Raise whatever a malformed file leads to as a CheckpointError."""
+    """Context that turns any error caused by a malformed file into a CheckpointError."""
     try:
         yield
     except (CheckpointError, UsageError) as error:

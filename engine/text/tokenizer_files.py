@@ -184,8 +184,8 @@ def _read_merges(path: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
 def any_of(spellings: Iterable[str], words: Collection[str] = ()) -> re.Pattern[str]:
     """A pattern that matches each of the spellings, the longest first; nothing if there are none.
 
-    Some models add thousands of tokens that differ by a number, as <unused6241>: of those the pattern has the digits,
-    as Python takes long to compile so many alternatives.
+    Some models add thousands of tokens that differ by a number, such as <unused6241>: for those the pattern has the
+    digits, because Python takes long to compile thousands of alternatives.
 
     Args:
         words: spellings that match only if not adjacent to a letter, digit or underscore.
@@ -205,7 +205,7 @@ def any_of(spellings: Iterable[str], words: Collection[str] = ()) -> re.Pattern[
 
 
 def _numbered(spellings: Iterable[str]) -> dict[tuple[str, str], set[str]]:
-    """The numbers in spellings that are equal but for a number, by what stands before and after it."""
+    """The numbers in spellings that differ only by a number, by the text before and after it."""
     groups: dict[tuple[str, str], set[str]] = {}
     for spelling in spellings:
         if match := NUMBERED.fullmatch(spelling):

@@ -19,14 +19,14 @@ from models.gguf.vocabulary import FileVocabulary
 def encoder_of(
     vocabulary: FileVocabulary,
 ) -> tuple[LibraryEncoder | SentencePieceEncoder, dict[str, Any], dict[str, str]]:
-    """The arguments of a `Tokenizer`. Raises CheckpointError for what is not supported."""
+    """The arguments of a `Tokenizer`. Raises CheckpointError if its kind is not supported."""
     with _uncollected():
         return _encoder_of(vocabulary)
 
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage collection meanwhile: it would go through hundreds of thousands of new tuples again and again."""
+    """Context without garbage collection, which would go through hundreds of thousands of new tuples repeatedly."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -50,7 +50,7 @@ def _encoder_of(
     library = tokenizers.Tokenizer.from_str(json.dumps(bare))
     options = {name: value for name, value in model.items() if name not in ("type", "vocab", "merges") and value}
     try:
-        library.model = models.BPE(model["vocab"], model["merges"], **options)  # the same as JSON takes as long again
+        library.model = models.BPE(model["vocab"], model["merges"], **options)  # JSON would take twice as long
     except Exception:  # a merge does not fit
         if not vocabulary.has_merges:
             raise

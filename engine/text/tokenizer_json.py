@@ -14,7 +14,7 @@ from engine.text.detokenizer import stages_of
 from engine.text.tokenizer_files import MAX_IDS, add_flags, any_of
 from engine.text.tokenizer_limits import EncodingGuard, check_output, library_errors
 
-LONG = 1 << 13  # characters; a longer text is encoded by the function that lets other threads of Python run meanwhile
+LONG = 1 << 13  # characters; longer texts are encoded by a function that lets other threads of Python run meanwhile
 # The normalizers that spell spaces as SentencePiece does: one before the text, then all spaces.
 SPACES = [
     {"type": "Prepend", "prepend": "▁"},
@@ -47,7 +47,7 @@ class LibraryEncoder:
             names: the named special tokens.
             guard: tries every text, if the library's patterns are not known to be harmless.
             where: the file, for errors.
-            vocab: the library's tokens and their ids, if they are known; None: it is asked.
+            vocab: the library's tokens and their ids, if they are known; None: ask the library.
 
         Raises:
             CheckpointError: the vocabulary is malformed, or the tokenizer breaks a limit.
@@ -94,7 +94,7 @@ class LibraryEncoder:
         # An option of the library ignores special tokens. Before normalisation the library must match aliases
         # alone, so all tokens that match there are made special. The others are no control tokens.
         for hidden, add in ((True, library.add_special_tokens), (False, library.add_tokens)):
-            # In one call: each builds the search of all of them again, and some models have thousands.
+            # In one call, because each call builds the search for all tokens again, and some models have thousands.
             kept = [token for token in added.values() if (token.special or not token.normalized) is hidden]
             add([AddedToken(t.content, special=hidden, normalized=not hidden, **_flags(t)) for t in kept])
         library.encode_special_tokens = True
@@ -112,7 +112,7 @@ class LibraryEncoder:
         library.add_tokens([AddedToken(self._break, normalized=False)])
         aliases = ((self._alias[vocab[content]], _flags(token)) for content, token in self.raw.items())
         library.add_tokens([AddedToken(alias, special=False, normalized=False, **flags) for alias, flags in aliases])
-        number = library.token_to_id  # of a few: the whole vocabulary takes a second
+        number = library.token_to_id  # for a few tokens: reading the whole vocabulary takes a second
         meaning = {number(alias): i for i, alias in self._alias.items()} | {number(self._break): -1}
         self._meaning = {i: token for i, token in meaning.items() if i is not None and i >= size}
         if len(self._meaning) < len(self._alias) + 1:
@@ -146,8 +146,8 @@ class LibraryEncoder:
 
     @functools.cached_property
     def _parser(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """A tokenizer of the same model, which it shares, with the added tokens as the checkpoint has them; and what
-        its ids mean where it numbers them otherwise."""
+        """A tokenizer that shares the model, with the added tokens as the checkpoint has them; and, for these tokens,
+        its ids -> the checkpoint's."""
         parser = tokenizers.Tokenizer(self._library.model)
         for part in ("normalizer", "pre_tokenizer", "post_processor"):
             if (value := self._normalizer if part == "normalizer" else getattr(self._library, part)) is not None:

@@ -19,7 +19,7 @@ from models.gguf.vocabulary import ModelPieces
 NO_PREFIX = b"\x1a\x02\x18\x00"
 REMEDY = "is it a sentencepiece model? other kinds need their tokenizer.json"
 TEXTLESS = 2, 3  # types of pieces: unknown, control
-NORMALIZERS, CHARSMAP = (3, 5), 2  # fields of the model, for encoding and decoding, and theirs of replacements
+NORMALIZERS, CHARSMAP = (3, 5), 2  # the model's fields for encoding and decoding, and their field of replacements
 
 
 class SentencePieceEncoder:
@@ -35,9 +35,9 @@ class SentencePieceEncoder:
         """
         Args:
             model: tokenizer.model.
-            folder: of the checkpoint, which may add tokens.
+            folder: the checkpoint's folder, which may add tokens.
             config: tokenizer_config.json.
-            pieces: those of the model and their types, for a model without replacements; None: it is asked.
+            pieces: the model's pieces and their types, for a model without replacements; None: ask the library.
         """
         if not model:
             raise CheckpointError("vocabulary mismatch: the file is empty, 0 pieces", remedy="download the file again")
@@ -93,7 +93,7 @@ class SentencePieceEncoder:
 
     @property
     def _later(self) -> SentencePieceProcessor:
-        """The model of texts after added tokens."""
+        """The model for texts after added tokens."""
         return self._first if self._legacy else self._bare
 
     def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:
@@ -162,7 +162,7 @@ def _check_replacements(model: bytes) -> None:
     byte.
 
     Raises:
-        CheckpointError: a replacement is longer; or the model is no message of protocol buffers.
+        CheckpointError: a replacement is longer; or the model is not a protobuf message.
     """
     try:
         for number, spec in _messages(model):

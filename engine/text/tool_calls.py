@@ -32,8 +32,8 @@ CALL_MARKS = frozenset(
 )
 MOST_SPACE = 64  # characters of white space before a call that are left out with it
 MOST_HEAD = 200  # characters before the arguments of a call that has its name there
-AT_ONCE = 256  # characters that are looked at at once, so that none is looked at again and again
-# What stands before the arguments where the name does not stand beside them, and what may be the start of that.
+AT_ONCE = 256  # characters that are read at once, so that none is read again and again
+# The name before the arguments, if these do not contain it, with its marks; and a possible beginning of it.
 _HEAD = re.compile(r"\s*([\w.-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?(?:\[ARGS\])?\s*")
 _PART = re.compile(r"[\w.\[\]\s-]*")
 # The beginning of a call without an opening, as far as its first key: space, fence, space, bracket, space, key.
@@ -55,15 +55,15 @@ class ToolFormat:
     """How a family writes calls.
 
     Args:
-        name: of the format.
-        opening, closing: around a call or a list of calls; "" where nothing closes it.
-        key: of the arguments.
-        bare: calls are written without an opening. Where the template shows one, a reply may begin with a call that has
-            none as well.
+        name: the name of the format.
+        opening, closing: marks around a call or a list of calls; "" if nothing closes it.
+        key: the key of the arguments.
+        bare: calls are written without an opening. If the template shows one, a reply may still begin with a call that
+            has none.
         listed: calls stand in a list.
         headed: the name may stand before the arguments.
-        lead: what a reply that has to be a call begins with; the template's generation prompt is followed by it.
-        named: the lead has a place for the name, and nothing but the arguments follows it.
+        lead: the beginning of a reply that must be a call; it follows the template's generation prompt.
+        named: the lead has a place for the name, and only the arguments follow it.
         quoted: the name stands before the arguments, whose keys are bare and whose texts stand between `QUOTE`s.
         end: a token that models write after calls; it ends a reply.
     """
@@ -93,11 +93,11 @@ class ToolFormat:
         return "\n".join(f"{self.opening}\n{call}\n{self.closing}" for call in each)
 
     def grammar(self, functions: Mapping[str, Any], several: bool) -> str:
-        """The grammar, in Lark's form, of what follows `lead` where a reply has to be a call.
+        """The grammar, in Lark's form, of the text after `lead` in a reply that must be a call.
 
         Args:
-            functions: name -> JSON schema of the arguments; one alone where the lead has its name.
-            several: whether it may be several calls.
+            functions: name -> JSON schema of the arguments; only one if the lead has its name.
+            several: whether the reply may have several calls.
         """
         if self.named:
             [schema] = functions.values()
@@ -143,7 +143,7 @@ CHANNELS = ToolFormat(
 
 
 def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:
-    """The format of a model, by its chat template and its added tokens; hermes where nothing tells."""
+    """The format of a model, by its chat template and its added tokens; hermes if they do not tell."""
     if "[TOOL_CALLS]" in template or "[AVAILABLE_TOOLS]" in template:
         return MISTRAL
     if (CHANNEL in template and MESSAGE in template) or {CHANNEL, MESSAGE} <= {*added}:
@@ -158,7 +158,7 @@ def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:
 
 
 def described(tools: Sequence[Any]) -> str:
-    """The text of a system message about tools, where the template has no place for them."""
+    """The text of a system message about tools, for templates that have no place for them."""
     lines = ["You may call functions. Their signatures, as JSON:", "<tools>", *map(_json, tools), "</tools>"]
     form = '{"name": <name of the function>, "arguments": <object of arguments>}'
     return "\n".join([*lines, f"Write each call as <tool_call>\n{form}\n</tool_call>"])
@@ -168,7 +168,7 @@ def functions_of(tools: Any) -> dict[str, dict[str, Any]]:
     """The functions of `tools`: name -> JSON schema of the arguments.
 
     Raises:
-        UsageError: no list of functions as OpenAI or transformers have them, or two of one name.
+        UsageError: this is no list of functions in the form of OpenAI or transformers, or two have the same name.
     """
     if not isinstance(tools, list):
         raise UsageError(f"tools: expected a list of functions, got {shortened(repr(tools))}")
@@ -190,13 +190,13 @@ def functions_of(tools: Any) -> dict[str, dict[str, Any]]:
 
 
 class CallStream:
-    """Parts a reply's calls from its text while it comes.
+    """Separates a reply's calls from its text as it arrives.
 
     White space around calls is dropped. Text that may become the opening of a call is held back.
 
     Args:
-        format: of the model.
-        names: of the functions; a reply without an opening is a call of one of these only.
+        format: the model's format of calls.
+        names: names of the functions; without an opening a reply can only be a call of one of these.
         led: the reply begins after the format's `lead`.
         several: False leaves out everything after the first call.
 
@@ -210,10 +210,10 @@ class CallStream:
         self._at = "call" if led and format.lead else "start"  # then "text", "closing", "gap", "end"
         self._closes = format.closing
         self._opened = True  # the call has an opening
-        self._held = ""  # text that is not decided on
-        self._taken: list[str] = []  # text that is none if what it began is a call
+        self._held = ""  # text that is not classified yet
+        self._taken: list[str] = []  # text that is dropped if a call follows it
         self._body: list[str] = []
-        self._name = ""  # that stood before the arguments
+        self._name = ""  # the name before the arguments
         self._brackets: Brackets | None = None
         self._shown = self._parted = False  # there was text; there was a call after it
 
@@ -226,9 +226,9 @@ class CallStream:
         return found
 
     def finish(self) -> list[str | ToolCall]:
-        """Return what was held back."""
+        """Return the text and the calls that were held back."""
         found = self._parts(True)
-        if self._at == "call":  # it was cut short
+        if self._at == "call":  # the call was cut short
             found += self._reject()
             found += self._text_of(self._held)
         self._at, self._held = "end", ""
@@ -243,7 +243,7 @@ class CallStream:
         return found
 
     def _start(self, last: bool) -> list[str | ToolCall]:
-        """Where a call may begin without an opening."""
+        """Read the held text where a call may begin without an opening."""
         found = _BARE.fullmatch(self._held)
         if found is None or any(len(space) > MOST_SPACE for space in found.group(1, 3, 5) if space):
             self._at = "text"
@@ -298,7 +298,7 @@ class CallStream:
         return [ToolCall(*call) for call in calls[: None if self.several else 1]]
 
     def _begin(self, text: str) -> int | None:
-        """Where the brackets of a call begin; -1: not yet; None: it is no call."""
+        """The place where the brackets of a call begin; -1: not yet; None: this is no call."""
         lead = text.lstrip()
         space = len(text) - len(lead)
         if space > MOST_SPACE or (lead and lead[0] not in "{[" and not self.format.headed):
@@ -311,7 +311,7 @@ class CallStream:
         return space + len(name) if brace else -1
 
     def _reject(self) -> list[str | ToolCall]:
-        """Give what looked like a call back as text."""
+        """Return the text that looked like a call."""
         text = "".join([*self._taken, *self._body])
         self._taken, self._body, self._brackets, self._at = [], [], None, "text"
         return self._text_of(text)

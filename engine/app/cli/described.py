@@ -35,7 +35,7 @@ class DescribedParameter(NamedTuple):
 
     @staticmethod
     def of(record: dict[str, Any]) -> "DescribedParameter":
-        """The parameter of its entry in `searches.json`."""
+        """Make a parameter from its entry in `searches.json`."""
         kind = record["kind"]
         types = tuple(TYPES[name] for name in kind["types"])
         return DescribedParameter(**{**record, "kind": Kind(tuple(kind["words"]), types, kind["others"])})
@@ -86,7 +86,7 @@ def find(text: str) -> str | None:
             return name
     if ":" not in text and not _entry_points(text):
         return None
-    from search.outside import find_search  # imports torch, as a search from outside does
+    from search.outside import find_search  # imports torch, like a search from outside
 
     return find_search(text)
 
@@ -95,7 +95,7 @@ def load_entry_points() -> list[UsageError]:
     """Register the searches that installed distributions offer, see `search.outside.load_entry_points`."""
     if not _entry_points():
         return []
-    from search import outside  # imports torch, as a search from outside does
+    from search import outside  # imports torch, like a search from outside
 
     return outside.load_entry_points()
 
@@ -113,8 +113,8 @@ def own() -> dict[str, DescribedSearch]:
 
 
 def _entry_points(name: str | None = None) -> Collection[Any]:
-    """The entry points of searches, or those of a name, without the searches."""
-    from importlib.metadata import entry_points  # here, as it takes long to import
+    """The entry points of all searches, or those with a name; the searches themselves are not loaded."""
+    from importlib.metadata import entry_points  # here, because importing it takes long
 
     return entry_points(group=ENTRY_POINTS) if name is None else entry_points(group=ENTRY_POINTS, name=name)
 

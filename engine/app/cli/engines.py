@@ -30,7 +30,7 @@ def load_engine(args: argparse.Namespace, options: LoadOptions | None = None) ->
     CoppiceError.
 
     Args:
-        options: what `fetch_models` gave for them.
+        options: the result of `fetch_models(args)`; None: it is called here.
     """
     engine = Engine.of(options or fetch_models(args))
     if hasattr(args, "generation_config"):
@@ -45,7 +45,7 @@ def load_engine(args: argparse.Namespace, options: LoadOptions | None = None) ->
 
 
 def _take_generation(args: argparse.Namespace, engine: Engine) -> None:
-    """Take what `generation_config.json` has, as `args.generation`, or tell what is not applied. Raises UsageError."""
+    """Keep `generation_config.json` as `args.generation`, or note which fields are not applied. Raises UsageError."""
     from search.base import make_search, parameters  # after flags may have loaded searches from outside
 
     generation, given, applied = engine.generation, search_params(args) | rules(args), args.generation_config

@@ -61,7 +61,7 @@ def _run(main: Callable[[], int], verbose: bool, before: Callable[[], None] | No
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             _discard_stdout()
             return _fail(2, f"error: the output cannot be written: {error.strerror}", verbose)
-        from engine.load.pools import is_out_of_memory, out_of_memory  # here, as it needs torch
+        from engine.load.pools import is_out_of_memory, out_of_memory  # here, because it needs torch
 
         if is_out_of_memory(error):
             memory = out_of_memory()

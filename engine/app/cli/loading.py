@@ -16,10 +16,10 @@ from engine.values import written
 
 
 def add_load_flags(parser: Parser, command: str, **others: Mapping[str, Any]) -> None:
-    """The flags of `LoadOptions`.
+    """Add the flags of `LoadOptions`.
 
     Args:
-        command: leaves out the flags that it does not offer, see `Flag.without`.
+        command: name of the command; flags that it does not offer are left out, see `Flag.without`.
         others: for a field that the command offers in another way, the arguments of `add_argument` that differ.
     """
     for option in options_of(LoadOptions):
@@ -28,7 +28,7 @@ def add_load_flags(parser: Parser, command: str, **others: Mapping[str, Any]) ->
 
 
 def add_load_flag(group: argparse._ActionsContainer, name: str, **others: Any) -> None:
-    """The flag of a field of `LoadOptions`; `others` are arguments of `add_argument` that differ."""
+    """Add the flag of a field of `LoadOptions`; `others` are arguments of `add_argument` that differ."""
     [option] = [option for option in options_of(LoadOptions) if option.name == name]
     flag = option.flag
     assert isinstance(flag, Flag), name
@@ -50,13 +50,13 @@ def add_load_flag(group: argparse._ActionsContainer, name: str, **others: Any) -
 
 
 def add_prefix_flags(parser: Parser) -> None:
-    """--load-prefix."""
+    """Add --load-prefix."""
     text = "begin with the prefix that --save-prefix wrote"
     parser.group("machine").add_argument("--load-prefix", metavar="FILE", help=text)
 
 
 def add_store_flag(parser: Parser) -> None:
-    """--draft-store."""
+    """Add --draft-store."""
     text = "texts for --drafts suffix: read from FILE at the start, if it is there, and written to it at the end"
     parser.group("machine").add_argument("--draft-store", metavar="FILE", help=text)
 
@@ -72,9 +72,9 @@ def load_options(args: argparse.Namespace) -> LoadOptions:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    """The work that `--memory` has to hold: the search of a command that has one, and as many at once as it runs."""
+    """The workload that `--memory` must hold: the command's search, if any, and its number of requests at once."""
     parallel = getattr(args, "parallel", 1)
-    from search.base import make_search  # here, as it needs torch
+    from search.base import make_search  # here, because it needs torch
 
     if not hasattr(args, "search"):
         return Workload(parallel=parallel)

@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         common: the flags that `--help` shows, separated by spaces; "" shows all. `--help all` always shows all, and
-            `--search NAME --help` those of a search besides.
+            `--search NAME --help` also shows those of the search.
     """
 
     def __init__(self, prog: str, description: str, epilog: str | None = None, common: str = ""):
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         return self._groups[title]
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse arguments, after the searches that they name are loaded; see `argparse`."""
+        """Load the searches that the arguments name, then parse the arguments; see `argparse`."""
         given = [*(sys.argv[1:] if args is None else args)]
         if self.searches is not None:
             try:
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def format_help(self) -> str:
-        """The help: of common flags, and of the searches that are named; or of all flags."""
+        """The help for the common flags and those of the named searches, or for all flags."""
         shown = {*self.common}
         if self.searches is not None:
             self.searches.add_others()
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
-        """End with a message, and with the nearest flag for one that does not exist."""
+        """Exit with a message; for an unknown flag it suggests the nearest one."""
         for option in re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []:
             if near := difflib.get_close_matches(option, self._option_string_actions, 1):
                 message += f" (did you mean {near[0]}?)"
@@ -112,7 +112,7 @@ class _Help(argparse.Action):
 
 
 def add_search_flags(parser: Parser, default: str = "greedy") -> None:
-    """--search and every parameter of every search.
+    """Add --search and every parameter of every search.
 
     Args:
         default: the search of a command line that names none.
@@ -121,13 +121,13 @@ def add_search_flags(parser: Parser, default: str = "greedy") -> None:
 
 
 def add_verbosity_flags(parser: argparse.ArgumentParser) -> None:
-    """-q, -v, --version."""
+    """Add -q, -v and --version."""
     parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
     parser.add_argument("-v", "--verbose", action="store_true", help="more on stderr; tracebacks")
     parser.add_argument("--version", action="version", version=f"coppice {__version__}", help="show it and exit")
 
 
 def add_trace_flag(group: argparse._ArgumentGroup) -> None:
-    """--trace."""
+    """Add --trace."""
     text = "write a page of the search; FILE.json: its data"
     group.add_argument("--trace", metavar="FILE", help=text)

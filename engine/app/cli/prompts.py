@@ -18,7 +18,7 @@ MAX_TOOLS = 16 << 20
 
 
 def add_template_flags(parser: Parser) -> None:
-    """--think, --tools, --template-var, which are refused where the chat template has no such variable."""
+    """Add --think, --tools and --template-var, which are refused if the chat template has no such variable."""
     group = parser.group("prompts")
     group.add_argument("--think", choices=THINK, default="auto", help="think before the answer (as the template does)")
     group.add_argument("--tools", metavar="FILE", help="JSON list of functions (schemas) that the model may call")
@@ -33,7 +33,7 @@ def add_template_flags(parser: Parser) -> None:
 
 
 def add_prompt_flags(parser: Parser) -> None:
-    """--parse-special."""
+    """Add --parse-special."""
     group = parser.group("prompts")
     group.add_argument(
         "--parse-special",
@@ -44,7 +44,7 @@ def add_prompt_flags(parser: Parser) -> None:
 
 def template_options(args: argparse.Namespace) -> TemplateOptions:
     """The options of the chat template that the flags give. Raises UsageError."""
-    from engine.text.prompting import TemplateOptions  # here, as it needs more than a flag
+    from engine.text.prompting import TemplateOptions  # here, because flags alone do not need it
 
     tools = None
     if args.tools is not None:
@@ -58,7 +58,7 @@ def template_options(args: argparse.Namespace) -> TemplateOptions:
 
 
 def parse_tools(data: bytes) -> list[dict[str, Any]]:
-    """The functions of a file. Raises ValueError."""
+    """The tools (functions) that a file describes. Raises ValueError."""
     if len(data) > MAX_TOOLS:
         raise ValueError(f"the file is larger than {MAX_TOOLS >> 20} MB")
     tools = parse_object(b'{"tools": ' + data + b"}").get("tools")

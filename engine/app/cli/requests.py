@@ -11,7 +11,7 @@ REPLIES = "replies"  # limits, and which tokens may come next: docs/constraints.
 
 
 def add_limit_flags(parser: Parser) -> None:
-    """The flags of limits, which `limits` reads."""
+    """Add the flags of limits, which `limits` reads."""
     add = parser.group(REPLIES).add_argument
     add("--max-new-tokens", type=positive, default=256, metavar="N", help="limit of each output (256)")
     add("--stop", type=plain_text, action="append", default=[], metavar="TEXT", help="end before it; repeatable")
@@ -23,13 +23,13 @@ def add_limit_flags(parser: Parser) -> None:
 
 
 def add_generation_flag(parser: Parser) -> None:
-    """--generation-config, which `load_engine` reads."""
+    """Add --generation-config, which `load_engine` reads."""
     text = "where no flag gives a value, take that of the checkpoint's generation_config.json, as transformers does"
     parser.group(REPLIES).add_argument("--generation-config", action="store_true", help=text)
 
 
 def add_rule_flags(parser: Parser) -> None:
-    """The flags of `engine.Rules`, but for functions, which only Python can give, and for those of several tokens."""
+    """Add the flags of `engine.Rules`, except those for functions (Python only) and for sequences of several tokens."""
     texts: dict[str, Any] = {"type": plain_text, "action": "append", "metavar": "TEXT"}
     add = parser.group(REPLIES).add_argument
     add("--begin", type=plain_text, metavar="TEXT", help="a text that begins with this")
@@ -65,7 +65,7 @@ def add_rule_flags(parser: Parser) -> None:
 
 def limits(args: argparse.Namespace) -> dict[str, Any]:
     """The limits as options of `engine.Request`. Raises UsageError."""
-    from engine.rules.logprobs import check_logprobs  # here, as it needs torch
+    from engine.rules.logprobs import check_logprobs  # here, because it needs torch
 
     found = {"max_new_tokens": args.max_new_tokens, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
     optional = {name: getattr(args, name, None) for name in ("logprobs", "distinct")}  # not all commands have them
@@ -75,7 +75,7 @@ def limits(args: argparse.Namespace) -> dict[str, Any]:
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:
     """The given constraints as options of `engine.Request`. Raises UsageError."""
-    from engine.rules import RULES, Rules  # here, as it needs torch
+    from engine.rules import RULES, Rules  # here, because it needs torch
 
     given = {name: value for name in RULES if (value := getattr(args, name, None)) is not None}
     if "logit_bias" in given:

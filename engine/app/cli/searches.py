@@ -17,7 +17,7 @@ class SearchFlags:
     Flags of searches from outside of this project are added when a command line names them.
 
     Args:
-        parser: gets the flags.
+        parser: the parser to which the flags are added.
         default: the search of a command line that names none.
 
     Attributes:
@@ -88,7 +88,7 @@ class SearchFlags:
             ) from None
 
     def choose(self, found: argparse.Namespace) -> None:
-        """Without a name the parameters choose the search, see `search.base.chosen`."""
+        """If no search is named, choose it by the given parameters, see `search.base.chosen`."""
         if not self.named:
             takes = described()[found.search].parameters
             found.search = "trie" if "beams" in search_params(found) and "beams" not in takes else found.search
@@ -111,7 +111,7 @@ def search_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add(group: argparse._ArgumentGroup, key: str, help: str, **options: Any) -> None:
-    """The flag of a parameter that searches share, with the default of each."""
+    """Add the flag of a parameter that several searches share; its help has the default of each."""
     defaults: dict[str, list[str]] = {}  # default -> searches
     for name, search in described().items():
         if one := search.parameters.get(key):
@@ -122,7 +122,7 @@ def _add(group: argparse._ArgumentGroup, key: str, help: str, **options: Any) ->
 
 
 def _add_own(group: argparse._ArgumentGroup, name: str, search: DescribedSearch) -> None:
-    """The flags of the parameters that a search shares with no other, by their annotations."""
+    """Add the flags of the parameters that only this search has, by their annotations."""
     for key, one in search.parameters.items():
         if not one.shared and one.kind.is_flag:
             group.add_argument(

@@ -14,7 +14,7 @@ def start(args: argparse.Namespace, module: str, models: Iterable[str | None]) -
 
     Args:
         args: the parsed flags.
-        models: those that they name, which are checked to be there before torch is imported.
+        models: the models that the flags name; that they exist is checked before torch is imported.
     """
 
     def before() -> None:

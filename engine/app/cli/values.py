@@ -33,7 +33,7 @@ def parse_object(data: bytes, **hooks: Any) -> dict[str, Any]:
 
 
 def argument(read: Callable[[str], T]) -> Callable[[str], T]:
-    """An argparse type of a function that raises ValueError: what it raises is the message."""
+    """Make an argparse type of a function that raises ValueError, whose text becomes the error message."""
 
     def parse(text: str) -> T:
         try:
