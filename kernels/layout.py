@@ -136,9 +136,15 @@ class DeltaKind:
     taps: int
 
     @property
+    def parts(self) -> tuple[int, int, int]:
+        """Elements of a token's queries, of its keys and of its values."""
+        keys = self.key_heads * self.key_size
+        return keys, keys, self.value_heads * self.value_size
+
+    @property
     def channels(self) -> int:
         """Elements of a token's queries, keys and values, the input of the convolution."""
-        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+        return sum(self.parts)
 
     @property
     def width(self) -> int:

@@ -54,9 +54,10 @@ void coppice_sparsify(int64_t kind, int64_t threads, const void* x, void* out, i
 void coppice_add_weighted(int64_t kind, int64_t threads, const void* x, const void* more, const void* weights,
                           void* out, int64_t tokens, int64_t rows, int64_t sources, int64_t width);
 
-// x [rows, width] times the logistic function of gates, whose rows are `stride` apart; out may be x.
+// x [rows, width] times the logistic function of gates, one for each `share` elements side by side, whose rows are `stride`
+// apart; out may be x.
 void coppice_sigmoid_mul(int64_t kind, int64_t threads, const void* x, const void* gates, void* out, int64_t rows,
-                         int64_t width, int64_t stride);
+                         int64_t width, int64_t stride, int64_t share);
 
 void coppice_log_softmax(int64_t kind, int64_t threads, const void* x, float* out, bool* finite, float* peaks,
                          int64_t rows, int64_t width, int64_t size);
@@ -253,12 +254,13 @@ int64_t coppice_short_conv(int64_t kind, int64_t kept, int64_t threads, const vo
 
 // See `kernels.delta_net` for tensors: x [tokens, channels + values + 2 * value_heads], rows and states of a layer, the
 // tensors of a `DeltaPaths`, whose numbers are in range. `kept` [tokens, row] and `queries` [tokens, keys] are room.
+// Strengths lie below `most`.
 void coppice_delta_net(int64_t kind, int64_t threads, const void* x, const float* taps_KC, const float* decay_H,
                        const float* bias_H, const float* norm_V, float* rows, float* states, const int64_t* rows_T,
                        const int64_t* paths_TN, const int64_t* lengths_T, const int64_t* bases_T,
                        const int64_t* folds_T, float* kept, float* queries, void* out, int64_t tokens,
                        int64_t key_heads, int64_t value_heads, int64_t key_size, int64_t value_size, int64_t taps,
-                       int64_t reach, float eps);
+                       int64_t reach, float eps, float most);
 
 // --- scan ---
 
@@ -392,7 +394,7 @@ struct Delta {
     const float* norm_V;
     const int64_t* order;
     int64_t key_heads, value_heads, key_size, value_size, taps;
-    float eps;
+    float eps, most;
 };
 
 // The heads of a token, see `Heads` of stack/calls.py.

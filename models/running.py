@@ -164,7 +164,8 @@ def _mix(call: Call, r: Registers) -> None:
 
 
 def _gate(call: Call, r: Registers) -> None:
-    r[call.target] = sigmoid_mul(r[call.target], r.gates_TM, impl=r.impl)
+    gates = r.gates_TM if _heads(call).gates else r[call.source]
+    r[call.target] = sigmoid_mul(r[call.target], gates, impl=r.impl)
 
 
 def _absorb(call: Call, r: Registers) -> None:

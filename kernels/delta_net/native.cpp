@@ -21,7 +21,7 @@ struct DeltaNet : Recurrence {
     const float *decay_H, *bias_H, *norm_V;
     float* queries;  // of the pass's tokens
     T* out;
-    float eps;
+    float eps, most;
 
     int64_t width() const { return channels() + values() + 2 * H; }
 
@@ -122,7 +122,7 @@ struct DeltaNet : Recurrence {
         each(K, [&](int64_t e, auto n) { product = fused(load(x_key + e, n), load(query + e, n), product); });
         const float same = sum_of(product);
         const T *z = x_TF + t * width() + channels() + h * V, *b = x_TF + t * width() + channels() + values() + h;
-        const float all_since = above.since[count], beta = 1 / (1 + std::exp(-load(b, 1)[0]));
+        const float all_since = above.since[count], beta = most / (1 + std::exp(-load(b, 1)[0]));
         Floats squares{};
         parts<WIDE>(V, [&](int64_t at, auto vectors, auto n) {
             Floats told[vectors()], seen[vectors()];
@@ -180,11 +180,11 @@ extern "C" void coppice_delta_net(int64_t kind, int64_t threads, const void* x, 
                                   float* states, const int64_t* rows_T, const int64_t* paths_TN,
                                   const int64_t* lengths_T, const int64_t* bases_T, const int64_t* folds_T, float* kept,
                                   float* queries, void* out, int64_t tokens, int64_t key_heads, int64_t value_heads,
-                                  int64_t key_size, int64_t value_size, int64_t taps, int64_t reach, float eps) {
+                                  int64_t key_size, int64_t value_size, int64_t taps, int64_t reach, float eps, float most) {
     with_type(kind, [&](auto type) {
         typedef decltype(type) T;
         const Recurrence pass{taps_KC, rows, states, rows_T, paths_TN, lengths_T, bases_T, folds_T, kept,
                               tokens, key_heads, value_heads, key_size, value_size, taps, reach};
-        DeltaNet<T>{pass, (const T*)x, decay_H, bias_H, norm_V, queries, (T*)out, eps}.run(threads);
+        DeltaNet<T>{pass, (const T*)x, decay_H, bias_H, norm_V, queries, (T*)out, eps, most}.run(threads);
     });
 }

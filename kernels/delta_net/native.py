@@ -21,7 +21,7 @@ def delta_net(x_TF: Tensor, weights: DeltaWeights, rows_RW: Tensor, states_SHKV:
     numbers = paths.rows_T, paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T
     pointers = (x.data_ptr() for x in (x_TF, *vectors, *numbers, kept, queries, out_TE))
     sizes = T, kind.key_heads, *kind.state, kind.taps, kind.reach
-    function("delta_net")(KINDS[x_TF.dtype], torch.get_num_threads(), *pointers, *sizes, weights.eps)
+    function("delta_net")(KINDS[x_TF.dtype], torch.get_num_threads(), *pointers, *sizes, weights.eps, weights.most)
     return out_TE
 
 
@@ -30,4 +30,4 @@ def described(weights: DeltaWeights, order: Tensor | None) -> ctypes.Structure:
     vectors = weights.taps_KC, weights.decay_H, weights.bias_H, weights.norm_V, order
     pointers = (None if x is None else x.data_ptr() for x in vectors)
     kind = weights.kind
-    return OPERATORS.structures["Delta"](*pointers, kind.key_heads, *kind.state, kind.taps, weights.eps)
+    return OPERATORS.structures["Delta"](*pointers, kind.key_heads, *kind.state, kind.taps, weights.eps, weights.most)

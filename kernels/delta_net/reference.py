@@ -25,7 +25,7 @@ def delta_net(x_TF: Tensor, weights: DeltaWeights, rows_RW: Tensor, states_SHKV:
         path_KC = torch.stack([*(row[: kind.channels] for row in reversed(ancestors[: kind.taps - 1])), inputs_C])
         q, k, v = F.silu((path_KC * weights.taps_KC).sum(0)).split([parts[1], parts[1], H * V])
         q_GK, k_GK = (x.view(-1, K) * torch.rsqrt(x.view(-1, K).square().sum(-1, True) + 1e-6) for x in (q, k))
-        decay_H, beta_H = weights.decay_H * F.softplus(a_H + weights.bias_H), b_H.sigmoid()
+        decay_H, beta_H = weights.decay_H * F.softplus(a_H + weights.bias_H), weights.most * b_H.sigmoid()
 
         state_HKV = states_SHKV[paths.bases_T[t]]
         for row in reversed(ancestors[: int(paths.lengths_T[t])]):

@@ -25,7 +25,7 @@ def delta_net(x_TF: Tensor, weights: DeltaWeights, rows_RW: Tensor, states_SHKV:
     q_TGK, k_TGK = (x.reshape(T, G, K) for x in mixed_TC[:, : 2 * E].split([E, E], -1))
     q_TGK, k_TGK = (x * torch.rsqrt(x.square().sum(-1, True) + 1e-6) for x in (q_TGK, k_TGK))
     v_THV = mixed_TC[:, 2 * E :].reshape(T, H, V)
-    decay_TH, beta_TH = weights.decay_H * F.softplus(a_TH + weights.bias_H), b_TH.sigmoid()
+    decay_TH, beta_TH = weights.decay_H * F.softplus(a_TH + weights.bias_H), weights.most * b_TH.sigmoid()
 
     written_THV, out_THV = torch.empty_like(v_THV), torch.empty_like(v_THV)
     for group in groups_of(paths):

@@ -34,7 +34,7 @@ def delta_net(x_TF: Tensor, weights: DeltaWeights, rows_RW: Tensor, states_SHKV:
     pass_.prepare_keys(weights.taps_KC, None, 0)
     launch(_prepare_values, *grid)(
         x_TF, rows_RW, pass_.paths.paths_TN, weights.taps_KC, weights.decay_H, weights.bias_H, pass_.kept_TP,
-        strengths_TH, x_TF.stride(0), **pass_.convolution | sizes, KEYS=pass_.keys,
+        strengths_TH, x_TF.stride(0), weights.most, **pass_.convolution | sizes, KEYS=pass_.keys,
     )  # fmt: skip
     reads_TE = pass_.walk(strengths_TH, written_TE)
     launch(_finish, *grid)(reads_TE, x_TF, weights.norm_V, out_TE, x_TF.stride(0), weights.eps, **sizes)
@@ -44,7 +44,7 @@ def delta_net(x_TF: Tensor, weights: DeltaWeights, rows_RW: Tensor, states_SHKV:
 
 @triton.jit
 def _prepare_values(
-    x_ptr, rows_ptr, paths_ptr, taps_ptr, decay_ptr, bias_ptr, kept_ptr, strengths_ptr, stride_xt,
+    x_ptr, rows_ptr, paths_ptr, taps_ptr, decay_ptr, bias_ptr, kept_ptr, strengths_ptr, stride_xt, most,
     KEYS: tl.constexpr, H: tl.constexpr, V: tl.constexpr, V2: tl.constexpr, M: tl.constexpr,
     INPUTS: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr, REACH: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _prepare_values(
     kept_ptr += t * (ROW - C) + KEYS
     tl.store(kept_ptr + element, silu(value), mask=real)
     x_ptr += t * stride_xt + C + H * V
-    strength = sigmoid(tl.load(x_ptr + h_M, mask=real_M, other=0.0).to(tl.float32))
+    strength = most * sigmoid(tl.load(x_ptr + h_M, mask=real_M, other=0.0).to(tl.float32))
     tl.store(strengths_ptr + t * H + h_M, strength, mask=real_M)
     more = tl.load(x_ptr + H + h_M, mask=real_M, other=0.0).to(tl.float32)
     step = softplus(more + tl.load(bias_ptr + h_M, mask=real_M, other=0.0))

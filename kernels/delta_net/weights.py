@@ -17,6 +17,8 @@ class DeltaWeights(NamedTuple):
         bias_H: added before the softplus that this factor multiplies.
         norm_V: of the RMSNorm of each head.
         eps: of this norm.
+        most: strengths lie between 0 and this number; above 1 a state can change its sign (Grazzi et al., 2024,
+            "Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues").
     """
 
     kind: DeltaKind
@@ -25,3 +27,4 @@ class DeltaWeights(NamedTuple):
     bias_H: Tensor
     norm_V: Tensor
     eps: float
+    most: float = 1.0

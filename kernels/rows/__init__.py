@@ -145,7 +145,8 @@ def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, *, impl: str) -> Tensor:
 
     Args:
         x_NM: rows.
-        gate_NM: gates of the same shape, in the dtype of x; rows need not be contiguous.
+        gate_NM: gates of the same shape, or fewer, each for as many elements side by side; in the dtype of x; rows
+            need not be contiguous.
     """
     ...
 

@@ -131,9 +131,13 @@ def add_weighted(x_TNE: Tensor, more_TME: Tensor, weights_TF: Tensor) -> None:
 
 
 def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> None:
-    """Rows, and a gate for each of their elements."""
+    """Rows, and gates of as many elements each as make a row."""
     floats("x_NM", x_NM, 2)
-    expect("gate_NM", gate_NM, x_NM.dtype, x_NM.shape, x_NM.device, contiguous=False)
+    floats("gate_NM", gate_NM, 2)
+    (N, M), gates = x_NM.shape, gate_NM.shape[1]
+    expect("gate_NM", gate_NM, x_NM.dtype, (N, gates), x_NM.device, contiguous=False)
+    if M % gates if gates else M:
+        raise ValueError(f"gate_NM: expected a divisor of {M} gates, got {gates}")
 
 
 def log_softmax(x_NV: Tensor, size: int, out: LogSoftmax | None = None) -> None:

@@ -137,12 +137,23 @@ Floats clamped_swiglu(Floats gate, Floats up) {
 }
 
 template <typename T>
-void sigmoid_mul(int64_t threads, const T* x, const T* gates, T* out, int64_t rows, int64_t width, int64_t stride) {
+void sigmoid_mul(int64_t threads, const T* x, const T* gates, T* out, int64_t rows, int64_t width, int64_t stride,
+                 int64_t share) {
 #pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
-    for (int64_t r = 0; r < rows; r++)
-        each(width, [&](int64_t i, auto n) {
-            store(times_sigmoid(load(x + r * width + i, n), load(gates + r * stride + i, n)), out + r * width + i, n);
-        });
+    for (int64_t r = 0; r < rows; r++) {
+        const T *from = x + r * width, *gate = gates + r * stride;
+        T* to = out + r * width;
+        if (share == 1)
+            each(width, [&](int64_t i, auto n) {
+                store(times_sigmoid(load(from + i, n), load(gate + i, n)), to + i, n);
+            });
+        for (int64_t at = 0; share > 1 && at < width; at += share) {
+            const Floats own = all(load(gate + at / share, 1)[0]);
+            each(share, [&](int64_t i, auto n) {
+                store(times_sigmoid(load(from + at + i, n), own), to + at + i, n);
+            });
+        }
+    }
 }
 
 template <typename T>
@@ -242,10 +253,10 @@ extern "C" void coppice_activation_mul(int64_t kind, int64_t threads, int64_t nu
 }
 
 extern "C" void coppice_sigmoid_mul(int64_t kind, int64_t threads, const void* x, const void* gates, void* out,
-                                    int64_t rows, int64_t width, int64_t stride) {
+                                    int64_t rows, int64_t width, int64_t stride, int64_t share) {
     with_type(kind, [&](auto type) {
         typedef decltype(type) T;
-        sigmoid_mul(threads, (const T*)x, (const T*)gates, (T*)out, rows, width, stride);
+        sigmoid_mul(threads, (const T*)x, (const T*)gates, (T*)out, rows, width, stride, share);
     });
 }
 

@@ -106,7 +106,7 @@ def add_weighted(x_TNE: Tensor, more_TME: Tensor, weights_TF: Tensor) -> Tensor:
 
 def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
     """See the front for arguments."""
-    return x_NM * gate_NM.sigmoid()
+    return x_NM * gate_NM.sigmoid().repeat_interleave(x_NM.shape[1] // max(1, gate_NM.shape[1]), 1)
 
 
 def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor | None]:

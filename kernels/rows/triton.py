@@ -74,6 +74,7 @@ def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
     out_NM = torch.empty(N, M, dtype=x_NM.dtype, device=x_NM.device)
     grid = triton.cdiv(N, ROWS), triton.cdiv(M, BLOCK // 2)
     strides, sizes = (x_NM.stride(0), gate_NM.stride(0)), {"WIDTH": M, "M": ROWS, "BLOCK": BLOCK // 2}
+    sizes["SHARE"] = M // max(1, gate_NM.shape[1])
     launch(_let_through, *grid)(x_NM, gate_NM, out_NM, N, *strides, **sizes)
     return out_NM
 
@@ -337,7 +338,7 @@ def _xielu(
 @triton.jit(do_not_specialize=["N"])
 def _let_through(
     x_ptr, gate_ptr, out_ptr, N, stride_xn, stride_gn,
-    WIDTH: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """A block of M rows, times the logistic function of their gates."""
     after_the_last(EARLY)
@@ -345,7 +346,8 @@ def _let_through(
     i_B = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_MB = (n_M < N)[:, None] & (i_B < WIDTH)[None, :]
     x_MB = tl.load(x_ptr + n_M[:, None] * stride_xn + i_B[None, :], mask=real_MB, other=0.0).to(tl.float32)
-    gate_MB = tl.load(gate_ptr + n_M[:, None] * stride_gn + i_B[None, :], mask=real_MB, other=0.0).to(tl.float32)
+    gate_B = i_B // SHARE
+    gate_MB = tl.load(gate_ptr + n_M[:, None] * stride_gn + gate_B[None, :], mask=real_MB, other=0.0).to(tl.float32)
     y_MB = cast(x_MB * sigmoid(gate_MB), out_ptr.dtype.element_ty)
     tl.store(out_ptr + n_M[:, None] * WIDTH + i_B[None, :], y_MB, mask=real_MB)
 

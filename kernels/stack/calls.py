@@ -12,7 +12,7 @@ REGISTERS = (
     "out",  # E: the output of attention or of a convolution
     "heads",  # see `Heads`
     "mixed",  # H D: what attention makes of the values
-    "gates",  # 3 E: what a convolution reads; as wide as it is, what a layer with a state reads
+    "gates",  # 3 E: what a convolution reads; as wide as it is, what a layer with a state reads; or H, gates of heads
     "convolved",  # E; the result of a layer with a state
     "up",  # M, or 2 M of a gated MLP
     "middle",  # M
@@ -40,7 +40,7 @@ CODES = (
     "add",  # target += source
     "adapt",  # target += what the adapters of tokens make of source
     "mix",  # target = what the experts of `mixture` make of source; what is `beside` it chooses them
-    "gate",  # target *= the logistic function of the gates in source
+    "gate",  # target *= the logistic function of the gates in source: those of "heads", or one for each head
     "recur",  # target = the gated delta net `delta` of source
     "scan",  # target = the selective scan `delta` of source
     "absorb",  # target = queries and keys of source and "latent", by the `latent` of `kernels.latent`

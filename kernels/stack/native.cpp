@@ -107,7 +107,7 @@ struct Pass {
         const Paths& p = *paths;
         coppice_delta_net(s.kind, threads, x, d.taps_KC, d.decay_H, d.bias_H, d.norm_V, delta_rows, states, p.rows_T,
                           p.paths_TN, p.lengths_T, p.bases_T, p.folds_T, fresh.get(), delta_queries.get(), out, tokens,
-                          d.key_heads, d.value_heads, d.key_size, d.value_size, d.taps, p.reach, d.eps);
+                          d.key_heads, d.value_heads, d.key_size, d.value_size, d.taps, p.reach, d.eps, d.most);
         delta_rows += p.row_count * row, states += p.state_count * values * d.key_size;
     }
 
@@ -285,7 +285,10 @@ struct Pass {
             case MIX:
                 return coppice_experts(s.kind, threads, c.mixture, source, at[c.beside], target, tokens);
             case GATE:
-                return coppice_sigmoid_mul(s.kind, threads, target, source, target, tokens, c.width, every(c.heads));
+                return c.heads.gates ? coppice_sigmoid_mul(s.kind, threads, target, source, target, tokens, c.width,
+                                                           every(c.heads), 1)
+                                     : coppice_sigmoid_mul(s.kind, threads, target, source, target, tokens, c.width,
+                                                           c.heads.queries, c.heads.size);
             case RECUR:
                 return recur(*c.delta, source, target);
             case SCAN:

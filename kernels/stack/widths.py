@@ -116,8 +116,9 @@ class _Following:
 
     def _gate(self, call: Call, now: Widths) -> int:
         heads = self._heads(call, now)
-        if not heads.gates == heads.queries or now["mixed"] != heads.queries * heads.size:
-            raise ValueError(f"gate: expected gates of {heads.queries} heads, got {heads}")
+        gates = heads.gates or now[call.source]
+        if gates != heads.queries or now["mixed"] != heads.queries * heads.size:
+            raise ValueError(f"gate: expected gates of {heads.queries} heads, got {gates} of {heads}")
         return now["mixed"]
 
     def _convolve(self, call: Call, now: Widths) -> int:

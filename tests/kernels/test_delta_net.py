@@ -21,8 +21,9 @@ KINDS = [SMALL, DeltaKind(1, 1, 5, 3, 1), DeltaKind(3, 3, 4, 4, 2), DeltaKind(1,
 
 def weights_of(kind, draw, dtype=torch.float32):
     shapes = (kind.taps, kind.channels), (kind.value_heads,), (kind.value_heads,), (kind.value_size,)
+    most = 2.0 if kind.key_heads % 2 else 1.0  # of strengths
     taps, decay, bias, norm = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
-    return DeltaWeights(kind, taps.to(dtype), -decay.exp().to(dtype), bias.to(dtype), norm.to(dtype), 1e-6)
+    return DeltaWeights(kind, taps.to(dtype), -decay.exp().to(dtype), bias.to(dtype), norm.to(dtype), 1e-6, most)
 
 
 def inputs_of(kind, tokens, draw, dtype=torch.float32):
@@ -43,7 +44,7 @@ def along(x_TF, weights):
         q, k = (x.view(-1, K).repeat_interleave(H // kind.key_heads, 0) for x in (q, k))
         q, k = (x / (x.square().sum(-1, True) + 1e-6).sqrt() for x in (q, k))
         state = state * (weights.decay_H * F.softplus(a[t] + weights.bias_H)).exp().view(H, 1, 1)
-        change = b[t].sigmoid().view(H, 1) * (v.view(H, V) - torch.einsum("hkv,hk->hv", state, k))
+        change = weights.most * b[t].sigmoid().view(H, 1) * (v.view(H, V) - torch.einsum("hkv,hk->hv", state, k))
         state = state + torch.einsum("hk,hv->hkv", k, change)
         read = torch.einsum("hkv,hk->hv", state, q) * K**-0.5
         read = read / (read.square().mean(-1, True) + weights.eps).sqrt() * weights.norm_V

@@ -175,6 +175,17 @@ def test_sigmoid_mul(dtype, width):
         no_worse(rows.sigmoid_mul(x, gate, impl="cpp"), dtype, exact, plain)
 
 
+@DTYPES
+@pytest.mark.parametrize(("gates", "share"), [(1, 1), (3, 5), (4, 64), (1, 40)])
+def test_sigmoid_mul_of_runs(dtype, gates, share):
+    """A gate of several elements, as that gate for each of them."""
+    x, gate = draw(40, gates * share, dtype=dtype), draw(40, 2 * gates, dtype=dtype)[:, gates:] * 4
+    plain = reference.sigmoid_mul(x, gate)
+    assert plain.equal(reference.sigmoid_mul(x, gate.repeat_interleave(share, 1)))
+    exact = reference.sigmoid_mul(x.double(), gate.double())
+    no_worse(rows.sigmoid_mul(x, gate, impl="cpp"), dtype, exact, plain)
+
+
 @pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_activation_of_every_size(name):
     """For each sign and magnitudes from 1e-30 to 1e30 the error is a few roundings, to where the value dwindles."""

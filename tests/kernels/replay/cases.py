@@ -456,7 +456,7 @@ def recurrent(recording: Recording) -> None:
             else:
                 recording.add(
                     case, "delta_net", kind, 2, x, w.taps_KC, w.decay_H, w.bias_H, w.norm_V, *cache, *numbers, *rooms,
-                    out, tokens, *shape, sizes.reach, w.eps,
+                    out, tokens, *shape, sizes.reach, w.eps, w.most,
                 )  # fmt: skip
 
 
