@@ -14,6 +14,7 @@ from models.rope import RopeConfig
 
 # Kinds of layers in `layer_types`.
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
+Placement = Literal["input", "output", "sum"]  # of the norms of attention and MLP
 XIELU = "xielu"  # an activation with numbers of each layer, see `kernels.rows.xielu`
 
 
@@ -56,7 +57,10 @@ class Recurrent:
         kind: the sizes, the same in all of them; a `ScanKind` for scans.
         layers: which layers they are.
         interleaved: two matrices produce its inputs, key head by key head, each with its value heads (Qwen3-Next);
-            otherwise four matrices do, with the heads of each kind together.
+            otherwise four or six matrices do, with the heads of each kind together.
+        most: (gated delta nets) strengths lie between 0 and this number.
+        eps: (gated delta nets) of the norm of heads; None: as of the other norms.
+        norms: `Config.norms` of these layers; empty: as of the others.
         bias, conv_bias: (scans) whether the matrices around it, and its convolution, have biases.
         steps: (scans) the smallest and the largest step.
     """
@@ -67,6 +71,9 @@ class Recurrent:
     bias: bool = False
     conv_bias: bool = False
     steps: tuple[float, float] = (0.0, math.inf)
+    most: float = 1.0
+    eps: float | None = None
+    norms: tuple[Placement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,6 +195,8 @@ class Config:
         norms_last: head norms are applied after the rotation, not before.
         query_gate: attention's output is multiplied by the sigmoid of gates, which the query matrix produces "below"
             the queries of each head, or a separate matrix ("apart").
+        head_gates: each head of attention's output is multiplied by the sigmoid of a number, which a matrix produces.
+        sub_norms: what the last matrices of attention and of the MLP read is normed.
         activation: of the MLP, see `kernels.rows.activation`; or `XIELU`, of an MLP that is not gated.
         gated: the MLP multiplies its activated half by the other half.
         experts: the mixture of experts that some layers have instead of the MLP; None: all have an MLP.
@@ -236,7 +245,7 @@ class Config:
     plus_one: bool = False
     gated: bool = True
     experts: Experts | None = None
-    norms: tuple[Literal["input", "output", "sum"], ...] = ("input",)
+    norms: tuple[Placement, ...] = ("input",)
     parallel: Literal["", "shared", "own"] = ""
     final_norm: bool = True
     head_norms: Literal["", "each", "all", "own"] = ""
@@ -245,6 +254,8 @@ class Config:
     interleaved: bool = False
     grouped_qkv: Literal["", "head", "quarters"] = ""
     query_gate: Literal["", "below", "apart"] = ""
+    head_gates: bool = False
+    sub_norms: bool = False
     attention_bias: bool = False
     out_bias: bool | None = None
     mlp_bias: bool = False
@@ -316,6 +327,10 @@ class Config:
     def convolves(self, layer: int) -> bool:
         """Whether a layer has a short convolution."""
         return self.convs is not None and self.convs.taps[layer] > 0
+
+    def norms_of(self, layer: int) -> tuple[Placement, ...]:
+        """The positions of the norms of a layer."""
+        return (self.recurrent.norms if self.recurrent and self.recurs(layer) else ()) or self.norms
 
     def attends(self, layer: int) -> bool:
         """Whether a layer has attention."""

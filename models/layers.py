@@ -21,7 +21,7 @@ from models.latent import LatentAttention
 from models.layer_inputs import LayerInput
 from models.mixture import Mixture
 from models.names import CURVE, Names
-from models.norms import Norm, PlainNorm, head_norm
+from models.norms import Norm, PlainNorm, head_norm, norm_of_part
 from models.running import Registers, Together, run
 from models.streams import Laurel, StreamUpdates
 
@@ -47,12 +47,18 @@ class Attention(nn.Module):
         self.all_heads, self.own_norms = c.head_norms == "all", c.head_norms == "own"
         self.norms_last, self.table = c.norms_last, c.table(index)
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
+        gates = None if part.sinks is None else [part.sinks]
+        self.gate = weights.linear(layer + names.head_gate, outs=gates) if c.head_gates else None
+        sub = c, weights, layer + names.attention_sub_norm, part.heads
+        self.sub_norm = norm_of_part(*sub) if c.sub_norms else None
         sinks = layer + names.sinks
         self.sinks_H = weights.vector(sinks, some=part.sinks, dtype=torch.float32) if c.sinks else None
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "out"."""
         yield Call("product", source, "heads", matrix=self.qkv)
+        if self.gate is not None:
+            yield Call("product", source, "gates", matrix=self.gate)
         on_heads: dict[str, Any] = {"source": "heads", "heads": self.heads}
         norms: dict[str, Any] = {"norm": self.q_norm, "more": self.k_norm, "third": self.v_norm}
         kinds: dict[str, Any] = {"all_heads": self.all_heads, "own_norms": self.own_norms}
@@ -67,6 +73,10 @@ class Attention(nn.Module):
         yield Call("attend", target="mixed", table=self.reads, **on_heads, **options)
         if self.heads.gates:
             yield Call("gate", target="mixed", **on_heads)
+        if self.gate is not None:
+            yield Call("gate", "gates", "mixed", heads=self.heads)
+        if self.sub_norm is not None:
+            yield Call("norm", "mixed", "mixed", norm=self.sub_norm)
         yield Call("product", "mixed", "out", matrix=self.out)
 
 
@@ -116,7 +126,8 @@ class GatedDeltaNet(nn.Module):
 
         taps_KC = vector(names.delta_taps).squeeze(1).T.contiguous()
         decay_H, bias_H, norm_V = -vector(names.delta_decay).exp(), vector(names.delta_bias), vector(names.delta_norm)
-        self.weights = DeltaWeights(kind, taps_KC, decay_H, bias_H, norm_V, c.norm_eps)
+        eps = c.norm_eps if recurrent.eps is None else recurrent.eps
+        self.weights = DeltaWeights(kind, taps_KC, decay_H, bias_H, norm_V, eps, recurrent.most)
         self.order = interleaved(kind).to(weights.device) if recurrent.interleaved else None
 
     def calls(self, source: str) -> Iterator[Call]:
@@ -194,6 +205,8 @@ class MLP(nn.Module):
         self.up = weights.linear(*(layer + name for name in names.up), outs=weights.part.up, **options)
         self.down = weights.linear(layer + names.down, ins=weights.part.inner, **options)
         self.activation, self.gated = c.activation, c.gated
+        sub = c, weights, layer + names.mlp_sub_norm, weights.part.inner
+        self.sub_norm = norm_of_part(*sub) if c.sub_norms else None
         self.curve = Curve(weights, layer + names.curve) if c.activation == XIELU else None
         self.sparsity = c.sparsity[index] if c.sparsity else None
 
@@ -206,6 +219,8 @@ class MLP(nn.Module):
             yield Call("xielu", "up", "middle", norm=self.curve)
         else:
             yield Call("activate", "up", "middle", function=self.activation, gated=self.gated)
+        if self.sub_norm is not None:
+            yield Call("norm", "middle", "middle", norm=self.sub_norm)
         yield Call("product", "middle", "read", matrix=self.down)
 
 
@@ -237,11 +252,12 @@ class BesideMLP(nn.Module):
 class Residual(nn.Module):
     """The norms of attention or of an MLP, see `Config.norms`, and the factor of its contribution to the stream."""
 
-    def __init__(self, c: Config, weights: Weights, name: str, out_name: str):
+    def __init__(self, c: Config, weights: Weights, index: int, name: str, out_name: str):
         super().__init__()
-        self.input = Norm(c, weights, name) if "input" in c.norms else None
-        self.output = Norm(c, weights, out_name) if "output" in c.norms else None
-        self.sum = Norm(c, weights, name) if "sum" in c.norms else None
+        norms = c.norms_of(index)
+        self.input = Norm(c, weights, name) if "input" in norms else None
+        self.output = Norm(c, weights, out_name) if "output" in norms else None
+        self.sum = Norm(c, weights, name) if "sum" in norms else None
         self.scale = c.residual_scale
 
     def read(self) -> list[Call]:
@@ -276,9 +292,9 @@ class Layer(nn.Module):
         layer, self.index = names.layer.format(index), index
         norms = names.attention_norm, names.attention_out_norm
         attends, feeds = c.has("attention", index), c.has("mlp", index)
-        self.attention_residual = Residual(c, weights, *(layer + name for name in norms)) if attends else None
+        self.attention_residual = Residual(c, weights, index, *(layer + name for name in norms)) if attends else None
         norms, own = (names.mlp_norm, names.mlp_out_norm), feeds and c.parallel != "shared"
-        self.mlp_residual = Residual(c, weights, *(layer + name for name in norms)) if own else None
+        self.mlp_residual = Residual(c, weights, index, *(layer + name for name in norms)) if own else None
         self.parallel = c.parallel != ""
         if not attends:
             self.attention = None

@@ -24,6 +24,8 @@ class Names:
         attention_out_norm, mlp_out_norm: on the output.
         q_norm, k_norm: of heads; where each has its own, the place of its number is {}, or one tensor has
             a row of each.
+        attention_sub_norm, mlp_sub_norm: of what the last matrices of attention and of the MLP read.
+        head_gate: the matrix of `Config.head_gates`.
         qkv, up: one stored matrix or several, which lie below each other here.
         q_low, q_low_norm, q_high: of attention with a latent: the matrices that make queries of a narrower row, and its
             norm; where that is none, the first of `qkv` does.
@@ -87,6 +89,9 @@ class Names:
     mlp_out_norm: str = "post_feedforward_layernorm"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    attention_sub_norm: str = "self_attn.attn_sub_norm"
+    mlp_sub_norm: str = "mlp.ffn_sub_norm"
+    head_gate: str = "self_attn.gate_proj"
     curve: str = "mlp.act_fn"
     router: str = "mlp.gate"
     choice_bias: str = "mlp.expert_bias"
@@ -176,6 +181,8 @@ class Names:
                 add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
                 if c.sinks:
                     shapes[layer + self.sinks] = (c.heads,)
+                if c.head_gates:
+                    add(layer + self.head_gate, (c.heads, c.width), False)
             if inputs is not None:
                 add(layer + self.input_gate, (inputs.width, c.width), False)
                 add(layer + self.input_out, (c.width, inputs.width), False)
@@ -257,7 +264,8 @@ class Names:
         kind, (H, _, V) = recurrent.kind, recurrent.kind.state
         outs = kind.channels + H * V, 2 * H
         if not recurrent.interleaved:
-            outs = kind.channels, H * V, H, H
+            made = (kind.channels,) if len(self.recurrent_in) == 4 else kind.parts
+            outs = *made, H * V, H, H
         matrices = {f"{name}.weight": (out, c.width) for name, out in zip(self.recurrent_in, outs, strict=True)}
         vectors = {self.delta_taps: (kind.channels, 1, kind.taps), self.delta_norm: (V,)}
         vectors |= dict.fromkeys((self.delta_decay, self.delta_bias), (H,))
@@ -311,10 +319,11 @@ class Names:
     def norms(self, c: Config, layer: int) -> dict[str, int]:
         """The norms of a layer but for those of heads, and the sizes of their vectors."""
         names = []
-        if {"input", "sum"} & {*c.norms}:
+        norms = c.norms_of(layer)
+        if {"input", "sum"} & {*norms}:
             names += [self.attention_norm] if c.has("attention", layer) else []
             names += [self.mlp_norm] if c.has("mlp", layer) and c.parallel != "shared" else []
-        if "output" in c.norms:
+        if "output" in norms:
             names += [self.attention_out_norm, self.mlp_out_norm]
         if c.layer_inputs:
             names.append(self.input_out_norm)
@@ -322,7 +331,10 @@ class Names:
         names += [self.laurel_norm] if c.laurel else []
         if c.experts is not None and c.experts.beside_mlp and c.mixed(layer):
             names += [self.experts_norm, self.experts_out_norm, self.mlp_own_norm]
-        return dict.fromkeys(names, c.width)
+        found = dict.fromkeys(names, c.width)
+        if c.sub_norms:
+            found |= {self.attention_sub_norm: c.heads * c.kv_size(layer)[1], self.mlp_sub_norm: c.inner(layer)}
+        return found
 
     def norms_of_heads(self, c: Config, layer: int) -> dict[str, tuple[int, ...]]:
         """The norms of queries and keys of a layer, and the shapes of their weights."""

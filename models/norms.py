@@ -55,12 +55,12 @@ class DividedNorm(Norm):
 
     def __init__(self, c: Config, weights: Weights, name: str, some: range):
         super().__init__(c, weights, name, some)
-        self.shard = weights.shard
+        self.shard, self.total = weights.shard, weights.shapes[f"{name}.weight"][0]
 
     def forward(self, x: Tensor, impl: str) -> Tensor:
         """[..., elements of this process] -> the same."""
         x_float = x.float()
-        mean = self.shard.sum(x_float.square().mean(-1, keepdim=True)) / self.shard.size  # all parts are of one size
+        mean = self.shard.sum(x_float.square().sum(-1, keepdim=True)) / self.total
         return (x_float * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
 
 
@@ -104,11 +104,16 @@ def head_norm(c: Config, weights: Weights, name: str, some: range | None, heads:
         first = 0 if some is None else some.start // c.head_dim
         norm = OwnNorms(c, weights, name, range(first, first + heads))
     else:
-        norm = Norm(c, weights, name) if some is None else DividedNorm(c, weights, name, some)
+        norm = norm_of_part(c, weights, name, some)
     if c.interleaved:
         order_D = [i for part in in_halves(c) for i in part]
         norm.weight = norm.weight.unflatten(0, (-1, c.head_dim))[:, order_D].flatten()
     return norm
+
+
+def norm_of_part(c: Config, weights: Weights, name: str, some: range | None) -> Norm:
+    """The norm of a row of which this process has `some` elements; None: all."""
+    return Norm(c, weights, name) if some is None else DividedNorm(c, weights, name, some)
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:

@@ -137,7 +137,7 @@ def load(folder: Path) -> Any:
 def generate(model: Any, prompt: list[int], hf: dict[str, Any], noise: int | None = None) -> list[dict[str, Any]]:
     """The hypotheses of one fresh call, best first."""
     # transformers keeps a convolution's state for each beam (its issue 46612): without a cache nothing can be lost.
-    cached = model.config.model_type not in ("lfm2", "lfm2_moe")
+    cached = model.config.model_type not in ("lfm2", "lfm2_moe", "lfm3")
     config = GenerationConfig(**hf, do_sample=False, pad_token_id=0, use_cache=cached,
                               return_dict_in_generate=True, output_scores=True)  # fmt: skip
     ids = torch.tensor([prompt])

@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from models.checkpoint.fields import Fields
-from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, LastFile, damaged
+from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, LastFile, tensor_of
 from models.checkpoint.tensors import TensorInfo
 from models.errors import CheckpointError, show
 
@@ -66,7 +65,7 @@ class FourBits(TensorInfo):
 
     def _part(self, suffix: str, last: LastFile) -> Tensor:
         info, name = self.parts[suffix], f"{self.own}.{suffix}".removesuffix(".")
-        found = _tensor(info, name, last)
+        found = tensor_of(info, name, last)
         if tuple(found.shape) != info.shape or found.dtype != info.dtype:
             raise self._error("it changed while the model was loaded")
         return found.flatten()
@@ -131,16 +130,9 @@ def _state(info: TensorInfo, name: str, last: LastFile) -> Fields:
     if info.dtype != torch.uint8 or math.prod(info.shape) > STATE_BYTES:
         raise CheckpointError("expected the bytes of a short JSON object", where=where, remedy=FETCH_AGAIN)
     try:
-        state = json.loads(bytes(_tensor(info, name, last).flatten().tolist()))
+        state = json.loads(bytes(tensor_of(info, name, last).flatten().tolist()))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"not valid JSON: {show(error)}", where=where, remedy=FETCH_AGAIN) from error
     if not isinstance(state, dict):
         raise CheckpointError("expected a JSON object", where=where, remedy=FETCH_AGAIN)
     return Fields(state, where)
-
-
-def _tensor(info: TensorInfo, name: str, last: LastFile) -> Tensor:
-    try:
-        return last.get(info.file, info.nbytes).get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise damaged(info.file, error) from error

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.linear import Packed
 from models.checkpoint.fields import Fields
 from models.checkpoint.four_bits import FourBits, with_four_bits
+from models.checkpoint.joined import InParts, with_joined
 from models.checkpoint.listing import CONFIG_BYTES, WEIGHTS, adapter_alone, adapter_base, listed_tensors, read_json
 from models.checkpoint.mlx import from_mlx, has_forms
 from models.checkpoint.model_types import with_architecture
@@ -284,7 +285,7 @@ class Checkpoint:
                     where=show(self.tensors[name].file),
                     remedy=PACK_AGAIN,
                 )
-            if isinstance(info := self.tensors[name], Stored | FourBits):
+            if isinstance(info := self.tensors[name], Stored | FourBits | InParts):
                 out[name] = info.read()
             else:
                 by_file.setdefault(info.file, []).append(name)
@@ -384,7 +385,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = with_quantization(folder, with_architecture(read_json(folder / "config.json", CONFIG_BYTES)))
     generation = folder / "generation_config.json"
     generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else {}
-    tensors = with_four_bits(listed_tensors(folder))
+    tensors = with_joined(with_four_bits(listed_tensors(folder)))
     left_out: dict[str, int] = {}
     if is_wrapped(config):
         config = text_config(config, show(folder / "config.json"))

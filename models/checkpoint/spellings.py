@@ -14,6 +14,9 @@ _USUAL = {  # in this order
     ".ln_mlp.": ".post_attention_layernorm.",
     ".block_sparse_moe.router.layer.": ".mlp.gate.",
     ".block_sparse_moe.router.": ".mlp.gate.",
+    ".attention_layer_norm.": ".input_layernorm.",  # of OLMo Hybrid
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    ".self_attn.g_proj.": ".self_attn.gate_proj.",  # of LFM3
     ".mlp.router.gate.": ".mlp.gate.",
     ".mlp.router.": ".mlp.gate.",
     ".block_sparse_moe.": ".mlp.",

@@ -78,6 +78,14 @@ class LastFile:
         self.file = self.handle = None
 
 
+def tensor_of(info: TensorInfo, name: str, last: LastFile) -> torch.Tensor:
+    """A tensor by its name in its file. Raises CheckpointError."""
+    try:
+        return last.get(info.file, info.nbytes).get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise damaged(info.file, error) from error
+
+
 def damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
     """The error for a file that safetensors refuses, after a look at what it is instead."""
     if "(os error 12)" in str(error):  # no address space to map it into: nothing is wrong with the file

@@ -14,6 +14,7 @@ from models.errors import CheckpointError, nearest
 from models.families import (
     afmoe,
     apertus,
+    bitnet,
     cohere,
     deepseek_v2,
     deepseek_v3,
@@ -35,6 +36,7 @@ from models.families import (
     helium,
     hunyuan,
     lfm2,
+    lfm3,
     llama,
     minicpm3,
     minimax,
@@ -44,6 +46,7 @@ from models.families import (
     nemotron,
     nemotron_h,
     olmo,
+    olmo_hybrid,
     olmoe,
     opt,
     phi,
@@ -95,6 +98,7 @@ _CLASSES: list[type[Decoder]] = [
     granite_hybrid.GraniteHybrid,
     olmo.Olmo1,
     olmo.Olmo,
+    olmo_hybrid.OlmoHybrid,
     olmoe.Olmoe,
     olmoe.FlexOlmo,
     hunyuan.HunYuan,
@@ -102,6 +106,7 @@ _CLASSES: list[type[Decoder]] = [
     stablelm.StableLM,
     lfm2.LFM2,
     lfm2.LFM2Moe,
+    lfm3.LFM3,
     gemma.Gemma,
     gemma.Gemma2,
     gemma.VaultGemma,
@@ -137,6 +142,7 @@ _CLASSES: list[type[Decoder]] = [
     afmoe.Afmoe,
     apertus.Apertus,
     nanochat.NanoChat,
+    bitnet.BitNet,
 ]
 SUPPORTED = "docs/checkpoints.md lists all that are supported"
 FAMILIES = {name: family for family in _CLASSES for name in family.architectures}

@@ -38,7 +38,7 @@ class LFM2(Decoder):
         return Config(
             norm_eps=fields.float("norm_eps", default=1e-5, low=0.0),
             head_norms="each",
-            convs=_convs(fields, kinds, options["width"]),
+            convs=convs(fields, kinds, options["width"]),
             **options | {"mlp_width": _mlp_width(fields), "tied": fields.bool("tie_word_embeddings", default=True)},
         )
 
@@ -95,8 +95,9 @@ def _renamed(fields: Fields) -> Fields:
     return Fields(config, fields.file, fields.prefix)
 
 
-def _convs(fields: Fields, kinds: Sequence[str], width: int) -> ShortConvs | None:
-    taps, bias = fields.int("conv_L_cache", default=3, high=64), fields.bool("conv_bias", default=False)
+def convs(fields: Fields, kinds: Sequence[str], width: int, taps: int = 3) -> ShortConvs | None:
+    """`Config.convs` of layers of these kinds, with so many taps where the field is absent."""
+    taps, bias = fields.int("conv_L_cache", default=taps, high=64), fields.bool("conv_bias", default=False)
     return ShortConvs(tuple(taps if kind == CONV else 0 for kind in kinds), width, bias) if CONV in kinds else None
 
 

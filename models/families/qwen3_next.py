@@ -36,16 +36,21 @@ def common(fields: Fields, *, kv_heads: int, mlp_width: int | None = None, inter
 
 
 def recurrent(fields: Fields, kinds: Sequence[str], interleaved: bool) -> Recurrent:
-    """The layers with a gated delta net, whose convolution has the activation of the MLP."""
+    """The layers with a gated delta net."""
+    return Recurrent(delta_kind(fields, 16, 32, 128, 128, 4), tuple(kind == RECURRENT for kind in kinds), interleaved)
+
+
+def delta_kind(fields: Fields, *defaults: int) -> DeltaKind:
+    """The sizes of gated delta nets, whose convolution has the activation of the MLP, by the sizes where fields are
+    absent."""
     fields.choice("hidden_act", ("silu", "swish"), default="silu")
     names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
-    defaults = 16, 32, 128, 128, 4
     most = dict.fromkeys(names[:-1], 2**16) | {names[-1]: 64}
     heads = (fields.int(f"linear_{name}", size, high=most[name]) for name, size in zip(names, defaults, strict=True))
     kind = DeltaKind(*heads)
     if kind.value_heads % kind.key_heads:
         raise fields.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {kind.key_heads}")
-    return Recurrent(kind, tuple(each == RECURRENT for each in kinds), interleaved)
+    return kind
 
 
 def shared(fields: Fields) -> dict[str, Any]:

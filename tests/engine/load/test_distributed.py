@@ -50,10 +50,12 @@ def has_tokens(variant):
 FEW = ("gpt2/plain", "lfm2/bias", "llama/classifier", "olmo/plain", "opt/post_norm", "quantized/awq")
 VARIANTS = (
     *FEW,
+    "bitnet/plain",
     "gemma/two",
     "gemma/two_full",
     "granite/hybrid",
     "hunyuan/plain",
+    "lfm3/plain",
     "llama/gqa",
     "mistral/ministral3",
     "phi/qk_layernorm",

@@ -210,7 +210,7 @@ def test_a_conversation_takes_over_the_prefix():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["Lfm3ForCausalLM"]}, "'Lfm3ForCausalLM' is not supported"),
+        ({"architectures": ["Lfm4ForCausalLM"]}, "'Lfm4ForCausalLM' is not supported"),
         ({"layer_types": ["conv", "full_attention"]}, "layer_types: expected 3 of conv and full_attention"),
         ({"layer_types": ["conv", "full_attention", "linear_attention"]}, "layer_types: expected 3 of"),
         ({"layer_types": ["conv"] * 3}, "layer_types: expected at least one layer of full_attention"),
