@@ -40,6 +40,7 @@ from models.gguf.reader import GGUF
 from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
 from models.gguf.vocabulary import FileVocabulary
 from models.quantized import CACHE_SCALES, EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
+from models.quantized.bitnet import TernaryModules
 from models.quantized.mlx import MLX
 from models.quantized.own import Own
 
@@ -228,7 +229,8 @@ class Checkpoint:
     def _scheme(self, name: str, stored: str, kind: str) -> Scheme | None:
         """How a weight is stored; None: as floats, as the config says or as the file has it."""
         info = self.tensors.get(stored)
-        if not kind or self.quantization is None or (info and info.dtype in FLOATS.values()):
+        meant = isinstance(self.quantization, TernaryModules) and self.quantization.of_floats
+        if not kind or self.quantization is None or (info and info.dtype in FLOATS.values() and not meant):
             return None
         if kind == EMBEDDING and not isinstance(self.quantization, Own | MLX | BlockQuantization):
             return None

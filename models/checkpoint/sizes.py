@@ -26,6 +26,8 @@ from models.formats.packed import PREFIXES
 from models.gguf.tensors import Stored
 from models.mtp import MTP
 from models.names import HEAD
+from models.quantized import LINEAR
+from models.quantized.bitnet import TernaryModules
 from models.quantized.mlx import MLX, MLXScheme
 from models.quantized.own import Own
 from models.shard import Shard
@@ -184,6 +186,11 @@ class Sizes(Weights):
         if self.checkpoint.packing and key in self.checkpoint.packing.sizes and has_kernels(torch.float32, self.device):
             parts = [tensors[name] for name in (prefix + key for prefix in PREFIXES) if name in tensors]
             return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
+        ternary = [self._ternary(name, HEAD if head else name.removesuffix(".weight")) for name in stored]
+        if all(ternary):
+            return (-(-width // 8) * 4 + 4) * (-(-sum(outs) // PIECE) * PIECE)  # rows of int4, and a scale of each
+        if any(ternary):
+            return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
         floats = {
             name: tensors[name].dtype for name in stored if name in tensors and tensors[name].dtype in FLOATS.values()
         }
@@ -198,6 +205,13 @@ class Sizes(Weights):
         if quant == "none" and len(stored) == 1 and stored[0] in self.resident:  # the same memory
             self.vectors -= sum(outs) * width * self.dtype.itemsize
         return FORMATS[quant].bytes(sum(outs), width, dtypes, self.dtype, self.device)
+
+    def _ternary(self, name: str, module: str) -> bool:
+        """Whether the weight of a module, stored under a name, becomes codes of BitNet."""
+        own, info = self.checkpoint.quantization, self.checkpoint.tensors.get(name)
+        if not isinstance(own, TernaryModules) or info is None or not (own.of_floats or info.dtype == torch.uint8):
+            return False
+        return own.scheme(module, LINEAR) is not None
 
     def _stored_blocks(self, stored: Sequence[str], outs: Sequence[int]) -> Iterator[tuple[Block | MLXScheme, int]]:
         """The formats of matrices that are blocks of GGUF or packed by MLX, with their rows."""

@@ -7,7 +7,7 @@ them with the headers) and makes a `GroupedWeight` from them, whose rows are rea
 from collections.abc import Callable
 
 from models.checkpoint.fields import Fields
-from models.quantized import auto_round, awq, bitsandbytes, compressed, float8, gptq, mlx, modelopt, mxfp4, own
+from models.quantized import auto_round, awq, bitnet, bitsandbytes, compressed, float8, gptq, mlx, modelopt, mxfp4, own
 from models.quantized.parts import (
     CACHE_SCALES,
     EMBEDDING,
@@ -36,6 +36,7 @@ __all__ = [
 METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
     "auto-round": auto_round.parse,
     "awq": awq.parse,
+    "bitnet": bitnet.parse,
     bitsandbytes.NAME: bitsandbytes.parse,
     "compressed-tensors": compressed.parse,
     "coppice": own.parse,

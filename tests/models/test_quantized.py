@@ -294,6 +294,7 @@ UNREAD = {
     "GEMV": {"quant_method": "awq", "bits": 4, "version": "GEMV"},
     "8 bits": {"quant_method": "awq", "bits": 8, "version": "gemm"},
     "e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
+    "use_rms_norm": {"quant_method": "bitnet", "use_rms_norm": True},
 }
 
 
@@ -329,6 +330,16 @@ def test_activations_that_are_not_read(inputs):
         ({"quant_method": "awq", "group_size": "128"}, "group_size: expected a whole number"),
         ({"quant_method": "awq", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert: expected a list"),
         ({"quant_method": "gptq"}, "bits: expected a value"),
+        (
+            {"quant_method": "bitnet", "linear_class": "linear"},
+            "linear_class: expected one of autobitlinear, bitlinear",
+        ),
+        (
+            {"quant_method": "bitnet", "quantization_mode": "static"},
+            "quantization_mode: expected one of offline, online",
+        ),
+        ({"quant_method": "bitnet", "modules_to_not_convert": "x"}, "modules_to_not_convert: expected a list"),
+        ({"quant_method": "bitnet", "modules_to_not_convert": ["(a+)+b"]}, "it repeats too much"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": 3}}, "dynamic.a: expected an object"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, "regular expression '\\('"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"(a+)+b": {}}}, "it repeats too much"),

@@ -314,6 +314,25 @@ def mlx_floats(mode: str) -> Method:
     return Method(store, restore)
 
 
+# BitNet, by the loops of transformers' `integrations/bitnet.py`.
+
+
+def ternary(inverse: bool) -> Method:
+    def store(weight: torch.Tensor) -> Parts:
+        mean = weight.abs().mean().clamp(min=1e-5).to(torch.bfloat16).float()
+        numbers = (weight / mean).round().clamp(-1, 1) + 1
+        packed = torch.zeros(len(weight) // 4, weight.shape[1], dtype=torch.uint8)
+        for i, quarter in enumerate(numbers.to(torch.uint8).chunk(4)):
+            packed |= quarter << 2 * i
+        return {"weight": packed, "weight_scale": (1 / mean if inverse else mean).view(1)}
+
+    def restore(parts: Parts) -> torch.Tensor:
+        numbers = torch.cat([((parts["weight"] >> 2 * i) & 3).float() - 1 for i in range(4)])
+        return numbers / parts["weight_scale"] if inverse else numbers * parts["weight_scale"]
+
+    return Method(store, restore)
+
+
 # Files.
 
 
@@ -513,6 +532,11 @@ RECIPES = {
     }),
     "fp8_block": Recipe(llama, FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.down_proj"]}, [
         (r".*0\.mlp\.down", None), ("", float8((32, 32)))]),
+    "bitnet": Recipe(llama, {"quant_method": "bitnet", "modules_to_not_convert": None}, [("", ternary(True))]),
+    "bitnet_auto": Recipe(
+        llama, {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"},
+        [("", ternary(False))],
+    ),
     "fp8_tensor": Recipe(PHI3, FP8 | {"weight_block_size": None}, [("", float8(None))]),
 }  # fmt: skip
 VARIANTS = {
