@@ -206,7 +206,8 @@ def scan_weights(weights: Any, dtype: torch.dtype, device: torch.device) -> None
     _sizes(kind)
     if not 0 <= weights.least <= weights.most:
         raise ValueError(f"least: expected a step of 0 or more, at most {weights.most}, got {weights.least}")
-    shapes = {"taps_KC": (kind.taps, kind.channels), "shift_C": (kind.channels,), "norm_E": (H * V,)}
+    shapes = {"taps_KC": (kind.taps, kind.channels), "shift_C": (kind.channels,)}
+    shapes |= {} if weights.norm_E is None else {"norm_E": (H * V,)}
     for name, shape in (shapes | dict.fromkeys(("decay_H", "bias_H", "skip_H"), (H,))).items():
         expect(name, getattr(weights, name), dtype, shape, device)
 

@@ -271,9 +271,9 @@ struct Scan {
     const float* decay_H;
     const float* bias_H;
     const float* skip_H;
-    const float* norm_E;
+    const float* norm_E;  // null: no norm
     int64_t key_heads, value_heads, key_size, value_size, taps;
-    float eps, least, most;
+    float eps, least, most, gate, step;
 };
 
 // What layers with a state read and write in a pass: the tensors of a `DeltaPaths`, whose numbers are in range, and the

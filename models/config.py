@@ -51,7 +51,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Layers with a gated delta net or a Mamba-2 selective scan instead of attention.
+    """Layers with a gated delta net or a Mamba-2 selective scan, instead of attention or in parallel with it.
 
     Args:
         kind: the sizes, the same in all of them; a `ScanKind` for scans.
@@ -63,6 +63,9 @@ class Recurrent:
         norms: `Config.norms` of these layers; empty: as of the others.
         bias, conv_bias: (scans) whether the matrices around it, and its convolution, have biases.
         steps: (scans) the smallest and the largest step.
+        beside: (scans) these layers also have attention, which reads the same input; both outputs are added.
+        normed: (scans) a norm follows the gates.
+        factors: (scans) of its inputs: gates, x, B, C, and those of steps.
     """
 
     kind: DeltaKind
@@ -74,6 +77,9 @@ class Recurrent:
     most: float = 1.0
     eps: float | None = None
     norms: tuple[Placement, ...] = ()
+    beside: bool = False
+    normed: bool = True
+    factors: tuple[float, float, float, float, float] = (1.0,) * 5
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,19 @@ class Streams:
 
 
 @dataclass(frozen=True)
+class OutputFactors:
+    """Factors of what each part of a layer adds to the stream.
+
+    Args:
+        attention, scan, mlp: these parts.
+    """
+
+    attention: float = 1.0
+    scan: float = 1.0
+    mlp: float = 1.0
+
+
+@dataclass(frozen=True)
 class Config:
     """Every option that affects the computation. The defaults are Llama's.
 
@@ -206,12 +225,13 @@ class Config:
         attention_cap: scores of attention become cap * tanh(score / cap).
         sinks: a logit of each query head joins the denominator of its softmax.
         convs: layers with a short convolution instead of attention; None: there are none.
-        recurrent: layers with a recurrent state instead of keys and values; None: there are none.
+        recurrent: layers with a recurrent state, instead of keys and values or beside them; None: there are none.
         latent: latent attention; None: attention has key and value matrices.
         embedding_width: of the embedding, if projections lead from it to `width` and back.
         embedding_norm: the embedding is normed, by a norm without weights.
         embedding_scale: factor of the embedding; `rounded_scale`: it is first rounded to the model's dtype.
-        residual_scale: factor of what attention and MLP add to the stream.
+        residual_scale: factor of what attention and MLP add to the stream; `output_factors`: others, of each part.
+        mlp_scale: factor of the rows that the activation of the MLP reads, of both halves if it is gated.
         alone: by layer, the only part that it has: "attention", or what stands in its place, or an "mlp"; empty: all
             layers have both.
         uneven: the heads and MLPs of layers that differ; None: all have `kv_heads` of `head_dim`, and `mlp_width`.
@@ -272,6 +292,8 @@ class Config:
     embedding_scale: float = 1.0
     rounded_scale: bool = False
     residual_scale: float = 1.0
+    output_factors: OutputFactors = OutputFactors()
+    mlp_scale: float = 1.0
     alone: tuple[Literal["attention", "mlp"], ...] = ()
     uneven: Uneven | None = None
     layer_inputs: LayerInputs | None = None
@@ -321,7 +343,7 @@ class Config:
         return self.experts is not None and self.experts.layers[layer]
 
     def recurs(self, layer: int) -> bool:
-        """Whether a layer has a recurrent state instead of keys and values."""
+        """Whether a layer has a recurrent state."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
     def convolves(self, layer: int) -> bool:
@@ -334,17 +356,28 @@ class Config:
 
     def attends(self, layer: int) -> bool:
         """Whether a layer has attention."""
-        return self.has("attention", layer) and not self.recurs(layer) and not self.convolves(layer)
+        recurs = self.recurs(layer) and not self.beside
+        return self.has("attention", layer) and not recurs and not self.convolves(layer)
+
+    @property
+    def beside(self) -> bool:
+        """Whether recurrent layers also have attention."""
+        return self.recurrent is not None and self.recurrent.beside
+
+    def place(self, layer: int) -> int:
+        """The place of what a recurrent layer keeps in `ModelShape.kept`."""
+        return layer + self.layers * self.beside
 
     def has(self, part: Literal["attention", "mlp"], layer: int) -> bool:
         """Whether a layer has an MLP, or attention or what stands in its place."""
         return not self.alone or self.alone[layer] == part
 
     def kept(self, layer: int) -> CacheKind | DeltaKind | None:
-        """The rows that a layer keeps of each token, or the sizes of a recurrent layer; None: it keeps nothing."""
+        """The rows that a layer keeps of each token, or the sizes of a recurrent layer without attention; None: it
+        keeps nothing."""
         if not self.has("attention", layer):
             return None
-        if self.recurrent is not None and self.recurs(layer):
+        if self.recurrent is not None and self.recurs(layer) and not self.beside:
             return self.recurrent.kind
         if self.convs is not None and self.convolves(layer):
             return CacheKind(1, self.convs.width, pair=False)
@@ -365,7 +398,8 @@ class ModelShape:
             past it must be evaluated again; None: they never do.
         kept: what each layer keeps of a token, if some layer keeps nothing (None) or something other than keys and
             values of `kv_heads` heads of `head_dim`; empty: none does. Recurrent layers are all of one kind, and so are
-            those whose keys are their values.
+            those whose keys are their values. If recurrent layers have attention beside, an entry per layer follows
+            with what they keep as such (`Config.place`).
         keys_from: see `Uneven`; empty: each layer reads its own. A layer that reads those of another keeps nothing
             itself.
         ancestors: how many of a token's latest ancestors short convolutions read.
@@ -392,6 +426,10 @@ class ModelShape:
         steady = min((rope.steady_length for rope in c.tables() if rope.steady_length is not None), default=None)
         switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
         kept = tuple(map(c.kept, range(c.layers)))
+        if c.recurrent is not None and c.beside:
+            kept += tuple(c.recurrent.kind if c.recurs(i) else None for i in range(c.layers))
+        if not any(isinstance(each, CacheKind) for each in kept):
+            kept += (CacheKind(c.kv_heads, c.head_dim),)  # pages need a size: nothing writes these keys
         kept = kept if len({*kept}) > 1 or c.latent is not None or c.uneven else ()
         more = {
             "kept": kept,

@@ -98,7 +98,6 @@ class DraftHead(nn.Module):
         """
         tables = [rotary.cos_sin(positions_T, spans_T, self.dtype) for rotary in self.rotaries]
         registers = Registers(given_TE, self.config, tables, cache, layout)
-        registers.kept = cache.layers[0]
         self._enter(self.embedding(tokens_T).to(self.dtype), registers)
         run(self.calls, registers)
         return registers["stream"]

@@ -51,6 +51,7 @@ class Attention(nn.Module):
         self.gate = weights.linear(layer + names.head_gate, outs=gates) if c.head_gates else None
         sub = c, weights, layer + names.attention_sub_norm, part.heads
         self.sub_norm = norm_of_part(*sub) if c.sub_norms else None
+        self.out_scale = c.output_factors.attention
         sinks = layer + names.sinks
         self.sinks_H = weights.vector(sinks, some=part.sinks, dtype=torch.float32) if c.sinks else None
 
@@ -78,6 +79,7 @@ class Attention(nn.Module):
         if self.sub_norm is not None:
             yield Call("norm", "mixed", "mixed", norm=self.sub_norm)
         yield Call("product", "mixed", "out", matrix=self.out)
+        yield from scaled("out", self.out_scale)
 
 
 class Taps(nn.Module):
@@ -94,6 +96,7 @@ class ShortConv(nn.Module):
     def __init__(self, names: Names, weights: Weights, convs: ShortConvs, index: int):
         super().__init__()
         (into, conv, out), bias = (names.layer.format(index) + name for name in names.conv), convs.bias
+        self.index = index
         some = weights.part.channels
         self.into = weights.linear(into, bias=bias, outs=weights.part.into)
         self.out = weights.linear(out, bias=bias, ins=some)
@@ -103,7 +106,7 @@ class ShortConv(nn.Module):
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "out"."""
         yield Call("product", source, "gates", matrix=self.into)
-        yield Call("convolve", "gates", "convolved", norm=self.taps)
+        yield Call("convolve", "gates", "convolved", norm=self.taps, table=self.index)
         yield Call("product", "convolved", "out", matrix=self.out)
 
 
@@ -129,16 +132,18 @@ class GatedDeltaNet(nn.Module):
         eps = c.norm_eps if recurrent.eps is None else recurrent.eps
         self.weights = DeltaWeights(kind, taps_KC, decay_H, bias_H, norm_V, eps, recurrent.most)
         self.order = interleaved(kind).to(weights.device) if recurrent.interleaved else None
+        self.place = c.place(index)
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "out"."""
         yield Call("product", source, "gates", matrix=self.into)
-        yield Call("recur", "gates", "convolved", delta=self)
+        yield Call("recur", "gates", "convolved", delta=self, table=self.place)
         yield Call("product", "convolved", "out", matrix=self.out)
 
 
 class SelectiveScan(nn.Module):
-    """A Mamba-2 selective scan over the ancestors of tokens, instead of attention (`kernels.scan`).
+    """A Mamba-2 selective scan over the ancestors of tokens, instead of attention or in parallel with it
+    (`kernels.scan`).
 
     Attributes:
         weights: its own, float32 whatever the model's dtype.
@@ -153,17 +158,24 @@ class SelectiveScan(nn.Module):
         def vector(name: str) -> Tensor:
             return weights.vector(layer + name).float()
 
-        taps_KC = vector(names.delta_taps).squeeze(1).T.contiguous()
+        gate, *channels, step = recurrent.factors
+        keys, values = kind.key_heads * kind.key_size, kind.value_heads * kind.value_size
+        taps_CK = vector(names.delta_taps).squeeze(1)
+        parts = zip(taps_CK.split([values, keys, keys]), channels, strict=True)
+        taps_KC = torch.cat([part * factor for part, factor in parts]).T.contiguous()
         shift_C = vector(names.scan_shift) if recurrent.conv_bias else taps_KC.new_zeros(kind.channels)
-        decay_H, bias_H, norm_E = -vector(names.delta_decay).exp(), vector(names.delta_bias), vector(names.delta_norm)
+        decay_H, bias_H = -vector(names.delta_decay).exp(), vector(names.delta_bias)
+        norm_E = vector(names.delta_norm) if recurrent.normed else None
         vectors = taps_KC, shift_C, decay_H, bias_H, vector(names.scan_skip), norm_E
-        self.weights = ScanWeights(kind, *vectors, c.norm_eps, *recurrent.steps)
+        self.weights = ScanWeights(kind, *vectors, c.norm_eps, *recurrent.steps, gate, step)
+        self.place, self.out_scale = c.place(index), c.output_factors.scan
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "out"."""
         yield Call("product", source, "gates", matrix=self.into)
-        yield Call("scan", "gates", "convolved", delta=self)
+        yield Call("scan", "gates", "convolved", delta=self, table=self.place)
         yield Call("product", "convolved", "out", matrix=self.out)
+        yield from scaled("out", self.out_scale)
 
 
 def interleaved(kind: DeltaKind) -> Tensor:
@@ -209,12 +221,14 @@ class MLP(nn.Module):
         self.sub_norm = norm_of_part(*sub) if c.sub_norms else None
         self.curve = Curve(weights, layer + names.curve) if c.activation == XIELU else None
         self.sparsity = c.sparsity[index] if c.sparsity else None
+        self.scale, self.out_scale = c.mlp_scale, c.output_factors.mlp
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "read"."""
         yield Call("product", source, "up", matrix=self.up)
         if self.sparsity is not None:
             yield Call("sparsify", "up", "up", scale=self.sparsity)
+        yield from scaled("up", self.scale)
         if self.curve is not None:
             yield Call("xielu", "up", "middle", norm=self.curve)
         else:
@@ -222,6 +236,7 @@ class MLP(nn.Module):
         if self.sub_norm is not None:
             yield Call("norm", "middle", "middle", norm=self.sub_norm)
         yield Call("product", "middle", "read", matrix=self.down)
+        yield from scaled("read", self.out_scale)
 
 
 class BesideMLP(nn.Module):
@@ -269,16 +284,21 @@ class Residual(nn.Module):
         for output in outputs:
             if self.output is not None:
                 yield Call("norm", output, output, norm=self.output)
-            if self.scale != 1.0:
-                yield Call("scale", output, output, scale=self.scale)
+            yield from scaled(output, self.scale)
         for source, target in zip(outputs, (*outputs[1:], "stream"), strict=True):
             yield Call("add", source, target)
         if self.sum is not None:
             yield Call("norm", "stream", "stream", norm=self.sum)
 
 
+def scaled(register: str, scale: float) -> list[Call]:
+    """The call that multiplies a register; none for a factor of 1."""
+    return [] if scale == 1.0 else [Call("scale", register, register, scale=scale)]
+
+
 class Layer(nn.Module):
-    """Attention and MLP, or one of them, each added to the stream; `Config.norms` gives the positions of their norms.
+    """Attention and MLP, or one of them, each added to the stream; `Config.norms` gives the positions of their norms. A
+    scan may read what attention reads, and is added likewise.
 
     Attributes:
         calls: its operators.
@@ -289,21 +309,24 @@ class Layer(nn.Module):
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
-        layer, self.index = names.layer.format(index), index
+        layer = names.layer.format(index)
         norms = names.attention_norm, names.attention_out_norm
         attends, feeds = c.has("attention", index), c.has("mlp", index)
         self.attention_residual = Residual(c, weights, index, *(layer + name for name in norms)) if attends else None
         norms, own = (names.mlp_norm, names.mlp_out_norm), feeds and c.parallel != "shared"
         self.mlp_residual = Residual(c, weights, index, *(layer + name for name in norms)) if own else None
         self.parallel = c.parallel != ""
+        recurrent = None
+        if c.recurrent is not None and c.recurs(index):
+            if isinstance(kind := c.recurrent.kind, ScanKind):
+                recurrent = SelectiveScan(c, names, weights, c.recurrent, kind, index)
+            else:
+                recurrent = GatedDeltaNet(c, names, weights, c.recurrent, index)
+        self.beside = recurrent if c.beside else None
         if not attends:
             self.attention = None
-        elif c.recurrent is not None and c.recurs(index):
-            recurrent, kind = c.recurrent, c.recurrent.kind
-            if isinstance(kind, ScanKind):
-                self.attention = SelectiveScan(c, names, weights, recurrent, kind, index)
-            else:
-                self.attention = GatedDeltaNet(c, names, weights, recurrent, index)
+        elif recurrent is not None and not c.beside:
+            self.attention = recurrent
         elif c.latent is not None:
             self.attention = LatentAttention(c, names, weights, c.latent, index)
         elif c.convs is not None and c.convolves(index):
@@ -337,6 +360,9 @@ class Layer(nn.Module):
             yield from attending.add("out")
             if self.laurel is not None:
                 yield Call("scale", "stream", "stream", scale=2**-0.5)
+            if self.beside is not None:
+                yield from self.beside.calls(source)
+                yield from attending.add("out")
         if self.mlp is not None and feeding is not None:
             yield from feeding.read()
             yield from self.mlp.calls("stream" if feeding.input is None else "read")
@@ -350,6 +376,5 @@ class Layer(nn.Module):
 
     def forward(self, registers: Registers) -> Tensor:
         """The stream after this layer."""
-        registers.kept = registers.cache.layers[self.index]
         run(self.together if registers.together else self.calls, registers)
         return registers["stream"]

@@ -164,13 +164,13 @@ class Names:
             for name, size in self.norms_of_heads(c, i).items():
                 if c.affine:
                     add(layer + name, size, biased and c.head_norms != "own")
+            if c.recurrent is not None and c.recurs(i):
+                made = self.scan if isinstance(c.recurrent.kind, ScanKind) else self.delta
+                shapes |= {layer + name: shape for name, shape in made(c, c.recurrent).items()}
             if c.convs is not None and c.convolves(i):
                 shapes_of = (3 * c.width, c.width), (c.width, 1, c.convs.taps[i]), (c.width, c.width)
                 for name, shape in zip(self.conv, shapes_of, strict=True):
                     add(layer + name, shape, c.convs.bias)
-            elif c.recurrent is not None and c.recurs(i):
-                made = self.scan if isinstance(c.recurrent.kind, ScanKind) else self.delta
-                shapes |= {layer + name: shape for name, shape in made(c, c.recurrent).items()}
             elif c.latent is not None:
                 for name, (shape, bias) in self.latents(c, c.latent).items():
                     add(layer + name, shape, bias)
@@ -281,7 +281,8 @@ class Names:
         if recurrent.conv_bias:
             shapes[self.scan_shift] = (kind.channels,)
         shapes |= dict.fromkeys((self.delta_decay, self.delta_bias, self.scan_skip), (H,))
-        return shapes | {self.delta_taps: (kind.channels, 1, kind.taps), self.delta_norm: (H * V,)}
+        shapes |= {self.delta_norm: (H * V,)} if recurrent.normed else {}
+        return shapes | {self.delta_taps: (kind.channels, 1, kind.taps)}
 
     def mixture(self, c: Config) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors of a mixture of experts, after `layer`."""

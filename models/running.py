@@ -3,6 +3,7 @@
 Shape legend: T tokens of a pass, H query heads, G key/value heads, D head size, E width.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,12 +32,10 @@ class Registers(dict[str, Any]):
         angles: of each table, see `models.rope`.
 
     Attributes:
-        kept: the cache of the running layer.
         gates_TM: the gates stored before the queries of "heads".
         together: whether operators are fused, see `fused`.
     """
 
-    kept: Sequence[Tensor]
     gates_TM: Tensor
 
     def __init__(
@@ -102,7 +101,7 @@ def _rotate(call: Call, r: Registers) -> None:
 
 
 def _write(call: Call, r: Registers) -> None:
-    k_GSD, v_GSD = r.kept
+    k_GSD, v_GSD = r.cache.layers[call.table]
     r["heads"] = _, k_TGD, v_TGD = r.split(_heads(call))
     if not v_TGD.shape[1]:
         v_TGD = k_TGD
@@ -113,13 +112,14 @@ def _attend(call: Call, r: Registers) -> None:
     latent = r.config.latent
     options = {"scale": call.scale, "window": call.window, "cap": call.cap, "sinks_H": call.sinks}
     options |= {"unread": latent.rotated} if latent else {}
-    k_GSD, v_GSD = r.kept
+    k_GSD, v_GSD = r.cache.layers[call.table]
     q_THD = r.split(_heads(call))[0]
     r[call.target] = tree_attention(q_THD, k_GSD, v_GSD, r.layout, **options).flatten(1)
 
 
 def _convolve(call: Call, r: Registers) -> None:
-    x_TF, [rows_1SE], slots_T, ancestors_TN = r[call.source], r.kept, r.layout.write_slots_T, r.layout.ancestors_TN
+    x_TF, [rows_1SE] = r[call.source], r.cache.layers[call.table]
+    slots_T, ancestors_TN = r.layout.write_slots_T, r.layout.ancestors_TN
     if ancestors_TN is None:  # of one tap
         ancestors_TN = slots_T.new_empty(len(x_TF), 0)
     weights = call.norm.weight, call.norm.bias
@@ -127,7 +127,7 @@ def _convolve(call: Call, r: Registers) -> None:
 
 
 def _recur(call: Call, r: Registers) -> None:
-    x_TF, (rows_RW, states_SHKV), paths = r[call.source], r.kept, r.layout.paths
+    x_TF, (rows_RW, states_SHKV), paths = r[call.source], r.cache.layers[call.table], r.layout.paths
     if paths is None:
         raise ValueError("a recurrent layer: expected a layout with paths")
     if call.code == "recur" and call.delta.order is not None:
@@ -238,15 +238,15 @@ def _turn_and_write(together: Together, r: Registers) -> None:
         own_norms=norms is not None and norms.own_norms,
         value_norms=norms is not None and norms.third is not None,
     )
-    (k_GSD, v_GSD), (q_THD, k_TGD, v_TGD) = r.kept, r.split(_heads(turns[-1]))
+    (k_GSD, v_GSD), (q_THD, k_TGD, v_TGD) = r.cache.layers[turns[-1].table], r.split(_heads(turns[-1]))
     r["heads"] = [rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, r.layout.write_slots_T, turn, impl=r.impl)]
 
 
 def _absorb_and_write(together: Together, r: Registers) -> None:
     """Rotate queries and the row of a token, and write that row."""
-    absorbing, rotation, _ = together.calls
-    rows, angles = (r[absorbing.source], r["latent"]), r.angles[rotation.table]
-    r["heads"] = [absorbing.latent.absorb_and_write(r.kept[0], *rows, angles, r.layout.write_slots_T)]
+    absorbing, rotation, write = together.calls
+    rows, angles, kept = (r[absorbing.source], r["latent"]), r.angles[rotation.table], r.cache.layers[write.table]
+    r["heads"] = [absorbing.latent.absorb_and_write(kept[0], *rows, angles, r.layout.write_slots_T)]
 
 
 def _add_and_norm(together: Together, r: Registers) -> None:
@@ -255,7 +255,7 @@ def _add_and_norm(together: Together, r: Registers) -> None:
     adds = [call for call in sums if call.code == "add"]
     last = sums[-1] if sums[-1].code == "norm" else None
     output = next((call.norm for call in sums if call.code == "norm" and call is not last), None)
-    scale = next((call.scale for call in sums if call.code == "scale"), 1.0)
+    scale = math.prod(call.scale for call in sums if call.code == "scale")
     norm, out_norm = (x and (x.weight, x.bias) for x in (last and last.norm, output))
     addends = [r[call.source] for call in reversed(adds)]
     r["stream"], read_TE = add_norm(

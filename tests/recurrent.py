@@ -19,8 +19,11 @@ KIND = DeltaKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
 SCAN = ScanKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
 
 
-def hybrid(folder, monkeypatch, *, kind=KIND, layers="rar", interleaved=False, seed=1, scale=0.7, **options):
-    """Write a checkpoint of a family that is a Llama but for recurrent layers: those that `layers` names "r"."""
+def hybrid(
+    folder, monkeypatch, *, kind=KIND, layers="rar", interleaved=False, beside=False, seed=1, scale=0.7, **options
+):
+    """Write a checkpoint of a family that is a Llama but for recurrent layers: those that `layers` names "r"; `beside`:
+    they have attention as well."""
     scans = isinstance(kind, ScanKind)
     matrices: dict[str, Any] = SCANS if scans else {}
     if interleaved:
@@ -31,8 +34,10 @@ def hybrid(folder, monkeypatch, *, kind=KIND, layers="rar", interleaved=False, s
 
         @staticmethod
         def read(fields):
-            recurrent = Recurrent(kind, tuple(layer == "r" for layer in layers), interleaved, scans, scans)
-            return replace(Llama.read(fields), recurrent=recurrent)
+            recurs = tuple(layer == "r" for layer in layers)
+            recurrent = Recurrent(kind, recurs, interleaved, scans, scans, beside=beside)
+            rope = {} if beside or "a" in layers else {"rope": None}
+            return replace(Llama.read(fields), recurrent=recurrent, **rope)
 
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", Hybrid)
     sizes: dict[str, Any] = {"width": 32, "mlp": 48, "heads": 4, "kv_heads": 2, "vocab": VOCAB, "max_positions": 400}

@@ -13,7 +13,7 @@ struct SelectiveScan : Recurrence {
     const float *shift_C, *decay_H, *bias_H, *skip_H, *norm_E;
     float *queries, *sums, *products;  // of the pass's tokens: C; x, and then what is read; C times B of those above
     T* out;
-    float eps, least, most;
+    float eps, least, most, gate, step;
 
     int64_t width() const { return channels() + values() + H; }
 
@@ -30,11 +30,11 @@ struct SelectiveScan : Recurrence {
         convolve(t, values() + keys(), channels(), shift_C, queries + t * keys());
         const T* steps = x_TF + t * width() + values() + channels();
         for (int64_t h = 0; h < H; h++) {
-            const float step = std::min(std::max(softplus(load(steps + h, 1)[0] + bias_H[h]), least), most);
-            own[keys() + values() + h] = decay_H[h] * step;
+            const float taken = std::min(std::max(softplus(load(steps + h, 1)[0] * step + bias_H[h]), least), most);
+            own[keys() + values() + h] = decay_H[h] * taken;
             each(V, [&](int64_t e, auto n) {
                 const Floats x = load(sum + h * V + e, n);
-                store(x * step, written + h * V + e, n), store(x * skip_H[h], sum + h * V + e, n);
+                store(x * taken, written + h * V + e, n), store(x * skip_H[h], sum + h * V + e, n);
             });
         }
     }
@@ -118,7 +118,7 @@ struct SelectiveScan : Recurrence {
         if (folds_T[t] != NULL_STATE) fold(state, states + (folds_T[t] * H + h) * K * V, left, count + 1, above);
     }
 
-    // The gates, and the norm of each group's heads as one row.
+    // The gates, and the norm, if there is one, of each group's heads as one row.
     void normalize(int64_t t) const {
         const int64_t size = values() / G;
         for (int64_t g = 0; g < G; g++) {
@@ -127,13 +127,15 @@ struct SelectiveScan : Recurrence {
             const T* z = x_TF + t * width() + first;
             Floats squares{};
             each(size, [&](int64_t e, auto n) {
-                const Floats x = load(sum + e, n) * silu(load(z + e, n));
+                const Floats x = load(sum + e, n) * silu(load(z + e, n) * gate);
                 squares = fused(x, x, squares);
                 store(x, sum + e, n);
             });
             const float scale = 1 / std::sqrt(sum_of(squares) / size + eps);
             each(size, [&](int64_t e, auto n) {
-                store(load(sum + e, n) * scale * load(norm_E + first + e, n), out + t * values() + first + e, n);
+                Floats x = load(sum + e, n);
+                if (norm_E) x = x * scale * load(norm_E + first + e, n);
+                store(x, out + t * values() + first + e, n);
             });
         }
     }
@@ -168,7 +170,7 @@ extern "C" void coppice_scan(int64_t kind, int64_t threads, const void* x, const
         const Recurrence pass{s.taps_KC, p.rows, p.states, p.rows_T, p.paths_TN, p.lengths_T, p.bases_T, p.folds_T,
                               kept, tokens, s.key_heads, s.value_heads, s.key_size, s.value_size, s.taps, p.reach};
         SelectiveScan<T>{pass, (const T*)x, s.shift_C, s.decay_H, s.bias_H, s.skip_H, s.norm_E, queries, sums,
-                         products, (T*)out, s.eps, s.least, s.most}
+                         products, (T*)out, s.eps, s.least, s.most, s.gate, s.step}
             .run(threads);
     });
 }

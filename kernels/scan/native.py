@@ -30,6 +30,6 @@ def scan(x_TF: Tensor, weights: ScanWeights, rows_RW: Tensor, states_SHKV: Tenso
 def described(weights: ScanWeights) -> ctypes.Structure:
     """The weights; valid as long as they live."""
     kind = weights.kind
-    pointers = (x.data_ptr() for x in weights[1:7])
+    pointers = (None if x is None else x.data_ptr() for x in weights[1:7])
     sizes = kind.key_heads, *kind.state, kind.taps
-    return OPERATORS.structures["Scan"](*pointers, *sizes, weights.eps, weights.least, weights.most)
+    return OPERATORS.structures["Scan"](*pointers, *sizes, *weights[7:])

@@ -23,7 +23,7 @@ def scan(x_TF: Tensor, weights: ScanWeights, rows_RW: Tensor, states_SHKV: Tenso
         path_KC = torch.stack([*(row[: kind.channels] for row in reversed(ancestors[: kind.taps - 1])), inputs_C])
         mixed_C = F.silu((path_KC * weights.taps_KC).sum(0) + weights.shift_C)
         own_E, b_E, c_E = mixed_C.split([H * V, G * K, G * K])
-        step_H = F.softplus(d_H + weights.bias_H).clamp(weights.least, weights.most)
+        step_H = F.softplus(d_H * weights.step + weights.bias_H).clamp(weights.least, weights.most)
         decay_H, written_E = weights.decay_H * step_H, (step_H.unsqueeze(1) * own_E.view(H, V)).flatten()
 
         state_HKV = states_SHKV[paths.bases_T[t]]
@@ -38,7 +38,10 @@ def scan(x_TF: Tensor, weights: ScanWeights, rows_RW: Tensor, states_SHKV: Tenso
         rows_RW[paths.rows_T[t]] = passed[-1]
         if (fold := int(paths.folds_T[t])) != NULL_STATE:
             states_SHKV[fold] = state_HKV
-        gated_GE = (read_HV.flatten() * F.silu(z_E)).view(G, -1)
-        normed_GE = gated_GE * torch.rsqrt(gated_GE.square().mean(-1, True) + weights.eps)
-        out_TE[t] = normed_GE.flatten() * weights.norm_E
+        out_E = read_HV.flatten() * F.silu(z_E * weights.gate)
+        if weights.norm_E is not None:
+            gated_GE = out_E.view(G, -1)
+            normed_GE = gated_GE * torch.rsqrt(gated_GE.square().mean(-1, True) + weights.eps)
+            out_E = normed_GE.flatten() * weights.norm_E
+        out_TE[t] = out_E
     return out_TE

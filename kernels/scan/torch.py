@@ -23,7 +23,7 @@ def scan(x_TF: Tensor, weights: ScanWeights, rows_RW: Tensor, states_SHKV: Tenso
     z_TE, inputs_TC, d_TH = x_TF.to(wide).split([H * V, C, H], -1)
     mixed_TC = F.silu(convolved(inputs_TC, weights.taps_KC, rows_RW[:, :C], paths.paths_TN) + weights.shift_C)
     own_TE, b_TE, c_TE = mixed_TC.split([H * V, G * K, G * K], -1)
-    step_TH = F.softplus(d_TH + weights.bias_H).clamp(weights.least, weights.most)
+    step_TH = F.softplus(d_TH * weights.step + weights.bias_H).clamp(weights.least, weights.most)
     decay_TH, own_THV = weights.decay_H * step_TH, own_TE.view(T, H, V)
     written_THV, read_THV = step_TH.unsqueeze(-1) * own_THV, torch.empty_like(own_THV)
     for group in groups_of(paths):
@@ -35,7 +35,10 @@ def scan(x_TF: Tensor, weights: ScanWeights, rows_RW: Tensor, states_SHKV: Tenso
         read_THV[n] = _block(group, states_SHKV, c_NGK, b_AGK, written_AHV, decay_AH)
     rows_RW[paths.rows_T] = torch.cat([inputs_TC, b_TE, written_THV.flatten(1), decay_TH], -1)
     read_THV += weights.skip_H.unsqueeze(1) * own_THV
-    gated_TGE = (read_THV.flatten(1) * F.silu(z_TE)).view(T, G, -1)
+    gated_TE = read_THV.flatten(1) * F.silu(z_TE * weights.gate)
+    if weights.norm_E is None:
+        return gated_TE.to(x_TF.dtype)
+    gated_TGE = gated_TE.view(T, G, -1)
     normed_TGE = gated_TGE * torch.rsqrt(gated_TGE.square().mean(-1, True) + weights.eps)
     return (normed_TGE.flatten(1) * weights.norm_E).to(x_TF.dtype)
 

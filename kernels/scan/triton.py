@@ -34,14 +34,14 @@ def scan(x_TF: Tensor, weights: ScanWeights, rows_RW: Tensor, states_SHKV: Tenso
     pass_.prepare_keys(weights.taps_KC, weights.shift_C, H * V)
     launch(_prepare_values, T, triton.cdiv(H, some))(
         x_TF, rows_RW, pass_.paths.paths_TN, weights.taps_KC, weights.shift_C, weights.decay_H, weights.bias_H,
-        weights.skip_H, pass_.kept_TP, skipped_TE, x_TF.stride(0), weights.least, weights.most, **pass_.convolution,
-        KEYS=pass_.keys, H=H, V=V, V2=V2, M=some,
+        weights.skip_H, pass_.kept_TP, skipped_TE, x_TF.stride(0), weights.least, weights.most, weights.step,
+        **pass_.convolution, KEYS=pass_.keys, H=H, V=V, V2=V2, M=some,
     )  # fmt: skip
     reads_TE, E = pass_.walk(None, None), H * V // G
-    E2 = triton.next_power_of_2(E)
+    E2, norm_E = triton.next_power_of_2(E), weights.norm_E
     launch(_finish, T, G)(
-        reads_TE, skipped_TE, x_TF, weights.norm_E, out_TE, x_TF.stride(0), weights.eps, G=G, E=E, E2=E2,
-        num_warps=min(16, max(4, 4 * E2 // NORMALISED)),
+        reads_TE, skipped_TE, x_TF, out_TE if norm_E is None else norm_E, out_TE, x_TF.stride(0), weights.eps,
+        weights.gate, G=G, E=E, E2=E2, NORMED=norm_E is not None, num_warps=min(16, max(4, 4 * E2 // NORMALISED)),
     )  # fmt: skip
     pass_.keep(pass_.kept_TP[:, pass_.keys :])
     return out_TE
@@ -50,7 +50,7 @@ def scan(x_TF: Tensor, weights: ScanWeights, rows_RW: Tensor, states_SHKV: Tenso
 @triton.jit
 def _prepare_values(
     x_ptr, rows_ptr, paths_ptr, taps_ptr, shift_ptr, decay_ptr, bias_ptr, skip_ptr, kept_ptr, skipped_ptr, stride_xt,
-    least, most,
+    least, most, factor,
     KEYS: tl.constexpr, H: tl.constexpr, V: tl.constexpr, V2: tl.constexpr, M: tl.constexpr,
     INPUTS: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr, REACH: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,7 @@ def _prepare_values(
     x = convolved(x_ptr, rows_ptr, paths_ptr, taps_ptr, t, stride_xt, element, real, INPUTS, C, ROW, REACH, TAPS)
     x = silu(x + tl.load(shift_ptr + element, mask=real, other=0.0))
     more_M = tl.load(x_ptr + t * stride_xt + INPUTS + C + h_M, mask=real_M, other=0.0).to(tl.float32)
-    step_M = softplus(more_M + tl.load(bias_ptr + h_M, mask=real_M, other=0.0))
+    step_M = softplus(more_M * factor + tl.load(bias_ptr + h_M, mask=real_M, other=0.0))
     step_M = tl.minimum(tl.maximum(step_M, least), most)
     skip_M = tl.load(skip_ptr + h_M, mask=real_M, other=0.0)
     kept_ptr += t * (ROW - C) + KEYS
@@ -73,15 +73,16 @@ def _prepare_values(
 
 @triton.jit
 def _finish(
-    reads_ptr, skipped_ptr, x_ptr, norm_ptr, out_ptr, stride_xt, eps,
-    G: tl.constexpr, E: tl.constexpr, E2: tl.constexpr,
+    reads_ptr, skipped_ptr, x_ptr, norm_ptr, out_ptr, stride_xt, eps, gate,
+    G: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """The gates of a group's heads, and their norm as one row."""
+    """The gates of a group's heads, and their norm as one row, if there is one."""
     t, e = tl.program_id(0).to(tl.int64), tl.arange(0, E2)
     real, element = e < E, tl.program_id(1) * E + e
     place = t * (G * E) + element
     read = tl.load(reads_ptr + place, mask=real, other=0.0) + tl.load(skipped_ptr + place, mask=real, other=0.0)
-    read *= silu(tl.load(x_ptr + t * stride_xt + element, mask=real, other=0.0).to(tl.float32))
-    inverse = 1 / tl.sqrt(tl.sum(read * read, 0) / E + eps)
-    out = read * inverse * tl.load(norm_ptr + element, mask=real, other=0.0)
-    tl.store(out_ptr + place, cast(out, out_ptr.dtype.element_ty), mask=real)
+    read *= silu(tl.load(x_ptr + t * stride_xt + element, mask=real, other=0.0).to(tl.float32) * gate)
+    if NORMED:
+        inverse = 1 / tl.sqrt(tl.sum(read * read, 0) / E + eps)
+        read = read * inverse * tl.load(norm_ptr + element, mask=real, other=0.0)
+    tl.store(out_ptr + place, cast(read, out_ptr.dtype.element_ty), mask=real)

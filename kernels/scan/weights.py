@@ -16,9 +16,10 @@ class ScanWeights(NamedTuple):
         decay_H: below 0: A, the factor of a step that becomes the logarithm of a head's decay.
         bias_H: added before the softplus that makes a step.
         skip_H: D, the factor of what a head reads of its own x.
-        norm_E: of the RMSNorm of all heads of a group, as one row.
+        norm_E: of the RMSNorm of all heads of a group, as one row; None: there is no norm.
         eps: of this norm.
         least, most: that a step may be.
+        gate, step: factors of the gates, and of the inputs of steps.
     """
 
     kind: ScanKind
@@ -27,7 +28,9 @@ class ScanWeights(NamedTuple):
     decay_H: Tensor
     bias_H: Tensor
     skip_H: Tensor
-    norm_E: Tensor
+    norm_E: Tensor | None
     eps: float
     least: float = 0.0
     most: float = float("inf")
+    gate: float = 1.0
+    step: float = 1.0

@@ -34,15 +34,15 @@ CODES = (
     "rotate",  # queries and keys, by the angles of `table`, in place
     "write",  # keys and values into the cache of layer `table`
     "attend",  # target = attention of the queries to that cache; `scale`, `window`, `cap`, `sinks`
-    "convolve",  # target = the short convolution of source, with the weights and bias of `norm`
+    "convolve",  # target = the short convolution of source, with the weights and bias of `norm` and the rows of `table`
     "activate",  # target = `function` of source; `gated`: of the first half, times the second
     "scale",  # target *= `scale`
     "add",  # target += source
     "adapt",  # target += what the adapters of tokens make of source
     "mix",  # target = what the experts of `mixture` make of source; what is `beside` it chooses them
     "gate",  # target *= the logistic function of the gates in source: those of "heads", or one for each head
-    "recur",  # target = the gated delta net `delta` of source
-    "scan",  # target = the selective scan `delta` of source
+    "recur",  # target = the gated delta net `delta` of source, with the rows and states of `table`
+    "scan",  # target = the selective scan `delta` of source, with the same
     "absorb",  # target = queries and keys of source and "latent", by the `latent` of `kernels.latent`
     "expand",  # target = the values of source, by `latent`
     "tap",  # the rows of source are copied for whoever wants them, as number `table` of each token's
@@ -88,7 +88,8 @@ class Call(NamedTuple):
         norm, more, third: with a `weight` and a `bias`, which is None for an RMSNorm.
         matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
         scale, window, cap, sinks: of attention, see `kernels.tree_attention`; or a factor.
-        table: the number of the angles, of the tapped rows, of a stream, or of the layer whose cache or input is used.
+        table: the number of the angles, of the tapped rows, of a stream, of the layer whose input is used, or of what it
+            keeps in `KVCache.layers`; C++ takes the rows and states of convolutions and recurrent layers in the order of calls.
         heads: the heads in the register "heads".
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.

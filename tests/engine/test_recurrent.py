@@ -32,7 +32,10 @@ SEARCHES = [
 ]
 
 
-@pytest.fixture(params=[{}, {"kind": SCAN}], ids=["delta net", "scan"])
+BESIDE = {"kind": SCAN, "beside": True}
+
+
+@pytest.fixture(params=[{}, {"kind": SCAN}, BESIDE], ids=["delta net", "scan", "scan beside attention"])
 def load(request, tmp_path, monkeypatch):
     def make(**options):
         names = "layers", "seed"
@@ -89,8 +92,8 @@ def test_drafts_of_another_recurrent_model(search, load, tmp_path, monkeypatch):
     check_stores(draft)
 
 
-@pytest.mark.parametrize("layers", ["ra", "rrra", "ar", "arrr"])
-@pytest.mark.parametrize("load", [{}, {"interleaved": True}, {"kind": SCAN}], indirect=True, ids=str)
+@pytest.mark.parametrize("layers", ["ra", "rrra", "ar", "arrr", "rr"])
+@pytest.mark.parametrize("load", [{}, {"interleaved": True}, {"kind": SCAN}, BESIDE], indirect=True, ids=str)
 def test_layers_of_both_kinds_in_any_order(layers, load):
     engine = load(layers=layers)
     for search in (Greedy(), Trie(beams=3)):

@@ -25,7 +25,12 @@ SEARCHES = Greedy(), Trie(beams=2)
 
 
 @pytest.fixture(
-    params=[DeltaKind(*SIZES), pytest.param(ScanKind(*SIZES), marks=pytest.mark.full)], ids=["delta net", "scan"]
+    params=[
+        {"kind": DeltaKind(*SIZES)},
+        pytest.param({"kind": ScanKind(*SIZES)}, marks=pytest.mark.full),
+        pytest.param({"kind": ScanKind(*SIZES), "beside": True}, marks=pytest.mark.full),
+    ],
+    ids=["delta net", "scan", "scan beside attention"],
 )
 def load(request, tmp_path, monkeypatch):
     """Loads one model: into C++, and into Triton, which multiplies its matrices as well."""
@@ -37,7 +42,7 @@ def load(request, tmp_path, monkeypatch):
         return triton.floats(x, torch.cat(layer.weights), layer.bias)
 
     sizes = {"width": 16, "mlp": 16, "heads": 2, "kv_heads": 1}
-    folder = hybrid(tmp_path / "model", monkeypatch, kind=request.param, layers="ra", **sizes)
+    folder = hybrid(tmp_path / "model", monkeypatch, layers="ra", **request.param, **sizes)
     plain = Engine.load(folder, dtype="float32", kv_memory="8M", threads=1)
     monkeypatch.setenv("COPPICE_SAME_BITS", "on")
     monkeypatch.setattr(floats, "has_kernels", lambda *_: False)

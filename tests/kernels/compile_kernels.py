@@ -315,7 +315,8 @@ def next_nodes(capability, sums):
 def recurring(capability, kind, dtype=torch.bfloat16):
     """The kernels of a gated delta net, or of a selective scan, and the one that walks along chains the last."""
     (H, K, V), G, C, delta = kind.state, kind.key_heads, kind.channels, not isinstance(kind, ScanKind)
-    own, floats = on_deltas if delta else on_scans, dict.fromkeys(("least", "most", "eps"), "fp32")
+    own = on_deltas if delta else on_scans
+    floats = dict.fromkeys(("least", "most", "eps", "gate", "factor"), "fp32")
     K2, V2 = triton.next_power_of_2(K), triton.next_power_of_2(V)
     sizes = {"INPUTS": 0 if delta else H * V, "C": C, "ROW": kind.row, "REACH": kind.reach, "TAPS": kind.taps}
 
@@ -335,7 +336,7 @@ def recurring(capability, kind, dtype=torch.bfloat16):
     heads = sizes | some | {"M": max(1, recurrent.ELEMENTS // V2)}
     yield of(own._prepare_values, heads)
     E = H * V // G
-    yield of(own._finish, heads if delta else {"G": G, "E": E, "E2": triton.next_power_of_2(E)})
+    yield of(own._finish, heads if delta else {"G": G, "E": E, "E2": triton.next_power_of_2(E), "NORMED": True})
     yield of(recurrent._keep, sizes | some | {"BLOCK": recurrent.ROW_BLOCK})
     yield of(recurrent._walk, sizes | some | {"BLOCK": min(16, recurrent.WALKED // K2)}, num_warps=1)
 

@@ -7,7 +7,7 @@ import torch
 
 from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind, ScanKind
 from tests.kernels.test_delta_net import Growing, errors_of, moved, sequence
-from tests.kernels.test_scan import Scanned
+from tests.kernels.test_scan import BARE, Scanned
 from tests.marks import DEVICES, INTERPRETED, needs_triton
 
 pytestmark = needs_triton
@@ -17,6 +17,7 @@ LAYERS = [
     pytest.param(Growing, DeltaKind(2, 2, 3, 4, 7), id="delta net of seven taps"),
     pytest.param(Scanned, ScanKind(1, 2, 6, 20, 4), id="scan"),
     pytest.param(Scanned, ScanKind(2, 2, 5, 3, 1), id="scan of groups"),
+    pytest.param(Scanned, BARE, id="scan without a norm"),
 ]
 FEW = [LAYERS[0], LAYERS[3]]
 

@@ -11,7 +11,8 @@ from tests.kernels.test_delta_net import Growing, check_refused, check_refused_s
 
 FAST = ["torch", *([] if cpp.why_not() else ["cpp"])]
 SMALL = ScanKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
-KINDS = [SMALL, ScanKind(1, 1, 5, 3, 1), ScanKind(3, 3, 4, 4, 2), ScanKind(1, 6, 16, 40, 7)]
+BARE = ScanKind(3, 3, 4, 4, 2)  # no norm follows its gates
+KINDS = [SMALL, ScanKind(1, 1, 5, 3, 1), BARE, ScanKind(1, 6, 16, 40, 7)]
 
 
 def weights_of(kind, draw, dtype=torch.float32):
@@ -19,7 +20,8 @@ def weights_of(kind, draw, dtype=torch.float32):
     shapes = (kind.taps, kind.channels), (kind.channels,), heads, heads, heads, (values,)
     drawn = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
     taps, shift, decay, bias, skip, norm = (x.to(dtype) for x in drawn)
-    return ScanWeights(kind, taps, shift, -(decay - 1).exp(), bias, skip, norm, 1e-6, 0.05, 1.5)
+    vectors = taps, shift, -(decay - 1).exp(), bias, skip, None if kind == BARE else norm
+    return ScanWeights(kind, *vectors, 1e-6, 0.05, 1.5, gate=0.7, step=1.3)
 
 
 def inputs_of(kind, tokens, draw, dtype=torch.float32):
@@ -37,11 +39,13 @@ def along(x_TF, weights):
     for t, row in enumerate(mixed):
         x, b, c = row.split([H * V, G * K, G * K])
         x, b, c = x.view(H, V), *(each.view(G, K).repeat_interleave(H // G, 0) for each in (b, c))
-        step = F.softplus(d[t] + weights.bias_H).clamp(weights.least, weights.most).view(H, 1, 1)
+        step = F.softplus(weights.step * d[t] + weights.bias_H).clamp(weights.least, weights.most).view(H, 1, 1)
         state = state * (weights.decay_H.view(H, 1, 1) * step).exp() + step * torch.einsum("hv,hk->hvk", x, b)
         read = torch.einsum("hvk,hk->hv", state, c) + weights.skip_H.view(H, 1) * x
-        gated = (read.flatten() * F.silu(z[t])).view(G, -1)
-        out.append((gated / (gated.square().mean(-1, True) + weights.eps).sqrt()).flatten() * weights.norm_E)
+        gated = (read.flatten() * F.silu(weights.gate * z[t])).view(G, -1)
+        if weights.norm_E is not None:
+            gated = (gated / (gated.square().mean(-1, True) + weights.eps).sqrt()) * weights.norm_E.view(G, -1)
+        out.append(gated.flatten())
     return torch.stack(out)
 
 

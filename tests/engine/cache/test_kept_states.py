@@ -12,7 +12,6 @@ from kernels.layout import BLOCK, DeltaKind
 from search import Greedy, Trie
 from tests.engine.cache.test_prefixes import same
 from tests.marks import needs_cpp
-from tests.recurrent import KIND as DELTA
 from tests.recurrent import SCAN, VOCAB, check_stores, hybrid
 
 KIND = DeltaKind(1, 1, 1, 1, taps=4)
@@ -111,7 +110,7 @@ def page_size(request, monkeypatch):
 
 @pytest.fixture
 def load(request, tmp_path, monkeypatch):
-    hybrid(tmp_path, monkeypatch, kind=getattr(request, "param", DELTA))
+    hybrid(tmp_path, monkeypatch, **getattr(request, "param", {}))
     options = {"dtype": "float32", "threads": 1, "kv_memory": 6 << 20}
     return lambda cache="on", **more: Engine.load(tmp_path, prefix_cache=cache, **options | more)
 
@@ -127,7 +126,12 @@ def read(engine, prompt, search=None, new=4):
     return result, sum(passes)
 
 
-@pytest.mark.parametrize("load", [DELTA, SCAN], indirect=True, ids=["delta net", "scan"])
+@pytest.mark.parametrize(
+    "load",
+    [{}, {"kind": SCAN}, {"kind": SCAN, "beside": True}],
+    indirect=True,
+    ids=["delta net", "scan", "scan beside attention"],
+)
 def test_a_chat_reads_its_new_tokens_only(load, page_size):
     """By a server's requests, each with the whole conversation; then with another answer in its place."""
     warm, cold = load(), load("off")
