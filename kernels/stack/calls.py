@@ -88,8 +88,9 @@ class Call(NamedTuple):
         norm, more, third: with a `weight` and a `bias`, which is None for an RMSNorm.
         matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
         scale, window, cap, sinks: of attention, see `kernels.tree_attention`; or a factor.
-        table: the number of the angles, of the tapped rows, of a stream, of the layer whose input is used, or of what it
-            keeps in `KVCache.layers`; C++ takes the rows and states of convolutions and recurrent layers in the order of calls.
+        table: the number of the angles, of the tapped rows, of a stream, of the layer whose input is used, or of what a
+            layer keeps in `KVCache.layers`; C++ takes the rows and states of convolutions and recurrent layers in the
+            order of calls.
         heads: the heads in the register "heads".
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.

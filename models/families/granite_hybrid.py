@@ -54,21 +54,31 @@ class GraniteHybrid(Decoder):
         return Config(recurrent=recurrent, **factors(fields, layers), **options)
 
 
-def scans(fields: Fields, kinds: Sequence[str], width: int) -> Recurrent:
-    """The layers of Mamba-2, whose convolution has the activation of the MLP."""
+def scans(fields: Fields, kinds: Sequence[str], width: int, values: int | None = None, **more: Any) -> Recurrent:
+    """The layers of Mamba-2, whose convolution has the activation of the MLP.
+
+    Args:
+        width: of the model.
+        values: elements of all heads; None: `mamba_expand` times `width`.
+        more: of `Recurrent`.
+
+    Raises:
+        CheckpointError: naming the field.
+    """
     fields.choice("hidden_act", ("silu", "swish"), default="silu")
-    values = fields.int("mamba_expand", default=2, high=2**8) * width
+    what = "mamba_expand * hidden_size" if values is None else "mamba_d_ssm"
+    values = values or fields.int("mamba_expand", default=2, high=2**8) * width
     heads, groups = fields.int("mamba_n_heads", default=128, high=2**16), fields.int("mamba_n_groups", default=1)
     if values % heads:
-        raise fields.error("mamba_n_heads", f"a divisor of mamba_expand * hidden_size {values}")
+        raise fields.error("mamba_n_heads", f"a divisor of {what} {values}")
     if fields.config.get("mamba_d_head", "auto") not in ("auto", values // heads):
-        raise fields.error("mamba_d_head", f"mamba_expand * hidden_size / mamba_n_heads, which is {values // heads}")
+        raise fields.error("mamba_d_head", f"{what} / mamba_n_heads, which is {values // heads}")
     if heads % groups:
         raise fields.error("mamba_n_groups", f"a divisor of mamba_n_heads {heads}")
     size, taps = fields.int("mamba_d_state", default=256, high=2**16), fields.int("mamba_d_conv", default=4, high=64)
     biases = fields.bool("mamba_proj_bias", default=False), true_if_absent(fields, "mamba_conv_bias")
     kind, layers = ScanKind(groups, heads, size, values // heads, taps), tuple(each == RECURRENT for each in kinds)
-    return Recurrent(kind, layers, False, *biases, step_limits(fields))
+    return Recurrent(kind, layers, False, *biases, step_limits(fields), **more)
 
 
 def step_limits(fields: Fields) -> tuple[float, float]:

@@ -56,6 +56,7 @@ VARIANTS = [
     *("apertus/plain", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts"),
     *("relatives/olmo", "relatives/minicpm3", "relatives/nanochat", "relatives/granite_swa", "relatives/cohere_moe"),
     *("relatives/persimmon", "relatives/gpt_neo", "relatives/codegen"),
+    *("falcon_h1/plain", "falcon_h1/norm", "falcon_h1/bias", "falcon_h1/bamba"),
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
     *("gemma4/plain", "gemma4/inputs", "gemma4/experts", "gemma4/everything", "gemma4/defaults"),
     *("gemma3n/plain", "gemma3n/others", "gemma3n/defaults"),
@@ -256,8 +257,8 @@ def test_an_int8_cache_of_other_families(variant, monkeypatch):
 @pytest.mark.parametrize("kind", [*KINDS, ("float32", "none", "int8")], ids="-".join)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"interleaved": True, "layers": "rrar"}, {"kind": SCAN, "layers": "rrar"}],
-    ids=["in order", "interleaved", "scan"],
+    [{}, {"interleaved": True, "layers": "rrar"}, {"kind": SCAN, "layers": "rrar"}, {"kind": SCAN, "beside": True}],
+    ids=["in order", "interleaved", "scan", "scan beside attention"],
 )
 def test_recurrent_layers_as_their_operators(options, kind, tmp_path, monkeypatch):
     """Blocks end in the trunk and in branches, whose tokens read states and each other's rows."""
@@ -373,7 +374,7 @@ def test_a_table_of_angles_for_each_layer(folder):
         after = [call._replace(target="stream") for call in model.after]
         together = Stack([*layers[0], *layers[1], *after], dtype=torch.float32, width=model.config.width)
         registers = Registers(x_TE, model.config, angles, cache, layout)
-        for calls, registers.kept in zip(layers, cache.layers, strict=True):
+        for calls in layers:
             run(calls, registers)
         run(model.after, registers)
         assert together(x_TE.clone(), [*map(Angles, angles)], cache, layout).equal(registers["read"])

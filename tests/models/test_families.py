@@ -61,6 +61,25 @@ def read(architecture, **changes):
         ("GraniteMoeHybridForCausalLM", "time_step_limit", {**SCANS, "time_step_limit": [0.5, 0.1]}),
         ("GraniteMoeHybridForCausalLM", "time_step_limit", {**SCANS, "time_step_limit": [0.5, "inf"]}),
         ("ApertusForCausalLM", "hidden_act", {"hidden_act": "mish"}),
+        ("FalconH1ForCausalLM", "mamba_norm_before_gate", {"mamba_rms_norm": True}),
+        ("FalconH1ForCausalLM", "projectors_bias", {"projectors_bias": True}),
+        ("FalconH1ForCausalLM", "mlp_multipliers: expected 2 numbers", {"mlp_multipliers": [1.0]}),
+        ("FalconH1ForCausalLM", "mlp_multipliers: expected numbers other", {"mlp_multipliers": [0.0, 1.0]}),
+        ("FalconH1ForCausalLM", "mlp_multipliers: expected 1 as", {"mlp_multipliers": [0.5, 1.0], "mlp_bias": True}),
+        ("FalconH1ForCausalLM", "ssm_multipliers", {"ssm_multipliers": [1.0] * 4 + ["1"]}),
+        ("FalconH1ForCausalLM", "lm_head_multiplier", {"lm_head_multiplier": 0.0}),
+        ("FalconH1ForCausalLM", "attention_in_multiplier", {"attention_in_multiplier": 2.0, "attention_bias": True}),
+        (
+            "FalconH1ForCausalLM",
+            "ssm_in_multiplier",
+            {"ssm_in_multiplier": 2.0, "mamba_proj_bias": True, "projectors_bias": True},
+        ),
+        ("FalconH1ForCausalLM", "a divisor of mamba_d_ssm 1024", {"mamba_n_heads": 24}),
+        ("BambaForCausalLM", "attn_layer_indices", {}),
+        ("BambaForCausalLM", "attn_layer_indices", {"attn_layer_indices": [4]}),
+        ("Mamba2ForCausalLM", "num_heads: expected expand .*, which is 1,", {"expand": 2}),
+        ("Mamba2ForCausalLM", "n_groups", {"head_dim": 16, "num_heads": 4}),
+        ("Mamba2ForCausalLM", "hidden_act", {"hidden_act": "gelu"}),
         ("NemotronHForCausalLM", "moe_latent_size", {"layers_block_type": ["moe", "attention"], "moe_latent_size": 8}),
         ("NemotronHForCausalLM", "mlp_bias", {"layers_block_type": ["moe", "attention"], "mlp_bias": True}),
         ("NemotronHForCausalLM", "layers_block_type: expected at least", {"layers_block_type": ["mlp"]}),
@@ -144,6 +163,16 @@ def test_defaults_of_transformers():
     kind = ScanKind(key_heads=8, value_heads=128, key_size=128, value_size=64, taps=4)
     assert nemotron.recurrent == Recurrent(kind, (True, False, False), conv_bias=True)
     assert (nemotron.head_dim, nemotron.kv_heads, nemotron.alone) == (128, 2, ("attention", "mlp", "attention"))
+    falcon = read("FalconH1ForCausalLM")
+    kind = ScanKind(key_heads=1, value_heads=128, key_size=256, value_size=8, taps=4)
+    assert falcon.recurrent == Recurrent(kind, (True,) * 4, conv_bias=True, beside=True, normed=False)
+    wide = read("FalconH1ForCausalLM", mamba_d_ssm=None, mamba_n_heads=8).recurrent.kind
+    assert wide.value_size == 8, "mamba_expand * hidden_size / mamba_n_heads"
+    bamba = read("BambaForCausalLM", attn_layer_indices=[1], partial_rotary_factor=0.25, mamba_n_heads=8)
+    assert bamba.rope.head_dim == bamba.head_dim // 2, "whatever the config says"
+    assert bamba.recurrent.layers == (True, False, True, True)
+    mamba = read("Mamba2ForCausalLM", hidden_size=None)
+    assert mamba.width == 4096 and mamba.recurrent.kind == ScanKind(8, 128, 128, 64, 4)
     apertus = read("ApertusForCausalLM", rope_theta=5e5)
     assert (apertus.activation, apertus.rope.kind, apertus.rope.theta) == ("xielu", "llama3", 12e6)
     assert read("ApertusForCausalLM", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}).rope.theta == 5e5
