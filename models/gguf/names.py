@@ -140,6 +140,12 @@ _NEMOTRON_H = {
     **{f"blk.ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
     **{name: own.replace("mamba.", "mixer.") for name, own in _GRANITE4.items() if ".ssm_" in name},
 }
+_FALCON_H1 = {
+    **{name: own.replace("mlp.", "feed_forward.") for name, own in _LLAMA.items()},
+    **{name: own for name, own in _GRANITE4.items() if ".ssm_" in name},
+    "output_norm": "model.final_layernorm",
+    "blk.ffn_norm": "pre_ff_layernorm.weight",
+}
 BARE = (
     "expert_bias",
     "e_score_correction_bias",
@@ -151,6 +157,7 @@ BARE = (
     "per_expert_scale",
     "layer_scalar",
     "correct_output_scale",
+    "pre_ff_layernorm.weight",
 )  # names of checkpoints that end so have nothing after them
 _LFM2_EXPERTS = {own: name.replace("mlp.", "feed_forward.") for own, name in _EXPERTS.items()}
 _GPT_OSS = {
@@ -234,6 +241,7 @@ NAMES = {
     "gpt2": _GPT2,
     "gpt-oss": _GPT_OSS,
     "granitehybrid": _GRANITE4,
+    "falcon-h1": _FALCON_H1,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON_H),
     "hunyuan-dense": _LLAMA | _HUNYUAN,
     "hunyuan-moe": _LLAMA | _HUNYUAN | _SIGMOIDS,

@@ -1,4 +1,4 @@
-"""Granite 4 and Nemotron-H in GGUF files: kinds of layers, vector shapes, and matrices stored in two halves."""
+"""Granite 4, Nemotron-H, Falcon-H1 in GGUF files: kinds of layers, shapes of vectors, matrices stored in two halves."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from models.config import FULL, RECURRENT
 from models.gguf.experts import SIGMOID, experts
 from models.gguf.reader import FETCH_AGAIN, GGUF
 from models.gguf.rotary import decimal
-from models.gguf.sizes import attention, epsilon, named
+from models.gguf.sizes import attention, epsilon, gated, named
 
 SCAN = re.compile(r".*\.(?:mamba|mixer)\.(.+)")  # the names of its tensors
 GATE, UP, DOWN = (f".shared_mlp.{part}_proj.weight" for part in ("gate", "up", "down"))  # as files have them
@@ -33,13 +33,33 @@ def scans(file: GGUF, keys: Fields, width: int) -> dict[str, Any]:
         "layer_types": [FULL if heads else RECURRENT for heads in shared],
         "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
         "position_embedding_type": "rope" if keys.bool("rope.scaling.finetuned", default=True) else "nope",
+        "mamba_expand": inner // width,
+        **_sizes(file, keys),
+    }
+
+
+def _sizes(file: GGUF, keys: Fields) -> dict[str, Any]:
+    """The fields of a scan that Granite 4 and Falcon-H1 share."""
+    return {
         "mamba_n_heads": keys.int("ssm.time_step_rank", high=2**16),
         "mamba_n_groups": keys.int("ssm.group_count", high=2**16),
         "mamba_d_state": keys.int("ssm.state_size", high=2**16),
         "mamba_d_conv": keys.int("ssm.conv_kernel", high=64),
-        "mamba_expand": inner // width,
         "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
         "mamba_proj_bias": any(name.endswith(".ssm_in.bias") for name in file.tensors),
+    }
+
+
+def falcon_h1(file: GGUF, keys: Fields) -> dict[str, Any]:
+    """The configuration of a Falcon-H1, whose matrices in files are already multiplied by its factors."""
+    config = gated(file, keys, rotated="all") | named("FalconH1ForCausalLM", "falcon_h1") | _sizes(file, keys)
+    return config | {
+        "mamba_d_ssm": keys.int("ssm.inner_size"),
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
+        "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors),
+        "projectors_bias": config["mamba_proj_bias"],
+        "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in file.tensors),
+        "mamba_norm_before_gate": False,
     }
 
 

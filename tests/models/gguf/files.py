@@ -40,7 +40,7 @@ ARCHITECTURES = {
         **{"exaone_moe": "exaone-moe", "hunyuan_v1_moe": "hunyuan-moe"},
     },
     **{name: name for name in ("glm4", "dots1", "afmoe", "ernie4_5", "exaone4", "seed_oss", "arcee", "nemotron")},
-    **{"apertus": "apertus", "internlm3": "llama", "nemotron_h": "nemotron_h"},
+    **{"apertus": "apertus", "internlm3": "llama", "nemotron_h": "nemotron_h", "falcon_h1": "falcon-h1"},
     **{"glm": "chatglm", "glm4_moe": "glm4moe", "solar_open": "glm4moe", "minimax_m2": "minimax-m2"},
     **{"ernie4_5_moe": "ernie4_5-moe", "starcoder2": "starcoder2", "cohere": "command-r", "cohere2": "cohere2"},
     **{"gpt_neox": "gptneox", "falcon": "falcon", "gpt_bigcode": "starcoder"},
@@ -185,7 +185,9 @@ class File:
                 continue
             if self.arch.startswith("nemotron_h"):
                 name = name.replace("model.", "backbone.")
-            if self.arch.startswith(("granite", "nemotron_h")) and (
+            if self.arch == "falcon-h1":
+                values = self._multiplied(name.split(".")[-2], values)
+            if self.arch.startswith(("granite", "nemotron_h", "falcon-h1")) and (
                 part := re.search(r"layers\.(\d+)\.(mamba|mixer|shared_mlp)\.(?!._proj|up|down|gate|exp|sh)(.+)", name)
             ):
                 self._granite4(*part.groups(), values)
@@ -246,7 +248,8 @@ class File:
                 values = permute(values, c.get("num_key_value_heads") or heads)
             key = names.get_name(name, try_suffixes=(".weight", ".bias"))
             key = "cls.output.weight" if name == "score.weight" else key
-            key = key if key.endswith((".weight", ".bias")) else f"{key}.weight"  # sinks
+            bare = key.endswith((".weight", ".bias", ".ffn_norm"))  # the last of Falcon-H1, as its converter has it
+            key = key if bare else f"{key}.weight"  # sinks
             vector = values.ndim == 1 or key == "position_embd.weight" or "shortconv.conv" in key
             usual = F32 if vector else self.format
             if values.shape[-1] % gguf.GGML_QUANT_SIZES[usual][0]:  # as llama-quantize does
@@ -295,6 +298,22 @@ class File:
             format = self.format if matrix and values.shape[-1] % gguf.GGML_QUANT_SIZES[self.format][0] == 0 else F32
             key = f"blk.{layer}.{name}"
             self.add(key, values, format)
+
+    def _multiplied(self, part, x):
+        """A tensor of Falcon-H1 times the factors of its outputs."""
+        c = self.config
+        into, key, (gate, down) = c["attention_in_multiplier"], c["key_multiplier"], c["mlp_multipliers"]
+        factors = {
+            **{"q_proj": into, "k_proj": key * into, "v_proj": into, "o_proj": c["attention_out_multiplier"]},
+            **{"gate_proj": gate, "down_proj": down, "out_proj": c["ssm_out_multiplier"]},
+            **{"lm_head": c["lm_head_multiplier"], "embed_tokens": c["embedding_multiplier"]},
+        }
+        if part == "in_proj":
+            keys = c["mamba_n_groups"] * c["mamba_d_state"]
+            parts = np.split(x, np.cumsum([c["mamba_d_ssm"], c["mamba_d_ssm"], keys, keys]))
+            each = [y * factor for y, factor in zip(parts, c["ssm_multipliers"], strict=True)]
+            return np.concatenate(each) * c["ssm_in_multiplier"]
+        return x * factors.get(part, 1.0)
 
     def _delta_net(self, layer, part, x):
         """A tensor of a gated delta net; heads of values go from [keys, of each] to [of each, keys]."""
@@ -382,7 +401,8 @@ class File:
             "attention.layer_norm_rms_epsilon",
             None if eps else c.get("rms_norm_eps", c.get("norm_eps", 1e-6 if self.arch == "seed_oss" else 1e-5)),
         )
-        yield from ((key, c.get(word)) for word, key in GRANITE.items())
+        if self.arch != "falcon-h1":  # which has factors of the same names in its matrices
+            yield from ((key, c.get(word)) for word, key in GRANITE.items())
         yield "attention.layer_norm_epsilon", c.get(eps, 1e-5) if eps else None
         yield "logit_scale", c.get("logit_scale")
         yield "use_parallel_residual", c.get("use_parallel_residual")
@@ -422,11 +442,12 @@ class File:
             yield "expert_shared_feed_forward_length", c.get("shared_intermediate_size")
         if self.arch == "granitehybrid":
             yield "rope.scaling.finetuned", c.get("position_embedding_type") == "rope"
+        if self.arch in ("granitehybrid", "falcon-h1"):
             yield "ssm.conv_kernel", c["mamba_d_conv"]
             yield "ssm.state_size", c["mamba_d_state"]
             yield "ssm.group_count", c["mamba_n_groups"]
             yield "ssm.time_step_rank", c["mamba_n_heads"]
-            yield "ssm.inner_size", c["mamba_expand"] * c["hidden_size"]
+            yield "ssm.inner_size", c.get("mamba_d_ssm") or c["mamba_expand"] * c["hidden_size"]
         yield from ((key, [values[i] for i in sorted(values)]) for key, values in self.curves.items())
         if self.arch.startswith("nemotron_h"):
             yield "feed_forward_length", [c["intermediate_size"] if kind in ("mlp", "moe") else 0 for kind in types]

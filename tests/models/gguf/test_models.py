@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine import CheckpointError, Engine
 from kernels import cpp
@@ -51,6 +51,7 @@ FLOATS = [
     *("apertus/plain", "apertus/bias", "llamas/internlm3", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts"),
     *(f"relatives/{name}" for name in ("olmo", "jais2", "youtu", "exaone_moe", "hunyuan_moe")),
     *("experts/granite_shared", "granite/scans", "granite/scans_experts", "granite/scans_groups"),
+    *("falcon_h1/plain", "falcon_h1/norm"),
 ]
 PROMPT = list(range(3, 30))
 
@@ -79,6 +80,18 @@ def test_adapters_of_peft_fit_files(name, tmp_path):
     engine = Engine.load(path, adapters=[adapters / name], dtype="float32", kv_memory=1 << 22)
     rows = want[f"logits.{name}"]
     assert (engine.logits(asked["ids"], name)[-len(rows) :] - rows).abs().max() <= 2e-5 * rows.abs().max()
+
+
+def test_adapters_do_not_fit_files_of_falcon_h1(tmp_path):
+    """Their outputs would lack the factors of the matrices."""
+    path, folder = File(GOLDEN / "falcon_h1/plain").write(tmp_path / "file.gguf"), tmp_path / "adapter"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["k_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    shapes, name = {"A": (2, 24), "B": (20, 2)}, "base_model.model.model.layers.0.self_attn.k_proj.lora_{}.weight"
+    save_file({name.format(x): torch.ones(shape) for x, shape in shapes.items()}, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="adapters of Falcon-H1 do not fit GGUF files"):
+        Engine.load(path, adapters=[folder], dtype="float32", kv_memory=1 << 22)
 
 
 @pytest.mark.parametrize("format", ["Q8_0", "Q4_1"])
@@ -335,7 +348,7 @@ def test_layers_without_experts_beside_gated_delta_nets_are_refused(tmp_path):
     "olmo/plain", "hunyuan/plain", "stablelm/plain", "stablelm/qk_layernorm", "lfm2/plain", "experts/qwen2",
     "glm/four", "gpt_neox/plain", "cohere/plain", "llamas/nemotron",
     "experts/lfm2", "gpt_oss/plain", "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next", "granite/scans_groups",
-    "apertus/plain", "nemotron_h/plain", "nemotron_h/experts", "gemma3n/plain",
+    "apertus/plain", "nemotron_h/plain", "nemotron_h/experts", "gemma3n/plain", "falcon_h1/norm",
 ])  # fmt: skip
 def test_formats_of_families(variant, format, tmp_path):
     file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])
