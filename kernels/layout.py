@@ -264,7 +264,9 @@ class KVCache:
         places = places or [(0, i) for i in range(len(k_LGSD))]
         self.recurrent = recurrent
         every = both, *more, recurrent
-        self.layers = [() if place is None else tuple(x[place[1]] for x in every[place[0]]) for place in places]
+        self.layers: list[tuple[Tensor, ...]] = [
+            () if place is None else tuple(x[place[1]] for x in every[place[0]]) for place in places
+        ]
 
 
 def unpack_bits(words_TC: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class Recurrent:
     norms: tuple[Placement, ...] = ()
     beside: bool = False
     normed: bool = True
-    factors: tuple[float, float, float, float, float] = (1.0,) * 5
+    factors: tuple[float, ...] = (1.0,) * 5
 
 
 @dataclass(frozen=True)
