@@ -217,7 +217,7 @@ def make_request(
 
     Raises CoppiceError.
     """
-    _known(record, ["id", *PROMPTS, *TEMPLATE, "response_format", "score", "embed", "params"], "")
+    _known(record, ["id", *PROMPTS, *TEMPLATE, "response_format", "score", "embed", "params"], "", known_params())
     if "embed" in record:
         return embed_record(record, engine.model), None
     if "score" in record:
@@ -305,9 +305,14 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     return value
 
 
-def _known(record: dict[str, Any], keys: Sequence[str], where: str) -> None:
+def _known(record: dict[str, Any], keys: Sequence[str], where: str, inner: Sequence[str] = ()) -> None:
+    """Check the keys of an object; `inner` are those of its `params`. Raises UsageError."""
     for key in record:
         if key not in keys:
+            if key in inner:
+                raise UsageError(
+                    f"{key}: no such key of a line", remedy=f'it is a key of params: "params": {{"{key}": ...}}'
+                )
             near = difflib.get_close_matches(key[:100], keys, 1)
             rest = "--help all lists them, as flags" if where else f"known: {', '.join(keys)}"
             remedy = f"did you mean {near[0]}?" if near else rest

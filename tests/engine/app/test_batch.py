@@ -173,6 +173,11 @@ BAD = [
     ({"prompt": "a", "prompt_ids": [1]}, "got prompt and prompt_ids"),
     ({"promt": "a"}, "promt: no such key; did you mean prompt?"),
     ({"prompt": "a", "zzz\ud800": 1}, "no such key; known: id, "),
+    (
+        {"prompt": "a", "search": "trie"},
+        'search: no such key of a line; it is a key of params: "params": {"search": ...}',
+    ),
+    ({"prompt": "a", "regex": "a"}, "regex: no such key of a line; it is a key of params"),
     ({"prompt": 3}, "prompt: expected a string, got 3"),
     ({"prompt": "\ud800"}, "lone surrogate"),
     ({"prompt": "a" * 300}, "the model's context holds 64"),
