@@ -243,7 +243,8 @@ class Application:
         if name is None and len(self.served) == 1:
             return next(iter(self.served.values()))
         if not isinstance(name, str) or name not in self.named:
-            what = f"model: expected {' or '.join(self.named)}, got {str(name)[:80]!r}"
+            got = "none" if name is None else repr(str(name)[:80])
+            what = f"model: expected {' or '.join(self.named)}, got {got}"
             raise HttpError(404, what, code="model_not_found")
         return self.named[name]
 
@@ -251,8 +252,8 @@ class Application:
         """The body, within limits of size and time. Raises HttpError."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # A page of another site can send no such request without asking, which is refused.
-            remedy = "Content-Type: application/json"
-            raise HttpError(415, "the body is no JSON by its header", code="usage", remedy=remedy)
+            remedy = "send the header Content-Type: application/json"
+            raise HttpError(415, "the request's Content-Type is not application/json", code="usage", remedy=remedy)
         if (encoding := request.headers.get("content-encoding", "identity")[:20]) != "identity":
             raise HttpError(
                 415, f"Content-Encoding {encoding} is not served", code="usage", remedy="send the body as it is"

@@ -43,7 +43,7 @@ RENAMED = {  # names in other APIs -> keys of a batch line's params
 PLAIN_DRAWS = {
     "temperature": (1,),
     "top_p": (1,),
-    "top_k": (0, -1),
+    "top_k": (0,),
     "min_p": (0,),
     "typical_p": (1,),
     "top_n_sigma": (0,),
@@ -149,9 +149,11 @@ def _take_best_of(body: Mapping[str, Any], params: dict[str, Any]) -> None:
 
 
 def _read_as_openai(params: dict[str, Any]) -> None:
-    """Replace values that other servers take and searches refuse: `top_p` 0 is the best token, `seed` -1 is none."""
+    """Replace values that searches refuse: `top_p` 0 means the best token, `top_k` -1 all, `seed` -1 none."""
     if params.get("top_p") == 0 and not isinstance(params["top_p"], bool):
         params["top_p"] = LEAST_TOP_P
+    if params.get("top_k") == -1:
+        params["top_k"] = 0
     if params.get("seed") == -1:
         del params["seed"]
 

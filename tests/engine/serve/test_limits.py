@@ -127,6 +127,7 @@ def test_bodies_of_the_wrong_size_or_kind(server):
     assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
     plain = post(server.url, {"prompt": "x"}, headers={"content-type": "text/plain"})
     assert plain.status_code == 415, "another site's page may send this without asking"
+    assert "Content-Type is not application/json" in plain.json()["error"]["message"]
     squeezed = post(server.url, gzip.compress(b'{"prompt": "x"}'), headers={"content-encoding": "gzip"})
     assert squeezed.status_code == 415 and "gzip" in squeezed.json()["error"]["message"]
     refused = HTTP.get(server.url + "/v1/completions")

@@ -94,6 +94,8 @@ def test_chat(server, alone):
         ({"seed": 7, "n": 2, "temperature": 0.8}, Sample(temperature=0.8, seed=7, num_return_sequences=2)),
         ({"top_p": 0, "seed": 7}, Greedy()),
         ({"top_p": 0.0, "temperature": 0, "seed": -1}, Greedy()),
+        ({"top_k": -1, "seed": 7}, Sample(seed=7)),
+        ({"search": "greedy", "top_k": -1}, Greedy()),
         ({"search": "ults", "ults_k_max": 4}, make_search("ults", {"ults_k_max": 4})),
         ({"search": "sbon", "sbon_n": 4, "seed": 1}, make_search("sbon", {"sbon_n": 4, "seed": 1})),
         ({"search": "speculative", "seed": 1}, make_search("speculative", {"seed": 1})),
