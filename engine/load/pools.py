@@ -141,11 +141,14 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int, share: f
         SearchError: `slots` failed.
     """
     room, unit = int(share * pool.pages) * pool.page_size, pool.bytes_per_token
-    least, _ = slots_of(search, prompt, new)
+    least, most = slots_of(search, prompt, new)
     if least <= room:
         return
     pages = -(-least // pool.page_size) + (least > prompt)  # trunk and branches may each leave a page half empty
     remedies = [f"give --kv-memory at least {size_text(math.ceil(pages / share) * pool.page_bytes, math.ceil)}"]
+    if most > least:
+        pages = math.ceil((most + 2 * (pool.page_size - 1)) / pool.page_size)
+        remedies[0] += f" (it may need {size_text(math.ceil(pages / share) * pool.page_bytes, math.ceil)})"
     sure = _most_beams(search, prompt, new, 1, room - 2 * (pool.page_size - 1))
     perhaps = _most_beams(search, prompt, new, 0, room - (pool.page_size - 1))
     if sure:

@@ -293,6 +293,23 @@ def test_the_advised_beam_counts_work(folder, tokens, prompt, new):
     engine.pool.check_invariants([])
 
 
+def test_the_advised_memory_works(folder):
+    """Flat distributions: the least that is advised lets a beam search begin, the other number lets it end."""
+    engine, options = small(folder, 64), {"max_new_tokens": 20, "ignore_eos": True}
+    with pytest.raises(KVMemoryError) as caught:
+        engine.generate([[1] + [9] * 29], Trie(beams=40), **options)
+    for (size, unit), enough in zip(
+        re.findall(r"([\d.]+) ([KM])B[ )]", caught.value.remedy), (False, True), strict=True
+    ):
+        given = Engine.load(folder, kv_memory=f"{size}{unit}")
+        if enough:
+            [result] = given.generate([[1] + [9] * 29], Trie(beams=40), **options)
+            assert len(result.outputs[0].token_ids) == 20
+        else:
+            with pytest.raises(KVMemoryError, match="the KV cache is full"):
+                given.generate([[1] + [9] * 29], Trie(beams=40), **options)
+
+
 def test_refusal_with_several_sequences_to_return(folder):
     engine = small(folder, 64)
     with pytest.raises(KVMemoryError, match="--beams at most"):
