@@ -312,7 +312,8 @@ def figures(result: SearchResult, machine: Capabilities | None = None) -> str:
     if (answer := stats.pop("answer_step", None)) is not None:
         stats["steps"] = f"answer complete at step {answer} of {stats['steps']}"
     # Lists are left out: they are for programs.
-    others = [f"{key:8} {value}" for key, value in stats.items() if not isinstance(value, list)]
+    rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in stats.items()}
+    others = [f"{key:8} {value}" for key, value in rounded.items() if not isinstance(value, list)]
     if machine is not None and machine.precision:
         others += [f"numbers  {machine.precision}", f"machine  {machine.paths}"]
     return "\n".join(lines + others)

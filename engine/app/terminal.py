@@ -53,17 +53,13 @@ class Screen:
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, *, quiet: bool = False):
         self.out, self.err, self.quiet = out or sys.stdout, err or sys.stderr or io.StringIO(), quiet
         self.tty = self.out.isatty()
-        self.color = self.tty and self.err.isatty() and not os.environ.get("NO_COLOR") and self._capable
-        self.lively = self.tty and self.err.isatty() and not quiet and self._capable
+        self.color = self.tty and self.err.isatty() and not os.environ.get("NO_COLOR") and capable()
+        self.lively = self.tty and self.err.isatty() and not quiet and capable()
         self.column = 0  # of the cursor, on a terminal; the width itself where the next character wraps
         self._lock = threading.RLock()
         self._drawn = ""
         self._held: list[tuple[str, bool]] | None = None  # text that waits for the next frame, while a status is steady
         self._quiet_since = 0.0
-
-    @property
-    def _capable(self) -> bool:
-        return os.environ.get("TERM", "dumb") != "dumb"
 
     def text(self, text: str, *, dim: bool = False) -> None:
         """Print a part of a reply, at once; dim if the terminal has colours."""
@@ -191,6 +187,11 @@ class Screen:
                 self.column = n if self.column + n > width else self.column + n
 
 
+def capable() -> bool:
+    """Whether the terminal understands escape sequences."""
+    return os.environ.get("TERM", "dumb") != "dumb"
+
+
 def cells(char: str) -> int:
     """The number of terminal columns of a character."""
     if unicodedata.category(char) in ("Mn", "Me", "Cf"):
@@ -259,7 +260,8 @@ class LineEditor:
         self.readline = readline
         readline.set_completer_delims(" \t\n")
         readline.set_completer(lambda text, i: self._complete(words, text, i))
-        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one text; Python turns it off
+        if capable():
+            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one text; Python turns it off
         libedit = "libedit" in (readline.__doc__ or "")
         readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
         if history:

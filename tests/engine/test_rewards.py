@@ -1,6 +1,7 @@
 """Rewards: what a reward model reads of a response, what it keeps, how it makes do; functions in its place."""
 
 import json
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,6 +266,7 @@ def test_best_of_n_end_to_end(target, rewards):
         [decision] = result.stats["decisions"]
         assert decision["tokens"] == 4 and len(decision["rewards"]) == 12
         assert "decisions" not in figures(result) and "token_rate" in figures(result)
+        assert not re.search(r"\d\.\d{4}", figures(result)), "figures for people"
     together = target.generate(prompts, search, **options)
     for a, b in zip(alone, together, strict=True):
         assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]

@@ -468,6 +468,15 @@ def test_an_ignored_interrupt_stays_ignored():
 # --- as processes ---
 
 
+def test_a_dumb_terminal_gets_no_escape_sequences(long):
+    with Typist(*CHAT, "--model", long, "--max-new-tokens", "4", TERM="dumb") as typist:
+        typist.wait_for(r"> ")
+        shown = typist.before
+        typist.type("Once\n")
+        typist.wait_for(r"\n> ")
+        assert "\x1b" not in shown + typist.before
+
+
 def test_a_person_at_a_terminal(long):
     argv = ["--model", long, "--search", "trie", "--beams", "4", "--ignore-eos", "--max-new-tokens", "50000"]
     with Typist(*CHAT, *argv) as typist:
