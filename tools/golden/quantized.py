@@ -1,5 +1,4 @@
-"""Quantised checkpoints: compressed-tensors by the package itself, GPTQ and AWQ by the packing loops of GPTQModel 7.7
-and AutoAWQ 0.2.9, which need a GPU to run, fp8 by its definition.
+"""Quantised checkpoints, in the forms of `tools.golden.storage`.
 
 Each is a checkpoint of another family whose matrices were quantised. What transformers computes with is the float32
 model that `floats` makes of the file again: by the package, or by arithmetic on single fields of the words.
@@ -21,26 +20,23 @@ from safetensors.torch import load_file, save_file
 from tools import random_checkpoint
 from tools.golden import gpt2, opt, phi, phi3, qwen3
 from tools.golden.base import Variant, edit
+from tools.golden.storage import (
+    Config,
+    Method,
+    Parts,
+    awq,
+    compressed,
+    float8,
+    gptq,
+    mlx,
+    mlx_floats,
+    ternary,
+)
 
 LLAMA = {"layers": 2, "width": 64, "mlp": 96, "heads": 4, "kv_heads": 2, "vocab": 104, "dtype": "bfloat16",
          "max_positions": 128}  # fmt: skip
 TABLES = re.compile(r".*(embed_tokens|embed_positions|wte|wpe|lm_head)\.weight")
 GRID = [(1, 1.0, False, 1, "none", 16), (4, 1.0, False, 4, "own", 12)]
-Parts = dict[str, torch.Tensor]
-Config = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Method:
-    """How one linear layer is stored.
-
-    Args:
-        store: a float32 weight [out, in] to the tensors that stand for it.
-        restore: those tensors to float32 [out, in].
-    """
-
-    store: Callable[[torch.Tensor], Parts]
-    restore: Callable[[Parts], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,270 +66,6 @@ class Recipe:
         if tensor.dim() != 2 or (TABLES.fullmatch(name) and name not in tables):
             return None
         return next((method for rule, method in self.methods if re.match(rule, name)), None)
-
-
-# Quantising.
-
-
-def ranges(weight: torch.Tensor, group: int, symmetric: bool, bits: int) -> tuple[torch.Tensor, ...]:
-    """q in 0 .. 2^bits - 1, zeros and float16 scales [out, groups] of groups of columns."""
-    top, parts = 2**bits - 1, weight.split(group, 1)
-    low = torch.stack([part.amin(1).clamp(max=0) for part in parts], 1)
-    high = torch.stack([part.amax(1).clamp(min=0) for part in parts], 1)
-    if symmetric:
-        scale = (2 * torch.maximum(high, -low) / top).half()
-        zero = torch.full_like(low, 2 ** (bits - 1))
-    else:
-        scale = ((high - low) / top).half()
-        zero = (-low / scale.float()).round().clamp(0, top)
-    columns = torch.arange(weight.shape[1]) // group
-    q = (weight / scale.float()[:, columns] + zero[:, columns]).round().clamp(0, top)
-    return q.long(), zero.long(), scale
-
-
-def signed(words: torch.Tensor) -> torch.Tensor:
-    """Words of 32 bits in int64, to int32."""
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-# GPTQ: `pack_original` of GPTQModel's qlinear, `convert_gptq_v2_to_v1_format` of its utils.
-
-
-def gptq(bits: int, group: int, symmetric: bool, first: bool, ordered: bool = False) -> Method:
-    ones = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # writers have no common one of 3 bits
-
-    def pack_rows(x: torch.Tensor) -> torch.Tensor:
-        packed = torch.zeros(-(-x.shape[0] * bits // 32), x.shape[1], dtype=torch.int64)
-        for row, values in enumerate(x):
-            word, place = divmod(row * bits, 32)
-            packed[word] |= values << place & 0xFFFFFFFF
-            if place + bits > 32:  # of 3 bits: the rest goes on in the next word
-                packed[word + 1] |= values >> 32 - place
-        return signed(packed)
-
-    def unpack_rows(words: torch.Tensor, count: int) -> torch.Tensor:
-        words = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, 0, 0, 1))
-        place = torch.arange(count) * bits
-        return (words[place // 32] | words[place // 32 + 1] << 32) >> (place % 32)[:, None] & 2**bits - 1
-
-    def store(weight: torch.Tensor) -> Parts:
-        width = weight.shape[1]
-        size = width if group == -1 else group
-        order = torch.randperm(width, generator=torch.Generator().manual_seed(width)) if ordered else None
-        columns = torch.arange(width) if order is None else order
-        q, zero, scale = ranges(weight[:, columns], size, symmetric, bits)
-        g_idx = torch.empty(width, dtype=torch.int64)
-        g_idx[columns] = torch.arange(width) // size
-        placed = torch.empty_like(q)
-        placed[:, columns] = q
-        qzeros = pack_rows(zero).T.contiguous()  # packed along the outputs
-        if first:
-            qzeros -= ones[bits]
-        return {"qweight": pack_rows(placed.T), "qzeros": qzeros, "scales": scale.T.contiguous(),
-                "g_idx": g_idx.to(torch.int32)}  # fmt: skip
-
-    def restore(parts: Parts) -> torch.Tensor:
-        g_idx, outs = parts["g_idx"].long(), parts["scales"].shape[1]
-        zero_words = parts["qzeros"].long() + (ones[bits] if first else 0)
-        q, zero = unpack_rows(parts["qweight"], len(g_idx)), unpack_rows(zero_words.T, outs).T
-        return ((q - zero[g_idx]).float() * parts["scales"].float()[g_idx]).T
-
-    return Method(store, restore)
-
-
-# AWQ: `WQLinear_GEMM.from_linear` and `dequantize_gemm` of AutoAWQ.
-
-
-def awq(group: int) -> Method:
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        packed = torch.zeros(x.shape[0], x.shape[1] // 8, dtype=torch.int64)
-        for column in range(packed.shape[1]):
-            for j in range(8):
-                packed[:, column] |= x[:, column * 8 + order[j]] << (4 * j)
-        return signed(packed)
-
-    def store(weight: torch.Tensor) -> Parts:
-        q, zero, scale = ranges(weight, group, False, 4)
-        return {"qweight": pack(q.T), "qzeros": pack(zero.T), "scales": scale.T.contiguous()}
-
-    def restore(parts: Parts) -> torch.Tensor:
-        o = torch.arange(parts["scales"].shape[1])
-        shift = torch.tensor([order.index(j) * 4 for j in range(8)])[o % 8]
-        q, zero = (((parts[name].long() & 0xFFFFFFFF)[:, o // 8] >> shift) & 15 for name in ("qweight", "qzeros"))
-        size = q.shape[0] // zero.shape[0]
-        zero, scale = (x.repeat_interleave(size, 0) for x in (zero, parts["scales"].float()))
-        return ((q - zero).float() * scale).T
-
-    return Method(store, restore)
-
-
-# compressed-tensors.
-
-
-def compressed(layout: str, weights: Config, g_idx: bool = False) -> Method:
-    """By the package; `g_idx`: as versions up to 0.19 stored groups of columns in any order."""
-
-    def scheme() -> Any:
-        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
-        args = {key: value for key, value in weights.items() if key != "actorder"}
-        return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args))
-
-    def compressor() -> Any:
-        from compressed_tensors.compressors import BaseCompressor
-
-        return BaseCompressor.get_value_from_registry(layout)
-
-    def store(weight: torch.Tensor) -> Parts:
-        from compressed_tensors.quantization.utils import calculate_qparams
-
-        own, order = scheme(), torch.arange(weight.shape[1])
-        if g_idx:
-            order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
-        grid = {"group": (1, weights.get("group_size")), "block": weights.get("block_structure"),
-                "channel": (1, weight.shape[1]), "tensor": weight.shape}[weights["strategy"]]  # fmt: skip
-        blocks = [[block for block in row.split(grid[1], 1)] for row in weight[:, order].split(grid[0])]
-        low, high = (
-            torch.stack([torch.stack([f(block) for block in row]) for row in blocks]) for f in (torch.amin, torch.amax)
-        )
-        if weights["strategy"] == "tensor":
-            low, high = low.reshape(1), high.reshape(1)
-        scale, zero = calculate_qparams(low, high, own.weights)
-        scale = scale.to(torch.bfloat16).float()
-        state = {"weight": weight[:, order], "weight_scale": scale, "weight_zero_point": zero}
-        parts = compressor().compress(state, own)
-        parts["weight_scale"] = scale.to(torch.bfloat16)
-        if g_idx:
-            from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
-
-            q, placed = unpack_from_int32(parts["weight_packed"], weights["num_bits"], weight.shape), None
-            placed = torch.empty_like(q)
-            placed[:, order] = q
-            parts["weight_packed"] = pack_to_int32(placed, weights["num_bits"])
-            groups = torch.empty(len(order), dtype=torch.int32)
-            groups[order] = torch.arange(len(order), dtype=torch.int32) // weights["group_size"]
-            parts["weight_g_idx"] = groups
-        return {name: tensor.contiguous() for name, tensor in parts.items()}
-
-    def restore(parts: Parts) -> torch.Tensor:
-        parts = parts | {"weight_scale": parts["weight_scale"].float()}
-        if not g_idx:
-            return compressor().decompress(parts, scheme())["weight"].float()
-        groups, bits = parts["weight_g_idx"].long(), weights["num_bits"]
-        i = torch.arange(len(groups))
-        words = (parts["weight_packed"].long() & 0xFFFFFFFF)[:, i * bits // 32]
-        q = ((words >> (i * bits % 32)) & (2**bits - 1)) - 2 ** (bits - 1)
-        return q.float() * parts["weight_scale"][:, groups]
-
-    return Method(store, restore)
-
-
-# fp8.
-
-
-def float8(block: tuple[int, int] | None) -> Method:
-    def spread(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if block is None:
-            return scale
-        rows, columns = (torch.arange(size) // length for size, length in zip(weight.shape, block, strict=True))
-        return scale[rows][:, columns]
-
-    def store(weight: torch.Tensor) -> Parts:
-        high, low = block or weight.shape
-        tops = torch.stack([torch.stack([b.abs().amax() for b in r.split(low, 1)]) for r in weight.split(high)])
-        scale = (tops / 448).reshape(() if block is None else tops.shape)
-        return {"weight": (weight / spread(scale, weight)).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
-
-    def restore(parts: Parts) -> torch.Tensor:
-        return parts["weight"].float() * spread(parts["weight_scale_inv"].float(), parts["weight"])
-
-    return Method(store, restore)
-
-
-# MLX: the comments of `quantize` in mlx/ops.cpp and its documentation.
-
-
-def mlx(bits: int, group: int, dtype: torch.dtype = torch.bfloat16) -> Method:
-    """Mode affine. q is packed from a row's first bit on, without gaps at the ends of words."""
-    top = 2**bits - 1
-
-    def store(weight: torch.Tensor) -> Parts:
-        parts = weight.unflatten(1, (-1, group))
-        low, high = parts.amin(2, keepdim=True), parts.amax(2, keepdim=True)
-        scale, negative = ((high - low) / top).clamp(min=1e-7), low.abs() > high.abs()
-        scale, edge = torch.where(negative, scale, -scale), torch.where(negative, low, high)
-        steps = (edge / scale).round()
-        scale = torch.where(steps != 0, edge / steps, scale).to(dtype).float()
-        bias = torch.where(steps == 0, 0, edge).to(dtype).float()
-        q = ((parts - bias) / scale).round().clamp(0, top).flatten(1).long()
-        bitwise = (q.unsqueeze(2) >> torch.arange(bits) & 1).flatten(1).unflatten(1, (-1, 32))
-        words = signed((bitwise << torch.arange(32)).sum(2)).view(torch.uint32)
-        return {"weight": words, "scales": scale.squeeze(2).to(dtype), "biases": bias.squeeze(2).to(dtype)}
-
-    def restore(parts: Parts) -> torch.Tensor:
-        words = parts["weight"].view(torch.int32).long()
-        bitwise = (words.unsqueeze(2) >> torch.arange(32) & 1).flatten(1).unflatten(1, (-1, bits))
-        q = (bitwise << torch.arange(bits)).sum(2).float()
-        scale, bias = (parts[name].float().repeat_interleave(group, 1) for name in ("scales", "biases"))
-        return q * scale + bias
-
-    return Method(store, restore)
-
-
-def mlx_floats(mode: str) -> Method:
-    """Modes of e2m1 and e4m3 numbers: nearest numbers after a division by the scale."""
-    group, e2m1 = 16 if mode == "nvfp4" else 32, torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-    def values(scales: torch.Tensor) -> torch.Tensor:
-        found = scales.view(torch.float8_e4m3fn).float() if mode == "nvfp4" else torch.exp2(scales.float() - 127)
-        return found.repeat_interleave(group, 1)
-
-    def store(weight: torch.Tensor) -> Parts:
-        largest = weight.unflatten(1, (-1, group)).abs().amax(2)
-        if mode == "nvfp4":
-            scales = (largest / 6).to(torch.float8_e4m3fn).view(torch.uint8)
-        else:
-            scales = ((largest / (448 if mode == "mxfp8" else 6)).log2().ceil() + 127).to(torch.uint8)
-        x = weight / values(scales)
-        if mode == "mxfp8":
-            octets = x.to(torch.float8_e4m3fn).view(torch.uint8)
-        else:
-            codes = (x.abs().unsqueeze(2) - e2m1).abs().argmin(2) + 8 * (x < 0)
-            octets = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
-        return {"weight": octets.contiguous().view(torch.uint32), "scales": scales}
-
-    def restore(parts: Parts) -> torch.Tensor:
-        octets = parts["weight"].view(torch.uint8)
-        if mode == "mxfp8":
-            return octets.view(torch.float8_e4m3fn).float() * values(parts["scales"])
-        codes = torch.stack((octets & 15, octets >> 4), 2).flatten(1).long()
-        return torch.cat((e2m1, -e2m1))[codes] * values(parts["scales"])
-
-    return Method(store, restore)
-
-
-# BitNet, by the loops of transformers' `integrations/bitnet.py`.
-
-
-def ternary(inverse: bool) -> Method:
-    def store(weight: torch.Tensor) -> Parts:
-        mean = weight.abs().mean().clamp(min=1e-5).to(torch.bfloat16).float()
-        numbers = (weight / mean).round().clamp(-1, 1) + 1
-        packed = torch.zeros(len(weight) // 4, weight.shape[1], dtype=torch.uint8)
-        for i, quarter in enumerate(numbers.to(torch.uint8).chunk(4)):
-            packed |= quarter << 2 * i
-        return {"weight": packed, "weight_scale": (1 / mean if inverse else mean).view(1)}
-
-    def restore(parts: Parts) -> torch.Tensor:
-        numbers = torch.cat([((parts["weight"] >> 2 * i) & 3).float() - 1 for i in range(4)])
-        return numbers / parts["weight_scale"] if inverse else numbers * parts["weight_scale"]
-
-    return Method(store, restore)
-
-
-# Files.
 
 
 def files(folder: Path) -> dict[str, Parts]:
