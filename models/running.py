@@ -3,7 +3,6 @@
 Shape legend: T tokens of a pass, H query heads, G key/value heads, D head size, E width.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -255,7 +254,7 @@ def _add_and_norm(together: Together, r: Registers) -> None:
     adds = [call for call in sums if call.code == "add"]
     last = sums[-1] if sums[-1].code == "norm" else None
     output = next((call.norm for call in sums if call.code == "norm" and call is not last), None)
-    scale = math.prod(call.scale for call in sums if call.code == "scale")
+    scale = next((call.scale for call in sums if call.code == "scale"), 1.0)
     norm, out_norm = (x and (x.weight, x.bias) for x in (last and last.norm, output))
     addends = [r[call.source] for call in reversed(adds)]
     r["stream"], read_TE = add_norm(
@@ -299,12 +298,12 @@ def _end_of_turns(calls: Sequence[Call], start: int) -> int | None:
 
 def _end_of_sums(calls: Sequence[Call], start: int) -> int | None:
     """Where the sums that begin here end, with the following norm of the stream; None if there are none, or if one
-    operator cannot do them: it scales all addends or none, after their norms."""
-    added, scaled = list[str](), list[str]()
+    operator cannot do them: it scales all addends by one factor or none, after their norms."""
+    added, scaled, factors = list[str](), list[str](), set[float]()
     for end in range(start, len(calls)):
         call = calls[end]
         if call.code == "add" and call.target == "stream":
-            if scaled and sorted(scaled) != sorted([*added, call.source]):
+            if scaled and (sorted(scaled) != sorted([*added, call.source]) or len(factors) > 1):
                 return None
             following = calls[end + 1 : end + 2]
             return end + 1 + (bool(following) and (following[0].code, following[0].source) == ("norm", "stream"))
@@ -313,7 +312,9 @@ def _end_of_sums(calls: Sequence[Call], start: int) -> int | None:
         if call.code == "norm" and (added or call.source in scaled):
             return None
         added += [call.source] if call.code == "add" else []
-        scaled += [call.source] if call.code == "scale" else []
+        if call.code == "scale":
+            scaled.append(call.source)
+            factors.add(call.scale)
     return None
 
 

@@ -39,11 +39,10 @@ def test_refusals_name_what_is_wrong(tmp_path, variant, changes, message):
 
 
 @pytest.mark.parametrize("kind", ["ForCausalLM", "ForConditionalGeneration"])
-@pytest.mark.parametrize("name", ["Gemma3n", "T5Gemma"])
-def test_other_gemmas_are_refused_by_name(tmp_path, name, kind):
-    inside = {"text_config": {"model_type": f"{name.lower()}_text"}} if kind != "ForCausalLM" else {}
-    folder = changed(tmp_path, "gemma/three", {"architectures": [name + kind], "model_type": name.lower()} | inside)
-    with pytest.raises(CheckpointError, match=f"architecture '{name}{kind}'"):
+def test_other_gemmas_are_refused_by_name(tmp_path, kind):
+    inside = {"text_config": {"model_type": "t5gemma_text"}} if kind != "ForCausalLM" else {}
+    folder = changed(tmp_path, "gemma/three", {"architectures": [f"T5Gemma{kind}"], "model_type": "t5gemma"} | inside)
+    with pytest.raises(CheckpointError, match=f"architecture 'T5Gemma{kind}'"):
         Engine.load(folder)
 
 
