@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 # isort: off
-import models.own  # noqa: F401  # before anything of `kernels` is run
+import models.own  # noqa: F401  # before any code of `kernels` runs
 import kernels  # noqa: F401  # sets a filter before torch is imported
 
 # isort: on

@@ -22,15 +22,15 @@ class AdaptedEnds:
     """The embeddings and heads of adapters, by their numbers in a pass, from 1 on.
 
     Args:
-        adapters, fitted: of the model.
-        names, c, head: of the model.
-        dtype, device: to compute in.
+        adapters, fitted: the model's adapters, and the same by the model's names.
+        names, c, head: the model's names, configuration and head.
+        dtype, device: the dtype and device of the computation.
 
     Attributes:
         heads: the numbers of adapters that change logits.
 
     Raises:
-        CheckpointError: values that are not finite.
+        CheckpointError: values are not finite.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AdaptedEnds:
         device: torch.device,
     ):
         self._tables: dict[int, Tensor] = {}  # [V, E]
-        self._added: dict[int, tuple[Tensor, FloatLinear]] = {}  # to rows of the embedding: [V, R]; R to E, scaled
+        self._added: dict[int, tuple[Tensor, FloatLinear]] = {}  # added to embedding rows: [V, R]; R to E, scaled
         self._heads: dict[int, FloatLinear] = {}
         packed, small = has_kernels(dtype, device), is_small(head, dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -68,7 +68,7 @@ class AdaptedEnds:
 
     @property
     def bytes(self) -> int:
-        """Bytes that they take."""
+        """Return the bytes that they take."""
         kept = [*self._tables.values(), *(a_VR for a_VR, _ in self._added.values())]
         for linear in (*self._heads.values(), *(b for _, b in self._added.values())):
             kept += [linear.packed.panels] if linear.packed else linear.weights
@@ -76,10 +76,10 @@ class AdaptedEnds:
         return sum(x.nbytes for x in kept) + sum(each.bytes for each in products if each)
 
     def embed(self, x_TE: Tensor, tokens_T: Tensor, adapters_T: Tensor) -> Tensor:
-        """Rows of the base's embedding as the adapters of their tokens change them.
+        """Return rows of the base's embedding, changed by the adapters of their tokens.
 
         Args:
-            tokens_T, adapters_T: int64; the numbers of adapters are on the host.
+            tokens_T, adapters_T: int64; the adapters' numbers are on the host.
         """
         numbers = {*adapters_T.unique().tolist()} & (self._tables.keys() | self._added.keys())
         for number in sorted(numbers):
@@ -95,12 +95,12 @@ class AdaptedEnds:
         return x_TE
 
     def logits(self, rows_NE: Tensor, numbers: Sequence[int], head: Linear) -> Tensor:
-        """Logits [N, V] of rows, before the divisor and the cap of the model.
+        """Return logits [N, V] of rows, before the divisor and the cap of the model.
 
         Args:
-            rows_NE: that the head reads.
-            numbers: of their adapters; 0: none.
-            head: of the base.
+            rows_NE: the rows that the head reads.
+            numbers: the adapter's number of each row; 0: no adapter.
+            head: the base's head.
         """
         own = {*numbers} & self._heads.keys()
         first: Linear = self._heads[min(own)] if len(own) == 1 == len({*numbers}) else head

@@ -1,8 +1,8 @@
 """peft's adapters (LoRA, Hu et al., 2021): folders with adapter_config.json and adapter_model.safetensors, checked
 before any value is read, and their factors in the form that a layer's matrices take.
 
-An adapter adds scale * (x A^T) B^T to the outputs of some transformers modules. Here several modules may be one
-matrix; their outputs are then ranges of its outputs. An adapter may also replace the base's embedding or head.
+An adapter adds scale * (x A^T) B^T to the outputs of some transformers modules. Here one matrix may combine several
+modules; their outputs are then ranges of its outputs. An adapter may also replace the base's embedding or head.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ KEY = re.compile(
 WHOLE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.weight")
 HALVES = (torch.bfloat16, torch.float16)
 MERGE = "Merge it into its base (PEFT: merge_and_unload, then save_pretrained), and load the result."
-REFUSED = {  # options of peft's configurations that are not served -> what they are called
+REFUSED = {  # unsupported options of peft's configurations -> their names in messages
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "use_bdlora": "BD-LoRA",
@@ -52,14 +52,14 @@ REFUSED = {  # options of peft's configurations that are not served -> what they
     "monteclora_config": "MonteCLoRA",
     "kasa_config": "KaSA",
 }
-PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # starts of training that leave the base as it is
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # initialisations that do not change the base
 
 
 @dataclass(frozen=True)
 class Adapted:
     """A module that an adapter changes: the tensors A [rank, width] and B [outs, rank], and the factor of B A.
 
-    `table`: it is an embedding, whose width is the vocabulary.
+    `table`: the module is an embedding, whose width is the vocabulary.
     """
 
     a: str
@@ -71,8 +71,8 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Fitted:
-    """An adapter by the names that a model has for its modules: factors, and whole matrices [V, E] that replace the
-    embedding or the head."""
+    """An adapter's factors, and whole matrices [V, E] that replace the embedding or the head, by the model's names of
+    the modules."""
 
     modules: Mapping[str, Adapted]
     whole: Mapping[str, str]
@@ -83,12 +83,12 @@ class Adapter:
     """An adapter whose files are checked.
 
     Args:
-        folder: of the files.
+        folder: the folder of the files.
         base: the model that it was made for, for messages; "" if it names none.
         file: its tensors.
-        modules: by their names in transformers.
+        modules: the modules with factors, by their names in transformers.
         whole: the tensors of modules that it replaces.
-        scale: a factor for the adapter's contribution, in addition to its own.
+        scale: a factor of the adapter's contribution, in addition to its own.
     """
 
     folder: Path
@@ -100,7 +100,7 @@ class Adapter:
 
     @staticmethod
     def open(folder: str | Path, scale: float = 1.0) -> "Adapter":
-        """Read and check the configuration and the header of a folder. Raises CheckpointError naming what is wrong."""
+        """Read and check the configuration and the header of a folder. Raises CheckpointError naming the fault."""
         folder = Path(folder)
         if not folder.is_dir() or not (folder / CONFIG).exists():
             what = f"the folder holds no {CONFIG}" if folder.is_dir() else "there is no such folder"
@@ -120,14 +120,14 @@ class Adapter:
         return Adapter(folder, base, Checkpoint(folder, {**fields.config}, {}, tensors), modules, whole, scale)
 
     def fitted(self, names: Names, c: Config, base: str) -> Fitted:
-        """The modules by the names that a model has for them.
+        """Return the modules by the model's names.
 
         Args:
-            names, c: of the model.
-            base: begins the names of a save of the whole model.
+            names, c: the model's names and configuration.
+            base: the prefix of names in a checkpoint of the whole model.
 
         Raises:
-            CheckpointError: modules that the model does not have, or of other shapes; or that are not served.
+            CheckpointError: a module that the model lacks, that has another shape, or that is not supported.
         """
         ends = _ends(names, c)
         there, faults = matrices(names, c) | ends, list[str]()
@@ -174,7 +174,7 @@ class Adapter:
         return Fitted(modules, whole)
 
     def bytes(self, small: bool, dtype: torch.dtype) -> int:
-        """Bytes that it takes; `small`: with quantised matrices, or in half precision."""
+        """Return the bytes that it takes; `small`: with quantised matrices, or in half precision."""
         whole = [self.file.tensors[name] for name in self.whole.values()]
         total = sum(math.prod(each.shape) * min(each.dtype.itemsize, dtype.itemsize) for each in whole)
         for each in self.modules.values():
@@ -184,7 +184,7 @@ class Adapter:
         return total
 
     def digest(self) -> str:
-        """A digest of what it adds."""
+        """Return a digest of its contribution."""
         found = hashlib.sha256()
         with open_regular(self.folder / WEIGHTS) as file:
             while piece := file.read(1 << 20):
@@ -193,7 +193,7 @@ class Adapter:
         return found.hexdigest()[:16]
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor of its file. Raises CheckpointError for values that are not finite."""
+        """Read a tensor of its file. Raises CheckpointError if values are not finite."""
         x = self.file.read([name])[name]
         if not torch.isfinite(x).all():
             where = show(self.folder / WEIGHTS)
@@ -201,15 +201,15 @@ class Adapter:
         return x
 
     def factors(self, first: int, adapted: Adapted, dtype: torch.dtype, *, small: bool) -> Factors:
-        """The factors of a module.
+        """Return the factors of a module.
 
         Args:
-            first: of the matrix's outputs that are the module's.
-            dtype: that the model computes in.
+            first: the first of the matrix's outputs that belong to the module.
+            dtype: the dtype that the model computes in.
             small: keep them in 16 bits, scaled by a power of two so that float16 holds them; rounding leaves 11 bits.
 
         Raises:
-            CheckpointError: values that are not finite.
+            CheckpointError: values are not finite.
         """
         names, scale = (adapted.a, adapted.b), adapted.scale * self.scale
         a, b = (self.read(name) for name in names)
@@ -224,14 +224,14 @@ class Adapter:
 
 
 def _ends(names: Names, c: Config) -> dict[str, tuple[int, int]]:
-    """The outputs and the width of the embedding, whose inputs are tokens, and of the head."""
+    """Return outputs and width of the embedding, whose inputs are tokens, and of the head."""
     vocabulary, width = names.tensors(c)[f"{names.embedding}.weight"]
     return {names.embedding: (width, vocabulary)} | ({} if c.scores else {HEAD: (vocabulary, width)})
 
 
 def matrices(names: Names, c: Config) -> dict[str, tuple[int, int]]:
-    """The outputs and the width of the matrices of layers, by their modules' names; those of experts, and those
-    that are multiplied head by head, are left out."""
+    """Return outputs and width of the layers' matrices, by their modules' names; matrices of experts, and matrices that
+    are multiplied head by head, are left out."""
     begin, found = names.layer.partition("{")[0], {}
     mixed = {names.layer.format(i) + name for name in names.mixture(c) for i in range(c.layers) if c.mixed(i)}
     if c.latent is not None:
@@ -256,17 +256,17 @@ def low_rank(
     packed: bool,
     order: Sequence[range] | None = None,
 ) -> LowRank | None:
-    """An adapter of a matrix that these modules make, below each other; None if it changes none of them.
+    """Return the adapter of a matrix that stacks these modules; None if it changes none of them.
 
     Args:
         fitted: see `Adapter.fitted`; outs: see `matrices`.
-        dtype, device: to compute in.
+        dtype, device: the dtype and device of the computation.
         small: see `Adapter.factors`.
-        packed: for C++.
-        order: outputs of all modules in the matrix's order; None: as they are.
+        packed: factors are packed for C++.
+        order: outputs of all modules in the matrix's order; None: the order of the modules.
 
     Raises:
-        CheckpointError: values that are not finite.
+        CheckpointError: values are not finite.
     """
     parts, first = [], 0
     for module in modules:
@@ -285,7 +285,7 @@ def low_rank(
 
 
 def _refuse(fields: Fields) -> None:
-    """Raises CheckpointError for a kind of adapter that is not served, by its name."""
+    """Raise a CheckpointError that names the kind of adapter if it is not supported."""
     kind = fields.str("peft_type", default="LORA")
 
     def refused(name: str) -> CheckpointError:
@@ -309,10 +309,10 @@ def _refuse(fields: Fields) -> None:
 def _modules(
     fields: Fields, tensors: Mapping[str, TensorInfo], folder: Path
 ) -> tuple[dict[str, Adapted], dict[str, str]]:
-    """The modules of a file that have factors, and the tensors of those that are there whole.
+    """Return the modules with factors in a file, and the tensors of modules that it replaces.
 
     Raises:
-        CheckpointError: other tensors, factors alone, other ranks than the config's.
+        CheckpointError: other tensors, a factor without the other one, a rank that differs from the config's.
     """
     pairs: dict[tuple[str, bool], dict[str, str]] = {}
     whole: dict[str, str] = {}
@@ -352,7 +352,7 @@ def _modules(
 
 
 def _patterns(fields: Fields, name: str) -> dict[re.Pattern[str], float]:
-    """A field that maps patterns of modules to numbers. Raises CheckpointError."""
+    """Read a field that maps patterns of modules to numbers. Raises CheckpointError."""
     given: Any = fields.config.get(name) or {}
     try:
         found = {re.compile(rf"(.*\.)?({pattern})$"): float(value) for pattern, value in given.items()}
@@ -364,7 +364,7 @@ def _patterns(fields: Fields, name: str) -> dict[re.Pattern[str], float]:
 
 
 def _matching(patterns: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
-    """The number of the first pattern that a module's name ends in, as in peft."""
+    """Return the number of the first pattern that matches the end of a module's name, as in peft."""
     return next((value for pattern, value in patterns.items() if pattern.match(module)), default)
 
 

@@ -15,23 +15,23 @@ from models.rope import RopeConfig
 # Kinds of layers in `layer_types`.
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 Placement = Literal["input", "output", "sum"]  # of the norms of attention and MLP
-XIELU = "xielu"  # an activation with numbers of each layer, see `kernels.rows.xielu`
+XIELU = "xielu"  # an activation whose parameters differ from layer to layer, see `kernels.rows.xielu`
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts, in place of the MLP or in parallel with it: MLPs, gated like that, of which a token chooses
-    a few.
+    """A mixture of experts, in place of the MLP or in parallel with it: each expert is an MLP, gated if the other MLPs
+    are, and each token chooses a few of them.
 
     Args:
         count, width: the number of experts, and the inner width of each.
         routing: how tokens choose.
         layers: which layers have it; the others have an MLP.
-        factor: of what the chosen experts and the shared one add up to.
+        factor: factor of the sum of the chosen experts and the shared one.
         beside_mlp: these layers also have an MLP, which reads the same stream; MLP and experts each have their own
             norms on both sides, and so has the sum. The router reads the normed stream times a vector, and the weights
             of chosen experts are multiplied by the elements of another.
-        choice_bias: the choice, and nothing else, adds a vector to the scores of experts.
+        choice_bias: a vector is added to the scores of experts for the choice, but not for the weights.
         shared_width: inner width of an expert that all tokens use in addition; 0: there is none.
         shared_gate: a matrix produces the weight of the shared expert; otherwise its weight is 1.
         bias: the matrices of the experts and the router have biases.
@@ -54,14 +54,14 @@ class Recurrent:
     """Layers with a gated delta net or a Mamba-2 selective scan, instead of attention or in parallel with it.
 
     Args:
-        kind: the sizes, the same in all of them; a `ScanKind` for scans.
-        layers: which layers they are.
+        kind: the sizes, equal in all of these layers; a `ScanKind` for scans.
+        layers: whether each layer is one of them.
         interleaved: two matrices produce its inputs, key head by key head, each with its value heads (Qwen3-Next);
             otherwise four or six matrices do, with the heads of each kind together.
         most: (gated delta nets) strengths lie between 0 and this number.
         eps: (gated delta nets) of the norm of heads; None: as of the other norms.
         norms: `Config.norms` of these layers; empty: as of the others.
-        bias, conv_bias: (scans) whether the matrices around it, and its convolution, have biases.
+        bias, conv_bias: (scans) whether the matrices around the scan, and its convolution, have biases.
         steps: (scans) the smallest and the largest step.
         beside: (scans) these layers also have attention, which reads the same input; both outputs are added.
         normed: (scans) a norm follows the gates.
@@ -87,11 +87,12 @@ class Latent:
     """Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1): the keys and values of all heads are
     computed from one row per token, the latent, and a key that all heads share.
 
-    `Config.heads` read one head of keys, of which `Config.head_dim` elements are `rotated` and then the latent.
+    All `Config.heads` read one head of keys, whose `Config.head_dim` elements are the `rotated` ones and then the
+    latent.
 
     Args:
-        rank: of the latent.
-        query_rank: of the row from which queries are computed; 0: they are computed from the stream.
+        rank: elements of the latent.
+        query_rank: elements of the row from which queries are computed; 0: they are computed from the stream.
         plain, rotated, value: the number of unrotated and of rotated elements of a query, and of elements of a head's
             values.
         interleaved: elements that are rotated with each other lie side by side.
@@ -112,8 +113,8 @@ class ShortConvs:
     """Layers with a gated short convolution instead of attention.
 
     Args:
-        taps: of the convolution, by layer; 0: the layer has attention.
-        width: channels.
+        taps: number of taps of the convolution, by layer; 0: the layer has attention.
+        width: number of channels.
         bias: whether convolutions and the matrices around them have biases.
     """
 
@@ -129,7 +130,7 @@ class Uneven:
 
     Args:
         kv_sizes: number of key/value heads, and elements of a head.
-        keys_from: the layer whose keys and values it reads: itself or an earlier one.
+        keys_from: the layer whose keys and values this layer reads: itself or an earlier one.
         keys_as_values: whether one matrix produces both keys and values, before their norms.
         mlp_widths: inner width of the MLP.
     """
@@ -146,11 +147,11 @@ class LayerInputs:
     projection of the token's embedding.
 
     Args:
-        width: of a layer's row.
-        vocab_size: rows of the table; later tokens have its first.
-        scale: of the table's rows, rounded to the model's dtype.
-        made_scale: of the projection, before the norm.
-        sum_scale: of the sum.
+        width: elements of a layer's row.
+        vocab_size: rows of the table; later tokens use the first row.
+        scale: factor of the table's rows, rounded to the model's dtype.
+        made_scale: factor of the projection, before the norm.
+        sum_scale: factor of the sum.
     """
 
     width: int
@@ -163,12 +164,12 @@ class LayerInputs:
 @dataclass(frozen=True)
 class Streams:
     """Several residual streams (AltUp; Baykal et al., 2023, "Alternating updates for efficient transformers"): each
-    layer predicts all of them, computes one, and corrects all by what it changed in that one.
+    layer predicts all of them, computes one, and corrects all by its change of that one.
 
     Args:
-        count: how many there are.
-        active: the number of the one that layers compute.
-        scaled: per-layer embeddings weigh that one times a vector of the layer.
+        count: the number of streams.
+        active: the number of the stream that layers compute.
+        scaled: per-layer embeddings weight that stream times a vector of the layer.
     """
 
     count: int
@@ -178,10 +179,10 @@ class Streams:
 
 @dataclass(frozen=True)
 class OutputFactors:
-    """Factors of what each part of a layer adds to the stream.
+    """Factors of the outputs of a layer's parts before they are added to the stream.
 
     Args:
-        attention, scan, mlp: these parts.
+        attention, scan, mlp: the factor of each part.
     """
 
     attention: float = 1.0
@@ -194,16 +195,16 @@ class Config:
     """Every option that affects the computation. The defaults are Llama's.
 
     Args:
-        width, mlp_width, head_dim: of the residual stream; inside an MLP; of a head.
-        scores: a scalar head instead of the language model's.
+        width, mlp_width, head_dim: elements of the residual stream, inside an MLP, and of a head.
+        scores: the model has a scalar head instead of a language model's.
         tied: the head's matrix is the embedding matrix.
-        rope: None: no rotary embeddings; positions are learned (rows of a table) or not used at all.
-        ropes: by layer, if layers differ; empty: `rope` in all.
+        rope: the rotary embeddings; None: positions are learned (rows of a table) or not used at all.
+        ropes: `rope` by layer, if layers differ; empty: all layers have `rope`.
         rms: norms are RMSNorms and not LayerNorms; affine: they have weights; norm_bias: LayerNorms have biases too.
         plus_one: norms multiply by 1 + weight.
         norms: the positions of the norms of attention and MLP: on the input, on the output before it is added to the
             stream, on the sum. One or several.
-        parallel: attention and MLP run in parallel, and the input norm is "shared" or each has its "own"; "": the MLP
+        parallel: attention and MLP run in parallel, and their input norm is "shared" or each has its "own"; "": the MLP
             reads the stream after attention.
         head_norms: norms on queries and keys: "each" head separately, "all" heads as one row, or each head with its
             "own" weights and no bias.
@@ -215,19 +216,19 @@ class Config:
         query_gate: attention's output is multiplied by the sigmoid of gates, which the query matrix produces "below"
             the queries of each head, or a separate matrix ("apart").
         head_gates: each head of attention's output is multiplied by the sigmoid of a number, which a matrix produces.
-        sub_norms: what the last matrices of attention and of the MLP read is normed.
-        activation: of the MLP, see `kernels.rows.activation`; or `XIELU`, of an MLP that is not gated.
+        sub_norms: the inputs of the last matrices of attention and of the MLP are normed.
+        activation: the MLP's, see `kernels.rows.activation`; or `XIELU`, if the MLP is not gated.
         gated: the MLP multiplies its activated half by the other half.
         experts: the mixture of experts that some layers have instead of the MLP; None: all have an MLP.
         attention_bias, out_bias, mlp_bias, head_bias: biases on the query, key and value matrices, on the output
-            projection (None: as on those), on the MLP and on the head.
-        windows, scales: of attention, by layer; empty: no windows, and 1 / sqrt(head_dim).
+            projection (None: as `attention_bias`), on the MLP and on the head.
+        windows, scales: attention's windows and score factors by layer; empty: no windows, and 1 / sqrt(head_dim).
         attention_cap: scores of attention become cap * tanh(score / cap).
         sinks: a logit of each query head joins the denominator of its softmax.
         convs: layers with a short convolution instead of attention; None: there are none.
         recurrent: layers with a recurrent state, instead of keys and values or beside them; None: there are none.
         latent: latent attention; None: attention has key and value matrices.
-        embedding_width: of the embedding, if projections lead from it to `width` and back.
+        embedding_width: width of the embedding, if projections lead from it to `width` and back.
         embedding_norm: the embedding is normed, by a norm without weights.
         embedding_scale: factor of the embedding; `rounded_scale`: it is first rounded to the model's dtype.
         residual_scale: factor of what attention and MLP add to the stream; `output_factors`: others, of each part.
@@ -305,7 +306,7 @@ class Config:
     logit_cap: float | None = None
 
     def tables(self) -> dict[RopeConfig, int]:
-        """The rotary tables of the layers, numbered."""
+        """Number the rotary tables of the layers."""
         found = dict.fromkeys(rope for rope in self.ropes or (self.rope,) if rope is not None)
         return {rope: i for i, rope in enumerate(found)}
 
@@ -315,19 +316,19 @@ class Config:
         return None if rope is None else self.tables()[rope]
 
     def window(self, layer: int) -> int | None:
-        """The window of a layer's attention; None: there is none."""
+        """Return the window of a layer's attention; None: no window."""
         return self.windows[layer] if self.windows else None
 
     def scale(self, layer: int) -> float:
-        """The factor of the scores of a layer's attention."""
+        """Return the factor of the scores of a layer's attention."""
         return self.scales[layer] if self.scales else self.kv_size(layer)[1] ** -0.5
 
     def kv_size(self, layer: int) -> tuple[int, int]:
-        """The number of key/value heads of a layer, and the elements of a head."""
+        """Return the number of key/value heads of a layer, and the elements of a head."""
         return self.uneven.kv_sizes[layer] if self.uneven else (self.kv_heads, self.head_dim)
 
     def reads(self, layer: int) -> int:
-        """The layer whose keys and values this layer reads."""
+        """Return the layer whose keys and values this layer reads."""
         return self.uneven.keys_from[layer] if self.uneven else layer
 
     def values_are_keys(self, layer: int) -> bool:
@@ -335,7 +336,7 @@ class Config:
         return self.uneven is not None and self.uneven.keys_as_values[layer]
 
     def inner(self, layer: int) -> int:
-        """The inner width of a layer's MLP."""
+        """Return the inner width of a layer's MLP."""
         return self.uneven.mlp_widths[layer] if self.uneven else self.mlp_width
 
     def mixed(self, layer: int) -> bool:
@@ -369,7 +370,7 @@ class Config:
         return layer + self.layers * self.beside
 
     def has(self, part: Literal["attention", "mlp"], layer: int) -> bool:
-        """Whether a layer has an MLP, or attention or what stands in its place."""
+        """Whether a layer has this part; replacements of attention count as attention."""
         return not self.alone or self.alone[layer] == part
 
     def kept(self, layer: int) -> CacheKind | DeltaKind | None:
@@ -386,7 +387,7 @@ class Config:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that the engine needs to know of any model.
+    """The sizes of a model that the engine needs.
 
     Args:
         layers, kv_heads, head_dim, vocab_size: dimensions.
@@ -402,8 +403,8 @@ class ModelShape:
             with what they keep as such (`Config.place`).
         keys_from: see `Uneven`; empty: each layer reads its own. A layer that reads those of another keeps nothing
             itself.
-        ancestors: how many of a token's latest ancestors short convolutions read.
-        output_width: of the rows that the head reads.
+        ancestors: the number of a token's latest ancestors that short convolutions read.
+        output_width: width of the rows that the head reads.
     """
 
     layers: int
@@ -421,7 +422,7 @@ class ModelShape:
 
     @staticmethod
     def of(c: Config) -> "ModelShape":
-        """The shape of a configuration."""
+        """Return the shape of a configuration."""
         reach = min((rope.reach(c.max_positions) for rope in c.tables()), default=c.max_positions)
         steady = min((rope.steady_length for rope in c.tables() if rope.steady_length is not None), default=None)
         switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
@@ -445,7 +446,7 @@ class ModelShape:
 
     @property
     def groups(self) -> dict[CacheKind, int]:
-        """How many layers keep each kind; keys and values of `kv_heads` heads of `head_dim` come first."""
+        """The number of layers that keep each kind; keys and values of `kv_heads` heads of `head_dim` come first."""
         kept = Counter(kept for i, kept in enumerate(self.kept) if isinstance(kept, CacheKind) and self.keeps(i))
         shared = any(kind.shared for kind in kept)
         first = CacheKind(self.kv_heads, self.head_dim, shared=shared)
@@ -453,7 +454,7 @@ class ModelShape:
 
     @property
     def delta(self) -> DeltaKind | None:
-        """The kind of recurrent layers; None: there are none."""
+        """The kind of the recurrent layers; None: the model has none."""
         return next((kept for kept in self.kept if isinstance(kept, DeltaKind)), None)
 
     @property
@@ -467,5 +468,5 @@ class ModelShape:
         return 0 if self.delta is None else 4 * math.prod(self.delta.state) * self.kept.count(self.delta)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token's slot takes in all layers, in a cache of this dtype."""
+        """Return the bytes of one token's slot in all layers, in a cache of this dtype."""
         return sum(layers * kept.bytes(dtype) for kept, layers in self.groups.items())

@@ -1,4 +1,5 @@
-"""A decoder: tokens, positions and a layout to hidden rows, hidden rows to logits. A family is a subclass.
+"""A decoder computes hidden rows from tokens, positions and a layout, and logits from hidden rows. A family is a
+subclass.
 
 Shape legend: T tokens of a pass, N asked rows, E width, P positions, D rotated dims, V vocabulary.
 """
@@ -44,21 +45,21 @@ class Decoder(nn.Module):
     A family sets the class attributes and `read`.
 
     Attributes:
-        architectures: of config.json.
-        names: of the tensors.
-        default_eos_token_ids: used if no file of the checkpoint has any.
-        ignored: additional tensors that a checkpoint may hold.
+        architectures: the family's names of architectures in config.json.
+        names: the names of the tensors.
+        default_eos_token_ids: used if no file of the checkpoint gives end-of-sequence tokens.
+        ignored: tensors that a checkpoint may have and that are not read.
         has_mtp: whether checkpoints may hold a draft head, see `models.mtp`.
         base: the prefix of tensor names in a checkpoint of the whole model; absent if the model was saved without its
             head.
-        config, shape: of this process's part of the model, see `models.sharding`.
+        config, shape: configuration and shape of this process's part of the model, see `models.sharding`.
         shard, part: the rank of this process among those that compute the model, and its part of the model.
         rotaries: the rotary tables, in the order of `Config.table`.
         before, after: the calls before the first layer, on a GPU, and after the last one.
         stack: all layers as one call, on a CPU; None if it lacks an operator.
-        tail: the head, if it can join that call.
-        adapters: from which requests choose; adapter i has number i + 1 in a pass.
-        inputs: computes per-layer embeddings; None: there are none.
+        tail: the head, if it can join the call of `stack`.
+        adapters: the adapters that requests choose from; adapter i has number i + 1 in a pass.
+        inputs: computes per-layer embeddings; None: the model has none.
         streams: makes and joins several streams; None: there is one.
         ends: the adapters' changes to the embedding and the head.
         tapped: the layers before which passes copy the residual stream, see `tap`.
@@ -90,7 +91,7 @@ class Decoder(nn.Module):
             reader: creates the reader of the weights.
 
         Raises:
-            CheckpointError: wrong fields or tensors; before any tensor is read.
+            CheckpointError: wrong fields or tensors; it is raised before any tensor is read.
         """
         super().__init__()
         c, names = self.read(checkpoint.fields), self.names
@@ -150,12 +151,12 @@ class Decoder(nn.Module):
         """Evaluate the T tokens of a pass and write their keys and values to the cache.
 
         Args:
-            tokens_T, positions_T: int64; positions of a learned table lie below `shape.max_positions`.
+            tokens_T, positions_T: int64; positions are less than `shape.max_positions` if they are learned.
             spans_T: int64, length of each token's sequence when it was evaluated (for length-dependent rotary kinds).
             tapped_TNE: filled with the stream before each layer of `tapped`; None: not needed.
 
         Returns:
-            hidden rows [T, E], final norm applied.
+            hidden rows [T, E], after the final norm.
         """
         x_TE = self._embedded(tokens_T, positions_T, layout)
         inputs_TF, streams_TNE = self._inputs(tokens_T, x_TE, layout), None
@@ -179,7 +180,7 @@ class Decoder(nn.Module):
 
     @property
     def joins(self) -> bool:
-        """Whether `top_sums` can evaluate C++ passes."""
+        """Whether `top_sums` can evaluate passes in C++."""
         return self.tail is not None and self.stack is not None and self.stack.ready
 
     def top_sums(
@@ -194,15 +195,15 @@ class Decoder(nn.Module):
         wanted: Sequence[TopSums],
         tapped_TNE: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor], list[bool]]:
-        """`forward`, the logits of some of the tokens and their top sums, in one call.
+        """Run `forward` and compute the logits of some tokens and their top sums, in one call.
 
         Args:
-            tokens_T, positions_T, spans_T, cache, layout, tapped_TNE: as of `forward`.
-            asked: the tokens, ascending.
+            tokens_T, positions_T, spans_T, cache, layout, tapped_TNE: see `forward`.
+            asked: these tokens, ascending.
             size, wanted: see `kernels.rows.top_sums_of_logits`.
 
         Returns:
-            hidden rows, as of `forward`; the results of `top_sums_of_logits`.
+            hidden rows, see `forward`; the results of `top_sums_of_logits`.
         """
         assert self.stack is not None and self.tail is not None
         x_TE = self._embedded(tokens_T, positions_T, layout)
@@ -216,7 +217,7 @@ class Decoder(nn.Module):
         return [rotary.angles(positions_T, spans_T, self.dtype) for rotary in self.rotaries]
 
     def _inputs(self, tokens_T: Tensor, x_TE: Tensor, layout: TreeLayout) -> Tensor | None:
-        """The per-layer embeddings for the rows that enter the first layer; None: there are none."""
+        """Return the per-layer embeddings for the rows that enter the first layer; None: the model has none."""
         return None if self.inputs is None else self.inputs(tokens_T, x_TE, layout.rows_impl)
 
     def _joined(self, streams_TNE: Tensor, layout: TreeLayout) -> Tensor:
@@ -226,7 +227,7 @@ class Decoder(nn.Module):
         return x_TE if self.norm is None else self.norm(x_TE, layout.rows_impl)
 
     def _embedded(self, tokens_T: Tensor, positions_T: Tensor, layout: TreeLayout) -> Tensor:
-        """The rows that enter the first layer."""
+        """Return the rows that enter the first layer."""
         x_TE = self.embedding(tokens_T)
         if self.ends is not None and layout.adapters_T is not None:
             x_TE = self.ends.embed(x_TE, tokens_T, layout.adapters_T)
@@ -242,11 +243,11 @@ class Decoder(nn.Module):
 
     @property
     def adapted_heads(self) -> AbstractSet[int]:
-        """The numbers of adapters that change logits."""
+        """The numbers of the adapters that change logits."""
         return frozenset() if self.ends is None else self.ends.heads
 
     def logits(self, hidden_NE: Tensor, head: Linear | None = None, adapters: Sequence[int] = ()) -> Tensor:
-        """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype.
+        """Compute next-token logits [N, V] (scores [N, 1] with a scalar head) of hidden rows, in the model's dtype.
 
         Args:
             head: some rows of the head, or this process's part of it, to compute only the logits of their tokens.
@@ -264,14 +265,14 @@ class Decoder(nn.Module):
         return logits_NV if c.logit_cap is None else (logits_NV / c.logit_cap).tanh_().mul_(c.logit_cap)
 
     def outputs(self, hidden_NE: Tensor) -> Tensor:
-        """The head's input rows for hidden rows: Hugging Face's `last_hidden_state`."""
+        """Return the head's input rows for hidden rows: Hugging Face's `last_hidden_state`."""
         return hidden_NE if self.project_out is None else self.project_out(hidden_NE)
 
     def adapt(self, adapters: Sequence[Adapter]) -> None:
         """Load adapters. `TreeLayout.adapters_T` chooses each token's adapter by number, from 1 on.
 
         Raises:
-            CheckpointError: they do not fit the model, or have values that are not finite.
+            CheckpointError: an adapter does not fit the model, or has values that are not finite.
         """
         c, names, device = self.config, self.names, self.device
         fitted, outs = [adapter.fitted(names, c, self.base) for adapter in adapters], matrices(names, c)
@@ -302,7 +303,7 @@ class Decoder(nn.Module):
         """Make passes copy the residual stream before some layers, on a CPU, for a reader such as a draft head.
 
         Args:
-            layers: ascending; `config.layers` stands for the stream after the last one, before the norm.
+            layers: ascending; `config.layers` means the stream after the last layer, before the norm.
         """
         self.tapped = tuple(layers)
         calls = {layer: Call("tap", "stream", table=number) for number, layer in enumerate(layers)}
@@ -314,8 +315,8 @@ class Decoder(nn.Module):
         self.stack = self._stack()
 
     def _join(self) -> None:
-        """Give each layer its calls for a GPU, where the first norm of a layer is fused into the end of the previous
-        one."""
+        """Give each layer its calls for a GPU, which fuse the first norm of a layer into the end of the previous
+        layer."""
         layers = cast(Sequence[Layer], self.layers)
         parts = [list(layer.calls) for layer in layers]
         begins = [part[:1] if part[0].code == "norm" else [] for part in parts]

@@ -6,7 +6,7 @@ row is not computed yet because the token is itself a guess, the head's own row 
 EAGLE-3 (Li et al., 2025, arXiv 2503.01840, section 3): the row combines the hidden states before three of the model's
 layers.
 
-Shape legend: T tokens of a pass, N asked rows, E width, R tapped rows of a token, V tokens that the head knows.
+Shape legend: T tokens of a pass, N asked rows, E width, R tapped rows of a token, V tokens of the head's vocabulary.
 """
 
 import re
@@ -34,22 +34,22 @@ from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, run
 
 EMBEDDING = "embed_tokens"
-MAPS = "d2t", "t2d"  # of a head that knows some of the model's tokens, and what tells which these are
+MAPS = "d2t", "t2d"  # tensors that map the tokens of a head with a smaller vocabulary to the model's tokens
 
 
 class DraftHead(nn.Module):
     """A decoder layer that reads tokens and rows of a model, and the logits after it.
 
-    A subclass makes the layer and `_enter`.
+    A subclass makes the layer and defines `_enter`.
 
     Args:
-        c: of the layer.
-        weights: of the head.
+        c: the layer's configuration.
+        weights: the head's weights.
 
     Attributes:
-        taps: whether it reads what the model taps (`Decoder.tap`), and not its hidden rows.
-        tokens_V: the model's token of each logit, int64; None: its own number.
-        embedding: of tokens; the model's, where the head has none.
+        taps: whether it reads rows that the model taps (`Decoder.tap`) instead of hidden rows.
+        tokens_V: the model's token of each logit, int64; None: logit i is that of token i.
+        embedding: the token embedding, the model's if the head has none.
     """
 
     taps: ClassVar[bool] = False
@@ -71,11 +71,11 @@ class DraftHead(nn.Module):
         self.rotaries = [RotaryEmbedding(rope).to(weights.device) for rope in c.tables()]
 
     def attach(self, target: Decoder) -> None:
-        """Become the head of a model. Raises CheckpointError if it is another one's."""
+        """Become the head of a model. Raises CheckpointError if the head was made for another model."""
         raise NotImplementedError
 
     def taken(self, rows: Tensor) -> Tensor:
-        """Rows as the head reads them, a copy [T, E], of a model's rows: [T, R, E] of those that it taps, or [T, E]."""
+        """Return the head's input, a copy [T, E], from a model's tapped rows [T, R, E] or hidden rows [T, E]."""
         raise NotImplementedError
 
     def forward(
@@ -90,8 +90,8 @@ class DraftHead(nn.Module):
         """Evaluate the tokens of a pass; their keys and values go into the cache.
 
         Args:
-            given_TE: of the token before each: the model's row, see `taken`, or the head's own.
-            tokens_T, positions_T, spans_T, cache, layout: as of `Decoder.forward`.
+            given_TE: for each token the row of the token before it: the model's, see `taken`, or the head's own.
+            tokens_T, positions_T, spans_T, cache, layout: see `Decoder.forward`.
 
         Returns:
             the head's rows [T, E].
@@ -103,29 +103,29 @@ class DraftHead(nn.Module):
         return registers["stream"]
 
     def _enter(self, embedded_TE: Tensor, registers: Registers) -> None:
-        """Make what the layer reads of the embeddings of tokens and of the rows in "stream"."""
+        """Make the layer's inputs from the embeddings of tokens and the rows in "stream"."""
         raise NotImplementedError
 
     def logits(self, hidden_NE: Tensor, impl: str = "torch") -> Tensor:
-        """The head's rows [N, E] to logits of the tokens after theirs, [N, V]; `impl` is that of the pass's rows."""
+        """Compute logits [N, V] of the next tokens from the head's rows; `impl` is that of the pass's rows."""
         raise NotImplementedError
 
     def misfit(self, what: str, target: str) -> CheckpointError:
-        """The error for a head of another model."""
+        """Return the error for a head of another model."""
         what = f"the draft head does not fit the model: it has {what}, the model {target}"
         return CheckpointError(what, where=self.where, remedy="Give the head that was trained for this model.")
 
 
 class Eagle3(DraftHead):
-    """EAGLE-3: the layer reads the norms of embedding and row side by side, and adds to the row.
+    """EAGLE-3: the layer reads the normed embedding and the normed row side by side, and adds its output to the row.
 
-    Checkpoints are those of the paper's authors, SpecForge and the like, or of "speculators", whose config has the
-    layer's inside `transformer_layer_config`.
+    Checkpoints have the layout of the paper's authors (as SpecForge's), or that of "speculators", whose config nests
+    the layer's in `transformer_layer_config`.
     """
 
     architectures = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
     taps = True
-    READS = 3  # rows of the model
+    READS = 3  # number of the model's rows that it reads
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Eagle3(DraftHead):
         ]
 
     def attach(self, target: Decoder) -> None:
-        """See `DraftHead`; the model taps what the head reads from now on."""
+        """See `DraftHead`; from now on the model taps the rows that the head reads."""
         c, own = target.config, self.config
         if own.vocab_size != c.vocab_size:
             raise self.misfit(f"a vocabulary of {own.vocab_size} tokens", f"one of {c.vocab_size}")
@@ -202,7 +202,7 @@ class Eagle3(DraftHead):
         target.tap(read)
 
     def taken(self, rows: Tensor) -> Tensor:
-        """The paper's g: one row of three."""
+        """Compute the paper's g, one row from three."""
         return self.fc(rows.flatten(1).to(self.dtype))
 
     def _enter(self, embedded_TE: Tensor, registers: Registers) -> None:
@@ -217,7 +217,7 @@ class Eagle3(DraftHead):
 
 
 def _layer(fields: Fields) -> Config:
-    """The configuration of the layer, a Llama's."""
+    """Return the configuration of the layer, which is a Llama layer."""
     return Config(
         **rotary(fields, positions=2048),
         norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
@@ -227,15 +227,15 @@ def _layer(fields: Fields) -> Config:
 
 
 def _layer_name(checkpoint: Checkpoint) -> str:
-    """The beginning of the names of the layer's tensors."""
+    """Return the prefix of the names of the layer's tensors."""
     return "layers.0." if any(name.startswith("layers.0.") for name in checkpoint.tensors) else "midlayer."
 
 
 def _layers_read(outer: Fields) -> tuple[int, ...]:
-    """The layers whose input streams the head reads, ascending; () for those of the paper's code.
+    """Return the layers whose input streams the head reads, ascending; () means the layers of the paper's code.
 
-    A field of the config itself counts as the default does. Inside `eagle_config` numbers are of the layers that make
-    the streams, as in SGLang and TensorRT-LLM.
+    A field at the config's top level numbers layers as the default does. Inside `eagle_config` the numbers are those of
+    the layers that write the streams, as in SGLang and TensorRT-LLM.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     for fields, shift in ((outer, 0), (outer.sub("eagle_config"), 1)):
@@ -248,7 +248,7 @@ def _layers_read(outer: Fields) -> tuple[int, ...]:
 
 
 def _known_tokens(checkpoint: Checkpoint, known: int, vocab_size: int) -> Tensor | None:
-    """The model's token of each of the head's, j + d2t[j]; None: the head knows all. Raises CheckpointError."""
+    """Return the model's token of each of the head's, j + d2t[j]; None: the head has all. Raises CheckpointError."""
     name, where = MAPS[0], show(checkpoint.folder)
     if (info := checkpoint.tensors.get(name)) is None:
         if known == vocab_size:

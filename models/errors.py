@@ -7,7 +7,7 @@ from typing import Any
 
 
 class CoppiceError(Exception):
-    """An error meant for the user: what went wrong, where, and what to do about it, a line each.
+    """An error meant for the user: what went wrong, where, and what to do about it, one line each.
 
     `exit_code` is the status of a command line that ends with it, `code` its name in JSON records.
     """
@@ -30,17 +30,17 @@ class CoppiceError(Exception):
 
 
 class CheckpointError(CoppiceError):
-    """A file of the model's folder is absent, damaged, unsupported, or contradicts another one."""
+    """A file in the model's folder is absent, damaged, unsupported, or contradicts another file."""
 
     exit_code = 3
     code = "checkpoint"
 
 
 def nearest(name: str, known: Iterable[str], rest: str) -> str:
-    """The remedy for an unknown name: at most three of the known ones, the nearest first, and where the rest is.
+    """Return the remedy for an unknown name: at most three known names, the nearest first, and where to find the rest.
 
     Args:
-        name: as it was given.
+        name: the unknown name.
         known: the names to choose from.
         rest: a clause such as "docs/checkpoints.md lists all".
     """
@@ -49,7 +49,7 @@ def nearest(name: str, known: Iterable[str], rest: str) -> str:
 
 
 def show(name: object) -> str:
-    """A name from a file, safe to print: no control characters, no lone surrogates, not endless."""
+    """Make a name from a file safe to print: no control characters, no lone surrogates, bounded length."""
     text = str(name).encode("utf-8", "backslashreplace").decode()
     text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
     return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"

@@ -2,8 +2,8 @@
 
 A file is named by the digest of its inputs and of the code that derives it. It has sections of bytes, each at a
 multiple of LINE, then a JSON object with the caller's metadata, the offsets of the sections and a digest of samples of
-them, then the digest and the length of that object, and MAGIC. The sections are memory-mapped: processes share their
-memory, and pages are loaded when they are first read.
+the sections, then the digest and the length of that object, and MAGIC. Sections are memory-mapped: processes share
+their memory, and pages are loaded when they are first read.
 """
 
 import atexit
@@ -30,15 +30,15 @@ from models.checkpoint.files import open_regular
 
 MAGIC, LINE = b"coppice\1", 64
 FOOT = hashlib.sha256().digest_size + 8 + len(MAGIC)
-MOST_FACTS = 1 << 28  # bytes of the JSON object
-PLACES, PIECE = 256, 1 << 12  # of a large file: the places that are compared with its digest, and the bytes at each
-FILE_PLACES = 16  # the same of a model's files, which the system may have yet to read from the disk
+MOST_FACTS = 1 << 28  # the most bytes of the JSON object
+PLACES, PIECE = 256, 1 << 12  # places of a large file that are compared with its digest, and the bytes at each
+FILE_PLACES = 16  # fewer places for a model's files, which the system may have to read from the disk
 SPARE = 1 << 30  # bytes of the disk that stay free
 STALE = 24 * 3600  # seconds until a file that was never completed is removed
 CHUNK = 1 << 24  # bytes that are written at once
 TICK = 0.02  # seconds by which the time of a file may lag behind the clock
-PATIENCE = 10.0  # seconds that the end of the interpreter waits for what is being written
-NICE = 5  # of the thread that writes: a third of the time of another one on the same core
+PATIENCE = 10.0  # seconds that the end of the interpreter waits for a file that is being written
+NICE = 5  # niceness of the writing thread: it gets a third of the time of another thread on the same core
 PACKAGE = Path(__file__).parent
 
 
@@ -46,15 +46,15 @@ class CachedFile(NamedTuple):
     """An open file of the cache.
 
     Args:
-        facts: of the writer.
-        sections: the bytes, views of the mapped file.
+        facts: the writer's metadata.
+        sections: the sections' bytes, views of the mapped file.
     """
 
     facts: dict[str, Any]
     sections: list[memoryview]
 
     def tensor(self, section: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """A section as a tensor, which keeps the mapping alive. Raises ValueError if it does not fit."""
+        """Return a section as a tensor, which keeps the mapping alive. Raises ValueError if it does not fit."""
         found = torch.frombuffer(self.sections[section], dtype=dtype)
         if found.numel() != torch.Size(shape).numel():
             raise ValueError(f"section {section}: expected {list(shape)}, got {found.numel()} elements")
@@ -65,21 +65,21 @@ class NewFile:
     """A file that is written section by section.
 
     Args:
-        descriptor: of an empty file, open for reading and writing.
+        descriptor: descriptor of an empty file, open for reading and writing.
     """
 
     def __init__(self, descriptor: int):
         self._descriptor, self._places, self._end = descriptor, list[tuple[int, int]](), 0
 
     def put(self, section: memoryview) -> int:
-        """Write a section; returns its number."""
+        """Write a section, and return its number."""
         _put(self._descriptor, section, self._end)
         self._places.append((self._end, section.nbytes))
         self._end = -(-(self._end + section.nbytes) // LINE) * LINE
         return len(self._places) - 1
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """Write what describes the file, the last of it."""
+        """Write the description of the file, its last part."""
         os.ftruncate(self._descriptor, self._end)
         digest = hashlib.sha256()
         _sample(digest, self._descriptor, self._end, PLACES)
@@ -90,18 +90,18 @@ class NewFile:
         os.fsync(self._descriptor)
 
     def mapped(self) -> CachedFile:
-        """The finished file. Its mapping outlives the descriptor. Raises ValueError if it is damaged already."""
+        """Map the finished file; the mapping outlives the descriptor. Raises ValueError if it is damaged already."""
         return _read(self._descriptor)
 
 
 class FileCache:
-    """A folder of such files, of bounded size: the least recently used ones go first.
+    """A folder of such files, of bounded size: the least recently used ones are removed first.
 
-    What cannot be read or written is no error: it is derived anew, and a line on stderr says once why.
+    A file that cannot be read or written is no error: its content is derived again, and a line on stderr says once why.
 
     Args:
-        folder: it is made when a file is written.
-        bound: bytes of all files together.
+        folder: the folder, which is made when a file is written.
+        bound: the most bytes of all files together.
     """
 
     def __init__(self, folder: Path, bound: int):
@@ -109,7 +109,7 @@ class FileCache:
         self._told: set[str] = set()
 
     def open(self, name: str) -> CachedFile | None:
-        """The file of a name (see `name_of`); None: it is not there, or not to be trusted."""
+        """Open the file of a name (see `name_of`); return None if it does not exist or cannot be trusted."""
         path = self.folder / name
         try:
             if not path.exists():
@@ -119,7 +119,7 @@ class FileCache:
                 return None
             try:
                 found = _read(descriptor)
-                with suppress(OSError):  # on a file system that is not written to
+                with suppress(OSError):  # a read-only file system
                     os.utime(descriptor)
             finally:
                 os.close(descriptor)
@@ -132,10 +132,10 @@ class FileCache:
         return None
 
     def write(self, name: str, facts: dict[str, Any], sections: Sequence[memoryview]) -> bool:
-        """Write a file whole, or leave what is there; then remove others until all fit the bound.
+        """Write a whole file, or leave the existing one; then remove others until all fit the bound.
 
         Returns:
-            Whether it was written: not if it exceeds the bound or the disk, or if another process writes it.
+            whether it was written: not if it exceeds the bound or the disk, or if another process writes it.
         """
         size = sum(-(-section.nbytes // LINE) * LINE for section in sections)
         try:
@@ -162,10 +162,10 @@ class FileCache:
 
     @contextmanager
     def begin(self, name: str) -> Iterator["NewFile"]:
-        """Write a file piece by piece. It is there, whole, once the block has ended; where that fails, nothing is.
+        """Write a file piece by piece. The complete file exists once the block has ended; if that fails, no file does.
 
         Raises:
-            BlockingIOError: another process writes it, or has just written it.
+            BlockingIOError: another process is writing it, or has just written it.
             OSError, BuildError, RuntimeError: it cannot be written.
         """
         folder = files.private(self.folder, make=True)
@@ -173,7 +173,7 @@ class FileCache:
         number = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             files.lock(number)
-            if not _is_at(number, part):  # another process has just renamed what we opened
+            if not _is_at(number, part):  # another process has just renamed the opened file
                 raise BlockingIOError(f"{part} is complete")
             try:
                 os.ftruncate(number, 0)
@@ -188,7 +188,7 @@ class FileCache:
         self._evict(folder, name)
 
     def _evict(self, folder: Path, kept: str) -> None:
-        """Remove the least recently used files beyond the bound, and the rests of writers that did not end."""
+        """Remove the least recently used files beyond the bound, and unfinished files of dead writers."""
         with files.locked(folder):
             found = []
             for path in folder.iterdir():
@@ -214,13 +214,13 @@ class FileCache:
 
 
 def name_of(*parts: Any) -> str:
-    """The name of a file that derives from these parts by the code of this version, on this processor."""
+    """Return the name of a file derived from these parts by the code of this version, on this processor."""
     return hashlib.sha256(repr((parts, code())).encode()).hexdigest()[:40]
 
 
 @lru_cache(maxsize=1)
 def code() -> str:
-    """A digest of the code that derives, and of what its results may depend on besides."""
+    """Return a digest of the code that derives files, and of everything else that its results may depend on."""
     facts = cpp.sources(), cpp.why_not(), processor.identity(), torch.__version__, sys.version_info[:2], sys.byteorder
     digest = hashlib.sha256(repr(facts).encode())
     for path in (*sorted(PACKAGE.rglob("*.py")), *sorted(PACKAGE.with_name("kernels").glob("linear/*.py"))):
@@ -229,7 +229,7 @@ def code() -> str:
 
 
 def identity(paths: Iterable[Path]) -> str:
-    """A digest that changes when one of these files does: of sizes, inodes, times of changes, and of samples.
+    """Return a digest that changes when one of these files does: of sizes, inodes, times of changes, and samples.
 
     The time of the last change of an inode cannot be set back, unlike that of the content. Raises OSError.
     """
@@ -252,11 +252,12 @@ def changed_since(paths: Iterable[Path], moment: float) -> bool:
 def in_background(work: Callable[[], None]) -> threading.Thread:
     """Run a function in a thread that gives way to others.
 
-    The end of the interpreter waits for it for `PATIENCE` seconds; then it is cut off, and a later start tries again.
+    The interpreter waits `PATIENCE` seconds for it before it exits; then the work is cut off, and a later start tries
+    again.
     """
 
     def run() -> None:
-        with suppress(OSError, AttributeError):  # not everywhere has a thread a priority of its own
+        with suppress(OSError, AttributeError):  # not all systems give a thread its own priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         work()
 
@@ -278,7 +279,7 @@ def _finish() -> None:
 
 
 def _sample(digest: Any, descriptor: int, size: int, places: int) -> None:
-    """Add pieces of a file's first bytes to a digest, both ends among them; all of a small file."""
+    """Add pieces of a file's first `size` bytes to a digest, including both ends; all bytes if the file is small."""
     if size <= places * PIECE:
         digest.update(os.pread(descriptor, size, 0))
         return
@@ -287,7 +288,7 @@ def _sample(digest: Any, descriptor: int, size: int, places: int) -> None:
 
 
 def _put(descriptor: int, content: memoryview, at: int) -> None:
-    """Write bytes to a place of a file; without a buffer, whose lock a thread that is cut off would keep."""
+    """Write bytes at an offset of a file; unbuffered, because a thread that is cut off would keep a buffer's lock."""
     while content.nbytes:
         count = os.pwrite(descriptor, content[:CHUNK], at)
         content, at = content[count:], at + count
@@ -302,7 +303,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _read(descriptor: int) -> CachedFile:
-    """Check and map a file. Raises ValueError for what `NewFile` does not write."""
+    """Check and map a file. Raises ValueError if it has another form than `NewFile` writes."""
     size = os.fstat(descriptor).st_size
     foot = os.pread(descriptor, FOOT, max(0, size - FOOT))
     digest, length = foot[: -8 - len(MAGIC)], int.from_bytes(foot[-8 - len(MAGIC) : -len(MAGIC)], "little")

@@ -10,8 +10,8 @@ from models.errors import CheckpointError, show
 
 SNAPSHOTS, MAIN = "snapshots", Path("refs", "main")
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # a file of a divided model
-REVISION = re.compile(r"[\w.-]{1,100}")  # a commit; no path
-BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")  # in the store that all repositories of the hub's cache share
+REVISION = re.compile(r"[\w.-]{1,100}")  # a commit, not a path
+BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")  # a file in the store that all repositories of the hub's cache share
 HUB_NAME = re.compile(  # org/name[@revision][:file]
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>\w[\w./+-]{0,200}))?(?::(?P<file>\w[^:\0]{0,300}))?",
     re.ASCII,
@@ -29,7 +29,7 @@ class HubName:
 
     @staticmethod
     def parse(text: str) -> "HubName | None":
-        """The repository and file that a text names; None if no repository can have such a name."""
+        """Return the repository and file that a text names; None if no repository can have such a name."""
         found = HUB_NAME.fullmatch(text)
         if found is None or ".." in text or "--" in found["repo"] or found["repo"].endswith((".gguf", ".safetensors")):
             return None
@@ -40,13 +40,13 @@ class HubName:
 
 
 def snapshot(folder: Path) -> Path:
-    """The folder of a checkpoint's files.
+    """Return the folder of a checkpoint's files.
 
-    In `models--org--name` of the hub's cache, or in its `snapshots`, this is the revision that refs/main names, or the
-    only one that is there. Any other folder is returned as it is.
+    For `models--org--name` of the hub's cache, or its `snapshots`, this is the revision that refs/main names, or the
+    only existing one. Any other folder is returned unchanged.
 
     Raises:
-        CheckpointError: refs/main names no snapshot that is there; without it, there is none, or more than one.
+        CheckpointError: refs/main names a missing snapshot; or it is absent, and there is not exactly one snapshot.
     """
     if (folder / "config.json").exists():
         return folder
@@ -72,7 +72,7 @@ def snapshot(folder: Path) -> Path:
 
 
 def check_there(model: str | Path) -> None:
-    """Check that a path leads to a folder or to a GGUF file; a name on the hub passes. Raises CheckpointError."""
+    """Check that a path is a folder or a GGUF file; a name on the hub is accepted. Raises CheckpointError."""
     path = Path(model)
     if not path.exists() and HubName.parse(str(model)) is not None:
         return
@@ -86,7 +86,7 @@ def check_there(model: str | Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder is there. Raises CheckpointError."""
+    """Check that a folder exists. Raises CheckpointError."""
     if not folder.is_dir():
         is_file = "is a file, no .gguf: name the folder it lies in"
         what = is_file if folder.exists() else "there is no such folder"
@@ -99,12 +99,12 @@ def check_folder(folder: Path) -> None:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that is a checkpoint: `path` itself, or the only model in a folder without config.json; else None.
+    """Return a checkpoint's GGUF file: `path` itself, or the only model in a folder without config.json; else None.
 
-    Of a divided model it is the first file.
+    The file of a split model is its first one.
 
     Raises:
-        CheckpointError: such a folder holds several models.
+        CheckpointError: a folder without config.json has several models.
     """
     if path.suffix == ".gguf" and not path.is_dir():
         return path
@@ -119,7 +119,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def is_blob(target: Path, repository: Path, digest: str) -> bool:
-    """Whether a file is a blob of a repository in the hub's cache, or what the cache shares under that blob's name."""
+    """Whether a file is a blob of a repository in the hub's cache, or that blob's file in the store that all share."""
     blob, store = repository / "blobs" / digest, repository.parent / "blobs"
     if not blob.is_symlink():
         return target == blob
@@ -127,7 +127,7 @@ def is_blob(target: Path, repository: Path, digest: str) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """The name of a checkpoint: its folder or file; in the hub's cache its repository."""
+    """Return the name of a checkpoint: that of its folder or file, or in the hub's cache that of its repository."""
     if path.suffix == ".gguf" and not path.is_dir():
         return path.name.removesuffix(".gguf")  # in the hub's cache a link to a blob, whose name is a digest
     folder = path.resolve()

@@ -15,16 +15,16 @@ from models.config import Config, Latent
 from models.names import Names
 from models.norms import Norm
 
-EPSILON = 1e-6  # of the norms of latents, whatever that of the others
+EPSILON = 1e-6  # epsilon of the norms of latents, independent of that of other norms
 
 
 def stacks(device: torch.device) -> bool:
-    """Whether a device has the matrices of all heads as one tensor, as floats: all but a CPU, where they are packed."""
+    """Whether a device keeps the matrices of all heads in one float tensor: all do but a CPU, where they are packed."""
     return device.type != "cpu"
 
 
 class LatentAttention(nn.Module):
-    """Attention whose keys and values are made of a latent of each token, which is all that the cache keeps of it.
+    """Attention whose keys and values are computed from a latent of each token, which is all that the cache stores.
 
     Attributes:
         heads: the weights of `kernels.latent`.
@@ -63,7 +63,7 @@ class LatentAttention(nn.Module):
         return self.heads.matrices is not None
 
     def calls(self, source: str) -> Iterator[Call]:
-        """The calls from the register `source` to "out"."""
+        """Yield the calls from the register `source` to "out"."""
         if self.low:
             yield Call("product", source, "low", matrix=self.q_low)
             yield Call("norm", "low", "low", norm=self.q_norm)

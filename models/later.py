@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_modules: list[dict[str, Any]] | None = None  # the names of each module with imports that wait; None: none may wait
+_modules: list[dict[str, Any]] | None = None  # namespaces of modules whose imports wait; None: none may wait
 
 
 class Later:
@@ -19,7 +19,7 @@ class Later:
 
     Args:
         statement: the arguments of `__import__`.
-        path: the attributes of what that returns.
+        path: names of attributes, followed from the module that `__import__` returns.
     """
 
     def __init__(self, statement: tuple[Any, ...], path: tuple[str, ...] = ()):
@@ -28,13 +28,13 @@ class Later:
     def __getattr__(self, name: str) -> "Later":
         return Later(self._statement, (*self._path, name))
 
-    def __or__(self, other: object) -> "Later":  # of annotations
+    def __or__(self, other: object) -> "Later":  # in annotations
         return self
 
     __ror__ = __or__
 
     def imported(self) -> Any:
-        """Import it."""
+        """Import and return the object."""
         return functools.reduce(getattr, self._path, __import__(*self._statement))
 
 
@@ -47,7 +47,7 @@ def let_wait(package: str) -> None:
 
 @contextmanager
 def later() -> Iterator[None]:
-    """The import statements of the block wait for `import_now`, if they may."""
+    """Context whose import statements wait for `import_now`, if imports may wait."""
     if (modules := _modules) is None:
         yield
         return
@@ -64,7 +64,7 @@ def later() -> Iterator[None]:
 
 
 def import_now() -> None:
-    """Make the imports that wait; later ones do not wait."""
+    """Perform the waiting imports; later imports do not wait."""
     global _modules
     modules, _modules = _modules or [], None
     for names in modules:

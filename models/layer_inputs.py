@@ -16,7 +16,7 @@ from models.norms import Norm, rounded
 
 
 class InputMaker(nn.Module):
-    """Makes the inputs of all layers, of tokens and of their embeddings."""
+    """Makes the inputs of all layers from tokens and their embeddings."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, inputs: LayerInputs):
         super().__init__()
@@ -28,7 +28,7 @@ class InputMaker(nn.Module):
         self.norm = Norm(c, weights, names.input_norm)
 
     def forward(self, tokens_T: Tensor, x_TE: Tensor, impl: str) -> Tensor:
-        """int64 [T] and the rows that enter the first layer -> [T, L P]; `impl` is the pass's."""
+        """Map tokens, int64 [T], and the rows that enter the first layer to [T, L P]; `impl` is the pass's."""
         made_TLP = (self.matrix(x_TE) * self.made_scale).unflatten(1, (-1, self.width))
         if self.known is not None:
             tokens_T = torch.where(tokens_T < self.known, tokens_T, 0)
@@ -37,8 +37,9 @@ class InputMaker(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """Adds to the stream what two matrices make of it; between them the product is activated, and times the layer's
-    input. Of several streams (`Config.streams`), the one in "read" makes what is added to all but the first."""
+    """Projects the stream through two matrices and adds the result to it; between them the product is activated and
+    multiplied by the layer's input. With several streams (`Config.streams`), the one in "read" is projected, and the
+    result is added to all but the first."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
@@ -48,7 +49,7 @@ class LayerInput(nn.Module):
         self.streams = c.streams
 
     def calls(self) -> Iterator[Call]:
-        """The calls from the stream, or "read", to the stream."""
+        """Yield the calls from the stream, or "read", to the stream."""
         yield Call("product", "read" if self.streams else "stream", "narrow", matrix=self.gate)
         yield Call("inject", "narrow", "narrow", "inputs", table=self.index, function=self.activation)
         yield Call("product", "narrow", "out", matrix=self.out)

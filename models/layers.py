@@ -27,7 +27,7 @@ from models.streams import Laurel, StreamUpdates
 
 
 class Attention(nn.Module):
-    """Attention of tokens to the trunks and branches from which they descend; their own keys and values are written
+    """Attention of tokens to the trunks and branches from which they descend; the tokens' keys and values are written
     first."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
@@ -83,7 +83,7 @@ class Attention(nn.Module):
 
 
 class Taps(nn.Module):
-    """The weights [K, E] of a short convolution, with that of the token itself last, and its bias [E]."""
+    """The weights [K, E] of a short convolution, the last for the token itself, and its bias [E]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
@@ -91,7 +91,7 @@ class Taps(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """A gated short convolution over the ancestors of tokens, instead of attention; its inputs are kept."""
+    """A gated short convolution over the ancestors of tokens, instead of attention; the cache stores its inputs."""
 
     def __init__(self, names: Names, weights: Weights, convs: ShortConvs, index: int):
         super().__init__()
@@ -179,10 +179,10 @@ class SelectiveScan(nn.Module):
 
 
 def interleaved(kind: DeltaKind) -> Tensor:
-    """The positions of `delta_net`'s inputs among the outputs of Qwen3-Next's two matrices, int64.
+    """Return the positions of `delta_net`'s inputs among the outputs of Qwen3-Next's two matrices, int64.
 
-    The first one makes, for each head of keys, a query, a key, its values and their gates; the second one, for each
-    head of keys, the strengths of its heads of values, and the inputs of their decays.
+    For each key head, the first matrix produces a query, a key, the head's values and their gates; the second one
+    produces the strengths of the head's value heads, and the inputs of their decays.
     """
     G, (H, K, V) = kind.key_heads, kind.state
     sizes = K, K, H // G * V, H // G * V
@@ -192,8 +192,8 @@ def interleaved(kind: DeltaKind) -> Tensor:
 
 
 class Curve(nn.Module):
-    """The four numbers of a layer's xIELU, `weight` [4], float32: see `kernels.rows.xielu`. Softplus makes two of them
-    of what checkpoints have."""
+    """The four parameters of a layer's xIELU, `weight` [4], float32: see `kernels.rows.xielu`. Softplus is applied to
+    two of the checkpoint's numbers."""
 
     bias = None
 
@@ -301,8 +301,8 @@ class Layer(nn.Module):
     scan may read what attention reads, and is added likewise.
 
     Attributes:
-        calls: its operators.
-        together: the same for a GPU, some of them fused; the first norm of the next layer is the last call of this one.
+        calls: the layer's operator calls.
+        together: the calls for a GPU, some of them fused; they end with the first norm of the next layer.
     """
 
     together: list[Call | Together]
@@ -375,6 +375,6 @@ class Layer(nn.Module):
             yield Call("scale", "stream", "stream", scale=self.scale)
 
     def forward(self, registers: Registers) -> Tensor:
-        """The stream after this layer."""
+        """Run the layer, and return the stream after it."""
         run(self.together if registers.together else self.calls, registers)
         return registers["stream"]

@@ -1,7 +1,7 @@
 """Names that a package exports from its modules, imported at first use: `__getattr__` of a module (PEP 562).
 
-Importing a package then does not import what its names need, above all torch, so a command line can parse its flags,
-show its help or refuse a folder first.
+Importing a package then does not import the dependencies of its names, above all torch, so a command line can parse its
+flags, show its help or refuse a folder first.
 """
 
 import importlib
@@ -11,11 +11,11 @@ from typing import Any
 
 
 def exports(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package.
+    """Return the `__getattr__` of a package.
 
     Args:
-        package: its `__name__`.
-        modules: module -> the names that the package has from it, separated by spaces.
+        package: the package's `__name__`.
+        modules: maps each module to the names that the package exports from it, separated by spaces.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 

@@ -16,19 +16,19 @@ from models.names import Names
 
 
 def stacks(device: torch.device) -> bool:
-    """Whether a device has the experts of a layer below each other, for `kernels.experts.routed`: a GPU."""
+    """Whether a device stacks the experts of a layer for `kernels.experts.routed`: only a GPU does."""
     return device.type == "cuda"
 
 
 class Mixture(nn.Module):
-    """Experts of which a token chooses a few, and perhaps one that all tokens have.
+    """Experts of which each token chooses a few, and possibly one that all tokens share.
 
-    The matrix that makes the scores stays as exact as the checkpoint has it: a choice that tips over is no small error.
+    The router's matrix keeps the checkpoint's precision, because an error that changes a choice is large.
 
     Attributes:
-        experts: products up and down of each.
-        stacked: the same of all on a GPU, instead; None elsewhere.
-        matrices: the same for C++; None where it does not multiply one of the matrices.
+        experts: the up and down products of each expert.
+        stacked: the products of all experts on a GPU, in place of `experts`; None elsewhere.
+        matrices: the experts for C++; None if it cannot multiply one of the matrices.
     """
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
@@ -72,13 +72,13 @@ class Mixture(nn.Module):
         return PackedExperts(self.routing, self.activation, router, pairs, self.bias_X, shared, gate, self.factors_X)
 
     def calls(self, source: str) -> Iterator[Call]:
-        """The calls from the register `source` to "read"."""
+        """Yield the calls from the register `source` to "read"."""
         yield Call("mix", source, "read", mixture=self)
         if self.factor != 1.0:
             yield Call("scale", "read", "read", scale=self.factor)
 
     def forward(self, x_TE: Tensor, impl: str, scored_TE: Tensor | None = None) -> Tensor:
-        """[T, E] -> the same; `impl` is the pass's. The router reads `scored_TE`, or without that the same."""
+        """[T, E] -> [T, E]; `impl` is the pass's. The router reads `scored_TE`; None: it reads `x_TE`."""
         if impl == "cpp" and self.matrices is not None:
             return experts(x_TE, self.matrices, scored_TE)
         activate = partial(activation_mul if self.gated else activation, name=self.activation, impl=impl)

@@ -28,15 +28,15 @@ PREFIX = "mtp."
 
 
 class MTP(DraftHead):
-    """The head of a checkpoint's own model.
+    """The draft head for the model of the same checkpoint.
 
     Args:
-        checkpoint: of the model.
-        family: of the model; its layer with attention is the head's.
+        checkpoint: the model's checkpoint.
+        family: the model's family; the head has its layer with attention.
         dtype, device, quant, reader: see `Weights`.
 
     Raises:
-        CheckpointError: the checkpoint has no such head, or not all of one.
+        CheckpointError: the checkpoint has no such head, or lacks some of its tensors.
     """
 
     def __init__(
@@ -86,6 +86,6 @@ class MTP(DraftHead):
 
 
 def _layer(c: Config) -> Config:
-    """The configuration of a decoder of one layer with attention, and with experts if the model has any."""
+    """Return the configuration of a decoder of one layer with attention, and with experts if the model has any."""
     mixed = None if c.experts is None else replace(c.experts, layers=(True,))
     return replace(c, layers=1, recurrent=None, experts=mixed)

@@ -15,42 +15,42 @@ class Names:
     """The tensors in a checkpoint, without `.weight` and `.bias`; the defaults are Llama's.
 
     Args:
-        layer: begins the names of a layer's parts, {} is its number.
+        layer: prefix of the names of a layer's parts; {} stands for its number.
         conv: the matrix before a short convolution, its own weights, and the matrix after it.
-        recurrent_in: the matrices before a gated delta net, two of an interleaved one, or the one before a scan; its
-            weights `delta_taps`, `delta_decay`, `delta_bias`, `delta_norm`, those of a scan alone `scan_shift` and
-            `scan_skip`, and the matrix after it, `recurrent_out`.
-        attention_norm, mlp_norm: on the input or on the sum, see `Config.norms`.
-        attention_out_norm, mlp_out_norm: on the output.
-        q_norm, k_norm: of heads; where each has its own, the place of its number is {}, or one tensor has
-            a row of each.
-        attention_sub_norm, mlp_sub_norm: of what the last matrices of attention and of the MLP read.
+        recurrent_in: the matrices before a gated delta net (two if interleaved), or the one before a scan. Their
+            weights are `delta_taps`, `delta_decay`, `delta_bias`, `delta_norm`, for scans also `scan_shift` and
+            `scan_skip`; `recurrent_out` is the matrix after them.
+        attention_norm, mlp_norm: the norm on the input or on the sum, see `Config.norms`.
+        attention_out_norm, mlp_out_norm: the norm on the output.
+        q_norm, k_norm: the norms of heads; if each head has its own, {} stands for its number, or one tensor has a row
+            for each.
+        attention_sub_norm, mlp_sub_norm: the norms before the last matrices of attention and of the MLP.
         head_gate: the matrix of `Config.head_gates`.
-        qkv, up: one stored matrix or several, which lie below each other here.
-        q_low, q_low_norm, q_high: of attention with a latent: the matrices that make queries of a narrower row, and its
-            norm; where that is none, the first of `qkv` does.
-        latent, latent_norm: the matrix that makes the latent and the key that is rotated, and the latent's norm.
-        keys_and_values: the matrix that makes both of the latent, head by head; or `keys`, of which each head's lie
-            transposed below each other, and `values`.
-        curve: begins the names of the numbers of an MLP's activation.
-        sinks: a logit of each head.
-        router, choice_bias: of a mixture of experts: the matrix that makes the scores of experts, and a vector.
-        expert: its matrices, those of `up` before the last, the place of its number is {}.
-        shared, shared_gate: the same of the shared expert, and the matrix of its weight.
-        router_scale, factors: the vector that the router's input is multiplied by, and that of the weights of experts.
-        experts_norm, experts_out_norm, mlp_own_norm: of experts in parallel with an MLP, the norms of their input and
-            output, and that of the MLP's output alone.
-        input_table, input_matrix, input_norm: what makes `Config.layer_inputs` of tokens and their embeddings.
-        input_gate, input_out, input_out_norm: of a layer, the matrices before and after its inputs, and the norm then.
-        streams_in, streams_out: the matrices that make other streams of the embedding, and of them rows like the first
-            stream's, numbers for {}.
-        stream_norm, stream_router, predict, correct: of a layer, the norm and the matrix before the two that make
-            weights of streams, and those.
+        qkv, up: one stored matrix or several, which are stacked here.
+        q_low, q_low_norm, q_high: (latent attention) the matrices that compute queries by way of a narrower row, and
+            the norm of that row; without such a row, the first of `qkv` computes queries.
+        latent, latent_norm: the matrix that computes the latent and the rotated key, and the latent's norm.
+        keys_and_values: the matrix that computes both from the latent, head by head; or `keys`, which stacks the heads'
+            transposed matrices, and `values`.
+        curve: prefix of the names of an MLP's activation parameters.
+        sinks: the logits of the heads' sinks.
+        router, choice_bias: (mixture of experts) the matrix that computes the scores of experts, and a vector.
+        expert: an expert's matrices, those of `up` before the last; {} stands for its number.
+        shared, shared_gate: the matrices of the shared expert, and the matrix of its weight.
+        router_scale, factors: the vectors that multiply the router's input and the weights of experts.
+        experts_norm, experts_out_norm, mlp_own_norm: (experts in parallel with an MLP) the norms of the experts' input
+            and output, and that of the MLP's output alone.
+        input_table, input_matrix, input_norm: these compute `Config.layer_inputs` from tokens and their embeddings.
+        input_gate, input_out, input_out_norm: the matrices before and after a layer's inputs, and the norm after them.
+        streams_in, streams_out: the matrices that compute the other streams from the embedding, and from them rows like
+            the first stream's; {} stands for the number of one.
+        stream_norm, stream_router, predict, correct: a layer's norm and matrix before the two matrices that compute
+            weights of streams, and these two.
         stream_scale: the vector of `Streams.scaled`.
-        laurel, laurel_norm: its two matrices, and the norm after them.
+        laurel, laurel_norm: the two matrices of LAuReL, and the norm after them.
         layer_scale: the scalar that a layer multiplies the stream by.
         positions: the table of learned positions; position p has row p + `offset`.
-        project: the matrices between `embedding_width` and `width`, in and out.
+        project: the matrices from `embedding_width` to `width` and back.
         transposed: the layers' matrices are stored [in, out].
     """
 
@@ -134,7 +134,7 @@ class Names:
     transposed: bool = False
 
     def tensors(self, c: Config) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of everything that a checkpoint of this configuration holds."""
+        """Return names and shapes of all tensors of a checkpoint with this configuration."""
         embedding_width = c.embedding_width or c.width
         shapes: dict[str, tuple[int, ...]] = {f"{self.embedding}.weight": (c.vocab_size, embedding_width)}
         if self.positions:
@@ -220,13 +220,14 @@ class Names:
         return [name.format(i) for i in range(c.streams.count - 1)] if c.streams else []
 
     def heads_of(self, c: Config, layer: int) -> tuple[str, ...]:
-        """The matrices that make queries, keys and values of a layer; one that makes keys and values is there twice."""
+        """Return the matrices that compute a layer's queries, keys and values; one that computes keys and values is
+        listed twice."""
         if c.reads(layer) != layer:
             return self.qkv[:1]
         return (*self.qkv[:2], self.qkv[1]) if c.values_are_keys(layer) else self.qkv
 
     def heads(self, c: Config, layer: int) -> dict[str, int]:
-        """These matrices, and the outputs of each."""
+        """Return these matrices and the outputs of each."""
         (kv_heads, size), names = c.kv_size(layer), self.heads_of(c, layer)
         q, kv = c.heads * size, kv_heads * size
         queries = (2 if c.query_gate else 1) * q
@@ -236,11 +237,11 @@ class Names:
         return dict(zip(names, outs, strict=False))
 
     def latent_high(self, latent: Latent) -> tuple[str, ...]:
-        """The matrices that make keys and values of a latent."""
+        """Return the matrices that compute keys and values from a latent."""
         return (self.keys, self.values) if latent.split else (self.keys_and_values,)
 
     def latents(self, c: Config, latent: Latent) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Names and shapes of the tensors of attention with a latent, and whether they have biases, after `layer`."""
+        """Return the tensors of latent attention: names after `layer`, shapes, and whether they have biases."""
         queries, bias = c.heads * (latent.plain + latent.rotated), c.attention_bias
         shapes: dict[str, tuple[tuple[int, ...], bool]] = {self.qkv[0]: ((queries, c.width), False)}
         if low := latent.query_rank:
@@ -260,7 +261,7 @@ class Names:
         return shapes | {name: (shape, False) for name, shape in zip(self.latent_high(latent), outs, strict=True)}
 
     def delta(self, c: Config, recurrent: Recurrent) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors of a gated delta net, after `layer`."""
+        """Return the tensors of a gated delta net: names after `layer`, and shapes."""
         kind, (H, _, V) = recurrent.kind, recurrent.kind.state
         outs = kind.channels + H * V, 2 * H
         if not recurrent.interleaved:
@@ -272,7 +273,7 @@ class Names:
         return matrices | vectors | {f"{self.recurrent_out}.weight": (c.width, H * V)}
 
     def scan(self, c: Config, recurrent: Recurrent) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors of a selective scan, after `layer`."""
+        """Return the tensors of a selective scan: names after `layer`, and shapes."""
         kind, (H, _, V), [into] = recurrent.kind, recurrent.kind.state, self.recurrent_in
         shapes: dict[str, tuple[int, ...]] = {f"{into}.weight": (kind.width, c.width)}
         shapes[f"{self.recurrent_out}.weight"] = c.width, H * V
@@ -285,7 +286,7 @@ class Names:
         return shapes | {self.delta_taps: (kind.channels, 1, kind.taps)}
 
     def mixture(self, c: Config) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors of a mixture of experts, after `layer`."""
+        """Return the tensors of a mixture of experts: names after `layer`, and shapes."""
         if (mixed := c.experts) is None:
             return {}
         shapes: dict[str, tuple[int, ...]] = {f"{self.router}.weight": (mixed.count, c.width)}
@@ -302,7 +303,7 @@ class Names:
         return shapes | ({f"{self.shared_gate}.weight": (1, c.width)} if mixed.shared_gate else {})
 
     def kinds(self, c: Config) -> dict[str, str]:
-        """The classes in transformers of linear layers and the token embedding, by the names of their weights."""
+        """Map the weights of linear layers and the token embedding to their classes in transformers."""
         others = (f"{self.embedding}.weight", f"{self.positions}.weight", f"{self.input_table}.weight")
         others += tuple(
             f"{self.layer.format(i)}{name}.weight" for i in range(c.layers) for name in self.norms_of_heads(c, i)
@@ -318,7 +319,7 @@ class Names:
         return (self.input_table,) if c.layer_inputs else ()
 
     def norms(self, c: Config, layer: int) -> dict[str, int]:
-        """The norms of a layer but for those of heads, and the sizes of their vectors."""
+        """Return the norms of a layer, except those of heads, and the sizes of their vectors."""
         names = []
         norms = c.norms_of(layer)
         if {"input", "sum"} & {*norms}:
@@ -338,7 +339,7 @@ class Names:
         return found
 
     def norms_of_heads(self, c: Config, layer: int) -> dict[str, tuple[int, ...]]:
-        """The norms of queries and keys of a layer, and the shapes of their weights."""
+        """Return the norms of a layer's queries and keys, and the shapes of their weights."""
         if not c.head_norms or not c.attends(layer):
             return {}
         kv_heads, size = c.kv_size(layer)

@@ -11,14 +11,14 @@ from models.sharding import in_halves
 
 class Norm(nn.Module):
     """An RMSNorm, x / rms(x) * weight (Zhang and Sennrich, 2019), or, with a bias, a LayerNorm, (x - mean(x)) / std(x)
-    * weight + bias (Ba et al., 2016); float32 inside, whatever the dtype. `Config.plus_one` is part of the weight,
-    which then is float32.
+    * weight + bias (Ba et al., 2016); it computes in float32, whatever the dtype. `Config.plus_one` is added to the
+    weight, which then is float32.
 
     Args:
-        c, weights: of the model.
-        name: of its vectors; a norm that is not `affine` has ones and zeros for them.
+        c, weights: the model's configuration and weights.
+        name: the name of the norm's vectors; a norm that is not `affine` has ones and zeros instead.
         some: elements of the vectors; None: all.
-        eps: of a norm that has another than the model's.
+        eps: the norm's epsilon; None: the model's.
     """
 
     def __init__(self, c: Config, weights: Weights, name: str, some: range | None = None, *, eps: float | None = None):
@@ -26,7 +26,7 @@ class Norm(nn.Module):
         self.eps = c.norm_eps if eps is None else eps
         self.bias: Tensor | None = None
         if c.affine:
-            dtype = torch.float32 if c.plus_one and c.rms else None  # a sum that half precision would round
+            dtype = torch.float32 if c.plus_one and c.rms else None  # half precision would round the sum 1 + weight
             self.weight = weights.vector(f"{name}.weight", plus_one=c.plus_one, some=some, dtype=dtype)
             if not c.rms:
                 self.bias = weights.vector(f"{name}.bias") if c.norm_bias else torch.zeros_like(self.weight)
@@ -42,7 +42,7 @@ class Norm(nn.Module):
 
 
 class PlainNorm(Norm):
-    """An RMSNorm of `width` elements that has no weight."""
+    """An RMSNorm of `width` elements without a weight."""
 
     def __init__(self, c: Config, weights: Weights, width: int):
         nn.Module.__init__(self)
@@ -51,25 +51,25 @@ class PlainNorm(Norm):
 
 
 class DividedNorm(Norm):
-    """An RMSNorm of rows of which each process has a part; the mean is that of the whole row."""
+    """An RMSNorm of rows that are divided among processes; the mean is that of the whole row."""
 
     def __init__(self, c: Config, weights: Weights, name: str, some: range):
         super().__init__(c, weights, name, some)
         self.shard, self.total = weights.shard, weights.shapes[f"{name}.weight"][0]
 
     def forward(self, x: Tensor, impl: str) -> Tensor:
-        """[..., elements of this process] -> the same."""
+        """[..., elements of this process] -> the same shape."""
         x_float = x.float()
         mean = self.shard.sum(x_float.square().sum(-1, keepdim=True)) / self.total
         return (x_float * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
 
 
 class OwnNorms(Norm):
-    """A norm for each head, with a weight of its own and no bias; their vectors lie one after the other.
+    """A norm for each head, with its own weight and no bias; the vectors are concatenated.
 
     Args:
-        name: of a head's norm, the place of its number is {}; without one, of a tensor with a row of each.
-        heads: that this process has.
+        name: the name of a head's norm, with {} for its number; a name without {} is a tensor with a row per head.
+        heads: the heads of this process.
     """
 
     def __init__(self, c: Config, weights: Weights, name: str, heads: range):
@@ -93,10 +93,10 @@ class OwnNorms(Norm):
 
 
 def head_norm(c: Config, weights: Weights, name: str, some: range | None, heads: int) -> Norm:
-    """The norm of each head, or of all of them, of which this process has `some` elements.
+    """Return the norm of each head, or of all heads together; this process has `some` of its elements.
 
     Args:
-        heads: of this process.
+        heads: the number of heads of this process.
     """
     if not c.affine:
         return PlainNorm(c, weights, c.head_dim)
@@ -117,5 +117,5 @@ def norm_of_part(c: Config, weights: Weights, name: str, some: range | None) -> 
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:
-    """A factor as a number of a dtype."""
+    """Round a factor to a dtype."""
     return torch.tensor(factor, dtype=dtype).item()

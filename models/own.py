@@ -3,7 +3,7 @@ before any package is imported, see `engine.load.startup` and `tools`.
 
 A folder that comes first on the path, often the current one, may have its own `models.py` or `search/`. Hugging
 Face distributes a package `kernels`, which can also overwrite our files. Imports would then fail with errors that
-name neither, or run the other code.
+name neither package, or run the other code.
 """
 
 import importlib.util
@@ -16,11 +16,11 @@ NEEDED = ("cpp.py", "layout.py")  # beside it
 
 
 class ShadowedError(ImportError):
-    """Another package is in the place of ours; no `CoppiceError`, whose module may be one of those in its place."""
+    """Another package takes the place of ours. It is no `CoppiceError`, because that error's module may be replaced."""
 
 
 def check(*names: str) -> None:
-    """Check that `import NAME` gives our package for each name. Nothing of another package is run.
+    """Check that `import NAME` gives our package for each name, without running code of another package.
 
     A program that `python -m` is starting ends here, with the error on stderr and the exit code of wrong usage.
 
@@ -28,7 +28,7 @@ def check(*names: str) -> None:
         ShadowedError: names the file that Python finds, our file, and what to do.
     """
     fault = next(filter(None, map(_fault, names)), "")
-    if fault and sys.argv[:1] == ["-m"]:  # what Python puts there until it has found the module to run
+    if fault and sys.argv[:1] == ["-m"]:  # Python's placeholder until it has found the module to run
         print(f"error: {fault}", file=sys.stderr)
         sys.exit(2)
     if fault:
@@ -36,7 +36,7 @@ def check(*names: str) -> None:
 
 
 def _fault(name: str) -> str:
-    """The message for a name; "" if its package is ours."""
+    """Return the message for a name; "" if its package is ours."""
     found, ours = _found(name), ROOT / name / "__init__.py"
     same = found is not None and found.resolve() == ours
     if same and (name != "kernels" or _is_whole(ours)):
@@ -47,7 +47,7 @@ def _fault(name: str) -> str:
         what = f"Python finds no package {name}"
     elif same:
         what = f"{found} is not Coppice's: another distribution wrote over its files, or removed some of them"
-        from importlib import metadata  # here, as it takes long to import
+        from importlib import metadata  # imported here because it takes long
 
         names = metadata.packages_distributions().get(name, [])
         where += f", and {name} is a package of the distributions {', '.join(sorted({*names, 'coppice'}))}"
@@ -59,7 +59,7 @@ def _fault(name: str) -> str:
 
 
 def _found(name: str) -> Path | None:
-    """The file of the package that is imported already, or would be."""
+    """Return the file of the package that is or would be imported."""
     module = sys.modules.get(name)
     if module is not None:
         return Path(module.__file__) if module.__file__ else None
@@ -77,5 +77,5 @@ def _is_whole(ours: Path) -> bool:
     return MARK in ours.read_text("utf-8") and all(ours.with_name(name).is_file() for name in NEEDED)
 
 
-if __spec__ is not None:  # imported, as the first of `models`
+if __spec__ is not None:  # not under `run_path`: the first import of `models`
     check("kernels")

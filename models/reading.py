@@ -8,26 +8,26 @@ from models.checkpoint.fields import Fields
 from models.config import FULL, RECURRENT, SLIDING, Experts
 from models.rope import RopeConfig
 
-ACTIVATIONS = {  # to the names of `kernels.rows.activation`
+ACTIVATIONS = {  # Hugging Face's names -> those of `kernels.rows.activation`
     **{name: name for name in ("silu", "relu", "gelu", "quick_gelu", "tanh")},
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
     "swish": "silu",
     "relu2": "relu_squared",
 }
-OLD_KINDS = {"attention": FULL, "mamba": RECURRENT}  # what transformers called kinds of layers before
+OLD_KINDS = {"attention": FULL, "mamba": RECURRENT}  # transformers' former names of layer kinds
 
 
 def architecture(fields: Fields) -> str:
-    """The first of the config's architectures, checked by `Checkpoint.architecture`."""
+    """Return the first of the config's architectures, which `Checkpoint.architecture` checks."""
     return str((fields.config.get("architectures") or [""])[0])
 
 
 def common(fields: Fields, *, activation: str, default: str, tied: bool) -> dict[str, Any]:
-    """Arguments of a `Config` that every family reads alike.
+    """Read the arguments of a `Config` that are the same in every family.
 
     Args:
-        activation, default: the field of the MLP's activation, and its value where it is absent.
-        tied: the value of `tie_word_embeddings` where it is absent.
+        activation, default: the field of the MLP's activation, and its value if it is absent.
+        tied: the value of `tie_word_embeddings` if it is absent.
     """
     return {
         "vocab_size": fields.int("vocab_size"),
@@ -51,14 +51,14 @@ def rotary(
     one_rope: bool = True,
     **rope: Any,
 ) -> dict[str, Any]:
-    """Arguments of a `Config` that families with rotary embeddings read alike.
+    """Read the arguments of a `Config` that are the same in families with rotary embeddings.
 
     Args:
-        positions, activation, kv_heads, head_dim, tied: values of absent fields; None: as many heads as queries have,
-            and an even share of the width.
-        activation_field: the name of the field.
-        one_rope: all layers share a rotary table; if not, `Config.ropes` is for the caller to read.
-        mlp_width: of a family that has another field for it than `intermediate_size`.
+        positions, activation, kv_heads, head_dim, tied: values of absent fields; None: as many key/value heads as query
+            heads, and an even share of the width.
+        activation_field: the name of the activation's field.
+        one_rope: all layers share a rotary table; if not, the caller reads `Config.ropes`.
+        mlp_width: the MLP's width, for families that do not store it in `intermediate_size`.
         rope: see `RopeConfig.from_hf`.
 
     Raises:
@@ -98,17 +98,17 @@ def experts(
     name: str = "num_experts",
     **more: Any,
 ) -> Experts | None:
-    """`Config.experts` of the fields that families share; None: no layer has any.
+    """Read `Config.experts` from the fields that families share; None: no layer has experts.
 
     Args:
-        count, chosen: of experts, and of those of a token, where the fields are absent.
+        count, chosen: the number of experts, and of experts per token, if the fields are absent.
         width, layers: see `Experts`.
         scores: see `Routing`.
-        name: of the field that counts experts; where it is absent, `num_local_experts` may.
-        more: of `Routing` and of `Experts`.
+        name: the field with the number of experts; `num_local_experts` is read if it is absent.
+        more: further arguments of `Routing` and of `Experts`.
 
     Raises:
-        CheckpointError: more experts are chosen than there are, or groups do not fit them.
+        CheckpointError: more experts are chosen than exist, or the groups do not fit their number.
     """
     if not any(layers):
         return None
@@ -135,7 +135,7 @@ def _check_groups(fields: Fields, routing: Routing, name: str, count: int) -> No
 
 
 def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (FULL, SLIDING)) -> tuple[str, ...]:
-    """The kind of each layer, by the field `layer_types`, or `default` where that is absent.
+    """Read the kind of each layer from the field `layer_types`; `default` if that is absent.
 
     Raises:
         CheckpointError: another number of layers, or a kind that is not one of `kinds`.
@@ -149,7 +149,7 @@ def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (
 
 
 def sparse_layers(fields: Fields, layers: int, dense: int) -> list[bool]:
-    """Whether each layer has experts, by the field `mlp_layer_types`; where that is absent, all but the first `dense`.
+    """Whether each layer has experts, by the field `mlp_layer_types`; if that is absent, all but the first `dense` do.
 
     Raises:
         CheckpointError: another number of layers, or a kind that is neither `dense` nor `sparse`.
@@ -163,29 +163,29 @@ def sparse_layers(fields: Fields, layers: int, dense: int) -> list[bool]:
 
 
 def with_rope(fields: Fields, rope: Mapping[str, Any]) -> Fields:
-    """The fields with these rotary parameters if the config has none."""
+    """Return the fields, with these rotary parameters if the config has none."""
     if fields.config.get("rope_parameters") is not None or fields.sub("rope_scaling"):
         return fields
     return Fields({**fields.config, "rope_parameters": rope}, fields.file, fields.prefix)
 
 
 def optional_window(fields: Fields) -> int | None:
-    """The window of layers that have one, where `use_sliding_window` is true; null is none, absent is not."""
+    """Read the window of layers that have one, if `use_sliding_window` is true: null means none, absent means 4096."""
     if not fields.bool("use_sliding_window", default=False):
         return None
     return fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
 
 
 def true_if_absent(fields: Fields, name: str) -> bool:
-    """A flag that transformers reads as true where it is absent, and as false where it is null."""
+    """Read a flag that transformers takes as true if it is absent, and as false if it is null."""
     return fields.bool(name, default=name not in fields.config)
 
 
 def windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """`Config.windows` of layers of these kinds: sliding ones have the window of the field `sliding_window`.
+    """Return `Config.windows` of layers of these kinds: sliding ones have the window of the field `sliding_window`.
 
     Raises:
-        CheckpointError: a layer slides, and there is no window.
+        CheckpointError: a layer has sliding attention, but there is no window.
     """
     if SLIDING in kinds and window is None:
         raise fields.error("sliding_window", "a window, as layer_types has layers of sliding attention")
@@ -195,13 +195,13 @@ def windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[i
 def ropes(
     fields: Fields, kinds: Sequence[str], head_dim: int, max_positions: int, bases: Mapping[str, tuple[str, float]]
 ) -> tuple[RopeConfig, ...]:
-    """`Config.ropes` of layers of these kinds, whose rotary tables differ.
+    """Read `Config.ropes` of layers of these kinds, whose rotary tables differ.
 
-    `rope_parameters` of transformers 5 has an object for each kind; before, `rope_scaling` was of full attention, and
-    each kind had a field of its own for the base.
+    `rope_parameters` of transformers 5 has an object for each kind; before, `rope_scaling` applied to full attention,
+    and each kind had its own field for the base.
 
     Args:
-        bases: by kind, the name of that field, and the base where there is none.
+        bases: maps each kind to the name of that field, and the base if the field is absent.
 
     Raises:
         CheckpointError: naming the field.

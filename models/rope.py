@@ -18,16 +18,16 @@ from kernels.stack import Angles
 from models.checkpoint.fields import Fields
 from models.errors import CheckpointError
 
-KINDS = {kind: kind for kind in ("default", "dynamic", "linear", "llama3", "longrope", "yarn")}  # by their labels
-LEAST_KEPT = 256  # positions
-BUFFERS = (  # older checkpoints store tables of rotations and of positions: computed here
+KINDS = {kind: kind for kind in ("default", "dynamic", "linear", "llama3", "longrope", "yarn")}  # labels -> kinds
+LEAST_KEPT = 256  # the fewest positions whose tables are kept
+BUFFERS = (  # tables of rotations and positions in older checkpoints, which are computed here instead
     re.compile(r"(.+\.)?(rotary_emb\.((original_)?inv_freq|(cos|sin)_cached)|position_ids)"),
 )
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rule by which positions become angles. `original_length` is the length of training, before any stretching."""
+    """The rule that maps positions to angles. `original_length` is the length of training, before any stretching."""
 
     head_dim: int  # the dims of a head that are rotated (D), not those that pass through
     kind: str = "default"
@@ -40,12 +40,12 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     short_factor: tuple[float, ...] = ()  # longrope: divisors of the F frequencies, up to the original length
-    long_factor: tuple[float, ...] = ()  # longrope: of sequences past it, from their first token on
+    long_factor: tuple[float, ...] = ()  # longrope: for longer sequences, from their first token on
     attention_factor: float = 1.0  # scales cos and sin
-    turned: int = 0  # proportional: pairs of dims that turn, the first; the others do not
-    growth: float = 0.0  # those of queries also by 1 + growth * ln(1 + position // growth_length) (Llama 4)
+    turned: int = 0  # proportional: number of the first pairs of dims, which turn; the others do not
+    growth: float = 0.0  # scales queries also by 1 + growth * ln(1 + position // growth_length) (Llama 4)
     growth_length: int = 1
-    backwards: bool = False  # by minus the angles (nanochat)
+    backwards: bool = False  # rotations have the opposite sign (nanochat)
 
     @staticmethod
     def from_hf(
@@ -58,16 +58,16 @@ class RopeConfig:
         kinds: Mapping[str, str] = KINDS,
         original: int | None = None,
     ) -> RopeConfig:
-        """Reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before).
+        """Read both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before).
 
         `head_dim` is the whole head, `max_positions` the config's `max_position_embeddings`. `theta` is the family's
-        default base, `partial` its default share of rotated dims; without one the family rotates whole heads and other
+        default base, `partial` its default share of rotated dims; with None the family rotates whole heads and other
         shares are refused. `kinds` maps the labels that the family knows to kinds; `original` is its default for a
         top-level `original_max_position_embeddings`.
-        Raises CheckpointError for unknown kinds and for parameters without meaning.
+        Raises CheckpointError for unknown kinds and for invalid parameters.
         """
         fields = config if isinstance(config, Fields) else Fields(config, "config.json")
-        # transformers lets a non-empty `rope_scaling` win, and the dict win over the top level
+        # As in transformers, a non-empty `rope_scaling` takes precedence, and so does the dict over the top level.
         name = "rope_scaling" if fields.sub("rope_scaling") else "rope_parameters"
         rope = fields.sub(name) or Fields({}, fields.file, f"{name}.")
         if nested := [key for key, value in rope.config.items() if isinstance(value, dict)]:
@@ -92,10 +92,10 @@ class RopeConfig:
         base: dict[str, Any] = {"head_dim": dims, "kind": kind, "theta": theta, "original_length": max_positions}
         if kind == "default":
             return RopeConfig(**base)
-        if kind in ("linear", "dynamic"):  # dynamic stretches from max_positions; any original length is not for it
+        if kind in ("linear", "dynamic"):  # dynamic stretches from max_positions and ignores an original length
             return RopeConfig(**base, factor=rope.float("factor", low=1e-3, high=1e6))
 
-        # A top-level original length is Phi's habit, and wins.
+        # Phi gives the original length at the top level, which takes precedence.
         top = fields.int("original_max_position_embeddings", original)
         base["original_length"] = length = top or rope.int("original_max_position_embeddings", max_positions)
         if kind == "llama3":
@@ -107,7 +107,7 @@ class RopeConfig:
         return RopeConfig(**base, **read(rope, base))
 
     def reach(self, max_positions: int) -> int:
-        """The longest sequence that the stretching was made for; `max_positions` as given to `from_hf`."""
+        """Return the longest sequence that the stretching was made for; `max_positions` as given to `from_hf`."""
         if self.kind in ("linear", "dynamic", "yarn"):
             return max(max_positions, int(self.original_length * self.factor))
         return max_positions
@@ -124,7 +124,7 @@ class RopeConfig:
 
 
 def _holder(rope: Fields, fields: Fields, name: str) -> Fields:
-    """Where a field stands: in the dict, or at the top level."""
+    """Return the object that has a field: the dict, or the top level."""
     return rope if rope.config.get(name) is not None else fields
 
 
@@ -194,19 +194,19 @@ class RotaryEmbedding:
         self.config = config
         self.inv_freq = _inv_freq(config)  # [F] float32
         self.long_inv_freq = _longrope(config, config.long_factor) if config.kind == "longrope" else None
-        self._kept: Angles | None = None  # of the first positions
+        self._kept: Angles | None = None  # tables of the first positions
 
     def to(self, device: torch.device | str) -> RotaryEmbedding:
-        """Moves the frequencies, in place."""
+        """Move the frequencies to a device, in place."""
         self.inv_freq = self.inv_freq.to(device)
         if self.long_inv_freq is not None:
             self.long_inv_freq = self.long_inv_freq.to(device)
         return self
 
     def angles(self, positions_T: Tensor, spans_T: Tensor, dtype: torch.dtype) -> Angles:
-        """The tables of `cos_sin`, kept for all positions up to the greatest where they depend on nothing else.
+        """Return the tables of `cos_sin`; those that depend only on positions are kept for all up to the greatest.
 
-        They take a few hundred bytes for a position, about 1% of what a cache takes for it.
+        They take a few hundred bytes per position, about 1% of the cache's bytes per position.
         """
         if self.config.kind in ("dynamic", "longrope"):
             return Angles(self.cos_sin(positions_T, spans_T, dtype))
@@ -217,18 +217,18 @@ class RotaryEmbedding:
         return kept
 
     def cos_sin(self, positions_T: Tensor, spans_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Returns cos_TD and sin_TD in `dtype`, both halves alike, for int64 positions; then those of queries, if these
-        grow.
+        """Return cos_TD and sin_TD in `dtype`, with equal halves, for int64 positions; then those of queries, if
+        `growth` scales them.
 
-        `spans_T` is the length of each token's sequence as it stood when the token was evaluated: the prompt's for
-        tokens of the prompt, position + 1 for generated ones. Only `dynamic` and `longrope` look at it. longrope
-        wants all tokens of a sequence to have spans on the same side of the original length.
-        The arithmetic is float32 and only its result is cast, float64 included: so does transformers, and a float64
-        run is comparable to it and to ours in lower precision.
+        `spans_T` is the length of each token's sequence at the time when the token was evaluated: the prompt's length
+        for tokens of the prompt, position + 1 for generated ones. Only `dynamic` and `longrope` read it. longrope
+        requires that all tokens of a sequence have spans on the same side of the original length.
+        The arithmetic is float32 and only its result is cast, even to float64, as in transformers; so a float64 run is
+        comparable to transformers and to our runs in lower precision.
         """
         inv_freq = self.inv_freq
         if self.config.kind == "dynamic":
-            # Per token and without a branch on the data, which would stall a GPU and break a compiled graph.
+            # Per token, because a branch on the data would stall a GPU and break a compiled graph.
             stretched_TF = _geometric(_dynamic_theta(self.config, spans_T)[:, None], self.config.head_dim)
             inv_freq = torch.where(spans_T[:, None] > self.config.original_length, stretched_TF, inv_freq)
         if self.long_inv_freq is not None:
@@ -244,19 +244,19 @@ class RotaryEmbedding:
 
 
 def _geometric(theta: float | Tensor, dims: int) -> Tensor:
-    """theta ** -(2i / dims), the plain frequencies, in the operation order of transformers: to the bit."""
+    """Return the plain frequencies, theta ** -(2i / dims), in the operation order of transformers: equal bit by bit."""
     steps = torch.arange(0, dims, 2, dtype=torch.float32, device=getattr(theta, "device", None))
     return 1.0 / (theta ** (steps / dims))
 
 
 def _dynamic_theta(c: RopeConfig, spans_T: Tensor) -> Tensor:
-    """The NTK-aware base past the original length. The power is float64 to be, rounded, that of transformers."""
+    """Return the NTK-aware base past the original length. The float64 power rounds to that of transformers."""
     growth = (c.factor * spans_T / c.original_length) - (c.factor - 1)
     return c.theta * (growth.double() ** (c.head_dim / (c.head_dim - 2))).float()
 
 
 def _inv_freq(c: RopeConfig) -> Tensor:
-    """The float32 frequencies [F] that hold up to the original length."""
+    """Return the float32 frequencies [F] that apply up to the original length."""
     if c.kind == "longrope":
         return _longrope(c, c.short_factor)
     if c.kind == "yarn":
@@ -270,13 +270,13 @@ def _inv_freq(c: RopeConfig) -> Tensor:
 
 
 def _longrope(c: RopeConfig, factors: tuple[float, ...]) -> Tensor:
-    """Each frequency slowed by a factor that was searched for (LongRoPE)."""
+    """Divide each frequency by a factor from the checkpoint, which was found by a search (LongRoPE)."""
     steps = torch.arange(0, c.head_dim, 2, dtype=torch.float32)
     return 1.0 / (torch.tensor(factors) * c.theta ** (steps / c.head_dim))
 
 
 def _llama3(c: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    """Slow long waves by `factor`, keep short ones, and interpolate those between (Llama 3.1)."""
     wavelength = 2 * math.pi / inv_freq
     long, short = c.original_length / c.low_freq_factor, c.original_length / c.high_freq_factor
     slowed = torch.where(wavelength > long, inv_freq / c.factor, inv_freq)
@@ -286,7 +286,7 @@ def _llama3(c: RopeConfig, inv_freq: Tensor) -> Tensor:
 
 
 def _yarn(c: RopeConfig) -> Tensor:
-    """A ramp over the dims from plain frequencies to slowed ones (YaRN, section 3.2)."""
+    """Ramp over the dims from plain frequencies to slowed ones (YaRN, section 3.2)."""
 
     def dim_of(rotations: float) -> float:
         return (c.head_dim * math.log(c.original_length / (rotations * 2 * math.pi))) / (2 * math.log(c.theta))

@@ -28,7 +28,7 @@ class Registers(dict[str, Any]):
 
     Args:
         stream_TE: the input of the first layer.
-        angles: of each table, see `models.rope`.
+        angles: the angles of each rotary table, see `models.rope`.
 
     Attributes:
         gates_TM: the gates stored before the queries of "heads".
@@ -50,7 +50,7 @@ class Registers(dict[str, Any]):
         self.together = self.impl == "triton"
 
     def split(self, heads: Heads, *, queries: bool = True) -> list[Tensor]:
-        """Queries, keys and values; queries and keys stay one tensor if they already are and need not be separate."""
+        """Return queries, keys and values; unless `queries`, queries and keys may stay one tensor."""
         (G, H, K, V), parts = heads[:4], self["heads"]
         if isinstance(parts, Tensor):
             rows_THD = parts.unflatten(-1, (-1, heads.size))
@@ -94,7 +94,7 @@ def _head_norms(call: Call, r: Registers) -> None:
 def _rotate(call: Call, r: Registers) -> None:
     angles = r.angles[call.table]
     *turned, v_TGD = r.split(_heads(call), queries=len(angles) > 2)
-    tables = angles[-2:], angles[:2]  # of queries, and of keys
+    tables = angles[-2:], angles[:2]  # those of queries, and those of keys
     turned = [rotary(x, *table, impl=r.impl) if x.shape[1] else x for x, table in zip(turned, tables, strict=False)]
     r["heads"] = [*turned, v_TGD]
 
@@ -119,7 +119,7 @@ def _attend(call: Call, r: Registers) -> None:
 def _convolve(call: Call, r: Registers) -> None:
     x_TF, [rows_1SE] = r[call.source], r.cache.layers[call.table]
     slots_T, ancestors_TN = r.layout.write_slots_T, r.layout.ancestors_TN
-    if ancestors_TN is None:  # of one tap
+    if ancestors_TN is None:  # a single tap reads no ancestors
         ancestors_TN = slots_T.new_empty(len(x_TF), 0)
     weights = call.norm.weight, call.norm.bias
     r[call.target] = short_conv(x_TF, *weights, rows_1SE[0], slots_T, ancestors_TN, impl=r.layout.impl)
@@ -242,14 +242,14 @@ def _turn_and_write(together: Together, r: Registers) -> None:
 
 
 def _absorb_and_write(together: Together, r: Registers) -> None:
-    """Rotate queries and the row of a token, and write that row."""
+    """Rotate queries and the cached row of each token, and write that row."""
     absorbing, rotation, write = together.calls
     rows, angles, kept = (r[absorbing.source], r["latent"]), r.angles[rotation.table], r.cache.layers[write.table]
     r["heads"] = [absorbing.latent.absorb_and_write(kept[0], *rows, angles, r.layout.write_slots_T)]
 
 
 def _add_and_norm(together: Together, r: Registers) -> None:
-    """Add outputs to the stream, and apply the norm after that."""
+    """Add outputs to the stream, and apply the norm that follows."""
     sums = together.calls
     adds = [call for call in sums if call.code == "add"]
     last = sums[-1] if sums[-1].code == "norm" else None
@@ -268,8 +268,7 @@ LATENT = ["absorb", "rotate", "write"]
 
 
 def fused(calls: Sequence[Call]) -> "list[Call | Together]":
-    """The same calls for a GPU: rotations of heads are fused with the writing of keys, and sums with the norm after
-    them."""
+    """Fuse calls for a GPU: rotations of heads with the writing of keys, and sums with the following norm."""
     found: list[Call | Together] = []
     start = 0
     while start < len(calls):
@@ -286,8 +285,8 @@ def fused(calls: Sequence[Call]) -> "list[Call | Together]":
 
 
 def _end_of_turns(calls: Sequence[Call], start: int) -> int | None:
-    """Where rotations of heads and the following write end; None if there are none, or if one operator cannot do
-    them."""
+    """Return where rotations of heads and the following write end; None if there are none, or if one operator cannot
+    perform them."""
     end = start
     while end < len(calls) and calls[end].code in ("head_norms", "rotate"):
         if isinstance(calls[end].norm, DividedNorm):
@@ -297,8 +296,8 @@ def _end_of_turns(calls: Sequence[Call], start: int) -> int | None:
 
 
 def _end_of_sums(calls: Sequence[Call], start: int) -> int | None:
-    """Where the sums that begin here end, with the following norm of the stream; None if there are none, or if one
-    operator cannot do them: it scales all addends by one factor or none, after their norms."""
+    """Return where the sums that begin at `start`, and the norm of the stream after them, end; None if there are none,
+    or if one operator cannot perform them: it scales all addends by one factor or none, after their norms."""
     added, scaled, factors = list[str](), list[str](), set[float]()
     for end in range(start, len(calls)):
         call = calls[end]

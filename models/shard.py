@@ -13,24 +13,24 @@ T = TypeVar("T")
 
 
 class Shard:
-    """The place of a process among those that compute a model together; this class is for one that meets no others.
+    """The place of a process among those that compute a model together; this class is for a process that runs alone.
 
     Args:
-        rank, size: the number of the process, from 0, and of processes.
-        local: how many of them share this machine.
+        rank, size: the number of this process, counted from 0, and the number of processes.
+        local: the number of processes on this machine.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, local: int = 1):
         self.rank, self.size, self.local = rank, size, local
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of the tensors of all processes, which have one shape; x may be overwritten."""
+        """Return the sum of all processes' tensors, which have one shape; x may be overwritten."""
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """The tensors of all processes, which have one shape, by rank: [size, *x.shape]."""
+        """Return all processes' tensors, which have one shape, by rank: [size, *x.shape]."""
         return x.unsqueeze(0)
 
     def first(self, make: Callable[[], T]) -> T:
-        """The result of `make` in the first process, which alone calls it, so that measured numbers are the same."""
+        """Call `make` in the first process only, and return its result in all, so that measured numbers agree."""
         return make()

@@ -21,30 +21,30 @@ from models.errors import CheckpointError
 from models.formats.linear import Linear
 from models.shard import Shard
 
-# An MLP is cut at multiples of one of these, so that groups of quantised weights stay whole: of the largest that leaves
-# each process EVEN of them, so that none has an eighth more than others.
+# An MLP is cut at multiples of one of UNITS, so that groups of quantised weights stay whole: of the largest unit that
+# leaves each process at least EVEN units, so that no process has an eighth more than another.
 UNITS, EVEN = (128, 64, 32, 16, 8), 8
 T = TypeVar("T")
 
 
 def part(total: int, shard: Shard, unit: int = 1) -> range:
-    """An even share of a number of things, in whole units, which divide the number."""
+    """Return an even share of `total` items in whole units, which divide `total`."""
     units = total // unit
     return range(units * shard.rank // shard.size * unit, units * (shard.rank + 1) // shard.size * unit)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The part of a model that a process has. Ranges are None where it has all, in their order.
+    """The part of a model that a process has. Ranges of None mean everything, in the original order.
 
     Args:
-        config: of this part: heads, widths of MLP and convolutions are those of the process.
-        qkv, up, into: outputs of matrices that lie below each other, in the order of the layer's.
+        config: the configuration of this part: heads, widths of MLP and convolutions are those of the process.
+        qkv, up, into: outputs of stacked matrices, in the order of the layer's.
         heads, inner, channels: inputs of the matrix after attention, after the MLP's activation, after a convolution;
-            `channels` are also those of its own weights.
-        sinks: of query heads.
-        q_norm, k_norm: elements of norms that read all heads as one row, or that each head has of its own.
-        vocab: tokens of the head; None also where the head is so small that every process has it.
+            the convolution's own weights have `channels` too.
+        sinks: the query heads whose sinks this process has.
+        q_norm, k_norm: elements of norms that read all heads as one row, or that have a vector per head.
+        vocab: the head's tokens; None also if the head is so small that every process has all of it.
     """
 
     config: Config
@@ -61,15 +61,15 @@ class Partition:
 
     @staticmethod
     def of(c: Config, shard: Shard, where: str, even: int = EVEN) -> "Partition":
-        """The part of a process.
+        """Return the part of a process.
 
         Args:
-            c: of the whole model.
-            where: for messages.
-            even: the least number of units of an MLP that a process gets, where there are as many.
+            c: the configuration of the whole model.
+            where: the model's folder, for messages.
+            even: the least number of an MLP's units that a process gets, if the MLP has enough.
 
         Raises:
-            CheckpointError: heads that cannot be divided among so many processes.
+            CheckpointError: the heads cannot be divided among this number of processes.
         """
         if shard.size == 1:
             ordered = c.query_gate == "below" or c.grouped_qkv != "" or c.interleaved
@@ -95,11 +95,11 @@ class Partition:
         _check_heads(c, shard, where)
         D, M, heads = c.head_dim, c.mlp_width, part(c.heads, shard)
         kv = part(c.kv_heads, shard)
-        if not kv:  # fewer than processes: some have the same one
+        if not kv:  # fewer heads than processes, so several processes have the same one
             kv = range(shard.rank * c.kv_heads // shard.size, shard.rank * c.kv_heads // shard.size + 1)
         unit = next((unit for unit in UNITS if M % unit == 0 and M // unit >= even * shard.size), 1)
         inner, channels = part(M, shard, unit), part(c.width, shard)
-        ends = -(-c.vocab_size // shard.size)  # equal shares but for the last, as `gather` needs
+        ends = -(-c.vocab_size // shard.size)  # `gather` needs equal shares, except the last
         vocab = range(shard.rank * ends, min((shard.rank + 1) * ends, c.vocab_size))
         q_norm, k_norm = _times(heads, D), _times(kv, D)
         convs = replace(c.convs, width=len(channels)) if c.convs else None
@@ -119,7 +119,7 @@ class Partition:
 
 
 def _check_heads(c: Config, shard: Shard, where: str) -> None:
-    """Raises CheckpointError if a model cannot be divided among so many processes."""
+    """Raise CheckpointError if the model's heads cannot be divided among the processes."""
 
     def fits(size: int) -> bool:
         return c.heads % size == 0 and (c.kv_heads % size == 0 or size % c.kv_heads == 0)
@@ -134,7 +134,7 @@ def _check_heads(c: Config, shard: Shard, where: str) -> None:
 
 
 def _qkv(c: Config, heads: range, kv: range) -> list[range]:
-    """The outputs of queries, keys and values that some heads have; gates lie before the queries of all of them."""
+    """Return the outputs of queries, keys and values of some heads; gates lie before the queries of all of them."""
     D, H, G, share = c.head_dim, c.heads, c.kv_heads, c.heads // c.kv_heads
     keys, gates = (1 + bool(c.query_gate)) * H, []
     if c.grouped_qkv == "quarters":
@@ -155,11 +155,11 @@ def _qkv(c: Config, heads: range, kv: range) -> list[range]:
 
 
 def in_halves(c: Config, first: int = 0) -> list[range]:
-    """The elements of a head in the order of a rotation by halves, where those that are rotated with each other lie
-    side by side: `Config.interleaved`.
+    """Return the elements of a head in the order of a rotation by halves, for a checkpoint in which elements that are
+    rotated with each other lie side by side (`Config.interleaved`).
 
     Args:
-        first: of them.
+        first: the head's first element.
     """
     dims = next((rope.head_dim for rope in c.tables()), 0)
     rotated, end = range(first, first + dims), first + c.head_dim
@@ -167,7 +167,7 @@ def in_halves(c: Config, first: int = 0) -> list[range]:
 
 
 def _joined(heads: Sequence[int], size: int) -> list[range]:
-    """The elements of heads of a size, those of neighbours in one range."""
+    """Return the elements of heads of `size` elements; neighbouring heads share a range."""
     runs: list[range] = []
     for head in heads:
         if runs and runs[-1].stop == head * size:
@@ -186,14 +186,15 @@ def _after(some: range, first: int) -> range:
 
 
 class Summed(nn.Module):
-    """A linear layer of some inputs, see `models.formats.linear.Linear`: the processes add up their products.
+    """A linear layer whose inputs are divided among processes, which sum their products, see
+    `models.formats.linear.Linear`.
 
     Args:
-        layer: without a bias.
+        layer: the layer of this process's inputs, without a bias.
         bias: [out], added to the sum.
     """
 
-    matrix: Matrix | None = None  # the native stack has no sums over processes
+    matrix: Matrix | None = None  # the native stack cannot sum over processes
 
     def __init__(self, layer: Linear, bias: Tensor | None, shard: Shard):
         super().__init__()
@@ -210,12 +211,12 @@ class Summed(nn.Module):
 
 
 class Gathered(nn.Module):
-    """The head, of which every process has some tokens, see `models.formats.linear.Linear`: whole rows are gathered.
+    """The head, whose tokens are divided among processes; whole rows are gathered, see `models.formats.linear.Linear`.
 
     Args:
         own: the layer of this process.
-        tokens: that it has; the first process has as many as any.
-        outs: of all processes.
+        tokens: the tokens of this process; no process has more than the first.
+        outs: the number of tokens of all processes.
     """
 
     bias: Tensor | None = None
@@ -240,14 +241,14 @@ class Gathered(nn.Module):
         return _Chosen(own, (ids_U >= self.tokens.start) & (ids_U < self.tokens.stop), self.shard)
 
     def log_softmax(self, logits_Nv: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities over the whole vocabulary of this process's logits; no rows over it are made.
+        """Normalise this process's logits over the whole vocabulary, without gathering rows.
 
         Args:
-            logits_Nv: of `own`.
-            size: tokens that exist; log-probabilities of later ones are -inf.
+            logits_Nv: the output of `own`.
+            size: the number of tokens that exist; log-probabilities of later ones are -inf.
 
         Returns:
-            float32 [N, v]; and for each row whether the logits of all processes are finite, bool [N].
+            log-probabilities, float32 [N, v]; and for each row whether all processes' logits are finite, bool [N].
         """
         x_Nv = logits_Nv.float()
         finite_N = torch.isfinite(x_Nv.sum(-1)).float()
@@ -259,7 +260,7 @@ class Gathered(nn.Module):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Some tokens of a head: each process computes those that it has, and zeros in the place of the others."""
+    """Some tokens of a head: each process computes its own tokens, and zeros in place of the others."""
 
     own: Linear
     mine_U: Tensor
@@ -271,7 +272,7 @@ class _Chosen:
 
 
 class Agreed(nn.Module):
-    """A layer that every process has, see `models.formats.linear.Linear`: all return the first one's bits."""
+    """A layer that every process has; all return the first process's bits, see `models.formats.linear.Linear`."""
 
     matrix: Matrix | None = None
 

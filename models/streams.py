@@ -1,5 +1,5 @@
-"""Several residual streams, see `Config.streams`: made of the embedding, changed by each layer, joined after the last.
-LAuReL, a learned residual beside attention.
+"""Several residual streams, see `Config.streams`: computed from the embedding, changed by each layer, joined after the
+last. LAuReL, a learned residual in parallel with attention.
 
 Shape legend: T tokens of a pass, N streams, E width.
 """
@@ -15,12 +15,12 @@ from models.config import Config, Streams
 from models.names import Names
 from models.norms import Norm
 
-LEAST_SQUARE = 1e-5  # the mean of squares that a new row is taken to have at least
+LEAST_SQUARE = 1e-5  # lower bound on the mean of squares of a new row
 
 
 class StreamEnds(nn.Module):
-    """The streams before the first layer and after the last. Every matrix makes rows of another stream; they get the
-    magnitude of the first one's."""
+    """The streams before the first layer and after the last. Every matrix computes the rows of another stream, which
+    are scaled to the magnitude of the first stream's."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, streams: Streams):
         super().__init__()
@@ -41,7 +41,7 @@ class StreamEnds(nn.Module):
 
 
 def _as_large(x_TNE: Tensor, like_TE: Tensor) -> Tensor:
-    """Rows with the root mean square of others."""
+    """Scale rows to the root mean square of others."""
     wanted_T11 = like_TE.float().square().mean(-1).sqrt()[:, None, None]
     found_TN1 = x_TNE.float().square().mean(-1, keepdim=True).clamp(min=LEAST_SQUARE).sqrt()
     return (x_TNE * (wanted_T11 / found_TN1)).to(x_TNE.dtype)
@@ -91,8 +91,7 @@ class StreamUpdates(nn.Module):
 
 
 class Laurel(nn.Module):
-    """A learned residual: attention's input, and the norm of what two matrices with few elements between them make of
-    it."""
+    """A learned residual: attention's input, plus the norm of its product with two low-rank matrices."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
@@ -101,7 +100,7 @@ class Laurel(nn.Module):
         self.norm = Norm(c, weights, layer + names.laurel_norm)
 
     def calls(self, source: str) -> Iterator[Call]:
-        """The calls that add it to the stream, from the register `source`."""
+        """Yield the calls that add it to the stream, from the register `source`."""
         yield Call("product", source, "low", matrix=self.left)
         yield Call("product", "low", "out", matrix=self.right)
         yield Call("add", source, "stream")

@@ -6,8 +6,8 @@ import re
 
 from torch import Tensor
 
-WORTHWHILE = 1 << 20  # bytes of a mapping, or of a matrix in one, that are worth a call
-# In the system's list of mappings: the ends of each of a library that is not written to and has no page of its own.
+WORTHWHILE = 1 << 20  # the least bytes of a mapping, or of a matrix in one, that are worth a system call
+# Matches the system's list of mappings: the ends of each library mapping that is read-only and has no private page.
 _LIBRARIES = re.compile(
     r"^([0-9a-f]+)-([0-9a-f]+) r-[-x]p \S+ \S+ \d+ .*\.so[.\d]*\n(?:[A-Z].*\n)*?Anonymous: +0 kB$", re.MULTILINE
 )
@@ -18,7 +18,7 @@ _MADVISE = getattr(ctypes.CDLL(None), "madvise", None)
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system where the C library would keep it (glibc)."""
+    """Return freed memory to the system, if the C library would keep it (glibc)."""
     if _MALLOC_TRIM is not None:
         _MALLOC_TRIM(0)
 
@@ -34,9 +34,9 @@ def share_heap() -> None:
 
 
 def release_libraries() -> None:
-    """Let go of the code and constants of libraries that the start of the process has touched: 60 MB of torch's.
+    """Release code and constants of libraries that the start of the process has touched: 60 MB of torch's.
 
-    What is used again, 20 MB, is read again, from the system's cache of the files. Pages that the process has written
+    Pages that are used again, 20 MB, are read again from the system's file cache. Pages that the process has written
     to, such as addresses that the loader filled in, stay. On Linux only.
     """
     try:
@@ -51,7 +51,7 @@ def release_libraries() -> None:
 
 
 def is_mapped(weight: Tensor) -> bool:
-    """Whether a matrix lies in a mapped file, and is large enough to matter."""
+    """Whether a matrix lies in a mapped file and is large enough to matter."""
     if weight.nbytes < WORTHWHILE or not weight.is_contiguous():
         return False
     start = weight.data_ptr()
@@ -61,13 +61,13 @@ def is_mapped(weight: Tensor) -> bool:
                 low, high = (int(end, 16) for end in line.partition(" ")[0].split("-"))
                 if low <= start < high:
                     return start + weight.nbytes <= high and line.split(maxsplit=5)[4] != "0"  # its inode
-    except (OSError, ValueError, IndexError):  # no such file but on Linux
+    except (OSError, ValueError, IndexError):  # the list exists on Linux only
         pass
     return False
 
 
 def let_go(rows: Tensor) -> None:
-    """Give the memory of rows of a matrix back that `is_mapped`: what is let go of any other memory is lost.
+    """Give back the memory of rows of a matrix that `is_mapped`; in any other memory their content would be lost.
 
     A later access reads them from the file again.
     """

@@ -31,7 +31,7 @@ from kernels.rows import at_least, top_k, top_sums  # noqa: F401  # searches imp
 from search.options import without_draws
 
 REGISTRY: dict[str, type[Search]] = {}
-MOST_NAMES = 8  # in a message
+MOST_NAMES = 8  # the most names that a message lists
 ALIASES = {"beam": "trie"}  # other names -> names of the registry
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 S = TypeVar("S", bound=Search)
@@ -60,7 +60,7 @@ def register(name: str) -> Callable[[type[S]], type[S]]:
         name: lower-case letters and digits, in parts with a hyphen between them.
 
     Raises:
-        UsageError: the name is of another form or belongs to another class, or the class is no search.
+        UsageError: the name has another form or belongs to another class, or the class is no search.
     """
 
     def decorate(cls: type[S]) -> type[S]:
@@ -97,7 +97,7 @@ def check_class(cls: Any, name: str) -> None:
 
 
 def name_of(cls: type) -> str | None:
-    """The name that a class is registered under; None without one."""
+    """Return the name that a class is registered under; None if it has none."""
     return next((name for name, known in REGISTRY.items() if known is cls), None)
 
 
@@ -108,7 +108,8 @@ def _same(a: type, b: type) -> bool:
 
 
 def parameters(name: str) -> dict[str, str]:
-    """The parameters of a search -> fields of its configuration; the names of its own ones begin with the search's."""
+    """Map the parameters of a search to fields of its configuration; parameters of this search alone begin with its
+    name."""
     prefix = name.replace("-", "_")
     return {
         f.name if f.name in SHARED_PARAMS else f"{prefix}_{f.name}": f.name
@@ -118,7 +119,7 @@ def parameters(name: str) -> dict[str, str]:
 
 
 def paths() -> dict[str, tuple[str, ...]]:
-    """The parameters of all searches that are paths of files -> the values of each that are no paths.
+    """Map the parameters of all searches that are paths of files to the values of each that are no paths.
 
     The author of a batch line is not always the one who starts the run, and must not choose the files that are read or
     written. A field is a path if its type mentions `Path`, or if `path_field` made it.
@@ -133,19 +134,19 @@ def paths() -> dict[str, tuple[str, ...]]:
 
 
 def path_field(default: Any = None, words: tuple[str, ...] = ()) -> Any:
-    """A field of a configuration: the path of a file, or one of `words`."""
+    """Return a field of a configuration: the path of a file, or one of `words`."""
     return dataclasses.field(default=default, metadata={"path": words})
 
 
 def chosen(params: Mapping[str, Any], default: str) -> Any:
-    """The name of the search that a request means: the one that it names, or beam search for `beams` without a name.
+    """Return the search that a request chooses: the one that it names, or beam search for `beams` without a name.
 
     Args:
-        params: of the request; "search" is the name, an alias perhaps, if there is one.
-        default: the search of a request that names none, `beams` included if it has them.
+        params: the request's parameters; "search" is the name or an alias, if the request names a search.
+        default: the search of a request that names none; it also takes `beams` if it has this parameter.
 
     Returns:
-        a name of the registry, or what was given if it is none.
+        a name of the registry; an unknown name is returned unchanged.
     """
     if "search" in params:
         return _unaliased(params["search"])
@@ -157,12 +158,12 @@ def _unaliased(name: Any) -> Any:
 
 
 def make_search(name: str, params: dict[str, Any]) -> Search:
-    """A configuration from user parameters (snake_case, as in batch lines).
+    """Return a search's configuration from user parameters (snake_case, as in batch lines).
 
     Raises:
         UsageError: unknown search, a parameter that this search does not have, a value out of range. A search that
-            does not draw takes the temperature 0, and with it other parameters of draws, which then mean nothing.
-        SearchError: a search from outside of this project raised something else.
+            does not draw accepts the temperature 0, and with it the other parameters of draws, which are ignored.
+        SearchError: a search from outside this project raised another exception.
     """
     name = _unaliased(name)
     if not isinstance(name, str) or name not in REGISTRY:
@@ -191,7 +192,8 @@ def make_search(name: str, params: dict[str, Any]) -> Search:
 
 
 def _remedy(key: str, params: Collection[str], known: Collection[str]) -> str:
-    """The remedy for a parameter that a search does not have: the searches that have it, those first that have all."""
+    """Return the remedy for a parameter that a search does not have: the searches that have it, starting with those
+    that have all given parameters."""
     has = {name: parameters(name) for name in REGISTRY}
     takers = [name for name, theirs in has.items() if key in theirs]
     if not takers:
@@ -212,13 +214,13 @@ def evaluate_top_sums(
 
     Args:
         tree: holds the nodes.
-        nodes: the frontier, of N nodes.
-        scores: of the N nodes, added to the log-probabilities in float32.
-        k: how many sums are wanted; fewer are returned if fewer are finite.
+        nodes: the N nodes of the frontier.
+        scores: one for each node, added to the log-probabilities in float32.
+        k: the number of sums; fewer are returned if fewer are finite.
         next: see `Evaluate`.
 
     Returns:
-        sums, rows, tokens: the greatest sum first, of equal sums the lower row, then the lower token.
+        sums, rows, tokens: the greatest sum first; equal sums are ordered by row, then by token.
     """
     rows_0V, numbers = yield Evaluate(tree, nodes, top_sums=TopSums(scores, k), next=next)
     (sums, places), V = numbers.view(2, -1).tolist(), rows_0V.shape[1]
@@ -227,19 +229,19 @@ def evaluate_top_sums(
 
 
 def likely(logp_NV: Tensor, least: float, peaks_NB: Tensor | None = None) -> Tensor:
-    """For each row the log-probabilities of tokens of at least the probability `least`, lower tokens first, packed for
-    `likely_tokens`."""
+    """Return for each row the log-probabilities of tokens with a probability of at least `least`, lower tokens first,
+    packed for `likely_tokens`."""
     least = max(least, 1e-38)
-    most = min(logp_NV.shape[1], int(1 / least))  # a row adds up to 1: there are no more
+    most = min(logp_NV.shape[1], int(1 / least))  # a row adds up to 1, so no more tokens can have `least`
     return at_least(logp_NV, math.log(least), most, peaks_NB).view(-1)
 
 
 def likely_tokens(numbers: Tensor, rows: int) -> list[dict[int, float]]:
-    """For each row the tokens that `likely` found -> their log-probabilities.
+    """Return for each row the tokens that `likely` found, mapped to their log-probabilities.
 
     Args:
         numbers: returned by `likely`, on the host: for each row log-probabilities, then tokens, both padded with NaN.
-        rows: how many rows there are.
+        rows: the number of rows.
     """
     found = numbers.view(rows, 2, -1).tolist() if len(numbers) else [([], [])] * rows
     return [

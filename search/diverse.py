@@ -32,10 +32,10 @@ class Extension(NamedTuple):
     """A beam and a token after it.
 
     Attributes:
-        total: the sum of log-probabilities less penalties; the group ranks by it.
-        rank: of the beam in its group.
-        token: after the beam's node.
-        paid: the penalties.
+        total: the sum of log-probabilities less penalties; the group ranks extensions by it.
+        rank: the beam's rank in its group.
+        token: the token after the beam's node.
+        paid: the sum of penalties.
     """
 
     total: float
@@ -48,13 +48,13 @@ class BeamGroup:
     """A group of beams.
 
     Args:
-        tree: that all groups share.
+        tree: the tree that all groups share.
         done: the finished hypotheses of the group.
-        best: the best one of all groups.
+        best: the best finished hypotheses of all groups.
 
     Attributes:
-        live: the last nodes of its beams, best first; none after its end.
-        totals, paid: their sums of log-probabilities less penalties, and the penalties.
+        live: the last nodes of its beams, best first; empty after the group has ended.
+        totals, paid: each beam's sum of log-probabilities less penalties, and its penalties.
     """
 
     def __init__(self, tree: TokenTree, done: Finished, best: Finished):
@@ -156,7 +156,7 @@ class Diverse(Search):
         return found
 
     def _going(self, task: Task, group: BeamGroup, found: Sequence[Extension]) -> list[Extension]:
-        """Finish the candidates that end; returns those that go on."""
+        """Finish the candidates that end, and return the others."""
         going: list[Extension] = []
         for place, extension in enumerate(found):
             reason = self._reason(task, group, extension)
@@ -174,7 +174,7 @@ class Diverse(Search):
         return "stop" if task.hit_stops is not None and task.hit_stops([group.path(extension)])[0] else None
 
     def _is_done(self, group: BeamGroup, found: Sequence[Extension], task: Task, step: int) -> bool:
-        """Whether a group ends with the finished hypotheses that it has."""
+        """Whether a group ends with its present finished hypotheses."""
         mode, worst = EARLY_STOPPING[self.early_stopping], group.done.score_at(self.size - 1)
         if not found or worst == -math.inf or mode == "true":
             return not found or worst > -math.inf
@@ -220,15 +220,16 @@ class Diverse(Search):
 
 
 def _rank(extension: Extension) -> tuple[float, int, int]:
-    """The best total first; of equals the lower rank, then the lower token."""
+    """Return the sort key: the best total first; equal totals are ordered by rank, then by token."""
     return -extension.total, extension.rank, extension.token
 
 
 def _likeliest(tree: TokenTree, nodes: Sequence[int], k: int) -> Generator[Evaluate, Any, Likeliest]:
-    """Evaluate nodes, ascending, and find the k likeliest tokens after each: of equals the lower, fewer if few can be.
+    """Evaluate nodes, ascending, and find the k likeliest tokens after each; among equals the lower token comes first.
+    Fewer are returned if fewer are possible.
 
-    As many as a group has candidates and other groups have beams suffice: penalties lower at most one token for each
-    of these beams, so that any other token has enough candidates before it.
+    It suffices if k is the number of a group's candidates plus the number of the other groups' beams: each of these
+    beams penalises at most one token, so any token that is not returned has enough candidates before it.
     """
     wanted = TopSums([0.0], k)
 

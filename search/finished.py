@@ -11,20 +11,20 @@ from engine.cache.tree import TokenTree
 from engine.rules.endings import STUCK
 from search.base import Output
 
-LAST = 1e200  # of a sum with STUCK: below what any length to the power of any penalty makes of another sum
+LAST = 1e200  # scales a sum with STUCK below every other score, whatever the length and the penalty
 Candidate = tuple[float | None, list[int]]  # score and tokens, as `Report.beams` returns them
 
 
 class Finished:
-    """The best finished hypotheses, best first; of equal scores the older comes first. They hold no slots.
+    """The best finished hypotheses, best first; among equal scores the older comes first. They hold no slots.
 
     Args:
         length_penalty: a hypothesis scores logprob / length ** length_penalty.
-        most: how many are kept; None keeps all.
+        most: the most hypotheses that are kept; None keeps all.
 
     Attributes:
         outputs: the hypotheses.
-        settled: how many tokens were reported as certain.
+        settled: the number of tokens that were reported as certain.
     """
 
     def __init__(self, length_penalty: float, most: int | None = None):
@@ -37,12 +37,12 @@ class Finished:
         self.add_all([(tokens, logprob, reason, unscored)])
 
     def add_all(self, ended: Iterable[tuple[list[int], float, str, float]]) -> None:
-        """Keep those of some hypotheses that are among the best, each given as the arguments of `add`."""
+        """Add several hypotheses, each given as the arguments of `add`."""
         self.outputs += [
             Output(tokens, logprob + unscored, self.score(logprob, len(tokens)), reason)
             for tokens, logprob, reason, unscored in ended
         ]
-        self.outputs.sort(key=_score, reverse=True)  # stable: of equals the older stays first
+        self.outputs.sort(key=_score, reverse=True)  # stable: among equals the older stays first
         if self.most is not None:
             del self.outputs[self.most :]
 
@@ -55,11 +55,12 @@ class Finished:
         return max(self.score(logprob, shortest), self.score(logprob, longest))
 
     def score_at(self, rank: int) -> float:
-        """The score of the hypothesis of a rank, which another must exceed to take its place; -inf without one."""
+        """Return the score at a rank, which another hypothesis must exceed to take its place; -inf if the rank is
+        free."""
         return _score(self.outputs[rank]) if rank < len(self.outputs) else -math.inf
 
     def settle(self, tree: TokenTree) -> list[int]:
-        """The tokens that are certain now and were not before: all live nodes and the best hypothesis share them."""
+        """Return the newly certain tokens, those that all live nodes and the best hypothesis share."""
         certain = tree.settled_from(self.settled)
         if self.outputs:
             certain = certain[: shared_length(certain, self.outputs[0].token_ids[self.settled :])]
@@ -67,11 +68,11 @@ class Finished:
         return certain
 
     def remainder(self) -> list[int]:
-        """The tokens of the best hypothesis that were not reported as certain."""
+        """Return the tokens of the best hypothesis that were not reported as certain."""
         return self.outputs[0].token_ids[self.settled :]
 
     def ranked(self, live: Iterable[tuple[float, list[int]]] = ()) -> list[Candidate]:
-        """The hypotheses and the live ones, given as log-probabilities and tokens, together, best first."""
+        """Return finished and live hypotheses together, best first; `live` are log-probabilities and tokens."""
         candidates = [(_score(output), output.token_ids) for output in self.outputs]
         candidates += [(self.score(logprob, len(tokens)), tokens) for logprob, tokens in live]
         return [*sorted(candidates, key=lambda candidate: candidate[0], reverse=True)]

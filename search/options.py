@@ -12,28 +12,28 @@ from engine.errors import UsageError, check_integer, check_number
 from engine.values import written
 
 MAX_SEED = 2**63 - 1
-OF_ROWS = ("typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold")  # parameters of draws from one row at a time
+OF_ROWS = ("typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold")  # apply to draws from one row at a time only
 DRAWS = ("temperature", "top_k", "top_p", "min_p", *OF_ROWS)
-MAX_PENALTY = 20  # lengths to this power stay within a float
-MAX_PATIENCE = 100  # finished hypotheses are kept, this many for each beam
+MAX_PENALTY = 20  # lengths to this power do not overflow a float
+MAX_PATIENCE = 100  # bounds the finished hypotheses that are kept for each beam
 
 
 def check_integers(config: Any, *, also: str = "", **ranges: tuple[float, float]) -> None:
-    """`check_integer` for fields of a configuration, by name: (least, largest)."""
+    """Call `check_integer` for fields of a configuration; `ranges` maps names to (least, largest)."""
     for name, (low, high) in ranges.items():
         check_integer(name, getattr(config, name), low, high, also=also)
 
 
 def check_numbers(config: Any, **ranges: tuple[float, float]) -> None:
-    """`check_number` for fields of a configuration, by name: (least, largest)."""
+    """Call `check_number` for fields of a configuration; `ranges` maps names to (least, largest)."""
     for name, limits in ranges.items():
         check_number(name, getattr(config, name), *limits)
 
 
 def hypotheses(beams: int, patience: float | None) -> int:
-    """How many hypotheses end before a search does: round(beams * patience), `beams` without a patience.
+    """Return the number of finished hypotheses at which a search ends: round(beams * patience); None: `beams`.
 
-    As CTranslate2 computes it: in float32, halves are rounded up. Raises UsageError.
+    It is computed as in CTranslate2: in float32, halves are rounded up. Raises UsageError.
     """
     if patience is None:
         return beams
@@ -58,14 +58,14 @@ def check_choices(config: Any, **choices: Sequence[Any]) -> None:
 
 
 def without_draws(params: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The parameters, without those of draws if the search takes none and the temperature is 0: the best token, always.
+    """Return the parameters without those of draws, if the search has none and the temperature is 0 (greedy).
 
     Args:
-        params: by the names that users write.
+        params: values by the names that users write.
         known: the parameters of the search.
 
     Raises:
-        UsageError: a value that is left out is out of range.
+        UsageError: a parameter that is left out has a value out of range.
     """
     temperature = params.get("temperature")
     if "temperature" in known or isinstance(temperature, bool) or temperature != 0:
@@ -90,7 +90,7 @@ class Sampling(Search):
         check_integers(self, seed=(0, MAX_SEED))
 
     def warp(self) -> Warp:
-        """Temperature, top-k, top-p and min-p. Raises UsageError for values out of range."""
+        """The warp of temperature, top-k, top-p and min-p. Raises UsageError for values out of range."""
         return Warp(self.temperature, self.top_k, self.top_p, self.min_p)
 
 

@@ -16,10 +16,10 @@ from search.base import ALIASES, REGISTRY, check_class, name_of, register
 
 
 def find_search(text: str) -> str | None:
-    """The registered name of the search that `--search TEXT` names; a search from outside is loaded.
+    """Return the registered name of the search that `--search TEXT` names; an external search is loaded.
 
     Args:
-        text: a registered name or an alias of one, the name of an entry point, or `module:Class`.
+        text: a registered name or its alias, the name of an entry point, or `module:Class`.
 
     Returns:
         None if no search has this name.
@@ -61,7 +61,7 @@ def load_class(text: str) -> str:
 
 
 def entry_points() -> Iterator[importlib.metadata.EntryPoint]:
-    """The searches that installed distributions offer, each once; they are not imported."""
+    """Iterate over the searches that installed distributions offer, each once, without importing them."""
     seen = set()
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         if (entry.name, entry.value) not in seen:  # a distribution may be found twice on sys.path
@@ -101,7 +101,7 @@ def distribution(entry: importlib.metadata.EntryPoint) -> str:
 
 
 def import_class(text: str) -> type[Search]:
-    """Import `module:Class`; the current folder is the last one on the path.
+    """Import `module:Class`; the current folder comes last on the path.
 
     Raises:
         UsageError: there is no such module or class, the module raises, or the class is no search.
@@ -143,7 +143,7 @@ def _import(name: str) -> Any:
                 remedy="start in the folder of the module, or put that folder into PYTHONPATH",
             ) from None
         fault: BaseException = error
-    except UsageError:  # of `register`
+    except UsageError:  # raised by `register`
         raise
     except (Exception, SystemExit) as error:
         fault = error

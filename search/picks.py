@@ -13,12 +13,12 @@ from engine.contract.sampling import Warp
 class Picks:
     """The token that plain decoding takes after each row of an answer.
 
-    On a CPU it is found when it is asked for. On a GPU, where every read makes the host wait, the tokens after all rows
-    come with the answer.
+    On a CPU it is found when `token` is called. On a GPU, where every read makes the host wait, the tokens after all
+    rows come with the answer.
 
     Args:
-        warp, seed: of the keyed draws; None stands for greedy.
-        ahead: whether they come with the answer.
+        warp, seed: determine the keyed draws; a warp of None means greedy decoding.
+        ahead: whether the tokens come with the answer.
     """
 
     def __init__(self, warp: Warp | None, seed: int, ahead: bool):
@@ -27,7 +27,7 @@ class Picks:
         self._found: list[list[float]] = []  # tokens and their log-probabilities
 
     def read(self, tree: TokenTree, nodes: Iterable[int], read: Read | None) -> Read | None:
-        """An `Evaluate.read` for these nodes that reads the picks besides what `read` does."""
+        """Return an `Evaluate.read` for these nodes that reads the picks in addition to the numbers of `read`."""
         if not self.ahead:
             return read
         positions = [tree.position(node) + 1 for node in nodes]
@@ -41,7 +41,7 @@ class Picks:
         return both
 
     def take(self, logp_NV: Tensor, numbers: Tensor | None) -> Tensor | None:
-        """Keep the picks of an answer; returns the numbers of the other function that read it."""
+        """Store the picks of an answer, and return the numbers of the other `read` function."""
         self._logp_NV = logp_NV
         if not self.ahead or numbers is None:
             return numbers

@@ -1,7 +1,7 @@
 """Sampling: any number of sequences, sampled token by token, as one tree.
 
 The token of sequence i at position p is argmax(warped log-probabilities + Gumbel(seed, i, p)) and depends on nothing
-else, so a sequence does not depend on how many others there are. Sequences share nodes as long as they agree.
+else, so a sequence does not depend on the number of sequences. Sequences share nodes as long as they agree.
 """
 
 from collections.abc import Generator, Sequence
@@ -54,12 +54,12 @@ class Utterances:
     """Sequences drawn side by side on the task's tree; nodes are shared as long as tokens agree.
 
     Args:
-        task: its tree takes the tokens.
-        count: sequences, numbered from 0.
-        warp, seed: of the keyed draws.
+        task: the task; the tokens are grown in its tree.
+        count: number of sequences, which are numbered from 0.
+        warp, seed: determine the keyed draws.
 
     Attributes:
-        tokens, logprobs, reasons: of each sequence; the finish reason is None while the sequence is live.
+        tokens, logprobs, reasons: one entry per sequence; the finish reason is None while the sequence is live.
         live: unfinished sequences, in order.
     """
 
@@ -69,19 +69,19 @@ class Utterances:
         self.logprobs = [0.0] * count
         self.reasons: list[str | None] = [None] * count
         self.live = list(range(count))
-        self._node = [self.tree.root] * count  # the last of each
+        self._node = [self.tree.root] * count  # the last node of each sequence
 
     def extend(self, apart: bool = False) -> Generator[Evaluate, Any, None]:
         """Draw one more token of every live sequence. A KVMemoryError changes nothing.
 
         Args:
-            apart: sequences whose next rows are known, as they were drafted, have more tokens drawn, which takes no
-                pass; the others do not wait for these, nor these for them.
+            apart: sequences whose next rows are known already, because the tokens were drafted, draw further tokens
+                without a pass; sequences do not wait for each other.
         """
         yield from self._draw(self.live, apart)
         while apart and (known := [i for i in self.live if self.tree.has_row(self._node[i])]):
             if len(known) == len(self.live):
-                return  # a step of all
+                return  # all sequences have made one step
             yield from self._draw(known, apart)
 
     def _draw(self, going: Sequence[int], apart: bool) -> Generator[Evaluate, Any, None]:
@@ -91,7 +91,7 @@ class Utterances:
         positions = [self.tree.position(self._node[i]) + 1 for i in going]
 
         def read(logp_NV: Tensor, _peaks_NB: Tensor | None) -> Tensor:
-            """The tokens drawn, and their log-probabilities."""
+            """Return the tokens drawn, and their log-probabilities."""
             row_n = torch.tensor(row).to(logp_NV.device, non_blocking=True)
             token_n = self.warp.draws(logp_NV, self.seed, going, positions, row_n)
             return torch.cat([token_n.double(), logp_NV[row_n, token_n].double()])
@@ -109,11 +109,11 @@ class Utterances:
         self.retain([i for i in self.live if self.reasons[i] is None])
 
     def retain(self, live: Sequence[int]) -> None:
-        """Let only these of the live sequences go on; free the slots of the others."""
+        """Continue only these live sequences; free the slots of the others."""
         self.live = list(live)
         if self.live:
             self.tree.keep(self._node[i] for i in self.live)
 
     def output(self, i: int, score: float) -> Output:
-        """Sequence i as an answer."""
+        """Return the output of sequence i."""
         return Output(self.tokens[i], self.logprobs[i], score, self.reasons[i] or "")

@@ -25,7 +25,7 @@ class Speculative(Sampling):
         self.as_dsbd()
 
     def as_dsbd(self) -> DSBD:
-        """DSBD with one draft and one beam, which is the same."""
+        """Return the equivalent DSBD: one draft and one beam."""
         options = {field.name: getattr(self, field.name) for field in fields(Sampling)}
         return DSBD(draft_beams=1, width=1, gamma=self.gamma, drafts=IID, length_penalty=0, **options)
 

@@ -85,7 +85,8 @@ class Trie(Search):
         return SearchResult(done.outputs[: self.num_return_sequences], {"steps": step, "answer_step": answer})
 
     def _reasons(self, task: Task, live: list[int], rows: list[int], tokens: list[int], step: int) -> list[str | None]:
-        """Why each candidate ends, None where it goes on: of the first `beams`, and of more until as many go on."""
+        """Return why each candidate ends, or None if it continues; candidates after the first `beams` are examined
+        only until `beams` candidates continue."""
         eos, last = task.eos_token_ids, "length" if step == task.max_new_tokens else None
         if task.hit_stops is None:
             return ["eos" if token in eos else last for token in tokens]

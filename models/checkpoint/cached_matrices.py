@@ -1,7 +1,7 @@
 """A cache file of a checkpoint's packed matrices: those that are quantised or repacked when it is loaded.
 
-Float matrices are not cached, because packing them takes about as long as reading them, except experts of
-which only a part is to be in memory.
+Float matrices are not cached, because packing them takes about as long as reading them, except those of experts if only
+a part of the experts is to be in memory.
 """
 
 import json
@@ -23,20 +23,20 @@ from models.formats.floats import has_kernels
 from models.formats.packed import Size
 from models.shard import Shard
 
-WORTH = 4 << 20  # bytes of packed matrices that are worth a file
+WORTH = 4 << 20  # the least bytes of packed matrices that are worth a file
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class CachedMatrices:
-    """The matrices of a checkpoint in a format, of one process.
+    """One process's matrices of a checkpoint in a format.
 
     Args:
-        cache: the folder of files; None: there is none, and nothing is found.
-        checkpoint: has matrices that are quantised, or are to be, or experts.
+        cache: the folder of files; None: no folder, so nothing is found.
+        checkpoint: a checkpoint with experts, or with matrices that are quantised or will be.
         quant: the format of the matrices.
         shard: the place of the process.
         opened: a moment of `time.time` before the headers were read.
-        floats: the dtype that experts of floats are packed for, which are among the matrices then; None: they are not.
+        floats: the dtype that float experts are packed for; None: float experts are not among the matrices.
 
     Raises:
         OSError: a file of the checkpoint cannot be read.
@@ -63,21 +63,21 @@ class CachedMatrices:
         self.look()
 
     def look(self) -> bool:
-        """Open the file if it is there by now. Returns whether it is."""
+        """Open the file if it exists by now, and return whether it does."""
         self._file = self.cache.open(self.name) if self.cache else None
         return self.found
 
     @property
     def found(self) -> bool:
-        """Whether an earlier start made them."""
+        """Whether an earlier start made the matrices."""
         return self._file is not None
 
     def holds(self, quant: str, name: str) -> bool:
-        """Whether the file has a matrix that is kept in a format; `name` is that of the matrix."""
+        """Whether the file contains the matrix `name`, which is kept in the format `quant`."""
         return quant != "none" or (self._floats and EXPERT in name)
 
     def get(self, key: str) -> Packed | PackedParts | None:
-        """The matrix of a key, mapped; None: it is not in the file."""
+        """Return the mapped matrix of a key; None: it is not in the file."""
         entries = self._file.facts.get(key) if self._file else None
         if entries is None:
             return None
@@ -87,14 +87,14 @@ class CachedMatrices:
         return found
 
     def add(self, key: str, matrix: Packed | PackedParts | None) -> None:
-        """Take note of a matrix that was derived; None: it is kept in a way that is no packed matrix."""
+        """Register a derived matrix; None: it is stored in another way than packed."""
         if matrix is not None and self._write_now:
             self._write_now(key, matrix)
         elif matrix is not None:
             self._known[key], self._new = matrix, True
 
     def keep(self) -> None:
-        """Write what was derived, if it is worth a file, in a thread: whatever the model is asked first goes before."""
+        """Write the derived matrices, if they are worth a file, in a thread that gives way to the first requests."""
         known, self._known = self._known, {}
         size = sum(part.panels.nbytes for matrix in known.values() for part in _parts(matrix))
         if self.cache and self._new and size >= WORTH:
@@ -102,15 +102,15 @@ class CachedMatrices:
 
     @contextmanager
     def written(self, new: NewFile, tell: Callable[[int], None]) -> Iterator[None]:
-        """Meanwhile each matrix is written when it is derived, and not kept; afterwards all of them are found.
+        """Context in which each matrix is written when it is derived, and then dropped; afterwards all can be found.
 
         Args:
             new: the file.
-            tell: is told how many bytes were written so far.
+            tell: called with the number of bytes written so far.
 
         Raises:
             CheckpointError: the checkpoint changed.
-            OSError: they cannot be written.
+            OSError: the matrices cannot be written.
         """
         facts, done = dict[str, Any](), 0
 
@@ -152,15 +152,15 @@ class CachedMatrices:
 def cached_matrices(
     cache: FileCache | None, checkpoint: Checkpoint, quant: str, shard: Shard, device: torch.device, opened: float
 ) -> CachedMatrices | None:
-    """`CachedMatrices` where there is something to keep: C++ kernels, and matrices that are not floats.
+    """Return `CachedMatrices` if there is something to cache: with C++ kernels, and matrices other than floats.
 
     Args:
-        cache: None keeps nothing.
-        device: that the matrices are multiplied on.
+        cache: the folder of files; None: nothing is cached.
+        device: the device that multiplies the matrices.
     """
     derives = checkpoint.packing is None and (checkpoint.quantization is not None or quant != "none")
     if cache is not None and derives and has_kernels(torch.float32, device):
-        with suppress(OSError):  # reading the weights says what is wrong
+        with suppress(OSError):  # reading the weights reports the fault
             return CachedMatrices(cache, checkpoint, quant, shard, opened)
     return None
 
@@ -168,14 +168,14 @@ def cached_matrices(
 def matrices_of_experts(
     cache: FileCache | None, checkpoint: Checkpoint, dtype: torch.dtype, quant: str, opened: float
 ) -> CachedMatrices:
-    """`CachedMatrices` that have all experts of a mixture, those of floats as well. Raises OSError."""
+    """Return `CachedMatrices` with all experts of a mixture, including float ones. Raises OSError."""
     floats = (info.dtype in FLOATS.values() for name, info in checkpoint.tensors.items() if _is_expert(name))
     packed_for = dtype if quant == "none" and any(floats) else None
     return CachedMatrices(cache, checkpoint, quant, Shard(), opened, packed_for)
 
 
 def _is_expert(name: str) -> bool:
-    """Whether a tensor is a matrix of an expert, and not what goes with one."""
+    """Whether a tensor is a matrix of an expert, and not its scales or the like."""
     return EXPERT in name and name.endswith(".weight")
 
 
@@ -186,7 +186,7 @@ def _parts(matrix: Packed | PackedParts) -> list[Packed]:
 def _described(
     packed: Packed, put: Callable[[Tensor], int]
 ) -> tuple[Size, list[tuple[int, str, Sequence[int]] | None]]:
-    """Size and tensors of a matrix: the number, dtype and shape of each. `put` takes each and numbers it."""
+    """Return size and tensors of a matrix: number, dtype and shape of each. `put` stores a tensor and numbers it."""
     values = packed.groups[2:] if packed.groups else (packed.scale_O, *(None,) * 4)
     described: list[tuple[int, str, Sequence[int]] | None] = []
     for tensor in (packed.panels, *values, packed.order_I):
@@ -198,7 +198,7 @@ def _described(
 
 
 def _matrix(file: CachedFile, size: Sequence, described: Sequence) -> Packed:
-    """The same matrix, mapped."""
+    """Return the same matrix, mapped from the file."""
     tensors = [d and file.tensor(d[0], DTYPES[d[1]], d[2]) for d in described]
     panels, scale, *others, order_I = tensors
     outs, width, kind, group, levels = size

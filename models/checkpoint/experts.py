@@ -2,8 +2,8 @@
 
 Transformers 5 stores all experts of a layer in one tensor [experts, rows, columns], gate above up. Most published
 checkpoints have a matrix per expert, with names that differ from family to family. gpt-oss has one tensor with
-interleaved gate and up, floats [experts, columns, rows] or MXFP4 blocks, and biases. Only headers are read here: a
-matrix of such a tensor is a part of it (`TensorInfo.part`).
+interleaved gate and up, floats [experts, columns, rows] or MXFP4 blocks, and biases. Only headers are read here: an
+expert's matrix is a part of such a tensor (`TensorInfo.part`).
 """
 
 import re
@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from models.checkpoint.tensors import Cut, TensorInfo
 
-EXPERT = ".experts."  # in the names of the matrices of experts
-MOST_EXPERTS = 2**12  # of a layer
+EXPERT = ".experts."  # marks the names of experts' matrices
+MOST_EXPERTS = 2**12  # the most experts of a layer
 _STACKED = re.compile(
     r"(?P<layer>.*\.layers\.\d+\.|layers\.\d+\.)(?:(?P<mlp>mlp|mixer|feed_forward|block_sparse_moe)\.)?"
     r"(?P<part>experts\.gate_up_proj|experts\.up_proj|experts\.down_proj|input_linear\.weight|output_linear\.weight)"
 )
-_WHOLE = {"experts.up_proj": "up_proj"}  # of MLPs without gates
+_WHOLE = {"experts.up_proj": "up_proj"}  # tensors of MLPs without gates
 _GPT_OSS = re.compile(r"(.*\blayers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
 _ENDS = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
 _MIXTRAL = re.compile(r"(.*\.experts\.\d+\.)(w1|w2|w3)(\..+)")
@@ -27,10 +27,10 @@ _ERNIE = re.compile(r"(.*\.mlp\.)(?:gate\.)?moe_statics\.e_score_correction_bias
 
 
 def one_by_one(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    """The matrices of experts that a tensor holds, by their names; a tensor that holds none, as it is.
+    """Yield the experts' matrices in a tensor, by their names; a tensor without experts is yielded unchanged.
 
     Args:
-        tensors: all of the checkpoint.
+        tensors: all tensors of the checkpoint.
     """
     turns, stacked, statics = (pattern.fullmatch(name) for pattern in (_GPT_OSS, _STACKED, _ERNIE))
     few = bool(info.shape) and info.shape[0] <= MOST_EXPERTS
@@ -48,7 +48,7 @@ def one_by_one(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -
 
 
 def _in_turns(turns: re.Match[str], name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-    """The matrices of each expert of gpt-oss, or what stands for them."""
+    """Yield the matrices of each expert of gpt-oss, or the tensors that represent them."""
     (count, *shape), transposed = info.shape, turns[3] == ""
     shape = shape[::-1] if transposed else shape
     parts = {"gate_proj": (0, 2), "up_proj": (1, 2)} if turns[2] == "gate_up" else {"down_proj": (0, 1)}
@@ -63,7 +63,7 @@ def _in_turns(turns: re.Match[str], name: str, info: TensorInfo) -> Iterator[tup
 
 
 def _unstacked(stacked: re.Match[str], name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-    """The matrices of each expert."""
+    """Yield the matrices of each expert."""
     count, rows, width = info.shape
     mlp = {None: "", "block_sparse_moe": "mlp."}.get(stacked["mlp"], f"{stacked['mlp']}.")
     halves = stacked["part"] in ("experts.gate_up_proj", "input_linear.weight")

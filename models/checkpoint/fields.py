@@ -15,14 +15,14 @@ REQUIRED: Any = object()
 class Fields:
     """Typed access to `config`, read from `file`. An absent or null field takes the default, if it has one.
 
-    Every reader raises `CheckpointError` naming the file, the field, what was expected and what was found.
+    Every reader raises a `CheckpointError` that names the file, the field, the expected and the actual value.
     """
 
     def __init__(self, config: Mapping[builtins.str, Any], file: builtins.str, prefix: builtins.str = ""):
         self.config, self.file, self.prefix = config, file, prefix
 
     def int(self, name: builtins.str, default: D = REQUIRED, *, low: int = 1, high: int = 2**24) -> builtins.int | D:
-        """A whole number in [low, high]."""
+        """Read a whole number in [low, high]."""
         value = self._get(name, default)
         if value is not default and (type(value) is not builtins.int or not low <= value <= high):
             raise self.error(name, f"a whole number from {low} to {high}")
@@ -31,7 +31,7 @@ class Fields:
     def float(
         self, name: builtins.str, default: D = REQUIRED, *, low: float = -1e30, high: float = 1e30
     ) -> builtins.float | D:
-        """A finite number in [low, high]."""
+        """Read a finite number in [low, high]."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -40,35 +40,35 @@ class Fields:
         return builtins.float(value)
 
     def bool(self, name: builtins.str, default: D = REQUIRED) -> builtins.bool | D:
-        """true or false."""
+        """Read true or false."""
         value = self._get(name, default)
         if value is not default and type(value) is not builtins.bool:
             raise self.error(name, "true or false")
         return value
 
     def str(self, name: builtins.str, default: D = REQUIRED) -> builtins.str | D:
-        """A string."""
+        """Read a string."""
         value = self._get(name, default)
         if value is not default and type(value) is not builtins.str:
             raise self.error(name, "a string")
         return value
 
     def choice(self, name: builtins.str, allowed: Collection[builtins.str], default: D = REQUIRED) -> builtins.str | D:
-        """One of the strings in `allowed`."""
+        """Read one of the strings in `allowed`."""
         value = self._get(name, default)
         if value is not default and (type(value) is not builtins.str or value not in allowed):
             raise self.error(name, f"one of {', '.join(sorted(allowed))}")
         return value
 
     def sub(self, name: builtins.str) -> Fields | None:
-        """The fields of a nested dict; None when it is absent, null or empty."""
+        """Return the fields of a nested dict; None if it is absent, null or empty."""
         value = self._get(name, None)
         if value is not None and type(value) is not dict:
             raise self.error(name, "an object or null")
         return Fields(value, self.file, f"{self.prefix}{name}.") if value else None
 
     def ids(self, name: builtins.str) -> frozenset[builtins.int]:
-        """Token ids: a number, a list of numbers, or nothing."""
+        """Read token ids: a number, a list of numbers, or nothing."""
         value = self._get(name, [])
         ids = value if type(value) is list else [value]
         if any(type(token) is not builtins.int or not 0 <= token < 2**31 for token in ids):
@@ -76,7 +76,7 @@ class Fields:
         return frozenset(ids)
 
     def error(self, name: builtins.str, expected: builtins.str) -> CheckpointError:
-        """The error for `name`, to be raised by the caller."""
+        """Return the error for `name`, for the caller to raise."""
         value = self.config.get(name)
         try:
             got = "nothing" if value is None else repr(value)

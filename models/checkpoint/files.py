@@ -1,5 +1,4 @@
-"""Opening files that others wrote, and writing files that others read: regular files only, locks, atomic
-replacement."""
+"""Opens and writes files that other programs share: regular files only, locks, atomic replacement."""
 
 import contextlib
 import errno
@@ -17,13 +16,13 @@ __all__ = ["lock", "locked", "map_regular", "obstacle", "open_regular", "read_re
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Opens a regular file for reading bytes, links followed, and never waits for it.
+    """Open a regular file for reading bytes; links are followed, and the call never blocks.
 
-    A FIFO without a writer would block `open`, a device may be endless, and either may take the place of a file between
-    a check and the opening: so the file is checked before it is opened, and again once it is open.
+    A FIFO without a writer would block `open`, a device may be endless, and either may replace a file between a check
+    and the opening: so the file is checked before it is opened, and again once it is open.
 
     Raises:
-        OSError: the path cannot be opened, or leads to anything else than a regular file.
+        OSError: the path cannot be opened, or is not a regular file.
     """
     _check_regular(os.stat(path).st_mode, path)
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
@@ -37,13 +36,13 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:
-    """Reads a regular file of at most `limit` bytes; of a longer one, only `limit` + 1 bytes. Raises OSError."""
+    """Read a regular file of at most `limit` bytes, or the first `limit` + 1 bytes of a longer one. Raises OSError."""
     with open_regular(path) as file:
         return file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read(n) allocates n bytes
 
 
 def map_regular(path: str | Path, least: int) -> mmap.mmap | bytes:
-    """Maps a regular file into memory; of one with less than `least` bytes, nothing.
+    """Map a regular file into memory; a file with less than `least` bytes gives b"".
 
     The mapping is private and writable: torch needs writable memory, and the file does not change.
 
@@ -64,9 +63,9 @@ def _check_regular(mode: int, path: str | Path) -> None:
 
 
 def obstacle(path: str | Path) -> tuple[str, str] | None:
-    """Return what keeps a file from being written or replaced, and the path at fault, before any work is done for it.
+    """Return what would prevent writing or replacing a file, and the path at fault, before any work is done for it.
 
-    None: nothing that can be seen; a device or a pipe may be written to as well.
+    None: no visible obstacle; devices and pipes may be written too.
     """
     try:
         target = Path(path).resolve()
@@ -87,10 +86,10 @@ def obstacle(path: str | Path) -> tuple[str, str] | None:
 
 @contextlib.contextmanager
 def replacing(target: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of `target`, on the disk, at the end of the block if all goes well.
+    """Yield a file to write, which replaces `target` on the disk at the end of the block, unless an error occurs.
 
-    A link is followed. A new file has the permissions `mode`, less the umask; another's place is taken with the
-    permissions of that one. Raises OSError.
+    A link is followed. A new file gets the permissions `mode`, less the umask; a replaced file's permissions are kept.
+    Raises OSError.
     """
     target = target.resolve()
     temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.part")

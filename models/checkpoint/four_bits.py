@@ -22,20 +22,20 @@ from models.checkpoint.tensors import TensorInfo
 from models.errors import CheckpointError, show
 
 STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(nf4|fp4)")
-PARTS = {"quant_map": 16, "absmax": None, "nested_absmax": None, "nested_quant_map": 256}  # and how many numbers
+PARTS = {"quant_map": 16, "absmax": None, "nested_absmax": None, "nested_quant_map": 256}  # -> their sizes
 STATE_BYTES = 1 << 12
 CHUNK = 1 << 21  # elements that are dequantised at once
 
 
 @dataclass(frozen=True)
 class FourBits(TensorInfo):
-    """A matrix as it is when it was dequantised: `shape` and `dtype` are those of floats.
+    """A matrix as it is after dequantisation: `shape` and `dtype` are those of floats.
 
     Args:
         own: the file's name of the codes.
-        parts: where codes ("") and `PARTS` lie.
-        block, nested: elements that count in one magnitude; magnitudes that count in another, 0 where they are floats.
-        offset: added to magnitudes of 8 bits.
+        parts: the tensors of codes ("") and of `PARTS`.
+        block, nested: elements that share a magnitude; magnitudes that share a nested one, 0 if they are floats.
+        offset: added to 8-bit magnitudes.
     """
 
     own: str = ""
@@ -45,7 +45,7 @@ class FourBits(TensorInfo):
     offset: float = 0.0
 
     def read(self) -> Tensor:
-        """The matrix. Raises CheckpointError for magnitudes that are no finite numbers, and files that changed."""
+        """Return the matrix. Raises CheckpointError if magnitudes are not finite or the file changed."""
         last = LastFile()
         part = {suffix: self._part(suffix, last) for suffix in self.parts}
         largest, numbers, codes = part["absmax"], part["quant_map"].float(), part[""].view(torch.uint8)
@@ -75,7 +75,7 @@ class FourBits(TensorInfo):
 
 
 def with_four_bits(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The same tensors, but for those that stand for a matrix of four bits: that matrix is in their place.
+    """Return the tensors; those that represent a matrix of four bits are replaced by that matrix.
 
     Raises:
         CheckpointError: tensors are missing or do not fit their quantisation state, or such a state is damaged.
@@ -125,7 +125,7 @@ def _matrix(own: str, state: Fields, parts: Mapping[str, TensorInfo]) -> FourBit
 
 
 def _state(info: TensorInfo, name: str, last: LastFile) -> Fields:
-    """The JSON of a state. Raises CheckpointError."""
+    """Read the JSON of a state. Raises CheckpointError."""
     where = f"{show(info.file)}: {show(name)}"
     if info.dtype != torch.uint8 or math.prod(info.shape) > STATE_BYTES:
         raise CheckpointError("expected the bytes of a short JSON object", where=where, remedy=FETCH_AGAIN)

@@ -50,14 +50,14 @@ class Checkpoint:
     """A folder in Hugging Face layout. `config` and `generation_config` are the parsed files (the second may be empty).
 
     `tensors` comes from the headers alone: opening a checkpoint reads no weights and allocates nothing of their size.
-    Of a GGUF file `folder` is the file, and `gguf` its header, which the parsed files are made of;
-    `vocabulary` is what it has of a tokenizer.
+    For a GGUF file `folder` is the file, and `gguf` its header, from which the parsed files are made; `vocabulary` is
+    its tokenizer data.
     `packing` describes the matrices that were packed ahead, if any; `tensors` has them under their own names as well.
-    `quantization` is what the config says of weights that are stored quantised; None: all are floats.
+    `quantization` is the config's description of quantised weights; None: all are floats.
 
-    Of a model of several modalities `config` and `tensors` are those of its text model, by the names that this has on
-    its own; `left_out` are the bytes of the other parts. `adapter`: the model for which an adapter in the folder was
-    made, which is not applied; "" without one.
+    For a model of several modalities `config` and `tensors` are those of its text model, by that model's own names;
+    `left_out` are the bytes of the other parts. `adapter`: the base model of an adapter in the folder, which is not
+    applied; "" without an adapter.
     """
 
     folder: Path
@@ -73,13 +73,12 @@ class Checkpoint:
 
     @staticmethod
     def open(folder: str | Path, cache: FileCache | None = None) -> Checkpoint:
-        """Reads and checks the JSON files and every header. Raises CheckpointError naming the file at fault.
+        """Read and check the JSON files and every header. Raises a CheckpointError that names the file at fault.
 
-        Of a folder of the hub's cache the snapshot is opened, see `models.folders`.
+        In a folder of the hub's cache the snapshot is opened, see `models.folders`.
 
         Args:
-            cache: may have what an earlier start made of a GGUF file's vocabulary; the lists of the metadata are not
-                read then.
+            cache: may have a GGUF file's vocabulary from an earlier start; the lists of the metadata are not read then.
         """
         try:
             return _open(snapshot(Path(folder)), cache)
@@ -94,7 +93,7 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str:
-        """The first of the config's architectures; "" when it names none."""
+        """The first of the config's architectures; "" if it names none."""
         names = self.config.get("architectures") or [""]
         if not isinstance(names, list) or not isinstance(names[0], str):
             raise self.fields.error("architectures", "a list of names")
@@ -102,7 +101,7 @@ class Checkpoint:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The config's beginning-of-sequence token (some lists occur: their first), else generation_config's."""
+        """The config's beginning-of-sequence token (the first if it is a list), else generation_config's."""
         return self._ids("bos_token_id")[0]
 
     @property
@@ -149,14 +148,14 @@ class Checkpoint:
         base: str = "",
         kinds: Mapping[str, str] | None = None,
     ) -> dict[str, str]:
-        """Compares the headers with the tensors a model needs, by name and shape, and touches no data.
+        """Compare the headers with the tensors that a model needs, by name and shape, without reading data.
 
-        A name that fully matches a pattern of `ignore` may be there or not. `tied` maps names to the names they share
-        their values with: one of each pair may be absent. `base` begins names in a save of the whole model and is left
-        out in one of the base model, without its head: where no stored name begins with it, none is expected to.
-        `kinds` are the classes of the modules whose weights may be stored quantised, by the names of these.
-        Returns {absent name: the name to read instead} for those.
-        Raises CheckpointError listing up to 10 tensors that are missing, extra, misshapen or of another dtype.
+        A name that fully matches a pattern of `ignore` may exist or not. `tied` maps names to the names they share
+        their values with: one of each pair may be absent. `base` is a prefix of names in a checkpoint of the whole
+        model, which checkpoints of the base model (without the head) omit: if no stored name has it, none is expected.
+        `kinds` maps weights that may be stored quantised to the classes of their modules.
+        Returns {absent name: the name to read instead}.
+        Raises a CheckpointError that lists up to 10 tensors that are missing, extra, misshapen or of another dtype.
         """
         bare = bool(base) and not any(name.startswith(base) for name in self.tensors)
         stored = {name: name.removeprefix(base) if bare else name for name in expected}
@@ -194,15 +193,15 @@ class Checkpoint:
     def grouped(
         self, name: str, stored: str, shape: tuple[int, ...], kind: str, *, biased: bool
     ) -> GroupedWeight | None:
-        """The weight of a linear layer that is stored quantised; None if it is stored as floats.
+        """Return the weight of a linear layer that is stored quantised; None if it is stored as floats.
 
         Args:
             name, shape: as given to `check`; kind: its class in transformers.
-            stored: the name that it has here.
-            biased: the layer has a bias; one that has none may be stored with zeros.
+            stored: its name in this checkpoint.
+            biased: the layer has a bias; a layer without one may be stored with a bias of zeros.
 
         Raises:
-            CheckpointError: values that cannot be right.
+            CheckpointError: invalid values.
         """
         scheme = self._scheme(name, stored, kind)
         if scheme is None:
@@ -227,7 +226,7 @@ class Checkpoint:
         return weight
 
     def _scheme(self, name: str, stored: str, kind: str) -> Scheme | None:
-        """How a weight is stored; None: as floats, as the config says or as the file has it."""
+        """Return how a weight is stored; None: as floats, according to the config or the file."""
         info = self.tensors.get(stored)
         meant = isinstance(self.quantization, TernaryModules) and self.quantization.of_floats
         if not kind or self.quantization is None or (info and info.dtype in FLOATS.values() and not meant):
@@ -236,11 +235,11 @@ class Checkpoint:
             return None
         module, own = name.removesuffix(".weight"), stored.removesuffix(".weight")
         parts = (self.tensors.get(f"{own}.{suffix}") for suffix in ("weight", "qweight", "weight_packed"))
-        inside = next((part.name for part in parts if part and part.name), None)  # a config has the names of the whole
+        inside = next((part.name for part in parts if part and part.name), None)  # configs use names of the whole
         return self.quantization.scheme(inside.rpartition(".")[0] if inside else module, kind)
 
     def _parts(self, name: str, stored: str, shape: tuple[int, ...], kind: str) -> dict[str, Part]:
-        """The tensors that stand for an expected one."""
+        """Return the tensors that represent an expected one."""
         scheme = self._scheme(name, stored, kind)
         if scheme is None:
             return {stored: Part((tuple(shape),), FLOATS.values())}
@@ -249,7 +248,7 @@ class Checkpoint:
         return {f"{module}.{suffix}": part for suffix, part in scheme.parts(outs, width).items()}
 
     def _wrong(self, name: str, part: Part) -> str:
-        """The fault in a tensor's header."""
+        """Return the fault in a tensor's header."""
         info, floats = self.tensors[name], set(part.dtypes) <= {*FLOATS.values()}
         dtypes = "floats" if floats else " or ".join(str(dtype)[6:] for dtype in part.dtypes)
         want = " or ".join(str(list(shape)) for shape in part.shapes)
@@ -257,7 +256,7 @@ class Checkpoint:
         return f"{show(name)} in {show(info.file.name)}: expected {want} of {dtypes}, got {got}"
 
     def _misfit(self, faults: Sequence[str], total: int) -> CheckpointError:
-        """The error for headers that are not those of the model."""
+        """Return the error for headers that do not fit the model."""
         shown = "\n".join(f"  {fault}" for fault in faults)
         more = f"\n  and {total - len(faults)} more" if total > len(faults) else ""
         remedy = "Check that config.json and the weights belong together, and that the download is complete."
@@ -274,9 +273,9 @@ class Checkpoint:
         )
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Maps tensors: views of the file, in its dtype, whose memory goes back when the last view does.
+        """Map tensors: views of the file, in its dtype, whose memory is released with the last view.
 
-        The file must not shrink while views of it live: the operating system would kill the process (SIGBUS).
+        The file must not shrink while views of it exist: the operating system would kill the process (SIGBUS).
         """
         by_file: dict[Path, list[str]] = {}
         out: dict[str, Tensor] = {}
@@ -301,20 +300,20 @@ class Checkpoint:
                     try:
                         out[name] = found if info.part is None else info.part.of(found)
                     except IndexError:
-                        out[name] = found  # which has changed, as is found below
+                        out[name] = found  # the file has changed, which is detected below
             except (SafetensorError, OSError) as error:
                 raise damaged(file, error) from error
         for name, tensor in out.items():
             info = self.tensors[name]
             if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
                 raise CheckpointError(f"{show(name)} changed while the model was loaded", where=show(info.file))
-            if tensor.data_ptr() % tensor.element_size():  # legal in the format, unfit for vector loads
+            if tensor.data_ptr() % tensor.element_size():  # legal in the format, but unsuitable for vector loads
                 out[name] = tensor.clone()
         return out
 
     @contextmanager
     def held_open(self) -> Iterator[None]:
-        """Meanwhile the file that was read last stays open."""
+        """Context in which the file that was read last stays open."""
         vars(self)["_last"] = last = LastFile()
         try:
             yield
@@ -323,10 +322,10 @@ class Checkpoint:
             last.close()
 
     def packed(self, names: Sequence[str], outs: int, width: int) -> Packed | None:
-        """The matrix [outs, width] that was packed ahead of these weights; None if there is none.
+        """Return the matrix [outs, width] that was packed ahead from these weights; None if there is none.
 
-        It is multiplied where it is mapped: processes share its memory, and the system may take it back at any time.
-        Raises CheckpointError for one of another size, or whose tensors do not fit it.
+        It is multiplied in the mapped file: processes share its memory, and the system may reclaim it at any time.
+        Raises CheckpointError if it has another size, or its tensors do not fit it.
         """
         key = "+".join(names)
         if self.packing is None or key not in self.packing.sizes:
@@ -344,7 +343,7 @@ class Checkpoint:
             raise CheckpointError(f"packed matrix {show(key)}: {error}", where=show(file), remedy=PACK_AGAIN) from error
 
     def rows(self, name: str, stored: str, shape: tuple[int, ...]) -> RowReader | GroupedReader | BlockReader:
-        """Reads rows of the token embedding straight from its file, see `RowReader`; arguments as of `grouped`."""
+        """Return a reader of the token embedding's rows in its file, see `RowReader`; arguments as for `grouped`."""
         if isinstance(info := self.tensors.get(stored), Stored):
             return info.reader(stored)
         scheme = self._scheme(name, stored, EMBEDDING)
@@ -358,7 +357,7 @@ class Checkpoint:
 def _open(folder: Path, cache: FileCache | None) -> Checkpoint:
     file = gguf_file(folder)
     checkpoint = _open_gguf(file, cache) if file else _open_folder(folder)
-    # So that a bad value is found here and not in mid-conversation.
+    # A bad value is reported here and not in the middle of a conversation.
     _ = checkpoint.architecture, checkpoint.torch_dtype, checkpoint.eos_token_ids, checkpoint.bos_token_id
     return checkpoint
 
@@ -401,7 +400,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _text_tensors(tensors: dict[str, TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:
-    """The tensors of the text model by their own names, and the bytes of the other parts."""
+    """Return the tensors of the text model by their own names, and the bytes of the other parts."""
     names = text_names(tensors) | {name: name for name in tensors if name.startswith(PREFIXES)}
     text = {name: replace(tensors[stored], name=stored) for name, stored in names.items()}
     taken = {*names.values()}
@@ -411,7 +410,7 @@ def _text_tensors(tensors: dict[str, TensorInfo]) -> tuple[dict[str, TensorInfo]
 
 
 def _packing(file: Path, tensors: dict[str, TensorInfo]) -> Packing | None:
-    """The description of the file's packed matrices, which join the tensors under their own names."""
+    """Read the description of the file's packed matrices, and add them to `tensors` under their own names."""
     try:
         with safe_open(file, framework="pt") as mapped:
             packing = Packing.parse(mapped.metadata() or {})

@@ -1,5 +1,4 @@
-"""The files of a model's folder: JSON, and the safetensors headers that list its tensors; refuses what is not a
-model."""
+"""The files of a model's folder: JSON, and the safetensors headers that list its tensors; refuses other folders."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:
-    """Parses a JSON object of at most `limit` bytes. Raises CheckpointError for anything else, double keys included."""
+    """Parse a JSON object of at most `limit` bytes. Raises CheckpointError for anything else, or for duplicate keys."""
     try:
         data = read_regular(path, limit)
         if len(data) > limit:
@@ -48,7 +47,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def listed_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """The headers of all weight files. A single file wins over an index, as in transformers."""
+    """Read the headers of all weight files. A single file takes precedence over an index, as in transformers."""
     if (folder / WEIGHTS).exists() or (folder / WEIGHTS).is_symlink():
         return read_header(_inside(folder, WEIGHTS, folder / WEIGHTS))
     index = folder / INDEX
@@ -75,12 +74,12 @@ def listed_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def header_of(folder: Path, name: str) -> dict[str, TensorInfo]:
-    """The header of one file of a folder, checked as those of weights. Raises CheckpointError."""
+    """Read the header of one file of a folder, checked like those of weights. Raises CheckpointError."""
     return read_header(_inside(folder, name, folder / name))
 
 
 def _inside(folder: Path, name: str, where: Path) -> Path:
-    """The path of weight file `name`; refuses what leads out of the folder, but for the links of the hub's cache."""
+    """Return the path of weight file `name`; refuses paths outside the folder, except links of the hub's cache."""
     if not name.endswith(".safetensors") or name != Path(name).name or re.search(r"[/\\:\0]", name):
         raise CheckpointError(f"{show(name)} is no plain name of a .safetensors file", where=show(where))
     path, root = folder / name, folder.resolve()
@@ -103,7 +102,7 @@ def _inside(folder: Path, name: str, where: Path) -> Path:
 
 
 def adapter_base(folder: Path) -> str:
-    """Say for messages what the adapter in a folder was made for; "" if there is none."""
+    """Return the name, for messages, of the base model of the adapter in a folder; "" if there is none."""
     found = [name for name in ADAPTERS if (folder / name).exists()]
     if not found:
         return ""
@@ -115,7 +114,7 @@ def adapter_base(folder: Path) -> str:
 
 
 def adapter_alone(folder: Path, base: str) -> CheckpointError:
-    """The error for a folder that holds an adapter and no model."""
+    """Return the error for a folder with an adapter but no model."""
     return CheckpointError(
         f"the folder holds an adapter (LoRA) for {base}, not a model",
         where=show(folder),
@@ -125,7 +124,7 @@ def adapter_alone(folder: Path, base: str) -> CheckpointError:
 
 
 def _no_weights(folder: Path) -> CheckpointError:
-    """The error for a folder without weights that can be used."""
+    """Return the error for a folder without usable weights."""
     if adapter := adapter_base(folder):
         return adapter_alone(folder, adapter)
     files = sorted(path.name for path in folder.iterdir())

@@ -1,8 +1,8 @@
-"""Checkpoints that mlx-lm or mlx-vlm wrote: their tensors by the names and in the forms of transformers.
+"""Maps tensors of checkpoints that mlx-lm or mlx-vlm wrote to the names and forms of transformers.
 
 Both rename and reshape tensors when they convert a model (`sanitize` of each file in `mlx_lm/models`): experts of a
 layer are stacked, convolutions have their channel last, norms that add one have it added, and newer files of DeepSeek
-V3 and GLM-4.7-Flash have the matrices of keys and of values apart, head by head. Only headers are read here.
+V3 and GLM-4.7-Flash have separate matrices of keys and of values, head by head. Only headers are read here.
 """
 
 import re
@@ -19,19 +19,19 @@ from models.errors import CheckpointError, show
 STACKED = re.compile(
     r"(.+?\.)(?:(?:experts\.)?switch_(?:mlp|glu)|experts)\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(weight|scales|biases|bias)"
 )
-PARTS = {"fc1": "up_proj", "fc2": "down_proj"}  # of Nemotron
+PARTS = {"fc1": "up_proj", "fc2": "down_proj"}  # for Nemotron
 HEADS = re.compile(r"(.+\.self_attn\.)(embed_q|unembed_out)\.(weight|scales|biases)")
 SPLIT = {"embed_q": "k_b_proj", "unembed_out": "v_b_proj"}
 CONV = re.compile(r".+\.(?:conv1d|conv\.conv)\.weight")
-LFM2_MLP = re.compile(r"(.+\.feed_forward\.)(gate_proj|down_proj|up_proj)(\..+)")  # of layers without experts
+LFM2_MLP = re.compile(r"(.+\.feed_forward\.)(gate_proj|down_proj|up_proj)(\..+)")  # MLPs of layers without experts
 LFM2_PARTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-CURVE = re.compile(r".+\.act_fn\.alpha_[pn]")  # of Apertus
+CURVE = re.compile(r".+\.act_fn\.alpha_[pn]")  # for Apertus
 PLUS_ONE = ("Qwen3Next", "Qwen3_5")  # beginnings of architectures
 NORM = re.compile(r".+\.(?:input_layernorm|post_attention_layernorm|q_norm|k_norm)\.weight|model\.norm\.weight")
 
 
 def has_forms(tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether some tensor is as MLX alone has it; where none is, there is nothing to map in a checkpoint of floats."""
+    """Whether some tensor has a form that only MLX uses; if none does, a checkpoint of floats needs no mapping."""
     return any(
         STACKED.fullmatch(name) or HEADS.fullmatch(name) or _turned(name, info) or _is_curve(name, info)
         for name, info in tensors.items()
@@ -41,12 +41,12 @@ def has_forms(tensors: Mapping[str, TensorInfo]) -> bool:
 def from_mlx(
     config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """The config and the tensors of such a checkpoint as transformers has them; each tensor keeps its name in the file,
-    by which the config names its module.
+    """Return config and tensors of such a checkpoint in the form of transformers; each tensor keeps its name in the
+    file, because the config names modules by it.
 
     Args:
-        config: of the text model.
-        tensors: by the names of the text model.
+        config: the text model's config.
+        tensors: the tensors by the names of the text model.
 
     Raises:
         CheckpointError: two spellings of one tensor.
@@ -66,7 +66,7 @@ def from_mlx(
 
 
 def _mapped(name: str, info: TensorInfo, plus_one: bool) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors that one stands for; `plus_one`: norms have 1 added."""
+    """Yield the tensors that one represents; `plus_one`: norms have 1 added."""
     count, *shape = info.shape or (0,)
     if (stacked := STACKED.fullmatch(name)) and shape and count <= MOST_EXPERTS:
         part = PARTS.get(stacked[2], stacked[2])

@@ -1,11 +1,11 @@
-"""The architecture of a config: by its `model_type`, as in transformers, where it names none or that of another one."""
+"""The architecture of a config by its `model_type`, as in transformers, if it names none or that of another type."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoint.wrapped import TEXT_MODELS
 
-WHOLES = "_vl", "_vl_text", "_unified_text"  # of text models that are no models alone
+WHOLES = "_vl", "_vl_text", "_unified_text"  # suffixes of text models that only exist inside another model
 LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items() if not kind.endswith(WHOLES)} | {
     "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",
@@ -76,8 +76,8 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
 
 
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the language model of a known `model_type`, if it names no architecture, or the language model of
-    another `model_type`, which transformers does not look at."""
+    """Return the config; if it has a known `model_type` and names no architecture, or the language model of another
+    `model_type` (transformers ignores that name), with the architecture of its `model_type`."""
     kind, names = config.get("model_type"), config.get("architectures") or [None]
     if not isinstance(kind, str) or kind not in LANGUAGE_MODELS or not isinstance(names, list):
         return dict(config)

@@ -13,7 +13,7 @@ GPTQ, MODELOPT = "quantize_config.json", "hf_quant_config.json"  # files of Auto
 
 
 def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """A folder's config, with the field if something else stands for it.
+    """Return a folder's config, with `quantization_config` if another file or field gives it.
 
     Raises:
         CheckpointError: a file is damaged.

@@ -30,7 +30,7 @@ def repack(
     See `load_model` for other arguments and errors.
 
     Args:
-        matrices: that are not written yet, see `matrices_of_experts`.
+        matrices: the matrices to write, see `matrices_of_experts`.
         new, tell: see `CachedMatrices.written`, also for errors.
     """
     with matrices.written(new, tell):
@@ -38,21 +38,21 @@ def repack(
 
 
 def repacked_bytes(checkpoint: Checkpoint, dtype: torch.dtype, quant: str) -> int:
-    """About the bytes of such a file, from headers."""
+    """Estimate the bytes of such a file from headers."""
     size = measure(checkpoint, dtype, CPU, quant)
     return size.matrices if _all_packed(checkpoint, quant) else size.chosen
 
 
 def _all_packed(checkpoint: Checkpoint, quant: str) -> bool:
-    """Whether all matrices are quantised, so that a file has others than experts too."""
+    """Whether all matrices are quantised, so that the file contains more than experts."""
     return quant != "none" or checkpoint.quantization is not None
 
 
 class _Repacking(Weights):
-    """Stands in for `Weights`: the model has no matrices, as each goes as soon as it is packed."""
+    """Stands in for `Weights`: the model gets no matrices, because each is dropped as soon as it is packed."""
 
     def linear(self, *names: str, **how: Any) -> Any:
-        """Have a matrix written, if it is one of the file; the layer returned has none."""
+        """Write a matrix if it belongs to the file; the returned layer has none."""
         if EXPERT in names[0] or _all_packed(self.checkpoint, self.quant):
             super().linear(*names, **how)
         return NoMatrix(names)

@@ -1,5 +1,5 @@
-"""The size of a model in bytes, from the headers of its checkpoint: the model is built as usual, on weights without
-data."""
+"""The size of a model in bytes, from the headers of its checkpoint: the model is built as usual, with weights that have
+no data."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -36,14 +36,14 @@ from models.sharding import part
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Bytes of a model, and what the bytes of its passes depend on.
+    """Bytes of a model, and the properties that determine the bytes of its passes.
 
     Args:
-        matrices: of the linear layers, as their format keeps them.
-        chosen: of these, of experts that tokens choose.
-        layers: that have such experts.
-        vectors: norms, biases, tables of positions, and on a device the embedding.
-        config, shape: of the model.
+        matrices: bytes of the linear layers in their format.
+        chosen: the part of `matrices` that belongs to experts that tokens choose.
+        layers: number of layers with such experts.
+        vectors: bytes of norms, biases, tables of positions, and on a device the embedding.
+        config, shape: the model's configuration and shape.
     """
 
     matrices: int
@@ -55,14 +55,14 @@ class ModelSize:
 
     @property
     def touched(self) -> int:
-        """Bytes of matrices that a pass of one token reads: all, but for the experts that it does not choose."""
+        """Bytes of matrices that a pass of one token reads: all except those of experts that it does not choose."""
         if (experts := self.config.experts) is None:
             return self.matrices
         return self.matrices - self.chosen + self.chosen * experts.routing.chosen // experts.count
 
     @property
     def weights(self) -> int:
-        """All that stays in memory."""
+        """Bytes of everything that stays in memory."""
         return self.matrices + self.vectors
 
 
@@ -80,7 +80,7 @@ def measure(
     See `load_model` for other arguments and errors.
 
     Args:
-        own_head: of the draft head in the model's checkpoint, see `models.mtp`.
+        own_head: count the draft head in the model's checkpoint instead, see `models.mtp`.
     """
     found: list[Sizes] = []
 
@@ -98,23 +98,23 @@ def measure(
 
 
 class Sizes(Weights):
-    """Stands in for `Weights`: reads nothing and counts the bytes of the weights that a model asks for."""
+    """Stands in for `Weights`: reads nothing and counts the bytes of the weights that a model requests."""
 
     matrices = vectors = chosen = 0
     mixed: frozenset[str] = frozenset()  # names of layers' experts
-    _share = 1.0  # of a matrix that this process has
+    _share = 1.0  # this process's share of a matrix
 
     def vector(
         self, name: str, *, plus_one: bool = False, some: range | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """A vector without data."""
+        """Return a vector without data, and count its bytes."""
         shape = self.shapes[name] if some is None else (len(some), *self.shapes[name][1:])
         vector = torch.empty(shape, dtype=dtype or self.dtype, device="meta")
         self.vectors += vector.nbytes
         return vector
 
     def scalar(self, name: str) -> float:
-        """A scalar that changes nothing."""
+        """Return a scalar that changes nothing."""
         return 1.0
 
     def linear(
@@ -126,7 +126,7 @@ class Sizes(Weights):
         ins: range | None = None,
         exact: bool = False,
     ) -> Any:
-        """Count the bytes of a linear layer; the layer returned has no matrix."""
+        """Count the bytes of a linear layer; the returned layer has no matrix."""
         all_outs = {name: self.shapes[f"{name}.weight"][transposed] for name in names}
         width = self.shapes[f"{names[0]}.weight"][not transposed]
         own = [all_outs[name] for name in names]  # a name may be there twice
@@ -145,7 +145,7 @@ class Sizes(Weights):
         return NoMatrix(stored)
 
     def heads(self, names: Sequence[str], heads: int, plain: int, value: int) -> Any:
-        """Count the bytes of the matrices of heads, which are floats or in the format of the others."""
+        """Count the bytes of the matrices of heads, which are floats or in the format of other matrices."""
         if len(names) == 2:
             return [self.linear(names[0])] * heads, [self.linear(names[1])] * heads
         name = f"{names[0]}.weight"
@@ -158,7 +158,7 @@ class Sizes(Weights):
         return [NoMatrix([stored])] * heads, [NoMatrix([stored])] * heads
 
     def stacked_heads(self, names: Sequence[str], heads: int, plain: int) -> tuple[Tensor, Tensor]:
-        """Count the bytes of the same matrices as floats; tensors without data."""
+        """Count the bytes of the same matrices as floats; the returned tensors have no data."""
         shapes = [self.shapes[f"{name}.weight"] for name in names]
         rank = shapes[-1][1]
         keys, values = ((heads, n, rank) for n in (plain, shapes[-1][0] // heads - (plain if len(names) == 1 else 0)))
@@ -171,7 +171,7 @@ class Sizes(Weights):
         return self.linear(*names, bias=bias)
 
     def embedding(self, name: str) -> Any:
-        """Rows that are read from the file on a CPU, and resident elsewhere."""
+        """Count the bytes of the embedding: on a CPU rows are read from the file, elsewhere they are resident."""
         if self.device.type != "cpu":
             rows, width = self.shapes[name]
             self.vectors += len(part(rows, self.shard)) * width * self.dtype.itemsize
@@ -194,7 +194,7 @@ class Sizes(Weights):
         floats = {
             name: tensors[name].dtype for name in stored if name in tensors and tensors[name].dtype in FLOATS.values()
         }
-        if floats and len(floats) < len({*stored}):  # `Joined`: the others are stored quantised
+        if floats and len(floats) < len({*stored}):  # `Joined`: other matrices are stored quantised
             return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
         if not floats:
             if blocks := [*self._stored_blocks(stored, outs)]:
@@ -214,7 +214,7 @@ class Sizes(Weights):
         return own.scheme(module, LINEAR) is not None
 
     def _stored_blocks(self, stored: Sequence[str], outs: Sequence[int]) -> Iterator[tuple[Block | MLXScheme, int]]:
-        """The formats of matrices that are blocks of GGUF or packed by MLX, with their rows."""
+        """Yield the formats of matrices that are blocks of GGUF or packed by MLX, with their numbers of rows."""
         own = self.checkpoint.quantization
         for name, rows in zip(stored, outs, strict=True):
             info = self.checkpoint.tensors.get(name)
@@ -224,7 +224,7 @@ class Sizes(Weights):
                 yield own.others.get(info.name.removesuffix(".weight")) or own.common, rows
 
     def _blocks(self, blocks: Sequence[tuple[Block | MLXScheme, int]], width: int) -> int:
-        """Bytes of rows of blocks, side by side; neighbours of one format are one matrix."""
+        """Return the bytes of stacked rows of blocks; neighbours of one format are one matrix."""
         if self.device.type != "cpu":
             return sum(self._blocks_on_device(block, rows, width) for block, rows in blocks)
         runs = ((block, sum(rows for _, rows in run)) for block, run in groupby(blocks, key=lambda each: each[0]))
@@ -237,7 +237,7 @@ class Sizes(Weights):
         return code_bytes(block.kind, outs, width, scales)
 
     def _quantised(self, name: str, outs: int) -> int:
-        """Bytes of a quantised weight: panels have as many bits and scales, of outputs padded to a piece."""
+        """Return the bytes of a quantised weight: panels have its bits and scales, with outputs padded to a piece."""
         module = name.removesuffix(".weight")
         if blocks := self.checkpoint.tensors.get(f"{module}.weight_blocks"):
             return BLOCKS["MXFP4"].packed_bytes(outs, round(blocks.elements * 2 // blocks.shape[0] * self._share))

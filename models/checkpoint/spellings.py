@@ -8,9 +8,9 @@ from models.checkpoint.tensors import TensorInfo
 from models.errors import CheckpointError, show
 
 _USUAL = {  # in this order
-    "backbone.": "model.",  # of Nemotron-H before transformers 5
-    "embed_out.": "lm_head.",  # of GPT-NeoX in transformers 4
-    ".ln_attn.": ".input_layernorm.",  # of Falcon where attention and MLP have a norm each
+    "backbone.": "model.",  # Nemotron-H before transformers 5
+    "embed_out.": "lm_head.",  # GPT-NeoX in transformers 4
+    ".ln_attn.": ".input_layernorm.",  # Falcon with separate norms of attention and MLP
     ".ln_mlp.": ".post_attention_layernorm.",
     ".block_sparse_moe.router.layer.": ".mlp.gate.",
     ".block_sparse_moe.router.": ".mlp.gate.",
@@ -20,21 +20,21 @@ _USUAL = {  # in this order
     ".mlp.router.gate.": ".mlp.gate.",
     ".mlp.router.": ".mlp.gate.",
     ".block_sparse_moe.": ".mlp.",
-    ".mlp.gate.wg.": ".mlp.gate.",  # of Hunyuan
+    ".mlp.gate.wg.": ".mlp.gate.",  # Hunyuan
     ".mlp.shared_mlp.": ".mlp.shared_experts.",
-    ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # of MiniMax-M2, K-EXAONE
+    ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # MiniMax-M2, K-EXAONE
 }
 
 
 def usual_name(name: str) -> str:
-    """The one spelling of a name."""
+    """Return the one spelling of a name."""
     for other, usual in _USUAL.items():
         name = name.replace(other, usual)
     return name
 
 
 def spelled_alike(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The same tensors by one spelling of their names; those of experts one by one.
+    """Return the tensors by one spelling of their names, and experts one by one.
 
     Raises:
         CheckpointError: two spellings of one matrix.

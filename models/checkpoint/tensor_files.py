@@ -1,4 +1,4 @@
-"""One safetensors file: reads and checks its header, explains what is there instead, writes one."""
+"""Reads and checks the header of a safetensors file, diagnoses a damaged one, and writes one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHERS = {"U32": torch.uint32, "U8": torch.uint8, "BOOL": torch.bool}
 DTYPES = FLOATS | INTEGERS | OTHERS | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 FETCH_AGAIN = "Download the file again."
 PACK_AGAIN = "Pack the checkpoint again: `python -m tools.pack`."
-LINE = 64  # bytes of the caches of processors
+LINE = 64  # bytes of a line of processors' caches
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -52,12 +52,12 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 class LastFile:
-    """Keeps the file that was read last open: where it has thousands of tensors, its header takes longer than a matrix.
+    """Keeps the file that was read last open: with thousands of tensors, reading its header takes longer than a matrix.
 
-    Now and then it is opened anew, as small tensors that were read stay in memory for as long as it is open.
+    It is reopened from time to time, because small tensors that were read stay in memory as long as it is open.
     """
 
-    BYTES = 64 << 20  # that are read before it is opened anew
+    BYTES = 64 << 20  # bytes that are read before it is reopened
 
     def __init__(self) -> None:
         self.file: Path | None = None
@@ -65,7 +65,7 @@ class LastFile:
         self.left = 0
 
     def get(self, file: Path, wanted: int) -> Any:
-        """The open file, from which as many bytes will be read. Raises as `safe_open` does."""
+        """Return the open file, from which `wanted` bytes will be read. Raises as `safe_open` does."""
         if file != self.file or self.left < wanted:
             self.close()
             self.handle = safe_open(file, framework="pt")
@@ -74,7 +74,7 @@ class LastFile:
         return self.handle
 
     def close(self) -> None:
-        """Let go of the file; views of it stay."""
+        """Close the file; views of it stay valid."""
         self.file = self.handle = None
 
 
@@ -87,8 +87,8 @@ def tensor_of(info: TensorInfo, name: str, last: LastFile) -> torch.Tensor:
 
 
 def damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
-    """The error for a file that safetensors refuses, after a look at what it is instead."""
-    if "(os error 12)" in str(error):  # no address space to map it into: nothing is wrong with the file
+    """Return the error for a file that safetensors refuses, after examining what it is instead."""
+    if "(os error 12)" in str(error):  # no address space to map it: the file is intact
         return MemoryError(str(error))
     try:
         with open_regular(file) as stream:
@@ -120,14 +120,14 @@ def write_tensors(
     """Write a safetensors file. The library's own `save` needs NumPy.
 
     Args:
-        file: takes the bytes.
-        tensors: by name; of any dtype in `DTYPES`, on a CPU. With `read` they may be on the device "meta".
+        file: receives the bytes.
+        tensors: tensors by name, of any dtype in `DTYPES`, on a CPU. With `read` they may be on the device "meta".
         metadata: the header's `__metadata__`.
-        read: makes a tensor when it is written, so that one exists at a time.
+        read: makes a tensor when it is written, so that only one exists at a time.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    # So that all are aligned, and those that fill whole lines of the processor's caches to those.
+    # This order aligns all tensors, and those that fill whole cache lines to cache lines.
     end, order = 0, sorted(tensors, key=lambda name: (tensors[name].nbytes % LINE > 0, -tensors[name].itemsize, name))
     for name in order:
         start, end = end, end + tensors[name].nbytes
@@ -145,5 +145,5 @@ def write_tensors(
 
 
 def buffer_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on a CPU, for writing it without a copy; valid as long as the tensor exists."""
+    """View the memory of a contiguous CPU tensor, to write it without a copy; valid as long as the tensor exists."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))

@@ -17,11 +17,11 @@ from models.quantized.parts import Part, Scheme, Source
 
 
 class Cut(NamedTuple):
-    """Rows `first`, `first + step` and so on below `last` of a matrix, or elements of a vector, of a tensor of several.
+    """Rows `first`, `first + step` and so on below `last` of a matrix (or elements of a vector) in a tensor of several.
 
     Args:
-        number: of the matrix.
-        transposed: they are its columns.
+        number: the matrix's number in the tensor.
+        transposed: the rows are stored as columns.
     """
 
     number: int
@@ -31,29 +31,29 @@ class Cut(NamedTuple):
     transposed: bool = False
 
     def of(self, stored: Tensor) -> Tensor:
-        """A view of the tensor that has all of them."""
+        """Return the rows as a view of the stored tensor."""
         found = stored[self.number].T if self.transposed else stored[self.number]
         return found[self.first : self.last : self.step]
 
 
 class View(NamedTuple):
-    """A tensor in another shape of as many elements, and less one, in float32, where the file has one more."""
+    """A tensor in another shape of equal size; `minus_one`: 1, which the file has added, is subtracted in float32."""
 
     shape: tuple[int, ...]
     minus_one: bool = False
 
     def of(self, stored: Tensor) -> Tensor:
-        """The tensor; a view of the stored one where that has the same values."""
+        """Return the tensor, as a view of the stored one if the values are equal."""
         found = stored.view(self.shape)
         return found.float() - 1 if self.minus_one else found
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as a header describes it. `packed`: the file has its values in a packed matrix alone.
+    """A tensor as a header describes it. `packed`: the file has its values only in a packed matrix.
 
-    `name`: that of the file, where the model has another one for it.
-    `part`: the part of the file's tensor that it is, or the form that it has here; None: all, as it is.
+    `name`: the name in the file, if the model's name differs.
+    `part`: the part of the file's tensor, or its form here; None: the whole tensor, unchanged.
     """
 
     file: Path
@@ -65,7 +65,7 @@ class TensorInfo:
 
     @property
     def elements(self) -> int:
-        """How many numbers it is made of."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
     @property
@@ -74,15 +74,15 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def fits(self, part: Part) -> bool:
-        """Whether it is what a model needs."""
+        """Whether it has a shape and a dtype that a model needs."""
         return self.shape in part.shapes and self.dtype in part.dtypes
 
 
 class RowReader:
-    """Rows of a matrix in a file, read when they are asked for: an embedding that takes no memory.
+    """Rows of a matrix in a file, read on request: an embedding that takes no memory.
 
-    A mapping would do the same, but the kernel maps whole neighbourhoods of every page touched, so that some hundred
-    scattered rows make most of an embedding resident; and a file cut short under a mapping kills the process.
+    A mapping would also work, but the kernel maps whole neighbourhoods of every touched page, so that a few hundred
+    scattered rows make most of an embedding resident; and a file that is truncated while mapped kills the process.
     """
 
     def __init__(self, info: TensorInfo, name: str, start: int | None = None):
@@ -95,13 +95,13 @@ class RowReader:
         self._start = self._by_header(info.name or name) if start is None else start
 
     def _by_header(self, name: str) -> int:
-        """The place of a tensor of safetensors, whose header was checked when the checkpoint was opened."""
+        """Return a tensor's offset in a safetensors file, whose header was checked when the checkpoint was opened."""
         size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         header = json.loads(os.pread(self._fd, size, 8))
         return 8 + size + header[name]["data_offsets"][0]
 
     def __call__(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), width] in the file's dtype. Raises CheckpointError if the file has become shorter."""
+        """Return [len(rows), width] in the file's dtype. Raises CheckpointError if the file has become shorter."""
         buffer = bytearray(len(rows) * self.row_bytes)
         view = memoryview(buffer)
         for i, row in enumerate(rows):
@@ -112,19 +112,19 @@ class RowReader:
 
 
 class GroupedReader:
-    """Rows of a quantised matrix as float32, read from the file when they are asked for: see `RowReader`.
+    """Rows of a quantised matrix as float32, read from the file on request: see `RowReader`.
 
     Args:
-        scheme, width: of the matrix; each of its tensors has a row per row.
-        parts: readers of the rows of its tensors, by the ends of their names.
-        name: of the matrix.
+        scheme, width: the matrix's scheme and width; each of its tensors has a row for each of its rows.
+        parts: readers of the rows of its tensors, by the suffixes of their names.
+        name: the name of the matrix.
     """
 
     def __init__(self, scheme: Scheme, width: int, parts: Mapping[str, RowReader], name: str):
         self.scheme, self.width, self.parts, self.name = scheme, width, parts, name
 
     def __call__(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), width]. Raises CheckpointError if the file has become shorter, or for values that are wrong."""
+        """Return [len(rows), width]. Raises CheckpointError if the file has become shorter, or values are invalid."""
         read = {suffix: part(rows) for suffix, part in self.parts.items()}
         return self.scheme.weight(len(rows), self.width, Source(read.get, self._error)).floats()
 

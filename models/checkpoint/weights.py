@@ -32,25 +32,25 @@ from models.sharding import EVEN, Agreed, Gathered, Partition, Summed, part
 from models.threads import MACHINE
 from models.trim import trim_memory
 
-LARGE = 1 << 20  # elements of a matrix
+LARGE = 1 << 20  # elements of a large matrix
 
 
 class Weights:
     """Reads a checkpoint's tensors for a dtype and device.
 
     Args:
-        checkpoint: checked already.
-        stored: the name a tensor is stored under, where it is not its own (`Checkpoint.check` returns this).
-        shapes: of the tensors, as the checkpoint was checked for.
-        dtype, device: to compute in.
+        checkpoint: a checkpoint that was checked.
+        stored: the stored names of tensors whose own name is absent (`Checkpoint.check` returns them).
+        shapes: the shapes of tensors that the checkpoint was checked for.
+        dtype, device: the dtype and device of the computation.
         quant: format of the matrices, a key of `models.formats.linear.FORMATS`; "none" keeps them in `dtype`.
         shard: the place of this process among those that compute the model.
-        cached: matrices that an earlier start made, and that this one makes for later ones; None: nothing is kept.
-        rounding: matrices of codes multiply activations rounded to 8 bits; what is kept of them is the same.
+        cached: matrices that an earlier start made, or that this one makes for later ones; None: nothing is cached.
+        rounding: matrices of codes multiply activations rounded to 8 bits; their stored form does not change.
 
     Attributes:
-        part: what this process has of the model, once `divide` was called.
-        resident: token embeddings on a device, by the name under which they are stored: a head of floats is the same.
+        part: this process's part of the model, once `divide` was called.
+        resident: token embeddings on a device, by their stored names; a tied float head shares their memory.
     """
 
     part: Partition
@@ -73,7 +73,7 @@ class Weights:
         self.resident: dict[str, Tensor] = {}
 
     def divide(self, c: Config) -> Config:
-        """The configuration of this process's part of a model. Raises CheckpointError if it cannot be divided."""
+        """Return the configuration of this process's part; raises CheckpointError if the model cannot be divided."""
         if self.checkpoint.packing and self.shard.size > 1:
             raise CheckpointError(
                 "matrices that were packed ahead cannot be divided among processes",
@@ -87,18 +87,19 @@ class Weights:
     def vector(
         self, name: str, *, plus_one: bool = False, some: range | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """A norm's weight or a table of positions, say: a copy, as a view would hold on to the whole mapping.
+        """Return a tensor such as a norm's weight or a table of positions, copied because a view would keep the whole
+        mapping alive.
 
         Args:
-            plus_one: adds 1 in float32, before the copy is made.
+            plus_one: add 1 in float32, before the copy is made.
             some: elements, or rows; None: all.
-            dtype: of the copy; None: the one to compute in.
+            dtype: the copy's dtype; None: the dtype of the computation.
         """
         found = _cut(self._read(name), some)
         return (found.float() + 1 if plus_one else found).to(self.device, dtype or self.dtype, copy=True)
 
     def scalar(self, name: str) -> float:
-        """A vector of one element."""
+        """Return the value of a vector with one element."""
         return self._read(name).to(self.dtype).item()
 
     def linear(
@@ -110,33 +111,33 @@ class Weights:
         ins: range | None = None,
         exact: bool = False,
     ) -> Linear:
-        """A linear layer of one matrix, or of several that share their input; names without `.weight`.
+        """Return a linear layer of one matrix, or of several that share their input; names without `.weight`.
 
         Matrices are stored [out, in]; `transposed` ones [in, out].
 
         Args:
-            outs: of all matrices below each other, the outputs that the layer has; None: all.
-            ins: the inputs that it has; the processes add up its products then. None: all.
-            exact: weights that are stored as floats stay floats, whatever the format of the others.
+            outs: the layer's outputs among those of the stacked matrices; None: all.
+            ins: the layer's inputs, in which case the processes sum its products; None: all.
+            exact: weights that are stored as floats stay floats, whatever the format of other matrices.
         """
         pieces = self.pieces(names, transposed, outs)
         with MACHINE.limited():
             layer = self._linear(names, bias, transposed, pieces, ins, exact)
         layer.made_of = names
         if sum(math.prod(self.shapes[f"{name}.weight"]) for name in names) >= LARGE:
-            trim_memory()  # of what packing took besides
+            trim_memory()  # returns the temporary memory of packing
         if ins is None:
             return layer
         added = torch.cat([self.vector(f"{name}.bias") for name in names]) if bias else None
         return Summed(layer, added, self.shard)
 
     def heads(self, names: Sequence[str], heads: int, plain: int, value: int) -> tuple[list[Linear], list[Linear]]:
-        """The matrices that make keys of a latent, transposed, and those that make values, of each head.
+        """Return each head's matrix that computes keys from a latent, transposed, and each that computes values.
 
         Args:
-            names: of one matrix, in which the keys' and values' rows of each head lie below each other; or of two, of
-                which the first has the transposed ones of keys.
-            heads, plain, value: how many heads there are, and rows of keys and of values of each.
+            names: one matrix with the rows of keys and then of values for each head; or two matrices, the first with
+                the transposed matrices of keys.
+            heads, plain, value: the number of heads, and the rows of keys and of values of each.
         """
         if len(names) == 2:
             sizes = [self.shapes[f"{name}.weight"][0] // heads for name in names]
@@ -155,19 +156,19 @@ class Weights:
             return [linear(keys.T) for keys, _ in parts], [linear(values) for _, values in parts]
 
     def stacked_heads(self, names: Sequence[str], heads: int, plain: int) -> tuple[Tensor, Tensor]:
-        """The same matrices on a device, as floats however they are stored: of keys [H, N, C], not transposed, and of
-        values [H, V, C]. Arguments as of `heads`."""
+        """Return the same matrices on a device, as floats however they are stored: those of keys [H, N, C], not
+        transposed, and of values [H, V, C]. Arguments as for `heads`."""
         parts = [self._floats(f"{name}.weight").unflatten(0, (heads, -1)) for name in names]
         keys, values = (parts[0].mT, parts[1]) if len(parts) == 2 else (parts[0][:, :plain], parts[0][:, plain:])
         return keys.to(self.device, self.dtype).contiguous(), values.to(self.device, self.dtype).contiguous()
 
     def quant_of_heads(self, outs: int) -> str:
-        """The format of the matrices of heads; those that were packed ahead leave these as they are."""
+        """Return the format of the matrices of heads, which files that were packed ahead store unpacked."""
         packing = self.checkpoint.packing
         return format_of(self.quant if packing is None else packing.quant, outs)
 
     def _floats(self, name: str) -> Tensor:
-        """A matrix of a layer as floats, however it is stored."""
+        """Return a matrix of a layer as floats, however it is stored."""
         stored, shape = self.stored.get(name, name), self.shapes[name]
         if packed := self.checkpoint.packed([stored], *shape):
             return unpacked(packed)
@@ -175,7 +176,7 @@ class Weights:
         return self._read(name) if grouped is None else grouped.floats().to(self.dtype)
 
     def stacked(self, count: int, *names: str, bias: bool = False) -> Stacked:
-        """The matrices of so many experts of a layer, on a GPU; several of an expert share their input.
+        """Return the matrices of a layer's `count` experts on a GPU; those of `names` share their input.
 
         Raises:
             CheckpointError: the experts are stored in different ways.
@@ -192,7 +193,7 @@ class Weights:
         return Stacked(count, tables[0], layer.bias)
 
     def head(self, name: str, *, bias: bool = False) -> Linear:
-        """The matrix that makes logits, or the scores of a scalar head."""
+        """Return the head's layer, which computes logits, or the scores of a scalar head."""
         if self.shard.size == 1:
             return self.linear(name, bias=bias)
         if self.part.vocab is None:
@@ -203,7 +204,7 @@ class Weights:
     def pieces(
         self, names: Sequence[str], transposed: bool, outs: Sequence[range] | None
     ) -> list[tuple[str, range | None]]:
-        """The outputs of each matrix that are among those of all matrices below each other."""
+        """Return for each matrix its outputs among `outs`, which count the outputs of the stacked matrices."""
         if outs is None:
             return [(name, None) for name in names]
         found: list[tuple[str, range | None]] = []
@@ -223,7 +224,7 @@ class Weights:
         ins: range | None,
         exact: bool = False,
     ) -> Linear:
-        own = bias and ins is None  # a sum over processes gets its bias after it is made
+        own = bias and ins is None  # the bias is added after a sum over processes
         biases = [_cut(found, some) for found, some in self._parts(pieces, "bias")] if own else None
         outs = sum(self.shapes[f"{name}.weight"][transposed] for name in names)
         quant = "none" if exact else format_of(self.quant, outs, head=tuple(names) == (HEAD,))
@@ -259,7 +260,7 @@ class Weights:
         elif quant == "none" and len(stored) == 1 and stored[0] in self.resident:
             weights = iter([self.resident[stored[0]]])
         else:
-            # Read one after the other by whoever takes them, so that their pages of the file can go when copied.
+            # An iterator, so that the file pages of each matrix can be released when it is copied.
             read = self._parts(pieces, "weight")
             if transposed:
                 weights = (_cut(weight, ins, some).T for weight, some in read)
@@ -272,13 +273,13 @@ class Weights:
         return layer
 
     def _rounding(self, layer: PackedLinear, exact: bool) -> PackedLinear:
-        """The layer, which rounds its rows if it is to."""
+        """Return the layer, set to round its rows if `rounding`, unless it is exact."""
         if self.rounding and not exact:
             layer.round_rows()
         return layer
 
     def embedding(self, name: str) -> "Embedding":
-        """Token embeddings."""
+        """Return the token embeddings."""
         stored, shape = self.stored.get(name, name), self.shapes[name]
         if self.device.type == "cpu":
             return Embedding(self.checkpoint.rows(name, stored, shape), self.dtype)
@@ -288,7 +289,7 @@ class Weights:
             table = _cut(self._read(name), some).to(self.device, self.dtype)
         else:
             table = torch.empty(len(some), shape[1], dtype=self.dtype, device=self.device)
-            rows = max(1, LARGE // shape[1])  # at once: all of them as float32 may be more than the host has room for
+            rows = max(1, LARGE // shape[1])  # a part at a time: all rows as float32 may not fit into the host's memory
             for at in range(0, len(some), rows):
                 piece = some[at : at + rows]
                 table[at : at + len(piece)] = grouped.floats(piece.start, piece.stop).to(self.device, self.dtype)
@@ -299,7 +300,7 @@ class Weights:
     def _grouped(
         self, pieces: Sequence[tuple[str, range | None]], bias: bool, transposed: bool, ins: range | None
     ) -> list[GroupedWeight | None]:
-        """The weights that are stored quantised, None for others; empty if all are others."""
+        """Return the weights that are stored quantised, None for others; empty if none is."""
         found, kind = [], TRANSPOSED if transposed else LINEAR
         for module, those in groupby(pieces, key=itemgetter(0)):
             name = f"{module}.weight"
@@ -314,7 +315,7 @@ class Weights:
         return found if any(found) else []
 
     def _parts(self, pieces: Sequence[tuple[str, range | None]], kind: str) -> Iterator[tuple[Tensor, range | None]]:
-        """The tensor of each piece; one that several are parts of is read once."""
+        """Yield the tensor of each piece; a tensor with several pieces is read once."""
         for name, those in groupby(pieces, key=itemgetter(0)):
             found = self._read(f"{name}.{kind}")
             for _, some in those:
@@ -329,8 +330,8 @@ class Embedding(nn.Module):
     """Token embeddings: on a CPU read row by row from the checkpoint's file, on a device resident.
 
     Args:
-        table: the matrix [V, E], or reads rows of it. Of several processes each has some rows of a matrix.
-        dtype: of the rows returned.
+        table: the matrix [V, E], of which each process may have some rows; or a function that reads rows.
+        dtype: the dtype of returned rows.
         first: the token of the matrix's first row.
         shard: the place of this process.
     """
@@ -359,7 +360,7 @@ class Embedding(nn.Module):
 
 
 def _cut(x: Tensor, rows: range | None, columns: range | None = None) -> Tensor:
-    """Some rows, a view; and of these some columns, a copy that is read a few rows at a time."""
+    """Return some rows as a view, or some of their columns as a copy that is read a few rows at a time."""
     if rows is not None:
         x = x[rows.start : rows.stop : rows.step]
     if columns is None:

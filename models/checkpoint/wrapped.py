@@ -10,12 +10,12 @@ from models.checkpoint.fields import Fields
 from models.errors import CheckpointError, nearest
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")  # these win over the text's own
+OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")  # override the text model's own
 DTYPES = ("dtype", "torch_dtype")
-# Where the tensors of a text model lie: `language_model.model.layers.0`, `model.language_model.layers.0`, ...
+# Names of a text model's tensors: `language_model.model.layers.0`, `model.language_model.layers.0`, ...
 NESTED = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(.+)")
 TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm|decoder|rotary_emb)|transformer|lm_head)\..+")
-# Wholes whose head is the embedding if they do not say otherwise themselves, whatever their text model says.
+# Models whose head is the embedding unless their outer config says otherwise, whatever the text model's config says.
 TIED = frozenset(
     (
         "deepseek_vl",
@@ -39,10 +39,10 @@ class TextModel:
     """A text model by the `model_type` of its config.
 
     Args:
-        architecture: of the text model alone.
-        required: values of `REQUIRED` where the config leaves them out, as transformers has them.
+        architecture: the architecture of the text model alone.
+        required: transformers' values of `REQUIRED` if the config omits them.
         more: further fields that differ from the architecture's own defaults.
-        unused: fields that transformers makes use of in the text model alone, and not inside a whole.
+        unused: fields that transformers uses in the text model alone, but not inside a multimodal model.
     """
 
     architecture: str
@@ -51,7 +51,7 @@ class TextModel:
     unused: tuple[str, ...] = ()
 
     def defaults(self) -> dict[str, Any]:
-        """All fields that a config may leave out."""
+        """Return all fields that a config may omit."""
         return dict(zip(REQUIRED, self.required, strict=True)) | dict(self.more)
 
 
@@ -110,13 +110,14 @@ def is_wrapped(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """The config of the text model alone, as if it were a checkpoint's own.
+    """Return the config of the text model alone, as if it were a checkpoint's own.
 
-    Fields of the outer config win where transformers reads them there. Older Qwen-VL configs have the text's fields at
-    the top. Rotary embeddings of several axes ("mrope") are plain ones for text, whose positions are equal on all axes.
+    Fields of the outer config take precedence if transformers reads them there. Older Qwen-VL configs have the text's
+    fields at the top. Rotary embeddings of several axes ("mrope") are plain ones for text, whose positions are equal on
+    all axes.
 
     Raises:
-        CheckpointError: the text model is not supported, or the whole computes text otherwise than the text model.
+        CheckpointError: the text model is not supported, or the whole model computes text differently.
     """
     outer = Fields(config, file)
     given = outer.sub("text_config")
@@ -140,7 +141,7 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
     before_5 = given is not None and given.config.get("tie_word_embeddings") is True  # configs of transformers 4
     if before_5 or (whole in TIED and config.get("tie_word_embeddings") is None):
         inner["tie_word_embeddings"] = True
-    # Of both, the defaults of the wrappers differ: a file without a head has its embedding for one.
+    # The wrappers' defaults differ for both; a file without a head uses its embedding as the head.
     inner.setdefault("tie_word_embeddings", True)
     inner |= {name: value for name, value in model.defaults().items() if inner.get(name) is None}
     inner |= dict.fromkeys(model.unused)
@@ -151,7 +152,7 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 
 def text_names(names: Iterable[str]) -> dict[str, str]:
-    """The tensors of the text model: by its own names, the names that they are stored under."""
+    """Map the text model's own names of tensors to the stored names."""
     names = list(names)
     nested = {name: found[1] for name in names if (found := NESTED.fullmatch(name))}
     if not nested:
@@ -165,7 +166,7 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def parts(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of each part of a model, "vision_tower" for one, from those of its tensors."""
+    """Sum the bytes of each part of a model, such as "vision_tower", from those of its tensors."""
     found: Counter[str] = Counter()
     for name, size in sizes.items():
         found[name.removeprefix("model.").partition(".")[0]] += size

@@ -165,7 +165,7 @@ def load_model(
     See `Weights` for the arguments, and `Sizes` for another reader.
 
     Raises:
-        CheckpointError: the architecture is not supported, or the folder does not hold what it needs.
+        CheckpointError: the architecture is not supported, or the folder lacks something that it needs.
     """
     name = checkpoint.architecture
     family = HEADS.get(name) or family_of(name, str(checkpoint.folder / "config.json"))
@@ -174,7 +174,7 @@ def load_model(
 
 
 def family_of(architecture: str, where: str) -> type[Decoder]:
-    """The class of an architecture. Raises CheckpointError, with the place of its config, if it is not supported."""
+    """Return the class of an architecture. Raises CheckpointError, which names the config `where`, if there is none."""
     if architecture not in FAMILIES:
         raise CheckpointError(
             f"architecture {architecture!r} is not supported",

@@ -7,7 +7,7 @@ from models.decoder import Decoder
 from models.names import Names
 from models.reading import ACTIVATIONS, rotary, with_rope
 
-ROPE = {  # where a config has none
+ROPE = {  # the default of a config without one
     "rope_type": "llama3",
     "rope_theta": 12e6,
     "factor": 8.0,
@@ -18,7 +18,7 @@ ROPE = {  # where a config has none
 
 
 class Apertus(Decoder):
-    """Norms of heads, other names of norms, and an activation of which each layer has learned four numbers."""
+    """Norms of heads, other names of norms, and an activation with four learned parameters in each layer."""
 
     architectures = ("ApertusForCausalLM",)
     names = Names(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm", up=("mlp.up_proj",))

@@ -12,7 +12,7 @@ from models.reading import experts, layer_types, rotary, sparse_layers, true_if_
 
 
 class Cohere(Decoder):
-    """One norm for attention and MLP, scaled logits; in the largest a norm of each head."""
+    """One norm for attention and MLP, scaled logits; in the largest model a norm of each head."""
 
     architectures = ("CohereForCausalLM",)
     names = Names()  # one tensor has the weights of the norms of all heads
@@ -25,7 +25,7 @@ class Cohere(Decoder):
 
 
 class Cohere2(Decoder):
-    """Windows in three of four layers, which alone are rotated."""
+    """Windows in three of four layers; only these have rotary embeddings."""
 
     architectures = ("Cohere2ForCausalLM",)
     default_eos_token_ids = frozenset([255001])
@@ -41,7 +41,7 @@ class Cohere2(Decoder):
 
 
 class Cohere2Moe(Decoder):
-    """Experts after the first layers, which may be rotated without a window."""
+    """Experts after the first layers, which may have rotary embeddings without a window."""
 
     architectures = ("Cohere2MoeForCausalLM",)
     names = NAMES
@@ -87,7 +87,7 @@ class Cohere2Moe(Decoder):
 
 
 def _options(fields: Fields, **more: Any) -> dict[str, Any]:
-    """Arguments of a `Config` that all have; `more`: of `rotary`."""
+    """Read the arguments of a `Config` that all these families have; `more`: arguments of `rotary`."""
     return rotary(fields, positions=8192, tied=True, **more) | {
         "norm_eps": fields.float("layer_norm_eps", default=1e-5, low=0.0),
         "rms": False,

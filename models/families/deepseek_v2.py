@@ -47,14 +47,14 @@ def latent_attention(
     interleaved: bool = True,
     **more: Any,
 ) -> dict[str, Any]:
-    """Arguments of a `Config` but for experts.
+    """Read the arguments of a `Config` except experts.
 
     Args:
-        query_rank, rank, plain, rotated, value: values of absent fields, see `Latent`; interleaved: see there.
-        more: of `rotary`; `eps` of norms, and `mlp_width`, where the fields are absent.
+        query_rank, rank, plain, rotated, value: values of absent fields, see `Latent`; interleaved: see `Latent`.
+        more: arguments of `rotary`; `eps` of norms and `mlp_width` are values of absent fields.
 
     Raises:
-        CheckpointError: naming the field.
+        CheckpointError: it names the field.
     """
     eps, width = more.pop("eps", 1e-6), fields.int("intermediate_size", default=more.pop("mlp_width"))
     rotated = fields.int("qk_rope_head_dim", default=rotated, high=2**12)
@@ -72,7 +72,7 @@ def latent_attention(
         rotated=rotated,
         value=fields.int("v_head_dim", default=value, high=2**12),
         interleaved=interleaved,
-        split=fields.bool("kv_b_split", default=False),  # of GGUF files
+        split=fields.bool("kv_b_split", default=False),  # a field of GGUF files
     )
     rope = RopeConfig.from_hf(fields, rotated, options["max_positions"])
     scale = (latent.plain + rotated) ** -0.5 * _stretched(fields, rope)
@@ -83,7 +83,7 @@ def latent_attention(
 
 
 def _stretched(fields: Fields, rope: RopeConfig) -> float:
-    """The factor of scores that makes up for longer sequences (YaRN, section 3.4)."""
+    """Return the factor of scores that compensates for longer sequences (YaRN, section 3.4)."""
     stretching = fields.sub("rope_scaling") or fields.sub("rope_parameters")
     share = stretching.float("mscale_all_dim", 0.0) if stretching and rope.kind != "default" else 0.0
     return (0.1 * share * math.log(rope.factor) + 1.0) ** 2 if share and rope.factor > 1 else 1.0
@@ -92,15 +92,16 @@ def _stretched(fields: Fields, rope: RopeConfig) -> float:
 def mixture(
     fields: Fields, sparse: Sequence[bool], *, count: int, width: int, shared: int, **rules: Any
 ) -> Experts | None:
-    """`Config.experts` of these layers; None: none has any.
+    """Read `Config.experts` of these layers; None: no layer has experts.
 
     Args:
-        count, width: of experts, and inside each, where the fields are absent.
-        shared: of experts that all tokens have; they are one, as wide as all of them.
-        rules: `scale` where the field is absent; others of `Routing`, `chosen` among them, and of `Experts`.
+        sparse: whether each layer has experts.
+        count, width: the number of experts and their inner width, if the fields are absent.
+        shared: the number of experts that all tokens use, if the field is absent; they form one, as wide as all.
+        rules: `scale` if the field is absent; other arguments of `Routing`, including `chosen`, and of `Experts`.
 
     Raises:
-        CheckpointError: naming the field.
+        CheckpointError: it names the field.
     """
     if not any(sparse):
         return None

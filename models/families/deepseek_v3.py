@@ -13,12 +13,12 @@ from models.rope import BUFFERS
 
 
 class DeepseekV3(Decoder):
-    """Experts are chosen with a bias, from the groups whose two best are best."""
+    """Experts are chosen with a bias, from the groups with the largest sums of their two best scores."""
 
     architectures = ("DeepseekV3ForCausalLM",)
     names = NAMES
     default_eos_token_ids = frozenset([1])
-    ignored = (*BUFFERS, re.compile(r"model\.layers\.61\..*"))  # a draft head's, as in transformers
+    ignored = (*BUFFERS, re.compile(r"model\.layers\.61\..*"))  # tensors of a draft head, as in transformers
 
     @staticmethod
     def read(fields: Fields) -> Config:
@@ -65,7 +65,7 @@ def _interleaved(fields: Fields) -> bool:
 
 
 def sigmoids(fields: Fields, *, groups: int, kept: int, normalized: bool = True) -> dict[str, Any]:
-    """Rules of `Routing`; values of absent fields."""
+    """Read the arguments of `Routing`; `groups`, `kept` and `normalized` are values of absent fields."""
     return {
         "scores": "sigmoid",
         "normalized": fields.bool("norm_topk_prob", default=normalized and "norm_topk_prob" not in fields.config),

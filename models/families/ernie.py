@@ -12,7 +12,7 @@ from models.rope import BUFFERS
 
 
 class Ernie(Decoder):
-    """The dense ones."""
+    """The dense models."""
 
     architectures = ("Ernie4_5ForCausalLM",)
 
@@ -50,7 +50,7 @@ class ErnieMoe(Decoder):
 
 
 def _options(fields: Fields, *, kv_heads: int, head_dim: int | None = None) -> dict[str, Any]:
-    """Arguments of a `Config` that both have; values of absent fields."""
+    """Read the arguments of a `Config` that both families have; arguments are values of absent fields."""
     shared = None if "num_key_value_heads" in fields.config else kv_heads
     options = rotary(fields, positions=131072, kv_heads=shared, head_dim=head_dim, tied=True, theta=5e5)
     return options | {"norm_eps": fields.float("rms_norm_eps", default=1e-5, low=0.0), "interleaved": True}

@@ -14,7 +14,7 @@ from models.rope import BUFFERS
 
 
 class Exaone4(Decoder):
-    """A Llama normed after its parts. Where the config has a window, layers without it rotate nothing."""
+    """A Llama with norms on outputs. If the config has a window, layers without it have no rotary embeddings."""
 
     architectures = ("Exaone4ForCausalLM", "Exaone4ForSequenceClassification")
 

@@ -10,7 +10,7 @@ from models.reading import rotary
 
 
 class Falcon(Decoder):
-    """LayerNorms; queries share one head of keys, or groups of them one each, with one matrix for all."""
+    """LayerNorms; all queries share one key head, or each group of queries shares one; a single matrix computes all."""
 
     architectures = ("FalconForCausalLM", "FalconForSequenceClassification")
     base = "transformer."

@@ -24,7 +24,7 @@ NAMES = Names(
 
 
 class FalconH1(Decoder):
-    """All layers have attention and a scan beside each other."""
+    """All layers have attention and a scan in parallel."""
 
     architectures = ("FalconH1ForCausalLM",)
     names = NAMES
@@ -68,7 +68,7 @@ class FalconH1(Decoder):
 
 
 class Bamba(Decoder):
-    """Layers are scans but for `attn_layer_indices`, whose attention rotates half of each head."""
+    """Layers are scans except `attn_layer_indices`, whose attention rotates half of each head."""
 
     architectures = ("BambaForCausalLM",)
     names = NAMES
@@ -96,7 +96,7 @@ def _common(fields: Fields, **rope: Any) -> dict[str, Any]:
 
 
 def _scans(fields: Fields, layers: int, width: int) -> Recurrent:
-    """The scans of a Falcon-H1; the factor of their input is part of those of its products."""
+    """Read the scans of a Falcon-H1; the factor of their input is part of the factors of its products."""
     into = fields.float("ssm_in_multiplier", default=1.0)
     normed = fields.bool("mamba_rms_norm", default=False)
     if normed and true_if_absent(fields, "mamba_norm_before_gate"):
@@ -114,7 +114,7 @@ def _scans(fields: Fields, layers: int, width: int) -> Recurrent:
 
 
 def _factors(fields: Fields, name: str, count: int) -> list[float]:
-    """A list of numbers; all are 1 where it is absent."""
+    """Read a list of numbers; all are 1 if it is absent."""
     found = fields.config.get(name)
     if found is None:
         return [1.0] * count

@@ -10,11 +10,11 @@ from models.decoder import Decoder
 from models.names import Names
 from models.reading import layer_types, ropes, rotary, windows
 
-BASES = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}  # of Gemma 3
+BASES = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}  # for Gemma 3
 
 
 def common(fields: Fields, *, positions: int, kv_heads: int, activation: str, **options: bool) -> dict[str, Any]:
-    """Arguments of a `Config` that all Gemmas read alike; see `rotary`."""
+    """Read the arguments of a `Config` that are the same in all Gemmas; see `rotary`."""
     if fields.bool("use_bidirectional_attention", default=False):
         raise fields.error("use_bidirectional_attention", "false: a token that sees later ones is not supported")
     found = rotary(
@@ -37,12 +37,12 @@ def common(fields: Fields, *, positions: int, kv_heads: int, activation: str, **
 
 
 def kinds_of(fields: Fields, layers: int, period: int) -> tuple[str, ...]:
-    """The kinds of layers; if the field `layer_types` is absent, every `period`-th has no window."""
+    """Read the kinds of layers; if the field `layer_types` is absent, every `period`-th has no window."""
     return layer_types(fields, [SLIDING if i % period else FULL for i in range(1, layers + 1)])
 
 
 def alternating(fields: Fields, kinds: Sequence[str]) -> dict[str, Any]:
-    """Arguments of a `Config` that Gemma 2 and 3 read alike, of layers of these kinds."""
+    """Read the arguments of a `Config` that are the same in Gemma 2 and 3, for layers of these kinds."""
     window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
     scale = fields.float("query_pre_attn_scalar", default=256.0, low=1e-6) ** -0.5
     return {
@@ -53,12 +53,12 @@ def alternating(fields: Fields, kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def cap(fields: Fields, name: str, default: float | None) -> float | None:
-    """A cap: null is none, absent is the default."""
+    """Read a cap: null means none, absent means the default."""
     return fields.float(name, None, low=1e-6) if name in fields.config else default
 
 
 class Gemma(Decoder):
-    """A Llama but for its embedding's scale, its norms and its gates."""
+    """A Llama except for its embedding's scale, its norms and its gates."""
 
     architectures = ("GemmaForCausalLM", "GemmaForSequenceClassification")
     default_eos_token_ids = frozenset([1])
@@ -66,7 +66,7 @@ class Gemma(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         options = common(fields, positions=8192, kv_heads=16, activation="hidden_act")
-        if options["activation"] == "gelu":  # the first configs mean its approximation
+        if options["activation"] == "gelu":  # early configs mean the approximation
             options["activation"] = "gelu_tanh"
         return Config(**options)
 
@@ -89,7 +89,7 @@ class Gemma2(Gemma):
 
 
 class Gemma3(Gemma2):
-    """Norms of heads, no capped scores, and a rotary table of their own for layers with a window."""
+    """Norms of heads, no capped scores, and a separate rotary table for layers with a window."""
 
     architectures = ("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification")
 

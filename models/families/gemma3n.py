@@ -69,7 +69,7 @@ class Gemma3n(Decoder):
 
 
 def mlp_widths(fields: Fields, layers: int) -> tuple[int, ...]:
-    """The inner width of each layer's MLP, of one number or a list of them."""
+    """Read the inner width of each layer's MLP, one number or a list."""
     given = fields.config.get("intermediate_size")
     if not isinstance(given, list):
         return (fields.int("intermediate_size"),) * layers
@@ -79,7 +79,7 @@ def mlp_widths(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def sparsity(fields: Fields, layers: int) -> tuple[float | None, ...]:
-    """`Config.sparsity` of the shares of gates that are 0, if they are normally distributed."""
+    """Return `Config.sparsity` for the shares of gates that are 0, if gates are normally distributed."""
     shares = fields.config.get("activation_sparsity_pattern")
     if shares is None:
         shares = [*SPARSE, *[0.0] * (layers - len(SPARSE))] if layers > len(SPARSE) else [0.0] * layers
@@ -90,5 +90,5 @@ def sparsity(fields: Fields, layers: int) -> tuple[float | None, ...]:
 
 
 def quantile(share: float) -> float:
-    """The quantile of the normal distribution, by the float32 arithmetic of `torch.distributions.Normal`."""
+    """Return the quantile of the normal distribution, in the float32 arithmetic of `torch.distributions.Normal`."""
     return (torch.erfinv(2 * torch.tensor(share, dtype=torch.float32) - 1) * math.sqrt(2)).item()

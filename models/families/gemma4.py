@@ -76,11 +76,11 @@ class Gemma4(Decoder):
 
 
 def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, size: int) -> tuple[tuple[int, int], ...]:
-    """`Uneven.kv_sizes` of layers of these kinds: `per_layer_config` of transformers 5.23 has them; before, layers of
-    full attention had fields of their own.
+    """Read `Uneven.kv_sizes` of layers of these kinds: `per_layer_config` of transformers 5.23 has them; before, layers
+    of full attention had fields of their own.
 
     Raises:
-        CheckpointError: naming the field.
+        CheckpointError: it names the field.
     """
     full = {"head_dim": fields.int("global_head_dim", 512, high=2**14)}
     if fields.bool("attention_k_eq_v", default=False) and (given := fields.int("num_global_key_value_heads", None)):
@@ -102,8 +102,8 @@ def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, siz
 
 
 def shared(fields: Fields, kinds: Sequence[str], default: int) -> tuple[int, ...]:
-    """`Uneven.keys_from`: the last layers, so many by `default`, read what the last one of their kind before them
-    keeps."""
+    """Return `Uneven.keys_from`: the last layers, `default` if the field is absent, read the keys and values of the
+    last earlier layer of their kind."""
     first = len(kinds) - fields.int("num_kv_shared_layers", default, low=0, high=len(kinds) - 1)
     own = {kind: i for i, kind in enumerate(kinds[:first])}
     if {*kinds} - {*own}:
@@ -114,7 +114,7 @@ def shared(fields: Fields, kinds: Sequence[str], default: int) -> tuple[int, ...
 def ropes(
     fields: Fields, kinds: Sequence[str], sizes: Sequence[tuple[int, int]], max_positions: int
 ) -> tuple[RopeConfig, ...]:
-    """`Config.ropes`, each for the heads of its layer."""
+    """Read `Config.ropes`, each for the heads of its layer."""
     nested, found = fields.sub("rope_parameters") or Fields({}, fields.file), {}
     labels = KINDS | {"proportional": "proportional"}
     for kind, (_, size) in zip(kinds, sizes, strict=True):
@@ -125,7 +125,7 @@ def ropes(
 
 
 def experts(fields: Fields, layers: int) -> Experts:
-    """The experts beside the MLP of each layer."""
+    """Read the experts in parallel with the MLP of each layer."""
     count, chosen = fields.int("num_experts", high=2**12), fields.int("top_k_experts", high=2**12)
     if chosen > count:
         raise fields.error("top_k_experts", f"at most num_experts, which is {count}")
@@ -134,9 +134,9 @@ def experts(fields: Fields, layers: int) -> Experts:
 
 
 def inputs(fields: Fields, vocab_size: int, width: int) -> LayerInputs | None:
-    """The inputs of layers; None: there are none."""
+    """Read the per-layer embeddings; None: the model has none."""
     name = "hidden_size_per_layer_input"
-    size = fields.int(name, 0, low=0) if name in fields.config else 256  # null: of a whole that has none
+    size = fields.int(name, 0, low=0) if name in fields.config else 256  # null: a multimodal model without them
     known = fields.int("vocab_size_per_layer_input", 262144)
     if size and known < vocab_size:
         raise fields.error("vocab_size_per_layer_input", f"vocab_size, {vocab_size}, or more")

@@ -43,11 +43,11 @@ class Glm4(Glm):
 
 
 class Glm4Moe(Decoder):
-    """Experts that sigmoids choose, after the first layers; in some norms of heads."""
+    """Experts that sigmoids choose, after the first layers; in some models norms of heads."""
 
     architectures = ("Glm4MoeForCausalLM",)
     names = NAMES
-    ignored = (*BUFFERS, re.compile(r"model\.layers\.(46|92)\..*"))  # a draft head's, as in transformers
+    ignored = (*BUFFERS, re.compile(r"model\.layers\.(46|92)\..*"))  # tensors of a draft head, as in transformers
 
     @staticmethod
     def read(fields: Fields) -> Config:
@@ -67,7 +67,7 @@ class Glm4Moe(Decoder):
 
 
 class SolarOpen(Decoder):
-    """Solar Open (Upstage 2025): heads that are rotated whole, experts in all layers."""
+    """Solar Open (Upstage 2025): fully rotated heads, experts in all layers."""
 
     architectures = ("SolarOpenForCausalLM",)
     names = NAMES

@@ -19,7 +19,7 @@ class GPT2(Decoder):
 
     architectures = ("GPT2LMHeadModel", "GPT2ForSequenceClassification")
     base = "transformer."  # OpenAI's own checkpoints lack it
-    ignored = (re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),)  # the causal mask and what it masks with
+    ignored = (re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),)  # the causal mask and its fill value
     default_eos_token_ids = frozenset([50256])
     names = Names(
         embedding="transformer.wte",
@@ -40,7 +40,7 @@ class GPT2(Decoder):
         options = sizes(fields, tied=True, positions=1024)
         if fields.bool("add_cross_attention", default=False):
             raise fields.error("add_cross_attention", "false: decoders of an encoder's output are not supported")
-        fields.bool("reorder_and_upcast_attn", default=False)  # how half precision rounds: the kernels have their way
+        fields.bool("reorder_and_upcast_attn", default=False)  # changes rounding in half precision only
         scale = options["head_dim"] ** -0.5 if fields.bool("scale_attn_weights", default=True) else 1.0
         by_layer = fields.bool("scale_attn_by_inverse_layer_idx", default=False)
         return Config(
@@ -80,12 +80,12 @@ class GPTNeo(Decoder):
 
 
 def _kinds(fields: Fields, layers: int) -> list[str]:
-    """The attention of each layer, "global" or "local": a list, or lists of kinds with a number of repetitions."""
+    """Read the attention of each layer, "global" or "local": a list, or lists of kinds with repetition counts."""
     name = "attention_layers" if fields.config.get("attention_layers") is not None else "attention_types"
     found = fields.config.get(name)
     if name == "attention_types":
         found = [[["global", "local"], 12]] if found is None else found
-        try:  # no further than needed: repetitions may be longer than memory
+        try:  # no further than needed: repetitions may exceed memory
             each = (kinds for kinds, times in found[:layers] if kinds for _ in range(times))
             found = list(islice(chain.from_iterable(each), layers + 1))
         except (TypeError, ValueError, KeyError):
@@ -99,14 +99,14 @@ SIZES = "n_embd", "n_head", "n_layer", "n_inner", "n_positions"
 
 
 def sizes(fields: Fields, *, tied: bool, positions: int, names: Sequence[str] = SIZES) -> dict[str, Any]:
-    """Arguments of a `Config` by GPT-2's names of fields.
+    """Read the arguments of a `Config` from GPT-2's fields.
 
     Args:
-        tied, positions: the values of `tie_word_embeddings` and `n_positions` where they are absent.
-        names: of a family that has others for these fields.
+        tied, positions: the values of `tie_word_embeddings` and `n_positions` if they are absent.
+        names: the family's names of these fields.
 
     Raises:
-        CheckpointError: naming the field.
+        CheckpointError: it names the field.
     """
     embd, head, layer, inner, length = names
     width, heads = fields.int(embd), fields.int(head, high=2**14)

@@ -11,7 +11,7 @@ from models.rope import BUFFERS
 
 
 class GPTNeoX(Decoder):
-    """LayerNorms, biases, heads that are rotated in part; one matrix makes queries, keys and values, head by head."""
+    """LayerNorms, biases, partially rotated heads; one matrix computes queries, keys and values, head by head."""
 
     architectures = ("GPTNeoXForCausalLM", "GPTNeoXForSequenceClassification")
     base = "gpt_neox."

@@ -8,8 +8,8 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.reading import experts, layer_types, rotary, windows
 
-ALPHA, LIMIT = 1.702, 7.0  # of the gates: those of the kernels
-YARN = {  # where the config says nothing of rotary embeddings
+ALPHA, LIMIT = 1.702, 7.0  # constants of the gates, which the kernels require
+YARN = {  # the default if the config has no rotary fields
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,

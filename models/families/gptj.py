@@ -48,7 +48,7 @@ class GPTJ(Decoder):
 
 
 class CodeGen(GPTJ):
-    """One matrix makes queries, values and keys, for each quarter of the heads."""
+    """One matrix computes queries, values and keys, for each quarter of the heads."""
 
     architectures = ("CodeGenForCausalLM",)
     ignored = (*GPTJ.ignored, re.compile(r"(transformer\.)?h\.\d+\.attn\.causal_mask"))

@@ -23,7 +23,7 @@ class Granite(Decoder):
 
 
 class GraniteMoe(Decoder):
-    """A Granite with experts in all layers, and perhaps one that all tokens have."""
+    """A Granite with experts in all layers, in some models also a shared one."""
 
     architectures = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
     names = Names(shared=("shared_mlp.input_linear", "shared_mlp.output_linear"))
@@ -85,7 +85,7 @@ class HyperCLOVAX(Granite):
 
 
 def _sliding(fields: Fields, options: dict[str, Any]) -> dict[str, Any]:
-    """Windows, sinks and rotary tables of layers; a base of 0 stands for no rotation."""
+    """Read windows, sinks and rotary tables of layers; a base of 0 means no rotation."""
     layers, rope, bases = options["layers"], options["rope"], fields.config.get("layer_rope_theta")
     if bases is None:
         bases = [rope.theta] * layers
@@ -102,7 +102,7 @@ def _sliding(fields: Fields, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def factors(fields: Fields, layers: int, *, eps: float = 1e-6) -> dict[str, Any]:
-    """The factors that all have beyond a Llama; `eps` of norms where the field is absent."""
+    """Read the factors that these families add to a Llama; `eps`: epsilon of norms if the field is absent."""
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
     embedding, attention, residual, logits = (fields.float(name, default=1.0) for name in names)
     if not logits:

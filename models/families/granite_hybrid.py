@@ -24,7 +24,7 @@ SCANS: dict[str, Any] = {  # fields of `Names`
 
 
 class GraniteHybrid(Decoder):
-    """A Granite whose layers are scans or attention; one matrix makes both halves of the MLP."""
+    """A Granite whose layers are scans or attention; one matrix computes both halves of the MLP."""
 
     architectures = ("GraniteMoeHybridForCausalLM",)
     names = Names(
@@ -55,15 +55,15 @@ class GraniteHybrid(Decoder):
 
 
 def scans(fields: Fields, kinds: Sequence[str], width: int, values: int | None = None, **more: Any) -> Recurrent:
-    """The layers of Mamba-2, whose convolution has the activation of the MLP.
+    """Read the Mamba-2 layers, whose convolution has the activation of the MLP.
 
     Args:
-        width: of the model.
+        width: the model's width.
         values: elements of all heads; None: `mamba_expand` times `width`.
-        more: of `Recurrent`.
+        more: further arguments of `Recurrent`.
 
     Raises:
-        CheckpointError: naming the field.
+        CheckpointError: it names the field.
     """
     fields.choice("hidden_act", ("silu", "swish"), default="silu")
     what = "mamba_expand * hidden_size" if values is None else "mamba_d_ssm"
@@ -82,9 +82,9 @@ def scans(fields: Fields, kinds: Sequence[str], width: int, values: int | None =
 
 
 def step_limits(fields: Fields) -> tuple[float, float]:
-    """`Recurrent.steps`, of the field `time_step_limit`."""
+    """Read `Recurrent.steps` from the field `time_step_limit`."""
     steps = fields.config.get("time_step_limit", [0.0, math.inf])
-    if type(steps) is list:  # as transformers writes what JSON has no word for
+    if type(steps) is list:  # transformers' form of values that JSON lacks
         steps = [math.inf if step == {"__float__": "Infinity"} else step for step in steps]
     numbers = type(steps) is list and [type(step) in (int, float) for step in steps] == [True, True]
     if not numbers or not 0 <= steps[0] <= steps[1]:

@@ -34,7 +34,7 @@ class HunYuan(Decoder):
 
 
 class HunYuanMoe(Decoder):
-    """Experts in all layers, and one that all tokens have."""
+    """Experts in all layers, and a shared expert."""
 
     architectures = ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1ForSequenceClassification")
     names = replace(HunYuan.names, shared=NAMES.shared)
@@ -53,7 +53,7 @@ class HunYuanMoe(Decoder):
 
 
 def _alike(fields: Fields, layers: int, *names: str) -> int:
-    """A number that a config may give for each layer, by the first of these names that it has; 1 where it has none."""
+    """Read a number that a config may give for each layer, by the first of `names` that it has; 1 if it has none."""
     name = next((name for name in names if fields.config.get(name) is not None), names[-1])
     value = fields.config.get(name)
     if type(value) is list:

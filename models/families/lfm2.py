@@ -44,7 +44,7 @@ class LFM2(Decoder):
 
 
 class LFM2Moe(Decoder):
-    """The models with experts in all layers but the first ones."""
+    """The models with experts in all layers except the first ones."""
 
     architectures = ("Lfm2MoeForCausalLM",)
     names = replace(
@@ -84,10 +84,10 @@ class LFM2Moe(Decoder):
 
 
 def _renamed(fields: Fields) -> Fields:
-    """The fields by their present names. The rotary base defaults to 1e6; the activation is fixed."""
+    """Return the fields by their present names. The rotary base defaults to 1e6; the activation is fixed."""
     config: dict[str, Any] = {name: value for name, value in fields.config.items() if name != "hidden_act"}
     for new, old in (("intermediate_size", "block_ff_dim"), ("tie_word_embeddings", "tie_embedding")):
-        if old in config:  # transformers lets the older name win
+        if old in config:  # in transformers the older name takes precedence
             config[new] = config[old]
     config.setdefault("intermediate_size", 12288)
     if config.get("rope_theta") is None:
@@ -116,7 +116,7 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
 
 
 def _mlp_width(fields: Fields) -> int:
-    """Two thirds of the field, times a factor, up to the next multiple."""
+    """Compute two thirds of the field, times a factor, rounded up to the next multiple."""
     width = fields.int("intermediate_size")
     if not fields.bool("block_auto_adjust_ff_dim", default=True):
         return width

@@ -19,7 +19,7 @@ class MiniMaxM2(Decoder):
         kv_heads = None if "num_key_value_heads" in fields.config else 8
         width, head_dim = fields.int("intermediate_size", default=1536), fields.int("head_dim", default=128)
         if fields.config.get("partial_rotary_factor") is None and fields.config.get("rotary_dim") is not None:
-            share = fields.int("rotary_dim", high=head_dim) / head_dim  # as released files have it
+            share = fields.int("rotary_dim", high=head_dim) / head_dim  # as in released files
             fields = Fields({**fields.config, "partial_rotary_factor": share}, fields.file, fields.prefix)
         more = {"mlp_width": width, "head_dim": head_dim, "partial": 1.0, "theta": 5e6}
         options = rotary(fields, positions=196608, kv_heads=kv_heads, **more)

@@ -43,7 +43,7 @@ class Mistral(Decoder):
     def read(fields: Fields) -> Config:
         kv_heads = None if "num_key_value_heads" in fields.config else 8
         options = rotary(fields, positions=4096 * 32, kv_heads=kv_heads)
-        # null is none, absent is not
+        # null means none, absent means 4096
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
         kinds = layer_types(fields, [SLIDING if window else FULL] * options["layers"])
         return Config(

@@ -63,7 +63,7 @@ class PhiMoe(Decoder):
 
 
 def _scaled(fields: Fields) -> Fields:
-    """The fields with the scale of longrope by its usual name. Two lengths may have one each; they have to be equal."""
+    """Return the fields with longrope's scale by its usual name. Both lengths may have one; they must be equal."""
     name = "rope_scaling" if fields.sub("rope_scaling") else "rope_parameters"
     rope = fields.sub(name)
     if rope is None or rope.str("rope_type", rope.str("type", "default")) == "default":
@@ -76,6 +76,6 @@ def _scaled(fields: Fields) -> Fields:
 
 
 def with_base(fields: Fields) -> Fields:
-    """The fields with the rotary base of these families, 1e6, where there is none."""
+    """Return the fields, with the rotary base of these families, 1e6, if there is none."""
     base = fields.config.get("rope_theta")
     return Fields({**fields.config, "rope_theta": 1e6 if base is None else base}, fields.file, fields.prefix)

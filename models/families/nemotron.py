@@ -8,7 +8,7 @@ from models.reading import rotary
 
 
 class Nemotron(Decoder):
-    """LayerNorms that multiply by 1 + weight, heads that are rotated in part."""
+    """LayerNorms that multiply by 1 + weight, partially rotated heads."""
 
     architectures = ("NemotronForCausalLM", "NemotronForSequenceClassification")
     names = Names(up=("mlp.up_proj",))

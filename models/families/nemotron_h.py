@@ -15,8 +15,8 @@ from models.reading import experts, layer_types, rotary
 from models.rope import BUFFERS
 
 MLP, EXPERTS = "mlp", "moe"
-LETTERS = {"M": RECURRENT, "*": FULL, "-": MLP, "E": EXPERTS}  # of `hybrid_override_pattern`
-OLD_NAMES = {  # of fields, which win in transformers
+LETTERS = {"M": RECURRENT, "*": FULL, "-": MLP, "E": EXPERTS}  # letters of `hybrid_override_pattern`
+OLD_NAMES = {  # former names of fields, which take precedence in transformers
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_dt_limit": "time_step_limit",
@@ -74,7 +74,7 @@ class NemotronH(Decoder):
 
 
 def kinds_of(fields: Fields) -> tuple[str, ...]:
-    """The kind of each layer, of a list or of a string of letters. Raises CheckpointError naming the field."""
+    """Read the kind of each layer from a list or a string of letters. Raises CheckpointError naming the field."""
     name = "layers_block_type" if fields.config.get("layers_block_type") is not None else "layer_types"
     found, pattern = fields.config.get(name), fields.str("hybrid_override_pattern", None)
     if found is None:

@@ -6,7 +6,7 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.reading import architecture, layer_types, ropes, rotary, windows
 
-BASE = 500000.0  # of OLMo 3's rotary embedding
+BASE = 500000.0  # base of OLMo 3's rotary embedding
 
 
 class Olmo1(Decoder):
@@ -28,13 +28,13 @@ class Olmo1(Decoder):
 
 
 def refuse_clipping(fields: Fields) -> None:
-    """Raises CheckpointError if queries, keys and values are clipped."""
+    """Raise CheckpointError if queries, keys and values are clipped."""
     if fields.float("clip_qkv", default=None) is not None:
         raise fields.error("clip_qkv", "null: clipped queries, keys and values are not supported")
 
 
 class Olmo(Decoder):
-    """A Llama normed after its parts; OLMo 3 has windows in three of four layers, which have a rotary table apart."""
+    """A Llama with norms on outputs; OLMo 3 has windows in three of four layers, which have a separate rotary table."""
 
     architectures = (
         "Olmo2ForCausalLM",
@@ -48,7 +48,7 @@ class Olmo(Decoder):
     def read(fields: Fields) -> Config:
         third = architecture(fields).startswith(
             "Olmo3"
-        )  # whose `rope_parameters` have an object for each kind of layer
+        )  # `rope_parameters` of OLMo 3 have an object for each kind of layer
         plain = {
             name: value for name, value in fields.config.items() if name not in ("rope_parameters", "rope_scaling")
         }
@@ -56,7 +56,7 @@ class Olmo(Decoder):
         if third:
             window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
             kinds = layer_types(fields, [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(options["layers"])])
-            bases = {FULL: ("rope_theta", BASE), SLIDING: ("", BASE)}  # so does transformers read files of before
+            bases = {FULL: ("rope_theta", BASE), SLIDING: ("", BASE)}  # as transformers reads older files
             options["windows"] = windows(fields, kinds, window)
             options["ropes"] = ropes(fields, kinds, options["head_dim"], options["max_positions"], bases)
         return Config(

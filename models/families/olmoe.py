@@ -37,7 +37,7 @@ class FlexOlmo(Decoder):
 
 
 def _options(fields: Fields, *, width: int, count: int, chosen: int, eps: float, **rope: Any) -> dict[str, Any]:
-    """Arguments of a `Config` that both have; values of absent fields."""
+    """Read the arguments of a `Config` that both families have; arguments are values of absent fields."""
     width = fields.int("intermediate_size", default=width)
     options = rotary(fields, positions=4096, mlp_width=width, **rope)
     sizes = {"count": count, "chosen": chosen, "width": width, "layers": [True] * options["layers"]}

@@ -17,7 +17,7 @@ class OPT(Decoder):
     names = Names(
         embedding="model.decoder.embed_tokens",
         positions="model.decoder.embed_positions",
-        offset=2,  # rows, once for padding, that are never read
+        offset=2,  # rows that are never read, once meant for padding
         project=("model.decoder.project_in", "model.decoder.project_out"),
         layer="model.decoder.layers.{}.",
         attention_norm="self_attn_layer_norm",

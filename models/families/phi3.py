@@ -11,7 +11,7 @@ ROPE_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "y
 
 
 class Phi3(Decoder):
-    """A Llama whose matrices of one input are stored as one, with windows."""
+    """A Llama with windows; matrices that share an input are stored as one."""
 
     architectures = ("Phi3ForCausalLM", "Phi3ForSequenceClassification")
     names = Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))

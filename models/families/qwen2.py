@@ -7,7 +7,7 @@ from models.reading import layer_types, optional_window, rotary, windows
 
 
 class Qwen2(Decoder):
-    """A Llama with biases that only three of four matrices of attention have."""
+    """A Llama with biases on three of the four matrices of attention."""
 
     architectures = ("Qwen2ForCausalLM", "Qwen2ForSequenceClassification")
     default_eos_token_ids = frozenset([151645])
@@ -26,7 +26,7 @@ class Qwen2(Decoder):
 
 
 def windows_from(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: of those from `max_window_layers` on, or by `layer_types`, if any layer has one."""
+    """Read the window of each layer: if any layer has one, those from `max_window_layers` on or by `layer_types` do."""
     window = optional_window(fields)
     first = fields.int("max_window_layers", default=28, low=0) if window else layers
     kinds = layer_types(fields, [SLIDING if i >= first else FULL for i in range(layers)])

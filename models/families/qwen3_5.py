@@ -23,7 +23,7 @@ class Qwen35(Decoder):
 
 
 class Qwen35Moe(Qwen35):
-    """Those with experts."""
+    """The models with experts."""
 
     architectures = ("Qwen3_5MoeForCausalLM",)
 

@@ -14,11 +14,11 @@ from models.families.qwen_moe import experts_by_step
 from models.reading import layer_types, rotary
 from models.rope import BUFFERS
 
-BESIDE = tuple(map(re.compile, (r"mtp\..+", r"model\.visual\..+")))  # draft layers and encoders, which no text needs
+BESIDE = tuple(map(re.compile, (r"mtp\..+", r"model\.visual\..+")))  # draft layers and encoders, unused for text
 
 
 def common(fields: Fields, *, kv_heads: int, mlp_width: int | None = None, interleaved: bool = False) -> dict[str, Any]:
-    """Arguments of a `Config` that Qwen3-Next and Qwen3.5 read alike; see `rotary` and `Recurrent`."""
+    """Read the arguments of a `Config` that are the same in Qwen3-Next and Qwen3.5; see `rotary` and `Recurrent`."""
     found = rotary(fields, positions=32768, kv_heads=kv_heads, head_dim=256, mlp_width=mlp_width, partial=0.25)
     step = fields.int("full_attention_interval", default=4)
     default = [RECURRENT if i % step else FULL for i in range(1, found["layers"] + 1)]
@@ -36,13 +36,13 @@ def common(fields: Fields, *, kv_heads: int, mlp_width: int | None = None, inter
 
 
 def recurrent(fields: Fields, kinds: Sequence[str], interleaved: bool) -> Recurrent:
-    """The layers with a gated delta net."""
+    """Read the layers with a gated delta net."""
     return Recurrent(delta_kind(fields, 16, 32, 128, 128, 4), tuple(kind == RECURRENT for kind in kinds), interleaved)
 
 
 def delta_kind(fields: Fields, *defaults: int) -> DeltaKind:
-    """The sizes of gated delta nets, whose convolution has the activation of the MLP, by the sizes where fields are
-    absent."""
+    """Read the sizes of gated delta nets, whose convolution has the activation of the MLP; `defaults` are values of
+    absent fields."""
     fields.choice("hidden_act", ("silu", "swish"), default="silu")
     names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
     most = dict.fromkeys(names[:-1], 2**16) | {names[-1]: 64}
@@ -54,7 +54,7 @@ def delta_kind(fields: Fields, *defaults: int) -> DeltaKind:
 
 
 def shared(fields: Fields) -> dict[str, Any]:
-    """Arguments of `Experts` for the expert that every token has."""
+    """Read the arguments of `Experts` for the shared expert."""
     return {"shared_width": fields.int("shared_expert_intermediate_size", default=512), "shared_gate": True}
 
 

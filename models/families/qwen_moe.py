@@ -14,7 +14,7 @@ MELLUM_BASES = {FULL: ("", 5e5), SLIDING: ("", 1e4)}
 
 
 class Qwen2Moe(Decoder):
-    """A Qwen2 with experts, and one that every token has, weighted by a gate of its own."""
+    """A Qwen2 with experts, and a shared expert that a gate weights."""
 
     architectures = ("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification")
     default_eos_token_ids = frozenset([151645])
@@ -62,7 +62,7 @@ class Qwen3Moe(Decoder):
 
 
 class Mellum(Decoder):
-    """A Qwen3-MoE with windows in some layers, which have a rotary table of their own."""
+    """A Qwen3-MoE with windows in some layers, which have a separate rotary table."""
 
     architectures = ("MellumForCausalLM",)
     ignored = (*BUFFERS, re.compile(r"mtp\..*"))  # draft heads
@@ -93,21 +93,21 @@ class Mellum(Decoder):
 
 
 def _mlp_width(fields: Fields, default: int) -> int:
-    """The width of the MLP in layers without experts."""
+    """Read the width of the MLP in layers without experts."""
     return fields.int("intermediate_size", default=default)
 
 
 def experts_by_step(
     fields: Fields, layers: int, *, count: int, chosen: int, width: int, normalized: bool = False, **shared: Any
 ) -> Experts | None:
-    """`Config.experts` in the layers of every `decoder_sparse_step`, but for those that `mlp_only_layers` lists.
+    """Read `Config.experts`: every `decoder_sparse_step`-th layer has them, except those that `mlp_only_layers` lists.
 
     Args:
         count, chosen, width, normalized: values of absent fields; see `models.config.Experts` and `Routing`.
-        shared: of `Experts`.
+        shared: further arguments of `Experts`.
 
     Raises:
-        CheckpointError: naming the field.
+        CheckpointError: it names the field.
     """
     step, dense = fields.int("decoder_sparse_step", default=1), fields.config.get("mlp_only_layers") or []
     if type(dense) is not list or any(type(i) is not int for i in dense):

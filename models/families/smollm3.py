@@ -7,7 +7,7 @@ from models.reading import layer_types, rotary, windows
 
 
 class SmolLM3(Decoder):
-    """A Llama with layers that do not see positions."""
+    """A Llama in which some layers have no rotary embeddings."""
 
     architectures = ("SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification")
     default_eos_token_ids = frozenset([128001])
@@ -31,7 +31,7 @@ class SmolLM3(Decoder):
 
 
 def _rotated(fields: Fields, layers: int) -> list[bool]:
-    """Which layers rotate queries and keys: those with a 1 in `no_rope_layers`."""
+    """Return which layers rotate queries and keys: those with a 1 in `no_rope_layers`."""
     found = fields.config.get("no_rope_layers")
     if found is None:
         interval = fields.int("no_rope_layer_interval", default=4)

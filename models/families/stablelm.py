@@ -8,7 +8,7 @@ from models.reading import rotary
 
 
 class StableLM(Decoder):
-    """A gated MLP beside attention or after it; biases of queries, keys and values; in some LayerNorms of heads."""
+    """A gated MLP parallel to attention or after it; biases of queries, keys, values; in some models norms of heads."""
 
     architectures = ("StableLmForCausalLM", "StableLmForSequenceClassification")
     names = Names(q_norm="self_attn.q_layernorm.norms.{}", k_norm="self_attn.k_layernorm.norms.{}")

@@ -17,29 +17,29 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def has_codes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this device multiplies small numbers as they are: a GPU with triton."""
+    """Whether this device multiplies codes directly: a GPU with triton does."""
     return device.type == "cuda" and dtype in DTYPES and importlib.util.find_spec("triton") is not None
 
 
 def why_not(device: torch.device) -> str | None:
-    """The reason why a device cannot multiply small numbers; None if it can."""
+    """Return why a device cannot multiply codes; None if it can."""
     if has_codes(torch.float16, device):
         return None
     return f"weights in 8 and 4 bits need a CPU, or a GPU and the package triton, not {device.type}"
 
 
 def code_bytes(kind: GroupKind, outs: int, width: int, scale: int) -> int:
-    """Bytes of a matrix with `scale` bytes of scales and zeros in a row."""
+    """Return the bytes of a matrix with `scale` bytes of scales and zeros per row."""
     return outs * (row_bytes(kind, width) + scale)
 
 
 class CodedLinear(nn.Module):
-    """y = x W^T + b of one matrix, or of several below each other, see `models.formats.linear.Linear`.
+    """y = x W^T + b with one matrix or several stacked ones, see `models.formats.linear.Linear`.
 
     Args:
-        parts: on the device.
+        parts: the matrices, on the device.
         biases: one [out] per weight, or None for all.
-        dtype, device: to compute in.
+        dtype, device: the dtype and device of the computation.
     """
 
     names: Sequence[str] = ()
@@ -67,7 +67,7 @@ class CodedLinear(nn.Module):
 
 
 def of_int8(rows: Iterable[Tensor], scale_O: Tensor, outs: int, width: int, device: torch.device) -> Codes:
-    """A matrix of int8 rows with a scale each; scales of rows are there when the rows come."""
+    """Return a matrix of int8 rows with a scale each; a row's scale must be set when the row is yielded."""
 
     def blocks() -> Iterator[tuple[Tensor, Tensor, None]]:
         first = 0
@@ -80,7 +80,7 @@ def of_int8(rows: Iterable[Tensor], scale_O: Tensor, outs: int, width: int, devi
 
 
 def of_packed(packed: Packed, device: torch.device) -> Codes | None:
-    """A matrix that was packed for a CPU; None: it is of floats, or of groups that a GPU does not multiply."""
+    """Convert a matrix that was packed for a CPU; None: it has floats, or groups that a GPU does not multiply."""
     numbers, (outs, width), groups = unpack(packed), (packed.outs, packed.width), packed.groups
     if packed.scale_O is not None:
         return of_int8([numbers], packed.scale_O * packed.levels, outs, width, device)

@@ -17,9 +17,9 @@ from kernels.stack import Matrix
 from kernels.tracing import register, watched
 from models.trim import is_mapped, let_go
 
-CHUNK = 1 << 18  # elements of a matrix that are in memory at once, beside what is made of them
+CHUNK = 1 << 18  # elements of a matrix that are in memory at once, in addition to the result
 
-CONVERTING = ("AVX512_CORE", "AVX512_CORE_VNNI")  # levels of oneDNN that take bfloat16 and have no products of it
+CONVERTING = ("AVX512_CORE", "AVX512_CORE_VNNI")  # levels of oneDNN that accept bfloat16 but cannot multiply it
 
 
 def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
@@ -64,15 +64,15 @@ def has_products(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b of a packed matrix, see `models.formats.linear.Linear`.
+    """y = x W^T + b with a packed matrix, see `models.formats.linear.Linear`.
 
     Args:
-        packed: the matrix, or several below each other; None where a subclass keeps it in another way.
+        packed: the matrix, or several stacked ones; None if a subclass stores it in another way.
         biases: one [out] per weight, or None for all.
-        dtype, device: to compute in; int8 matrices take any dtype.
+        dtype, device: the dtype and device of the computation; int8 matrices take any dtype.
 
     Attributes:
-        names, made_of: what it is made of, see `models.formats.linear.Linear`.
+        names, made_of: names of the weights, see `models.formats.linear.Linear`.
     """
 
     names: Sequence[str] = ()
@@ -92,7 +92,7 @@ class PackedLinear(nn.Module):
 
     @property
     def matrix(self) -> Matrix | None:
-        """For a stack, which has our own products only."""
+        """The matrix for a stack, which has our own products only."""
         return Matrix(self.packed, self.bias) if self.packed and self.dtype in cpp.KINDS else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class PackedLinear(nn.Module):
         return any(part is not None and part.levels for part in parts)
 
     def round_rows(self) -> None:
-        """Round rows from now on, where a product of the matrix does."""
+        """Round rows from now on, if the matrix has a product that does."""
         self.packed = self.packed and self.packed.rounding()
 
     def rows(self, ids_U: Tensor) -> "PackedLinear | None":
@@ -124,10 +124,10 @@ class PackedLinear(nn.Module):
 class FloatLinear(PackedLinear):
     """y = x W^T + b, see `models.formats.linear.Linear`.
 
-    Where there are C++ kernels, weights are packed into their panels, else, where oneDNN can, into its blocked layout,
-    and the original is let go, so that one copy stays resident; elsewhere they are used as they lie, memory-mapped or
-    on the device. Panels keep weights of half precision as they are where the layer computes in float32: the products
-    are the same, and memory is half as large.
+    Weights are packed into panels for the C++ kernels, or else into oneDNN's blocked layout if it supports them, and
+    the original is released, so that one copy stays resident; otherwise they are used where they are, memory-mapped or
+    on the device. Panels keep weights in half precision if the layer computes in float32: the products are the same,
+    with half the memory.
     """
 
     ROWS_HINT = 16  # rows per product that oneDNN packs for: a step of decoding, the common case
@@ -143,8 +143,8 @@ class FloatLinear(PackedLinear):
         super().__init__(None, biases, dtype=dtype, device=device)
         weights = list(weights)
         self.out_features = sum(w.shape[0] for w in weights)
-        self.blocked = False  # by oneDNN
-        self.joined = device.type != "cpu"  # the bias to the product, in one launch
+        self.blocked = False  # in oneDNN's layout
+        self.joined = device.type != "cpu"  # product and bias are one launch
         self.weights: list[Tensor] = []
         if has_kernels(dtype, device):
             own, width = stored_dtype({w.dtype for w in weights}, dtype), weights[0].shape[1]
@@ -160,7 +160,7 @@ class FloatLinear(PackedLinear):
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
-        """Every device multiplies floats."""
+        """Return None: every device multiplies floats."""
         return None
 
     @staticmethod
@@ -176,7 +176,7 @@ class FloatLinear(PackedLinear):
         if self.packed:
             return super().forward(x)
         if self.blocked:
-            # Opaque to the compiler, which would take the packed weight for a plain one.
+            # An opaque operator, because the compiler would treat the packed weight as a plain one.
             run = torch.ops.coppice.blocked_linear if watched() else blocked_linear
             return run(x, self.weights[0], self.bias, self.out_features)
         if x.is_cuda and x.dtype in cpp.KINDS and same_bits.asked():  # cuBLAS chooses its order by the number of rows
@@ -194,20 +194,20 @@ class FloatLinear(PackedLinear):
 
 
 def stored_dtype(own: set[torch.dtype], dtype: torch.dtype) -> torch.dtype:
-    """The dtype that panels keep weights in: their own if it is half of the float32 that the layer computes in."""
+    """Return the dtype of weights in panels: their own if it is half precision and the layer computes in float32."""
     halves = ({torch.bfloat16}, {torch.float16})
     return next(iter(own)) if dtype == torch.float32 and own in halves else dtype
 
 
 def panel_bytes(dtype: torch.dtype, outs: int, width: int) -> int:
-    """Bytes of a matrix's panels, without scales."""
+    """Return the bytes of a matrix's panels, without scales."""
     return math.prod(panels_shape(dtype, outs, width)) * dtype.itemsize
 
 
 def blocks(weights: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Rows of matrices, a few at a time; a block's pages of its file are let go when the next one is asked for.
+    """Yield rows of matrices, a few at a time; a block's file pages are released when the next one is requested.
 
-    Without this the pages that were touched count until the whole matrix is done: half a gigabyte of some heads.
+    Otherwise the touched pages would stay resident until the whole matrix is done: half a gigabyte for some heads.
     """
     for weight in weights:
         mapped = is_mapped(weight)
@@ -218,10 +218,10 @@ def blocks(weights: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The weights below each other, contiguous, cast on the way, so that there is never a cast copy besides.
+    """Stack the weights, contiguous, and cast them while copying, so that no other cast copy exists.
 
-    What is copied lies in a mapping of its own: it goes back to the system at once, while the C library would put the
-    next matrices into the holes that it leaves, and keep what they leave in turn.
+    The copy lies in its own mapping, so that its memory returns to the system at once; the C library would put the next
+    matrices into the holes that freed ones leave, and keep the rest.
     """
     if len(weights) == 1 and weights[0].dtype == dtype and weights[0].is_contiguous():
         return weights[0]
@@ -245,11 +245,12 @@ def blocked_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features:
 
 
 def padded_rows(rows: int) -> int:
-    """The number of rows, at least this one, that oneDNN is asked for: any up to 16, few different ones beyond.
+    """Round a number of rows up for oneDNN: any number up to 16 is kept, and few different ones beyond.
 
     oneDNN compiles a primitive for each number of rows that a matrix meets, half a megabyte and a millisecond each,
-    and keeps a thousand of them: without this a chat, whose prompts have any length, grows by a hundred megabytes.
-    Multiples of three where it matters, as its blocks have three rows on AVX2; powers of two stay as they are above.
+    and keeps a thousand of them: otherwise a chat, whose prompts have any length, would grow by a hundred megabytes.
+    The results are multiples of three where it matters, because blocks have three rows on AVX2; powers of two above
+    that stay unchanged.
     """
     if rows <= 16:
         return rows

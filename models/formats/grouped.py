@@ -22,22 +22,22 @@ from models.formats.coded import CodedLinear, has_codes, warn_of_floats
 from models.formats.floats import FloatLinear, PackedLinear, has_kernels
 from models.trim import is_mapped, let_go
 
-CHUNK = 1 << 21  # weights of which there are codes or floats at once
+CHUNK = 1 << 21  # weights whose codes or floats are in memory at once
 STORED_CHUNK = 16 << 20  # bytes of blocks that are packed at once
 
 
-StoredBlocks = tuple[Tensor, Block]  # rows of blocks as a file has them, their format
+StoredBlocks = tuple[Tensor, Block]  # rows of blocks as in a file, and their format
 
 
 class GroupedRows(NamedTuple):
     """Rows of a matrix: w[o, i] = (number of codes[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group.
 
     Args:
-        codes_OI: uint8. int4: 0 to 15; int8: 0 to 255; float8: the bits of an e4m3 number; float4, fp4: those of an
-            e2m1 number, which stand for twice that; the other kinds of four bits: places in `TABLES`.
-        scale_OG: float32; of float4 powers of two.
+        codes_OI: uint8. int4: 0 to 15; int8: 0 to 255; float8: the bits of an e4m3 number; float4, fp4: the bits of an
+            e2m1 number, representing twice its value; the other kinds of four bits: indices into `TABLES`.
+        scale_OG: float32; for float4 powers of two.
         zero_OG: float32, or None for that of `default_zero`.
-        least_OG: float32, or None for 0; not with zeros.
+        least_OG: float32, or None for 0; not together with zeros.
     """
 
     codes_OI: Tensor
@@ -48,18 +48,18 @@ class GroupedRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupedWeight:
-    """A weight [outs, width] that a checkpoint holds quantised. Nothing of its size exists before rows are asked for.
+    """A quantised weight [outs, width] of a checkpoint. No memory of its size is allocated before rows are requested.
 
     Args:
-        kind: what codes are.
+        kind: the kind of the codes.
         shape: outs, width.
-        group: elements of a row, side by side, that share a scale; the last group may be shorter.
-        rows: rows [first, last) of the matrix.
-        order_I: int64; codes_OI[:, i] multiplies input order_I[i]. None: in their own order.
+        group: number of adjacent elements of a row that share a scale; the last group may be shorter.
+        rows: returns rows [first, last) of the matrix.
+        order_I: int64; codes_OI[:, i] multiplies input order_I[i]. None: input i.
         levels: activations are rounded to steps of 1 / levels of the largest magnitude of each ROUNDED of a group and
-            multiplied as int8, but for float8; None: they are multiplied as floats.
+            multiplied as int8, except with float8; None: they are multiplied as floats.
         least: rows have minimums.
-        stored: the same as blocks of a file, uint8 [outs, bytes of a row], and their format; None: it is not so.
+        stored: the weight as blocks of a file, uint8 [outs, bytes of a row], and their format; None: it has no blocks.
     """
 
     kind: GroupKind
@@ -73,16 +73,16 @@ class GroupedWeight:
 
     @property
     def groups(self) -> int:
-        """Groups of a row."""
+        """The number of groups of a row."""
         return -(-self.shape[1] // self.group)
 
     @property
     def kinship(self) -> tuple[object, ...]:
-        """The properties that weights must share to be one matrix, besides their order."""
+        """The properties, except the order, that weights must share to form one matrix."""
         return self.kind, self.shape[1], self.group, self.levels, self.least, self.stored and self.stored[1]
 
     def part(self, outs: range | None, ins: range | None) -> "GroupedWeight":
-        """Some outputs and inputs of it; None: all. Raises ValueError for inputs that are not those of whole groups."""
+        """Return some outputs and inputs of it; None: all. Raises ValueError if inputs are not whole groups."""
         first, step, (rows, width), group, some = 0, 1, self.shape, self.group, slice(None)
         if outs is not None:
             first, step, rows = outs.start, outs.step, len(outs)
@@ -109,7 +109,7 @@ class GroupedWeight:
         return replace(self, shape=(rows, width), group=group, rows=read, stored=stored) if outs or ins else self
 
     def floats(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Rows [first, last) as float32, their columns in the order of the inputs."""
+        """Return rows [first, last) as float32, their columns in the order of the inputs."""
         codes_OI, scale_OG, zero_OG, least_OG = self.rows(first, self.shape[0] if last is None else last)
         numbers_OI = numbers(self.kind, codes_OI)
         spread = partial(_spread, group=self.group, width=self.shape[1])
@@ -125,7 +125,7 @@ class GroupedWeight:
 
 
 def _cut(stored: StoredBlocks, outs: range | None, ins: range | None) -> StoredBlocks | None:
-    """Some rows and columns of blocks; None: the columns are no whole blocks."""
+    """Return some rows and columns of blocks; None: the columns are not whole blocks."""
     rows_OB, block = stored
     if outs is not None:
         rows_OB = rows_OB[outs.start : outs.stop : outs.step].contiguous()
@@ -138,19 +138,19 @@ def _cut(stored: StoredBlocks, outs: range | None, ins: range | None) -> StoredB
 
 
 def _spread(x_OG: Tensor, group: int, width: int) -> Tensor:
-    """Values of groups to every element of a row."""
+    """Repeat the values of groups for every element of a row."""
     return x_OG.repeat_interleave(group, 1)[:, :width]
 
 
 class GroupedLinear(PackedLinear):
-    """y = x W^T + b of weights in groups, see `models.formats.linear.Linear`.
+    """y = x W^T + b with weights in groups, see `models.formats.linear.Linear`.
 
-    Where there are C++ kernels, and on a GPU, weights of one kind are packed into one matrix, as they are. Elsewhere on
-    a CPU every product makes floats of a few rows at a time, which is slow. Groups of a size that a GPU's kernel does
-    not have become floats once, with a warning.
+    With C++ kernels, and on a GPU, weights of one kind are packed into one matrix, without changing codes. Without
+    kernels every product on a CPU makes floats of a few rows at a time, which is slow. Groups of a size that a GPU's
+    kernel does not support become floats once, with a warning.
 
     Args:
-        weights: of equal widths.
+        weights: the weights, of equal widths.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class GroupedLinear(PackedLinear):
             self.weights = []
         else:
             for weight in weights:
-                if weight.stored:  # read once, so that what is wrong with it ends the load and not a search
+                if weight.stored:  # read once, so that an error ends the load and not a search
                     deque(_blocks([weight]), maxlen=0)
 
     @property
@@ -195,7 +195,7 @@ class GroupedLinear(PackedLinear):
 
 
 def _alike(weights: Sequence[GroupedWeight]) -> list[list[GroupedWeight]]:
-    """Neighbours that can be one matrix, side by side."""
+    """Group neighbours that can form one matrix."""
     found: list[list[GroupedWeight]] = []
     for weight in weights:
         last = found[-1][-1] if found else None
@@ -213,7 +213,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 def _on_device(
     weights: Sequence[GroupedWeight], biases: Sequence[Tensor] | None, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """A layer on small numbers where the GPU has a product for their groups; else a layer on floats."""
+    """Make a layer of codes if the GPU has a product for their groups; else a layer of floats."""
     refused = next((w for w in weights if not takes(w.kind, w.group, w.shape[1])), None)
     if refused is None and has_codes(dtype, device):
         return CodedLinear([_codes(w, device) for w in _alike(weights)], biases, dtype=dtype, device=device)
@@ -223,7 +223,7 @@ def _on_device(
 
 
 def _packed(weights: Sequence[GroupedWeight]) -> Packed:
-    """One matrix of weights that are alike."""
+    """Pack alike weights into one matrix."""
     first, outs, width = weights[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     order_I = None if first.order_I is None else first.order_I.to(torch.int32)
     if first.stored:
@@ -242,13 +242,13 @@ def _packed(weights: Sequence[GroupedWeight]) -> Packed:
 
 
 def _codes(weights: Sequence[GroupedWeight], device: torch.device) -> Codes:
-    """The same on a GPU."""
+    """Pack alike weights into one matrix on a GPU."""
     first, outs, width = weights[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     return pack_codes(_blocks(weights), first.kind, outs, width, first.group, first.order_I, device)
 
 
 def _blocks(weights: Sequence[GroupedWeight]) -> Iterator[GroupedRows]:
-    """Rows of weights that are alike, below each other."""
+    """Yield the stacked rows of alike weights."""
     step = max(1, CHUNK // weights[0].shape[1])
     blocks = (
         weight.rows(at, min(at + step, weight.shape[0])) for weight in weights for at in range(0, weight.shape[0], step)
@@ -257,7 +257,7 @@ def _blocks(weights: Sequence[GroupedWeight]) -> Iterator[GroupedRows]:
 
 
 def _with_zeros(blocks: Iterable[GroupedRows], weights: Sequence[GroupedWeight]) -> Iterator[GroupedRows]:
-    """The same blocks, all with zeros if any weight has some."""
+    """Yield the same blocks, all with zeros if any weight has zeros."""
     zeros = any(weight.rows(0, 1).zero_OG is not None for weight in weights)
     for block in blocks:
         if zeros and block.zero_OG is None:
@@ -266,7 +266,7 @@ def _with_zeros(blocks: Iterable[GroupedRows], weights: Sequence[GroupedWeight])
 
 
 def _product(x: Tensor, weight: GroupedWeight) -> Tensor:
-    """x W^T by floats that are made as they are needed; x is float32."""
+    """Multiply x W^T with floats that are made a few rows at a time; x is float32."""
     if weight.levels is not None:
         order_I = slice(None) if weight.order_I is None else weight.order_I
         steps = rounded(x[..., order_I], weight.levels, weight.group, ROUNDED).float()

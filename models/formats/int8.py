@@ -17,12 +17,12 @@ from models.formats import coded
 from models.formats.coded import CodedLinear, of_int8
 from models.formats.floats import PackedLinear, blocks, has_kernels, panel_bytes
 
-LEVELS = 0x7F7F  # of activations by oneDNN
+LEVELS = 0x7F7F  # levels of activations with oneDNN
 
 
 @lru_cache(maxsize=1)
 def _exact() -> bool:
-    """Whether oneDNN adds up products of int8 in 32 bits: without VNNI it does so in 16, which overflow unnoticed."""
+    """Whether oneDNN sums int8 products in 32 bits: without VNNI it uses 16 bits, which overflow silently."""
     weight, ones = torch.full((64, 64), 127, dtype=torch.int8), torch.ones(64)
     packed = torch.ops.onednn.qlinear_prepack(weight, None)
     x, zero = torch.full((1, 64), 255, dtype=torch.uint8), torch.zeros(64, dtype=torch.int32)
@@ -32,8 +32,8 @@ def _exact() -> bool:
 class Int8Linear(PackedLinear):
     """y = x W^T + b with W as int8 times a scale per row, see `models.formats.linear.Linear`.
 
-    By C++, x is rounded to 255 steps of the largest magnitude of each 64 elements of a row; by oneDNN, to 65279 of the
-    largest of the row; on a GPU it is not rounded.
+    In C++, x is rounded to 255 steps of the largest magnitude of each 64 elements of a row; with oneDNN, to 65279 steps
+    of the largest magnitude of the row; on a GPU it is not rounded.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Int8Linear(PackedLinear):
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
-        """The reason why int8 linear layers cannot run on this machine; None if they can."""
+        """Return why int8 linear layers cannot run on this machine; None if they can."""
         if device.type != "cpu":
             return coded.why_not(device)
         if has_kernels(torch.float32, device):
@@ -95,9 +95,9 @@ class Int8Linear(PackedLinear):
 
 
 def quantized(weights: Sequence[Tensor], scale_O: Tensor) -> Iterator[Tensor]:
-    """Matrices of equal width, below each other, as blocks of int8 rows; float32 scales per row go to scale_O.
+    """Quantise stacked matrices of equal width, and yield blocks of int8 rows; float32 scales per row go to scale_O.
 
-    Rows are read in chunks, so that there is never a float copy of a matrix.
+    Rows are read in chunks, so that no float copy of a matrix exists.
     """
     first = 0
     for part in blocks(weights):
@@ -110,8 +110,8 @@ def quantized(weights: Sequence[Tensor], scale_O: Tensor) -> Iterator[Tensor]:
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, bias: Tensor | None) -> Tensor:
-    """The product by oneDNN; scale_O is that of the weights over LEVELS. Steps have two digits to the base of 256, each
-    of which is multiplied: a product for each 64 elements, as C++ has them, would take longer."""
+    """Multiply with oneDNN; scale_O is the weights' scale over LEVELS. Steps have two digits in base 256, which are
+    multiplied one by one: separate scales for each 64 elements, as in C++, would need more products."""
     steps, top = quantize_rows(x, LEVELS)
     steps = torch.where(top > 0, steps, 0).int()
     least = (steps + 128 & 255) - 128
@@ -123,7 +123,7 @@ def int8_linear(x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, bias
 
 
 def _onednn(steps: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
-    """oneDNN's product of uint8 steps, 128 standing for 0, with a packed matrix; float32."""
+    """Return oneDNN's product of uint8 steps, in which 128 represents 0, with a packed matrix; float32."""
     product = (steps, 1.0, 128, weight, scale_O, zero_O, None, 1.0, 0, torch.float32, "none", [], "")
     return torch.ops.onednn.qlinear_pointwise(*product)
 

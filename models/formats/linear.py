@@ -15,26 +15,26 @@ from models.formats.int8 import Int8Linear
 
 
 class Linear(Protocol):
-    """y = x W^T + b for one weight or for several that share their input, below each other (query, key, value, say)."""
+    """y = x W^T + b with one weight or several stacked weights that share their input (such as query, key, value)."""
 
     bias: Tensor | None
-    names: Sequence[str]  # of the checkpoint's tensors
-    made_of: Sequence[str]  # of transformers; as the model's table of names has them
+    names: Sequence[str]  # names of the checkpoint's tensors
+    made_of: Sequence[str]  # transformers' names, as in the model's table of names
 
     @property
     def matrix(self) -> Matrix | None:
-        """For the native stack of layers; None: it has no product of this matrix."""
+        """The matrix for the native stack of layers; None: the stack has no product for it."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
         ...
 
     def rows(self, ids_U: Tensor) -> "Linear | None":
-        """A layer of these outputs alone, int64, in their order; None if the weights are in no form for that."""
+        """Return a layer of these outputs only, int64, in their order; None if the weights' form does not allow it."""
 
 
 class Joined(nn.Module):
-    """Layers of one input side by side, see `Linear`: for matrices that are kept in different ways."""
+    """Layers that share an input and concatenate their outputs, see `Linear`: for matrices stored in different ways."""
 
     bias: Tensor | None = None
     names: Sequence[str]
@@ -56,7 +56,7 @@ class Joined(nn.Module):
 
 
 def _joined(matrices: Sequence[Matrix | None]) -> Matrix | None:
-    """Matrices below each other as one; None: of one there is no product, or only some have biases."""
+    """Stack matrices into one; None: the stack has no product for one of them, or only some have biases."""
     parts, biases = list[Packed](), list[Tensor]()
     for matrix in matrices:
         if matrix is None:
@@ -82,22 +82,22 @@ class Format(Protocol):
         """Pack a layer.
 
         Args:
-            weights: [out, in] each, in the checkpoint's dtype, memory-mapped as a rule. Those of an iterator are let go
+            weights: [out, in] each, in the checkpoint's dtype, usually memory-mapped. Those of an iterator are released
                 as soon as they are copied.
             biases: one [out] per weight, or None for all.
-            dtype, device: to compute in.
+            dtype, device: the dtype and device of the computation.
         """
         ...
 
     def why_not(self, device: torch.device) -> str | None:
-        """The reason why it cannot run on this machine; None if it can."""
+        """Return why it cannot run on this machine; None if it can."""
 
     def bytes(self, outs: int, width: int, own: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> int:
-        """Bytes that a matrix [outs, width] will take, without its bias.
+        """Return the bytes that a matrix [outs, width] will take, without its bias.
 
         Args:
             own: dtypes of the weights in the checkpoint.
-            dtype, device: to compute in.
+            dtype, device: the dtype and device of the computation.
         """
         ...
 
@@ -130,10 +130,10 @@ def rounds_rows(model: nn.Module) -> bool:
 
 
 def format_of(quant: str, outs: int, *, head: bool = False) -> str:
-    """The format of a matrix of so many outputs, in a model whose matrices are kept in `quant`.
+    """Return the format of a matrix with `outs` outputs, in a model whose format is `quant`.
 
-    A scalar head saves nothing and loses the most; the matrix that makes logits takes 8 bits where others take 4,
-    but in a format that names the head.
+    A scalar head is not quantised, because that saves nothing and loses the most; the head's matrix has 8 bits if
+    others have 4, except in formats that name the head.
     """
     if outs == 1:
         return "none"

@@ -25,7 +25,7 @@ PANELS, *_ = PREFIXES = "packed:", "scale:", "zero:", "least:", "unit:", "least_
 
 
 class Size(NamedTuple):
-    """The size of a packed matrix: outputs, width; for groups their kind and elements; the levels of activations."""
+    """The size of a packed matrix: outputs, width; the kind and the elements of groups; the levels of activations."""
 
     outs: int
     width: int
@@ -35,7 +35,7 @@ class Size(NamedTuple):
 
     @staticmethod
     def parse(key: str, entry: Any) -> "Size":
-        """Read an entry of the metadata. Raises ValueError for one that has no such form."""
+        """Read an entry of the metadata. Raises ValueError if it has another form."""
         types = [*map(type, entry)] if isinstance(entry, list) else []
         if types not in ([int, int, str, int, float], [int, int, str, int, int]):
             wanted = "expected outputs, width, kind, group and levels"
@@ -47,12 +47,12 @@ class Size(NamedTuple):
 
     @staticmethod
     def of(packed: Packed) -> "Size":
-        """The size of a matrix."""
+        """Return the size of a matrix."""
         kind, group = packed.groups[:2] if packed.groups else ("", 0)
         return Size(packed.outs, packed.width, kind, group, packed.levels)
 
     def packed(self, panels: Tensor, scale: Tensor | None, *others: Tensor | None) -> Packed:
-        """The matrix of this size. Raises ValueError for tensors that do not fit it."""
+        """Return the matrix of this size. Raises ValueError if the tensors do not fit it."""
         if not self.kind:
             return Packed(panels, self.outs, self.width, scale, levels=self.levels)
         if scale is None:
@@ -63,12 +63,12 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """The matrices that a file holds packed, besides its other tensors.
+    """The packed matrices of a file, which also has other tensors.
 
     Args:
         quant: the format of the matrices, a key of `models.formats.linear.FORMATS`.
-        matrices: shape and dtype by name of the weight, as the checkpoint had it that was packed.
-        sizes: of the packed matrices, by the joined names.
+        matrices: shape and dtype by name of the weight, as in the original checkpoint.
+        sizes: the sizes of the packed matrices, by the joined names.
     """
 
     quant: str
@@ -77,7 +77,7 @@ class Packing:
 
     @staticmethod
     def parse(metadata: Mapping[str, str]) -> "Packing | None":
-        """Read a header's metadata; None: nothing is packed. Raises ValueError for metadata of another form."""
+        """Read a header's metadata; None: nothing is packed. Raises ValueError if they have another form."""
         if KEY not in metadata:
             return None
         try:
@@ -94,14 +94,14 @@ class Packing:
         return Packing(found["quant"], matrices, sizes)
 
     def metadata(self) -> dict[str, str]:
-        """The same for a header."""
+        """Return the metadata of a header."""
         matrices = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in self.matrices.items()}
         found: dict[str, Any] = {"version": VERSION, "quant": self.quant, "matrices": matrices, "sizes": self.sizes}
         return {"format": "pt", KEY: json.dumps(found, separators=(",", ":"))}
 
 
 def _matrix(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of an entry of the metadata. Raises ValueError for one that has no such form."""
+    """Return shape and dtype of an entry of the metadata. Raises ValueError if it has another form."""
     shape, dtype = entry if isinstance(entry, list) and len(entry) == 2 else ([0], "")
     sized = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
     if not sized or not isinstance(dtype, str) or dtype not in DTYPES:

@@ -23,20 +23,20 @@ from models.gguf.scans import falcon_h1, nemotron_h, scans
 from models.gguf.sizes import alike, attention, epsilon, gated, mlp_width, named, windows
 
 EMBEDDING, HEAD, SCORE = "token_embd.weight", "output.weight", "cls.output.weight"
-OTHER_MATH = (  # keys that change the numbers, and that no configuration here has a word for
+OTHER_MATH = (  # keys that change the computation, and that no configuration here can express
     *("expert_count", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "use_parallel_residual"),
     *("attention.temperature_scale", "attn_logit_softcapping", "final_logit_softcapping"),
     "rope.scaling.yarn_log_multiplier",
 )
-OTHER_SCALES = "logit_scale", "residual_scale", "embedding_scale", "rope.scaling.yarn_ext_factor"  # 1: as without them
-GRANITE = {  # its words for them
+OTHER_SCALES = "logit_scale", "residual_scale", "embedding_scale", "rope.scaling.yarn_ext_factor"  # 1 has no effect
+GRANITE = {  # Granite's fields for them
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "logits_scaling": "logit_scale",
     "residual_multiplier": "residual_scale",
 }
-CAPS = "attn_logit_softcapping", "final_logit_softcapping"  # the same words
-READ = {  # those of the keys above that an architecture reads
+CAPS = "attn_logit_softcapping", "final_logit_softcapping"  # the fields have the same names
+READ = {  # the keys above that each architecture reads
     "granite": GRANITE.values(),
     **dict.fromkeys(("granitemoe", "granitehybrid"), (*GRANITE.values(), "expert_count")),
     **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe", "lfm2moe", "gpt-oss"), ("expert_count",)),
@@ -65,7 +65,7 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def read_config(file: GGUF) -> dict[str, Any]:
-    """config.json. Raises CheckpointError for an architecture that is not supported, or keys that do not fit."""
+    """Make config.json. Raises CheckpointError for an unsupported architecture, or keys that do not fit."""
     if file.fields().str("general.type", "model") == "adapter":
         raise file.error("the file holds an adapter (LoRA), not a model", "Merge it into its model first.")
     name = file.fields().str("general.architecture")
@@ -79,7 +79,7 @@ def read_config(file: GGUF) -> dict[str, Any]:
             raise keys.error(key, "nothing: it is not supported")
     if keys.bool("attention.causal", default=True) is False:
         raise keys.error("attention.causal", "true")
-    if EMBEDDING not in file.tensors and HEAD in file.tensors:  # made of a checkpoint that kept the head of the two
+    if EMBEDDING not in file.tensors and HEAD in file.tensors:  # converted from a checkpoint that kept only the head
         file.tensors[EMBEDDING] = file.tensors.pop(HEAD)
     config = ARCHITECTURES[name](file, keys)
     if SCORE in file.tensors:
@@ -131,7 +131,7 @@ def _granitemoe(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _granitehybrid(file: GGUF, keys: Fields) -> dict[str, Any]:
-    name = "attention.head_count_kv"  # 0 of layers of Mamba-2
+    name = "attention.head_count_kv"  # 0 for layers of Mamba-2
     shared = keys.config.get(name)
     if not isinstance(shared, list) or len(shared) != keys.int("block_count", high=2**14):
         raise keys.error(name, "a number for each layer")
@@ -154,7 +154,7 @@ def _mistral3(file: GGUF, keys: Fields) -> dict[str, Any]:
     if not growth:
         return config
     rope = (config.pop("rope_scaling") or {"rope_type": "default"}) | {"rope_theta": config.pop("rope_theta")}
-    if factor := keys.float("rope.scaling.yarn_log_multiplier", 0.0):  # alike, so that they cancel each other out
+    if factor := keys.float("rope.scaling.yarn_log_multiplier", 0.0):  # both are equal, so they cancel out
         rope |= {"mscale": decimal(factor), "mscale_all_dim": decimal(factor)}
     original = keys.int("rope.scaling.original_context_length", config["max_position_embeddings"], high=2**31)
     rope |= {"llama_4_scaling_beta": decimal(growth), "original_max_position_embeddings": original}
@@ -164,7 +164,7 @@ def _mistral3(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 def _smollm3(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _llama(file, keys) | named("SmolLM3ForCausalLM", "smollm3")
-    # The file does not say which layers rotate nothing: every fourth, as in the one model of this architecture.
+    # The file does not say which layers have no rotation: every fourth, as in the only model of this architecture.
     return config | {"no_rope_layers": [int(i % 4 != 3) for i in range(config["num_hidden_layers"])]}
 
 
@@ -194,7 +194,7 @@ def _qwen35(file: GGUF, keys: Fields) -> dict[str, Any]:
     config |= experts(file, keys, some=arch == "qwen3next")
     config["shared_expert_intermediate_size"] = keys.int("expert_shared_feed_forward_length")
     norm = keys.bool("expert_weights_norm", default=True)
-    # Files of Qwen3-Next have the matrices of its gated delta nets as Qwen3.5 has them.
+    # Files of Qwen3-Next store the matrices of gated delta nets like Qwen3.5.
     if arch == "qwen3next" and "linear_num_key_heads" not in config:
         return config | {"norm_topk_prob": norm} | named("Qwen3NextForCausalLM", "qwen3_next")
     if config.pop("mlp_only_layers", None):
@@ -208,7 +208,7 @@ def _phi3(file: GGUF, keys: Fields) -> dict[str, Any]:
     window = keys.int("attention.sliding_window", 0, low=0, high=2**31) or None  # 0: none
     config = gated(file, keys, rotated="some") | named("Phi3ForCausalLM", "phi3")
     config["intermediate_size"] //= 2  # gate and up are one matrix
-    # What transformers takes for padding where there is none may lie outside of the vocabulary.
+    # Without a padding token, transformers' default may lie outside the vocabulary.
     return config | {"sliding_window": window, "pad_token_id": None}
 
 
@@ -238,7 +238,7 @@ def _gemma(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 def _gemma2(file: GGUF, keys: Fields) -> dict[str, Any]:
     window, base = keys.int("attention.sliding_window", 4096, high=2**31), keys.float("rope.freq_base", 10000.0)
-    if keys.float("rope.freq_base_swa", base) != base:  # of layers with a window
+    if keys.float("rope.freq_base_swa", base) != base:  # the base of layers with a window
         raise keys.error("rope.freq_base_swa", "the rope.freq_base")
     caps = {name: decimal(keys.float(name)) for name in CAPS if keys.config.get(name) is not None}
     return _sized(file, keys, window, period=2, whole=46) | named("Gemma2ForCausalLM", "gemma2") | caps
@@ -261,9 +261,9 @@ def _gemma4(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _sized(file: GGUF, keys: Fields, window: int, *, period: int, whole: int) -> dict[str, Any]:
-    """The fields that Gemma 2 and 3 have in common; `whole`: the number of layers of the largest."""
+    """Return the fields that Gemma 2 and 3 have in common; `whole`: the number of layers of the largest model."""
     config = gated(file, keys, rotated="all") | windows(keys, window, period)
-    # The factor of scores is not in the file. As in llama.cpp, the size of a head, but the largest model has others.
+    # The factor of scores is not in the file. As in llama.cpp, it is the head's size, except in the largest model.
     large = config["num_hidden_layers"] == whole
     scalar = config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
     return config | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
@@ -291,7 +291,7 @@ def _gpt_oss(file: GGUF, keys: Fields) -> dict[str, Any]:
     config, mixed = gated(file, keys, rotated="all"), experts(file, keys, scores=SOFTMAX_OF_CHOSEN)
     config |= windows(keys, keys.int("attention.sliding_window", 0, low=0, high=2**31), 2)
     if config["rope_scaling"]:
-        config["rope_scaling"]["truncate"] = False  # as of the one model; the file does not say
+        config["rope_scaling"]["truncate"] = False  # as in the only model; the file does not say
     more = {"intermediate_size": mixed.pop("moe_intermediate_size"), "num_local_experts": mixed.pop("num_experts")}
     bias = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
     return config | more | mixed | bias | named("GptOssForCausalLM", "gpt_oss")
@@ -304,7 +304,7 @@ def _deepseek2(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _latent_sizes(file: GGUF, keys: Fields) -> dict[str, Any]:
-    """Sizes of a model with latent attention."""
+    """Return the sizes of a model with latent attention."""
     return {
         "hidden_size": keys.int("embedding_length"),
         "intermediate_size": mlp_width(file, keys),
@@ -329,13 +329,13 @@ def _hunyuan(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 def _minicpm3(file: GGUF, keys: Fields) -> dict[str, Any]:
     sizes = _latent_sizes(file, keys)
-    value = sizes["hidden_size"] // sizes["num_attention_heads"]  # files do not say, nor what multipliers there are
+    value = sizes["hidden_size"] // sizes["num_attention_heads"]  # files give neither this nor multipliers
     more = Fields({"attention.value_length": value, **keys.config}, keys.file, keys.prefix)
     return latents(file, more, sizes) | named("MiniCPM3ForCausalLM", "minicpm3")
 
 
 def _lfm2(file: GGUF, keys: Fields) -> dict[str, Any]:
-    name = "attention.head_count_kv"  # 0 of layers with a convolution
+    name = "attention.head_count_kv"  # 0 for layers with a convolution
     shared = keys.config.get(name)
     if not isinstance(shared, list):
         raise keys.error(name, "a number for each layer")
@@ -415,6 +415,6 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
 
 
 def _dtype(file: GGUF) -> str:
-    """The dtype of most matrices that are floats."""
+    """Return the dtype of most float matrices."""
     found = Counter(DTYPES[e.format] for e in file.tensors.values() if len(e.shape) > 1 and e.format in DTYPES)
     return found.most_common(1)[0][0] if found else "float32"

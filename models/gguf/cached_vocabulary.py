@@ -15,14 +15,14 @@ from models.file_cache import CachedFile, FileCache, changed_since, identity, in
 from models.gguf.reader import GGUF, LONG, parts_of
 from models.gguf.vocabulary import FileVocabulary, ModelPieces, kind_of, read
 
-BPE = ("vocab", "merges")  # what is kept apart of the model of a tokenizer.json
+BPE = ("vocab", "merges")  # parts of a tokenizer.json's model that have sections of their own
 
 
 def open_gguf(path: Path, cache: FileCache | None) -> tuple[GGUF, FileVocabulary | None]:
-    """The headers of a model's files, and its vocabulary; None: it has none. Raises CheckpointError.
+    """Return the headers of a model's files, and its vocabulary; None: it has none. Raises CheckpointError.
 
     Args:
-        cache: may have the vocabulary; else a `NewVocabulary` can be kept there. None: nothing is kept.
+        cache: may have the vocabulary; otherwise a `NewVocabulary` can be stored there. None: nothing is stored.
     """
     if cache is None:
         file = GGUF.open(path)
@@ -30,7 +30,7 @@ def open_gguf(path: Path, cache: FileCache | None) -> tuple[GGUF, FileVocabulary
     opened, first = time.time(), parts_of(path)[0]
     try:
         known = identity([first])
-    except OSError:  # opening it says what is wrong
+    except OSError:  # opening it reports the fault
         return open_gguf(path, None)
     name = name_of("vocabulary", known)
     if found := cache.open(name):
@@ -43,13 +43,13 @@ def open_gguf(path: Path, cache: FileCache | None) -> tuple[GGUF, FileVocabulary
 
 
 class NewVocabulary(FileVocabulary):
-    """A vocabulary that can be kept: it remembers what was made of it.
+    """A vocabulary that can be cached: it remembers the results of its methods.
 
     Args:
         file, kind: see `FileVocabulary`.
         cache, name: the folder of files, and the name there.
-        identity: of the first file of the model.
-        opened: a moment of `time.time` before it was read.
+        identity: the identity of the model's first file.
+        opened: a moment of `time.time` before that file was read.
     """
 
     def __init__(self, file: GGUF, kind: str, cache: FileCache, name: str, identity: str, opened: float):
@@ -75,19 +75,19 @@ class NewVocabulary(FileVocabulary):
         return self._tokenizer
 
     def checked_merges(self) -> list[tuple[str, str]]:
-        """See `FileVocabulary`: the library refused those of `tokenizer`, which is not kept therefore."""
+        """See `FileVocabulary`; the library refused the merges of `tokenizer`, which is therefore not cached."""
         self._tokenizer = None
         return super().checked_merges()
 
     def keep(self) -> None:
-        """Write the result in a thread, while the weights are read; then forget it."""
+        """Write the results in a thread, while the weights are read; then drop them."""
         config, model, tokenizer = self._config, self._model, self._tokenizer
         self._config = self._model = self._tokenizer = None
         facts = {"lists": [*self.file.lists.items()], "ids": self.ids, "ends": self.ends(), "config": config}
 
         def work() -> None:
             sections = self._sections(facts, model, tokenizer)
-            with suppress(OSError):  # the file is gone
+            with suppress(OSError):  # the file has been removed
                 path = self.file.path
                 if sections and not changed_since([path], self._opened) and identity([path]) == self._identity:
                     self._cache.write(self._name, facts, [memoryview(section) for section in sections])
@@ -98,7 +98,7 @@ class NewVocabulary(FileVocabulary):
     def _sections(
         self, facts: dict[str, Any], model: bytes | None, tokenizer: dict[str, Any] | None
     ) -> list[bytes] | None:
-        """The large parts; the others join the facts. None: nothing was made, or a text has a zero byte in it."""
+        """Return the large parts; smaller ones join `facts`. None: nothing was made, or a text contains a zero byte."""
         if model is not None:
             names, kinds = self.pieces
             joined = _joined(names)
@@ -114,11 +114,11 @@ class NewVocabulary(FileVocabulary):
 
 
 class CachedVocabulary(FileVocabulary):
-    """A vocabulary from the cache. It has no lists: there is only what `FileVocabulary` makes of them.
+    """A vocabulary from the cache. It has no lists, only the results that `FileVocabulary` computes from them.
 
     Args:
         file: the header, without its lists.
-        found: the file of the cache.
+        found: the file in the cache.
     """
 
     def __init__(self, file: GGUF, found: CachedFile):
@@ -156,11 +156,11 @@ class CachedVocabulary(FileVocabulary):
 
 
 def _joined(texts: Sequence[str]) -> bytes | None:
-    """Texts as one; None: they cannot be told apart in it. Of none it is empty, and so it is of an empty one."""
+    """Join texts; None: they could not be split again, because of a zero byte, or of a single text that is empty."""
     joined = "\0".join(texts)
     return joined.encode() if joined.count("\0") == max(0, len(texts) - 1) and (joined or not texts) else None
 
 
 def _texts(joined: memoryview) -> list[str]:
-    """The same texts."""
+    """Split joined texts."""
     return str(joined, "utf-8").split("\0") if joined.nbytes else []

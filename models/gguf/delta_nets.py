@@ -10,12 +10,12 @@ from models.checkpoint.fields import Fields
 from models.config import FULL
 from models.gguf.reader import GGUF
 
-DELTA_NET = ".linear_attn."  # in the names of its tensors
+DELTA_NET = ".linear_attn."  # marks the names of a delta net's tensors
 Ordered = TypeVar("Ordered", bound=Any)  # `models.gguf.tensors.Stored`
 
 
 def without_draft_layers(file: GGUF, keys: Fields) -> Fields:
-    """The keys of the layers that make text; the tensors of draft layers, which follow those, leave the file."""
+    """Return the keys without draft layers, which come last, and remove their tensors from `file`."""
     layers = keys.int("block_count", high=2**14) - keys.int("nextn_predict_layers", 0, low=0)
     for name in [*file.tensors]:
         begin, _, rest = name.partition(".")
@@ -25,7 +25,7 @@ def without_draft_layers(file: GGUF, keys: Fields) -> Fields:
 
 
 def delta_nets(file: GGUF, keys: Fields) -> dict[str, Any]:
-    """The fields of attention with gates, and of layers with gated delta nets in its place."""
+    """Return the fields of gated attention, and of the layers with gated delta nets in its place."""
     layers, every = keys.int("block_count", high=2**14), keys.int("full_attention_interval", 4)
     flags = keys.config.get("attention.recurrent_layers")
     flags = [bool(i % every) for i in range(1, layers + 1)] if flags is None else flags
@@ -50,11 +50,11 @@ def delta_nets(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def ordered(arch: str, config: Mapping[str, Any], name: str, stored: Ordered) -> Iterator[tuple[str, Ordered]]:
-    """A tensor of a gated delta net in the order of checkpoints.
+    """Yield a tensor of a gated delta net in the order of checkpoints.
 
-    Files of Qwen3.5 have the first heads of values of all heads of keys, then the second ones, and so on, where
-    checkpoints have those of one head of keys side by side. Files of Qwen3-Next have that, and one matrix for the
-    strengths and decays of each head of keys after another.
+    Files of Qwen3.5 store the first value head of every key head, then the second ones, and so on; checkpoints store
+    the value heads of one key head side by side. Files of Qwen3-Next use the order of checkpoints, with one matrix that
+    has strengths and decays key head by key head.
     """
     keys, values = (config.get(f"linear_num_{kind}_heads", 1) for kind in ("key", "value"))
     each, part = values // keys, name.rpartition(DELTA_NET)[2].removesuffix(".weight")
@@ -76,5 +76,5 @@ def ordered(arch: str, config: Mapping[str, Any], name: str, stored: Ordered) ->
     if part == "out_proj":
         yield name, replace(stored, columns=pieces)
         return
-    fits = stored.shape[0] == before + values * size  # of another shape than the model's it is refused
+    fits = stored.shape[0] == before + values * size  # a shape that differs from the model's is refused later
     yield name, replace(stored, pieces=(range(before), *pieces)) if fits else stored

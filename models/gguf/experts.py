@@ -5,17 +5,17 @@ from typing import Any
 from models.checkpoint.fields import Fields
 from models.gguf.reader import FETCH_AGAIN, GGUF
 
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what is made of the logits of experts
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of the functions of experts' logits
 
 
 def experts(file: GGUF, keys: Fields, *, scores: int = SOFTMAX, some: bool = False) -> dict[str, Any]:
-    """The fields of a mixture of experts.
+    """Return the fields of a mixture of experts.
 
     Args:
-        scores: what the architecture makes of logits.
-        some: layers may lack experts: `mlp_only_layers`.
+        scores: the architecture's function of logits.
+        some: some layers may have no experts: `mlp_only_layers`.
     """
-    if keys.int("expert_gating_func", 0, low=0) not in (0, scores):  # 0: it is not said
+    if keys.int("expert_gating_func", 0, low=0) not in (0, scores):  # 0: not specified
         raise keys.error("expert_gating_func", str(scores))
     for key in ("expert_group_count", "interleave_moe_layer_step"):
         if keys.int(key, 1, low=0) > 1:

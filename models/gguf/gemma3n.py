@@ -12,7 +12,7 @@ CAP, SWA = "final_logit_softcapping", "rope.freq_base_swa"  # keys that first co
 
 
 def gemma3n(file: GGUF, keys: Fields) -> dict[str, Any]:
-    """The configuration. Raises CheckpointError naming the key or the tensor."""
+    """Return the configuration. Raises CheckpointError naming the key or the tensor."""
     window = keys.int("attention.sliding_window", 0, low=0, high=2**31)
     config = gated(file, keys, rotated="all") | windows(keys, window, 5) | named("Gemma3nForCausalLM", "gemma3n_text")
     layers, table = range(config["num_hidden_layers"]), "per_layer_token_embd.weight"
@@ -32,8 +32,8 @@ def gemma3n(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _shares(keys: Fields) -> list[float] | None:
-    """The shares of gates that are 0, of their quantiles; -inf, that of none, is the only number not finite. None: the
-    usual ones, as in llama.cpp."""
+    """Return the shares of gates that are 0, from their quantiles; -inf, the quantile of no gates, is the only number
+    that is not finite. None: the usual shares, as in llama.cpp."""
     name = "activation_sparsity_scale"
     if (quantiles := keys.config.get(name)) is None:
         return None

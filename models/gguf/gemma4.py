@@ -12,17 +12,17 @@ from models.gguf.experts import experts
 from models.gguf.reader import FETCH_AGAIN, GGUF
 from models.gguf.rotary import FACTORS, decimal
 
-LEAST_STILL = 1e29  # of the factors of angles that stand still
+LEAST_STILL = 1e29  # the least factor of pairs that do not rotate
 
 
 def layers(file: GGUF, keys: Fields, config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of Gemma 4 that other architectures do not have.
+    """Return the fields that only Gemma 4 has.
 
     Args:
-        config: with sizes that all layers have, and `layer_types`.
+        config: a config with the sizes that all layers share, and `layer_types`.
 
     Raises:
-        CheckpointError: naming the key or the tensor.
+        CheckpointError: it names the key or the tensor.
     """
     kinds, width = config["layer_types"], config["intermediate_size"]
     count = len(kinds)
@@ -46,7 +46,7 @@ def layers(file: GGUF, keys: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _heads(keys: Fields, config: dict[str, Any], kinds: list[str]) -> dict[str, dict[str, int]]:
-    """The heads of keys and values of each layer, and their size."""
+    """Return the number of key/value heads of each layer, and their size."""
     given, sizes = keys.config.get("attention.head_count_kv"), {}
     for kind, end in ((FULL, ""), (SLIDING, "_swa")):
         sizes[kind] = keys.int(f"attention.key_length{end}", config["head_dim"], high=2**14)
@@ -61,7 +61,8 @@ def _heads(keys: Fields, config: dict[str, Any], kinds: list[str]) -> dict[str, 
 
 
 def _ropes(file: GGUF, keys: Fields, kinds: list[str]) -> dict[str, dict[str, Any]]:
-    """The rotary embeddings of both kinds of layers. Factors of angles say which pairs of full attention turn."""
+    """Return the rotary embeddings of both kinds of layers. Factors of angles show which pairs of full attention
+    rotate."""
     if keys.str("rope.scaling.type", "none") != "none":
         raise keys.error("rope.scaling.type", "none")
     bases = (("rope.freq_base", 1e6), ("rope.freq_base_swa", 1e4))
@@ -74,7 +75,7 @@ def _ropes(file: GGUF, keys: Fields, kinds: list[str]) -> dict[str, dict[str, An
 
 
 def _share(file: GGUF) -> float:
-    """The share of pairs whose factor is 1: those of the others are so large that they stand still."""
+    """Return the share of pairs whose factor is 1; those of other pairs are so large that the pairs do not rotate."""
     entry = file.entry(FACTORS[0])
     if entry.format != "F32" or len(entry.shape) != 1:
         raise file.error(f"tensor {FACTORS[0]!r}: expected numbers in F32, got {entry.format} {list(entry.shape)}")

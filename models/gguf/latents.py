@@ -7,17 +7,17 @@ from models.gguf.experts import SIGMOID, SOFTMAX
 from models.gguf.reader import GGUF
 from models.gguf.rotary import decimal, rotary
 
-HEADS = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"  # of which files have a matrix for each head
+HEADS = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"  # files store a matrix for each head
 
 
 def latents(file: GGUF, keys: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The fields of attention with a latent.
+    """Return the fields of latent attention.
 
     Args:
-        sizes: fields of width, heads and layers.
+        sizes: the fields of width, heads and layers.
 
     Raises:
-        CheckpointError: naming the key.
+        CheckpointError: it names the key.
     """
     split = keys.config.get("attention.key_length_mla") is not None
     end, low = ("_mla" if split else ""), "blk.0.attn_q_a.weight"
@@ -26,7 +26,7 @@ def latents(file: GGUF, keys: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         raise keys.error("rope.dimension_count", f"less than attention.key_length{end}, which is {whole}")
     rope = rotary(file, keys, rotated, sizes["max_position_embeddings"], "all")
     if (share := keys.float("rope.scaling.yarn_log_multiplier", 0.0)) and rope["rope_scaling"]:
-        # Files have a tenth of it, and not `mscale`, which is alike in published models: angles keep their lengths.
+        # Files give a tenth of it, and no `mscale`, which is equal in published models: cos and sin are not scaled.
         both = round(10 * decimal(share), 7)
         rope["rope_scaling"] |= {"mscale": both, "mscale_all_dim": both}
     return sizes | rope | {
@@ -42,17 +42,17 @@ def latents(file: GGUF, keys: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def mixture(file: GGUF, keys: Fields, layers: int) -> dict[str, Any]:
-    """The fields of experts, and the architecture whose rules choose them.
+    """Return the fields of experts, and the architecture whose rules choose them.
 
     Raises:
-        CheckpointError: naming the key.
+        CheckpointError: it names the key.
     """
     sparse = [f"blk.{i}.ffn_gate_inp.weight" in file.tensors for i in range(layers)]
     first = sparse.index(True) if any(sparse) else layers
     if not all(sparse[first:]):
         raise keys.error("leading_dense_block_count", f"experts in all layers from {first} on")
     biased = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
-    scores = keys.int("expert_gating_func", 0, low=0) or (SIGMOID if biased else SOFTMAX)  # 0: it is not said
+    scores = keys.int("expert_gating_func", 0, low=0) or (SIGMOID if biased else SOFTMAX)  # 0: not specified
     if scores not in (SOFTMAX, SIGMOID):
         raise keys.error("expert_gating_func", f"{SOFTMAX} or {SIGMOID}")
     normalized, groups = keys.bool("expert_weights_norm", default=False), keys.int("expert_group_count", 1, low=0) or 1

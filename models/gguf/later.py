@@ -16,16 +16,16 @@ from models.gguf.sizes import attention, epsilon, gated, mlp_width, named, windo
 from models.names import CURVE
 
 LAYER_NORM = "attention.layer_norm_epsilon"
-QKV = ".query_key_value."  # in the names of matrices of all three, which files have one kind after the other
+QKV = ".query_key_value."  # marks matrices of all three, which files store kind by kind
 Ordered = TypeVar("Ordered", bound=Any)  # `models.gguf.tensors.Stored`
 
 
 def grouped(config: Mapping[str, Any], name: str, stored: Ordered) -> Iterator[tuple[str, Ordered]]:
-    """Queries, keys and values in the order of checkpoints: those of each head of keys below each other."""
+    """Yield queries, keys and values in the order of checkpoints: grouped by key head."""
     heads = config["num_attention_heads"]
     size = config["hidden_size"] // heads
     shared, rest = divmod(stored.shape[0] - heads * size, 2 * size)
-    if rest or shared < 1 or heads % shared:  # of another shape than the model's: it is refused
+    if rest or shared < 1 or heads % shared:  # a shape that differs from the model's is refused later
         yield name, stored
         return
     each = heads // shared
@@ -39,13 +39,13 @@ def _has(file: GGUF, part: str) -> bool:
 
 
 def _partial(file: GGUF, keys: Fields) -> dict[str, Any]:
-    """Fields of a gated decoder with RMSNorms whose heads are rotated in part."""
+    """Return the fields of a gated decoder with RMSNorms whose heads are partly rotated."""
     bias = _has(file, "attn_q.bias") or _has(file, "attn_qkv.bias")
     return {"partial_rotary_factor": 1.0} | gated(file, keys, rotated="some") | {"attention_bias": bias}
 
 
 def _with_layer_norms(file: GGUF, keys: Fields, rotated: str, name: str) -> dict[str, Any]:
-    """Fields of a decoder with LayerNorms; `name`: of what they add to the variance."""
+    """Return the fields of a decoder with LayerNorms; `name`: the field of their epsilon."""
     config = attention(file, keys)
     rope = rotary(file, keys, config["head_dim"], config["max_position_embeddings"], rotated)
     share = {"partial_rotary_factor": 1.0} if rotated == "some" else {}
@@ -130,7 +130,7 @@ def _exaone4(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 def _exaone_moe(file: GGUF, keys: Fields) -> dict[str, Any]:
     keys = without_draft_layers(file, keys)
-    if keys.int("expert_gating_func", SIGMOID, low=0) not in (0, SIGMOID):  # 0: it is not said
+    if keys.int("expert_gating_func", SIGMOID, low=0) not in (0, SIGMOID):  # 0: not specified
         raise keys.error("expert_gating_func", str(SIGMOID))
     keys.int("attention.sliding_window", high=2**31)
     config, mixed = _exaone4(file, keys), mixture(file, keys, keys.int("block_count", high=2**14))
@@ -174,7 +174,7 @@ def _apertus(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def curve_of(keys: Fields, name: str, layers: int) -> list[float]:
-    """A number of the activation of each layer, of those that a checkpoint has as tensors."""
+    """Return one of the activation's parameters for each layer, which checkpoints store as tensors."""
     key = f"xielu.{name}"
     value = keys.config.get(key)
     values = value if isinstance(value, list) else [value] * layers
@@ -217,13 +217,13 @@ def _gptneox(file: GGUF, keys: Fields) -> dict[str, Any]:
 def _falcon(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _with_layer_norms(file, keys, "all", "layer_norm_epsilon") | named("FalconForCausalLM", "falcon")
     heads, width, two = config["num_attention_heads"], config["hidden_size"], _has(file, "attn_norm_2.weight")
-    if two:  # of attention; the other one is that of the MLP
+    if two:  # this is the norm of attention; the other one is that of the MLP
         for end in ("weight", "bias"):
             for i in range(config["num_hidden_layers"]):
                 for old, new in (("attn_norm", "ffn_norm"), ("attn_norm_2", "attn_norm")):
                     file.tensors[f"blk.{i}.{new}.{end}"] = file.entry(f"blk.{i}.{old}.{end}")
                     del file.tensors[f"blk.{i}.{old}.{end}"]
-    shared = (file.entry("blk.0.attn_qkv.weight").shape[0] * heads // width - heads) // 2  # whatever the key says
+    shared = (file.entry("blk.0.attn_qkv.weight").shape[0] * heads // width - heads) // 2  # regardless of the key
     new = two or 1 < shared < heads
     return config | {
         "alibi": False,

@@ -87,7 +87,7 @@ _LFM2 = {
     "blk.shortconv.conv": "conv.conv",
     "blk.shortconv.out_proj": "conv.out_proj",
 }
-_EXPERTS = {  # {} is the number of an expert: files have the matrices of all in one tensor
+_EXPERTS = {  # {} is the number of an expert: files store the matrices of all experts in one tensor
     "blk.ffn_gate_inp": "mlp.gate",
     "blk.ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "blk.ffn_up_exps": "mlp.experts.{}.up_proj",
@@ -158,7 +158,7 @@ BARE = (
     "layer_scalar",
     "correct_output_scale",
     "pre_ff_layernorm.weight",
-)  # names of checkpoints that end so have nothing after them
+)  # checkpoints' names with these ends have no further suffix
 _LFM2_EXPERTS = {own: name.replace("mlp.", "feed_forward.") for own, name in _EXPERTS.items()}
 _GPT_OSS = {
     **{name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"},
@@ -258,9 +258,10 @@ NAMES = {
 
 
 def checkpoint_name(architecture: str, stored: str) -> str | None:
-    """The name of a tensor in checkpoints; None for one that the architecture has no place for.
+    """Return the name of a tensor in checkpoints; None if the architecture has no such tensor.
 
-    Of a tensor of all experts, of norms of all heads, or of matrices of streams, {} stands for the number of one.
+    In the name of a tensor with all experts, norms of all heads, or matrices of streams, {} stands for the number of
+    one.
     """
     found = re.fullmatch(r"(?:blk\.(0|[1-9]\d{0,4})\.)?([\w.]+?)(?:\.(weight|bias))?", stored)
     if found is None:

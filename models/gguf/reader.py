@@ -19,7 +19,7 @@ from models.folders import PART
 FETCH_AGAIN = "Download the file again."
 SCALARS = "BbHhIif?", "Qqd"  # struct's codes by the numbers of types 0 to 7 and 10 to 12; 8 and 9 are these:
 STRING, ARRAY = 8, 9
-LONG = 1 << 12  # elements of a list that takes a while to read
+LONG = 1 << 12  # the least elements of a list that is slow to read
 MAX_TEXT, MAX_TENSORS, MAX_KEYS, MAX_DIMS, MAX_FILES = 1 << 26, 1 << 16, 1 << 16, 4, 1 << 10
 TYPES: dict[int, tuple[str, int, int]] = {  # by number: name, elements and bytes of a block
     0: ("F32", 1, 4),
@@ -70,7 +70,7 @@ class HeaderEntry(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """A long list in the metadata that was not read: how many elements it has."""
+    """A long list in the metadata that was not read: the number of its elements."""
 
     count: int
 
@@ -80,10 +80,10 @@ class GGUF:
     """A model in GGUF files of version 2 or 3.
 
     Args:
-        path: of the first file.
-        metadata: by key.
-        tensors: by name.
-        lists: where the long lists of the first file begin -> where they end.
+        path: the first file.
+        metadata: values by key.
+        tensors: tensors by name.
+        lists: maps the offset of each long list in the first file to its end.
     """
 
     path: Path
@@ -93,10 +93,10 @@ class GGUF:
 
     @staticmethod
     def open(path: Path, lists: Mapping[int, int] | None = None) -> "GGUF":
-        """Read the headers, no tensor. Of a divided model any file may be named.
+        """Read the headers, but no tensors. `path` may be any file of a split model.
 
         Args:
-            lists: `lists` of the same file when it was read before: these become `Skipped`.
+            lists: `lists` of an earlier read of the same file: these become `Skipped`.
 
         Raises:
             CheckpointError: a file is no GGUF file, is damaged, or is missing.
@@ -120,23 +120,23 @@ class GGUF:
         return first
 
     def fields(self, prefix: str = "") -> Fields:
-        """Checked access to the metadata whose keys begin with `prefix`."""
+        """Return checked access to the metadata whose keys begin with `prefix`."""
         found = {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
         return Fields(found, show(self.path), prefix)
 
     def error(self, what: str, remedy: str = "") -> CheckpointError:
-        """The error for something in this file, to be raised by the caller."""
+        """Return an error about this file, for the caller to raise."""
         return CheckpointError(what[:500], where=show(self.path), remedy=remedy)
 
     def entry(self, name: str) -> HeaderEntry:
-        """A tensor that has to be there. Raises CheckpointError."""
+        """Return a tensor that must exist. Raises CheckpointError."""
         if name not in self.tensors:
             raise self.error(f"tensor {name!r} is missing", FETCH_AGAIN)
         return self.tensors[name]
 
 
 def header_bytes(start: bytes, path: Path) -> int | None:
-    """The length of the header that a file begins with; None: it goes on after these bytes.
+    """Return the length of a file's header; None: it continues after these bytes.
 
     Raises:
         CheckpointError: it is no GGUF file, or the header is damaged.
@@ -150,7 +150,7 @@ def header_bytes(start: bytes, path: Path) -> int | None:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of a model, one of which is `path`. Raises CheckpointError: one is missing."""
+    """Return the files of a model, one of which is `path`. Raises CheckpointError if one is missing."""
     found = PART.fullmatch(path.name)
     if found is None:
         return [path]
@@ -165,7 +165,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def _header(path: Path, lists: Mapping[int, int] | None = None) -> GGUF:
-    """The header of one file."""
+    """Read the header of one file."""
     try:
         mapped = map_regular(path, 1)
     except (OSError, ValueError) as error:
@@ -178,11 +178,11 @@ def _header(path: Path, lists: Mapping[int, int] | None = None) -> GGUF:
 
 
 class _CutShortError(CheckpointError):
-    """A header that goes on after the end of its file."""
+    """A header that continues after the end of its file."""
 
 
 class _Header:
-    """Reads a header. Every method raises CheckpointError where the file is damaged."""
+    """Reads a header. Every method raises CheckpointError if the file is damaged."""
 
     def __init__(self, path: Path, data: mmap.mmap | bytes, lists: Mapping[int, int] | None = None):
         self.path, self.data, self.size, self.at = path, data, len(data), 0
@@ -196,7 +196,7 @@ class _Header:
         return GGUF(self.path, metadata, self.places(entries, -(-self.at // align) * align, align), self.lists)
 
     def content(self) -> tuple[dict[str, Any], list[tuple[str, HeaderEntry]]]:
-        """The metadata, and the tensors as `entry` describes them."""
+        """Read the metadata, and the tensors' names and entries."""
         start = self.bytes(4) if self.size >= 4 else b""
         if start != b"GGUF":
             lfs = "a git-LFS pointer: fetch the file itself with git lfs pull" if start == b"vers" else ""
@@ -219,7 +219,7 @@ class _Header:
         return metadata, [self.entry() for _ in range(tensors)]
 
     def places(self, entries: list[tuple[str, HeaderEntry]], data: int, align: int) -> dict[str, HeaderEntry]:
-        """The tensors by name, their offsets turned into places in the file."""
+        """Return the tensors by name, with offsets from the beginning of the file."""
         found: dict[str, HeaderEntry] = {}
         end = 0
         for name, entry in sorted(entries, key=lambda named: named[1].start):
@@ -235,7 +235,7 @@ class _Header:
         return found
 
     def entry(self) -> tuple[str, HeaderEntry]:
-        """Name and description of a tensor; `start` is still relative to the data."""
+        """Read name and entry of a tensor; its `start` is still relative to the data."""
         name = self.text()
         count = self.number("I")
         if not 0 < count <= MAX_DIMS or not name.isprintable():
@@ -283,7 +283,7 @@ class _Header:
         return self.texts(1)[0]
 
     def texts(self, count: int) -> list[str]:
-        """So many texts; a vocabulary has hundreds of thousands."""
+        """Read `count` texts; a vocabulary has hundreds of thousands."""
         found: list[str] = []
         data, at, size, length_at = self.data, self.at, self.size, struct.Struct("<Q").unpack_from
         try:

@@ -21,20 +21,20 @@ NEAR = 1e-5  # relative error of frequencies that are rounded
 
 
 def decimal(value: float) -> float:
-    """The shortest decimal number that becomes the same float32: 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal number that rounds to the same float32: 1e-05 for 9.999999747378752e-06."""
     stored = struct.pack("<f", value)
     return next(short for n in range(1, 18) if struct.pack("<f", short := float(f"{value:.{n}g}")) == stored)
 
 
 def rotary(file: GGUF, keys: Fields, head_dim: int, context: int, rotated: str) -> dict[str, Any]:
-    """The base and the scaling of rotary embeddings, and the share of a head that is rotated, as a config has them.
+    """Return base and scaling of rotary embeddings, and the rotated share of a head, as fields of a config.
 
     Args:
-        context: tokens that the model reads.
-        rotated: how much of a head may be: "some" or "all".
+        context: the model's longest context, in tokens.
+        rotated: how much of a head may be rotated: "some" or "all".
 
     Raises:
-        CheckpointError: naming the key or the tensor.
+        CheckpointError: it names the key or the tensor.
     """
     dims = keys.int("rope.dimension_count", head_dim, high=head_dim)
     if rotated == "all" and dims != head_dim:
@@ -42,13 +42,13 @@ def rotary(file: GGUF, keys: Fields, head_dim: int, context: int, rotated: str) 
     theta = decimal(keys.float("rope.freq_base", 10000.0, low=1.0, high=1e15))
     share = {"partial_rotary_factor": dims / head_dim} if dims != head_dim else {}
     scaling, top = _scaling(file, keys, theta, dims, context), {}
-    if scaling and scaling["rope_type"] == "longrope":  # where Phi-3 has it
+    if scaling and scaling["rope_type"] == "longrope":  # Phi-3 has the original length there
         top["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     return {"rope_theta": theta, "rope_scaling": scaling, **share, **top}
 
 
 def _scaling(file: GGUF, keys: Fields, theta: float, dims: int, context: int) -> dict[str, Any] | None:
-    """`rope_scaling` of the configuration."""
+    """Return `rope_scaling` of the configuration."""
     plain, long, short = (_factors(file, name, dims // 2) if name in file.tensors else None for name in FACTORS)
     kind = keys.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), "none")
     factor = keys.float("rope.scaling.factor", 0.0, low=0.0, high=1e6) or keys.float("rope.scale_linear", 0.0)
@@ -97,7 +97,7 @@ def _factors(file: GGUF, name: str, count: int) -> list[float]:
 
 
 def _llama3(file: GGUF, theta: float, dims: int, factors_F: Tensor) -> dict[str, Any]:
-    """The parameters whose frequencies are those of the file. Raises CheckpointError if there are none."""
+    """Find the parameters that give the file's frequencies. Raises CheckpointError if there are none."""
     plain_F = RotaryEmbedding(RopeConfig(dims, theta=theta)).inv_freq.double()
 
     def error(found: tuple[float, float, float, float]) -> float:
@@ -113,7 +113,7 @@ def _llama3(file: GGUF, theta: float, dims: int, factors_F: Tensor) -> dict[str,
 
 
 def _candidates(plain_F: Tensor, factors_F: Tensor) -> Iterator[tuple[int, float, float, float]]:
-    """Parameters to try, the usual ones first: original length, factor, low and high factor of frequencies."""
+    """Yield parameters to try, the usual ones first: original length, factor, low and high factor of frequencies."""
     largest, lengths = factors_F.max().item(), (8192, *(2**n for n in range(5, 19)))
     slowed = {largest, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0}
     yield from itertools.product(lengths, sorted(slowed, reverse=True), (1.0, 0.5, 2.0), (4.0, 2.5, 8.0))

@@ -14,16 +14,16 @@ from models.gguf.reader import FETCH_AGAIN, GGUF
 from models.gguf.rotary import decimal
 from models.gguf.sizes import attention, epsilon, gated, named
 
-SCAN = re.compile(r".*\.(?:mamba|mixer)\.(.+)")  # the names of its tensors
-GATE, UP, DOWN = (f".shared_mlp.{part}_proj.weight" for part in ("gate", "up", "down"))  # as files have them
+SCAN = re.compile(r".*\.(?:mamba|mixer)\.(.+)")  # matches the names of a scan's tensors
+GATE, UP, DOWN = (f".shared_mlp.{part}_proj.weight" for part in ("gate", "up", "down"))  # names in files
 Held = TypeVar("Held", bound=Any)  # `models.gguf.tensors.Stored`
 
 
 def scans(file: GGUF, keys: Fields, width: int) -> dict[str, Any]:
-    """The fields of layers that are scans of Mamba-2 or attention; those without heads of keys are scans.
+    """Return the fields of layers with Mamba-2 scans or attention; layers without key heads are scans.
 
     Args:
-        width: of the model.
+        width: the model's width.
     """
     shared = keys.config["attention.head_count_kv"]
     inner = keys.int("ssm.inner_size")
@@ -64,7 +64,7 @@ def falcon_h1(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def nemotron_h(file: GGUF, keys: Fields) -> dict[str, Any]:
-    """The configuration of a Nemotron-H. Layers with heads of keys are attention, those with a width MLPs."""
+    """Return the configuration of a Nemotron-H. Layers with key heads are attention, layers with a width are MLPs."""
     counts, layers = [], keys.int("block_count", high=2**14)
     for name in ("attention.head_count_kv", "feed_forward_length"):
         found = keys.config.get(name)
@@ -98,7 +98,7 @@ def nemotron_h(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _experts(file: GGUF, keys: Fields) -> dict[str, Any]:
-    """The fields of experts of a Nemotron-H."""
+    """Return the fields of a Nemotron-H's experts."""
     for key in ("moe_latent_size", "nextn_predict_layers"):
         if keys.int(key, 0, low=0):
             raise keys.error(key, "nothing: it is not supported")
@@ -119,7 +119,7 @@ def _experts(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def vector(name: str, stored: Held) -> Held:
-    """A tensor of a scan in the shape that checkpoints have; files have columns, and a row for each group of a norm."""
+    """Return a scan's tensor in the shape of checkpoints; files store columns, and a row for each group of a norm."""
     found = SCAN.fullmatch(name)
     part = "" if found is None else found[1]
     if part == "A_log":
@@ -128,10 +128,10 @@ def vector(name: str, stored: Held) -> Held:
 
 
 def joined(file: GGUF, tensors: dict[str, Held]) -> None:
-    """Give the MLP that all tokens have the names of checkpoints, and one matrix in the place of its first two.
+    """Give the shared MLP the names of checkpoints, and join its first two matrices into one.
 
     Raises:
-        CheckpointError: the two halves have different formats, or there is one alone.
+        CheckpointError: the two halves have different formats, or one is missing.
     """
     for name in [name for name in tensors if name.endswith((GATE, UP, DOWN))]:
         layer, part = name.removesuffix(".weight").rsplit(".", 1)

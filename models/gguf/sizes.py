@@ -9,12 +9,12 @@ from models.gguf.rotary import decimal, rotary
 
 
 def named(architecture: str, model_type: str) -> dict[str, Any]:
-    """The fields that name a model."""
+    """Return the fields that name a model."""
     return {"architectures": [architecture], "model_type": model_type}
 
 
 def attention(file: GGUF, keys: Fields) -> dict[str, Any]:
-    """Sizes that architectures with rotary embeddings have in common."""
+    """Return the sizes that architectures with rotary embeddings have in common."""
     width, heads = keys.int("embedding_length"), alike(keys, "attention.head_count")
     head_dim = keys.int("attention.key_length", width // heads, high=2**14)
     if keys.int("attention.value_length", head_dim) != head_dim:
@@ -31,7 +31,7 @@ def attention(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def mlp_width(file: GGUF, keys: Fields) -> int:
-    """The width of the MLP of the first layer that has one; of experts, if all have those."""
+    """Return the width of the MLP of the first layer that has one; the width of experts, if all layers have experts."""
     layers = range(keys.int("block_count", high=2**14))
     names = [name for i in layers if (name := f"blk.{i}.ffn_up.weight") in file.tensors]
     if not names and "blk.0.ffn_down_exps.weight" in file.tensors:
@@ -40,14 +40,14 @@ def mlp_width(file: GGUF, keys: Fields) -> int:
 
 
 def gated(file: GGUF, keys: Fields, rotated: str) -> dict[str, Any]:
-    """The configuration of a decoder with RMSNorms and a gated MLP; `rotated`: "all" dims of a head, or "some"."""
+    """Return the configuration of a decoder with RMSNorms and a gated MLP; `rotated`: see `rotary`."""
     config = attention(file, keys)
     rope = rotary(file, keys, config["head_dim"], config["max_position_embeddings"], rotated)
     return config | rope | {"hidden_act": "silu", "rms_norm_eps": epsilon(keys, "attention.layer_norm_rms_epsilon")}
 
 
 def alike(keys: Fields, name: str, default: Any = None) -> int:
-    """A number that a file may give for each layer. Raises CheckpointError if layers differ."""
+    """Read a number that a file may give for each layer. Raises CheckpointError if layers differ."""
     value = keys.config.get(name)
     if isinstance(value, list):
         if len({*value}) != 1:
@@ -57,12 +57,12 @@ def alike(keys: Fields, name: str, default: Any = None) -> int:
 
 
 def epsilon(keys: Fields, name: str) -> float:
-    """The number that norms add to the mean of squares."""
+    """Read the number that norms add to the mean of squares."""
     return decimal(keys.float(name, low=0.0, high=1.0))
 
 
 def windows(keys: Fields, window: int, period: int) -> dict[str, Any]:
-    """The kinds of layers: `attention.sliding_window_pattern` is a period, or has a flag for each layer."""
+    """Return the kinds of layers: `attention.sliding_window_pattern` is a period, or has a flag for each layer."""
     name, layers = "attention.sliding_window_pattern", keys.int("block_count", high=2**14)
     slides = keys.config.get(name)
     if not isinstance(slides, list):

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file in a checkpoint's form: its names, its order of rows, quantised matrices as blocks."""
+"""The tensors of a GGUF file in a checkpoint's form: with its names and order of rows; quantised matrices as blocks."""
 
 import itertools
 import math
@@ -43,26 +43,26 @@ PLUS_ONE = (
     "qwen35moe",
 )  # architectures whose norms are stored as 1 + weight
 STREAMS = re.compile(r"model\.altup_(unembed_)?projections\..+")  # one matrix for each
-# Frequencies, which the configuration has, and scales of activations, which are not rounded.
+# Frequencies, which are in the configuration, and scales of activations, which are not rounded.
 IGNORED = *FACTORS, "attn_rot_embd.weight", ".input_scale"
 
 
 @dataclass(frozen=True)
 class Stored(TensorInfo):
-    """A tensor of a GGUF file. Of a quantised matrix the dtype is uint8, and the shape [outs, bytes of a row].
+    """A tensor of a GGUF file. A quantised matrix has the dtype uint8 and the shape [outs, bytes of a row].
 
     Args:
-        format: of its blocks.
-        rows, row_bytes, start: how many rows there are, and where they lie.
-        heads: rows of the matrix are in the order of interleaved rotation, this many heads; 0: they are not.
+        format: the format of its blocks.
+        rows, row_bytes, start: number of rows, bytes of a row, and offset of the first row in the file.
+        heads: the number of heads if rows of the matrix are in the order of interleaved rotation; 0: they are not.
         transposed: checkpoints have it [in, out].
-        plus_one: the file has 1 + the values, as it has norms of Gemma and Qwen3.5.
-        negative_exp: the file has minus the exponential of the values, as it has decays of gated delta nets.
-        pieces: of its rows or elements, in the order that checkpoints have them in; empty: they are.
-        columns: the same of the elements of a row.
-        values: its numbers, of metadata and not of a place in the file; empty: it has a place.
-        below: a tensor whose rows follow its own; those are its last ones.
-        scale: a number that all are multiplied by; None: 1.
+        plus_one: the file has 1 + the values, as in norms of Gemma and Qwen3.5.
+        negative_exp: the file has minus the exponential of the values, as in decays of gated delta nets.
+        pieces: ranges of rows or elements, in the order of checkpoints; empty: the file has that order.
+        columns: ranges of the elements of a row, likewise.
+        values: the tensor's numbers, from the metadata; empty: the tensor is in the file.
+        below: another tensor, whose rows are this one's last rows.
+        scale: a tensor with a number that multiplies all values; None: 1.
     """
 
     format: str = "F32"
@@ -86,7 +86,7 @@ class Stored(TensorInfo):
         return block if self.scale is None else replace(block, scales="floats")
 
     def factor(self) -> Tensor | None:
-        """`scale` as it is in the file, float32 [1]. Raises CheckpointError if it is no number."""
+        """Read `scale` from the file, float32 [1]. Raises CheckpointError if it is no number."""
         found = None if self.scale is None else self.scale.read()
         if found is not None and not found.isfinite().all():
             raise CheckpointError("the scale of a tensor is not finite", where=show(self.file), remedy=FETCH_AGAIN)
@@ -94,14 +94,14 @@ class Stored(TensorInfo):
 
     @property
     def elements(self) -> int:
-        """How many numbers it is made of."""
+        """The number of its elements."""
         if (block := BLOCKS.get(self.format)) is None:
             return super().elements
         own = self.rows * self.row_bytes // block.bytes * block.size
         return own if self.below is None else own + self.below.elements
 
     def read(self) -> Tensor:
-        """The tensor: a view of the file where its order is that of checkpoints. Raises CheckpointError."""
+        """Return the tensor: a view of the file if its order is that of checkpoints. Raises CheckpointError."""
         if self.below is not None:
             shape = self.shape[0] - self.below.shape[0], *self.shape[1:]
             return torch.cat([replace(self, shape=shape, below=None).read(), self.below.read()])
@@ -113,18 +113,18 @@ class Stored(TensorInfo):
             with open_regular(self.file) as file:
                 if os.fstat(file.fileno()).st_size < self.start + size:
                     raise CheckpointError("the file became shorter while it was read", where=show(self.file))
-                # Its own pages alone: several tensors are mapped at once, and files may be larger than limits allow.
+                # Only its own pages: several tensors are mapped at once, and files may exceed limits on addresses.
                 mapped = mmap.mmap(file.fileno(), self.start - first + size, access=mmap.ACCESS_COPY, offset=first)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
             raise CheckpointError(f"cannot be mapped: {why}", where=show(self.file)) from None
         found = torch.frombuffer(mapped, dtype=dtype, count=size // dtype.itemsize, offset=self.start - first)
         found = found.view(self.rows, -1)
-        if found.data_ptr() % dtype.itemsize:  # legal in the format, unfit for vector loads
+        if found.data_ptr() % dtype.itemsize:  # legal in the format, but unsuitable for vector loads
             found = found.clone()
         if len(self.shape) == 1:
             found = found.flatten()
-        if self.heads:  # of each head first the even rows, then the odd ones; copied in the widest words that fit
+        if self.heads:  # each head's even rows, then the odd ones; copied in the widest words that fit
             size = dtype.itemsize if len(self.shape) == 1 else self.row_bytes
             word = next(x for x in WORDS if size % x.itemsize == 0 and found.data_ptr() % x.itemsize == 0)
             words = found.view(word).unflatten(0, (self.heads, -1, 2))
@@ -140,20 +140,20 @@ class Stored(TensorInfo):
         return found.T if self.transposed else found.view(self.shape)
 
     def reader(self, name: str) -> "RowReader | BlockReader":
-        """Reads some rows of a matrix, as floats."""
+        """Return a reader of rows of the matrix, as floats."""
         rows = RowReader(self, name, self.start)
         return BlockReader(rows, self) if self.format in BLOCKS else rows
 
 
 class BlockReader:
-    """Rows of a quantised matrix as float32, read from the file when they are asked for: see `RowReader`."""
+    """Rows of a quantised matrix as float32, read from the file on request: see `RowReader`."""
 
     def __init__(self, rows: RowReader, info: Stored):
         self.rows, self.block, self.name, self.factor = rows, info.block, rows.name, info.factor()
         self.width = info.row_bytes // self.block.bytes * self.block.size
 
     def __call__(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), width]. Raises CheckpointError if the file has become shorter."""
+        """Return [len(rows), width]. Raises CheckpointError if the file has become shorter."""
         return _weight(self.block, self.rows(rows), self.width, self.factor).floats()
 
 
@@ -192,7 +192,7 @@ class BlockQuantization:
 
 
 def _weight(block: Block, stored_OB: Tensor, width: int, factor: Tensor | None) -> GroupedWeight:
-    """The weight whose rows are stored as these blocks, times a factor."""
+    """Return the weight whose rows are stored as these blocks, times a factor."""
 
     def rows(first: int, last: int) -> GroupedRows:
         codes_OI, scale_OG, least_OG = block.rows(stored_OB[first:last])
@@ -205,7 +205,7 @@ def _weight(block: Block, stored_OB: Tensor, width: int, factor: Tensor | None) 
 
 
 def tensors_of(file: GGUF, config: Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors by the names of checkpoints; those that an architecture has no place for by their own.
+    """Return the tensors by the names of checkpoints; tensors that the architecture lacks keep their own names.
 
     Args:
         config: from `read_config`.
@@ -238,7 +238,7 @@ def tensors_of(file: GGUF, config: Mapping[str, Any]) -> dict[str, Stored]:
 
 
 def _scales(file: GGUF) -> dict[str, str]:
-    """The names of the tensors of NVFP4 with a scale of their own, and those of the scales, which lie beside them."""
+    """Map the names of NVFP4 tensors with a scale of their own to the names of the scales."""
     found = {
         own: own.removesuffix("weight") + "scale" for own, entry in file.tensors.items() if entry.format == "NVFP4"
     }
@@ -246,7 +246,7 @@ def _scales(file: GGUF) -> dict[str, str]:
 
 
 def _scaled(file: GGUF, own: str, name: str, stored: Stored) -> Stored:
-    """A tensor, or that of one expert, with its scale. Raises CheckpointError for scales that do not fit it."""
+    """Return a tensor, or one expert's, with its scale. Raises CheckpointError if the scales do not fit it."""
     entry, expert = file.tensors[own], re.search(r"\.experts\.(\d+)\.", name)
     number = int(expert[1]) if expert else 0
     if entry.format != "F32" or len(entry.shape) != 1 or (number >= entry.shape[0] if expert else entry.shape != (1,)):
@@ -258,7 +258,7 @@ def _scaled(file: GGUF, own: str, name: str, stored: Stored) -> Stored:
 
 
 def _curves(file: GGUF, layers: int) -> dict[str, Stored]:
-    """The numbers of the activations of layers, which are metadata here."""
+    """Return the parameters of layers' activations, which are metadata here."""
     keys, found = file.fields("apertus."), {}
     for name, shape in CURVE.items():
         for layer, value in enumerate(curve_of(keys, name, layers)):
@@ -267,7 +267,7 @@ def _curves(file: GGUF, layers: int) -> dict[str, Stored]:
 
 
 def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> BlockQuantization | None:
-    """`Checkpoint.quantization` for these tensors."""
+    """Return `Checkpoint.quantization` for these tensors."""
     schemes = {
         name.removesuffix(".weight"): BlockScheme(info) for name, info in tensors.items() if info.format in BLOCKS
     }
@@ -331,7 +331,7 @@ def _stored(
     heads = 0
     if arch in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-        heads = heads if shape[0] % (2 * heads) == 0 else 0  # of another shape than the model's: it is refused
+        heads = heads if shape[0] % (2 * heads) == 0 else 0  # a shape that differs from the model's is refused later
     plus_one = arch in PLUS_ONE and name.endswith("norm.weight") and entry.format in FLOATS
     plus_one = plus_one and DELTA_NET not in name
     dtype = torch.float32 if plus_one else (FLOATS | INTEGERS).get(entry.format, torch.uint8)

@@ -1,9 +1,9 @@
 """The tokenizer of a GGUF file as the files of a checkpoint, and the tokens that end a text.
 
 GGUF names the pattern that splits a text before its bytes are merged ("pre"); the patterns here are those of the
-tokenizer.json files for which the names stand. A SentencePiece model has all pieces and scores in the file, so it
-becomes a tokenizer.model again, because deriving merges would take seconds. Some converters wrote the order of pieces
-instead of scores, or merges: those become a tokenizer.json.
+corresponding tokenizer.json files. A SentencePiece model has all pieces and scores in the file, so it becomes a
+tokenizer.model again, because deriving merges would take seconds. Some converters wrote the order of pieces instead of
+scores, or merges: such files become a tokenizer.json.
 """
 
 import functools
@@ -29,14 +29,14 @@ QWEN2 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}|{_REST}"
 QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 TEKKEN = "|".join([*_CASES, r"\p{N}", _SLASH])
 GPT4O = "|".join([*(f"{case}{_ENDINGS}?" for case in _CASES), r"\p{N}{1,3}", _SLASH])
-DEEPSEEK3 = (  # one after the other
+DEEPSEEK3 = (  # applied one after the other
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 DEEPSEEK_CODER = r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"
-_DEEPSEEK_LETTERS = (  # of the alphabets that it knows
+_DEEPSEEK_LETTERS = (  # letters of the alphabets that the pattern covers
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅ"
     "ὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-"
     "ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
@@ -51,8 +51,8 @@ DEEPSEEK_LLM = (
 )
 SEED = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 MINICPM5 = r"\p{N}{1,3}", rf"{_ENDINGS}|{_LETTERS}|\p{{N}}+|{_REST}"
-GPT2, DIGITS = "gpt-2", "digits"  # the library has these: the second makes every digit a word
-# By tokenizer.ggml.pre. The first of each family's names is what convert_hf_to_gguf writes for the tokenizer itself.
+GPT2, DIGITS = "gpt-2", "digits"  # built into the library: the second makes every digit a word
+# By tokenizer.ggml.pre. The first name of each family is the one that convert_hf_to_gguf writes for that tokenizer.
 SPLITS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion", "granite-docling"), GPT2),
     **dict.fromkeys(("a.x-4.0", "mellum", "gigachat"), GPT2),
@@ -73,9 +73,9 @@ SPLITS: dict[str, str | tuple[str, ...]] = {
 }
 WHOLE_WORDS = {name for name, split in SPLITS.items() if split is LLAMA3} - {"dbrx", "smaug-bpe", "chatglm-bpe"}
 WHOLE_WORDS |= {"tekken", "minicpm5"}  # a word that is a token is not merged from its bytes
-BEGIN = WHOLE_WORDS - {"glm4", "minicpm5"}  # a text begins with BOS, unless the file has another word on it
-COMPOSED = {"qwen2", "qwen35"}  # whose tokenizer.json composes characters (NFC)
-# What ends a turn where the file names other tokens, or none: llama.cpp finds these by their spelling as well.
+BEGIN = WHOLE_WORDS - {"glm4", "minicpm5"}  # a text begins with BOS, unless the file says otherwise
+COMPOSED = {"qwen2", "qwen35"}  # their tokenizer.json composes characters (NFC)
+# Tokens that end a turn even if the file names others or none: llama.cpp finds them by their spelling as well.
 ENDS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -86,7 +86,7 @@ ENDS = (
     "<end_of_turn>",
     "<turn|>",
 )
-CHANNELS = "<|channel|>"  # of gpt-oss: a text has several messages, which <|end|> ends, and others end the text
+CHANNELS = "<|channel|>"  # gpt-oss: a text has several messages, which <|end|> ends, and other tokens end the text
 CHANNEL_ENDS = "<|return|>", "<|call|>", "<|endoftext|>"
 SPACE = "▁"
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' words and GGUF's
@@ -107,7 +107,7 @@ class FileVocabulary:
         kind: "llama" (SentencePiece), "gemma4" (the same with merges) or "gpt2" (byte-level BPE).
 
     Raises:
-        CheckpointError: malformed, or of a kind that is not supported.
+        CheckpointError: the vocabulary is malformed, or its kind is not supported.
     """
 
     def __init__(self, file: GGUF, kind: str):
@@ -118,16 +118,16 @@ class FileVocabulary:
         self.types: list[int] = self._list("token_type", int) or [NORMAL] * len(self.tokens)
         defaults = {"bos": 1, "eos": 2, "unk": 0} if kind == "llama" else {}
         self.ids = {name: self._id(f"{key}_token_id", defaults.get(name)) for name, key in NAMED.items()}
-        for name in ("unk", "pad"):  # an id left over from another tokenizer would take an ordinary token out of texts
+        for name in ("unk", "pad"):  # another tokenizer's leftover id would remove an ordinary token from texts
             i = self.ids[name]
             if "token_type" in self.keys.config and i is not None and self.types[i] == NORMAL:
                 self.ids[name] = None
 
     @functools.cached_property
     def vocab(self) -> dict[str, int]:
-        """The first id of each token, without padding: rows of the embedding that stand for nothing."""
+        """The first id of each token; padding, embedding rows without a token, is left out."""
         first = min(self._padding, default=len(self.tokens))
-        if first + len(self._padding) == len(self.tokens):  # as a rule: padding comes last, and no token occurs twice
+        if first + len(self._padding) == len(self.tokens):  # usual: padding comes last, and no token occurs twice
             vocab = dict(zip(self.tokens[:first], range(first), strict=True))
             if len(vocab) == first:
                 return vocab
@@ -144,7 +144,7 @@ class FileVocabulary:
         return {i for i, kind in enumerate(self.types) if kind == UNUSED and self.tokens[i].startswith("[PAD")}
 
     def ends(self) -> list[int]:
-        """The tokens that end a text."""
+        """Return the tokens that end a text."""
         named = [self.ids["eos"], self._id("eot_token_id"), self._id("eom_token_id")]
         spelled = [self.vocab.get(token) for token in (CHANNEL_ENDS if CHANNELS in self.vocab else ENDS)]
         found = [i for i in named if i is not None]
@@ -152,7 +152,7 @@ class FileVocabulary:
 
     @functools.cached_property
     def has_scores(self) -> bool:
-        """Whether it is a SentencePiece model with all that belongs to one."""
+        """Whether it is a complete SentencePiece model."""
         if self.kind != "llama" or self.has_merges:
             return False
         scores = [score for score, kind in zip(self.scores, self.types, strict=False) if kind == NORMAL]
@@ -160,7 +160,7 @@ class FileVocabulary:
 
     @property
     def has_merges(self) -> bool:
-        """Whether the file says which tokens are merged."""
+        """Whether the file has merges."""
         return "merges" in self.keys.config
 
     @functools.cached_property
@@ -169,7 +169,7 @@ class FileVocabulary:
         return self._list("scores", float)
 
     def config(self) -> dict[str, Any]:
-        """tokenizer_config.json."""
+        """Return the content of tokenizer_config.json."""
         keys = self.file.fields("tokenizer.")
         context = self.file.fields(f"{self.file.fields().str('general.architecture')}.").int("context_length", 2**20)
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
@@ -177,7 +177,7 @@ class FileVocabulary:
         if self.has_scores:
             config["tokenizer_class"] = "LlamaTokenizer"
             config |= {f"add_{name}_token": self._adds(name, name == "bos") is not None for name in ("bos", "eos")}
-            # As tokenizer.json files of these models have it: each part of a text begins with a space.
+            # As in tokenizer.json files of these models, each part of a text begins with a space.
             config |= {"add_prefix_space": self.keys.bool("add_space_prefix", default=True), "legacy": True}
             config["added_tokens_decoder"] = {
                 str(token.pop("id")): token for token in self.added() if token["special"] or token["rstrip"]
@@ -191,15 +191,15 @@ class FileVocabulary:
         return config
 
     def model(self) -> bytes:
-        """tokenizer.model, of a vocabulary that `has_scores`: a message of protocol buffers.
+        """Return tokenizer.model for a vocabulary that `has_scores`: a message of protocol buffers.
 
         Raises:
-            CheckpointError: of what sentencepiece has no word for.
+            CheckpointError: the vocabulary has something that sentencepiece cannot express.
         """
         if self.keys.bool("remove_extra_whitespaces", default=False):
             raise self.keys.error("remove_extra_whitespaces", "false")
         texts = [piece.encode() for piece in self.pieces.names]
-        # A piece is a message: its text, a float, its type. Hundreds of thousands are put together without a loop.
+        # A piece is a message: its text, a float, its type. Hundreds of thousands are joined without a loop.
         count, heads = len(texts), {size: _piece_head(size) for size in {*map(len, texts)}}
         scores = struct.iter_unpack("4s", struct.pack(f"<{count}f", *self.scores[:count]))
         kinds = {kind: b"\x18" + _varint(kind) for kind in {*self.pieces.kinds}}
@@ -213,7 +213,7 @@ class FileVocabulary:
         )
         pieces = b"".join(itertools.chain.from_iterable(parts))
         named = [(name, self.ids[name]) for name in ("unk", "bos", "eos", "pad")]
-        trainer = b"\x18\x02" + _varint(35 << 3) + bytes([BYTE in self.types])  # the kind is BPE; bytes for the rest
+        trainer = b"\x18\x02" + _varint(35 << 3) + bytes([BYTE in self.types])  # the kind is BPE; byte fallback
         for number, (_, i) in enumerate(named):
             trainer += _varint(40 + number << 3) + _varint(-1 if i is None else i)
             trainer += b"" if i is None else _field(45 + number, self.tokens[i].encode())
@@ -223,7 +223,7 @@ class FileVocabulary:
 
     @functools.cached_property
     def pieces(self) -> ModelPieces:
-        """Pieces of that model by id, and their types: each is there once, and none is empty."""
+        """Pieces of that model by id, and their types; pieces are unique and not empty."""
         count = next((i + 1 for i in reversed(range(len(self.tokens))) if i not in self._padding), 0)
         names, kinds = self.tokens[:count], self.types[:count]
         for i in itertools.compress(range(count), map(USER.__eq__, kinds)):
@@ -237,7 +237,7 @@ class FileVocabulary:
         return ModelPieces(names, kinds)
 
     def tokenizer(self) -> dict[str, Any]:
-        """tokenizer.json. Raises CheckpointError for what is not supported."""
+        """Return the content of tokenizer.json. Raises CheckpointError if the vocabulary is not supported."""
         parts = self._bytes() if self.kind == "gpt2" else self._sentencepiece()
         ends = [self._adds("bos", parts.pop("begins")), self._adds("eos", False)]
         first, last = ([] if i is None else [{"SpecialToken": {"id": self.tokens[i], "type_id": 0}}] for i in ends)
@@ -255,19 +255,19 @@ class FileVocabulary:
         }
 
     def added(self) -> Iterator[dict[str, Any]]:
-        """Tokens that are found in a text before it is split."""
+        """Yield the tokens that are found in a text before it is split."""
         phi3 = self.kind == "llama" and self.file.fields().str("general.architecture") == "phi3"
         named = {i for i in self.ids.values() if i is not None}
         for token, i in self.vocab.items():
             kind = self.types[i]
             if kind in (CONTROL, UNKNOWN, USER) or i in named:
-                # Phi-3's own tokenizer.json takes the spaces after these tokens away.
+                # Phi-3's own tokenizer.json removes the spaces after these tokens.
                 strip = phi3 and kind == CONTROL and token not in ("<unk>", "<s>", "<|endoftext|>")
                 flags = {"single_word": False, "lstrip": False, "rstrip": strip, "normalized": False}
                 yield {"id": i, "content": token, **flags, "special": kind != USER or i in named}
 
     def _sentencepiece(self) -> dict[str, Any]:
-        """A SentencePiece model of BPE as transformers writes it: a space before the text, and bytes for the rest."""
+        """Return a SentencePiece BPE model as transformers writes it: a space before the text, and byte fallback."""
         if self.keys.bool("remove_extra_whitespaces", default=False):
             raise self.keys.error("remove_extra_whitespaces", "false")
         spaced = self.keys.bool("add_space_prefix", default=True)
@@ -292,7 +292,7 @@ class FileVocabulary:
     def _bytes(self) -> dict[str, Any]:
         default = {"gpt2": GPT2, "phi2": "phi-2"}.get(self.file.fields().str("general.architecture"))
         pre = self.keys.str("pre", None)
-        pre = default if pre in (None, "default") else pre  # files of converters before the key was invented
+        pre = default if pre in (None, "default") else pre  # written by converters before the key existed
         if pre not in SPLITS:
             what = f"tokenizer.ggml.pre: {str(pre)[:80]!r} is a pre-tokenizer that is not supported"
             raise self.file.error(what, nearest(str(pre), SPLITS, "models/gguf/vocabulary.py lists them"))
@@ -321,13 +321,14 @@ class FileVocabulary:
         return {"type": "BPE", **usual, **options, "vocab": self.vocab, "merges": merges}
 
     def _merges(self) -> list[tuple[str, str]]:
-        """The file's own."""
+        """Return the file's merges."""
         merges = self._list("merges", str, each=False)
-        # The tokenizers library checks them again: `checked_merges` is for what it refuses.
+        # The tokenizers library checks them again: `checked_merges` is for merges that it refuses.
         return [(left, right) for left, _, right in [merge.partition(" ") for merge in merges]]
 
     def checked_merges(self) -> list[tuple[str, str]]:
-        """The file's own, cut with care. Raises CheckpointError for the first that does not fit the vocabulary."""
+        """Return the file's merges, split carefully. Raises CheckpointError for the first that does not fit the
+        vocabulary."""
         merges, vocab = self._list("merges", str, each=False), self.vocab
         cuts = [merge.find(" ", 1) for merge in merges]
         pairs = [(merge[:at], merge[at + 1 :]) for merge, at in zip(merges, cuts, strict=True)]
@@ -339,7 +340,7 @@ class FileVocabulary:
         return pairs
 
     def _derived(self) -> list[tuple[str, str]]:
-        """Merges that give what a SentencePiece model gives: the neighbours whose union has the highest score first."""
+        """Derive merges equivalent to a SentencePiece model: neighbours whose union has the highest score are first."""
         if not self.scores:
             raise self.keys.error("scores", "a number for each token")
         pieces = {token: i for token, i in self.vocab.items() if self.types[i] == NORMAL}
@@ -352,16 +353,16 @@ class FileVocabulary:
         return [(self.tokens[left], self.tokens[right]) for _, _, left, right in sorted(found)]
 
     def _adds(self, name: str, default: bool) -> int | None:
-        """The token that a text begins or ends with, if it does."""
+        """Return the token that every text begins or ends with; None if there is none."""
         return self.ids[name] if self.keys.bool(f"add_{name}_token", default=default) else None
 
     def _id(self, key: str, default: int | None = None) -> int | None:
-        """A special token. As in llama.cpp, an id past the vocabulary counts as none."""
+        """Read a special token. As in llama.cpp, an id past the vocabulary is ignored."""
         found = self.keys.int(key, default, low=0, high=2**32)
         return found if found is not None and found < len(self.tokens) else None
 
     def _list(self, key: str, kind: type, *, each: bool = True) -> list[Any]:
-        """A list; `each`: it is empty, or has an entry for each token."""
+        """Read a list; `each`: it is empty, or has an entry for each token."""
         value = self.keys.config.get(key, [])
         if not isinstance(value, list) or {*map(type, value)} - {kind}:
             raise self.file.error(f"tokenizer.ggml.{key}: expected a list of {kind.__name__}")
@@ -371,13 +372,13 @@ class FileVocabulary:
 
 
 def _piece_head(size: int) -> bytes:
-    """How the message of a piece begins, before a text of so many bytes; see `FileVocabulary.model`."""
+    """Return the beginning of a piece's message, before a text of `size` bytes; see `FileVocabulary.model`."""
     text = b"\n" + _varint(size)
     return b"\n" + _varint(len(text) + size + 7) + text
 
 
 def _varint(number: int) -> bytes:
-    """A number of a message; a negative one is that of 64 bits."""
+    """Encode a number of a message; a negative one as 64 bits."""
     number, found = number % (1 << 64), bytearray()
     while number > 127:
         found.append(number & 127 | 128)
@@ -386,12 +387,12 @@ def _varint(number: int) -> bytes:
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A string or message in a message."""
+    """Encode a string or message within a message."""
     return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 
 def kind_of(file: GGUF) -> str | None:
-    """The kind of a file's vocabulary; None if it has none. Raises CheckpointError for one that is not supported."""
+    """Return the kind of a file's vocabulary; None if it has none. Raises CheckpointError if it is not supported."""
     kind = file.fields("tokenizer.ggml.").str("model", "none")
     if kind in ("none", "no_vocab"):
         return None
@@ -402,6 +403,6 @@ def kind_of(file: GGUF) -> str | None:
 
 
 def read(file: GGUF) -> FileVocabulary | None:
-    """The vocabulary of a file; None if it has none. Raises CheckpointError for a kind that is not supported."""
+    """Read the vocabulary of a file; None if it has none. Raises CheckpointError if its kind is not supported."""
     kind = kind_of(file)
     return None if kind is None else FileVocabulary(file, kind)

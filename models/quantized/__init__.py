@@ -52,7 +52,7 @@ METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
 
 
 def quantization(fields: Fields) -> Quantization | None:
-    """The quantisation that a config describes; None: floats. Raises CheckpointError for one that is not supported."""
+    """Return the quantisation that a config describes; None: floats. Raises CheckpointError if it is not supported."""
     given = fields.sub("quantization_config")
     if given is None:
         return None

@@ -12,11 +12,11 @@ from models.checkpoint.fields import Fields
 from models.quantized import awq, gptq
 from models.quantized.parts import ModuleRules, Scheme, pattern, unsupported
 
-FLOAT_BITS = 16  # of modules that stay floats
+FLOAT_BITS = 16  # `bits` of modules that stay floats
 
 
 def parse(fields: Fields) -> ModuleRules:
-    """Read a config. Raises CheckpointError for what is not read."""
+    """Read a config. Raises CheckpointError if it is not supported."""
     layout = fields.str("packing_format", None) or fields.str("backend", "auto_round:auto_gptq")
     if fields.sub("rotation_config"):
         raise unsupported(fields, "auto-round with rotation_config")
@@ -45,7 +45,7 @@ def _scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> Scheme | 
         packing = "other"
     if packing in ("auto_awq", "awq"):
         return awq.scheme(own)
-    if own.int("bits") == 3:  # of which zeros are packed in several ways
+    if own.int("bits") == 3:  # zeros of 3 bits are packed in several ways
         raise unsupported(fields, "auto-round with 3 bits (read: 2, 4, 8)")
     if packing in ("auto_gptq", "gptq"):
         return gptq.scheme(config, fields, "gptq")

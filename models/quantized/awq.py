@@ -18,7 +18,7 @@ ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the field of each output
 
 @dataclass(frozen=True)
 class AWQ:
-    """Columns of a group share scales and zeros."""
+    """AWQ weights; columns of a group share scales and zeros."""
 
     grid: Grid
 
@@ -45,8 +45,8 @@ class AWQ:
 
 
 def parse(fields: Fields) -> Uniform:
-    """Read a config. Raises CheckpointError for what is not read."""
-    named = (fields.str(name, None) for name in ("version", "format", "checkpoint_format"))  # by AutoAWQ and GPTQModel
+    """Read a config. Raises CheckpointError if it is not supported."""
+    named = (fields.str(name, None) for name in ("version", "format", "checkpoint_format"))  # in AutoAWQ and GPTQModel
     version = next(filter(None, named), "gemm")
     if fields.str("backend", "auto") == "llm-awq":
         version = "llm-awq"
@@ -55,13 +55,13 @@ def parse(fields: Fields) -> Uniform:
 
 
 def scheme(fields: Fields, version: str = "gemm") -> AWQ:
-    """The scheme of a config's fields. Raises CheckpointError for what is not read."""
+    """Return the scheme of a config's fields. Raises CheckpointError if it is not supported."""
     if version.lower() != "gemm" or fields.int("bits", 4) != 4:
         raise unsupported(fields, f"awq of version {version!r} with {fields.int('bits', 4)} bits (read: gemm, 4 bits)")
     return AWQ(Grid.of(fields, "group_size", 128))
 
 
 def _fields(words: Tensor) -> Tensor:
-    """int32 [n, O / 8] to uint8 [O, n], in the order of the outputs."""
+    """Unpack int32 [n, O / 8] to uint8 [O, n], in the order of the outputs."""
     octets = unpack(words.T, 8).unflatten(-1, (-1, 4)).transpose(1, 2)
     return torch.stack((octets & 15, octets >> 4), 2).flatten(1, 2)[:, ORDER].flatten(0, 1)

@@ -13,12 +13,12 @@ from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import Part, Source, Uniform, unsupported
 
 NAME = "bitsandbytes"
-STEP = 7.874015718698502e-3  # 1 / 127, as `int8_vectorwise_dequant` has it
+STEP = 7.874015718698502e-3  # 1 / 127 as in `int8_vectorwise_dequant`
 
 
 @dataclass(frozen=True)
 class ScaledRows:
-    """int8, and the largest magnitude of each output."""
+    """Weights as int8, and the largest magnitude of each output."""
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
@@ -42,12 +42,12 @@ class ScaledRows:
 
 
 def described(fields: Fields) -> bool:
-    """Whether a config without `quant_method` is one of bitsandbytes, as first versions wrote it."""
+    """Whether a config without `quant_method` was written by an early version of bitsandbytes."""
     return any(fields.config.get(name) is True for name in ("load_in_4bit", "load_in_8bit"))
 
 
 def parse(fields: Fields) -> Uniform | None:
-    """Read a config; None for four bits. Raises CheckpointError for what is not read."""
+    """Read a config; None for four bits. Raises CheckpointError if it is not supported."""
     four, eight = (fields.bool(name, default=False) for name in ("load_in_4bit", "load_in_8bit"))
     if four == eight:
         raise unsupported(fields, "bitsandbytes with neither or both of load_in_4bit and load_in_8bit")

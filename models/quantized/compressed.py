@@ -1,4 +1,4 @@
-"""compressed-tensors 0.20 and before: `FORMATS`.
+"""The `FORMATS` of compressed-tensors up to version 0.20.
 
 w = (q - zero) * weight_scale. `weight_packed` has fields of q + 2^(bits - 1) along the inputs, `weight_zero_point`
 similar fields of the zeros along the outputs, lowest first. The other formats store plain integers, or float8.
@@ -16,7 +16,7 @@ from models.quantized import parts as p
 from models.quantized.float8 import MX, Float8
 from models.quantized.parts import Grid, Part, Scheme, Source, unsupported
 
-FORMATS = {  # and the types and bits of their weights
+FORMATS = {  # formats -> types and bits of their weights
     "pack-quantized": [("int", 4), ("int", 8)],
     "int-quantized": [("int", 4), ("int", 8)],
     "float-quantized": [("float", 8)],
@@ -25,16 +25,16 @@ FORMATS = {  # and the types and bits of their weights
     "mxfp4-pack-quantized": [("float", 4)],
     "mxfp8-quantized": [("float", 8)],
 }
-SMALL = {  # formats that have one form
+SMALL = {  # formats that have only one form
     "nvfp4-pack-quantized": nvfp4.COMPRESSED,
     "mxfp4-pack-quantized": mxfp4.COMPRESSED,
     "mxfp8-quantized": Float8(Grid(*MX), "weight_scale", powers=True),
 }
-CLASSES = ("Linear", "Module")  # names that torch's class of linear layers goes by
+CLASSES = ("Linear", "Module")  # targets that mean torch's class of linear layers
 ORDERED = ("group", "dynamic", True)  # values of `actorder` with a `weight_g_idx`, up to version 0.19
-# Activations beside int8 weights stay floats as well. The package divides them by their largest magnitude over 127.5
-# and rounds. If the largest is negative it lies on a tie, -127.5, so that the last bit of a sum decides between -127
-# and -128: two right implementations differ as much as either does from floats (1e-2 of the logits' spread).
+# Activations of int8 weights stay floats as well. The package divides them by their largest magnitude over 127.5 and
+# rounds. If the largest is negative it becomes a tie, -127.5, so that the last bit of a sum decides between -127 and
+# -128: two correct implementations differ as much as either does from floats (1e-2 of the logits' spread).
 LEVELS: float | None = None
 
 
@@ -43,12 +43,12 @@ class Integers:
     """Weights as integers.
 
     Args:
-        packed: into words; else int8, a byte each.
-        bits: of a field.
+        packed: integers are packed into words; otherwise they are int8.
+        bits: bits of an integer.
         grid: which elements share a scale.
         zeros: whether there are zero points.
-        ordered: whether columns have any group.
-        levels: of activations.
+        ordered: whether each column may belong to any group.
+        levels: the levels of activations.
     """
 
     packed: bool
@@ -92,7 +92,7 @@ class Integers:
             zeros = p.unpack(zeros.T, bits)[:, :outs].T if self._packs_zeros else zeros.float() + 2 ** (bits - 1)
         groups_I = source.read("weight_g_idx")
         if groups_I is not None and groups_I.eq(-1).all():
-            groups_I = None  # as versions stored it where nothing was ordered
+            groups_I = None  # what some versions stored if nothing was ordered
         order_I = p.order_of(groups_I, grid.group(width), source)
 
         def rows(first: int, last: int) -> GroupedRows:
@@ -108,7 +108,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class Compressed:
-    """A config: what modules a target means and their scheme, in the order of trying; and what stays floats."""
+    """A config: targets with their schemes, in the order in which they are tried; and the modules that stay floats."""
 
     targets: tuple[tuple[Callable[[str], bool], Scheme | None], ...]
     ignore: tuple[Callable[[str], bool], ...]
@@ -121,7 +121,7 @@ class Compressed:
 
 
 def parse(fields: Fields) -> Compressed:
-    """Read a config. Raises CheckpointError for what is not read."""
+    """Read a config. Raises CheckpointError if it is not supported."""
     sparse = fields.sub("sparsity_config")
     if sparse and sparse.str("format", "dense") != "dense":
         raise unsupported(fields, f"the sparse format {sparse.str('format')!r}")
@@ -135,14 +135,14 @@ def parse(fields: Fields) -> Compressed:
         if group is None or not p.names(group, "targets"):
             raise groups.error(name, "an object with targets")
         found |= dict.fromkeys(p.names(group, "targets"), _scheme(group, fields))
-    # As the package sorts them: names, then expressions, then classes.
+    # The order of the package: names, then expressions, then classes.
     order = sorted(found, key=lambda text: (text in CLASSES, "re:" in text, text))
     targets = tuple((_target(text, fields), found[text]) for text in order)
     return Compressed(targets, tuple(_target(text, fields) for text in p.names(fields, "ignore")))
 
 
 def _target(text: str, fields: Fields) -> Callable[[str], bool]:
-    """Whether a module is meant by its name, its class, or an expression (`re:`) that matches the begin of its name."""
+    """Return a test of modules: by name, by class, or by an expression (`re:`) that matches the beginning of a name."""
     if not text.startswith("re:"):
         return lambda module: text in (module, *CLASSES)
     expression = p.pattern(text.removeprefix("re:"), fields)
@@ -150,7 +150,7 @@ def _target(text: str, fields: Fields) -> Callable[[str], bool]:
 
 
 def _scheme(group: Fields, fields: Fields) -> Scheme | None:
-    """The scheme of a group; None: floats. Raises CheckpointError for what is not read."""
+    """Return the scheme of a group; None: floats. Raises CheckpointError if it is not supported."""
     if not any(group.sub(name) for name in ("weights", "input_activations", "output_activations")):
         return None
     layout, weights = group.str("format", None) or fields.str("format", ""), group.sub("weights")
@@ -175,7 +175,7 @@ def _scheme(group: Fields, fields: Fields) -> Scheme | None:
 
 
 def _grid(weights: Fields, fields: Fields) -> Grid:
-    """Which weights share a scale."""
+    """Return which weights share a scale."""
     size = weights.int("group_size", None, low=-1)
     strategy = weights.str("strategy", None) or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy == "group":
@@ -188,7 +188,7 @@ def _grid(weights: Fields, fields: Fields) -> Grid:
 
 
 def _levels(group: Fields, kind: str, fields: Fields) -> float | None:
-    """How activations are rounded. With float8 weights they are not."""
+    """Return the levels of activations; None: they are not rounded, as with float8 weights."""
     inputs = group.sub("input_activations")
     if inputs is None:
         return None

@@ -18,14 +18,14 @@ MX = (1, 32)  # outputs and inputs that share an exponent
 
 @dataclass(frozen=True)
 class Float8:
-    """`weight` and the scales of blocks, whose name ends in `scale`; `powers`: these are exponents of 2."""
+    """`weight` and scales of blocks, whose tensor's name ends in `scale`; `powers`: scales are exponents of 2."""
 
     grid: Grid
     scale: str
     powers: bool = False
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`. Scales of activations belong to rounding that is not done."""
+        """See `Scheme`. Scales of activations are accepted but not used, because activations are not rounded."""
         unused = Part(((1,), ()), FLOATS, optional=True)
         return {
             "weight": Part(((outs, width),), (torch.float8_e4m3fn,)),
@@ -48,7 +48,7 @@ class Float8:
 
 
 def parse(fields: Fields) -> Uniform:
-    """Read a config of method fp8. Raises CheckpointError for what is not read."""
+    """Read a config of method fp8. Raises CheckpointError if it is not supported."""
     fields.choice("activation_scheme", {"dynamic", "static"}, "dynamic")
     if (kind := fields.str("fmt", "e4m3")) != "e4m3":
         raise unsupported(fields, f"fp8 of kind {kind!r} (read: e4m3)")
@@ -61,17 +61,17 @@ def parse(fields: Fields) -> Uniform:
 
 
 def parse_rows(fields: Fields) -> Uniform:
-    """Read a config of method fbgemm_fp8, which says nothing more of weights."""
+    """Read a config of method fbgemm_fp8, which has no further fields for weights."""
     return Uniform(Float8(Grid(1, None), "weight_scale"))
 
 
 def parse_mxfp8(fields: Fields) -> Uniform:
-    """Read a config of method mxfp8. Raises CheckpointError for other blocks than the format's."""
+    """Read a config of method mxfp8. Raises CheckpointError if blocks are not those of the format."""
     if (grid := Grid.block(fields, "weight_block_size", MX)) != MX:
         raise unsupported(fields, f"mxfp8 with blocks of {[*grid]} (read: {[*MX]})")
     return Uniform(Float8(Grid(*MX), "weight_scale_inv", powers=True))
 
 
 def whole() -> Uniform:
-    """One `weight_scale` for a matrix."""
+    """Return a config with one `weight_scale` per matrix."""
     return Uniform(Float8(Grid(None, None), "weight_scale"))

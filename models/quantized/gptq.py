@@ -25,7 +25,7 @@ from models.quantized.parts import (
     unsupported,
 )
 
-# By bits: the first version stores zeros minus one, a subtraction from whole words. Those of 3 bits cross words, and
+# By bits: the first version stores zeros minus one, subtracted from whole words. Zeros of 3 bits cross words, and
 # writers subtract different numbers.
 ONES = {2: 0x55555555, 3: None, 4: 0x11111111, 8: 0x01010101}
 FORMATS = ("gptq", "gptq_v2")
@@ -33,8 +33,8 @@ FORMATS = ("gptq", "gptq_v2")
 
 @dataclass(frozen=True)
 class GPTQ:
-    """Bits of a field, columns that share a scale, whether zeros are stored minus one, and whether columns have any
-    group (`desc_act`)."""
+    """Bits of a field, columns that share a scale, whether zeros are stored minus one, and whether each column may
+    belong to any group (`desc_act`)."""
 
     bits: int
     grid: Grid
@@ -67,7 +67,7 @@ class GPTQ:
 
 
 def parse(fields: Fields) -> ModuleRules:
-    """Read a config. Raises CheckpointError for what is not read."""
+    """Read a config. Raises CheckpointError if it is not supported."""
     layout, words = (
         fields.str("checkpoint_format", None) or fields.str("format", "gptq"),
         fields.str("pack_dtype", "int32"),
@@ -87,7 +87,7 @@ def parse(fields: Fields) -> ModuleRules:
 
 
 def scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> GPTQ:
-    """The scheme of a config's fields, of a layout of `FORMATS`. Raises CheckpointError."""
+    """Return the scheme of a config's fields for a layout of `FORMATS`. Raises CheckpointError."""
     own = Fields(config, fields.file, fields.prefix)
     if (bits := own.int("bits")) not in ONES:
         raise unsupported(fields, f"gptq with {bits} bits (read: {', '.join(map(str, ONES))})")

@@ -1,11 +1,11 @@
-"""The quantisation of MLX, as mlx-lm 0.32 writes it: `quantization` of config.json, of linear layers and embeddings.
+"""MLX's quantisation of linear layers and embeddings as mlx-lm 0.32 writes it: `quantization` of config.json.
 
 `weight` has the codes of a row as one stream of bits in words of 32, lowest first; codes of 3, 5 and 6 bits cross
 words. `scales` has a value per group, and so has `biases` in mode affine: w = q * scale + bias. In the modes mxfp4,
-nvfp4 and mxfp8 codes are e2m1 or e4m3 numbers, and scales bytes: exponents of 2 + 127, or e4m3 numbers of nvfp4.
-Own settings of single modules replace the common ones; modules that the file has as floats are floats.
+nvfp4 and mxfp8 codes are e2m1 or e4m3 numbers, and scales are bytes: exponents of 2 plus 127, or e4m3 numbers in nvfp4.
+Settings of single modules replace the common ones; modules that the file stores as floats are floats.
 
-8-bit codes are multiplied less 128, so that their minimums are bias + 128 * scale, a sum in float32.
+128 is subtracted from 8-bit codes, so their minimums are bias + 128 * scale, a sum in float32.
 """
 
 from collections.abc import Mapping
@@ -24,18 +24,18 @@ NAME, FIELD = "mlx", "quantization"
 AFFINE = "affine"
 KINDS: dict[int, GroupKind] = {2: "int4", 3: "int4", 4: "int4", 5: "int5", 6: "int6", 8: "int8"}  # by bits
 GROUPS = (32, 64, 128)
-NOT_A_NUMBER = 127  # of e4m3, without its sign
+NOT_A_NUMBER = 127  # NaN in e4m3, without the sign
 
 
 class Mode(NamedTuple):
-    """Bits, size of groups and the kind of codes; those of a mode without minimums are its only ones."""
+    """Bits, size of groups and kind of codes; a mode without minimums allows no others."""
 
     bits: int
     group: int
     kind: GroupKind
 
 
-DEFAULT = Mode(4, 64, "int4")  # of mode affine
+DEFAULT = Mode(4, 64, "int4")  # for mode affine
 MODES = {"mxfp4": Mode(4, 32, "float4"), "nvfp4": Mode(4, 16, "fp4"), "mxfp8": Mode(8, 32, "float8")}
 
 
@@ -54,11 +54,12 @@ class MLXScheme:
 
     @property
     def least(self) -> bool:
-        """Groups have minimums."""
+        """Whether groups have minimums."""
         return self.mode == AFFINE
 
     def packed_bytes(self, outs: int, width: int) -> int:
-        """The bytes of a packed matrix, if float16 has all scales; minimums of 8-bit codes need float32."""
+        """Return the bytes of a packed matrix if float16 can represent all scales; minimums of 8-bit codes need
+        float32."""
         panels, steps, *word = shape(self.kind, outs, width)
         each = 1 if self.kind == "float4" else 4 if self.bits == 8 else 2
         return panels * (steps * word[0] * word[1] + PANEL * -(-width // self.group) * each * (1 + self.least))
@@ -87,7 +88,7 @@ class MLXScheme:
         return GroupedWeight(self.kind, (outs, width), self.group, rows, least=self.least)
 
     def _values(self, source: Source) -> tuple[Tensor, Tensor | None]:
-        """Scales and minimums of groups, as `GroupedRows` has them."""
+        """Return scales and minimums of groups, see `GroupedRows`."""
         if self.least:
             scale_OG = source.scale("scales")
             return scale_OG, source.scale("biases") + default_zero(self.kind, True) * scale_OG
@@ -102,7 +103,7 @@ class MLXScheme:
 
 @dataclass(frozen=True)
 class MLX:
-    """The `quantization` of a config: of most modules, and of others by the file's names; None: floats."""
+    """A config's `quantization`: that of most modules, and those of others by the file's names; None: floats."""
 
     common: MLXScheme
     others: Mapping[str, MLXScheme | None]
@@ -113,9 +114,9 @@ class MLX:
 
 
 def parse(fields: Fields) -> MLX:
-    """Read a config. Raises CheckpointError for what is not read."""
+    """Read a config. Raises CheckpointError if it is not supported."""
     for name in ("group_size", "bits"):
-        fields.int(name)  # which MLX always writes here
+        fields.int(name)  # MLX always writes it here
     common, others = _scheme(fields), dict[str, MLXScheme | None]()
     for module, own in fields.config.items():
         if isinstance(own, bool):
@@ -126,7 +127,7 @@ def parse(fields: Fields) -> MLX:
 
 
 def _scheme(fields: Fields) -> MLXScheme:
-    """The settings of an object, whose absent fields are those of its mode. Raises CheckpointError."""
+    """Read the settings of an object; absent fields have the defaults of its mode. Raises CheckpointError."""
     mode, place = fields.str("mode", AFFINE), fields.prefix.partition(".")[2]
     if mode != AFFINE and mode not in MODES:
         raise unsupported(fields, f"mlx: {place}mode {mode[:80]!r} (read: {', '.join([AFFINE, *MODES])})")

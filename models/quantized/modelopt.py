@@ -8,7 +8,7 @@ from models.quantized.parts import Uniform, unsupported
 
 
 def parse(fields: Fields) -> Uniform:
-    """Read a config. Raises CheckpointError for what is not read."""
+    """Read a config. Raises CheckpointError if it is not supported."""
     kind = fields.str("quant_algo", "")
     if kind == "FP8":
         return float8.whole()

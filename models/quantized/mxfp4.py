@@ -18,8 +18,8 @@ class Mxfp4:
     """The form in which a weight is stored, see `models.quantized.Scheme`.
 
     Args:
-        packed, scale: ends of the tensors' names.
-        parted: bytes have a dimension for the groups.
+        packed, scale: suffixes of the tensors' names.
+        parted: the tensor of bytes has a dimension for the groups.
     """
 
     packed: str
@@ -30,7 +30,7 @@ class Mxfp4:
         """See `Scheme`."""
         groups = -(-width // GROUP)
         octets = (outs, groups, GROUP // 2) if self.parted else (outs, groups * GROUP // 2)
-        unused = Part(((1,), ()), (torch.float32,), optional=True)  # of activations
+        unused = Part(((1,), ()), (torch.float32,), optional=True)  # a scale of activations
         packed, scale = Part((octets,), (torch.uint8,)), Part(((outs, groups),), (torch.uint8,))
         return {self.packed: packed, self.scale: scale, "input_global_scale": unused}
 
@@ -52,5 +52,5 @@ COMPRESSED = Mxfp4("weight_packed", "weight_scale", parted=False)
 
 
 def parse(fields: Fields) -> Uniform:
-    """The config says no more than its name."""
+    """Read a config, which has no further fields."""
     return Uniform(Mxfp4("weight_blocks", "weight_scales", parted=True))

@@ -2,7 +2,7 @@
 float32 scale of the whole matrix.
 
 w = value * weight_scale / weight_global_scale (compressed-tensors), or value * weight_scale * weight_scale_2
-(ModelOpt). The values are multiplied doubled, as integers, by half the scale.
+(ModelOpt). Products use doubled values, which are integers, and half the scale.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ GROUP = 16
 
 @dataclass(frozen=True)
 class Nvfp4:
-    """The names of the numbers and of the whole matrix's scale, and whether this divides or multiplies."""
+    """The names of the packed values and of the whole matrix's scale, and whether that scale divides or multiplies."""
 
     packed: str
     whole: str

@@ -29,8 +29,8 @@ EXACT = (torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Grouping:
-    """How a weight is stored; `scale` is the dtype that one is written in. Files may have either of `EXACT`; of float4
-    uint8 alone."""
+    """How a weight is stored; `scale` is the dtype of written scales. Files may have either dtype of `EXACT`, but for
+    float4 only uint8."""
 
     kind: GroupKind
     group: int
@@ -39,7 +39,7 @@ class Grouping:
     least: bool = False
 
     def layout(self, outs: int, width: int) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shapes and dtypes of the tensors."""
+        """Return shapes and dtypes of the tensors."""
         groups = -(-width // self.group)
         codes = -(-width // 2) if self.kind in NIBBLES else width
         layout: dict[str, tuple[Shape, torch.dtype]] = {
@@ -86,7 +86,7 @@ class Own:
 
     @staticmethod
     def config(weights: Mapping[str, Grouping]) -> dict[str, object]:
-        """`quantization_config` for these modules."""
+        """Return the `quantization_config` of these modules."""
         listed = {
             name: {"kind": of.kind, "group": of.group, "zeros": of.zeros, "least": of.least}
             for name, of in weights.items()
@@ -95,7 +95,7 @@ class Own:
 
 
 def parse(fields: Fields) -> Own:
-    """Raises CheckpointError for what is not read."""
+    """Read a config. Raises CheckpointError if it is not supported."""
     if (version := fields.int("version")) != VERSION:
         raise unsupported(fields, f"version {version} of the layout (read: {VERSION})")
     listed = fields.sub("weights") or Fields({}, fields.file, f"{fields.prefix}weights.")

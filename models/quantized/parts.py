@@ -18,16 +18,16 @@ from models.errors import CheckpointError
 from models.formats.grouped import GroupedWeight
 
 LINEAR, TRANSPOSED = "Linear", "Conv1D"  # transformers' classes; weights of the second are stored [in, out]
-EMBEDDING = "Embedding"  # a table of token embeddings, which our own layout and MLX's have quantised
+EMBEDDING = "Embedding"  # the token embedding, which our own layout and MLX's may quantise
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-NO_NUMBER = 255  # the exponent of 8 bits that stands for none
+NO_NUMBER = 255  # the 8-bit exponent that means NaN
 CACHE_SCALES = re.compile(r".*\.self_attn\.(?:[qkv]_proj\.|qkv_proj\.)?(?:[qkv]|kv)_scale")  # keys are not rounded
 Shape = tuple[int, ...]
 
 
 class Part(NamedTuple):
-    """A tensor of a weight, as a header must describe it: one of `shapes`, one of `dtypes`."""
+    """A tensor of a weight as a header must describe it: one of `shapes` and one of `dtypes`."""
 
     shapes: tuple[Shape, ...]
     dtypes: Collection[torch.dtype]
@@ -38,28 +38,28 @@ class Source(NamedTuple):
     """The tensors of one weight, checked by their headers.
 
     Args:
-        read: a tensor, mapped, by the end of its name; None where an optional one is absent.
-        error: the error that says what is wrong with this weight.
+        read: returns a mapped tensor by the suffix of its name; None if an optional tensor is absent.
+        error: makes the error for a fault of this weight.
     """
 
     read: Callable[[str], Tensor | None]
     error: Callable[[str], CheckpointError]
 
     def tensor(self, suffix: str) -> Tensor:
-        """One that is certainly there."""
+        """Return a tensor that is not optional."""
         found = self.read(suffix)
         assert found is not None
         return found
 
     def scale(self, suffix: str) -> Tensor:
-        """Scales as float32. Raises CheckpointError for those that are no finite numbers."""
+        """Return scales as float32. Raises CheckpointError if one is not finite."""
         scale = self.tensor(suffix).float()
         if not scale.isfinite().all():
             raise self.error(f"{suffix} has values that are not finite")
         return scale
 
     def powers(self, suffix: str) -> Tensor:
-        """Exponents of 8 bits as 2^(exponent - 127), float32. Raises CheckpointError for the one that is no number."""
+        """Return 2^(exponent - 127), float32, for exponents of 8 bits. Raises CheckpointError for that of NaN."""
         exponents = self.tensor(suffix)
         if exponents.eq(NO_NUMBER).any():
             raise self.error(f"{suffix} has values that are no numbers")
@@ -70,30 +70,30 @@ class Scheme(Protocol):
     """The form in which a weight [outs, width] is stored."""
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """The tensors that stand for it, by the ends of their names."""
+        """Return the tensors that represent it, by the suffixes of their names."""
         ...
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """The weight. Raises CheckpointError for tensors whose values cannot be right."""
+        """Return the weight. Raises CheckpointError if a tensor has invalid values."""
         ...
 
 
 class Quantization(Protocol):
-    """A `quantization_config`, read."""
+    """A parsed `quantization_config`."""
 
     def scheme(self, module: str, kind: str) -> Scheme | None:
-        """How the weight of a linear layer is stored, unless the file has it as floats; None: as floats.
+        """Return how a linear layer's weight is stored, unless the file has it as floats; None: as floats.
 
         Args:
-            module: its name in transformers.
-            kind: its class there, `LINEAR` or `TRANSPOSED`; `Own` and `MLX` are asked for `EMBEDDING` too.
+            module: the layer's name in transformers.
+            kind: the layer's class there, `LINEAR` or `TRANSPOSED`; for `Own` and `MLX` also `EMBEDDING`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """A config with one scheme. Which layers stay floats (`modules_to_not_convert`) the file tells by itself."""
+    """A config with one scheme. The file itself shows which layers stay floats (`modules_to_not_convert`)."""
 
     common: Scheme
 
@@ -104,7 +104,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class ModuleRules:
-    """A config: the scheme of most modules, and those of others (None: floats) in the order in which they are tried."""
+    """A config: the scheme of most modules, and rules for others (None: floats) in the order of their trial."""
 
     common: Scheme
     others: tuple[tuple[Callable[[str], object], Scheme | None], ...]
@@ -122,7 +122,7 @@ class Grid(NamedTuple):
 
     @staticmethod
     def of(fields: Fields, name: str, default: int = REQUIRED) -> "Grid":
-        """Columns of a row, by a field whose -1 means all. Raises CheckpointError."""
+        """Read a field with the number of columns that share a scale; -1 means all. Raises CheckpointError."""
         size = fields.int(name, default, low=-1)
         if size == 0:
             raise fields.error(name, "a whole number of columns, or -1 for all")
@@ -130,7 +130,7 @@ class Grid(NamedTuple):
 
     @staticmethod
     def block(fields: Fields, name: str, default: Shape = ()) -> "Grid":
-        """A field with the outs and ins of a block, [128, 128] or "128x128". Raises CheckpointError."""
+        """Read a field with the outs and ins of a block, [128, 128] or "128x128". Raises CheckpointError."""
         value = fields.config.get(name, list(default))
         if isinstance(value, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", value):
             value = [int(size) for size in value.split("x")]
@@ -139,40 +139,40 @@ class Grid(NamedTuple):
         return Grid(*value)
 
     def group(self, width: int) -> int:
-        """Columns that share a scale."""
+        """Return the number of columns that share a scale."""
         return min(self.ins or width, width)
 
     def columns(self, width: int) -> int:
-        """Scales of a row."""
+        """Return the number of scales of a row."""
         return -(-width // self.group(width))
 
     def shapes(self, outs: int, width: int) -> tuple[Shape, ...]:
-        """The shapes that the scales may have."""
+        """Return the shapes that the scales may have."""
         rows, columns = -(-outs // (self.outs or outs)), self.columns(width)
         return ((rows, columns), *([(rows,)] if columns == 1 else []), *([()] if rows == columns == 1 else []))
 
     def rows(self, x: Tensor, first: int, last: int, outs: int, width: int) -> Tensor:
-        """Scales, or zeros of the same shape, of rows [first, last): [last - first, G]."""
+        """Return scales, or zeros of the same shape, of rows [first, last): [last - first, G]."""
         return x.reshape(-1, self.columns(width))[torch.arange(first, last) // (self.outs or outs)]
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Words of 32 bits [..., n] to uint8 [..., n * 32 / bits]: fields of 2 to 6 or 8 bits, lowest first; those of 3, 5
-    and 6 bits cross words."""
-    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # not all that is "contiguous" views
+    """Unpack words of 32 bits [..., n] to uint8 [..., n * 32 / bits]: fields of 2 to 6 or 8 bits, lowest first; those
+    of 3, 5 and 6 bits cross words."""
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # some "contiguous" ones fail
     if bits == 8:
         return octets
     if bits == 4:
         return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
-    octets = F.pad(octets, (0, -octets.shape[-1] % bits)).unflatten(-1, (-1, bits))  # which hold eight fields
+    octets = F.pad(octets, (0, -octets.shape[-1] % bits)).unflatten(-1, (-1, bits))  # `bits` bytes hold eight fields
     whole = (octets.long() << torch.arange(0, 8 * bits, 8)).sum(-1, keepdim=True)
     return (whole >> torch.arange(0, 8 * bits, bits) & (1 << bits) - 1).to(torch.uint8).flatten(-2)
 
 
 def order_of(groups_I: Tensor | None, group: int, source: Source) -> Tensor | None:
-    """The order of columns in which those of a group lie side by side, the groups in theirs; None: they do so already.
+    """Return the order of columns that sorts them by group; None: they are sorted already.
 
-    Raises CheckpointError for a group that is not there, or of another size than `group` (the last may be smaller).
+    Raises CheckpointError if a group is missing, or has another size than `group` (the last may be smaller).
     """
     if groups_I is None:
         return None
@@ -187,7 +187,7 @@ def order_of(groups_I: Tensor | None, group: int, source: Source) -> Tensor | No
 
 
 def names(fields: Fields, name: str) -> list[str]:
-    """A field that lists names; an absent or null one is empty. Raises CheckpointError."""
+    """Read a field that lists names; an absent or null one is empty. Raises CheckpointError."""
     value = fields.config.get(name) or []
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         raise fields.error(name, "a list of names")
@@ -206,6 +206,6 @@ def pattern(expression: str, fields: Fields) -> re.Pattern[str]:
 
 
 def unsupported(fields: Fields, what: str) -> CheckpointError:
-    """The error for what is not read."""
+    """Return the error for an unsupported config."""
     remedy = "docs/quantised.md lists what is read. Otherwise use the model's float32, bfloat16 or float16 checkpoint"
     return CheckpointError(f"quantization_config: {what}", where=fields.file, remedy=f"{remedy}, with --quant.")

@@ -95,7 +95,7 @@ class ADED(Search):
         tree, sampling, tokens, logprob, reason = task.tree, self._sampling(), [], 0.0, None
         warp = sampling.warp() if sampling is not None else None
         if self.save is not None and Path(self.save).exists():
-            open_store(self.save).check(*vocabulary(task))  # before the work is done
+            open_store(self.save).check(*vocabulary(task))  # an unusable file is refused before the search starts
         drafts, prompt = Drafting(task, self._drafter(task), self._size(task)), list(tree.trunk.tokens)
         picks = Picks(warp, self.seed or 0, tree.pool.device.type != "cpu")
 
@@ -114,7 +114,7 @@ class ADED(Search):
                 while (i := planted.row.get(node)) is not None:  # A6
                     logps = likely[i] if i < len(likely) else {}
                     if warp is None and logps:
-                        token = max(logps, key=logps.__getitem__)  # of equals the lower
+                        token = max(logps, key=logps.__getitem__)  # among equals the lower token
                     else:
                         token = picks.token(i, tree.position(node) + 1)
                     logprob += logps[token] if token in logps else picks.logprob(i, token)
@@ -123,7 +123,7 @@ class ADED(Search):
                     reason = task.finish_reason(tokens)  # A7
                     if reason:
                         break
-                    node = tree.child(node, token)  # the drafted node, if that was drafted
+                    node = tree.child(node, token)  # the drafted node, if this token was drafted
                 if not reason:
                     tree.keep([node])
                 drafts.learn(planted, fresh, likely)
@@ -133,7 +133,7 @@ class ADED(Search):
         return SearchResult([Output(tokens, logprob, logprob, reason)], drafts.stats())
 
     def _sampling(self) -> Sample | None:
-        """The `sample` search that gives the same tokens; None stands for greedy. Raises UsageError."""
+        """Return the `sample` search that gives the same tokens; None means greedy. Raises UsageError."""
         given = {field.name: getattr(self, field.name) for field in fields(RowSampling)}
         given = {name: value for name, value in given.items() if value is not None}
         return Sample(**given) if given else None

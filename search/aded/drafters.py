@@ -15,7 +15,7 @@ from engine.drafts import Draft
 from engine.drafts.backoff import normalized
 from search.aded.ngrams import NONE, NGramStore
 
-MAX_PAPER_NODES = 64  # of a draft of `MCTS`
+MAX_PAPER_NODES = 64  # the most nodes of a draft of `MCTS`
 
 
 class TextDrafter(Protocol):
@@ -48,7 +48,7 @@ class TextDrafter(Protocol):
         ...
 
     def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
-        """Probabilities of the token after the text and the tokens `ahead`, adding up to 1; {} if none are known."""
+        """Return probabilities of the token after the text and `ahead`, which sum to 1; {} if none are known."""
         ...
 
 
@@ -94,7 +94,7 @@ class MCTS:
         pass
 
     def _row(self, a: int, b: int) -> list[tuple[int, float]]:
-        """(c, P(c | a, b)): the likeliest first, of equals the lower token."""
+        """Return pairs (c, P(c | a, b)): the likeliest first, among equals the lower token."""
         if (row := self.matrix.get((a, b))) is not None:
             return sorted(row.items(), key=lambda entry: (-entry[1], entry[0]))
         after = self.store.after_pair(a, b) if self.store is not None else NONE
@@ -103,7 +103,7 @@ class MCTS:
     def draft(self, nodes: int, depth: int) -> Draft:
         if len(self.text) < 2:
             return Draft()
-        rng = random.Random(len(self.text))  # of the roll-outs: the same for the same text
+        rng = random.Random(len(self.text))  # for roll-outs: equal texts give equal drafts
         limit = min(self.depth, depth)
         # The search tree: a list for each property of its nodes; node 0 is the text.
         pair, prior, parent = [(self.text[-2], self.text[-1])], [0.0], [-1]
@@ -134,7 +134,7 @@ class MCTS:
         return self._best(pair, parent, children, visits, min(nodes, MAX_PAPER_NODES), depth)
 
     def _select(self, node: int, children: list, prior: list[float], visits: list[int], value: list[float]) -> int:
-        """The child of the highest PUCT score (eq. 2); a child without visits comes before all others."""
+        """Return the child with the highest PUCT score (eq. 2); a child without visits comes before all others."""
         total = visits[node]
         weight = (self.c1 + math.log((total + self.c2 + 1) / self.c2)) * math.sqrt(total)  # eq. 3
         best, highest = -1, -math.inf
@@ -148,7 +148,7 @@ class MCTS:
         return best
 
     def _roll_out(self, pair: tuple[int, int], steps: int, rng: random.Random) -> float:
-        """Sum of P along a path drawn by P."""
+        """Return the sum of P along a path drawn from P."""
         total = 0.0
         for _ in range(steps):
             row = self._row(*pair)
@@ -160,7 +160,7 @@ class MCTS:
         return total
 
     def _best(self, pair: list, parent: list[int], children: list, visits: list[int], most: int, depth: int) -> Draft:
-        """The most visited nodes, each with its likeliest successor; those visited least are cut first."""
+        """Return the most visited nodes, each with its likeliest successor; those visited least are cut first."""
         order = sorted(range(1, len(pair)), key=lambda n: (-visits[n], n))[: self.candidates]
         level, score = {0: 0}, {0: 1.0}
         found: list[tuple[float, int, int, int]] = []  # -score, its parent's place in the tree, token, place

@@ -51,7 +51,7 @@ class Planted(NamedTuple):
     read: Read | None = None
 
     def likely(self, numbers: Tensor | None) -> list[dict[int, float]]:
-        """The model's likely tokens in each of the first rows, from the numbers that `read` returned."""
+        """Return the model's likely tokens in each of the first rows, from the numbers that `read` returned."""
         if self.read is None or numbers is None:
             return []
         return likely_tokens(numbers, min(len(self.row), 1 + OBSERVED))
@@ -61,12 +61,12 @@ class Drafting:
     """Makes drafts for one request, and keeps its figures.
 
     Args:
-        task: the request's.
+        task: the request's task.
         drafter: guesses the continuation.
         size: decides how many nodes of a draft are evaluated.
 
     Attributes:
-        verifying: measures the time that the search takes for an answer.
+        verifying: measures the time that the search spends on an answer.
     """
 
     def __init__(self, task: Task, drafter: TextDrafter, size: DraftSize):
@@ -77,7 +77,7 @@ class Drafting:
         self._nodes = 0
 
     def plant(self) -> Planted:
-        """The draft to evaluate below the root."""
+        """Make the draft to evaluate below the root, and grow it."""
         root = self.task.tree.root
         reach = self.task.tree.reach(root, self.task.max_new_tokens)
         wanted = self.size.wanted() if reach else 0
@@ -99,7 +99,7 @@ class Drafting:
             self.size.learn(planted.draft, fresh)
 
     def settle(self, planted: Planted, fresh: Sequence[int]) -> dict[str, Any]:
-        """Account for a verified step; returns its figures."""
+        """Account for a verified step, and return its figures."""
         nodes, accepted = len(planted.row) - 1, len(fresh) - 1
         self._accepted.append(accepted)
         self._nodes += nodes
@@ -111,7 +111,7 @@ class Drafting:
         return {"drafted": nodes, "accepted": accepted}
 
     def stats(self) -> dict[str, Any]:
-        """Figures of the request, see docs/stats.md."""
+        """Return the figures of the request, see docs/stats.md."""
         accepted, steps = self._accepted, len(self._accepted)
         return {
             "steps": steps,
@@ -123,7 +123,7 @@ class Drafting:
         }
 
     def _read(self, logp_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
-        """The model's likely tokens after the likeliest nodes."""
+        """Read the model's likely tokens after the likeliest nodes."""
         with self.reading:
             first = slice(1 + OBSERVED)
             return likely(logp_NV[first], self.drafter.curiosity, peaks_NB[first] if peaks_NB is not None else None)

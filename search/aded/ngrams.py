@@ -32,7 +32,7 @@ ORDER = 0x0102
 SUCCESSORS = 12  # the paper's t: successors kept per bi-gram
 WAIT = 60.0  # seconds to wait for another run that writes a store
 PIECE = 1 << 20  # entries that are checked at a time
-MAX_LOOPED = 512  # entries that a loop adds up; for more, tensors are faster
+MAX_LOOPED = 512  # the most entries that a loop adds up; for more, tensors are faster
 REMEDY = "count one for this model: python -m tools.ngrams --model DIR --input FILES --output FILE"
 
 Run = tuple[Tensor, Tensor]  # keys, ascending and distinct: int64; and their counts: int64, or int32 of a store
@@ -56,7 +56,7 @@ class NGramStore:
         path: the file.
 
     Raises:
-        UsageError: it cannot be read, is no store, is damaged, or holds what no text has.
+        UsageError: it cannot be read, is no store, is damaged, or has entries that no text can produce.
     """
 
     def __init__(self, path: str | Path):
@@ -82,7 +82,7 @@ class NGramStore:
             raise UsageError(f"the n-gram store is not valid: {fault}", where=str(path), remedy=REMEDY)
 
     def __len__(self) -> int:
-        """The number of entries: tri-grams, and one entry per bi-gram for its successors that were left out."""
+        """Return the number of entries: tri-grams, and one entry per bi-gram for its omitted successors."""
         return len(self.keys)
 
     def check(self, vocab_size: int, fingerprint: str) -> None:
@@ -133,7 +133,7 @@ class NGramStore:
 
 
 def _fault(keys: Tensor, counts: Tensor, vocab: int) -> str:
-    """Say what is wrong with the entries of a store, see the top; "" if nothing is. `vocab`: tokens are less."""
+    """Return the fault of a store's entries, see the top; "" if there is none. Tokens must be less than `vocab`."""
     if not 0 < vocab < REST:
         return f"expected a vocabulary of 1 to {REST - 1} tokens, got {vocab}"
     for at in range(0, len(keys), PIECE):
@@ -181,12 +181,12 @@ def merge(runs: Sequence[Run], successors: int = SUCCESSORS, *, block: int = 1 <
     """Add counts up, a range of keys at a time; the memory needed does not grow with the runs.
 
     Args:
-        runs: counted apart, or of stores.
-        successors: kept per bi-gram, the most frequent; at least 4. 0 keeps all.
-        block: entries at a time, about.
+        runs: counts of several texts or stores.
+        successors: the number of most frequent successors kept per bi-gram, at least 4. 0 keeps all.
+        block: approximate number of entries that are merged at a time.
 
     Yields:
-        runs, ascending.
+        runs with ascending keys.
     """
     step = max(1, block // 64 // max(1, len(runs)))
     samples = torch.cat([keys[step - 1 :: step] for keys, _ in runs]).sort().values
@@ -203,7 +203,7 @@ def merge(runs: Sequence[Run], successors: int = SUCCESSORS, *, block: int = 1 <
 
 
 def _cut(keys: Tensor, counts: Tensor, successors: int) -> Run:
-    """Keep the most frequent successors of each bi-gram (of equals the lower token), and add the others into one."""
+    """Keep the most frequent successors of each bi-gram (among equals the lower token), and add the others into one."""
     rest = keys & REST == REST
     order = torch.argsort(torch.where(rest, -1, counts), descending=True, stable=True)
     order = order[torch.argsort(keys[order] >> BITS, stable=True)]
@@ -222,13 +222,13 @@ def write_store(path: str | Path, runs: Iterable[Run], vocab_size: int, fingerpr
     """Write a store; a write that fails leaves no file, or the old one.
 
     Args:
-        path: of the file.
-        runs: ascending, one after the other; counts above 2^31 - 1 are written as that.
+        path: the file.
+        runs: runs whose keys ascend from each to the next; counts above 2^31 - 1 are written as 2^31 - 1.
         vocab_size: tokens are less than this.
-        fingerprint: of the tokenizer; empty for none.
+        fingerprint: the tokenizer's; empty without a tokenizer.
 
     Returns:
-        entries written.
+        the number of entries written.
 
     Raises:
         UsageError: the file cannot be written, or the vocabulary is too large.
@@ -264,7 +264,7 @@ def _append(file: IO[bytes], values: Tensor, checksum: int) -> int:
 
 
 def add_to_store(path: str | Path, run: Run, vocab_size: int, fingerprint: str) -> None:
-    """Add counts to a store; without a file, make one of them.
+    """Add counts to a store, which is made if the file does not exist.
 
     Raises:
         UsageError: the file is no store of this tokenizer, or cannot be written.

@@ -5,7 +5,7 @@ the steps of docs/algorithms.md. A draft is accepted with probability p'/q (the 
 renormalised over the drafts whose parents were accepted and, when drafts are drawn without replacement, over the tokens
 not drawn yet. Neither the width nor the number of drafted layers depends on which tokens were drawn.
 
-A round: the draft model beam-samples a forest below the beams, of gamma layers, or of as many as are sure to fit into
+A round: the draft model beam-samples a forest below the beams, of gamma layers or as many as are certain to fit into
 the KV cache; one pass of the target gives the true probabilities of the whole forest; layer by layer, drafts are
 accepted so that the list of beams is distributed as if drawn from the target's p_beam. Draws from the residual
 distribution and from p_beam complete a layer that falls short, and end the round unless those draws were drafted as
@@ -38,8 +38,8 @@ from search.dsbd.verify import (
 )
 from search.options import MAX_PENALTY, Sampling, check_choices, check_integers, check_numbers
 
-OF_DRAFT = 1 << 12  # numbers that count for a drafted node: it is verified one by one
-VERIFYING = 0  # stream of keyed numbers
+OF_DRAFT = 1 << 12  # work for a drafted node, in numbers that a tensor computes: it is verified one by one
+VERIFYING = 0  # stream of keyed numbers for verification
 GO_ON, END = "go-on", "end"
 
 
@@ -101,7 +101,7 @@ class DSBD(Sampling):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The roles of the models that run besides the target."""
+        """The roles of the models that run in addition to the target."""
         return ("draft",) if self.drafter == "model" else ()
 
     @property
@@ -133,7 +133,7 @@ class DSBD(Sampling):
     def _verify(
         self, task: Task, beams: Beams, layers: list[ForestLevel], reader: Reader, rows: Rows, stats: Stats
     ) -> None:
-        """Algorithm 1: replace the list of beams, layer by layer, until a layer falls short or none is left."""
+        """Run algorithm 1: replace the list of beams, layer by layer, until a layer falls short or none is left."""
         for depth, layer in enumerate([*layers, None]):
             live = [beam.node for beam in beams.live]
             p = reader.p_beam(rows, beams.live)  # D4
@@ -155,17 +155,17 @@ class DSBD(Sampling):
     def judge(
         self, p: Joint, layer: ForestLevel, parents: Sequence[int], room: int, numbers: Iterator[float]
     ) -> tuple[int, Verdict]:
-        """D4 to D7 for one layer.
+        """Perform D4 to D7 for one layer.
 
         Args:
             p: p_beam, given the accepted beams of the layer above.
-            layer: as it was drafted.
+            layer: the drafted layer.
             parents: nodes of these accepted beams.
             room: the most entries that may be taken.
-            numbers: keyed.
+            numbers: keyed uniform numbers.
 
         Returns:
-            the width that was wanted, and the layer's new entries; they fall short if fewer than that were accepted.
+            the intended width, and the layer's new entries; the layer falls short if fewer drafts were accepted.
         """
         mass, q = layer.q.of_nodes(parents), layer.q.at(p)
         drafts = []

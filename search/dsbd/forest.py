@@ -18,7 +18,7 @@ DRAFTING = 1  # stream of keyed numbers for the first layer of a round; layer i 
 
 
 class ForestLevel(NamedTuple):
-    """A layer of a forest: the beams above it, their joint distribution, the draws in their order."""
+    """A layer of a forest: the beams above it, their joint distribution, and the draws in order."""
 
     beams: list[Beam]
     q: Joint
@@ -26,22 +26,22 @@ class ForestLevel(NamedTuple):
 
 
 class Forester:
-    """Base class of what drafts forests.
+    """Base class of drafters of forests.
 
     Args:
-        task: the target's.
+        task: the target's task.
         reader: makes joint distributions.
         width: drafts per layer.
-        gamma: layers, at most.
+        gamma: the most layers.
         kind: how drafts are drawn, see `search.dsbd.verify.draw`.
-        seed: of the keyed draws.
+        seed: the seed of the keyed draws.
     """
 
     def __init__(self, task: Task, reader: Reader, width: int, gamma: int, kind: str, seed: int):
         self.task, self.reader, self.width, self.gamma, self.kind, self.seed = task, reader, width, gamma, kind, seed
 
     def forest(self, beams: Sequence[Beam]) -> Generator[Evaluate, Answer, tuple[list[ForestLevel], list[Beam]]]:
-        """Beam sampling below the target's beams, which keep the target's log-probabilities.
+        """Beam-sample below the target's beams, which keep the target's log-probabilities.
 
         Returns:
             the layers, and the beams after the last one.
@@ -59,7 +59,8 @@ class Forester:
         return layers, heads
 
     def layers(self, beams: Sequence[Beam]) -> int:
-        """How many layers to draft below the beams: up to gamma, as many as fit even if all drafts differ.
+        """Return the number of layers to draft below the beams: at most gamma, and no more than fit if all drafts
+        differ.
 
         The number must not depend on the draws. The room that a forest needs does (equal drafts share a node, drafts
         that end need none), so dropping a forest that turns out too large would make some tokens more likely than
@@ -76,11 +77,11 @@ class Forester:
         return all(pages <= self.task.spare(pool) for pool, pages in wanted.items())
 
     def needs(self, nodes: Sequence[int], layers: int) -> list[tuple[TokenTree, Sequence[int], int]]:
-        """The nodes that a round below the target's `nodes` evaluates: (tree, nodes in it, most nodes below these)."""
+        """Return what a round below the target's `nodes` evaluates: (tree, nodes in it, most nodes below them)."""
         return [(self.task.tree, nodes, layers * self.width)]
 
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Answer, Joint | None]:
-        """The distribution of the next layer; None if the drafter has none."""
+        """Return the distribution of the next layer; None if the drafter has none."""
         raise NotImplementedError
 
     def follow(self, beams: Sequence[Beam]) -> None:
@@ -94,7 +95,7 @@ class ModelForester(Forester):
     def __init__(self, tree: TokenTree, task: Task, *options):
         super().__init__(task, *options)
         self.tree = tree
-        self.twins = {task.tree.root: tree.root}  # node of the target's tree -> node of this one
+        self.twins = {task.tree.root: tree.root}  # node of the target's tree -> node of the draft's tree
         self.rows: Rows = {}
 
     def needs(self, nodes: Sequence[int], layers: int) -> list[tuple[TokenTree, Sequence[int], int]]:
@@ -115,7 +116,7 @@ class ModelForester(Forester):
         self.rows = {node: self.rows[node] for node in self.twins.values() if node in self.rows}
 
     def _twins(self, nodes: Sequence[int]) -> list[int]:
-        """The nodes of this tree on the paths of the target's nodes, grown if they are missing."""
+        """Return the draft tree's nodes with the paths of the target's nodes; missing ones are grown."""
         target, twins = self.task.tree, self.twins
         for node in nodes:
             new = []
@@ -133,7 +134,7 @@ class NGramForester(Forester):
     def __init__(self, drafter: TextDrafter, task: Task, *options):
         super().__init__(task, *options)
         self.drafter = drafter
-        self.learnt = 0  # tokens after the prompt
+        self.learnt = 0  # number of tokens after the prompt
         drafter.learn(task.tree.trunk.tokens)
 
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Answer, Joint | None]:

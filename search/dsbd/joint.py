@@ -8,9 +8,9 @@ over the W entries i of the list and the tokens v, warped once, as one distribut
 are one beam with a count, but the warp treats them as separate: a token after a beam of n entries takes n places of a
 top-k, each of its copies is tempered separately, and top-p may keep only some of them.
 
-A cell (beam, token) has the summed probability of its copies. Cells are ordered by node, then by token,
-and a draw is the first cell at which the cumulative probability, in float64, exceeds a uniform number. The order is
-the same on every code path below, and so are the draws.
+A cell (beam, token) has the summed probability of its copies. Cells are ordered by node, then by token, and a draw is
+the first cell at which the cumulative probability, in float64, exceeds a uniform number. The order is the same on every
+code path below, and so are the draws.
 
 If the warp leaves few cells, they are kept in lists: the largest log-probabilities of each row determine these cells
 and come to the host with the answer, so rows are read once and never sorted. If the warp leaves many cells, a tensor on
@@ -41,7 +41,7 @@ Probabilities = Sequence[float] | Tensor
 
 
 class Beam(NamedTuple):
-    """Entries of the list that are the same sequence: its last node, its log-probability, how many they are."""
+    """Entries of the list that are the same sequence: its last node, its log-probability, and their number."""
 
     node: int
     logprob: float
@@ -66,7 +66,7 @@ class Row(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """No token that is not listed has a greater log-probability."""
+        """An upper bound on the log-probabilities of the tokens that are not listed."""
         return -math.inf if self.complete else self.logps[-1] if self.logps else math.inf
 
 
@@ -78,9 +78,9 @@ class Cell(NamedTuple):
 
     Attributes:
         score: the log-probability of one copy, up to a constant.
-        number: of the cell.
+        number: the cell's number, node * vocab + token.
         logp: the log-probability of its token.
-        copies: how many equal cells it stands for.
+        copies: the number of equal cells that it stands for.
     """
 
     score: float
@@ -90,11 +90,11 @@ class Cell(NamedTuple):
 
 
 class Reader:
-    """Reads the part of log-probability rows that a warp needs, and makes joint distributions of them.
+    """Reads the part of log-probability rows that a warp needs, and makes joint distributions from it.
 
     Args:
-        warp: of joint distributions.
-        vocab: number of tokens; columns from there on are -inf.
+        warp: the warp of joint distributions.
+        vocab: number of tokens; columns from `vocab` on are -inf.
         normalised: see `Task.normalised`.
     """
 
@@ -105,14 +105,14 @@ class Reader:
         self._size = (self.k + 1 if self.k < MAX_TOP_K else 0) if self.k else nucleus
 
     def fetch(self, tree: TokenTree, nodes: Iterable[int], rows: Rows) -> Generator[Evaluate, Any, bool]:
-        """Evaluate the nodes without a row and add their rows; returns whether there were such nodes."""
+        """Evaluate the nodes without a row and add their rows; return whether there were such nodes."""
         if new := sorted({node for node in nodes if node not in rows}):  # the order in which answers come
             logp_NV, numbers = yield Evaluate(tree, new, self.read)
             rows.update(zip(new, self.rows(logp_NV, numbers), strict=True))
         return bool(new)
 
     def read(self, logp_NV: Tensor, _peaks_NB: Tensor | None = None) -> Tensor:
-        """The numbers that `rows` takes, float64, on the device of the log-probabilities."""
+        """Return the numbers that `rows` takes, float64, on the device of the log-probabilities."""
         V = logp_NV.shape[1]
         if self._whole(logp_NV):
             return as_doubles(logp_NV)
@@ -123,7 +123,7 @@ class Reader:
         return torch.cat([best_N2K.flatten(1), mass_N1.double()], 1).view(-1)
 
     def rows(self, logp_NV: Tensor, numbers: Tensor) -> list[Row]:
-        """A row for each node, from the numbers that `read` returned, on the host."""
+        """Return a row for each node, from the numbers that `read` returned, on the host."""
         N, V = logp_NV.shape
         if self._whole(logp_NV):
             logp_NV, numbers = numbers.view(torch.float32)[: N * V].view(N, V), numbers[:0]
@@ -134,7 +134,7 @@ class Reader:
         ]
 
     def _whole(self, logp_NV: Tensor) -> bool:
-        """Whether whole rows are read with the answer: all cells of them may be drawn, and a GPU has them."""
+        """Whether whole rows are read with the answer: any of their cells may be drawn, and the rows are on a GPU."""
         return not logp_NV.is_cpu and not self._listed(logp_NV.shape[1])
 
     def _listed(self, V: int) -> int:
@@ -142,12 +142,12 @@ class Reader:
         return V if V <= NUCLEUS else min(self._size, V)
 
     def _has_mass(self, V: int) -> bool:
-        """Whether rows need their mass, because it is not 1: rows are normalised unless they are warped or cut."""
+        """Whether rows need their mass because it is not 1: rows are normalised unless they are warped or cut."""
         nucleus = self.warp.top_p < 1 and not self.k
         return nucleus and V > NUCLEUS and (self.warp.temperature != 1 or self.vocab < V or not self.normalised)
 
     def p_beam(self, rows: Mapping[int, Row], beams: Sequence[Beam]) -> "Joint":
-        """Equation (1), warped: the distribution of the list after these beams, which are all different."""
+        """Return equation (1), warped: the distribution of the list after these beams, which are all different."""
         best = max(beam.logprob for beam in beams)
         ranked = sorted(Beam(node, logprob - best, count) for node, logprob, count in beams)
         return self._of_listed(rows, ranked) or self._of_all(rows, ranked)
@@ -162,9 +162,9 @@ class Reader:
         if k:
             cells = best_copies(cells, k)
         if warp.temperature == 0:
-            del cells[:-1]  # the first of equals
+            del cells[:-1]  # cells are sorted with the first of equals last
         T, best = warp.temperature or 1.0, cells[0].score
-        masses = [math.exp((cell.score - best) / T) for cell in cells]  # of one copy
+        masses = [math.exp((cell.score - best) / T) for cell in cells]  # each of one copy
         copies = [cell.copies for cell in cells]
         whole = bound == -math.inf or k > 0
         if warp.top_p < 1:
@@ -189,7 +189,8 @@ class Reader:
         return Joint(self.vocab, probs, logps, numbers)
 
     def _cells_above(self, bound: float, rows: Mapping[int, Row], beams: Sequence[Beam]) -> list[Cell]:
-        """The listed cells with scores above those of all cells not listed, best first, of equals the last first."""
+        """Return the listed cells with scores above those of all cells not listed, best first, among equals the last
+        first."""
         cells: list[Cell] = []
         for node, offset, n in beams:
             first, row = node * self.vocab, rows[node]
@@ -228,7 +229,7 @@ class Reader:
 
 
 def as_doubles(x: Tensor) -> Tensor:
-    """The bits of float32 numbers as float64 [n], two in one, with a zero after an odd one."""
+    """View float32 numbers as float64 [n], two in each; an odd count is padded with a zero."""
     flat = x.reshape(-1)
     return torch.nn.functional.pad(flat, (0, len(flat) % 2)).view(torch.float64)
 
@@ -258,12 +259,12 @@ def cut_to_nucleus(masses: list[float], copies: list[int], limit: float) -> bool
 
 
 def warp_copies(score_C: Tensor, n_C: Tensor, warp: Warp) -> Tensor:
-    """Warped probabilities of cells that each stand for some copies.
+    """Return warped probabilities of cells that each stand for several copies.
 
     Args:
         score_C: float64 log-probabilities of one copy of each cell, up to a common constant.
         n_C: float64, the number of copies of each cell.
-        warp: applied as `Warp` would apply it to a row of all copies.
+        warp: has the same effect as on a row of all copies.
 
     Returns:
         float64 [C], the probability of all copies of each cell together.
@@ -278,7 +279,7 @@ def warp_copies(score_C: Tensor, n_C: Tensor, warp: Warp) -> Tensor:
         score_C = score_C.masked_fill(score_C < best_K.values[last], -math.inf)
     mass_C = ((score_C - score_C.max()) / warp.temperature).exp_()
     if warp.top_p < 1:
-        order_C = torch.sort(score_C, stable=True).indices.flip(0)  # of equals the last comes first
+        order_C = torch.sort(score_C, stable=True).indices.flip(0)  # among equals the last comes first
         mass_C, n_C = mass_C[order_C], n_C[order_C]
         sum_C = (n_C * mass_C).cumsum(0)
         limit = warp.top_p * sum_C[-1] * REACHED  # a copy stays if those before it do not reach top-p
@@ -296,11 +297,11 @@ class Joint:
     """A distribution over cells: node * vocab + token.
 
     Args:
-        vocab: tokens of a row.
-        probs: of the cells that can be drawn, as a list or array; or of all cells, as a float32 tensor.
+        vocab: number of tokens of a row.
+        probs: probabilities of the cells that can be drawn, as a list or array; or of all cells, as a float32 tensor.
         logps: log-probabilities of the tokens after their nodes, not warped.
         cells: the numbers of these cells, ascending; None for all cells.
-        nodes: of the rows, ascending, if `cells` is None.
+        nodes: the nodes of the rows, ascending, if `cells` is None.
     """
 
     vocab: int
@@ -310,11 +311,11 @@ class Joint:
     nodes: Sequence[int] = ()
 
     def draw(self, n: int, numbers: Uniforms) -> list[int]:
-        """Independent draws."""
+        """Return the indices of n independent draws."""
         return pick(self.probs, islice(numbers, n))
 
     def cell(self, i: int) -> tuple[int, int]:
-        """Node and token of the i-th cell."""
+        """Return node and token of the i-th cell."""
         if self.cells is not None:
             return divmod(self.cells[i], self.vocab)
         return self.nodes[i // self.vocab], i % self.vocab
@@ -334,7 +335,7 @@ class Joint:
         return {node: i for i, node in enumerate(self.nodes)}
 
     def of_nodes(self, nodes: Iterable[int]) -> float:
-        """The probability of the rows of some nodes together."""
+        """Return the total probability of the rows of these nodes."""
         if isinstance(self.probs, Tensor):
             rows = [self._row[node] for node in nodes]
             return float(self.probs.view(-1, self.vocab)[rows].sum(dtype=torch.float64))
@@ -342,7 +343,7 @@ class Joint:
         return math.fsum([p for cell, p in zip(self.cells or (), self.probs, strict=True) if cell // V in chosen])
 
     def at(self, other: "Joint") -> Probabilities:
-        """Probabilities of the cells of another distribution, whose nodes are among those here."""
+        """Return the probabilities of the cells of another distribution, whose nodes must be among this one's."""
         V = self.vocab
         if other.cells is None:
             rows = [self._row[node] for node in other.nodes] if self.cells is None else []
@@ -360,7 +361,7 @@ class Joint:
 
 
 def pick(probs: Probabilities, numbers: Iterable[float]) -> list[int]:
-    """Independent draws: for each number in (0, 1) the first index at which the cumulative sum exceeds it."""
+    """Draw independently: return for each number in (0, 1) the first index at which the cumulative sum exceeds it."""
     if not isinstance(probs, Tensor):
         sums = list(accumulate(probs))
         return [bisect_right(sums, number * sums[-1]) for number in numbers]

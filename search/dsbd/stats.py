@@ -27,7 +27,7 @@ class Stats:
         self.bonus_widths += width
 
     def figures(self, steps: int) -> dict[str, Any]:
-        """The statistics that docs/stats.md describes."""
+        """Return the statistics that docs/stats.md describes."""
 
         def mean(sums: Sequence[int], counts: Sequence[int]) -> list[float | None]:
             return [round(a / n, 4) if n else None for a, n in zip(sums, counts, strict=True)]

@@ -15,16 +15,16 @@ from torch import Tensor
 from search.dsbd.joint import Probabilities, pick
 
 IID, WITHOUT = KINDS = ("iid", "without-replacement")
-NOTHING = 1e-9  # probability left at which drawing without replacement stops
+NOTHING = 1e-9  # drawing without replacement stops when less probability than this is left
 
 
 def draw(q: Probabilities, n: int, kind: str, numbers: Iterator[float]) -> list[int]:
-    """Drafts of a layer, in order.
+    """Draw the drafts of a layer, in order.
 
     Args:
         q: their distribution.
         n: number of drafts.
-        kind: IID; WITHOUT: the first n different ones of endless i.i.d. draws, which is drawing without replacement.
+        kind: IID; WITHOUT: the first n different values of endless i.i.d. draws, which is drawing without replacement.
     """
     if kind == IID:
         return pick(q, islice(numbers, n))
@@ -36,14 +36,14 @@ def draw(q: Probabilities, n: int, kind: str, numbers: Iterator[float]) -> list[
 
 
 class Drafted(NamedTuple):
-    """A draft: its cell in p (None where p is 0), its probability under q."""
+    """A draft: its cell in p (None if p is 0) and its probability under q."""
 
     x: int | None
     q: float
 
 
 class Verdict(NamedTuple):
-    """The new list's cells of p; how many of them are accepted drafts; how many drafts were tried."""
+    """The new list's cells of p; the number of accepted drafts among them; the number of drafts that were tried."""
 
     entries: list[int]
     accepted: int
@@ -61,7 +61,7 @@ class ResidualDistribution:
 
     Attributes:
         s: the multiple of q that was subtracted.
-        total: the sum of p - s q where it is positive.
+        total: the sum of the positive elements of p - s q.
         spared: cells that q can no longer draw: accepted earlier, or rejected before that.
     """
 
@@ -74,7 +74,7 @@ class ResidualDistribution:
         self.s, self.total, self.spared = 0.0, self.whole, spared
 
     def at(self, x: int) -> float:
-        """p' of a cell that is not spared, times `total`."""
+        """Return p' of a cell that is not spared, times `total`."""
         return max(0.0, float(self.p[x]) - self.s * float(self.q[x]))
 
     def reject(self, mass: float) -> float:
@@ -90,7 +90,7 @@ class ResidualDistribution:
         return left / before
 
     def probabilities(self) -> Probabilities:
-        """p' times `total`."""
+        """Return p' times `total`."""
         p, q, s = self.p, self.q, self.s
         left: Any
         if isinstance(p, Tensor):
@@ -115,13 +115,13 @@ def verify_layer(
 
     Args:
         p, q: probabilities of the cells that are possible under p; q is not renormalised.
-        drafts: those whose parents were accepted, in the order drawn.
+        drafts: the drafts whose parents were accepted, in the order drawn.
         mass: the sum of q in the rows of these parents.
-        width: the number of entries wanted.
+        width: the number of entries to produce.
         numbers: keyed uniform numbers; one per decision.
         kind: how the drafts were drawn.
     """
-    residual, left = ResidualDistribution(p, q), mass  # p'; the mass of q that can still be drawn
+    residual, left = ResidualDistribution(p, q), mass  # left: the mass of q that can still be drawn
     spent: list[int] = []  # cells that cannot be drawn any more
     accepted: list[int] = []
     tried = 0
@@ -160,25 +160,25 @@ def total(q: Probabilities) -> float:
 
 
 def excess(p: Probabilities, q: Probabilities, s: float) -> float:
-    """The sum of p - s q where it is positive."""
+    """Return the sum of the positive elements of p - s q."""
     if isinstance(p, Tensor):
         return total(torch.sub(p, torch.as_tensor(q), alpha=s).clamp_(min=0))
     return math.fsum([a - s * b for a, b in zip(p, q, strict=True) if a > s * b])
 
 
 def acceptances(p: Probabilities, q: Probabilities, m: int, mass: float) -> list[float]:
-    """Equation (4): the probability that a draft is accepted after all before it were rejected, for m drafts."""
+    """Equation (4), for m drafts: the probability that each is accepted if all before it were rejected."""
     residual = ResidualDistribution(p, q)
     return [1 - residual.reject(mass) for _ in range(m)]
 
 
 def accepted_counts(alphas: Sequence[float]) -> Iterator[float]:
     """Equations (2) and (3): the probabilities that k of the drafts are accepted, k = 0, 1, ..., computed lazily."""
-    first, none = [], [1.0]  # that the m-th is the first to be accepted; that none of m is
+    first, none = [], [1.0]  # probabilities that the m-th draft is the first accepted, and that none of m is accepted
     for alpha in alphas:
         first.append(alpha * none[-1])
         none.append(none[-1] * (1 - alpha))
-    counts = none  # that k of m drafts are accepted, m = k, k + 1, ...
+    counts = none  # probabilities that k of m drafts are accepted, m = k, k + 1, ...
     yield counts[-1]
     for _ in alphas:
         counts = [sum(map(mul, first, counts[m::-1])) for m in range(len(counts) - 1)]
@@ -186,7 +186,7 @@ def accepted_counts(alphas: Sequence[float]) -> Iterator[float]:
 
 
 def dynamic_width(counts: Iterable[float], threshold: float) -> int:
-    """Equation (7): the largest width that is reached with at least this probability.
+    """Equation (7): the largest width that is reached with at least the probability `threshold`.
 
     Args:
         counts: probabilities that k drafts are accepted, k = 0, 1, ...

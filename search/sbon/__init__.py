@@ -1,9 +1,9 @@
 """Best-of-N, and speculative best-of-N, which rejects most utterances early, by their partial rewards.
 
 "Accelerating Best-of-N via Speculative Rejection", algorithm 1, errata corrected; comments cite the steps of
-docs/algorithms.md. Besides the paper's single decision point there may be several, or one whenever the cache is full
-(the paper's section 6.3 and its successor), or rejection rates that follow from the correlation of earlier rewards with
-later ones (section 7).
+docs/algorithms.md. In addition to the paper's single decision point there may be several, or one whenever the cache is
+full (the paper's section 6.3 and its successor), or rejection rates that follow from the correlation of earlier rewards
+with later ones (section 7).
 
 All utterances share one tree and their draws are keyed, so the survivors are those of best-of-N, token for token.
 """
@@ -92,7 +92,7 @@ class SBoN(BoN):
         return self  # the rates depend on the number of outputs
 
     def points(self) -> dict[int, float]:
-        """The rate at each decision point that is set in advance. Raises UsageError."""
+        """Return the rate at each decision point that is set in advance. Raises UsageError."""
         if self.schedule in ("memory", "adaptive"):
             return {}
         points: dict[int, float] = {}
@@ -133,7 +133,8 @@ class SBoN(BoN):
         return (yield from race.end())
 
     def _accepted_by_risk(self, race: "Race") -> int:
-        """The fewest utterances to keep so that all decision points together lose the best with probability `risk`.
+        """Return the fewest utterances to keep so that all decision points together lose the best with probability
+        `risk`.
 
         Each decision point gets an equal share of the risk. Rewards are modelled as a Gaussian process whose
         correlation falls by the same factor whenever the text doubles (for a random walk sqrt(1/2)). The factor is
@@ -147,7 +148,7 @@ class SBoN(BoN):
         limit, tokens = race.task.max_new_tokens, race.length
         ended = sum(reason is not None for reason in race.drawn.reasons)
         drawn = sum(map(len, race.drawn.tokens))
-        length = min(limit, tokens + drawn / ended) if ended else limit  # expected, of an unfinished utterance
+        length = min(limit, tokens + drawn / ended) if ended else limit  # expected length of an unfinished utterance
         correlation = per_doubling ** math.log2(length / tokens)
         decisions = max(1, math.ceil(math.log2(limit / self.tau)) - 1)
         count = accepted_by_risk(len(race.running), correlation, self.risk / decisions)
@@ -179,7 +180,7 @@ class Race:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest utterances, which are the unfinished ones."""
+        """The number of tokens of the longest utterances, which are the unfinished ones."""
         return max(map(len, self.drawn.tokens))
 
     def judge(self) -> Generator[Evaluate, Answer, None]:
@@ -211,7 +212,7 @@ class Race:
         self.rewards_before = {i: self.rewards[i] for i in self.drawn.live}
 
     def report(self) -> Report:
-        """The state of the run; tokens that all candidates share are certain."""
+        """Return the state of the run; tokens that all candidates share are certain."""
         candidates = sorted(self.running + self.spared)
         shared = shared_length(*[self.drawn.tokens[i] for i in candidates], start=self.settled)
         certain = self.drawn.tokens[candidates[0]][self.settled : shared]

@@ -127,13 +127,13 @@ class ULTS(Search):
         return SearchResult(outputs, figures | {"dropped_subtrees": dropped, "prior": prior})
 
     def _select(self, boundary: Boundary, used: list[int], room: int) -> list[tuple[Family, int]]:
-        """The next nodes to evaluate, at most `room`, closed and counted in `used`."""
+        """Choose the next nodes to evaluate, at most `room`; they are closed and counted in `used`."""
         winners = []
         for family, child in boundary.winners(room):
             winners.append((family, child))
             boundary.close(family, [child])
             used[family.level] += 1
-            if used[family.level] == self.k_max:  # the last that this level has
+            if used[family.level] == self.k_max:  # the last node that this level may evaluate
                 boundary.close_levels(family.level)
                 for vain in [f for f, _ in winners if f.level < family.level]:  # their children would be closed
                     used[vain.level] -= 1
@@ -152,7 +152,7 @@ class ULTS(Search):
         answer: Answer,
         leaves: Finished,
     ) -> list[Family]:
-        """The families of evaluated nodes; those of their children that are leaves join `leaves`."""
+        """Return the families of evaluated nodes; children that are leaves join `leaves`."""
         families: list[Family] = []
         for (above, place), node, (logps, tokens, excluded) in zip(winners, nodes, children.of(answer), strict=True):
             level, key = above.level + 1, path_key(above.key, above.tokens[place])
@@ -163,21 +163,21 @@ class ULTS(Search):
             path = task.tree.path(node) if ends else []
             for c, reason in ends.items():
                 leaves.add([*path, tokens[c]], sums[c], reason, excluded)
-            if self.fixed_length and not tokens:  # at most the end is allowed, which no child is
+            if self.fixed_length and not tokens:  # at most end-of-sequence, which no child has, is allowed
                 leaves.add(task.tree.path(node), above.sums[place] + STUCK, "constraint", above.excluded - STUCK)
         most = min(self.children, answer.rows_NV.shape[1])
         pad = [most - len(f.tokens) for f in families]
         sums = [[s if c in f.open else -math.inf for c, s in enumerate(f.sums)] for f in families]
         sum_FC = torch.tensor([row + [-math.inf] * n for row, n in zip(sums, pad, strict=True)])
         token_FC = torch.tensor([f.tokens + [0] * n for f, n in zip(families, pad, strict=True)])
-        last = task.max_new_tokens - 1  # leaves have no Delta: theirs is not used
+        last = task.max_new_tokens - 1  # leaves have no Delta, so their level is not used
         place_FC = delta.places([(min(f.level, last), f.key) for f in families], token_FC)
         for family, sum_C, place_C in zip(families, sum_FC, place_FC, strict=True):
             family.sum_C, family.place_C = sum_C, place_C
         return families
 
     def _ends(self, task: Task, node: int, level: int, tokens: list[int]) -> dict[int, str]:
-        """Index of each child that is a leaf -> its finish reason."""
+        """Map the index of each child that is a leaf to its finish reason."""
         ends = {}
         if task.hit_stops is not None:
             path = task.tree.path(node)
@@ -190,7 +190,7 @@ class ULTS(Search):
         return ends
 
     def _prior(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Delta, str]]:
-        """The distributions of Delta, and the source of the softmax vectors that they are computed from."""
+        """Return the distributions of Delta, and the source of the softmax vectors that they are computed from."""
         depth, source = task.max_new_tokens, self.prior
         if depth == 1:  # all children are leaves: Delta is not used
             vectors = Vectors.of(logp_NV)
@@ -205,10 +205,10 @@ class ULTS(Search):
         return (yield from fit(vectors, depth, *options)), source
 
     def _dirichlet(self, vocab_size: int) -> Vectors:
-        """The prior's vectors. `check` has them made, which takes seconds, and they stay with the request."""
+        """Return the prior's vectors. Making them takes seconds, so `check` does it and the request keeps them."""
         if vocab_size not in self._made:
             self._made[vocab_size] = dirichlet(float(self.alpha), vocab_size)
-            trim_memory()  # the draws took a hundred times as much
+            trim_memory()  # making the draws took a hundred times as much memory
         return self._made[vocab_size]
 
     @cached_property
@@ -216,7 +216,8 @@ class ULTS(Search):
         return {}
 
     def _report(self, task: Task, boundary: Boundary, leaves: Finished, nodes: int, better: float) -> Report:
-        """The state of the search: the best leaf, the bound of all open nodes, the probability that one exceeds it."""
+        """Return the search's state: the best leaf, the bound of all open nodes, and the probability that an open node
+        exceeds the leaf."""
         best, bound = leaves.outputs[0].score if leaves.outputs else None, boundary.bound()
         return Report(
             leaves.settle(task.tree),
@@ -226,7 +227,7 @@ class ULTS(Search):
         )
 
     def _candidates(self, task: Task, boundary: Boundary, leaves: Finished, most: int) -> list[Candidate]:
-        """Scores and paths: the leaves, then the leading open nodes; never none."""
+        """Return scores and paths: the leaves, then the leading open nodes; never empty."""
         found: list[Candidate] = [*leaves.ranked()]
         leaders = boundary.leaders(most) if not found or most > 1 else []
         found += [(mean, [*task.tree.path(f.node), f.tokens[c]]) for mean, f, c in leaders]
@@ -246,7 +247,7 @@ class ULTS(Search):
         if self.prior == "dirichlet":
             self._dirichlet(vocab_size)
         elif self.prior != "auto":
-            Vectors.load(Path(self.prior).expanduser())  # errors of the file come before anything is evaluated
+            Vectors.load(Path(self.prior).expanduser())  # a bad file is refused before anything is evaluated
         if self.fixed_length and all(token in eos_token_ids for token in range(vocab_size)):
             raise UsageError("fixed_length: every token of the vocabulary ends the text")
 
@@ -254,7 +255,7 @@ class ULTS(Search):
 def _evaluate(
     tree: TokenTree, boundary: Boundary, winners: list[tuple[Family, int]], used: list[int], read: Read
 ) -> Generator[Evaluate, Answer, tuple[list[int], Answer, int]]:
-    """Evaluate the winners. While the pool is full, drop the least promising open subtree, in the end a winner.
+    """Evaluate the winners. While the pool is full, drop the least promising open subtree, or finally a winner.
 
     Returns:
         the winners' nodes, the answer, and the number of subtrees dropped.
@@ -285,7 +286,7 @@ class Children:
     """Reads the children of nodes: the most probable tokens after each.
 
     Args:
-        most: children of a node.
+        most: the most children of a node.
         excluded: tokens that are no children; the log-probabilities of the others are renormalised.
     """
 
@@ -293,17 +294,17 @@ class Children:
         self.most, self.excluded = most, excluded
 
     def read(self, logp_NV: Tensor, _peaks_NB: Tensor | None = None) -> Tensor:
-        """The numbers that `of` takes, float64, on the device of the log-probabilities."""
+        """Return the numbers that `of` takes, float64, on the device of the log-probabilities."""
         kept_NV, mass_N1 = self._kept(logp_NV)
         best_N2K = top_k(kept_NV, self._listed(logp_NV))
         if mass_N1 is None:
             return best_N2K.view(-1)
-        best_N2K[:, 0] = (best_N2K[:, 0].float() - mass_N1).double()  # a row less its sum, where it is wanted
+        best_N2K[:, 0] = (best_N2K[:, 0].float() - mass_N1).double()  # normalises only what is read
         return torch.cat([best_N2K.flatten(1), mass_N1.double()], 1).view(-1)
 
     def of(self, answer: Answer) -> list[tuple[list[float], list[int], float]]:
-        """For each node log-probabilities and tokens of its children, best first, of equals the lower token, without
-        -inf; and the logarithm of the mass that is left when tokens are excluded."""
+        """Return for each node log-probabilities and tokens of its children, best first, among equals the lower token,
+        without -inf; and the logarithm of the mass that is left when tokens are excluded."""
         logp_NV, numbers = answer
         assert numbers is not None
         listed, rows = self._listed(logp_NV), []
@@ -312,7 +313,7 @@ class Children:
             if len(set(logps)) < len(logps) or logps[-1] == -math.inf:
                 found = zip(logps, tokens, strict=True)
                 if listed < logp_NV.shape[1] and logps[min(self.most, listed) - 1] == logps[-1] > -math.inf:
-                    # A tie across the border: it is not defined which of the equals top_k chose.
+                    # A tie at the border: which of the equals top_k returns is undefined.
                     kept_NV, mass_N1 = self._kept(logp_NV[i : i + 1])
                     logp_V = (kept_NV if mass_N1 is None else kept_NV - mass_N1)[0]
                     token_K = (logp_V >= logps[-1]).nonzero().view(-1)
@@ -323,13 +324,15 @@ class Children:
         return rows
 
     def _listed(self, logp_NV: Tensor) -> int:
-        """How many tokens are read: one past the border, and on a GPU more, which spares it most reads of a tie."""
+        """Return how many tokens are read: one past the border, and more on a GPU, so that few ties need another
+        read."""
         return min(self.most + 1 if logp_NV.is_cpu else 2 * self.most + 1, logp_NV.shape[1])
 
     def _kept(self, logp_NV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities without the excluded tokens, and the logarithm of their sum, None if none is excluded."""
+        """Return log-probabilities without the excluded tokens, and the logarithm of their sum; None if no token is
+        excluded."""
         if not self.excluded:
             return logp_NV, None
         excluded = torch.tensor([token for token in self.excluded if token < logp_NV.shape[1]], dtype=torch.int64)
         logp_NV = logp_NV.index_fill(1, excluded.to(logp_NV.device, non_blocking=True), -math.inf)
-        return logp_NV, logp_NV.logsumexp(1, keepdim=True).clamp(min=-3e38)  # where no other token is possible
+        return logp_NV, logp_NV.logsumexp(1, keepdim=True).clamp(min=-3e38)  # finite even if no other token is possible

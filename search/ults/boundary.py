@@ -42,7 +42,7 @@ class Family:
 
     Attributes:
         below: index of an evaluated child -> its family.
-        value_CN: samples of the children, where a rule gives samples to evaluated children too.
+        value_CN: samples of the children, for rules that give samples to evaluated children too.
         wins: for each child the number of samples in which it is the best.
     """
 
@@ -68,7 +68,7 @@ class Family:
 
     @staticmethod
     def above(token: int, key: int, samples: int) -> "Family":
-        """A family whose only child is the root."""
+        """Return a family whose only child is the root."""
         return Family(-1, 0, key, None, 0, [token], [0.0], 0.0, set(), value_CN=torch.zeros(1, samples))
 
 
@@ -77,7 +77,7 @@ class Samples:
 
     Args:
         delta: the distributions of Delta.
-        penalty: of the length.
+        penalty: the exponent of the length.
         depth: the length of all leaves, unless `delta` has lengths.
     """
 
@@ -87,7 +87,8 @@ class Samples:
         self._scratch = NOTHING
 
     def of(self, families: Sequence[Family]) -> Tensor:
-        """The samples [F, C, N] of families, -inf for children that are not open; the next call overwrites them."""
+        """Return the samples [F, C, N] of families, -inf for children that are not open; the next call overwrites
+        them."""
         place_FC, sum_FC = _stacked(families)
         F, C = sum_FC.shape
         if len(self._scratch) < F * C:
@@ -102,13 +103,13 @@ class Samples:
         return value_CN.view(F, C, -1)
 
     def best(self, families: Sequence[Family]) -> Tensor:
-        """The largest samples [F, N] of families."""
+        """Return the largest samples [F, N] of families."""
         if self.penalty:
             return self.of(families).amax(1)
         return window_max(self._tape_P, *_stacked(families), self.delta.samples)
 
     def wins(self, families: Sequence[Family], best_N: Tensor) -> list[list[int]]:
-        """In how many samples each child of families is the best of all."""
+        """Count the samples in which each child of the families is the best of all."""
         if self.penalty:
             return _wins(self.of(families), best_N).tolist()
         return window_wins(self._tape_P, *_stacked(families), best_N).tolist()
@@ -167,12 +168,12 @@ class Boundary(ABC):
             self.shrunk = True
 
     def close_levels(self, level: int) -> None:
-        """Abandon all open nodes of this level and of those above."""
+        """Abandon all open nodes of this level and of the levels above it."""
         for family in [f for f in self.families if f.level <= level]:
             self.close(family, list(family.open))
 
     def bound(self) -> float:
-        """An upper bound on the score of every open node (a likelihood only falls); -inf if no node is open."""
+        """Return an upper bound on the score of every open node (a likelihood only falls); -inf if no node is open."""
         while self._most and self._most[0][2] not in self._most[0][3].open:
             family = heapq.heappop(self._most)[3]
             if family.open:
@@ -185,8 +186,8 @@ class Boundary(ABC):
         heapq.heappush(self._most, (-self.ceiling(family.sums[child], family.level), self._count, child, family))
 
     def least_promising(self, busy: Collection[Family]) -> Family | None:
-        """The family whose best child has the lowest mean sample, among those without open nodes below them that are
-        not busy; None if there is no such family."""
+        """Return the family whose best child has the lowest mean sample, among the families that are not busy and have
+        no open nodes below them; None if there is none."""
         inner = {*busy}
         for family in [*self.families, *busy]:
             above = family.parent
@@ -198,13 +199,13 @@ class Boundary(ABC):
 
     @torch.inference_mode()
     def leaders(self, most: int) -> list[tuple[float, Family, int]]:
-        """The most probable open node of each family, by the mean of its samples, best first: (mean, family, child)."""
+        """Return the most probable open node of each family as (mean of its samples, family, child), best first."""
         found = [(float(self.samples.of([f])[0, min(f.open)].mean()), f, min(f.open)) for f in self.families]
         return sorted(found, key=lambda leader: -leader[0])[:most]
 
     @abstractmethod
     def winners(self, most: int) -> Iterator[tuple[Family, int]]:
-        """Open nodes in the order of their evaluation; the caller closes each node before it takes the next.
+        """Yield open nodes in the order of their evaluation; the caller closes each node before it takes the next.
 
         Args:
             most: the number of nodes that the caller may take.
@@ -212,22 +213,23 @@ class Boundary(ABC):
 
     @abstractmethod
     def _update(self) -> Tensor:
-        """Process the changed families; returns the samples [N] of the best open node, -inf if no node is open."""
+        """Process the changed families, and return the samples [N] of the best open node, -inf if no node is open."""
 
     def exceeding(self, bar: float) -> float:
-        """The probability that an open node exceeds the bar: the share of the best node's samples above it."""
+        """Return the probability that an open node exceeds the bar: the share of the best node's samples above it."""
         self.bar = bar
         best_N = self._update()
         return int((best_N > bar).sum()) / len(best_N)
 
 
 class Flat(Boundary):
-    """Equation (1) over the whole boundary: the node that is the maximum, finished leaves included, in most samples."""
+    """Equation (1) over the whole boundary: selects the node that is the maximum, finished leaves included, in most
+    samples."""
 
     def __init__(self, origin: Family, *rest: Any):
         super().__init__(origin, *rest)
         self._rows: dict[Family, int] = {}
-        self._families: list[Family] = []  # the family of each row; of a free row, the last one
+        self._families: list[Family] = []  # the family of each row; for a free row, its last one
         self._free: list[int] = []
         self._best_RN = torch.full((64, origin.value_CN.shape[1]), -math.inf)  # a family's maxima; -inf in free rows
         self._best_N = self._best_RN[0]
@@ -258,7 +260,7 @@ class Flat(Boundary):
 
     def winners(self, most: int) -> Iterator[tuple[Family, int]]:
         best_N = self._update()
-        best_N = best_N.masked_fill(best_N <= self.bar, math.inf)  # there the best leaf wins
+        best_N = best_N.masked_fill(best_N <= self.bar, math.inf)  # in these samples the best leaf wins
         rows, samples = len(self._families), len(best_N)
         start_1R = torch.arange(0, rows * samples, samples).unsqueeze(0)
         won_1R = window_wins(self._best_RN.view(-1), start_1R, torch.zeros(1, rows), best_N)
@@ -299,10 +301,10 @@ class Recursive(Boundary):
     @staticmethod
     @abstractmethod
     def carried(value_CN: Tensor, best_N: Tensor, winner: int) -> Tensor:
-        """The samples of an evaluated node, computed from those of its children."""
+        """Return the samples of an evaluated node, computed from those of its children."""
 
     def _update(self) -> Tensor:
-        """Backup: from the changed families to the root, the deepest first."""
+        """Back up samples from the changed families to the root, the deepest first."""
         queue = [(-family.level, i, family) for i, family in enumerate(self._changed)]
         heapq.heapify(queue)
         for i in count(len(queue)):
@@ -329,7 +331,7 @@ class Recursive(Boundary):
             family = family.below[family.winner]
         if family.winner in family.open:
             yield family, family.winner  # the paper's choice
-        # More nodes for a batch: by their share of the wins, multiplied by the shares of their ancestors.
+        # A batch takes more nodes, ordered by their share of the wins multiplied by the shares of their ancestors.
         order, samples = count(), len(self.origin.value_CN[0])
         queue: list[tuple[float, int, Family, int | None]] = [(-1.0, next(order), root, None)]
         while queue:
@@ -361,12 +363,12 @@ class Posterior(Recursive):
 
 
 def _stacked(families: Sequence[Family]) -> tuple[Tensor, Tensor]:
-    """Where on the tapes the children's samples begin, int64 [F, C], and their log-likelihoods [F, C]."""
+    """Return where on the tapes the children's samples begin, int64 [F, C], and their log-likelihoods [F, C]."""
     return torch.stack([f.place_C for f in families]), torch.stack([f.sum_C for f in families])
 
 
 def _wins(value_RN: Tensor, best_N: Tensor) -> Tensor:
-    """The number of samples in which each row is the best."""
+    """Return the number of samples in which each row is the best."""
     return (value_RN - best_N).ge_(0).sum(-1)  # in floats, which is faster than with booleans
 
 

@@ -21,11 +21,11 @@ from search.ults.prior import DRAWS, Vectors
 POOL = 1 << 14  # draws on the tape of a level, from which nodes read their samples
 STRIDE = 0x9E3779B1  # odd: siblings whose tokens differ by less than POOL read different windows
 WORD_BITS = (1 << 64) - 1
-KEPT_NUMBERS = 1 << 22  # of the distributions that are kept for other requests
+KEPT_NUMBERS = 1 << 22  # the most numbers of all distributions that are kept for other requests
 
 
 def path_key(path: int, token: int) -> int:
-    """The key of a path and one more token: 64 bits (splitmix64)."""
+    """Return the key of a path and one more token: 64 bits (splitmix64)."""
     x = (path ^ (token + 1) * 0x9E3779B97F4A7C15) & WORD_BITS
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & WORD_BITS
     x = (x ^ x >> 27) * 0x94D049BB133111EB & WORD_BITS
@@ -38,7 +38,7 @@ class Delta:
 
     Args:
         log_LP: float32, draws of log Delta; row l belongs to nodes of level l, row 0 is not used.
-        length_LP: float32, tokens of the way that attains it; None where that does not matter.
+        length_LP: float32, the number of tokens of the path that attains it; None if lengths do not matter.
         samples: length of a window (N of the paper).
     """
 
@@ -48,11 +48,11 @@ class Delta:
 
     @property
     def numbers(self) -> int:
-        """The numbers on its tapes."""
+        """The count of numbers on the tapes."""
         return self.log_LP.numel() * (1 if self.length_LP is None else 2)
 
     def places(self, nodes: Sequence[tuple[int, int]], token_FC: Tensor) -> Tensor:
-        """Where on the tapes the windows [F, C] of children begin, by their level, parent and token.
+        """Return where on the tapes the windows [F, C] of children begin, by their level, parent and token.
 
         Args:
             nodes: for each family the children's level and the key of the parent's path.
@@ -63,7 +63,7 @@ class Delta:
         return start_F1 + (key_F1 + token_FC * STRIDE & POOL - 1)
 
     def draws(self, place_C: Tensor, out_CN: Tensor) -> tuple[Tensor, Tensor | None]:
-        """log Delta [C, N] of the nodes at places, written to `out_CN`; and the lengths."""
+        """Return log Delta [C, N] of the nodes at places, written to `out_CN`; and the lengths."""
         shape = (self.log_LP.numel() - self.samples + 1, self.samples)  # a view of all windows
         log_CN = torch.index_select(self.log_LP.as_strided(shape, (1, 1)), 0, place_C, out=out_CN)
         if self.length_LP is None:
@@ -71,11 +71,11 @@ class Delta:
         return log_CN, self.length_LP.as_strided(shape, (1, 1)).index_select(0, place_C)
 
 
-_FITTED: dict[tuple[Any, ...], Delta] = {}  # by the arguments of `fit`, the latest last
+_FITTED: dict[tuple[Any, ...], Delta] = {}  # keys are the arguments of `fit`; the latest entry is last
 
 
 def _children(vectors: Vectors, children: int, eos: frozenset[int], fixed_length: bool) -> tuple[Tensor, Tensor]:
-    """For each softmax vector the log-probabilities of a node's children, and whether each ends the sequence."""
+    """Return for each softmax vector the log-probabilities of a node's children, and whether each ends the sequence."""
     logp_RK, ends_RK = vectors.logp_RK, torch.isin(vectors.tokens_RK, torch.tensor(sorted(eos), dtype=torch.int64))
     if fixed_length:
         p_RK = logp_RK.exp()
@@ -98,17 +98,17 @@ def fit(
     length_penalty: float = 0.0,
     beta: bool = False,
 ) -> Generator[Pause, None, Delta]:
-    """Algorithm 1: from p(c) to p(Delta) of every level, from the leaves up; pauses after each level.
+    """Run algorithm 1: compute p(Delta) of every level from p(c), from the leaves up; it pauses after each level.
 
     Args:
         vectors: p(c).
         depth: level of the leaves.
-        children: most that a node will have.
-        samples: N.
+        children: the most children of a node.
+        samples: N of the paper.
         eos: tokens that make a leaf (Delta = 1).
         fixed_length: exclude these tokens instead, and renormalise the others.
         length_penalty: the best completion is the one with the best logprob / length ** length_penalty.
-        beta: replace the draws of each level by draws of the maximum-likelihood Beta(a, b), of the same ranks.
+        beta: replace the draws of each level by draws of the maximum-likelihood Beta(a, b) with the same ranks.
     """
     key = vectors, depth, children, samples, eos, fixed_length, length_penalty, beta
     if key in _FITTED:

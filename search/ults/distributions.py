@@ -9,7 +9,7 @@ TINY = 1e-5  # a mean below which b of a Beta cannot be determined
 
 
 def log_gamma(shape: Tensor, generator: torch.Generator) -> Tensor:
-    """Draws of log x, x from Gamma(shape), for shapes from 0 on (Marsaglia and Tsang's rejection, for shape + 1)."""
+    """Draw log x with x from Gamma(shape), for shapes from 0 on (Marsaglia and Tsang's rejection, for shape + 1)."""
     d, out = shape + 2 / 3, torch.full_like(shape, math.nan)
     while (todo := out.isnan()).any():
         x, u = torch.empty_like(d).normal_(generator=generator), torch.empty_like(d).uniform_(generator=generator)
@@ -20,9 +20,9 @@ def log_gamma(shape: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def beta_draws(log_D: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw log x, where x has the Beta(a, b) distribution on [0, 1] that is the most likely one for the given values.
+    """Draw log x, where x has the maximum-likelihood Beta(a, b) distribution on [0, 1] of the given values.
 
-    The i-th draw has the rank of the i-th value, so that data that belong to the values fit the draws.
+    The i-th draw has the rank of the i-th value, so that data that belong to the values also fit the draws.
     """
     log_x = log_D.double().clamp(max=-1e-6)
     if log_x.std() < 1e-4:  # practically a constant
@@ -39,7 +39,7 @@ def beta_draws(log_D: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _beta_fit(log_x: Tensor) -> Tensor:
-    """(a, b) by Newton's method on their logarithms, started at the moments; steps are at most 1."""
+    """Fit (a, b) by Newton's method on their logarithms, started at the moments; steps are at most 1."""
     x = log_x.exp()
     targets = torch.stack([log_x.mean(), (-x).log1p().mean()])  # sufficient statistics
     spread = x.mean() * (1 - x.mean()) / x.var().clamp(min=1e-30) - 1
@@ -55,10 +55,10 @@ def _beta_fit(log_x: Tensor) -> Tensor:
 
 
 def _gamma_fit(gap: Tensor) -> Tensor:
-    """The shape a of a Gamma with log(mean) - mean(log) = log a - digamma(a) = `gap`."""
-    a = 0.5 / gap.clamp(min=1e-9)  # exact for large a, and too small for others
+    """Return the shape a of a Gamma with log(mean) - mean(log) = log a - digamma(a) = `gap`."""
+    a = 0.5 / gap.clamp(min=1e-9)  # exact for large a, otherwise too small
     for _ in range(100):
-        excess, slope = a.log() - torch.digamma(a) - gap, 1 - a * torch.polygamma(1, a)  # by log a
+        excess, slope = a.log() - torch.digamma(a) - gap, 1 - a * torch.polygamma(1, a)  # slope: by log a
         step = (-excess / slope).clamp(-1, 1)
         a = a * step.exp()
         if float(step.abs()) < 1e-9:

@@ -27,14 +27,14 @@ from models.checkpoint.files import read_regular, replacing
 from models.checkpoint.tensor_files import write_tensors
 from search.ults.distributions import log_gamma
 
-GATHERED = 32  # completions, and most tokens of each, that a search gathers when there is no prior
-MOST_KEPT = 16  # collections of vectors in memory, of a model
+GATHERED = 32  # completions, and the most tokens of each, that a search gathers when there is no prior
+MOST_KEPT = 16  # the most collections of a model's vectors in memory
 KEPT_VECTORS: "WeakKeyDictionary[PagePool, dict[tuple[int, frozenset[int]], Vectors]]" = WeakKeyDictionary()
-UNDER_WAY: set[Any] = set()  # files, or keys of `KEPT_VECTORS`, whose vectors a search of this process is gathering
+UNDER_WAY: set[Any] = set()  # files or keys of `KEPT_VECTORS` whose vectors a search of this process is gathering
 WIDTH = 64  # largest entries of a softmax vector that are kept: smaller ones do not decide a maximum
-DRAWS = 4096  # of Delta per level: N of algorithm 1
+DRAWS = 4096  # draws of Delta per level: N of algorithm 1
 STICKS, LEFT = 512, 1e-9  # most entries of a Dirichlet vector that are drawn; the expected rest that ends drawing
-LARGEST = 1 << 28  # bytes of a file
+LARGEST = 1 << 28  # the most bytes of a file
 REMEDY = "make one with python -m tools.ults_prior"
 
 
@@ -52,18 +52,18 @@ class Vectors:
 
     @staticmethod
     def of(logp_NV: Tensor) -> "Vectors":
-        """The largest entries of a model's answers."""
+        """Return the largest entries of a model's answers."""
         return Vectors.unpack(Vectors.read(logp_NV).cpu(), len(logp_NV))
 
     @staticmethod
     def read(logp_NV: Tensor) -> Tensor:
-        """The numbers that `unpack` takes, float64, on the device of the answers."""
+        """Return the numbers that `unpack` takes, float64, on the device of the answers."""
         top = logp_NV.topk(min(WIDTH, logp_NV.shape[1]))
         return torch.stack([top.values.double(), top.indices.double()]).view(-1)
 
     @staticmethod
     def unpack(numbers: Tensor, rows: int) -> "Vectors":
-        """The vectors that `of` returns, from the numbers of `read` for so many answers."""
+        """Return the vectors that `of` returns, from the numbers of `read` for `rows` answers."""
         logp_RK, tokens_RK = numbers.view(2, rows, -1)
         return Vectors(logp_RK.float(), tokens_RK.long())
 
@@ -107,7 +107,7 @@ def _load(path: Path, _modified: int, _size: int) -> Vectors:
 
 @lru_cache(maxsize=8)
 def dirichlet(alpha: float, branching: int) -> Vectors:
-    """Draws of a symmetric Dirichlet(alpha) over `branching` tokens, the largest entries of each.
+    """Draw from a symmetric Dirichlet(alpha) over `branching` tokens; return the largest entries of each draw.
 
     Stick-breaking draws the entries in size-biased order: the large ones are among the first, exactly distributed. The
     usual method, gammas divided by their sum, takes one draw per token, and small alphas underflow to zeros.
@@ -135,9 +135,9 @@ def gather(
 
     Args:
         tree: holds the prompt, not evaluated yet; released at the end.
-        depth: tokens of a completion; the last token is not evaluated.
+        depth: number of tokens of a completion; the last token is not evaluated.
         eos: tokens that end a completion.
-        sequences: completions, which share nodes while they agree; fewer if the KV pool has no room.
+        sequences: number of completions, which share nodes while they agree; fewer if the KV pool has no room.
 
     Returns:
         the vectors, and whether there was room for all completions.
@@ -179,7 +179,7 @@ def gather(
 
 
 def cache_file(model: str, depth: int, branching: int, eos: frozenset[int]) -> Path | None:
-    """The file of a prior that a search gathered, in the user's cache folder; None without a model key."""
+    """Return the file of a prior that a search gathered, in the user's cache folder; None without a model key."""
     if not model:
         return None
     ends = "eos" + ".".join(map(str, sorted(eos))) if eos else "endless"
@@ -187,10 +187,10 @@ def cache_file(model: str, depth: int, branching: int, eos: frozenset[int]) -> P
 
 
 def own_vectors(task: Task, children: int, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Vectors, str]]:
-    """The model's softmax vectors along texts that it writes itself, from an earlier request or gathered now.
+    """Return the model's softmax vectors along texts that it generates itself, from an earlier request or gathered now.
 
     They depend on the model and not on the prompt, so that no answer depends on earlier requests. Without a file they
-    are kept in memory. When the KV cache has no room for them, the prompt's own vector `logp_NV` takes their place.
+    are kept in memory. If the KV cache has no room to gather them, the prompt's own vector `logp_NV` is used instead.
     """
     if task.open_tree is None:
         raise UsageError("prior: there is no model to gather one from", remedy="give dirichlet or a file")
