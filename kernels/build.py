@@ -3,6 +3,7 @@
     python -m kernels.build --output DIR                          for the processor of this machine
     python -m kernels.build --target x86-64-v3 --output DIR       for all processors with AVX2
     python -m kernels.build --list                                what this machine runs and would load
+    python -m kernels.build --flags "-Og -g" --output DIR         with more flags, for debuggers and sanitizers
 
 With the environment variable COPPICE_KERNELS=DIR, Coppice loads the best target in DIR that the processor can run,
 without a compiler; COPPICE_KERNELS=off makes it run in PyTorch only. Wheels include the contents of `kernels/prebuilt`.
@@ -11,7 +12,9 @@ CXX names another compiler, for example a cross compiler for --target aarch64.
 
 import argparse
 import os
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from kernels import cpp, files, processor
@@ -28,20 +31,26 @@ def main(arguments: list[str] | None = None) -> int:
         "--target", action="append", choices=TARGETS, metavar="NAME", help=f"{known} (repeatable; default: native)"
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the kernels; made if it does not exist")
+    parser.add_argument("--flags", default="", metavar="TEXT", help="flags of the compiler, after its own (none)")
     parser.add_argument("--list", action="store_true", help="print what there is, and build nothing")
     options = parser.parse_args(arguments)
     if options.list:
-        if options.target or options.output:
+        if options.target or options.output or options.flags:
             parser.error("--list goes with no other argument")
         print(listing())
         return 0
     if options.output is None:
         parser.error("--output DIR says where the kernels go")
     try:
+        more = shlex.split(options.flags)
+    except ValueError as error:
+        parser.error(f"--flags: {error}")
+    try:
         folder = files.private(options.output, make=True, mode=0o755)
         for name in options.target or ["native"]:
+            target = replace(TARGETS[name], flags=(*TARGETS[name].flags, *more))
             with files.locked(folder):
-                cpp.build(folder, name, TARGETS[name], announce=f"for {name}")
+                cpp.build(folder, name, target, announce=f"for {name}")
             print(folder / f"{name}.so")
     except (OSError, files.BuildError) as error:
         print(f"the kernels were not built: {error}", file=sys.stderr)

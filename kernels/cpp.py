@@ -284,7 +284,7 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
             "sources": sources(),
             "compiler": f"{command} ({triple})",
         }
-        if target is NATIVE:
+        if target.name == NATIVE.name:
             facts["processor"] = list(processor.identity())
         files.save(folder, name, built, facts)
     files.report(f"built {what} in {time.monotonic() - start:.0f} s")

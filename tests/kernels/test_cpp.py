@@ -602,7 +602,9 @@ def test_the_list_builds_nothing(capfd, monkeypatch, tmp_path):
     assert "none are loaded: COPPICE_KERNELS=off" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("words", [[], ["--target", "vax", "--output", "x"], ["--list", "--output", "x"]])
+@pytest.mark.parametrize(
+    "words", [[], ["--target", "vax", "--output", "x"], ["--list", "--output", "x"], ["--output", "x", "--flags='"]]
+)
 def test_arguments_that_make_no_sense_are_refused(words, capfd):
     with pytest.raises(SystemExit) as ended:
         build.main(words)
@@ -629,8 +631,8 @@ def test_a_cross_compiler_is_asked_for_the_target(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setitem(TARGETS, "riscv", processor.Target("riscv", ("-march=rv64gcv",), "riscv64", frozenset(), ""))
     folder = tmp_path / "kernels"
-    assert ahead("riscv", folder=folder) == 0
-    assert all("-march=rv64gcv" in line for line in (tmp_path / "seen").read_text().splitlines())
+    assert build.main(["--target", "riscv", "--output", str(folder), "--flags", "-g -DA='b c'"]) == 0
+    assert all("-march=rv64gcv -g -DA=b c" in line for line in (tmp_path / "seen").read_text().splitlines())
     assert json.loads((folder / "riscv.json").read_text())["machine"] == "riscv64"
     monkeypatch.setenv("COPPICE_KERNELS", str(folder))
     again()
