@@ -1,8 +1,7 @@
 """Make a catalogue for `--catalogue`: `python -m tools.catalogue --model DIR --input items.jsonl --output FILE`.
 
 A line of the input is an item: {"text": TEXT} or {"token_ids": [...]}, and "id", a string or an integer (the item's
-number, from 0). A text is tokenised by itself; where outputs follow a prompt that ends without a space, let it begin
-with one.
+number, from 0). Each text is tokenised without the prompt; if prompts end without a space, it should begin with one.
 """
 
 import argparse
@@ -73,11 +72,11 @@ class Items:
 
     Args:
         tokenizer: of the model, if it has one.
-        vocab: tokens are less than this.
-        eos: tokens that end an output, and no item may have.
+        vocab: size of the vocabulary; tokens must be less.
+        eos: tokens that end an output; no item may contain them.
 
     Attributes:
-        ids, lines, lengths: of each item its id, its line, counted from 1, and its number of tokens.
+        ids, lines, lengths: for each item its id, its line, counted from 1, and its number of tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: set[int]):
@@ -136,7 +135,7 @@ class Items:
         )
 
     def report(self, built: Built) -> None:
-        """Print which items are left out, because others have the same tokens."""
+        """Print the items that are left out because earlier ones have the same tokens."""
         if built.repeats:
             named = [f"line {self.lines[i]} (as line {self.lines[first]})" for i, first in built.repeats[:SHOWN]]
             if (more := len(built.repeats) - SHOWN) > 0:

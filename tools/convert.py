@@ -3,8 +3,8 @@
 SRC is a GGUF file (see `tools.gguf`), or a folder with pickles (pytorch_model.bin).
 
 Pickles can run code when they are read. Here they are read by torch's restricted unpickler, which builds tensors and
-nothing else; releases before 2.10 had holes in it and are refused. Each file is mapped, written and let go before the
-next. DST appears when it is complete, with SRC's config and tokenizer files; there is never half of it.
+nothing else; torch releases before 2.10 have known holes in it and are refused. Files are mapped and written one after
+another. DIR appears when it is complete, with SRC's config and tokenizer files; an error leaves no partial folder.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ ASKS_FOR_MORE = re.compile(r"(?:nsupported (?:global: )?GLOBAL|unrecognized func
 def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -> dict[str, Any]:
     """Write the checkpoint in `source` into the new folder `folder`, its weights as safetensors in their own dtype.
 
-    A file is a GGUF file: see `tools.gguf.convert`. Of pickles, tensors that share memory become tensors of their own,
-    but for a head that the config ties: it is left out.
-    Returns {"path", "files", "tensors", "bytes"} (bytes of all tensors), of a GGUF file some more.
+    A GGUF file is converted by `tools.gguf.convert`. Tensors of pickles that share memory are written as separate
+    tensors, except a head that the config ties: it is left out.
+    Returns {"path", "files", "tensors", "bytes"} (bytes of all tensors), for a GGUF file with further keys.
 
     Raises:
         CheckpointError: no GGUF file or pickle checkpoint, a damaged one, or pickles that ask for more than tensors.
@@ -77,7 +77,7 @@ def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the name `folder` when the block ends, and is removed if it fails.
+    """Context with a folder to write into, which takes the name `folder` when the block ends; a failed one is removed.
 
     Raises:
         UsageError: `folder` is there already, or cannot be made.
@@ -183,7 +183,7 @@ def _load(path: Path) -> dict[str, Tensor]:
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:  # whatever damaged bytes make of the unpickler
+    except Exception as error:  # damaged bytes can make the unpickler raise anything
         if asked := ASKS_FOR_MORE.search(str(error)):
             what = f"the pickle asks for more than tensors ({asked[1]}): refused, nothing of it was run"
             raise CheckpointError(what[:300], where=str(path), remedy="Do not trust this file.") from None

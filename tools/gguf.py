@@ -80,7 +80,7 @@ def convert(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def write_files(source: Checkpoint, config: Mapping[str, Any], folder: Path) -> None:
-    """The files of a checkpoint but for the weights: `config`, what ends a text, the tokenizer."""
+    """Write the files of a checkpoint except the weights: `config`, the end-of-sequence ids, the tokenizer."""
     _write(folder / "config.json", config)
     if vocabulary := source.vocabulary:
         _write(folder / "generation_config.json", source.generation_config)
@@ -111,7 +111,7 @@ def _tensor(source: Checkpoint, target: Target) -> Tensor:
 
 
 def _part(block: Block, stored_OB: Tensor, part: str) -> Tensor:
-    """The same of some rows."""
+    """Convert some rows of a tensor."""
     codes, scale, least = block.rows(stored_OB)
     if part != "codes":
         found = scale if part == "scale" else least

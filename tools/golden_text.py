@@ -319,7 +319,7 @@ def vocabularies_with_merges():
 
 
 def _only_special(tokenizer, special):
-    """The tokenizer with no added tokens but these: training makes one of every byte piece."""
+    """The tokenizer with no added tokens except these: training adds one for every byte piece."""
     from tokenizers import Tokenizer
 
     data = json.loads(tokenizer.to_str())
@@ -370,7 +370,7 @@ def main() -> None:
         for text in TEXTS:
             ids = [*bos, *library.encode(text), *eos]
             texts.append({"text": text, "ids": ids, "decoded": _decoded(library, ids)})
-        # The conversion loses a space that follows an added token where another would be put before it, it takes
+        # The conversion loses a space after an added token where it would put another before that token, it takes
         # symbols that the model itself defines for added tokens, and it knows nothing of normalization.
         texts_with_added = [] if name == "sp_unigram" else RENDERED
         if name == "sp_legacy":

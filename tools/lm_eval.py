@@ -1,6 +1,6 @@
 """`python -m tools.lm_eval`: lm-evaluation-harness on this engine; needs coppice[eval]. See docs/scoring.md.
 
-Requests of one context are one tree: a multiple choice reads its question once.
+Requests that share a context form one tree: the question of a multiple choice is evaluated once.
 """
 
 import argparse
@@ -21,13 +21,13 @@ with later():
     from search import Greedy, Sample
 
 Ids = Sequence[int]
-NEW_TOKENS = 256  # of a generated answer, where the task says nothing
+NEW_TOKENS = 256  # default length of a generated answer
 
 
 def loglikelihoods(engine: Engine, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
     """For each context and continuation the log-probability of the continuation, and whether it is greedy.
 
-    What does not fit the model's context is cut off on the left, as the harness does. Raises CoppiceError.
+    Texts longer than the model's context are cut off on the left, as the harness does. Raises CoppiceError.
     """
     reach, groups = engine.shape.max_positions, dict[tuple[int, ...], dict[tuple[int, ...], list[int]]]()
     for i, (context, continuation) in enumerate(pairs):
@@ -47,7 +47,7 @@ def loglikelihoods(engine: Engine, pairs: Sequence[tuple[Ids, Ids]]) -> list[tup
 
 
 def answers(engine: Engine, prompts: Sequence[tuple[Ids, Mapping[str, Any]]]) -> list[str]:
-    """Generated texts: for each prompt, with the harness's arguments, without the text that ends it.
+    """Generated texts for prompts with the harness's arguments, each without the stop text that ended it.
 
     Raises CoppiceError.
     """

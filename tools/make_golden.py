@@ -10,13 +10,13 @@ The checkpoints are those of `tools/golden/<family>.py`. Writes `tests/golden/<f
 tensors `logits.<i>` [rows, V] are the last rows of a full forward pass over `logits[i]` of golden.json. Each entry of
 `runs` has the prompt, the generation arguments in our words and Hugging Face's (`hf`), and `outputs`, best first: new
 tokens (end-of-sequence included, padding not), `score` (beams: Hugging Face's `sequences_scores`) and `logprob` (sum
-over the new tokens). Of a scalar-head model there is `scores` instead: texts and their scores. A quantised checkpoint
-is computed as the float32 model that its format's package makes of it.
+over the new tokens). A model with a scalar head has `scores` instead: texts and their scores. A quantised checkpoint
+is computed as the float32 model that its format's package restores from it.
 
 Why the files can be trusted: missing or unexpected tensors are errors (transformers would fill in noise); every
 call gets a fresh model (dynamic RoPE keeps state) and one prompt; `GenerationConfig`s are complete, the model's own is
-emptied, so that no defaults leak in; hypotheses are cut by `beam_indices`, since padding may equal a real token. And no
-answer hangs on rounding: a run is kept if a float64 model (scores within 1e-4) and twelve float32 runs with noise of
+emptied, so that no defaults leak in; hypotheses are cut by `beam_indices`, since padding may equal a real token. No
+answer depends on rounding: a run is kept if a float64 model (scores within 1e-4) and twelve float32 runs with noise of
 +-1e-4 on every log-probability give the same tokens (four would let a tie through now and then); otherwise another
 prompt is drawn.
 """
@@ -55,7 +55,7 @@ from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E4
 
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
 TABLES = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe")  # of tokens and positions
-DIVIDED = ("altup.modality_router.weight",)  # whose input is divided by its width: drawn larger
+DIVIDED = ("altup.modality_router.weight",)  # matrices whose input is divided by its width are drawn larger
 OTHER_PARTS = r"vision|visual|audio|projector|connector"
 
 Run = tuple[int, float, bool | str, int, str, int]  # beams, length_penalty, early_stopping, returned, EOS, new tokens
@@ -115,7 +115,7 @@ def load(folder: Path) -> Any:
     """The float32 model with eager attention; refuses checkpoints that transformers would complete with noise."""
     config = json.loads((folder / "config.json").read_text())
     architecture = config["architectures"][0]
-    # Its other products of experts round in another way.
+    # Its other implementations of experts round differently.
     fields = {**config, **config.get("text_config", {})}
     mixed = any(map(fields.get, ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")))
     eager = {"experts_implementation": "eager"} if mixed else {}
@@ -198,7 +198,7 @@ def run(
 
 
 def ask(model: Any, exact: Any, ids: list[int]) -> tuple[torch.Tensor, float]:
-    """Rows of logits (of a scalar head: its one score) by a fresh model, and their distance to float64's."""
+    """Rows of logits (one score from a scalar head) of a fresh model, and their distance to float64's."""
     with torch.no_grad():
         rows = copy.deepcopy(model)(torch.tensor([ids])).logits[0]
         doubled = copy.deepcopy(exact)(torch.tensor([ids])).logits[0]
@@ -296,7 +296,7 @@ def dump(golden: dict[str, Any]) -> str:
 
 
 def keep_what_differs(folder: Path, twin: Path, golden: dict[str, Any]) -> None:
-    """Check a variant against its twin; where their weights are the same to the byte, keep its config only."""
+    """Check a variant against its twin; if their weights are the same to the byte, keep only its config."""
     expected = json.loads((twin / "golden.json").read_text())
     same = [expected.get(key) == golden.get(key) for key in ("runs", "scores", "own_eos_token_ids")]
     assert all(same), f"{folder.name} differs from its twin {twin.name}"

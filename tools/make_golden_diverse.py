@@ -7,8 +7,8 @@ group beam search out of the package:
 
 Writes `tests/golden/diverse.json`: 200 random cases, each with a prompt, the arguments of the search and its outputs. A
 case is kept only if neither float64 nor noise of 1e-4 changes a token. transformers writes the first end token in place
-of the one that was chosen, and has the padding of groups that ended avoided by later groups as a token: no case may
-generate it (`suppress_tokens`).
+of the one that was chosen. Its later groups avoid the padding of groups that ended as if it were a chosen token, so no
+case may generate that token (`suppress_tokens`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Run from the repository's root in an environment that has ctranslate2 as well:
     python -m tools.make_golden_patience
 
 Writes `tests/golden/patience.json`: prompts, the arguments of searches, and their outputs. A case is kept only if noise
-of 1e-4 in the last layer changes no token. Left out: one beam, where CTranslate2 takes another way, and the length
-penalty 0, where it ends whatever the patience when the best candidate has ended.
+of 1e-4 in the last layer changes no token. Two settings are left out: one beam, for which CTranslate2 runs another
+algorithm, and the length penalty 0, with which it stops as soon as the best candidate has ended, whatever the patience.
 """
 
 import argparse

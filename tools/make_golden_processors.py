@@ -13,7 +13,7 @@ Writes into `tests/golden`:
 - `processors.json`: greedy and beam search with logits processors.
 - `warpers.json`: 200 random rows of logits, the options of their warp, and the tokens that stay.
 - `draws.json`: options of `generate`, and each continuation of a prompt by two tokens, or by an end-of-sequence token,
-  with its probability in float64: the product of what is left of each row after all processors and warpers, in
+  with its probability in float64: the product of its tokens' probabilities after all processors and warpers, in
   transformers' order.
 
 As in `make_golden.py`, a case is kept only if neither float64 nor noise changes a token.
@@ -236,7 +236,7 @@ def kept(logits_V: torch.Tensor, options: dict[str, Any]) -> list[int]:
 
 
 def make_warpers(model: Any, exact: Any, out: Path) -> None:
-    """Rows, and what warpers leave of them."""
+    """Rows of logits, and the tokens that warpers leave."""
     rng, generator, cases = random.Random(0), torch.Generator().manual_seed(0), list[dict[str, Any]]()
     while len(cases) < CASES:
         case = make_row(rng)
@@ -249,7 +249,7 @@ def make_warpers(model: Any, exact: Any, out: Path) -> None:
 
 
 def law(model: Any, options: dict[str, Any]) -> list[tuple[list[int], float]]:
-    """The continuations that are possible, and their probabilities."""
+    """The possible continuations and their probabilities."""
     config = GenerationConfig(do_sample=True, max_new_tokens=NEW, eos_token_id=[END], **{"top_k": 0} | options)
     config._eos_token_tensor = torch.tensor([END])
     edit = model._get_logits_processor(config, input_ids_seq_length=len(PROMPT), device="cpu")

@@ -1,7 +1,7 @@
 """Count the tri-grams of texts into a store for `--search aded`: `python -m tools.ngrams --model DIR --input FILES...`.
 
-Texts are read in pieces, each tokenised by itself; counts that do not fit into memory are kept in files.
-An input that is itself a store of the same tokenizer is added.
+Texts are read in pieces, which are tokenised separately; counts that do not fit into memory are kept in files.
+An input can also be a store of the same tokenizer, whose counts are added.
 """
 
 import argparse
@@ -22,7 +22,7 @@ with later():
     from search.aded.ngrams import MAGIC, REST, SUCCESSORS, Run, count, merge, open_store, write_store
 
 PIECE = 1 << 18  # characters tokenised at once
-HELD = 1 << 22  # distinct tri-grams of a piece of work, about; 16 bytes each, and as much again while they are merged
+HELD = 1 << 22  # approximate number of tri-grams in memory; 16 bytes each, and as much again while they are merged
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,8 @@
-"""Packs a checkpoint's matrices ahead: `python -m tools.pack MODEL --output DIR`.
+"""Packs a checkpoint's matrices in advance: `python -m tools.pack MODEL --output DIR`.
 
-DIR is a model folder like MODEL, with the same files but for the weights. It loads in the time that its small tensors
-take, on any processor: the matrices stay where the file is mapped, so that processes share their memory, and the system
-may take it back under pressure. While a model of such a folder runs, replace its files instead of overwriting them.
+DIR is a model folder like MODEL, with the same files except the weights. Loading it, on any processor, only reads its
+small tensors: the matrices are used where the file is mapped, so that processes share their memory and the system can
+reclaim it under pressure. While a model of such a folder runs, replace its files instead of overwriting them.
 """
 
 import argparse

@@ -113,7 +113,7 @@ def tokenizer_json(vocab: int) -> dict[str, Any]:
 
     Ids: `<unk>`, `<s>`, `</s>`, space, ASCII letters, digits, punctuation, newline and tab, the other bytes of UTF-8,
     then merges (" a", "ab", " ab", "abc", "abcd", ... over the lower-case alphabet). Control bytes are left out and
-    become `<unk>`, as does whatever a small vocabulary has no room for; so every id but the specials prints.
+    become `<unk>`, as do symbols that a small vocabulary has no room for; so every id except the specials is printable.
     """
     text = " " + string.ascii_letters + string.digits + string.punctuation + "\n\t"
     symbol = byte_symbols()

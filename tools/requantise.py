@@ -1,8 +1,8 @@
 """A GGUF file with its matrices in other blocks: `python -m tools.requantise SRC.gguf DST.gguf --type Q8_0`.
 
-For benchmarks, where one model is wanted in several formats: the floats that SRC's blocks stand for are rounded once
-more, so DST is never better than SRC. Norms and other floats stay as they are, and so does all metadata. Needs the
-package `gguf` (extra dev).
+For benchmarks that compare formats of one model: the floats that SRC's blocks stand for are rounded once more, so DST
+is never better than SRC. Norms and other floats stay as they are, and so does all metadata. Needs the package `gguf`
+(extra dev).
 """
 
 import argparse
@@ -20,8 +20,8 @@ WRITTEN = "GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.archite
 
 
 def requantise(source: Path, made: Path, kind: str) -> int:
-    """Write the file; returns its bytes. Raises UsageError without the package, for an unknown type, or a file in the
-    way."""
+    """Write the file; returns its bytes. Raises UsageError if the package is absent, the type unknown, or the file
+    there already."""
     try:
         gguf: Any = importlib.import_module("gguf")
     except ModuleNotFoundError as error:

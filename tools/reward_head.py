@@ -1,8 +1,8 @@
-"""Trains a scalar head on the first layers of a model, which foresees what a function says of whole answers.
+"""Trains a scalar head on the first layers of a model, which predicts a function's verdict on whole answers.
 
 The model answers questions itself, several times each, and the function says which answers are right. After every
 token of an answer the head learns to rank beginnings of right answers above those of wrong ones to the same question
-(Bradley-Terry, as reward models are trained). The layers stay as they are, so that it is a linear map of their states.
+(Bradley-Terry, as reward models are trained). The layers are frozen; the head is a linear map of their states.
 """
 
 import json
@@ -24,7 +24,7 @@ from models.checkpoint.listing import WEIGHTS
 from models.checkpoint.tensor_files import write_tensors
 from search import Sample
 
-STEPS, RATE, DECAY = 60, 0.5, 3e-3  # of LBFGS; of the square of the head for states of variance 1
+STEPS, RATE, DECAY = 60, 0.5, 3e-3  # steps of LBFGS; weight of the square of the head, for states of variance 1
 HEAD = "score.weight"
 
 
@@ -32,9 +32,9 @@ class Answered(NamedTuple):
     """A question, answers to it, and which of them are right.
 
     Args:
-        ids: of the prompt.
-        answers: token ids, without the end of the sequence.
-        right: for each of them.
+        ids: token ids of the prompt.
+        answers: token ids of each answer, without the end of the sequence.
+        right: whether each answer is right.
     """
 
     ids: list[int]
@@ -48,7 +48,7 @@ class States(Search):
 
     Args:
         answers: token ids.
-        found: the hidden rows of their tokens, after the final norm, float32 [T, E] for each answer, are appended.
+        found: list to which float32 [T, E] is appended for each answer: its tokens' hidden rows after the final norm.
     """
 
     answers: Sequence[Sequence[int]]
@@ -142,11 +142,11 @@ def fit(some: Sequence[Answered], rows: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def agreement(some: Sequence[Answered], scores: Sequence[Sequence[Sequence[float]]], tokens: int) -> float | None:
-    """How often a right answer's beginning of so many tokens has the higher score than a wrong one's to the same
-    question; ties count half. 0.5 is chance; the mean over questions, None if none has both.
+    """How often the beginning of a right answer scores higher than an equally long one of a wrong answer to the
+    same question; ties count half. The mean over questions, 0.5 by chance; None if no question has both.
 
     Args:
-        scores: for each question and answer, after each of its tokens.
+        scores: for each question and answer, the score after each of its tokens.
     """
     shares = []
     for one, own in zip(some, scores, strict=True):
@@ -158,8 +158,8 @@ def agreement(some: Sequence[Answered], scores: Sequence[Sequence[Sequence[float
 
 
 def reward_folder(folder: Path, head_E: Tensor) -> None:
-    """Turn a folder of a language model, in place, into one that scores: its head becomes the scalar one. Without a
-    chat template, so that it reads the tokens that were drawn and nothing after them."""
+    """Turn a folder of a language model, in place, into one that scores: its head becomes the scalar one. The chat
+    template is removed, so that the model reads the tokens that were drawn and nothing after them."""
     checkpoint = Checkpoint.open(folder)
     kept = {name: x for name, x in checkpoint.read(checkpoint.tensors).items() if name != "lm_head.weight"}
     dtype = next(iter(kept.values())).dtype

@@ -1,4 +1,4 @@
-"""Writes what the command lines show of this project's searches, from their classes."""
+"""Writes the descriptions of searches that the command lines show, from the searches' classes."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from search import REGISTRY
 
 
 def text() -> str:
-    """The text that the file has to have, by a line for each parameter."""
+    """The text that the file should have: one line for each parameter."""
     parts = []
     for name in (name for name, cls in REGISTRY.items() if is_ours(cls)):
         search = describe(name)

@@ -1,8 +1,8 @@
 """Toy search trees: every node has a softmax vector drawn from a symmetric Dirichlet, with a computable optimum.
 
 A tree has `branching` children per node and `depth` levels below the root; a leaf's value is the sum of the log
-probabilities on its way. Trees are the same everywhere: numpy's frozen RandomState, seeded per tree, draws standard
-gammas level by level, and each node's are divided by their sum. The node at tokens t_1..t_l has the number
+probabilities on its way. Trees are the same on every machine: numpy's frozen RandomState, seeded per tree, draws
+standard gammas level by level, and each node's are divided by their sum. The node at tokens t_1..t_l has the number
 sum_j t_j * branching**(l - j) on its level. The unit of cost is an evaluated node, the root included.
 """
 
@@ -26,7 +26,7 @@ class ToyTree:
     """One tree.
 
     Args:
-        seed: of the draw.
+        seed: seed of the draw.
         alpha: concentration of the Dirichlet.
         branching, depth: its size.
     """

@@ -104,7 +104,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    """Whether it has the parts of one. Raises AttributeError, KeyError or TypeError for other values."""
+    """Whether the value has the parts of a record. Raises AttributeError, KeyError or TypeError for other values."""
     sound = all(isinstance(record[key], kind) for key, kind in KEYS.items())
     return sound and all(isinstance(tree["token"], list) for tree in record["trees"])
 

@@ -1,8 +1,8 @@
 """Gather a prior for ULTS: softmax vectors of a model along its own continuations of prompts.
 
-The search does so by itself, from the beginning of a text, when it has no prior. Vectors from prompts like those to
-come are the better prior: searches of the same depth find it where they would keep their own, others are given it with
-`--ults-prior FILE`.
+Without a prior, the search gathers one itself, from the beginning of a text. Vectors from prompts like those of later
+requests make a better prior: searches of the same depth find it where they would keep their own, other searches take it
+by `--ults-prior FILE`.
 """
 
 import argparse

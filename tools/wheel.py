@@ -1,6 +1,6 @@
 """Makes a wheel with the C++ kernels inside: `python -m tools.wheel --output DIR`, in a checkout.
 
-Where it is installed, no compiler is needed: of the kernels for x86-64-v3 up to AVX-512 with BF16, or for ARM, the best
+An installed wheel needs no compiler: it holds kernels for x86-64-v3 up to AVX-512 with BF16, or for ARM, and the best
 that the processor runs are loaded. `--machine aarch64` makes the wheel for the other kind of processor, with a cross
 compiler: CXX, else aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu). The name of the wheel says which C library
 its kernels need; pip takes the wheel without kernels (`pip wheel .`) elsewhere.
@@ -114,7 +114,7 @@ def pip(tree: Path, work: Path, platform: str) -> Path:
     """Returns the wheel that pip makes of a tree, in `work`. Raises UsageError."""
     options = ["--no-deps", "--wheel-dir", work, f"--config-settings=--build-option=--plat-name={platform}"]
     with suppress(PackageNotFoundError):
-        if int(version("setuptools").partition(".")[0]) >= 77:  # makes wheels by itself: nothing has to be fetched then
+        if int(version("setuptools").partition(".")[0]) >= 77:  # makes wheels without fetching anything
             options.append("--no-build-isolation")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", *options, tree]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)

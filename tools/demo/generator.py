@@ -71,12 +71,12 @@ def dialogue(rng: Random, turns: int | None = None) -> Dialogue:
 
 
 def text(rng: Random) -> str:
-    """A text that is no conversation: a story, for prompts to be continued."""
+    """A text that is not a conversation: a story, for prompts that are to be continued."""
     return story(rng, rng.choice([*LISTS.story_animals, *LISTS.story_people]))
 
 
 def pair(rng: Random, drill: float = 0.0) -> Pair:
-    """A conversation with a good and a worse last answer; by the chance `drill` one question, and wrongly answered."""
+    """A conversation with a good and a worse last answer; with probability `drill` one question and a wrong answer."""
     drilled = rng.random() < drill
     talk = dialogue(rng, 1 if drilled else None)
     turn = talk.turns[-1]

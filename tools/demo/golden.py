@@ -1,7 +1,7 @@
 """Golden answers of the demo by every search: `python -m tools.demo.golden` writes tests/golden/demo.json.
 
-In float32. A case is taken only if its tokens are the same in float64 and after all logits and scores were shaken by a
-thousand times what machines and thread counts differ by, so that it holds on all of them.
+Computed in float32. A case is kept only if its tokens are the same in float64 and with noise on all logits and scores
+that is a thousand times the differences between machines and thread counts, so that it holds on all of them.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def load(dtype: str) -> Engine:
 
 
 def shake(engine: Engine) -> Engine:
-    """Each final hidden value times a random number close to one."""
+    """Multiply each final hidden value by a random number close to one."""
     generator = torch.Generator().manual_seed(0)
     for part in (engine, *engine.companions.values()):
         weight = part.runner.model.norm.weight
@@ -65,7 +65,7 @@ def shake(engine: Engine) -> Engine:
 
 
 def own_params(name: str) -> dict[str, Any]:
-    """The parameters of a search's golden cases that the search has."""
+    """The parameters of golden cases that this search has."""
     return {key: value for key, value in PARAMS.get(name, {}).items() if key in parameters(name)}
 
 

@@ -71,7 +71,7 @@ class Talk:
         Args:
             form: the questions and sentences, from `ANSWERS` or `FACTS`.
             more: further questions.
-            parts: of these texts; `{x}` is the right answer, and `It` is `it` capitalised.
+            parts: values of the texts' fields; `{x}` is the right answer, and `It` is `it` capitalised.
         """
         parts |= {"It": capital(parts.get("it", "")), "x": "{x}", "X": "{X}"}
         question, style = self.form([*form["questions"], *more], **parts), self.style

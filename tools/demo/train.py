@@ -1,7 +1,7 @@
 """Train the weights of the demo models again, on a CPU: `python -m tools.demo.train`.
 
-Target, reward and draft, in this order, by the config.json and tokenizer.json of their folders. glibc gives freed
-memory back after every operation, which takes most of a step; these variables prevent it:
+Trains target, reward and draft, in this order, from the config.json and tokenizer.json of their folders. glibc returns
+freed memory to the system after every operation, which takes most of a step; these variables prevent it:
 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_TOP_PAD_=268435456
 
 Shape legend: B rows, T tokens, E width, H query heads, G key/value heads, D head size, V vocabulary.
@@ -56,7 +56,7 @@ Weights = dict[str, Tensor]  # by the names of Hugging Face checkpoints
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids, how much each counts as something to be predicted, and where the last reply begins."""
+    """Token ids, the weight of each in the loss, and the place at which the last reply begins."""
 
     ids: list[int]
     weights: list[float]
@@ -206,7 +206,7 @@ def logits(w: Weights, rows: Tensor) -> Tensor:
 
 
 def language_loss(w: Weights, config: dict[str, Any], batch: Batch, teacher: Callable | None = None) -> Tensor:
-    """Cross-entropy of the next token, or of the teacher's distribution over it; the mean by the weights."""
+    """Cross-entropy of the next token, or of the teacher's distribution over it; the weighted mean."""
     ids_BT, weights_BT = batch
     keep = weights_BT[:, 1:] > 0
     weights = weights_BT[:, 1:][keep]
@@ -217,7 +217,7 @@ def language_loss(w: Weights, config: dict[str, Any], batch: Batch, teacher: Cal
 
 
 def teaching(w: Weights, config: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of ids and the rows to keep: the model's distributions over the next token."""
+    """A function from ids and the rows to keep to the model's distributions over the next token."""
 
     @torch.no_grad()
     def distributions(ids_BT: Tensor, keep: Tensor) -> Tensor:

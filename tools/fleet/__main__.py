@@ -1,4 +1,4 @@
-"""`python -m tools.fleet`: reads the input, starts workers on Ray Data, writes what they answer."""
+"""`python -m tools.fleet`: reads the input, starts workers on Ray Data, writes their answers."""
 
 import argparse
 import importlib
@@ -28,7 +28,7 @@ with later():
 
 RETRIES = 5  # times that a block is given to another worker when its own has died
 BLOCKS = 8  # for each worker, so that all end at about the same time
-MOST = 128  # lines of a block: what a worker that dies has done in vain, at most
+MOST = 128  # most lines of a block: the work that is lost when a worker dies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def fleet(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def answers(args: argparse.Namespace, flags: Sequence[str], lines: Sequence[Line]) -> Iterator[tuple[int, bytes]]:
-    """The numbers of records, and their answers, as workers bring them. Raises CoppiceError."""
+    """The numbers of records and their answers, in the order in which workers finish them. Raises CoppiceError."""
     ray, data = _ray(), _ray("ray.data")
     if not args.verbose:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -136,7 +136,7 @@ def _ray(name: str = "ray") -> Any:
 
 
 def _line(error: BaseException) -> str:
-    """The last line of an error, where Ray has the cause."""
+    """The last line of an error, which in Ray's errors is the cause."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
 
 

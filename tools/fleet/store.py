@@ -18,7 +18,7 @@ MOST = 1 << 20  # bytes of run.json
 
 
 class Line(NamedTuple):
-    """A record of the input: its number, from 0, that of its line, from 1, and the line."""
+    """A record of the input: its number, from 0, its line's number, from 1, and the line."""
 
     record: int
     number: int
@@ -26,7 +26,7 @@ class Line(NamedTuple):
 
 
 def read_input(path: str) -> list[Line]:
-    """The records of a file; blank lines are none. Raises UsageError."""
+    """The records of a file, without blank lines. Raises UsageError."""
     try:
         with open(path, "rb") as source:
             if not source.seekable():
@@ -41,9 +41,9 @@ class Store:
     """Answers by the number of their record; one process writes.
 
     Args:
-        folder: is made, or has an earlier run of the same input and flags, which goes on.
+        folder: is made, or holds an earlier run of the same input and flags, which is continued.
         lines: the whole input.
-        flags: that answers depend on.
+        flags: the flags that answers depend on.
 
     Raises:
         UsageError: a folder of another run, one that another run writes to, or one that cannot be written.
@@ -87,7 +87,7 @@ class Store:
         self._note(record, start, row)
 
     def merge(self) -> Path:
-        """The file of all answers, in the order of the input."""
+        """Write the file of all answers, in the order of the input."""
         path = self.folder / ANSWERS
         try:
             with open(self._name, "rb") as answers, replacing(path, 0o666) as whole:
@@ -100,7 +100,7 @@ class Store:
         return path
 
     def close(self) -> None:
-        """Close the file, and let go of its lock."""
+        """Close the file and release its lock."""
         self._file.close()
 
     def _opened(self) -> IO[bytes]:
@@ -122,7 +122,7 @@ class Store:
         return file
 
     def _check(self) -> None:
-        """Write what the run is of, or compare it with what the folder has."""
+        """Write the description of the run, or compare it with the folder's."""
         path = self.folder / RUN
         if not path.exists():
             if os.path.getsize(self._name) or (self.folder / ANSWERS).exists():

@@ -21,7 +21,7 @@ with later():
 class Worker:
     """An actor of Ray Data's `map_batches`, which calls it with one block of lines after another.
 
-    A model that cannot be loaded is the answer to every block: the run ends with its error, and is not tried again.
+    If the model cannot be loaded, the answer to every block is that error: the run ends with it and is not retried.
 
     Args:
         flags: as of `python -m tools.fleet`.
@@ -61,7 +61,7 @@ class Worker:
         return _columns(records, answers)
 
     def _requests(self, lines: Iterator[tuple[int, int, bytes]], places: list[Place]) -> Iterator[Any]:
-        """The requests of lines, or their errors; the place of each is added first."""
+        """The requests of lines, or their errors; `places` gets the place of each before it is yielded."""
         for record, number, line in lines:
             found, identity, wrong = identified(line, record)
             request: Request | CoppiceError | None = wrong
@@ -83,11 +83,12 @@ def _columns(records: list[int], answers: list[bytes], fault: str = "", code: in
 
 EPILOG = """\
 The input is that of engine.batch, a file; so are its flags. DIR gets answers.jsonl when all lines are answered, in the
-order of the input. A run that ended early goes on when the same command is started again. A worker that dies is
-replaced, and its lines are given to another: nothing is lost, nothing is answered twice.
+order of the input. A run that ended early continues when the same command is started again. A worker that dies is
+replaced, and its lines are given to another one: no line is lost or answered twice.
 
-One machine without --address; --address HOST:PORT (or auto) is a Ray cluster, whose machines all have coppice and the
-model's folder at the same path. Each worker has --threads threads (1) and, with --device cuda, a GPU.
+Without --address, Ray starts on this machine; with --address HOST:PORT (or auto) the run joins a Ray cluster, whose
+machines all have coppice and the model's folder at the same path. Each worker has --threads threads (1) and, with
+--device cuda, a GPU.
 
 exit codes: as of engine.batch; 6 a worker ended too often, or Ray cannot be reached.
 """
@@ -110,7 +111,7 @@ def make_parser() -> Parser:
 
 
 def depended_on(args: Any) -> list[str]:
-    """The flags that answers depend on, in an order of their own."""
+    """The flags that answers depend on, in a fixed order."""
     others = {"input", "output", "workers", "address", "block", "quiet", "verbose"}
     options = options_of(LoadOptions)
     others |= {each.argument for each in options if isinstance(each.flag, Flag) and not each.flag.changes_answers}

@@ -1,4 +1,4 @@
-"""Apertus: a learned activation and another one, biases, ties, spellings, defaults, other numbers of heads."""
+"""Apertus: a learned and another activation, biases, ties, spellings, defaults, other numbers of heads."""
 
 from __future__ import annotations
 

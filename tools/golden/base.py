@@ -31,17 +31,18 @@ class Variant:
     Args:
         write: called with an empty folder and a seed, puts a checkpoint there (its EOS ids are set afterwards). One
             whose architecture ends in `ForSequenceClassification` gets scores, any other logits and searches.
-        logits: (length, rows) of each text whose last rows of logits are kept; lengths of the texts scored.
-        prompts: lengths of the searches' prompts, in turns.
+        logits: (length, rows) of each text whose last rows of logits are kept; for scalar heads the texts' lengths.
+        prompts: lengths of the searches' prompts, which the searches take in turn.
         full: the full grid of searches, not the short one.
         own_eos: ranks of the likely tokens that are the checkpoint's EOS ids.
         eos_files: the JSON files with these ids; without generation_config.json among them that file is removed.
         grid: the searches, if neither the full nor the short grid; see `make_golden.Run`.
-        drawn: `make_golden` draws the weights, of the names and shapes that transformers gives the model; as Llama's.
-        floats: called with the folder and an empty one, puts the float32 checkpoint there that transformers reads
-            instead.
+        drawn: `make_golden` draws weights with the names and shapes that transformers gives the model, as Llama's are
+            drawn.
+        floats: called with the folder and an empty one, writes into the latter the float32 checkpoint that transformers
+            reads instead.
         twin: a variant of the same weights spelled differently: same seed and (asserted) same results. A name that
-            ends in `_v4` is its namesake's twin. Of one whose weights are the same to the byte the config is kept only.
+            ends in `_v4` is its namesake's twin. If its weights are the same to the byte, only its config is kept.
     """
 
     write: Callable[[Path, int], None]
@@ -104,7 +105,7 @@ def draw_all(
         if name.endswith((".bias", "_bias")):
             deviation = 0.2
         elif len(shape) == 1:
-            drawn[name] = 4 * unit - 3 if name.endswith(".A_log") else unit + 1  # memories of 3 to 150 tokens
+            drawn[name] = 4 * unit - 3 if name.endswith(".A_log") else unit + 1  # states that remember 3 to 150 tokens
             continue
         elif name == head:
             deviation = math.sqrt(2 * math.log(max(shape[0], 8)) / shape[1])
@@ -120,7 +121,7 @@ def variants(
     """The variants of a family that names its tensors as Llama does; all but `plain` have few searches.
 
     Args:
-        config: of all variants; changes: of each, by its name.
+        config: fields of all variants; changes: fields of each variant, by its name.
         others: arguments of `Variant`, by the variant's name.
     """
 

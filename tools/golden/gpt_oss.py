@@ -66,7 +66,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write(name: str, folder: Path, seed: int) -> None:
-    """A checkpoint; sinks on both sides of the scores, and gates of which some pass 7."""
+    """Write a checkpoint with sinks above and below the scores, and some gates above 7, their bound."""
     config = {key: value for key, value in {**CONFIG, **CHANGES[name]}.items() if value is not ABSENT}
     every = shapes(config)
     embedding = "model.embed_tokens.weight"
@@ -88,7 +88,7 @@ def write(name: str, folder: Path, seed: int) -> None:
 
 
 def packed(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Matrices [X, in, out] rounded to blocks of MXFP4: of 32 inputs an exponent, two elements to a byte."""
+    """Matrices [X, in, out] rounded to blocks of MXFP4: an exponent for 32 inputs, two elements in a byte."""
     x = stacked.transpose(1, 2).unflatten(-1, (-1, 32))
     exponent = x.abs().amax(-1).log2().floor() - 2
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -99,7 +99,7 @@ def packed(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def floats(folder: Path, out: Path) -> None:
-    """The float32 checkpoint of one in MXFP4, by arithmetic on single elements."""
+    """Write the float32 checkpoint of one in MXFP4, by arithmetic on single elements."""
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     out.mkdir(parents=True)
@@ -112,7 +112,7 @@ def floats(folder: Path, out: Path) -> None:
 
 
 def restored(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Matrices [X, in, out]: as `transformers.integrations.mxfp4` makes them, to the bit."""
+    """Matrices [X, in, out], to the bit those of `transformers.integrations.mxfp4`."""
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
     numbers = table[codes % 8] * (1 - 2 * (codes // 8)) * (scales.float() - 127).exp2().unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""LFM3: short convolutions, attention of all tokens and of windows, gates of heads, norms of outputs."""
+"""LFM3: short convolutions, attention with and without windows, gates of heads, norms of outputs."""
 
 from __future__ import annotations
 

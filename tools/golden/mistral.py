@@ -1,4 +1,4 @@
-"""Mistral and Ministral: sizes of heads, windows in all layers, in some, in none, spellings."""
+"""Mistral and Ministral: sizes of heads, windows in all layers, some or none, spellings."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10,
     "max_position_embeddings": 128, "layer_norm_epsilon": 1e-5, "layers_block_type": [MAMBA, MLP, FULL, MLP],
     "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 9, "conv_kernel": 4, "chunk_size": 16,
-    # transformers does not let steps of a prompt be less, but those of tokens after it.
+    # transformers clamps the steps of a prompt's tokens from below, but not those of later tokens.
     "time_step_min": 0.0,
     "tie_word_embeddings": False, "pad_token_id": None,
 }  # fmt: skip

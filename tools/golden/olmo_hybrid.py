@@ -1,5 +1,5 @@
-"""OLMo Hybrid: gated delta nets with strengths up to 1 or 2, norms of inputs in their layers and of outputs in those of
-attention, with and without rotary embeddings."""
+"""OLMo Hybrid: gated delta nets with strengths up to 1 or 2, norms of inputs in these layers and of outputs in
+attention layers, with and without rotary embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OPT: norms before and after, projections, what the config can leave out, the longest text."""
+"""OPT: norms before and after, projections, fields that the config can leave out, the longest text."""
 
 from __future__ import annotations
 

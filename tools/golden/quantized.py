@@ -1,7 +1,7 @@
 """Quantised checkpoints, in the forms of `tools.golden.storage`.
 
-Each is a checkpoint of another family whose matrices were quantised. What transformers computes with is the float32
-model that `floats` makes of the file again: by the package, or by arithmetic on single fields of the words.
+Each is a checkpoint of another family whose matrices were quantised. transformers computes with the float32 model that
+`floats` restores from the file: by the format's package, or by arithmetic on single fields of the words.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class Recipe:
     Args:
         base: writes the float checkpoint.
         config: its `quantization_config`.
-        methods: by expressions for the names of modules, the first that matches; others stay floats.
-        head: the head is a matrix like others.
-        embedding: the token embedding is, too.
+        methods: from regular expressions for names of modules to methods, of which the first that matches counts; other
+            modules stay floats.
+        head: the head is quantised, too.
+        embedding: the token embedding is quantised, too.
         transposed: the base stores matrices [in, out].
-        extra: tensors of every layer that change nothing, of its weight, by the ends of their names.
+        extra: from ends of names to functions of a layer's weight: tensors of every layer that change no result.
     """
 
     base: Callable[[Path, int], Any]
@@ -147,7 +148,7 @@ def one(layout: str, own: Config, **others: Any) -> Recipe:
 
 
 def mlx_recipe(base: Callable[[Path, int], Any], common: Config, others: Config) -> Recipe:
-    """MLX with settings of single modules, of which false is floats."""
+    """MLX with settings of single modules; false stands for floats."""
 
     def method(own: Config) -> Method:
         if (mode := own.get("mode", "affine")) != "affine":

@@ -19,8 +19,8 @@ class Method:
     """How one linear layer is stored.
 
     Args:
-        store: a float32 weight [out, in] to the tensors that stand for it.
-        restore: those tensors to float32 [out, in].
+        store: from a float32 weight [out, in] to the tensors that stand for it.
+        restore: from these tensors to float32 [out, in].
     """
 
     store: Callable[[torch.Tensor], Parts]
@@ -52,14 +52,14 @@ def signed(words: torch.Tensor) -> torch.Tensor:
 
 
 def gptq(bits: int, group: int, symmetric: bool, first: bool, ordered: bool = False) -> Method:
-    ones = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # writers have no common one of 3 bits
+    ones = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # writers of 3 bits share no convention
 
     def pack_rows(x: torch.Tensor) -> torch.Tensor:
         packed = torch.zeros(-(-x.shape[0] * bits // 32), x.shape[1], dtype=torch.int64)
         for row, values in enumerate(x):
             word, place = divmod(row * bits, 32)
             packed[word] |= values << place & 0xFFFFFFFF
-            if place + bits > 32:  # of 3 bits: the rest goes on in the next word
+            if place + bits > 32:  # a code of 3 bits can continue in the next word
                 packed[word + 1] |= values >> 32 - place
         return signed(packed)
 
@@ -125,7 +125,7 @@ def awq(group: int) -> Method:
 
 
 def compressed(layout: str, weights: Config, g_idx: bool = False) -> Method:
-    """By the package; `g_idx`: as versions up to 0.19 stored groups of columns in any order."""
+    """Pack by the package; `g_idx`: with groups of columns in any order, as versions up to 0.19 stored them."""
 
     def scheme() -> Any:
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme

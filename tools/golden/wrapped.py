@@ -48,13 +48,13 @@ SIGLIP2 = {"model_type": "siglip2_vision_model", "hidden_size": 8, "intermediate
 
 @dataclass(frozen=True)
 class Wrapper:
-    """How a checkpoint of a text model becomes one of more.
+    """How a checkpoint of a text model becomes a checkpoint of several modalities.
 
     Args:
         text: writes the text model's checkpoint into a folder, by a seed.
         outer: fields of the outer config.
-        names: of the tensors, a key of `NAMES`.
-        changes: to the text's fields, which are nested in `text_config` unless the names are flat.
+        names: how tensors are named, a key of `NAMES`.
+        changes: of the text's fields, which are nested in `text_config` unless the names are flat.
         part: the tensor of another part.
     """
 
@@ -71,7 +71,7 @@ def _llama(changes: Mapping[str, Any]) -> Callable[[Path, int], object]:
 
 
 def _golden(variant: str, spelling: str = "") -> Callable[[Path, int], object]:
-    """Another family's golden checkpoint without its results; with the config of `spelling` in place of its own."""
+    """Copy another family's golden checkpoint without its results; the config is that of the variant `spelling`."""
     golden = Path(__file__).parents[2] / "tests" / "golden"
 
     def write(folder: Path, seed: int) -> None:

@@ -6,7 +6,7 @@ every slot that must not be read).
 Fast: microseconds of one layer, on caches that rotate through more memory than the last level of cache holds, against
 the floor: every byte moved once at the bandwidth measured first, or the operations at the rate of a large product.
 
-    python -m tools.kernels                                  all that there is
+    python -m tools.kernels                                  all operators and implementations
     python -m tools.kernels --print-template > my_kernel.py  the contract, and a candidate to begin with
     python -m tools.kernels --candidate my_kernel.py         compared with all the others
 
@@ -38,7 +38,7 @@ with later():
     from tools.kernels.scenes import level_sizes
 
 TEMPLATE = Path(__file__).with_name("template.py")
-GRIDS: dict[str, dict[str, list[Any]]] = {  # what a command line does not name, by device
+GRIDS: dict[str, dict[str, list[Any]]] = {  # defaults of flags, by device
     "cpu": {"prefix": [512, 2048], "heads": [(12, 12), (12, 4)], "head_dim": [64], "dtypes": ["float32", "bfloat16"]},
     "cuda": {"prefix": [4096, 8192], "heads": [(32, 32), (32, 8)], "head_dim": [128], "dtypes": ["bfloat16"]},
 }

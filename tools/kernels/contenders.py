@@ -28,7 +28,7 @@ with later():
     from tools.kernels.scenes import Scene
 
 OPERATORS = ("tree_attention", "kv_write")
-PACKED = ("sdpa", "flex", "flashinfer")  # these take keys in their own order, and what they are to see, made beforehand
+PACKED = ("sdpa", "flex", "flashinfer")  # these need keys in an order of their own and masks, both made in advance
 PAGE, WORKSPACE = 16, 1 << 27  # tokens of a page of FlashInfer's; bytes that its documentation recommends
 NAMES = ("reference", "torch", "cpp", "triton", *PACKED)
 
@@ -38,10 +38,10 @@ class Contender:
     """An implementation of an operator.
 
     Args:
-        name: how it is called.
+        name: its name in tables and flags.
         run: the operator; of those in `PACKED`, makes a `Rival` of queries, scene and scale.
         timed: False for an interpreted kernel, which has no meaningful time.
-        file: the candidate's.
+        file: the file of a candidate.
     """
 
     name: str
@@ -69,7 +69,7 @@ def contenders(operator: str, device: torch.device, wanted: Sequence[str]) -> tu
 
     Args:
         operator: one of `OPERATORS`.
-        device: where.
+        device: the device to run on.
         wanted: names; empty for the default ones.
     """
     able, absent = [], {}
@@ -133,8 +133,8 @@ class Rival(NamedTuple):
     """An attention with an order of keys and values of its own.
 
     Attributes:
-        pack: keys and values of a layer [G, S, D] to tensors.
-        attend: these to [T, H, D].
+        pack: from keys and values of a layer [G, S, D] to tensors.
+        attend: from these tensors to the output [T, H, D].
     """
 
     pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -161,7 +161,7 @@ def sdpa(q_THD: Tensor, s: Scene, scale: float) -> Rival:
 def flex(q_THD: Tensor, s: Scene, scale: float) -> Rival:
     """FlexAttention, compiled; its own scale, D ** -0.5, is the lab's."""
     assert scale == q_THD.shape[-1] ** -0.5
-    torch.compiler.reset()  # or it gives up compiling after a few shapes
+    torch.compiler.reset()  # otherwise it stops compiling after a few shapes
     attend = flex_attention(q_THD.transpose(0, 1)[None].contiguous(), s.visible_QS)
     return Rival(partial(packed, s), lambda k, v: attend(k, v)[0].transpose(0, 1))
 
@@ -205,7 +205,7 @@ def flashinfer(q_THD: Tensor, s: Scene, scale: float) -> Rival:
 
 
 def load_candidate(path: str, operators: Sequence[str]) -> dict[str, Contender]:
-    """The operators that a Python file defines. Raises UsageError: no such file, it fails, it defines none of them."""
+    """The operators that a Python file defines. Raises UsageError if the file is absent, fails or defines none."""
     file = Path(path).resolve()
     if not file.is_file():
         raise UsageError(f"--candidate: there is no file {path}", remedy="--print-template prints one to begin with")

@@ -25,7 +25,7 @@ from tools.kernels.scenes import Scene, Trap, scene, traps
 
 Prepare = Callable[[Contender], tuple[list[Callable[[], Any]], dict[str, Any]]]  # to calls, and fields of a `Row`
 ALLOWED = 2.0  # times the error of plain PyTorch in the same dtype
-NUMBERS, DRAWS = 1 << 16, 16  # of outputs that plain PyTorch's errors come from, if it takes no more draws of queries
+NUMBERS, DRAWS = 1 << 16, 16  # outputs to take plain PyTorch's errors from, unless that exceeds this number of draws
 LARGEST, MOST_BUFFERS = 1 << 30, 256  # bytes and number of rotating caches
 
 
@@ -259,9 +259,9 @@ def definition(
     window: int | None,
     own: slice,
 ) -> tuple[Tensor, Tensor, Errors]:
-    """The definition's output for the rows `own`, in float64 and in the dtype of its inputs, and the latter's errors.
+    """The definition's output for rows `own`, in float64 and in its inputs' dtype, and the errors of the latter.
 
-    Of few numbers the largest error is luck, so errors are the largest of several draws of the queries.
+    The largest of few errors is a matter of chance, so errors are the largest of several draws of the queries.
     """
     attend = reference_attention.tree_attention
     k_exact_GSD, v_exact_GSD = k_GSD.double(), v_GSD.double()
@@ -292,7 +292,7 @@ class AttentionTrap:
 
     def fault(self, contender: Contender) -> str:
         """The fault of an attention; "" if there is none."""
-        inputs = [x.clone() for x in self.inputs]  # as contenders may change them
+        inputs = [x.clone() for x in self.inputs]  # because contenders may change them
         out = check_result(contender, contender(*inputs, *self.options), inputs[0])
         if any(not same_bits(x, y) for x, y in zip(inputs, self.inputs, strict=True)):
             return "it changed its inputs"

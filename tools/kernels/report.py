@@ -19,7 +19,7 @@ FAST = """Cells give the median time of one layer in microseconds, and the *floo
 larger of bytes / bandwidth (each key and value that any query sees once, queries and output) and operations / rate.
 sdpa and flex get contiguous keys and a ready mask, which an engine would have to make. Work that is done once per pass,
 not per layer, is left out."""
-CUT = 4.0  # ratios of errors above it are drawn there
+CUT = 4.0  # larger ratios of errors are drawn at this value
 SHAPE = {"heads": "{setting}", "prefix": "{prefix}", "queries": "{queries}", "branching": "{branching}"}
 
 

@@ -24,7 +24,7 @@ class Scene:
 
 
 def level_sizes(queries: int, branching: int, depth: int) -> list[int]:
-    """Nodes of each level of branches: `queries` at the bottom, a parent for every `branching` of a level."""
+    """Nodes of each level of branches: `queries` at the bottom, one parent for every `branching` nodes."""
     return [-(-queries // branching ** (depth - 1 - level)) for level in range(depth)]
 
 
@@ -56,7 +56,7 @@ def scene(
     )
 
 
-Thin = Callable[[list[int]], list[int]]  # of a level's nodes, those that stay
+Thin = Callable[[list[int]], list[int]]  # the share of a level's nodes that stay
 
 
 def branches(tree: TokenTree, sizes: Sequence[int], thin: Thin | None = None) -> Chunk:

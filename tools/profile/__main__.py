@@ -1,6 +1,6 @@
 """Profile any search on any checkpoint: time by part of the engine, by operator and by step.
 
-It measures the machine, runs the search a few times bare, a few times under a stop watch, and once under
+It measures the machine, runs the search a few times unobserved, a few times under a stop watch, and once under
 torch.profiler; the times of parts and steps are those of runs without the profiler. Files in --out:
 trace.json (open it at ui.perfetto.dev), timeline.svg (needs the extra `viz`), result.json.
 """
@@ -153,7 +153,7 @@ class Profile:
         self.stats: dict[str, Any] = {}
 
     def measure(self) -> None:
-        """Make all runs: one to warm up, bare and watched ones in turn, one profiled."""
+        """Make all runs: one to warm up, unobserved and watched ones in turn, one profiled."""
         progress("warming up")
         self.once(parts=False)
         works = {parts: lambda _, parts=parts: self.once(parts=parts).steps[:-1] for parts in (False, True)}
@@ -245,7 +245,7 @@ class Profile:
         return dtype_name(self.engine.companions.get(part.partition(":")[0], self.engine))
 
     def overhead(self) -> dict[str, float]:
-        """Steps per second of the traced steps: bare, with the stop watch, with the profiler."""
+        """Steps per second of the traced steps: unobserved, with the stop watch, with the profiler."""
         kinds = {"bare": self.steps, "watched": self.parts, "profiled": self.traced}
         return {kind: 1 / step_seconds(steps[self.window] or steps) for kind, steps in kinds.items()}
 

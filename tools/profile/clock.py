@@ -38,8 +38,8 @@ class Step:
     seconds: float = 0.0  # from the end of the step before
     reads_prompt: bool = False
     nodes: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # evaluated, by model
-    live: int = 0  # most tokens with a slot while a pass runs, all models
-    kv_bytes: int = 0  # most bytes of pages held then
+    live: int = 0  # most tokens that had a slot during a pass, over all models
+    kv_bytes: int = 0  # most bytes of pages held during a pass
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds
     calls: dict[str, float] = field(default_factory=dict)  # seconds of a stack's operators, see `clocks`
     work: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))  # bytes, operations
@@ -120,7 +120,7 @@ class Watch:
         step.kv_bytes = max(step.kv_bytes, sum(pool.used_pages * pool.page_bytes for pool in pools))
 
     def before_linear(self, module: nn.Module, args: tuple) -> None:
-        """A forward hook; the head's layer is part of the phase "logits"."""
+        """A forward hook; the head's layer is counted in the phase "logits"."""
         if self.stack and not self.stack[-1].endswith(HEAD):
             self.begin("linear")
 

@@ -9,7 +9,7 @@ from tools.bench.report import rows_table
 from tools.profile.clock import MODEL_PARTS, SEARCH, TEXT, Step
 from tools.profile.trace import Operator
 
-ABOVE = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False}  # of legends: out of the panel
+ABOVE = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False}  # places legends outside the panel
 GROUPS = ("model", "search", "engine", "text")
 LEGEND = """*ms* is the time per step without the profiler; a part excludes the parts inside it. *MB* is the least that
 must be moved per step, *MFLOP* the operations of matrix products. *of roofline* is (the larger of MB / bandwidth and

@@ -18,10 +18,10 @@ class Operator:
     """All calls of one operator, or of one kernel of a GPU.
 
     Attributes:
-        seconds: without the operators that it calls; of a kernel, on the device.
-        device_seconds: of the kernels that it launched itself.
-        operations: of matrix products; 0 for all others.
-        bytes: the least that it moves; None where this table has no formula.
+        seconds: host time without the operators that it calls; for a kernel, time on the device.
+        device_seconds: time of the kernels that it launched itself.
+        operations: operations of a matrix product; 0 for other operators.
+        bytes: the least bytes that it moves; None if this table has no formula for it.
     """
 
     name: str
@@ -71,7 +71,7 @@ FORMULAS: dict[str, Callable[[Shapes, int], float]] = {  # bytes of each call, f
 def read_profile(
     profiler: profile, dtype: torch.dtype, attention: tuple[int, int] | None = None
 ) -> tuple[list[Operator], list[Operator]]:
-    """Operators and, of a GPU, kernels; those that took longest first.
+    """Operators and GPU kernels, longest first.
 
     Args:
         profiler: has recorded shapes.
