@@ -133,7 +133,7 @@ OWN_DRAFTS = (ADED, DSBD, Speculative)  # beside which no others ride along
 def in_need(load, asked, results, preempted):
     """The bits of answers in a cache that holds the largest of the searches, but not all of them at once."""
     engine, peak = load(), max(result.stats["live_nodes_peak"] for result in results)
-    for tokens in itertools.accumulate(itertools.repeat(1.3, 16), float.__mul__, initial=1.3 * (peak + 32)):
+    for tokens in itertools.accumulate(itertools.repeat(1.3, 32), float.__mul__, initial=1.3 * (peak + 32)):
         preempted.clear()
         try:
             found = run(load(kv_memory=int(tokens) * engine.pool.bytes_per_token), asked)
