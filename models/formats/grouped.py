@@ -170,9 +170,8 @@ class GroupedLinear(PackedLinear):
             self.packed = parts[0] if len(parts) == 1 else PackedParts(parts)
             self.weights = []
         else:
-            for weight in weights:
-                if weight.stored:  # read once, so that an error ends the load and not a search
-                    deque(_blocks([weight]), maxlen=0)
+            for weight in weights:  # read once, so that an error ends the load and not a search
+                deque(_blocks([weight]), maxlen=0)
 
     @property
     def rounds(self) -> bool:
