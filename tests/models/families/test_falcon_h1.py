@@ -30,7 +30,7 @@ def fields(variant):
 
 @pytest.mark.parametrize("variant", ["plain", "norm"])
 def test_factors_multiply_the_outputs_of_matrices(variant, tmp_path):
-    """As if the matrices were multiplied by them, which is how files of llama.cpp have them."""
+    """The logits equal those of a model whose matrices are multiplied by the factors, as in files of llama.cpp."""
     c = fields(f"falcon_h1/{variant}")
     into, key, (gate, down) = c["attention_in_multiplier"], c["key_multiplier"], c["mlp_multipliers"]
     factors = {

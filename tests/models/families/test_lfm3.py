@@ -79,7 +79,7 @@ def test_defaults_are_those_of_transformers():
 
 
 def test_the_activation_is_fixed(tmp_path):
-    """As in transformers, which reads no field for it."""
+    """The activation is fixed, as in transformers, which reads no field for it."""
     other = load(changed(tmp_path, "lfm3/plain", {"hidden_act": "gelu"}))
     assert other.logits(TEXT).equal(load(GOLDEN / "lfm3/plain").logits(TEXT))
 
