@@ -1,4 +1,4 @@
-// Blocks of ggml's formats to packed panels (layout: panels.py), without a look at their values: codes stay codes.
+// Converts blocks of ggml's formats to packed panels (layout: panels.py) without decoding values: codes stay codes.
 // blocks.py has the definition.
 
 #include <algorithm>
@@ -11,16 +11,16 @@ namespace {
 
 constexpr int PANEL = 16;
 constexpr int MOST_ELEMENTS = 256, MOST_GROUPS = 16;
-constexpr uint8_t SIGN = 128;  // int8 codes are so much more than their numbers
+constexpr uint8_t SIGN = 128;  // int8 codes are numbers plus 128
 
-// What a block has besides codes: of each group a scale and perhaps a minimum. `Value` is float16 as bits, an exponent,
-// or int8, which counts in units.
+// The other content of a block: a scale and perhaps a minimum for each group. `Value` is float16 as bits, an exponent,
+// or an int8 that is multiplied by a unit.
 template <typename T>
 struct Decoded {
     typedef T Value;
     T scale[MOST_GROUPS], least[MOST_GROUPS];
     uint16_t unit, least_unit;
-    const uint8_t* codebook;  // codes of its entries, one after the other
+    const uint8_t* codebook;  // the codes of all entries, consecutively
 };
 
 inline uint16_t half(const uint8_t* at) {
@@ -35,12 +35,12 @@ inline uint32_t word(const uint8_t* at) {
     return four;
 }
 
-// The same number, negative.
+// The negated number.
 inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
 inline bool finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
-// Low halves of bytes, then their high halves; eight at a time, as compilers leave so short loops as they are.
+// Splits bytes into low halves, then high halves; eight at a time, because compilers do not vectorise loops this short.
 template <int COUNT>
 inline void nibbles(const uint8_t* __restrict from, uint8_t* __restrict codes) {
     constexpr uint64_t LOW = 0x0f0f0f0f0f0f0f0f;
@@ -73,7 +73,7 @@ struct Q4_1 : Format<20, 32, 32, 4, true, uint16_t> {
     }
 };
 
-// The fifth bits of 32 codes lie in four bytes: a bit of each goes to a byte of eight.
+// Adds the fifth bits of 32 codes, which are stored in four bytes: the bits of one byte go to eight codes.
 inline void add_fifth(const uint8_t* bits, uint8_t* codes) {
     constexpr uint64_t ONES = 0x0101010101010101, BITS = 0x8040201008040201;
     for (int i = 0; i < 4; i++) {
@@ -122,7 +122,7 @@ struct MXFP4 : Format<17, 32, 32, 4, false, uint8_t> {
     }
 };
 
-// Half of an e4m3 number without a sign, which float16 has exactly; as ggml reads it, 127 is zero.
+// Half of an unsigned e4m3 number, which is exact in float16; 127 is zero, as in ggml.
 inline uint16_t half_of_e4m3(uint8_t bits) {
     constexpr uint16_t BELOW[8] = {0, 0x1400, 0x1800, 0x1a00, 0x1c00, 0x1d00, 0x1e00, 0x1f00};  // multiples of 2^-10
     if (bits == 127) return 0;
@@ -148,7 +148,7 @@ struct Q2_K : Format<84, 256, 16, 4, true, int8_t> {
     }
 };
 
-// A bit of the mask says that 4 is not taken away; codes of int4 stand around 8.
+// Numbers are the two low bits, minus 4 unless the mask bit is set; int4 codes are numbers plus 8.
 struct Q3_K : Format<110, 256, 16, 4, false, int8_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         unit = half(b + 108);
@@ -164,7 +164,7 @@ struct Q3_K : Format<110, 256, 16, 4, false, int8_t> {
     }
 };
 
-// Scales and minimums of six bits in twelve bytes.
+// Reads scales and minimums of six bits, packed in twelve bytes.
 template <typename Block>
 void six_bits(const uint8_t* b, Block& block) {
     block.unit = half(b), block.least_unit = negative(half(b + 2));
@@ -217,7 +217,7 @@ struct IQ4_XS : Format<136, 256, 32, 4, false, int8_t> {
     }
 };
 
-// Numbers -1, 0 and 1 as codes of int4, which stand around 8.
+// Numbers -1, 0 and 1 as int4 codes, which are numbers plus 8.
 struct TQ2_0 : Format<66, 256, 256, 4, false, uint16_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b + 64);
@@ -227,7 +227,7 @@ struct TQ2_0 : Format<66, 256, 256, 4, false, uint16_t> {
     }
 };
 
-// The same, five to a byte, which is their number to the base of 3 in 1 / 243 of 256.
+// The same, five per byte: a number of five base-3 digits, scaled by 256 / 243.
 struct TQ1_0 : Format<54, 256, 256, 4, false, uint16_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b + 52);
@@ -245,18 +245,18 @@ struct TQ1_0 : Format<54, 256, 256, 4, false, uint16_t> {
     }
 };
 
-// Formats of codebooks: codes are those of an entry with their signs, scales odd numbers that count in units.
+// Formats with codebooks: an entry and signs give several codes; scales are odd numbers, multiplied by a unit.
 template <int BYTES, int GROUP>
 struct OfCodebook : Format<BYTES, 256, GROUP, 4, false, int8_t> {
-    // Codes of an entry of COUNT, with a bit of each one's sign.
+    // Writes the COUNT codes of an entry, with a sign bit for each.
     template <int COUNT>
     void put(int entry, unsigned signs, uint8_t* codes) {
         for (int k = 0; k < COUNT; k++) codes[k] = uint8_t(this->codebook[entry * COUNT + k] | (signs >> k & 1) << 3);
     }
     static int8_t odd(unsigned count) { return int8_t(2 * count + 1); }
-    // Seven signs, and the eighth: there is an even number of negative ones.
+    // Adds the eighth sign to seven: the number of negative ones is even.
     static unsigned signs(unsigned seven) { return seven | (__builtin_popcount(seven) & 1) << 7; }
-    // Scales of four bits, two in a byte.
+    // Reads scales of four bits, two per byte.
     void nibbled(const uint8_t* from) {
         for (int i = 0; i < 256 / GROUP; i++) this->scale[i] = odd(from[i / 2] >> 4 * (i % 2) & 15);
     }
@@ -313,7 +313,7 @@ struct IQ3_S : OfCodebook<110, 32> {
     }
 };
 
-constexpr int LOWERED = 2048;  // IQ1's entries, from which on the same lie with an eighth less instead of more
+constexpr int LOWERED = 2048;  // from this one on, IQ1's entries repeat, with 1/8 subtracted instead of added
 
 struct IQ1_S : OfCodebook<50, 32> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
@@ -342,8 +342,8 @@ struct IQ1_M : OfCodebook<56, 16> {
     }
 };
 
-// Codes of outputs [from, to) of a panel to its lines, of a word for each. Of 5 and 6 bits the low four come first, and
-// then a word of those above.
+// Stores the codes of outputs [from, to) of a panel in its lines, one word per output. With 5 and 6 bits, words of the
+// low four bits come first, then one word of the bits above.
 template <int BITS, int SIZE>
 inline void put(const uint8_t (*codes)[MOST_ELEMENTS], int from, int to, uint8_t* line) {
     constexpr uint32_t LOW = BITS == 8 ? 0xffffffff : 0x0f0f0f0f;

@@ -1,5 +1,5 @@
-// Codes of 5 and 6 bits as bytes, for products that do not take them as they lie: those of some chunks become what a matrix
-// of int8 has, once for all rows.
+// Expands codes of 5 and 6 bits to bytes, for products that cannot read them directly: the codes of some chunks are
+// converted to int8 panels, once for all rows.
 
 #pragma once
 
@@ -8,9 +8,9 @@
 namespace {
 
 constexpr int AHEAD = 8192;     // bytes
-constexpr int INT8_GROUPS = 5;  // the kind of int8 as it lies
+constexpr int INT8_GROUPS = 5;  // the kind whose codes are stored as bytes
 
-// Elements [at, at + count) of `panels` panels from output `out` on.
+// Expands elements [at, at + count) of `panels` panels, starting at output `out`, into `to`.
 template <int BITS>
 void decode(const Matrix& m, int64_t out, int64_t at, int64_t count, int panels, char* to) {
     typedef Planes<BITS> Of;

@@ -1,19 +1,22 @@
-// The elements of packed matrices. Each has
-//   Row                  what a prepared row of x consists of
-//   STEP, BYTES, PARTS   elements of a row that are loaded at once, what they take of a panel for one output, and in how
-//                        many parts they are multiplied; more than a word of 4 bytes lies in as many lines
-//   CHUNK                elements of a row that are summed up before they are added to its total
-//   Words, Part, VECTORS what is loaded for LANES outputs, what is multiplied at once, and the registers of both
-//   Sum, Total           of LANES outputs, in a chunk and in a row
-//   GROUPED, EXPONENTS   whether groups of elements have scales, and these are powers of two
-//   SHARE                what a number counts of one
-//   IN_BITS              whether elements are bytes, which a matrix may have in fewer bits (decoded.h)
-//   WRITTEN_OUT          whether the steps between two roundings are: in a loop of so few they take a quarter longer
-//   SUMS                 the most sums of a block
-//   NARROW               up to so many rows are multiplied by one vector of outputs, whose parts take long to make
-//   ROUNDED              elements of a row that are rounded by one largest magnitude and have one Unit; 0: all of a row
-// and prepares rows, loads words, makes parts of them, adds a part times elements of a row to sums, and makes values of
-// totals, which are sums of sums, scaled those of groups.
+// The element types of packed matrices. Each defines
+//   Row                  the type of an element of a prepared row of x
+//   STEP                 elements of a row of x that one load of the matrix meets
+//   BYTES                bytes of a panel that a step takes for one output; each 4 of them are a line of their own
+//   PARTS                parts in which a step is multiplied
+//   CHUNK                elements of a row that are summed before the sum is added to the row's total
+//   Words, Part          the types of one load and of one multiplication, for LANES outputs
+//   VECTORS              registers that both need
+//   Sum, Total           the types of a chunk's sum and a row's total, for LANES outputs
+//   GROUPED, EXPONENTS   whether groups of elements have scales, and whether these are powers of two
+//   SHARE                factor of each number of the matrix
+//   IN_BITS              whether elements are bytes which the matrix may store in fewer bits (decoded.h)
+//   WRITTEN_OUT          whether the steps of a chunk are unrolled: a loop over so few takes a quarter longer
+//   SUMS                 largest number of sums in a block
+//   NARROW               up to so many rows use one vector of outputs, because parts are expensive to make
+//   ROUNDED              elements of a row that are rounded relative to one largest magnitude and share a Unit;
+//                        0: the whole row
+// and functions that prepare rows, load words, convert words to parts, add products of parts and rows to sums, and
+// convert totals (of scaled sums, if there are groups) to values.
 
 #pragma once
 
@@ -24,23 +27,23 @@
 
 namespace {
 
-constexpr int PANEL = 16;  // outputs side by side
+constexpr int PANEL = 16;  // outputs that are stored interleaved
 
-struct Unit {  // of elements of a row of x
-    float size;
-    int32_t start;  // of their sums of products: what makes up for numbers of the matrix that are too large
-    float sum;      // of their steps
+struct Unit {  // of elements of x that are rounded together
+    float size;     // factor from sums of products to values
+    int32_t start;  // first value of these sums: compensates for an offset in the numbers of the matrix
+    float sum;      // of the rounded elements
 };
 
-// The most sums in a block of int4. AVX-512 with VNNI makes sums so fast that the time in which they become floats shows,
-// unless the processor begins the next ones meanwhile: its window of instructions has to hold both.
+// The most sums in a block of int4. With AVX-512 VNNI, sums are so fast that their conversion to floats takes visible
+// time, unless the processor starts the next sums meanwhile; both must fit into its window of instructions.
 #ifdef INT8_DOTS
 constexpr int INT4_SUMS = LANES == 16 ? 14 : REGISTERS;
 #else
 constexpr int INT4_SUMS = REGISTERS;
 #endif
 
-// Without groups, of which the sums are values at once, and multiplied part by part.
+// Elements without groups: totals are values, and a step is one part.
 struct Plain {
     static constexpr int PARTS = 1, ROUNDED = 0, SUMS = REGISTERS, NARROW = 0;
     static constexpr bool GROUPED = false;
@@ -81,7 +84,7 @@ struct WideFloat16 : Wide {
     static Part part(Words words, int) { return words; }
 };
 
-// Pairs of elements lie in words, the first in the low half.
+// A word holds two elements, the first in its low half.
 struct WideBFloat16 : Wide {
     typedef Ints Words;
     static constexpr int STEP = 2, BYTES = 4, PARTS = 2, VECTORS = 2;
@@ -112,7 +115,7 @@ struct PairsOfBFloat16 : Plain {
 };
 #endif
 
-// The largest of bits, as a float.
+// The largest lane, whose bits are returned as a float.
 inline float largest_of_bits(Ints x) {
     typedef int32_t Four __attribute__((vector_size(16)));
     Four parts[LANES / 4], most;
@@ -131,11 +134,11 @@ inline int32_t total_of(Ints x) {
     return total;
 }
 
-// Elements of a row in steps of 1 / levels of their largest magnitude: put(i, steps) takes LANES of them, those past the
-// width 0. Returns the largest magnitude.
+// Rounds the elements of a row to multiples ("steps") of their largest magnitude / levels and calls put(i, steps) for
+// every LANES of them; steps past the width are 0. Returns the largest magnitude.
 template <typename T, typename Put>
 float rounded_row(const T* x, int64_t width, float levels, Put put) {
-    Ints most{};  // bits, by which NaN is larger than all numbers
+    Ints most{};  // bits of floats: compared as integers, NaN is larger than all numbers
     each(width, [&](int64_t i, auto n) {
         const Ints size = (Ints)::load(x + i, n) & 0x7fffffff;
         most = size > most ? size : most;
@@ -144,14 +147,14 @@ float rounded_row(const T* x, int64_t width, float levels, Put put) {
     const int32_t top = int32_t(levels);
     each(width, [&](int64_t i, auto n) {
         Ints steps = __builtin_convertvector(nearest(::load(x + i, n) / step), Ints);
-        steps = steps > top ? Ints{} + top : steps;  // half a step too large where levels are 127.5
+        steps = steps > top ? Ints{} + top : steps;  // with 127.5 levels, the largest would round up
         for (int lane = n; lane < LANES; lane++) steps[lane] = 0;
         put(i, steps);
     });
     return largest;
 }
 
-// LANES steps to a row, of four in the order in which FourInt8 has them.
+// Stores LANES steps in a row; each four of them in the order that FourInt8 expects.
 template <typename Row>
 void put_row(Ints steps, Row* row) {
     if constexpr (sizeof(Row) == 1) {
@@ -161,8 +164,8 @@ void put_row(Ints steps, Row* row) {
         for (int lane = 0; lane < LANES; lane++) row[lane / 4 * 4 + FourInt8::ORDER[lane % 4]] = Row(steps[lane]);
 }
 
-// Panels hold numbers that are 128 too large, and FourInt8 multiplies by those that are OFFSET too large. Sums of ROUNDED
-// elements are exact; they become floats, in units of the largest magnitude of these elements.
+// Panels store numbers plus 128, and FourInt8 multiplies by numbers plus OFFSET. Sums of ROUNDED elements are exact;
+// they are then converted to floats, relative to the largest magnitude of these elements.
 struct Int8 : FourInt8, Plain {
     typedef Ints Sum;
     typedef Floats Total;
@@ -186,8 +189,8 @@ struct Int8 : FourInt8, Plain {
 
 };
 
-// Elements in groups: numbers that are ZERO less than the codes; DEFAULT is the zero of a matrix that has none, and
-// DEFAULT_LEAST of one that has minimums.
+// Elements in groups. The numbers that are multiplied are codes minus ZERO. DEFAULT is the zero point of a matrix that
+// has none, DEFAULT_LEAST that of a matrix with minimums.
 struct Grouped {
     typedef Floats Total;
     static constexpr bool GROUPED = true, EXPONENTS = false, IN_BITS = false, WRITTEN_OUT = false;
@@ -198,13 +201,13 @@ struct Grouped {
     static Floats value(Floats total, const Unit*, const void*, int64_t, int) { return total; }
 };
 
-// Codes of 5 or 6 bits: words of their low four bits, as int4 has them, and one of those above, of which a byte has those
-// of every fourth element.
+// Codes of 5 or 6 bits: words with the low four bits, like those of int4, then one word with the bits above; each byte
+// of it has the bits of every fourth element.
 template <int BITS>
 struct Planes {
     static constexpr int ABOVE = BITS - 4, STEP = 32 / ABOVE, LOW = STEP / 8, BYTES = 4 * (LOW + 1);
     static constexpr int MIDDLE = 1 << (BITS - 1);
-    // Elements 4 i to 4 i + 3 of a step.
+    // The codes of elements 4 i to 4 i + 3 of a step.
     static Ints codes(const char* at, int i) {
         const Ints low = word(at, i / 2), above = word(at, LOW);
         const int up = 4 - ABOVE * i;
@@ -212,7 +215,7 @@ struct Planes {
                ((up < 0 ? above >> -up : above << up) & ((1 << ABOVE) - 1) * 0x10101010);
     }
 
-    // The same, MIDDLE less, as the upper bits of bytes.
+    // The same codes minus MIDDLE, in the upper bits of bytes.
     static Ints numbers(const char* at, int i) {
         constexpr int SIGNS = ABOVE == 1 ? -1 : int(0xaaaaaaaa), TO = 8 - BITS;
         const Ints low = word(at, i / 2), above = word(at, LOW) ^ SIGNS;
@@ -224,8 +227,8 @@ struct Planes {
     static Ints word(const char* at, int i) { return read<Ints>(at + i * PANEL * 4, LANES); }
 };
 
-// The same by rounded rows: a chunk's whole steps are multiplied by `Four`, and sums begin with what makes up for LARGER,
-// by which numbers are too large.
+// Elements in groups, multiplied by rounded rows. `Four` multiplies four integers at a time; sums start with a value
+// that compensates for LARGER, which is contained in the numbers of the matrix.
 template <typename Four, int LARGER>
 struct Rounded : Four, Grouped {
     typedef typename Four::Row Row;
@@ -250,7 +253,7 @@ struct Rounded : Four, Grouped {
     }
 
    private:
-    // Sums in 16 bits are two of each output: of the first two of four elements, and of the others.
+    // With 16 bits, an output has two sums: one of the first two of every four elements, one of the last two.
     static int32_t start(Ints each, int32_t total) {
         if constexpr (std::is_same_v<Sum, Ints>) return total;
         int32_t halves[2] = {};
@@ -259,7 +262,7 @@ struct Rounded : Four, Grouped {
     }
 };
 
-// Two int4 to a byte, of eight the first four in the low halves.
+// Two int4 per byte; of eight elements the first four are in the low halves.
 struct Int4 : Rounded<FourNibbles, 8> {
     typedef Ints Part;
     static constexpr int STEP = 8, PARTS = 2, SUMS = INT4_SUMS;
@@ -268,13 +271,13 @@ struct Int4 : Rounded<FourNibbles, 8> {
     static Part part(Words words, int i) { return (i ? words >> 4 : words) & 0x0f0f0f0f; }
 };
 
-// FourInt8 as `Rounded` takes it.
+// FourInt8 with the interface that `Rounded` needs.
 struct FourCodes : FourInt8 {
     typedef Ints Sum;
     static Ints exact(Ints sum) { return sum; }
 };
 
-// Codes from 0 to 255, which stand for numbers from -128 up.
+// Codes from 0 to 255 for numbers from -128 to 127.
 struct Int8Codes : Rounded<FourCodes, FourInt8::OFFSET> {
     static constexpr bool IN_BITS = true;
     static constexpr int STEP = 4, PARTS = 1;
@@ -282,7 +285,7 @@ struct Int8Codes : Rounded<FourCodes, FourInt8::OFFSET> {
     static Part part(Words words, int) { return FourInt8::part(words); }
 };
 
-// Two codes to a byte as int4 are.
+// Two codes per byte, stored like int4; a table maps them to numbers.
 template <typename Code>
 struct Codes : Rounded<FourCodes, FourInt8::OFFSET> {
     static constexpr int STEP = 8, PARTS = 2, VECTORS = FourInt8::VECTORS + 1;
@@ -309,18 +312,18 @@ struct RoundedBits : Rounded<EightCodes, Planes<BITS>::MIDDLE> {
 };
 #endif
 
-// The same by rows of floats: numbers from -8 up.
+// int4 multiplied by rows of floats: numbers from -8 to 7.
 struct WideInt4 : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 8, BYTES = 4, PARTS = 8, VECTORS = 2;
     static constexpr float ZERO = 8, DEFAULT = 8, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return read<Ints>(at, LANES) ^ int(0x88888888); }
-    static Part part(Words words, int i) {  // bytes hold elements i and i + 4
+    static Part part(Words words, int i) {  // a byte holds elements i and i + 4
         return __builtin_convertvector(words << (28 - i % 4 * 8 - i / 4 * 4) >> 28, Floats);
     }
 };
 
-// uint8: numbers from -128 up.
+// uint8 multiplied by rows of floats: numbers from -128 to 127.
 struct WideInt8 : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 4, BYTES = 4, PARTS = 4, VECTORS = 2;
@@ -347,7 +350,7 @@ struct WideBits : Grouped, WideRows {
 };
 #endif
 
-// The same by rows of floats.
+// Codes with a table, multiplied by rows of floats.
 template <typename Code>
 struct WideCodes : Grouped, WideRows {
     typedef Ints Words;
@@ -364,9 +367,9 @@ struct WideCodes : Grouped, WideRows {
 };
 
 #ifdef INT8_DOTS
-// Rows of floats, multiplied by integers: a row is rounded to steps of 1 / LEVELS of its largest magnitude, whose sums with
-// codes are exact. A step has three digits to the base of 256, from -128 to 127. Of four elements the first digits lie
-// side by side, then the second, then the third.
+// Rows of floats, multiplied as integers. A row is rounded to multiples ("steps") of its largest magnitude / LEVELS, so
+// that sums of products with codes are exact. A step is stored as three digits in base 256, each from -128 to 127. For
+// four elements, the first digits are stored side by side, then the second, then the third.
 struct Digits : Grouped {
     static constexpr int DIGITS = 3;
     static constexpr float ZERO = 0;
@@ -427,7 +430,7 @@ struct DigitsInt8 : Digits {
 };
 
 #ifdef MANY_REGISTERS
-// Codes of 5 or 6 bits, by digits or by rounded rows. A word is read again for each part.
+// Codes of 5 or 6 bits, multiplied by digits or by rounded rows. Each part reads its words again.
 template <typename Row, int BITS>
 struct Bits : Row, Planes<BITS> {
     typedef const char* Words;
@@ -443,7 +446,7 @@ template <int BITS>
 using RoundedBits = Bits<Rounded<FourCodes, Planes<BITS>::MIDDLE>, BITS>;
 #endif
 
-// As DigitsInt8 has them, to the bit.
+// Codes with a table, multiplied by digits; bit-identical to DigitsInt8 with the same numbers.
 template <typename Code>
 struct DigitsCodes : Digits {
     typedef Ints Words;
@@ -458,7 +461,7 @@ struct DigitsCodes : Digits {
 };
 #endif
 
-// e4m3: the bits of a float with another exponent. NaN becomes 480.
+// e4m3: shifted, the bits are those of a float with another exponent bias. NaN becomes 480.
 struct WideFloat8 : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 4, BYTES = 4, PARTS = 4, VECTORS = 2;

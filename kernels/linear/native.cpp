@@ -1,10 +1,10 @@
-// Products of rows with a packed matrix (layout: panels.py): one row at the bandwidth of memory, many at the rate of
-// the processor's multiplications, any number by the same code.
+// Products of rows and a packed matrix (layout: panels.py). The same code multiplies one row, limited by memory
+// bandwidth, and many, limited by the processor's multiplications.
 //
-// A thread takes PIECE outputs at a time. Of these a set of vectors runs down its panels; the sums of a block of rows
-// with the set stay in registers for a chunk of the width, and are then added to totals. So long rows lose no precision,
-// and a row gets the same sums whatever rows are beside it. A chunk comes from memory once: the first block reads it
-// first, and all blocks together fetch what lies AHEAD.
+// A thread takes PIECE outputs at a time and processes them in sets of vectors. The sums of a block of rows and a set
+// stay in registers for a chunk of the width and are then added to totals. Long rows therefore lose no precision, and a
+// row's sums do not depend on the rows beside it. A chunk is read from memory once: by the first block of rows; all
+// blocks together prefetch what lies AHEAD.
 
 #include <algorithm>
 #include <cstddef>
@@ -17,10 +17,11 @@
 
 namespace {
 
-constexpr int RUNS = 4;        // of consecutive pieces, for each thread
-constexpr int OWN_ROWS = 16;  // prepared by each thread for itself, as waiting for the others would take longer
+constexpr int RUNS = 4;        // runs of consecutive pieces per thread
+constexpr int OWN_ROWS = 16;  // up to so many, each thread prepares all rows: waiting for the others would take longer
 
-// `count` rows, at most BATCH, times VECTORS vectors of outputs from `out` on; finish(row, vector, total).
+// Multiplies `count` rows (at most BATCH) with VECTORS vectors of outputs from `out` on, and calls
+// finish(row, vector, total).
 template <typename Element, int VECTORS, typename Finish>
 void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matrix& m, int64_t steps, int64_t out,
                   Finish finish) {
@@ -30,7 +31,7 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
     std::memset(totals, 0, count * sizeof totals[0]);
     const int blocks = (count + MOST - 1) / MOST;
     const char* panel = (const char*)m.panels + out * steps * Element::BYTES;
-    // What follows the end of a panel is the next one of this set, which was read: the next set's is fetched instead.
+    // The memory behind a panel is the set's next panel, which was already read: prefetch the next set instead.
     auto ahead = [&](int64_t at) {
         return AHEAD + (at * LINE + AHEAD < steps * LINE ? 0 : (VECTORS * LANES / PANEL - 1) * steps * LINE);
     };
@@ -67,7 +68,7 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
         for (int v = 0; v < VECTORS; v++) finish(row + r, v, totals[r][v]);
 }
 
-// Of outputs from `out` on, at most PIECE.
+// Multiplies with at most PIECE outputs from `out` on.
 template <typename Element, int VECTORS = PIECE / LANES, typename Finish>
 void multiply_piece(const Rows<Element>& rows, int64_t row, int count, const Matrix& m, int64_t steps, int64_t out,
                     Finish finish) {
@@ -84,12 +85,12 @@ void multiply_piece(const Rows<Element>& rows, int64_t row, int count, const Mat
 template <typename Element>
 int64_t stride_of(int64_t width) {
     constexpr int64_t SIZE = sizeof(typename Element::Row);
-    int64_t stride = (width + 63) / 64 * 64 + 64;  // a whole step past the width is read
-    if (stride * SIZE % 2048 == 0) stride += 64;   // or rows would share few sets of the first-level cache
+    int64_t stride = (width + 63) / 64 * 64 + 64;  // reads go up to one step past the width
+    if (stride * SIZE % 2048 == 0) stride += 64;   // else rows would share few sets of the first-level cache
     return stride;
 }
 
-// Calls f(first, last, unit) for the elements of a row that are rounded together: ROUNDED of a group, or all.
+// Calls f(first, last, unit) for all elements of a row that are rounded together: ROUNDED of a group, or the whole row.
 template <typename Element, typename F>
 void each_unit(const Matrix& m, F f) {
     const int64_t group = Element::GROUPED ? m.group : m.width, each = Element::ROUNDED ? Element::ROUNDED : m.width;
@@ -100,7 +101,7 @@ void each_unit(const Matrix& m, F f) {
     }
 }
 
-// Room that a thread keeps, for rows of a matrix.
+// A buffer for prepared rows, which a thread keeps for later products.
 template <typename Element>
 Rows<Element> room(int64_t rows, const Matrix& m, int64_t groups) {
     static thread_local std::unique_ptr<char[]> kept;
@@ -115,7 +116,7 @@ Rows<Element> room(int64_t rows, const Matrix& m, int64_t groups) {
     return {(typename Element::Row*)aligned, stride, (Unit*)(aligned + data), (float*)(aligned + sums), groups, units};
 }
 
-// Row `row` of x as it is multiplied, with the sums of its groups. `ordered`: room for a row in another order.
+// Prepares row `row` of x for multiplication, with the sums of its groups. `ordered`: a buffer for a permuted row.
 template <typename Element, typename T>
 void prepare(const Matrix& m, const T* x, int64_t row, const Rows<Element>& to, float* ordered) {
     typename Element::Row* prepared = to.data + row * to.stride;
@@ -138,7 +139,7 @@ void prepare(const Matrix& m, const T* x, int64_t row, const Rows<Element>& to, 
         }
 }
 
-// One product of rows with a matrix, by an element type.
+// One product of rows and a matrix, for an element type.
 template <typename Element>
 struct Work {
     const Matrix& m;
@@ -151,7 +152,7 @@ struct Work {
     const bool floats = std::is_same_v<typename Element::Row, float>;
     const bool whole = kind == 0 && floats && m.width % Element::STEP == 0 && !m.order &&
                        !(Element::GROUPED && (m.zero || m.least));
-    const bool direct = whole && (m.width % 512 || rows <= 4);  // rows are multiplied as they lie
+    const bool direct = whole && (m.width % 512 || rows <= 4);  // rows are multiplied where they are stored
 
     Rows<Element> given() const { return {(typename Element::Row*)x, m.width, nullptr, nullptr, groups, 0}; }
     Rows<Element> prepared() const { return direct ? given() : room<Element>(rows, m, groups); }
@@ -160,7 +161,7 @@ struct Work {
         with_type(kind, [&](auto type) { prepare<Element>(m, (const decltype(type)*)x, row, to, ordered); });
     }
 
-    // The rows as a thread multiplies them, prepared for itself unless they are already.
+    // The rows for one thread, which prepares them unless they are `ready`.
     Rows<Element> own(Rows<Element> to, bool ready) const {
         if (!ready) {
             std::vector<float> ordered(m.order ? m.width : 0);
@@ -170,7 +171,7 @@ struct Work {
         return to;
     }
 
-    // The outputs of a piece.
+    // Computes the outputs of a piece.
     void multiply(const Rows<Element>& from, int64_t at) const {
         auto finish = [&](int64_t row, int64_t at, auto total) {
             if (at >= m.outs) return;
@@ -186,7 +187,7 @@ struct Work {
     }
 };
 
-// Pieces of a run: one stream of memory; there are enough runs for threads that lose their processor.
+// Pieces per run. A run is read as one stream; several runs per thread compensate for threads that are descheduled.
 int64_t run_of(int64_t pieces, int64_t threads) { return std::max<int64_t>(1, pieces / (RUNS * threads)); }
 
 template <typename Element>
@@ -209,7 +210,7 @@ void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void
     }
 }
 
-// Calls f with the element type of a kind that has a table; false: it has none.
+// Calls f with the element type of a kind whose codes index a table; returns false for other kinds.
 template <template <typename> typename Element, typename F>
 bool with_table(int64_t kind, F f) {
     switch (kind) {
@@ -265,13 +266,13 @@ void multiply(int64_t kind, int64_t threads, const Matrix& m, const void* x, voi
     with_element(kind, m, [&](auto element) { product<decltype(element)>(kind, threads, m, x, out, stride, rows); });
 }
 
-// A part of a product, and the pieces of it that a thread takes at once.
+// A part of a product, and the outputs first .. last - 1 of it that a thread computes at once.
 struct Run {
     const Matrix* matrix;
     const void* x;
     char* out;
     int64_t stride, rows, first, last;
-    int64_t number;  // of the part
+    int64_t number;  // the part's number
 };
 
 // `prepared`: the part whose rows this thread has prepared last.
@@ -313,7 +314,7 @@ extern "C" void coppice_linears(int64_t kind, int64_t threads, const Product* pr
     std::vector<Run> parts, runs;
     int64_t pieces = 0;
     for (const Product* p = products; p < products + count; p++) {
-        if (p->rows > OWN_ROWS) {  // enough work for all threads, and rows that they prepare together
+        if (p->rows > OWN_ROWS) {  // enough work for all threads, which prepare the rows together
             coppice_linear(kind, threads, p->matrix, p->x, p->out, p->rows);
             continue;
         }

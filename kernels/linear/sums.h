@@ -1,4 +1,4 @@
-// The sums of a block of rows with a set of vectors of outputs, in a chunk of the width, and the scales of groups.
+// Products of a block of rows and a set of output vectors, summed over a chunk of the width; the scales of groups.
 
 #pragma once
 
@@ -14,9 +14,9 @@ namespace {
 constexpr int PIECE = 64;     // outputs
 constexpr int UNIT = 256;     // elements of a row that share a unit of scales
 constexpr int BATCH = 60;     // rows that share a fetch from the second-level cache
-constexpr int LEAST = LANES == PANEL ? 2 : PANEL / LANES;  // vectors per row of a set
+constexpr int LEAST = LANES == PANEL ? 2 : PANEL / LANES;  // fewest output vectors of a set
 
-// Whether the sums of a block and the vectors that it multiplies by fit into the registers, and are few enough.
+// Whether the sums of a block and the vectors being multiplied fit into the registers, within Element::SUMS.
 template <typename Element>
 constexpr bool fits(int rows, int vectors) {
     constexpr int OF_SUM = sizeof(typename Element::Sum) / sizeof(Floats);
@@ -31,7 +31,7 @@ constexpr int max_rows(int vectors) {
     return rows;
 }
 
-// Vectors of sums per row of a set: a piece if the rows are so few that it fits.
+// Output vectors of a set for so many rows: a whole piece if its sums fit.
 template <typename Element>
 constexpr int vectors_for(int rows) {
     int vectors = PIECE / LANES;
@@ -39,28 +39,28 @@ constexpr int vectors_for(int rows) {
     return rows <= Element::NARROW && !fits<Element>(rows, vectors) ? PANEL / LANES : vectors;
 }
 
-// Rows as an element type multiplies by them, `stride` apart.
+// Rows of x as an element type multiplies them, `stride` elements apart.
 template <typename Element>
 struct Rows {
     typename Element::Row* data;
     int64_t stride;
-    Unit* units;  // for each ROUNDED elements of a group, or for a row; those of BATCH rows lie side by side
-    float* sums;  // of each row's groups; null: they are not needed
-    int64_t groups, each;  // units of a row
+    Unit* units;  // one for each ROUNDED elements of a group, or for a row; interleaved for BATCH rows
+    float* sums;  // the sum of each group of each row; null: not needed
+    int64_t groups, each;  // groups of a row; units of a row
 
     Unit* unit(int64_t row, int64_t number) const {
         return units + (row / BATCH * each + number) * BATCH + row % BATCH;
     }
 };
 
-// Where a chunk of a set's first panel lies, bytes from one panel to the next, and from a line to what is fetched with it;
-// the first of its units.
+// A chunk of the width: its address in the first panel of the set, bytes between panels, steps, bytes from a line to
+// the one that is prefetched with it, and the chunk's first unit.
 struct Chunk {
     const char* at;
     int64_t across, steps, ahead, unit;
 };
 
-// Chunks of groups, one after the other.
+// Consecutive chunks of a matrix with groups.
 constexpr int MOST_CHUNKS = 8;
 
 template <int VECTORS>
@@ -68,11 +68,11 @@ struct Chunks {
     const char* at;
     int64_t across, count, ahead, unit;
     struct {
-        int64_t steps, group;  // a negative group: the sum of x is added with another chunk of the group
-        int64_t place;         // of its group's scales
+        int64_t steps, group;  // group -1: another chunk of the same group adds the sum of x
+        int64_t place;         // index of the group's scales
     } each[MOST_CHUNKS];
-    // Of the groups, for LANES outputs each: sums of products are multiplied by `scales`, and by `offsets` those of
-    // elements of x, if rows have them.
+    // For each group and LANES outputs: factors of the sums of products (`scales`) and, if rows have sums, of the sums
+    // of x (`offsets`).
     Floats scales[MOST_CHUNKS][VECTORS], offsets[MOST_CHUNKS][VECTORS];
 };
 
@@ -88,8 +88,8 @@ template <typename Element, int VECTORS, int COUNT>
 #pragma GCC unroll 32
     for (int p = 0; p < Element::PARTS; p++) {
         if (Element::PARTS > 8 && p % 4 == 0)
-            asm("" : "+r"(x), "+r"(stride));  // or GCC keeps the place of each word of each row, most of them in memory
-        if constexpr (Element::PARTS > 8 && COUNT == 1) {  // one after the other, or GCC keeps sums in memory
+            asm("" : "+r"(x), "+r"(stride));  // else GCC keeps the address of each word of each row, mostly in memory
+        if constexpr (Element::PARTS > 8 && COUNT == 1) {  // part by part, else GCC keeps sums in memory
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++)
                 sums[0][v] = Element::add(sums[0][v], Element::part(words[v], p), x + p * EACH_PART);
@@ -140,14 +140,14 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
     }
 }
 
-// These loops are over vectors already. GCC would vectorise them again where 7 or 8 rows are multiplied by int4: then
-// sums lie in memory, and 15 rows take twice as long.
+// These loops are already vectorised. For 7 or 8 rows of int4 GCC would vectorise them again and keep the sums in
+// memory, which makes 15 rows take twice as long.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC optimize("no-tree-vectorize")
 #endif
 
-// A chunk of one group: `steps` of it, an int64_t or a constant. `ahead`: see Chunk; 0: nothing is fetched.
+// Adds a chunk of one group. `steps` is an int64_t or a compile-time constant; `ahead` as in Chunk, 0: no prefetch.
 template <typename Element, int VECTORS, int COUNT, typename Steps>
 [[gnu::always_inline]] inline void add_chunk(const char* at, int64_t across, int64_t ahead,
                                              const typename Element::Row* x, int64_t stride, Steps steps,
@@ -187,13 +187,13 @@ template <typename Element, int VECTORS, int COUNT, typename Steps>
         }
 }
 
-// The same out of line, for the last chunk of a row: beside the other it would take registers from that.
+// The same, not inlined, for the last chunk of a row: inlined, it would take registers from the main loop.
 template <typename Element, int VECTORS, int COUNT, typename... Arguments>
 [[gnu::noinline]] void add_rest(const Arguments&... arguments) {
     add_chunk<Element, VECTORS, COUNT>(arguments...);
 }
 
-// The same for chunks of groups; `first` and `last` are those whose successors are fetched.
+// Adds several chunks of groups. Chunks first .. last - 1 prefetch what follows.
 template <typename Element, int VECTORS, int COUNT>
 void add_block(const typename Element::Row* x, int64_t stride, const Rows<Element>& rows, int64_t row0,
                const Chunks<VECTORS>& chunks, int64_t first, int64_t last,
@@ -209,7 +209,7 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
         const Floats* scales = chunks.scales[chunk.place];
         if (chunk.steps == STEPS) {
             if (Element::WRITTEN_OUT)
-                asm("" : "+r"(stride));  // or GCC keeps the place of each word of each row, most of them in memory
+                asm("" : "+r"(stride));  // else GCC keeps the address of each word of each row, mostly in memory
             add_chunk<Element, VECTORS, COUNT>(at, across, ahead, x, stride,
                                                std::integral_constant<int64_t, STEPS>{}, units, scales, totals);
         } else if (Element::WRITTEN_OUT)
@@ -238,13 +238,13 @@ void add_rows(int count, const Arguments&... arguments) {
     if constexpr (COUNT > 1) add_rows<Element, VECTORS, COUNT - 1>(count, arguments...);
 }
 
-// 2^(exponent - 128), the smallest of which are subnormal.
+// 2^(exponent - 128); the smallest results are subnormal.
 inline Floats power(Bytes exponents) {
     const Ints exponent = extended(exponents) & 255;
     return (Floats)(exponent < 2 ? (exponent + 1) << 21 : (exponent - 1) << 23);
 }
 
-// Scales of the groups first..last for the outputs from `out` on, a whole panel's first; offsets if they are wanted.
+// Reads the scales of groups first..last for the outputs from `out` on (the first of a panel), and offsets if wanted.
 template <typename Element, int VECTORS>
 void take_scales(const Matrix& m, int64_t out, int64_t first, int64_t last, int64_t groups, bool offsets,
                  Chunks<VECTORS>& to) {
@@ -287,7 +287,7 @@ void take_scales(const Matrix& m, int64_t out, int64_t first, int64_t last, int6
     });
 }
 
-// The chunks of groups from step `at` on; returns how many steps they have.
+// Describes the next chunks from step `at` on; returns the number of their steps.
 template <typename Element, int VECTORS>
 int64_t take(const Matrix& m, int64_t out, int64_t at, int64_t steps, int64_t groups, bool offsets,
              Chunks<VECTORS>& chunks) {

@@ -1,12 +1,13 @@
-// Which keys a token sees, in blocks of BLOCK positions. A row's keys are added up block by block and, in a block, by
-// position, wherever they lie: so its result depends neither on what is trunk and what a branch, nor on other rows.
+// The keys that each token sees, in blocks of BLOCK positions. A row adds up its keys block by block and, within a
+// block, by position, wherever they are stored. Its result therefore depends neither on other rows nor on which tokens
+// belong to the trunk and which to a branch.
 //
 //     positions   0 ..... 31 | 32 ..... 63 | 64 ..... 95 | 96 .....       trunk of 70 tokens
 //     all rows    trunk      | trunk       |             |
-//     each token                           | t70 a b ... | c ...          its own: the trunk's end and its branch
+//     each token                           | t70 a b ... | c ...          own blocks: the trunk's end and the branch
 //
-// Blocks that only the trunk has are read once for all rows of a tile. From the block on in which a token's branch
-// begins its blocks are its own.
+// Blocks that hold only trunk tokens are read once for all rows of a tile. From the block in which a token's branch
+// begins, each token has its own blocks.
 
 #pragma once
 
@@ -21,15 +22,15 @@ namespace {
 constexpr int BLOCK = 32;  // positions between two updates of the largest score
 static_assert(BLOCK == 32, "uint32_t has a bit for each");
 
-// Those of a block's positions of which a token sees keys, a bit for each, and their slots.
+// The positions of a block that a token sees, one bit for each, and their slots.
 struct OwnBlock {
-    int32_t number;  // of the block: positions number * BLOCK and on
+    int32_t number;  // the block covers positions number * BLOCK .. number * BLOCK + BLOCK - 1
     uint32_t there;
-    int32_t slots[BLOCK];  // as numbers of 32 bits, which runs of a trunk are
+    int32_t slots[BLOCK];  // 32 bits, like the runs of a trunk
 };
 
-// What a token sees: trunk positions oldest .. shared - 1, and then its own blocks first .. last - 1, in order; all
-// positions are below `end`.
+// The keys that a token sees: trunk positions oldest .. shared - 1, then its own blocks first .. last - 1, in order.
+// All positions are below `end`.
 struct Token {
     int32_t oldest, shared, first, last;
     int64_t end;
@@ -63,7 +64,7 @@ class Keys {
     }
 
   private:
-    // A run of a trunk; the last one of a tree says where the trunk ends.
+    // A run of a trunk. The last piece of a tree is empty and marks the end of the trunk.
     struct Piece {
         int64_t first;  // position
         int32_t slot;
@@ -73,8 +74,8 @@ class Keys {
     std::vector<std::vector<Piece>> pieces;
     std::vector<Token> tokens;
     std::vector<OwnBlock> blocks;
-    std::vector<std::pair<int64_t, int32_t>> branch;  // of a token: positions and slots
-    std::vector<int32_t> slots;                       // likewise, of the end of the trunk
+    std::vector<std::pair<int64_t, int32_t>> branch;  // positions and slots of one token's branch
+    std::vector<int32_t> slots;                       // of the trunk's last positions, likewise
 
     void add(int tree, int t) {
         const int oldest = p.window < 0 ? 0 : std::max<int64_t>(0, p.positions[t] - p.window + 1), seen = p.seen[t];
@@ -93,7 +94,7 @@ class Keys {
         tokens[t].end = std::max<int64_t>(seen, branch.back().first + 1);
     }
 
-    // The branch slots that a token sees, by position.
+    // Collects the branch slots that a token sees, sorted by position.
     void read_branch(int tree, int t, int oldest) {
         branch.clear();
         for (int c = 0; c < p.words; c++)
@@ -105,7 +106,7 @@ class Keys {
         if (!std::is_sorted(branch.begin(), branch.end())) std::sort(branch.begin(), branch.end());
     }
 
-    // Adds a key to the blocks from `first` on. One at the position of another, as no tree has it, gets a block again.
+    // Adds a key to the blocks from `first` on. A second key at one position, which no tree has, starts another block.
     void put(int first, int64_t position, int32_t slot) {
         const int32_t number = position / BLOCK, lane = position % BLOCK;
         if (int(blocks.size()) == first || blocks.back().number != number || blocks.back().there >> lane & 1)

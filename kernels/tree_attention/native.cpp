@@ -1,9 +1,10 @@
-// Tree attention on a CPU: the same bits for a row whatever rows are beside it, wherever its keys lie, and with any
-// number of threads. Keys come in blocks of fixed positions (keys.h), a block is made ready for all rows of a tile that
-// see it (ready.h), and two small matrix products make scores of queries and keys, and outputs of weights and values. A
-// row's numbers are added up in one order: over the elements of a head, over the lanes of a block, over blocks; what it
-// does not see has the weight 0, which changes no bit. The softmax is computed online (Milakov and Gimelshein, 2018),
-// for each CUT positions anew, and then merged in order, so threads may share a long trunk.
+// Tree attention on a CPU. A row's result is bit-identical whatever rows are computed beside it, wherever its keys are
+// stored, and with any number of threads. Keys are processed in blocks of fixed positions (keys.h). A block is
+// converted once for all rows of a tile that see it (ready.h); then one small matrix product computes scores from
+// queries and keys, and another computes outputs from weights and values. The sums of a row have one order: elements of
+// a head, then lanes of a block, then blocks. A key that a row does not see has weight 0, which changes no bit. The
+// softmax is computed online (Milakov and Gimelshein, 2018), separately for every CUT positions; the parts are then
+// merged in order, so several threads can share a long trunk.
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
@@ -22,14 +23,14 @@
 namespace {
 
 constexpr int MAX_ROWS = 64;  // of a tile
-constexpr int FEW = 4;        // rows, which are multiplied with keys as these are transposed
+constexpr int FEW = 4;        // up to so many rows, keys are multiplied while they are transposed, and not stored
 constexpr int CUT = 256;      // positions; a multiple of BLOCK
-constexpr int MAX_SERIAL = 1 << 14;  // vector products; only for more is it worth waking threads
-constexpr int MIN_UNITS = 4;         // for each thread; of fewer, cuts are shared among threads
+constexpr int MAX_SERIAL = 1 << 14;  // vector products; waking threads pays only for more than these
+constexpr int MIN_UNITS = 4;         // per thread; with fewer units, threads share the cuts of a unit
 const Floats NEVER = all(-INFINITY);
 
-// Tokens first .. last - 1 of a tree, and so many of their query heads from `head` on; a row for each of both. They see
-// keys in cuts first_cut .. last_cut - 1.
+// Tokens first .. last - 1 of a tree and query heads head .. head + heads - 1 of a group: one row for each pair. The
+// tokens see keys in cuts first_cut .. last_cut - 1.
 struct Tile {
     int tree, first, last, head, heads;
     int64_t first_cut, last_cut;
@@ -37,11 +38,11 @@ struct Tile {
     int rows() const { return (last - first) * heads; }
 };
 
-// The state of the online softmax of rows, over some of their keys.
+// The state of the online softmax of some rows over some of their keys.
 struct Part {
     float* most_R;   // the largest score
-    Floats* sum_R;   // lane by lane, of 2^(score - largest)
-    Floats* out_RD;  // of values times 2^(score - largest)
+    Floats* sum_R;   // the sum of 2^(score - largest), one per lane
+    Floats* out_RD;  // the sum of values times 2^(score - largest)
 
     static int64_t size(int rows, int vectors) { return (rows + LANES - 1) / LANES + rows * (1 + vectors); }
 
@@ -56,7 +57,7 @@ inline void with_count(int count, F f) {
     f(std::integral_constant<int, COUNT>{});
 }
 
-// Calls f(first, count) with a constant count of at most MOST for all of `rows` rows.
+// Splits `rows` rows into groups of at most MOST and calls f(first, count) for each; count is a compile-time constant.
 template <int MOST, typename F>
 inline void by_rows(int rows, F f) {
     const int groups = (rows + MOST - 1) / MOST;
@@ -66,14 +67,14 @@ inline void by_rows(int rows, F f) {
     }
 }
 
-// Adds products of words: out[row] = out[row] * keep[row] + the sum over i of x[row * ACROSS + i * along] times the
-// words at(i), in this order; `keep` null: from 0. `out` is a row of COLUMNS vectors, and the next row `stride` words
-// on. At each i it fetches LINES cache lines for what comes later.
+// Computes out[row] = out[row] * keep[row] + sum over i of x[row * ACROSS + i * along] * at(i), in this order; a null
+// `keep` starts from 0. A row of `out` has COLUMNS vectors, and rows are `stride` words apart. Each i prefetches LINES
+// cache lines of the memory that is needed next.
 template <typename Element, int ROWS, int COLUMNS, int ACROSS, int LINES, typename At>
 inline void multiply(const int32_t* x, int along, At at, int first, int last, float* out, int stride,
                      const float* keep, Fetch& fetch) {
     const char* next = fetch.at;
-    const int64_t line = fetch.at < fetch.end ? LINE : 0;  // of what was fetched, one again
+    const int64_t line = fetch.at < fetch.end ? LINE : 0;  // 0 prefetches the same line again
     Floats sum[ROWS][COLUMNS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
@@ -104,9 +105,9 @@ inline void multiply(const int32_t* x, int along, At at, int first, int last, fl
 }
 
 template <int COLUMNS>
-constexpr int MOST_ROWS = std::min(8, (REGISTERS - 4) / COLUMNS);  // whose sums fit into the registers
+constexpr int MOST_ROWS = std::min(8, (REGISTERS - 4) / COLUMNS);  // rows whose sums fit into the registers
 
-// Queries and output are of type T, keys and values of type C.
+// Attention of one tile at a time, used by one thread. Queries and outputs have type T, keys and values type C.
 template <typename T, typename C>
 class Worker {
   public:
@@ -131,7 +132,7 @@ class Worker {
         }
     }
 
-    // A tile's rows over a cut; `begin` has read them.
+    // Computes the part of a cut for the rows of the tile that `begin` has read.
     void run(const Tile& tile, int g, int64_t cut, const Part& part) {
         const int rows = tile.rows();
         std::fill_n(part.most_R, rows, -INFINITY);
@@ -142,7 +143,7 @@ class Worker {
             start = std::min<int64_t>(start, keys[t].oldest), end = std::max<int64_t>(end, keys[t].shared);
         for (int64_t at = std::max(low, start / BLOCK * BLOCK); at < std::min(end, high); at += BLOCK)
             share_block(tile, g, at, part);
-        int token = tile.first;  // of the block that waits until the next one is fetched
+        int token = tile.first;  // the owner of `waiting`, a block that is computed while the next one is fetched
         const OwnBlock* waiting = nullptr;
         for (int t = tile.first; t < tile.last; t++)
             for (int i = keys[t].first; i < keys[t].last; i++) {
@@ -154,7 +155,7 @@ class Worker {
         if (waiting) own_block(tile, g, token, *waiting, part);
     }
 
-    // Adds a later cut's part.
+    // Merges the part of a later cut into `into`.
     __attribute__((noinline)) static void merge(const Part& from, const Part& into, int rows, int vectors) {
         for (int row = 0; row < rows; row++) {
             const float most = std::max(from.most_R[row], into.most_R[row]), base = most == -INFINITY ? 0 : most;
@@ -184,30 +185,30 @@ class Worker {
     Ready<T, C> ready;
     const T* q;
     T* out;
-    const float factor = p.cap > 0 ? p.scale / p.cap : p.scale * LOG2_E;  // of the scores; with a cap of its tanh
+    const float factor = p.cap > 0 ? p.scale / p.cap : p.scale * LOG2_E;  // of scores, or of tanh's argument
     const int D, group, vectors;
     std::unique_ptr<int32_t[]> q_DR;  // floats or pairs of bfloat16
-    int tile_rows = 0;                // of q_DR
-    Floats scores_RS[MAX_ROWS * KEY_VECTORS];  // and then the weights: floats or bfloat16
-    uint32_t seen_R[MAX_ROWS];                 // bits of the lanes that a row sees
+    int tile_rows = 0;                // rows of q_DR
+    Floats scores_RS[MAX_ROWS * KEY_VECTORS];  // later the weights: floats or bfloat16
+    uint32_t seen_R[MAX_ROWS];                 // a bit for each lane that a row sees
 
     static constexpr bool QUANTISED = Ready<T, C>::QUANTISED;
 
     static int token_of(const Tile& tile, int row) { return tile.first + row / tile.heads; }
     int head_of(const Tile& tile, int g, int row) const { return g * group + tile.head + row % tile.heads; }
 
-    // 1 / the sum of exponentials with that of a sink, for outputs that `most` is the base of.
+    // Returns the factor of the outputs when a sink's exponential joins the sum, which is relative to `most`.
     static float beside(float sink, float most, float sum) {
         const float above = double(sink) * M_LOG2E - most, power = exp2_of(all(-std::abs(above)))[0];
         return above > 0 ? power / (sum * power + 1) : 1 / (sum + power);
     }
 
-    // The lanes that a token sees of a block of the trunk at a position: from the first on, and before the second.
+    // The lanes of the trunk block at position `at` that a token sees: first .. last - 1.
     static std::pair<int, int> lanes_of(const Token& token, int64_t at) {
         return {std::max<int64_t>(0, token.oldest - at), std::min<int64_t>(BLOCK, token.shared - at)};
     }
 
-    // The block of a trunk at a position, for all rows that see any of it.
+    // Attends to the trunk block at position `at`, for all rows that see any of it.
     void share_block(const Tile& tile, int g, int64_t at, const Part& part) {
         int first = tile.last, last = first, from = BLOCK, to = 0;
         bool whole = true;
@@ -232,7 +233,7 @@ class Worker {
         attend((first - tile.first) * tile.heads, (last - first) * tile.heads, from, to, !whole, part);
     }
 
-    // A block of a token's own, for its rows.
+    // Attends to a token's own block, for the rows of this token.
     void own_block(const Tile& tile, int g, int t, const OwnBlock& block, const Part& part) {
         const int from = __builtin_ctz(block.there), to = BLOCK - __builtin_clz(block.there);
         for (int j = 0; j < BLOCK; j++) ready.slots[j] = block.slots[block.there >> j & 1 ? j : from];
@@ -241,7 +242,7 @@ class Worker {
         attend((t - tile.first) * tile.heads, tile.heads, from, to, true, part);
     }
 
-    // Adds the lanes from .. to - 1, which are ready, to the state of rows.
+    // Adds the keys of lanes from .. to - 1, which are ready, to the state of rows row .. row + rows - 1.
     void attend(int row, int rows, int from, int to, bool masked, const Part& part) {
 #ifdef BFLOAT16_PAIRS
         if constexpr (Ready<T, C>::PAIRABLE)
@@ -250,7 +251,7 @@ class Worker {
         attend<Float32, BLOCK>(row, rows, from, to, masked, part);
     }
 
-    // WEIGHTS: words of a row of weights.
+    // WEIGHTS: words in a row of weights.
     template <typename Element, int WEIGHTS>
     void attend(int row, int rows, int from, int to, bool masked, const Part& part) {
         constexpr int EACH = BLOCK / WEIGHTS;
@@ -297,7 +298,8 @@ class Worker {
         }
     }
 
-    // Stores the weights of vector i of a block; what is multiplied is what counts.
+    // Stores vector i of a block's weights. Rounded weights are also returned, so that the sum of the softmax adds what
+    // is multiplied with the values.
     template <int EACH>
     void put(Floats& weights, int i, int at) {
         const Floats scales = QUANTISED ? ready.value_scales[i] : Floats{};
@@ -312,7 +314,7 @@ class Worker {
         store(QUANTISED ? weights * scales : weights, (float*)scores_RS + at);
     }
 
-    // Scores of a few rows and the keys of vector i, which are multiplied as they are read.
+    // Computes the scores of a few rows against vector i of the keys, multiplying keys as they are read.
     template <typename Element, bool PAIRS, int ROWS>
     void score(int row, int i) {
         Floats sum[ROWS] = {};
@@ -325,7 +327,8 @@ class Worker {
         for (int r = 0; r < ROWS; r++) scores_RS[r * KEY_VECTORS + i] = sum[r];
     }
 
-    // Makes weights of scores, vectors first .. last - 1 of each row; `keep`: what is left of earlier weights.
+    // Replaces vectors first .. last - 1 of the scores by weights. `keep` receives the factor of each row's earlier
+    // sums.
     template <int EACH>
     void weigh(int row, int rows, int first, int last, bool masked, const Part& part, float* keep) {
         float base[MAX_ROWS];
@@ -389,7 +392,7 @@ void tree_attention(const Attention& p, const T* q, const char* k, const char* v
     const std::vector<Tile> tiles = tiles_of(p, keys);
     const int units = tiles.size() * p.kv_heads;
     int64_t longest = 1, work = 0;
-    int most = 0;  // rows of a tile
+    int most = 0;  // rows of the largest tile
     for (const Tile& tile : tiles) {
         most = std::max(most, tile.rows());
         longest = std::max(longest, tile.last_cut - tile.first_cut);

@@ -1,5 +1,5 @@
-// Makes the keys and values of a block ready for products: keys transposed, so that the lanes of a vector are keys, and
-// values as rows of floats; or both as pairs of bfloat16, where the processor multiplies these.
+// Prepares the keys and values of a block for multiplication. Keys are transposed, so that each lane of a vector is a
+// key; values become rows of floats. Where the processor multiplies pairs of bfloat16, both are stored as such pairs.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-// Memory that is fetched meanwhile, from `at` on.
+// Memory at .. end, which is prefetched while something else is computed.
 struct Fetch {
     const char *at, *end;
 };
@@ -19,7 +19,7 @@ struct Fetch {
 constexpr int KEY_VECTORS = BLOCK / LANES;
 constexpr int LINE = 64;  // bytes of a cache line
 
-// Queries are of type T, the cache of type C.
+// Queries have type T, the cache has type C.
 template <typename T, typename C>
 class Ready {
   public:
@@ -39,23 +39,24 @@ class Ready {
     const char *const k, *const v;
     const int D;
     const bool pairs;
-    const int words;               // elements of a head, or pairs of them
-    const int value_width;         // words of a row of values, which fill vectors
-    int32_t slots[BLOCK];          // of the next block, in all lanes
-    const int32_t* values[BLOCK];  // of each key or, for pairs, of each two: a row of words
+    const int words;               // 32-bit words of a key: elements of a head, or pairs of them
+    const int value_width;         // words of a row of values, rounded up to whole vectors
+    int32_t slots[BLOCK];          // of the next block; every lane has a valid one
+    const int32_t* values[BLOCK];  // a row of words for each key or, with pairs, for two keys
     Fetch fetch_k, fetch_v;
     Floats key_scales[KEY_VECTORS], value_scales[KEY_VECTORS];  // of an int8 cache
 
-    // Words i of the keys.
+    // Word i of each key of the block.
     const int32_t* key_words(int i) const { return (const int32_t*)&keys_DS[i * KEY_VECTORS]; }
 
-    // Another head is next.
+    // Must be called before another head: discards what is ready.
     void forget() {
         std::fill_n(keys_of, BLOCK, -1);
         std::fill_n(values_of, BLOCK, -1);
     }
 
-    // The slots of a head are next; `ahead`: those behind them are fetched meanwhile.
+    // Starts the block of `slots` for head g. `last` is one past the last lane in use; `ahead`: the slots that follow
+    // it in memory are prefetched meanwhile.
     void begin(int g, int last, bool ahead) {
         k_SD = k + head(g), v_SD = v + head(g);
         const int64_t next = (slots[last - 1] + int64_t(1)) * row_bytes, end = next + ahead * BLOCK * row_bytes;
@@ -70,8 +71,8 @@ class Ready {
         }
     }
 
-    // Fetches the rows of a token's own block that one before it does not have. Inline, as GCC leaves out calls of
-    // functions that do nothing else.
+    // Prefetches the rows of a token's own block that the block `before` does not have. Must be inlined: GCC drops
+    // calls of functions that only prefetch.
     [[gnu::always_inline]] void fetch(int g, const OwnBlock& block, const OwnBlock* before) const {
         for (uint32_t there = block.there; there; there &= there - 1) {
             const int j = __builtin_ctz(there);
@@ -84,13 +85,13 @@ class Ready {
         }
     }
 
-    // Makes the keys of lanes first .. last - 1 ready, and maybe others, which must have slots.
+    // Prepares the keys of lanes first .. last - 1, and of other lanes of the same vectors, which must have slots too.
     template <bool PAIRS>
     void take_keys(int first, int last) {
         for (int i = first / LANES; i * LANES < last; i++) take_keys<PAIRS>(i);
     }
 
-    // Makes the values of lanes first .. last - 1 ready; for pairs even numbers.
+    // Prepares the values of lanes first .. last - 1; with pairs, also of the other half of a pair.
     void take_values(int first, int last) {
         if (pairs)
             for (int j = first / 2; 2 * j < last; j++) take_pair(j);
@@ -98,7 +99,7 @@ class Ready {
             for (int j = first; j < last; j++) take_value(j);
     }
 
-    // Calls f(d, words) with words d of LANES keys, the i-th vector of the block.
+    // Calls f(d, words) for each word d, with this word of the LANES keys in vector i of the block.
     template <bool PAIRS, typename F>
     void read_keys(int i, F f) const {
         const char* rows[LANES];
@@ -113,7 +114,7 @@ class Ready {
   private:
     const int row_bytes = D * sizeof(C);
     std::unique_ptr<Ints[]> keys_DS, values_SD;
-    const char *k_SD, *v_SD;  // of the head
+    const char *k_SD, *v_SD;  // of the current head
     int32_t keys_of[BLOCK], values_of[BLOCK];  // the slots whose keys and values are ready
 
     int64_t head(int g) const { return g * p.slots * (row_bytes + (QUANTISED ? SCALE_BYTES : 0)); }
@@ -123,7 +124,7 @@ class Ready {
         int32_t *of = keys_of + i * LANES, *slot = slots + i * LANES, changed = 0;
         for (int lane = 0; lane < LANES; lane++) changed += of[lane] != slot[lane];
         if (!changed) return;
-        if (row_bytes == 4 * words && changed <= LANES / 4) {  // as for the next token of a tree
+        if (row_bytes == 4 * words && changed <= LANES / 4) {  // the usual case for the next token of a tree
             for (int lane = 0; lane < LANES; lane++) {
                 if (of[lane] == slot[lane]) continue;
                 const char* row = k_SD + int64_t(slot[lane]) * row_bytes;
@@ -136,7 +137,8 @@ class Ready {
         std::copy_n(slot, LANES, of);
     }
 
-    // `count` words as they lie in the cache, from one on; of each row `bytes` bytes are read.
+    // Transposes `count` words of LANES rows, starting at `word`, as stored in the cache; reads `bytes` bytes of each
+    // row.
     template <bool PAIRS, typename B, typename N, typename F>
     void turn(const char* const* rows, int64_t word, B bytes, N count, F f) const {
         Ints x[LANES];
@@ -154,7 +156,7 @@ class Ready {
         for (int w = 0; w < count; w++) spread<PAIRS>(x[w], word + w, f);
     }
 
-    // Makes of such words those that the products multiply: elements, or pairs of them.
+    // Converts words of the cache to the words that are multiplied: elements, or pairs of them.
     template <bool PAIRS, typename F>
     void spread(Ints x, int word, F f) const {
         constexpr int COUNT = 4 / sizeof(C);
@@ -175,7 +177,7 @@ class Ready {
         return (Floats)x;
     }
 
-    // Floats that are bfloat16, too.
+    // Packs two floats, both exact in bfloat16, into a word.
     static Ints pair(Floats low, Floats high) { return (Ints)((Words)low >> 16) | ((Ints)high & ~0xffff); }
 
     void take_value(int j) {
@@ -191,7 +193,7 @@ class Ready {
         values[j] = (const int32_t*)to;
     }
 
-    // The values of two keys, element beside element.
+    // Prepares the values of two keys, interleaved element by element.
     void take_pair(int j) {
         const char *one = v_SD + int64_t(slots[2 * j]) * row_bytes, *two = v_SD + int64_t(slots[2 * j + 1]) * row_bytes;
         if (values_of[2 * j] == slots[2 * j] && values_of[2 * j + 1] == slots[2 * j + 1]) return;
