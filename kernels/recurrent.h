@@ -1,4 +1,4 @@
-// What the layers with a state share on a CPU: paths to rows and states, convolutions, states at the ends of blocks.
+// Code that layers with a state share on a CPU: paths to rows and states, convolutions, states at the ends of blocks.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int64_t NULL_STATE = 0, TRASH = 1;  // as in layout.py
-constexpr int64_t MOST = 64;                  // tokens that read a state together
+constexpr int64_t MOST = 64;                  // most tokens that read a state together
 constexpr int TOGETHER = 4;                   // tokens, ancestors or rows of a state that are computed together
 constexpr int WIDE = REGISTERS < 32 ? 2 : 4;  // vectors of a row of a state that are computed together
 
@@ -24,7 +24,7 @@ inline Floats exp_of(Floats x) { return exp2_of(x * LOG2_E); }
 
 inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
-// Calls f(at, vectors, count) for parts of `width` elements: of MANY whole vectors, of one, or of `count` lanes.
+// Calls f(at, vectors, count) for parts of `width` elements: MANY whole vectors, one vector, or `count` lanes.
 template <int MANY, typename F>
 inline void parts(int64_t width, F f) {
     int64_t at = 0;
@@ -33,7 +33,7 @@ inline void parts(int64_t width, F f) {
     each(width - at, [&](int64_t i, auto n) { f(at + i, std::integral_constant<int, 1>{}, n); });
 }
 
-// Calls f(first, number) for all of `count` things: TOGETHER of them, and what is left over; `number` is a constant.
+// Calls f(first, number) for groups of TOGETHER out of `count`, and for the rest; `number` is a compile-time constant.
 template <typename F>
 inline void groups(int64_t count, F f) {
     int64_t at = 0;
@@ -43,8 +43,8 @@ inline void groups(int64_t count, F f) {
     if (count - at == 1) f(at, std::integral_constant<int, 1>{});
 }
 
-// A pass of a layer: G heads of keys [K], H of values [V]. `kept` are rows of the pass's tokens: channels, keys, what is
-// written, logarithms of decays.
+// A pass of a layer with G heads of keys [K] and H heads of values [V]. `kept` has a row for each token of the pass:
+// channels, keys, written values, logarithms of decays.
 struct Recurrence {
     const float* taps_KC;
     float *rows, *states;
@@ -58,7 +58,7 @@ struct Recurrence {
     int64_t row() const { return channels() + keys() + values() + H; }
     const float* row_of(int64_t at) const { return at < 0 ? kept + (-1 - at) * row() : rows + at * row(); }
 
-    // Sums of the taps of some channels of a token, and a bias [channels], which may be null.
+    // Convolves channels first .. end - 1 of a token; `bias` [channels] may be null.
     void convolve(int64_t t, int64_t first, int64_t end, const float* bias, float* to) const {
         const float* own = kept + t * row();
         const int64_t C = channels();
@@ -72,7 +72,7 @@ struct Recurrence {
         });
     }
 
-    // The tokens from the first on, at most MOST, that read one state before any of them takes its place; their end.
+    // The end of the group of tokens, at most MOST, that read the same state before any of them overwrites it.
     int64_t end_of_group(int64_t first) const {
         int64_t end = first + 1;
         for (const int64_t base = bases_T[first]; end < tokens && end - first < MOST && bases_T[end] == base; end++)
@@ -80,8 +80,8 @@ struct Recurrence {
         return end;
     }
 
-    // What a head of a token has of its ancestors in the block and then of itself: keys, what they wrote, and what is
-    // left of that, the last of it of the block's first state.
+    // For a head of a token, its ancestors in the block and itself: their keys, the values they wrote, and the shares
+    // of these that remain; last, the remaining share of the block's first state.
     struct Above {
         std::vector<const float*> keys, written;
         std::vector<float> since, weights;
@@ -94,8 +94,8 @@ struct Recurrence {
         return found;
     }
 
-    // Finds these but for the token's own; `key`, `value` and `decay` are places in rows, `soon` is how many elements of
-    // keys are read soon. Returns how many they are.
+    // Finds the ancestors (without the token itself) and returns their number. `key`, `value` and `decay` are offsets
+    // in rows; `soon` elements of each key are prefetched.
     int64_t look_up(int64_t t, int64_t key, int64_t value, int64_t decay, int64_t soon, Above& above) const {
         const int64_t count = lengths_T[t];
         float log = kept[t * row() + decay];
@@ -111,7 +111,7 @@ struct Recurrence {
         return count;
     }
 
-    // A head of the state after a token; it may take the place of the one before.
+    // Computes a head of the state after a token; `to` may be `state`.
     void fold(const float* state, float* to, float since, int64_t count, Above& above) const {
         for (int64_t j = 0; j < count; j++)
             each(K, [&](int64_t k, auto n) {

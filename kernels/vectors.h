@@ -1,4 +1,4 @@
-// What the C++ kernels share: vectors of floats, the element types that they load and store, powers of two.
+// Code shared by all C++ kernels: vectors of floats, the element types that they load and store, powers of two.
 
 #pragma once
 
@@ -11,25 +11,25 @@
 #include <utility>
 #include <vector>
 
-// One file per instruction set has all that depends on it, which is LANES, the number of floats in a vector, and
-//   Floats widened(Shorts), Shorts narrowed(Floats)   from and to float16, to the nearest, ties to even
-//   Ints extended(Bytes)                              int8 to 32 bits
-//   uint32_t bits_of(Ints)                            a bit for each lane of a comparison that holds
-//   float sum_of(Floats)                              of all lanes
+// Everything that depends on the instruction set is in one file per set: LANES, the number of floats in a vector, and
+//   Floats widened(Shorts), Shorts narrowed(Floats)   conversions from and to float16, to the nearest, ties to even
+//   Ints extended(Bytes)                              int8 to int32
+//   uint32_t bits_of(Ints)                            a bit for each lane in which a comparison holds
+//   float sum_of(Floats)                              the sum of all lanes
 //   Floats nearest(Floats x)                          the nearest whole numbers, ties to even, for |x| < 2^22
 //   Floats scaled(Floats y, Floats power, Floats x)   y * 2^power for a power of -125 to 0; 0 where x < -125
-//   Floats fused(Floats x, Floats y, Floats sum)      x * y + sum, rounded once where the processor can: compilers do so
-//                                                     in some of the loops that they make of one, and not in others
-//   REGISTERS, SPARE_REGISTERS                        of vectors, and of these what a product needs besides sums
-//   struct FourInt8                                   the products of words of four int8 with four of a row
-//                                                     INT8_DOTS is defined where one instruction makes four, and `nearest`
-//                                                     takes |x| < 2^23 there
-//   struct FourNibbles                                those of four numbers from 0 to 15 with four int8 of a row
-//   Ints looked_up(Ints, const Table&)                the bytes of a table that bytes from 0 to 15 are the places of
-//   Ints highest(Ints words, int i)                   the bytes i of words as their highest, above zeros
-//   struct EightCodes                                 optional, with EIGHT_CODES defined: the products of two words of four
-//                                                     numbers from 0 to 63 with eight int8 of a row
-//   Floats add_pairs(Floats sum, Ints, int32_t)       optional, with BFLOAT16_PAIRS defined: of pairs of bfloat16, and
+//   Floats fused(Floats x, Floats y, Floats sum)      x * y + sum, rounded once where the processor can; without it, a
+//                                                     compiler fuses in some copies of a loop and not in others
+//   REGISTERS, SPARE_REGISTERS                        vector registers, and those that a product needs besides sums
+//   struct FourInt8                                   dot products of four int8 of a matrix and four of a row;
+//                                                     INT8_DOTS is defined where one instruction computes them;
+//                                                     there, `nearest` accepts |x| < 2^23
+//   struct FourNibbles                                the same for four numbers from 0 to 15 and four int8 of a row
+//   Ints looked_up(Ints, const Table&)                table entries for bytes from 0 to 15
+//   Ints highest(Ints words, int i)                   byte i of each word moved to the highest byte, above zeros
+//   struct EightCodes                                 optional, with EIGHT_CODES defined: dot products of eight numbers
+//                                                     from 0 to 63, in two words, and eight int8 of a row
+//   Floats add_pairs(Floats sum, Ints, int32_t)       optional, with BFLOAT16_PAIRS defined: dot products of pairs, and
 //   Shorts nearest_bfloat16(Floats), Floats floats_of(Shorts), void interleave(one, two, to)   of 2 * LANES each
 //   void transpose(Ints (&x)[LANES])                  optional, with TRANSPOSE defined
 #if defined(__AVX512F__)
@@ -42,7 +42,7 @@
 #include "processors/plain.h"
 #endif
 
-namespace {  // of each file: they are not compiled alike
+namespace {  // one per file, because files are compiled with different flags
 
 constexpr float LOG2_E = 1.44269504f;
 
@@ -55,9 +55,10 @@ struct BFloat16 {
 };
 
 constexpr int64_t INT8 = 3;  // as a `kind`
-constexpr int64_t SCALE_BYTES = 2;  // of a row in an int8 cache, see kv_kinds.py
+constexpr int64_t SCALE_BYTES = 2;  // of a row's scale in an int8 cache, see kv_kinds.py
 
-// Calls f(at, count) for the vectors that make up `width` elements; `count` is a constant but for what is left over.
+// Calls f(at, count) for each vector of `width` elements; `count` is a compile-time constant except for the last,
+// partial one.
 template <typename F>
 inline void each(int64_t width, F f) {
     int64_t at = 0;
@@ -72,7 +73,7 @@ template <typename Vector>
 inline Vector read(const void* from, int count) {
     Vector x{};
     if (count == LANES)
-        std::memcpy(&x, from, sizeof x);  // of a size known here: one instruction
+        std::memcpy(&x, from, sizeof x);  // the constant size makes it one instruction
     else
         std::memcpy(&x, from, count * sizeof x / LANES);
     return x;
@@ -86,7 +87,7 @@ inline void write(Vector x, void* to, int count) {
         std::memcpy(to, &x, count * sizeof x / LANES);
 }
 
-// The first `count` lanes from memory, the others 0.
+// Loads the first `count` lanes; the others are 0.
 inline Floats load(const float* from, int count = LANES) { return read<Floats>(from, count); }
 inline Floats load(const Float16* from, int count = LANES) { return widened(read<Shorts>(from, count)); }
 inline Floats load(const BFloat16* from, int count = LANES) {
@@ -103,14 +104,14 @@ inline Floats rounded(Floats x) {
     return (Floats)((x != x ? Ints{} + 0x7fc00000 : up) & ~0xffff);
 }
 
-// The first `count` lanes to memory, rounded to the nearest, ties to even.
+// Stores the first `count` lanes, rounded to the nearest, ties to even.
 inline void store(Floats x, float* to, int count = LANES) { write(x, to, count); }
 inline void store(Floats x, Float16* to, int count = LANES) { write(narrowed(x), to, count); }
 inline void store(Floats x, BFloat16* to, int count = LANES) {
     write(__builtin_convertvector((Ints)rounded(x) >> 16, Shorts), to, count);
 }
 
-// Lanes change places so that blocks of 2 x 2 times STRIDE numbers of two vectors are transposed.
+// Exchanges lanes of two vectors so that 2 x 2 blocks of STRIDE numbers are transposed.
 template <int STRIDE, int... LANE>
 inline void exchange(Ints& one, Ints& two, std::integer_sequence<int, LANE...>) {
 #ifdef __clang__
@@ -124,7 +125,7 @@ inline void exchange(Ints& one, Ints& two, std::integer_sequence<int, LANE...>) 
 }
 
 #ifndef TRANSPOSE
-// Lane l of x[i] and lane i of x[l] change places.
+// Transposes: exchanges lane l of x[i] and lane i of x[l].
 template <int STRIDE = LANES / 2>
 inline void transpose(Ints (&x)[LANES]) {
 #pragma GCC unroll 16
@@ -134,7 +135,7 @@ inline void transpose(Ints (&x)[LANES]) {
 }
 #endif
 
-// Lane i is the largest of x[i], which is lost.
+// Returns the largest lane of each x[i] in lane i; overwrites x.
 template <int STRIDE = LANES / 2>
 inline Floats largest_of_each(Floats (&x)[LANES]) {
 #pragma GCC unroll 8
@@ -147,7 +148,8 @@ inline Floats largest_of_each(Floats (&x)[LANES]) {
     return x[0];
 }
 
-// Primitives of dot products, on 32-bit words of elements: add(sum, words, x) is sum + words * x, x in all lanes.
+// Primitives of dot products on 32-bit words of elements: add(sum, words, x) returns sum + words * x, with x in all
+// lanes.
 struct Float32 {
     typedef Floats Sum;
     static Sum add(Sum sum, Ints words, int32_t x) {
@@ -164,7 +166,7 @@ struct TwoBFloat16 {
 };
 #endif
 
-constexpr int64_t SPAN = 128;  // elements of a row of which the largest is its peak, as in rows/checks.py
+constexpr int64_t SPAN = 128;  // elements of a row that share a peak, as in rows/checks.py
 
 inline float largest_of(Floats x) {
     typedef float Four __attribute__((vector_size(16)));
@@ -175,7 +177,7 @@ inline float largest_of(Floats x) {
     return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
 }
 
-// 2^x for x <= 0, within 2e-7 of the value; 0 below -125, as subnormal numbers are slow. NaN stays NaN.
+// 2^x for x <= 0, with a relative error below 2e-7; 0 below -125, because subnormal numbers are slow. NaN stays NaN.
 inline Floats exp2_of(Floats x) {
     const Floats whole = nearest(x), f = x - whole;
     Floats y = all(1.535336188319500e-4f);  // Cephes, exp2f
@@ -198,10 +200,10 @@ inline Floats tanh_of(Floats x) {
     return square < 0.3f ? x + x * square * y : x < 0 ? -far : far;
 }
 
-// The sum of 2^((x - top) * scale); top is the largest.
+// The sum of 2^((x - top) * scale), where top is the largest element.
 template <typename T>
 inline double mass_of(const T* x, int64_t width, float top, float scale) {
-    constexpr int64_t SUMMED = 256 * LANES;  // whose sum is a float: of more, rounding would show
+    constexpr int64_t SUMMED = 256 * LANES;  // summed in float32; with more, rounding errors would be visible
     double mass = 0;
     for (int64_t at = 0; at < width; at += SUMMED) {
         Floats sum{};
@@ -215,18 +217,18 @@ inline double mass_of(const T* x, int64_t width, float top, float scale) {
     return mass;
 }
 
-// A close lower bound of the k-th largest of k or more numbers: it is the k-th largest of the maxima of pairs.
+// A close lower bound of the k-th largest of k or more numbers: the k-th largest of maxima of pairs (of pairs ...).
 template <typename T>
 inline T about_largest(std::vector<T>& x, int64_t k) {
     int64_t n = x.size();
-    for (T& number : x) number = number == number ? number : -INFINITY;  // which can be ranked
+    for (T& number : x) number = number == number ? number : -INFINITY;  // NaN cannot be ranked
     for (; n >= 4 * k; n -= n / 2)
         for (int64_t i = 0; i < n / 2; i++) x[i] = std::max(x[i], x[n - n / 2 + i]);
     std::nth_element(x.begin(), x.begin() + k - 1, x.begin() + n, std::greater<T>());
     return x[k - 1];
 }
 
-// Calls f with a value of the element type with this number (KINDS in cpp.py).
+// Calls f with a value of the element type that has this number (KINDS in cpp.py).
 template <typename F>
 inline void with_type(int64_t kind, F f) {
     if (kind == 0) f(float{});

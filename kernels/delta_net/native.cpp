@@ -1,15 +1,15 @@
-// Gated delta nets on a CPU. Arithmetic is float32. Every token is computed in one order, whatever tokens are beside it;
-// those that read one state read it together, a few at each time that a part of it is loaded. Products and sums are
-// fused by name, so that it does not matter with how many others a sum is made.
+// Gated delta nets on a CPU. Arithmetic is float32. A token is computed in one order, whatever other tokens the pass
+// has. Tokens that read the same state read it together: each part that is loaded serves several of them. Multiply-adds
+// are fused explicitly, so a result does not depend on how many sums a loop computes.
 
 #include "../operators.h"
 #include "../recurrent.h"
 
 namespace {
 
-constexpr int NARROW = WIDE / 2;  // vectors of a row of a state, for several tokens, each with two sums
+constexpr int NARROW = WIDE / 2;  // vectors of a state's row when several tokens, each with two sums, read it
 
-// The first lanes, the others 0.
+// Keeps the first n lanes; the others become 0.
 inline Floats first_lanes(Floats x, int n) {
     for (int i = n; i < LANES; i++) x[i] = 0;
     return x;
@@ -19,7 +19,7 @@ template <typename T>
 struct DeltaNet : Recurrence {
     const T* x_TF;
     const float *decay_H, *bias_H, *norm_V;
-    float* queries;  // of the pass's tokens
+    float* queries;  // of the tokens of the pass
     T* out;
     float eps, most;
 
@@ -37,7 +37,7 @@ struct DeltaNet : Recurrence {
         each(K, [&](int64_t e, auto n) { store(load(x + e, n) * scale, x + e, n); });
     }
 
-    // The query, the key, the values (in the place of what the token writes) and the decays of a token.
+    // Computes a token's query, key, values (stored where its written values will be) and decays.
     void prepare(int64_t t) const {
         float* own = kept + t * row() + channels();
         convolve(t, 0, keys(), nullptr, queries + t * keys());
@@ -51,7 +51,7 @@ struct DeltaNet : Recurrence {
             own[keys() + values() + h] = decay_H[h] * softplus(load(a + h, 1)[0] + bias_H[h]);
     }
 
-    // A head of a state times the keys and the queries of some tokens, [V] each.
+    // Multiplies a head of a state by the keys and queries of some tokens; each product has [V] elements.
     template <typename Tokens, typename Vectors, typename Count>
     void read(const float* state, int64_t t, int64_t key, int64_t query, int64_t at, float* reads, Tokens some,
               Vectors vectors, Count n) const {
@@ -71,7 +71,7 @@ struct DeltaNet : Recurrence {
             }
     }
 
-    // What one head of a token has of its ancestors besides: products of its key and of its query with their keys.
+    // Also the products of a token's key and query with its ancestors' keys, for one head.
     struct Told : Above {
         std::vector<float> by_key, by_query;
     };

@@ -1,7 +1,7 @@
-// Mixtures of experts: rows of a pass are grouped by the experts that they chose, so that each expert is read once, and
-// the products of all experts are shared between the threads as one, since experts have unequal numbers of rows.
+// Mixtures of experts. The rows of a pass are grouped by the experts that they chose, so each expert is read once. The
+// threads share the products of all experts as one piece of work, because experts have unequal numbers of rows.
 //
-// Every row is added up in the order of its own choice: what rides along does not change its bits.
+// Every row is summed in the order of its own choices, so other rows do not change its bits.
 
 #include <algorithm>
 #include <cmath>
@@ -19,12 +19,12 @@ namespace {
 
 enum Scores { SOFTMAX, SOFTMAX_OF_CHOSEN, SIGMOID, SPARSEMIXER };
 
-// NaN is the largest, as for PyTorch.
+// NaN is the largest, as in PyTorch.
 bool above(float x, float y) { return x > y || (x != x && y == y); }
 
 float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
-// The experts of a row and their weights. `keys` has room for a number of each expert.
+// Chooses the experts of a row and their weights.
 class Choice {
   public:
     explicit Choice(const Mixture& mixture) : m(mixture), keys(mixture.experts) {}
@@ -58,7 +58,7 @@ class Choice {
     }
 
   private:
-    // The expert of the largest key that is not among the first `count` of `taken`; of equals the lower number.
+    // The expert with the largest key, except the first `count` of `taken`; ties go to the lower number.
     int64_t largest(const int64_t* taken, int64_t count) const {
         int64_t best = -1;
         for (int64_t i = 0; i < m.experts; i++)
@@ -66,7 +66,7 @@ class Choice {
         return best;
     }
 
-    // Leaves keys in the best groups alone.
+    // Keeps only the keys of the best groups.
     void leave_groups() {
         const int64_t size = m.experts / m.groups;
         std::vector<float> best(m.groups), sorted(size);
@@ -86,7 +86,7 @@ class Choice {
             if (!left[i / size]) keys[i] = -INFINITY;
     }
 
-    // Two experts. The second weighs its part of the softmax without the first.
+    // Chooses two experts. The second one's weight is its share of a softmax without the first.
     void sparsemixer(const float* logits, int64_t* experts, float* weights) {
         std::copy(logits, logits + m.experts, keys.begin());
         for (int64_t k = 0; k < 2; k++) {
@@ -106,16 +106,16 @@ class Choice {
     std::vector<float> keys;
 };
 
-// The places are memory that nobody can write to, and whose pages a file has, all of them: keeper.py sees to that.
+// Only for read-only memory whose pages all belong to a file; keeper.py guarantees this.
 void advise(const Keeper& keeper, int64_t expert, int advice) {
     for (int64_t i = keeper.first[expert]; i < keeper.first[expert + 1]; i++)
         madvise((void*)keeper.places[2 * i], size_t(keeper.places[2 * i + 1]), advice);
 }
 
-// Makes room for the experts that rows chose before their pages come in: the least recently used ones go. All that are
-// to come are asked for at once, so that the disk reads them side by side.
+// Drops the least recently used experts to make room for those that rows chose, before their pages are read. All
+// missing experts are requested at once, so that the disk reads them concurrently.
 void keep(Keeper& keeper, int64_t kept, const std::vector<int64_t>& chosen) {
-    static std::mutex alone;  // passes of several threads
+    static std::mutex alone;  // several threads may run passes
     const std::lock_guard<std::mutex> lock(alone);
     const int64_t now = ++keeper.clock;
     std::vector<int64_t> missing;
@@ -131,7 +131,7 @@ void keep(Keeper& keeper, int64_t kept, const std::vector<int64_t>& chosen) {
         int64_t oldest = -1;
         for (int64_t i = 0; i < keeper.count; i++)
             if (keeper.used[i] && keeper.used[i] < now && (oldest < 0 || keeper.used[i] < keeper.used[oldest])) oldest = i;
-        if (oldest < 0) break;  // one pass needs more
+        if (oldest < 0) break;  // this pass needs more than the limit
         advise(keeper, oldest, MADV_DONTNEED);
         keeper.used[oldest] = 0;
         keeper.held -= keeper.sizes[oldest];
@@ -157,7 +157,7 @@ void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, const T* s
         choice.make(wide.data(), &chosen[r * K], &weights[r * K]);
     }
     if (m.keeper) keep(*m.keeper, m.kept_from, chosen);
-    // Rows by expert: of each its first place, and the place of each choice.
+    // Groups rows by expert: the first place of each expert, then the place of each choice.
     for (int64_t expert : chosen) first[expert + 1]++;
     for (int64_t i = 0; i < X; i++) first[i + 1] += first[i];
     std::vector<int64_t> next(first.begin(), first.end() - 1);
@@ -183,7 +183,7 @@ void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, const T* s
         activate(kind, threads, m.function, shared_up.get(), shared_middle.get(), rows, m.shared);
         products.push_back({m.down + X, shared_middle.get(), shared_out.get(), rows});
     }
-    const auto& made = gathered;  // what the experts read is not needed any more
+    const auto& made = gathered;  // reused: the experts' inputs are no longer needed
     for (int64_t i = 0; i < X; i++)
         if (const int64_t count = first[i + 1] - first[i])
             products.push_back({m.down + i, middle.get() + first[i] * m.inner, made.get() + first[i] * E, count});

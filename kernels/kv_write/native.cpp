@@ -1,5 +1,5 @@
-// Writing keys and values into their slots on a CPU, from elsewhere or from other slots: copies of rows, or, of an int8
-// cache, rows as kernels/kv_int8.py defines them, where kernels/kv_kinds.py says.
+// Writes keys and values into their slots on a CPU, and copies slots. A plain cache gets copies of rows; an int8 cache
+// gets rows as kernels/kv_int8.py defines them, at the offsets of kernels/kv_kinds.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace {
 
 template <typename T>
 void quantise(const T* x, int64_t D, char* row, BFloat16* to) {
-    Ints most{};  // magnitudes as bits, whose order is that of the numbers; NaN is the largest
+    Ints most{};  // bits of magnitudes, which are ordered like the numbers; NaN is the largest
     each(D, [&](int64_t d, auto n) {
         const Ints bits = (Ints)load(x + d, n) & 0x7fffffff;
         most = bits > most ? bits : most;
@@ -44,7 +44,7 @@ extern "C" int64_t coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, c
         if (slots_T[t] < 0 || slots_T[t] >= slots) return 0;
 #pragma omp parallel for num_threads(threads) if (tokens * heads * row > 1 << 14)
     for (int64_t g = 0; g < heads; g++) {
-        for (int64_t t = 0; t < tokens; t++)  // prefetch all lines at once; stores alone wait for one another
+        for (int64_t t = 0; t < tokens; t++)  // prefetch all lines first: stores would miss one after another
             for (int64_t b = 0; b < row; b += 64) {
                 const int64_t to = (g * slots + slots_T[t]) * row + b;
                 __builtin_prefetch(k_GSD + to, 1);

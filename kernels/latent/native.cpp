@@ -1,5 +1,5 @@
-// What stands before and after tree attention with a latent, see `kernels.latent`. Rows of a head are gathered, so that
-// its matrix is a product as any other, and the products of all heads are shared between the threads as one.
+// The steps before and after tree attention with a latent, see `kernels.latent`. The rows of each head are gathered, so
+// each head is one ordinary matrix product; the threads share the products of all heads as one piece of work.
 //
 // Shape legend: T tokens, H heads, N plain elements of a query, R rotated ones, C rank of the latent, V of values.
 
@@ -17,7 +17,7 @@ std::unique_ptr<T[]> room(int64_t size) {
     return std::unique_ptr<T[]>(new T[size]);
 }
 
-// Products of the rows x [H, tokens, ins] of heads; out [H, tokens, outs].
+// Multiplies each head's rows x [H, tokens, ins] with its matrix; out [H, tokens, outs].
 template <typename T>
 void multiply(int64_t kind, int64_t threads, const Matrix* matrices, const T* x, T* out, int64_t heads, int64_t tokens,
               int64_t ins, int64_t outs) {
@@ -27,7 +27,7 @@ void multiply(int64_t kind, int64_t threads, const Matrix* matrices, const T* x,
     coppice_linears(kind, threads, products.data(), heads);
 }
 
-// Elements that are rotated with each other come to lie half of all apart.
+// Reorders elements so that the two that are rotated together are half a row apart.
 template <typename T>
 void turn(const Latent& l, const T* from, T* to) {
     const int64_t half = l.rotated / 2;

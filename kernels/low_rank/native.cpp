@@ -1,8 +1,8 @@
-// Low-rank products that are added to the outputs of a matrix: both factors lie in panels of 16 outputs (see
-// factors.py), so that they are one stream of memory.
+// Low-rank products that are added to the outputs of a matrix. Both factors are stored in panels of 16 outputs (see
+// factors.py), so each is read as one stream.
 //
-// The inputs of a row are added up in chunks of CHUNK, by any thread, and the chunks in their order: so a row gets the
-// same sums whatever rows are beside it, and however many threads there are.
+// The inputs of a row are summed in chunks of CHUNK, by any thread, and chunks are added in order: a row's sums depend
+// neither on the rows beside it nor on the number of threads.
 
 #include <algorithm>
 #include <vector>
@@ -13,24 +13,24 @@
 namespace {
 
 constexpr int PANEL = 16, SETS = PANEL / LANES;
-constexpr int BLOCK = std::max(1, REGISTERS / (4 * SETS));  // rows that share a load of the panels; two sums of each
-constexpr int CHUNK = 256;               // inputs of a sum, even
+constexpr int BLOCK = std::max(1, REGISTERS / (4 * SETS));  // rows that share a load of the panels, with two sums each
+constexpr int CHUNK = 256;               // inputs of a sum; an even number
 constexpr int AHEAD = 2048;              // bytes
-constexpr int64_t MAX_SERIAL = 1 << 15;  // multiplications; only for more is it worth waking threads
+constexpr int64_t MAX_SERIAL = 1 << 15;  // multiplications; waking threads pays only for more than these
 
-// Rows of one adapter.
+// Some rows with the same adapter.
 struct Block {
     const LowRank* adapter;
     int64_t rows[BLOCK];
     int count;
-    int64_t sums;  // where those of its chunks lie
+    int64_t sums;  // index of its chunks' sums
 };
 
-// Rows of floats that are multiplied; after an odd number of inputs comes a 0.
+// The rows that are multiplied, as floats; an odd number of inputs is followed by a 0.
 typedef float Inputs[BLOCK][CHUNK];
 
-// `inputs` rows of a panel times COUNT rows of x: finish(row, set, sum). Sums of even and of odd inputs are apart, so
-// that two are under way.
+// Multiplies `inputs` rows of a panel with COUNT rows of x and calls finish(row, set, sum). Even and odd inputs have
+// separate sums, so that two additions are in flight.
 template <typename Element, int COUNT, typename Finish>
 inline void multiply(const Element* panel, int64_t inputs, const Inputs& x, Finish finish) {
     Floats parts[2][COUNT][SETS] = {};
@@ -55,7 +55,7 @@ void multiply_rows(int count, const Element* panel, int64_t inputs, const Inputs
 
 int64_t padded(int64_t rank) { return (rank + PANEL - 1) / PANEL * PANEL; }
 
-// One chunk of x times the first factor; out [BLOCK, padded rank].
+// Multiplies one chunk of x with the first factor; out [BLOCK, padded rank].
 template <typename Element, typename T>
 void reduce(const LowRank& a, const Block& block, const T* x, int64_t first, float* out) {
     Inputs rows;
@@ -73,7 +73,7 @@ void reduce(const LowRank& a, const Block& block, const T* x, int64_t first, flo
     }
 }
 
-// Panels from `panel` to `last` of a part of the second factor; a rank of more than CHUNK in pieces.
+// Multiplies with panels `panel` to `last` of a part of the second factor; a rank above CHUNK is processed in pieces.
 template <typename Element, typename T>
 void expand(const LowRank& a, const LowRankPart& part, const Block& block, const float* chunks, int64_t panel,
             int64_t last, T* out) {
@@ -103,10 +103,10 @@ void expand(const LowRank& a, const LowRankPart& part, const Block& block, const
     }
 }
 
-// The first factor's work is a chunk of a block, the second's some panels of a part of a block.
+// A unit of work: a chunk of a block for the first factor, or some panels of a part of a block for the second.
 struct Piece {
     const Block* block;
-    const LowRankPart* part;  // null: of the first factor
+    const LowRankPart* part;  // null: first factor
     int64_t first, last;
 };
 
@@ -139,7 +139,7 @@ void run(int64_t threads, const std::vector<Piece>& chunks, const std::vector<Pi
 extern "C" void coppice_low_rank(int64_t kind, int64_t threads, const LowRank* adapters, const int64_t* adapters_T,
                                  const void* x, void* out, int64_t rows) {
     std::vector<Block> blocks;
-    std::vector<int> open;  // by adapter: its block that has room, and one more
+    std::vector<int> open;  // by adapter: 1 + the block that has room
     for (int64_t row = 0; row < rows; row++) {
         const int64_t number = adapters_T[row];
         if (!adapters[number].rank) continue;

@@ -50,7 +50,7 @@ inline Ints looked_up(Ints places, const Table& table) {
 inline Ints highest(Ints words, int byte) {
     if (byte == 0) return words << 24;
     if (byte == 3) return words & int(0xff000000);
-    const Ints places = Ints{0, 4, 8, 12, 0, 4, 8, 12} + byte;  // a constant in memory: registers are few
+    const Ints places = Ints{0, 4, 8, 12, 0, 4, 8, 12} + byte;  // a constant in memory, because registers are scarce
     return (Ints)_mm256_shuffle_epi8((__m256i)words, (__m256i)(places << 24 | 0x808080));
 }
 
@@ -78,7 +78,8 @@ struct FourNibbles {
     static Ints exact(Ints sum) { return sum; }
 };
 #else
-// As 16-bit numbers, of which pairs are multiplied and added in 32 bits: products of bytes would saturate in 16.
+// Bytes are extended to 16 bits, and pairs of products are added in 32 bits: in 16 bits, sums of two products of bytes
+// would saturate.
 struct FourInt8 {
     typedef int16_t Row;
     struct Part {
@@ -95,7 +96,7 @@ struct FourInt8 {
     }
 };
 
-// Two products of a byte of at most 15 and an int8 are added in 16 bits, and eight such sums, of 32 elements, fit.
+// Products of a byte up to 15 and an int8 are added in pairs in 16 bits; eight such sums (32 elements) cannot overflow.
 struct FourNibbles {
     typedef int8_t Row;
     typedef int16_t Sum __attribute__((vector_size(4 * LANES)));
@@ -104,13 +105,13 @@ struct FourNibbles {
         int32_t four;
         __builtin_memcpy(&four, x, sizeof four);
         sum += (Sum)_mm256_maddubs_epi16((__m256i)numbers, _mm256_set1_epi32(four));
-        asm volatile("" : "+x"(sum));  // or GCC keeps products, in memory, to add them later
+        asm volatile("" : "+x"(sum));  // else GCC stores products in memory and adds them later
         return sum;
     }
     static Ints exact(Sum sum) { return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
 };
 
-// Four products of a byte of at most 63 and an int8 are added in 16 bits.
+// Four products of a byte up to 63 and an int8 can be added in 16 bits.
 #define EIGHT_CODES
 struct EightCodes {
     typedef int8_t Row;

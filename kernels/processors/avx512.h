@@ -19,7 +19,7 @@ inline Ints extended(Bytes x) { return (Ints)_mm512_cvtepi8_epi32((__m128i)x); }
 
 inline uint32_t bits_of(Ints truth) {
     uint32_t bits = _mm512_cmplt_epi32_mask((__m512i)truth, _mm512_setzero_si512());
-    asm("" : "+r"(bits));  // or GCC 12 spills the 16 bits of the mask and reads back 32
+    asm("" : "+r"(bits));  // else GCC 12 spills 16 bits of the mask and reloads 32
     return bits;
 }
 
@@ -49,7 +49,7 @@ inline Ints highest(Ints words, int byte) {
     return (Ints)_mm512_shuffle_epi8((__m512i)words, _mm512_broadcast_i32x4(places));
 }
 
-constexpr int REGISTERS = 32, SPARE_REGISTERS = 0;  // multiplications take an operand from memory for all lanes
+constexpr int REGISTERS = 32, SPARE_REGISTERS = 0;  // multiplications can broadcast an operand from memory
 
 #ifdef __AVX512BF16__
 #define BFLOAT16_PAIRS
@@ -72,10 +72,10 @@ inline void interleave(const void* one, const void* two, void* to) {
 }
 #endif
 
-// By unpacking, which takes no indices: compilers have too few registers for these.
+// Unpack instructions need no index vectors, for which compilers would run out of registers.
 #define TRANSPOSE
 inline void transpose(Ints (&x)[LANES]) {
-    __m512i columns[4][4];  // in each quarter q: column 4 * q + c of rows 4 * r and on
+    __m512i columns[4][4];  // [r][c], quarter q: column 4 * q + c of rows 4 * r to 4 * r + 3
     for (int r = 0; r < 4; r++) {
         const __m512i *rows = (const __m512i*)x + 4 * r, low = _mm512_unpacklo_epi32(rows[0], rows[1]);
         const __m512i high = _mm512_unpackhi_epi32(rows[0], rows[1]);
@@ -119,7 +119,8 @@ struct FourNibbles {
     static Ints exact(Ints sum) { return sum; }
 };
 #else
-// As 16-bit numbers, of which pairs are multiplied and added in 32 bits: products of bytes would saturate in 16.
+// Bytes are extended to 16 bits, and pairs of products are added in 32 bits: in 16 bits, sums of two products of bytes
+// would saturate.
 struct FourInt8 {
     typedef int16_t Row;
     struct Part {
@@ -136,7 +137,7 @@ struct FourInt8 {
     }
 };
 
-// Two products of a byte of at most 15 and an int8 are added in 16 bits, and eight such sums, of 32 elements, fit.
+// Products of a byte up to 15 and an int8 are added in pairs in 16 bits; eight such sums (32 elements) cannot overflow.
 struct FourNibbles {
     typedef int8_t Row;
     typedef int16_t Sum __attribute__((vector_size(4 * LANES)));
@@ -145,13 +146,13 @@ struct FourNibbles {
         int32_t four;
         __builtin_memcpy(&four, x, sizeof four);
         sum += (Sum)_mm512_maddubs_epi16((__m512i)numbers, _mm512_set1_epi32(four));
-        asm volatile("" : "+v"(sum));  // or GCC keeps products, in memory, to add them later
+        asm volatile("" : "+v"(sum));  // else GCC stores products in memory and adds them later
         return sum;
     }
     static Ints exact(Sum sum) { return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
 };
 
-// Four products of a byte of at most 63 and an int8 are added in 16 bits.
+// Four products of a byte up to 63 and an int8 can be added in 16 bits.
 #define EIGHT_CODES
 struct EightCodes {
     typedef int8_t Row;

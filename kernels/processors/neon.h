@@ -1,4 +1,4 @@
-// Primitives for 64-bit ARM: NEON as every such processor has it. vectors.h lists them.
+// Primitives for 64-bit ARM with baseline NEON. vectors.h lists them.
 
 #pragma once
 

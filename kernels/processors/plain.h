@@ -1,4 +1,4 @@
-// Primitives for any processor, by vectors of the compiler alone. vectors.h lists them.
+// Primitives for any processor, using only the compiler's vector extensions. vectors.h lists them.
 
 #pragma once
 
@@ -7,8 +7,8 @@ constexpr int LANES = 4;
 
 namespace {
 
-// Both conversions are those of FP16 (Maratyszcza, github.com/Maratyszcza/FP16): a float with the exponent of the half
-// multiplied by a power of two, and a subnormal half by the difference of two floats.
+// Both conversions follow FP16 (Maratyszcza, github.com/Maratyszcza/FP16): a normal half becomes a float with its
+// exponent bits, multiplied by a power of two; a subnormal half becomes the difference of two floats.
 inline Floats widened(Shorts halves) {
     const Words bits = __builtin_convertvector(halves, Words), number = bits << 17;  // without the sign
     const Floats normal = (Floats)((number >> 4) + (0xe0u << 23)) * 0x1p-112f;
@@ -16,11 +16,11 @@ inline Floats widened(Shorts halves) {
     return (Floats)((number < 1u << 27 ? (Words)subnormal : (Words)normal) | (bits & 0x8000u) << 16);
 }
 
-// The sum with a power of two, whose exponent tells how many bits are left, rounds to the nearest, ties to even.
+// Adding a power of two, chosen by how many bits remain, rounds to the nearest, ties to even.
 inline Shorts narrowed(Floats x) {
     const Words bits = (Words)x, number = bits << 1, exponent = number & 0xff000000u;
     const Words least = exponent < 0x71000000u ? Words{} + 0x71000000u : exponent;
-    const Floats size = (Floats)(number >> 1) * 0x1p112f * 0x1p-110f;  // inf for what is too large
+    const Floats size = (Floats)(number >> 1) * 0x1p112f * 0x1p-110f;  // inf if too large
     const Words sum = (Words)((Floats)((least >> 1) + 0x07800000u) + size);
     const Words half = (sum >> 13 & 0x7c00u) + (sum & 0xfffu);
     const Words finite_or_not = number > 0xff000000u ? Words{} + 0x7e00u : half;
@@ -42,7 +42,7 @@ inline float sum_of(Floats x) {
 }
 
 inline Floats nearest(Floats x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: sums with it are whole numbers
     return (x + ROUND) - ROUND;
 }
 

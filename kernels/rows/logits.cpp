@@ -1,4 +1,4 @@
-// Operators on rows of logits and of log-probabilities, on a CPU. Arithmetic is float32.
+// CPU operators on rows of logits and log-probabilities. Arithmetic is float32.
 
 #include <algorithm>
 #include <memory>
@@ -9,9 +9,9 @@
 
 namespace {
 
-constexpr int64_t MAX_SERIAL = 1 << 14;  // elements; only for more is it worth waking threads
+constexpr int64_t MAX_SERIAL = 1 << 14;  // elements; waking threads pays only for more than these
 
-// The largest of some elements, of which `read` returns n from the i-th on.
+// The largest of `width` elements; read(i, n) returns n of them from the i-th on.
 template <typename F>
 float peak_of(int64_t width, F read) {
     Floats most = all(-INFINITY);
@@ -23,13 +23,13 @@ float peak_of(int64_t width, F read) {
     return largest_of(most);
 }
 
-// Log-probabilities of a row are its logits less these.
+// The log-probabilities of a row are its logits minus top and log_mass.
 struct Mass {
     float top, log_mass;
-    bool finite;  // all logits
+    bool finite;  // all logits are
 };
 
-// The peaks become those of log-probabilities.
+// Computes a row's mass and the peaks of its log-probabilities.
 template <typename T>
 Mass mass_and_peaks(const T* x, float* peaks, int64_t width) {
     Floats strange{};
@@ -47,7 +47,7 @@ Mass mass_and_peaks(const T* x, float* peaks, int64_t width) {
     return {top, log_mass, sum_of(strange) == 0};
 }
 
-// Rows of float32; places are indices into all of them.
+// Rows of float32. A place is an index into all rows together.
 struct Rows {
     const float* x;
     const int64_t width;
@@ -61,7 +61,7 @@ struct Rows {
     }
 };
 
-// Log-probabilities of rows of logits, computed where they are read.
+// Log-probabilities of rows of logits, computed on reading.
 template <typename T>
 struct Logits {
     const T* x;
@@ -78,7 +78,7 @@ struct Logits {
     }
 };
 
-// The largest of each block of the first elements of a row.
+// The largest element of each block of the row's first `size` elements.
 template <typename R>
 void find_peaks(const R& rows, int64_t row, int64_t size, int64_t block, float* peaks) {
     for (int64_t at = 0; at < size; at += block)
@@ -86,7 +86,7 @@ void find_peaks(const R& rows, int64_t row, int64_t size, int64_t block, float* 
                            [&](int64_t i, auto n) { return rows.read(row, row * rows.width + at + i, n); });
 }
 
-// Log-probabilities of a row, -inf from the size-th on, and their peaks. Returns whether all of it is finite.
+// Writes the log-probabilities of a row (-inf from the size-th on) and their peaks. Returns whether all are finite.
 template <typename T>
 bool log_softmax(const T* x, float* out, float* peaks, int64_t width, int64_t size) {
     const Mass mass = mass_and_peaks(x, peaks, width);
@@ -105,14 +105,14 @@ struct Entry {
     int64_t place;
 };
 
-// Finds the k largest elements of rows, sorted; ties go to the lower index. They are no smaller than the k-th largest
-// of the blocks' maxima, so that few blocks are searched.
+// Finds the k largest elements of some rows, sorted; ties go to the lower index. None is smaller than the k-th largest
+// block maximum, so few blocks are searched.
 class Leaders {
   public:
-    std::vector<Entry> found;  // the k, then other candidates; places are indices into all rows
+    std::vector<Entry> found;  // the k largest, then other candidates; places are indices into all rows
 
-    // The first `size` elements of each row; `sums` are added to rows if there are any. `given` are the peaks of blocks
-    // of SPAN of each row.
+    // Searches the first `size` elements of each row. `sums` are added to rows, unless null. `given`: the peaks of each
+    // row's blocks of SPAN, or null.
     template <typename R>
     void find(const R& x, int64_t rows, int64_t size, int64_t k, const float* given, const float* sums) {
         int64_t block = std::clamp<int64_t>(rows * size / (2 * k) / LANES * LANES, LANES, SPAN);
@@ -142,13 +142,13 @@ class Leaders {
             }
         });
         found.clear();
-        int64_t equal = 0;  // to `least`; no more than k are looked at
+        int64_t equal = 0;  // to `least`; at most k of them are needed
         for (const Block& some : near) {
             const float sum = sums ? sums[some.row] : 0;
             each(some.size, [&](int64_t i, auto n) {
                 const Floats part = x.read(some.row, some.first + i, n) + sum;
                 const Ints low = equal < k ? part < least : part <= least;
-                uint32_t bits = ~bits_of(low) & ((uint64_t(1) << n) - 1);  // NaN is not low, so that there are k
+                uint32_t bits = ~bits_of(low) & ((uint64_t(1) << n) - 1);  // NaN is not low, so at least k remain
                 for (; bits; bits &= bits - 1) {
                     const int lane = __builtin_ctz(bits);
                     found.push_back({part[lane], some.first + i + lane});
@@ -165,7 +165,7 @@ class Leaders {
         for (int64_t i = 0; i < k; i++) out[i] = found[i].value, out[k + i] = found[i].place;
     }
 
-    // The first of k places for values, and of as many for their places; returns how many are more than -inf.
+    // Writes values to the first of k numbers and their places to k further ones. Returns how many exceed -inf.
     int64_t write_finite(int64_t count, int64_t k, double* out) const {
         int64_t i = 0;
         for (; i < count && found[i].value > -INFINITY; i++) out[i] = found[i].value, out[k + i] = found[i].place;
@@ -180,7 +180,7 @@ class Leaders {
     std::vector<Block> near;
 };
 
-// The masses of rows, and the peaks of their first `size` elements. Outside the function that calls it, for Clang.
+// Computes the masses of rows and the peaks of their first `size` elements. Clang needs this outside its caller.
 template <typename T>
 void measure(const T* x, Mass* mass, float* peaks, int64_t threads, int64_t rows, int64_t width, int64_t size) {
     const int64_t blocks = (size + SPAN - 1) / SPAN, all = (width + SPAN - 1) / SPAN;
@@ -198,7 +198,7 @@ void measure(const T* x, Mass* mass, float* peaks, int64_t threads, int64_t rows
     }
 }
 
-// The first k values that are at least `least`, then their places; NaN where there are fewer.
+// Writes the first k values that are at least `least`, then their places; NaN where there are fewer.
 void at_least(const float* x, const float* peaks, int64_t width, float least, int64_t k, double* out) {
     int64_t found = 0;
     for (int64_t b = 0; b * SPAN < width && found < k; b++) {
@@ -222,11 +222,11 @@ Words mix(Words x) {
     return x ^ x >> 16;
 }
 
-// A number u in (0, 1) makes noise -log(-log(u)) of a sum that reaches the best so far only if -log(u), which is no
-// less than 1 - u, is at most the ratio of the token's probability to the one that would tie without noise. Few sums
-// are taken, so that there are few logarithms.
+// Draws a token by the Gumbel-max trick. The noise of a uniform number u is -log(-log(u)). A sum reaches the best so
+// far only if -log(u), which is at least 1 - u, is at most the ratio of the token's probability to the one that would
+// tie without noise. This cheap test excludes nearly all tokens, so few logarithms are computed.
 int64_t gumbel_argmax(const float* logp, int64_t width, uint32_t one, uint32_t two) {
-    constexpr float SHARE = 0.9999 / 4294967296.0;  // of a bit; less, as there is rounding
+    constexpr float SHARE = 0.9999 / 4294967296.0;  // of the lowest bit, reduced for rounding
     float best = -INFINITY;
     int64_t place = 0;
     Words token{};

@@ -1,4 +1,4 @@
-// Operators on rows between the matrix products of a layer, on a CPU. Arithmetic is float32.
+// CPU operators on rows, between the matrix products of a layer. Arithmetic is float32.
 
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t MAX_SERIAL = 1 << 14;  // elements; only for more is it worth waking threads
+constexpr int64_t MAX_SERIAL = 1 << 14;  // elements; waking threads pays only for more than these
 constexpr int64_t MOST_ROWS = 16;  // of a token, see rows/checks.py
 
 template <typename T, typename W>
@@ -25,8 +25,8 @@ struct Moments {
     float mean, variance;
 };
 
-// The computed mean is off by its rounding. Both moments are taken around it and corrected by the mean of the
-// differences (Chan et al., 1983), so that a row far from 0 loses no precision.
+// The computed mean has a rounding error. Both moments are taken around it and corrected by the mean of the differences
+// (Chan et al., 1983), so rows far from 0 lose no precision.
 template <typename T>
 Moments moments(const T* x, int64_t width) {
     Floats sum{}, left{}, squares{};
@@ -44,7 +44,7 @@ Moments moments(const T* x, int64_t width) {
 template <typename T>
 void layer_norm(const T* x, const T* weight, const T* bias, T* out, int64_t width, float eps) {
     const auto [mean, variance] = moments(x, width);
-    const float share = 1 / std::sqrt(variance + eps), about = mean;  // a lambda takes no structured binding
+    const float share = 1 / std::sqrt(variance + eps), about = mean;  // a lambda cannot capture a structured binding
     each(width, [&](int64_t i, auto n) {
         store((load(x + i, n) - about) * share * load(weight + i, n) + load(bias + i, n), out + i, n);
     });
@@ -68,11 +68,10 @@ Floats times_sigmoid(Floats x, Floats y) {
     return x * (y < 0 ? e : all(1)) / (1 + e);
 }
 
-// x times the normal distribution function. Approximated is the smaller part of the mass, so that neither loses
-// precision.
+// x times the normal distribution function. The smaller tail is approximated, so neither tail loses precision.
 Floats gelu(Floats x) {
     const Floats t = 1 / (1 + 0.35f * (x < 0 ? -x : x));
-    Floats y = all(-2.912596377e-02f);  // y * t is the tail over e^(-x^2 / 2), within 4e-8 of it
+    Floats y = all(-2.912596377e-02f);  // y * t is the tail divided by e^(-x^2 / 2), within 4e-8
     y = y * t + 1.438726980e-01f;
     y = y * t - 2.555054810e-01f;
     y = y * t + 1.589302857e-01f;
@@ -81,13 +80,13 @@ Floats gelu(Floats x) {
     y = y * t + 1.198523792e-01f;
     y = y * t + 1.398590894e-01f;
     y = y * t + 1.396215695e-01f;
-    const Floats tail = y * t * exp2_of(x * x * (-0.5f * LOG2_E));  // the mass past |x|
+    const Floats tail = y * t * exp2_of(x * x * (-0.5f * LOG2_E));  // the mass beyond |x|
     return x * (x < 0 ? tail : 1 - tail);
 }
 
-constexpr int64_t CLAMPED_SWIGLU = 7;  // after the ACTIVATIONS in checks.py
+constexpr int64_t CLAMPED_SWIGLU = 7;  // the number after those of ACTIVATIONS in checks.py
 
-// Calls f with the function that Python numbers so (ACTIVATIONS in checks.py).
+// Calls f with the activation of this number (ACTIVATIONS in checks.py).
 template <typename F>
 void with_activation(int64_t number, F f) {
     if (number == 0) f([](Floats x) { return x < 0 ? Floats{} : x; });
@@ -99,19 +98,19 @@ void with_activation(int64_t number, F f) {
     if (number == 6) f([](Floats x) { return x < 0 ? Floats{} : x * x; });
 }
 
-// e^x - 1 of x <= 0, by a hyperbolic tangent, so that it keeps its digits near 0.
+// e^x - 1 for x <= 0, computed by tanh, so that it stays precise near 0.
 Floats expm1_of(Floats x) {
     const Floats t = tanh_of(0.5f * x);
     return 2 * t / (1 - t);
 }
 
-// `curve`: of xielu in the front.
+// `curve`: see `xielu` in rows/__init__.py.
 Floats xielu(Floats x, const float* curve) {
     const Floats least = all(std::min(curve[3], 0.0f)), low = x < least ? x : least;
     return (x > 0 ? curve[0] * x * x : curve[1] * (expm1_of(low) - x)) + curve[2] * x;
 }
 
-// Outside the function that calls it: Clang refuses a parallel region in a lambda in a lambda.
+// A function of its own, because Clang refuses a parallel region in a lambda inside a lambda.
 template <typename T, typename F>
 void activate(F run, int64_t threads, const T* x, T* out, int64_t rows, int64_t width) {
 #pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
@@ -130,7 +129,7 @@ void activate_mul(F run, int64_t threads, const T* x, T* out, int64_t rows, int6
     }
 }
 
-// NaN stays.
+// NaN is kept.
 Floats clamped_swiglu(Floats gate, Floats up) {
     const Floats most = all(7), some = gate > most ? most : gate, near = up > most ? most : up < -most ? -most : up;
     return times_sigmoid(some, 1.702f * some) * (near + 1);
@@ -167,7 +166,7 @@ void sparsify(const T* x, T* out, int64_t width, float factor) {
     if (out != x) std::copy(x + width, x + 2 * width, out + width);
 }
 
-// `more` may be x: elements are read in all rows before any is written.
+// `more` may be x: a column is read in all rows before it is written.
 template <typename T>
 void add_weighted(const T* x, const T* more, const T* weights, T* out, int64_t rows, int64_t sources, int64_t width) {
     each(width, [&](int64_t i, auto n) {

@@ -1,6 +1,6 @@
-// Selective scans of Mamba-2 on a CPU. Arithmetic is float32. Every token is computed in one order, whatever tokens are
-// beside it; those that read one state read it together. Products and sums are fused by name, so that it does not matter
-// with how many others a sum is made.
+// Selective scans of Mamba-2 on a CPU. Arithmetic is float32. A token is computed in one order, whatever other tokens
+// the pass has. Tokens that read the same state read it together. Multiply-adds are fused explicitly, so a result does
+// not depend on how many sums a loop computes.
 
 #include "../operators.h"
 #include "../recurrent.h"
@@ -11,7 +11,7 @@ template <typename T>
 struct SelectiveScan : Recurrence {
     const T* x_TF;
     const float *shift_C, *decay_H, *bias_H, *skip_H, *norm_E;
-    float *queries, *sums, *products;  // of the pass's tokens: C; x, and then what is read; C times B of those above
+    float *queries, *sums, *products;  // of the tokens: C; x, later the outputs; products of C with ancestors' B
     T* out;
     float eps, least, most, gate, step;
 
@@ -22,7 +22,7 @@ struct SelectiveScan : Recurrence {
         each(channels(), [&](int64_t e, auto n) { store(load(x + e, n), kept + t * row() + e, n); });
     }
 
-    // B, C, what a token writes, its decays, and what it reads of its own x.
+    // Computes a token's B, C, written values and decays, and the part of its output that comes from its own x.
     void prepare(int64_t t) const {
         float *own = kept + t * row() + channels(), *written = own + keys(), *sum = sums + t * values();
         convolve(t, 0, values(), shift_C, sum);
@@ -39,7 +39,7 @@ struct SelectiveScan : Recurrence {
         }
     }
 
-    // Products of a token's C with B of its ancestors in the block and, the last, with its own: of all heads of a group.
+    // Multiplies a token's C with its ancestors' B in the block and, last, with its own B, for all heads of a group.
     void multiply(int64_t t) const {
         const int64_t count = lengths_T[t];
         for (int64_t g = 0; g < G; g++) {
@@ -60,7 +60,7 @@ struct SelectiveScan : Recurrence {
         }
     }
 
-    // A head of a state times C of some tokens, [V] each.
+    // Multiplies a head of a state by C of some tokens; each product has [V] elements.
     template <typename Tokens, typename Vectors, typename Count>
     void read(const float* state, int64_t t, int64_t query, int64_t at, float* reads, Tokens some, Vectors vectors,
               Count n) const {
@@ -118,7 +118,7 @@ struct SelectiveScan : Recurrence {
         if (folds_T[t] != NULL_STATE) fold(state, states + (folds_T[t] * H + h) * K * V, left, count + 1, above);
     }
 
-    // The gates, and the norm, if there is one, of each group's heads as one row.
+    // Applies the gates and the norm, if there is one; the norm's rows are the heads of a group.
     void normalize(int64_t t) const {
         const int64_t size = values() / G;
         for (int64_t g = 0; g < G; g++) {

@@ -1,5 +1,5 @@
-// Short convolutions on a CPU: the inputs of a pass are written first, then every token reads its taps. Arithmetic is
-// float32.
+// Short convolutions on a CPU. All inputs of a pass are written to the cache first; then each token reads its taps.
+// Arithmetic is float32.
 
 #include <cstdint>
 
@@ -18,7 +18,7 @@ void convolve(int64_t threads, const T* x_TF, const T* weight_KE, const T* bias,
             const T* x = x_TF + 3 * t * width;
             Kept* row = rows + slots_T[t] * width;
             each(width, [&](int64_t e, auto n) {
-                T product[LANES];  // rounded as a product of the dtype is, and then to the cache's
+                T product[LANES];  // rounded to the dtype, then to the cache's dtype
                 store(load(x + e, n) * load(x + 2 * width + e, n), product, n);
                 store(load(product, n), row + e, n);
             });

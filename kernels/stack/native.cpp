@@ -1,6 +1,5 @@
-// The layers of a decoder: the calls of their list one after the other, without
-// Python in between. A step of decoding evicts Python from the caches, so that its calls take longer than the smaller
-// operators.
+// Runs all layers of a decoder: the operator calls of their list, without Python in between. A decoding step evicts
+// Python from the caches, so a call from Python takes longer than the smaller operators themselves.
 //
 // Shape legend: kernels/layout.py, and E width, M MLP width.
 
@@ -29,7 +28,7 @@ void multiply_by(float factor, T* x, int64_t size) {
     each(size, [&](int64_t i, auto n) { store(load(x + i, n) * factor, x + i, n); });
 }
 
-// Calls f with an unsigned number of as many bytes as an element has.
+// Calls f with a value of the unsigned type that is as wide as an element.
 template <typename F>
 void with_element(int64_t bytes, F f) {
     bytes == 2 ? f(uint16_t()) : f(uint32_t());
@@ -39,11 +38,11 @@ void with_element(int64_t bytes, F f) {
 enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, LOW, QUERIES, LATENT, VALUES, NARROW, INPUTS, STREAMS, WEIGHTS, ROOMS };
 enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, XIELU, SPARSIFY, PREDICT, CORRECT, SPREAD, CODES };
 
-// What has a clock: the codes, then the product of the head, and top sums.
+// Clocks: one for each code, then one for the product with the head and one for top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
 std::atomic<int64_t> clocks[CLOCKS];  // nanoseconds
 
-// Adds the time from one call to the next to clocks.
+// Adds the time since its last call to a clock.
 class Stopwatch {
   public:
     void book(int clock) {
@@ -56,7 +55,7 @@ class Stopwatch {
     std::chrono::steady_clock::time_point last = std::chrono::steady_clock::now();
 };
 
-// One pass: sizes, and the registers, which a layer's operators read and write.
+// One forward pass: sizes, and the registers that the operators of a layer read and write.
 struct Pass {
     const Stack& s;
     Attention attention;
@@ -64,17 +63,17 @@ struct Pass {
     const LayerCache* caches;
     const int64_t* slots_T;
     const int64_t threads, tokens, slots;
-    char* rows;  // of the layer with a convolution that comes next
+    char* rows;  // of the next layer with a convolution
     const int64_t kept;
     const int64_t *ancestors_TN, *adapters_T;
     const Paths* paths;
-    float *delta_rows, *states;  // of the layer with a state that comes next
+    float *delta_rows, *states;  // of the next layer with a state
     char* const tapped;
-    const int64_t copies;  // of each token's rows
+    const int64_t copies;  // rows of a token in `tapped`
     char* at[ROOMS];
     std::unique_ptr<char[]> rooms[ROOMS]{}, pairs{};
 
-    // The registers that the caller has none for.
+    // Allocates the registers that the caller did not provide.
     void make_rooms() {
         for (int i = 0; i < ROOMS; i++)
             if (!at[i] && i != CONVOLVED) rooms[i] = room(s.widths[i]), at[i] = rooms[i].get();
@@ -85,7 +84,7 @@ struct Pass {
         return std::unique_ptr<char[]>(new char[tokens * width * s.element]);
     }
 
-    // Room of layers with a state: rows of the tokens, their queries, and inputs in order; of scans besides.
+    // Buffers of layers with a state: rows and queries of the tokens, reordered inputs; `sums` and `products` of scans.
     std::unique_ptr<float[]> fresh{}, delta_queries{}, sums{}, products{};
     std::unique_ptr<char[]> ordered{};
 
@@ -133,7 +132,7 @@ struct Pass {
             coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, norm.width, norm.eps, norm.exact);
     }
 
-    // The first head of a kind in the register of heads, and elements between those of two tokens.
+    // The first head of each kind in the register of heads, and the elements between two tokens.
     char* head_at(const Heads& h, int64_t before) const { return at[HEADS] + before * h.size * s.element; }
     char* queries(const Heads& h) const { return head_at(h, h.gates); }
     char* keys(const Heads& h) const { return head_at(h, h.gates + h.queries); }
@@ -173,7 +172,7 @@ struct Pass {
         coppice_tree_attention(&attention, queries(h), cache.k, cache.v, out);
     }
 
-    // An activation times the input of a layer: of rows with both side by side.
+    // Multiplies an activation by the layer's input; copies both side by side, as the operator expects them.
     void inject(const Call& c, const char* x, const char* inputs, void* out) {
         const int64_t row = c.width * s.element, all = s.widths[c.beside] * s.element;
         if (!pairs) pairs = room(2 * c.width);
@@ -184,13 +183,13 @@ struct Pass {
         coppice_activation_mul(s.kind, threads, c.function, pairs.get(), out, tokens, c.width);
     }
 
-    // Streams plus, of each token, `weights` times so many sources.
+    // Adds weighted sources to each token's streams.
     void update_streams(const char* more, const char* weights, int64_t sources) const {
         coppice_add_weighted(s.kind, threads, at[STREAMS], more, weights, at[STREAMS], tokens,
                              s.widths[STREAMS] / s.width, sources, s.width);
     }
 
-    // Streams plus, times 1 + their weights, what the layer changed; the stream and the weights are overwritten.
+    // Adds the change made by the layer, times 1 + weight, to each stream; overwrites the stream and the weights.
     template <typename T>
     void add_innovation(const Call& c, T* weights) const {
         const int64_t all = s.widths[STREAMS], E = s.width;
@@ -205,7 +204,7 @@ struct Pass {
         update_streams(at[STREAM], (const char*)weights, 1);
     }
 
-    // All streams but the first, plus rows.
+    // Adds rows to all streams but the first.
     template <typename T>
     void spread(const T* more) const {
         const int64_t all = s.widths[STREAMS], E = s.width;
@@ -214,7 +213,7 @@ struct Pass {
                 each(E, [&](int64_t i, auto n) { store(load(x + i, n) + load(more + t * E + i, n), x + i, n); });
     }
 
-    // Stream `table`, times the weight of `norm` if there is one.
+    // Copies stream `table`, multiplied by the weight of `norm` if there is one.
     void copy_stream(const Call& c, char* out) const {
         with_type(s.kind, [&](auto type) {
             using T = decltype(type);
@@ -322,8 +321,7 @@ struct Pass {
     }
 };
 
-// The angles of the tokens of a pass, taken from tables of positions. Those of one token lie side by side, as the
-// operator reads them.
+// The rotary angles of the tokens of a pass, gathered from tables of positions; the operator reads one row per token.
 class Turns {
   public:
     Turns(const Angles* tables, int64_t count, const int64_t* positions, int64_t tokens, int64_t element)
@@ -346,7 +344,7 @@ class Turns {
     }
 
     std::vector<Angles> angles;
-    bool fit = true;  // whether all positions are in the tables
+    bool fit = true;  // all positions are in the tables
 
   private:
     std::vector<std::unique_ptr<char[]>> memory;

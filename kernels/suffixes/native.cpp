@@ -1,4 +1,4 @@
-// Suffixes of texts by chains of places; reference.py defines every step, state.py the memory.
+// Finds suffixes of texts by chains of places. reference.py defines every step, state.py the memory.
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@ constexpr uint64_t MULTIPLIER = 0x9e3779b97f4a7c15;
 constexpr int64_t SINGLE = 1, PAIR = 2, SHORT = 3, LONG = 6;
 constexpr int64_t MOST_VISITED = 16, MOST_MATCHED = 32, REACH = 4;
 constexpr double DOUBT = 6.0;
-constexpr int64_t BLOCK = 32;  // symbols whose heads are fetched at once
+constexpr int64_t BLOCK = 32;  // symbols whose heads are prefetched together
 
 uint64_t mixed(uint64_t hash, uint32_t symbol) {
     hash = (hash + symbol + 1) * MULTIPLIER;
@@ -35,7 +35,8 @@ struct Ring {
     uint32_t symbol(int64_t age) const { return text.symbols[at(age)]; }
 };
 
-// Ages of the newest places of a chain; returns how many there are. What they are compared with is fetched meanwhile.
+// Writes the ages of the newest places of a chain and returns their number. Prefetches the symbols they are compared
+// with.
 int64_t chain(const Ring& ring, const uint32_t* heads, int64_t size, const uint32_t* back, uint64_t hash, int64_t most,
               int64_t* ages) {
     int64_t count = 0;
@@ -57,12 +58,12 @@ int64_t matched(const Ring& ring, int64_t age, const uint32_t* tail, int64_t len
     return found;
 }
 
-// A source, the age of what followed the tail there, and the length that matches, with the source's bonus.
+// A source, the age of the symbol that followed the tail there, and the matching length including the source's bonus.
 struct Place {
     int64_t source, age, length;
 };
 
-// Appends the places of a source, as if they had been found `level` symbols before.
+// Appends the places of a source, as if they had been found `level` symbols earlier.
 void find(const Ring& ring, int64_t source, int64_t bonus, int64_t level, const uint32_t* tail, int64_t length,
           std::vector<Place>& found) {
     uint64_t hash = 0, hashes[LONG + 1];
@@ -91,12 +92,12 @@ void find(const Ring& ring, int64_t source, int64_t bonus, int64_t level, const 
     }
 }
 
-// A node that may be drafted: its places are `count` of a pool, from `start` on.
+// A node that may be drafted. Its places are places start .. start + count - 1 of a pool.
 struct Open {
     double chance;
     int64_t parent, token, level, start, count;
 
-    bool operator<(const Open& other) const {  // later in the draft
+    bool operator<(const Open& other) const {  // whether it comes later in the draft
         if (chance != other.chance) return chance < other.chance;
         return parent != other.parent ? parent > other.parent : token > other.token;
     }
@@ -107,7 +108,7 @@ struct Open {
 extern "C" void coppice_suffixes_add(Suffixes* text, const uint32_t* symbols, int64_t count, int64_t mark) {
     Suffixes& t = *text;
     int64_t place = t.written % t.capacity;
-    int64_t heads[BLOCK][LONG + 1], sizes[BLOCK];  // by the size of the context; how many symbols are before
+    int64_t heads[BLOCK][LONG + 1], sizes[BLOCK];  // heads by context size; how many symbols precede each
     for (int64_t first = 0; first < count; first += BLOCK) {
         const int64_t block = std::min(BLOCK, count - first), start = place;
         for (int64_t i = 0; i < block; i++) {
@@ -183,13 +184,13 @@ extern "C" int64_t coppice_suffixes_propose(const SuffixSource* sources, int64_t
     std::vector<Place> places, fresh, next;
     for (int64_t s = 0; s < count; s++) rings.emplace_back(*sources[s].text);
     std::vector<Open> heap;
-    std::vector<int64_t> order;  // of `next`, by token
+    std::vector<int64_t> order;  // indices into `next`, by token
     std::vector<int64_t> token_of;
     Open node{1.0, -1, 0, 0, 0, 0};
     int64_t made = 0;
     for (int64_t parent = -1;;) {
         if (node.level < depth) {
-            // The last symbols of the tail and of the path, and the places that the node has.
+            // The last symbols of the tail and the path, and the node's places.
             uint32_t path[MOST_MATCHED], marked[MOST_MATCHED];
             int64_t at = MOST_MATCHED;
             for (int64_t above = parent; above >= 0 && at > 0; above = parents[above]) path[--at] = (uint32_t)tokens[above];
@@ -202,14 +203,14 @@ extern "C" int64_t coppice_suffixes_propose(const SuffixSource* sources, int64_t
                 for (int64_t i = at; i < MOST_MATCHED; i++) marked[i] = path[i] | (uint32_t)sources[s].mark;
                 find(rings[s], s, sources[s].bonus, node.level, marked + at, MOST_MATCHED - at, fresh);
             }
-            // Those that go on, by their next token.
+            // The places that continue, grouped by their next token.
             next.clear(), token_of.clear(), order.clear();
             int64_t longest = INT64_MIN;
             for (const Place& place : fresh) {
                 if (place.age <= node.level) continue;
                 const int64_t symbol = rings[place.source].symbol(place.age - node.level);
                 const int64_t token = symbol & rings[place.source].text.token_mask;
-                if (symbol - token != sources[place.source].mark) continue;  // another's text, or a boundary
+                if (symbol - token != sources[place.source].mark) continue;  // a text of another mark, or a boundary
                 order.push_back((int64_t)next.size());
                 next.push_back(place), token_of.push_back(token);
                 longest = std::max(longest, place.length);
