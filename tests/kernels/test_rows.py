@@ -218,6 +218,13 @@ def test_log_softmax(dtype, width, size):
     assert (found[:, :size].double().exp().sum(-1) <= 1 + 1e-6).all()
 
 
+@pytest.mark.parametrize("impl", ["torch", "cpp"])
+def test_log_softmax_is_as_exact_in_a_large_vocabulary(impl):
+    x = draw(2, 151936) * 4
+    exact = torch.log_softmax(x.double(), -1)
+    assert (rows.log_softmax(x, x.shape[1], impl=impl)[0] - exact).abs().max() < 5e-6
+
+
 @DTYPES
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 17, 39])
