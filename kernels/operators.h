@@ -107,8 +107,8 @@ void coppice_window_wins(int64_t threads, const float* tape, const int64_t* star
 // exponents, uint8.
 //
 // `order`: the order of x's elements in the panels; null: unchanged. With `levels`, rows are rounded to multiples of
-// 1 / levels of the largest magnitude of each 64 elements (int8) or each 32 elements of a group (other kinds, except
-// float8); 0: they are not rounded. `bias` has the type of the rows and may be null. The outputs of `next`, a matrix of
+// 1 / levels of the largest magnitude of the row (`by_row`), or else of each 64 elements (int8) or each 32 elements of a
+// group (other kinds, except float8); 0: they are not rounded. `bias` has the type of the rows and may be null. The outputs of `next`, a matrix of
 // the same width or null, follow those of this one.
 struct Matrix {
     int64_t kind, group, scale_kind;
@@ -122,6 +122,7 @@ struct Matrix {
     const void* bias;
     int64_t outs, width;
     float levels;
+    int64_t by_row;
     const Matrix* next;
 };
 

@@ -35,6 +35,11 @@ struct Unit {  // of elements of x that are rounded together
     float sum;      // of the rounded elements
 };
 
+// The rounding of elements of a row: the number of levels, and the magnitude of the largest; 0: that of the elements.
+struct Levels {
+    float count, largest;
+};
+
 // The most sums in a block of int4. With AVX-512 VNNI, sums are so fast that their conversion to floats takes visible
 // time, unless the processor starts the next sums meanwhile; both must fit into its window of instructions.
 #ifdef INT8_DOTS
@@ -56,7 +61,7 @@ struct WideRows {
     typedef Floats Part, Sum;
 
     template <typename T>
-    static Unit prepare(const T* x, int64_t width, float* row, float) {
+    static Unit prepare(const T* x, int64_t width, float* row, const Levels&) {
         each(width, [&](int64_t i, auto n) { write(load(x + i, n), row + i, n); });
         for (int i = 0; i < 8; i++) row[width + i] = 0;  // STEP is at most 8
         return {};
@@ -100,7 +105,7 @@ struct PairsOfBFloat16 : Plain {
     static constexpr int STEP = 2, BYTES = 4, VECTORS = 1, CHUNK = 128;
 
     template <typename T>
-    static Unit prepare(const T* x, int64_t width, BFloat16* row, float) {
+    static Unit prepare(const T* x, int64_t width, BFloat16* row, const Levels&) {
         each(width, [&](int64_t i, auto n) { store(::load(x + i, n), row + i, n); });
         row[width] = {};
         return {};
@@ -134,19 +139,27 @@ inline int32_t total_of(Ints x) {
     return total;
 }
 
-// Rounds the elements of a row to multiples ("steps") of their largest magnitude / levels and calls put(i, steps) for
-// every LANES of them; steps past the width are 0. Returns the largest magnitude.
-template <typename T, typename Put>
-float rounded_row(const T* x, int64_t width, float levels, Put put) {
+// The largest magnitude of some elements; NaN if there is one.
+template <typename T>
+float magnitude_of(const T* x, int64_t width) {
     Ints most{};  // bits of floats: compared as integers, NaN is larger than all numbers
     each(width, [&](int64_t i, auto n) {
         const Ints size = (Ints)::load(x + i, n) & 0x7fffffff;
         most = size > most ? size : most;
     });
-    const float largest = largest_of_bits(most), step = largest / levels;
-    const int32_t top = int32_t(levels);
+    return largest_of_bits(most);
+}
+
+// Rounds elements of a row to multiples ("steps") of their largest magnitude / levels and calls put(i, steps) for every
+// LANES of them; steps past the width are 0. Returns the largest magnitude.
+template <typename T, typename Put>
+float rounded_row(const T* x, int64_t width, const Levels& levels, Put put) {
+    const float largest = levels.largest ? levels.largest : magnitude_of(x, width), step = largest / levels.count;
+    const float inverse = levels.count / largest;  // transformers multiplies by it, which decides ties
+    const int32_t top = int32_t(levels.count);
     each(width, [&](int64_t i, auto n) {
-        Ints steps = __builtin_convertvector(nearest(::load(x + i, n) / step), Ints);
+        const Floats some = ::load(x + i, n);
+        Ints steps = __builtin_convertvector(nearest(levels.largest ? some * inverse : some / step), Ints);
         steps = steps > top ? Ints{} + top : steps;  // with 127.5 levels, the largest would round up
         for (int lane = n; lane < LANES; lane++) steps[lane] = 0;
         put(i, steps);
@@ -175,7 +188,7 @@ struct Int8 : FourInt8, Plain {
     static Part part(Words words, int) { return words; }
 
     template <typename T>
-    static Unit prepare(const T* x, int64_t width, Row* row, float levels) {
+    static Unit prepare(const T* x, int64_t width, Row* row, const Levels& levels) {
         Ints sum{};
         const float largest = rounded_row(x, width, levels, [&](int64_t i, Ints steps) {
             put_row(steps, row + i);
@@ -241,7 +254,7 @@ struct Rounded : Four, Grouped {
     static Floats floats(Sum sum) { return Grouped::floats(Four::exact(sum)); }
 
     template <typename T>
-    static Unit prepare(const T* x, int64_t width, Row* row, float levels) {
+    static Unit prepare(const T* x, int64_t width, Row* row, const Levels& levels) {
         Ints sum{};
         const float largest = rounded_row(x, width, levels, [&](int64_t i, Ints steps) {
             put_row(steps, row + i);
@@ -249,7 +262,7 @@ struct Rounded : Four, Grouped {
         });
         for (int64_t i = (width + LANES - 1) / LANES * LANES; i % 8; i++) row[i] = 0;
         const int32_t total = total_of(sum);
-        return {largest / levels, start(sum * -LARGER, total * -LARGER), float(total)};
+        return {largest / levels.count, start(sum * -LARGER, total * -LARGER), float(total)};
     }
 
    private:
@@ -383,8 +396,8 @@ struct Digits : Grouped {
     };
 
     template <typename T>
-    static Unit prepare(const T* x, int64_t width, Row* row, float) {
-        const float largest = rounded_row(x, width, LEVELS, [&](int64_t i, Ints steps) {
+    static Unit prepare(const T* x, int64_t width, Row* row, const Levels&) {
+        const float largest = rounded_row(x, width, {LEVELS, 0}, [&](int64_t i, Ints steps) {
             for (int digit = DIGITS - 1; digit >= 0; digit--) {
                 const Bytes least = __builtin_convertvector(steps, Bytes);
                 steps = (steps + 128) >> 8;

@@ -18,6 +18,7 @@
 namespace {
 
 constexpr int RUNS = 4;        // runs of consecutive pieces per thread
+constexpr float LEAST_MAGNITUDE = 1e-5f;  // of a row that is rounded by its own; BitNet's
 constexpr int OWN_ROWS = 16;  // up to so many, each thread prepares all rows: waiting for the others would take longer
 
 // Multiplies `count` rows (at most BATCH) with VECTORS vectors of outputs from `out` on, and calls
@@ -121,9 +122,10 @@ template <typename Element, typename T>
 void prepare(const Matrix& m, const T* x, int64_t row, const Rows<Element>& to, float* ordered) {
     typename Element::Row* prepared = to.data + row * to.stride;
     auto round = [&](const auto* from) {
+        const Levels levels{m.levels, m.by_row ? std::max(magnitude_of(from, m.width), LEAST_MAGNITUDE) : 0};
         each_unit<Element>(m, [&](int64_t first, int64_t last, int64_t number) {
             Unit& unit = *to.unit(row, number);
-            unit = Element::prepare(from + first, last - first, prepared + first, m.levels);
+            unit = Element::prepare(from + first, last - first, prepared + first, levels);
             if (m.zero || m.least) unit.start = 0;
         });
     };

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -55,10 +55,11 @@ def _linear(
     sizes: Sequence[int],
     levels: float,
 ) -> Tensor:
-    outs, width, group = sizes
+    outs, width, group, by_row = sizes
     groups = Groups(cast(GroupKind, kind), group, cast(Tensor, scale), zero, least, unit, least_unit) if group else None
     scale_O = None if group else scale
-    return linear(x, Packed(panels, outs, width, scale_O, groups=groups, order_I=order_I, levels=levels), bias)
+    options: dict[str, Any] = {"groups": groups, "order_I": order_I, "levels": levels, "by_row": bool(by_row)}
+    return linear(x, Packed(panels, outs, width, scale_O, **options), bias)
 
 
 def opaque_linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None = None) -> Tensor:
@@ -68,7 +69,7 @@ def opaque_linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None =
         return torch.cat([opaque_linear(x, part, own) for part, own in parts], -1)
     groups = matrix.groups
     kind, size, *tensors = ("", 0, matrix.scale_O, *(None,) * 4) if groups is None else groups
-    sizes = [matrix.outs, matrix.width, size]
+    sizes = [matrix.outs, matrix.width, size, int(matrix.by_row)]
     return torch.ops.coppice.linear(x, matrix.panels, *tensors, matrix.order_I, bias, kind, sizes, float(matrix.levels))
 
 

@@ -137,6 +137,7 @@ class Packed:
         order_I: int32: the elements of x, in the order in which a row of the matrix multiplies them.
         levels: rows of x are rounded to steps of 1 / levels of the largest magnitude of each ROUNDED elements, from the
             beginning of each group on (without groups ROUNDED_UNGROUPED); 0: they are not, as for floats and float8.
+        by_row: they are rounded by the largest magnitude of the whole row instead, see `reference.rounded_by_row`.
 
     Raises:
         ValueError: panels, scales, groups or an order that do not fit the sizes.
@@ -152,6 +153,7 @@ class Packed:
         groups: Groups | None = None,
         order_I: Tensor | None = None,
         levels: float | None = None,
+        by_row: bool = False,
     ):
         self.dtype = torch.int8 if panels.dtype == torch.uint8 else panels.dtype
         if self.dtype not in STEPS:
@@ -161,6 +163,7 @@ class Packed:
         self.panels, self.outs, self.width = panels, outs, width
         self.scale_O, self.groups, self.order_I = scale_O, groups, order_I
         self.levels = (127.0 if scale_O is not None else 0.0) if levels is None else levels
+        self.by_row = by_row
         self._check()
 
     def _check(self) -> None:
@@ -182,6 +185,8 @@ class Packed:
             or (self.scale_O is not None and not self.levels)
         ):
             raise ValueError(f"levels: expected 1 to 127.5 for int8, 0 for floats, got {self.levels} for {kind}")
+        if self.by_row and not self.levels:
+            raise ValueError("by_row: expected levels, got 0")
         if groups is None:
             return
         unwanted = groups[3:5] if groups.kind in WITHOUT_ZEROS else ()
@@ -237,6 +242,7 @@ class Packed:
             groups=groups,
             order_I=self.order_I,
             levels=self.levels,
+            by_row=self.by_row,
         )
 
     def rounding(self) -> "Packed":
@@ -256,7 +262,8 @@ class Packed:
             scales = KINDS.get(self.groups.scale.dtype, len(KINDS))
         tensors = self.panels, scale, *others, self.order_I, bias
         pointers = (None if x is None else x.data_ptr() for x in tensors)
-        return OPERATORS.structures["Matrix"](kind, group, scales, *pointers, self.outs, self.width, self.levels)
+        sizes = self.outs, self.width, self.levels, self.by_row
+        return OPERATORS.structures["Matrix"](kind, group, scales, *pointers, *sizes)
 
 
 def shape(kind: torch.dtype | GroupKind, outs: int, width: int) -> tuple[int, int, int, int]:

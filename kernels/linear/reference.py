@@ -79,6 +79,16 @@ def rounded(x: Tensor, levels: float, group: int, together: int) -> Tensor:
     return found.flatten(-2)[..., :group].flatten(-2)[..., :width]
 
 
+def rounded_by_row(x: Tensor, levels: float) -> Tensor:
+    """Rows [..., in], rounded by their largest magnitude, 1e-5 at least, as in BitNet (Ma et al., 2024); float64.
+
+    Steps are found in float32 by the product with levels / magnitude, as in transformers.
+    """
+    x = x.float()
+    steps_by = levels / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return (x * steps_by).round_().clamp_(max=int(levels)).double() / steps_by.double()
+
+
 def _split(x: Tensor, size: int) -> Tensor:
     """[..., any] -> [..., parts, size], with zeros at the end."""
     return F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
@@ -94,7 +104,8 @@ def _rounded_product(x: Tensor, matrix: Packed) -> Tensor:
     """The same by rounded rows, which lie in the order of the matrix; float64."""
     groups, order_I, scale_O = matrix.groups, matrix.order_I, matrix.scale_O
     group, together = (matrix.width, ROUNDED_UNGROUPED) if groups is None else (groups.size, ROUNDED)
-    row = rounded(x if order_I is None else x[..., order_I.long()], matrix.levels, group, together)
+    x = x if order_I is None else x[..., order_I.long()]
+    row = rounded_by_row(x, matrix.levels) if matrix.by_row else rounded(x, matrix.levels, group, together)
     if scale_O is not None:
         return F.linear(row, unpack(matrix).double()) * (scale_O.double() * matrix.levels)
     weight_OI = unpacked(matrix).double()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from kernels.linear import Packed, PackedParts, pack_groups
 from kernels.linear.blocks import Block, BlockPanels
 from kernels.linear.codes import Codes, pack_codes, takes
 from kernels.linear.panels import LEVELS, ROUNDED, ROUNDED_KINDS, ZEROS, GroupKind, default_zero, numbers
-from kernels.linear.reference import rounded
+from kernels.linear.reference import rounded, rounded_by_row
 from models.formats.coded import CodedLinear, has_codes, warn_of_floats
 from models.formats.floats import FloatLinear, PackedLinear, has_kernels
 from models.trim import is_mapped, let_go
@@ -60,6 +60,7 @@ class GroupedWeight:
             multiplied as int8, except with float8; None: they are multiplied as floats.
         least: rows have minimums.
         stored: the weight as blocks of a file, uint8 [outs, bytes of a row], and their format; None: it has no blocks.
+        by_row: activations are rounded by the largest magnitude of each row instead, on a GPU too.
     """
 
     kind: GroupKind
@@ -70,6 +71,7 @@ class GroupedWeight:
     levels: float | None = None
     least: bool = False
     stored: StoredBlocks | None = None
+    by_row: bool = False
 
     @property
     def groups(self) -> int:
@@ -79,7 +81,8 @@ class GroupedWeight:
     @property
     def kinship(self) -> tuple[object, ...]:
         """The properties, except the order, that weights must share to form one matrix."""
-        return self.kind, self.shape[1], self.group, self.levels, self.least, self.stored and self.stored[1]
+        own = self.kind, self.shape[1], self.group, self.levels, self.by_row
+        return *own, self.least, self.stored and self.stored[1]
 
     def part(self, outs: range | None, ins: range | None) -> "GroupedWeight":
         """Return some outputs and inputs of it; None: all. Raises ValueError if inputs are not whole groups."""
@@ -89,6 +92,8 @@ class GroupedWeight:
         if ins is not None:
             if self.order_I is not None:
                 raise ValueError("its inputs have an order of their own (desc_act)")
+            if self.by_row:
+                raise ValueError("each of its rows of activations is rounded as a whole (BitNet)")
             if group == width:
                 group = len(ins)
             elif ins.start % group or (ins.stop % group and ins.stop != width):
@@ -163,6 +168,7 @@ class GroupedLinear(PackedLinear):
     ):
         super().__init__(None, biases, dtype=dtype, device=device)
         self.weights, self.whole = [*weights], None
+        self.levels = weights[0].levels if weights[0].by_row else None
         if device.type != "cpu":
             self.whole, self.weights = _on_device(weights, biases, dtype, device), []
         elif has_kernels(torch.float32, device):
@@ -188,7 +194,7 @@ class GroupedLinear(PackedLinear):
         if self.packed:
             return super().forward(x)
         if self.whole:
-            return self.whole(x)
+            return self.whole(x if self.levels is None else rounded_by_row(x, self.levels).to(x.dtype))
         y = torch.cat([_product(x.float(), weight) for weight in self.weights], -1).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
@@ -237,7 +243,8 @@ def _packed(weights: Sequence[GroupedWeight]) -> Packed:
         packed.order_I = order_I
         return packed
     panels, groups = pack_groups(_blocks(weights), first.kind, outs, width, first.group)
-    return Packed(panels, outs, width, groups=groups, order_I=order_I, levels=first.levels or 0)
+    options: dict[str, Any] = {"order_I": order_I, "levels": first.levels or 0, "by_row": first.by_row}
+    return Packed(panels, outs, width, groups=groups, **options)
 
 
 def _codes(weights: Sequence[GroupedWeight], device: torch.device) -> Codes:
@@ -266,7 +273,9 @@ def _with_zeros(blocks: Iterable[GroupedRows], weights: Sequence[GroupedWeight])
 
 def _product(x: Tensor, weight: GroupedWeight) -> Tensor:
     """Multiply x W^T with floats that are made a few rows at a time; x is float32."""
-    if weight.levels is not None:
+    if weight.levels is not None and weight.by_row:
+        x = rounded_by_row(x, weight.levels).float()
+    elif weight.levels is not None:
         order_I = slice(None) if weight.order_I is None else weight.order_I
         steps = rounded(x[..., order_I], weight.levels, weight.group, ROUNDED).float()
         x = torch.empty_like(steps)

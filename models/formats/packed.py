@@ -18,27 +18,29 @@ from torch import Tensor
 from kernels.linear import Groups, Packed
 from kernels.linear.panels import GROUP_KINDS
 
-KEY, VERSION = "coppice_packed", 2
+KEY, VERSION = "coppice_packed", 3
 FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 PANELS, *_ = PREFIXES = "packed:", "scale:", "zero:", "least:", "unit:", "least_unit:"
 
 
 class Size(NamedTuple):
-    """The size of a packed matrix: outputs, width; the kind and the elements of groups; the levels of activations."""
+    """The size of a packed matrix: outputs, width; the kind and the elements of groups; the levels of activations, and
+    whether these are rounded by row."""
 
     outs: int
     width: int
     kind: str = ""
     group: int = 0
     levels: float = 0.0
+    by_row: bool = False
 
     @staticmethod
     def parse(key: str, entry: Any) -> "Size":
         """Read an entry of the metadata. Raises ValueError if it has another form."""
         types = [*map(type, entry)] if isinstance(entry, list) else []
-        if types not in ([int, int, str, int, float], [int, int, str, int, int]):
-            wanted = "expected outputs, width, kind, group and levels"
+        if types not in ([int, int, str, int, float, bool], [int, int, str, int, int, bool]):
+            wanted = "expected outputs, width, kind, group, levels and by_row"
             raise ValueError(f"the size of {key!a:.80}: {wanted}, got {entry!r:.80}")
         size = Size(*entry)
         if size.kind not in ("", *GROUP_KINDS):
@@ -49,16 +51,16 @@ class Size(NamedTuple):
     def of(packed: Packed) -> "Size":
         """Return the size of a matrix."""
         kind, group = packed.groups[:2] if packed.groups else ("", 0)
-        return Size(packed.outs, packed.width, kind, group, packed.levels)
+        return Size(packed.outs, packed.width, kind, group, packed.levels, packed.by_row)
 
     def packed(self, panels: Tensor, scale: Tensor | None, *others: Tensor | None) -> Packed:
         """Return the matrix of this size. Raises ValueError if the tensors do not fit it."""
         if not self.kind:
-            return Packed(panels, self.outs, self.width, scale, levels=self.levels)
+            return Packed(panels, self.outs, self.width, scale, levels=self.levels, by_row=self.by_row)
         if scale is None:
             raise ValueError("groups without scales")
         groups = Groups(self.kind, self.group, scale, *others)  # type: ignore[arg-type]
-        return Packed(panels, self.outs, self.width, groups=groups, levels=self.levels)
+        return Packed(panels, self.outs, self.width, groups=groups, levels=self.levels, by_row=self.by_row)
 
 
 @dataclass(frozen=True)

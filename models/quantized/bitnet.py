@@ -3,7 +3,7 @@
 `weight` is uint8 [outs / 4, width]: two bits of each byte are those of one quarter of the rows, from the lowest on, and
 stand for the number plus one. w = number / weight_scale of linear class `bitlinear`, number * weight_scale of
 `autobitlinear`, which may also store the numbers as floats. In the mode `online` the file has the floats of training:
-they are divided by the mean of their magnitudes and rounded. Activations are not rounded.
+they are divided by the mean of their magnitudes and rounded. Activations are rounded to 8 bits, token by token.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.linear.panels import LEVELS
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import FLOATS, LINEAR, Part, Source, names, pattern, unsupported
@@ -88,7 +89,7 @@ def _weight(outs: int, width: int, codes: Callable[[int, int], torch.Tensor], sc
     def rows(first: int, last: int) -> GroupedRows:
         return GroupedRows(codes(first, last), scale_1.expand(last - first, 1))
 
-    return GroupedWeight("int4", (outs, width), width, rows)
+    return GroupedWeight("int4", (outs, width), width, rows, levels=LEVELS, by_row=True)
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,24 @@ def test_every_number_of_iq4():
     assert (linear(torch.eye(16), packed).T - torch.tensor(exact) * scale_OG).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("of_x", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["int4", "int5", "int8", "float4"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rows_may_be_rounded_by_their_own_largest_magnitude(kind, ordered, of_x):
+    width, size = (512, 64) if kind in ABOVE else (520, 40)
+    plain, _ = matrix(kind, 96, width, size, ordered=ordered and kind not in ABOVE)
+    packed = Packed(plain.panels, 96, width, groups=plain.groups, order_I=plain.order_I, levels=127, by_row=True)
+    x = draw(20, width, seed=3).to(of_x)
+    x[1], x[2] = 0, x[2] * 1e-10
+    x[:, 7] *= 20  # the others have few steps
+    found, exact = linear(x, packed), reference.linear(x.double(), packed)
+    assert (found - exact).abs().max() <= (1e-5 + torch.finfo(of_x).eps) * exact.abs().max()
+    assert (found - linear(x, plain.rounding())).norm() > 1e-2 * exact.norm()
+    assert not found[1:3].any() and packed.rounding() is packed
+    for count in COUNTS[:-1]:
+        assert linear(x[:count], packed).equal(found[:count])
+
+
 def test_scales_of_float4_are_powers_of_two():
     with pytest.raises(ValueError, match="scale: expected powers of two"):
         pack_groups([(torch.zeros(1, 8, dtype=torch.uint8), torch.full((1, 1), 3.0))], "float4", 1, 8, 8)
