@@ -88,8 +88,9 @@ class LibraryEncoder:
         vocab = self.vocab
         own = {token.content: token for token in library.get_added_tokens_decoder().values()}
         added = add_flags(own, vocab, config, names)
-        for content in added:
-            self.pieces[vocab[content]] = content
+        for content, token in added.items():
+            # From tokenizers 0.23 on, the library decodes a token that it matches in normalised text as that spelling.
+            self.pieces[vocab[content]] = library.id_to_token(vocab[content]) if token.normalized else content
         self._tokens = {vocab[content]: token for content, token in added.items()}
         # An option of the library ignores special tokens. Before normalisation the library must match aliases
         # alone, so all tokens that match there are made special. The others are no control tokens.

@@ -356,6 +356,22 @@ def test_a_normalized_special_token_is_still_a_control_token(tmp_path):
     assert Tokenizer.load(tmp_path).encode_rendered([("a</s>", True)])[-1] == 2
 
 
+def test_a_normalized_token_decodes_as_the_library_decodes_it():
+    """From tokenizers 0.23 on that is the normalised spelling, here with a space; alone, streamed and as bytes."""
+    backend = tokenizers.Tokenizer.from_file(str(GOLDEN / "prepend" / "tokenizer.json"))
+    backend.add_tokens(["<tool>", "foo bar", AddedToken("<raw>", normalized=False)])
+    library, tokenizer = tokenizers.Tokenizer.from_str(backend.to_str()), built(backend)
+    ids = library.encode("a<tool>a <tool> foo bar<raw> a", add_special_tokens=False).ids
+    new = [library.token_to_id(token) for token in ("foo bar", "<raw>", "<tool>")]
+    for tokens in (ids, new, [*ids, *new, *ids]):
+        assert tokenizer.decode(tokens) == library.decode(tokens)
+        stream = tokenizer.stream()
+        assert "".join(stream.push([i]) for i in tokens) + stream.finish() == library.decode(tokens)
+    data = tokenizer.data()
+    inside = [library.decode([ids[0], i]).removeprefix(library.decode(ids[:1])) for i in new]
+    assert [data[i].decode() for i in new] == inside
+
+
 def test_vocabulary_with_holes():
     tokenizer = ours("holes")
     assert tokenizer.size == 1004
