@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine import Engine
+from engine.errors import CheckpointError
 from engine.text.tokenizer import Tokenizer
 from tools.random_checkpoint import make
 
@@ -22,6 +23,27 @@ def test_tokenizer_class_changes_nothing(tmp_path: Path, name: object):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name, "legacy": True}))
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.encode(text) == expected and tokenizer.decode(expected) == text
+
+
+def test_without_a_tokenizer_json_the_class_says_how_texts_are_split(tmp_path: Path):
+    """By `tokenizer_class`, by that of config.json, or by `model_type`, which is what counts for Qwen 2."""
+    golden = Path(__file__).parent / "golden" / "text" / "qwen2_merges"
+    for file in ("vocab.json", "merges.txt", "added_tokens.json"):
+        (tmp_path / file).write_bytes((golden / file).read_bytes())
+
+    def ids(name: object, kind: str | None, inner: str | None = None) -> list[int]:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "tokenizer_class": inner}))
+        return Tokenizer.load(tmp_path).encode("12 e\u0301")
+
+    digits, whole = ids("Qwen2Tokenizer", "llama"), ids("GPT2Tokenizer", "llama")
+    assert len(digits) == len(whole) and digits != whole  # "12" is one token for GPT-2, "é" for Qwen
+    assert ids("GPT2Tokenizer", "qwen2") == ids(None, "qwen3") == ids(None, None, "Qwen2TokenizerFast") == digits
+    assert ids("CodeGenTokenizer", None) == ids("PreTrainedTokenizerFast", None) == ids(None, "opt") == ids(3, None)
+    assert ids(None, "opt") == whole and ids("GPTNeoXTokenizer", None) == ids(None, "gpt_neox") not in (digits, whole)
+    assert ids(None, "qwen3_5_text") == ids("Qwen3_5Tokenizer", None) == digits
+    with pytest.raises(CheckpointError, match="'RobertaTokenizer'"):
+        ids("RobertaTokenizerFast", "opt")
 
 
 def test_a_template_and_a_tokenizer_that_both_begin(tmp_path: Path):

@@ -1,6 +1,6 @@
 """Make tests/golden/text: tiny tokenizers, and the ids, texts and prompts that the libraries compute.
 
-Three have a tokenizer.json and a chat template, three a sentencepiece tokenizer.model, two vocab.json and merges.txt.
+Three have a tokenizer.json and a chat template, three a sentencepiece tokenizer.model, four vocab.json and merges.txt.
 Texts and chats are transformers'; for sentencepiece models plain text is the sentencepiece library's, and only what
 added tokens do to the text around them is transformers' (whose conversion to another library changes some plain text).
 
@@ -316,6 +316,13 @@ def vocabularies_with_merges():
     config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "add_prefix_space": False, "errors": "replace"}
     named = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
     yield "opt", trained(["<s>", "<pad>", "</s>", "<unk>"]), {**config, **named}, {}
+
+    # Merges that only some patterns let happen.
+    model["vocab"] |= {"12": 403, "ĊĊ": 404}
+    model["merges"] += [["1", "2"], ["Ċ", "Ċ"]]
+    for name, kind in (("qwen2_merges", "Qwen2Tokenizer"), ("gpt_neox_merges", "GPTNeoXTokenizerFast")):
+        ends = dict.fromkeys(("eos_token", "pad_token"), "<|endoftext|>")
+        yield name, model, {"tokenizer_class": kind, "bos_token": None, **ends}, {"<x>": 401, "<y>": 402}
 
 
 def _only_special(tokenizer, special):

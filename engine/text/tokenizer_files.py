@@ -7,17 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.errors import CheckpointError
 from engine.text.detokenizer import BYTE_OF_CHAR
 from models.checkpoint.files import read_regular
+from models.gguf.vocabulary import QWEN2, QWEN35
 
 MAX_TOKENIZER_BYTES = 512 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_IDS = 1 << 24
 NUMBERED = re.compile(r"([^0-9]*)([0-9]{1,9})([^0-9]+)")
 MANY = 16  # spellings that differ by a number
+# What splits texts before merges, by `tokenizer_class` without "Fast"; None: the library's pattern, which is GPT-2's.
+SPLITS = {
+    "GPT2Tokenizer": None,
+    "CodeGenTokenizer": None,
+    "GPTNeoXTokenizer": None,
+    "Qwen2Tokenizer": QWEN2,
+    "Qwen3_5Tokenizer": QWEN35,
+}
+COMPOSED = {"GPTNeoXTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer"}  # these compose characters first (NFC)
+GENERAL = {"PreTrainedTokenizer", "TokenizersBackend"}  # classes that do not say it
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
@@ -120,19 +131,28 @@ def add_tokens(
 
 
 def byte_level(folder: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer of vocab.json and merges.txt, as transformers' GPT2Tokenizer makes it, and its named tokens.
+    """The tokenizer of vocab.json and merges.txt, as transformers' class for it makes it, and its named tokens.
 
     tokenizer_config.json defines whether BOS and EOS are added: OPT adds BOS (`</s>`, id 2), GPT-2 does not.
 
     Raises:
-        CheckpointError: a file is absent or malformed; the message names the line.
+        CheckpointError: a file is absent or malformed; the message names the line. The class is not supported.
     """
-    names = named_tokens(config, **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"))
+    kind = _class(folder, config)
+    begins = () if SPLITS[kind] else ("bos_token",)
+    names = named_tokens(config, **dict.fromkeys((*begins, "eos_token", "unk_token"), "<|endoftext|>"))
     vocab = _read_vocab(folder / "vocab.json")
     merges = _read_merges(folder / "merges.txt", vocab)
     added = add_tokens(folder, vocab, config, names)
     library = tokenizers.Tokenizer(models.BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix=""))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=flag(config, "add_prefix_space", False))
+    if kind in COMPOSED:
+        library.normalizer = normalizers.NFC()  # type: ignore[assignment]
+    pattern, prefixed = SPLITS[kind], flag(config, "add_prefix_space", False)
+    levels = pre_tokenizers.ByteLevel(add_prefix_space=prefixed, use_regex=pattern is None)
+    splitter = levels
+    if pattern is not None:
+        splitter = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), levels])
+    library.pre_tokenizer = splitter  # type: ignore[assignment]
     library.decoder = decoders.ByteLevel()
     for token in added.values():
         (library.add_special_tokens if token.special else library.add_tokens)([token])
@@ -143,6 +163,27 @@ def byte_level(folder: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokeniz
             single=[part for part in template if part], special_tokens=[(t, vocab[t]) for t in set(wanted.values())]
         )
     return library, names
+
+
+def _class(folder: Path, config: dict[str, Any]) -> str:
+    """The class of `SPLITS` that transformers takes for vocab.json and merges.txt: by `model_type` for Qwen 2 and 3.5,
+    whose `tokenizer_class` it does not read; if no file names a class, also by `model_type`.
+
+    Raises:
+        CheckpointError: another class, which may split texts in another way.
+    """
+    model = read_json(folder / "config.json")
+    kind = str(model.get("model_type"))
+    if kind == "qwen2" or kind.startswith("qwen3_5"):
+        return "Qwen2Tokenizer" if kind == "qwen2" else "Qwen3_5Tokenizer"
+    usual = "Qwen2Tokenizer" if kind.startswith("qwen") else "GPTNeoXTokenizer" if kind == "gpt_neox" else ""
+    named = config.get("tokenizer_class") or model.get("tokenizer_class")
+    name = named.removesuffix("Fast") if isinstance(named, str) else ""
+    name = (usual or "GPT2Tokenizer") if not name or name in GENERAL else name
+    if name not in SPLITS:
+        what = f"tokenizer_class: vocab.json and merges.txt do not say how {name[:80]!r} splits texts"
+        raise CheckpointError(what, where=str(folder), remedy="get the checkpoint's tokenizer.json")
+    return name
 
 
 def _read_vocab(path: Path) -> dict[str, int]:
