@@ -46,6 +46,27 @@ def test_without_a_tokenizer_json_the_class_says_how_texts_are_split(tmp_path: P
         ids("RobertaTokenizerFast", "opt")
 
 
+def test_tokens_that_only_other_files_list(tmp_path: Path):
+    make(tmp_path, **SHAPE)
+    path, size = tmp_path / "tokenizer_config.json", Tokenizer.load(tmp_path).size
+    config = json.loads(path.read_text()) | {"eos_token": "<|im_end|>"}
+    entry = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    listed = {size + 1: {"content": "<tool>", "special": False}, size: {"content": "<|im_end|>", "special": True}}
+    path.write_text(json.dumps(config | {"added_tokens_decoder": {str(i): listed[i] | entry for i in listed}}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.size == size + 2 and tokenizer.eos_token_id == size
+    assert tokenizer.encode_rendered([("<|im_end|><tool>", True)]) == [size, size + 1]
+    assert tokenizer.encode("a<|im_end|>")[-1] < size <= tokenizer.encode("a<tool>")[-1]
+    assert tokenizer.decode([size, size + 1]) == "<tool>"
+
+    path.write_text(json.dumps(config))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size, "<tool>": size + 1}))
+    assert Tokenizer.load(tmp_path).encode_rendered([("<|im_end|><tool>", True)]) == [size, size + 1]
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size + 7}))
+    with pytest.raises(CheckpointError, match=f"would be {size}, not {size + 7}"):
+        Tokenizer.load(tmp_path)
+
+
 def test_a_template_and_a_tokenizer_that_both_begin(tmp_path: Path):
     make(tmp_path, **SHAPE)
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")

@@ -26,7 +26,7 @@ from engine.text.channels import ANSWER, CHANNEL_MARKS, TURN
 from engine.text.detokenizer import Detokenizer, data_of
 from engine.text.pieces import Pieces
 from engine.text.thinking import Thoughts
-from engine.text.tokenizer_files import any_of, byte_level, named_tokens, read_config, read_file
+from engine.text.tokenizer_files import any_of, byte_level, complete, named_tokens, read_config, read_file
 from engine.text.tokenizer_gguf import encoder_of
 from engine.text.tokenizer_json import LibraryEncoder
 from engine.text.tokenizer_model import SentencePieceEncoder
@@ -77,9 +77,10 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> "Tokenizer":
         """Read a checkpoint's tokenizer: its tokenizer.json, else tokenizer.model, else vocab.json with merges.txt.
 
-        tokenizer.json alone defines how text becomes ids, including the post-processor: `tokenizer_class` and, as in
-        transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json have no effect. The older files
-        define less; tokenizer_config.json and added_tokens.json complete them.
+        tokenizer.json defines how text becomes ids, including the post-processor: `tokenizer_class` and, as in
+        transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json have no effect; but tokens that
+        tokenizer_config.json or added_tokens.json lists and it lacks are added. The older files define less;
+        tokenizer_config.json and added_tokens.json complete them.
 
         Raises:
             CheckpointError: no supported file, or one is malformed.
@@ -98,6 +99,7 @@ class Tokenizer:
                 data = read_file(path)
                 guard = tokenizer_limits.guard(tokenizer_limits.parse(data), str(path))
                 library, names = tokenizers.Tokenizer.from_buffer(data), named_tokens(config)
+                complete(library, folder, config, names)
             else:
                 guard = None
                 library, names = byte_level(folder, config)

@@ -112,22 +112,50 @@ def add_tokens(
     """
     added: dict[str, AddedToken] = {}
     pieces = {i: piece for piece, i in vocab.items()}
-    listed = [(content, i, "added_tokens.json") for content, i in read_json(folder / "added_tokens.json").items()]
-    for i, entry in _dict(config.get("added_tokens_decoder")).items():
-        listed.append((_content(entry), int(i) if i.isdecimal() else i, "tokenizer_config.json"))  # type: ignore[arg-type]
-    for content, i, file in listed:
-        if not content or type(i) is not int or not 0 <= i < MAX_IDS:
-            what = f"added token: expected a text and an id below {MAX_IDS}, got {content!r} and {i!r}"
-            raise CheckpointError(what[:300], where=str(folder / file))
+    flags, ids = _dict(config.get("added_tokens_decoder")), read_json(folder / "added_tokens.json")
+    for content, i, file in _listed(folder, ids, flags):
         if vocab.setdefault(content, i) != i:
             what = f"vocabulary mismatch: the added token {content!r} has the ids {i} and {vocab[content]}"
-            raise CheckpointError(what, where=str(folder / file))
+            raise CheckpointError(what, where=str(file))
         if (old := pieces.get(i, content)) != content:
             vocab.pop(old, None)
             added.pop(old, None)
         pieces[i] = content
         added[content] = AddedToken(content, normalized=False)
     return add_flags(added, vocab, config, names)
+
+
+def complete(library: tokenizers.Tokenizer, folder: Path, config: dict[str, Any], names: dict[str, str]) -> None:
+    """Add the tokens that other files list to the tokenizer of a tokenizer.json that lacks them, as transformers does:
+    those of added_tokens_decoder or, if tokenizer_config.json has none, of added_tokens.json.
+
+    Raises:
+        CheckpointError: an entry is malformed, or the library would give a new token another id than the file.
+    """
+    flags = _dict(config.get("added_tokens_decoder"))
+    ids = {} if "added_tokens_decoder" in config else read_json(folder / "added_tokens.json")
+    own = {token.content for token in library.get_added_tokens_decoder().values()}
+    for content, i, file in sorted(_listed(folder, ids, flags), key=lambda entry: entry[1]):
+        if content in own:
+            continue
+        known = library.token_to_id(content)
+        library.add_tokens([AddedToken(content, normalized=content not in names.values())])  # flags follow
+        if known is None and (got := library.token_to_id(content)) != i:
+            what = f"vocabulary mismatch: tokenizer.json lacks the token {content!r}, whose id would be {got}, not {i}"
+            raise CheckpointError(what, where=str(file), remedy="get the tokenizer.json that was saved with this file")
+
+
+def _listed(folder: Path, ids: dict[str, Any], flags: dict[str, Any]) -> list[tuple[str, int, Path]]:
+    """Spelling, id and file of the tokens of added_tokens.json (`ids`) and added_tokens_decoder (`flags`). Raises
+    CheckpointError: an entry is malformed."""
+    listed: list[tuple[Any, Any, Path]] = [(content, i, folder / "added_tokens.json") for content, i in ids.items()]
+    for i, entry in flags.items():
+        listed.append((_content(entry), int(i) if i.isdecimal() else i, folder / "tokenizer_config.json"))
+    for content, i, file in listed:
+        if not content or type(i) is not int or not 0 <= i < MAX_IDS:
+            what = f"added token: expected a text and an id below {MAX_IDS}, got {content!r} and {i!r}"
+            raise CheckpointError(what[:300], where=str(file))
+    return listed
 
 
 def byte_level(folder: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
