@@ -81,6 +81,11 @@ def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     kind, names = config.get("model_type"), config.get("architectures") or [None]
     if not isinstance(kind, str) or kind not in LANGUAGE_MODELS or not isinstance(names, list):
         return dict(config)
-    if names[0] not in (None, *LANGUAGE_MODELS.values()):
+    if names[0] is not None and _folded(names[0]) not in map(_folded, LANGUAGE_MODELS.values()):
         return dict(config)
     return {**config, "architectures": [LANGUAGE_MODELS[kind]]}
+
+
+def _folded(name: Any) -> str:
+    """Return a name without underscores and capitals, in which early configs differ (LLaMAForCausalLM)."""
+    return str(name).replace("_", "").lower()

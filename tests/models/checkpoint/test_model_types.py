@@ -22,7 +22,7 @@ def test_an_architecture_that_is_named_wins():
     config = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
     assert with_architecture(config) == config
     assert with_architecture({"model_type": ["llama"]}) == {"model_type": ["llama"]}
-    for kept in ("PhiMoEForCausalLM", "LlavaForConditionalGeneration", ["LlamaForCausalLM"], 7):
+    for kept in ("PhimoeModel", "LlavaForConditionalGeneration", ["LlamaForCausalLM"], 7):
         config = {"model_type": "phimoe", "architectures": [kept]}
         assert with_architecture(config) == config
 
@@ -36,6 +36,15 @@ def test_a_model_type_wins_over_the_language_model_of_another(tmp_path):
     ]
     expected, found = (Engine.load(folder, dtype="float32").logits(TEXT) for folder in folders)
     assert found.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("llama", "LLaMAForCausalLM"), ("ernie4_5", "Ernie4_5_ForCausalLM"), ("phimoe", "PhiMoEForCausalLM")],
+)
+def test_early_spellings_of_a_language_model(kind, name):
+    config = {"model_type": kind, "architectures": [name]}
+    assert with_architecture(config) == config | {"architectures": [LANGUAGE_MODELS[kind]]}
 
 
 @pytest.mark.parametrize("variant", ["gpt2/plain", "llama/gqa", "hunyuan/plain"])
