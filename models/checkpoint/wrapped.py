@@ -101,6 +101,17 @@ TEXT_MODELS = {
 }
 
 
+# Fields that a text model may omit, where those of the whole model differ from those in `TEXT_MODELS`.
+WHOLE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "glmasr": dict(zip(REQUIRED, (59264, 2048, 6144, 28, 16), strict=True))
+    | {"num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},  # precedes a `rope_theta` of the text model
+    "voxtral": dict(zip(REQUIRED, (131072, 3072, 8192, 30, 32), strict=True))
+    | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "head_dim": 128}
+    | {"rope_theta": 1e8},
+}
+
+
 def is_wrapped(config: Mapping[str, Any]) -> bool:
     """Whether a config describes a text model and encoders of other modalities around it."""
     names = config.get("architectures")
@@ -143,7 +154,8 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
         inner["tie_word_embeddings"] = True
     # The wrappers' defaults differ for both; a file without a head uses its embedding as the head.
     inner.setdefault("tie_word_embeddings", True)
-    inner |= {name: value for name, value in model.defaults().items() if inner.get(name) is None}
+    defaults = model.defaults() | WHOLE_DEFAULTS.get(whole, {})
+    inner |= {name: value for name, value in defaults.items() if inner.get(name) is None}
     inner |= dict.fromkeys(model.unused)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := inner.get(name), dict):

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from engine import Engine
+from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
 from models.checkpoint.tensor_files import write_tensors
 from models.checkpoint.wrapped import parts, text_config, text_names
 from models.errors import CheckpointError
+from models.families.llama import Llama
 from models.formats.floats import has_kernels
 from tools.pack import pack
 
@@ -109,6 +111,19 @@ def test_wholes_that_tie_their_head_whatever_the_text_says(tmp_path):
     folder = changed(tmp_path, "gemma3", lambda config: config["text_config"].update(tie_word_embeddings=False))
     found = [Engine.load(path, dtype="float32").logits([5, 6, 7]) for path in (folder, GOLDEN / "gemma3")]
     assert found[0].equal(found[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "theta", "expected"), [("glmasr", 5e3, 1e4), ("voxtral", 5e3, 5e3), ("voxtral", None, 1e8)]
+)
+def test_a_whole_may_have_defaults_of_its_own(kind, theta, expected):
+    """Checked against transformers: the text models of GLM-ASR and Voxtral omit what equals these."""
+    text = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "rope_theta": theta}
+    config = {"model_type": kind, "architectures": ["WholeForConditionalGeneration"], "text_config": text}
+    found = Llama.read(Fields(text_config(config, "config.json"), "config.json"))
+    heads, size = {"glmasr": (4, 8), "voxtral": (8, 128)}[kind]
+    assert (found.norm_eps, found.width, found.kv_heads, found.head_dim) == (1e-5, 64, heads, size)
+    assert found.rope is not None and found.rope.theta == expected
 
 
 def test_an_older_qwen_has_the_fields_of_its_text_at_the_top():
