@@ -88,6 +88,11 @@ class TreeLayout:
         trunk = self.positions_T, self.token_starts, self.trunk_seen_T, self.trunk_runs
         return (*trunk, self.branch_slots_RW, self.branch_positions_RW, self.ancestry_TC)
 
+    def in_chunks(self, size: int) -> "TreeLayout":
+        """The same layout for attention in chunks: each token has the last position of its chunk of `size` positions,
+        from which a window of that size reaches back to the first."""
+        return replace(self, positions_T=self.positions_T // size * size + (size - 1))
+
     def branch_mask_TW(self) -> Tensor:
         """The ancestry bits unpacked: bool [T, W]."""
         return unpack_bits(self.ancestry_TC)

@@ -203,7 +203,7 @@ struct Mixture {
     const float* bias;
     const float* factors;
     Keeper* keeper;
-    int64_t kept_from, groups, kept, best;
+    int64_t kept_from, groups, kept, best, on_inputs;
     float epsilon, scale, jitter;
 };
 
@@ -410,9 +410,9 @@ struct Heads {
 
 // An operator of a layer. It reads registers `source` and `beside` and writes `width` elements per row to register
 // `target`. stack/calls.py lists the codes and the fields that each reads. `more` is the norm of keys, `third` the norm
-// of values. A negative window: none.
+// of values. A negative window: none; `chunked`: windows are chunks of positions.
 struct Call {
-    int64_t code, source, target, beside, all_heads, own_norms, table, window, function, gated, width;
+    int64_t code, source, target, beside, all_heads, own_norms, table, window, chunked, function, gated, width;
     Heads heads;
     Norm norm, more, third;
     Matrix matrix;

@@ -206,8 +206,9 @@ class Config:
             stream, on the sum. One or several.
         parallel: attention and MLP run in parallel, and their input norm is "shared" or each has its "own"; "": the MLP
             reads the stream after attention.
-        head_norms: norms on queries and keys: "each" head separately, "all" heads as one row, or each head with its
-            "own" weights and no bias.
+        head_norms: norms on queries and keys: "each" head separately, "all" heads as one row, each head with its "own"
+            weights and no bias, or each by a "plain" RMSNorm without weights.
+        normed: which layers have head norms; empty: all.
         value_norms: values are normed head by head, by RMSNorms without weights.
         interleaved: elements of a head that are rotated with each other lie side by side.
         grouped_qkv: one matrix produces queries, keys and values, grouped by key/value "head", or queries, values and
@@ -223,6 +224,8 @@ class Config:
         attention_bias, out_bias, mlp_bias, head_bias: biases on the query, key and value matrices, on the output
             projection (None: as `attention_bias`), on the MLP and on the head.
         windows, scales: attention's windows and score factors by layer; empty: no windows, and 1 / sqrt(head_dim).
+        chunks: a token sees the chunk of positions that it is in, each as long as the window, and not a window that moves
+            with it.
         attention_cap: scores of attention become cap * tanh(score / cap).
         sinks: a logit of each query head joins the denominator of its softmax.
         convs: layers with a short convolution instead of attention; None: there are none.
@@ -269,7 +272,8 @@ class Config:
     norms: tuple[Placement, ...] = ("input",)
     parallel: Literal["", "shared", "own"] = ""
     final_norm: bool = True
-    head_norms: Literal["", "each", "all", "own"] = ""
+    head_norms: Literal["", "each", "all", "own", "plain"] = ""
+    normed: tuple[bool, ...] = ()
     value_norms: bool = False
     norms_last: bool = False
     interleaved: bool = False
@@ -283,6 +287,7 @@ class Config:
     head_bias: bool = False
     windows: tuple[int | None, ...] = ()
     scales: tuple[float, ...] = ()
+    chunks: bool = False
     attention_cap: float | None = None
     sinks: bool = False
     convs: ShortConvs | None = None
@@ -322,6 +327,10 @@ class Config:
     def scale(self, layer: int) -> float:
         """Return the factor of the scores of a layer's attention."""
         return self.scales[layer] if self.scales else self.kv_size(layer)[1] ** -0.5
+
+    def norms_heads(self, layer: int) -> bool:
+        """Whether a layer has norms of queries and keys."""
+        return self.head_norms != "" and (not self.normed or self.normed[layer])
 
     def kv_size(self, layer: int) -> tuple[int, int]:
         """Return the number of key/value heads of a layer, and the elements of a head."""

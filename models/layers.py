@@ -40,13 +40,15 @@ class Attention(nn.Module):
         (kv_heads, size), self.reads = c.kv_size(index), c.reads(index)
         own = kv_heads if self.reads == index else 0
         self.heads = Heads(c.heads if c.query_gate else 0, c.heads, own, own, size, kv_heads)
-        normed, k_normed = bool(c.head_norms), bool(c.head_norms) and own > 0
+        normed = c.norms_heads(index)
+        k_normed = normed and own > 0
         self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm, c.heads) if normed else None
         self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm, kv_heads) if k_normed else None
         self.v_norm = PlainNorm(c, weights, size) if c.value_norms and own else None
         self.all_heads, self.own_norms = c.head_norms == "all", c.head_norms == "own"
         self.norms_last, self.table = c.norms_last, c.table(index)
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
+        self.chunked = c.chunks and self.window is not None
         gates = None if part.sinks is None else [part.sinks]
         self.gate = weights.linear(layer + names.head_gate, outs=gates) if c.head_gates else None
         sub = c, weights, layer + names.attention_sub_norm, part.heads
@@ -70,7 +72,8 @@ class Attention(nn.Module):
         yield from turns
         if self.heads.keys:
             yield Call("write", table=self.reads, **on_heads)
-        options = {"scale": self.scale, "window": self.window, "cap": self.cap, "sinks": self.sinks_H}
+        options: dict[str, Any] = {"scale": self.scale, "window": self.window, "chunked": self.chunked}
+        options |= {"cap": self.cap, "sinks": self.sinks_H}
         yield Call("attend", target="mixed", table=self.reads, **on_heads, **options)
         if self.heads.gates:
             yield Call("gate", target="mixed", **on_heads)

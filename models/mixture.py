@@ -94,7 +94,8 @@ class Mixture(nn.Module):
             rules = {"bias_X": self.bias_X, "shared_TE": shared_TE, "gate_T1": gate_T1, "factors_X": self.factors_X}
             return routed(x_TE, logits_TX, *self.stacked, self.routing, self.activation, **rules)
         chosen = choose(logits_TX, self.routing, self.bias_X, self.factors_X)
-        sum_TE = grouped(x_TE, *chosen, [tuple(mlp) for mlp in self.experts], activate)  # type: ignore[misc]
+        mlps: Any = [tuple(mlp) for mlp in self.experts]  # type: ignore[arg-type]
+        sum_TE = grouped(x_TE, *chosen, mlps, activate, self.routing.on_inputs)
         if shared_TE is not None:
             y_TE = shared_TE.to(sum_TE.dtype)
             sum_TE += y_TE if gate_T1 is None else gate_T1.to(sum_TE.dtype).sigmoid() * y_TE

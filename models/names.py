@@ -340,7 +340,7 @@ class Names:
 
     def norms_of_heads(self, c: Config, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the norms of a layer's queries and keys, and the shapes of their weights."""
-        if not c.head_norms or not c.attends(layer):
+        if not c.norms_heads(layer) or c.head_norms == "plain" or not c.attends(layer):
             return {}
         kv_heads, size = c.kv_size(layer)
         both = [(self.q_norm, c.heads), (self.k_norm, kv_heads)][: 2 if c.reads(layer) == layer else 1]

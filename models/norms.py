@@ -98,7 +98,7 @@ def head_norm(c: Config, weights: Weights, name: str, some: range | None, heads:
     Args:
         heads: the number of heads of this process.
     """
-    if not c.affine:
+    if not c.affine or c.head_norms == "plain":
         return PlainNorm(c, weights, c.head_dim)
     if c.head_norms == "own":
         first = 0 if some is None else some.start // c.head_dim

@@ -45,6 +45,7 @@ class RopeConfig:
     turned: int = 0  # proportional: number of the first pairs of dims, which turn; the others do not
     growth: float = 0.0  # scales queries also by 1 + growth * ln(1 + position // growth_length) (Llama 4)
     growth_length: int = 1
+    growth_start: int = 0  # added to the position there
     backwards: bool = False  # rotations have the opposite sign (nanochat)
 
     @staticmethod
@@ -238,7 +239,8 @@ class RotaryEmbedding:
         scale, growth = self.config.attention_factor, self.config.growth
         tables = (angles_TD.cos() * scale, angles_TD.sin() * scale)
         if growth:
-            grown_T1 = 1 + growth * torch.log1p((positions_T // self.config.growth_length).float())[:, None]
+            steps_T = (positions_T + self.config.growth_start) // self.config.growth_length
+            grown_T1 = 1 + growth * torch.log1p(steps_T.float())[:, None]
             tables += tuple(table_TD * grown_T1 for table_TD in tables)
         return tuple(table_TD.to(dtype) for table_TD in tables)
 

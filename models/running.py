@@ -33,6 +33,7 @@ class Registers(dict[str, Any]):
     Attributes:
         gates_TM: the gates stored before the queries of "heads".
         together: whether operators are fused, see `fused`.
+        chunked: layouts by the size of their chunks.
     """
 
     gates_TM: Tensor
@@ -48,6 +49,13 @@ class Registers(dict[str, Any]):
         super().__init__(stream=stream_TE)
         self.config, self.angles, self.cache, self.layout, self.impl = config, angles, cache, layout, layout.rows_impl
         self.together = self.impl == "triton"
+        self.chunked: dict[int, TreeLayout] = {}
+
+    def in_chunks(self, size: int) -> TreeLayout:
+        """The layout for attention in chunks, which layers share."""
+        if size not in self.chunked:
+            self.chunked[size] = self.layout.in_chunks(size)
+        return self.chunked[size]
 
     def split(self, heads: Heads, *, queries: bool = True) -> list[Tensor]:
         """Return queries, keys and values; unless `queries`, queries and keys may stay one tensor."""
@@ -109,11 +117,12 @@ def _write(call: Call, r: Registers) -> None:
 
 def _attend(call: Call, r: Registers) -> None:
     latent = r.config.latent
-    options = {"scale": call.scale, "window": call.window, "cap": call.cap, "sinks_H": call.sinks}
+    options: dict[str, Any] = {"scale": call.scale, "window": call.window, "cap": call.cap, "sinks_H": call.sinks}
     options |= {"unread": latent.rotated} if latent else {}
     k_GSD, v_GSD = r.cache.layers[call.table]
     q_THD = r.split(_heads(call))[0]
-    r[call.target] = tree_attention(q_THD, k_GSD, v_GSD, r.layout, **options).flatten(1)
+    layout = r.in_chunks(call.window) if call.chunked and call.window is not None else r.layout
+    r[call.target] = tree_attention(q_THD, k_GSD, v_GSD, layout, **options).flatten(1)
 
 
 def _convolve(call: Call, r: Registers) -> None:

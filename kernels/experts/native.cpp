@@ -17,7 +17,7 @@
 
 namespace {
 
-enum Scores { SOFTMAX, SOFTMAX_OF_CHOSEN, SIGMOID, SPARSEMIXER };
+enum Scores { SOFTMAX, SOFTMAX_OF_CHOSEN, SIGMOID, SPARSEMIXER, SIGMOID_OF_CHOSEN };
 
 // NaN is the largest, as in PyTorch.
 bool above(float x, float y) { return x > y || (x != x && y == y); }
@@ -43,12 +43,13 @@ class Choice {
         if (m.groups > 1) leave_groups();
         for (int64_t k = 0; k < m.chosen; k++) experts[k] = largest(experts, k);
         if (m.scores == SOFTMAX_OF_CHOSEN) top = logits[experts[0]];
+        const bool sigmoids = m.scores == SIGMOID || m.scores == SIGMOID_OF_CHOSEN;
         for (int64_t k = 0; k < m.chosen; k++) {
             const float logit = logits[experts[k]];
-            weights[k] = m.scores == SIGMOID ? sigmoid(logit) : std::exp(logit - top);
+            weights[k] = sigmoids ? sigmoid(logit) : std::exp(logit - top);
             if (m.scores == SOFTMAX_OF_CHOSEN) sum += weights[k];
         }
-        for (int64_t k = 0; k < m.chosen && m.scores != SIGMOID; k++) weights[k] /= sum;
+        for (int64_t k = 0; k < m.chosen && !sigmoids; k++) weights[k] /= sum;
         if (m.normalized) {
             float all = 0;
             for (int64_t k = 0; k < m.chosen; k++) all += weights[k];
@@ -166,7 +167,13 @@ void run(int64_t kind, int64_t threads, const Mixture& m, const T* x, const T* s
     const auto gathered = room<T>(total * E), up = room<T>(total * halves * m.inner), middle = room<T>(total * m.inner);
     const auto shared_up = room<T>(rows * halves * m.shared), shared_middle = room<T>(rows * m.shared);
     const auto shared_out = room<T>(m.shared ? rows * E : 0), gates = room<T>(m.gate ? rows : 0);
-    for (int64_t i = 0; i < total; i++) std::memcpy(gathered.get() + place[i] * E, x + i / K * E, E * sizeof(T));
+    for (int64_t i = 0; i < total; i++) {
+        T* row = gathered.get() + place[i] * E;
+        std::memcpy(row, x + i / K * E, E * sizeof(T));
+        if (!m.on_inputs) continue;
+        each(E, [&](int64_t j, auto n) { store(weights[i] * load(row + j, n), row + j, n); });
+        weights[i] = 1;
+    }
 
     std::vector<Product> products;
     if (m.shared) products.push_back({m.up + X, x, shared_up.get(), rows});

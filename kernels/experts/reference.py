@@ -18,7 +18,11 @@ def experts(x_TE: Tensor, mixture: PackedExperts, scored_TE: Tensor) -> Tensor:
     shared_TE = None if mixture.shared is None else _expert(x_TE, mixture.shared, mixture)
     gate_T1 = None if mixture.gate is None else _product(x_TE, mixture.gate)
     chosen = choose(_product(scored_TE, mixture.router), mixture.routing, mixture.bias_X, mixture.factors_X)
-    return _sums(x_TE, *chosen, lambda x, number: _expert(x, mixture.experts[number], mixture), shared_TE, gate_T1)
+
+    def expert(x_1E: Tensor, number: int) -> Tensor:
+        return _expert(x_1E, mixture.experts[number], mixture)
+
+    return _sums(x_TE, *chosen, expert, shared_TE, gate_T1, mixture.routing.on_inputs)
 
 
 def routed(
@@ -40,7 +44,7 @@ def routed(
     def expert(x_1E: Tensor, number: int) -> Tensor:
         return down.product(activate(up.product(x_1E, number), function), number)
 
-    return _sums(x_TE, *choose(logits_TX, routing, bias_X, factors_X), expert, shared_TE, gate_T1)
+    return _sums(x_TE, *choose(logits_TX, routing, bias_X, factors_X), expert, shared_TE, gate_T1, routing.on_inputs)
 
 
 def _sums(
@@ -50,6 +54,7 @@ def _sums(
     expert: Callable[[Tensor, int], Tensor],
     shared_TE: Tensor | None,
     gate_T1: Tensor | None,
+    on_inputs: bool,
 ) -> Tensor:
     wide = weights_TK.dtype
     out_TE = torch.empty_like(x_TE)
@@ -57,7 +62,10 @@ def _sums(
         x_1E = x_TE[t : t + 1]
         sum_1E = torch.zeros_like(x_1E, dtype=wide)
         for number, weight in zip(numbers, weights, strict=True):
-            sum_1E += weight * expert(x_1E, number).to(wide)
+            if on_inputs:
+                sum_1E += expert((weight * x_1E).to(x_1E.dtype), number).to(wide)
+            else:
+                sum_1E += weight * expert(x_1E, number).to(wide)
         if shared_TE is not None:
             y_E = shared_TE[t].to(wide)
             sum_1E += y_E if gate_T1 is None else gate_T1[t].to(wide).sigmoid() * y_E

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SCORES = "softmax", "softmax_of_chosen", "sigmoid", "sparsemixer"  # C++ numbers them in this order
+# C++ and Triton number them in this order.
+SCORES = "softmax", "softmax_of_chosen", "sigmoid", "sparsemixer", "sigmoid_of_chosen"
 
 
 class Routing(NamedTuple):
@@ -18,12 +19,14 @@ class Routing(NamedTuple):
         chosen: experts of a token.
         scores: the weight of a chosen expert: its part of the softmax of all logits, or of those of the chosen experts
             alone; the sigmoid of its logit; "sparsemixer": its part of the softmax of the logits that are near to the
-            largest, for the second expert without the first (Liu et al., 2024).
+            largest, for the second expert without the first (Liu et al., 2024). "sigmoid_of_chosen": logits choose, not
+            their sigmoids, many of which may round to 1.
         normalized: weights are divided by their sum plus `epsilon`.
         scale: a factor of the weights.
         jitter: sparsemixer's limit for logits that are near.
         groups, kept: experts lie in groups of one size; a token chooses from the `kept` best groups.
         best: a group is scored by the sum of its `best` largest scores.
+        on_inputs: weights multiply what experts read, rounded to its dtype, and not what they compute (Llama 4).
     """
 
     chosen: int
@@ -35,6 +38,7 @@ class Routing(NamedTuple):
     groups: int = 1
     kept: int = 1
     best: int = 1
+    on_inputs: bool = False
 
 
 def choose(
@@ -44,8 +48,8 @@ def choose(
 
     Args:
         logits_TX: the router's outputs, floats of any dtype.
-        bias_X: float32, added to sigmoids, or to parts of a softmax, when experts and groups are chosen, but not to the
-            weights; None: no bias.
+        bias_X: float32, added to sigmoids, to parts of a softmax, or to logits of which the sigmoids are weights, when
+            experts and groups are chosen, but not to the weights; None: no bias.
         factors_X: float32, factors of the weights of chosen experts; None: 1. Not for sparsemixer.
 
     Returns:
@@ -67,6 +71,8 @@ def choose(
     weights_TK = scores_TX.gather(1, experts_TK)
     if routing.scores == "softmax_of_chosen":
         weights_TK = weights_TK.softmax(-1)
+    elif routing.scores == "sigmoid_of_chosen":
+        weights_TK = weights_TK.sigmoid()
     if routing.normalized:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + routing.epsilon)
     factors_TK = 1.0 if factors_X is None else factors_X[experts_TK]

@@ -17,6 +17,7 @@ def grouped(
     weights_TK: Tensor,
     experts: Sequence[tuple[Product, Product]],
     activate: Callable[[Tensor], Tensor],
+    on_inputs: bool = False,
 ) -> Tensor:
     """The weighted sum of the outputs of each token's chosen experts, in the order of the token's choice.
 
@@ -24,6 +25,7 @@ def grouped(
         experts_TK, weights_TK: see `choose`.
         experts: products [T, E] -> [T, 2 M] and [T, M] -> [T, E].
         activate: [T, 2 M] -> [T, M].
+        on_inputs: see `Routing`.
 
     Returns:
         [T, E] in the dtype of the weights.
@@ -36,9 +38,12 @@ def grouped(
     for (up, down), count in zip(experts, counts, strict=True):
         if count:
             places = order[first : first + count]
-            made[places] = down(activate(up(x_TE[places // K]))).to(made.dtype)
+            read = x_TE[places // K]
+            if on_inputs:
+                read = (read * weights_TK.flatten()[places].unsqueeze(1)).to(read.dtype)
+            made[places] = down(activate(up(read))).to(made.dtype)
             first += count
     sum_TE = torch.zeros(T, width, dtype=made.dtype, device=x_TE.device)
     for k, made_TE in enumerate(made.view(T, K, width).unbind(1)):
-        sum_TE += made_TE * weights_TK[:, k : k + 1]
+        sum_TE += made_TE if on_inputs else made_TE * weights_TK[:, k : k + 1]
     return sum_TE

@@ -43,7 +43,7 @@ def routed(
     gate_T1: Tensor | None,
     factors_X: Tensor | None,
 ) -> Tensor:
-    """See the front for arguments; five launches."""
+    """See the front for arguments; five launches, and two of PyTorch's if weights multiply inputs."""
     check_device(x_TE, logits_TX, *(_codes(matrix).codes_OB for matrix in (up, down)))
     if x_TE.dtype not in products.DTYPES or not all(takes(x.kind, x.size, x.width) for x in map(_codes, (up, down))):
         raise ValueError(f"impl 'triton': it has no product of {x_TE.dtype} with groups of this size")
@@ -56,9 +56,12 @@ def routed(
     order_P = torch.empty(T * C, dtype=torch.int32, device=device)
     tiles_3 = torch.empty(3, tiles, dtype=torch.int32, device=device)
     launch(_sort, X)(experts_TC, order_P, tiles_3, T * C, tiles, X2=triton.next_power_of_2(X), M=M, ENTRIES=ENTRIES)
-    sorted_ = order_P, tiles_3, rows, C
-    middle_PM = _multiply(x_TE, up, *sorted_, FUNCTIONS[function], up.outs != down.width)
-    made_TCE = _multiply(middle_PM, down, *sorted_, -1, False)
+    read, each = x_TE, C  # rows, and how many entries in turn read one
+    if routing.on_inputs:
+        read, each = (x_TE.unsqueeze(1) * weights_TC.unsqueeze(2)).to(x_TE.dtype).flatten(0, 1), 1
+        weights_TC = torch.ones_like(weights_TC)
+    middle_PM = _multiply(read, up, order_P, tiles_3, rows, each, FUNCTIONS[function], up.outs != down.width)
+    made_TCE = _multiply(middle_PM, down, order_P, tiles_3, rows, C, -1, False)
     out_TE = torch.empty(T, E, dtype=x_TE.dtype, device=device)
     shared = out_TE if shared_TE is None else shared_TE
     launch(_add_up, triton.cdiv(T, ROWS), triton.cdiv(E, BLOCK))(
@@ -161,6 +164,8 @@ def _choose(
     elif SCORES == 1:
         weights_RC = tl.exp(found_RC - _top(found_RC))
         weights_RC /= tl.sum(weights_RC, 1)[:, None]
+    elif SCORES == 4:
+        weights_RC = tl.where(c_C < C, sigmoid(found_RC), 0.0)
     else:
         weights_RC = tl.where(c_C < C, found_RC, 0.0)
     if NORMALIZED:

@@ -346,7 +346,7 @@ def _recurrent(call: Call) -> ctypes.Structure:
 def _described(call: Call, layer: ctypes.Structure | None, width: int) -> ctypes.Structure:
     names = call.source, call.target, call.beside or call.source
     registers = (REGISTERS.index(name) if name else 0 for name in names)
-    numbers = call.all_heads, call.own_norms, call.table, -1 if call.window is None else call.window
+    numbers = call.all_heads, call.own_norms, call.table, -1 if call.window is None else call.window, call.chunked
     heads = _STRUCTURES["Heads"](*(call.heads or ()))
     norms = (_norm(x) for x in (call.norm, call.more, call.third))
     function = (ACTIVATIONS + GATES).index(call.function), call.gated, width

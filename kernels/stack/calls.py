@@ -33,7 +33,7 @@ CODES = (
     "head_norms",
     "rotate",  # queries and keys, by the angles of `table`, in place
     "write",  # keys and values into the cache of layer `table`
-    "attend",  # target = attention of the queries to that cache; `scale`, `window`, `cap`, `sinks`
+    "attend",  # target = attention of the queries to that cache; `scale`, `window`, `chunked`, `cap`, `sinks`
     "convolve",  # target = the short convolution of source, with the weights and bias of `norm` and the rows of `table`
     "activate",  # target = `function` of source; `gated`: of the first half, times the second
     "scale",  # target *= `scale`
@@ -88,6 +88,7 @@ class Call(NamedTuple):
         norm, more, third: with a `weight` and a `bias`, which is None for an RMSNorm.
         matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
         scale, window, cap, sinks: of attention, see `kernels.tree_attention`; or a factor.
+        chunked: windows are chunks, see `TreeLayout.in_chunks`.
         table: the number of the angles, of the tapped rows, of a stream, of the layer whose input is used, or of what a
             layer keeps in `KVCache.layers`; C++ takes the rows and states of convolutions and recurrent layers in the
             order of calls.
@@ -109,6 +110,7 @@ class Call(NamedTuple):
     matrix: Any = None
     scale: float = 1.0
     window: int | None = None
+    chunked: bool = False
     cap: float | None = None
     sinks: Any = None
     table: int = 0

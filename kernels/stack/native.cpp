@@ -87,6 +87,7 @@ struct Pass {
     // Buffers of layers with a state: rows and queries of the tokens, reordered inputs; `sums` and `products` of scans.
     std::unique_ptr<float[]> fresh{}, delta_queries{}, sums{}, products{};
     std::unique_ptr<char[]> ordered{};
+    std::vector<int64_t> ends{};
 
     void recur(const Delta& d, const char* x, char* out) {
         const int64_t keys = d.key_heads * d.key_size, values = d.value_heads * d.value_size;
@@ -169,7 +170,17 @@ struct Pass {
         attention.q_token = every(h), attention.q_head = h.size;
         attention.window = c.window, attention.scale = c.scale, attention.cap = c.cap;
         attention.sinks = c.sinks;
+        const int64_t* const positions = attention.positions;
+        if (c.chunked) attention.positions = ends_of_chunks(c.window);
         coppice_tree_attention(&attention, queries(h), cache.k, cache.v, out);
+        attention.positions = positions;
+    }
+
+    // The last position of each token's chunk, from which a window of a chunk's size reaches back to its first.
+    const int64_t* ends_of_chunks(int64_t size) {
+        ends.assign(attention.positions, attention.positions + tokens);
+        for (int64_t& end : ends) end = end / size * size + size - 1;
+        return ends.data();
     }
 
     // Multiplies an activation by the layer's input; copies both side by side, as the operator expects them.

@@ -35,7 +35,8 @@ def tree_attention(
         cap: of the scores, which become cap * tanh(score / cap) (Bello et al., 2017); None: no cap.
         sinks_H: float32, contiguous, a logit of each query head that joins the denominator of its softmax and has no
             value (gpt-oss, OpenAI 2025; Miller, 2023, with a logit of 0); None: there is none.
-        window: a token at position p sees only positions > p - window; None sees all.
+        window: a token at position p sees only positions > p - window; None sees all. Positions of tokens have no other
+            use, so `TreeLayout.in_chunks` makes windows of chunks.
         unread: this many leading elements of the result are not needed, and an implementation need not write them. Used
             if one tensor serves as keys and values (`kernels.latent`).
         impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU, no FP8) or

@@ -2,8 +2,9 @@
 
 Transformers 5 stores all experts of a layer in one tensor [experts, rows, columns], gate above up. Most published
 checkpoints have a matrix per expert, with names that differ from family to family. gpt-oss has one tensor with
-interleaved gate and up, floats [experts, columns, rows] or MXFP4 blocks, and biases. Only headers are read here: an
-expert's matrix is a part of such a tensor (`TensorInfo.part`).
+interleaved gate and up, floats [experts, columns, rows] or MXFP4 blocks, and biases; Llama 4 has [experts, columns,
+rows] too, gate beside up, and DBRX the matrices of all experts below each other, the last ones as columns. Only headers
+are read here: an expert's matrix is a part of such a tensor (`TensorInfo.part`).
 """
 
 import re
@@ -23,6 +24,8 @@ _GPT_OSS = re.compile(r"(.*\blayers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(|_b
 _ENDS = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
 _MIXTRAL = re.compile(r"(.*\.experts\.\d+\.)(w1|w2|w3)(\..+)")
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_DBRX = re.compile(r"(.*\.ffn\.)experts\.mlp\.(w1|v1|w2)")
+_DBRX_PARTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
 _ERNIE = re.compile(r"(.*\.mlp\.)(?:gate\.)?moe_statics\.e_score_correction_bias")  # [1, experts]
 
 
@@ -37,7 +40,10 @@ def one_by_one(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -
     if turns and f"{turns[1]}{turns[2]}_proj_bias" in tensors and len(info.shape) >= 2 and few:
         yield from _in_turns(turns, name, info)
     elif stacked and len(info.shape) == 3 and few and not info.packed:
-        yield from _unstacked(stacked, name, info)
+        router = tensors.get(f"{stacked['layer']}{stacked['mlp']}.router.weight")  # of Llama 4
+        yield from _unstacked(stacked, name, info, transposed=stacked["mlp"] == "feed_forward" and router is not None)
+    elif (below := _DBRX.fullmatch(name)) and (router := tensors.get(f"{below[1]}router.layer.weight")):
+        yield from _from_below(below, name, info, router.shape[0])
     elif statics and len(info.shape) == 2 and info.shape[0] == 1:
         shape, cut = info.shape[1:], Cut(0, 0, info.shape[1])
         yield f"{statics[1]}gate.e_score_correction_bias", replace(info, shape=shape, name=name, part=cut)
@@ -62,9 +68,26 @@ def _in_turns(turns: re.Match[str], name: str, info: TensorInfo) -> Iterator[tup
             yield f"{turns[1]}{number}.{part}.{_ENDS[turns[3]]}", replace(info, shape=own, name=name, part=cut)
 
 
-def _unstacked(stacked: re.Match[str], name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+def _from_below(below: re.Match[str], name: str, info: TensorInfo, count: int) -> Iterator[tuple[str, TensorInfo]]:
+    """Yield the matrices of each expert of DBRX."""
+    if len(info.shape) != 2 or not 0 < count <= MOST_EXPERTS or info.shape[0] % count:
+        yield name, info
+        return
+    part = _DBRX_PARTS[below[2]]
+    shape = info.shape[0] // count, info.shape[1]
+    transposed = part == "down_proj"
+    shape = shape[::-1] if transposed else shape
+    for number in range(count):
+        cut = Cut(number, 0, shape[0], 1, transposed, count)
+        yield f"{below[1]}experts.{number}.{part}.weight", replace(info, shape=shape, name=name, part=cut)
+
+
+def _unstacked(
+    stacked: re.Match[str], name: str, info: TensorInfo, transposed: bool
+) -> Iterator[tuple[str, TensorInfo]]:
     """Yield the matrices of each expert."""
-    count, rows, width = info.shape
+    count, *shape = info.shape
+    rows, width = shape[::-1] if transposed else shape
     mlp = {None: "", "block_sparse_moe": "mlp."}.get(stacked["mlp"], f"{stacked['mlp']}.")
     halves = stacked["part"] in ("experts.gate_up_proj", "input_linear.weight")
     if halves and rows % 2:
@@ -78,5 +101,5 @@ def _unstacked(stacked: re.Match[str], name: str, info: TensorInfo) -> Iterator[
     for number in range(count):
         for part, (first, last) in parts.items():
             spelled = f"{stacked['layer']}{mlp}experts.{number}.{part}.weight"
-            cut = Cut(number, first, last)
+            cut = Cut(number, first, last, 1, transposed)
             yield spelled, replace(info, shape=(last - first, width), name=info.name or name, part=cut)

@@ -22,6 +22,7 @@ class Cut(NamedTuple):
     Args:
         number: the matrix's number in the tensor.
         transposed: the rows are stored as columns.
+        below: so many matrices lie below each other in the tensor, which has two dimensions; 0: it has three.
     """
 
     number: int
@@ -29,10 +30,12 @@ class Cut(NamedTuple):
     last: int
     step: int = 1
     transposed: bool = False
+    below: int = 0
 
     def of(self, stored: Tensor) -> Tensor:
         """Return the rows as a view of the stored tensor."""
-        found = stored[self.number].T if self.transposed else stored[self.number]
+        found = (stored.unflatten(0, (self.below, -1)) if self.below else stored)[self.number]
+        found = found.T if self.transposed else found
         return found[self.first : self.last : self.step]
 
 

@@ -75,6 +75,7 @@ TEXT_MODELS = {
     "hunyuan_v1_dense": TextModel("HunYuanDenseV1ForCausalLM", (290943, 4096, 11008, 32, 32)),
     "lfm2": TextModel("Lfm2ForCausalLM", (65536, 2560, 12288, 32, 32)),
     "llama": TextModel("LlamaForCausalLM", (32000, 4096, 11008, 32, 32)),
+    "llama4_text": TextModel("Llama4ForCausalLM", (202048, 5120, 8192, 48, 40)),
     "ministral": TextModel("MinistralForCausalLM", (32000, 4096, 14336, 32, 32)),
     "ministral3": TextModel("Ministral3ForCausalLM", (131072, 4096, 14336, 34, 32)),
     "mistral": TextModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32)),

@@ -39,6 +39,7 @@ from models.families import (
     lfm2,
     lfm3,
     llama,
+    llama4,
     mamba2,
     minicpm3,
     minimax,
@@ -66,6 +67,7 @@ from models.families import (
 
 _CLASSES: list[type[Decoder]] = [
     llama.Llama,
+    llama4.Llama4,
     gpt2.GPT2,
     gpt2.GPTNeo,
     opt.OPT,

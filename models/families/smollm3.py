@@ -16,7 +16,7 @@ class SmolLM3(Decoder):
     def read(fields: Fields) -> Config:
         kv_heads = None if "num_key_value_heads" in fields.config else 4
         options = rotary(fields, positions=32768, kv_heads=kv_heads, tied=True, theta=2e6)
-        rotated = _rotated(fields, options["layers"])
+        rotated = rotated_layers(fields, options["layers"])
         window = fields.int("sliding_window", None, high=2**31)
         sliding = fields.bool("use_sliding_window", default=False) and window is not None
         kinds = layer_types(fields, [SLIDING if sliding and not turned else FULL for turned in rotated])
@@ -30,10 +30,11 @@ class SmolLM3(Decoder):
         )
 
 
-def _rotated(fields: Fields, layers: int) -> list[bool]:
-    """Return which layers rotate queries and keys: those with a 1 in `no_rope_layers`."""
+def rotated_layers(fields: Fields, layers: int) -> list[bool]:
+    """Return which layers rotate queries and keys: those with a 1 in `no_rope_layers`. An empty list counts as
+    absent."""
     found = fields.config.get("no_rope_layers")
-    if found is None:
+    if found is None or found == []:
         interval = fields.int("no_rope_layer_interval", default=4)
         return [(i + 1) % interval != 0 for i in range(layers)]
     if type(found) is not list or len(found) < layers or any(turned not in (0, 1) for turned in found):
