@@ -20,6 +20,8 @@ ROUTINGS = {
     "sigmoid": Routing(3, "sigmoid", normalized=True, epsilon=1e-6, scale=2.5),
     "all": Routing(7),
     "sparsemixer": Routing(2, "sparsemixer", jitter=0.1),
+    "sigmoid of chosen": Routing(3, "sigmoid_of_chosen", normalized=True),
+    "on inputs": Routing(2, "sigmoid_of_chosen", on_inputs=True),
 }
 GROUPS = {  # of six experts
     "one group": Routing(2, groups=3, kept=1),
@@ -29,6 +31,10 @@ GROUPS = {  # of six experts
 
 
 UNGATED = "relu_squared"  # the function of experts whose first matrix has no gates
+
+
+def is_sigmoid(routing):
+    return routing.scores.startswith("sigmoid")
 
 
 def draw(*shape, seed=0):
@@ -71,7 +77,7 @@ def mixture(
         function,
         matrix(count, width, "float32", 1),
         [expert(inner, 100 * i + 2) for i in range(count)],
-        draw(count, seed=9) if routing.scores == "sigmoid" or (biased and routing.scores == "softmax") else None,
+        draw(count, seed=9) if is_sigmoid(routing) or (biased and routing.scores == "softmax") else None,
         expert(shared, 9000) if shared else None,
         matrix(1, width, "float32", 3) if gated else None,
     )
@@ -83,7 +89,7 @@ def test_a_choice_is_what_its_rules_say(routing):
     experts_TK, weights_TK = choose(logits_TX, rules)
     best_TK = logits_TX.topk(rules.chosen).indices
     assert experts_TK.equal(best_TK)
-    every_TX = logits_TX.sigmoid() if rules.scores == "sigmoid" else logits_TX.softmax(-1)
+    every_TX = logits_TX.sigmoid() if is_sigmoid(rules) else logits_TX.softmax(-1)
     expected_TK = every_TX.gather(1, best_TK)
     if rules.normalized or rules.scores == "softmax_of_chosen":
         expected_TK = expected_TK / expected_TK.sum(-1, keepdim=True)
@@ -118,6 +124,12 @@ def test_equals_go_to_the_lower_number():
     for routing in (Routing(2), Routing(2, "sparsemixer", jitter=0.01)):
         assert choose(logits_TX, routing)[0].tolist() == [[1, 2], [0, 1]]
     assert choose(logits_TX, Routing(2, "sigmoid"), torch.tensor([9.0, 0, 0, 9]))[0].tolist() == [[3, 0], [0, 3]]
+
+
+def test_logits_choose_where_sigmoids_are_equal():
+    logits_TX = torch.tensor([[20.0, 30.0, 25.0]])
+    for scores, first in (("sigmoid", 0), ("sigmoid_of_chosen", 1)):
+        assert choose(logits_TX, Routing(1, scores))[0].tolist() == [[first]]
 
 
 @pytest.mark.parametrize("routing", GROUPS)
@@ -163,7 +175,7 @@ def test_as_near_to_float64_as_pytorch(routing, shape, dtype):
     assert same_T.float().mean() > 0.8
     products = [(plain(expert.up, dtype), plain(expert.down, dtype)) for expert in made.experts]
     activate = partial(activation if made.function == UNGATED else activation_mul, name=made.function, impl="torch")
-    plain_TE = grouped(x_TE, *chosen, products, activate)
+    plain_TE = grouped(x_TE, *chosen, products, activate, made.routing.on_inputs)
     if made.shared is not None:
         y_TE = plain(made.shared.down, dtype)(activate(plain(made.shared.up, dtype)(x_TE))).float()
         plain_TE += y_TE if made.gate is None else plain(made.gate, dtype)(x_TE).float().sigmoid() * y_TE

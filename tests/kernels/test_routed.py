@@ -9,7 +9,7 @@ from kernels.experts import Routing, Stacked, choose, routed
 from kernels.linear.codes import Codes
 from tests.kernels.test_codes import draw as draw_codes
 from tests.kernels.test_codes import packed
-from tests.kernels.test_experts import ROUTINGS, draw
+from tests.kernels.test_experts import ROUTINGS, draw, is_sigmoid
 from tests.marks import DEVICES, INTERPRETED, TRITON, needs_triton
 
 pytestmark = needs_triton
@@ -25,7 +25,7 @@ FORMATS = {  # numbers, elements that share a scale (0: a row), zeros or minimum
 }
 DTYPES = "float32", "bfloat16", "float16"
 CASES = [  # every rule and every format, in any dtype
-    *((routing, "floats", dtype) for routing, dtype in zip(ROUTINGS, DTYPES * 2, strict=True)),
+    *((routing, "floats", dtype) for routing, dtype in zip(ROUTINGS, DTYPES * 3, strict=False)),
     *(("normalized", kind, dtype) for kind, dtype in zip(FORMATS, DTYPES * 3, strict=False)),
 ]
 
@@ -66,7 +66,7 @@ class Made:
         self.x_TE = cast(draw(tokens, WIDTH, seed=3) * scale)
         self.logits_TX = cast(draw(tokens, COUNT, seed=4))
         self.biases = [cast(draw(len(exact), seed=5)) if bias else None for _, exact in self.tables]
-        self.bias_X = draw(COUNT, seed=6) if routing.scores == "sigmoid" or biased else None
+        self.bias_X = draw(COUNT, seed=6) if is_sigmoid(routing) or biased else None
         self.factors_X = draw(COUNT, seed=8) if factors else None
         self.shared = [cast(draw(tokens, size, seed=7)) if shared else None for size in (WIDTH, 1)]
 

@@ -60,6 +60,7 @@ VARIANTS = [
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
     *("gemma4/plain", "gemma4/inputs", "gemma4/experts", "gemma4/everything", "gemma4/defaults"),
     *("gemma3n/plain", "gemma3n/others", "gemma3n/defaults"),
+    *("llama4/plain", "llama4/steps", "llama4/types"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
 IN_EVERY_KIND = (
@@ -158,6 +159,9 @@ OPTIONS = {
     "gates, bias": {"query_gate": "below", "attention_bias": True},
     "cap": {"attention_cap": 2.0, "windows": (7, None, 3)},
     "sinks": {"sinks": True, "windows": (7, None, 3)},
+    "chunks": {"chunks": True, "windows": (7, None, 3)},
+    "plain norms of some heads": {"head_norms": "plain", "normed": (True, False, True), "norms_last": True},
+    "queries that grow": {"ropes": (RopeConfig(8), RopeConfig(8, "proportional", growth=0.4, growth_start=1), None)},
     "heads by layer": {"uneven": uneven(sizes=((2, 8), (1, 20), (3, 10))), "head_norms": "each", "value_norms": True},
     "keys of other layers": {"uneven": uneven(reads=(0, 1, 0), inner=(16, 40, 24)), "windows": (7, None, 3)},
     "keys as values": {"uneven": uneven(alike=(False, True, True)), "attention_bias": True},

@@ -49,7 +49,7 @@ def quick(impl, device, kept=None, name="", seed=0, prefix=0, **_):
 slow_in_part = pytest.mark.full(unless=quick)
 
 
-def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None, sinks=None):
+def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None, sinks=None, chunk=None):
     """Plain PyTorch in the dtype of its inputs: gather what a token sees, softmax(scale q k) v. Our own reading."""
     k_GSD, v_GSD = (floats(parts(x), q_THD.dtype) for x in (k_GSD, v_GSD))
     group = q_THD.shape[1] // k_GSD.shape[0]
@@ -64,6 +64,8 @@ def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None, sinks=None):
             at += [pair for pair, sees in zip(columns, mask_TW[t].tolist(), strict=True) if sees]
             if window is not None:
                 at = [(s, p) for s, p in at if p > int(layout.positions_T[t]) - window]
+            if chunk is not None:
+                at = [(s, p) for s, p in at if p >= int(layout.positions_T[t]) // chunk * chunk]
             slots = [s for s, _ in at]
             if slots:
                 k, v = (x[:, slots].repeat_interleave(group, 0) for x in (k_GSD, v_GSD))
@@ -99,6 +101,20 @@ def test_fast_equals_definition_in_float64(name, window, kept):
         tree_attention(q, k, v, f.layout, scale=0.3, window=window, impl="reference")[own], expected[own],
         rtol=1e-11, atol=1e-12,
     )  # fmt: skip
+
+
+@slow_in_part
+@pytest.mark.parametrize(("impl", "device"), EVERY_IMPL)
+@pytest.mark.parametrize("name", FORESTS)
+def test_chunks(name, impl, device):
+    trees, shape = FORESTS[name]
+    f = forest(hash_of(name), trees, **shape)
+    own = slice(0, len(f.q_THD) - shape.get("padding", 0))
+    for chunk in (1, 7, 64):
+        (q, k, v), wide = cast(f, torch.float32, None)
+        exact = naive(*wide, f.layout, 0.3, None, chunk=chunk)
+        out = run(impl, device, q, k, v, f.layout.in_chunks(chunk), 0.3, chunk)
+        torch.testing.assert_close(out[own].double(), exact[own], rtol=1e-5, atol=1e-5)
 
 
 def random_trees(rng):
