@@ -214,6 +214,7 @@ class Config:
         grouped_qkv: one matrix produces queries, keys and values, grouped by key/value "head", or queries, values and
             keys of the heads of each of four "quarters"; "": they lie below each other.
         norms_last: head norms are applied after the rotation, not before.
+        clip: queries, keys and values lie between -clip and clip, after head norms and before the rotation.
         query_gate: attention's output is multiplied by the sigmoid of gates, which the query matrix produces "below"
             the queries of each head, or a separate matrix ("apart").
         head_gates: each head of attention's output is multiplied by the sigmoid of a number, which a matrix produces.
@@ -278,6 +279,7 @@ class Config:
     norms_last: bool = False
     interleaved: bool = False
     grouped_qkv: Literal["", "head", "quarters"] = ""
+    clip: float | None = None
     query_gate: Literal["", "below", "apart"] = ""
     head_gates: bool = False
     sub_norms: bool = False

@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm, kv_heads) if k_normed else None
         self.v_norm = PlainNorm(c, weights, size) if c.value_norms and own else None
         self.all_heads, self.own_norms = c.head_norms == "all", c.head_norms == "own"
-        self.norms_last, self.table = c.norms_last, c.table(index)
+        self.norms_last, self.table, self.clip = c.norms_last, c.table(index), c.clip
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
         self.chunked = c.chunks and self.window is not None
         gates = None if part.sinks is None else [part.sinks]
@@ -69,6 +69,8 @@ class Attention(nn.Module):
         if self.table is not None:
             rotation = Call("rotate", target="heads", table=self.table, **on_heads)
             turns.insert(0 if self.norms_last else 1, rotation)
+        if self.clip is not None:
+            turns.insert(0 if self.q_norm is None else 1, Call("clip", "heads", "heads", scale=self.clip))
         yield from turns
         if self.heads.keys:
             yield Call("write", table=self.reads, **on_heads)

@@ -196,6 +196,14 @@ def _inject(call: Call, r: Registers) -> None:
     r[call.target] = activation_mul(torch.cat((x_TP, input_TP), 1), call.function, impl=r.impl)
 
 
+def _clip(call: Call, r: Registers) -> None:
+    parts = r[call.target]
+    if isinstance(parts, Tensor):
+        r[call.target] = parts.clamp(-call.scale, call.scale)
+    else:
+        r[call.target] = [part.clamp(-call.scale, call.scale) for part in parts]
+
+
 def _sparsify(call: Call, r: Registers) -> None:
     r[call.target] = sparsify(r[call.source], call.scale, impl=r.impl)
 
@@ -351,6 +359,7 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "predict": _predict,
     "correct": _correct,
     "spread": _spread,
+    "clip": _clip,
     "turns": _turn_and_write,
     "latent": _absorb_and_write,
     "sums": _add_and_norm,

@@ -53,6 +53,7 @@ CODES = (
     "predict",  # each adds all of them, by the weights in source [N, N]
     "correct",  # each adds the difference of the stream to the one of `table`, by 1 + the weights in source [N]
     "spread",  # all but the first add source
+    "clip",  # target = source, but elements beyond `scale`, of either sign, become it
 )
 
 
@@ -87,7 +88,7 @@ class Call(NamedTuple):
         beside: another register that is read; "": the source.
         norm, more, third: with a `weight` and a `bias`, which is None for an RMSNorm.
         matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
-        scale, window, cap, sinks: of attention, see `kernels.tree_attention`; or a factor.
+        scale, window, cap, sinks: of attention, see `kernels.tree_attention`; or a factor or bound.
         chunked: windows are chunks, see `TreeLayout.in_chunks`.
         table: the number of the angles, of the tapped rows, of a stream, of the layer whose input is used, or of what a
             layer keeps in `KVCache.layers`; C++ takes the rows and states of convolutions and recurrent layers in the

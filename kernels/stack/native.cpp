@@ -28,6 +28,15 @@ void multiply_by(float factor, T* x, int64_t size) {
     each(size, [&](int64_t i, auto n) { store(load(x + i, n) * factor, x + i, n); });
 }
 
+// Limits elements to -most .. most; NaN is kept.
+template <typename T>
+void clip(float most, T* x, int64_t size) {
+    each(size, [&](int64_t i, auto n) {
+        const Floats found = load(x + i, n), bound = Floats{} + most;
+        store(found > bound ? bound : found < -bound ? -bound : found, x + i, n);
+    });
+}
+
 // Calls f with a value of the unsigned type that is as wide as an element.
 template <typename F>
 void with_element(int64_t bytes, F f) {
@@ -36,7 +45,7 @@ void with_element(int64_t bytes, F f) {
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
 enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, LOW, QUERIES, LATENT, VALUES, NARROW, INPUTS, STREAMS, WEIGHTS, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, XIELU, SPARSIFY, PREDICT, CORRECT, SPREAD, CODES };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, XIELU, SPARSIFY, PREDICT, CORRECT, SPREAD, CLIP, CODES };
 
 // Clocks: one for each code, then one for the product with the head and one for top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
@@ -328,6 +337,8 @@ struct Pass {
             case SPREAD:
                 with_type(s.kind, [&](auto type) { spread((const decltype(type)*)source); });
                 return copy_stream(c, target);
+            case CLIP:
+                return with_type(s.kind, [&](auto type) { clip(c.scale, (decltype(type)*)target, tokens * c.width); });
         }
     }
 };

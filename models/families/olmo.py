@@ -17,20 +17,14 @@ class Olmo1(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        refuse_clipping(fields)
         return Config(
             norm_eps=1e-5,  # no field of the config
             rms=False,
             affine=False,
             attention_bias=fields.bool("attention_bias", default=False),
+            clip=fields.float("clip_qkv", None, low=0.0),
             **rotary(fields, positions=2048),
         )
-
-
-def refuse_clipping(fields: Fields) -> None:
-    """Raise CheckpointError if queries, keys and values are clipped."""
-    if fields.float("clip_qkv", default=None) is not None:
-        raise fields.error("clip_qkv", "null: clipped queries, keys and values are not supported")
 
 
 class Olmo(Decoder):

@@ -6,7 +6,6 @@ from typing import Any
 from models.checkpoint.fields import Fields
 from models.config import Config
 from models.decoder import Decoder
-from models.families.olmo import refuse_clipping
 from models.reading import experts, rotary
 
 
@@ -18,11 +17,10 @@ class Olmoe(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        refuse_clipping(fields)
         options = _options(fields, width=2048, count=64, chosen=8, eps=1e-5)
         if options["head_dim"] * options["heads"] != options["width"]:
             raise fields.error("head_dim", "hidden_size / num_attention_heads, or nothing")
-        return Config(**options)
+        return Config(**options, clip=fields.float("clip_qkv", None, low=0.0))
 
 
 class FlexOlmo(Decoder):

@@ -1,5 +1,6 @@
 """Families that are an option or two from another one: OLMo 1, Youtu, MiniCPM3, HyperCLOVA X, CWM, nanochat, Granite
-Swash, Jais 2, VaultGemma, Persimmon, GPT-Neo, CodeGen; with experts FlexOlmo, K-EXAONE, Cohere, Hunyuan, Mellum 2."""
+Swash, Jais 2, VaultGemma, Persimmon, GPT-Neo, CodeGen; with experts FlexOlmo, K-EXAONE, Cohere, Hunyuan, Mellum 2,
+DBRX."""
 
 from __future__ import annotations
 
@@ -32,6 +33,10 @@ ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
 }
 NOTHING = dict.fromkeys((*CONFIG,), ABSENT)
+
+DBRX: dict[str, Any] = NOTHING | named(
+    "DbrxForCausalLM", "dbrx", vocab_size=VOCAB, d_model=16, n_heads=4, n_layers=2, max_seq_len=128,
+    ffn_config={"ffn_hidden_size": 12, "moe_num_experts": 4, "moe_top_k": 2}, tie_word_embeddings=False)
 
 CHANGES: dict[str, dict[str, Any]] = {
     "olmo": named("OlmoForCausalLM", "olmo", clip_qkv=None),
@@ -66,6 +71,13 @@ CHANGES: dict[str, dict[str, Any]] = {
                                attention_types=[[["global", "local"], 1]]),
     "codegen": NOTHING | named("CodeGenForCausalLM", "codegen", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4,
                                n_positions=128, rotary_dim=4, n_inner=24),
+    "dbrx": DBRX | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 10000.0}},
+    "dbrx_plain": DBRX | {
+        "attn_config": {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 500000.0}, "rope_theta": 500000.0, "d_model": 24,
+        "ffn_config": DBRX["ffn_config"] | {
+            "moe_normalize_expert_weights": None, "moe_top_k": 3, "ffn_act_fn": {"name": "gelu"}}},
+    "olmo_clipped": named("OlmoForCausalLM", "olmo", clip_qkv=0.6),
+    "olmoe_clipped": named("OlmoeForCausalLM", "olmoe", clip_qkv=1.1, **EXPERTS),
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BORDER))
