@@ -94,7 +94,7 @@ class Names:
     head_gate: str = "self_attn.gate_proj"
     curve: str = "mlp.act_fn"
     router: str = "mlp.gate"
-    choice_bias: str = "mlp.expert_bias"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
     expert: tuple[str, ...] = (
         "mlp.experts.{}.gate_proj",
         "mlp.experts.{}.up_proj",

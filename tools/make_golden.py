@@ -56,7 +56,7 @@ from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E4
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
 TABLES = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe")  # of tokens and positions
 DIVIDED = ("altup.modality_router.weight",)  # matrices whose input is divided by its width are drawn larger
-OTHER_PARTS = r"vision|visual|audio|projector|connector"
+OTHER_PARTS = r"vision|visual|audio|projector|connector|vqmodel"
 
 Run = tuple[int, float, bool | str, int, str, int]  # beams, length_penalty, early_stopping, returned, EOS, new tokens
 SHORT_GRID: list[Run] = [

@@ -20,9 +20,15 @@ _USUAL = {  # in this order
     ".mlp.router.gate.": ".mlp.gate.",
     ".mlp.router.": ".mlp.gate.",
     ".block_sparse_moe.": ".mlp.",
+    ".base_layer.": ".",  # beside the adapters of Phi-4-multimodal
     ".mlp.gate.wg.": ".mlp.gate.",  # Hunyuan
     ".mlp.shared_mlp.": ".mlp.shared_experts.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # MiniMax-M2, K-EXAONE
+    ".mlp.expert_bias": ".mlp.gate.e_score_correction_bias",  # AFMoE, Hy3
+    ".moe.router.expert_bias": ".mlp.gate.e_score_correction_bias",  # Kolibri
+    ".post_attn_norm.": ".post_self_attn_layernorm.",
+    ".post_ffn_norm.": ".post_mlp_layernorm.",
+    ".self_attn.softmax_offset": ".self_attn.sinks",  # Flint
 }
 
 

@@ -12,7 +12,6 @@ from models.reading import experts, rotary
 from models.rope import RopeConfig
 
 NAMES = Names(
-    choice_bias="mlp.gate.e_score_correction_bias",
     shared=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
 )
 GREEDY, LIMITED = "greedy", "group_limited_greedy"

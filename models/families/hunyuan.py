@@ -1,6 +1,7 @@
 """Hunyuan, dense and with experts (Tencent 2025): Llamas with an RMSNorm per head on queries and keys after they are
-rotated."""
+rotated. Hy3 (2026): before, and other experts."""
 
+import re
 from dataclasses import replace
 
 from models.checkpoint.fields import Fields
@@ -8,7 +9,8 @@ from models.config import Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
 from models.names import Names
-from models.reading import experts, rotary
+from models.reading import experts, rotary, sparse_layers
+from models.rope import BUFFERS
 
 
 class HunYuan(Decoder):
@@ -50,6 +52,41 @@ class HunYuanMoe(Decoder):
         rules = {"normalized": True, "shared_width": c.mlp_width}
         mixed = experts(named, count=1, chosen=1, width=c.mlp_width, layers=[True] * c.layers, **rules)
         return replace(c, experts=mixed)
+
+
+class HYV3(Decoder):
+    """Experts that sigmoids choose, after the first layer."""
+
+    architectures = ("HYV3ForCausalLM",)
+    names = NAMES
+    ignored = (*BUFFERS, re.compile(r"model\.layers\.80\..*"))  # tensors of a draft head, as in transformers
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.bool("mlp_bias", default=False):
+            raise fields.error("mlp_bias", "false: experts with biases are not supported")
+        kv_heads, head_dim = (
+            None if name in fields.config else size for name, size in (("num_key_value_heads", 8), ("head_dim", 128))
+        )
+        mlp, width = fields.int("intermediate_size", default=13312), fields.int("moe_intermediate_size", default=1536)
+        sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "mlp_width": mlp, "theta": 11158840.0}
+        options = rotary(fields, positions=131072, **sizes)
+        rules = {
+            "scores": "sigmoid",
+            "normalized": True,
+            "epsilon": 1e-20,
+            "scale": fields.float("router_scaling_factor", default=2.826),
+            "choice_bias": True,
+            "shared_width": width * fields.int("num_shared_experts", default=1, high=2**8),
+        }
+        sparse = sparse_layers(fields, options["layers"], 1)
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            head_norms="each",
+            experts=experts(fields, count=192, chosen=8, width=width, layers=sparse, **rules),
+            **options,
+        )
 
 
 def _alike(fields: Fields, layers: int, *names: str) -> int:

@@ -1,4 +1,4 @@
-"""Llama 1, 2, 3.x (Touvron et al. 2023)."""
+"""Llama 1, 2, 3.x (Touvron et al. 2023); the text model of Emu3 (BAAI 2024)."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config
@@ -19,3 +19,16 @@ class Llama(Decoder):
             attention_bias=fields.bool("attention_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )
+
+
+class Emu3(Llama):
+    """A Llama with other defaults."""
+
+    architectures = ("Emu3ForCausalLM",)
+    default_eos_token_ids = frozenset([151850])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads = None if "num_key_value_heads" in fields.config else 8
+        eps = fields.float("rms_norm_eps", default=1e-5, low=0.0)
+        return Config(**rotary(fields, positions=9216, kv_heads=kv_heads, theta=1e6), norm_eps=eps)

@@ -1,12 +1,15 @@
-"""Qwen1.5-MoE, Qwen2-MoE (Yang et al. 2024), Qwen3-MoE (2025) and Mellum 2 (JetBrains 2026): experts instead of the
-MLP, in some layers or in all."""
+"""Qwen1.5-MoE, Qwen2-MoE (Yang et al. 2024), Qwen3-MoE (2025), Mellum 2 (JetBrains 2026), Flint and Kolibri 1 (Aleph
+Alpha): experts instead of the MLP, in some layers or in all."""
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config, Experts
 from models.decoder import Decoder
+from models.families.deepseek_v2 import NAMES
 from models.reading import experts, layer_types, optional_window, ropes, rotary, sparse_layers, true_if_absent, windows
 from models.rope import BUFFERS
 
@@ -92,19 +95,82 @@ class Mellum(Decoder):
         )
 
 
+class Flint(Decoder):
+    """Sinks and windows; experts that sigmoids choose, after the first layers."""
+
+    architectures = ("FlintForCausalLM",)
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        last = fields.int("num_hidden_layers", 49, high=2**14) - 1
+        options = _windowed(fields, lambda i: i < 2 or i % 4 == 1 or i == last, mlp_width=_mlp_width(fields, 6144))
+        if fields.config.get("mlp_only_layers") is None:
+            fields = Fields({**fields.config, "mlp_only_layers": [0, 1]}, fields.file, fields.prefix)
+        shared = fields.int("shared_expert_intermediate_size", default=1024)
+        rules = {"scores": "sigmoid", "normalized": True, "shared_width": shared}
+        return Config(
+            sinks=True,
+            attention_bias=fields.bool("attention_bias", default=False),
+            experts=experts_by_step(fields, options["layers"], count=256, chosen=6, width=512, **rules),
+            **options,
+        )
+
+
+class Kolibri1(Decoder):
+    """Norms of inputs and outputs, and windows; experts whose choice has a bias, in all layers."""
+
+    architectures = ("Kolibri1ForCausalLM",)
+    names = replace(NAMES, attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm")
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        width = fields.int("moe_intermediate_size", default=512)
+        options = _windowed(fields, lambda i: (i + 1) % 5 == 0, mlp_width=width)
+        rules = {
+            "scores": "sigmoid_of_chosen",
+            "normalized": fields.bool("norm_topk_prob", default=False),
+            "choice_bias": True,
+            "shared_width": fields.int("shared_expert_intermediate_size", default=512),
+        }
+        every = [True] * options["layers"]
+        mixed = experts(fields, count=384, chosen=6, width=width, layers=every, **rules)
+        return Config(norms=("input", "output"), experts=mixed, **options)
+
+
+def _windowed(fields: Fields, full: Callable[[int], bool], **sizes: Any) -> dict[str, Any]:
+    """Read the arguments of a `Config` whose layers have norms of heads, and windows or no rotation.
+
+    Args:
+        full: whether a layer has no window, if the config does not give the kinds of layers.
+        sizes: see `rotary`.
+    """
+    kv_heads, head_dim = (
+        None if name in fields.config else size for name, size in (("num_key_value_heads", 4), ("head_dim", 128))
+    )
+    options = rotary(fields, positions=262144, kv_heads=kv_heads, head_dim=head_dim, **sizes)
+    window = fields.int("sliding_window", *([] if "sliding_window" in fields.config else [513]), high=2**31)
+    kinds = layer_types(fields, [FULL if full(i) else SLIDING for i in range(options["layers"])])
+    return options | {
+        "norm_eps": fields.float("rms_norm_eps", default=1e-6, low=0.0),
+        "head_norms": "each",
+        "windows": windows(fields, kinds, window),
+        "ropes": tuple(options["rope"] if kind == SLIDING else None for kind in kinds),
+    }
+
+
 def _mlp_width(fields: Fields, default: int) -> int:
     """Read the width of the MLP in layers without experts."""
     return fields.int("intermediate_size", default=default)
 
 
 def experts_by_step(
-    fields: Fields, layers: int, *, count: int, chosen: int, width: int, normalized: bool = False, **shared: Any
+    fields: Fields, layers: int, *, count: int, chosen: int, width: int, normalized: bool = False, **more: Any
 ) -> Experts | None:
     """Read `Config.experts`: every `decoder_sparse_step`-th layer has them, except those that `mlp_only_layers` lists.
 
     Args:
         count, chosen, width, normalized: values of absent fields; see `models.config.Experts` and `Routing`.
-        shared: further arguments of `Experts`.
+        more: further arguments of `Experts` and of `Routing`.
 
     Raises:
         CheckpointError: it names the field.
@@ -119,5 +185,5 @@ def experts_by_step(
         width=fields.int("moe_intermediate_size", default=width),
         layers=[i not in dense and (i + 1) % step == 0 for i in range(layers)],
         normalized=fields.bool("norm_topk_prob", default=normalized),
-        **shared,
+        **more,
     )

@@ -197,7 +197,7 @@ _AFMOE = _SIGMOIDS | {
     "blk.ffn_norm": "pre_mlp_layernorm",
     "blk.post_attention_norm": "post_attention_layernorm",
     "blk.post_ffw_norm": "post_mlp_layernorm",
-    "blk.exp_probs_b": "mlp.expert_bias",
+    "blk.exp_probs_b": "mlp.gate.e_score_correction_bias",
 }
 _NEOX = {
     "token_embd": "gpt_neox.embed_in",

@@ -34,6 +34,13 @@ ROPES = {
 }
 NOTHING = dict.fromkeys((*CONFIG,), ABSENT)
 
+PHI4: dict[str, Any] = {
+    "vision_config": {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1,
+                      "image_size": 28, "crop_size": 28, "patch_size": 14},
+    "audio_config": {"hidden_size": 8, "intermediate_size": 8, "num_blocks": 1, "num_attention_heads": 1,
+                     "ext_pw_out_channel": 8, "depthwise_separable_out_channel": 8, "nemo_conv_channels": 8,
+                     "input_size": 8},
+}  # fmt: skip
 DBRX: dict[str, Any] = NOTHING | named(
     "DbrxForCausalLM", "dbrx", vocab_size=VOCAB, d_model=16, n_heads=4, n_layers=2, max_seq_len=128,
     ffn_config={"ffn_hidden_size": 12, "moe_num_experts": 4, "moe_top_k": 2}, tie_word_embeddings=False)
@@ -78,6 +85,20 @@ CHANGES: dict[str, dict[str, Any]] = {
             "moe_normalize_expert_weights": None, "moe_top_k": 3, "ffn_act_fn": {"name": "gelu"}}},
     "olmo_clipped": named("OlmoForCausalLM", "olmo", clip_qkv=0.6),
     "olmoe_clipped": named("OlmoeForCausalLM", "olmoe", clip_qkv=1.1, **EXPERTS),
+    "hy3": named("HYV3ForCausalLM", "hy_v3", **EXPERTS, moe_intermediate_size=12, head_dim=8, attention_bias=True,
+                 num_hidden_layers=3),
+    "hy3_kinds": named("HYV3ForCausalLM", "hy_v3", **EXPERTS, moe_intermediate_size=12, num_shared_experts=2,
+                       router_scaling_factor=1.5, mlp_layer_types=["sparse", "dense"], head_dim=6,
+                       rope_parameters=ABSENT),
+    "flint": named("FlintForCausalLM", "flint", **EXPERTS, moe_intermediate_size=12, num_hidden_layers=4,
+                   shared_expert_intermediate_size=20, head_dim=8, sliding_window=16),
+    "flint_types": named("FlintForCausalLM", "flint", **EXPERTS | KINDS, moe_intermediate_size=12, norm_topk_prob=False,
+                         attention_bias=True, mlp_only_layers=[], shared_expert_intermediate_size=20),
+    "kolibri": named("Kolibri1ForCausalLM", "kolibri1", **EXPERTS | KINDS, moe_intermediate_size=12,
+                     shared_expert_intermediate_size=20, norm_topk_prob=True),
+    "kolibri_full": named("Kolibri1ForCausalLM", "kolibri1", **EXPERTS, moe_intermediate_size=12, head_dim=6,
+                          shared_expert_intermediate_size=20, num_hidden_layers=5),
+    "phi4": named("Phi4MultimodalForCausalLM", "phi4_multimodal", **PHI4, sliding_window=16, pad_token_id=0),
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BORDER))

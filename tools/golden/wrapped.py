@@ -26,6 +26,7 @@ NAMES: dict[str, Callable[[str], str]] = {
     "outer": lambda name: name.replace("model.", "model.language_model.", 1),
     "text": lambda name: name.replace("model.", "model.text_model.", 1),
     "flat": lambda name: name,
+    "first": lambda name: f"text_model.{name}",
 }
 CLIP = {"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
         "num_attention_heads": 1, "image_size": 8, "patch_size": 4, "projection_dim": 8}  # fmt: skip
@@ -44,6 +45,13 @@ QWEN2_VL = {"model_type": "qwen2_vl", "depth": 1, "embed_dim": 8, "hidden_size":
             "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1}  # fmt: skip
 SIGLIP2 = {"model_type": "siglip2_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
            "num_attention_heads": 1, "num_patches": 4, "patch_size": 4}  # fmt: skip
+
+
+EMU3 = {"codebook_size": 4, "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1],
+        "num_res_blocks": 1, "attn_resolutions": [], "hidden_size": 8}  # fmt: skip
+LLAMA4 = {"model_type": "llama4_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+          "num_attention_heads": 1, "image_size": 8, "patch_size": 4, "vision_output_dim": 8,
+          "projector_input_dim": 8, "projector_output_dim": 8, "pixel_shuffle_ratio": 1.0}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,17 @@ WRAPPERS = {
         NO_TOKENS | {"model_type": "gemma4_unified_text", "pad_token_id": 0, "hidden_size_per_layer_input": ABSENT,
                      "final_logit_softcapping": 12.0, "tie_word_embeddings": ABSENT,
                      "use_bidirectional_attention": ABSENT}),
+    "emu3": Wrapper(
+        _llama({}),
+        {"architectures": ["Emu3ForConditionalGeneration"], "model_type": "emu3", "vq_config": EMU3,
+         "vocabulary_map": {"<image>": 2}},
+        "first", "vqmodel.post_quant_conv.proj.weight",
+        NO_TOKENS | {"model_type": "emu3_text_model", "rope_parameters": ABSENT, "rms_norm_eps": ABSENT,
+                     "pad_token_id": 0}),
+    "llama4": Wrapper(
+        _golden("llama4/plain"),
+        {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "vision_config": LLAMA4},
+        "inner", "multi_modal_projector.linear_1.weight", NO_TOKENS),
 }  # fmt: skip
 SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "embedding_projection": (24, 8)}  # of parts
 SHAPES |= dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm", "patch_ln1"), (8,))
