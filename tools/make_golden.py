@@ -56,6 +56,13 @@ from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E4
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
 TABLES = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe")  # of tokens and positions
 DIVIDED = ("altup.modality_router.weight",)  # matrices whose input is divided by its width are drawn larger
+PUBLISHED = {  # names in published files, by model_type: transformers gives modules others
+    "kolibri1": {".post_self_attn_layernorm.": ".post_attn_norm.", ".post_mlp_layernorm.": ".post_ffn_norm.",
+                 ".mlp.gate.e_score_correction_bias": ".moe.router.expert_bias"},
+    "flint": {".self_attn.sinks": ".self_attn.softmax_offset"},
+    "hy_v3": {".mlp.gate.weight": ".mlp.router.gate.weight", ".mlp.e_score_correction_bias": ".mlp.expert_bias",
+              ".mlp.shared_experts.": ".mlp.shared_mlp."},
+}  # fmt: skip
 OTHER_PARTS = r"vision|visual|audio|projector|connector|vqmodel"
 
 Run = tuple[int, float, bool | str, int, str, int]  # beams, length_penalty, early_stopping, returned, EOS, new tokens
@@ -108,6 +115,8 @@ def draw(folder: Path, seed: int) -> None:
     head = head if head in shapes else embeddings[0]
     tensors = draw_all(shapes, seed, embeddings=embeddings, head=head, outputs=("o_proj.weight", "down_proj.weight"))
     tensors |= {name: x * x.shape[1] ** 0.5 for name, x in tensors.items() if name.endswith(DIVIDED)}
+    for old, new in PUBLISHED.get(config.model_type, {}).items():
+        tensors = {name.replace(old, new): x for name, x in tensors.items()}
     write_tensors(folder / "model.safetensors", tensors, "bfloat16")
 
 

@@ -68,6 +68,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "opt": "OPTForCausalLM",
     "persimmon": "PersimmonForCausalLM",
     "phi4_multimodal": "Phi4MultimodalForCausalLM",
+    "phi4mm": "Phi4MMForCausalLM",
     "phimoe": "PhimoeForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",

@@ -26,8 +26,6 @@ _USUAL = {  # in this order
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # MiniMax-M2, K-EXAONE
     ".mlp.expert_bias": ".mlp.gate.e_score_correction_bias",  # AFMoE, Hy3
     ".moe.router.expert_bias": ".mlp.gate.e_score_correction_bias",  # Kolibri
-    ".post_attn_norm.": ".post_self_attn_layernorm.",
-    ".post_ffn_norm.": ".post_mlp_layernorm.",
     ".self_attn.softmax_offset": ".self_attn.sinks",  # Flint
 }
 

@@ -120,7 +120,7 @@ class Kolibri1(Decoder):
     """Norms of inputs and outputs, and windows; experts whose choice has a bias, in all layers."""
 
     architectures = ("Kolibri1ForCausalLM",)
-    names = replace(NAMES, attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm")
+    names = replace(NAMES, attention_out_norm="post_attn_norm", mlp_out_norm="post_ffn_norm")
 
     @staticmethod
     def read(fields: Fields) -> Config:

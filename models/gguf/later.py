@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from models.checkpoint.fields import Fields
-from models.config import XIELU
+from models.config import FULL, XIELU
 from models.gguf.delta_nets import without_draft_layers
 from models.gguf.experts import SIGMOID, experts
 from models.gguf.latents import mixture
@@ -16,6 +16,8 @@ from models.gguf.sizes import attention, epsilon, gated, mlp_width, named, windo
 from models.names import CURVE
 
 LAYER_NORM = "attention.layer_norm_epsilon"
+ONE_STEP = {"interleave_moe_layer_step": 1}  # in place of a step that an architecture allows
+CHUNK = 8192  # positions of a chunk of Llama 4
 QKV = ".query_key_value."  # marks matrices of all three, which files store kind by kind
 Ordered = TypeVar("Ordered", bound=Any)  # `models.gguf.tensors.Stored`
 
@@ -108,7 +110,7 @@ def _ernie(file: GGUF, keys: Fields) -> dict[str, Any]:
 def _ernie_moe(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = gated(file, keys, rotated="all") | named("Ernie4_5_MoeForCausalLM", "ernie4_5_moe")
     step = keys.int("interleave_moe_layer_step", 1)
-    mixed = experts(file, Fields({**keys.config, "interleave_moe_layer_step": 1}, keys.file, keys.prefix), some=True)
+    mixed = experts(file, Fields({**keys.config, **ONE_STEP}, keys.file, keys.prefix), some=True)
     first, width = keys.int("leading_dense_block_count", 0, low=0), mixed["moe_intermediate_size"]
     sparse = [i for i in range(config["num_hidden_layers"]) if i not in mixed["mlp_only_layers"]]
     shared = f"blk.{sparse[0]}.ffn_down_shexp.weight"
@@ -139,11 +141,56 @@ def _exaone_moe(file: GGUF, keys: Fields) -> dict[str, Any]:
     return config | mixed | named("ExaoneMoeForCausalLM", "exaone_moe")
 
 
+def _llama4(file: GGUF, keys: Fields) -> dict[str, Any]:
+    """Chunks and positions without rotation are those of llama.cpp, which files do not give."""
+    config, window = gated(file, keys, rotated="all"), keys.int("attention.sliding_window", CHUNK, low=0)
+    if window not in (0, CHUNK):
+        raise keys.error("attention.sliding_window", f"0 or {CHUNK}")
+    layers, sparse = [*range(config["num_hidden_layers"])], list[int]()
+    if keys.config.get("expert_count"):
+        mixed = experts(file, Fields({**keys.config, **ONE_STEP}, keys.file, keys.prefix), scores=SIGMOID, some=True)
+        sparse = [i for i in layers if i not in mixed["mlp_only_layers"]]
+        sizes = {"intermediate_size": mixed["moe_intermediate_size"], "num_local_experts": mixed["num_experts"]}
+        config |= {"intermediate_size_mlp": config["intermediate_size"], **sizes}
+        config["num_experts_per_tok"] = mixed["num_experts_per_tok"]
+    else:
+        config["intermediate_size_mlp"] = config["intermediate_size"]
+    more = {"moe_layers": sparse, "use_qk_norm": keys.int("expert_count", 0, low=0) != 128}
+    more["attention_bias"] = _has(file, "attn_q.bias")
+    if not window:
+        more |= {"no_rope_layers": [1] * len(layers), "layer_types": [FULL] * len(layers)}
+    return config | more | named("Llama4ForCausalLM", "llama4_text")
+
+
+def _dbrx(file: GGUF, keys: Fields) -> dict[str, Any]:
+    c, mixed = _with_layer_norms(file, keys, "all", "norm_eps"), experts(file, keys)
+    if c["norm_eps"] != 1e-5:
+        raise keys.error(LAYER_NORM, "1e-5")
+    return named("DbrxForCausalLM", "dbrx") | {
+        "d_model": c["hidden_size"],
+        "n_heads": c["num_attention_heads"],
+        "n_layers": c["num_hidden_layers"],
+        "max_seq_len": c["max_position_embeddings"],
+        "rope_theta": c["rope_theta"],
+        "rope_scaling": c["rope_scaling"],
+        "attn_config": {
+            "kv_n_heads": c["num_key_value_heads"],
+            "clip_qkv": decimal(keys.float("attention.clamp_kqv", 0.0, low=0.0)) or None,
+        },
+        "ffn_config": {
+            "ffn_hidden_size": mixed["moe_intermediate_size"],
+            "moe_num_experts": mixed["num_experts"],
+            "moe_top_k": mixed["num_experts_per_tok"],
+        },
+    }
+
+
 def _olmo(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _with_layer_norms(file, keys, "all", "norm_eps")
     if config.pop("norm_eps") != 1e-5:
         raise keys.error(LAYER_NORM, "1e-5")
-    return config | {"hidden_act": "silu"} | named("OlmoForCausalLM", "olmo")
+    clip = decimal(keys.float("attention.clamp_kqv", 0.0, low=0.0)) or None
+    return config | {"hidden_act": "silu", "clip_qkv": clip} | named("OlmoForCausalLM", "olmo")
 
 
 def _jais2(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -262,6 +309,8 @@ LATER: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "ernie4_5-moe": _ernie_moe,
     "exaone4": _exaone4,
     "exaone-moe": _exaone_moe,
+    "llama4": _llama4,
+    "dbrx": _dbrx,
     "olmo": _olmo,
     "jais2": _jais2,
     "seed_oss": _seed_oss,
@@ -278,4 +327,7 @@ LATER_READ = {  # see `models.gguf.architectures.READ`
     **dict.fromkeys(("glm4moe", "dots1", "minimax-m2", "afmoe", "ernie4_5-moe", "exaone-moe"), ("expert_count",)),
     **dict.fromkeys(("command-r", "cohere2"), ("logit_scale",)),
     "gptneox": ("use_parallel_residual",),
+    "llama4": ("expert_count",),
+    "dbrx": ("expert_count", "attention.clamp_kqv"),
+    "olmo": ("attention.clamp_kqv",),
 }

@@ -199,6 +199,18 @@ _AFMOE = _SIGMOIDS | {
     "blk.post_ffw_norm": "post_mlp_layernorm",
     "blk.exp_probs_b": "mlp.gate.e_score_correction_bias",
 }
+_LLAMA4 = {name: own.replace("mlp.", "feed_forward.") for name, own in (_LLAMA | _EXPERTS | _SHARED).items()}
+_DBRX = {
+    "token_embd": "transformer.wte",
+    "output_norm": "transformer.norm_f",
+    "output": "lm_head",
+    "blk.attn_norm": "norm_attn_norm.norm_1",
+    "blk.attn_qkv": "norm_attn_norm.attn.Wqkv",
+    "blk.attn_output": "norm_attn_norm.attn.out_proj",
+    "blk.attn_output_norm": "norm_attn_norm.norm_2",
+    "blk.ffn_gate_inp": "ffn.router.layer",
+    **{f"blk.ffn_{part}_exps": f"ffn.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+}
 _NEOX = {
     "token_embd": "gpt_neox.embed_in",
     "output_norm": "gpt_neox.final_layer_norm",
@@ -213,7 +225,7 @@ _FALCON = _NEOX | {
     "blk.attn_qkv": "self_attention.query_key_value",
     "blk.attn_output": "self_attention.dense",
 }
-LAYERS = {**dict.fromkeys(("gpt2", "starcoder", "falcon"), "transformer.h"), "gptneox": "gpt_neox.layers"}
+LAYERS = {**dict.fromkeys(("gpt2", "starcoder", "falcon"), "transformer.h"), "gptneox": "gpt_neox.layers", "dbrx": "transformer.blocks"}
 _HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "self_attn.key_layernorm"}
 NAMES = {
     **dict.fromkeys(("mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3"), _LLAMA),
@@ -224,6 +236,8 @@ NAMES = {
     **dict.fromkeys(("dots1", "ernie4_5-moe", "exaone-moe", "minimax-m2"), _LLAMA | _SIGMOIDS),
     "glm4moe": _AFTER | _SIGMOIDS,
     "seed_oss": _AFTER,
+    "llama4": _LLAMA4 | {"blk.ffn_gate_inp": "feed_forward.router"},
+    "dbrx": _DBRX,
     "afmoe": _LLAMA | _AFMOE,
     "starcoder2": _LLAMA | {"blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "mlp.c_proj"},
     "gptneox": _LLAMA | _NEOX,

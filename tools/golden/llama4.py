@@ -31,6 +31,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "defaults": dict.fromkeys(
         ("intermediate_size_mlp", "attention_chunk_size", "floor_scale", "attn_scale", "num_local_experts",
          "num_experts_per_tok", "rope_parameters"), ABSENT) | {"intermediate_size": 4, "moe_layers": [0, 1, 2, 3]},
+    "dense": {  # as MobileLLM-R1
+        "num_local_experts": 0, "num_experts_per_tok": 0, "moe_layers": [], "interleave_moe_layer_step": 0,
+        "no_rope_layers": [1] * 4, "layer_types": ["full_attention"] * 4, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 BORDER: dict[str, Any] = {"logits": [(15, 4), (16, 4), (17, 4), (60, 8)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BORDER))

@@ -43,7 +43,7 @@ ARCHITECTURES = {
     **{"apertus": "apertus", "internlm3": "llama", "nemotron_h": "nemotron_h", "falcon_h1": "falcon-h1"},
     **{"glm": "chatglm", "glm4_moe": "glm4moe", "solar_open": "glm4moe", "minimax_m2": "minimax-m2"},
     **{"ernie4_5_moe": "ernie4_5-moe", "starcoder2": "starcoder2", "cohere": "command-r", "cohere2": "cohere2"},
-    **{"gpt_neox": "gptneox", "falcon": "falcon", "gpt_bigcode": "starcoder"},
+    **{"gpt_neox": "gptneox", "falcon": "falcon", "gpt_bigcode": "starcoder", "llama4_text": "llama4", "dbrx": "dbrx"},
 }
 GOLDEN = Path(__file__).parents[2] / "golden"
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -83,6 +83,7 @@ SHARES = {
 }  # of heads, rotated
 EPSILONS = {  # of LayerNorms
     **dict.fromkeys(("phi2", "stablelm", "command-r", "cohere2", "gptneox", "jais2", "olmo"), "layer_norm_eps"),
+    "dbrx": "layer_norm_eps",
     **{"nemotron": "norm_eps", "starcoder2": "norm_epsilon", "falcon": "layer_norm_epsilon"},
 }
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
@@ -160,6 +161,13 @@ class File:
         self.config = json.loads((folder / "config.json").read_text())
         if "layers_block_type" in self.config:
             self.config["num_hidden_layers"] = len(self.config["layers_block_type"])
+        if self.config["model_type"] == "dbrx":
+            attention, mlp = self.config["attn_config"], self.config["ffn_config"]
+            own = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+            self.config |= {name: self.config[key] for name, key in own.items()}
+            self.config |= {"max_position_embeddings": self.config["max_seq_len"], "clip_qkv": attention["clip_qkv"]}
+            self.config |= {"num_key_value_heads": attention["kv_n_heads"], "num_experts": mlp["moe_num_experts"]}
+            self.config |= {"num_experts_per_tok": mlp["moe_top_k"], "rope_theta": attention["rope_theta"]}
         self.rope = {key: self.config[key] for key in ("rope_theta", "partial_rotary_factor") if key in self.config}
         found = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         self.rope |= found.get("full_attention", found)
@@ -213,6 +221,13 @@ class File:
             mixed = re.fullmatch(r"\w+\.layers\.(\d+)\.(?:mlp|mixer|feed_forward|block_sparse_moe)\.(.+)", name)
             if mixed and self.arch == "gpt-oss" and "." not in mixed[2].removeprefix("experts."):
                 self._in_turns(f"blk.{mixed[1]}.ffn_", mixed[2], values)
+                continue
+            if self.arch == "llama4" and mixed and mixed[2].startswith("experts.") and values.ndim == 3:
+                values = values.swapaxes(1, 2)
+            if self.arch == "dbrx" and ".experts.mlp." in name:
+                values = values.reshape(c["num_experts"], -1, values.shape[1])
+                values = values.swapaxes(1, 2) if name.endswith("w2") else values
+                self.add(names.get_name(name) + ".weight", values, self.format)
                 continue
             if mixed and mixed[2] == "experts.gate_up_proj":
                 for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
@@ -425,7 +440,10 @@ class File:
         counts = (c[name] for name in ("num_experts", "num_local_experts", "moe_num_experts") if name in c)
         yield "expert_count", next(counts, None)
         yield "expert_used_count", c.get("num_experts_per_tok", c.get("moe_k"))
-        yield "interleave_moe_layer_step", c.get("moe_layer_interval")
+        yield "interleave_moe_layer_step", c.get("moe_layer_interval", c.get("interleave_moe_layer_step"))
+        yield "attention.clamp_kqv", c.get("clip_qkv")
+        if self.arch == "llama4" and "chunked_attention" not in types and types:
+            yield "attention.sliding_window", 0
         yield "expert_shared_feed_forward_length", c.get("shared_expert_intermediate_size")
         yield "expert_weights_norm", c.get("norm_topk_prob")
         yield "expert_weights_scale", c.get("routed_scaling_factor")

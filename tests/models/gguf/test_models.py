@@ -51,7 +51,7 @@ FLOATS = [
     *("apertus/plain", "apertus/bias", "llamas/internlm3", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts"),
     *(f"relatives/{name}" for name in ("olmo", "jais2", "youtu", "exaone_moe", "hunyuan_moe")),
     *("experts/granite_shared", "granite/scans", "granite/scans_experts", "granite/scans_groups"),
-    *("falcon_h1/plain", "falcon_h1/norm"),
+    *("falcon_h1/plain", "falcon_h1/norm", "llama4/dense", "relatives/dbrx", "relatives/olmo_clipped"),
 ]
 PROMPT = list(range(3, 30))
 
@@ -117,6 +117,21 @@ def test_the_multipliers_of_minicpm3_are_not_in_files(tmp_path):
     published = {"scale_emb": 12, "dim_model_base": 256}
     source = random(tmp_path / "source", "relatives/minicpm3", **published)
     same(File(source).write(tmp_path / "file.gguf"), source, 1e-5)
+
+
+@pytest.mark.parametrize("count", [4, 128])
+def test_llama_4_of_128_experts_has_no_norms_of_heads(count, tmp_path):
+    fixed = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True}
+    layers = {"no_rope_layers": [1, 1, 1, 0], "num_local_experts": count, "use_qk_norm": count != 128}
+    source = random(tmp_path / "source", "llama4/steps", **fixed, **layers)
+    same(File(source).write(tmp_path / "file.gguf"), source, 1e-5)
+
+
+def test_other_chunks_of_llama_4_are_refused(tmp_path):
+    file = File(GOLDEN / "llama4/dense")
+    file.keys["llama4.attention.sliding_window"] = 512
+    with pytest.raises(CheckpointError, match="attention.sliding_window: expected 0 or 8192, got 512"):
+        Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 22)
 
 
 def test_draft_layers_of_glm_are_left_out(tmp_path):
