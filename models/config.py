@@ -225,8 +225,7 @@ class Config:
         attention_bias, out_bias, mlp_bias, head_bias: biases on the query, key and value matrices, on the output
             projection (None: as `attention_bias`), on the MLP and on the head.
         windows, scales: attention's windows and score factors by layer; empty: no windows, and 1 / sqrt(head_dim).
-        chunks: a token sees the chunk of positions that it is in, each as long as the window, and not a window that moves
-            with it.
+        chunks: a token sees the chunk of positions that it is in, as long as the window, and not a window that moves.
         attention_cap: scores of attention become cap * tanh(score / cap).
         sinks: a logit of each query head joins the denominator of its softmax.
         convs: layers with a short convolution instead of attention; None: there are none.

@@ -34,7 +34,8 @@ class Llama4(Decoder):
         layers, width = options["layers"], fields.int("intermediate_size", default=8192)
         rotated = rotated_layers(fields, layers)
         kinds = layer_types(fields, [CHUNKED if turned else FULL for turned in rotated], (FULL, CHUNKED))
-        chunk = fields.int("attention_chunk_size", None if "attention_chunk_size" in fields.config else 8192, high=2**31)
+        size = None if "attention_chunk_size" in fields.config else 8192
+        chunk = fields.int("attention_chunk_size", size, high=2**31)
         if CHUNKED in kinds and chunk is None:
             raise fields.error("attention_chunk_size", "a size, as layers have chunked attention")
         growing = _growing(fields, options["head_dim"])

@@ -225,7 +225,11 @@ _FALCON = _NEOX | {
     "blk.attn_qkv": "self_attention.query_key_value",
     "blk.attn_output": "self_attention.dense",
 }
-LAYERS = {**dict.fromkeys(("gpt2", "starcoder", "falcon"), "transformer.h"), "gptneox": "gpt_neox.layers", "dbrx": "transformer.blocks"}
+LAYERS = {
+    **dict.fromkeys(("gpt2", "starcoder", "falcon"), "transformer.h"),
+    "gptneox": "gpt_neox.layers",
+    "dbrx": "transformer.blocks",
+}
 _HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "self_attn.key_layernorm"}
 NAMES = {
     **dict.fromkeys(("mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3"), _LLAMA),

@@ -60,7 +60,8 @@ VARIANTS = [
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
     *("gemma4/plain", "gemma4/inputs", "gemma4/experts", "gemma4/everything", "gemma4/defaults"),
     *("gemma3n/plain", "gemma3n/others", "gemma3n/defaults"),
-    *("llama4/plain", "llama4/steps", "llama4/types"),
+    *("llama4/plain", "llama4/steps", "llama4/types", "relatives/dbrx", "relatives/olmoe_clipped", "relatives/hy3"),
+    *("relatives/flint", "relatives/kolibri"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
 IN_EVERY_KIND = (
@@ -159,6 +160,7 @@ OPTIONS = {
     "gates, bias": {"query_gate": "below", "attention_bias": True},
     "cap": {"attention_cap": 2.0, "windows": (7, None, 3)},
     "sinks": {"sinks": True, "windows": (7, None, 3)},
+    "clipped heads": {"clip": 0.3, "head_norms": "each"},
     "chunks": {"chunks": True, "windows": (7, None, 3)},
     "plain norms of some heads": {"head_norms": "plain", "normed": (True, False, True), "norms_last": True},
     "queries that grow": {"ropes": (RopeConfig(8), RopeConfig(8, "proportional", growth=0.4, growth_start=1), None)},

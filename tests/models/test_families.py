@@ -260,3 +260,19 @@ def test_the_page_of_checkpoints_lists_every_architecture():
     table, wrapped = re.search(r"## Architectures (.+?) In a model .+? decides: (.+?) \[Add", page).groups()
     assert {*re.findall(r"`(\w+For\w+|\w+HeadModel)`", table)} == {*FAMILIES}
     assert {*re.findall(r"`(\w+)`", wrapped)} == {*TEXT_MODELS}
+
+
+def test_the_base_of_dbrx():
+    """Published files give it beside the heads; where transformers reads one, that counts."""
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "attn_config": {"rope_theta": 5e5}}
+    assert read("DbrxForCausalLM", **sizes).rope.theta == 5e5
+    for given in ({"rope_theta": 3e4}, {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}):
+        assert read("DbrxForCausalLM", **sizes, **given).rope.theta == 3e4
+
+
+def test_the_defaults_of_llama_4():
+    c = read("Llama4ForCausalLM", no_rope_layers=[], attn_temperature_tuning=4)
+    assert c.windows == (8192, 8192, 8192, None) and c.chunks and c.normed == (True, True, True, False)
+    assert c.experts.layers == (True,) * 4 and (c.experts.count, c.experts.routing.chosen) == (16, 1)
+    assert (c.ropes[3].growth, c.ropes[3].growth_length, c.ropes[3].growth_start) == (0.1, 8192, 1)
+    assert (c.mlp_width, c.experts.width, c.head_dim) == (16384, 40, 128)

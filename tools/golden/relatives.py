@@ -1,6 +1,6 @@
 """Families that are an option or two from another one: OLMo 1, Youtu, MiniCPM3, HyperCLOVA X, CWM, nanochat, Granite
 Swash, Jais 2, VaultGemma, Persimmon, GPT-Neo, CodeGen; with experts FlexOlmo, K-EXAONE, Cohere, Hunyuan, Mellum 2,
-DBRX."""
+DBRX, Hy3, Flint, Kolibri 1; the text model of Phi-4-multimodal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PHI4: dict[str, Any] = {
 }  # fmt: skip
 DBRX: dict[str, Any] = NOTHING | named(
     "DbrxForCausalLM", "dbrx", vocab_size=VOCAB, d_model=16, n_heads=4, n_layers=2, max_seq_len=128,
-    ffn_config={"ffn_hidden_size": 12, "moe_num_experts": 4, "moe_top_k": 2}, tie_word_embeddings=False)
+    ffn_config={"ffn_hidden_size": 12, "moe_num_experts": 4, "moe_top_k": 2}, tie_word_embeddings=False)  # fmt: skip
 
 CHANGES: dict[str, dict[str, Any]] = {
     "olmo": named("OlmoForCausalLM", "olmo", clip_qkv=None),

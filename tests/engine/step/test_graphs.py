@@ -50,7 +50,7 @@ FAMILIES = [  # of each a variant with windows, layers without rotation, or what
     *("stablelm/parallel", "wrapped/gemma3", "relatives/nanochat", "relatives/granite_swa", "relatives/cohere_moe"),
     *(f"qwen3_5/recurrent{variant}" for variant in ("", "_interval", "_taps")),
     *("granite/hybrid", "granite/hybrid_rope", "granite/scans", "granite/scans_groups", "falcon_h1/plain"),
-    *("llama4/plain", "llama4/steps"),
+    *("llama4/plain", "llama4/steps", "relatives/dbrx", "relatives/olmoe_clipped", "relatives/flint"),
 ]
 ONE_PER_OPTION = "gemma/two", "granite/plain", "lfm2/plain", "qwen3_5/bias", "smollm3/windows", "stablelm/parallel"
 ONE_PER_OPTION += "qwen3_5/recurrent", "granite/scans"

@@ -104,3 +104,28 @@ def test_a_window_forgets_what_is_before_it():
         other = list(TEXT[:40])
         other[i] += 1
         assert torch.equal(engine.logits(other)[-1], logits) is same
+
+
+def test_adapters_beside_the_matrices_of_phi_4(tmp_path):
+    """As Microsoft's own files name them: they do not change the text model."""
+
+    def beside(stored):
+        found = {}
+        for name, x in stored.items():
+            if name.startswith("model.layers.") and "_proj" in name:
+                module = name.removesuffix(".weight")
+                found[f"{module}.base_layer.weight"] = x
+                for part in ("vision", "speech"):
+                    found[f"{module}.lora_A.{part}.weight"] = torch.ones(2, x.shape[1])
+                    found[f"{module}.lora_B.{part}.weight"] = torch.ones(x.shape[0], 2)
+            else:
+                found[name] = x
+        return found
+
+    config = {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"}
+    folder = changed(tmp_path, "relatives/phi4", config, tensors=beside)
+    expected, found = (
+        Engine.load(path, dtype="float32", kv_memory=1 << 22).logits(TEXT[:17])
+        for path in (GOLDEN / "relatives/phi4", folder)
+    )
+    assert found.equal(expected)

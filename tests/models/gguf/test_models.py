@@ -130,7 +130,7 @@ def test_llama_4_of_128_experts_has_no_norms_of_heads(count, tmp_path):
 def test_other_chunks_of_llama_4_are_refused(tmp_path):
     file = File(GOLDEN / "llama4/dense")
     file.keys["llama4.attention.sliding_window"] = 512
-    with pytest.raises(CheckpointError, match="attention.sliding_window: expected 0 or 8192, got 512"):
+    with pytest.raises(CheckpointError, match="sliding_window: expected 0 or 8192, got 512"):
         Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 22)
 
 
@@ -224,7 +224,7 @@ def test_draft_layers_of_files_are_left_out(tmp_path):
 
 WRONG_KEYS = {
     "relatives/olmo": [
-        ({"attention.clamp_kqv": 8.0}, "attention.clamp_kqv: expected nothing: it is not supported"),
+        ({"attention.clamp_kqv": -8.0}, "attention.clamp_kqv: expected a number from 0"),
         ({"attention.layer_norm_epsilon": 1e-6}, "attention.layer_norm_epsilon: expected 1e-5"),
     ],
     "relatives/hunyuan_moe": [({"expert_shared_feed_forward_length": 8}, "expected the width of the experts, 24")],
