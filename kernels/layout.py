@@ -91,7 +91,10 @@ class TreeLayout:
     def in_chunks(self, size: int) -> "TreeLayout":
         """The same layout for attention in chunks: each token has the last position of its chunk of `size` positions,
         from which a window of that size reaches back to the first."""
-        return replace(self, positions_T=self.positions_T // size * size + (size - 1))
+        found = replace(self, positions_T=self.positions_T // size * size + (size - 1))
+        if "_fits" in vars(self):  # checked already: only positions differ
+            vars(found)["_fits"] = vars(self)["_fits"]
+        return found
 
     def branch_mask_TW(self) -> Tensor:
         """The ancestry bits unpacked: bool [T, W]."""

@@ -208,6 +208,7 @@ def as_on_a_gpu(monkeypatch):
 ON_GPU = ["granite_shared", "lfm2", "mixtral", "olmoe", "phi", "qwen2_windows", "qwen3"]
 ON_GPU += ["../gpt_oss/mxfp4", "../gpt_oss/plain", "../deepseek/groups", "../deepseek/three", "../deepseek/glm"]
 ON_GPU += ["qwen3_5_recurrent", "qwen3_next_recurrent", "../granite/scans_experts"]
+ON_GPU += ["../llama4/plain", "../llama4/steps", "../relatives/dbrx", "../relatives/kolibri"]
 
 
 @needs_interpreter
