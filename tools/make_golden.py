@@ -140,7 +140,7 @@ def load(folder: Path) -> Any:
     wrong = {key: value for key, value in info.items() if value}
     assert not wrong, f"{folder.name}: {wrong}"
     model.generation_config = GenerationConfig()
-    return model.eval()
+    return torch.nn.Module.float(model.eval())  # BitNet makes bfloat16 of its numbers, and refuses the method
 
 
 def generate(model: Any, prompt: list[int], hf: dict[str, Any], noise: int | None = None) -> list[dict[str, Any]]:
@@ -225,7 +225,7 @@ def make_variant(folder: Path, name: str, variant: Variant, seed: int) -> dict[s
         if variant.floats:
             variant.floats(folder, Path(scratch) / name)
         model = load(Path(scratch) / name if variant.floats else folder)
-    exact = copy.deepcopy(model).double()
+    exact = torch.nn.Module.double(copy.deepcopy(model))
     for module in exact.modules():
         if hasattr(module, "reorder_and_upcast_attn"):
             module.reorder_and_upcast_attn = False  # float32 within float64: transformers refuses
