@@ -379,16 +379,13 @@ def starter(
 
     def start(job: Job) -> SearchGenerator:
         tree = driver.open_tree(job, "target", checked.ids, len(checked.ids) + checked.limit, trunk)
-        hit_stops = None if (stops := checked.stops) is None else lambda outputs: [stops(tokens) for tokens in outputs]
-        if constrained is not None and not constrained.endings.eos:  # no token can end an output that is stuck
-            hit_stops = constrained.endings.hit_stops(tree, checked.stops)
         return search.run(
             Task(
                 tree,
                 checked.limit,
                 checked.eos,
                 target.runner.vocab_size,
-                hit_stops,
+                ends_of(tree, checked),
                 lambda model, prompt: driver.open_tree(job, model, prompt),
                 target.tokenizer,
                 # With measured times, processes that share the model would diverge.
@@ -403,6 +400,31 @@ def starter(
         )
 
     return start
+
+
+def ends_of(
+    tree: TokenTree, checked: Checked
+) -> Callable[[Sequence[int], Sequence[Sequence[int]]], list[str | None]] | None:
+    """`Task.ends` of a request."""
+    stops, endings = checked.stops, None if checked.constrained is None else checked.constrained.endings
+    if endings is not None and (endings.eos or endings.states.mask is None):
+        endings = None  # a token ends an output after which none is allowed, or there is no such output
+    if stops is None and endings is None:
+        return None
+
+    def ends(nodes: Sequence[int], rests: Sequence[Sequence[int]]) -> list[str | None]:
+        reasons: list[str | None] = [None] * len(nodes)
+        if stops is not None:
+            pairs = zip(nodes, rests, strict=True)
+            reasons = ["stop" if stops([*tree.path(node), *rest]) else None for node, rest in pairs]
+        if endings is not None:
+            others = [i for i, reason in enumerate(reasons) if reason is None]
+            found = endings.reached(tree, [nodes[i] for i in others], [rests[i] for i in others])
+            for i, reached in zip(others, found, strict=True):
+                reasons[i] = "constraint" if reached else None
+        return reasons
+
+    return ends
 
 
 def judge_of(models: Models, driver: Driver, job: Job, checked: Checked) -> Judge:

@@ -171,7 +171,7 @@ class Diverse(Search):
         """Why a candidate ends before the limit; None if it does not."""
         if extension.token in task.eos_token_ids:
             return "eos"
-        return "stop" if task.hit_stops is not None and task.hit_stops([group.path(extension)])[0] else None
+        return None if task.ends is None else task.ends([group.live[extension.rank]], [[extension.token]])[0]
 
     def _is_done(self, group: BeamGroup, found: Sequence[Extension], task: Task, step: int) -> bool:
         """Whether a group ends with its present finished hypotheses."""

@@ -88,14 +88,12 @@ class Trie(Search):
         """Return why each candidate ends, or None if it continues; candidates after the first `beams` are examined
         only until `beams` candidates continue."""
         eos, last = task.eos_token_ids, "length" if step == task.max_new_tokens else None
-        if task.hit_stops is None:
+        if task.ends is None:
             return ["eos" if token in eos else last for token in tokens]
         reasons: list[str | None] = []
-        paths = {row: task.tree.path(live[row]) for row in {*rows}}
         while len(reasons) < len(tokens) and (missing := self.beams - reasons.count(None)) and not (last and reasons):
             some = slice(len(reasons), len(reasons) + missing)
-            outputs = [[*paths[row], token] for row, token in zip(rows[some], tokens[some], strict=True)]
-            reasons += task.finish_reasons(outputs)
+            reasons += task.finish_reasons([live[row] for row in rows[some]], tokens[some])
         return reasons
 
     def _report(self, task: Task, done: Finished, live: list[int], scores: list[float]) -> Report:

@@ -211,7 +211,9 @@ class Task:
         max_new_tokens: at least 1.
         eos_token_ids: tokens that end a sequence; may be empty.
         vocab_size: the number of tokens that can be generated; higher ids have log-probability -inf.
-        hit_stops: for each of some outputs, given as new tokens, whether it contains a stop string; None without any.
+        ends: for each of some nodes of the tree and new tokens after it, whether the output ends there by itself: "stop"
+            (it contains a stop string), "constraint" (no token is allowed after it) or None. The tree need not have
+            nodes of the new tokens. None if no output does.
         open_tree: (model name, prompt) -> a tree of another model, "draft" or "reward"; freed with the search.
         tokenizer: the target model's; None without one.
         seconds: number of target tokens -> this search's share of the time of a pass that evaluates them, by recent
@@ -233,7 +235,7 @@ class Task:
     max_new_tokens: int
     eos_token_ids: frozenset[int]
     vocab_size: int
-    hit_stops: Callable[[Sequence[Sequence[int]]], Sequence[bool]] | None = None
+    ends: Callable[[Sequence[int], Sequence[Sequence[int]]], Sequence[str | None]] | None = None
     open_tree: Callable[[str, Sequence[int]], TokenTree] | None = None
     tokenizer: Tokenizer | None = None
     seconds: Callable[[int], float] | None = None
@@ -245,18 +247,30 @@ class Task:
     rising: bool = False
 
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
-        """Why a sequence ends with its last token; None if it does not end."""
-        return self.finish_reasons([tokens])[0]
-
-    def finish_reasons(self, outputs: Sequence[Sequence[int]]) -> list[str | None]:
-        """For each of several outputs, given as new tokens, why it ends with its last token; None if it does not
+        """Why a sequence, which begins with the tokens of the trunk, ends with its last token; None if it does not
         end."""
+        node = self.tree.descend(tokens)
+        rest = tokens[self.tree.position(node) + 1 - self.tree.prompt_length :]
+        return self._reasons([node], [rest], tokens[-1:], [len(tokens)])[0]
+
+    def finish_reasons(self, nodes: Sequence[int], tokens: Sequence[int]) -> list[str | None]:
+        """For each of some nodes of the tree and a token after it, why the sequence ends with this token; None if it
+        does not end."""
+        before, at = self.tree.prompt_length - 2, {node: self.tree.position(node) for node in {*nodes}}
+        lengths = [at[node] - before for node in nodes]
+        return self._reasons(nodes, [[token] for token in tokens], tokens, lengths)
+
+    def _reasons(
+        self, nodes: Sequence[int], rests: Sequence[Sequence[int]], last: Sequence[int], lengths: Sequence[int]
+    ) -> list[str | None]:
+        """The finish reasons of sequences, given by a node and the tokens after it, the last token and the length."""
         eos, most = self.eos_token_ids, self.max_new_tokens
-        reasons = ["eos" if t[-1] in eos else "length" if len(t) >= most else None for t in outputs]
-        if self.hit_stops is not None:
+        reasons = ["eos" if t in eos else "length" if n >= most else None for t, n in zip(last, lengths, strict=True)]
+        if self.ends is not None:
             others = [i for i, reason in enumerate(reasons) if reason != "eos"]
-            for i, hit in zip(others, self.hit_stops([outputs[i] for i in others]), strict=True):
-                reasons[i] = "stop" if hit else reasons[i]
+            found = self.ends([nodes[i] for i in others], [rests[i] for i in others])
+            for i, reason in zip(others, found, strict=True):
+                reasons[i] = reason or reasons[i]
         return reasons
 
 

@@ -198,7 +198,7 @@ class Forest:
             if token in wanted.ends:
                 continue
             state = head.state
-            if state is not None and (state := wanted.after(state, token)).by_processor is None:
+            if state is not None and (state := wanted.after(state, token)).forbidden:
                 continue
             found.append((token, logp, state))
             left += math.exp(logp)

@@ -21,13 +21,13 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.errors import UsageError, shortened
-from engine.rules.constraint import Allowed, Constraint, State, Tokens
+from engine.rules.constraint import Allowed, Constraint, State, pieces
 from engine.text.tokenizer import Tokenizer
 from models.checkpoint.files import map_regular, replacing
 from models.checkpoint.tensor_files import buffer_of
@@ -36,7 +36,7 @@ MAGIC, VERSION, ORDER = b"COPPICEC", 1, 0x0102
 HEADER = struct.Struct(
     "=8sHHIQQQ32sII"
 )  # magic, order, version, vocabulary, edges, items, bytes of ids, tokenizer, sums
-LISTED = 64  # most tokens of a state that are read one by one; for more, tensors are faster
+WIDE = 64  # steps from this many nodes on are faster with tensors than one by one
 PIECE = 1 << 20  # entries of an array checked at a time
 REMEDY = "make one for this model: python -m tools.catalogue --model DIR --input items.jsonl --output FILE"
 ENDED = -1  # the state after the end of an item
@@ -80,7 +80,7 @@ class Catalogue:
         parts = [view[a:b] for a, b in itertools.pairwise(starts)]
         self._data, self._ids = data, view[starts[-1] :]
         self._id_starts = parts[0].cast("q")
-        self._tokens, self._first, self._ends = (part.cast("i") for part in parts[1:])
+        self._tokens, self._first = (part.cast("i") for part in parts[1:3])
         if not 0 < self.edges < 1 << 31 or not 0 < self.items <= self.edges:
             raise self._refused(f"the catalogue has {self.edges} edges and {self.items} items")
         kinds = (torch.int64, self.items + 1), (torch.int32, self.edges), (torch.int32, self.edges + 2)
@@ -88,8 +88,8 @@ class Catalogue:
             torch.frombuffer(data, dtype=dtype, count=count, offset=at)
             for (dtype, count), at in zip([*kinds, (torch.int32, self.items)], starts, strict=False)
         ]
-        id_starts, self._tokens_E, self._first_N, end_I = arrays
-        if fault := _fault(id_starts, self._tokens_E, self._first_N, end_I, self.vocab_size, ids):
+        id_starts, self._tokens_E, self._first_N, self._end_I = arrays
+        if fault := _fault(*arrays, self.vocab_size, ids):
             raise self._refused(f"the catalogue is not valid: {fault}")
 
     def _refused(self, what: str) -> UsageError:
@@ -101,53 +101,65 @@ class Catalogue:
         if self.fingerprint != fingerprint or self.vocab_size > vocab_size:
             raise self._refused("the catalogue was made with another tokenizer than the model's")
 
-    def child(self, node: int, token: int) -> int | None:
-        """The node after a token; None without one."""
+    def children(self, nodes: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """The node after each node and token; ENDED without one, and after ENDED."""
+        if len(nodes) < WIDE:
+            return [*map(self._child, nodes, tokens)]
+        node_N, token_N = torch.tensor(nodes), torch.tensor(tokens)
+        low_N, end_N = self._edges(node_N)
+        high_N = end_N
+        for _ in range(int((end_N - low_N).max()).bit_length()):  # a binary search in the edges of all nodes at once
+            middle_N = (low_N + high_N) >> 1
+            less_N = (self._tokens_E[middle_N.clamp(max=self.edges - 1)] < token_N) & (low_N < high_N)
+            low_N, high_N = torch.where(less_N, middle_N + 1, low_N), torch.where(less_N, high_N, middle_N)
+        found_N = (low_N < end_N) & (self._tokens_E[low_N.clamp(max=self.edges - 1)] == token_N)
+        return torch.where(found_N, low_N + 1, ENDED).tolist()
+
+    def _child(self, node: int, token: int) -> int:
+        if node == ENDED:
+            return ENDED
         end = self._first[node + 1]
         edge = bisect_left(self._tokens, token, self._first[node], end)
-        return edge + 1 if edge < end and self._tokens[edge] == token else None
+        return edge + 1 if edge < end and self._tokens[edge] == token else ENDED
 
-    def ends_at(self, node: int) -> bool:
-        """Whether an item ends at a node."""
-        place = bisect_left(self._ends, node)
-        return place < self.items and self._ends[place] == node
+    def _edges(self, node_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The first edge below each node, and the one after its last; none below ENDED."""
+        start_N, end_N = self._first_N[node_N].long(), self._first_N[node_N + 1].long()  # -1 is the last entry
+        return start_N, torch.where(node_N == ENDED, start_N, end_N)
 
-    def after(self, nodes: Sequence[int]) -> list[list[int] | Tensor]:
-        """The tokens after each of some nodes, ascending: a list, or int64."""
-        node_N = torch.tensor(nodes, dtype=torch.int64)
-        start_N, end_N = self._first_N[node_N], self._first_N[node_N + 1]
-        length_N = torch.where(end_N - start_N <= LISTED, end_N - start_N, 0)  # lengths of the lists
-        shift_N = start_N - (length_N.cumsum(0) - length_N)
-        edge_M = torch.arange(int(length_N.sum())) + shift_N.repeat_interleave(length_N)
-        listed, found, at = self._tokens_E[edge_M].tolist(), [], 0
-        for start, end in zip(start_N.tolist(), end_N.tolist(), strict=True):
-            if end - start > LISTED:
-                found.append(self._tokens_E[start:end].long())
-            else:
-                found.append(listed[at : at + end - start])
-                at += end - start
-        return found
+    def ends(self, node_N: Tensor) -> tuple[Tensor, Tensor]:
+        """For each node the place of the item that ends there, and whether one does."""
+        place_N = torch.searchsorted(self._end_I, node_N.int())
+        return place_N, self._end_I[place_N.clamp(max=self.items - 1)] == node_N
 
-    def item(self, tokens: Sequence[int]) -> str | int | None:
-        """The id of the item that has these tokens, without an end-of-sequence token; None if there is none."""
-        node: int | None = 0
-        for token in tokens:
-            node = self.child(node, token)
-            if node is None:
-                return None
-        assert node is not None
-        if not self.ends_at(node):
-            return None
-        place = bisect_left(self._ends, node)
-        text = bytes(self._ids[self._id_starts[place] : self._id_starts[place + 1]])
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            found = None
-        if type(found) not in (str, int):
-            raise self._refused(
-                f"the id of item {place}: expected a string or an integer, got {shortened(ascii(text))}"
-            )
+    def after(self, node_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens after each of some nodes, int64: ascending after a node, node after node; and how many each has."""
+        start_N, end_N = self._edges(node_N)
+        return self._tokens_E[pieces(start_N, end_N - start_N)].long(), end_N - start_N
+
+    def ids(self, outputs: Sequence[Sequence[int]]) -> list[str | int | None]:
+        """For each of some token sequences, without an end-of-sequence token, the id of the item that has it; None if
+        there is none."""
+        nodes = [0] * len(outputs)
+        for at in range(max(map(len, outputs), default=0)):
+            going = [i for i, tokens in enumerate(outputs) if at < len(tokens)]
+            after = self.children([nodes[i] for i in going], [outputs[i][at] for i in going])
+            for i, node in zip(going, after, strict=True):
+                nodes[i] = node
+        place_N, ends_N = self.ends(torch.tensor(nodes))
+        places = place_N[ends_N].tolist()
+        found = iter(self._ids_at(places))
+        return [next(found) if ends else None for ends in ends_N.tolist()]
+
+    def _ids_at(self, places: Sequence[int]) -> list[str | int]:
+        """The ids of the items at these places. Raises UsageError."""
+        texts = [bytes(self._ids[self._id_starts[place] : self._id_starts[place + 1]]) for place in places]
+        found = _values(b"[" + b",\n".join(texts) + b"]")  # no JSON string has a line break
+        if len(found) != len(texts) or not {*map(type, found)} <= {str, int}:
+            for place, text in zip(places, texts, strict=True):
+                if [*map(type, _values(b"[" + text + b"]"))] not in ([str], [int]):
+                    what = f"expected a string or an integer, got {shortened(ascii(text))}"
+                    raise self._refused(f"the id of item {place}: {what}")
         return found
 
 
@@ -169,22 +181,26 @@ class Items(Constraint):
         return 0
 
     def advance(self, state: State, token: int) -> State:
-        node = self.catalogue.child(state, token) if state != ENDED else None
-        return ENDED if node is None else node
+        return self.advance_all([state], [token])[0]
 
-    def allowed(self, states: Sequence[State]) -> Sequence[Tokens | Allowed]:
-        after = iter(self.catalogue.after([state for state in states if state != ENDED]))
-        return [Allowed([]) if state == ENDED else self._allowed(state, next(after)) for state in states]
+    def advance_all(self, states: Sequence[State], tokens: Sequence[int]) -> list[State]:
+        return self.catalogue.children(states, tokens)
+
+    def allowed(self, states: Sequence[State]) -> Allowed:
+        node_N = torch.tensor(states, dtype=torch.int64)
+        token_M, count_N = self.catalogue.after(node_N)
+        allowed = Allowed(token_M, count_N)
+        if not self.eos or not len(end_n := self.catalogue.ends(node_N)[1].nonzero()):
+            return allowed
+        end_M = (end_n << 32 | torch.tensor(self.eos)).view(-1)
+        key_M = torch.cat([allowed.row_M << 32 | token_M, end_M]).unique()  # sorted by state, then by token
+        return Allowed(key_M & (1 << 32) - 1, torch.bincount(key_M >> 32, minlength=len(states)))
 
     def item(self, tokens: Sequence[int]) -> str | int | None:
-        return self.catalogue.item(tokens)
+        return self.items([tokens])[0]
 
-    def _allowed(self, state: int, tokens: list[int] | Tensor) -> Allowed:
-        if self.eos and self.catalogue.ends_at(state):
-            if isinstance(tokens, list):
-                return Allowed(sorted({*tokens, *self.eos}))
-            return Allowed(torch.cat([tokens, torch.tensor(self.eos)]).unique())
-        return Allowed(tokens)
+    def items(self, outputs: Sequence[Sequence[int]]) -> list[str | int | None]:
+        return self.catalogue.ids(outputs)
 
 
 def open_catalogue(path: str | Path) -> Catalogue:
@@ -201,6 +217,14 @@ def open_catalogue(path: str | Path) -> Catalogue:
 @functools.lru_cache(maxsize=4)
 def _open(path: str, *_: int) -> Catalogue:
     return Catalogue(path)
+
+
+def _values(text: bytes) -> list[Any]:
+    """The values of a list in JSON; none if it is not valid."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return []
 
 
 def _fault(id_starts: Tensor, tokens_E: Tensor, first_N: Tensor, end_I: Tensor, vocab: int, ids: int) -> str:

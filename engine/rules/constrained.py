@@ -54,6 +54,7 @@ class Constrained:
         self.renormalise, self.limit = renormalise, limit
         self.states = NodeStates(processors, prompt)
         self.endings = Endings(self.states, eos)
+        self.states.forbidden.columns.rows[0] = self.endings.token, STUCK
         self.edits = RowEdits(self.states, self.endings, renormalise)
         self.few = FewAnswers(self.states, self.endings, renormalise)
         self.raises = not renormalise and any(p.raises for p in processors)
@@ -69,13 +70,12 @@ class Constrained:
         if self.states.mask is None:
             return RowPlan([*nodes], {}, [])
         plan = RowPlan([], {}, [])
-        for node, state in zip(nodes, states, strict=True):
-            if state.row is None and state.by_processor is None:
-                state.row = self.endings.token, STUCK
-            elif state.row is None and (token := self.certain(state)) is not None:
-                state.row = token, 0.0
-            if state.row is not None:
-                plan.known[node] = state.row
+        for node, (columns, place) in zip(nodes, states, strict=True):
+            row = columns.rows.get(place)
+            if row is None and (token := self.certain(NodeState(columns, place))) is not None:
+                row = columns.rows[place] = token, 0.0
+            if row is not None:
+                plan.known[node] = row
             else:
                 plan.asked.append(node)
         if self.states.alone and not self.renormalise and tree.switch_length is None:
@@ -84,4 +84,4 @@ class Constrained:
 
     def certain(self, state: NodeState) -> int | None:
         """The token whose probability is 1 in a state, so that no row is evaluated; None without one."""
-        return state.allowed.forced if self.renormalise and self.states.alone and state.allowed is not None else None
+        return state.forced if self.renormalise and self.states.alone else None

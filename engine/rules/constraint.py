@@ -7,11 +7,12 @@ rows (penalties, biases) have the same form: `engine.rules.processors`.
 """
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,97 +49,160 @@ class Constraint(ABC):
         """The state after a token that the state allows; called once for each token of a path."""
 
     @abstractmethod
-    def allowed(self, states: Sequence[State]) -> Sequence["Tokens | Allowed"]:
+    def allowed(self, states: Sequence[State]) -> "Sequence[Tokens] | Allowed":
         """The tokens that each state allows.
 
         Returns:
             for each state one of: ids in ascending order, as a list or as an int64 tensor, which needs no conversion;
             a bit mask, an int32 tensor [ceil(V / 32)], whose bit i of word w stands for the token 32 w + i; None: all
-            tokens. If no token is allowed, the output ends there, with the finish reason "constraint". An `Allowed` is
-            used unchecked.
+            tokens. If no token is allowed, the output ends there, with the finish reason "constraint". An `Allowed` of
+            all states is used unchecked.
         """
+
+    def advance_all(self, states: Sequence[State], tokens: Sequence[int]) -> list[State]:
+        """The state after each of many states and a token; by default from `advance`, one by one."""
+        return [self.advance(state, token) for state, token in zip(states, tokens, strict=True)]
 
     def item(self, tokens: Sequence[int]) -> str | int | None:
         """The id for `Output.item` of an output of these tokens, given without an end-of-sequence token."""
         return None
 
+    def items(self, outputs: Sequence[Sequence[int]]) -> list[str | int | None]:
+        """The ids of many outputs; by default from `item`, one by one."""
+        return [self.item(list(tokens)) for tokens in outputs]
 
-class Allowed(NamedTuple):
-    """The tokens that a state allows, checked.
+
+@dataclass(frozen=True, eq=False)
+class Allowed:
+    """The tokens that each of N states allows, checked.
 
     Attributes:
-        ids: ascending, a list or int64; None if there is a mask, or if all tokens are allowed.
-        mask: int32 words; None if there are ids, or if all tokens are allowed.
+        token_M: int64, those of states that list them: ascending within a state, state after state.
+        count_N: int64, how many each state lists.
+        masks: the other states, by their places: a mask, int32 words, or None if all tokens are allowed.
     """
 
-    ids: Sequence[int] | Tensor | None = None
-    mask: Tensor | None = None
+    token_M: Tensor
+    count_N: Tensor
+    masks: Mapping[int, Tensor | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tokens: "Tokens | Allowed", vocab: int) -> "Allowed":
-        """Check what `Constraint.allowed` returned for a state. Raises ConstraintError."""
-        if isinstance(tokens, Allowed):
-            ids = tokens.ids
-            if ids is not None and len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < vocab:
-                raise wrong(f"expected token ids from 0 to {vocab - 1}, got {int(ids[0])} to {int(ids[-1])}")
-            return tokens
-        if tokens is None:
-            return EVERYTHING
-        if isinstance(tokens, Tensor) and tokens.dtype == torch.int32 and tokens.dim() == 1:
-            if len(tokens) < -(-vocab // MASK_WORD):
-                got = f"a mask of {len(tokens)} words"
-                raise wrong(f"expected a mask of {-(-vocab // MASK_WORD)} words of 32 bits, a bit per token, got {got}")
-            return cls(mask=tokens.cpu())
-        if isinstance(tokens, Tensor):
-            plain = tokens.dtype == torch.int64 and tokens.dim() == 1
-            rising = plain and bool((tokens[1:] > tokens[:-1]).all())
-        else:
-            plain = isinstance(tokens, list | tuple) and {*map(type, tokens)} <= {int}
-            rising = plain and all(a < b for a, b in pairwise(tokens))
-        if not plain:
-            raise wrong(
-                f"expected a list of token ids, an int64 tensor, an int32 bit mask or None, got {brief(tokens)}"
-            )
-        for token in (tokens[0], tokens[-1]) if len(tokens) else ():
-            if not 0 <= int(token) < vocab:
-                raise wrong(f"expected token ids from 0 to {vocab - 1}, got {int(token)}")
-        if not rising:
-            raise wrong(f"expected token ids in ascending order, each once, got {brief(tokens)}")
-        return cls(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
+    def of(cls, found: "Sequence[Tokens] | Allowed", vocab: int) -> "Allowed":
+        """Check what `Constraint.allowed` returned. Raises ConstraintError."""
+        if isinstance(found, Allowed):
+            low, high = (int(x) for x in found.token_M.aminmax()) if len(found.token_M) else (0, 0)
+            if not 0 <= low <= high < vocab:
+                raise wrong(f"expected token ids from 0 to {vocab - 1}, got {low} to {high}")
+            return found
+        entries = [_checked(tokens, vocab) for tokens in found]
+        masks = {i: entry for i, entry in enumerate(entries) if entry is None or _is_mask(entry)}
+        lists = [() if i in masks else entry for i, entry in enumerate(entries)]
+        return cls(*listed(lists), masks)  # type: ignore[arg-type]
 
-    def __contains__(self, token: object) -> bool:
-        assert isinstance(token, int)
-        if isinstance(self.ids, Tensor):
-            at = int(torch.searchsorted(self.ids, token))
-            return at < len(self.ids) and int(self.ids[at]) == token
-        if self.ids is not None:
-            at = bisect_left(self.ids, token)
-            return at < len(self.ids) and self.ids[at] == token
-        return self.mask is None or bool(int(self.mask[token // MASK_WORD]) >> token % MASK_WORD & 1)
+    def __len__(self) -> int:
+        return len(self.count_N)
 
     @property
-    def nothing(self) -> bool:
-        """Whether no token is allowed."""
-        if self.ids is not None:
-            return not len(self.ids)
-        return self.mask is not None and not bool(self.mask.any())
+    def row_M(self) -> Tensor:
+        """The place of the state of each listed token."""
+        return torch.arange(len(self.count_N)).repeat_interleave(self.count_N)
 
-    @property
-    def forced(self) -> int | None:
-        """The only token that is allowed; None if there are several, or if a mask would have to be searched."""
-        return int(self.ids[0]) if self.ids is not None and len(self.ids) == 1 else None
+    @cached_property
+    def nothing(self) -> frozenset[int]:
+        """The states that allow no token."""
+        empty = (self.count_N == 0).nonzero().view(-1).tolist()
+        return frozenset(
+            i for i in empty if i not in self.masks or ((mask := self.masks[i]) is not None and not bool(mask.any()))
+        )
+
+    @cached_property
+    def forced(self) -> dict[int, int]:
+        """The states that list a single token -> this token."""
+        single_n = (self.count_N == 1).nonzero().view(-1)
+        tokens = self.token_M[(self.count_N.cumsum(0) - 1)[single_n]]
+        return dict(zip(single_n.tolist(), tokens.tolist(), strict=True))
+
+    def has(self, places: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        """Whether the state at each place allows a token."""
+        wanted_n = (torch.tensor(places) << 32) + torch.tensor(tokens)
+        key_M = (self.row_M << 32) + self.token_M
+        at_n = torch.searchsorted(key_M, wanted_n)
+        found = (torch.cat([key_M, key_M.new_full((1,), -1)])[at_n] == wanted_n).tolist()
+        if self.masks:
+            for i, (place, token) in enumerate(zip(places, tokens, strict=True)):
+                if place in self.masks:
+                    mask = self.masks[place]
+                    found[i] = mask is None or bool(int(mask[token // MASK_WORD]) >> token % MASK_WORD & 1)
+        return found
+
+    def some(self, places: Sequence[int]) -> "Allowed":
+        """The tokens of the states at these places."""
+        if len(places) == len(self) and [*places] == [*range(len(self))]:
+            return self
+        place_n = torch.tensor(places)
+        count_n, start_n = self.count_N[place_n], (self.count_N.cumsum(0) - self.count_N)[place_n]
+        masks = {i: self.masks[place] for i, place in enumerate(places) if place in self.masks} if self.masks else {}
+        return Allowed(self.token_M[pieces(start_n, count_n)], count_n, masks)
+
+    def or_end(self, token: int) -> "Allowed":
+        """The same, with a token where no token is listed."""
+        count_N = self.count_N.clamp(min=1)
+        token_M = torch.full((int(count_N.sum()),), token)
+        token_M[pieces(count_N.cumsum(0) - count_N, self.count_N)] = self.token_M
+        return Allowed(token_M, count_N, self.masks)
 
 
-EVERYTHING = Allowed()
+def joined(parts: Sequence[Allowed]) -> Allowed:
+    """The tokens of several groups of states, one group after the other."""
+    masks, at = {}, 0
+    for part in parts:
+        masks |= {at + i: mask for i, mask in part.masks.items()}
+        at += len(part)
+    return Allowed(torch.cat([part.token_M for part in parts]), torch.cat([part.count_N for part in parts]), masks)
 
 
-def listed(allowed: Iterable[Allowed]) -> tuple[Tensor, Tensor]:
-    """The tokens of the entries that have ids, one entry after the other, int64 [M], and how many each has."""
-    ids, parts = [entry.ids for entry in allowed if entry.ids is not None], [torch.empty(0, dtype=torch.int64)]
-    for tensors, some in groupby(ids, lambda one: isinstance(one, Tensor)):
+def pieces(start_N: Tensor, length_N: Tensor) -> Tensor:
+    """The places in an array of pieces of it, given by their starts and lengths, one piece after the other."""
+    shift_N = start_N - (length_N.cumsum(0) - length_N)
+    return torch.arange(int(length_N.sum())) + shift_N.repeat_interleave(length_N)
+
+
+def listed(lists: Iterable[Sequence[int] | Tensor]) -> tuple[Tensor, Tensor]:
+    """Tokens, one list after the other, int64 [M], and how many each list has."""
+    lists, parts = [*lists], [torch.empty(0, dtype=torch.int64)]
+    for tensors, some in groupby(lists, lambda one: isinstance(one, Tensor)):
         flat = some if tensors else [torch.tensor([*chain.from_iterable(some)])]  # noqa: B031
         parts += [torch.as_tensor(each, dtype=torch.int64) for each in flat]
-    return torch.cat(parts), torch.tensor([len(some) for some in ids], dtype=torch.int64)
+    return torch.cat(parts), torch.tensor([len(some) for some in lists], dtype=torch.int64)
+
+
+def _is_mask(tokens: Any) -> bool:
+    return isinstance(tokens, Tensor) and tokens.dtype == torch.int32 and tokens.dim() == 1
+
+
+def _checked(tokens: Tokens, vocab: int) -> Tokens:
+    """Check what `Constraint.allowed` returned for a state; tensors move to the host. Raises ConstraintError."""
+    if tokens is None:
+        return None
+    if isinstance(tokens, Tensor) and _is_mask(tokens):
+        if len(tokens) < -(-vocab // MASK_WORD):
+            got = f"a mask of {len(tokens)} words"
+            raise wrong(f"expected a mask of {-(-vocab // MASK_WORD)} words of 32 bits, a bit per token, got {got}")
+        return tokens.cpu()
+    if isinstance(tokens, Tensor):
+        plain = tokens.dtype == torch.int64 and tokens.dim() == 1
+        rising = plain and bool((tokens[1:] > tokens[:-1]).all())
+    else:
+        plain = isinstance(tokens, list | tuple) and {*map(type, tokens)} <= {int}
+        rising = plain and all(a < b for a, b in pairwise(tokens))
+    if not plain:
+        raise wrong(f"expected a list of token ids, an int64 tensor, an int32 bit mask or None, got {brief(tokens)}")
+    for token in (tokens[0], tokens[-1]) if len(tokens) else ():
+        if not 0 <= int(token) < vocab:
+            raise wrong(f"expected token ids from 0 to {vocab - 1}, got {int(token)}")
+    if not rising:
+        raise wrong(f"expected token ids in ascending order, each once, got {brief(tokens)}")
+    return tokens.cpu() if isinstance(tokens, Tensor) else tokens
 
 
 def wrong(what: str) -> ConstraintError:
@@ -262,9 +326,9 @@ class AfterThought(Constraint):
             return seen, self.constraint.advance(inner, token)
         return seen + 1 if token == self.closing[seen] else int(token == self.closing[0]), inner
 
-    def allowed(self, states: Sequence[State]) -> Sequence["Tokens | Allowed"]:
+    def allowed(self, states: Sequence[State]) -> Sequence[Tokens]:
         ended = [inner for seen, inner in states if seen == len(self.closing)]
-        found = iter(self.constraint.allowed(ended) if ended else ())
+        found = iter(self.constraint.allowed(ended) if ended else ())  # type: ignore[arg-type]
         return [next(found) if seen == len(self.closing) else self.free_W for seen, _ in states]
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.cache.tree import TokenTree
-from engine.rules.constraint import EVERYTHING
 from engine.rules.endings import STUCK, Endings
+from engine.rules.processors import mask
 from engine.rules.state import NodeState, NodeStates
 
 
@@ -67,27 +67,27 @@ class RowEdits:
             rows_NV += excess_N1
         for i, processor in enumerate(self.states.processors):
             if processor is self.states.mask:
-                processor.apply(rows_NV, [state.allowed or EVERYTHING for state in states])
+                mask(rows_NV, self.states.allowed(states))
             else:
-                processor.apply(rows_NV, [s.by_processor[i] for s in states if s.by_processor is not None])
+                processor.apply(rows_NV, [columns.by_processor[i][place] for columns, place in states])
         if self.renormalise:
             rows_NV -= rows_NV.logsumexp(1, keepdim=True).clamp_(min=-3e38)  # clamped for rows without any token
 
     @staticmethod
     def _note(states: Sequence[NodeState], rows_NV: Tensor) -> None:
-        """Store in each state that allows a single token the row: this token and its log-probability."""
-        chains = [(i, s, s.allowed.forced) for i, s in enumerate(states) if s.allowed and s.allowed.forced is not None]
+        """Store the rows of nodes that are evaluated ahead: their only token and its log-probability."""
+        chains = [(i, state, state.forced) for i, state in enumerate(states) if state.awaits_row]
         if chains:
             places, found, tokens = zip(*chains, strict=True)
             for state, token, number in zip(found, tokens, rows_NV[places, tokens].tolist(), strict=True):
-                state.row = token, number
+                state.columns.rows[state.place] = token, number
 
     def _end(self, tree: TokenTree, nodes: Sequence[int], states: Sequence[NodeState], rows_NV: Tensor) -> None:
         """End outputs after which no token is allowed: give an end-of-sequence token the row's only log-probability."""
-        if self.states.alone and all(state.allowed is None or state.allowed.ids is not None for state in states):
-            stuck = [i for i, state in enumerate(states) if state.allowed is not None and state.allowed.nothing]
+        if self.states.lists(states):
+            stuck = [i for i, state in enumerate(states) if state.ends]
         else:
             stuck = (rows_NV.amax(1) == -math.inf).nonzero().view(-1).tolist()
         for i in stuck:
-            self.endings.note(tree, nodes[i], states[i].allowed)
+            self.endings.note(tree, nodes[i], states[i])
             rows_NV[i, self.endings.token] = STUCK

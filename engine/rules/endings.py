@@ -1,11 +1,11 @@
 """Outputs that end because no token is allowed, and the catalogue items of outputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.cache.tree import TokenTree
 from engine.contract import Output, SearchResult
-from engine.rules.constraint import Allowed, ConstraintError
+from engine.rules.constraint import ConstraintError
 from engine.rules.state import NodeState, NodeStates
 
 STUCK = float(-(1 << 16))  # log-probability of an end because no token is allowed: `search.finished` ranks it last
@@ -33,52 +33,28 @@ class Endings:
         """Forget all ends: the search starts again."""
         self._paths: set[tuple[int, ...]] = set()  # paths after which no token is allowed
 
-    def note(self, tree: TokenTree, node: int, allowed: Allowed | None) -> None:
+    def note(self, tree: TokenTree, node: int, state: NodeState) -> None:
         """Note that the output ends after a node. Raises ConstraintError if no token can end it."""
         path = tree.path(node)
         if self.eos:
             self._paths.add(tuple(path))
-        elif not path or allowed is None or not allowed.nothing:  # `hit_stops` has not ended the output before
+        elif not path or not state.ends:  # `reached` has not ended the output before
             raise ConstraintError(
                 f"no token is allowed after {len(path)} new tokens, and no token ends an output",
                 remedy="allow end-of-sequence tokens (no ignore_eos), or loosen what is allowed",
             )
 
-    def hit_stops(
-        self, tree: TokenTree, stops: Callable[[Sequence[int]], bool] | None
-    ) -> Callable[[Sequence[Sequence[int]]], list[bool]]:
-        """`Task.hit_stops` of a request without end-of-sequence tokens: an output also ends if the constraint allows
-        no token after its new tokens.
-
-        Args:
-            tree: the target's tree.
-            stops: whether new tokens contain a stop string.
-        """
-
-        def hit(outputs: Sequence[Sequence[int]]) -> list[bool]:
-            ended = [stops is not None and stops(tokens) for tokens in outputs]
-            if self.states.mask is not None:
-                open_ = [i for i, end in enumerate(ended) if not end]
-                for i, state in zip(open_, self._states(tree, [outputs[i] for i in open_]), strict=True):
-                    if state.allowed is not None and state.allowed.nothing:
-                        self._paths.add(tuple(outputs[i]))
-                        ended[i] = True
-            return ended
-
-        return hit
-
-    def _states(self, tree: TokenTree, outputs: Sequence[Sequence[int]]) -> list[NodeState]:
-        """The states after new tokens, with the tokens that they allow; the tree need not have all of the nodes."""
-        nodes = [tree.descend(tokens) for tokens in outputs]
+    def reached(self, tree: TokenTree, nodes: Sequence[int], rests: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether the constraint allows no token after each node and new tokens after it; for a request without
+        end-of-sequence tokens. The tree need not have nodes of the new tokens."""
         states = self.states.of_all(tree, nodes)
-        rests = [t[tree.position(n) + 1 - tree.prompt_length :] for t, n in zip(outputs, nodes, strict=True)]
         for at in range(max(map(len, rests), default=0)):
             more = [i for i, rest in enumerate(rests) if at < len(rest)]
             after = self.states.after_all([states[i] for i in more], [rests[i][at] for i in more])
             for i, state in zip(more, after, strict=True):
                 states[i] = state
         self.states.allow(states)
-        return states
+        return [state.ends for state in states]
 
     def settle(self, result: SearchResult, ranked: bool) -> None:
         """Give outputs their items, and those that ended because no token was allowed the finish reason "constraint".
@@ -95,11 +71,10 @@ class Endings:
         result.outputs = outputs
 
     def _settled(self, output: Output, ranked: bool) -> Output:
+        if output.finish_reason == "constraint":  # the search has found the reason itself
+            stuck = not ranked and output.score is not None and output.score <= STUCK
+            return replace(output, score=None) if stuck else output
         tokens = output.token_ids
-        if output.finish_reason == "constraint" and not ranked:  # the search has found the reason itself
-            return replace(output, score=None)
-        if output.finish_reason == "stop" and tuple(tokens) in self._paths:
-            return replace(output, finish_reason="constraint")
         if output.finish_reason != "eos" or tuple(tokens[:-1]) not in self._paths:
             return output
         logprob = None if output.logprob is None else output.logprob - STUCK

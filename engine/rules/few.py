@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.tree import TokenTree
-from engine.rules.constraint import Allowed, listed
+from engine.rules.constraint import Allowed
 from engine.rules.endings import STUCK, Endings
 from engine.rules.state import NodeStates
 from kernels.rows import log_softmax
@@ -31,9 +31,9 @@ class Few(NamedTuple):
     renormalise: bool
 
     @classmethod
-    def of(cls, allowed: Sequence[Allowed], renormalise: bool) -> "Few":
-        """The tokens of entries that have ids."""
-        return cls(*listed(allowed), renormalise)
+    def of(cls, allowed: Allowed, renormalise: bool) -> "Few":
+        """The tokens of states that list them."""
+        return cls(allowed.token_M, allowed.count_N, renormalise)
 
     @property
     def row_M(self) -> Tensor:
@@ -55,8 +55,7 @@ class FewAnswers:
 
     def suffices(self, tree: TokenTree, nodes: Sequence[int]) -> bool:
         """Whether `wanted` finds the tokens of all these nodes, so that their top sums need no whole rows."""
-        found = [state.allowed for state in self.states.of_all(tree, nodes)]
-        return self.states.alone and all(allowed is not None and allowed.ids is not None for allowed in found)
+        return self.states.lists(self.states.of_all(tree, nodes))
 
     def wanted(self, tree: TokenTree, nodes: Sequence[int]) -> Few | None:
         """The allowed tokens of evaluated nodes; None if other processors edit rows, or if a state has no ids.
@@ -65,22 +64,18 @@ class FewAnswers:
         """
         if not self.suffices(tree, nodes):
             return None
-        found = [state.allowed for state in self.states.of_all(tree, nodes)]
-        end = Allowed([self.endings.token])
-        return Few.of([end if allowed.nothing else allowed for allowed in found if allowed], self.renormalise)
+        allowed = self.states.allowed(self.states.of_all(tree, nodes))
+        return Few.of(allowed.or_end(self.endings.token) if allowed.nothing else allowed, self.renormalise)
 
     def note(self, tree: TokenTree, nodes: Sequence[int], few: Few, logp_M: Tensor) -> None:
         """Store known rows, and set the log-probability of ends in place, like an edit. Raises ConstraintError."""
-        single_n = (few.count_N == 1).nonzero().view(-1)
-        place_n = (few.count_N.cumsum(0) - 1)[single_n]
-        nodes = [nodes[i] for i in single_n.tolist()]
-        states, columns = self.states.of_all(tree, nodes), (place_n, few.token_M[place_n], logp_M[place_n])
-        for node, state, place, token, logp in zip(nodes, states, *(x.tolist() for x in columns), strict=True):
-            if state.allowed is not None and state.allowed.nothing:
-                self.endings.note(tree, node, state.allowed)
-                logp_M[place] = STUCK
-            elif not self.renormalise:
-                state.row = token, logp
+        states, last_N = self.states.of_all(tree, nodes), few.count_N.cumsum(0) - 1
+        for i, state in enumerate(states):
+            if state.ends:
+                self.endings.note(tree, nodes[i], state)
+                logp_M[last_N[i]] = STUCK
+            elif state.awaits_row:
+                state.columns.rows[state.place] = int(few.token_M[last_N[i]]), float(logp_M[last_N[i]])
 
 
 class Head:

@@ -156,7 +156,7 @@ class HiddenRows:
         return [*zip(places, states, strict=False)]
 
     def _has_row(self, place: int, state: NodeState | None) -> bool:
-        return place in self._row and (state is None or state.by_processor is not None)
+        return place in self._row and (state is None or not state.forbidden)
 
     def _forced(self, state: NodeState | None) -> int | None:
         """The token that a constraint forces, if that makes its probability 1, so that no row was evaluated."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.rules.constraint import MASK_WORD, Allowed, Constraint, ConstraintError, State, attributed, brief, listed
+from engine.rules.constraint import MASK_WORD, Allowed, Constraint, ConstraintError, State, attributed, brief
 
 MOST_ROWS = 64  # rows masked at a time: a mask's limits take as much memory as its row
 Entry = tuple[int, int, float]  # row, token, number
@@ -69,40 +69,36 @@ class Masked(Processor):
 
     def advance_all(self, states: Sequence[State], tokens: Sequence[int]) -> list[State]:
         with attributed(self.constraint, "advance"):
-            return [self.constraint.advance(state, token) for state, token in zip(states, tokens, strict=True)]
+            return self.constraint.advance_all(states, tokens)
 
-    def allowed(self, states: Sequence[State]) -> list[Allowed]:
+    def allowed(self, states: Sequence[State]) -> Allowed:
         """The allowed tokens of states. Raises ConstraintError."""
         with attributed(self.constraint, "allowed"):
-            found = list(self.constraint.allowed(states))
+            found = self.constraint.allowed(states)
+            found = found if isinstance(found, Allowed) else [*found]
             if len(found) != len(states):
                 raise ConstraintError(f"allowed: expected an entry for each of {len(states)} states, got {len(found)}")
-            return [Allowed.of(tokens, self.vocab) for tokens in found]
+            return Allowed.of(found, self.vocab)
 
     def items(self, outputs: Sequence[Sequence[int]]) -> list[str | int | None]:
         """See `Constraint.item`. Raises ConstraintError."""
         with attributed(self.constraint, "item"):
-            return [self.constraint.item(list(tokens)) for tokens in outputs]
-
-    def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
-        """Set forbidden tokens to -inf; `states` are of type Allowed here."""
-        mask(rows_NV, states)
+            return self.constraint.items(outputs)
 
 
-def mask(rows_NV: Tensor, allowed: Sequence[Allowed]) -> None:
+def mask(rows_NV: Tensor, allowed: Allowed) -> None:
     """Set the tokens that are not allowed to -inf, in place."""
-    V, device = rows_NV.shape[1], rows_NV.device
-    with_ids = [i for i, tokens in enumerate(allowed) if tokens.ids is not None]
+    V, device, masks = rows_NV.shape[1], rows_NV.device, allowed.masks
+    with_ids = [i for i in range(len(allowed)) if i not in masks]
     if with_ids:
-        token_M, count_n = listed(allowed)
-        kept = (torch.tensor(with_ids).repeat_interleave(count_n) * V + token_M).to(device, non_blocking=True)
+        kept = (allowed.row_M * V + allowed.token_M).to(device, non_blocking=True)
         flat = rows_NV.view(-1)
         values = flat[kept]
         _select(rows_NV, with_ids, lambda some_NV: some_NV.fill_(-math.inf))
         flat[kept] = values
-    every = [i for i, tokens in enumerate(allowed) if tokens.mask is not None]
-    for masked in (every[i : i + MOST_ROWS] for i in range(0, len(every), MOST_ROWS)):
-        words_NW = torch.stack([allowed[i].mask[: -(-V // MASK_WORD)] for i in masked]).to(device)  # type: ignore[index]
+    every = [(i, mask_W[: -(-V // MASK_WORD)]) for i, mask_W in masks.items() if mask_W is not None]
+    for some in (every[i : i + MOST_ROWS] for i in range(0, len(every), MOST_ROWS)):
+        masked, words_NW = [i for i, _ in some], torch.stack([mask_W for _, mask_W in some]).to(device)
         limits_NV = _limits(device).index_select(0, words_NW.view(torch.uint8).int().view(-1)).view(len(masked), -1)
         if short := V - limits_NV.shape[1]:
             limits_NV = torch.nn.functional.pad(limits_NV, (0, short), value=-math.inf)

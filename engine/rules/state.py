@@ -1,34 +1,67 @@
 """The states of a request's nodes: a state per processor, the tokens that the constraint allows, known rows.
 
-A node's state is computed from its parent's, once per node, when its row is requested.
+A node's state is computed from its parent's, once per node, when its row is requested. States that are computed
+together, usually those of all beams of a step, are stored together, in columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+import torch
 
 from engine.cache.tree import TokenTree
-from engine.rules.constraint import EVERYTHING, Allowed, State
+from engine.rules.constraint import Allowed, State, joined
 from engine.rules.processors import Masked, Processor
 
 MOST_AHEAD = 8  # most nodes of a pass evaluated ahead: a pass of few rows takes hardly longer than one of one row
 KEPT_PER_LIVE = 4  # states are dropped when there are this many times as many as live nodes
 
 
-@dataclass(slots=True)
-class NodeState:
-    """The states that the engine keeps for a node.
+@dataclass(eq=False, slots=True)
+class StateColumns:
+    """States that were computed together.
 
     Attributes:
-        by_processor: the state of each processor; None for a forbidden node.
+        by_processor: the states of each processor; none for forbidden nodes.
         allowed: the tokens that the constraint allows next; None if it was not asked yet, or if there is none.
-        row: the row, if it is known: its only token, and the token's log-probability.
-        after: the states after tokens that were requested.
+        rows: the known rows by place: the only token, and its log-probability; None: to be known from the next pass.
+        after: (place, token) -> the state after this token, if it was requested and no node has it yet.
     """
 
-    by_processor: tuple[State, ...] | None
+    by_processor: Sequence[Sequence[State]]
     allowed: Allowed | None = None
-    row: tuple[int, float] | None = None
-    after: "dict[int, NodeState]" = field(default_factory=dict)
+    rows: dict[int, tuple[int, float] | None] = field(default_factory=dict)
+    after: "dict[tuple[int, int], NodeState]" = field(default_factory=dict)
+
+
+class NodeState(NamedTuple):
+    """The states that the engine keeps for a node, as a place in columns."""
+
+    columns: StateColumns
+    place: int
+
+    @property
+    def forbidden(self) -> bool:
+        """Whether the constraint excludes the node."""
+        return not self.columns.by_processor
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that the constraint allows next; None if there are several, or if it was not asked."""
+        return None if self.columns.allowed is None else self.columns.allowed.forced.get(self.place)
+
+    @property
+    def awaits_row(self) -> bool:
+        """Whether the next pass is to note the row, because the node is evaluated ahead."""
+        return self.place in self.columns.rows and self.columns.rows[self.place] is None
+
+    @property
+    def ends(self) -> bool:
+        """Whether the constraint allows no token after the node, which is not forbidden."""
+        allowed = self.columns.allowed
+        return allowed is not None and self.place in allowed.nothing and not self.forbidden
 
 
 class NodeStates:
@@ -41,6 +74,7 @@ class NodeStates:
     Attributes:
         mask: the constraint, if there is one.
         alone: whether only the constraint edits rows.
+        forbidden: the state of every node that the constraint excludes.
     """
 
     def __init__(self, processors: Sequence[Processor], prompt: Sequence[int]):
@@ -49,7 +83,9 @@ class NodeStates:
         self.alone = self.mask is not None and len(self.processors) == 1
         # Done here, because a long prompt takes longer than a step. Not for a constraint, whose code may be foreign.
         self._begun = [None if p is self.mask else p.start(self.prompt) for p in self.processors]
-        self._start: tuple[State, ...] | None = None
+        self._start: Sequence[Sequence[State]] | None = None
+        nothing = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        self.forbidden = NodeState(StateColumns((), Allowed(*nothing)), 0)
         self._trees: dict[TokenTree, dict[int, NodeState]] = {}
 
     def restart(self) -> None:
@@ -67,7 +103,10 @@ class NodeStates:
 
     def has_row(self, tree: TokenTree, node: int) -> bool:
         """Whether the row of a node is known without an evaluation, or from an earlier one."""
-        return tree in self._trees and self.of(tree, node).row is not None
+        if tree not in self._trees:
+            return False
+        columns, place = self.of(tree, node)
+        return columns.rows.get(place) is not None
 
     def of(self, tree: TokenTree, node: int) -> NodeState:
         """The state of a node, computed from that of its nearest ancestor that has one."""
@@ -85,7 +124,7 @@ class NodeStates:
             before, tokens = [states[tree.parent(node)] for node in new], [tree.token(node) for node in new]
             states.update(zip(new, self.after_all(before, tokens), strict=True))
             for state, token in zip(before, tokens, strict=True):
-                state.after.pop(token, None)  # the node has it now
+                state.columns.after.pop((state.place, token), None)  # the node has it now
         return [states[node] for node in nodes]
 
     def asked(self, tree: TokenTree, nodes: Sequence[int]) -> list[NodeState]:
@@ -106,34 +145,60 @@ class NodeStates:
     def after_all(self, states: Sequence[NodeState], tokens: Sequence[int]) -> list[NodeState]:
         """The state after each state and token."""
         self.allow(states)
-        new: list[tuple[NodeState, int]] = []
-        for state, token in zip(states, tokens, strict=True):
-            if token not in state.after:
-                if state.by_processor is None or token not in (state.allowed or EVERYTHING):
-                    state.after[token] = NodeState(None)
-                else:
-                    new.append((state, token))
+        wanted = [(columns, (place, token)) for (columns, place), token in zip(states, tokens, strict=True)]
+        new = [*dict.fromkeys(each for each in wanted if each[1] not in each[0].after)]
         if new:
-            befores = zip(*[state.by_processor for state, _ in new if state.by_processor is not None], strict=True)
-            chosen = [token for _, token in new]
-            parts = [p.advance_all(before, chosen) for p, before in zip(self.processors, befores, strict=True)]
-            for (state, token), found in zip(new, zip(*parts, strict=True), strict=True):
-                state.after[token] = NodeState(found)
-        return [state.after[token] for state, token in zip(states, tokens, strict=True)]
+            allowed = self._allows(new)
+            going = [each for each, goes in zip(new, allowed, strict=True) if goes]
+            chosen = [token for _, (_, token) in going]
+            parts = [
+                p.advance_all([columns.by_processor[i][place] for columns, (place, _) in going], chosen)
+                for i, p in enumerate(self.processors if going else ())
+            ]
+            made, places = StateColumns(parts), iter(range(len(going)))
+            for (columns, step), goes in zip(new, allowed, strict=True):
+                columns.after[step] = NodeState(made, next(places)) if goes else self.forbidden
+        return [columns.after[step] for columns, step in wanted]
+
+    def _allows(self, steps: Sequence[tuple[StateColumns, tuple[int, int]]]) -> list[bool]:
+        """Whether the constraint allows each step: the columns and the place of a state, and a token after it."""
+        found = dict.fromkeys(steps, True)
+        for columns, among in grouped(columns for columns, _ in steps).items() if self.mask is not None else ():
+            assert columns.allowed is not None
+            places, tokens = zip(*(steps[i][1] for i in among), strict=True)
+            found |= zip((steps[i] for i in among), columns.allowed.has(places, tokens), strict=True)
+        return [*found.values()]
 
     def allow(self, states: Sequence[NodeState]) -> None:
         """Ask the constraint, if there is one, for the allowed tokens of all states that lack them at once."""
-        lacking = [state for state in states if state.by_processor is not None and state.allowed is None]
-        if lacking and self.mask is not None:
-            asked = [*{id(state): state for state in lacking}.values()]  # each once
-            place = self.processors.index(self.mask)
-            parts = [state.by_processor[place] for state in asked if state.by_processor is not None]
-            for state, allowed in zip(asked, self.mask.allowed(parts), strict=True):
-                state.allowed = allowed
+        every = dict.fromkeys(state.columns for state in states)
+        if self.mask is not None and (lacking := [columns for columns in every if columns.allowed is None]):
+            place, at = self.processors.index(self.mask), 0
+            parts = [columns.by_processor[place] for columns in lacking]
+            allowed = self.mask.allowed([*chain.from_iterable(parts)])
+            for columns, part in zip(lacking, parts, strict=True):
+                columns.allowed = allowed.some(range(at, at := at + len(part)))
+
+    def allowed(self, states: Sequence[NodeState]) -> Allowed:
+        """The tokens that the constraint allows after each of these states, for which it was asked."""
+        groups, parts = grouped(state.columns for state in states), []
+        for columns, among in groups.items():
+            assert columns.allowed is not None
+            parts.append(columns.allowed.some([states[i].place for i in among]))
+        if len(parts) == 1:
+            return parts[0]
+        order = {i: at for at, i in enumerate(chain.from_iterable(groups.values()))}
+        return joined(parts).some([order[i] for i in range(len(states))])
+
+    def lists(self, states: Sequence[NodeState]) -> bool:
+        """Whether only the constraint edits rows, and lists the tokens that it allows after each of these states."""
+        return self.alone and all(
+            columns.allowed is not None and place not in columns.allowed.masks for columns, place in states
+        )
 
     def along(self, tokens: Sequence[int]) -> list[NodeState]:
         """The state before each of the new tokens, without a tree."""
-        states = [NodeState(self._starts() if self._start is None else self._start)]
+        states = [NodeState(StateColumns(self._starts() if self._start is None else self._start), 0)]
         for token in tokens[:-1]:
             states.append(self.after(states[-1], token))
         self.allow(states)
@@ -151,14 +216,15 @@ class NodeStates:
         last = tree.prompt_length + limit - 1
         for node in nodes:
             state = states[node]
-            while state.allowed is not None and (token := state.allowed.forced) is not None and token not in ends:
-                if len(grown) >= room or tree.position(node) + 1 >= last:
+            while len(grown) < room and (token := state.forced) is not None and token not in ends:
+                if tree.position(node) + 1 >= last:
                     break
                 state = self.after(state, token)
                 self.allow([state])
-                if state.allowed is None or state.allowed.forced is None or (child := tree.child(node, token)) in nodes:
+                if state.forced is None or (child := tree.child(node, token)) in nodes:
                     break
                 states[child] = state
+                state.columns.rows.setdefault(state.place)
                 grown.append(node := child)
         return grown
 
@@ -166,20 +232,30 @@ class NodeStates:
         """The state of a tree's first root: after its prompt, which may hold new tokens of the request."""
         if self._start is None:
             self._start = self._starts()
-        state = NodeState(self._start)
+        state = NodeState(StateColumns(self._start), 0)
         for token in tree.trunk.tokens[len(self.prompt) : tree.prompt_length]:
             state = self.after(state, token)
         return state
 
-    def _starts(self) -> tuple[State, ...]:
+    def _starts(self) -> list[list[State]]:
         """The processors' states after the prompt."""
-        mask = self.mask
-        return tuple(
-            mask.start(self.prompt) if processor is mask and mask is not None else part
-            for processor, part in zip(self.processors, self._begun, strict=True)
-        )
+        begun = zip(self.processors, self._begun, strict=True)
+        return [[p.start(self.prompt) if p is self.mask else part] for p, part in begun]
 
     def _forget(self, tree: TokenTree) -> None:
-        """Drop the states of nodes that are not live."""
+        """Drop the states of nodes that are not live, and those that no node has."""
         self.of(tree, tree.root)
         self._trees[tree] = {node: state for node, state in self._trees[tree].items() if tree.is_live(node)}
+        for state in self._trees[tree].values():
+            state.columns.after.clear()
+
+
+def grouped(every: Iterable[StateColumns]) -> dict[StateColumns, list[int]]:
+    """The places at which each columns occur."""
+    places: dict[StateColumns, list[int]] = {}
+    for i, columns in enumerate(every):
+        if columns in places:
+            places[columns].append(i)
+        else:
+            places[columns] = [i]
+    return places

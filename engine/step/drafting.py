@@ -464,7 +464,7 @@ def allowed(draft: Draft, state: NodeState, after: Any) -> Draft:
     """The part of a draft that a constraint allows below a node in this state; `after` is `NodeStates.after`."""
     kept, states, place = Draft(), {-1: state}, {-1: -1}
     for i, (token, parent, score) in enumerate(zip(draft.tokens, draft.parents, draft.scores, strict=True)):
-        if parent in states and (below := after(states[parent], token)).by_processor is not None:
+        if parent in states and not (below := after(states[parent], token)).forbidden:
             states[i], place[i] = below, len(kept.tokens)
             kept.tokens.append(token)
             kept.parents.append(place[parent])

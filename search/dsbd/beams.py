@@ -16,7 +16,7 @@ def extend(task: Task, beams: Sequence[Beam], joint: Joint, drawn: Sequence[int]
     """
     tree, going, ended = task.tree, [], []
     before = {beam.node: beam.logprob for beam in beams}
-    last = tree.position(beams[0].node) + 2 - tree.prompt_length >= task.max_new_tokens or task.hit_stops is not None
+    last = tree.position(beams[0].node) + 2 - tree.prompt_length >= task.max_new_tokens or task.ends is not None
     for i in dict.fromkeys(drawn):
         node, token = joint.cell(i)
         logprob, count = before[node] + float(joint.logps[i]), drawn.count(i)

@@ -179,10 +179,9 @@ class ULTS(Search):
     def _ends(self, task: Task, node: int, level: int, tokens: list[int]) -> dict[int, str]:
         """Map the index of each child that is a leaf to its finish reason."""
         ends = {}
-        if task.hit_stops is not None:
-            path = task.tree.path(node)
-            hits = task.hit_stops([[*path, token] for token in tokens])
-            ends |= {c: "stop" for c, hit in enumerate(hits) if hit}
+        if task.ends is not None:
+            found = task.ends([node] * len(tokens), [[token] for token in tokens])
+            ends |= {c: reason for c, reason in enumerate(found) if reason is not None}
         if level == task.max_new_tokens:
             ends = {c: ends.get(c, "length") for c in range(len(tokens))}
         if not task.eos_token_ids.isdisjoint(tokens):

@@ -111,7 +111,8 @@ def drive(
 
     tree = open_tree("target", prompt)
     if stops is not None:
-        task["hit_stops"] = lambda outputs: [stops(tokens) for tokens in outputs]
+        texts = lambda nodes, rests: ([*tree.path(n), *rest] for n, rest in zip(nodes, rests, strict=True))  # noqa: E731
+        task["ends"] = lambda nodes, rests: ["stop" if stops(tokens) else None for tokens in texts(nodes, rests)]
     generator = search.run(Task(tree, max_new, frozenset(eos), vocab, open_tree=open_tree, **task))
     try:
         run.result = _follow(run, generator, models, close_after)
