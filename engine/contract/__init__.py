@@ -211,9 +211,9 @@ class Task:
         max_new_tokens: at least 1.
         eos_token_ids: tokens that end a sequence; may be empty.
         vocab_size: the number of tokens that can be generated; higher ids have log-probability -inf.
-        ends: for each of some nodes of the tree and new tokens after it, whether the output ends there by itself: "stop"
-            (it contains a stop string), "constraint" (no token is allowed after it) or None. The tree need not have
-            nodes of the new tokens. None if no output does.
+        ends: for each of some nodes of the tree and new tokens after it, whether the output ends there without an
+            end-of-sequence token: "stop" (it contains a stop string), "constraint" (no token is allowed after it) or
+            None. The tree need not have nodes of the new tokens. None if no output of this request does.
         open_tree: (model name, prompt) -> a tree of another model, "draft" or "reward"; freed with the search.
         tokenizer: the target model's; None without one.
         seconds: number of target tokens -> this search's share of the time of a pass that evaluates them, by recent

@@ -88,7 +88,7 @@ class Catalogue:
             torch.frombuffer(data, dtype=dtype, count=count, offset=at)
             for (dtype, count), at in zip([*kinds, (torch.int32, self.items)], starts, strict=False)
         ]
-        id_starts, self._tokens_E, self._first_N, self._end_I = arrays
+        _, self._tokens_E, self._first_N, self._end_I = arrays
         if fault := _fault(*arrays, self.vocab_size, ids):
             raise self._refused(f"the catalogue is not valid: {fault}")
 
@@ -133,7 +133,7 @@ class Catalogue:
         return place_N, self._end_I[place_N.clamp(max=self.items - 1)] == node_N
 
     def after(self, node_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens after each of some nodes, int64: ascending after a node, node after node; and how many each has."""
+        """The tokens after some nodes, int64, ascending after a node, node after node; and how many each has."""
         start_N, end_N = self._edges(node_N)
         return self._tokens_E[pieces(start_N, end_N - start_N)].long(), end_N - start_N
 

@@ -16,8 +16,8 @@ import torch
 from engine import Catalogue, Constraint, Engine, Request, UsageError
 from engine.app import batch
 from engine.rules import catalogue as catalogues
-from engine.rules.catalogue import HEADER, build, layout, open_catalogue, write_catalogue
-from engine.rules.constraint import Allowed, ConstraintError
+from engine.rules.catalogue import ENDED, HEADER, build, layout, open_catalogue, write_catalogue
+from engine.rules.constraint import Allowed, ConstraintError, listed
 from engine.text.tokenizer import Tokenizer
 from search import ADED, DSBD, Greedy, Sample, Trie
 from tools import catalogue as tool
@@ -75,13 +75,20 @@ def test_every_prefix_has_its_tokens_and_every_item_its_id(tmp_path):
         assert trie(items).repeats == [(i, items.index(x)) for i, x in enumerate(items) if items.index(x) < i]
         nodes = {(): 0}
         for path in sorted(nexts, key=len):
-            [after] = made.after([nodes[path]])
-            assert list(after) == sorted(nexts[path])
-            nodes |= {(*path, token): made.child(nodes[path], token) for token in nexts[path]}
-            assert made.child(nodes[path], 2) is None and made.child(nodes[path], 104) is None
+            assert made.after(torch.tensor([nodes[path]]))[0].tolist() == sorted(nexts[path])
+            tokens = [*nexts[path]]
+            found = made.children([nodes[path]] * (len(tokens) + 2), [*tokens, 2, 104])
+            assert found[-2:] == [ENDED, ENDED]
+            nodes |= {(*path, token): node for token, node in zip(tokens, found, strict=False)}
         assert sorted(nodes.values()) == [*range(made.edges + 1)]  # breadth first, none twice
-        assert {path: made.item(path) for path in nodes} == {path: first.get(path) for path in nodes}
-        assert made.item([*items[0], 1]) is None
+        steps = [(nodes[path], token) for path in nodes for token in (2, *nexts.get(path, ()), 104)] + [(ENDED, 5)] * 99
+        together = made.children(*zip(*steps, strict=True))
+        assert together == [made.children([node], [token])[0] for node, token in steps]
+        token_M, count_N = made.after(torch.tensor([ENDED, *nodes.values()]))
+        lists = [part.tolist() for part in token_M.split(count_N.tolist())]
+        assert lists == [[], *(sorted(nexts.get(path, ())) for path in nodes)]
+        assert made.ids([*nodes, [*items[0], 1]]) == [*map(first.get, nodes), None]
+        assert [made.ids([path])[0] for path in nodes] == [first.get(path) for path in nodes]
         size = (tmp_path / "c").stat().st_size - sum(len(json.dumps(identity)) for identity in first.values())
         assert size <= 8 * made.edges + 12 * made.items + 100
 
@@ -167,7 +174,7 @@ def test_crafted_catalogues_are_refused_when_they_are_opened(case, piece, tmp_pa
     monkeypatch.setattr(catalogues, "PIECE", piece)
     change, words = CRAFTED[case]
     crafted(tmp_path / "c", lambda *_: None)
-    assert Catalogue(tmp_path / "c").item([8, 5]) == 5
+    assert Catalogue(tmp_path / "c").ids([[8, 5]]) == [5]
     crafted(tmp_path / "c", change)
     with pytest.raises(UsageError, match=f"not valid: .*{words}") as error:
         Catalogue(tmp_path / "c")
@@ -180,9 +187,10 @@ def test_ids_that_are_none_end_the_request_that_gets_one(tmp_path, engine):
 
     crafted(tmp_path / "c", change)
     made = Catalogue(tmp_path / "c")
-    assert made.item([5, 6]) == "a" and made.item([8]) == 4
-    with pytest.raises(UsageError, match="expected a string or an integer"):
-        made.item([5, 7])
+    assert made.ids([[5, 6], [8], [9]]) == ["a", 4, None]
+    for outputs in ([[5, 7]], [[5, 6], [5, 7], [8]]):
+        with pytest.raises(UsageError, match=r"item 2: expected a string or an integer, got .*\[1\]"):
+            made.ids(outputs)
 
 
 def test_a_token_outside_of_the_vocabulary_ends_its_own_request(engine):
@@ -196,7 +204,7 @@ def test_a_token_outside_of_the_vocabulary_ends_its_own_request(engine):
             return state
 
         def allowed(self, states):
-            return [Allowed([5, 10**6]) for _ in states]
+            return Allowed(*listed([[5, 10**6] for _ in states]))
 
     requests = [Request([5, 6], Greedy(), max_new_tokens=3, constraint=c) for c in (None, Outside(), None)]
     outcomes = dict(engine.serve(requests))

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from engine import ConstraintError, Engine, Request, UsageError
-from engine.rules.constraint import EVERYTHING, Allowed, listed
+from engine.rules.constraint import Allowed, joined, packed
 from engine.rules.processors import mask
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Greedy, Sample, SBoN, Speculative, Trie
 from tests.engine.rules.automata import (
@@ -242,9 +243,44 @@ def test_wrong_values_are_refused(engine, options, words):
 
 
 def test_tokens_of_lists_and_tensors_are_listed_together():
-    entries = [Allowed([3, 5]), Allowed(torch.tensor([2, 9])), EVERYTHING, Allowed([]), Allowed([7])]
-    token_M, count_N = listed(entries)
-    assert token_M.tolist() == [3, 5, 2, 9, 7] and count_N.tolist() == [2, 2, 0, 1]
-    rows_NV, kept = torch.zeros(5, 10), ([3, 5], [2, 9], range(10), [], [7])
-    mask(rows_NV, entries)
-    assert [[i for i, x in enumerate(row) if x == 0] for row in rows_NV.tolist()] == [list(row) for row in kept]
+    allowed = Allowed.of([[3, 5], torch.tensor([2, 9]), None, [], [7]], 10)
+    assert allowed.token_M.tolist() == [3, 5, 2, 9, 7] and allowed.count_N.tolist() == [2, 2, 0, 0, 1]
+    assert kept(allowed) == [[3, 5], [2, 9], [*range(10)], [], [7]]
+
+
+def kept(allowed, vocab=10):
+    """The tokens that a mask of rows leaves, and that each state is said to have."""
+    rows_NV = torch.zeros(len(allowed), vocab)
+    mask(rows_NV, allowed)
+    found = [[i for i, x in enumerate(row) if x == 0] for row in rows_NV.tolist()]
+    pairs = [(place, token) for place in range(len(allowed)) for token in range(vocab)]
+    assert allowed.has(*zip(*pairs, strict=True)) == [token in found[place] for place, token in pairs]
+    assert allowed.nothing == {i for i, tokens in enumerate(found) if not tokens}
+    forced = {i: tokens[0] for i, tokens in enumerate(found) if len(tokens) == 1 and i not in allowed.masks}
+    assert allowed.forced == forced
+    return found
+
+
+def test_states_are_chosen_and_joined_with_their_tokens():
+    """Against lists, for random states that list tokens, have masks, allow everything or nothing."""
+    rng = random.Random(3)
+    for _ in range(30):
+        sets = [sorted({rng.randrange(10) for _ in range(rng.choice((0, 1, 4)))}) for _ in range(rng.randint(1, 7))]
+        kinds = [rng.choice((list, torch.tensor, masked, None)) for _ in sets]
+        sets = [tokens if kind else [*range(10)] for tokens, kind in zip(sets, kinds, strict=True)]
+        entries = [
+            None if kind is None else torch.tensor(tokens, dtype=torch.int64) if kind is torch.tensor else kind(tokens)
+            for tokens, kind in zip(sets, kinds, strict=True)
+        ]
+        allowed, places = Allowed.of(entries, 10), [rng.randrange(len(sets)) for _ in range(rng.randint(1, 9))]
+        assert kept(allowed) == sets and kept(allowed.some(places)) == [sets[place] for place in places]
+        assert kept(joined([allowed.some(places), allowed])) == [*(sets[place] for place in places), *sets]
+        listed = allowed.some([i for i, kind in enumerate(kinds) if kind in (list, torch.tensor)] or [0])
+        if not listed.masks:
+            assert kept(listed.or_end(9)) == [tokens or [9] for tokens in kept(listed)]
+
+
+def masked(tokens):
+    flags_V = torch.zeros(10, dtype=torch.int64)
+    flags_V[tokens] = 1
+    return packed(flags_V)

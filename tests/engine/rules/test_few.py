@@ -23,15 +23,13 @@ def test_few_tokens_have_the_log_probabilities_of_whole_rows(engine, renormalise
     hidden_NE = torch.randn(13, engine.runner.model.head.packed.width if model.head.packed else 32)
     tokens = [sorted(rng.sample(range(V), rng.randint(1, most))) for _ in range(13)]
     tokens = [[token % 20 for token in row] if most == 4 else row for row in tokens]
-    allowed = [
-        Allowed(ids) if i % 2 else Allowed(torch.tensor(ids)) for i, ids in enumerate(map(sorted, map(set, tokens)))
-    ]
-    parts = [Few.of(allowed[:4], renormalise), Few.of(allowed[4:], renormalise)]
+    allowed = [ids if i % 2 else torch.tensor(ids) for i, ids in enumerate(map(sorted, map(set, tokens)))]
+    parts = [Few.of(Allowed.of(some, V), renormalise) for some in (allowed[:4], allowed[4:])]
     found, finite = Head(model, V, engine.runner.impl).logps(hidden_NE, parts)
     logp_NV = log_softmax(model.logits(hidden_NE), V, impl="torch")[0]
     expected = []
     for row_V, entry in zip(logp_NV, allowed, strict=True):
-        some = row_V[torch.as_tensor(entry.ids)]
+        some = row_V[torch.as_tensor(entry)]
         expected += (some - some.logsumexp(0) if renormalise else some).tolist()
     assert torch.cat(found).tolist() == pytest.approx(expected, abs=1e-5) and finite == [True] * 13
     hidden_NE[3] = math.nan

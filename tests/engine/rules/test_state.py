@@ -32,8 +32,8 @@ def test_a_forbidden_node_has_no_state_and_nor_has_what_is_below():
     states, tree = states_of(Choices([[5, 7]], [EOS]))
     allowed, forbidden, below = tree.grow_path(tree.root, [5])[0], *tree.grow_path(tree.root, [6, 7])
     found = states.asked(tree, [allowed, forbidden, below])
-    assert [state.by_processor is None for state in found] == [False, True, True]
-    assert found[0].allowed.forced == 7 and not states.has_row(tree, allowed)
+    assert [state.forbidden for state in found] == [False, True, True]
+    assert found[0].forced == 7 and not states.has_row(tree, allowed)
 
 
 def test_states_of_nodes_that_have_gone_are_dropped():
@@ -43,7 +43,8 @@ def test_states_of_nodes_that_have_gone_are_dropped():
         states.asked(tree, nodes)
         tree.keep(nodes[:1])
     assert len(states._trees[tree]) < 120
-    assert states.of(tree, tree.root).by_processor is not None
+    assert not states.of(tree, tree.root).forbidden
+    assert len({state.columns for state in states._trees[tree].values()}) < 10
 
 
 def test_only_trees_of_the_prompt_are_watched():
@@ -63,9 +64,10 @@ def test_states_of_many_nodes_are_asked_for_together():
     states, tree = states_of(constraint)
     root = states.of(tree, tree.root)
     ahead = states.after_all([root, root, root], [41, 42, 99])
-    assert asked == [1] and constraint.advanced == 2 and ahead[2].by_processor is None
+    assert asked == [1] and constraint.advanced == 2 and ahead[2].forbidden
     chain, others = tree.grow_path(tree.root, [41, 43, 44]), tree.grow([tree.root] * 3, [42, 45, 99])
     found = states.asked(tree, [*chain, *others])
-    assert found[0] is ahead[0] and found[3] is ahead[1] and constraint.advanced == 5
-    assert [state.by_processor for state in found] == [(1,), (1,), (0,), (0,), (1,), None]
-    assert asked == [1, 1, 1, 3] and not root.after
+    assert found[0] == ahead[0] and found[3] == ahead[1] and constraint.advanced == 5
+    of_constraint = [None if state.forbidden else state.columns.by_processor[0][state.place] for state in found]
+    assert of_constraint == [1, 1, 0, 0, 1, None]
+    assert asked == [1, 2, 1, 2] and not root.columns.after  # each state once, with all that were computed together

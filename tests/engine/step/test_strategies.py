@@ -10,7 +10,7 @@ from engine.rules.constraint import Allowed
 from engine.rules.few import Few
 from engine.step.strategies import WHOLE_ROWS, FewTokens, OnlySums, strategy_of
 
-SOME, SUMS = Few.of([Allowed([3, 5])], False), TopSums([0.0], 2)
+SOME, SUMS = Few.of(Allowed.of([[3, 5]], 10), False), TopSums([0.0], 2)
 
 
 def share(few=None, sums=None, nodes=(1,)):
