@@ -70,9 +70,10 @@ class Constrained:
         if self.states.mask is None:
             return RowPlan([*nodes], {}, [])
         plan = RowPlan([], {}, [])
-        for node, (columns, place) in zip(nodes, states, strict=True):
+        for node, state in zip(nodes, states, strict=True):
+            columns, place = state
             row = columns.rows.get(place)
-            if row is None and (token := self.certain(NodeState(columns, place))) is not None:
+            if row is None and self.renormalise and (token := self.certain(state)) is not None:
                 row = columns.rows[place] = token, 0.0
             if row is not None:
                 plan.known[node] = row

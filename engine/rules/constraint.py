@@ -108,9 +108,14 @@ class Allowed:
         return torch.arange(len(self.count_N)).repeat_interleave(self.count_N)
 
     @cached_property
+    def counts(self) -> list[int]:
+        """How many tokens each state lists."""
+        return self.count_N.tolist()
+
+    @cached_property
     def nothing(self) -> frozenset[int]:
         """The states that allow no token."""
-        empty = (self.count_N == 0).nonzero().view(-1).tolist()
+        empty = (i for i, count in enumerate(self.counts) if not count)
         return frozenset(
             i for i in empty if i not in self.masks or ((mask := self.masks[i]) is not None and not bool(mask.any()))
         )
@@ -118,21 +123,22 @@ class Allowed:
     @cached_property
     def forced(self) -> dict[int, int]:
         """The states that list a single token -> this token."""
-        single_n = (self.count_N == 1).nonzero().view(-1)
-        tokens = self.token_M[(self.count_N.cumsum(0) - 1)[single_n]]
-        return dict(zip(single_n.tolist(), tokens.tolist(), strict=True))
+        if not (single := [i for i, count in enumerate(self.counts) if count == 1]):
+            return {}
+        tokens = self.token_M[(self.count_N.cumsum(0) - 1)[torch.tensor(single)]]
+        return dict(zip(single, tokens.tolist(), strict=True))
 
-    def has(self, places: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Whether the state at each place allows a token."""
-        wanted_n = (torch.tensor(places) << 32) + torch.tensor(tokens)
-        key_M = (self.row_M << 32) + self.token_M
-        at_n = torch.searchsorted(key_M, wanted_n)
-        found = (torch.cat([key_M, key_M.new_full((1,), -1)])[at_n] == wanted_n).tolist()
-        if self.masks:
-            for i, (place, token) in enumerate(zip(places, tokens, strict=True)):
-                if place in self.masks:
-                    mask = self.masks[place]
-                    found[i] = mask is None or bool(int(mask[token // MASK_WORD]) >> token % MASK_WORD & 1)
+    def has(self, steps: Sequence[tuple[int, int]]) -> list[bool]:
+        """Whether the state at a place allows a token, for each (place, token)."""
+        found = [False] * len(steps)
+        if len(self.token_M):
+            wanted_n = torch.tensor([place << 32 | token for place, token in steps])
+            key_M = self.token_M.add(self.row_M, alpha=1 << 32)  # ascending
+            found = (key_M[torch.searchsorted(key_M, wanted_n).clamp_(max=len(key_M) - 1)] == wanted_n).tolist()
+        for i, (place, token) in enumerate(steps if self.masks else ()):
+            if place in self.masks:
+                mask = self.masks[place]
+                found[i] = mask is None or bool(int(mask[token // MASK_WORD]) >> token % MASK_WORD & 1)
         return found
 
     def some(self, places: Sequence[int]) -> "Allowed":

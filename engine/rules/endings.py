@@ -67,7 +67,7 @@ class Endings:
         if self.states.mask is not None:
             items = self.states.mask.items([o.token_ids[: -1 if o.finish_reason == "eos" else None] for o in outputs])
             named = zip(outputs, items, strict=True)
-            outputs = [output if item is None else replace(output, item=item) for output, item in named]
+            outputs = [o if item is None else Output(**(vars(o) | {"item": item})) for o, item in named]
         result.outputs = outputs
 
     def _settled(self, output: Output, ranked: bool) -> Output:

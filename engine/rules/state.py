@@ -4,7 +4,7 @@ A node's state is computed from its parent's, once per node, when its row is req
 together, usually those of all beams of a step, are stored together, in columns.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -115,6 +115,8 @@ class NodeStates:
     def of_all(self, tree: TokenTree, nodes: Sequence[int]) -> list[NodeState]:
         """The states of nodes, computed from those of their nearest ancestors that have one."""
         states, levels, above = self._trees[tree], list[list[int]](), nodes
+        if None not in (found := [*map(states.get, nodes)]):
+            return found  # type: ignore[return-value]
         while new := [node for node in dict.fromkeys(above) if node not in states]:
             levels.append(new)
             above = [parent for node in new if (parent := tree.parent(node)) >= 0]
@@ -145,33 +147,31 @@ class NodeStates:
     def after_all(self, states: Sequence[NodeState], tokens: Sequence[int]) -> list[NodeState]:
         """The state after each state and token."""
         self.allow(states)
-        wanted = [(columns, (place, token)) for (columns, place), token in zip(states, tokens, strict=True)]
-        new = [*dict.fromkeys(each for each in wanted if each[1] not in each[0].after)]
+        new: list[tuple[StateColumns, tuple[int, int]]] = []
+        for columns, among in grouped(states).items():
+            steps = dict.fromkeys((states[i].place, tokens[i]) for i in among)  # each once
+            if fresh := [step for step in steps if step not in columns.after]:
+                allowed = [True] * len(fresh) if columns.allowed is None else columns.allowed.has(fresh)
+                for step, goes in zip(fresh, allowed, strict=True):
+                    if goes:
+                        new.append((columns, step))
+                    else:
+                        columns.after[step] = self.forbidden
         if new:
-            allowed = self._allows(new)
-            going = [each for each, goes in zip(new, allowed, strict=True) if goes]
-            chosen = [token for _, (_, token) in going]
-            parts = [
-                p.advance_all([columns.by_processor[i][place] for columns, (place, _) in going], chosen)
-                for i, p in enumerate(self.processors if going else ())
-            ]
-            made, places = StateColumns(parts), iter(range(len(going)))
-            for (columns, step), goes in zip(new, allowed, strict=True):
-                columns.after[step] = NodeState(made, next(places)) if goes else self.forbidden
-        return [columns.after[step] for columns, step in wanted]
-
-    def _allows(self, steps: Sequence[tuple[StateColumns, tuple[int, int]]]) -> list[bool]:
-        """Whether the constraint allows each step: the columns and the place of a state, and a token after it."""
-        found = dict.fromkeys(steps, True)
-        for columns, among in grouped(columns for columns, _ in steps).items() if self.mask is not None else ():
-            assert columns.allowed is not None
-            places, tokens = zip(*(steps[i][1] for i in among), strict=True)
-            found |= zip((steps[i] for i in among), columns.allowed.has(places, tokens), strict=True)
-        return [*found.values()]
+            chosen = [token for _, (_, token) in new]
+            made = StateColumns(
+                [
+                    p.advance_all([columns.by_processor[i][place] for columns, (place, _) in new], chosen)
+                    for i, p in enumerate(self.processors)
+                ]
+            )
+            for i, (columns, step) in enumerate(new):
+                columns.after[step] = NodeState(made, i)
+        return [columns.after[place, token] for (columns, place), token in zip(states, tokens, strict=True)]
 
     def allow(self, states: Sequence[NodeState]) -> None:
         """Ask the constraint, if there is one, for the allowed tokens of all states that lack them at once."""
-        every = dict.fromkeys(state.columns for state in states)
+        every = dict.fromkeys([columns for columns, _ in states])
         if self.mask is not None and (lacking := [columns for columns in every if columns.allowed is None]):
             place, at = self.processors.index(self.mask), 0
             parts = [columns.by_processor[place] for columns in lacking]
@@ -181,7 +181,7 @@ class NodeStates:
 
     def allowed(self, states: Sequence[NodeState]) -> Allowed:
         """The tokens that the constraint allows after each of these states, for which it was asked."""
-        groups, parts = grouped(state.columns for state in states), []
+        groups, parts = grouped(states), []
         for columns, among in groups.items():
             assert columns.allowed is not None
             parts.append(columns.allowed.some([states[i].place for i in among]))
@@ -216,8 +216,8 @@ class NodeStates:
         last = tree.prompt_length + limit - 1
         for node in nodes:
             state = states[node]
-            while len(grown) < room and (token := state.forced) is not None and token not in ends:
-                if tree.position(node) + 1 >= last:
+            while len(grown) < room and tree.position(node) + 1 < last:
+                if (token := state.forced) is None or token in ends:
                     break
                 state = self.after(state, token)
                 self.allow([state])
@@ -250,12 +250,11 @@ class NodeStates:
             state.columns.after.clear()
 
 
-def grouped(every: Iterable[StateColumns]) -> dict[StateColumns, list[int]]:
-    """The places at which each columns occur."""
-    places: dict[StateColumns, list[int]] = {}
-    for i, columns in enumerate(every):
-        if columns in places:
-            places[columns].append(i)
-        else:
-            places[columns] = [i]
-    return places
+def grouped(states: Sequence[NodeState]) -> Mapping[StateColumns, Sequence[int]]:
+    """The indices of the states that lie in the same columns."""
+    if len({columns for columns, _ in states}) == 1:
+        return {states[0].columns: range(len(states))}
+    found: dict[StateColumns, list[int]] = {}
+    for i, (columns, _) in enumerate(states):
+        found.setdefault(columns, []).append(i)
+    return found

@@ -275,10 +275,10 @@ def test_a_prompt_that_opens_a_thought(prompt, thinks):
     assert isinstance(constrained.states.mask.constraint, AfterThought) is thinks
     state = constrained.states.mask.start(ids)
     a, close = tokenizer.encode("a")[0], tokenizer.encode_rendered([("</think>", True)])[0]
-    assert constrained.states.mask.allowed([state]).has([0] * 3, [a, close, 422]) == [True, thinks, False]
+    assert constrained.states.mask.allowed([state]).has([(0, a), (0, close), (0, 422)]) == [True, thinks, False]
     if thinks:
         state = constrained.states.mask.advance(constrained.states.mask.advance(state, 300), close)
-        assert constrained.states.mask.allowed([state]).has([0] * 2, [a, 300]) == [True, False]
+        assert constrained.states.mask.allowed([state]).has([(0, a), (0, 300)]) == [True, False]
 
 
 def test_tags_of_thoughts_that_are_matched_in_normalised_text(tmp_path):
