@@ -414,14 +414,10 @@ def ends_of(
 
     def ends(nodes: Sequence[int], rests: Sequence[Sequence[int]]) -> list[str | None]:
         reasons: list[str | None] = [None] * len(nodes)
-        if stops is not None:
-            pairs = zip(nodes, rests, strict=True)
-            reasons = ["stop" if stops([*tree.path(node), *rest]) else None for node, rest in pairs]
-        if endings is not None:
-            others = [i for i, reason in enumerate(reasons) if reason is None]
-            found = endings.reached(tree, [nodes[i] for i in others], [rests[i] for i in others])
-            for i, reached in zip(others, found, strict=True):
-                reasons[i] = "constraint" if reached else None
+        for i in endings.reached(tree, nodes, rests) if endings is not None else ():
+            reasons[i] = "constraint"
+        for i, (node, rest) in enumerate(zip(nodes, rests, strict=True) if stops is not None else ()):
+            reasons[i] = "stop" if stops([*tree.path(node), *rest]) else reasons[i]
         return reasons
 
     return ends

@@ -223,9 +223,9 @@ def evaluate_top_sums(
         sums, rows, tokens: the greatest sum first; equal sums are ordered by row, then by token.
     """
     rows_0V, numbers = yield Evaluate(tree, nodes, top_sums=TopSums(scores, k), next=next)
-    (sums, places), V = numbers.view(2, -1).tolist(), rows_0V.shape[1]
-    places = [int(place) for place in places]
-    return sums, [place // V for place in places], [place % V for place in places]
+    (sums, places), V = numbers.view(2, -1), rows_0V.shape[1]
+    places = places.long()
+    return sums.tolist(), (places // V).tolist(), (places % V).tolist()
 
 
 def likely(logp_NV: Tensor, least: float, peaks_NB: Tensor | None = None) -> Tensor:

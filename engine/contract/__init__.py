@@ -211,9 +211,10 @@ class Task:
         max_new_tokens: at least 1.
         eos_token_ids: tokens that end a sequence; may be empty.
         vocab_size: the number of tokens that can be generated; higher ids have log-probability -inf.
-        ends: for each of some nodes of the tree and new tokens after it, whether the output ends there without an
-            end-of-sequence token: "stop" (it contains a stop string), "constraint" (no token is allowed after it) or
-            None. The tree need not have nodes of the new tokens. None if no output of this request does.
+        ends: for each of some nodes of the tree and new tokens after it, as many after each, whether the output ends
+            there without an end-of-sequence token: "stop" (it contains a stop string), "constraint" (no token is
+            allowed after it) or None. The tree need not have nodes of the new tokens. None if no output of this
+            request does.
         open_tree: (model name, prompt) -> a tree of another model, "draft" or "reward"; freed with the search.
         tokenizer: the target model's; None without one.
         seconds: number of target tokens -> this search's share of the time of a pass that evaluates them, by recent
@@ -266,6 +267,9 @@ class Task:
         """The finish reasons of sequences, given by a node and the tokens after it, the last token and the length."""
         eos, most = self.eos_token_ids, self.max_new_tokens
         reasons = ["eos" if t in eos else "length" if n >= most else None for t, n in zip(last, lengths, strict=True)]
+        if self.ends is not None and eos.isdisjoint(last):
+            found = self.ends(nodes, rests)
+            return [own or reason for own, reason in zip(found, reasons, strict=True)]
         if self.ends is not None:
             others = [i for i, reason in enumerate(reasons) if reason != "eos"]
             found = self.ends([nodes[i] for i in others], [rests[i] for i in others])

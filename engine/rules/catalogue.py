@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UsageError, shortened
-from engine.rules.constraint import Allowed, Constraint, State, pieces
+from engine.rules.constraint import Allowed, Constraint, State, longs, pieces
 from engine.text.tokenizer import Tokenizer
 from models.checkpoint.files import map_regular, replacing
 from models.checkpoint.tensor_files import buffer_of
@@ -105,7 +105,7 @@ class Catalogue:
         """The node after each node and token; ENDED without one, and after ENDED."""
         if len(nodes) < WIDE:
             return [*map(self._child, nodes, tokens)]
-        node_N, token_N = torch.tensor(nodes), torch.tensor(tokens)
+        node_N, token_N = longs(nodes), longs(tokens)
         low_N, end_N = self._edges(node_N)
         high_N = end_N
         for _ in range(int((end_N - low_N).max()).bit_length()):  # a binary search in the edges of all nodes at once
@@ -140,13 +140,15 @@ class Catalogue:
     def ids(self, outputs: Sequence[Sequence[int]]) -> list[str | int | None]:
         """For each of some token sequences, without an end-of-sequence token, the id of the item that has it; None if
         there is none."""
-        nodes = [0] * len(outputs)
-        for at in range(max(map(len, outputs), default=0)):
+        nodes, lengths = [0] * len(outputs), [*map(len, outputs)]
+        for tokens in zip(*outputs, strict=False):  # as far as all have tokens
+            nodes = self.children(nodes, tokens)
+        for at in range(min(lengths, default=0), max(lengths, default=0)):
             going = [i for i, tokens in enumerate(outputs) if at < len(tokens)]
             after = self.children([nodes[i] for i in going], [outputs[i][at] for i in going])
             for i, node in zip(going, after, strict=True):
                 nodes[i] = node
-        place_N, ends_N = self.ends(torch.tensor(nodes))
+        place_N, ends_N = self.ends(longs(nodes))
         places = place_N[ends_N].tolist()
         found = iter(self._ids_at(places))
         return [next(found) if ends else None for ends in ends_N.tolist()]
@@ -187,7 +189,7 @@ class Items(Constraint):
         return self.catalogue.children(states, tokens)
 
     def allowed(self, states: Sequence[State]) -> Allowed:
-        node_N = torch.tensor(states, dtype=torch.int64)
+        node_N = longs(states)
         token_M, count_N = self.catalogue.after(node_N)
         allowed = Allowed(token_M, count_N)
         if not self.eos or not len(end_n := self.catalogue.ends(node_N)[1].nonzero()):

@@ -7,6 +7,7 @@ rows (penalties, biases) have the same form: `engine.rules.processors`.
 """
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -125,14 +126,14 @@ class Allowed:
         """The states that list a single token -> this token."""
         if not (single := [i for i, count in enumerate(self.counts) if count == 1]):
             return {}
-        tokens = self.token_M[(self.count_N.cumsum(0) - 1)[torch.tensor(single)]]
+        tokens = self.token_M[(self.count_N.cumsum(0) - 1)[longs(single)]]
         return dict(zip(single, tokens.tolist(), strict=True))
 
     def has(self, steps: Sequence[tuple[int, int]]) -> list[bool]:
         """Whether the state at a place allows a token, for each (place, token)."""
         found = [False] * len(steps)
         if len(self.token_M):
-            wanted_n = torch.tensor([place << 32 | token for place, token in steps])
+            wanted_n = longs([place << 32 | token for place, token in steps])
             key_M = self.token_M.add(self.row_M, alpha=1 << 32)  # ascending
             found = (key_M[torch.searchsorted(key_M, wanted_n).clamp_(max=len(key_M) - 1)] == wanted_n).tolist()
         for i, (place, token) in enumerate(steps if self.masks else ()):
@@ -145,7 +146,7 @@ class Allowed:
         """The tokens of the states at these places."""
         if len(places) == len(self) and [*places] == [*range(len(self))]:
             return self
-        place_n = torch.tensor(places)
+        place_n = longs(places)
         count_n, start_n = self.count_N[place_n], (self.count_N.cumsum(0) - self.count_N)[place_n]
         masks = {i: self.masks[place] for i, place in enumerate(places) if place in self.masks} if self.masks else {}
         return Allowed(self.token_M[pieces(start_n, count_n)], count_n, masks)
@@ -167,6 +168,12 @@ def joined(parts: Sequence[Allowed]) -> Allowed:
     return Allowed(torch.cat([part.token_M for part in parts]), torch.cat([part.count_N for part in parts]), masks)
 
 
+def longs(numbers: Sequence[int]) -> Tensor:
+    """Numbers as int64; for thousands this is eight times as fast as `torch.tensor`."""
+    memory = array("q", numbers)
+    return torch.frombuffer(memory, dtype=torch.int64) if memory else torch.empty(0, dtype=torch.int64)
+
+
 def pieces(start_N: Tensor, length_N: Tensor) -> Tensor:
     """The places in an array of pieces of it, given by their starts and lengths, one piece after the other."""
     shift_N = start_N - (length_N.cumsum(0) - length_N)
@@ -177,9 +184,9 @@ def listed(lists: Iterable[Sequence[int] | Tensor]) -> tuple[Tensor, Tensor]:
     """Tokens, one list after the other, int64 [M], and how many each list has."""
     lists, parts = [*lists], [torch.empty(0, dtype=torch.int64)]
     for tensors, some in groupby(lists, lambda one: isinstance(one, Tensor)):
-        flat = some if tensors else [torch.tensor([*chain.from_iterable(some)])]  # noqa: B031
+        flat = some if tensors else [longs([*chain.from_iterable(some)])]  # noqa: B031
         parts += [torch.as_tensor(each, dtype=torch.int64) for each in flat]
-    return torch.cat(parts), torch.tensor([len(some) for some in lists], dtype=torch.int64)
+    return torch.cat(parts), longs([*map(len, lists)])
 
 
 def _is_mask(tokens: Any) -> bool:

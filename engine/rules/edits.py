@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.cache.tree import TokenTree
 from engine.rules.endings import STUCK, Endings
 from engine.rules.processors import mask
-from engine.rules.state import NodeState, NodeStates
+from engine.rules.state import NodeState, NodeStates, ahead, ending
 
 
 class Edit(NamedTuple):
@@ -76,16 +76,16 @@ class RowEdits:
     @staticmethod
     def _note(states: Sequence[NodeState], rows_NV: Tensor) -> None:
         """Store the rows of nodes that are evaluated ahead: their only token and its log-probability."""
-        chains = [(i, state, state.forced) for i, state in enumerate(states) if state.awaits_row]
-        if chains:
-            places, found, tokens = zip(*chains, strict=True)
-            for state, token, number in zip(found, tokens, rows_NV[places, tokens].tolist(), strict=True):
-                state.columns.rows[state.place] = token, number
+        if places := ahead(states):
+            found = [states[i] for i in places]
+            tokens = [state.forced for state in found]
+            for (columns, place), token, number in zip(found, tokens, rows_NV[places, tokens].tolist(), strict=True):
+                columns.rows[place] = token, number
 
     def _end(self, tree: TokenTree, nodes: Sequence[int], states: Sequence[NodeState], rows_NV: Tensor) -> None:
         """End outputs after which no token is allowed: give an end-of-sequence token the row's only log-probability."""
         if self.states.lists(states):
-            stuck = [i for i, state in enumerate(states) if state.ends]
+            stuck = ending(states)
         else:
             stuck = (rows_NV.amax(1) == -math.inf).nonzero().view(-1).tolist()
         for i in stuck:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from engine.cache.tree import TokenTree
 from engine.contract import Output, SearchResult
 from engine.rules.constraint import ConstraintError
-from engine.rules.state import NodeState, NodeStates
+from engine.rules.state import NodeState, NodeStates, ending
 
 STUCK = float(-(1 << 16))  # log-probability of an end because no token is allowed: `search.finished` ranks it last
 
@@ -38,23 +38,20 @@ class Endings:
         path = tree.path(node)
         if self.eos:
             self._paths.add(tuple(path))
-        elif not path or not state.ends:  # `reached` has not ended the output before
+        elif not path or not ending([state]):  # `reached` has not ended the output before
             raise ConstraintError(
                 f"no token is allowed after {len(path)} new tokens, and no token ends an output",
                 remedy="allow end-of-sequence tokens (no ignore_eos), or loosen what is allowed",
             )
 
-    def reached(self, tree: TokenTree, nodes: Sequence[int], rests: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether the constraint allows no token after each node and new tokens after it; for a request without
-        end-of-sequence tokens. The tree need not have nodes of the new tokens."""
+    def reached(self, tree: TokenTree, nodes: Sequence[int], rests: Sequence[Sequence[int]]) -> list[int]:
+        """The indices of those nodes and new tokens after them after which the constraint allows no token; for a
+        request without end-of-sequence tokens. See `Task.ends`."""
         states = self.states.of_all(tree, nodes)
-        for at in range(max(map(len, rests), default=0)):
-            more = [i for i, rest in enumerate(rests) if at < len(rest)]
-            after = self.states.after_all([states[i] for i in more], [rests[i][at] for i in more])
-            for i, state in zip(more, after, strict=True):
-                states[i] = state
+        for tokens in zip(*rests, strict=True):
+            states = self.states.after_all(states, tokens)
         self.states.allow(states)
-        return [state.ends for state in states]
+        return ending(states)
 
     def settle(self, result: SearchResult, ranked: bool) -> None:
         """Give outputs their items, and those that ended because no token was allowed the finish reason "constraint".
@@ -65,7 +62,7 @@ class Endings:
         """
         outputs = [self._settled(output, ranked) for output in result.outputs]
         if self.states.mask is not None:
-            items = self.states.mask.items([o.token_ids[: -1 if o.finish_reason == "eos" else None] for o in outputs])
+            items = self.states.mask.items([o.token_ids[: -(o.finish_reason == "eos") or None] for o in outputs])
             named = zip(outputs, items, strict=True)
             outputs = [o if item is None else Output(**(vars(o) | {"item": item})) for o, item in named]
         result.outputs = outputs

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.cache.tree import TokenTree
 from engine.rules.constraint import Allowed
 from engine.rules.endings import STUCK, Endings
-from engine.rules.state import NodeStates
+from engine.rules.state import NodeStates, ahead, ending
 from kernels.rows import log_softmax
 
 ROWS = 64  # rows over the vocabulary at a time
@@ -70,12 +70,11 @@ class FewAnswers:
     def note(self, tree: TokenTree, nodes: Sequence[int], few: Few, logp_M: Tensor) -> None:
         """Store known rows, and set the log-probability of ends in place, like an edit. Raises ConstraintError."""
         states, last_N = self.states.of_all(tree, nodes), few.count_N.cumsum(0) - 1
-        for i, state in enumerate(states):
-            if state.ends:
-                self.endings.note(tree, nodes[i], state)
-                logp_M[last_N[i]] = STUCK
-            elif state.awaits_row:
-                state.columns.rows[state.place] = int(few.token_M[last_N[i]]), float(logp_M[last_N[i]])
+        for i in ahead(states):
+            states[i].columns.rows[states[i].place] = int(few.token_M[last_N[i]]), float(logp_M[last_N[i]])
+        for i in ending(states):
+            self.endings.note(tree, nodes[i], states[i])
+            logp_M[last_N[i]] = STUCK
 
 
 class Head:

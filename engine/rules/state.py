@@ -27,7 +27,7 @@ class StateColumns:
         by_processor: the states of each processor; none for forbidden nodes.
         allowed: the tokens that the constraint allows next; None if it was not asked yet, or if there is none.
         rows: the known rows by place: the only token, and its log-probability; None: to be known from the next pass.
-        after: (place, token) -> the state after this token, if it was requested and no node has it yet.
+        after: (place, token) -> the state after this token, if it was requested since states were last dropped.
     """
 
     by_processor: Sequence[Sequence[State]]
@@ -52,16 +52,19 @@ class NodeState(NamedTuple):
         """The only token that the constraint allows next; None if there are several, or if it was not asked."""
         return None if self.columns.allowed is None else self.columns.allowed.forced.get(self.place)
 
-    @property
-    def awaits_row(self) -> bool:
-        """Whether the next pass is to note the row, because the node is evaluated ahead."""
-        return self.place in self.columns.rows and self.columns.rows[self.place] is None
 
-    @property
-    def ends(self) -> bool:
-        """Whether the constraint allows no token after the node, which is not forbidden."""
-        allowed = self.columns.allowed
-        return allowed is not None and self.place in allowed.nothing and not self.forbidden
+def ending(states: Sequence[NodeState]) -> list[int]:
+    """The indices of the states, not forbidden themselves, after which the constraint allows no token."""
+    return [
+        i
+        for i, (columns, place) in enumerate(states)
+        if columns.allowed is not None and place in columns.allowed.nothing and columns.by_processor
+    ]
+
+
+def ahead(states: Sequence[NodeState]) -> list[int]:
+    """The indices of the states of nodes that are evaluated ahead, whose rows are to be stored."""
+    return [i for i, (columns, place) in enumerate(states) if columns.rows.get(place, ()) is None]
 
 
 class NodeStates:
@@ -123,10 +126,8 @@ class NodeStates:
         for level in reversed(levels):
             states.update({node: self._first(tree) for node in level if tree.parent(node) < 0})
             new = [node for node in level if node not in states]
-            before, tokens = [states[tree.parent(node)] for node in new], [tree.token(node) for node in new]
+            before, tokens = [states[parent] for parent in map(tree.parent, new)], [*map(tree.token, new)]
             states.update(zip(new, self.after_all(before, tokens), strict=True))
-            for state, token in zip(before, tokens, strict=True):
-                state.columns.after.pop((state.place, token), None)  # the node has it now
         return [states[node] for node in nodes]
 
     def asked(self, tree: TokenTree, nodes: Sequence[int]) -> list[NodeState]:
@@ -149,7 +150,7 @@ class NodeStates:
         self.allow(states)
         new: list[tuple[StateColumns, tuple[int, int]]] = []
         for columns, among in grouped(states).items():
-            steps = dict.fromkeys((states[i].place, tokens[i]) for i in among)  # each once
+            steps = dict.fromkeys([(states[i][1], tokens[i]) for i in among])  # each once
             if fresh := [step for step in steps if step not in columns.after]:
                 allowed = [True] * len(fresh) if columns.allowed is None else columns.allowed.has(fresh)
                 for step, goes in zip(fresh, allowed, strict=True):
@@ -243,7 +244,7 @@ class NodeStates:
         return [[p.start(self.prompt) if p is self.mask else part] for p, part in begun]
 
     def _forget(self, tree: TokenTree) -> None:
-        """Drop the states of nodes that are not live, and those that no node has."""
+        """Drop the states that no live node has."""
         self.of(tree, tree.root)
         self._trees[tree] = {node: state for node, state in self._trees[tree].items() if tree.is_live(node)}
         for state in self._trees[tree].values():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.contract import Answer, Evaluate, Read
 from engine.contract.top_sums import FoundSums, TopSums, found_in_entries, found_in_rows, merged
+from engine.rules.constraint import longs
 
 KnownRows = Mapping[int, tuple[int, float]]  # node -> its only token, and the token's log-probability
 
@@ -98,14 +99,14 @@ class PartialSums:
     def add_known(self, known: KnownRows, device: torch.device) -> None:
         """Add the top sums of nodes whose rows need no evaluation."""
         tokens, numbers = zip(*known.values(), strict=True)
-        values_K, token_K, nodes = torch.tensor(numbers, dtype=torch.float32), torch.tensor(tokens), [*known]
+        values_K, token_K, nodes = torch.tensor(numbers, dtype=torch.float32), longs(tokens), [*known]
         wanted, row_K = self.top_sums(nodes), torch.arange(len(tokens))
         self.found(found_in_entries(values_K, row_K, token_K, wanted, self.width), nodes)
 
     def found(self, part: FoundSums, nodes: Sequence[int]) -> None:
         """Add the top sums of the rows of some nodes, at places in these rows."""
         if list(nodes) != list(self.request.nodes):
-            first_N = torch.tensor([self._place.get(node, 0) for node in nodes]) * self.width
+            first_N = longs([self._place.get(node, 0) for node in nodes]) * self.width
             place = part[1].long()
             row = place // self.width
             part = torch.stack([part[0], (place - row * self.width + first_N[row]).double()])
