@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, groupby, pairwise
+from itertools import chain, count, groupby, pairwise
+from operator import eq
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ class Allowed:
 
     def some(self, places: Sequence[int]) -> "Allowed":
         """The tokens of the states at these places."""
-        if len(places) == len(self) and [*places] == [*range(len(self))]:
+        if len(places) == len(self) and all(map(eq, places, count())):
             return self
         place_n = longs(places)
         count_n, start_n = self.count_N[place_n], (self.count_N.cumsum(0) - self.count_N)[place_n]

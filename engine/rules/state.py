@@ -6,7 +6,8 @@ together, usually those of all beams of a step, are stored together, in columns.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress, count, repeat
+from operator import not_
 from typing import NamedTuple
 
 import torch
@@ -148,26 +149,22 @@ class NodeStates:
     def after_all(self, states: Sequence[NodeState], tokens: Sequence[int]) -> list[NodeState]:
         """The state after each state and token."""
         self.allow(states)
-        new: list[tuple[StateColumns, tuple[int, int]]] = []
+        new: dict[StateColumns, list[tuple[int, int]]] = {}
         for columns, among in grouped(states).items():
             steps = dict.fromkeys([(states[i][1], tokens[i]) for i in among])  # each once
             if fresh := [step for step in steps if step not in columns.after]:
                 allowed = [True] * len(fresh) if columns.allowed is None else columns.allowed.has(fresh)
-                for step, goes in zip(fresh, allowed, strict=True):
-                    if goes:
-                        new.append((columns, step))
-                    else:
-                        columns.after[step] = self.forbidden
-        if new:
-            chosen = [token for _, (_, token) in new]
-            made = StateColumns(
-                [
-                    p.advance_all([columns.by_processor[i][place] for columns, (place, _) in new], chosen)
-                    for i, p in enumerate(self.processors)
-                ]
-            )
-            for i, (columns, step) in enumerate(new):
-                columns.after[step] = NodeState(made, i)
+                columns.after.update(dict.fromkeys(compress(fresh, map(not_, allowed)), self.forbidden))
+                new[columns] = [*compress(fresh, allowed)]
+        if chosen := [token for steps in new.values() for _, token in steps]:
+            before = [
+                [columns.by_processor[i][place] for columns, steps in new.items() for place, _ in steps]
+                for i in range(len(self.processors))
+            ]
+            parts = [p.advance_all(own, chosen) for p, own in zip(self.processors, before, strict=True)]
+            made = map(NodeState, repeat(StateColumns(parts)), count())
+            for columns, steps in new.items():
+                columns.after.update(zip(steps, made, strict=False))
         return [columns.after[place, token] for (columns, place), token in zip(states, tokens, strict=True)]
 
     def allow(self, states: Sequence[NodeState]) -> None:
