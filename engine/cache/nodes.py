@@ -68,10 +68,10 @@ class Nodes:
 
     def path(self, node: int) -> list[int]:
         """The generated tokens up to the node."""
-        tail = []
-        while self._slot[node] != IN_TRUNK:
-            tail.append(self._token[node])
-            node = self._parent[node]
+        tail, slots, tokens, parents = [], self._slot, self._token, self._parent
+        while slots[node] != IN_TRUNK:
+            tail.append(tokens[node])
+            node = parents[node]
         return self.trunk.tokens[self.prompt_length : self._position[node] + 1] + tail[::-1]
 
     def descend(self, tokens: Sequence[int]) -> int:

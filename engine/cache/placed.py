@@ -180,6 +180,8 @@ class PlacedNodes(Nodes):
         """Bits of the branch slots of the node and its ancestors: bit s is slot s."""
         if isinstance(node, DraftedNode):
             return 1 << node.slot | self.ancestry(node.parent)
+        if (bits := self._bits.get(node)) is not None:
+            return bits
         bits = 0  # bits of all nodes would take more memory than the cache: only the latest nodes store theirs
         while self._slot[node] != IN_TRUNK and node not in self._bits:
             bits |= 1 << self._slot[node]

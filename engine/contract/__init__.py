@@ -250,32 +250,29 @@ class Task:
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
         """Why a sequence, which begins with the tokens of the trunk, ends with its last token; None if it does not
         end."""
-        node = self.tree.descend(tokens)
-        rest = tokens[self.tree.position(node) + 1 - self.tree.prompt_length :]
+        node, rest = self.tree.root, tokens
+        if self.ends is not None:
+            node = self.tree.descend(tokens)
+            rest = tokens[self.tree.position(node) + 1 - self.tree.prompt_length :]
         return self._reasons([node], [rest], tokens[-1:], [len(tokens)])[0]
 
     def finish_reasons(self, nodes: Sequence[int], tokens: Sequence[int]) -> list[str | None]:
         """For each of some nodes of the tree and a token after it, why the sequence ends with this token; None if it
         does not end."""
-        before, at = self.tree.prompt_length - 2, {node: self.tree.position(node) for node in {*nodes}}
-        lengths = [at[node] - before for node in nodes]
+        before = self.tree.prompt_length - 2
+        lengths = [position - before for position in map(self.tree.position, nodes)]
         return self._reasons(nodes, [[token] for token in tokens], tokens, lengths)
 
     def _reasons(
         self, nodes: Sequence[int], rests: Sequence[Sequence[int]], last: Sequence[int], lengths: Sequence[int]
     ) -> list[str | None]:
         """The finish reasons of sequences, given by a node and the tokens after it, the last token and the length."""
+        ended = [None] * len(nodes) if self.ends is None else self.ends(nodes, rests)
         eos, most = self.eos_token_ids, self.max_new_tokens
-        reasons = ["eos" if t in eos else "length" if n >= most else None for t, n in zip(last, lengths, strict=True)]
-        if self.ends is not None and eos.isdisjoint(last):
-            found = self.ends(nodes, rests)
-            return [own or reason for own, reason in zip(found, reasons, strict=True)]
-        if self.ends is not None:
-            others = [i for i, reason in enumerate(reasons) if reason != "eos"]
-            found = self.ends([nodes[i] for i in others], [rests[i] for i in others])
-            for i, reason in zip(others, found, strict=True):
-                reasons[i] = reason or reasons[i]
-        return reasons
+        return [
+            "eos" if token in eos else reason or ("length" if length >= most else None)
+            for token, reason, length in zip(last, ended, lengths, strict=True)
+        ]
 
 
 class Judge(Protocol):

@@ -79,7 +79,6 @@ class Catalogue:
         view = memoryview(data)
         parts = [view[a:b] for a, b in itertools.pairwise(starts)]
         self._data, self._ids = data, view[starts[-1] :]
-        self._id_starts = parts[0].cast("q")
         self._tokens, self._first = (part.cast("i") for part in parts[1:3])
         if not 0 < self.edges < 1 << 31 or not 0 < self.items <= self.edges:
             raise self._refused(f"the catalogue has {self.edges} edges and {self.items} items")
@@ -88,7 +87,7 @@ class Catalogue:
             torch.frombuffer(data, dtype=dtype, count=count, offset=at)
             for (dtype, count), at in zip([*kinds, (torch.int32, self.items)], starts, strict=False)
         ]
-        _, self._tokens_E, self._first_N, self._end_I = arrays
+        self._id_starts, self._tokens_E, self._first_N, self._end_I = arrays
         if fault := _fault(*arrays, self.vocab_size, ids):
             raise self._refused(f"the catalogue is not valid: {fault}")
 
@@ -149,16 +148,16 @@ class Catalogue:
             for i, node in zip(going, after, strict=True):
                 nodes[i] = node
         place_N, ends_N = self.ends(longs(nodes))
-        places = place_N[ends_N].tolist()
-        found = iter(self._ids_at(places))
+        found = iter(self._ids_at(place_N[ends_N]))
         return [next(found) if ends else None for ends in ends_N.tolist()]
 
-    def _ids_at(self, places: Sequence[int]) -> list[str | int]:
+    def _ids_at(self, place_n: Tensor) -> list[str | int]:
         """The ids of the items at these places. Raises UsageError."""
-        texts = [bytes(self._ids[self._id_starts[place] : self._id_starts[place + 1]]) for place in places]
+        starts, ends = self._id_starts[place_n].tolist(), self._id_starts[place_n + 1].tolist()
+        texts = [bytes(self._ids[start:end]) for start, end in zip(starts, ends, strict=True)]
         found = _values(b"[" + b",\n".join(texts) + b"]")  # no JSON string has a line break
         if len(found) != len(texts) or not {*map(type, found)} <= {str, int}:
-            for place, text in zip(places, texts, strict=True):
+            for place, text in zip(place_n.tolist(), texts, strict=True):
                 if [*map(type, _values(b"[" + text + b"]"))] not in ([str], [int]):
                     what = f"expected a string or an integer, got {shortened(ascii(text))}"
                     raise self._refused(f"the id of item {place}: {what}")

@@ -53,7 +53,7 @@ class Processor:
 
 
 class Masked(Processor):
-    """A constraint as a processor. Its state is the constraint's, with the allowed tokens once they are known."""
+    """A constraint as a processor. Its state is the constraint's."""
 
     bans = True
 
@@ -69,21 +69,26 @@ class Masked(Processor):
 
     def advance_all(self, states: Sequence[State], tokens: Sequence[int]) -> list[State]:
         with attributed(self.constraint, "advance"):
-            return self.constraint.advance_all(states, tokens)
+            return self._as_many(self.constraint.advance_all(states, tokens), states, "advance_all")
 
     def allowed(self, states: Sequence[State]) -> Allowed:
         """The allowed tokens of states. Raises ConstraintError."""
         with attributed(self.constraint, "allowed"):
             found = self.constraint.allowed(states)
             found = found if isinstance(found, Allowed) else [*found]
-            if len(found) != len(states):
-                raise ConstraintError(f"allowed: expected an entry for each of {len(states)} states, got {len(found)}")
-            return Allowed.of(found, self.vocab)
+            return Allowed.of(self._as_many(found, states, "allowed"), self.vocab)
 
     def items(self, outputs: Sequence[Sequence[int]]) -> list[str | int | None]:
         """See `Constraint.item`. Raises ConstraintError."""
         with attributed(self.constraint, "item"):
-            return self.constraint.items(outputs)
+            return self._as_many(self.constraint.items(outputs), outputs, "items")
+
+    @staticmethod
+    def _as_many(found: Any, asked: Sequence[Any], doing: str) -> Any:
+        """The entries that a method found. Raises ConstraintError unless there is one for each that was asked for."""
+        if len(found) != len(asked):
+            raise ConstraintError(f"{doing}: expected an entry for each of {len(asked)} states, got {len(found)}")
+        return found
 
 
 def mask(rows_NV: Tensor, allowed: Allowed) -> None:

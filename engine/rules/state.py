@@ -128,7 +128,8 @@ class NodeStates:
             states.update({node: self._first(tree) for node in level if tree.parent(node) < 0})
             new = [node for node in level if node not in states]
             before, tokens = [states[parent] for parent in map(tree.parent, new)], [*map(tree.token, new)]
-            states.update(zip(new, self.after_all(before, tokens), strict=True))
+            after = [columns.after.get((place, token)) for (columns, place), token in zip(before, tokens, strict=True)]
+            states.update(zip(new, self.after_all(before, tokens) if None in after else after, strict=True))  # type: ignore[arg-type]
         return [states[node] for node in nodes]
 
     def asked(self, tree: TokenTree, nodes: Sequence[int]) -> list[NodeState]:

@@ -37,9 +37,9 @@ class Chunk:
         """Tokens, positions and ancestry bits."""
         tree, nodes, end = self.tree, self.nodes, self.cached
         first = end - self.trunk_tokens
-        tokens = tree.trunk.tokens[first:end] + [tree.token(n) for n in nodes]
-        positions = [*range(first, end), *[tree.position(n) for n in nodes]]
-        bits = [0] * self.trunk_tokens + [tree.ancestry(n) for n in nodes]
+        tokens = [*tree.trunk.tokens[first:end], *map(tree.token, nodes)]
+        positions = [*range(first, end), *map(tree.position, nodes)]
+        bits = [*([0] * self.trunk_tokens), *map(tree.ancestry, nodes)]
         for draft in self.drafts:
             tokens.append(draft.token)
             positions.append(draft.position)
@@ -152,13 +152,14 @@ class Packer:
             bucket(-(-max(len(slots) for slots, _ in columns.tables) // WORD), self.word_buckets),
             any(columns.adapters),
         )
+        longs, ints = columns.longs(sizes), columns.ints(sizes)
         if (frame := self._frames.get(sizes)) is None:
-            frame = _Frame(sizes, self)
+            frame = _Frame(sizes, self, longs, ints)
             if self.frames:
                 if len(self._frames) == self.frames:
                     del self._frames[next(iter(self._frames))]
                 self._frames[sizes] = frame
-        return frame.filled(columns)
+        return frame.filled(columns, longs, ints)
 
 
 def pack(chunks: Sequence[Chunk], page_size: int, device: torch.device | str = "cpu", **options: Any) -> Pass:
@@ -264,16 +265,16 @@ def _extend(numbers: "array[int]", row: "array[int]", width: int) -> None:
 
 
 class _Frame:
-    """The memory of passes of one size, and the tensors that view it."""
+    """The memory of passes of one size, at first the columns of one of them, and the tensors that view it."""
 
-    def __init__(self, sizes: PassSizes, packer: Packer):
+    def __init__(self, sizes: PassSizes, packer: Packer, longs: "array[int]", ints: "array[int]"):
         T, R, W, P, reach = sizes.tokens, sizes.trees, sizes.words * WORD, sizes.pages, packer.ancestors
-        self.sizes, self.device, delta = sizes, packer.device, packer.delta
+        self.device, delta, self._longs, self._ints = packer.device, packer.delta, longs, ints
         paths = 0 if delta is None else T * width_of(delta, packer.impl == "triton")
-        self._longs, longs = _memory("q", [T, T, T, T, T * reach, T * sizes.adapted, paths, R * W])
-        self._ints, ints = _memory("i", [R + 1, T, R, 3 * sizes.runs, R, R * P, R * W, T * sizes.words])
-        tokens_T, positions_T, spans_T, slots_T, ancestors, adapters_T, numbers, branch_slots = longs
-        starts, seen_T, lengths_R, runs, filled_R, pages, branch_positions, ancestry = ints
+        lengths = [T, T, T, T, T * reach, T * sizes.adapted, paths, R * W]
+        tokens_T, positions_T, spans_T, slots_T, ancestors, adapters_T, numbers, branch_slots = _split(longs, lengths)
+        lengths = [R + 1, T, R, 3 * sizes.runs, R, R * P, R * W, T * sizes.words]
+        starts, seen_T, lengths_R, runs, filled_R, pages, branch_positions, ancestry = _split(ints, lengths)
         layout = TreeLayout(
             positions_T=positions_T,
             write_slots_T=slots_T,
@@ -295,10 +296,10 @@ class _Frame:
         )
         self.inputs = Pass(tokens_T, spans_T, layout)
 
-    def filled(self, columns: _Columns) -> Pass:
-        """The pass of these columns."""
-        self._longs[:] = columns.longs(self.sizes)
-        self._ints[:] = columns.ints(self.sizes)
+    def filled(self, columns: _Columns, longs: "array[int]", ints: "array[int]") -> Pass:
+        """The pass of these columns, given also as numbers."""
+        if self._longs is not longs:
+            self._longs[:], self._ints[:] = longs, ints
         inputs, layout = self.inputs, self.inputs.layout
         if columns.paths is not None and columns.paths.chained:
             assert layout.paths is not None
@@ -311,10 +312,9 @@ class _Frame:
         return Pass(tokens_T, spans_T, layout.to(self.device))
 
 
-def _memory(code: str, lengths: Sequence[int]) -> tuple["array[int]", Sequence[Tensor]]:
-    """Zeroed memory for columns of integers, and the columns."""
-    numbers = array(code, bytes(array(code).itemsize * sum(lengths)))
-    return numbers, tensor_of(numbers).split([*lengths])
+def _split(numbers: "array[int]", lengths: list[int]) -> Sequence[Tensor]:
+    """The columns of these lengths, as tensors that view the memory of the numbers."""
+    return tensor_of(numbers).split(lengths)
 
 
 def tensor_of(numbers: "array[int]") -> Tensor:
