@@ -414,10 +414,12 @@ def ends_of(
 
     def ends(nodes: Sequence[int], rests: Sequence[Sequence[int]]) -> list[str | None]:
         reasons: list[str | None] = [None] * len(nodes)
-        for i in endings.reached(tree, nodes, rests) if endings is not None else ():
-            reasons[i] = "constraint"
-        for i, (node, rest) in enumerate(zip(nodes, rests, strict=True) if stops is not None else ()):
-            reasons[i] = "stop" if stops([*tree.path(node), *rest]) else reasons[i]
+        if endings is not None:
+            for i in endings.reached(tree, nodes, rests):
+                reasons[i] = "constraint"
+        if stops is not None:
+            for i, (node, rest) in enumerate(zip(nodes, rests, strict=True)):
+                reasons[i] = "stop" if stops([*tree.path(node), *rest]) else reasons[i]
         return reasons
 
     return ends

@@ -88,7 +88,7 @@ class Catalogue:
             for (dtype, count), at in zip([*kinds, (torch.int32, self.items)], starts, strict=False)
         ]
         self._id_starts, self._tokens_E, self._first_N, self._end_I = arrays
-        if fault := _fault(*arrays, self.vocab_size, ids):
+        if fault := _fault(self._id_starts, self._tokens_E, self._first_N, self._end_I, self.vocab_size, ids):
             raise self._refused(f"the catalogue is not valid: {fault}")
 
     def _refused(self, what: str) -> UsageError:

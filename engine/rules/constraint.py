@@ -185,7 +185,7 @@ def listed(lists: Iterable[Sequence[int] | Tensor]) -> tuple[Tensor, Tensor]:
     """Tokens, one list after the other, int64 [M], and how many each list has."""
     lists, parts = [*lists], [torch.empty(0, dtype=torch.int64)]
     for tensors, some in groupby(lists, lambda one: isinstance(one, Tensor)):
-        flat = some if tensors else [longs([*chain.from_iterable(some)])]  # noqa: B031
+        flat: Any = some if tensors else [longs([*chain.from_iterable(some)])]  # type: ignore[list-item]  # noqa: B031
         parts += [torch.as_tensor(each, dtype=torch.int64) for each in flat]
     return torch.cat(parts), longs([*map(len, lists)])
 

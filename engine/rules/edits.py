@@ -77,9 +77,10 @@ class RowEdits:
     def _note(states: Sequence[NodeState], rows_NV: Tensor) -> None:
         """Store the rows of nodes that are evaluated ahead: their only token and its log-probability."""
         if places := ahead(states):
-            found = [states[i] for i in places]
-            tokens = [state.forced for state in found]
-            for (columns, place), token, number in zip(found, tokens, rows_NV[places, tokens].tolist(), strict=True):
+            found = [(states[i].columns, states[i].place, states[i].forced) for i in places]
+            numbers = rows_NV[places, [token for _, _, token in found]].tolist()
+            for (columns, place, token), number in zip(found, numbers, strict=True):
+                assert token is not None  # only forced tokens are evaluated ahead
                 columns.rows[place] = token, number
 
     def _end(self, tree: TokenTree, nodes: Sequence[int], states: Sequence[NodeState], rows_NV: Tensor) -> None:

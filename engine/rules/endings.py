@@ -64,13 +64,12 @@ class Endings:
         if self.states.mask is not None:
             items = self.states.mask.items([o.token_ids[: -(o.finish_reason == "eos") or None] for o in outputs])
             named = zip(outputs, items, strict=True)
-            outputs = [o if item is None else Output(**(vars(o) | {"item": item})) for o, item in named]
+            outputs = [output if item is None else replace(output, item=item) for output, item in named]
         result.outputs = outputs
 
     def _settled(self, output: Output, ranked: bool) -> Output:
-        if output.finish_reason == "constraint":  # the search has found the reason itself
-            stuck = not ranked and output.score is not None and output.score <= STUCK
-            return replace(output, score=None) if stuck else output
+        if output.finish_reason == "constraint":  # by `reached`, or found by the search itself, with STUCK in the score
+            return replace(output, score=None) if self.eos and not ranked else output
         tokens = output.token_ids
         if output.finish_reason != "eos" or tuple(tokens[:-1]) not in self._paths:
             return output

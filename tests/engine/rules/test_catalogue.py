@@ -7,6 +7,7 @@ import random
 import struct
 import zlib
 from array import array
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -250,6 +251,20 @@ def test_every_search_gives_items(engine, tmp_path, scores):
                     assert output.finish_reason == ("constraint" if ends else "eos") and math.isfinite(output.logprob)
     finally:
         del engine.companions["draft"]
+
+
+@pytest.mark.parametrize("scores", ["model", "renormalised"])
+@pytest.mark.parametrize("ends", [{}, {"ignore_eos": True}], ids=["eos", "ignore_eos"])
+def test_wide_searches_are_those_over_choices(engine, tmp_path, scores, ends):
+    """More beams than are looked up one by one, and some that end in every step."""
+    rng, search = random.Random(2), Trie(beams=90, num_return_sequences=90)
+    items = [list(item) for item in {tuple(rng.randrange(3, 20) for _ in range(rng.randint(1, 4))) for _ in range(400)}]
+    made, options = written(tmp_path / "c", items), {"constraint_scores": scores, "new": 5, **ends}
+    found, expected = ask(engine, search, catalogue=made, **options), ask(engine, search, choices=items, **options)
+    assert [replace(output, item=None) for output in found.outputs] == expected.outputs
+    assert [items[output.item] for output in found.outputs] == [
+        output.token_ids[: -1 if output.finish_reason == "eos" else None] for output in found.outputs
+    ]
 
 
 # --- the tool ---

@@ -217,6 +217,14 @@ def test_a_constraint_that_fails_ends_its_request_alone(engine, search, fault):
         assert found[i].outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("method", ["advance_all", "items"])
+def test_methods_for_many_states_must_answer_for_each(engine, method):
+    constraint = Automaton(STATES)
+    setattr(constraint, method, lambda *_: [])
+    with pytest.raises(ConstraintError, match=f"{method}: expected an entry for each of"):
+        ask(engine, Greedy(), constraint=constraint)
+
+
 def test_prefix_functions(engine):
     def after(batch, ids_L):
         assert batch == 0 and ids_L.dtype == torch.int64
