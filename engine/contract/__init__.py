@@ -132,6 +132,11 @@ class Output:
     token_logprobs: list[float | None] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
 
+    def named(self, item: str | int) -> "Output":
+        """This output with the id of its item; there may be thousands, for which `replace` is slow."""
+        values: dict[str, Any] = {**vars(self), "item": item}
+        return Output(**values)
+
 
 @dataclass(frozen=True)
 class ContinuationScore:

@@ -62,9 +62,9 @@ class Endings:
         """
         outputs = [self._settled(output, ranked) for output in result.outputs]
         if self.states.mask is not None:
-            items = self.states.mask.items([o.token_ids[: -(o.finish_reason == "eos") or None] for o in outputs])
+            items = self.states.mask.items([o.token_ids[: -1 if o.finish_reason == "eos" else None] for o in outputs])
             named = zip(outputs, items, strict=True)
-            outputs = [output if item is None else replace(output, item=item) for output, item in named]
+            outputs = [output if item is None else output.named(item) for output, item in named]
         result.outputs = outputs
 
     def _settled(self, output: Output, ranked: bool) -> Output:
