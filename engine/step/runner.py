@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ Ready = Callable[[Pass], None]  # gets a pass's inputs on the device
 PAGES = tuple(1 << i for i in range(31))  # widths of a page table, which grows with a text: so passes have few sizes
 FRAMES = 64  # sizes of passes that are kept prepared
 Rows = tuple[Tensor, list[bool]]  # float32 [N, V], or empty if no search needs them; whether each row is finite
+Strategy = Callable[["Runner", Any], Rows]  # evaluates a batch, and gives its shares what they need from the rows
 
 
 class Keep(NamedTuple):
@@ -37,20 +38,6 @@ class Keep(NamedTuple):
     rows: slice
     take: Callable[[Tensor], None]
     tapped: bool = False
-
-
-class Strategy(Protocol):
-    """A way to evaluate a batch, see `engine.step.strategies`."""
-
-    def run(self, runner: "Runner", batch: Any) -> Rows:
-        """Evaluate a batch, and give each share what it needs from its rows."""
-        ...
-
-
-class Planned(Protocol):
-    """A batch whose strategy was chosen when it was built."""
-
-    strategy: Strategy
 
 
 class Inputs:
@@ -205,9 +192,9 @@ class Runner:
             tree.release()
         return torch.cat(rows)  # outside of inference mode: callers may write to it
 
-    def run(self, batch: Planned) -> Rows:
-        """Evaluate a batch: its rows, and whether each is finite."""
-        return batch.strategy.run(self, batch)
+    def run(self, batch: Any) -> Rows:
+        """Evaluate a batch by the strategy that was chosen when it was built."""
+        return batch.strategy(self, batch)
 
     def evaluate(
         self,

@@ -1,10 +1,9 @@
 """The ways to evaluate a pass, chosen when the batch is built according to what its searches need from the rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from engine.contract.top_sums import TopSums, found_in_entries
 from engine.rules.constraint import ConstraintError
@@ -14,73 +13,51 @@ from engine.step.partial import PartialSums
 from engine.step.phases import phase
 from engine.step.runner import Rows, Runner, Strategy
 
+NO_ROWS = torch.empty(0, 0)
 
-class WholeRows:
+
+def whole_rows(runner: Runner, batch: Batch) -> Rows:
     """Log-probabilities over the whole vocabulary, and the values that searches read from them."""
-
-    def run(self, runner: Runner, batch: Batch) -> Rows:
-        """See `Strategy`."""
-        return batch.take(*runner.evaluate(batch.chunks, batch.asked, batch.reads, batch.edits, batch.keeps))
+    return batch.take(*runner.evaluate(batch.chunks, batch.asked, batch.reads, batch.edits, batch.keeps))
 
 
-@dataclass(frozen=True)
-class FewTokens:
+def few_tokens(shares: Sequence[Share], parts: Sequence[Few], runner: Runner, batch: Batch) -> Rows:
     """The log-probabilities of the few tokens that constraints allow, on a CPU: the head computes no others.
 
     Args:
         shares: the shares that have rows.
         parts: the tokens of each share.
     """
-
-    shares: Sequence[Share]
-    parts: Sequence[Few]
-
-    def run(self, runner: Runner, batch: Batch) -> Rows:
-        """See `Strategy`."""
-        logps, finite = runner.evaluate_few(batch.chunks, batch.asked, self.parts, batch.keeps)
-        with phase(runner.observer, "search"):
-            for share, part, logp_M in zip(self.shares, self.parts, logps, strict=True):
-                self._take(share, part, logp_M)
-        return NO_ROWS, finite
-
-    @staticmethod
-    def _take(share: Share, few: Few, logp_M: Tensor) -> None:
-        constrained, sums = share.pending.constrained, share.pending.partial
-        assert constrained is not None and isinstance(sums, PartialSums)
-        try:
-            constrained.few.note(share.chunk.tree, share.nodes, few, logp_M)
-        except ConstraintError as error:
-            share.job.fault = error
-        wanted = sums.top_sums(share.nodes)
-        sums.found(found_in_entries(logp_M, few.row_M, few.token_M, wanted, sums.width), share.nodes)
+    logps, finite = runner.evaluate_few(batch.chunks, batch.asked, parts, batch.keeps)
+    with phase(runner.observer, "search"):
+        for share, few, logp_M in zip(shares, parts, logps, strict=True):
+            constrained, sums = share.pending.constrained, share.pending.partial
+            assert constrained is not None and isinstance(sums, PartialSums)
+            try:
+                constrained.few.note(share.chunk.tree, share.nodes, few, logp_M)
+            except ConstraintError as error:
+                share.job.fault = error
+            wanted = sums.top_sums(share.nodes)
+            sums.found(found_in_entries(logp_M, few.row_M, few.token_M, wanted, sums.width), share.nodes)
+    return NO_ROWS, finite
 
 
-@dataclass(frozen=True)
-class OnlySums:
+def only_sums(shares: Sequence[Share], wanted: Sequence[TopSums], runner: Runner, batch: Batch) -> Rows:
     """The top sums of rows that nothing reads: a CPU does not compute the rows, and processes do not gather them.
 
     Args:
         shares: the shares that have rows.
         wanted: the sums that each share wants, and then those of each of its drafts.
     """
-
-    shares: Sequence[Share]
-    wanted: Sequence[TopSums]
-
-    def run(self, runner: Runner, batch: Batch) -> Rows:
-        """See `Strategy`."""
-        founds, finite = runner.evaluate_top_sums(batch.chunks, batch.asked, self.wanted, batch.keeps)
-        at = 0
-        for share in self.shares:
-            assert isinstance(share.pending.partial, PartialSums)
-            share.pending.partial.found(founds[at], share.nodes)
-            end = at + 1 + len(share.chunk.drafts)
-            share.take_drafts(founds[at + 1 : end])
-            at = end
-        return NO_ROWS, finite
-
-
-WHOLE_ROWS, NO_ROWS = WholeRows(), torch.empty(0, 0)
+    founds, finite = runner.evaluate_top_sums(batch.chunks, batch.asked, wanted, batch.keeps)
+    at = 0
+    for share in shares:
+        assert isinstance(share.pending.partial, PartialSums)
+        share.pending.partial.found(founds[at], share.nodes)
+        end = at + 1 + len(share.chunk.drafts)
+        share.take_drafts(founds[at + 1 : end])
+        at = end
+    return NO_ROWS, finite
 
 
 def strategy_of(batch: Batch) -> Strategy:
@@ -89,12 +66,12 @@ def strategy_of(batch: Batch) -> Strategy:
     if shares and batch.runner.device.type == "cpu" and all(share.pending.constrained for share in shares):
         parts = [few_of(share) for share in shares]
         if None not in parts and not batch.runner.adapters(batch.chunks, batch.asked):
-            return FewTokens(shares, [part for part in parts if part is not None])
+            return partial(few_tokens, shares, [part for part in parts if part is not None])
     if shares and batch.runner.only_sums and not any(share.pending.constrained for share in shares):
         wanted = [each for share in shares for each in (share.top_sums, *share.drafts_wanted)]
         if None not in wanted:
-            return OnlySums(shares, [each for each in wanted if each is not None])
-    return WHOLE_ROWS
+            return partial(only_sums, shares, [each for each in wanted if each is not None])
+    return whole_rows
 
 
 def few_of(share: Share) -> Few | None:

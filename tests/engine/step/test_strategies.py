@@ -8,7 +8,7 @@ import torch
 from engine.contract.top_sums import TopSums
 from engine.rules.constraint import Allowed
 from engine.rules.few import Few
-from engine.step.strategies import WHOLE_ROWS, FewTokens, OnlySums, strategy_of
+from engine.step.strategies import few_tokens, only_sums, strategy_of, whole_rows
 
 SOME, SUMS = Few.of(Allowed.of([[3, 5]], 10), False), TopSums([0.0], 2)
 
@@ -31,7 +31,8 @@ def choose(*shares, device="cpu", only_sums=False, heads=()):
 
 def test_few_tokens_on_a_cpu_where_all_want_top_sums_of_few():
     chosen = choose(share(SOME, SUMS), share(nodes=()), share(SOME, SUMS))  # one is still in its prompt
-    assert isinstance(chosen, FewTokens) and len(chosen.shares) == 2 and chosen.parts == [SOME, SOME]
+    shares, parts = chosen.args
+    assert chosen.func is few_tokens and len(shares) == 2 and parts == [SOME, SOME]
 
 
 @pytest.mark.parametrize(
@@ -40,20 +41,20 @@ def test_few_tokens_on_a_cpu_where_all_want_top_sums_of_few():
     ids=["not constrained", "rows are wanted", "processors besides"],
 )
 def test_one_share_that_wants_more_has_rows_for_all(others):
-    assert choose(share(SOME, SUMS), *others) is WHOLE_ROWS
+    assert choose(share(SOME, SUMS), *others) is whole_rows
 
 
 def test_the_head_of_an_adapter_computes_all_tokens():
-    assert choose(share(SOME, SUMS), heads=[0, 2]) is WHOLE_ROWS
+    assert choose(share(SOME, SUMS), heads=[0, 2]) is whole_rows
 
 
 def test_a_gpu_evaluates_whole_rows():
-    assert choose(share(SOME, SUMS), device="cuda") is WHOLE_ROWS
+    assert choose(share(SOME, SUMS), device="cuda") is whole_rows
 
 
 def test_rows_that_nobody_reads_are_not_computed():
     chosen = choose(share(None, SUMS), share(None, SUMS), only_sums=True)
-    assert isinstance(chosen, OnlySums) and chosen.wanted == [SUMS, SUMS]
+    assert chosen.func is only_sums and chosen.args[1] == [SUMS, SUMS]
     for more in (share(None, None), share((), SUMS)):
-        assert choose(share(None, SUMS), more, only_sums=True) is WHOLE_ROWS
-    assert choose(share(None, SUMS)) is WHOLE_ROWS and choose(share(nodes=()), only_sums=True) is WHOLE_ROWS
+        assert choose(share(None, SUMS), more, only_sums=True) is whole_rows
+    assert choose(share(None, SUMS)) is whole_rows and choose(share(nodes=()), only_sums=True) is whole_rows
