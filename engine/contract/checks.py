@@ -241,25 +241,33 @@ def result_fault(result: Any, vocab_size: int | None) -> str:
     return ""
 
 
+def guarded(
+    function: Callable[..., Any], failed: Callable[[Exception], None], instead: Callable[..., Any] = lambda *_: None
+) -> Callable[..., Any]:
+    """A function that never raises: it passes the exception to `failed`, and returns `instead` of its arguments."""
+
+    def safe(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            failed(error)
+            return instead(*args)
+
+    return safe
+
+
 def guarded_report(report: Report, failed: Callable[[Exception], None]) -> Report:
     """A Report whose functions never raise: they pass the exception to `failed` and return nothing."""
     best, beams = report.best, report.beams
 
-    def safe_best() -> list[int]:
-        try:
-            return [int(token) for token in best()] if best else []
-        except Exception as error:
-            failed(error)
-            return []
+    def plain_best() -> list[int]:
+        return [int(token) for token in best()] if best else []
 
-    def safe_beams() -> list[tuple[float | None, list[int]]]:
-        try:
-            found = beams() if beams else []
-            return [(None if score is None else float(score), [int(t) for t in tokens]) for score, tokens in found]
-        except Exception as error:
-            failed(error)
-            return []
+    def plain_beams() -> list[tuple[float | None, list[int]]]:
+        found = beams() if beams else []
+        return [(None if score is None else float(score), [int(t) for t in tokens]) for score, tokens in found]
 
+    safe_best, safe_beams = (guarded(function, failed, list) for function in (plain_best, plain_beams))
     return replace(report, best=best and safe_best, beams=beams and safe_beams, ready=None)
 
 
@@ -269,37 +277,18 @@ def guarded_request(request: Evaluate, failed: Callable[[Exception], None]) -> E
     if read is None and hidden is None:
         return request
 
-    def safe_hidden(rows_TE: Tensor) -> None:
-        try:
-            assert hidden is not None
-            hidden(rows_TE)
-        except Exception as error:
-            failed(error)
+    def checked(rows_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
+        assert read is not None
+        numbers = read(rows_NV, peaks_NB)
+        if not isinstance(numbers, Tensor) or numbers.dim() != 1:
+            raise ContractError(f"Evaluate.read: expected it to return a tensor [n], got {brief(numbers)}")
+        return numbers.to(rows_NV.device, torch.float64)
 
-    def safe(rows_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
-        try:
-            assert read is not None
-            numbers = read(rows_NV, peaks_NB)
-            if not isinstance(numbers, Tensor) or numbers.dim() != 1:
-                raise ContractError(f"Evaluate.read: expected it to return a tensor [n], got {brief(numbers)}")
-            return numbers.to(rows_NV.device, torch.float64)
-        except Exception as error:
-            failed(error)
-            return torch.empty(0, dtype=torch.float64, device=rows_NV.device)
+    def nothing(rows_NV: Tensor, _: Tensor | None) -> Tensor:
+        return torch.empty(0, dtype=torch.float64, device=rows_NV.device)
 
-    return replace(request, read=read and safe, hidden=hidden and safe_hidden)
-
-
-def guarded_edit(edit: Callable[..., None], failed: Callable[[Exception], None]) -> Callable[..., None]:
-    """An edit of rows that never raises: it passes the exception to `failed`, and the rows are undefined."""
-
-    def safe(rows_NV: Tensor, excess_N1: Tensor | None) -> None:
-        try:
-            edit(rows_NV, excess_N1)
-        except Exception as error:
-            failed(error)
-
-    return safe
+    safe = read and guarded(checked, failed, nothing)
+    return replace(request, read=safe, hidden=hidden and guarded(hidden, failed))
 
 
 def brief(value: Any) -> str:

@@ -20,7 +20,7 @@ from engine.cache.drafts import DraftedNode
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate
-from engine.contract.checks import guarded_edit
+from engine.contract.checks import guarded
 from engine.contract.top_sums import FoundSums, TopSums, find_top_sums, found_in_entries
 from engine.drafts import Draft, Drafter, Wanted
 from engine.drafts.heads import HeadDrafts
@@ -416,7 +416,7 @@ class JobDrafts:
             parts = [row.excess_11 for row in rows if row.excess_11 is not None]
             excess = torch.cat(parts) if parts else None
             edit = constrained.edits.edit(tree, nodes, slice(0, len(nodes)))
-            guarded_edit(edit.apply, fail)(logp_NV, excess)
+            guarded(edit.apply, fail)(logp_NV, excess)
         if isinstance(partial_answer, PartialSums):
             partial_answer.found(find_top_sums(logp_NV, None, partial_answer.top_sums(nodes)), nodes)
         else:

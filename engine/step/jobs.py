@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Report, Search, SearchGenerator, SearchResult, TakeHidden
-from engine.contract.checks import guarded_edit, is_ours
+from engine.contract.checks import guarded, is_ours
 from engine.contract.top_sums import FoundSums, TopSums
 from engine.contract.trace import UNTRACED, Trace, Untraced
 from engine.rules.constrained import Constrained
@@ -259,7 +259,7 @@ class Batch:
             self.readers.append(share)
         if pending.constrained is not None and nodes:
             edit = pending.constrained.edits.edit(chunk.tree, nodes, rows)
-            self.edits.append(edit._replace(apply=guarded_edit(edit.apply, partial(setattr, job, "fault"))))
+            self.edits.append(edit._replace(apply=guarded(edit.apply, partial(setattr, job, "fault"))))
         self.tokens += len(chunk)
         end = self.tokens - len(chunk.drafts)
         if job.kept is not None and chunk.tree is job.trees[0]:
