@@ -26,8 +26,9 @@ from engine.load.flags import takes
 from engine.load.hub import located
 from engine.load.loading import LoadedModel, check_companion, load_models
 from engine.load.options import LoadOptions, RewardFunction
-from engine.ranking import Ranked, check_documents, check_text, head_of, pairs, ranked
+from engine.ranking import Ranked, check_documents, check_texts, head_of, pairs, ranked, score_requests, scores_of
 from engine.request import (
+    Checked,
     Done,
     Event,
     Models,
@@ -44,7 +45,7 @@ from engine.request import (
     requests_of,
     score_request,
 )
-from engine.service import News, Service
+from engine.service import Entry, News, Service
 from engine.step.drafting import EngineDrafts
 from engine.step.driver import Driver
 from engine.step.phases import PhaseObserver
@@ -170,7 +171,7 @@ class Engine:
         """
         return self._all(requests_of(prompts, search, options))
 
-    def _all(self, requests: Iterable[Request]) -> list[SearchResult]:
+    def _all(self, requests: Iterable[Request | Checked]) -> list[SearchResult]:
         """The results of requests, in their order. Raises CoppiceError: the first error of any of them."""
         results: dict[int, SearchResult] = {}
         for i, outcome in self.serve(requests):
@@ -183,13 +184,17 @@ class Engine:
         return [results[i] for i in sorted(results)]
 
     def serve(
-        self, requests: Iterable[Request | CoppiceError | None], *, on_step: Callable[[Driver], None] | None = None
+        self,
+        requests: Iterable[Request | Checked | CoppiceError | None],
+        *,
+        on_step: Callable[[Driver], None] | None = None,
     ) -> Generator[tuple[int, SearchResult | CoppiceError], None, None]:
         """Answer requests in continuous batches; a request that fails does not affect the others.
 
         Args:
-            requests: read when there is room for another one. An item may also be an error, which is passed on in place
-                of a result, or None (not counted) if no request is available at the moment.
+            requests: read when there is room for another one. An item may also be a request that was checked already,
+                an error, which is passed on in place of a result, or None (not counted) if no request is available at
+                the moment.
             on_step: called after every step, to show progress or to stop by raising.
 
         Yields:
@@ -220,9 +225,10 @@ class Engine:
                     try:
                         if isinstance(request, CoppiceError):
                             raise request
-                        if not isinstance(request, Request):
+                        if not isinstance(request, Request | Checked):
                             raise UsageError(f"requests: expected a Request, got {request!r}")
-                        service.submit(service.check(request), partial(hear, i))
+                        checked = request if isinstance(request, Checked) else service.check(request)
+                        service.submit(Entry(checked, partial(hear, i)))
                         under_way += 1
                     except CoppiceError as error:
                         yield i, error
@@ -266,7 +272,8 @@ class Engine:
         seen: Prefill | Progress | None = None
         try:
             checked = service.check(Request(prompt, search, **options))
-            entry = service.submit(checked, heard.append, stream=True, trunk=trunk, retire=retire)
+            entry = Entry(checked, heard.append, stream=True, trunk=trunk, retire=retire)
+            service.submit(entry)
             while outcome is None:
                 service.step()
                 while heard:
@@ -372,11 +379,7 @@ class Engine:
         Raises:
             CoppiceError: the first error of any of them.
         """
-        if not self.shape.scores:
-            raise UsageError("this checkpoint has no scalar head", where=self.name, remedy="it generates text")
-        if not isinstance(texts, Iterable) or isinstance(texts, str):
-            raise UsageError(f"texts: expected a list of lists of token ids, got {texts!r}")
-        return self._head_scores(texts, None, "texts")
+        return scores_of(self._all(score_requests(self._models(), texts)))
 
     def rerank(
         self,
@@ -399,40 +402,17 @@ class Engine:
             CoppiceError: no model has a scalar head, a pair does not fit its context, or another error of a pair.
         """
         check_documents(query, documents)
-        head = head_of(self.service().models)
-        return ranked(self._head_scores(pairs(head, query, documents, template), cache_salt, "documents"))
-
-    def _head_scores(self, texts: Iterable[Sequence[int]], cache_salt: str | None, name: str) -> list[float]:
-        """The scores of texts by the scalar head of the model or its reward model; errors call their list `name`."""
-        service, outcomes = self.service(), dict[int, SearchResult | CoppiceError]()
-
-        def hear(i: int, news: News) -> None:
-            if news.outcome is not None:
-                outcomes[i] = news.outcome
-
-        try:
-            for i, ids in enumerate(texts):
-                service.submit(check_text(service.models, ids, cache_salt, name=f"{name}[{i}]"), partial(hear, i))
-            while service.busy:
-                service.step()
-            scores = []
-            for i in range(len(outcomes)):
-                if isinstance(outcome := outcomes.pop(i), CoppiceError):
-                    try:
-                        raise outcome
-                    finally:
-                        del outcome  # its traceback refers to this frame
-                scores.append(outcome.outputs[0].score)
-            return scores
-        finally:
-            service.close()
-            outcomes.clear()
+        models = self._models()
+        texts = pairs(head_of(models), query, documents, template)
+        return ranked(scores_of(self._all(check_texts(models, texts, cache_salt, "documents"))))
 
     def service(self) -> Service:
         """A new loop that answers requests with this engine's models; `generate` and the other methods use one each."""
+        return Service(self._models(), self.parallel, self.observer)
+
+    def _models(self) -> Models:
         others = {role: engine.model for role, engine in self.companions.items()}
-        models = Models(self.model, others, self.reward, self.drafts, self.drafters)
-        return Service(models, self.parallel, self.observer)
+        return Models(self.model, others, self.reward, self.drafts, self.drafters)
 
 
 class Session:

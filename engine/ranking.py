@@ -1,7 +1,7 @@
 """Reranking: the scores of documents for a query, by a model with a scalar head, which reads each pair as one text."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,6 +80,25 @@ def check_text(
     check_memory(head.runner.pool, search, len(ids), 1, share)
     prompt = [*ids] if head is models.target else [models.target.start_token]  # for a tree that is not evaluated
     return Checked(Request(prompt, search, 1, cache_salt=cache_salt), prompt, 1)
+
+
+def check_texts(models: Models, texts: Iterable[Sequence[int]], cache_salt: str | None, name: str) -> Iterator[Checked]:
+    """The requests for the scores of texts, made one by one, see `check_text`; errors call their list `name`."""
+    return (check_text(models, ids, cache_salt, name=f"{name}[{i}]") for i, ids in enumerate(texts))
+
+
+def score_requests(models: Models, texts: Iterable[Sequence[int]]) -> Iterator[Checked]:
+    """The requests of `Engine.scores`, made one by one. Raises UsageError at once if the model has no scalar head."""
+    if not models.target.shape.scores:
+        raise UsageError("this checkpoint has no scalar head", where=models.target.name, remedy="it generates text")
+    if not isinstance(texts, Iterable) or isinstance(texts, str):
+        raise UsageError(f"texts: expected a list of lists of token ids, got {texts!r}")
+    return check_texts(models, texts, None, "texts")
+
+
+def scores_of(results: Iterable[SearchResult]) -> list[float]:
+    """The scores that a scalar head gave to texts."""
+    return [result.outputs[0].score or 0.0 for result in results]
 
 
 def pairs(head: LoadedModel, query: str, documents: Sequence[str], template: str | None = None) -> Iterator[list[int]]:

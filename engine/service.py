@@ -54,8 +54,8 @@ class Entry:
     """A request that waits or runs.
 
     Attributes:
-        client: the client that made the request.
         tell: called with every `News`, in the thread that steps; it must not raise.
+        client: the client that made the request.
         stream: whether its text is delivered as soon as it is final.
         wants: set by the caller while it waits for the next event; None if it wants none.
         trunk: the cached trunk that its tree takes over.
@@ -68,8 +68,8 @@ class Entry:
     """
 
     checked: Checked
-    client: str
     tell: Callable[[News], None]
+    client: str = ""
     stream: bool = False
     wants: threading.Event | None = None
     trunk: Trunk | None = None
@@ -135,23 +135,7 @@ class Service:
         """How much of the KV cache one client may have."""
         return 1.0 if self.alone else CLIENT_SHARE
 
-    def submit(
-        self,
-        checked: Checked,
-        tell: Callable[[News], None],
-        *,
-        stream: bool = False,
-        wants: threading.Event | None = None,
-        client: str = "",
-        trunk: Trunk | None = None,
-        retire: Callable[[TokenTree], None] | None = None,
-    ) -> Entry:
-        """Queue a request of a client; for arguments see `Entry`. Raises the errors of `queue`."""
-        entry = Entry(checked, client, tell, stream, wants, trunk, retire)
-        self.queue(entry)
-        return entry
-
-    def queue(self, entry: Entry) -> None:
+    def submit(self, entry: Entry) -> None:
         """Queue a request. Raises ValueError if its trace has recorded another request."""
         checked, request, target = entry.checked, entry.checked.request, self.models.target
         steady, trunk = target.shape.steady_length, entry.trunk

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.contract import SearchResult
 from engine.errors import UsageError, check_integer, shortened
-from engine.ranking import head_of, pairs, ranked
+from engine.ranking import head_of, pairs, ranked, scores_of
 from engine.serve.answers import encoded
 from engine.serve.limits import Limits
 from engine.serve.names import flag
@@ -42,7 +42,7 @@ def read_rerank(body: Mapping[str, Any], served: Served, limits: Limits, salt: s
 
     def write(results: Sequence[SearchResult]) -> Iterator[bytes]:
         found = []
-        for index, score in ranked([result.outputs[0].score or 0.0 for result in results])[:top]:
+        for index, score in ranked(scores_of(results))[:top]:
             one: dict[str, Any] = {"index": index, "relevance_score": logistic(score)}
             found.append(one | ({"document": {"text": documents[index]}} if returned else {}))
         head = {"id": f"rerank-{secrets.token_urlsafe(16)}", "model": served.name, "results": found}

@@ -14,7 +14,8 @@ from engine.contract import Search, SearchResult
 from engine.embeddings import embedding_of, embedding_requests, stacked
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
-from engine.request import Done, Event, Request, RequestOptions, Text, requests_of
+from engine.ranking import score_requests, scores_of
+from engine.request import Checked, Done, Event, Request, RequestOptions, Text, requests_of
 from engine.service import Entry, News, Outcome
 from engine.tasks.step_thread import StepThread
 from models.threads import release_threads
@@ -120,16 +121,17 @@ class AsyncEngine:
         return stacked(model, search, await self._answers(await self._thread.check(make)))
 
     async def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
-        """The scores of `Engine.scores`. The texts are evaluated in a pass of their own."""
+        """The scores of token sequences: `Engine.scores`, with its errors."""
         self._thread.start()
-        return await self._thread.run(lambda: self.engine.scores(texts))
+        checked = await self._thread.check(lambda: [*score_requests(self._service.models, texts)])
+        return scores_of(await self._answers(checked))
 
     async def close(self) -> None:
         """End the threads. Running requests end with an error, and all pages return to the pool; from then on the
         engine may be used directly."""
         await asyncio.to_thread(self._thread.stop)
 
-    async def _answers(self, requests: Sequence[Request]) -> list[SearchResult]:
+    async def _answers(self, requests: Sequence[Request | Checked]) -> list[SearchResult]:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         results: dict[int, SearchResult] = {}
         errors: list[CoppiceError] = []
@@ -159,11 +161,12 @@ class AsyncEngine:
             raise errors.pop()
         return [results[i] for i in range(len(requests))]
 
-    async def _submit(self, request: Request, hear: Callable[[News], None], **how: Any) -> Entry:
-        """Check a request and queue it; `how`: see `StepThread.submit`. Raises CoppiceError."""
+    async def _submit(self, request: Request | Checked, hear: Callable[[News], None], **how: Any) -> Entry:
+        """Check a request, unless it was checked, and queue it; `how`: see `StepThread.submit`. Raises CoppiceError."""
         self._thread.start()
-        checked = await self._thread.check(partial(self._service.check, request))
-        return self._thread.submit(self._service, checked, hear, **how)
+        if isinstance(request, Request):
+            request = await self._thread.check(partial(self._service.check, request))
+        return self._thread.submit(self._service, request, hear, **how)
 
 
 class Stream(AsyncIterator[Event]):

@@ -118,19 +118,6 @@ class StepThread:
         finally:
             del future  # an error's traceback refers to this frame
 
-    async def run(self, function: Callable[[], T]) -> T:
-        """Call a function in the stepping thread, between two steps; returns and raises what the function does.
-
-        Raises:
-            CoppiceError: the thread has ended.
-        """
-        future: Future[T] = Future()
-        self.call(partial(_fulfil, future, partial(self._unless_ended, function)))
-        try:
-            return await asyncio.wrap_future(future)
-        finally:
-            del future  # an error's traceback refers to this frame
-
     def _unless_ended(self, function: Callable[[], T]) -> T:
         self._require()
         return function()
@@ -152,7 +139,7 @@ class StepThread:
     ) -> Entry:
         """Submit a request from a coroutine, whose event loop calls `hear`, also if the start fails.
 
-        The entry belongs to the stepping thread. For arguments see `Service.submit`.
+        The entry belongs to the stepping thread. For arguments see `Entry`.
 
         Raises:
             CoppiceError: the thread has ended.
@@ -165,11 +152,11 @@ class StepThread:
 
         def start() -> None:
             try:
-                service.queue(entry)
+                service.submit(entry)
             except Exception as error:
                 tell(News(0.0, outcome=as_ours(error, "the start failed")))
 
-        entry = Entry(checked, client, tell, stream, wants)
+        entry = Entry(checked, tell, client, stream, wants)
         self.call(start)
         return entry
 
@@ -234,14 +221,3 @@ class StepThread:
                 call()
         except Exception:
             traceback.print_exc(file=sys.stderr)
-
-
-def _fulfil(future: "Future[T] | None", function: Callable[[], T]) -> None:
-    """Make a call that a task waits for, unless it was cancelled."""
-    if future is None or not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(function())
-    except BaseException as error:
-        future.set_exception(error)
-        future = None  # the error's traceback refers to this frame

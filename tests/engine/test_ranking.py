@@ -5,6 +5,7 @@ import pytest
 from engine import Engine, UsageError
 from engine.errors import KVMemoryError
 from engine.ranking import Ranked, check_text, pairs
+from engine.service import Entry
 from search import BoN
 from tests.engine.test_rewards import SHAPE, TEMPLATE, scored
 from tools.random_checkpoint import make
@@ -90,7 +91,7 @@ def test_what_pairs_begin_with_is_read_once(beside):
     first, last = pairs(head.model, long, DOCUMENTS[1:3])
     told = []
     for ids in (first, last, last):
-        service.submit(check_text(service.models, ids), lambda news: told.append(news.outcome))
+        service.submit(Entry(check_text(service.models, ids), lambda news: told.append(news.outcome)))
         while service.busy:
             service.step()
     cold, warm, again = (outcome.stats["reused_tokens"] for outcome in told if outcome is not None)

@@ -12,7 +12,7 @@ from engine.demo import demo_folder
 from engine.engine import Request
 from engine.errors import KVMemoryError
 from engine.rules.logprobs import ROWS
-from engine.service import CLIENT_SHARE, News, Service
+from engine.service import CLIENT_SHARE, Entry, News, Service
 from engine.step.crowding import held_pages
 from engine.tasks.step_thread import StepThread
 from search import ULTS, Greedy, Sample, Trie
@@ -39,7 +39,9 @@ class Heard(list):
 
     def ask(self, service: Service, name: str, search: Search, tokens: int = 4, **options: Any):
         request = Request("Once upon a time", search, max_new_tokens=tokens, ignore_eos=True, **options)
-        return service.submit(service.check(request), lambda news: self.hear(name, news), client=name[0])
+        entry = Entry(service.check(request), lambda news: self.hear(name, news), name[0])
+        service.submit(entry)
+        return entry
 
     def hear(self, name: str, news: News) -> None:
         self.append((name, news.outcome))
@@ -107,7 +109,7 @@ def test_who_fills_every_pass_keeps_nobody_waiting(client):
     while sum(job.pending.left for job in driver.running) < budget:
         service.step()
     request = Request("The dog ran to the park. " * 20, Greedy(), max_new_tokens=2, ignore_eos=True)
-    service.submit(service.check(request), lambda news: heard.hear("long", news), client=client)
+    service.submit(Entry(service.check(request), lambda news: heard.hear("long", news), client))
     before = driver.work["target"].passes
     while not any(name == "long" and end is not None for name, end in heard):
         service.step()

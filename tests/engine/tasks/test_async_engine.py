@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from concurrent.futures import Future
 
 import pytest
 
@@ -59,7 +60,9 @@ async def used(asynchronous):
         pool.check_invariants([page for tree in trees for page in tree.pages_held])
         return pool.used_pages
 
-    return await asynchronous._thread.run(read)
+    future = Future()
+    asynchronous._thread.call(lambda: future.set_result(read()))
+    return await asyncio.wrap_future(future)
 
 
 ENDLESS = {"max_new_tokens": 3900, "ignore_eos": True}
