@@ -1,6 +1,5 @@
 """The slash commands. A command gets the dialog and the rest of the line; its docstring is its help."""
 
-import contextlib
 import json
 import os
 import shlex
@@ -15,6 +14,7 @@ from engine.contract.checks import attributed
 from engine.conversation import figures, mib
 from engine.errors import UsageError, check_utf8, shortened
 from engine.load.capabilities import dtype_name
+from engine.load.sizes import memory_of_process
 from engine.text.stopping import check_stop
 from models.checkpoint.files import open_regular
 from search.base import REGISTRY
@@ -303,8 +303,7 @@ def _memory(dialog: Dialog) -> str:
     ]
     if dialog.last:
         lines.append(f"peak     {mib(dialog.last.stats['kv_bytes_peak'])} of cache during the last reply")
-    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux only
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if resident := memory_of_process()[1]:
         lines.append(f"process  {mib(resident)} resident, weights and libraries included")
     return "\n".join(lines)
 

@@ -30,7 +30,7 @@ from engine.load.loading import (
 from engine.load.options import FORMATS_SHOWN, LoadOptions, bytes_of
 from engine.load.pools import MAX_TOKENS, least_stores, shares_of, total_memory
 from engine.load.repacking import bytes_to_pack
-from engine.load.sizes import Workload, size_text
+from engine.load.sizes import Workload, memory_of_process, size_text
 from engine.rules.grammars import KEPT_BYTES
 from engine.text.tokenizer import FILES
 from engine.text.tokenizer_files import read_file
@@ -291,10 +291,7 @@ def runtime_bytes() -> int:
 
 def resident() -> int:
     """Bytes of this process in memory; their maximum so far if the system has no /proc."""
-    try:
-        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        return peak()
+    return memory_of_process()[1] or peak()
 
 
 def peak() -> int:
@@ -348,10 +345,7 @@ def _address_space(options: LoadOptions, threads: int) -> Iterator[int]:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return
-    try:
-        spaces = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        spaces = resident()
+    spaces = memory_of_process()[0] or resident()
     files = {info.file for folder in options.folders.values() for info in Checkpoint.open(folder).tensors.values()}
     mapped = max((file.stat().st_size for file in files), default=0)
     yield max(1, limit - (spaces - resident()) - mapped - ARENA * max(0, threads - 1))

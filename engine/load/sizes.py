@@ -1,10 +1,12 @@
-"""Memory sizes as text, and the work that memory must hold."""
+"""Memory sizes as text, the memory that this process takes, and the work that memory must hold."""
 
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +29,15 @@ def size_text(count: int, rounding: Callable[[float], float] = round) -> str:
         size /= 1024
         units.pop(0)
     return f"{size:.0f} bytes" if units[0] == "bytes" else f"{rounding(size * 10) / 10:.1f} {units[0]}"
+
+
+def memory_of_process() -> tuple[int, int]:
+    """Bytes of this process: its address space, and the part that is in memory; zeros if the system has no /proc."""
+    try:
+        space, resident, *_ = Path("/proc/self/statm").read_text("ascii").split()
+        return int(space) * resource.getpagesize(), int(resident) * resource.getpagesize()
+    except (OSError, ValueError):
+        return 0, 0
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """The server's metrics in Prometheus's text format."""
 
-import os
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
+
+from engine.load.sizes import memory_of_process
 
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)  # seconds
 COUNTERS = {
@@ -43,11 +44,7 @@ class Metrics:
         self._buckets: dict[tuple[str, str], list[int]] = {}
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
 
-    def count(self, name: str, model: str) -> None:
-        """Add one to a counter."""
-        self.add(name, model, 1)
-
-    def add(self, name: str, model: str, amount: float) -> None:
+    def add(self, name: str, model: str, amount: float = 1) -> None:
         """Add to a counter."""
         self._counters[name, model] += amount
 
@@ -65,7 +62,7 @@ class Metrics:
             lines += _family(f"{name}_total", "counter", what, values)
         for name, what in GAUGES.items():
             values = {model: known[name] for model, known in models.items() if name in known}
-            lines += _family(name, "gauge", what, {"": resident_bytes()} if name == "resident_bytes" else values)
+            lines += _family(name, "gauge", what, {"": memory_of_process()[1]} if name == "resident_bytes" else values)
         for name, what in HISTOGRAMS.items():
             lines += _head(name, "histogram", what)
             for model in models:
@@ -97,12 +94,3 @@ def _family(name: str, kind: str, what: str, values: Mapping[str, float]) -> lis
 
 def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def resident_bytes() -> int:
-    """Bytes of this process in memory; 0 if the system does not report it."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0

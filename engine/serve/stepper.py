@@ -137,7 +137,7 @@ class Lane:
     def place(self, client: str, count: int) -> Iterator[None]:
         """Hold places for requests of a client while they are checked. Raises Busy."""
         if seconds := self.wait(client, count):
-            self.stepper.metrics.count("requests_refused", self.name)
+            self.stepper.metrics.add("requests_refused", self.name)
             raise Busy(seconds)
         self.held[client] += count
         try:
@@ -191,7 +191,7 @@ class Lane:
             return
         self.open.discard(ticket)
         ticket.abandon()
-        self.stepper.metrics.count("requests_cancelled", self.name)
+        self.stepper.metrics.add("requests_cancelled", self.name)
         self.stepper.cancel(self.service, ticket.entry)
 
     def started(self, ticket: Ticket) -> None:
@@ -209,14 +209,14 @@ class Lane:
         if ticket.spoke:
             metrics.observe("first_text_seconds", self.name, ticket.spoke - ticket.asked)
         if isinstance(ticket.outcome, SearchResult):
-            metrics.count("requests_completed", self.name)
+            metrics.add("requests_completed", self.name)
             metrics.add("prompt_tokens", self.name, ticket.outcome.stats["prompt_tokens"])
             metrics.add("reused_tokens", self.name, ticket.outcome.stats["reused_tokens"])
             for name in ("drafted_nodes", "drafted_accepted", "passes_saved"):
                 metrics.add(name, self.name, ticket.outcome.stats.get(name, 0))
             metrics.add("new_tokens", self.name, sum(len(o.token_ids) for o in ticket.outcome.outputs))
         else:
-            metrics.count("requests_failed", self.name)
+            metrics.add("requests_failed", self.name)
 
 
 class Stepper(StepThread):
@@ -229,15 +229,13 @@ class Stepper(StepThread):
     def __init__(self, metrics: Metrics):
         super().__init__()
         self.metrics = metrics
-        self.lanes: dict[str, Lane] = {}
         self._interval = sys.getswitchinterval()
 
     def add(self, name: str, service: Service, queue: int) -> Lane:
         """Add a model, before `start`. Its searches keep no files, whose names clients could choose by parameters."""
         service.keeps_files = False
         self.services.append(service)
-        self.lanes[name] = Lane(name, service, queue, self)
-        return self.lanes[name]
+        return Lane(name, service, queue, self)
 
     def start(self) -> None:
         gc.collect()

@@ -1,6 +1,7 @@
 """Observation of the driver's phases, for profilers."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -34,20 +35,18 @@ class PhaseObserver(Protocol):
 _UNOBSERVED = nullcontext()
 
 
-class _Phase(AbstractContextManager[None]):
-    def __init__(self, observer: PhaseObserver, name: str, batch: Any):
-        self.observer, self.name, self.batch = observer, name, batch
-
-    def __enter__(self) -> None:
-        self.observer.begin(self.name, self.batch)
-
-    def __exit__(self, *_: object) -> None:
-        self.observer.end(self.name)
-
-
 def phase(observer: PhaseObserver | None, name: str, batch: Any = None) -> AbstractContextManager[None]:
     """A context that notifies the observer of a phase; without an observer it does nothing."""
-    return _UNOBSERVED if observer is None else _Phase(observer, name, batch)
+    return _UNOBSERVED if observer is None else _observed(observer, name, batch)
+
+
+@contextmanager
+def _observed(observer: PhaseObserver, name: str, batch: Any) -> Iterator[None]:
+    observer.begin(name, batch)
+    try:
+        yield
+    finally:
+        observer.end(name)
 
 
 def observed_read(observer: PhaseObserver, read: Read) -> Read:
