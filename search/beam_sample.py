@@ -7,7 +7,7 @@ draws the same lists with fewer passes of the target; beam sampling is its basel
 
 from dataclasses import dataclass, replace
 
-from engine.contract.sampling import Uniforms
+from engine.contract.sampling import uniforms
 from search.base import SearchGenerator, Task, register
 from search.dsbd.beams import Beams
 from search.dsbd.joint import Reader, Rows
@@ -50,7 +50,7 @@ class BeamSample(Sampling):
             rows: Rows = {}
             yield from reader.fetch(tree, [beam.node for beam in beams.live], rows)
             joint = reader.p_beam(rows, beams.live)
-            numbers = Uniforms(self.seed, 0, tree.position(beams.live[0].node) + 1)
+            numbers = uniforms(self.seed, 0, tree.position(beams.live[0].node) + 1)
             beams.advance(joint, joint.draw(min(self.beams, max(self.beams, wanted) - beams.ended), numbers))
             if beams.ended >= wanted:
                 beams.live = []

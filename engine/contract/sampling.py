@@ -8,7 +8,6 @@ batching, pruning or drafting.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
 
 import torch
@@ -220,17 +219,8 @@ def draw(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequen
     return draws(logp_NV, seed, sequences, positions).tolist()
 
 
-class Uniforms(Iterator[float]):
+def uniforms(seed: int, stream: int, position: int) -> Iterator[float]:
     """An endless sequence of keyed numbers in (0, 1), for searches that make several decisions at one position."""
-
-    def __init__(self, seed: int, stream: int, position: int):
-        self.key = seed, stream, position
-
-    @cached_property
-    def _numbers(self) -> Iterator[float]:
-        seed, stream, position = self.key
-        one, two = _key((seed & MASK, seed >> 32 & MASK, stream & MASK, position & MASK))
-        return ((_mix((_mix(i ^ one) + two) & MASK) + 0.5) / (1 << 32) for i in count())
-
-    def __next__(self) -> float:
-        return next(self._numbers)
+    one, two = _key((seed & MASK, seed >> 32 & MASK, stream & MASK, position & MASK))
+    for i in count():
+        yield (_mix((_mix(i ^ one) + two) & MASK) + 0.5) / (1 << 32)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.contract.sampling import Uniforms
+from engine.contract.sampling import uniforms
 from engine.drafts.backoff import Backoff
 from engine.errors import UsageError
 from search.aded.ngrams import NGramStore, open_store, vocabulary
@@ -137,7 +137,7 @@ class DSBD(Sampling):
         for depth, layer in enumerate([*layers, None]):
             live = [beam.node for beam in beams.live]
             p = reader.p_beam(rows, beams.live)  # D4
-            numbers = Uniforms(self.seed, VERIFYING, task.tree.position(live[0]) + 1)
+            numbers = uniforms(self.seed, VERIFYING, task.tree.position(live[0]) + 1)
             room = self.entries - beams.ended
             if layer is None:  # D8
                 width = min(room, self.width or self.bonus_width or self.draft_beams)

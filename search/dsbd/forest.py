@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
-from engine.contract.sampling import Uniforms
+from engine.contract.sampling import uniforms
 from search.aded.drafters import TextDrafter
 from search.base import Answer, Evaluate, Task
 from search.dsbd.beams import extend
@@ -53,7 +53,7 @@ class Forester:
             q = yield from self.joint(heads)
             if q is None:
                 break
-            numbers = Uniforms(self.seed, DRAFTING + len(layers), start)
+            numbers = uniforms(self.seed, DRAFTING + len(layers), start)
             layers.append(ForestLevel(heads, q, draw(q.probs, self.width, self.kind, numbers)))
             heads, _ = extend(self.task, heads, q, layers[-1].drawn)
         return layers, heads

@@ -19,7 +19,7 @@ the host holds all of them; a GPU then sends whole rows with the answer, to avoi
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, count, islice
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.tree import TokenTree
-from engine.contract.sampling import Uniforms, Warp
+from engine.contract.sampling import Warp
 from search.base import Evaluate, top_k
 
 MAX_LISTED_CELLS = 1024  # a distribution over more cells is a tensor
@@ -310,7 +310,7 @@ class Joint:
     cells: Sequence[int] | None = None
     nodes: Sequence[int] = ()
 
-    def draw(self, n: int, numbers: Uniforms) -> list[int]:
+    def draw(self, n: int, numbers: Iterator[float]) -> list[int]:
         """Return the indices of n independent draws."""
         return pick(self.probs, islice(numbers, n))
 

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 
-from engine.contract.sampling import Uniforms, Warp
+from engine.contract.sampling import Warp, uniforms
 from engine.errors import KVMemoryError, UsageError
 from search import DSBD, BeamSample, Greedy, Speculative, make_search
 from search.dsbd.joint import Beam, Reader, pick
@@ -115,7 +115,7 @@ def by_hand(search, max_new, eos, prompt=3):
         warp = search.warp()
         rows, counts = [TARGET(path) for path in paths], [entries[path] for path in paths]
         joint = p_beam(rows, list(live.values()), counts, warp, 5)
-        drawn = pick(joint.probs, itertools.islice(Uniforms(search.seed, 0, prompt + step), left))
+        drawn = pick(joint.probs, itertools.islice(uniforms(search.seed, 0, prompt + step), left))
         cells = [joint.cell(i) for i in drawn]
         grown = Counter((*paths[row], token) for row, token in cells)
         live, entries = {}, {}

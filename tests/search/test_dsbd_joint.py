@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import Engine
-from engine.contract.sampling import Uniforms, Warp
+from engine.contract.sampling import Warp, uniforms
 from engine.engine import Request, Session
 from engine.errors import UsageError
 from search import DSBD, BeamSample, Greedy, Speculative
@@ -62,7 +62,7 @@ def test_p_beam(vocab, width, sharp):
         expected = plainly(logp_NV[nodes], weights, warp, vocab)
         found = in_full(joint, nodes)
         assert float((found - expected).abs().max()) < 1e-6 and float(found.sum()) == pytest.approx(1)
-        for i in pick(joint.probs, itertools.islice(Uniforms(1, 2, 3), 3)):
+        for i in pick(joint.probs, itertools.islice(uniforms(1, 2, 3), 3)):
             node, token = joint.cell(i)
             assert joint.find(node, token) == i
             assert float(joint.logps[i]) == float(logp_NV[node, token])
@@ -167,11 +167,11 @@ def test_lists_and_tensors_are_the_same():
         expected = torch.cat([q.probs[800:], q.probs[:800]]) if mine is mixed else q.probs
         assert again.allclose(expected.double())
     for kind, seed in itertools.product(KINDS, range(20)):
-        drawn = draw(q.probs, 4, kind, Uniforms(seed, 0, 0))
-        assert draw(few[1].probs, 4, kind, Uniforms(seed, 0, 0)) == drawn
+        drawn = draw(q.probs, 4, kind, uniforms(seed, 0, 0))
+        assert draw(few[1].probs, 4, kind, uniforms(seed, 0, 0)) == drawn
         drafts = [Drafted(j, float(q.probs[j])) for j in drawn]
         verdicts = [
-            verify_layer(x.probs, y.probs, drafts, 1.0, 3, Uniforms(seed, 1, 0), kind) for x, y in ((p, q), few)
+            verify_layer(x.probs, y.probs, drafts, 1.0, 3, uniforms(seed, 1, 0), kind) for x, y in ((p, q), few)
         ]
         assert verdicts[0] == verdicts[1]
     alphas = [acceptances(x.probs, y.probs, 3, 1.0) for x, y in ((p, q), few)]
@@ -184,7 +184,7 @@ def test_pick():
     assert pick(torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0]), numbers) == [1, 1, 3, 3]
     probs = torch.rand(4096, generator=torch.Generator().manual_seed(0)) ** 8 + 1e-6
     probs[100:3000] = 0
-    numbers = [1e-10, *itertools.islice(Uniforms(1, 2, 3), 500), 1 - 1e-10]
+    numbers = [1e-10, *itertools.islice(uniforms(1, 2, 3), 500), 1 - 1e-10]
     found = pick(probs, numbers)  # by blocks
     assert found == pick(probs.tolist(), numbers) and not any(100 <= i < 3000 for i in found)
 

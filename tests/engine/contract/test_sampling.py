@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.contract.sampling import Uniforms, Warp, draw, gumbels
+from engine.contract.sampling import Warp, draw, gumbels, uniforms
 from tests.draws import chi_square, chi_square_bound, draws
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "warpers.json").read_text())
@@ -271,9 +271,9 @@ def test_gumbel_keys_do_not_collide():
 
 
 def test_uniforms():
-    numbers = list(itertools.islice(Uniforms(1, 2, 3), 20_000))
-    assert numbers == list(itertools.islice(Uniforms(1, 2, 3), 20_000)) and 0 < min(numbers) < max(numbers) < 1
+    numbers = list(itertools.islice(uniforms(1, 2, 3), 20_000))
+    assert numbers == list(itertools.islice(uniforms(1, 2, 3), 20_000)) and 0 < min(numbers) < max(numbers) < 1
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1 + 2**32, 2, 3)):
-        assert len(set(numbers) & set(itertools.islice(Uniforms(*other), 20_000))) < 5
+        assert len(set(numbers) & set(itertools.islice(uniforms(*other), 20_000))) < 5
     steps = [(i + 1) / len(numbers) for i in range(len(numbers))]
     assert max(abs(a - b) for a, b in zip(sorted(numbers), steps, strict=True)) < 2.23 / math.sqrt(len(numbers))
