@@ -16,14 +16,6 @@ from engine.text.tokenizer_model import SentencePieceEncoder
 from models.gguf.vocabulary import FileVocabulary
 
 
-def encoder_of(
-    vocabulary: FileVocabulary,
-) -> tuple[LibraryEncoder | SentencePieceEncoder, dict[str, Any], dict[str, str]]:
-    """The arguments of a `Tokenizer`. Raises CheckpointError if its kind is not supported."""
-    with _uncollected():
-        return _encoder_of(vocabulary)
-
-
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """Context without garbage collection, which would go through hundreds of thousands of new tuples repeatedly."""
@@ -36,9 +28,11 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _encoder_of(
+@_uncollected()
+def encoder_of(
     vocabulary: FileVocabulary,
 ) -> tuple[LibraryEncoder | SentencePieceEncoder, dict[str, Any], dict[str, str]]:
+    """The arguments of a `Tokenizer`. Raises CheckpointError if its kind is not supported."""
     config, path = vocabulary.config(), vocabulary.file.path
     if vocabulary.has_scores:
         encoder = SentencePieceEncoder(vocabulary.model(), path, config, vocabulary.pieces)
