@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from engine.app.chat_flags import parser
-from engine.app.cli.starting import start
+from engine.app.cli import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,14 +3,13 @@
 
 from engine.app.cli import (
     Parser,
+    add_file_flags,
     add_generation_flag,
     add_limit_flags,
     add_load_flags,
-    add_prefix_flags,
     add_prompt_flags,
     add_rule_flags,
     add_search_flags,
-    add_store_flag,
     add_template_flags,
     add_trace_flag,
     add_verbosity_flags,
@@ -73,8 +72,7 @@ def make_parser() -> Parser:
     group.add_argument("--resume", action="store_true", help="go on where the output ends")
     add_trace_flag(group)
     add_request_flags(parser, "batch")
-    add_prefix_flags(parser)
-    add_store_flag(parser)
+    add_file_flags(parser)
     add_verbosity_flags(parser)
     return parser
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from engine.app.cli.starting import start
+from engine.app.cli import start
 from engine.serve.flags import make_parser, named
 
 

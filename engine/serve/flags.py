@@ -6,13 +6,12 @@ from pathlib import Path
 
 from engine.app.cli import (
     Parser,
+    add_file_flags,
     add_generation_flag,
     add_limit_flags,
     add_load_flags,
-    add_prefix_flags,
     add_prompt_flags,
     add_search_flags,
-    add_store_flag,
     add_template_flags,
     add_verbosity_flags,
     parse_size,
@@ -51,8 +50,7 @@ def make_parser() -> Parser:
     add_server_flags(parser)
     text = "folder, GGUF file or name on the hub; repeatable, companions are the first one's (the demo)"
     add_load_flags(parser, "serve", folder={"action": "append", "metavar": "[NAME=]DIR", "help": text})
-    add_prefix_flags(parser)
-    add_store_flag(parser)
+    add_file_flags(parser)
     add_template_flags(parser)
     add_prompt_flags(parser)
     add_search_flags(parser, "sample")

@@ -1,17 +1,40 @@
-"""Runs a command line: its errors become messages and exit codes."""
+"""Starts and runs a command line: its errors become messages and exit codes."""
 
+import argparse
 import errno
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import import_module
 
 from engine.errors import CoppiceError
-from engine.load.startup import started
+from engine.load.startup import import_torch, started
+from models.folders import check_there
 from models.later import import_now
 
 INTERRUPTED, CLOSED_PIPE = 130, 141
+
+
+def start(args: argparse.Namespace, module: str, models: Iterable[str | None]) -> int:
+    """Run `command` of a module. Returns the exit code.
+
+    Work that needs no torch comes first, so that help, wrong flags and wrong paths are quick.
+
+    Args:
+        args: the parsed flags.
+        models: the models that the flags name; that they exist is checked before torch is imported.
+    """
+
+    def before() -> None:
+        for model in models:
+            if model is not None:
+                check_there(model)
+        import_torch()
+        import_module(module)
+
+    return run(lambda: import_module(module).command(args), args.verbose, args.quiet, before)
 
 
 def run(

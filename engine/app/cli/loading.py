@@ -49,14 +49,10 @@ def add_load_flag(group: argparse._ActionsContainer, name: str, **others: Any) -
     group.add_argument(flag_of(option.argument), **{**given, **others})
 
 
-def add_prefix_flags(parser: Parser) -> None:
-    """Add --load-prefix."""
+def add_file_flags(parser: Parser) -> None:
+    """Add --load-prefix and --draft-store."""
     text = "begin with the prefix that --save-prefix wrote"
     parser.group("machine").add_argument("--load-prefix", metavar="FILE", help=text)
-
-
-def add_store_flag(parser: Parser) -> None:
-    """Add --draft-store."""
     text = "texts for --drafts suffix: read from FILE at the start, if it is there, and written to it at the end"
     parser.group("machine").add_argument("--draft-store", metavar="FILE", help=text)
 
