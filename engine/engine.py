@@ -302,11 +302,11 @@ class Engine:
         """Evaluate a prefix of prompts and write its keys and values to a file, see `prefix_files.save_prefix`."""
         ids = self.tokenizer.encode(prefix) if isinstance(prefix, str) else list(prefix)
         check_ids(self.model, ids)
-        save_prefix(self, path, ids)
+        save_prefix(self.runner, self.model_key, path, ids)
 
     def load_prefix(self, path: str | Path, cache_salt: str = "") -> list[int]:
         """Load a file of `save_prefix` as a cached prefix; returns its tokens. See `prefix_files.load_prefix`."""
-        return load_prefix(self, path, cache_salt)
+        return load_prefix(self.runner, self.model_key, path, cache_salt)
 
     def logits(self, ids: Sequence[int], adapter: str | None = None) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks.

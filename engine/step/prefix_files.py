@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,45 +28,34 @@ from kernels.layout import BLOCK
 from models.checkpoint.files import open_regular, replacing
 from models.checkpoint.tensor_files import buffer_of, write_tensors
 from models.config import ModelShape
-from models.shard import Shard
 
 FORMAT, VERSION = "coppice prefix", "3"
 LARGEST = float(1 << 20)  # magnitude of keys, values and scales, so that sums of their products stay finite
 REMEDY = "make one with --save-prefix and the same flags"
 
 
-class Owner(Protocol):
-    """A model with its pool, whose prefixes files hold: an `engine.Engine`."""
+def save_prefix(runner: Runner, model_key: str, path: str | Path, tokens: Sequence[int]) -> None:
+    """Evaluate tokens, keep them in the cache of prefixes, and write the cached part to a file.
 
-    runner: Runner
-    shape: ModelShape
-    shard: Shard
-    name: str
-    model_key: str
-
-    @property
-    def pool(self) -> PagePool: ...
-
-
-def save_prefix(engine: Owner, path: str | Path, tokens: Sequence[int]) -> None:
-    """Evaluate tokens, keep them in the engine's cache of prefixes, and write the cached part to a file.
+    Args:
+        model_key: see `Task`.
 
     Raises:
-        UsageError: the file cannot be written, the engine keeps no prefixes, or the tokens are invalid or too few.
+        UsageError: the file cannot be written, prefixes are not kept, or the tokens are invalid or too few.
         KVMemoryError: they do not fit into the cache.
     """
-    _check(engine)
-    if engine.shape.delta is not None and len(tokens) < BLOCK:
+    _check(runner)
+    if runner.model.shape.delta is not None and len(tokens) < BLOCK:
         what = f"the prefix is too short: expected at least {BLOCK} tokens, got {len(tokens)}"
         raise UsageError(what, where="recurrent layers keep a state of each whole block of tokens")
-    with _tree(engine, tokens, "") as tree:
+    with _tree(runner, tokens, "") as tree:
         while left := len(tokens) - tree.trunk.cached:
-            chunk = min(engine.runner.budget, left)
-            engine.runner.forward([Chunk(tree, chunk, [], tree.allocate(chunk, []))])
-        kept = {name: x_LGSD[:, :, _slots(tree)].cpu() for name, x_LGSD in _parts(engine.pool).items()}
+            chunk = min(runner.budget, left)
+            runner.forward([Chunk(tree, chunk, [], tree.allocate(chunk, []))])
+        kept = {name: x_LGSD[:, :, _slots(tree)].cpu() for name, x_LGSD in _parts(runner.pool).items()}
         kept |= {name: x_L[:, places].cpu() for name, (x_L, places) in _recurrent(tree).items()}
-    metadata = {"format": FORMAT, "version": VERSION, "model": _model(engine), "tokens": json.dumps([*tokens])}
-    metadata["computed"] = _computed(engine.pool.device)
+    metadata = {"format": FORMAT, "version": VERSION, "model": _model(model_key), "tokens": json.dumps([*tokens])}
+    metadata["computed"] = _computed(runner.pool.device)
     try:
         with replacing(Path(path)) as file:
             write_tensors(file, kept, metadata | {"checksum": _checksum(kept, metadata["tokens"])})
@@ -75,19 +63,19 @@ def save_prefix(engine: Owner, path: str | Path, tokens: Sequence[int]) -> None:
         raise UsageError(f"the prefix cannot be written: {error.strerror}", where=str(path)) from error
 
 
-def load_prefix(engine: Owner, path: str | Path, salt: str = "") -> list[int]:
-    """Put a saved prefix into the engine's cache, as if a request of this salt had just used it. Returns its tokens.
+def load_prefix(runner: Runner, model_key: str, path: str | Path, salt: str = "") -> list[int]:
+    """Put a saved prefix into the cache, as if a request of this salt had just used it. Returns its tokens.
 
     Raises:
         UsageError: the file cannot be read, is no prefix, is damaged, holds values that no model computes, or is
-            from another model, format, kind of device or order of sums; the engine keeps no prefixes.
+            from another model, format, kind of device or order of sums; prefixes are not kept.
         KVMemoryError: the prefix does not fit into the cache.
     """
-    _check(engine)
-    tokens, kept = _read(engine, path)
-    with _tree(engine, tokens, salt) as tree:
+    _check(runner)
+    tokens, kept = _read(runner, model_key, path)
+    with _tree(runner, tokens, salt) as tree:
         tree.allocate(len(tokens), [])
-        for name, x_LGSD in _parts(engine.pool).items():
+        for name, x_LGSD in _parts(runner.pool).items():
             x_LGSD[:, :, _slots(tree)] = kept[name].to(x_LGSD.device)
         for name, (x_L, places) in _recurrent(tree).items():
             x_L[:, places] = kept[name].to(x_L.device)
@@ -95,10 +83,10 @@ def load_prefix(engine: Owner, path: str | Path, salt: str = "") -> list[int]:
 
 
 @contextmanager
-def _tree(engine: Owner, tokens: Sequence[int], salt: str) -> Iterator[TokenTree]:
+def _tree(runner: Runner, tokens: Sequence[int], salt: str) -> Iterator[TokenTree]:
     """Context with a tree of tokens, to be filled; its evaluated tokens are then kept as a prefix."""
-    switch = engine.shape.switch_length
-    tree = TokenTree(engine.pool, tokens, expected=len(tokens), switch_length=switch)
+    switch = runner.model.shape.switch_length
+    tree = TokenTree(runner.pool, tokens, expected=len(tokens), switch_length=switch)
     tree.use_rope(switch is not None and len(tokens) > switch)
     tree.salt = salt
     try:
@@ -109,11 +97,11 @@ def _tree(engine: Owner, tokens: Sequence[int], salt: str) -> Iterator[TokenTree
         tree.release()
 
 
-def _check(engine: Owner) -> None:
-    if engine.shard.size > 1:
+def _check(runner: Runner) -> None:
+    if runner.shared:
         raise UsageError("a prefix in a file is for a model in one process, which has all its heads")
-    if engine.pool.prefixes is None:
-        if engine.shape.steady_length is not None:
+    if runner.pool.prefixes is None:
+        if runner.model.shape.steady_length is not None:
             raise UsageError(
                 "prefixes of this model cannot be kept", where="its keys depend on how long the sequence was in the end"
             )
@@ -142,9 +130,9 @@ def _slots(tree: TokenTree) -> Tensor:
     return torch.tensor([tree.trunk.slot(i, size) for i in range(tree.trunk.cached)], device=tree.pool.device)
 
 
-def _model(engine: Owner) -> str:
+def _model(model_key: str) -> str:
     """The key of the model as it is computed, without the name of its folder."""
-    return engine.model_key.rpartition("-")[2]
+    return model_key.rpartition("-")[2]
 
 
 def _computed(device: torch.device) -> str:
@@ -159,7 +147,7 @@ def _checksum(kept: dict[str, Tensor], tokens: str) -> str:
     return f"{checksum:08x}"
 
 
-def _read(engine: Owner, path: str | Path) -> tuple[list[int], dict[str, Tensor]]:
+def _read(runner: Runner, model_key: str, path: str | Path) -> tuple[list[int], dict[str, Tensor]]:
     """The tokens and tensors of a file, mapped into memory."""
     where = str(path)
     try:
@@ -172,26 +160,26 @@ def _read(engine: Owner, path: str | Path) -> tuple[list[int], dict[str, Tensor]
         raise UsageError(f"the file is no prefix, or damaged: {error}", where=where, remedy=REMEDY) from None
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
         raise UsageError("the file is no prefix of this version", where=where, remedy=REMEDY)
-    if metadata.get("model") != _model(engine):
+    if metadata.get("model") != _model(model_key):
         what = "another model, dtype or format of weights or cache made the prefix"
-        raise UsageError(what, where=f"{where}, loaded: {engine.name}", remedy=REMEDY)
-    if (made := metadata.get("computed")) != (ours := _computed(engine.pool.device)):
+        raise UsageError(what, where=f"{where}, loaded: {model_key}", remedy=REMEDY)
+    if (made := metadata.get("computed")) != (ours := _computed(runner.pool.device)):
         what = f"the prefix was computed on {shortened(ascii(made))}, not on {ours!r}"
         raise UsageError(what, where=where, remedy=REMEDY)
     if metadata.get("checksum") != _checksum(kept, metadata.get("tokens", "")):
         raise UsageError("the prefix is damaged: its checksum is another", where=where, remedy=REMEDY)
     try:
-        tokens = _tokens(engine, metadata.get("tokens", ""))
-        _check_tensors(engine.pool, kept, len(tokens))
+        tokens = _tokens(runner.model.shape, metadata.get("tokens", ""))
+        _check_tensors(runner.pool, kept, len(tokens))
     except ValueError as error:
         raise UsageError(f"the prefix is not valid: {error}", where=where, remedy=REMEDY) from None
     return tokens, kept
 
 
-def _tokens(engine: Owner, text: str) -> list[int]:
+def _tokens(shape: ModelShape, text: str) -> list[int]:
     """The tokens of a file's metadata. Raises ValueError."""
-    vocab, reach = engine.shape.vocab_size, engine.shape.max_positions
-    least = 1 if engine.shape.delta is None else BLOCK
+    vocab, reach = shape.vocab_size, shape.max_positions
+    least = 1 if shape.delta is None else BLOCK
     try:
         tokens = json.loads(text)
     except (ValueError, RecursionError):
