@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from engine.cache.placed import shared_length
+from engine.cache.prefixes import shared_length
 from engine.cache.tree import TokenTree
 from engine.contract import Report, Search, SearchResult
 from engine.contract.checks import attributed, check_search

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.cache.placed import shared_length
+from engine.cache.prefixes import shared_length
 from engine.cache.tree import TokenTree
 from engine.contract import Answer, Evaluate
 from engine.errors import CheckpointError, KVMemoryError, UsageError

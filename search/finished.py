@@ -6,7 +6,7 @@ Hypotheses that ended because a constraint allowed no token rank after all other
 import math
 from collections.abc import Iterable
 
-from engine.cache.placed import shared_length
+from engine.cache.prefixes import shared_length
 from engine.cache.tree import TokenTree
 from engine.rules.endings import STUCK
 from search.base import Output

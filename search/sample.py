@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.cache.placed import shared_length
+from engine.cache.prefixes import shared_length
 from engine.contract.sampling import Warp
 from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
 from search.options import RowSampling, check_integers

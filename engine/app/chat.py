@@ -17,7 +17,7 @@ from engine.app.dialog import Dialog
 from engine.app.settings import Settings
 from engine.app.terminal import Interrupt, Label, Quit, Screen
 from engine.app.trace_page import check_target
-from engine.cache.placed import shared_length
+from engine.cache.prefixes import shared_length
 from engine.contract.trace import Traces
 from engine.conversation import Conversation
 from engine.demo import BANNER, demo_folder, is_demo

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from engine.cache.drafts import DraftedNode
 from engine.cache.nodes import IN_TRUNK, NO_SLOT, Nodes
 from engine.cache.pool import PagePool
+from engine.cache.prefixes import shared_length
 from engine.cache.slots import BranchSlots, Trunk
 from engine.cache.states import Held, TrunkStates
 from engine.errors import KVMemoryError
@@ -226,17 +227,3 @@ class PlacedNodes(Nodes):
             runs.append((first * size, min(pages * size, left)))
             left -= pages * size
         return runs
-
-
-def shared_length(first: Sequence[int], *others: Sequence[int], start: int = 0) -> int:
-    """The length of the common prefix of two sequences; the first `start` elements are known to be equal and are not
-    compared."""
-    shared = len(first)
-    for other in others:
-        if shared == start:
-            break
-        head, tail = first[start:shared], other[start:shared]
-        if head != tail:
-            differ = (i for i, (x, y) in enumerate(zip(head, tail, strict=False), start) if x != y)
-            shared = next(differ, min(shared, len(other)))
-    return shared

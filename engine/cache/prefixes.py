@@ -162,8 +162,8 @@ class PrefixCache:
             following = below.get(self._name(tokens[length:]))
             if following is None and size > 1 and not whole:
                 ahead = tokens[length : length + size]
-                following = max(below.values(), key=lambda s: _common(s.tokens[:size], ahead), default=None)
-            if following is None or not (same := _common(following.tokens, tokens[length:])):
+                following = max(below.values(), key=lambda s: shared_length(s.tokens[:size], ahead), default=None)
+            if following is None or not (same := shared_length(following.tokens, tokens[length:])):
                 break
             if whole and not length + same == len(tokens) == length + len(following.tokens):
                 same -= same % size
@@ -233,12 +233,18 @@ class PrefixCache:
         assert sorted(kept) == sorted(self.pool.kept) and len(kept) == len(set(kept))
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """The length of the common prefix."""
-    shared = min(len(first), len(second))
-    if first[:shared] == second[:shared]:
-        return shared
-    return next(i for i in range(shared) if first[i] != second[i])
+def shared_length(first: Sequence[int], *others: Sequence[int], start: int = 0) -> int:
+    """The length of the common prefix of sequences; the first `start` elements are known to be equal and are not
+    compared."""
+    shared = len(first)
+    for other in others:
+        if shared == start:
+            break
+        shared = min(shared, len(other))
+        head, tail = first[start:shared], other[start:shared]
+        if head != tail:
+            shared = next((i for i, (x, y) in enumerate(zip(head, tail, strict=True), start) if x != y), shared)
+    return shared
 
 
 def _begins(tokens: Sequence[int], first: Sequence[int]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.cache.placed import shared_length
+from engine.cache.prefixes import shared_length
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Report, Search, SearchResult
 from engine.text.tokenizer import Tokenizer
@@ -175,9 +175,7 @@ class TreeRecord:
         """Find the probabilities of the nodes that are waiting for theirs."""
         if not self._waiting:
             return
-        wanted: dict[
-            int, tuple[Tensor, list[int], list[int]]
-        ] = {}  # answer's id -> the answer, row of each child, child
+        wanted: dict[int, tuple[Tensor, list[int], list[int]]] = {}  # answer's id -> it, row of each child, child
         for parent in [parent for parent in self._waiting if parent in self._rows]:
             rows_NV, i = self._rows[parent]
             _, places, nodes = wanted.setdefault(id(rows_NV), (rows_NV, [], []))

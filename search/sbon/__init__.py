@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.cache.placed import shared_length
+from engine.cache.prefixes import shared_length
 from engine.errors import KVMemoryError, UsageError
 from search.base import Answer, Evaluate, Report, SearchGenerator, SearchResult, Task, register
 from search.options import RowSampling, check_choices, check_integers, check_numbers
