@@ -1,7 +1,9 @@
 """Converts values of search parameters, from a command line or JSON, by the annotations of their fields."""
 
 import dataclasses
+import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -126,6 +128,13 @@ def default_of(cls: type, name: str) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
+
+
+def argument_doc(cls: type, name: str) -> str:
+    """The description of a field in its class's docstring, or in a base class's, on one line; "" without one."""
+    text = "\n".join(inspect.getdoc(base) or "" for base in cls.__mro__[:-1])
+    found = re.search(rf"^ +{name}: (.+(?:\n {{8,}}.+)*)", text, re.MULTILINE)
+    return re.sub(r"\s+", " ", found[1]) if found else ""
 
 
 def written(value: Any) -> str:

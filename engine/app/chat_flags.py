@@ -37,37 +37,26 @@ def parser() -> cli.Parser:
 def add_chat_flags(parser: cli.Parser) -> None:
     """Add the flags for what a chat reads, shows and saves."""
     group = parser.group("chat")
-    prompts = group.add_mutually_exclusive_group()
+    prompts, add = group.add_mutually_exclusive_group(), group.add_argument
     prompts.add_argument("-p", "--prompt", metavar="TEXT", help="one reply to this and piped input; -: that alone")
     prompts.add_argument("--prompt-file", metavar="FILE", help="one reply to the text of a file; -: of piped input")
-    group.add_argument("--system", metavar="TEXT", help="system message, if the model has a chat template")
-    group.add_argument(
-        "--on-overflow",
-        choices=OVERFLOW,
-        default=OVERFLOW[0],
-        help="in a full context: drop the oldest turns, or refuse the new one (drop-turns)",
-    )
-    group.add_argument("--load", metavar="FILE", help="continue a saved conversation")
-    group.add_argument("--save", metavar="FILE", type=Path, help="save the conversation after each turn")
-    group.add_argument(
-        "--save-prefix",
-        metavar="FILE",
-        type=cli.output_file,
-        help="write for --load-prefix what all conversations with this --system begin with; without a chat template "
-        "the one prompt",
-    )
-    group.add_argument("--show-beams", action="store_true", help="show live candidates under the text, on a terminal")
-    group.add_argument("--stats", action="store_true", help="print figures after each reply, on stderr")
-    group.add_argument("--json", action="store_true", help="print replies as JSON lines, as engine.batch does")
+    add("--system", metavar="TEXT", help="system message, if the model has a chat template")
+    text = "in a full context: drop the oldest turns, or refuse the new one (drop-turns)"
+    add("--on-overflow", choices=OVERFLOW, default=OVERFLOW[0], help=text)
+    add("--load", metavar="FILE", help="continue a saved conversation")
+    add("--save", metavar="FILE", type=Path, help="save the conversation after each turn")
+    text = "write for --load-prefix what all conversations with this --system begin with; without a chat template "
+    add("--save-prefix", metavar="FILE", type=cli.output_file, help=f"{text}the one prompt")
+    add("--show-beams", action="store_true", help="show live candidates under the text, on a terminal")
+    add("--stats", action="store_true", help="print figures after each reply, on stderr")
+    add("--json", action="store_true", help="print replies as JSON lines, as engine.batch does")
     cli.add_trace_flag(group)
 
 
 def add_plan_flags(parser: cli.Parser) -> None:
     """Add --plan and --processes."""
-    group = parser.group("machine")
-    text = (
-        "print the memory that a model would take with --context tokens, --max-new-tokens of them the reply's, and exit"
-    )
-    group.add_argument("--plan", metavar="DIR", help=text)
+    add = parser.group("machine").add_argument
+    text = "print the memory that a model would take with --context tokens, --max-new-tokens of them the reply's"
+    add("--plan", metavar="DIR", help=f"{text}, and exit")
     text = "processes that share the model, of which --plan counts one (1)"
-    group.add_argument("--processes", type=cli.positive, default=1, metavar="N", help=text)
+    add("--processes", type=cli.positive, default=1, metavar="N", help=text)

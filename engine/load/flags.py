@@ -6,10 +6,11 @@ docstring of its class has its help text.
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+
+from engine.values import argument_doc
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -82,14 +83,13 @@ class Option(NamedTuple):
 def options_of(kind: type) -> tuple[Option, ...]:
     """The fields of a class of options, in their order. Raises TypeError for a field without a flag."""
     hints = get_type_hints(kind, include_extras=True)
-    text, found = "\n".join(inspect.getdoc(cls) or "" for cls in kind.__mro__[:-1]), []
+    found = []
     for f in fields(kind):
         said = get_args(hints[f.name])[1:] if get_origin(hints[f.name]) is Annotated else ()
         flag = next((each for each in said if isinstance(each, Flag | NoFlag)), None)
         if flag is None:
             raise TypeError(f"{kind.__name__}.{f.name}: expected Annotated with a Flag or a NoFlag")
-        doc = re.search(rf"^ +{f.name}: (.+(?:\n {{8,}}.+)*)", text, re.MULTILINE)
-        found.append(Option(f.name, f.default, flag, re.sub(r"\s+", " ", doc[1]) if doc else ""))
+        found.append(Option(f.name, f.default, flag, argument_doc(kind, f.name)))
     return tuple(found)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.app.cli import run, search_params
 from engine.app.cli.engines import kept_texts, load_engine
+from engine.app.cli.values import read_text
 from engine.errors import UsageError
 from engine.load.distributed import check_alone
 from engine.ranking import check_template
@@ -24,7 +25,6 @@ from engine.serve.limits import Limits
 from engine.serve.metrics import Metrics
 from engine.serve.served import Served
 from engine.serve.stepper import Stepper
-from models.checkpoint.files import read_regular
 from models.trim import share_heap
 from search.base import make_search
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from engine.serve.http import Application
 
 LEAST_KEY = 16  # characters of the shortest key
-MAX_KEYS = 1 << 20  # bytes of a file of keys, or of a template
 CONNECTIONS = 1024  # most connections at once, if there are enough file descriptors
 IDLE_SECONDS = 15  # seconds that a connection stays open without a request
 
@@ -44,13 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the command line that the flags give. Returns the exit code; raises CoppiceError."""
+    """Load the models, and serve until a signal ends it. Returns the exit code; raises CoppiceError."""
     share_heap()
-    return serve(args)
-
-
-def serve(args: argparse.Namespace) -> int:
-    """Load the models, and serve until a signal ends it. Raises CoppiceError."""
     check_alone("engine.serve")
     library("starlette")
     library("uvicorn")
@@ -142,33 +136,18 @@ def check(args: argparse.Namespace) -> None:
 
 def read_template(file: str) -> str:
     """The template of pairs in a file. Raises UsageError."""
-    try:
-        text = read_regular(file, MAX_KEYS).decode()
-    except OSError as error:
-        raise UsageError(f"cannot read the template: {error.strerror}", where=file) from None
-    except ValueError:
-        raise UsageError("the template is no UTF-8", where=file) from None
+    text = read_text(file, "the template")
     check_template(text)
     return text
 
 
 def read_keys(file: str | None) -> list[str]:
     """The keys of a file, or of the environment. Raises UsageError."""
-    where = KEY
-    if file is None:
-        text = os.environ.get(KEY, "")
-    else:
-        where = file
-        try:
-            text = read_regular(file, MAX_KEYS).decode("ascii")
-        except OSError as error:
-            raise UsageError(f"cannot read the keys: {error.strerror}", where=file) from None
-        except ValueError:
-            raise UsageError("keys are ASCII", where=file) from None
+    text = os.environ.get(KEY, "") if file is None else read_text(file, "the keys")
     keys = [line.strip() for line in text.splitlines() if line.strip()]
     if any(len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() for key in keys):
         remedy = "python -c 'import secrets; print(secrets.token_urlsafe(32))' makes one"
-        raise UsageError(f"a key has at least {LEAST_KEY} characters, all ASCII", where=where, remedy=remedy)
+        raise UsageError(f"a key has at least {LEAST_KEY} characters, all ASCII", where=file or KEY, remedy=remedy)
     if file is not None and not keys:
         raise UsageError("the file has no keys", where=file)
     return keys

@@ -14,10 +14,11 @@ from engine.app.cli import (
     add_search_flags,
     add_template_flags,
     add_verbosity_flags,
-    parse_size,
+    argument,
     positive,
 )
 from engine.demo import is_demo
+from engine.load.sizes import read_size
 from engine.words import POOLINGS
 from models.folders import HubName, name_of
 
@@ -62,54 +63,28 @@ def make_parser() -> Parser:
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for where the server listens, who may use it, and how much they may ask for."""
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (%(default)s)")
-    group.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="port to listen on; 0: any free one (%(default)s)"
-    )
-    group.add_argument("--api-key-file", metavar="FILE", help=f"bearer keys, one per line (the variable {KEY})")
-    group.add_argument("--open", action="store_true", help="serve other machines without a key")
-    group.add_argument(
-        "--catalogue",
-        dest="catalogues",
-        action="append",
-        default=[],
-        metavar="NAME=FILE",
-        help='catalogue that requests name by "catalogue"; repeatable',
-    )
-    group.add_argument(
-        "--pooling",
-        choices=("auto", *POOLINGS),
-        default="auto",
-        help="of embeddings; auto: as the checkpoint says, else mean (%(default)s)",
-    )
-    group.add_argument(
-        "--rerank-template",
-        metavar="FILE",
-        help="what a query and a document are read in by reranking: a text with {query} and {document}",
-    )
-    group.add_argument("--strict", action="store_true", help="refuse unknown fields, which are ignored otherwise")
-    group.add_argument("--traces", type=int, default=32, metavar="N", help="traces to keep (%(default)s)")
-    group = parser.add_argument_group("limits of the server")
-    group.add_argument(
-        "--queue", type=int, default=64, metavar="N", help="requests that may wait; others get 429 (%(default)s)"
-    )
-    group.add_argument(
-        "--timeout", type=float, default=600, metavar="S", help="seconds that a request may take (%(default)s)"
-    )
-    group.add_argument(
-        "--max-body", type=parse_size, default=4 << 20, metavar="SIZE", help="limit of the size of a request (4M)"
-    )
-    group.add_argument("--max-prompt", type=positive, metavar="N", help="limit of the tokens of a prompt (the context)")
-    group.add_argument(
-        "--max-tokens", type=positive, default=4096, metavar="N", help="limit of new tokens (%(default)s)"
-    )
-    group.add_argument(
-        "--max-width", type=positive, default=64, metavar="N", help="limit of sequences of a search (%(default)s)"
-    )
-    group.add_argument(
-        "--drain", type=float, default=60, metavar="S", help="seconds to answer what runs at the end (%(default)s)"
-    )
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (%(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0: any free one (%(default)s)")
+    add("--api-key-file", metavar="FILE", help=f"bearer keys, one per line (the variable {KEY})")
+    add("--open", action="store_true", help="serve other machines without a key")
+    text, many = 'catalogue that requests name by "catalogue"; repeatable', {"action": "append", "default": []}
+    add("--catalogue", dest="catalogues", **many, metavar="NAME=FILE", help=text)
+    text = "of embeddings; auto: as the checkpoint says, else mean (%(default)s)"
+    add("--pooling", choices=("auto", *POOLINGS), default="auto", help=text)
+    text = "what a query and a document are read in by reranking: a text with {query} and {document}"
+    add("--rerank-template", metavar="FILE", help=text)
+    add("--strict", action="store_true", help="refuse unknown fields, which are ignored otherwise")
+    add("--traces", type=int, default=32, metavar="N", help="traces to keep (%(default)s)")
+    add = parser.add_argument_group("limits of the server").add_argument
+    add("--queue", type=int, default=64, metavar="N", help="requests that may wait; others get 429 (%(default)s)")
+    add("--timeout", type=float, default=600, metavar="S", help="seconds that a request may take (%(default)s)")
+    size = argument(read_size)
+    add("--max-body", type=size, default=4 << 20, metavar="SIZE", help="limit of the size of a request (4M)")
+    add("--max-prompt", type=positive, metavar="N", help="limit of the tokens of a prompt (the context)")
+    add("--max-tokens", type=positive, default=4096, metavar="N", help="limit of new tokens (%(default)s)")
+    add("--max-width", type=positive, default=64, metavar="N", help="limit of sequences of a search (%(default)s)")
+    add("--drain", type=float, default=60, metavar="S", help="seconds to answer what runs at the end (%(default)s)")
 
 
 def named(word: str | None) -> tuple[str, str | None]:

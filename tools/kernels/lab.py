@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.app import cli
 from engine.cache.pool import PagePool
 from engine.errors import UsageError
+from engine.load.sizes import read_size
 from kernels.kv_write import reference as reference_write
 from kernels.layout import TRASH_SLOT, TreeLayout
 from kernels.tree_attention import reference as reference_attention
@@ -220,7 +220,7 @@ def cache_bytes(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).L2_cache_size
     sizes = [64 << 20]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        sizes.append(cli.parse_size(file.read_text().strip()))
+        sizes.append(read_size(file.read_text().strip()))
     return max(sizes[1:] or sizes)
 
 

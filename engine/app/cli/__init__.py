@@ -9,7 +9,7 @@ from engine.app.cli.parser import Parser, add_search_flags, add_trace_flag, add_
 from engine.app.cli.prompts import add_prompt_flags, add_template_flags, template_options
 from engine.app.cli.requests import add_generation_flag, add_limit_flags, add_rule_flags, limits, rules
 from engine.app.cli.searches import search_params
-from engine.app.cli.values import output_file, parse_object, parse_size, positive
+from engine.app.cli.values import argument, output_file, parse_object, positive
 from models.lazy import exports
 
 if TYPE_CHECKING:

@@ -7,14 +7,13 @@ classes, because importing the classes imports torch, which neither flags nor th
 import functools
 import inspect
 import json
-import re
 import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import UsageError
-from engine.values import PLAIN, Kind, default_of, kinds, written
+from engine.values import PLAIN, Kind, argument_doc, default_of, kinds, written
 from engine.words import ENTRY_POINTS
 
 FILE = Path(__file__).with_name("searches.json")
@@ -70,7 +69,7 @@ def describe(name: str) -> DescribedSearch:
             field,
             accepted[field],
             written(default_of(cls, field)).lower(),
-            "" if key in SHARED_PARAMS else _argument_doc(cls, field),
+            "" if key in SHARED_PARAMS else argument_doc(cls, field).rstrip(".") or field,
             key in SHARED_PARAMS,
         )
         for key, field in parameters(name).items()
@@ -117,12 +116,6 @@ def _entry_points(name: str | None = None) -> Collection[Any]:
     from importlib.metadata import entry_points  # here, because importing it takes long
 
     return entry_points(group=ENTRY_POINTS) if name is None else entry_points(group=ENTRY_POINTS, name=name)
-
-
-def _argument_doc(cls: type, field: str) -> str:
-    """The description of a field in its configuration's docstring, on one line."""
-    found = re.search(rf"^ +{field}: (.+(?:\n {{8,}}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
-    return re.sub(r"\s+", " ", found[1]).rstrip(".") if found else field
 
 
 def _summary(cls: type) -> str:

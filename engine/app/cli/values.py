@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import UsageError, check_utf8, shortened
-from engine.load.sizes import read_size
 from models.checkpoint.files import obstacle, read_regular
 
-MAX_GRAMMAR = 16 << 20
+MAX_TEXT = 16 << 20  # bytes of a file of text
 T = TypeVar("T")
 
 
@@ -44,11 +43,6 @@ def argument(read: Callable[[str], T]) -> Callable[[str], T]:
     return parse
 
 
-def parse_size(text: str) -> int:
-    """Bytes: a number with K, M, G or T (powers of 1024; KB and KiB mean the same). An argparse type."""
-    return argument(read_size)(text)
-
-
 def output_file(path: str) -> Path:
     """A file that is written at the end of some work, checked before it begins. An argparse type."""
     if found := obstacle(path):
@@ -74,17 +68,24 @@ def plain_text(text: str) -> str:
         raise argparse.ArgumentTypeError(error.what) from None
 
 
+def read_text(path: str, what: str) -> str:
+    """The text of a file, which errors call `what`. Raises UsageError."""
+    try:
+        data = read_regular(path, MAX_TEXT)
+        if len(data) > MAX_TEXT:
+            raise ValueError(f"it is larger than {MAX_TEXT >> 20} MB")
+        return data.decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot read {what}: {reason}", where=path) from None
+
+
 def text_file(path: str) -> str:
     """The text of a file. An argparse type."""
     try:
-        data = read_regular(path, MAX_GRAMMAR)
-        if len(data) > MAX_GRAMMAR:
-            raise ValueError(f"it is larger than {MAX_GRAMMAR >> 20} MB")
-        return data.decode()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from None
+        return read_text(path, path)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(error.what) from None
 
 
 def json_file(path: str) -> Any:

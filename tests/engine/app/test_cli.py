@@ -12,6 +12,7 @@ import pytest
 
 from engine.app import cli
 from engine.errors import CheckpointError, KVMemoryError, NumericsError, UsageError
+from engine.load.sizes import read_size
 from search import REGISTRY, ULTS, BeamSample, Greedy, Sample, Search, Trie, make_search, register
 from search.base import parameters
 
@@ -30,13 +31,13 @@ def make_parser() -> cli.Parser:
      ("1TB", 1 << 40)],
 )  # fmt: skip
 def test_sizes(text: str, size: int):
-    assert cli.parse_size(text) == size
+    assert cli.argument(read_size)(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "0.0001", "M", "1X", "1e9", "nan", "inf", "1.M", "٣", "9" * 18 + "T"])
 def test_no_sizes(text: str):
     with pytest.raises(argparse.ArgumentTypeError, match="expected a size"):
-        cli.parse_size(text)
+        cli.argument(read_size)(text)
 
 
 def test_weights_are_int8_or_int4(capsys: pytest.CaptureFixture):
