@@ -1,9 +1,6 @@
 """The tokenizer of a GGUF file, from its metadata: without the files that `models.gguf.vocabulary` could write."""
 
-import contextlib
-import gc
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import tokenizers
@@ -16,19 +13,6 @@ from engine.text.tokenizer_model import SentencePieceEncoder
 from models.gguf.vocabulary import FileVocabulary
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Context without garbage collection, which would go through hundreds of thousands of new tuples repeatedly."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_uncollected()
 def encoder_of(
     vocabulary: FileVocabulary,
 ) -> tuple[LibraryEncoder | SentencePieceEncoder, dict[str, Any], dict[str, str]]:
