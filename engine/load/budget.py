@@ -12,15 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.contract import Search
 from engine.drafts.suffixes import full_store_bytes
 from engine.errors import UsageError
 from engine.load.experts import ExpertBytes, why_whole
 from engine.load.file_cache import file_cache
 from engine.load.loading import (
-    check_activations,
-    check_kv_dtype,
-    check_quant,
+    device_of,
     dtype_of_cache,
     open_adapters,
     pick_device,
@@ -28,7 +25,7 @@ from engine.load.loading import (
     pick_quant,
 )
 from engine.load.options import FORMATS_SHOWN, LoadOptions, bytes_of
-from engine.load.pools import MAX_TOKENS, least_stores, shares_of, total_memory
+from engine.load.pools import MAX_TOKENS, least_stores, shares_of, total_memory, with_beams
 from engine.load.repacking import bytes_to_pack
 from engine.load.sizes import Workload, memory_of_process, size_text
 from engine.rules.grammars import KEPT_BYTES
@@ -111,10 +108,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
     Raises:
         CheckpointError, UsageError: see `Engine.load`.
     """
-    device = pick_device(options.device)
-    check_quant(options.quant, device)
-    check_activations(options.activations, device)
-    check_kv_dtype(options.kv_dtype, device)
+    device = device_of(options)
     if device.type != "cpu":
         raise UsageError("memory: the plan is for a CPU", remedy="use --kv-memory on a GPU, or add --device cpu")
     lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
@@ -209,7 +203,7 @@ def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int
         cheaper += [(f"{flag} --kv-dtype int8", replace(other, kv_dtype="int8"), w) for flag, other, w in cheaper[:-1]]
     fewer = [n for n in (8, 4, 2, 1) if n < workload.beams]
     for beams in fewer:
-        cheaper.append((f"--beams {beams}", options, replace(workload, search=_with_beams(workload.search, beams))))
+        cheaper.append((f"--beams {beams}", options, replace(workload, search=with_beams(workload.search, beams))))
     for new in (128, 64, 32, 16):
         if new < workload.new:
             cheaper.append((f"--max-new-tokens {new}", options, replace(workload, new=new)))
@@ -228,11 +222,6 @@ def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int
 def _megabytes(size: int) -> str:
     """A size as text; lines that people add up have one unit."""
     return f"{size / 2**20:.1f} MB"
-
-
-def _with_beams(search: Search | None, beams: int) -> Any:
-    returned = {"num_return_sequences": 1} if type(getattr(search, "num_return_sequences", None)) is int else {}
-    return replace(search, beams=beams, **returned)  # type: ignore[type-var]
 
 
 def _pieces(vocabulary: FileVocabulary | None) -> int:

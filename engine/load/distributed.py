@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -165,13 +166,8 @@ def shared(shard: Shard, items: Callable[[], Iterator[T]]) -> Iterator[T]:
         yield from items()
         return
     source = items() if shard.rank == 0 else iter(())
-    while found := shard.first(lambda: [*_one(source)]):
+    while found := shard.first(lambda: [*islice(source, 1)]):
         yield from found
-
-
-def _one(source: Iterator[T]) -> Iterator[T]:
-    with suppress(StopIteration):
-        yield next(source)
 
 
 def _line(error: Exception) -> str:

@@ -308,10 +308,7 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
         kv_memory: bytes of all pools; None: chosen by the free memory.
         experts: bytes of the target's experts that stay in memory; None: all.
     """
-    device, shard = pick_device(options.device), options.place
-    check_quant(options.quant, device)
-    check_activations(options.activations, device)
-    check_kv_dtype(options.kv_dtype, device)
+    device, shard = device_of(options), options.place
     check_compile(options.compile, device)
     if shard.size > 1 and options.compile == "on":
         raise UsageError("compile: a model that processes share is not compiled", remedy="leave out --compile on")
@@ -419,16 +416,15 @@ def dtype_of_cache(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
     return {"auto": dtype, "int8": torch.int8, "fp8": FP8}[kv_dtype]
 
 
-def check_kv_dtype(kv_dtype: str, device: torch.device) -> None:
-    """Refuse a dtype of the cache that the device's kernels do not read. Raises UsageError."""
-    if kv_dtype == "fp8" and device.type == "cpu":
-        raise UsageError("kv_dtype: the kernels of a CPU do not read fp8", remedy="use --kv-dtype int8")
-
-
-def check_activations(activations: str, device: torch.device) -> None:
-    """Refuse rounded activations if the device's kernels do not round any. Raises UsageError."""
-    if activations == "int8" and device.type != "cpu":
+def device_of(options: LoadOptions) -> torch.device:
+    """The device that options name. Raises UsageError if its kernels do not serve them."""
+    device = pick_device(options.device)
+    check_quant(options.quant, device)
+    if options.activations == "int8" and device.type != "cpu":
         raise UsageError("activations: a GPU does not round them", remedy="leave out --activations int8")
+    if options.kv_dtype == "fp8" and device.type == "cpu":
+        raise UsageError("kv_dtype: the kernels of a CPU do not read fp8", remedy="use --kv-dtype int8")
+    return device
 
 
 def check_quant(name: str, device: torch.device) -> None:

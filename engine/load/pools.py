@@ -184,18 +184,18 @@ def _most_beams(search: Search, prompt: int, new: int, case: int, room: int) -> 
     names = {field.name for field in fields(search) if field.init} if is_dataclass(search) else set()
     if "beams" not in names or type(beams) is not int:
         return 0
-    returned = getattr(search, "num_return_sequences", None) if "num_return_sequences" in names else None
-
-    def slots(count: int) -> int:
-        less: dict[str, Any] = {"beams": count}
-        if type(returned) is int:
-            less["num_return_sequences"] = min(returned, count)
-        return slots_of(replace(search, **less), prompt, new)[case]  # type: ignore[type-var]
-
     try:
-        return bisect_right(range(1, beams), room, key=slots)
+        return bisect_right(range(1, beams), room, key=lambda n: slots_of(with_beams(search, n), prompt, new)[case])
     except Exception:  # the search refuses some of these counts: no advice
         return 0
+
+
+def with_beams(search: Any, beams: int) -> Any:
+    """A search with fewer beams, which returns no more than that."""
+    fewer, names = {"beams": beams}, {field.name for field in fields(search) if field.init}
+    if "num_return_sequences" in names and type(returned := search.num_return_sequences) is int:
+        fewer["num_return_sequences"] = min(returned, beams)
+    return replace(search, **fewer)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

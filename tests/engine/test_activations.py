@@ -8,7 +8,8 @@ import torch
 
 from engine import Engine, UsageError, chat
 from engine.demo import demo_folder
-from engine.load.loading import check_activations
+from engine.load import loading
+from engine.load.options import LoadOptions
 from kernels.linear.panels import LEVELS, ROUNDED
 from kernels.linear.reference import rounded
 from models.formats import grouped
@@ -105,8 +106,9 @@ def test_models_without_codes_are_refused(variant):
 
 
 def test_refusals(capsys, monkeypatch):
-    with pytest.raises(UsageError, match="activations: a GPU does not round them"):
-        check_activations("int8", torch.device("cuda"))
+    with monkeypatch.context() as on_gpu, pytest.raises(UsageError, match="activations: a GPU does not round them"):
+        on_gpu.setattr(loading, "pick_device", lambda name: torch.device("cuda"))
+        loading.device_of(LoadOptions("x", activations="int8"))
     for wrong in ("float", None, 8):
         with pytest.raises(UsageError, match="activations: expected auto or int8, got"):
             load("quantized/awq", wrong)
