@@ -33,9 +33,8 @@ from models.checkpoint.files import map_regular, replacing
 from models.checkpoint.tensor_files import buffer_of
 
 MAGIC, VERSION, ORDER = b"COPPICEC", 1, 0x0102
-HEADER = struct.Struct(
-    "=8sHHIQQQ32sII"
-)  # magic, order, version, vocabulary, edges, items, bytes of ids, tokenizer, sums
+# magic, order, version, vocabulary, edges, items, bytes of ids, tokenizer, sums
+HEADER = struct.Struct("=8sHHIQQQ32sII")
 WIDE = 64  # steps from this many nodes on are faster with tensors than one by one
 PIECE = 1 << 20  # entries of an array checked at a time
 REMEDY = "make one for this model: python -m tools.catalogue --model DIR --input items.jsonl --output FILE"

@@ -187,7 +187,17 @@ class Bias(Processor):
         _add(rows_NV, entries)
 
 
-class RepetitionPenalty(Processor):
+class PackedTokens(Processor):
+    """A processor whose state is the new tokens, packed, perhaps after some of the prompt."""
+
+    def start(self, prompt: Sequence[int]) -> State:
+        return b""
+
+    def advance(self, state: State, token: int) -> State:
+        return state + pack([token])
+
+
+class RepetitionPenalty(PackedTokens):
     """Multiplies negative numbers of tokens that occurred, in the prompt or since, by a penalty, and divides positive
     ones by it (`RepetitionPenaltyLogitsProcessor`). A state is the new tokens, packed."""
 
@@ -201,9 +211,6 @@ class RepetitionPenalty(Processor):
         self._prompt = torch.tensor(prompt, dtype=torch.int64).unique()
         return b""
 
-    def advance(self, state: State, token: int) -> State:
-        return state + pack([token])
-
     def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
         V, row_N1 = rows_NV.shape[1], torch.arange(len(rows_NV)).unsqueeze(1)
         since_NL = unpack(states, -1)
@@ -213,7 +220,7 @@ class RepetitionPenalty(Processor):
         rows_NV.view(-1)[place] = torch.where(numbers < 0, numbers * self.penalty, numbers / self.penalty)
 
 
-class OccurrencePenalty(Processor):
+class OccurrencePenalty(PackedTokens):
     """Subtracts from the numbers of tokens that were generated: OpenAI's penalties. A state is the new tokens, packed.
 
     Args:
@@ -225,12 +232,6 @@ class OccurrencePenalty(Processor):
         self.frequency, self.presence = frequency, presence
         self.raises = frequency < 0 or frequency + presence < 0
 
-    def start(self, prompt: Sequence[int]) -> State:
-        return b""
-
-    def advance(self, state: State, token: int) -> State:
-        return state + pack([token])
-
     def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
         since_NL = unpack(states, -1)
         row_N1 = torch.arange(len(rows_NV)).unsqueeze(1)
@@ -239,7 +240,7 @@ class OccurrencePenalty(Processor):
         rows_NV.view(-1)[place.to(rows_NV.device)] -= numbers
 
 
-class NoRepeatNGram(Processor):
+class NoRepeatNGram(PackedTokens):
     """Bans tokens that would complete an n-gram that occurred before, in the prompt or since
     (`NoRepeatNGramLogitsProcessor`). A state is the last n - 1 tokens of the prompt and the new tokens, packed."""
 
@@ -255,9 +256,6 @@ class NoRepeatNGram(Processor):
         for i in range(len(prompt) - n):
             self._prompt.setdefault(packed[i * ID : (i + n) * ID], array("i")).append(prompt[i + n])
         return packed[max(0, len(prompt) - n) * ID :]
-
-    def advance(self, state: State, token: int) -> State:
-        return state + pack([token])
 
     def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
         n, V = self.size - 1, rows_NV.shape[1]
