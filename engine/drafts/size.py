@@ -69,16 +69,21 @@ class DraftSize:
 
     def choose(self, draft: Draft) -> int:
         """How many nodes of a draft to evaluate."""
-        if self.seconds is None or not (plain := self.seconds(1)) or not draft.tokens:
+        if not self.cost(1) or not draft.tokens:
             return len(draft.tokens)
-        chances = self._chances(draft)
-        best, rate, gain, before = 0, 1 / (plain + self.host.seconds(1)), 1.0, 0
-        for n in self.SIZES:
-            gain, before = gain + math.fsum(chances[before:n]), n
-            cost = self.seconds(1 + n) + self.host.seconds(1 + n)
-            if n <= len(chances) and gain / cost > rate:
-                best, rate = n, gain / cost
+        best = self._worthwhile(self._chances(draft), 1)
         self.wish = min(self.most, 2 * best + 7)
+        return best
+
+    def _worthwhile(self, chances: Sequence[float], rows: int) -> int:
+        """How many nodes of these probabilities, in order, bring the most tokens per second in a pass of `rows`
+        others."""
+        best, rate, gain, before = 0, rows / (self.cost(rows) + self.host.seconds(1)), float(rows), 0
+        for size in self.SIZES:
+            gain, before = gain + math.fsum(chances[before:size]), size
+            cost = self.cost(rows + size) + self.host.seconds(1 + size)
+            if size <= min(len(chances), self.most) and gain / cost > rate:
+                best, rate = size, gain / cost
         return best
 
     def choose_together(self, drafts: Sequence[Draft], rows: int) -> Sequence[Sequence[int]]:
@@ -147,13 +152,8 @@ class DraftSize:
         chances = [self._chances(draft) if at <= most else [] for draft, at in zip(drafts, places, strict=True)]
         ranked = sorted([(-p, i, at) for i, given in enumerate(chances) for at, p in enumerate(given)])
         best = len(ranked)
-        if self.seconds is not None and (plain := self.seconds(rows)):
-            best, rate, gain, before = 0, rows / (plain + self.host.seconds(1)), float(rows), 0
-            for size in self.SIZES:
-                gain, before = gain - math.fsum(p for p, _, _ in ranked[before:size]), size
-                cost = self.seconds(rows + size) + self.host.seconds(1 + size)
-                if size <= min(len(ranked), self.most) and gain / cost > rate:
-                    best, rate = size, gain / cost
+        if self.cost(rows):
+            best = self._worthwhile([-p for p, _, _ in ranked], rows)
             self.wish = min(self.most, 2 * best + 2 * len(drafts))
         chosen: list[list[int]] = [[] for _ in drafts]
         for _, i, at in ranked[:best]:
