@@ -161,13 +161,9 @@ class Answers:
         if asked.echoed and asked.logprobs is not None:
             own = choice["logprobs"] or {"tokens": [], "token_logprobs": [], "top_logprobs": []}
             texts = [asked.served.spelling(token)[0] for token in ids] + own["tokens"]
-            found = [{asked.served.spelling(t)[0]: x for t, x in top[: asked.logprobs]} for top in tops]
-            choice["logprobs"] = {
-                "tokens": texts,
-                "token_logprobs": [None, *score.token_logprobs, *own["token_logprobs"]],
-                "top_logprobs": [None, *found, *own["top_logprobs"]],
-                "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
-            }
+            found = self._alternatives([top[: asked.logprobs] for top in tops])
+            numbers = [None, *score.token_logprobs, *own["token_logprobs"]]
+            choice["logprobs"] = _columns(texts, numbers, [None, *found, *own["top_logprobs"]])
         if asked.prompt_logprobs is not None:
             rows = zip(score.token_ids, score.token_logprobs, score.ranks or [], tops, strict=True)
             places: list[Any] = [None]
@@ -203,16 +199,21 @@ class Answers:
                 "content": [self._token(t, x) | {"top_logprobs": [*starmap(self._token, top)]} for t, x, top in rows]
             }
         texts = [self.asked.served.spelling(token)[0] for token in tokens]
-        return {
-            "tokens": texts,
-            "token_logprobs": [logprob for _, logprob, _ in rows],
-            "top_logprobs": [{self.asked.served.spelling(t)[0]: x for t, x in top} for _, _, top in rows],
-            "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
-        }
+        return _columns(texts, [logprob for _, logprob, _ in rows], self._alternatives([top for *_, top in rows]))
+
+    def _alternatives(self, tops: Sequence[Sequence[tuple[int, float]]]) -> list[dict[str, float]]:
+        """The log-probabilities of the likeliest tokens at each place, by their texts."""
+        return [{self.asked.served.spelling(token)[0]: logprob for token, logprob in top} for top in tops]
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text, data = self.asked.served.spelling(token)
         return {"token": text, "logprob": logprob, "bytes": data}
+
+
+def _columns(texts: list[str], logprobs: list[Any], tops: list[Any]) -> dict[str, Any]:
+    """The log-probabilities of a completion, as OpenAI writes them."""
+    offsets = [0, *accumulate(map(len, texts))][: len(texts)]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
 def usage(results: Sequence[SearchResult], n: int) -> dict[str, Any]:

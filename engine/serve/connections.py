@@ -7,6 +7,7 @@ the one that has been idle the longest is closed.
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import sys
@@ -24,11 +25,6 @@ from uvicorn.server import ServerState
 from engine.serve.http import BODY_SECONDS, CONNECTION
 from engine.serve.streams import STALL_SECONDS
 
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None
-
 REQUEST_SECONDS = BODY_SECONDS + 1  # from accept to the end of the request: the application answers before, if it can
 SWEEP_SECONDS = 1.0
 RETRY_SECONDS = 1.0  # to wait after an accept that the system refused
@@ -39,8 +35,6 @@ STRANGERS_SHARE = 8  # at most 1/8 of the room for strangers is filled at once
 
 def most_connections(wanted: int) -> int:
     """How many connections to allow: as many as wanted, but at most half of the file descriptors."""
-    if resource is None:
-        return wanted
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return wanted if files == resource.RLIM_INFINITY else max(LEAST_CONNECTIONS, min(wanted, files // 2))
 

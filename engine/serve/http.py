@@ -100,15 +100,12 @@ class Application:
             "/v1/models/{name:path}": self.model,
             "/trace/{name}": self.trace,
         }
-        post = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES}
-        routes = [Route(path, self._handled(work), methods=["GET"]) for path, work in get.items()]
-        routes += [
-            Route(path, self._handled(partial(self.complete, kind)), methods=["POST"]) for path, kind in post.items()
-        ]
+        completions = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES}
         many = {"/v1/embeddings": EMBEDDINGS, "/v1/rerank": RERANK, "/v2/rerank": RERANK}
-        routes += [
-            Route(path, self._handled(partial(self.many, kind)), methods=["POST"]) for path, kind in many.items()
-        ]
+        post = {path: partial(self.complete, kind) for path, kind in completions.items()}
+        post |= {path: partial(self.many, kind) for path, kind in many.items()}
+        methods = (("GET", get), ("POST", post))
+        routes = [Route(path, self._handled(f), methods=[name]) for name, each in methods for path, f in each.items()]
         inner = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
         self._app = Guard(inner, keys, hosts)
 

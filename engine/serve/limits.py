@@ -8,6 +8,7 @@ from engine.contract import Search
 from engine.contract.checks import attributed, slots_of
 from engine.engine import Request
 from engine.errors import ContextError, UsageError, check_integer, shortened
+from engine.load.loading import LoadedModel
 from engine.serve.names import NO_EFFECT
 from engine.serve.served import Served
 
@@ -63,14 +64,18 @@ class Limits:
     traces: bool = True
     strict: bool = False
 
+    def reach(self, model: LoadedModel) -> int:
+        """The most tokens of a text for a model: the limit, its context or its cache."""
+        pool = model.runner.pool
+        return self.prompt or model.shape.max_positions or pool.pages * pool.page_size
+
 
 def check_sizes(body: Mapping[str, Any], served: Served, limits: Limits) -> None:
     """Compare the sizes of a body's fields with the limits, before they are processed. Raises UsageError."""
     for key, value in body.items():
         if key not in ("prompt", *NO_EFFECT):
             _size(key, value, *MOST_IN_FIELD.get(key, OTHERS))
-    engine = served.engine
-    reach = limits.prompt or engine.shape.max_positions or engine.pool.pages * engine.pool.page_size
+    reach = limits.reach(served.engine.model)
     prompt = body.get("prompt")
     for each in prompt if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else [prompt]:
         if isinstance(each, list) and len(each) > reach:

@@ -53,8 +53,7 @@ def check_length(name: str, text: str | Sequence[int], model: LoadedModel, limit
     Args:
         text: a text or token ids, not encoded yet: a long one is refused before it is encoded.
     """
-    pool = model.runner.pool
-    reach = limits.prompt or model.shape.max_positions or pool.pages * pool.page_size
+    reach = limits.reach(model)
     if not isinstance(text, str):
         if len(text) > reach:
             what = f"{name}: the text has {len(text)} tokens, this server takes {reach}"
