@@ -313,25 +313,18 @@ class Service:
         """Advance the outcomes of searches that have ended, until one of them has done a piece of work."""
         for entry in [entry for entry in self.entries if entry.finish is not None]:
             with self._failing(entry):
-                if not self._advance_outcome(entry):
+                try:
+                    next(entry.finish)  # type: ignore[arg-type]
+                except StopIteration as stop:
+                    outcome, text = stop.value, ""
+                    if entry.text is not None and isinstance(outcome, SearchResult):
+                        text = entry.text.finish(outcome.outputs[0].text)
                     self.entries.remove(entry)
-                    self.entries.append(entry)  # so that other requests have their turn first
-                    return
-
-    def _advance_outcome(self, entry: Entry) -> bool:
-        """Do one piece of work for a search's outcome; True if it was the last piece and the outcome has been
-        reported."""
-        assert entry.finish is not None
-        try:
-            next(entry.finish)
-            return False
-        except StopIteration as stop:
-            outcome, text = stop.value, ""
-        if entry.text is not None and isinstance(outcome, SearchResult):
-            text = entry.text.finish(outcome.outputs[0].text)
-        self.entries.remove(entry)
-        entry.tell(News(entry.began, text, outcome))
-        return True
+                    entry.tell(News(entry.began, text, outcome))
+                    continue
+                self.entries.remove(entry)
+                self.entries.append(entry)  # so that other requests have their turn first
+                return
 
     @staticmethod
     def _event(entry: Entry) -> Prefill | Progress | None:
