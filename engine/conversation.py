@@ -179,12 +179,7 @@ class Conversation:
         """
         if text is not None:
             self._check_system()
-        before, self.system = self.system, text
-        try:
-            self.prompt_ids("Hello")
-        except BaseException:
-            self.system = before
-            raise
+        self._replace(text, self.options)
 
     def set_options(self, options: TemplateOptions) -> None:
         """Set the template's variables other than the messages, from the next turn on.
@@ -196,11 +191,15 @@ class Conversation:
             raise UsageError(
                 "this model has no chat template, which tools and thoughts need", remedy="give --chat-template FILE"
             )
-        before, self.options = self.options, options
+        self._replace(self.system, options)
+
+    def _replace(self, system: str | None, options: TemplateOptions) -> None:
+        """Set what a prompt has besides the turns, if the template takes it."""
+        before, (self.system, self.options) = (self.system, self.options), (system, options)
         try:
             self.prompt_ids("Hello")
         except BaseException:
-            self.options = before
+            self.system, self.options = before
             raise
 
     def restore(self, turns: Iterable[Turn], system: str | None) -> None:

@@ -126,37 +126,35 @@ def _record(data: bytes) -> dict[str, Any]:
     record = parse_object(data)
     if record.get("format") != FORMAT:
         raise ValueError(f'expected an object with "format": "{FORMAT}"')
-    if type(record.get("version")) is not int or record["version"] < 1:
-        raise ValueError(f"version: expected an integer >= 1, got {_show(record.get('version'))}")
+    version = record.get("version")
+    _expect(type(version) is int and version >= 1, "version: expected an integer >= 1", version)
     return record
 
 
 def _transcript(record: Mapping[str, Any]) -> Transcript:
-    entries, first = record.get("turns"), record.get("forgotten", 0)
-    if not isinstance(entries, list):
-        raise ValueError(f"turns: expected a list, got {_show(entries)}")
-    if type(first) is not int or not 0 <= first <= max(0, len(entries) - 1):
-        raise ValueError(f"forgotten: expected an integer below the number of turns, got {_show(first)}")
-    if not isinstance(record.get("settings", {}), dict):
-        raise ValueError(f"settings: expected an object, got {_show(record['settings'])}")
+    entries: Any = record.get("turns")
+    first = record.get("forgotten", 0)
+    _expect(isinstance(entries, list), "turns: expected a list", entries)
+    fits = type(first) is int and 0 <= first <= max(0, len(entries) - 1)
+    _expect(fits, "forgotten: expected an integer below the number of turns", first)
+    settings = record.get("settings", {})
+    _expect(isinstance(settings, dict), "settings: expected an object", settings)
     turns = []
     for i, entry in enumerate(entries):
         where = f"turn {i + 1}: "
-        if not isinstance(entry, dict):
-            raise ValueError(f"{where}expected an object, got {_show(entry)}")
+        _expect(isinstance(entry, dict), f"{where}expected an object", entry)
         reason = _text(entry, "finish_reason", where)
-        if reason not in FINISH_REASONS:
-            raise ValueError(f"{where}finish_reason: expected one of {', '.join(FINISH_REASONS)}, got {_show(reason)}")
+        expected = f"{where}finish_reason: expected one of {', '.join(FINISH_REASONS)}"
+        _expect(reason in FINISH_REASONS, expected, reason)
         thought = None if entry.get("reasoning") is None else _text(entry, "reasoning", where)
         user, reply = _text(entry, "user", where), _text(entry, "reply", where)
         turns.append(Turn(user, reply, reason, first=min(first, i), reasoning=thought))
     system = None if record.get("system") is None else _text(record, "system")
-    return Transcript(turns, system, _text(record, "model"), record.get("settings", {}))
+    return Transcript(turns, system, _text(record, "model"), settings)
 
 
 def _text(of: Mapping[str, Any], key: str, where: str = "") -> str:
-    if not isinstance(of.get(key), str):
-        raise ValueError(f"{where}{key}: expected a string, got {_show(of.get(key))}")
+    _expect(isinstance(of.get(key), str), f"{where}{key}: expected a string", of.get(key))
     try:
         return check_utf8(of[key])
     except UsageError as error:
@@ -185,5 +183,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _show(value: Any) -> str:
-    return shortened(json.dumps(value, ensure_ascii=False), 40)
+def _expect(holds: bool, expected: str, got: Any) -> None:
+    """Raises ValueError for a value that is not as expected."""
+    if not holds:
+        raise ValueError(f"{expected}, got {shortened(json.dumps(got, ensure_ascii=False), 40)}")
