@@ -39,13 +39,9 @@ LEAST_COMPILED = (2,)  # tokens of a pass: torch would make graphs of their own 
 MOST_GRAPHS = 64  # graphs
 MEMORY_SHARE = 64  # log-probabilities may take 1/64 of the device's memory, graphs as much again
 MEMORY = 1 << 35  # bytes that a stand-in for a device is taken to have
+# The fields of a layout that change from pass to pass.
 LAYOUT = ("positions_T", "write_slots_T", "trunk_seen_T", "ancestry_TC", "token_starts", "trunk_len_R")
-LAYOUT += (
-    "branch_len_R",
-    "branch_slots_RW",
-    "branch_positions_RW",
-    "ancestors_TN",
-)  # the fields of a layout that change from pass to pass
+LAYOUT += ("branch_len_R", "branch_slots_RW", "branch_positions_RW", "ancestors_TN")
 PATHS = ("rows_T", "paths_TN", "lengths_T", "bases_T", "folds_T", "chains_N2")  # fields of its paths
 BUDGET = 2048  # most tokens of a pass on a GPU, which a few hundred would leave half idle
 

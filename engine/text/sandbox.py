@@ -267,16 +267,16 @@ def answer(request: dict[str, Any], compiled: dict[str, Renderer], size: int) ->
         return {"text": renderer.render(request["variables"], request["now"], OUTPUT_SLACK + OUTPUT_FACTOR * size)}
     except Raised as error:
         return {"raised": str(error)}
-    except Refused as error:
-        return {"refused": str(error)}
     except jinja2.TemplateSyntaxError as error:
         return {"refused": f"line {error.lineno}: {error.message}"}
-    except MemoryError:
-        return {"refused": "it needs too much memory"}
-    except RecursionError:
-        return {"refused": "it is nested too deep"}
     except Exception as error:
-        return {"refused": f"{type(error).__name__}: {error}"[:500]}
+        return {"refused": _limit_of(error) or f"{type(error).__name__}: {error}"[:500]}
+
+
+def _limit_of(error: BaseException) -> str:
+    """The limit that a template or a grammar breaks; "" for another error."""
+    limits = {MemoryError: "it needs too much memory", RecursionError: "it is nested too deep", Refused: str(error)}
+    return limits.get(type(error), "")
 
 
 def alone(source: str, lead: str = "") -> str:
@@ -353,14 +353,8 @@ def _compile(guidance: Any, kind: str, value: str, found: dict[str, Any]) -> Non
             found["refused"] = f"it takes {size >> 20} MB when it is compiled, more than {GRAMMAR_BYTES >> 20} MB"
         else:
             found.update(source=source, size=size)
-    except Refused as error:
-        found["refused"] = str(error)
-    except MemoryError:
-        found["refused"] = "it needs too much memory"
-    except RecursionError:
-        found["refused"] = "it is nested too deep"
     except BaseException as error:  # the library's panics derive from BaseException
-        found["refused"] = str(error) or type(error).__name__
+        found["refused"] = _limit_of(error) or str(error) or type(error).__name__
 
 
 def compile_grammar(request: dict[str, Any]) -> dict[str, Any]:
