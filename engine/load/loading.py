@@ -150,7 +150,6 @@ class LoadedModel:
 class _Weights:
     """A checkpoint in memory, without a pool yet: pools share the memory that the weights of all models leave."""
 
-    folder: Path
     checkpoint: Checkpoint
     model: Any
     precision: Precision
@@ -158,14 +157,13 @@ class _Weights:
     compiled: bool
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
-    kv_dtype: str
-    activations: str
     adapters: Mapping[str, Adapter]
+    options: LoadOptions
 
     @property
     def cache_dtype(self) -> torch.dtype:
         """The dtype of keys and values."""
-        return dtype_of_cache(self.kv_dtype, self.precision.dtype)
+        return dtype_of_cache(self.options.kv_dtype, self.precision.dtype)
 
     @staticmethod
     def load(
@@ -198,8 +196,7 @@ class _Weights:
         if adapters:
             model.adapt([*adapters.values()])
         compiled = options.compile == "on" and prepare()
-        loaded = Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template
-        return _Weights(*loaded, options.kv_dtype, options.activations, adapters)
+        return _Weights(checkpoint, model, precision, kept, compiled, tokenizer, template, adapters, options)
 
     def eos_token_ids(self) -> frozenset[int]:
         """The end tokens of the checkpoint; if its files have none, those of the family, else of the tokenizer."""
@@ -214,13 +211,13 @@ class _Weights:
         """Make the model ready to run on a pool, on a GPU with CUDA graphs if they are wanted."""
         shape, tokenizer, bos = self.model.shape, self.tokenizer, self.checkpoint.bos_token_id
         vocab_size = min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size
-        options = {"graphs": graphs, "compiled": self.compiled}
-        runner = make_runner(self.model, pool, vocab_size, self.precision.dtype, **options)
+        dtype = self.precision.dtype
+        runner = make_runner(self.model, pool, vocab_size, dtype, graphs=graphs, compiled=self.compiled)
         eos = self.eos_token_ids()
         start = bos if bos is not None else min(eos, default=0)
         if self.compiled and not warm_up(lambda: runner.logits([start] * 5)):
             runner.rows = None
-        key = model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype, self.activations)
+        key = model_key(self.checkpoint, dtype, self.quant.name, self.options.kv_dtype, self.options.activations)
         agree(self.model.shard, "checkpoint, formats or processor", f"{key}, {runner.impl}, {processor()}")
         return LoadedModel(
             runner,
@@ -241,8 +238,7 @@ class _Weights:
 
     def _capabilities(self, runner: Runner) -> Capabilities:
         """Describe what the model runs on; the warning names the parts of the checkpoint that are not loaded."""
-        graphs = isinstance(runner, GraphRunner)
-        formats = self.kv_dtype, graphs, self.activations
+        formats = self.options.kv_dtype, isinstance(runner, GraphRunner), self.options.activations
         found = Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl, *formats)
         if (size := self.model.shard.size) > 1:
             found = replace(found, paths=f"{found.paths}; one of {size} processes that share the model")
@@ -268,7 +264,7 @@ class _Weights:
     def own_head(self) -> "_Weights":
         """The draft head in the model's own checkpoint."""
         options = self.precision.dtype, self.model.device, self.quant.name
-        reader = partial(Weights, rounding=self.activations == "int8")
+        reader = partial(Weights, rounding=self.options.activations == "int8")
         head = MTP(self.checkpoint, type(self.model), *options, reader=reader).eval()
         return replace(self, model=head, tokenizer=None, template=None, adapters={})
 
