@@ -142,16 +142,10 @@ def _asked(question: str, ways: dict[str, Callable[[], list[float]]]) -> dict[st
 
 def _sound(found: dict[str, Any] | None, ways: dict[str, Any]) -> TypeGuard[dict[str, list[float]]]:
     """Whether the content of a file is what `_asked` writes."""
-    return (
-        found is not None
-        and list(found) == list(ways)
-        and all(
-            isinstance(taken, list)
-            and len(taken) == len(ROWS)
-            and all(isinstance(seconds, float) and 0 < seconds < math.inf for seconds in taken)
-            for taken in found.values()
-        )
-    )
+    if found is None or list(found) != list(ways):
+        return False
+    lists = all(isinstance(taken, list) and len(taken) == len(ROWS) for taken in found.values())
+    return lists and all(isinstance(x, float) and 0 < x < math.inf for taken in found.values() for x in taken)
 
 
 _answers: dict[str, dict[str, list[float]]] = {}  # by the names of their files

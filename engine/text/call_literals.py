@@ -80,7 +80,7 @@ def read_calls(text: str, name: str = "", *, quoted: bool = False) -> list[Call]
     try:
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        value = _quoted_object(text) if quoted else _python_calls(text)
+        value = _without_json(text, quoted)
     if name:
         value = {"name": name, "arguments": value}
     found = [_call(one) for one in (value if isinstance(value, list) else [value])]
@@ -104,22 +104,12 @@ def _call(value: Any) -> Call | None:
     return None
 
 
-def _python_calls(text: str) -> Any:
-    """`[f(a=1)]` as the objects that JSON would have; None if it is anything else."""
+def _without_json(text: str, quoted: bool) -> Any:
+    """`[f(a=1)]` as the objects that JSON would have or, if `quoted`, `{a:<|"|>b<|"|>,c:[1,true]}` as the object that
+    it would have; None for anything else."""
     try:
-        reader = _Reader(text)
-        reader.take("[")
-        found = reader.items("]", reader.call)
-        return found if reader.kind == "end" else None
-    except (_Malformed, ValueError):
-        return None
-
-
-def _quoted_object(text: str) -> Any:
-    """`{a:<|"|>b<|"|>,c:[1,true]}` as the object that JSON would have; None if it is anything else."""
-    try:
-        reader = _QuotedReader(text)
-        found = reader.value()
+        reader = (_QuotedReader if quoted else _Reader)(text)
+        found = reader.value() if quoted else reader.calls()
         return found if reader.kind == "end" else None
     except (_Malformed, ValueError):
         return None
@@ -176,6 +166,10 @@ class _Reader:
         self.depth -= 1
         self.step()
         return found
+
+    def calls(self) -> list[dict[str, Any]]:
+        self.take("[")
+        return self.items("]", self.call)
 
     def call(self) -> dict[str, Any]:
         name, arguments = self.name(), {}
