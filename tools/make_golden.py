@@ -225,7 +225,7 @@ def make_variant(folder: Path, name: str, variant: Variant, seed: int) -> dict[s
         if variant.floats:
             variant.floats(folder, Path(scratch) / name)
         model = load(Path(scratch) / name if variant.floats else folder)
-    exact = torch.nn.Module.double(copy.deepcopy(model))
+    exact: Any = torch.nn.Module.double(copy.deepcopy(model))
     for module in exact.modules():
         if hasattr(module, "reorder_and_upcast_attn"):
             module.reorder_and_upcast_attn = False  # float32 within float64: transformers refuses

@@ -109,7 +109,7 @@ CHANGES = {
     "a dtype that is none": (lambda _, found: found["matrices"].update(x=[[1], "int3"]), "a dtype of floats"),
     "panels that are cut": (cut, "packed matrix"),
     "sizes that do not fit": (
-        lambda _, found: found["sizes"].update({key: [9, 9, "", 0, 0] for key in found["sizes"]}),
+        lambda _, found: found["sizes"].update({key: [9, 9, "", 0, 0, False] for key in found["sizes"]}),
         "packed matrix",
     ),
     "outputs and width exchanged": (
@@ -117,11 +117,11 @@ CHANGES = {
         "packed matrix .*: expected .* outputs of width",
     ),
     "a size of texts": (
-        lambda _, found: found["sizes"].update({key: ["9"] * 5 for key in found["sizes"]}),
+        lambda _, found: found["sizes"].update({key: ["9"] * 6 for key in found["sizes"]}),
         "the size of",
     ),
     "a kind that nobody knows": (
-        lambda _, found: found["sizes"].update({key: [9, 9, "int3", 8, 0] for key in found["sizes"]}),
+        lambda _, found: found["sizes"].update({key: [9, 9, "int3", 8, 0, False] for key in found["sizes"]}),
         "expected a kind out of",
     ),
     "a shape below zero": (lambda _, found: found["matrices"].update(x=[[-1], "float32"]), "expected a shape"),
