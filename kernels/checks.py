@@ -240,6 +240,7 @@ def queries(
     window: int | None,
     cap: float | None,
     sinks_H: Tensor | None = None,
+    slopes_H: Tensor | None = None,
 ) -> None:
     """Raises ValueError for queries and a cache that `kernels.tree_attention.tree_attention` does not take."""
     cache(k_GSD, v_GSD)
@@ -255,6 +256,11 @@ def queries(
         raise ValueError(f"cap: expected None or more than 0, got {cap}")
     if sinks_H is not None:
         expect("sinks_H", sinks_H, torch.float32, (H,), k_GSD.device)
+    if slopes_H is not None:
+        kind = torch.bfloat16 if slopes_H.dtype == torch.bfloat16 else torch.float32
+        expect("slopes_H", slopes_H, kind, (H,), k_GSD.device)
+        if cap is not None:
+            raise ValueError(f"slopes_H: expected None with a cap, got one of {cap}")
 
 
 def unread(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, count: int) -> None:

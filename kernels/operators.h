@@ -317,6 +317,8 @@ struct Attention {
     const uint32_t* ancestry;
     float scale, cap;  // a cap of 0: none
     const float* sinks;  // one for each query head; null: none
+    const void* slopes;  // likewise, see tree_attention/__init__.py
+    int64_t coarse;      // slopes are bfloat16; else float32
 };
 
 // Returns 1 if a layout refers only to slots of the cache, else 0; `ranges` in checks.py finds out what is wrong.
@@ -419,9 +421,11 @@ struct Call {
     const LowRank* adapters;
     const Mixture* mixture;
     const float* sinks;
+    const void* slopes;
     const Delta* delta;
     const Scan* scan;
     const Latent* latent;
+    int64_t coarse;
     float scale, cap;
 };
 
@@ -455,8 +459,8 @@ struct Tail {
 };
 
 // Runs all layers. x [T, E] is the stream and is overwritten. `attention` is shared by all layers; a call sets heads,
-// strides, window, scale, cap and sinks. `heads`, `inputs` (per-layer inputs) and `streams` are registers; the latter
-// two may be null. `caches` are indexed by the layer's number. Layers with convolutions use `rows` [L, S, E], of kind
+// strides, window, scale, cap, sinks and slopes. `heads`, `inputs` (per-layer inputs) and `streams` are registers; the
+// latter two may be null. `caches` are indexed by the layer's number. Layers with convolutions use `rows` [L, S, E], of kind
 // `kept`, and ancestors_TN; layers with a state use `paths`. adapters_T [T]: adapter numbers; null: no token has one.
 // `tail` may be null. `tapped` [T, N, E] receives the N rows of each token that calls copy; null: none. Returns 0, and
 // computes nothing, if a token's position has no angles.

@@ -74,6 +74,7 @@ def _tree_attention(
     window: int | None = None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    slopes_H: Tensor | None = None,
     unread: int = 0,
     impl: str | None = None,
 ) -> Tensor:
@@ -82,6 +83,6 @@ def _tree_attention(
         from kernels.tree_attention import triton  # which needs Triton
 
         operands = triton.operands(q_THD, k_GSD, v_GSD, layout)
-        return torch.ops.coppice.tree_attention_triton(*operands, scale, window, cap, sinks_H, unread)
+        return torch.ops.coppice.tree_attention_triton(*operands, scale, window, cap, sinks_H, slopes_H, unread)
     operator = getattr(torch.ops.coppice, f"tree_attention_{impl}")
-    return operator(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H)
+    return operator(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H, slopes_H)

@@ -228,11 +228,14 @@ class Config:
         chunks: a token sees the chunk of positions that it is in, as long as the window, and not a window that moves.
         attention_cap: scores of attention become cap * tanh(score / cap).
         sinks: a logit of each query head joins the denominator of its softmax.
+        slopes: of each query head, whose scores fall by this number for each position between query and key (ALiBi);
+            empty: they do not. `coarse_slopes`: slopes times positions are rounded to bfloat16, and scaled like dot
+            products.
         convs: layers with a short convolution instead of attention; None: there are none.
         recurrent: layers with a recurrent state, instead of keys and values or beside them; None: there are none.
         latent: latent attention; None: attention has key and value matrices.
         embedding_width: width of the embedding, if projections lead from it to `width` and back.
-        embedding_norm: the embedding is normed, by a norm without weights.
+        embedding_norm: the embedding is normed, by a norm without weights if `Names` has no name for it.
         embedding_scale: factor of the embedding; `rounded_scale`: it is first rounded to the model's dtype.
         residual_scale: factor of what attention and MLP add to the stream; `output_factors`: others, of each part.
         mlp_scale: factor of the rows that the activation of the MLP reads, of both halves if it is gated.
@@ -291,6 +294,8 @@ class Config:
     chunks: bool = False
     attention_cap: float | None = None
     sinks: bool = False
+    slopes: tuple[float, ...] = ()
+    coarse_slopes: bool = False
     convs: ShortConvs | None = None
     recurrent: Recurrent | None = None
     latent: Latent | None = None

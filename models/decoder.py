@@ -77,6 +77,12 @@ class Decoder(nn.Module):
         """Read and check a Hugging Face config. Raises CheckpointError naming the field."""
         raise NotImplementedError
 
+    @staticmethod
+    def rates(c: Config) -> Tensor | None:
+        """Return the angles of position 1, float32 [F], if the sines and then the cosines of positions times these are
+        added to the embedding; None: they are not."""
+        return None
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -118,10 +124,13 @@ class Decoder(nn.Module):
         self.shape, self.shard, self.part = ModelShape.of(c), weights.shard, weights.part
         self.embedding = weights.embedding(f"{names.embedding}.weight")
         self.embedding_scale = rounded(c.embedding_scale, dtype) if c.rounded_scale else c.embedding_scale
-        self.embedding_norm = PlainNorm(c, weights, c.width) if c.embedding_norm else None
+        own_norm = Norm(c, weights, names.embedding_norm) if names.embedding_norm else PlainNorm(c, weights, c.width)
+        self.embedding_norm = own_norm if c.embedding_norm else None
         self.inputs = InputMaker(c, names, weights, c.layer_inputs) if c.layer_inputs else None
         self.streams = StreamEnds(c, names, weights, c.streams) if c.streams else None
         self.positions_PE = weights.vector(f"{names.positions}.weight") if names.positions else None
+        rates_F = self.rates(c)
+        self.rates_F = None if rates_F is None else rates_F.to(device)
         self.rotaries = [RotaryEmbedding(rope).to(device) for rope in c.tables()]
         projected = names.project if c.embedding_width else (None, None)
         self.project_in, self.project_out = (weights.linear(name) if name else None for name in projected)
@@ -239,6 +248,10 @@ class Decoder(nn.Module):
             x_TE = self.project_in(x_TE)
         if self.positions_PE is not None:
             x_TE = x_TE + F.embedding(positions_T + self.names.offset, self.positions_PE)
+        if self.rates_F is not None:
+            angles_TF = (positions_T + self.names.offset).float().unsqueeze(1) * self.rates_F
+            waves_TE = F.pad(torch.cat([angles_TF.sin(), angles_TF.cos()], 1), (0, x_TE.shape[1] % 2))
+            x_TE = x_TE + waves_TE.to(x_TE.dtype)
         return x_TE
 
     @property

@@ -56,6 +56,7 @@ class Attention(nn.Module):
         self.out_scale = c.output_factors.attention
         sinks = layer + names.sinks
         self.sinks_H = weights.vector(sinks, some=part.sinks, dtype=torch.float32) if c.sinks else None
+        self.slopes_H = slopes_of(c, weights, self.scale)
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "out"."""
@@ -75,7 +76,7 @@ class Attention(nn.Module):
         if self.heads.keys:
             yield Call("write", table=self.reads, **on_heads)
         options: dict[str, Any] = {"scale": self.scale, "window": self.window, "chunked": self.chunked}
-        options |= {"cap": self.cap, "sinks": self.sinks_H}
+        options |= {"cap": self.cap, "sinks": self.sinks_H, "slopes": self.slopes_H}
         yield Call("attend", target="mixed", table=self.reads, **on_heads, **options)
         if self.heads.gates:
             yield Call("gate", target="mixed", **on_heads)
@@ -85,6 +86,15 @@ class Attention(nn.Module):
             yield Call("norm", "mixed", "mixed", norm=self.sub_norm)
         yield Call("product", "mixed", "out", matrix=self.out)
         yield from scaled("out", self.out_scale)
+
+
+def slopes_of(c: Config, weights: Weights, scale: float) -> Tensor | None:
+    """The slopes of this process's query heads, as `kernels.tree_attention` takes them; None: there are none."""
+    if not c.slopes:
+        return None
+    some = weights.part.sinks or range(len(c.slopes))
+    slopes_H = torch.tensor(c.slopes[some.start : some.stop], device=weights.device)
+    return slopes_H.bfloat16() if c.coarse_slopes else slopes_H / scale
 
 
 class Taps(nn.Module):

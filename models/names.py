@@ -49,6 +49,7 @@ class Names:
         stream_scale: the vector of `Streams.scaled`.
         laurel, laurel_norm: the two matrices of LAuReL, and the norm after them.
         layer_scale: the scalar that a layer multiplies the stream by.
+        embedding_norm: the norm of the embedding, if it has weights.
         positions: the table of learned positions; position p has row p + `offset`.
         project: the matrices from `embedding_width` to `width` and back.
         transposed: the layers' matrices are stored [in, out].
@@ -128,6 +129,7 @@ class Names:
     laurel_norm: str = "laurel.post_laurel_norm"
     layer_scale: str = "layer_scalar"
     norm: str = "model.norm"
+    embedding_norm: str = ""
     positions: str = ""
     offset: int = 0
     project: tuple[str, str] = ("", "")
@@ -210,6 +212,8 @@ class Names:
                 shapes |= {f"{layer}{self.curve}.{part}": shape for part, shape in CURVE.items()}
         if c.final_norm and c.affine:
             add(self.norm, (c.width,), biased)
+        if c.embedding_norm and self.embedding_norm:
+            add(self.embedding_norm, (c.width,), biased)
         if c.scores:
             return shapes | {f"{SCORE}.weight": (1, embedding_width)}
         bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}

@@ -117,7 +117,8 @@ def _write(call: Call, r: Registers) -> None:
 
 def _attend(call: Call, r: Registers) -> None:
     latent = r.config.latent
-    options: dict[str, Any] = {"scale": call.scale, "window": call.window, "cap": call.cap, "sinks_H": call.sinks}
+    options: dict[str, Any] = {"scale": call.scale, "window": call.window, "cap": call.cap}
+    options |= {"sinks_H": call.sinks, "slopes_H": call.slopes}
     options |= {"unread": latent.rotated} if latent else {}
     k_GSD, v_GSD = r.cache.layers[call.table]
     q_THD = r.split(_heads(call))[0]

@@ -45,6 +45,9 @@ SHARED = (
     "phi3/longrope",
     "phi3/window",
     "experts/qwen2",
+    "alibi/bloom",
+    "alibi/falcon",
+    "relatives/xglm",
 )
 
 

@@ -32,7 +32,8 @@ import shutil
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ for name in ("tools", "models"):  # the repository's root must not be importable
 from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E402
 
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
-TABLES = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe")  # of tokens and positions
+# Of tokens and positions.
+TABLES = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "s_embed", "embed_positions", ".w")
 DIVIDED = ("altup.modality_router.weight",)  # matrices whose input is divided by its width are drawn larger
 PUBLISHED = {  # names in published files, by model_type: transformers gives modules others
     "kolibri1": {".post_self_attn_layernorm.": ".post_attn_norm.", ".post_mlp_layernorm.": ".post_ffn_norm.",
@@ -132,8 +134,9 @@ def load(folder: Path) -> Any:
              "ConditionalGeneration": AutoModelForImageTextToText}  # fmt: skip
     kind = kinds.get(architecture.rpartition("For")[2], AutoModelForCausalLM)
     wrapped = architecture.endswith("ForConditionalGeneration")
+    attention = "sdpa" if config.get("alibi") else "eager"  # which in Falcon adds ALiBi twice
     model, info = kind.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
+        folder, dtype=torch.float32, attn_implementation=attention, output_loading_info=True,
         ignore_mismatched_sizes=wrapped, **eager)  # fmt: skip
     if wrapped:  # the files lack the parts that no text depends on
         info = {key: [name for name in value if not re.search(OTHER_PARTS, str(name))] for key, value in info.items()}
@@ -173,13 +176,25 @@ def generate(model: Any, prompt: list[int], hf: dict[str, Any], noise: int | Non
     ]
 
 
+@contextmanager
+def wide(exact: Any) -> Iterator[None]:
+    """A context for a float64 model; XGLM makes tensors of the default dtype that must hold its lowest number."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if exact.config.model_type == "xglm" else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def tokens(outputs: list[dict[str, Any]]) -> list[list[int]]:
     return [output["token_ids"] for output in outputs]
 
 
 def robust(model: Any, exact: Any, prompt: list[int], hf: dict[str, Any], outputs: list[dict[str, Any]]) -> bool:
     """Whether neither float64 nor noise changes a token of `outputs`."""
-    doubled = generate(exact, prompt, hf)
+    with wide(exact):
+        doubled = generate(exact, prompt, hf)
     if tokens(doubled) != tokens(outputs):
         return False
     if any(abs(a["score"] - b["score"]) > 1e-4 for a, b in zip(doubled, outputs, strict=True)):
@@ -210,7 +225,8 @@ def ask(model: Any, exact: Any, ids: list[int]) -> tuple[torch.Tensor, float]:
     """Rows of logits (one score from a scalar head) of a fresh model, and their distance to float64's."""
     with torch.no_grad():
         rows = copy.deepcopy(model)(torch.tensor([ids])).logits[0]
-        doubled = copy.deepcopy(exact)(torch.tensor([ids])).logits[0]
+        with wide(exact):
+            doubled = copy.deepcopy(exact)(torch.tensor([ids])).logits[0]
     spread = rows.max(-1).values - rows.min(-1).values if rows.dim() > 1 else rows.new_ones(())
     return rows, ((rows - doubled).abs().amax(-1) / spread).max().item()
 

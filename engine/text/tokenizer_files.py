@@ -225,7 +225,8 @@ def _read_vocab(path: Path) -> dict[str, int]:
             raise CheckpointError(what[:300], where=str(path))
     if absent := [char for char in BYTE_OF_CHAR if char not in vocab]:
         what = f"vocabulary mismatch: {len(absent)} of the 256 byte pieces are missing, {absent[0]!r} for one"
-        raise CheckpointError(what, where=str(path))
+        remedy = "Tokenizers of words, such as those of GPT, CTRL and BioGPT, need a tokenizer.json."
+        raise CheckpointError(what, where=str(path), remedy=remedy)
     return vocab
 
 

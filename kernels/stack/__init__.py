@@ -356,7 +356,9 @@ def _described(call: Call, layer: ctypes.Structure | None, width: int) -> ctypes
     mixture = None if call.mixture is None else ctypes.addressof(call.mixture.matrices.described())
     recurs = [None if layer is None or call.code != code else ctypes.addressof(layer) for code in ("recur", "scan")]
     latent = None if call.latent is None else ctypes.addressof(call.latent.heads.described())
-    more = matrix, adapters, mixture, _address(call.sinks), *recurs, latent, call.scale, call.cap or 0.0
+    of_heads = (_address(x) for x in (call.sinks, call.slopes))
+    coarse = call.slopes is not None and call.slopes.dtype == torch.bfloat16
+    more = matrix, adapters, mixture, *of_heads, *recurs, latent, coarse, call.scale, call.cap or 0.0
     return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, heads, *norms, *more)
 
 

@@ -33,7 +33,7 @@ CODES = (
     "head_norms",
     "rotate",  # queries and keys, by the angles of `table`, in place
     "write",  # keys and values into the cache of layer `table`
-    "attend",  # target = attention of the queries to that cache; `scale`, `window`, `chunked`, `cap`, `sinks`
+    "attend",  # target = attention of the queries to that cache; `scale`, `window`, `chunked`, `cap`, `sinks`, `slopes`
     "convolve",  # target = the short convolution of source, with the weights and bias of `norm` and the rows of `table`
     "activate",  # target = `function` of source; `gated`: of the first half, times the second
     "scale",  # target *= `scale`
@@ -53,7 +53,7 @@ CODES = (
     "predict",  # each adds all of them, by the weights in source [N, N]
     "correct",  # each adds the difference of the stream to the one of `table`, by 1 + the weights in source [N]
     "spread",  # all but the first add source
-    "clip",  # target = source, but elements beyond `scale`, of either sign, become it
+    "clip",  # elements of target are limited to -`scale` .. `scale`
 )
 
 
@@ -88,8 +88,8 @@ class Call(NamedTuple):
         beside: another register that is read; "": the source.
         norm, more, third: with a `weight` and a `bias`, which is None for an RMSNorm.
         matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
-        scale, window, cap, sinks: of attention, see `kernels.tree_attention`; or a factor or bound.
-        chunked: windows are chunks, see `TreeLayout.in_chunks`.
+        scale, window, cap, sinks, slopes: of attention, see `kernels.tree_attention`; or a factor or bound.
+        chunked: windows are chunks, see `TreeLayout.in_chunks`; not together with slopes.
         table: the number of the angles, of the tapped rows, of a stream, of the layer whose input is used, or of what a
             layer keeps in `KVCache.layers`; C++ takes the rows and states of convolutions and recurrent layers in the
             order of calls.
@@ -114,6 +114,7 @@ class Call(NamedTuple):
     chunked: bool = False
     cap: float | None = None
     sinks: Any = None
+    slopes: Any = None
     table: int = 0
     heads: Heads | None = None
     function: str = "relu"

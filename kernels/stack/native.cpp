@@ -178,7 +178,7 @@ struct Pass {
         attention.heads = h.queries, attention.kv_heads = h.kept, attention.head_dim = h.size;
         attention.q_token = every(h), attention.q_head = h.size;
         attention.window = c.window, attention.scale = c.scale, attention.cap = c.cap;
-        attention.sinks = c.sinks;
+        attention.sinks = c.sinks, attention.slopes = c.slopes, attention.coarse = c.coarse;
         const int64_t* const positions = attention.positions;
         if (c.chunked) attention.positions = ends_of_chunks(c.window);
         coppice_tree_attention(&attention, queries(h), cache.k, cache.v, out);

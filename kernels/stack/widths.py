@@ -59,7 +59,7 @@ class _Following:
         make: Callable[[Call, Widths], int] | None = getattr(self, f"_{call.code}", None)
         if make is not None:
             return make(call, now)
-        if call.code in ("add", "scale") and now[call.source] != now[call.target]:
+        if call.code in ("add", "scale", "clip") and now[call.source] != now[call.target]:
             raise ValueError(f"{call.code}: expected rows of {now[call.target]}, got {now[call.source]}")
         return now[call.target] if call.target else 0
 
@@ -112,6 +112,11 @@ class _Following:
             raise ValueError(f"attend: expected a multiple of {heads.kept} heads, got {heads.queries}")
         if call.sinks is not None:
             expect("an attention's sinks", call.sinks, torch.float32, (heads.queries,), _CPU)
+        if call.slopes is not None and call.chunked:
+            raise ValueError("attend: slopes need the positions of tokens, which chunks replace")
+        if call.slopes is not None:
+            kind = torch.bfloat16 if call.slopes.dtype == torch.bfloat16 else torch.float32
+            expect("an attention's slopes", call.slopes, kind, (heads.queries,), _CPU)
         return heads.queries * heads.size
 
     def _gate(self, call: Call, now: Widths) -> int:

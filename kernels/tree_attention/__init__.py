@@ -21,6 +21,7 @@ def tree_attention(
     window: int | None = None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    slopes_H: Tensor | None = None,
     unread: int = 0,
     impl: str | None = None,
 ) -> Tensor:
@@ -35,8 +36,12 @@ def tree_attention(
         cap: of the scores, which become cap * tanh(score / cap) (Bello et al., 2017); None: no cap.
         sinks_H: float32, contiguous, a logit of each query head that joins the denominator of its softmax and has no
             value (gpt-oss, OpenAI 2025; Miller, 2023, with a logit of 0); None: there is none.
-        window: a token at position p sees only positions > p - window; None sees all. Positions of tokens have no other
-            use, so `TreeLayout.in_chunks` makes windows of chunks.
+        slopes_H: contiguous, a number for each query head, times which the distance from the query's position to the
+            key's, 0 or negative, joins the dot product before it is scaled (ALiBi; Press et al., 2022, "Train short,
+            test long"); None: distances change nothing. Float32, or bfloat16: then the positions and their products
+            with the slope are rounded to bfloat16 (Falcon). Not together with `cap`.
+        window: a token at position p sees only positions > p - window; None sees all. Without slopes, the positions of
+            tokens have no other use, so `TreeLayout.in_chunks` makes windows of chunks.
         unread: this many leading elements of the result are not needed, and an implementation need not write them. Used
             if one tensor serves as keys and values (`kernels.latent`).
         impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU, no FP8) or
@@ -52,19 +57,20 @@ def tree_attention(
     """
     impl = impl or layout.impl
     checks.implementation(impl, IMPLEMENTATIONS)
-    _check(q_THD, k_GSD, v_GSD, layout, window, cap, sinks_H, impl)
+    _check(q_THD, k_GSD, v_GSD, layout, window, cap, sinks_H, slopes_H, impl)
     checks.unread(q_THD, k_GSD, v_GSD, unread)
     if impl == "triton":
         from kernels.tree_attention import triton  # absent on some machines, and slow to import
 
-        return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap, sinks_H, unread)
+        return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap, sinks_H, slopes_H, unread)
     if impl == "reference":
-        return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap, sinks_H)
+        return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap, sinks_H, slopes_H)
     if impl == "torch":
-        return plain.tree_attention(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H)
+        return plain.tree_attention(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H, slopes_H)
     if watched():
-        return ops.coppice.tree_attention_cpp(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H)
-    return native.attend(q_THD, k_GSD, v_GSD, native.seen(layout, k_GSD.shape[1]), scale, window, cap, sinks_H)
+        return ops.coppice.tree_attention_cpp(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H, slopes_H)
+    seen = native.seen(layout, k_GSD.shape[1])
+    return native.attend(q_THD, k_GSD, v_GSD, seen, scale, window, cap, sinks_H, slopes_H)
 
 
 def _check(
@@ -75,9 +81,10 @@ def _check(
     window: int | None,
     cap: float | None,
     sinks_H: Tensor | None,
+    slopes_H: Tensor | None,
     impl: str,
 ) -> None:
-    checks.queries(q_THD, k_GSD, v_GSD, window, cap, sinks_H)
+    checks.queries(q_THD, k_GSD, v_GSD, window, cap, sinks_H, slopes_H)
     if layout.positions_T.shape[0] != q_THD.shape[0]:
         raise ValueError(f"expected a layout of {q_THD.shape[0]} tokens, got {layout.positions_T.shape[0]}")
     if impl == "cpp":

@@ -22,7 +22,6 @@
 
 namespace {
 
-constexpr int MAX_ROWS = 64;  // of a tile
 constexpr int FEW = 4;        // up to so many rows, keys are multiplied while they are transposed, and not stored
 constexpr int CUT = 256;      // positions; a multiple of BLOCK
 constexpr int MAX_SERIAL = 1 << 14;  // vector products; waking threads pays only for more than these
@@ -120,6 +119,7 @@ class Worker {
         ready.forget();
         tile_rows = tile.rows();
         for (int row = 0; row < tile.rows(); row++) {
+            if (p.slopes) slopes.begin(row, token_of(tile, row), head_of(tile, g, row));
             const T* from = q + token_of(tile, row) * p.q_token + head_of(tile, g, row) * p.q_head;
             int32_t* to = &q_DR[row];
             if (ready.pairs)
@@ -191,6 +191,8 @@ class Worker {
     int tile_rows = 0;                // rows of q_DR
     Floats scores_RS[MAX_ROWS * KEY_VECTORS];  // later the weights: floats or bfloat16
     uint32_t seen_R[MAX_ROWS];                 // a bit for each lane that a row sees
+    int32_t block_at = 0;                      // position of the first lane
+    Slopes slopes{p};
 
     static constexpr bool QUANTISED = Ready<T, C>::QUANTISED;
 
@@ -230,6 +232,7 @@ class Worker {
         std::fill(ready.slots, ready.slots + from, ready.slots[from]);
         std::fill(ready.slots + to, ready.slots + BLOCK, ready.slots[from]);
         ready.begin(g, to, true);
+        block_at = at;
         attend((first - tile.first) * tile.heads, (last - first) * tile.heads, from, to, !whole, part);
     }
 
@@ -239,6 +242,7 @@ class Worker {
         for (int j = 0; j < BLOCK; j++) ready.slots[j] = block.slots[block.there >> j & 1 ? j : from];
         std::fill_n(&seen_R[(t - tile.first) * tile.heads], tile.heads, block.there);
         ready.begin(g, to, false);
+        block_at = block.number * BLOCK;
         attend((t - tile.first) * tile.heads, tile.heads, from, to, true, part);
     }
 
@@ -278,7 +282,10 @@ class Worker {
         }
         ready.take_values(from, to);
         float keep[MAX_ROWS];
-        weigh<EACH>(row, rows, first, last, masked, part, keep);
+        if (p.slopes)
+            weigh<EACH, true>(row, rows, first, last, masked, part, keep);
+        else
+            weigh<EACH, false>(row, rows, first, last, masked, part, keep);
         for (int i = 0; i < vectors;) {
             auto mix = [&](auto columns) {
                 by_rows<MOST_ROWS<columns>>(rows, [&](int r, auto count) {
@@ -329,7 +336,7 @@ class Worker {
 
     // Replaces vectors first .. last - 1 of the scores by weights. `keep` receives the factor of each row's earlier
     // sums.
-    template <int EACH>
+    template <int EACH, bool SLOPED>
     void weigh(int row, int rows, int first, int last, bool masked, const Part& part, float* keep) {
         float base[MAX_ROWS];
         Floats tops[LANES];
@@ -339,7 +346,13 @@ class Worker {
             Floats* scores = &scores_RS[r * KEY_VECTORS];
             Floats most = NEVER;
             for (int i = first; i < last; i++) {
-                scores[i] *= QUANTISED ? ready.key_scales[i] * factor : all(factor);
+                if constexpr (SLOPED) {
+                    if (QUANTISED) scores[i] *= ready.key_scales[i];
+                    const Floats places = __builtin_convertvector(lanes[i] + block_at, Floats);
+                    scores[i] = (scores[i] + slopes.biases(row + r, places)) * factor;
+                } else {
+                    scores[i] *= QUANTISED ? ready.key_scales[i] * factor : all(factor);
+                }
                 if (p.cap > 0) scores[i] = tanh_of(scores[i]) * (p.cap * LOG2_E);
                 if (masked) scores[i] = (Ints{} + int32_t(seen_R[row + r])) >> lanes[i] & 1 ? scores[i] : NEVER;
                 most = larger(scores[i], most);

@@ -81,6 +81,7 @@ def problem(
     threads: int,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    slopes_H: Tensor | None = None,
 ) -> ctypes.Structure:
     """Returns the arguments of attention but the addresses of q, k, v and the output.
 
@@ -93,7 +94,8 @@ def problem(
     return Attention(
         *(kind, cache, H, G, D, S, *seen[:4], q_THD.stride(0), q_THD.stride(1)),
         *(-1 if window is None else window, threads, *seen.addresses, scale, cap or 0.0),
-        None if sinks_H is None else sinks_H.data_ptr(),
+        *(None if x is None else x.data_ptr() for x in (sinks_H, slopes_H)),
+        slopes_H is not None and slopes_H.dtype == torch.bfloat16,
     )
 
 
@@ -106,12 +108,13 @@ def attend(
     window: int | None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    slopes_H: Tensor | None = None,
 ) -> Tensor:
     """Tree attention of tensors that are checked; see the front for arguments."""
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-    asked = problem(q_THD, k_GSD, seen, scale, window, torch.get_num_threads(), cap, sinks_H)
+    asked = problem(q_THD, k_GSD, seen, scale, window, torch.get_num_threads(), cap, sinks_H, slopes_H)
     pointers = (x.data_ptr() for x in (q_THD, k_GSD, v_GSD, out_THD))
     function("tree_attention")(ctypes.addressof(asked), *pointers)
     return out_THD
@@ -132,18 +135,19 @@ def tree_attention(
     window: int | None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    slopes_H: Tensor | None = None,
 ) -> Tensor:
     """The operator that compilers and profilers see: it gets no layout that keeps the result of its check."""
     checks.native(q_THD)
     checks.native_cache(k_GSD)
-    checks.queries(q_THD, k_GSD, v_GSD, window, cap, sinks_H)
+    checks.queries(q_THD, k_GSD, v_GSD, window, cap, sinks_H, slopes_H)
     trunk = positions_T, token_starts, trunk_seen_T, trunk_runs
     tensors = *trunk, branch_slots_RW, branch_positions_RW, ancestry_TC
     checks.seen_tensors(tensors, q_THD.shape[0], _CPU)
     seen = _seen(tensors)
     if not _fits(seen, q_THD.shape[0], k_GSD.shape[1]):
         raise ValueError(f"the layout leads out of a cache of {k_GSD.shape[1]} slots")
-    return attend(q_THD, k_GSD, v_GSD, seen, scale, window, cap, sinks_H)
+    return attend(q_THD, k_GSD, v_GSD, seen, scale, window, cap, sinks_H, slopes_H)
 
 
 register("tree_attention_cpp", tree_attention, like)

@@ -18,6 +18,30 @@ struct Fetch {
 
 constexpr int KEY_VECTORS = BLOCK / LANES;
 constexpr int LINE = 64;  // bytes of a cache line
+constexpr int MAX_ROWS = 64;  // of a tile
+
+// The slopes of a tile's rows (ALiBi), see `tree_attention` in __init__.py.
+class Slopes {
+  public:
+    explicit Slopes(const Attention& p) : p(p) {}
+
+    // Sets a row's query head, and the token whose position it has.
+    void begin(int row, int token, int head) {
+        const Floats place = all(p.positions[token]);
+        slope_R[row] = p.coarse ? load((const BFloat16*)p.slopes + head, 1)[0] : ((const float*)p.slopes)[head];
+        query_R[row] = p.coarse ? rounded(rounded(place) * slope_R[row])[0] : place[0];
+    }
+
+    // Returns what is added to a row's products with keys at these positions.
+    Floats biases(int row, Floats places) const {
+        if (p.coarse) return rounded(rounded(places) * slope_R[row]) - query_R[row];
+        return (places - query_R[row]) * slope_R[row];
+    }
+
+  private:
+    const Attention& p;
+    float slope_R[MAX_ROWS], query_R[MAX_ROWS];  // slopes and positions of rows; of coarse slopes, their products
+};
 
 // Queries have type T, the cache has type C.
 template <typename T, typename C>

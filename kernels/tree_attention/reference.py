@@ -16,6 +16,7 @@ def tree_attention(
     window: int | None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    slopes_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v over exactly the slots a token sees; see the front for arguments."""
     group = q_THD.shape[1] // k_GSD.shape[0]
@@ -24,11 +25,14 @@ def tree_attention(
     mask_TW = layout.branch_mask_TW()
     for r in range(len(starts) - 1):
         for t in range(starts[r], starts[r + 1]):
-            slots = visible_slots(layout, mask_TW, r, t, window)
+            slots, positions = visible_slots(layout, mask_TW, r, t, window)
             if len(slots):
                 k_HND = floats([x[:, slots] for x in parts(k_GSD)], q_THD.dtype).repeat_interleave(group, 0)
                 v_HND = floats([x[:, slots] for x in parts(v_GSD)], q_THD.dtype).repeat_interleave(group, 0)
-                scores_HN = scale * (k_HND @ q_THD[t].unsqueeze(-1)).squeeze(-1)
+                scores_HN = (k_HND @ q_THD[t].unsqueeze(-1)).squeeze(-1)
+                if slopes_H is not None:
+                    scores_HN = scores_HN + biases(slopes_H.unsqueeze(1), positions, layout.positions_T[t], q_THD.dtype)
+                scores_HN = scale * scores_HN
                 if cap is not None:
                     scores_HN = cap * torch.tanh(scores_HN / cap)
                 if sinks_H is not None:
@@ -38,14 +42,25 @@ def tree_attention(
     return out_THD
 
 
-def visible_slots(layout: TreeLayout, mask_TW: Tensor, r: int, t: int, window: int | None) -> Tensor:
-    """The cache slots that token t of tree r sees, in order of position: int64 [N]."""
+def biases(slopes: Tensor, keys: Tensor, queries: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each slope times the distance from the position of a query to that of a key, which is negative before it.
+
+    Slopes of bfloat16 are multiplied by each of both positions in bfloat16, and the difference is taken after that.
+    """
+    if slopes.dtype == torch.bfloat16:
+        return (slopes * keys.bfloat16()).to(dtype) - (slopes * queries.bfloat16()).to(dtype)
+    return slopes.to(dtype) * (keys - queries)
+
+
+def visible_slots(layout: TreeLayout, mask_TW: Tensor, r: int, t: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """The cache slots that token t of tree r sees, and the positions of their tokens, trunk first: int64 [N] each."""
     device = layout.branch_slots_RW.device
     position = torch.arange(int(layout.trunk_seen_T[t]), device=device)
     page = layout.trunk_pages_RP[r, position // layout.page_size].long()
     trunk_slots = page * layout.page_size + position % layout.page_size
     slots = torch.cat([trunk_slots, layout.branch_slots_RW[r][mask_TW[t]]])
-    if window is None:
-        return slots
     positions = torch.cat([position, layout.branch_positions_RW[r][mask_TW[t]].long()])
-    return slots[positions > layout.positions_T[t] - window]
+    if window is None:
+        return slots, positions
+    inside = positions > layout.positions_T[t] - window
+    return slots[inside], positions[inside]

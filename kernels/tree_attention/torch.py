@@ -37,6 +37,7 @@ class Tile(NamedTuple):
     masked: slice  # the trunk rows, counted from the first piece's first, that not all of them see
     hidden_NK: Tensor | None  # of those, who does not see which
     blind_N1: Tensor | None  # sees nothing at all (padding); None where all see something
+    places: tuple[Tensor, Tensor] | None  # positions of keys, [K] or [t, K], and of queries, [t, 1], for slopes
 
 
 def tree_attention(
@@ -54,25 +55,28 @@ def tree_attention(
     window: int | None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    slopes_H: Tensor | None = None,
 ) -> Tensor:
     """See the front for arguments."""
     H, D = q_THD.shape[1:]
     G = k_GSD.shape[0]
     quantised = k_GSD.dtype in SCALE_BYTES
     dtype = q_THD.dtype  # of the scores: in float16 they may pass 65,504
-    if dtype == torch.float16 or (quantised and dtype == torch.bfloat16):
+    if dtype == torch.float16 or ((quantised or slopes_H is not None) and dtype == torch.bfloat16):
         dtype = torch.float32
     mixed = dtype if quantised else v_GSD.dtype  # of the values
     layout = (positions_T, token_starts, trunk_seen_T, trunk_runs, branch_slots_RW, branch_positions_RW, ancestry_TC)
     q_TGhD = (q_THD * scale).unflatten(1, (G, H // G))
     parts = []
-    for tile in _tiles(*layout, H, H // G, window, dtype, G * D * mixed.itemsize):
+    for tile in _tiles(*layout, H, H // G, window, dtype, G * D * mixed.itemsize, slopes_H is not None):
         q_GND = q_TGhD[tile.first : tile.last].transpose(0, 1).reshape(G, -1, D).to(dtype)
         keys, values = _rows(k_GSD, tile, dtype), _rows(v_GSD, tile, mixed)
         if not keys:
             parts.append(torch.zeros_like(q_THD[tile.first : tile.last]))
             continue
         scores_GNK = _scores(q_GND, keys, tile.branch_bias_NW, cap)
+        if slopes_H is not None:
+            scores_GNK += _biases(tile, slopes_H, G, dtype) * scale
         if tile.hidden_NK is not None:
             scores_GNK[..., tile.masked].masked_fill_(tile.hidden_NK, float("-inf"))
         p_GNK = _softmax(scores_GNK, sinks_H).to(mixed)
@@ -107,6 +111,19 @@ def _softmax(scores_GNK: Tensor, sinks_H: Tensor | None) -> Tensor:
     sinks_Gh = sinks_H.to(scores_GNK.dtype).view(G, -1)
     sinks_GN1 = sinks_Gh.repeat(1, N // sinks_Gh.shape[1]).unsqueeze(-1)
     return torch.softmax(torch.cat([scores_GNK, sinks_GN1], -1), -1)[..., :-1]
+
+
+def _biases(tile: Tile, slopes_H: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """Slopes times distances [G, N, K], see the definition."""
+    assert tile.places is not None
+    keys, queries_t1 = tile.places
+    slopes_Gh = slopes_H.view(kv_heads, 1, -1, 1)
+    keys_tK, queries_t1 = (x.expand(len(queries_t1), -1).unsqueeze(1) for x in (keys, queries_t1))
+    if slopes_H.dtype == torch.bfloat16:
+        bias_GthK = (slopes_Gh * keys_tK.bfloat16()).to(dtype) - (slopes_Gh * queries_t1.bfloat16()).to(dtype)
+    else:
+        bias_GthK = slopes_Gh.to(dtype) * (keys_tK - queries_t1)
+    return bias_GthK.flatten(1, 2)
 
 
 def _capped(scores: Tensor, cap: float | None) -> Tensor:
@@ -178,8 +195,10 @@ def _tiles(
     window: int | None,
     dtype: torch.dtype,
     row_bytes: int,
+    placed: bool,
 ) -> list[Tile]:
-    """Cut a pass into tiles; `group` query heads share a key/value head, a slot's keys are `row_bytes`."""
+    """Cut a pass into tiles; `group` query heads share a key/value head, a slot's keys are `row_bytes`; `placed`: tiles
+    have `places`."""
     starts, runs, tiles = token_starts.tolist(), trunk_runs.tolist(), []
     for r, (start, end) in enumerate(pairwise(starts)):
         if start == end:
@@ -202,7 +221,13 @@ def _tiles(
                 window,
             )
             small = not own and 0 < (rows.end - rows.start + W) * row_bytes <= MAX_COPIED_BYTES
-            tiles.append(_tile(first, last, rows, trunk, branch_slots_RW[r][columns_W], group, dtype, small))
+            tile = _tile(first, last, rows, trunk, branch_slots_RW[r][columns_W], group, dtype, small)
+            if placed:
+                in_branches = branch_positions_RW[r][columns_W]
+                in_trunk = torch.arange(rows.start, rows.end, device=in_branches.device)
+                in_trunk = in_trunk.expand(*in_branches.shape[:-1], -1)
+                tile = tile._replace(places=(torch.cat([in_trunk, in_branches], -1), positions_T[first:last, None]))
+            tiles.append(tile)
     return tiles
 
 
@@ -266,6 +291,7 @@ def _tile(
         slice(rows.masked - rows.start, rows.end - rows.start),
         hidden_tK.repeat_interleave(group, 0) if hidden_tK is not None else None,
         rows.blind_t1.repeat_interleave(group, 0) if rows.blind_t1.any() else None,
+        None,
     )
 
 

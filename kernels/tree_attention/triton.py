@@ -65,7 +65,7 @@ from kernels.kv_kinds import row_width
 from kernels.layout import TreeLayout
 from kernels.tracing import like, register
 from kernels.tree_attention import triton_fixed
-from kernels.tree_attention.triton_fold import fold, weigh
+from kernels.tree_attention.triton_fold import biases, fold, weigh
 from kernels.tree_attention.triton_shares import (
     LAST,
     LATER,
@@ -98,6 +98,7 @@ def tree_attention(
     window: int | None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    slopes_H: Tensor | None = None,
     unread: int = 0,
 ) -> Tensor:
     """See the front for arguments.
@@ -106,7 +107,7 @@ def tree_attention(
         ValueError: what the kernel cannot do: a dtype, a head or a latent above 512, another device.
     """
     made = vars(layout).setdefault("_tasks", {})
-    return _run(q_THD, k_GSD, v_GSD, _trees(layout), made, scale, window, cap, sinks_H, unread)
+    return _run(q_THD, k_GSD, v_GSD, _trees(layout), made, scale, window, cap, sinks_H, slopes_H, unread)
 
 
 def operands(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> tuple:
@@ -136,12 +137,13 @@ def _tree_attention(
     window: int | None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    slopes_H: Tensor | None = None,
     unread: int = 0,
 ) -> Tensor:
     trunk = positions_T, token_starts, trunk_seen_T, trunk_pages_RP
     branches = branch_slots_RW, branch_positions_RW, ancestry_TC
     trees = Trees(*trunk, trunk_len_R, branch_len_R, *branches, page_size)
-    return _run(q_THD, k_GSD, v_GSD, trees, {}, scale, window, cap, sinks_H, unread)
+    return _run(q_THD, k_GSD, v_GSD, trees, {}, scale, window, cap, sinks_H, slopes_H, unread)
 
 
 def _run(
@@ -154,6 +156,7 @@ def _run(
     window: int | None,
     cap: float | None,
     sinks_H: Tensor | None,
+    slopes_H: Tensor | None,
     unread: int,
 ) -> Tensor:
     """Launch the kernels; `made` are the tasks of other layers."""
@@ -161,7 +164,7 @@ def _run(
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
     if same_bits.asked():
-        return triton_fixed.run(q_THD, k_GSD, v_GSD, trees, made, scale, window, cap, sinks_H)
+        return triton_fixed.run(q_THD, k_GSD, v_GSD, trees, made, scale, window, cap, sinks_H, slopes_H)
     T, H, D = q_THD.shape
     G, R, W = k_GSD.shape[0], len(trees.trunk_len_R), trees.branch_slots_RW.shape[1]
     gpu = properties(q_THD.device)
@@ -184,12 +187,15 @@ def _run(
     tables += trees.branch_slots_RW, trees.branch_positions_RW, trees.ancestry_TC
 
     def arguments(task: Tensor, out: Tensor, shares: Tensor, logs: Tensor, counts: Tensor) -> tuple:
-        return q_THD, k_GSD, v_GSD, sinks_H, *blocks, out, shares, logs, counts, task, *tables, *plain, *strides
+        given = q_THD, k_GSD, v_GSD, sinks_H, slopes_H, *blocks
+        return *given, out, shares, logs, counts, task, *tables, *plain, *strides
 
     def room(split: int) -> int:
         if INTERPRETED:
             return 2
-        key = (q_THD.device, q_THD.dtype, k_GSD.dtype, split, blocks[0] is None, sinks_H is None, *constants.values())
+        slopes = None if slopes_H is None else slopes_H.dtype
+        kinds = q_THD.dtype, k_GSD.dtype, blocks[0] is None, sinks_H is None, slopes
+        key = (q_THD.device, *kinds, split, *constants.values())
         if key not in ROOM:
             share, log = torch.empty(2, 4, device=q_THD.device)  # both aligned, or another kernel is compiled for it
             counts = counters(q_THD.device)
@@ -313,7 +319,7 @@ def _latent_sizes(rows: int, dtype: torch.dtype, roomy: bool) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["window", "stride_pr", "stride_pp"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, k_blocks, v_blocks, out_ptr, share_ptr, log_ptr, count_ptr, task_ptr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, slopes_ptr, k_blocks, v_blocks, out_ptr, share_ptr, log_ptr, count_ptr, task_ptr,
     positions_ptr, seen_ptr, pages_ptr, slots_ptr, places_ptr, words_ptr, W, scale, cap, window,
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
@@ -346,6 +352,11 @@ def _attend(
         oldest_M = (tl.load(positions_ptr + t_M, mask=real_M, other=0) - window + 1).to(tl.int32)
         first_n = tl.maximum(first_n, tl.min(tl.where(seen_M > 0, oldest_M, hi)) // N * N)
 
+    slope_M, place_M = None, None
+    if slopes_ptr is not None:
+        slope_M = tl.load(slopes_ptr + head_M, mask=real_M, other=0.0)
+        place_M = tl.load(positions_ptr + t_M, mask=real_M, other=0).to(tl.int32)
+
     # The share's words, up to the last one in which a row of this tile sees a slot.
     words = 0
     AHEAD: tl.constexpr = 2048 // M  # words that are read at once
@@ -377,6 +388,8 @@ def _attend(
             straight = tl.maximum(straight // N * N, first_n)
             for n in range(first_n, straight, N):
                 score_MN = dot(q_MD, tl.trans(k_blocks.load([at + n, 0]))) * scale
+                if slopes_ptr is not None:
+                    score_MN += biases(slope_M, place_M, n + tl.arange(0, N), scale)
                 if CAPPED:
                     score_MN = tanh(score_MN) * cap
                 score_MN = tl.where(seen_M[:, None] > 0, score_MN, float("-inf"))
@@ -390,6 +403,7 @@ def _attend(
             top_M, sum_M, acc_MD = fold(
                 q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, n_N >= 0, seen_M[:, None] > 0, scale,
                 cap, top_M, sum_M, acc_MD, far, CAPPED, False, SCALE, D, D2, q_MR, R, R2,
+                biases(slope_M, place_M, n_N, scale),
             )  # fmt: skip
         first_n = whole
     for n in range(first_n, last_n, N):
@@ -402,6 +416,7 @@ def _attend(
         top_M, sum_M, acc_MD = fold(
             q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, live_N, visible_MN, scale,
             cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2, q_MR, R, R2,
+            biases(slope_M, place_M, n_N, scale),
         )  # fmt: skip
     for w in range(first_w, words):
         word_M = tl.load(words_ptr + t_M * (W // WORD) + w, mask=real_M, other=0)
@@ -411,9 +426,12 @@ def _attend(
         if WINDOWED:
             visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
         live_N = tl.max(visible_MN.to(tl.int32), 0) > 0  # others may never have been written
+        bias_MN = None
+        if slopes_ptr is not None:
+            bias_MN = biases(slope_M, place_M, tl.load(places_ptr + tree * W + w_N), scale)
         top_M, sum_M, acc_MD = fold(
             q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale,
-            cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2, q_MR, R, R2,
+            cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2, q_MR, R, R2, bias_MN,
         )  # fmt: skip
 
     sum_M = tl.where(sum_M != 0, sum_M, 1.0)  # NaN stays

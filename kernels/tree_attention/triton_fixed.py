@@ -36,7 +36,7 @@ from torch import Tensor
 
 from kernels.gpu import after_the_last, launch, properties, raw
 from kernels.kv_kinds import row_width
-from kernels.tree_attention.triton_fold import fold
+from kernels.tree_attention.triton_fold import biases, fold
 from kernels.tree_attention.triton_shares import WORD, Trees, store
 
 CUT = tl.constexpr(256)  # positions after which the softmax begins anew
@@ -79,6 +79,7 @@ def run(
     window: int | None,
     cap: float | None,
     sinks_H: Tensor | None,
+    slopes_H: Tensor | None,
 ) -> Tensor:
     """Launch the kernels; arguments as of the front. `made` is what other layers of the pass have listed."""
     T, H, D = q_THD.shape
@@ -106,8 +107,8 @@ def run(
     kept = {"GROUP": group, "HEADS": H, "D": D, "D2": D2, "M": M}
     for begin in range(0, programs, most):
         launch(_attend, min(most, programs - begin))(
-            q_THD, k_GSD, v_GSD, sinks_H, out_THD, level_PLMD, log_PLM, task[begin:], trees.positions_T, *path[:3],
-            trees.trunk_pages_RP, path.slots_TL.shape[1], levels,
+            q_THD, k_GSD, v_GSD, sinks_H, slopes_H, out_THD, level_PLMD, log_PLM, task[begin:], trees.positions_T,
+            *path[:3], trees.trunk_pages_RP, path.slots_TL.shape[1], levels,
             scale / cap if cap else scale * LOG2_E.value, (cap or 0.0) * LOG2_E.value, window or 0,
             q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trees.trunk_pages_RP.stride(),
             WINDOWED=window is not None, CAPPED=cap is not None, PAGE=trees.page_size, SCALE=row_width(0, k_GSD.dtype),
@@ -271,7 +272,7 @@ def list_shares(
 
 @triton.jit(do_not_specialize=["L", "levels", "window", "stride_pr", "stride_pp"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, level_ptr, log_ptr, task_ptr, positions_ptr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, slopes_ptr, out_ptr, level_ptr, log_ptr, task_ptr, positions_ptr,
     end_ptr, shared_ptr, own_ptr, pages_ptr, L, levels, scale, cap, window,
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
@@ -308,6 +309,10 @@ def _attend(
     if WINDOWED:
         oldest_M = (tl.load(positions_ptr + t_M, mask=real_M, other=0) - window + 1).to(tl.int32)
         lo = tl.maximum(tl.min(tl.where(shared_M > 0, oldest_M, hi)), 0)
+    slope_M, place_M = None, None
+    if slopes_ptr is not None:
+        slope_M = tl.load(slopes_ptr + head_M, mask=real_M, other=0.0)
+        place_M = tl.load(positions_ptr + t_M, mask=real_M, other=0).to(tl.int32)
     first_t = first + tile * M // GROUP
     tokens = first + (tl.minimum(rows, (tile + 1) * M) - 1) // GROUP + 1 - first_t
     far = stride_kg // (D + SCALE) * D  # from the elements of a head to their scales
@@ -341,7 +346,8 @@ def _attend(
                 visible_MN &= n_N[None, :] >= oldest_M[:, None]
             top_M, sum_M, acc_MD = fold(
                 q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale,
-                cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2,
+                cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2, None, 0, 0,
+                biases(slope_M, place_M, n_N, scale),
             )  # fmt: skip
             block += own.to(tl.int32)
             t += (block == most).to(tl.int32)

@@ -13,12 +13,13 @@ from kernels.gpu import cast, dot, finite_e4m3, tanh
 def fold(
     q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale, cap, top_M, sum_M, acc_MD, far,
     CAPPED: tl.constexpr, MASKED: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
-    q_MR=None, R: tl.constexpr = 0, R2: tl.constexpr = 0,
+    q_MR=None, R: tl.constexpr = 0, R2: tl.constexpr = 0, bias_MN=None,
 ):  # fmt: skip
     """Take one more block of keys and values into the running maximum, sum and output; unless MASKED all are live.
 
-    With R, the values are the keys without their first R elements, which `q_MR` multiplies. Keys of 8 bits are loaded
-    twice, because the compiler does not prefetch bytes that two products use.
+    `bias_MN`, if given, is added to the scores (`biases`). With R, the values are the keys without their first R
+    elements, which `q_MR` multiplies. Keys of 8 bits are loaded twice, because the compiler does not prefetch bytes
+    that two products use.
     """
     ONCE: tl.constexpr = R > 0 and SCALE == 0
     d_D = tl.arange(0, D2)
@@ -47,6 +48,8 @@ def fold(
     score_MN *= scale
     if SCALE:
         score_MN *= k_scale_N[None, :]
+    if bias_MN is not None:
+        score_MN += bias_MN
     if CAPPED:
         score_MN = tanh(score_MN) * cap
     score_MN = tl.where(visible_MN, score_MN, float("-inf"))
@@ -54,6 +57,22 @@ def fold(
     if SCALE and q_MD.dtype != tl.float16:
         p_MN *= v_scale_N[None, :]
     return top_M, sum_M, acc_MD * fade_M[:, None] + dot(cast(p_MN, v_ND.dtype), v_ND)
+
+
+@triton.jit
+def biases(slope_M, place_M, place_N, scale):
+    """Return what distances from rows to keys, by their positions, add to scores; None without slopes."""
+    bias_MN = None
+    if slope_M is not None:
+        if slope_M.dtype == tl.bfloat16:
+            slope_M = slope_M.to(tl.float32)
+            place_M = slope_M * cast(place_M.to(tl.float32), tl.bfloat16).to(tl.float32)
+            place_N = cast(place_N.to(tl.float32), tl.bfloat16).to(tl.float32)
+            key_MN = cast(slope_M[:, None] * place_N[None, :], tl.bfloat16).to(tl.float32)
+            bias_MN = (key_MN - cast(place_M, tl.bfloat16).to(tl.float32)[:, None]) * scale
+        else:
+            bias_MN = (place_N[None, :] - place_M[:, None]).to(tl.float32) * (slope_M * scale)[:, None]
+    return bias_MN
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from models.errors import CheckpointError, show
 _USUAL = {  # in this order
     "backbone.": "model.",  # Nemotron-H before transformers 5
     "embed_out.": "lm_head.",  # GPT-NeoX in transformers 4
+    "output_projection.": "lm_head.",  # BioGPT
     ".ln_attn.": ".input_layernorm.",  # Falcon with separate norms of attention and MLP
     ".ln_mlp.": ".post_attention_layernorm.",
     ".block_sparse_moe.router.layer.": ".mlp.gate.",

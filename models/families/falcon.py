@@ -1,10 +1,12 @@
-"""Falcon 7B, 40B, 180B (Almazrouei et al. 2023) and Falcon 2 (2024): parallel attention and MLP."""
+"""Falcon 7B, 40B, 180B (Almazrouei et al. 2023) and Falcon 2 (2024): parallel attention and MLP. Falcon RW: one after
+the other, with ALiBi instead of rotation."""
 
 from typing import Any
 
 from models.checkpoint.fields import Fields
 from models.config import Config
 from models.decoder import Decoder
+from models.families.bloom import slopes
 from models.names import Names
 from models.reading import rotary
 
@@ -27,8 +29,6 @@ class Falcon(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        if fields.bool("alibi", default=False):
-            raise fields.error("alibi", "false: biases of attention by distance are not supported")
         width, heads = fields.int("hidden_size"), fields.int("num_attention_heads", high=2**14)
         grouped, shared = (
             fields.bool("new_decoder_architecture", default=False),
@@ -40,8 +40,13 @@ class Falcon(Decoder):
         more = {"activation_field": "activation", "mlp_width": fields.int("ffn_hidden_size", default=4 * width)}
         bias, parallel = fields.bool("bias", default=False), fields.bool("parallel_attn", default=True)
         two_norms = grouped and fields.int("num_ln_in_parallel_attn", default=2, high=2) == 2
+        options = rotary(named, positions=2048, activation="gelu", tied=True, **more)
+        if alibi := fields.bool("alibi", default=False):
+            options["rope"] = None
         return Config(
-            **rotary(named, positions=2048, activation="gelu", tied=True, **more),
+            **options,
+            slopes=slopes(heads) if alibi else (),
+            coarse_slopes=alibi,
             norm_eps=fields.float("layer_norm_epsilon", default=1e-5, low=0.0),
             rms=False,
             gated=False,

@@ -1,5 +1,5 @@
-"""GPT-2 (Radford et al. 2019): learned positions, matrices stored [in, out]. GPT-Neo (Black et al. 2021): the same with
-windows in every other layer, matrices stored as usual."""
+"""GPT-2 (Radford et al. 2019): learned positions, matrices stored [in, out]. GPT (Radford et al. 2018): the same with
+norms after the sums. GPT-Neo (Black et al. 2021): windows in every other layer, matrices stored as usual."""
 
 import re
 from collections.abc import Sequence
@@ -51,6 +51,21 @@ class GPT2(Decoder):
         )
 
 
+class GPT(GPT2):
+    """No final norm; the default of its activation's field is the approximation by tanh."""
+
+    architectures = ("OpenAIGPTLMHeadModel", "OpenAIGPTForSequenceClassification")
+    default_eos_token_ids = frozenset()
+    names = replace(GPT2.names, embedding="transformer.tokens_embed", positions="transformer.positions_embed")
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kinds = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
+        activation = kinds[fields.choice("afn", kinds, default="gelu")]
+        options: dict[str, Any] = sizes(fields, tied=True, positions=512) | {"activation": activation}
+        return Config(**options, norms=("sum",), final_norm=False, attention_bias=True, mlp_bias=True)
+
+
 class GPTNeo(Decoder):
     """No biases of queries, keys and values, whose scores are not scaled."""
 
@@ -98,12 +113,22 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
 SIZES = "n_embd", "n_head", "n_layer", "n_inner", "n_positions"
 
 
-def sizes(fields: Fields, *, tied: bool, positions: int, names: Sequence[str] = SIZES) -> dict[str, Any]:
+def sizes(
+    fields: Fields,
+    *,
+    tied: bool,
+    positions: int,
+    names: Sequence[str] = SIZES,
+    inner_width: int | None = None,
+    activation: tuple[str, str] = ("activation_function", "gelu_new"),
+) -> dict[str, Any]:
     """Read the arguments of a `Config` from GPT-2's fields.
 
     Args:
         tied, positions: the values of `tie_word_embeddings` and `n_positions` if they are absent.
         names: the family's names of these fields.
+        inner_width: the MLP's width if it is absent; None: four times that of the stream.
+        activation: the family's name of the activation's field, and its value if it is absent.
 
     Raises:
         CheckpointError: it names the field.
@@ -112,9 +137,9 @@ def sizes(fields: Fields, *, tied: bool, positions: int, names: Sequence[str] = 
     width, heads = fields.int(embd), fields.int(head, high=2**14)
     if width % heads:
         raise fields.error(embd, f"a multiple of {head} {heads}")
-    return common(fields, activation="activation_function", default="gelu_new", tied=tied) | {
+    return common(fields, activation=activation[0], default=activation[1], tied=tied) | {
         "width": width,
-        "mlp_width": fields.int(inner, default=4 * width),
+        "mlp_width": fields.int(inner, default=inner_width or 4 * width),
         "layers": fields.int(layer, high=2**14),
         "heads": heads,
         "kv_heads": heads,

@@ -15,7 +15,7 @@ from models.gguf.rotary import decimal, rotary
 from models.gguf.sizes import attention, epsilon, gated, mlp_width, named, windows
 from models.names import CURVE
 
-LAYER_NORM = "attention.layer_norm_epsilon"
+LAYER_NORM, CLIP = "attention.layer_norm_epsilon", "attention.clamp_kqv"
 ONE_STEP = {"interleave_moe_layer_step": 1}  # in place of a step that an architecture allows
 CHUNK = 8192  # positions of a chunk of Llama 4
 QKV = ".query_key_value."  # marks matrices of all three, which files store kind by kind
@@ -175,7 +175,7 @@ def _dbrx(file: GGUF, keys: Fields) -> dict[str, Any]:
         "rope_scaling": c["rope_scaling"],
         "attn_config": {
             "kv_n_heads": c["num_key_value_heads"],
-            "clip_qkv": decimal(keys.float("attention.clamp_kqv", 0.0, low=0.0)) or None,
+            "clip_qkv": _clip(keys),
         },
         "ffn_config": {
             "ffn_hidden_size": mixed["moe_intermediate_size"],
@@ -189,8 +189,7 @@ def _olmo(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _with_layer_norms(file, keys, "all", "norm_eps")
     if config.pop("norm_eps") != 1e-5:
         raise keys.error(LAYER_NORM, "1e-5")
-    clip = decimal(keys.float("attention.clamp_kqv", 0.0, low=0.0)) or None
-    return config | {"hidden_act": "silu", "clip_qkv": clip} | named("OlmoForCausalLM", "olmo")
+    return config | {"hidden_act": "silu", "clip_qkv": _clip(keys)} | named("OlmoForCausalLM", "olmo")
 
 
 def _jais2(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -284,6 +283,40 @@ def _falcon(file: GGUF, keys: Fields) -> dict[str, Any]:
     }
 
 
+def _bloom(file: GGUF, keys: Fields) -> dict[str, Any]:
+    return named("BloomForCausalLM", "bloom") | {
+        "hidden_size": keys.int("embedding_length"),
+        "num_hidden_layers": keys.int("block_count", high=2**14),
+        "num_attention_heads": keys.int("attention.head_count", high=2**14),
+        "n_inner": mlp_width(file, keys),
+        "seq_length": keys.int("context_length", high=2**24),
+        "layer_norm_epsilon": epsilon(keys, LAYER_NORM),
+    }
+
+
+def _clip(keys: Fields) -> float | None:
+    return decimal(keys.float(CLIP, 0.0, low=0.0)) or None
+
+
+def _mpt(file: GGUF, keys: Fields) -> dict[str, Any]:
+    width, most = keys.int("embedding_length"), "attention.max_alibi_bias"
+    ratio, rest = divmod(mlp_width(file, keys), width)
+    if rest:
+        raise keys.error("feed_forward_length", f"a multiple of embedding_length {width}")
+    if (steepest := keys.float(most, low=0.0, high=1024.0)) < 1 or steepest % 1:
+        raise keys.error(most, "a whole number from 1 on: models without ALiBi are not supported")
+    attention = {"alibi_bias_max": int(steepest), "clip_qkv": _clip(keys)}
+    return named("MptForCausalLM", "mpt") | {
+        "d_model": width,
+        "n_layers": keys.int("block_count", high=2**14),
+        "n_heads": keys.int("attention.head_count", high=2**14),
+        "expansion_ratio": ratio,
+        "max_seq_len": keys.int("context_length", high=2**24),
+        "layer_norm_epsilon": epsilon(keys, LAYER_NORM),
+        "attn_config": attention,
+    }
+
+
 def _starcoder(file: GGUF, keys: Fields) -> dict[str, Any]:
     heads = keys.int("attention.head_count", high=2**14)
     keys.int("attention.head_count_kv", high=1)
@@ -321,6 +354,8 @@ LATER: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     **dict.fromkeys(("command-r", "cohere2"), _cohere),
     "gptneox": _gptneox,
     "falcon": _falcon,
+    "bloom": _bloom,
+    "mpt": _mpt,
     "starcoder": _starcoder,
 }
 LATER_READ = {  # see `models.gguf.architectures.READ`
@@ -328,6 +363,7 @@ LATER_READ = {  # see `models.gguf.architectures.READ`
     **dict.fromkeys(("command-r", "cohere2"), ("logit_scale",)),
     "gptneox": ("use_parallel_residual",),
     "llama4": ("expert_count",),
-    "dbrx": ("expert_count", "attention.clamp_kqv"),
-    "olmo": ("attention.clamp_kqv",),
+    "dbrx": ("expert_count", CLIP),
+    "olmo": (CLIP,),
+    "mpt": (CLIP, "attention.max_alibi_bias"),
 }

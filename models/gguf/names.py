@@ -225,10 +225,20 @@ _FALCON = _NEOX | {
     "blk.attn_qkv": "self_attention.query_key_value",
     "blk.attn_output": "self_attention.dense",
 }
+_MPT = {
+    "token_embd": "transformer.wte",
+    "output_norm": "transformer.norm_f",
+    "blk.attn_norm": "norm_1",
+    "blk.attn_qkv": "attn.Wqkv",
+    "blk.attn_output": "attn.out_proj",
+    "blk.ffn_norm": "norm_2",
+    "blk.ffn_up": "ffn.up_proj",
+    "blk.ffn_down": "ffn.down_proj",
+}
 LAYERS = {
-    **dict.fromkeys(("gpt2", "starcoder", "falcon"), "transformer.h"),
+    **dict.fromkeys(("gpt2", "starcoder", "falcon", "bloom"), "transformer.h"),
     "gptneox": "gpt_neox.layers",
-    "dbrx": "transformer.blocks",
+    **dict.fromkeys(("dbrx", "mpt"), "transformer.blocks"),
 }
 _HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "self_attn.key_layernorm"}
 NAMES = {
@@ -246,6 +256,8 @@ NAMES = {
     "starcoder2": _LLAMA | {"blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "mlp.c_proj"},
     "gptneox": _LLAMA | _NEOX,
     "falcon": _LLAMA | _FALCON,
+    "bloom": _LLAMA | _FALCON | {"token_embd_norm": "transformer.word_embeddings_layernorm"},
+    "mpt": _MPT | {name: _LLAMA[name] for name in ("output", "cls.output")},
     "starcoder": _GPT2,
     **dict.fromkeys(("llama", "qwen3moe", "olmoe"), _LLAMA | _EXPERTS),
     "granitemoe": _LLAMA | _EXPERTS | _SHARED_MLP,

@@ -51,13 +51,17 @@ DEEPSEEK_LLM = (
 )
 SEED = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 MINICPM5 = r"\p{N}{1,3}", rf"{_ENDINGS}|{_LETTERS}|\p{{N}}+|{_REST}"
-GPT2, DIGITS = "gpt-2", "digits"  # built into the library: the second makes every digit a word
+BLOOM = " ?[^(\\s|[.,!?…。，、।۔،])]+"
+# Built into the library: the second makes every digit a word, the third cuts punctuation, and digits in threes.
+GPT2, DIGITS, FALCON = "gpt-2", "digits", "falcon"
 # By tokenizer.ggml.pre. The first name of each family is the one that convert_hf_to_gguf writes for that tokenizer.
 SPLITS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion", "granite-docling"), GPT2),
     **dict.fromkeys(("a.x-4.0", "mellum", "gigachat"), GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS),
     "mellum2": DIGITS,
+    "falcon": FALCON,
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), BLOOM),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), LLAMA3),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "hunyuan"), QWEN2),
@@ -306,6 +310,11 @@ class FileVocabulary:
             if split == DIGITS:
                 first = [{"type": "Digits", "individual_digits": True}]
             words = [*first, {**levels, "use_regex": split == DIGITS}]
+            if split == FALCON:
+                digits = {"type": "Digits", "individual_digits": False}
+                threes = isolated | {"pattern": {"Regex": "[0-9][0-9][0-9]"}}
+                signs = {"type": "Punctuation", "behavior": "Contiguous"}
+                words = [signs, {**levels, "use_regex": True}, digits, threes]
             splitter = {"type": "Sequence", "pretokenizers": words}
         return {
             "begins": pre in BEGIN,

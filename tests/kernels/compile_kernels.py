@@ -66,8 +66,9 @@ def compile(kernel, capability, types, constants, **options):
 
 
 def attend(
-    capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, cache=None, sinks=False, rotated=0
-):
+    capability, rows, head, dtype, *,
+    windowed=False, capped=False, split=LAST, cache=None, sinks=False, slopes=None, rotated=0,
+):  # fmt: skip
     """`rotated`: keys are the values without so many elements, which `head` does not count."""
     roomy = (SHARED | OTHERS)[capability] >= 160_000
     if rotated:
@@ -79,7 +80,7 @@ def attend(
     types = {name: BYTES.get(cache, f"*{e}") for name in ("k_ptr", "v_ptr")} | {"q_ptr": f"*{e}"}
     types |= {"out_ptr": f"*{e}", "share_ptr": "*fp32", "log_ptr": "*fp32", "scale": "fp32", "cap": "fp32"}
     types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "stride_kg": "i64", "stride_vg": "i64"}
-    types |= {"sinks_ptr": "*fp32"} if sinks else {}
+    types |= ({"sinks_ptr": "*fp32"} if sinks else {}) | ({"slopes_ptr": slopes} if slopes else {})
     types |= {f"{name}_ptr": "*i32" for name in ("count", "task", "seen", "pages", "places", "words")}
     constants = {
         "WINDOWED": windowed,
@@ -92,7 +93,7 @@ def attend(
         "R": rotated,
         "R2": triton.next_power_of_2(rotated) if rotated else 0,
     }
-    constants |= {"TURN": 1} if sinks else {"TURN": 1, "sinks_ptr": None}
+    constants |= {"TURN": 1} | ({} if sinks else {"sinks_ptr": None}) | ({} if slopes else {"slopes_ptr": None})
     constants |= {"SCALE": {None: 0, "int8": 2, "fp8": 4}[cache], "D2": max(16, triton.next_power_of_2(head))}
     if bulk(capability, sizes["M"], head, windowed, cache) and not rotated:
         types |= dict.fromkeys(("k_blocks", "v_blocks"), f"tensordesc<{e}[{sizes['N']},{head}]>")
@@ -105,7 +106,9 @@ def attend(
     return compiled
 
 
-def attend_fixed(capability, head, dtype, *, windowed=False, capped=False, cache=None, sinks=False, group=4):
+def attend_fixed(
+    capability, head, dtype, *, windowed=False, capped=False, cache=None, sinks=False, slopes=None, group=4
+):
     roomy = (SHARED | OTHERS)[capability] >= 160_000
     shape = triton_fixed.sizes(head, dtype, roomy)
     options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
@@ -114,9 +117,10 @@ def attend_fixed(capability, head, dtype, *, windowed=False, capped=False, cache
     types |= dict.fromkeys(("k_ptr", "v_ptr"), BYTES.get(cache, f"*{NAMES[dtype]}"))
     types |= {"level_ptr": "*fp32", "log_ptr": "*fp32", "scale": "fp32", "cap": "fp32", "positions_ptr": "*i64"}
     types |= {"stride_kg": "i64", "stride_vg": "i64"} | ({"sinks_ptr": "*fp32"} if sinks else {})
+    types |= {"slopes_ptr": slopes} if slopes else {}
     constants = {"WINDOWED": windowed, "CAPPED": capped, "GROUP": group, "HEADS": 32, "PAGE": 16, "D": head}
     constants |= {"SCALE": {None: 0, "int8": 2, "fp8": 4}[cache], "D2": max(16, triton.next_power_of_2(head))}
-    constants |= {} if sinks else {"sinks_ptr": None}
+    constants |= ({} if sinks else {"sinks_ptr": None}) | ({} if slopes else {"slopes_ptr": None})
     return compile(triton_fixed._attend, capability, types, constants | shape, **options)
 
 
@@ -408,6 +412,11 @@ attend(90, 16, 256, torch.bfloat16, windowed=True, capped=True)
 attend(90, 16, 33, torch.float16)
 attend(90, 16, 64, torch.bfloat16, windowed=True, sinks=True)
 unspilled(attend(90, 2048, 64, torch.bfloat16, split=WHOLE, sinks=True))
+for capability, slopes in itertools.product((80, 90, 120), ("*fp32", "*bf16")):
+    unspilled(attend(capability, 16, 64, torch.bfloat16, slopes=slopes), 8)
+unspilled(attend(90, 16, 128, torch.bfloat16, slopes="*fp32", cache="int8"))
+unspilled(attend(90, 2048, 128, torch.bfloat16, split=WHOLE, slopes="*fp32"))
+unspilled(attend(90, 2048, 64, torch.float32, split=WHOLE, slopes="*bf16"))
 attend(90, 2048, 256, torch.bfloat16, split=WHOLE)
 for capability, windowed in zip(SHARED, (True, False, False), strict=True):  # Gemma 4
     unspilled(attend(capability, 32, 512, torch.bfloat16, windowed=windowed))
@@ -442,6 +451,8 @@ for capability, head in itertools.product((80, 90, 100), (64, 128)):  # ptxas sp
 unspilled(attend_fixed(90, 128, torch.bfloat16, cache="int8"))
 unspilled(attend_fixed(90, 256, torch.bfloat16, windowed=True, capped=True), 8 if OLD else 0)
 unspilled(attend_fixed(90, 64, torch.float16, windowed=True, sinks=True, cache="fp8"))
+unspilled(attend_fixed(90, 128, torch.bfloat16, slopes="*fp32"), 8)
+unspilled(attend_fixed(80, 64, torch.float16, slopes="*bf16", cache="int8"))
 unspilled(attend_fixed(80, 128, torch.float32))
 for compiled in around_fixed(90, 16):
     unspilled(compiled)

@@ -98,8 +98,7 @@ class Sequences:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            if "sinks_H" in options:
-                options["sinks_H"] = options["sinks_H"].to(device)
+            options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
             there = [x.to(device) for x in (torch.stack(q).to(dtype), *cache)]
             out = tree_attention(*there, layout.to(device), scale=D**-0.5, impl=impl, **options).cpu()
         finally:
@@ -125,12 +124,15 @@ def test_neighbours_and_where_keys_lie_do_not_show(heads, dtype, kept):
 
 
 SINKS = {"window": 300, "sinks_H": torch.tensor([1.5, -2.0, 0.0, 4.0, -0.5, 2.5])}
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0, -0.01, 1.5])
+SLOPED = {"slopes_H": SLOPES}, {"window": 40, "slopes_H": SLOPES.bfloat16()}
+OPTIONS = {"window": 1}, {"window": 40}, {"window": 300}, {"cap": 2.0}, SINKS, *SLOPED
 
 
 @CACHES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", [{"window": 1}, {"window": 40}, {"window": 300}, {"cap": 2.0}, SINKS], ids=str)
-def test_windows_caps_and_sinks(options, dtype, kept):
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_windows_caps_sinks_and_slopes(options, dtype, kept):
     for seed, length in enumerate((70, 520)):
         sequences = Sequences(seed, length, length // 2, 4, (2, 6, 64))
         expected = [sequences.attend([], 0, dtype, kept, alone=i, **options)[0] for i in range(4)]

@@ -132,6 +132,8 @@ def uneven(sizes=((2, 8),) * 3, reads=(0, 1, 2), alike=(False,) * 3, inner=(2048
     return Uneven(sizes, reads, alike, inner)
 
 
+SLOPES = (0.5, 0.25, 0.1, 0.0, 2.0, 0.07)
+
 OPTIONS = {
     "norms of outputs": {"norms": ("output",)},
     "four norms": {"norms": ("input", "output"), "plus_one": True},
@@ -164,6 +166,9 @@ OPTIONS = {
     "chunks": {"chunks": True, "windows": (7, None, 3)},
     "plain norms of some heads": {"head_norms": "plain", "normed": (True, False, True), "norms_last": True},
     "queries that grow": {"ropes": (RopeConfig(8), RopeConfig(8, "proportional", growth=0.4, growth_start=1), None)},
+    "slopes": {"slopes": SLOPES, "rope": None, "windows": (7, None, 3)},
+    "coarse slopes": {"slopes": SLOPES, "coarse_slopes": True, "rope": None},
+    "clipped": {"clip": 0.5},
     "heads by layer": {"uneven": uneven(sizes=((2, 8), (1, 20), (3, 10))), "head_norms": "each", "value_norms": True},
     "keys of other layers": {"uneven": uneven(reads=(0, 1, 0), inner=(16, 40, 24)), "windows": (7, None, 3)},
     "keys as values": {"uneven": uneven(alike=(False, True, True)), "attention_bias": True},

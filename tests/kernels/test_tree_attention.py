@@ -49,7 +49,7 @@ def quick(impl, device, kept=None, name="", seed=0, prefix=0, **_):
 slow_in_part = pytest.mark.full(unless=quick)
 
 
-def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None, sinks=None, chunk=None):
+def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None, sinks=None, slopes=None, chunk=None):
     """Plain PyTorch in the dtype of its inputs: gather what a token sees, softmax(scale q k) v. Our own reading."""
     k_GSD, v_GSD = (floats(parts(x), q_THD.dtype) for x in (k_GSD, v_GSD))
     group = q_THD.shape[1] // k_GSD.shape[0]
@@ -66,10 +66,14 @@ def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None, sinks=None, chun
                 at = [(s, p) for s, p in at if p > int(layout.positions_T[t]) - window]
             if chunk is not None:
                 at = [(s, p) for s, p in at if p >= int(layout.positions_T[t]) // chunk * chunk]
-            slots = [s for s, _ in at]
+            slots, places = [s for s, _ in at], torch.tensor([p for _, p in at])
             if slots:
                 k, v = (x[:, slots].repeat_interleave(group, 0) for x in (k_GSD, v_GSD))
                 scores = (q_THD[t].unsqueeze(1) @ k.transpose(1, 2)) * scale
+                if slopes is not None:  # the softmax does not see what all of a row's scores have in common
+                    lines = slopes.unsqueeze(1) * torch.cat([places, layout.positions_T[t : t + 1]]).to(slopes.dtype)
+                    lines = lines.to(torch.float64)
+                    scores = scores + (lines[:, :-1] - lines[:, -1:]).to(scores.dtype).unsqueeze(1) * scale
                 if cap is not None:
                     scores = torch.tanh(scores / cap) * cap
                 if sinks is not None:
@@ -79,10 +83,11 @@ def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None, sinks=None, chun
     return out
 
 
-def run(impl, device, q, k, v, layout, scale, window=None, cap=None, sinks=None):
+def run(impl, device, q, k, v, layout, scale, window=None, cap=None, sinks=None, slopes=None):
     """An implementation on a device; the result on the host."""
-    moved, sinks_H = [x.to(device) for x in (q, k, v)], None if sinks is None else sinks.to(device)
-    options = {"scale": scale, "window": window, "cap": cap, "sinks_H": sinks_H}
+    moved = [x.to(device) for x in (q, k, v)]
+    sinks_H, slopes_H = (None if x is None else x.to(device) for x in (sinks, slopes))
+    options = {"scale": scale, "window": window, "cap": cap, "sinks_H": sinks_H, "slopes_H": slopes_H}
     return tree_attention(*moved, layout.to(device), **options, impl=impl).cpu()
 
 
@@ -612,6 +617,10 @@ def test_front_checks_its_arguments():
         refused("cap: expected None or more than 0", q, k, v, cap=cap)
     for sinks in (torch.zeros(3), torch.zeros(4).double(), torch.zeros(8)[::2], torch.zeros(1, 4)):
         refused("sinks_H: expected contiguous float32", q, k, v, sinks_H=sinks)
+    for slopes in (torch.zeros(3), torch.zeros(4).half(), torch.zeros(8)[::2], torch.zeros(1, 4)):
+        refused("slopes_H: expected contiguous float32", q, k, v, slopes_H=slopes)
+    refused("slopes_H: expected contiguous bfloat16", q, k, v, slopes_H=torch.zeros(3).bfloat16())
+    refused("slopes_H: expected None with a cap", q, k, v, slopes_H=torch.zeros(4), cap=1.0)
     refused("k_GSD: expected contiguous float32", q, k[..., :8], v[..., :8])
     refused("v_GSD: expected contiguous float32", q, k, v[:, :-1])
     refused("a multiple of the cache's 2 heads, got 3", q[:, :3], k, v)

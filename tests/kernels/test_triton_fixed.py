@@ -11,6 +11,7 @@ from tests.marks import TRITON
 
 pytestmark = pytest.mark.parametrize("device", TRITON)
 SINKS = torch.tensor([1.5, -2.0])
+SLOPES = torch.tensor([0.05, -0.01])
 
 
 @pytest.fixture
@@ -29,6 +30,8 @@ def processors(monkeypatch):
 @pytest.mark.parametrize(("dtype", "kept", "options"), [
     pytest.param(torch.float32, None, {}, id="float32", marks=pytest.mark.full),
     pytest.param(torch.bfloat16, None, {"window": 300, "sinks_H": SINKS}, id="window and sinks"),
+    pytest.param(torch.bfloat16, None, {"slopes_H": SLOPES}, id="slopes"),
+    pytest.param(torch.bfloat16, torch.int8, {"window": 40, "slopes_H": SLOPES.bfloat16()}, id="coarse slopes"),
     pytest.param(torch.bfloat16, torch.int8, {"cap": 2.0}, id="int8"),
     pytest.param(torch.float16, None, {"window": 40}, id="float16"),
 ])  # fmt: skip

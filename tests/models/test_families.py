@@ -26,6 +26,8 @@ HYBRID = {"num_local_experts": 0, "layer_types": ["attention"] * 4}
 SCANS = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
 
 GPT_NEO = {"num_heads": 4, "num_layers": 4}
+BLOOM = {"n_head": 4, "n_layer": 4}
+MPT = {"d_model": 32, "n_heads": 4, "n_layers": 4}
 
 
 def read(architecture, **changes):
@@ -38,7 +40,19 @@ def read(architecture, **changes):
     [
         ("StableLmForCausalLM", "head_dim", {"head_dim": 16}),
         ("HeliumForCausalLM", "head_dim", {"head_dim": 16}),
-        ("FalconForCausalLM", "alibi", {"alibi": True}),
+        ("BloomForCausalLM", "apply_residual", {**BLOOM, "apply_residual_connection_post_layernorm": True}),
+        ("BloomForCausalLM", "hidden_size: expected a multiple", {**BLOOM, "n_embed": 30}),
+        ("MptForCausalLM", r"attn_config\.alibi: expected true", {**MPT, "attn_config": {"alibi": False}}),
+        ("MptForCausalLM", r"attn_config\.qk_ln: expected false", {**MPT, "attn_config": {"qk_ln": True}}),
+        ("MptForCausalLM", r"attn_config\.attn_type", {**MPT, "attn_config": {"attn_type": "multiquery_attention"}}),
+        ("MptForCausalLM", "no_bias", {**MPT, "no_bias": False}),
+        ("MptForCausalLM", "logit_scale", {**MPT, "logit_scale": "inv_sqrt_d_model"}),
+        ("XGLMForCausalLM", "add_cross_attention", {"add_cross_attention": True}),
+        ("XGLMForCausalLM", "pad_token_id", {"pad_token_id": 2}),
+        ("XGLMForCausalLM", "d_model", {"d_model": 2}),
+        ("CTRLLMHeadModel", "layer_norm_epsilon", {"layer_norm_epsilon": 1e-5}),
+        ("CTRLLMHeadModel", "n_embd", {"n_embd": 33}),
+        ("OpenAIGPTLMHeadModel", "afn", {"n_embd": 32, "n_head": 4, "n_layer": 1, "afn": "gelu_new"}),
         ("InternLM3ForCausalLM", "qkv_bias", {"qkv_bias": True}),
         ("AfmoeForCausalLM", "attention_bias", {"attention_bias": True}),
         ("Ernie4_5_MoeForCausalLM", "use_bias", {"use_bias": True}),
@@ -276,3 +290,17 @@ def test_the_defaults_of_llama_4():
     assert c.experts.layers == (True,) * 4 and (c.experts.count, c.experts.routing.chosen) == (16, 1)
     assert (c.ropes[3].growth, c.ropes[3].growth_length, c.ropes[3].growth_start) == (0.1, 8192, 1)
     assert (c.mlp_width, c.experts.width, c.head_dim) == (16384, 40, 128)
+
+
+def test_slopes_of_alibi():
+    """Those of the paper; if heads are no power of 2, some of the next power's. Falcon's become bfloat16."""
+    eight = [2.0**-i for i in range(1, 9)]
+    bloom, mpt = read("BloomForCausalLM", num_attention_heads=8, n_layer=2), read("MptForCausalLM", **MPT)
+    assert list(bloom.slopes) == eight and not bloom.coarse_slopes and bloom.max_positions == 2048
+    twelve = read("BloomForCausalLM", hidden_size=36, num_attention_heads=12, n_layer=2).slopes
+    assert list(twelve) == pytest.approx(eight + [2.0**-i for i in (0.5, 1.5, 2.5, 3.5)])
+    assert mpt.slopes == (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8) and mpt.clip is None
+    longer = read("MptForCausalLM", **MPT, attn_config={"alibi_bias_max": 16, "clip_qkv": 6})
+    assert longer.slopes == (2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16) and longer.clip == 6.0
+    falcon = read("FalconForCausalLM", alibi=True)
+    assert falcon.coarse_slopes and falcon.rope is None and falcon.slopes == mpt.slopes

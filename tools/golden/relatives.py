@@ -1,6 +1,6 @@
 """Families that are an option or two from another one: OLMo 1, Youtu, MiniCPM3, HyperCLOVA X, CWM, nanochat, Granite
-Swash, Jais 2, VaultGemma, Persimmon, GPT-Neo, CodeGen; with experts FlexOlmo, K-EXAONE, Cohere, Hunyuan, Mellum 2,
-DBRX, Hy3, Flint, Kolibri 1; the text model of Phi-4-multimodal."""
+Swash, Jais 2, VaultGemma, Persimmon, GPT, GPT-Neo, CodeGen, BioGPT, XGLM, CTRL; with experts FlexOlmo, K-EXAONE,
+Cohere, Hunyuan, Mellum 2, DBRX, Hy3, Flint, Kolibri 1; the text model of Phi-4-multimodal."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
 }
 NOTHING = dict.fromkeys((*CONFIG,), ABSENT)
+GPT = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 128}
+ALONE = {"num_key_value_heads": ABSENT, "rope_parameters": ABSENT}
+APART = ALONE | {"tie_word_embeddings": False}
+XGLM = {
+    "vocab_size": VOCAB, "d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 4,
+    "max_position_embeddings": 128,
+}  # fmt: skip
 
 PHI4: dict[str, Any] = {
     "vision_config": {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1,
@@ -99,6 +106,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "kolibri_full": named("Kolibri1ForCausalLM", "kolibri1", **EXPERTS, moe_intermediate_size=12, head_dim=6,
                           shared_expert_intermediate_size=20, num_hidden_layers=5),
     "phi4": named("Phi4MultimodalForCausalLM", "phi4_multimodal", **PHI4, sliding_window=16, pad_token_id=0),
+    "gpt": NOTHING | named("OpenAIGPTLMHeadModel", "openai-gpt", **GPT),
+    "gpt_silu": NOTHING | named("OpenAIGPTLMHeadModel", "openai-gpt", **GPT, afn="silu", layer_norm_epsilon=0.03),
+    "gpt_classifier": NOTHING | named("OpenAIGPTForSequenceClassification", "openai-gpt", **GPT, num_labels=1),
+    "biogpt": named("BioGptForCausalLM", "biogpt", **APART, layer_norm_eps=0.03),
+    "biogpt_unscaled": named("BioGptForCausalLM", "biogpt", **ALONE, scale_embedding=False, hidden_act="gelu_new"),
+    "biogpt_classifier": named("BioGptForSequenceClassification", "biogpt", **APART, num_labels=1),
+    "xglm": NOTHING | named("XGLMForCausalLM", "xglm", **XGLM, tie_word_embeddings=False),
+    "xglm_unscaled": NOTHING | named("XGLMForCausalLM", "xglm", **XGLM | {"d_model": 15, "attention_heads": 3},
+                                     scale_embedding=False, activation_function="relu"),
+    "ctrl": NOTHING | named("CTRLLMHeadModel", "ctrl", vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=4, dff=32,
+                            n_positions=128, tie_word_embeddings=False),
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BORDER))

@@ -215,9 +215,10 @@ def test_a_cost_model_changes_no_answer(name, loaded, checked):
         {"dtype": "bfloat16", "quant": "int8"},
         {"golden": "lfm2/plain"},
         {"golden": "mistral/window"},
+        {"golden": "alibi/falcon"},
         {"prefix_cache": "on", "parallel": 2},
     ],
-    ids=["int8 cache", "int8 weights", "short convolutions", "windows", "prefix cache"],
+    ids=["int8 cache", "int8 weights", "short convolutions", "windows", "slopes", "prefix cache"],
 )
 @pytest.mark.parametrize("name", ["greedy", "samples", "trie", "beam-sample"])
 def test_on_other_models_and_caches(name, options, loaded, checked):

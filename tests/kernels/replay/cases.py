@@ -525,6 +525,9 @@ def tree_attention(recording: Recording) -> None:
             sinks = torch.tensor([1.5, -2.0, 30.0, -torch.inf])
             name = f"{kind}, {rows} rows, sinks, cache of {kept or dtype}"
             attention(recording, name, f, dtype, 280, kept=kept, sinks=sinks)
+            slopes = torch.tensor([0.5, 0.03, 0.0, -0.01]).to(torch.float32 if rows < 9 else torch.bfloat16)
+            name = f"{kind}, {rows} rows, slopes of {slopes.dtype}, cache of {kept or dtype}"
+            attention(recording, name, f, dtype, 280, kept=kept, slopes=slopes)
     f = forest(6, [(70, 0, 33, 4)])
     f.cache.v_LGSD[..., 3] = math.nan
     attention(recording, "values of NaN", f, torch.float32)
@@ -540,15 +543,17 @@ def attention(
     kept: torch.dtype | None = None,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ):
     (q, k, v), wide = ([x.nan_to_num(0.5), *others] for x, *others in cast(f, dtype, kept))  # the queries of padding
-    exact, plain = (tree_reference.tree_attention(*x, f.layout, 0.3, window, cap, sinks) for x in (wide, (q, k, v)))
+    options = 0.3, window, cap, sinks, slopes
+    exact, plain = (tree_reference.tree_attention(*x, f.layout, *options) for x in (wide, (q, k, v)))
     off = (plain.double() - exact).abs()
     absolute = 2 * off[off.isfinite()].max().item() if off.isfinite().any() else 0.0
     seen = tree_native._seen(f.layout.seen)
-    asked = tree_native.problem(q, k, seen, 0.3, window, threads, cap, sinks)
+    asked = tree_native.problem(q, k, seen, 0.3, window, threads, cap, sinks, slopes)
     names = "positions", "starts", "seen", "runs", "branch_slots", "branch_positions", "ancestry"
-    more = {} if sinks is None else {"sinks": sinks}
+    more = {name: x for name, x in (("sinks", sinks), ("slopes", slopes)) if x is not None}
     pointer = Pointer(asked, dict(zip(names, f.layout.seen, strict=True)) | more)
     out = Expected(blank(q), exact, absolute + 4e-6, 2 * torch.finfo(dtype).eps)
     recording.add(name, "tree_attention", pointer, q, k, v, out)

@@ -25,6 +25,7 @@ ORDERED = {  # the modules that make queries and keys
     "gpt_neox/gptj": ("attn.q_proj", "attn.k_proj"),
     "gpt_neox/falcon_groups": ("self_attention.query_key_value",),
     "experts/afmoe": ("self_attn.gate_proj", "self_attn.q_proj"),
+    "alibi/bloom": ("self_attention.query_key_value",),
     "relatives/codegen": ("attn.qkv_proj",),
     "relatives/persimmon": ("self_attn.query_key_value",),
 }
@@ -116,6 +117,9 @@ def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         ("experts/ernie", with_more("model.mtp_linear_proj.0.weight")),
         ("experts/minimax", by_expert),
         ("relatives/codegen", with_more("transformer.h.0.attn.causal_mask")),
+        ("alibi/mpt", with_more("transformer.blocks.0.norm_1.bias")),
+        ("relatives/gpt", with_more("transformer.h.0.attn.bias")),
+        ("relatives/xglm", with_more("model.embed_positions.weights")),
         ("relatives/gpt_neo", with_more("transformer.h.1.attn.attention.masked_bias")),
         ("relatives/exaone_moe", renamed(".gate.e_score_correction_bias", ".e_score_correction_bias")),
         ("relatives/exaone_moe", with_more("mtp.fc.weight")),

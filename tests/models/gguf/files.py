@@ -44,6 +44,7 @@ ARCHITECTURES = {
     **{"glm": "chatglm", "glm4_moe": "glm4moe", "solar_open": "glm4moe", "minimax_m2": "minimax-m2"},
     **{"ernie4_5_moe": "ernie4_5-moe", "starcoder2": "starcoder2", "cohere": "command-r", "cohere2": "cohere2"},
     **{"gpt_neox": "gptneox", "falcon": "falcon", "gpt_bigcode": "starcoder", "llama4_text": "llama4", "dbrx": "dbrx"},
+    **{"bloom": "bloom", "mpt": "mpt"},
 }
 GOLDEN = Path(__file__).parents[2] / "golden"
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -182,9 +183,10 @@ class File:
 
     def _tensors(self):
         c = self.config
-        heads = c.get("num_attention_heads", c.get("n_head"))
+        heads = next(c[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in c)
+        layers = next(c[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if name in c)
         kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
-        names = gguf.get_tensor_name_map(kinds[self.arch], c.get("num_hidden_layers", c.get("n_layer")))
+        names = gguf.get_tensor_name_map(kinds[self.arch], layers)
         own = {}  # matrices of experts, and norms of heads, that have one each
         for name, tensor in load_file(self.folder / "model.safetensors").items():
             values = tensor.float().numpy()
@@ -193,6 +195,8 @@ class File:
                 continue
             if self.arch.startswith("nemotron_h"):
                 name = name.replace("model.", "backbone.")
+            if self.arch == "bloom":
+                name = name.removeprefix("transformer.")
             if self.arch == "falcon-h1":
                 values = self._multiplied(name.split(".")[-2], values)
             if self.arch.startswith(("granite", "nemotron_h", "falcon-h1")) and (
@@ -253,8 +257,8 @@ class File:
                 continue
             if ".conv.conv." in name:
                 values = values.squeeze(1)
-            if ".query_key_value." in name:
-                values = self._one_after_the_other(values)
+            if "query_key_value." in name:
+                values = self._one_after_the_other(values, heads)
             if self.arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
                 values = np.ascontiguousarray(values.T)
             if self.arch in INTERLEAVED and "q_proj" in name:
@@ -283,10 +287,9 @@ class File:
             if key in self.rope:
                 self.add(name, np.array(self.rope[key], np.float32))
 
-    def _one_after_the_other(self, x):
+    def _one_after_the_other(self, x, heads):
         """Queries, keys and values of groups: all queries first."""
-        heads = self.config["num_attention_heads"]
-        size = self.config["hidden_size"] // heads
+        size = self.config.get("hidden_size", self.config.get("n_embed")) // heads
         shared = (len(x) // size - heads) // 2
         groups = x.reshape(shared, heads // shared + 2, size, *x.shape[1:])
         parts = groups[:, :-2], groups[:, -2], groups[:, -1]
@@ -394,6 +397,9 @@ class File:
             yield from (("attention.head_count", c["n_head"]),)
             yield "attention.layer_norm_epsilon", c.get("layer_norm_epsilon", 1e-5)
             return
+        if self.arch in ("bloom", "mpt"):
+            yield from self._alibi()
+            return
         whole = c["model_type"] == "solar_open"
         share = r.get("partial_rotary_factor", c.get("rotary_pct", 1.0 if whole else SHARES.get(self.arch, 1.0)))
         share = c["rotary_dim"] / self.head_dim if "rotary_dim" in c else share
@@ -419,7 +425,7 @@ class File:
         if self.arch != "falcon-h1":  # which has factors of the same names in its matrices
             yield from ((key, c.get(word)) for word, key in GRANITE.items())
         yield "attention.layer_norm_epsilon", c.get(eps, 1e-5) if eps else None
-        yield "logit_scale", c.get("logit_scale")
+        yield from (("logit_scale", c.get("logit_scale")), ("attention.clamp_kqv", c.get("clip_qkv")))
         yield "use_parallel_residual", c.get("use_parallel_residual")
         yield from ((key, c.get(key)) for key in CAPS)
         flags = [kind == "sliding_attention" for kind in types] or c.get("sliding_window_pattern")
@@ -503,6 +509,14 @@ class File:
         if self.arch == "mistral3":
             yield "attention.temperature_scale", r["llama_4_scaling_beta"]
             yield "rope.scaling.yarn_log_multiplier", r.get("mscale_all_dim", 0.0)
+
+    def _alibi(self):
+        c = FAMILIES[self.config["architectures"][0]].read(Fields(self.config, "config.json"))
+        yield from (("block_count", c.layers), ("context_length", c.max_positions), ("embedding_length", c.width))
+        yield from (("feed_forward_length", c.mlp_width), ("attention.head_count", c.heads))
+        yield "attention.layer_norm_epsilon", c.norm_eps
+        if self.arch == "mpt":
+            yield from (("attention.max_alibi_bias", 8.0), ("attention.clamp_kqv", c.clip))
 
     def _gemma3n(self):
         c = FAMILIES["Gemma3nForCausalLM"].read(Fields(self.config, "config.json"))

@@ -49,6 +49,7 @@ FLOATS = [
     ),
     *(f"llamas/{name}" for name in ("arcee", "ernie", "starcoder2", "starcoder2_plain")),
     *("apertus/plain", "apertus/bias", "llamas/internlm3", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts"),
+    *(f"alibi/{name}" for name in ("bloom", "bloom_old", "mpt")),
     *(f"relatives/{name}" for name in ("olmo", "jais2", "youtu", "exaone_moe", "hunyuan_moe")),
     *("experts/granite_shared", "granite/scans", "granite/scans_experts", "granite/scans_groups"),
     *("falcon_h1/plain", "falcon_h1/norm", "llama4/dense", "relatives/dbrx", "relatives/olmo_clipped"),
@@ -237,7 +238,12 @@ WRONG_KEYS = {
         ({"attention.head_count_kv": 2}, "head_count_kv: expected a number for each layer"),
         ({"ssm.inner_size": 31}, "ssm.inner_size: expected a multiple of ssm.time_step_rank, 6"),
     ],
+    "alibi/mpt": [
+        ({"attention.max_alibi_bias": 0.0}, "max_alibi_bias: expected a whole number from 1 on"),
+        ({"attention.max_alibi_bias": None}, "max_alibi_bias: expected a value"),
+    ],
     "apertus/plain": [
+        ({"attention.clamp_kqv": 8.0}, "attention.clamp_kqv: expected nothing: it is not supported"),
         ({"xielu.beta": [0.5]}, "xielu.beta: expected a number, or 2 of them"),
         ({"xielu.eps": "0"}, "xielu.eps: expected a number"),
     ],

@@ -138,6 +138,15 @@ def split(*patterns, digits=False):
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)])
 
 
+FALCON = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Punctuation("contiguous"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Digits(individual_digits=False),
+        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+    ]
+)
+
 FAMILIES = {  # by tokenizer.ggml.pre: the pre-tokenizer, whether whole words are looked up first, whether NFC
     "llama-bpe": (split(LLAMA3), True, False),
     "qwen2": (split(LLAMA3.replace("{1,3}", "")), False, True),
@@ -154,6 +163,8 @@ FAMILIES = {  # by tokenizer.ggml.pre: the pre-tokenizer, whether whole words ar
     "deepseek-coder": (split(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"), False, False),
     "deepseek-llm": (split(*DEEPSEEK_LLM), False, False),
     "lfm2": (split(LLAMA3), True, False),
+    "falcon": (FALCON, False, False),
+    "bloom": (split(r" ?[^(\s|[.,!?…。，、।۔،])]+"), False, False),
 }
 CORPUS = [
     *("The quick brown fox's 12345 jumps, don't it? I'LL see 3.14159!" for _ in range(9)),

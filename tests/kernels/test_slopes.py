@@ -1,0 +1,68 @@
+"""Slopes of ALiBi: scores of each head fall with the distance of a key, in every implementation."""
+
+import pytest
+import torch
+
+from tests.kernels.forests import FORESTS, cast, forest, hash_of
+from tests.kernels.test_tree_attention import CACHES, FAST_DTYPES, LATER, check_error, naive, quick, run
+from tests.marks import TRITON
+
+SLOPES = torch.tensor([0.5, 0.03, 0.0, -0.01, 2.0, 0.125])
+KINDS = pytest.mark.parametrize("slopes", [SLOPES, SLOPES.bfloat16()], ids=["float32", "bfloat16"])
+
+
+@KINDS
+@CACHES
+@pytest.mark.parametrize("name", FORESTS)
+def test_slopes_equal_the_definition_in_float64(name, kept, slopes):
+    trees, shape = FORESTS[name]
+    f = forest(hash_of(name), trees, **shape)
+    (q, k, v), _ = cast(f, torch.float64, kept)
+    own = slice(0, len(q) - shape.get("padding", 0))
+    slopes = slopes[: q.shape[1]].contiguous()
+    exact = slopes.double() if slopes.dtype == torch.float32 else slopes
+    for window, sinks in ((None, None), (7, torch.ones(q.shape[1]))):
+        expected = naive(q, k, v, f.layout, 0.3, window, None, sinks, exact)[own]
+        for impl in ("reference", "torch"):
+            out = run(impl, "cpu", q, k, v, f.layout, 0.3, window, None, sinks, slopes)[own]
+            torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.full(unless=quick)
+@KINDS
+@CACHES
+@pytest.mark.parametrize(("impl", "device", "dtype"), FAST_DTYPES)
+@pytest.mark.parametrize("name", ["long trunks", "multi-query", "padding rows"])
+def test_error_is_at_most_twice_that_of_plain_pytorch(name, dtype, impl, device, kept, slopes):
+    trees, shape = FORESTS[name]
+    f = forest(hash_of(name) + 1, trees, **shape)
+    for window in (None, 100):
+        check_error(f, dtype, kept, impl, device, 0.3, window, None, None, slopes[: f.q_THD.shape[1]].contiguous())
+
+
+@pytest.mark.parametrize(("impl", "device", "dtype"), [p for p in FAST_DTYPES if p.values[2] == torch.float32])
+def test_a_steep_slope_leaves_the_nearest_key(impl, device, dtype):
+    f = forest(3, [(300, 2, 33, 4)])
+    (q, k, v), _ = cast(f, dtype)
+    out = run(impl, device, q, k, v, f.layout, 0.3, slopes=torch.full([4], 1e3))
+    own = f.layout.write_slots_T[:2]
+    torch.testing.assert_close(out[:2], v[:, own].transpose(0, 1).repeat_interleave(2, 1), rtol=1e-5, atol=1e-6)
+
+
+@LATER
+@pytest.mark.parametrize("device", TRITON)
+def test_shares_of_the_keys_have_slopes(device, later, monkeypatch):
+    from kernels import gpu
+    from kernels.tree_attention import triton
+
+    f = forest(6, [(150, 0, 70, 9), (40, 3, 0, 0), (0, 0, 33, 4)], heads=2, kv_heads=1, padding=3)
+    (q, k, v), wide = cast(f, torch.float32)
+    slopes = torch.tensor([0.1, -0.02])
+    if later:
+        monkeypatch.setattr(triton, "ALONE", -1)
+    for window in (None, 40):
+        exact = naive(*wide, f.layout, 0.25, window, None, None, slopes.double())
+        exact[-3:] = 0
+        monkeypatch.setattr(triton, "properties", lambda _: gpu.Properties(12, False))
+        out = run("triton", device, q, k, v, f.layout, 0.25, window, None, None, slopes)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
