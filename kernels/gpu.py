@@ -1,12 +1,13 @@
 """Shared by the Triton kernels: whether they are interpreted, and the properties of the GPU."""
 
 import contextlib
+import ctypes
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -20,21 +21,29 @@ MOST_COUNTERS = 1 << 16
 FIRST_IN_GRAPHS = 12_030  # CUDA 12.3
 MOST_THREADS = 16  # that compile
 SECONDS_BETWEEN = 0.25  # of news
+FUSED = {"enable_fp_fusion": True}
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as it stands when kernels are defined
 
 
-def check_interpreter(triton_version: str, numpy_version: str) -> None:
-    """Raises ImportError for a NumPy that is too new for Triton's interpreter."""
-    ours, numpys = ([int(x) for x in text.split(".")[:2]] for text in (triton_version, numpy_version))
-    if ours < [3, 7] and numpys >= [2, 4]:
-        raise ImportError(
-            f"the interpreter of triton {triton_version} fails with NumPy {numpy_version}: "
-            "pip install 'triton>=3.7', or 'numpy<2.4'"
-        )
+def mend(interpreter: Any) -> None:
+    """Mend two faults of Triton's interpreter. Before 3.7 it makes a number of an array, which NumPy 2.4 refuses. In 3.9
+    masks must be booleans, but it spreads the result of comparing two numbers as integers."""
+    import numpy as np  # which the interpreter needs too
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def spread(builder: Any, kind: Any, x: Any) -> Any:
+        return interpreter.TensorHandle(np.full(kind.shape, x.data, x.data.dtype), x.dtype.scalar)
+
+    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_splat = patched, spread
 
 
 if INTERPRETED.value:
-    check_interpreter(metadata.version("triton"), metadata.version("numpy"))
+    mend(importlib.import_module("triton.runtime.interpreter"))
 
 
 def build_launcher() -> None:
@@ -51,14 +60,17 @@ _launcher: Callable[..., Any] | None = None  # instead of a launch: gets the ker
 def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
     """A function that launches a kernel with a grid of programs; within `compiling` it compiles the kernel instead."""
     run = kernel[grid] if _launcher is None else _launcher(kernel, grid)
-    return functools.partial(run, **options) if (options := early(kernel)) else run
+    return functools.partial(run, **options(kernel))
 
 
-def early(kernel: Any) -> dict[str, bool]:
-    """Options of a launch that may begin before the previous kernel has ended (programmatic dependent launch, CUDA C++
-    Programming Guide): for kernels that wait with `after_the_last`, if `COPPICE_PDL=on` is set and GPU and driver
-    support it. Not measured yet, and off by default."""
-    return {"EARLY": True, "launch_pdl": True} if early_launches() and "EARLY" in kernel.arg_names else {}
+def options(kernel: Any) -> dict[str, bool]:
+    """Options of all launches of a kernel.
+
+    A product and a sum are fused into one operation: Triton 3.9 warns that this will no longer be its default. Kernels
+    that wait with `after_the_last` may begin before the previous kernel has ended (programmatic dependent launch, CUDA
+    C++ Programming Guide) if `COPPICE_PDL=on` is set and GPU and driver support it: not measured yet, off by default.
+    """
+    return FUSED | ({"EARLY": True, "launch_pdl": True} if early_launches() and "EARLY" in kernel.arg_names else {})
 
 
 @functools.cache
@@ -66,8 +78,19 @@ def early_launches() -> bool:
     """Whether kernels are launched early: from sm_90 on; CUDA graphs record such launches from CUDA 12.3 on."""
     if INTERPRETED or os.environ.get("COPPICE_PDL") != "on":
         return False
-    driver = torch._C._cuda_getDriverVersion()  # pyright: ignore
-    return torch.cuda.get_device_capability() >= (9, 0) and driver >= FIRST_IN_GRAPHS
+    return torch.cuda.get_device_capability() >= (9, 0) and driver_version() >= FIRST_IN_GRAPHS
+
+
+def driver_version(library: str = "libcuda.so.1") -> int:
+    """The CUDA version that the driver supports, as 1000 major + 10 minor: asked of the driver itself, because torch
+    2.11 and later do not pass it on.
+
+    Raises OSError without a driver.
+    """
+    version = ctypes.c_int()
+    if code := ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version)):
+        raise OSError(f"{library}: cuDriverGetVersion failed with error {code}")
+    return version.value
 
 
 @triton.jit
@@ -135,11 +158,12 @@ class _Threads(ThreadPoolExecutor):
 def ready(kernel: Any) -> Any:
     """Returns the compiled kernel of what `kernel.warmup` has returned; None as long as a thread compiles it.
 
-    Triton before 3.7 does not pass on what is asked of the thread's result. Raises what the compiler raised.
+    Triton before 3.7 does not pass on what is asked of the thread's result; since 3.9 a result that was fetched has no
+    future any more. Raises what the compiler raised.
     """
     if not isinstance(kernel, triton.FutureKernel):
         return kernel
-    return kernel.result() if kernel.future.done() else None
+    return kernel.result() if kernel.future is None or kernel.future.done() else None
 
 
 def check_device(*tensors: Tensor) -> None:

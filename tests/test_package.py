@@ -92,13 +92,9 @@ def test_a_chat_needs_no_triton() -> None:
 
 
 def test_floors_hold_together() -> None:
-    """The interpreter of triton 3.6 fails with NumPy 2.4, which the tests may have; torch 2.11 brings triton 3.6."""
+    """torch 2.11 brings triton 3.6."""
     extras = PYPROJECT["project"]["optional-dependencies"]
-    least = {
-        name: {canonical(r): re.search(r">=([\d.]+)", r)[1] for r in extras[name] if ">=" in r}  # type: ignore[index]
-        for name in ("gpu", "test")
-    }
-    assert (least["gpu"]["triton"], least["test"]["triton"], least["test"]["numpy"]) == ("3.6", "3.7", "2")
+    assert re.search(r">=([\d.]+)", extras["gpu"][0])[1] == "3.6"  # type: ignore[index]
     assert "torch>=2.11" in PYPROJECT["project"]["dependencies"]
 
 

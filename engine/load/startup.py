@@ -22,6 +22,8 @@ if starting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 METAS = "torch._meta_registrations"  # shapes of results without data, for the compiler: 21 MB
+# The class of generators' class and its module, which torch has imported: before torch 2.14, and since.
+GENERATORS = {"torch._opaque_base": "OpaqueBaseMeta", "torch._custom_class_base": "CustomClassBaseMeta"}
 WITHOUT_TORCH = "asyncio", "importlib.metadata", "jinja2", "sentencepiece", "tokenizers"  # but imported anyway
 COMMANDS = {"engine.chat", "engine.batch", "engine.serve"}
 command = starting and not COMMANDS.isdisjoint(sys.orig_argv)
@@ -53,11 +55,11 @@ def import_torch() -> None:
         for name in left_out:
             del sys.modules[name]  # a later import gets the real one
     gc.freeze()  # collections during a run need not go through it either
-    with contextlib.suppress(ImportError, AttributeError):  # not in every version of torch
-        # A module that was left out with it makes torch.Generator() possible, by this line.
-        from torch._opaque_base import OpaqueBaseMeta
-
-        torch._C._set_generator_metaclass(OpaqueBaseMeta)  # pyright: ignore[reportAttributeAccessIssue]
+    if allow := getattr(torch._C, "_set_generator_metaclass", None):  # not in torch 2.11
+        # A module that was left out with it makes torch.Generator() possible, by this call.
+        for module, name in GENERATORS.items():
+            if module in sys.modules:
+                allow(getattr(sys.modules[module], name))
 
 
 def _load_library() -> None:

@@ -53,9 +53,9 @@ from kernels.gpu import (
     check_device,
     counters,
     dot,
-    early,
     last_of,
     launch,
+    options,
     properties,
     raw,
     ready,
@@ -225,7 +225,7 @@ def _run(
 def _room(gpu: Properties, arguments: tuple, split: int, constants: dict[str, int]) -> int | None:
     """How many programs of the kernel, which is compiled for this, a multiprocessor runs at once; None as long as a
     thread compiles it."""
-    kernel = ready(_attend.warmup(*arguments, grid=(1,), SPLIT=split, **constants, **early(_attend)))
+    kernel = ready(_attend.warmup(*arguments, grid=(1,), SPLIT=split, **constants, **options(_attend)))
     if kernel is None:
         return None
     kernel._init_handles()

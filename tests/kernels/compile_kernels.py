@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from kernels import recurrent
 from kernels.delta_net import triton as on_deltas
 from kernels.experts import triton as on_experts
-from kernels.gpu import Properties, after_the_last
+from kernels.gpu import FUSED, Properties, after_the_last
 from kernels.kv_write import triton as kv_write
 from kernels.latent import triton as on_latents
 from kernels.layout import DeltaKind, ScanKind
@@ -56,7 +56,7 @@ def compile(kernel, capability, types, constants, **options):
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=FUSED | options)
     assert compiled.metadata.shared <= (SHARED | OTHERS)[capability], (capability, constants, compiled.metadata.shared)
     if constants.get("EARLY"):
         listing = printed(compiled, "-sass")

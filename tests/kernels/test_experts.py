@@ -246,7 +246,7 @@ def test_nan_stays_in_its_row():
 @native
 def test_profilers_see_it():
     made, x_TE = mixture(Routing(2)), draw(3, 40)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         found_TE = experts(x_TE, made)
     assert found_TE.equal(experts(x_TE, made))
     assert "coppice::experts" in {event.key for event in profile.key_averages()}

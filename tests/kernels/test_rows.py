@@ -485,6 +485,6 @@ def test_custom_ops():
     calls |= {"window_max": (*windows, 10), "window_wins": (*windows, torch.zeros(10))}
     for name, arguments in calls.items():
         torch.library.opcheck(getattr(torch.ops.coppice, name).default, arguments)
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile(acc_events=True) as seen:
         rows.rms_norm(x, weight, 1e-5, impl="cpp")
     assert "coppice::rms_norm" in {event.key for event in seen.key_averages()}

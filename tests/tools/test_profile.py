@@ -61,7 +61,7 @@ def test_linear_layers_by_hand():
 
 def test_operators_are_those_of_the_profile():
     x, y = torch.randn(3, 5), torch.randn(5, 7)
-    with torch.profiler.profile(with_flops=True, record_shapes=True) as profiler:
+    with torch.profiler.profile(with_flops=True, record_shapes=True, acc_events=True) as profiler:
         for _ in range(2):
             with torch.profiler.record_function("target: layers"):
                 x @ y

@@ -182,7 +182,7 @@ class Profile:
         activities = [ProfilerActivity.CPU]
         if self.engine.runner.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        profiler = profile(activities=activities, record_shapes=True, with_flops=True)
+        profiler = profile(activities=activities, record_shapes=True, with_flops=True, acc_events=True)
         on = False
 
         def after_step(done: int) -> None:

@@ -33,7 +33,7 @@ with later():
     from tools.bench.gpu.clocks import text_of, watching_clocks
     from tools.bench.gpu.setting import DeviceLost, Setting
 
-EARLY = "COPPICE_PDL"  # see `kernels.gpu.early`
+EARLY = "COPPICE_PDL"  # see `kernels.gpu.options`
 TOTAL = 500  # seconds after which no stage begins a case
 GRACE = 30  # seconds that a case may take after that: all stages end within nine minutes
 

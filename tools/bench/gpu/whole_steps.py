@@ -249,7 +249,7 @@ def where(s: Setting) -> Found:
 
 def kernels_of(work: Callable[[], object]) -> list[tuple[str, float, float]]:
     """The kernels that work launches: names, beginnings, ends in microseconds."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         work()
     return [
         (event.name, event.time_range.start, event.time_range.end)
