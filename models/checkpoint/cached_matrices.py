@@ -201,6 +201,7 @@ def _matrix(file: CachedFile, size: Sequence, described: Sequence) -> Packed:
     """Return the same matrix, mapped from the file."""
     tensors = [d and file.tensor(d[0], DTYPES[d[1]], d[2]) for d in described]
     panels, scale, *others, order_I = tensors
-    outs, width, kind, group, levels = size
+    outs, width, kind, group, levels, by_row = size
     groups = Groups(kind, group, scale, *others) if kind else None
-    return Packed(panels, outs, width, None if kind else scale, groups=groups, order_I=order_I, levels=levels)
+    rounding: dict[str, Any] = {"levels": levels, "by_row": by_row}
+    return Packed(panels, outs, width, None if kind else scale, groups=groups, order_I=order_I, **rounding)
