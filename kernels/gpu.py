@@ -26,8 +26,8 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as it stands when kernels
 
 
 def mend(interpreter: Any) -> None:
-    """Mend two faults of Triton's interpreter. Before 3.7 it makes a number of an array, which NumPy 2.4 refuses. In 3.9
-    masks must be booleans, but it spreads the result of comparing two numbers as integers."""
+    """Mend two faults of Triton's interpreter. Before 3.7 it makes a number of an array, which NumPy 2.4 refuses. In
+    3.9 masks must be booleans, but it spreads the result of comparing two numbers as integers."""
     import numpy as np  # which the interpreter needs too
 
     patch = interpreter._patch_lang_tensor
