@@ -135,16 +135,19 @@ def checkpoint(tmp_path_factory) -> Path:
 
 PEAK = """
 import sys
+from pathlib import Path
 from engine import Engine, LoadOptions
 from engine.load.budget import peak, plan
 from engine.load.sizes import Workload
 from search import Trie
-folder, memory, quant = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+folder, spare, quant = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 work = Workload(Trie(beams=8), 400, 24)
 planned = plan(LoadOptions(folder, quant=quant), work)
-engine = Engine.load(folder, memory=memory or None, quant=quant, threads=2, kv_memory=None if memory else "64M")
+memory = planned.fixed + spare if spare else None
+Path("/proc/self/clear_refs").write_text("5")  # from now on: plan() has released libraries, CUDA's among them
+engine = Engine.load(folder, memory=memory, quant=quant, threads=2, kv_memory=None if spare else "64M")
 engine.generate([[5 + i % 900 for i in range(400)]], work.search, max_new_tokens=24, ignore_eos=True)
-print(planned.total(work.slots[1]), peak(), engine.pool.pages, planned.fixed)
+print(planned.total(work.slots[1]), peak(), engine.pool.pages, memory)
 """
 
 
@@ -157,7 +160,7 @@ def test_prediction_and_peak(checkpoint, quant):
         pytest.skip(f"no {quant} here")
     command = [sys.executable, "-c", PEAK, str(checkpoint), "0", quant]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
-    planned, peak, *_ = map(int, done.stdout.split())
+    planned, peak = map(int, done.stdout.split()[:2])
     assert planned / 1.25 < peak < planned * 1.08, (planned / MB, peak / MB)
 
 
@@ -202,12 +205,13 @@ def test_loading_peaks_at_the_loaded_model_and_one_tensor(tmp_path, quant):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_budget_is_kept(checkpoint):
     """The cache gets what is left, and the process stays within its budget."""
-    command = [sys.executable, "-c", PEAK, str(checkpoint), str(400 * MB), "none"]
+    spare = 108 * MB
+    command = [sys.executable, "-c", PEAK, str(checkpoint), str(spare), "none"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
-    _, peak, pages, fixed = map(int, done.stdout.split())
-    assert peak <= 400 * MB
+    _, peak, pages, memory = map(int, done.stdout.split())
+    assert peak <= memory
     token = 2 * 4 * 384 * 4
-    assert abs(pages * token + fixed - 400 * MB) < 24 * MB  # the process grew between the two plans
+    assert abs(pages * token - spare) < 24 * MB  # the process grew between the two plans
 
 
 def test_refusal_spells_the_sum_out(checkpoint, monkeypatch):
@@ -328,9 +332,10 @@ def test_auto_is_the_least_limit(checkpoint, monkeypatch):
     assert memory_bytes(options, 2) == 620 * MB
     monkeypatch.setattr("engine.load.budget.cgroup_limits", lambda: iter(()))
     assert memory_bytes(options, 2) == 3100 * MB
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (2000 * MB, resource.RLIM_INFINITY))
+    monkeypatch.setattr("engine.load.budget.total_memory", lambda: 1 << 50)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 40, resource.RLIM_INFINITY))
     limited = memory_bytes(options, 1)
-    assert limited < 2000 * MB and limited - memory_bytes(options, 2) > 60 * MB  # address space of a thread
+    assert limited < 1 << 40 and limited - memory_bytes(options, 2) > 60 * MB  # address space of a thread
 
 
 # --- the command line ---
