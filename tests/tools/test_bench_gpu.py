@@ -97,7 +97,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(whole_steps, "RUNS", 1)
     monkeypatch.setattr(single_kernels, "COLD", 0)
     monkeypatch.setattr(each_kernel, "LATER", 1)
-    monkeypatch.setattr(whole_steps, "profile", lambda activities: profiled)
+    monkeypatch.setattr(whole_steps, "profile", lambda **_: profiled)
     monkeypatch.setattr(peers, "measure", lambda *_: found | {"growth_bytes": {"median": 1}})
 
     monkeypatch.setattr(recommending, "ITEMS", 90)
