@@ -66,7 +66,8 @@ def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] |
                     meter.count(outcome)
                     if args.verbose and isinstance(outcome, CoppiceError) and outcome.__cause__ is not None:
                         traceback.print_exception(outcome)
-                    sink.put(i, answer(records.finish(i), outcome))
+                    place = records.finish(i)
+                    sink.put(i, answer(place, outcome), place.digest)
         except KeyboardInterrupt:
             if sink.file is None:
                 raise

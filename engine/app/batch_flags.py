@@ -49,7 +49,8 @@ output, an object per line:
   {"id", "error": {"code", "message"}}; the run goes on after it.
 
 --resume keeps what FILE has, errors included, cuts off a torn last line, and goes on with the next record. Give it
-the same input and the same flags.
+the same input and the same flags. In FILE an answer has also "record", a digest of its input line, by which --resume
+refuses an input whose answered lines have changed.
 
 A fault of a search of your own is the error of its line, with the code "search"; -v shows its traceback. A line can
 choose every search that the command line names (--search may be repeated), and loads none.

@@ -3,6 +3,7 @@
 import argparse
 import codecs
 import difflib
+import hashlib
 import json
 import math
 import queue
@@ -40,10 +41,12 @@ AWAKE = 30.0  # seconds after which an idle reader of a pipe sends a sign of lif
 
 @dataclass(frozen=True)
 class Place:
-    """The id of a record, its line in the input, counted from 1, and how answers to its messages write thoughts."""
+    """The id of a record, its line in the input, counted from 1, the `digest` of the record, and how answers to its
+    messages write thoughts."""
 
     id: str | int
     line: int
+    digest: str = ""
     thoughts: Thoughts | None = None
 
 
@@ -54,7 +57,7 @@ class Records:
         source: the input.
         engine: the engine, with its tokenizer and template.
         args: the parsed command line.
-        kept: ids of the records that are answered already.
+        kept: ids of the records that are answered already, and their digests (None: unknown).
         traces: records the remaining requests.
     """
 
@@ -63,7 +66,7 @@ class Records:
         source: IO[bytes],
         engine: Engine,
         args: argparse.Namespace,
-        kept: Sequence[str | int],
+        kept: Sequence[tuple[str | int, str | None]],
         traces: Traces | None = None,
     ):
         self.source, self.engine, self.args, self.kept, self.traces = source, engine, args, kept, traces
@@ -84,15 +87,11 @@ class Records:
                 continue
             index, self.index = self.index, self.index + 1
             record, identity, error = identified(line, index)
+            found = digest(line if error else record)
             if index < len(self.kept):
-                if identity != self.kept[index]:
-                    raise UsageError(
-                        f"record {index} of the input has the id {identity!r}, its answer {self.kept[index]!r}",
-                        where=f"line {number} of the input, answer {index + 1} of {self.args.output}",
-                        remedy="--resume needs the input that the answers are for",
-                    )
+                self._check_kept(index, number, identity, found)
                 continue
-            place = self._places[index - len(self.kept)] = Place(identity, number)
+            place = self._places[index - len(self.kept)] = Place(identity, number, found)
             try:
                 request = error
                 if request is None:
@@ -103,6 +102,21 @@ class Records:
                 yield request
             except CoppiceError as fault:
                 yield fault
+
+
+    def _check_kept(self, index: int, number: int, identity: str | int, found: str) -> None:
+        """Raise UsageError unless a record is the one that its answer was made for."""
+        kept, before = self.kept[index]
+        if identity == kept and before in (None, found):
+            return
+        what = f"record {index} of the input has the id {identity!r}, its answer {kept!r}"
+        if identity == kept:
+            what = f"record {index} of the input, with the id {identity!r}, has changed since it was answered"
+        raise UsageError(
+            what,
+            where=f"line {number} of the input, answer {index + 1} of {self.args.output}",
+            remedy="--resume needs the input that the answers are for; another input needs another --output",
+        )
 
 
 def read_lines(source: IO[bytes], busy: Callable[[], bool]) -> Iterator[tuple[int, bytes | None]]:
@@ -178,6 +192,12 @@ def identified(line: bytes, index: int) -> tuple[dict[str, Any], str | int, Usag
     if not is_id(identity):
         return record, index, UsageError(f"id: expected a string or an integer, got {_show(identity)}")
     return record, identity, None
+
+
+def digest(record: dict[str, Any] | bytes) -> str:
+    """The digest of a record, whatever the order of its keys; of a line's bytes if it is none."""
+    data = record.strip() if isinstance(record, bytes) else json.dumps(record, sort_keys=True).encode()
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _no_constant(name: str) -> float:

@@ -21,6 +21,7 @@ def open_sink(args: argparse.Namespace, source: IO[bytes], stdout: IO[bytes] | N
     return sink
 
 
+DIGEST = "record"  # key of an answer in a file
 ANSWERS = "outputs", "scores", "embedding", "error"  # keys of an answer: it has one of them
 
 
@@ -36,13 +37,13 @@ class Sink:
 
     Attributes:
         file: --output FILE; None is stdout.
-        kept: ids of the answers that the file had before.
+        kept: ids of the answers that the file had before, and digests of their records (None: the file has none).
         lines, errors: the number of answers, and of those that are errors.
     """
 
     def __init__(self, stream: IO[bytes], name: str, file: io.FileIO | None = None):
         self.stream, self.name, self.file = stream, name, file
-        self.kept: list[str | int] = []
+        self.kept: list[tuple[str | int, str | None]] = []
         self.lines = self.errors = 0
         self._held: dict[int, dict[str, Any]] = {}
         self._next = 0
@@ -92,7 +93,7 @@ class Sink:
             raise UsageError("another run is writing to the output file", where=self.name, remedy=remedy) from None
 
     def _keep(self) -> None:
-        """Read the ids of the file's answers; remove an incomplete last line."""
+        """Read the ids and digests of the file's answers; remove an incomplete last line."""
         assert self.file is not None
         whole = 0
         with open(self.name, "rb") as old:
@@ -111,16 +112,17 @@ class Sink:
                         where=f"{self.name}, line {number}",
                         remedy="give the file that the interrupted run wrote",
                     ) from None
-                self.kept.append(identity)
+                self.kept.append((identity, record.get(DIGEST)))
                 self.errors += "error" in record
                 whole += len(line)
         self.lines = len(self.kept)
         if stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
             self.file.truncate(whole)
 
-    def put(self, i: int, record: dict[str, Any]) -> None:
-        """Add the i-th answer, and write all answers whose predecessors are written."""
-        self._held[i] = record
+    def put(self, i: int, record: dict[str, Any], digest: str) -> None:
+        """Add the i-th answer, and write all answers whose predecessors are written; a file gets the digests of their
+        records, too."""
+        self._held[i] = record | {DIGEST: digest} if self.file else record
         while self._next in self._held:
             record = self._held.pop(self._next)
             self._write(encoded(record) + b"\n")

@@ -515,9 +515,26 @@ def test_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for lines, message in [
         (LINES[:3], "part has 5 answers, the input only 3 records"),
         ([*LINES[:2], {"id": "x", "prompt": "c"}], "record 2 of the input has the id 'x', its answer 'c'"),
+        ([*LINES[:2], {"id": "c", "prompt": "x"}], "record 2 of the input, with the id 'c', has changed since it was"),
+        ([{"prompt": "a", "params": {"beams": 2}}], "record 0 of the input, with the id 0, has changed"),
+        ([LINES[0], {"prompt": 4}], "record 1 of the input, with the id 1, has changed"),
     ]:
         assert run(lines, "--output", part, "--resume") == (2, [])
         assert message in capsys.readouterr().err and part.read_bytes() == kept
+
+
+def test_resume_takes_answers_without_digests_and_records_in_another_order(run: Run, tmp_path: Path):
+    path = tmp_path / "file"
+    run(LINES, "--output", path)
+    kept = path.read_bytes()
+    reordered = [dict(reversed(line.items())) for line in LINES]
+    assert run([*reordered, {"prompt": "f"}], "--output", path, "--resume") == (2, [])
+    assert path.read_bytes().startswith(kept) and len(path.read_bytes().splitlines()) == 6
+    old = [json.dumps({key: x for key, x in json.loads(line).items() if key != "record"}) for line in kept.splitlines()]
+    path.write_text("".join(f"{line}\n" for line in old[:4]))
+    assert run([{"prompt": "z"}, *LINES[1:]], "--output", path, "--resume") == (2, [])
+    assert outputs(path.read_bytes()) == outputs(kept)
+    assert "record" not in run([{"prompt": "a"}])[1][0]  # on standard output nothing is resumed
 
 
 @pytest.mark.parametrize("text", [b"my notes", b'{"id": 1}\n', b'{"id": 0, "outputs": []\n', b"[]\n", b"\xff\n"])
