@@ -14,6 +14,12 @@ def asked() -> bool:
     return os.environ.get(NAME) == "on"
 
 
+def check() -> None:
+    """Raise ValueError if the variable is neither "on", "off" nor empty."""
+    if (value := os.environ.get(NAME, "")) not in ("", "on", "off"):
+        raise ValueError(f"{NAME}: expected on or off, got {value!a:.80}")
+
+
 @contextlib.contextmanager
 def asking(choice: str) -> Iterator[None]:
     """Context in which the variable is "on" or "off"; a CUDA graph stays as it was recorded."""

@@ -28,6 +28,15 @@ def check_compile(compile: str, device: torch.device) -> None:
         )
 
 
+def check_same_bits() -> None:
+    """Refuse a setting of `COPPICE_SAME_BITS` that has no meaning, also on a CPU, where it changes nothing. Raises
+    UsageError."""
+    try:
+        same_bits.check()
+    except ValueError as error:
+        raise UsageError(str(error), remedy=f"set {same_bits.NAME} to on or off, or do not set it") from None
+
+
 def prepare() -> bool:
     """Get ready to compile.
 

@@ -17,7 +17,7 @@ import torch
 from engine.cache.pool import PagePool
 from engine.errors import CheckpointError, UsageError, check_flag, shortened
 from engine.load.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
-from engine.load.compiling import check_compile, prepare, warm_up
+from engine.load.compiling import check_compile, check_same_bits, prepare, warm_up
 from engine.load.distributed import agree, least
 from engine.load.experts import keep_experts
 from engine.load.fastest import FormatChoice, fastest_format
@@ -306,6 +306,7 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
     """
     device, shard = device_of(options), options.place
     check_compile(options.compile, device)
+    check_same_bits()
     if shard.size > 1 and options.compile == "on":
         raise UsageError("compile: a model that processes share is not compiled", remedy="leave out --compile on")
     others = replace(options, adapters=(), context=None)

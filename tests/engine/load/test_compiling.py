@@ -74,6 +74,16 @@ def test_where_rows_are_to_have_the_same_bits_it_is_refused(monkeypatch):
         with same_bits.asking("off"):
             compiling.check_compile("on", gpu)
         assert same_bits.asked()
+
+
+@pytest.mark.parametrize("value", ["maybe", "ON", "1"])
+def test_settings_of_same_bits_without_a_meaning_are_refused(monkeypatch, value):
+    monkeypatch.setenv(same_bits.NAME, value)
+    with pytest.raises(UsageError, match=f"COPPICE_SAME_BITS: expected on or off, got '{value}'"):
+        Engine.load(MODEL, dtype="float32", device="cpu", kv_memory=1 << 22)
+    for known in ("on", "off", ""):
+        monkeypatch.setenv(same_bits.NAME, known)
+        compiling.check_same_bits()
     assert not same_bits.asked()
 
 
