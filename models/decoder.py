@@ -48,6 +48,7 @@ class Decoder(nn.Module):
         architectures: the family's names of architectures in config.json.
         names: the names of the tensors.
         default_eos_token_ids: used if no file of the checkpoint gives end-of-sequence tokens.
+        default_pad_token_id: used by a scalar head if config.json has no `pad_token_id`, as by transformers.
         ignored: tensors that a checkpoint may have and that are not read.
         has_mtp: whether checkpoints may hold a draft head, see `models.mtp`.
         base: the prefix of tensor names in a checkpoint of the whole model; absent if the model was saved without its
@@ -68,6 +69,7 @@ class Decoder(nn.Module):
     architectures: ClassVar[tuple[str, ...]]
     names: ClassVar[Names] = Names()
     default_eos_token_ids: ClassVar[frozenset[int]] = frozenset([2])
+    default_pad_token_id: ClassVar[int | None] = None
     ignored: ClassVar[Sequence[re.Pattern[str]]] = BUFFERS
     has_mtp: ClassVar[bool] = False
     base: ClassVar[str] = "model."

@@ -68,7 +68,7 @@ class LoadedModel:
         warned: whether a warning about a control token that is read as text was given.
         pooling: how it embeds texts.
         generation: its `generation_config.json`, which is applied only on request.
-        pad_token_id: of its config, see `engine.rewards.scored`.
+        pad_token_id: of its config or its family, see `engine.rewards.scored`.
     """
 
     runner: Runner
@@ -207,6 +207,11 @@ class _Weights:
             eos = frozenset([self.tokenizer.eos_token_id])
         return eos
 
+    def pad_token_id(self) -> int | None:
+        """The padding of a folder's config.json; if the field is absent, the family's."""
+        default = None if self.checkpoint.gguf else self.model.default_pad_token_id
+        return self.checkpoint.config.get("pad_token_id", default)
+
     def with_pool(self, pool: PagePool, graphs: bool) -> LoadedModel:
         """Make the model ready to run on a pool, on a GPU with CUDA graphs if they are wanted."""
         shape, tokenizer, bos = self.model.shape, self.tokenizer, self.checkpoint.bos_token_id
@@ -233,7 +238,7 @@ class _Weights:
             {name: adapter.digest() for name, adapter in self.adapters.items()},
             pooling=Pooling.of(self.checkpoint),
             generation=Generation.of(self.checkpoint),
-            pad_token_id=self.checkpoint.config.get("pad_token_id"),
+            pad_token_id=self.pad_token_id(),
         )
 
     def _capabilities(self, runner: Runner) -> Capabilities:

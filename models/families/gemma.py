@@ -62,6 +62,7 @@ class Gemma(Decoder):
 
     architectures = ("GemmaForCausalLM", "GemmaForSequenceClassification")
     default_eos_token_ids = frozenset([1])
+    default_pad_token_id = 0
 
     @staticmethod
     def read(fields: Fields) -> Config:

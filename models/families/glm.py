@@ -16,6 +16,7 @@ class Glm(Decoder):
     """A Llama with biases of queries, keys and values, and one matrix for the halves of its MLP."""
 
     architectures = ("GlmForCausalLM", "GlmForSequenceClassification")
+    default_pad_token_id = 151329
     names = Names(up=("mlp.gate_up_proj",))
     default_eos_token_ids = frozenset([151329, 151336, 151338])
 
@@ -37,6 +38,7 @@ class Glm4(Glm):
     """Norms of outputs as well."""
 
     architectures = ("Glm4ForCausalLM", "Glm4ForSequenceClassification")
+    default_pad_token_id = 151329
     names = Names(
         up=("mlp.gate_up_proj",), attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"
     )

@@ -10,6 +10,7 @@ class Helium(Decoder):
     """No bias after attention."""
 
     architectures = ("HeliumForCausalLM", "HeliumForSequenceClassification")
+    default_pad_token_id = 3
 
     @staticmethod
     def read(fields: Fields) -> Config:

@@ -17,6 +17,7 @@ class HunYuan(Decoder):
     """A Llama with norms of heads, and a base of the rotary embedding that `alpha` stretches."""
 
     architectures = ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1ForSequenceClassification")
+    default_pad_token_id = 0
     names = Names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
 
     @staticmethod
@@ -39,6 +40,7 @@ class HunYuanMoe(Decoder):
     """Experts in all layers, and a shared expert."""
 
     architectures = ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1ForSequenceClassification")
+    default_pad_token_id = 0
     names = replace(HunYuan.names, shared=NAMES.shared)
 
     @staticmethod

@@ -79,6 +79,7 @@ class Ministral3(Decoder):
     """A Llama whose queries grow with their position."""
 
     architectures = ("Ministral3ForCausalLM", "Ministral3ForSequenceClassification")
+    default_pad_token_id = 11
 
     @staticmethod
     def read(fields: Fields) -> Config:

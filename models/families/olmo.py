@@ -14,6 +14,7 @@ class Olmo1(Decoder):
 
     architectures = ("OlmoForCausalLM", "OlmoForSequenceClassification")
     default_eos_token_ids = frozenset([50279])
+    default_pad_token_id = 1
 
     @staticmethod
     def read(fields: Fields) -> Config:
@@ -37,6 +38,7 @@ class Olmo(Decoder):
         "Olmo3ForSequenceClassification",
     )
     default_eos_token_ids = frozenset([50279])
+    default_pad_token_id = 1
 
     @staticmethod
     def read(fields: Fields) -> Config:

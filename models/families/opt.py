@@ -23,6 +23,7 @@ class OPT(Decoder):
     """Its embedding may be narrower than its layers, its norms may lack vectors."""
 
     architectures = ("OPTForCausalLM", "OPTForSequenceClassification")
+    default_pad_token_id = 1
     ignored = (re.compile(r"(model\.)?decoder\.version"),)
     names = Names(
         embedding="model.decoder.embed_tokens",

@@ -18,6 +18,7 @@ class Phi3(Decoder):
     """A Llama with windows; matrices that share an input are stored as one."""
 
     architectures = ("Phi3ForCausalLM", "Phi3ForSequenceClassification")
+    default_pad_token_id = 32000
     names = Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
     default_eos_token_ids = frozenset([32000])
 

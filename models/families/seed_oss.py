@@ -10,6 +10,7 @@ class SeedOss(Decoder):
     """Biases of queries, keys and values."""
 
     architectures = ("SeedOssForCausalLM", "SeedOssForSequenceClassification")
+    default_pad_token_id = 1
 
     @staticmethod
     def read(fields: Fields) -> Config:

@@ -11,6 +11,7 @@ class SmolLM3(Decoder):
 
     architectures = ("SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification")
     default_eos_token_ids = frozenset([128001])
+    default_pad_token_id = 128004
 
     @staticmethod
     def read(fields: Fields) -> Config:

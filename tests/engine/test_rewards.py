@@ -141,6 +141,19 @@ def test_padding_at_the_end_is_not_scored(folders, target, rewards, tmp_path, te
     assert found == pytest.approx(plain.scores([whole])[0], abs=1e-5)
 
 
+@pytest.mark.parametrize(("fields", "expected"), [({}, 1), ({"pad_token_id": None}, None), ({"pad_token_id": 7}, 7)])
+def test_an_absent_padding_is_that_of_the_family(tmp_path, fields, expected):
+    for path in (Path(__file__).parents[1] / "golden" / "opt" / "classifier").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    path = tmp_path / "config.json"
+    config = {name: value for name, value in json.loads(path.read_text()).items() if name != "pad_token_id"}
+    path.write_text(json.dumps(config | fields))
+    engine = Engine.load(tmp_path, dtype="float32", kv_memory=1 << 20)
+    pad = 1 if expected is None else expected
+    alone, padded = engine.scores([[50, 60], [50, 60, pad]])
+    assert (alone == pytest.approx(padded, abs=1e-6)) == (expected is not None)
+
+
 ENDINGS = [[50, 60, 20], [50, 60, 61, 30], [50, 44, 399, 350], [50, 60, EOS], [70, 80, 90, 250, 260, 270]]
 
 
