@@ -168,7 +168,7 @@ class GroupedLinear(PackedLinear):
     ):
         super().__init__(None, biases, dtype=dtype, device=device)
         self.weights, self.whole = [*weights], None
-        self.levels = weights[0].levels if weights[0].by_row else None
+        self.levels = next((weight.levels for weight in weights if weight.by_row), None)
         if device.type != "cpu":
             self.whole, self.weights = _on_device(weights, biases, dtype, device), []
         elif has_kernels(torch.float32, device):

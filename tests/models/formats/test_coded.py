@@ -45,6 +45,7 @@ def as_on_a_gpu(monkeypatch):
     def of(weights, biases=None, *, dtype, device):
         layer = GroupedLinear([], None, dtype=dtype, device=torch.device("meta"))
         layer.whole = grouped._on_device(weights, biases, dtype, device)
+        layer.levels = next((weight.levels for weight in weights if weight.by_row), None)
         made.append(layer.whole)
         return layer
 
@@ -54,7 +55,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("variant", ["awq", "fp8_block", "gptq_conv1d", "pack4_zeros", "pack8_zeros"])
+@pytest.mark.parametrize("variant", ["awq", "bitnet_auto", "fp8_block", "gptq_conv1d", "pack4_zeros", "pack8_zeros"])
 def test_quantised_checkpoints_compute_the_golden_logits(variant, as_on_a_gpu):
     folder = GOLDEN / "quantized" / variant
     engine = on_triton(Engine.load(folder, dtype="float32", device="cpu", kv_memory=1 << 22))
