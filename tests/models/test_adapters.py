@@ -14,6 +14,7 @@ from engine import Engine
 from models.adapters import Adapter
 from models.errors import CheckpointError
 from tests.marks import needs_cpp, needs_int8, needs_interpreter
+from tests.models.copies import changed
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ADAPTERS = json.loads((GOLDEN / "adapters" / "golden.json").read_text())
@@ -54,6 +55,55 @@ def merged(name: str, folder: Path) -> Path:
         weights[f"{module}.weight"] += added.T if config["fan_in_fan_out"] else added
     save_file({key: x.float().contiguous() for key, x in weights.items()}, folder / "model.safetensors")
     return folder
+
+
+MODEL, BACKBONE = "base_model.model.model.", "base_model.model.backbone."  # beginnings of names
+MATRICES = [  # of layers that recurrent families have: model, matrix, outputs, width
+    ("falcon_h1/plain", "layers.1.mamba.in_proj", 124, 24),
+    ("falcon_h1/plain", "layers.1.mamba.out_proj", 24, 40),
+    ("falcon_h1/plain", "layers.1.self_attn.k_proj", 20, 24),
+    ("falcon_h1/plain", "layers.1.self_attn.o_proj", 24, 40),
+    ("falcon_h1/plain", "layers.1.feed_forward.gate_proj", 40, 24),
+    ("falcon_h1/plain", "layers.1.feed_forward.down_proj", 24, 40),
+    ("granite/scans", "layers.0.mamba.in_proj", 124, 24),
+    ("granite/scans", "layers.0.mamba.out_proj", 24, 48),
+]
+SINGLE = [  # of families whose published names begin in two ways
+    ("nemotron_h/plain", "layers.0.mixer.in_proj", 102, 24),
+    ("nemotron_h/plain", "layers.1.mixer.up_proj", 40, 24),
+    ("nemotron_h/plain", "layers.2.mixer.k_proj", 20, 24),
+    ("nemotron_h/plain", "layers.3.mixer.down_proj", 24, 40),
+    ("apertus/plain", "layers.1.mlp.up_proj", 40, 24),
+]
+
+
+@pytest.mark.parametrize(
+    ("begin", "variant", "matrix", "outs", "width"),
+    [*((MODEL, *one) for one in MATRICES), *((begin, *one) for begin in (MODEL, BACKBONE) for one in SINGLE)],
+)
+def test_answers_are_those_of_a_matrix_with_the_sum(
+    begin: str, variant: str, matrix: str, outs: int, width: int, tmp_path: Path
+):
+    draw, text = torch.Generator().manual_seed(3), [(7 * i * i + 3 * i) % 101 + 3 for i in range(70)]
+    a, b = torch.randn(2, width, generator=draw) / 8, torch.randn(outs, 2, generator=draw) / 8
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    factors = {f"{begin}{matrix}.lora_{x}.weight": y for x, y in (("A", a), ("B", b))}
+    save_file(factors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": [matrix.split(".")[-1]]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+    def summed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors[f"model.{matrix}.weight"] = tensors[f"model.{matrix}.weight"].float() + 2 * b @ a
+        return tensors
+
+    def load(model: Path, **adapters: Any) -> Engine:
+        return Engine.load(model, dtype="float32", **OPTIONS | {"kv_memory": "16M"}, **adapters)
+
+    want = load(changed(tmp_path / "summed", variant, {}, summed)).logits(text)
+    found = load(GOLDEN / variant, adapters=[folder]).logits(text, "adapter")
+    plain, least = load(GOLDEN / variant).logits(text), 1e-2 if variant == "granite/scans" else 1e-3
+    assert (found - want).abs().max() < 1e-4 < least < (found - plain).abs().max()
 
 
 @pytest.mark.parametrize("name", ["llama_all", "gpt2_all", "phi3_fused", "opt_all"])

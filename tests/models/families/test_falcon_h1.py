@@ -1,11 +1,10 @@
-"""Falcon-H1 and Bamba: what each factor multiplies, int8 and int4 weights, adapters, Triton, what is kept, what is
+"""Falcon-H1 and Bamba: what each factor multiplies, int8 and int4 weights, Triton, what is kept, what is
 refused."""
 
 import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from engine import Engine
 from engine.cache.pool import PagePool
@@ -62,36 +61,6 @@ def test_quantised_weights_are_near(variant, quant):
     exact, found = (load(GOLDEN / variant, quant=quant).logits(TEXT) for quant in ("none", quant))
     off = (found - exact).norm() / exact.norm()
     assert 0 < off < (0.1 if quant == "int8" else 0.5)
-
-
-@pytest.mark.parametrize(
-    ("module", "outs", "width"),
-    [
-        *(("mamba.in_proj", 124, 24), ("mamba.out_proj", 24, 40), ("self_attn.k_proj", 20, 24)),
-        *(("self_attn.o_proj", 24, 40), ("feed_forward.gate_proj", 40, 24), ("feed_forward.down_proj", 24, 40)),
-    ],
-)
-def test_an_adapter_is_added_to_a_matrix(module, outs, width, tmp_path):
-    """The answers are those of the checkpoint whose matrix is the sum."""
-    draw, variant = torch.Generator().manual_seed(3), "falcon_h1/plain"
-    a, b = torch.randn(2, width, generator=draw) / 8, torch.randn(outs, 2, generator=draw) / 8
-    folder, name = tmp_path / "adapter", f"model.layers.1.{module}"
-    folder.mkdir()
-    save_file(
-        {f"base_model.model.{name}.lora_{x}.weight": y for x, y in (("A", a), ("B", b))},
-        folder / "adapter_model.safetensors",
-    )
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": [module.split(".")[1]], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-    def summed(tensors):
-        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].float() + 2 * b @ a
-        return tensors
-
-    merged = load(changed(tmp_path / "merged", variant, {}, summed)).logits(TEXT)
-    found = load(GOLDEN / variant, adapters=[folder]).logits(TEXT, "adapter")
-    plain = load(GOLDEN / variant).logits(TEXT)
-    assert (found - merged).abs().max() < 1e-4 < 1e-3 < (found - plain).abs().max()
 
 
 @needs_interpreter

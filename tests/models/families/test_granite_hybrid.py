@@ -1,10 +1,7 @@
-"""Granite 4: int8 and int4 weights, adapters of its matrices, limits of steps, what is refused."""
-
-import json
+"""Granite 4: int8 and int4 weights, limits of steps, what is refused."""
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from engine import Engine
 from models.errors import CheckpointError
@@ -29,30 +26,6 @@ def test_quantised_weights_are_near(variant, quant):
     exact = exact.logits(TEXT)
     off = (found.logits(TEXT) - exact).norm() / exact.norm()
     assert 0 < off < (0.05 if quant == "int8" else 0.5)
-
-
-@pytest.mark.parametrize(("module", "outs", "width"), [("mamba.in_proj", 124, 24), ("mamba.out_proj", 24, 48)])
-def test_an_adapter_is_added_to_a_matrix(module, outs, width, tmp_path):
-    """The answers are those of the checkpoint whose matrix is the sum."""
-    draw = torch.Generator().manual_seed(3)
-    a, b = torch.randn(2, width, generator=draw) / 8, torch.randn(outs, 2, generator=draw) / 8
-    folder, name = tmp_path / "adapter", f"model.layers.0.{module}"
-    folder.mkdir()
-    save_file(
-        {f"base_model.model.{name}.lora_{x}.weight": y for x, y in (("A", a), ("B", b))},
-        folder / "adapter_model.safetensors",
-    )
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": [module.split(".")[1]], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-    def summed(tensors):
-        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].float() + 2 * b @ a
-        return tensors
-
-    merged = load(changed(tmp_path / "merged", "granite/scans", {}, summed)).logits(TEXT)
-    engine = load(GOLDEN / "granite/scans", adapters=[folder])
-    found, plain = engine.logits(TEXT, "adapter"), load(GOLDEN / "granite/scans").logits(TEXT)
-    assert (found - merged).abs().max() < 1e-4 < 1e-2 < (found - plain).abs().max()
 
 
 def test_steps_are_clamped(tmp_path):

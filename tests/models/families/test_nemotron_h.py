@@ -1,11 +1,8 @@
-"""Nemotron-H and Apertus: int8 and int4 weights, adapters of their matrices, names of published files, one process of
+"""Nemotron-H and Apertus: int8 and int4 weights, names of published files, one process of
 several."""
-
-import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from engine import Engine
 from engine.cache.pool import PagePool
@@ -32,38 +29,6 @@ def test_quantised_weights_are_near(variant, quant):
     exact, found = (load(GOLDEN / variant, quant=quant).logits(TEXT) for quant in ("none", quant))
     off = (found - exact).norm() / exact.norm()
     assert 0 < off < (0.1 if quant == "int8" else 0.5)  # the square of ReLU doubles what rounding leaves
-
-
-@pytest.mark.parametrize("begin", ["base_model.model.model.", "base_model.model.backbone."])
-@pytest.mark.parametrize(
-    ("variant", "layer", "outs", "width"),
-    [
-        ("nemotron_h/plain", "layers.0.mixer.in_proj", 102, 24),
-        ("nemotron_h/plain", "layers.1.mixer.up_proj", 40, 24),
-        ("nemotron_h/plain", "layers.2.mixer.k_proj", 20, 24),
-        ("nemotron_h/plain", "layers.3.mixer.down_proj", 24, 40),
-        ("apertus/plain", "layers.1.mlp.up_proj", 40, 24),
-    ],
-)
-def test_an_adapter_is_added_to_a_matrix(variant, layer, outs, width, begin, tmp_path):
-    """The answers are those of the checkpoint whose matrix is the sum."""
-    draw = torch.Generator().manual_seed(3)
-    a, b = torch.randn(2, width, generator=draw) / 8, torch.randn(outs, 2, generator=draw) / 8
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    factors = {f"{begin}{layer}.lora_{x}.weight": y for x, y in (("A", a), ("B", b))}
-    save_file(factors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": [layer.split(".")[-1]]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-    def summed(tensors):
-        tensors[f"model.{layer}.weight"] = tensors[f"model.{layer}.weight"].float() + 2 * b @ a
-        return tensors
-
-    merged = load(changed(tmp_path / "merged", variant, {}, summed)).logits(TEXT)
-    found = load(GOLDEN / variant, adapters=[folder]).logits(TEXT, "adapter")
-    plain = load(GOLDEN / variant).logits(TEXT)
-    assert (found - merged).abs().max() < 1e-4 < 1e-3 < (found - plain).abs().max()
 
 
 @needs_interpreter
