@@ -155,7 +155,7 @@ float magnitude_of(const T* x, int64_t width) {
 template <typename T, typename Put>
 float rounded_row(const T* x, int64_t width, const Levels& levels, Put put) {
     const float largest = levels.largest ? levels.largest : magnitude_of(x, width), step = largest / levels.count;
-    const float inverse = levels.count / largest;  // transformers multiplies by it, which decides ties
+    const float inverse = 1 / largest * levels.count;  // as PyTorch divides 127 by a tensor, which decides ties
     const int32_t top = int32_t(levels.count);
     each(width, [&](int64_t i, auto n) {
         const Floats some = ::load(x + i, n);
