@@ -28,16 +28,14 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as it stands when kernels
 def mend(interpreter: Any) -> None:
     """Mend two faults of Triton's interpreter. Before 3.7 it makes a number of an array, which NumPy 2.4 refuses. In
     3.9 masks must be booleans, but it spreads the result of comparing two numbers as integers."""
-    import numpy as np  # which the interpreter needs too
-
-    patch = interpreter._patch_lang_tensor
+    patch, full = interpreter._patch_lang_tensor, interpreter.np.full
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def spread(builder: Any, kind: Any, x: Any) -> Any:
-        return interpreter.TensorHandle(np.full(kind.shape, x.data, x.data.dtype), x.dtype.scalar)
+        return interpreter.TensorHandle(full(kind.shape, x.data, x.data.dtype), x.dtype.scalar)
 
     interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_splat = patched, spread
 
