@@ -71,7 +71,7 @@ class Worker:
                     request, thoughts = make_request(found, self.engine, self.args, self.options)
                 except CoppiceError as error:
                     request = error
-            places.append(Place(identity, number, thoughts))
+            places.append(Place(identity, number, thoughts=thoughts))
             yield request
 
 
