@@ -3,9 +3,8 @@
 // "C" {` it has only structures of plain fields, prototypes and `//` comments, with the types `int64_t`, `float`,
 // `double`, earlier structures, and pointers.
 //
-// `kind` is the number of an element type (KINDS in cpp.py, `with_type` in vectors.h; 3 is int8 where mentioned).
-// Strides count elements unless bytes are mentioned. `threads` is the most that an operator uses. Shape legend:
-// layout.py.
+// `kind` numbers an element type (KINDS in cpp.py, `with_type` in vectors.h; 3 is int8 where mentioned). Strides count
+// elements unless bytes are mentioned. `threads` is the most that an operator uses. Shape legend: layout.py.
 
 #pragma once
 
