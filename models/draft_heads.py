@@ -54,6 +54,7 @@ class DraftHead(nn.Module):
 
     taps: ClassVar[bool] = False
     default_eos_token_ids: ClassVar[frozenset[int]] = frozenset()
+    default_pad_token_id: ClassVar[int | None] = None
     calls: Sequence[Call]
     tokens_V: Tensor | None = None
     embedding: nn.Module
