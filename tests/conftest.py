@@ -13,6 +13,10 @@ from typing import Any
 # Images of containers often set this. Every process that tests start, of hundreds, would compile all modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Some machines choose OpenBLAS's kernels of another processor, whose bits depend on the number of rows. The interpreter
+# of Triton multiplies by them, and tests of the same bits compare.
+os.environ.pop("OPENBLAS_CORETYPE", None)
+
 # Two threads, however many cores there are. They sleep while they wait: where there are fewer cores than threads, as
 # with a test process for each core, threads that spin take ten times the processor time of the work.
 os.environ.setdefault("OMP_NUM_THREADS", "2")

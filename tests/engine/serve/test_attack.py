@@ -50,7 +50,7 @@ import sys
 from engine.serve import command
 from engine.service import Service
 
-log, queue = open(sys.argv.pop(1), "a", buffering=1), Service.queue
+log, queue = open(sys.argv.pop(1), "a", buffering=1), Service.submit
 
 def watched(self, entry):
     before, tell, told = self.driver.work["target"].passes, entry.tell, []
@@ -64,7 +64,7 @@ def watched(self, entry):
     entry.tell = hear
     queue(self, entry)
 
-Service.queue = watched
+Service.submit = watched
 sys.exit(command.main())
 """
 
