@@ -103,7 +103,6 @@ class Records:
             except CoppiceError as fault:
                 yield fault
 
-
     def _check_kept(self, index: int, number: int, identity: str | int, found: str) -> None:
         """Raise UsageError unless a record is the one that its answer was made for."""
         kept, before = self.kept[index]
