@@ -107,7 +107,7 @@ def test_a_window_forgets_what_is_before_it():
 
 
 def test_adapters_beside_the_matrices_of_phi_4(tmp_path):
-    """As Microsoft's own files name them: they do not change the text model."""
+    """Encoders and adapters under the names of Microsoft's own files do not change the text model."""
 
     def beside(stored):
         found = {}
