@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.cpp import KINDS
 from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_kinds import SCALE_BYTES
-from kernels.layout import BLOCK, WORD, DeltaPaths, TreeLayout
+from kernels.layout import WORD, DeltaPaths, TreeLayout
 
 
 def expect(
@@ -212,22 +212,69 @@ def scan_weights(weights: Any, dtype: torch.dtype, device: torch.device) -> None
         expect(name, getattr(weights, name), dtype, shape, device)
 
 
-def delta_paths(paths: DeltaPaths, tokens: int, kind: Any, rows: int, states: int, device: torch.device) -> None:
-    """Raises ValueError for paths that lead outside the rows and states, on a CPU; once for each pass."""
-    kept = vars(paths)
-    if kept.get("_fits") != (tokens, kind.reach, rows, states):
+def channel_conv(x_TF: Tensor, weights: Any, rows_RW: Tensor, paths: DeltaPaths) -> None:
+    """Raises ValueError for what `kernels.channel_scan.channel_conv` does not take."""
+    floats("x_TF", x_TF, 2)
+    kind, device, wide = weights.kind, x_TF.device, torch.promote_types(x_TF.dtype, torch.float32)
+    channel_weights(weights, wide, device)
+    expect("x_TF", x_TF, x_TF.dtype, (len(x_TF), kind.width), device, contiguous=False)
+    expect("rows_RW", rows_RW, wide, (len(rows_RW), kind.row), device)
+    delta_paths(paths, len(x_TF), kind, len(rows_RW), None, device)
+
+
+def channel_scan(
+    x_TF: Tensor,
+    convolved_TC: Tensor,
+    low_TL: Tensor,
+    steps_TC: Tensor,
+    weights: Any,
+    rows_RW: Tensor,
+    states_SHKV: Tensor,
+    paths: DeltaPaths,
+) -> None:
+    """Raises ValueError for what `kernels.channel_scan.channel_scan` does not take."""
+    floats("x_TF", x_TF, 2)
+    T, dtype, device, kind = len(x_TF), x_TF.dtype, x_TF.device, weights.kind
+    channel_weights(weights, torch.promote_types(dtype, torch.float32), device)
+    _recurrent(x_TF, kind, rows_RW, states_SHKV, paths)
+    for name, x in (("convolved_TC", convolved_TC), ("steps_TC", steps_TC)):
+        expect(name, x, dtype, (T, kind.channels), device, contiguous=False)
+    expect("low_TL", low_TL, dtype, (T, weights.rank + 2 * kind.key_size), device, contiguous=False)
+
+
+def channel_weights(weights: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError for sizes and weights of a Mamba layer that do not fit together."""
+    kind, K, C = weights.kind, weights.kind.key_size, weights.kind.channels
+    _sizes(kind)
+    if (kind.key_heads, kind.value_heads) != (1, 1) or weights.rank < 1:
+        raise ValueError(f"weights: expected a rank, and one head, whose values are channels, got {kind}")
+    shapes: dict[str, tuple[int, ...]] = {"taps_KC": (kind.taps, C), "rates_KC": (K, C)}
+    shapes |= {} if weights.norms_E is None else {"norms_E": (2 * K,)}
+    for name, shape in (shapes | dict.fromkeys(("shift_C", "bias_C", "skip_C"), (C,))).items():
+        expect(name, getattr(weights, name), dtype, shape, device)
+
+
+def delta_paths(paths: DeltaPaths, tokens: int, kind: Any, rows: int, states: int | None, device: torch.device) -> None:
+    """Raises ValueError for paths that lead outside the rows and states, on a CPU; once for each pass.
+
+    Args:
+        states: how many there are; None: they are not read.
+    """
+    fits = vars(paths).setdefault("_fits", set())
+    if (sizes := (tokens, kind.reach, kind.block, rows, states)) not in fits:
         _paths(paths, tokens, kind, rows, states, device)
-        kept["_fits"] = tokens, kind.reach, rows, states
+        fits.add(sizes)
 
 
-def _paths(paths: DeltaPaths, tokens: int, kind: Any, rows: int, states: int, device: torch.device) -> None:
+def _paths(paths: DeltaPaths, tokens: int, kind: Any, rows: int, states: int | None, device: torch.device) -> None:
     for name in ("rows_T", "lengths_T", "bases_T", "folds_T"):
         expect(name, getattr(paths, name), torch.int64, (tokens,), device)
     expect("paths_TN", paths.paths_TN, torch.int64, (tokens, kind.reach), device)
     if not tokens or device.type != "cpu":
         return
-    for name, end in (("rows_T", rows), ("bases_T", states), ("folds_T", states), ("lengths_T", BLOCK)):
-        within(name, getattr(paths, name).tolist(), end)
+    for name, end in (("rows_T", rows), ("bases_T", states), ("folds_T", states), ("lengths_T", kind.block)):
+        if end is not None:
+            within(name, getattr(paths, name).tolist(), end)
     least_T, most_T = paths.paths_TN.aminmax(dim=1)
     if int(most_T.max()) >= rows or not bool((least_T >= -torch.arange(tokens, device=device)).all()):
         raise ValueError(f"paths_TN: expected rows below {rows}, or earlier tokens, got {paths.paths_TN.tolist()}")

@@ -24,7 +24,8 @@ NULL_SLOT = 0  # holds zeros for ever: what holes and padding read
 TRASH_SLOT = 1  # what padding tokens write; nothing reads it
 NULL_STATE = 0  # the state of a recurrent layer before the first token: zeros for ever
 WORD = 32
-BLOCK = 32  # tokens of a sequence after which a recurrent layer keeps a state
+BLOCK = 32  # tokens of a sequence after which a recurrent layer keeps a state; see `DeltaKind.block`
+CHANNEL_BLOCK = 4  # the same of a `ChannelKind`
 HOST = ("trunk_runs", "adapters_T")  # fields of a layout that stay on the host
 
 
@@ -105,10 +106,10 @@ class TreeLayout:
 class DeltaPaths:
     """Rows of tokens and states, in separate stores, that the recurrent layers of a pass read and write.
 
-    A sequence is divided into blocks of `BLOCK` tokens. A token reads the state at the beginning of its block and the
-    rows of its ancestors in the block, so its result depends only on its sequence, and sequences share what they have
-    in common. The token that ends a block writes the state of its sequence. Reads and writes are in the order of the
-    tokens: a state may overwrite the one from which it is computed.
+    A sequence is divided into blocks of `DeltaKind.block` tokens. A token reads the state at the beginning of its block
+    and the rows of its ancestors in the block, so its result depends only on its sequence, and sequences share what
+    they have in common. The token that ends a block writes the state of its sequence. Reads and writes are in the order
+    of the tokens: a state may overwrite the one from which it is computed.
     """
 
     rows_T: Tensor  # int64, the row that keeps each token; TRASH_SLOT: none does
@@ -170,9 +171,18 @@ class DeltaKind:
         return self.value_heads, self.key_size, self.value_size
 
     @property
+    def block(self) -> int:
+        """Tokens of a sequence after which a state is kept."""
+        return BLOCK
+
+    @property
     def reach(self) -> int:
         """Ancestors that a token may read."""
-        return max(BLOCK, self.taps) - 1
+        return max(self.block, self.taps) - 1
+
+    def whole(self, length: int) -> int:
+        """The number of tokens in complete blocks among the first `length`."""
+        return length // self.block * self.block
 
 
 class ScanKind(DeltaKind):
@@ -186,6 +196,35 @@ class ScanKind(DeltaKind):
     def width(self) -> int:
         """Elements that the operator reads of a token: gates of values, these channels, inputs of steps."""
         return self.channels + self.value_heads * (self.value_size + 1)
+
+
+class ChannelKind(DeltaKind):
+    """The sizes of a recurrent layer of Mamba (`kernels.channel_scan`): one head, whose values are the channels of x,
+    and whose key, B or C, has an element per state of a channel.
+
+    Its rows are laid out like those of a gated delta net, with a step for each channel in place of decays of heads.
+    """
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's x, the input of the convolution."""
+        return self.value_size
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's x and gates."""
+        return 2 * self.value_size
+
+    @property
+    def row(self) -> int:
+        """Elements of a token's row: inputs of the convolution, B, what it writes to each state, steps."""
+        return 3 * self.value_size + self.key_size
+
+    @property
+    def block(self) -> int:
+        """Few tokens: a state is only about five rows large, and each row between costs an exponential per element of a
+        state."""
+        return CHANNEL_BLOCK
 
 
 @dataclass(frozen=True)

@@ -300,6 +300,31 @@ struct Paths {
 void coppice_scan(int64_t kind, int64_t threads, const void* x, const Scan* scan, const Paths* paths, float* kept,
                   float* queries, float* sums, float* products, void* out, int64_t tokens);
 
+// --- channel_scan ---
+
+// A scan by channels of Mamba, see `kernels.channel_scan`: `states` numbers of each channel; the inputs of steps are made
+// from `rank`.
+struct ChannelScan {
+    const float* taps_KC;
+    const float* shift_C;
+    const float* rates_KC;
+    const float* bias_C;
+    const float* skip_C;
+    const float* norms_E;  // null: no norms
+    int64_t states, channels, taps, rank;
+    float eps;
+};
+
+// x [tokens, 2 * channels], out [tokens, channels]; `paths` has the rows of one layer.
+void coppice_channel_conv(int64_t kind, int64_t threads, const void* x, const ChannelScan* scan, const Paths* paths,
+                          void* out, int64_t tokens);
+
+// x as above; convolved, steps and out [tokens, channels], of which the first and the last may be the same; low
+// [tokens, rank + 2 * states]. `kept` [tokens, row] and `queries` [tokens, states] are room.
+void coppice_channel_scan(int64_t kind, int64_t threads, const void* x, const void* convolved, const void* low,
+                          const void* steps, const ChannelScan* scan, const Paths* paths, float* kept, float* queries,
+                          void* out, int64_t tokens);
+
 // --- tree_attention ---
 
 // Sizes of the queries and of a layer's cache, the tensors of a `TreeLayout`, and options. `kind` is the type of
@@ -423,6 +448,7 @@ struct Call {
     const void* slopes;
     const Delta* delta;
     const Scan* scan;
+    const ChannelScan* by_channels;
     const Latent* latent;
     int64_t coarse;
     float scale, cap;

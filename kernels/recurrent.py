@@ -38,6 +38,12 @@ def heads_at_once(heads: int, size: int) -> int:
     return triton.next_power_of_2(heads) if INTERPRETED.value else max(1, ELEMENTS // size)
 
 
+def check_dtype(x: Tensor) -> None:
+    """Raises ValueError for dtypes that the kernels do not take."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"impl 'triton': expected float16, bfloat16 or float32, got {x.dtype}")
+
+
 @dataclass(frozen=True)
 class Recurrence:
     """A pass of a layer, and what is prepared of its tokens.
@@ -71,8 +77,7 @@ class Recurrence:
     ) -> "Recurrence":
         """Raises ValueError for tensors that the kernels cannot reach, or dtypes that they do not take."""
         check_device(x_TF, rows_RW, states_SHKV, paths.rows_T)
-        if x_TF.dtype not in DTYPES:
-            raise ValueError(f"impl 'triton': expected float16, bfloat16 or float32, got {x_TF.dtype}")
+        check_dtype(x_TF)
         x_TF = x_TF if x_TF.stride(1) == 1 else x_TF.contiguous()
         return cls(x_TF, kind, rows_RW, states_SHKV, with_chains(paths), inputs, delta)
 
@@ -122,11 +127,12 @@ class Recurrence:
             DELTA=self.delta, G=G, K=K, K2=K2, M=some,
         )  # fmt: skip
 
-    def walk(self, strengths_TH: Tensor | None, written_TE: Tensor | None) -> Tensor:
+    def walk(self, strengths_TH: Tensor | None, written_TE: Tensor | None, rates_KC: Tensor | None = None) -> Tensor:
         """Returns what every head reads from its state, [T, H * V]; states are stored where blocks end.
 
         Args:
             strengths_TH, written_TE: of a delta net; what each token writes is put into the latter.
+            rates_KC: of a scan by channels; rows have a step for each channel instead of decays of heads.
         """
         kind, paths, reads_TE = self.kind, self.paths, self.empty(len(self.x_TF), self.values)
         H, K, V = kind.state
@@ -139,7 +145,8 @@ class Recurrence:
             launch(_walk, count, H, triton.cdiv(V, columns))(
                 paths.chains_N2[begin : begin + count], paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T,
                 self.kept_TP, self.queries_TE, strengths, reads_TE if written_TE is None else written_TE, reads_TE,
-                self.rows_RW, self.states_SHKV, REACH=kind.reach, ROW=kind.row, DELTA=self.delta, **sizes,
+                self.rows_RW, self.states_SHKV, self.kept_TP if rates_KC is None else rates_KC, REACH=kind.reach,
+                ROW=kind.row, DELTA=self.delta, CHANNELS=rates_KC is not None, **sizes,
                 num_warps=max(1, K2 * columns // WALKED),
             )  # fmt: skip
             begin += count
@@ -229,15 +236,18 @@ def _ancestor(paths_ptr, first, step, count, steps, REACH: tl.constexpr):
 def _taken(
     at, rows_ptr, kept_ptr, queries_ptr, strengths_ptr, g, h, k, v,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr,
-    DELTA: tl.constexpr,
+    DELTA: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The key, what is written (or the value), the decay, the query and the strength of a token; of a row, the last two
-    are zeros."""
+    """The key, what is written (or the value), the decay (or steps), the query and the strength of a token; of a row,
+    the last two are zeros."""
     passed, t = at < 0, -1 - at
     from_ptr = tl.where(passed, kept_ptr + t * (ROW - C), rows_ptr + at * ROW + C)
     key = tl.load(from_ptr + g * K + k, mask=k < K, other=0.0)
     value = tl.load(from_ptr + G * K + h * V + v, mask=v < V, other=0.0)
-    decay = tl.load(from_ptr + G * K + H * V + h)
+    if CHANNELS:
+        decay = tl.load(from_ptr + G * K + H * V + v, mask=v < V, other=0.0)
+    else:
+        decay = tl.load(from_ptr + G * K + H * V + h)
     query = tl.load(queries_ptr + t * (G * K) + g * K + k, mask=passed & (k < K), other=0.0)
     strength = 0.0
     if DELTA:
@@ -248,9 +258,9 @@ def _taken(
 @triton.jit
 def _walk(
     chains_ptr, paths_ptr, lengths_ptr, bases_ptr, folds_ptr, kept_ptr, queries_ptr, strengths_ptr, written_ptr,
-    reads_ptr, rows_ptr, states_ptr,
-    REACH: tl.constexpr, ROW: tl.constexpr, DELTA: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-    K2: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+    reads_ptr, rows_ptr, states_ptr, rates_ptr,
+    REACH: tl.constexpr, ROW: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr, G: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a head along a chain. What a step needs is read while the step before is computed."""
     n, h = tl.program_id(0), tl.program_id(1)
@@ -259,19 +269,24 @@ def _walk(
     if first < end:
         place, real = k[:, None] * V + v[None, :], (k < K)[:, None] & (v < V)[None, :]
         state = tl.load(states_ptr + (tl.load(bases_ptr + first) * H + h) * K * V + place, mask=real, other=0.0)
+        if CHANNELS:
+            rates = tl.load(rates_ptr + place, mask=real, other=0.0)
         count = tl.load(lengths_ptr + first)
         steps = count + end - first
         at = _ancestor(paths_ptr, first, 0, count, steps, REACH)
         soon = _ancestor(paths_ptr, first, 1, count, steps, REACH)
         key, value, decay, query, strength = _taken(
-            at, rows_ptr, kept_ptr, queries_ptr, strengths_ptr, g, h, k, v, G, H, K, V, C, ROW, DELTA
+            at, rows_ptr, kept_ptr, queries_ptr, strengths_ptr, g, h, k, v, G, H, K, V, C, ROW, DELTA, CHANNELS
         )
         for step in range(steps):
             later = _ancestor(paths_ptr, first, step + 2, count, steps, REACH)
             next_key, next_value, next_decay, next_query, next_strength = _taken(
-                soon, rows_ptr, kept_ptr, queries_ptr, strengths_ptr, g, h, k, v, G, H, K, V, C, ROW, DELTA
+                soon, rows_ptr, kept_ptr, queries_ptr, strengths_ptr, g, h, k, v, G, H, K, V, C, ROW, DELTA, CHANNELS
             )
-            state *= tl.exp(decay)
+            if CHANNELS:
+                state *= tl.exp(decay[None, :] * rates)
+            else:
+                state *= tl.exp(decay)
             if DELTA:  # noqa: SIM102 (the compiler decides this one, the device the next)
                 if at < 0:  # a row has what was written
                     value = strength * (value - tl.sum(key[:, None] * state, 0))

@@ -51,21 +51,26 @@ class Experts:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Layers with a gated delta net or a Mamba-2 selective scan, instead of attention or in parallel with it.
+    """Layers with a gated delta net, a Mamba-2 selective scan or Mamba's scan by channels, instead of attention or in
+    parallel with it.
 
     Args:
-        kind: the sizes, equal in all of these layers; a `ScanKind` for scans.
+        kind: the sizes, equal in all of these layers; a `ScanKind` for scans, a `ChannelKind` for scans by
+            channels.
         layers: whether each layer is one of them.
         interleaved: two matrices produce its inputs, key head by key head, each with its value heads (Qwen3-Next);
             otherwise four or six matrices do, with the heads of each kind together.
         most: (gated delta nets) strengths lie between 0 and this number.
-        eps: (gated delta nets) of the norm of heads; None: as of the other norms.
+        eps: (gated delta nets, scans by channels) of their own norms; None: as of the other norms.
         norms: `Config.norms` of these layers; empty: as of the others.
-        bias, conv_bias: (scans) whether the matrices around the scan, and its convolution, have biases.
+        bias, conv_bias: (scans of both kinds) whether the matrices around the scan, and its convolution, have biases.
         steps: (scans) the smallest and the largest step.
         beside: (scans) these layers also have attention, which reads the same input; both outputs are added.
         normed: (scans) a norm follows the gates.
         factors: (scans) of its inputs: gates, x, B, C, and those of steps.
+        rank: (scans by channels) the number of elements from which a matrix computes the inputs of steps.
+        part_norms: (scans by channels) these elements, B and C have RMSNorms, with their "own" weights or "plain" ones
+            without; "": they have none.
     """
 
     kind: DeltaKind
@@ -80,6 +85,8 @@ class Recurrent:
     beside: bool = False
     normed: bool = True
     factors: tuple[float, ...] = (1.0,) * 5
+    rank: int = 0
+    part_norms: Literal["", "plain", "own"] = ""
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.delta_net import DeltaWeights
-from kernels.layout import DeltaKind, ScanKind
+from kernels.layout import ChannelKind, DeltaKind, ScanKind
 from kernels.scan import ScanWeights
 from kernels.stack.calls import Call, Heads
 from models.checkpoint.weights import Weights
 from models.config import XIELU, Config, Recurrent, ShortConvs
 from models.latent import LatentAttention
 from models.layer_inputs import LayerInput
+from models.mamba import Mamba
 from models.mixture import Mixture
 from models.names import CURVE, Names
 from models.norms import Norm, PlainNorm, head_norm, norm_of_part
@@ -335,6 +336,8 @@ class Layer(nn.Module):
         if c.recurrent is not None and c.recurs(index):
             if isinstance(kind := c.recurrent.kind, ScanKind):
                 recurrent = SelectiveScan(c, names, weights, c.recurrent, kind, index)
+            elif isinstance(kind, ChannelKind):
+                recurrent = Mamba(c, names, weights, c.recurrent, kind, index)
             else:
                 recurrent = GatedDeltaNet(c, names, weights, c.recurrent, index)
         self.beside = recurrent if c.beside else None

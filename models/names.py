@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kernels.layout import ScanKind
+from kernels.layout import ChannelKind, ScanKind
 from models.config import XIELU, Config, Latent, Recurrent
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 
@@ -20,6 +20,9 @@ class Names:
         recurrent_in: the matrices before a gated delta net (two if interleaved), or the one before a scan. Their
             weights are `delta_taps`, `delta_decay`, `delta_bias`, `delta_norm`, for scans also `scan_shift` and
             `scan_skip`; `recurrent_out` is the matrix after them.
+        scan_low, scan_step: (scans by channels) the matrix that computes a row of the inputs of steps, B and C, and the
+            one that computes inputs of steps for all channels, whose bias takes the place of `delta_bias`.
+        scan_norms: the norms of the three parts of that row.
         attention_norm, mlp_norm: the norm on the input or on the sum, see `Config.norms`.
         attention_out_norm, mlp_out_norm: the norm on the output.
         q_norm, k_norm: the norms of heads; if each head has its own, {} stands for its number, or one tensor has a row
@@ -84,6 +87,9 @@ class Names:
     delta_norm: str = "linear_attn.norm.weight"
     scan_shift: str = "mamba.conv1d.bias"
     scan_skip: str = "mamba.D"
+    scan_low: str = "mamba.x_proj"
+    scan_step: str = "mamba.dt_proj"
+    scan_norms: tuple[str, str, str] = ("", "", "")
     recurrent_out: str = "linear_attn.out_proj"
     attention_out_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -167,7 +173,7 @@ class Names:
                 if c.affine:
                     add(layer + name, size, biased and c.head_norms != "own")
             if c.recurrent is not None and c.recurs(i):
-                made = self.scan if isinstance(c.recurrent.kind, ScanKind) else self.delta
+                made = {ScanKind: self.scan, ChannelKind: self.by_channels}.get(type(c.recurrent.kind), self.delta)
                 shapes |= {layer + name: shape for name, shape in made(c, c.recurrent).items()}
             if c.convs is not None and c.convolves(i):
                 shapes_of = (3 * c.width, c.width), (c.width, 1, c.convs.taps[i]), (c.width, c.width)
@@ -288,6 +294,22 @@ class Names:
         shapes |= dict.fromkeys((self.delta_decay, self.delta_bias, self.scan_skip), (H,))
         shapes |= {self.delta_norm: (H * V,)} if recurrent.normed else {}
         return shapes | {self.delta_taps: (kind.channels, 1, kind.taps)}
+
+    def by_channels(self, c: Config, recurrent: Recurrent) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a scan by channels: names after `layer`, and shapes."""
+        kind, rank, [into] = recurrent.kind, recurrent.rank, self.recurrent_in
+        K, C = kind.key_size, kind.channels
+        shapes: dict[str, tuple[int, ...]] = {f"{into}.weight": (2 * C, c.width)}
+        shapes |= {f"{self.recurrent_out}.weight": (c.width, C), f"{self.scan_low}.weight": (rank + 2 * K, C)}
+        if recurrent.bias:
+            shapes |= {f"{into}.bias": (2 * C,), f"{self.recurrent_out}.bias": (c.width,)}
+        if recurrent.conv_bias:
+            shapes[self.scan_shift] = (C,)
+        if recurrent.part_norms == "own":
+            norms = zip(self.scan_norms, (rank, K, K), strict=True)
+            shapes |= {f"{name}.weight": (size,) for name, size in norms}
+        shapes |= {f"{self.scan_step}.weight": (C, rank), f"{self.scan_step}.bias": (C,), self.scan_skip: (C,)}
+        return shapes | {self.delta_taps: (C, 1, kind.taps), self.delta_decay: (C, K)}
 
     def mixture(self, c: Config) -> dict[str, tuple[int, ...]]:
         """Return the tensors of a mixture of experts: names after `layer`, and shapes."""

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.channel_scan import channel_conv, channel_scan
 from kernels.delta_net import delta_net
 from kernels.kv_write import HeadTransform, kv_write, rotary_write
-from kernels.layout import KVCache, TreeLayout
+from kernels.layout import DeltaPaths, KVCache, TreeLayout
 from kernels.low_rank import low_rank
 from kernels.rows import activation, activation_mul, add_norm, add_weighted, rotary, sigmoid_mul, sparsify, xielu
 from kernels.scan import scan
@@ -136,13 +137,32 @@ def _convolve(call: Call, r: Registers) -> None:
 
 
 def _recur(call: Call, r: Registers) -> None:
-    x_TF, (rows_RW, states_SHKV), paths = r[call.source], r.cache.layers[call.table], r.layout.paths
-    if paths is None:
-        raise ValueError("a recurrent layer: expected a layout with paths")
+    x_TF, (rows_RW, states_SHKV), paths = r[call.source], r.cache.layers[call.table], _paths(r)
     if call.code == "recur" and call.delta.order is not None:
         x_TF = x_TF.index_select(1, call.delta.order)
     operator = scan if call.code == "scan" else delta_net
     r[call.target] = operator(x_TF, call.delta.weights, rows_RW, states_SHKV, paths, impl=r.layout.impl)
+
+
+def _channel_conv(call: Call, r: Registers) -> None:
+    rows_RW, paths = r.cache.layers[call.table][0], _paths(r)
+    r[call.target] = channel_conv(r[call.source], call.delta.weights, rows_RW, paths, impl=r.layout.impl)
+
+
+def _part(call: Call, r: Registers) -> None:
+    r[call.target] = r[call.source][:, : call.delta.weights.rank].contiguous()
+
+
+def _channel_scan(call: Call, r: Registers) -> None:
+    x_TF, (rows_RW, states_SHKV), paths = r[call.source], r.cache.layers[call.table], _paths(r)
+    inputs = x_TF, r["convolved"], r["low"], r["steps"]
+    r[call.target] = channel_scan(*inputs, call.delta.weights, rows_RW, states_SHKV, paths, impl=r.layout.impl)
+
+
+def _paths(r: Registers) -> DeltaPaths:
+    if r.layout.paths is None:
+        raise ValueError("a recurrent layer: expected a layout with paths")
+    return r.layout.paths
 
 
 def _activate(call: Call, r: Registers) -> None:
@@ -345,6 +365,9 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "convolve": _convolve,
     "recur": _recur,
     "scan": _recur,
+    "channel_conv": _channel_conv,
+    "part": _part,
+    "channel_scan": _channel_scan,
     "activate": _activate,
     "scale": _scale,
     "add": _add,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from kernels.layout import DeltaKind, ScanKind
+from kernels.layout import ChannelKind, DeltaKind, ScanKind
 from models import FAMILIES
 from models.checkpoint.headers import Checkpoint
 from models.config import Recurrent
@@ -17,6 +17,8 @@ from tools.random_checkpoint import draw, make
 VOCAB = 120
 KIND = DeltaKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
 SCAN = ScanKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
+CHANNELS = ChannelKind(key_heads=1, value_heads=1, key_size=8, value_size=24, taps=4)
+MAMBA = SCANS | {"scan_norms": ("mamba.dt_layernorm", "mamba.b_layernorm", "mamba.c_layernorm")}
 
 
 def hybrid(
@@ -24,8 +26,9 @@ def hybrid(
 ):
     """Write a checkpoint of a family that is a Llama but for recurrent layers: those that `layers` names "r"; `beside`:
     they have attention as well."""
-    scans = isinstance(kind, ScanKind)
-    matrices: dict[str, Any] = SCANS if scans else {}
+    scans = isinstance(kind, ScanKind | ChannelKind)
+    matrices: dict[str, Any] = MAMBA if scans else {}
+    more = {"rank": 5, "part_norms": "own"} if isinstance(kind, ChannelKind) else {}
     if interleaved:
         matrices = {"recurrent_in": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")}
 
@@ -35,7 +38,7 @@ def hybrid(
         @staticmethod
         def read(fields):
             recurs = tuple(layer == "r" for layer in layers)
-            recurrent = Recurrent(kind, recurs, interleaved, scans, scans, beside=beside)
+            recurrent = Recurrent(kind, recurs, interleaved, scans, scans, beside=beside, **more)
             rope = {} if beside or "a" in layers else {"rope": None}
             return replace(Llama.read(fields), recurrent=recurrent, **rope)
 
@@ -45,7 +48,7 @@ def hybrid(
     shapes = Hybrid.names.tensors(Hybrid.read(Checkpoint.open(folder).fields))
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, shape in shapes.items():
-        if name.endswith(("A_log", "dt_bias", "conv1d.weight", ".D")):
+        if name.endswith(("A_log", "dt_bias", "dt_proj.bias", "conv1d.weight", ".D")):
             tensors[name] = torch.rand(shape, generator=generator) - 0.5
         else:
             tensors[name] = draw(name, shape, seed=seed, scale=scale, tied=False)

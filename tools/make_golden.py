@@ -114,7 +114,8 @@ def draw(folder: Path, seed: int) -> None:
     shapes |= {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in own}  # buffers
     embeddings = [name for name in shapes if name.rpartition(".")[0].endswith(TABLES)]
     head = "score.weight" if scores else "lm_head.weight"
-    head = head if head in shapes else embeddings[0]
+    tables = embeddings or [name for name in shapes if name.endswith("embeddings.weight")]  # the latter of Mamba
+    head = head if head in shapes else tables[0]
     tensors = draw_all(shapes, seed, embeddings=embeddings, head=head, outputs=("o_proj.weight", "down_proj.weight"))
     tensors |= {name: x * x.shape[1] ** 0.5 for name, x in tensors.items() if name.endswith(DIVIDED)}
     for old, new in PUBLISHED.get(config.model_type, {}).items():

@@ -7,8 +7,7 @@ as much memory as the keys and values of hundreds of tokens, so few are kept: `T
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.cache.states import Stores, TrunkStates, whole
-from kernels.layout import BLOCK
+from engine.cache.states import Stores, TrunkStates
 
 
 @dataclass(eq=False)
@@ -51,7 +50,8 @@ class KeptStates:
 
     def find(self, pages: Sequence[int], length: int) -> int:
         """How many of the first `length` tokens of a cached prefix, which these pages hold, a trunk can reuse."""
-        for folded in range(whole(length), 0, -BLOCK):
+        kind = self.stores.kind
+        for folded in range(kind.whole(length), 0, -kind.block):
             if (kept := self.states.get(self._slot(pages, folded - 1))) is not None:
                 end = folded
                 while end < length and self._slot(pages, end) in kept.after:
@@ -61,7 +61,7 @@ class KeptStates:
 
     def share(self, pages: Sequence[int], length: int, states: TrunkStates) -> None:
         """Give a trunk the state and rows for as many tokens as `find` returned, replacing its own."""
-        folded = whole(length)
+        folded = self.stores.kind.whole(length)
         slot = self._slot(pages, folded - 1)
         kept = self.states[slot]
         rows = dict(zip(range(folded - len(kept.before), folded), kept.before, strict=True))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine.cache.pool import PagePool
 from engine.cache.states import Held, TrunkStates
 from engine.errors import KVMemoryError
-from kernels.layout import BLOCK, NULL_STATE
+from kernels.layout import NULL_STATE
 
 FREE, RESERVED = -1, -2  # in the place of a node
 
@@ -251,7 +251,8 @@ class BranchSlots:
         taken = {slot for slot, node in enumerate(self.owner) if node != FREE}
         assert self.held.keys() == (taken if self.pool.stores is not None else set())
         for slot, held in self.held.items():
-            assert (held.state != NULL_STATE) == (self.table[1][slot] % BLOCK == BLOCK - 1)
+            assert self.pool.stores is not None
+            assert (held.state != NULL_STATE) == ((self.table[1][slot] + 1) % self.pool.stores.kind.block == 0)
         reserved = self.owner.count(RESERVED)
         assert self.count == sum(node >= 0 for node in self.owner) == sum(self.load) - reserved
         assert len(self.owner) == len(self.table[0]) == len(self.table[1]) == size * len(self.pages)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from engine.errors import KVMemoryError
-from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind
+from kernels.layout import NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind
 
 
 class Held(NamedTuple):
@@ -83,7 +83,7 @@ class Stores:
     def take(self, position: int) -> Held:
         """Take the row of a token at a position, and its state if a block ends with it. Raises KVMemoryError."""
         row = self.rows.take()
-        if position % BLOCK < BLOCK - 1:
+        if (position + 1) % self.kind.block:
             return Held(row)
         try:
             return Held(row, self.states.take())
@@ -112,7 +112,7 @@ class TrunkStates:
     """
 
     def __init__(self, stores: Stores):
-        self.stores = stores
+        self.stores, self._whole = stores, stores.kind.whole
         self.rows: dict[int, int] = {}
         self.state, self.folded = NULL_STATE, 0
         self.before: tuple[int, int] | None = None
@@ -125,7 +125,7 @@ class TrunkStates:
 
     def earliest(self, length: int) -> int:
         """The earliest of the first `length` tokens whose row later tokens may read."""
-        return max(0, whole(length) - self.stores.kind.taps + 1)
+        return max(0, self._whole(length) - self.stores.kind.taps + 1)
 
     def extend(self, length: int, tokens: int) -> None:
         """Take rows and states for a pass over tokens after the first `length`. Raises KVMemoryError: took none."""
@@ -134,7 +134,7 @@ class TrunkStates:
         try:
             for position in range(max(length, self.earliest(end)), end):
                 taken[position] = self.stores.rows.take()
-            if whole(end) > self.folded:
+            if self._whole(end) > self.folded:
                 state = self.stores.states.take()
         except KVMemoryError:
             for row in taken.values():
@@ -143,7 +143,7 @@ class TrunkStates:
         self.rows |= taken
         if state != NULL_STATE:
             self.before = self.state, self.folded
-            self.state, self.folded = state, whole(end)
+            self.state, self.folded = state, self._whole(end)
 
     def append(self, length: int, held: Sequence[Held]) -> None:
         """Take over the rows and states of branch nodes that have become the tokens after the first `length`."""
@@ -172,11 +172,11 @@ class TrunkStates:
 
     def truncate(self, length: int) -> int:
         """Forget the tokens after the first `length`. Returns how many are left: none if their state is not kept."""
-        if self.before is not None and self.before[1] == whole(length) < self.folded:
+        if self.before is not None and self.before[1] == self._whole(length) < self.folded:
             self._give_state(self.state)
             (self.state, self.folded), self.before = self.before, None
         rows = range(self.earliest(length), length)
-        if self.folded != whole(length) or any(position not in self.rows for position in rows):
+        if self.folded != self._whole(length) or any(position not in self.rows for position in rows):
             length = 0
             self._give_state(self.state)
             self.state, self.folded = NULL_STATE, 0
@@ -191,7 +191,7 @@ class TrunkStates:
             first: the first trunk token that the pass evaluates, if the token is in the trunk; None if it is below the
                 trunk.
         """
-        length, state = whole(position), (self.state, self.folded)
+        length, state = self._whole(position), (self.state, self.folded)
         if first is not None and self.before is not None and length <= first:
             state = self.before
         assert length == state[1] or (first is not None and first < length <= self.folded)
@@ -204,8 +204,3 @@ class TrunkStates:
     def _give_state(self, state: int) -> None:
         if state != NULL_STATE:
             self.stores.states.give(state)
-
-
-def whole(length: int) -> int:
-    """The number of tokens in complete blocks among the first `length`."""
-    return length // BLOCK * BLOCK

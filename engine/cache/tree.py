@@ -8,9 +8,9 @@ from engine.cache.nodes import FREED, IN_TRUNK
 from engine.cache.placed import PlacedNodes
 from engine.cache.pool import PagePool
 from engine.cache.slots import RESERVED, Trunk
-from engine.cache.states import Held, whole
+from engine.cache.states import Held
 from engine.errors import KVMemoryError
-from kernels.layout import BLOCK, NULL_STATE
+from kernels.layout import NULL_STATE
 
 
 class TreeObserver(Protocol):
@@ -346,7 +346,8 @@ class TokenTree(PlacedNodes):
         size, kept = self.pool.page_size, self.pool.kept_states
         pages, cached = self.pool.prefixes.match(trunk.tokens[:-1], (self.salt, trunk.long_rope, trunk.adapter))
         if kept is not None:
-            self._stops = {whole(cached), self.prompt_length - BLOCK * (self.prompt_length % BLOCK == 0)}
+            kind, end = kept.stores.kind, self.prompt_length
+            self._stops = {kind.whole(cached), end - kind.block * (end % kind.block == 0)}
             cached = kept.find(pages, cached)
         if cached <= before:
             return 0
@@ -437,6 +438,7 @@ class TokenTree(PlacedNodes):
         assert len(self.trunk.pages) == -(-self.trunk.cached // size), (len(self.trunk.pages), self.trunk.cached)
         assert len(set(self.pages_held)) == len(self.pages_held) == self.page_count
         if (states := self.trunk.states) is not None:
-            assert states.folded == whole(self.trunk.cached) and (states.state != NULL_STATE) == (states.folded > 0)
+            folded = states.stores.kind.whole(self.trunk.cached)
+            assert states.folded == folded and (states.state != NULL_STATE) == (folded > 0)
             assert {*range(states.earliest(self.trunk.cached), self.trunk.cached)} <= states.rows.keys()
         assert [p for first, n in self.trunk.runs for p in range(first, first + n)] == self.trunk.pages

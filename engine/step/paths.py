@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.cache.drafts import DraftedNode
-from engine.cache.states import whole
 from engine.cache.tree import TokenTree
 from kernels.delta_net.chains import chains_of
-from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind, DeltaPaths
+from kernels.layout import NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind, DeltaPaths
 
 
 class PathColumns:
@@ -43,13 +42,13 @@ class PathColumns:
 
         for position in range(first, end):
             path = [in_trunk(p) for p in range(position - 1, position - self._count(position) - 1, -1)]
-            fold = states.state if (position + 1) % BLOCK == 0 else NULL_STATE
+            fold = states.state if (position + 1) % self.kind.block == 0 else NULL_STATE
             row = states.rows.get(position, TRASH_SLOT)
             self._append(row, position, path, states.base(position, first), fold)
         numbers: dict[int | DraftedNode, int] = {}
         for node in nodes:
             position = node.position if isinstance(node, DraftedNode) else tree.position(node)
-            path, at, block = [], _parent(tree, node), whole(position)
+            path, at, block = [], _parent(tree, node), self.kind.whole(position)
             count, base = self._count(position), NULL_STATE
             while (held := tree.held(at)) is not None:
                 above = position - 1 - len(path)
@@ -71,12 +70,12 @@ class PathColumns:
 
     def _count(self, position: int) -> int:
         """How many ancestors a token reads: those in its block, and before the taps of its convolution."""
-        return min(position, max(position % BLOCK, self.kind.taps - 1))
+        return min(position, max(position % self.kind.block, self.kind.taps - 1))
 
     def _append(self, row: int, position: int, path: list[int], base: int, fold: int) -> None:
         self.rows.append(row)
         self.paths += path + [NULL_SLOT] * (self.kind.reach - len(path))
-        self.lengths.append(position % BLOCK)
+        self.lengths.append(position % self.kind.block)
         self.bases.append(base)
         self.folds.append(fold)
 

@@ -24,7 +24,6 @@ from engine.step.packing import Chunk
 from engine.step.runner import Runner
 from kernels import same_bits
 from kernels.kv_kinds import parts
-from kernels.layout import BLOCK
 from models.checkpoint.files import open_regular, replacing
 from models.checkpoint.tensor_files import buffer_of, write_tensors
 from models.config import ModelShape
@@ -45,8 +44,8 @@ def save_prefix(runner: Runner, model_key: str, path: str | Path, tokens: Sequen
         KVMemoryError: they do not fit into the cache.
     """
     _check(runner)
-    if runner.model.shape.delta is not None and len(tokens) < BLOCK:
-        what = f"the prefix is too short: expected at least {BLOCK} tokens, got {len(tokens)}"
+    if (kind := runner.model.shape.delta) is not None and len(tokens) < kind.block:
+        what = f"the prefix is too short: expected at least {kind.block} tokens, got {len(tokens)}"
         raise UsageError(what, where="recurrent layers keep a state of each whole block of tokens")
     with _tree(runner, tokens, "") as tree:
         while left := len(tokens) - tree.trunk.cached:
@@ -179,7 +178,7 @@ def _read(runner: Runner, model_key: str, path: str | Path) -> tuple[list[int], 
 def _tokens(shape: ModelShape, text: str) -> list[int]:
     """The tokens of a file's metadata. Raises ValueError."""
     vocab, reach = shape.vocab_size, shape.max_positions
-    least = 1 if shape.delta is None else BLOCK
+    least = 1 if shape.delta is None else shape.delta.block
     try:
         tokens = json.loads(text)
     except (ValueError, RecursionError):

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from kernels import checks
+from kernels.channel_scan import native as by_channels
 from kernels.checks import expect
 from kernels.cpp import KINDS, OPERATORS, function, why_not
 from kernels.delta_net import native as deltas
 from kernels.kv_kinds import row_width
-from kernels.layout import DeltaKind, DeltaPaths, KVCache, TreeLayout
+from kernels.layout import ChannelKind, DeltaKind, DeltaPaths, KVCache, TreeLayout
 from kernels.linear import Packed, PackedParts
 from kernels.rows.checks import ACTIVATIONS, GATES, TopSums
 from kernels.rows.native import LogitSums
@@ -27,6 +28,7 @@ from kernels.tree_attention import native
 
 _STRUCTURES = OPERATORS.structures
 _CPU = torch.device("cpu")
+RECURRENT = "recur", "scan", "channel_scan"  # codes of calls that write to rows and states
 
 
 class Matrix(NamedTuple):
@@ -81,7 +83,7 @@ class Stack:
         self.adapters = min(adapted, default=None)  # numbers of adapters; None: no layer has any, which the ends may
         self.attending = [call for call in calls if call.code == "attend"]
         self.convolving = codes.count("convolve")
-        self.recurring, self.tapping = codes.count("recur") + codes.count("scan"), codes.count("tap")
+        self.recurring, self.tapping = sum(map(codes.count, RECURRENT)), codes.count("tap")
         self._layers = [None if call.delta is None else _recurrent(call) for call in calls]
         self._calls = (_STRUCTURES["Call"] * len(calls))(*map(_described, calls, self._layers, widths))
         self._widths = array("q", self.widths.values())
@@ -340,6 +342,8 @@ def one_by_one(model: Any) -> Iterator[None]:
 
 def _recurrent(call: Call) -> ctypes.Structure:
     weights = call.delta.weights
+    if isinstance(weights.kind, ChannelKind):
+        return by_channels.described(weights)
     return scans.described(weights) if call.code == "scan" else deltas.described(weights, call.delta.order)
 
 
@@ -354,7 +358,8 @@ def _described(call: Call, layer: ctypes.Structure | None, width: int) -> ctypes
     matrix = packed.described(bias) if packed else _STRUCTURES["Matrix"]()
     adapters = None if call.adapters is None else call.adapters.described()
     mixture = None if call.mixture is None else ctypes.addressof(call.mixture.matrices.described())
-    recurs = [None if layer is None or call.code != code else ctypes.addressof(layer) for code in ("recur", "scan")]
+    names = "Delta", "Scan", "ChannelScan"
+    recurs = [ctypes.addressof(layer) if isinstance(layer, _STRUCTURES[name]) else None for name in names]
     latent = None if call.latent is None else ctypes.addressof(call.latent.heads.described())
     of_heads = (_address(x) for x in (call.sinks, call.slopes))
     coarse = call.slopes is not None and call.slopes.dtype == torch.bfloat16

@@ -16,14 +16,16 @@ REGISTERS = (
     "convolved",  # E; the result of a layer with a state
     "up",  # M, or 2 M of a gated MLP
     "middle",  # M
-    "low",  # between two matrices, of fewer elements: of queries of latent attention, of LAuReL, of AltUp's weights
-    "queries",  # its queries
+    # between two matrices, of fewer elements: of queries of latent attention, of LAuReL, of AltUp's weights, of Mamba
+    "low",
+    "queries",  # its queries; or, of "low", the elements from which the inputs of steps are made
     "latent",  # the latent, and the key that is rotated
     "values",  # what its heads make of values
     "narrow",  # what a layer makes of the stream to weigh its input of each token
     "inputs",  # those inputs, of all layers side by side
     "streams",  # N E: of AltUp, of which the stream is a copy of one
     "weights",  # by which they change
+    "steps",  # the inputs of steps of a scan by channels
 )
 CODES = (
     "norm",  # target = the norm of source
@@ -54,6 +56,10 @@ CODES = (
     "correct",  # each adds the difference of the stream to the one of `table`, by 1 + the weights in source [N]
     "spread",  # all but the first add source
     "clip",  # elements of target are limited to -`scale` .. `scale`
+    # Of the scan by channels `delta`, with the rows and states of `table`.
+    "channel_conv",  # target = its convolution of source
+    "part",  # target = the elements of source from which the inputs of steps are made
+    "channel_scan",  # target, "convolved", = the scan of source, "convolved", "low" and "steps"
 )
 
 

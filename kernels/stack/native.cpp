@@ -44,8 +44,8 @@ void with_element(int64_t bytes, F f) {
 }
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
-enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, LOW, QUERIES, LATENT, VALUES, NARROW, INPUTS, STREAMS, WEIGHTS, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, XIELU, SPARSIFY, PREDICT, CORRECT, SPREAD, CLIP, CODES };
+enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, LOW, QUERIES, LATENT, VALUES, NARROW, INPUTS, STREAMS, WEIGHTS, STEPS, ROOMS };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, XIELU, SPARSIFY, PREDICT, CORRECT, SPREAD, CLIP, CHANNEL_CONV, PART, CHANNEL_SCAN, CODES };
 
 // Clocks: one for each code, then one for the product with the head and one for top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
@@ -128,11 +128,31 @@ struct Pass {
             sums.reset(new float[tokens * values]);
             products.reset(new float[tokens * d.key_heads * (paths->reach + 1)]);
         }
-        Paths layer = *paths;
-        layer.rows = delta_rows, layer.states = states;
-        coppice_scan(s.kind, threads, x, &d, &layer, fresh.get(), delta_queries.get(), sums.get(), products.get(), out,
+        const Paths own = layer();
+        coppice_scan(s.kind, threads, x, &d, &own, fresh.get(), delta_queries.get(), sums.get(), products.get(), out,
                      tokens);
-        delta_rows += layer.row_count * row, states += layer.state_count * values * d.key_size;
+        delta_rows += own.row_count * row, states += own.state_count * values * d.key_size;
+    }
+
+    Paths layer() const {
+        Paths found = *paths;
+        found.rows = delta_rows, found.states = states;
+        return found;
+    }
+
+    // The first elements of each row, and no B and C.
+    void take_part(const ChannelScan& d, const char* x, char* out) const {
+        const int64_t part = d.rank * s.element, row = part + 2 * d.states * s.element;
+        for (int64_t t = 0; t < tokens; t++) std::memcpy(out + t * part, x + t * row, part);
+    }
+
+    void recur(const ChannelScan& d, const char* x, char* out) {
+        const int64_t row = 3 * d.channels + d.states;
+        if (!fresh) fresh.reset(new float[tokens * row]), delta_queries.reset(new float[tokens * d.states]);
+        const Paths own = layer();
+        coppice_channel_scan(s.kind, threads, x, at[CONVOLVED], at[LOW], at[STEPS], &d, &own, fresh.get(),
+                             delta_queries.get(), out, tokens);
+        delta_rows += own.row_count * row, states += own.state_count * d.states * d.channels;
     }
 
     void normalize(const Norm& norm, const void* x, void* out) const {
@@ -339,6 +359,14 @@ struct Pass {
                 return copy_stream(c, target);
             case CLIP:
                 return with_type(s.kind, [&](auto type) { clip(c.scale, (decltype(type)*)target, tokens * c.width); });
+            case CHANNEL_CONV: {
+                const Paths own = layer();
+                return coppice_channel_conv(s.kind, threads, source, c.by_channels, &own, target, tokens);
+            }
+            case PART:
+                return take_part(*c.by_channels, source, target);
+            case CHANNEL_SCAN:
+                return recur(*c.by_channels, source, target);
         }
     }
 };

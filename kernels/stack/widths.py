@@ -171,13 +171,27 @@ class _Following:
         self.delta = self.delta or kind
         if kind != self.delta or now[call.source] != kind.width:
             raise ValueError(f"expected layers with a state of {self.delta}, got {kind} of {now[call.source]} elements")
-        fits = checks.delta_weights if call.code == "recur" else checks.scan_weights
+        fits = {"recur": checks.delta_weights, "scan": checks.scan_weights}.get(call.code, checks.channel_weights)
         fits(call.delta.weights, torch.float32, _CPU)
         if call.code == "recur" and call.delta.order is not None:
             expect("an order", call.delta.order, torch.int64, (kind.width,), _CPU)
         return kind.value_heads * kind.value_size
 
-    _scan = _recur
+    _scan = _channel_conv = _recur
+
+    def _part(self, call: Call, now: Widths) -> int:
+        rank, size = call.delta.weights.rank, call.delta.weights.kind.key_size
+        if now[call.source] != rank + 2 * size:
+            raise ValueError(f"part: expected rows of {rank + 2 * size}, got {now[call.source]}")
+        return rank
+
+    def _channel_scan(self, call: Call, now: Widths) -> int:
+        channels = self._recur(call, now)
+        self._part(call._replace(source="low"), now)
+        found = {name: now[name] for name in ("convolved", "steps")}
+        if call.target != "convolved" or any(width != channels for width in found.values()):
+            raise ValueError(f"channel_scan: expected rows of {channels}, got {found}")
+        return channels
 
     def _absorb(self, call: Call, now: Widths) -> int:
         sizes = call.latent.heads.sizes

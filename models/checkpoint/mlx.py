@@ -51,12 +51,12 @@ def from_mlx(
     Raises:
         CheckpointError: two spellings of one tensor.
     """
-    architecture = (config.get("architectures") or [""])[0]
+    architecture = str((config.get("architectures") or [""])[0])
     turned = any(_turned(name, info) for name, info in tensors.items())
-    plus_one = turned and isinstance(architecture, str) and architecture.startswith(PLUS_ONE)
+    plus_one, lfm2 = turned and architecture.startswith(PLUS_ONE), architecture.startswith("Lfm2")
     found: dict[str, TensorInfo] = {}
     for stored, whole in tensors.items():
-        for name, info in _mapped(stored, replace(whole, name=whole.name or stored), plus_one):
+        for name, info in _mapped(stored, replace(whole, name=whole.name or stored), plus_one, lfm2):
             if name in found:
                 what = f"{show(found[name].name)} and {show(info.name)} are both {show(name)}"
                 raise CheckpointError(what, where=show(whole.file), remedy="Keep one of them.")
@@ -65,8 +65,8 @@ def from_mlx(
     return {**config, **({"kv_b_split": True} if split else {})}, found
 
 
-def _mapped(name: str, info: TensorInfo, plus_one: bool) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield the tensors that one represents; `plus_one`: norms have 1 added."""
+def _mapped(name: str, info: TensorInfo, plus_one: bool, lfm2: bool) -> Iterator[tuple[str, TensorInfo]]:
+    """Yield the tensors that one represents; `plus_one`: norms have 1 added; `lfm2`: of LFM2, whose MLP is renamed."""
     count, *shape = info.shape or (0,)
     if (stacked := STACKED.fullmatch(name)) and shape and count <= MOST_EXPERTS:
         part = PARTS.get(stacked[2], stacked[2])
@@ -77,7 +77,7 @@ def _mapped(name: str, info: TensorInfo, plus_one: bool) -> Iterator[tuple[str, 
         yield f"{heads[1]}{SPLIT[heads[2]]}.{heads[3]}", _seen(info, (count * shape[0], shape[1]))
     elif _turned(name, info):
         yield name, _seen(info, (count, 1, shape[0]))
-    elif mlp := LFM2_MLP.fullmatch(name):
+    elif lfm2 and (mlp := LFM2_MLP.fullmatch(name)):
         yield f"{mlp[1]}{LFM2_PARTS[mlp[2]]}{mlp[3]}", info
     elif _is_curve(name, info):
         yield name, _seen(info, (1,))

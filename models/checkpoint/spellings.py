@@ -8,7 +8,8 @@ from models.checkpoint.tensors import TensorInfo
 from models.errors import CheckpointError, show
 
 _USUAL = {  # in this order
-    "backbone.": "model.",  # Nemotron-H before transformers 5
+    "backbone.": "model.",  # Nemotron-H before transformers 5, Mamba
+    "model.embedding.weight": "model.embeddings.weight",  # Mamba as first published
     "embed_out.": "lm_head.",  # GPT-NeoX in transformers 4
     "output_projection.": "lm_head.",  # BioGPT
     ".ln_attn.": ".input_layernorm.",  # Falcon with separate norms of attention and MLP

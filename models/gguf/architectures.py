@@ -12,6 +12,7 @@ from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING
 from models.errors import nearest
 from models.gguf import gemma4
+from models.gguf.channel_scans import jamba, mamba
 from models.gguf.delta_nets import delta_nets, without_draft_layers
 from models.gguf.experts import SIGMOID, SOFTMAX_OF_CHOSEN, experts
 from models.gguf.gemma3n import gemma3n
@@ -40,7 +41,7 @@ READ = {  # the keys above that each architecture reads
     "granite": GRANITE.values(),
     **dict.fromkeys(("granitemoe", "granitehybrid"), (*GRANITE.values(), "expert_count")),
     **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe", "lfm2moe", "gpt-oss"), ("expert_count",)),
-    **dict.fromkeys(("qwen3next", "qwen35moe", "nemotron_h_moe", "hunyuan-moe"), ("expert_count",)),
+    **dict.fromkeys(("qwen3next", "qwen35moe", "nemotron_h_moe", "hunyuan-moe", "jamba"), ("expert_count",)),
     "gemma2": CAPS,
     **dict.fromkeys(("gemma3", "gemma3n"), CAPS[1:]),
     "gemma4": (CAPS[1], "expert_count"),
@@ -402,6 +403,8 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "granitehybrid": _granitehybrid,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), nemotron_h),
     "falcon-h1": falcon_h1,
+    "mamba": mamba,
+    "jamba": jamba,
     **dict.fromkeys(("hunyuan-dense", "hunyuan-moe"), _hunyuan),
     "minicpm3": _minicpm3,
     "lfm2": _lfm2,

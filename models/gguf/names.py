@@ -159,6 +159,23 @@ BARE = (
     "correct_output_scale",
     "pre_ff_layernorm.weight",
 )  # checkpoints' names with these ends have no further suffix
+_MAMBA = {
+    "token_embd": "model.embeddings",
+    "output_norm": "model.norm_f",
+    "output": "lm_head",
+    "blk.attn_norm": "norm",
+    "blk.ssm_x": "mixer.x_proj",
+    **{name: own.replace("mamba.", "mixer.") for name, own in _GRANITE4.items() if ".ssm_" in name},
+    "blk.ssm_dt": "mixer.dt_proj",
+}
+_JAMBA = {
+    **{name: own.replace("mlp.", "feed_forward.") for name, own in (_LLAMA | _EXPERTS).items()},
+    **{name: own.replace("mixer.", "mamba.") for name, own in _MAMBA.items() if ".ssm_" in name},
+    **{f"blk.ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")},
+    "output_norm": "model.final_layernorm",
+    "blk.ffn_norm": "pre_ff_layernorm",
+    "blk.ffn_gate_inp": "feed_forward.router",
+}
 _LFM2_EXPERTS = {own: name.replace("mlp.", "feed_forward.") for own, name in _EXPERTS.items()}
 _GPT_OSS = {
     **{name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"},
@@ -272,6 +289,8 @@ NAMES = {
     "gpt-oss": _GPT_OSS,
     "granitehybrid": _GRANITE4,
     "falcon-h1": _FALCON_H1,
+    "mamba": _MAMBA,
+    "jamba": _JAMBA,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON_H),
     "hunyuan-dense": _LLAMA | _HUNYUAN,
     "hunyuan-moe": _LLAMA | _HUNYUAN | _SIGMOIDS,

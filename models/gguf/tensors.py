@@ -19,6 +19,7 @@ from models.checkpoint.tensors import RowReader, TensorInfo
 from models.errors import CheckpointError, show
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.gguf.architectures import INTERLEAVED
+from models.gguf.channel_scans import decays
 from models.gguf.delta_nets import DELTA_NET, ordered
 from models.gguf.latents import HEADS
 from models.gguf.later import QKV, curve_of, grouped
@@ -302,6 +303,9 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
     whole = _stored(arch, config, name, entry, shape, rows, entry.start)
     if DELTA_NET in name:
         yield from ordered(arch, config, name, whole)
+        return
+    if arch in ("mamba", "jamba"):
+        yield name, decays(name, whole)
         return
     if SCAN.fullmatch(name):
         yield name, vector(name, whole)

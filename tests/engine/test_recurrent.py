@@ -14,11 +14,12 @@ from engine.step.drafting import EngineDrafts
 from engine.step.driver import Driver
 from engine.step.jobs import Job
 from engine.step.packing import Chunk
+from kernels.layout import BLOCK
 from models.errors import CheckpointError
 from models.shard import Shard
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Diverse, Greedy, Sample, SBoN, Speculative, Trie
 from tests.marks import needs_cpp
-from tests.recurrent import SCAN, check_stores, fresh, hybrid
+from tests.recurrent import CHANNELS, SCAN, check_stores, fresh, hybrid
 
 PROMPTS = [[5, 6, 7], [*range(3, 90)], [1, 9, 9, 1] * 8 + [4]]
 SEARCHES = [
@@ -35,7 +36,11 @@ SEARCHES = [
 BESIDE = {"kind": SCAN, "beside": True}
 
 
-@pytest.fixture(params=[{}, {"kind": SCAN}, BESIDE], ids=["delta net", "scan", "scan beside attention"])
+BY_CHANNELS = {"kind": CHANNELS}
+NAMES = ["delta net", "scan", "scan beside attention", "scan by channels"]
+
+
+@pytest.fixture(params=[{}, {"kind": SCAN}, BESIDE, BY_CHANNELS], ids=NAMES)
 def load(request, tmp_path, monkeypatch):
     def make(**options):
         names = "layers", "seed"
@@ -93,7 +98,9 @@ def test_drafts_of_another_recurrent_model(search, load, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("layers", ["ra", "rrra", "ar", "arrr", "rr"])
-@pytest.mark.parametrize("load", [{}, {"interleaved": True}, {"kind": SCAN}, BESIDE], indirect=True, ids=str)
+@pytest.mark.parametrize(
+    "load", [{}, {"interleaved": True}, {"kind": SCAN}, BESIDE, BY_CHANNELS], indirect=True, ids=str
+)
 def test_layers_of_both_kinds_in_any_order(layers, load):
     engine = load(layers=layers)
     for search in (Greedy(), Trie(beams=3)):
@@ -123,7 +130,8 @@ def test_prompts_in_chunks_drafts_and_preemption(load, monkeypatch):
 
     preempted, preempt = list[Job](), Driver._preempt
     monkeypatch.setattr(Driver, "_preempt", lambda driver, job: (preempted.append(job), preempt(driver, job))[1])
-    small = load(kv_memory=3 * 110 * engine.pool.row_bytes)  # rows run out: prompts alone take half of them
+    rows = 110 if engine.shape.delta.block == BLOCK else 50
+    small = load(kv_memory=3 * rows * engine.pool.row_bytes)  # they run out, of which prompts take half; or states do
     results = answers(small, Trie(beams=4))
     assert [r.outputs[0].token_ids for r in results] == tokens[Trie(beams=4)]
     assert preempted
@@ -165,7 +173,7 @@ def test_rows_that_do_not_suffice_for_one_search(load):
 
 def test_too_little_memory_for_one_sequence(load):
     with pytest.raises(KVMemoryError, match="does not hold the states of the recurrent layers for one sequence"):
-        load(kv_memory="60K")
+        load(kv_memory="12K")
 
 
 def test_a_conversation_goes_on_where_it_ended(load):
@@ -216,7 +224,8 @@ def test_the_plan_counts_rows_and_states(load, tmp_path):
     planned = plan(options, Workload(Greedy(), 200, 50))
     assert planned.token == 3 * engine.pool.bytes_per_token
     cache = planned.cache(0)
-    assert cache == planned.least == 3 * 2 * engine.shape.delta.reach * engine.pool.row_bytes
+    shape = engine.shape
+    assert cache == planned.least == 3 * max(2 * shape.delta.reach * shape.row_bytes, 3 * shape.state_bytes)
     load(kv_memory=cache)
     with pytest.raises(KVMemoryError, match="give --kv-memory at least"):
         load(kv_memory=cache - 1)

@@ -17,12 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import recurrent
+from kernels.channel_scan import triton as on_channels
 from kernels.delta_net import triton as on_deltas
 from kernels.experts import triton as on_experts
 from kernels.gpu import FUSED, Properties, after_the_last
 from kernels.kv_write import triton as kv_write
 from kernels.latent import triton as on_latents
-from kernels.layout import DeltaKind, ScanKind
+from kernels.layout import ChannelKind, DeltaKind, ScanKind
 from kernels.linear import triton as products
 from kernels.linear.codes import Codes
 from kernels.rows import triton as on_rows
@@ -317,12 +318,13 @@ def next_nodes(capability, sums):
 
 
 def recurring(capability, kind, dtype=torch.bfloat16):
-    """The kernels of a gated delta net, or of a selective scan, and the one that walks along chains the last."""
-    (H, K, V), G, C, delta = kind.state, kind.key_heads, kind.channels, not isinstance(kind, ScanKind)
-    own = on_deltas if delta else on_scans
+    """The kernels of a gated delta net or of a scan, and the one that walks along chains the last."""
+    (H, K, V), G, C, delta = kind.state, kind.key_heads, kind.channels, type(kind) is DeltaKind
+    channels = isinstance(kind, ChannelKind)
     floats = dict.fromkeys(("least", "most", "eps", "gate", "factor"), "fp32")
     K2, V2 = triton.next_power_of_2(K), triton.next_power_of_2(V)
-    sizes = {"INPUTS": 0 if delta else H * V, "C": C, "ROW": kind.row, "REACH": kind.reach, "TAPS": kind.taps}
+    inputs = H * V if isinstance(kind, ScanKind) else 0
+    sizes = {"INPUTS": inputs, "C": C, "ROW": kind.row, "REACH": kind.reach, "TAPS": kind.taps}
 
     def of(kernel, constants, **options):
         names = {name: constants[name] for name in kernel.arg_names if name in constants}
@@ -333,14 +335,20 @@ def recurring(capability, kind, dtype=torch.bfloat16):
         return compile(kernel, capability, types, names, **options)
 
     some = {"G": G, "H": H, "K": K, "K2": K2, "V": V, "V2": V2, "DELTA": delta, "KEYS": G * K, "VALUES": H * V}
-    yield of(
-        recurrent._prepare_keys,
-        sizes | some | {"FIRST": 0, "SHIFTED": not delta, "M": max(1, recurrent.ELEMENTS // K2)},
-    )
-    heads = sizes | some | {"M": max(1, recurrent.ELEMENTS // V2)}
-    yield of(own._prepare_values, heads)
-    E = H * V // G
-    yield of(own._finish, heads if delta else {"G": G, "E": E, "E2": triton.next_power_of_2(E), "NORMED": True})
+    some |= {"CHANNELS": channels}
+    if channels:
+        own, block = on_channels, {"BLOCK": on_channels.BLOCK, "L": 160 + 2 * K, "NORMED": True}
+        for kernel in (own._convolve, own._prepare, own._finish):
+            yield of(kernel, sizes | some | block)
+    else:
+        own, E = on_deltas if delta else on_scans, H * V // G
+        yield of(
+            recurrent._prepare_keys,
+            sizes | some | {"FIRST": 0, "SHIFTED": not delta, "M": max(1, recurrent.ELEMENTS // K2)},
+        )
+        heads = sizes | some | {"M": max(1, recurrent.ELEMENTS // V2)}
+        yield of(own._prepare_values, heads)
+        yield of(own._finish, heads if delta else {"G": G, "E": E, "E2": triton.next_power_of_2(E), "NORMED": True})
     yield of(recurrent._keep, sizes | some | {"BLOCK": recurrent.ROW_BLOCK})
     yield of(recurrent._walk, sizes | some | {"BLOCK": min(16, recurrent.WALKED // K2)}, num_warps=1)
 
@@ -497,7 +505,10 @@ unspilled(of_experts(90, 4, 16, group=32, LEAST=True, SPLIT=True))
 unspilled(of_experts(120, 5, 16, function=6, BIAS=True, SPLIT=True))
 unspilled(of_experts(90, 7, 16, function=6, GATED=False))
 unspilled(of_experts(120, 4, 16, function=6, group=32, GATED=False))
-RECURRENT = DeltaKind(16, 32, 128, 128, 4), ScanKind(1, 48, 128, 64, 4)  # Qwen3.5 9B, Granite 4 Tiny
+RECURRENT = (  # Qwen3.5 9B, Granite 4 Tiny, Mamba 2.8B
+    *(DeltaKind(16, 32, 128, 128, 4), ScanKind(1, 48, 128, 64, 4)),
+    ChannelKind(1, 1, 16, 5120, 4),
+)
 for capability, kind in itertools.product((80, 90, 120), RECURRENT):
     for compiled in recurring(capability, kind):
         unspilled(compiled)

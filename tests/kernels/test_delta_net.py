@@ -52,15 +52,25 @@ def along(x_TF, weights):
     return torch.stack(out)
 
 
+def doubled(weights):
+    return type(weights)(*(x.double() if torch.is_tensor(x) else x for x in weights))
+
+
+def moved(weights, device):
+    return type(weights)(*(x.to(device) if torch.is_tensor(x) else x for x in weights))
+
+
 class Growing:
     """Trees that grow from pass to pass, each token with a row, each token at a block's end with a state.
 
     Attributes:
         operator, weights_of, inputs_of, along: of the layer that is checked.
+        doubled, moved: make weights float64, or move them to a device.
     """
 
     operator, weights_of = staticmethod(delta_net), staticmethod(weights_of)
     inputs_of, along = staticmethod(inputs_of), staticmethod(along)
+    doubled, moved = staticmethod(doubled), staticmethod(moved)
 
     def __init__(self, kind, seed, dtype=torch.float32, roots=3):
         self.kind, self.draw, self.rng = kind, torch.Generator().manual_seed(seed), random.Random(seed)
@@ -90,9 +100,9 @@ class Growing:
         for node in range(first, first + tokens):
             above = self.path(node)[:-1]
             latest = [(first - 1 - n if n >= first else n + 2) for n in above[::-1]][: self.kind.reach]
-            if len(above) % BLOCK == BLOCK - 1:
+            if (len(above) + 1) % self.kind.block == 0:
                 self.state[node], self.count = self.count, self.count + 1
-            whole = len(above) // BLOCK * BLOCK
+            whole = self.kind.whole(len(above))
             base = self.state[above[whole - 1]] if whole else NULL_STATE
             path = latest + [NULL_SLOT] * (self.kind.reach - len(latest))
             row = node + 2, path, len(above) - whole, base, self.state.get(node, NULL_STATE)
@@ -104,7 +114,7 @@ class Growing:
 
     def run(self, impl, tokens, chains, device="cpu"):
         x_TF, paths = self.grow(tokens, chains)
-        self.rows, self.states, weights = self.rows.to(device), self.states.to(device), moved(self.weights, device)
+        self.rows, self.states, weights = self.rows.to(device), self.states.to(device), self.moved(self.weights, device)
         given = x_TF.to(device), weights, self.rows, self.states, paths.to(device)
         self.outputs.append(self.operator(*given, impl=impl).cpu())
         self.levels = with_chains(paths).levels
@@ -113,17 +123,9 @@ class Growing:
         x_TF, found = torch.cat(self.inputs).double(), torch.cat(self.outputs).double()
         for node in range(0, len(x_TF), 7):
             path = self.path(node)
-            expected = self.along(x_TF[path], doubled(self.weights))
+            expected = self.along(x_TF[path], self.doubled(self.weights))
             torch.testing.assert_close(found[path], expected, rtol=tolerance, atol=tolerance)
         return max(len(self.path(node)) for node in range(len(x_TF)))
-
-
-def doubled(weights):
-    return type(weights)(*(x.double() if torch.is_tensor(x) else x for x in weights))
-
-
-def moved(weights, device):
-    return type(weights)(*(x.to(device) if torch.is_tensor(x) else x for x in weights))
 
 
 def errors_of(growing, kind, impl, draws=1, device="cpu"):
@@ -138,7 +140,9 @@ def errors_of(growing, kind, impl, draws=1, device="cpu"):
                 _, paths = exact.grow(tokens, chains)
                 x_TF = forest.inputs[-1].double()
                 stores = exact.rows, exact.states
-                exact.outputs.append(exact.operator(x_TF, doubled(forest.weights), *stores, paths, impl="reference"))
+                exact.outputs.append(
+                    exact.operator(x_TF, exact.doubled(forest.weights), *stores, paths, impl="reference")
+                )
             squares.append((torch.cat(forest.outputs).double() - torch.cat(exact.outputs)).square())
         errors.append(torch.cat(squares).mean().sqrt().item())
     return errors
@@ -163,14 +167,14 @@ def test_the_error_is_at_most_twice_that_of_the_definition(impl, kind):
 
 def sequence(tokens, first, kind, state, rows):
     """The paths of tokens of one sequence, from the first on; only the last rows are kept, and one state in place."""
-    lasts = range((first + tokens) // BLOCK * BLOCK - kind.taps + 1, first + tokens)
+    lasts = range(max(0, kind.whole(first + tokens) - kind.taps + 1), first + tokens)
     columns = [], [], [], [], []
     for p in range(first, first + tokens):
-        earliest = max(0, p - max(p % BLOCK, kind.taps - 1))
+        earliest = max(0, p - max(p % kind.block, kind.taps - 1))
         path = [first - 1 - q if q >= first else rows[q] for q in range(p - 1, earliest - 1, -1)]
         path += [NULL_SLOT] * (kind.reach - len(path))
-        base, fold = (state if p >= BLOCK else NULL_STATE), (state if p % BLOCK == BLOCK - 1 else NULL_STATE)
-        row = 2 + p % 90 if p in lasts else TRASH_SLOT, path, p % BLOCK, base, fold
+        base, fold = (state if p >= kind.block else NULL_STATE), (NULL_STATE if (p + 1) % kind.block else state)
+        row = 2 + p % 90 if p in lasts else TRASH_SLOT, path, p % kind.block, base, fold
         for column, each in zip(columns, row, strict=True):
             column.append(each)
     rows.update({p: 2 + p % 90 for p in lasts})

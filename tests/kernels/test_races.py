@@ -10,11 +10,12 @@ import torch
 
 from kernels.experts import Routing, Stacked, routed
 from kernels.latent import LatentHeads, absorb_and_write
-from kernels.layout import DeltaKind, LatentSizes, ScanKind
+from kernels.layout import ChannelKind, DeltaKind, LatentSizes, ScanKind
 from kernels.rows import log_softmax, top_sums_of
 from kernels.rows.checks import TopSums
 from kernels.same_bits import asking
 from tests.kernels.forests import cast, forest
+from tests.kernels.test_channel_scan import ByChannels
 from tests.kernels.test_delta_net import Growing
 from tests.kernels.test_same_bits import Sequences
 from tests.kernels.test_scan import Scanned
@@ -137,7 +138,9 @@ def route(monkeypatch):
 
 def recur(monkeypatch):
     """Chains that begin with one state, and a level that reads what another leaves."""
-    for growing, kind in ((Growing, DeltaKind(1, 2, 4, 20, 4)), (Scanned, ScanKind(1, 2, 4, 20, 4))):
+    kinds = [(Growing, DeltaKind(1, 2, 4, 20, 4)), (Scanned, ScanKind(1, 2, 4, 20, 4))]
+    kinds.append((ByChannels, ChannelKind(1, 1, 4, 20, 4)))
+    for growing, kind in kinds:
         forest = growing(kind, 3, roots=1)
         forest.rng = SimpleNamespace(randrange=lambda nodes: nodes - 3)
         forest.run("triton", 40, 36)

@@ -29,7 +29,7 @@ from models.names import Names
 from models.rope import RopeConfig
 from models.running import Registers, run
 from search import Greedy, Trie
-from tests.recurrent import SCAN, hybrid
+from tests.recurrent import CHANNELS, SCAN, hybrid
 from tools.random_checkpoint import make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -57,6 +57,7 @@ VARIANTS = [
     *("relatives/olmo", "relatives/minicpm3", "relatives/nanochat", "relatives/granite_swa", "relatives/cohere_moe"),
     *("relatives/persimmon", "relatives/gpt_neo", "relatives/codegen"),
     *("falcon_h1/plain", "falcon_h1/norm", "falcon_h1/bias", "falcon_h1/bamba"),
+    *("mamba/plain", "mamba/bias", "mamba/falcon", "jamba/plain", "jamba/experts", "jamba/bias"),
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
     *("gemma4/plain", "gemma4/inputs", "gemma4/experts", "gemma4/everything", "gemma4/defaults"),
     *("gemma3n/plain", "gemma3n/others", "gemma3n/defaults"),
@@ -268,8 +269,11 @@ def test_an_int8_cache_of_other_families(variant, monkeypatch):
 @pytest.mark.parametrize("kind", [*KINDS, ("float32", "none", "int8")], ids="-".join)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"interleaved": True, "layers": "rrar"}, {"kind": SCAN, "layers": "rrar"}, {"kind": SCAN, "beside": True}],
-    ids=["in order", "interleaved", "scan", "scan beside attention"],
+    [
+        *({}, {"interleaved": True, "layers": "rrar"}, {"kind": SCAN, "layers": "rrar"}),
+        *({"kind": SCAN, "beside": True}, {"kind": CHANNELS, "layers": "rrar"}),
+    ],
+    ids=["in order", "interleaved", "scan", "scan beside attention", "scan by channels"],
 )
 def test_recurrent_layers_as_their_operators(options, kind, tmp_path, monkeypatch):
     """Blocks end in the trunk and in branches, whose tokens read states and each other's rows."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.layout import ScanKind
+from kernels.layout import ChannelKind, ScanKind
 from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.wrapped import TEXT_MODELS
@@ -94,6 +94,13 @@ def read(architecture, **changes):
         ("Mamba2ForCausalLM", "num_heads: expected expand .*, which is 1,", {"expand": 2}),
         ("Mamba2ForCausalLM", "n_groups", {"head_dim": 16, "num_heads": 4}),
         ("Mamba2ForCausalLM", "hidden_act", {"hidden_act": "gelu"}),
+        ("MambaForCausalLM", "hidden_act", {"hidden_act": "gelu"}),
+        ("MambaForCausalLM", "time_step_rank", {"time_step_rank": 0}),
+        ("FalconMambaForCausalLM", "mixer_rms_eps", {"mixer_rms_eps": -1.0}),
+        ("JambaForCausalLM", "attn_layer_offset: expected below attn_layer_period 8", {"attn_layer_offset": 8}),
+        ("JambaForCausalLM", "attn_layer_offset: .* a layer of attention", {}),
+        ("JambaForCausalLM", "expert_layer_offset", {"attn_layer_offset": 1, "expert_layer_offset": 2}),
+        ("JambaForCausalLM", "num_experts_per_tok", {"attn_layer_offset": 1, "num_experts_per_tok": 17}),
         ("NemotronHForCausalLM", "moe_latent_size", {"layers_block_type": ["moe", "attention"], "moe_latent_size": 8}),
         ("NemotronHForCausalLM", "mlp_bias", {"layers_block_type": ["moe", "attention"], "mlp_bias": True}),
         ("NemotronHForCausalLM", "layers_block_type: expected at least", {"layers_block_type": ["mlp"]}),
@@ -191,6 +198,15 @@ def test_defaults_of_transformers():
     assert bamba.recurrent.layers == (True, False, True, True)
     mamba = read("Mamba2ForCausalLM", hidden_size=None)
     assert mamba.width == 4096 and mamba.recurrent.kind == ScanKind(8, 128, 128, 64, 4)
+    assert read("MambaForCausalLM", hidden_size=40).recurrent.rank == 3, "a 16th, rounded up"
+    falcon = read("FalconMambaForCausalLM").recurrent
+    assert falcon == Recurrent(
+        ChannelKind(1, 1, 16, 64, 4), (True,) * 4, conv_bias=True, rank=2, part_norms="plain", eps=1e-6
+    )
+    jamba = read("JambaForCausalLM", num_hidden_layers=8)
+    assert jamba.recurrent.layers == (True, True, True, True, False, True, True, True)
+    assert jamba.experts.layers == (False, True) * 4 and jamba.experts.count == 16
+    assert read("JambaForCausalLM", num_hidden_layers=8, num_experts=1).experts is None
     apertus = read("ApertusForCausalLM", rope_theta=5e5)
     assert (apertus.activation, apertus.rope.kind, apertus.rope.theta) == ("xielu", "llama3", 12e6)
     assert read("ApertusForCausalLM", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}).rope.theta == 5e5

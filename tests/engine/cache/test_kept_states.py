@@ -12,7 +12,7 @@ from kernels.layout import BLOCK, DeltaKind
 from search import Greedy, Trie
 from tests.engine.cache.test_prefixes import same
 from tests.marks import needs_cpp
-from tests.recurrent import SCAN, VOCAB, check_stores, hybrid
+from tests.recurrent import CHANNELS, SCAN, VOCAB, check_stores, hybrid
 
 KIND = DeltaKind(1, 1, 1, 1, taps=4)
 
@@ -128,9 +128,9 @@ def read(engine, prompt, search=None, new=4):
 
 @pytest.mark.parametrize(
     "load",
-    [{}, {"kind": SCAN}, {"kind": SCAN, "beside": True}],
+    [{}, {"kind": SCAN}, {"kind": SCAN, "beside": True}, {"kind": CHANNELS}],
     indirect=True,
-    ids=["delta net", "scan", "scan beside attention"],
+    ids=["delta net", "scan", "scan beside attention", "scan by channels"],
 )
 def test_a_chat_reads_its_new_tokens_only(load, page_size):
     """By a server's requests, each with the whole conversation; then with another answer in its place."""

@@ -2,15 +2,16 @@
 
 import pytest
 
-from engine.cache.states import Held, Stores, TrunkStates, whole
+from engine.cache.states import Held, Stores, TrunkStates
 from engine.errors import KVMemoryError
-from kernels.layout import BLOCK, NULL_STATE, DeltaKind
+from kernels.layout import BLOCK, NULL_STATE, ChannelKind, DeltaKind
 
 KIND = DeltaKind(1, 1, 1, 1, taps=4)
 
 
 def test_whole_blocks():
-    assert [whole(n) for n in (0, 1, BLOCK - 1, BLOCK, 3 * BLOCK + 5)] == [0, 0, 0, BLOCK, 3 * BLOCK]
+    assert [KIND.whole(n) for n in (0, 1, BLOCK - 1, BLOCK, 3 * BLOCK + 5)] == [0, 0, 0, BLOCK, 3 * BLOCK]
+    assert [ChannelKind(1, 1, 2, 3, taps=2).whole(n) for n in (3, 4, 33)] == [0, 4, 32]
 
 
 def test_a_node_has_a_state_where_a_block_ends():

@@ -183,11 +183,11 @@ def test_all_shards_of_an_index_and_no_others(hub: Hub):
 
 
 def test_no_weights_of_a_model_that_is_not_supported(hub: Hub):
-    config = json.dumps({"architectures": ["MambaForCausalLM"]}).encode()
-    hub.add("org/mamba", TOY | {"config.json": config})
-    error = refused("org/mamba")
-    assert "architecture 'MambaForCausalLM' is not supported" in error.what and hub.fetched() == ["config.json"]
-    assert error.where == f"{hub.url}/org/mamba: config.json"
+    config = json.dumps({"architectures": ["RwkvForCausalLM"]}).encode()
+    hub.add("org/rwkv", TOY | {"config.json": config})
+    error = refused("org/rwkv")
+    assert "architecture 'RwkvForCausalLM' is not supported" in error.what and hub.fetched() == ["config.json"]
+    assert error.where == f"{hub.url}/org/rwkv: config.json"
 
 
 def test_companions_and_the_plan(hub: Hub, capsys: pytest.CaptureFixture[str]):

@@ -13,7 +13,7 @@ from models.checkpoint.tensor_files import write_tensors
 from search import Greedy, Trie
 from tests.engine.cache import test_prefixes
 from tests.engine.cache.test_prefixes import ROOT, exact, load, same
-from tests.recurrent import KIND, SCAN, check_stores, hybrid
+from tests.recurrent import CHANNELS, KIND, SCAN, check_stores, hybrid
 
 folder, page_size = test_prefixes.folder, test_prefixes.page_size
 
@@ -47,7 +47,7 @@ def test_convolutions_and_int8_in_a_file(kv_dtype, tmp_path):
     same(results[0], Engine.load(path, **options).generate([[*prefix, 9]], Trie(beams=3), max_new_tokens=5)[0])
 
 
-@pytest.mark.parametrize(("length", "kind"), [(64, KIND), (90, KIND), (90, SCAN)])
+@pytest.mark.parametrize(("length", "kind"), [(64, KIND), (90, KIND), (90, SCAN), (90, CHANNELS)])
 def test_recurrent_layers_in_a_file(length, kind, tmp_path, monkeypatch):
     options = {"kv_memory": 6 << 20, "dtype": "float32"}
     hybrid(tmp_path, monkeypatch, kind=kind)
@@ -61,8 +61,8 @@ def test_recurrent_layers_in_a_file(length, kind, tmp_path, monkeypatch):
         assert result.stats["reused_tokens"] == length
         same(result, cold)
         check_stores(warm)
-    with pytest.raises(UsageError, match="too short: expected at least 32 tokens, got 31"):
-        writer.save_prefix(file, prefix[:31])
+    with pytest.raises(UsageError, match=f"too short: expected at least {kind.block} tokens, got {kind.block - 1}"):
+        writer.save_prefix(file, prefix[: kind.block - 1])
     with safe_open(file, framework="pt") as opened:
         metadata, kept = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     for change in ({"states": kept["states"][:, :0]}, {"rows": kept["rows"][:, 1:]}, {"rows": kept["rows"] * math.nan}):

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from kernels import cpp
+from kernels.channel_scan import channel_conv, channel_scan
+from kernels.channel_scan import native as by_channels_native
 from kernels.kv_int8 import quantise
 from kernels.kv_kinds import parts
-from kernels.layout import DeltaKind, ScanKind
+from kernels.layout import ChannelKind, DeltaKind, ScanKind
 from kernels.linear import reference as products
 from kernels.linear.panels import ABOVE, STEPS, WITHOUT_ZEROS, Packed, pack, pack_groups
 from kernels.rows import reference
@@ -33,11 +35,13 @@ from kernels.tree_attention import native as tree_native
 from kernels.tree_attention import reference as tree_reference
 from tests.kernels.forests import FORESTS, Forest, cast, forest, hash_of
 from tests.kernels.replay.recording import Expected, Pointer, Recording
+from tests.kernels.test_channel_scan import BARE, ByChannels
 from tests.kernels.test_delta_net import Growing, doubled
 from tests.kernels.test_scan import Scanned
 
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 33, 64, 100, 259)
 EPS = 1e-5
+CHANNEL_FIELDS = "taps_KC", "shift_C", "rates_KC", "bias_C", "skip_C", "norms_E"
 STRANGE = math.nan, math.inf, -math.inf
 
 
@@ -45,7 +49,7 @@ def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
     rows = norms, rotary, halves, gates, curves, sparse, streams, log_softmax, best, draws, windows
-    trees = kv_write, kv_write_int8, kv_copy, short_conv, recurrent, layouts, tree_attention, suffixes
+    trees = kv_write, kv_write_int8, kv_copy, short_conv, recurrent, by_channels, layouts, tree_attention, suffixes
     for add in (*rows, linear, grouped, *trees):
         torch.manual_seed(0)
         add(recording)
@@ -458,6 +462,45 @@ def recurrent(recording: Recording) -> None:
                     case, "delta_net", kind, 2, x, w.taps_KC, w.decay_H, w.bias_H, w.norm_V, *cache, *numbers, *rooms,
                     out, tokens, *shape, sizes.reach, w.eps, w.most,
                 )  # fmt: skip
+
+
+def by_channels(recording: Recording) -> None:
+    """Two passes over trees, as above: the convolution, and the scan of steps, B and C that are drawn."""
+    shapes = (16, 37, 4), (5, 16, 2), (1, 3, 1), (17, 8, 7)
+    for (name, kind, dtype), (states, channels, taps) in itertools.product(kinds(), shapes):
+        grown = ByChannels(BARE if states == 5 else ChannelKind(1, 1, states, channels, taps), 1)
+        sizes, w = grown.kind, grown.weights.weights
+        exactly = grown.doubled(grown.weights).weights
+        for tokens, chains in ((30, 26), (9, 2)):
+            x, paths = grown.grow(tokens, chains)
+            widths = channels, w.rank + 2 * states, channels
+            x, *inputs = (each.to(dtype) for each in (x, *(draw(tokens, width) for width in widths)))
+            case, numbers = f"{name}, {tokens} tokens of {sizes}", [
+                *(paths.rows_T, paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T)
+            ]  # fmt: skip
+            weights = Pointer(by_channels_native.described(w), dict(zip(CHANNEL_FIELDS, w[2:8], strict=True)))
+
+            kept = [grown.rows.clone(), grown.states.clone()]
+            structure = cpp.OPERATORS.structures["Paths"]
+            places = structure(*[None] * 7, sizes.reach, *map(len, kept))
+            names = [field for field, *_ in structure._fields_[:7]]
+            before = Pointer(places, dict(zip(names, (*numbers, *kept), strict=True)))
+            plain = channel_conv(x, w, grown.rows, paths, impl="reference")
+            exact = channel_conv(x.double(), exactly, grown.rows.double(), paths, impl="reference")
+            found = bounded(blank(plain), exact, plain)
+            recording.add(case, "channel_conv", kind, 2, x, weights, before, found, tokens)
+
+            wide = [each.double() for each in kept]
+            given = (each.double() for each in (x, *inputs))
+            plain = channel_scan(x, *inputs, w, grown.rows, grown.states, paths, impl="reference")
+            exact = channel_scan(*given, exactly, *wide, paths, impl="reference")
+            stored = zip(kept, wide, (grown.rows, grown.states), strict=True)
+            cache = [bounded(old, new, made) for old, new, made in stored]
+            blanks = (torch.full((tokens * width,), math.nan) for width in (sizes.row, states))
+            rooms = [Expected(each, each.double(), math.inf) for each in blanks]
+            out = bounded(blank(plain), exact, plain)
+            at = Pointer(places, dict(zip(names, (*numbers, *cache), strict=True)))
+            recording.add(case, "channel_scan", kind, 2, x, *inputs, weights, at, *rooms, out, tokens)
 
 
 def bounded(before: Tensor, exact: Tensor, plain: Tensor) -> Expected:

@@ -41,11 +41,14 @@ ARCHITECTURES = {
     },
     **{name: name for name in ("glm4", "dots1", "afmoe", "ernie4_5", "exaone4", "seed_oss", "arcee", "nemotron")},
     **{"apertus": "apertus", "internlm3": "llama", "nemotron_h": "nemotron_h", "falcon_h1": "falcon-h1"},
+    **{"mamba": "mamba", "falcon_mamba": "mamba", "jamba": "jamba"},
     **{"glm": "chatglm", "glm4_moe": "glm4moe", "solar_open": "glm4moe", "minimax_m2": "minimax-m2"},
     **{"ernie4_5_moe": "ernie4_5-moe", "starcoder2": "starcoder2", "cohere": "command-r", "cohere2": "cohere2"},
     **{"gpt_neox": "gptneox", "falcon": "falcon", "gpt_bigcode": "starcoder", "llama4_text": "llama4", "dbrx": "dbrx"},
     **{"bloom": "bloom", "mpt": "mpt"},
 }
+MAMBA = {"conv_kernel": 4, "state_size": 16, "expand": 2, "time_step_rank": "auto"}  # fields that may be absent
+JAMBA = {"attn_layer_period": 8, "attn_layer_offset": 4, "mamba_dt_rank": "auto"}
 GOLDEN = Path(__file__).parents[2] / "golden"
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 WIDE |= {"moe_shared_expert_intermediate_size": 256, "mamba_num_heads": 8, "mamba_head_dim": 32}
@@ -193,6 +196,9 @@ class File:
             if ".linear_attn." in name:
                 self._delta_net(*name.removeprefix("model.layers.").split(".linear_attn."), values)
                 continue
+            if part := re.search(r"\.(mamba|mixer)\.(conv1d|A_log)", name) if self.arch in ("mamba", "jamba") else None:
+                values = values.squeeze(1) if part[2] == "conv1d" and values.ndim == 3 else values
+                values = -np.exp(values) if part[2] == "A_log" else values
             if self.arch.startswith("nemotron_h"):
                 name = name.replace("model.", "backbone.")
             if self.arch == "bloom":
@@ -267,9 +273,11 @@ class File:
                 values = permute(values, c.get("num_key_value_heads") or heads)
             key = names.get_name(name, try_suffixes=(".weight", ".bias"))
             key = "cls.output.weight" if name == "score.weight" else key
-            bare = key.endswith((".weight", ".bias", ".ffn_norm"))  # the last of Falcon-H1, as its converter has it
+            bare = key.endswith((".weight", ".bias", ".ffn_norm", ".ssm_a", ".ssm_d"))
+            bare = bare and not (key.endswith(".ffn_norm") and self.arch != "falcon-h1")  # as its converter has it
             key = key if bare else f"{key}.weight"  # sinks
             vector = values.ndim == 1 or key == "position_embd.weight" or "shortconv.conv" in key
+            vector = vector or key.endswith((".ssm_a", ".ssm_conv1d.weight"))
             usual = F32 if vector else self.format
             if values.shape[-1] % gguf.GGML_QUANT_SIZES[usual][0]:  # as llama-quantize does
                 usual = F32 if values.shape[-1] % 32 else gguf.GGMLQuantizationType.Q8_0
@@ -294,6 +302,19 @@ class File:
         groups = x.reshape(shared, heads // shared + 2, size, *x.shape[1:])
         parts = groups[:, :-2], groups[:, -2], groups[:, -1]
         return np.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
+
+    def _mamba(self):
+        c = {**MAMBA, **self.config}
+        yield from (("block_count", c["num_hidden_layers"]), ("context_length", 2**20))
+        yield from (("embedding_length", c["hidden_size"]), ("feed_forward_length", 0), ("attention.head_count", 0))
+        yield "attention.layer_norm_rms_epsilon", c["layer_norm_epsilon"]
+        yield "ssm.dt_b_c_rms", c["model_type"] == "falcon_mamba"
+        yield from self._scans(c["conv_kernel"], c["state_size"], c["expand"], c["time_step_rank"])
+
+    def _scans(self, taps, states, expand, rank):
+        width = self.config["hidden_size"]
+        yield from (("ssm.conv_kernel", taps), ("ssm.state_size", states), ("ssm.inner_size", expand * width))
+        yield "ssm.time_step_rank", -(-width // 16) if rank == "auto" else rank
 
     def _granite4(self, layer, module, part, x):
         """A tensor of a scan, or of the MLP that all tokens have."""
@@ -400,6 +421,14 @@ class File:
         if self.arch in ("bloom", "mpt"):
             yield from self._alibi()
             return
+        if self.arch == "mamba":
+            yield from self._mamba()
+            return
+        if self.arch == "jamba":
+            c = self.config = {**JAMBA, **c}
+            attends = [i % c["attn_layer_period"] == c["attn_layer_offset"] for i in range(c["num_hidden_layers"])]
+            c["layer_types"] = ["full_attention" if each else "mamba" for each in attends]
+            yield from self._scans(c["mamba_d_conv"], c["mamba_d_state"], c["mamba_expand"], c["mamba_dt_rank"])
         whole = c["model_type"] == "solar_open"
         share = r.get("partial_rotary_factor", c.get("rotary_pct", 1.0 if whole else SHARES.get(self.arch, 1.0)))
         share = c["rotary_dim"] / self.head_dim if "rotary_dim" in c else share

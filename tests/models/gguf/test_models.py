@@ -53,6 +53,8 @@ FLOATS = [
     *(f"relatives/{name}" for name in ("olmo", "jais2", "youtu", "exaone_moe", "hunyuan_moe")),
     *("experts/granite_shared", "granite/scans", "granite/scans_experts", "granite/scans_groups"),
     *("falcon_h1/plain", "falcon_h1/norm", "llama4/dense", "relatives/dbrx", "relatives/olmo_clipped"),
+    *("mamba/plain", "mamba/bias", "mamba/defaults", "mamba/falcon_bias"),
+    *("jamba/plain", "jamba/experts", "jamba/bias", "jamba/defaults"),
 ]
 PROMPT = list(range(3, 30))
 

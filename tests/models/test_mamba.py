@@ -1,0 +1,150 @@
+"""Mamba, Falcon Mamba and Jamba: int8 and int4 weights, adapters, packed files, Triton, what is kept, what is
+refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine import Engine
+from engine.cache.pool import PagePool
+from engine.load.loading import LoadedModel
+from engine.step.graphs import GraphRunner
+from models.errors import CheckpointError
+from models.shard import Shard
+from search import Greedy, Trie
+from tests.marks import needs_cpp, needs_int8, needs_interpreter
+from tests.models.copies import GOLDEN, changed
+from tools.pack import pack
+
+TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(70)]
+VARIANTS = ["mamba/plain", "mamba/falcon", "jamba/plain", "jamba/experts"]
+
+
+def load(folder, **options):
+    return Engine.load(folder, **{"dtype": "float32", "kv_memory": 1 << 24} | options)
+
+
+@pytest.mark.parametrize("quant", [pytest.param("int8", marks=needs_int8), pytest.param("int4", marks=needs_cpp)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_quantised_weights_are_near(variant, quant):
+    exact, found = (load(GOLDEN / variant, quant=quant).logits(TEXT) for quant in ("none", quant))
+    off = (found - exact).norm() / exact.norm()
+    assert 0 < off < (0.2 if quant == "int8" else 0.7)  # norms enlarge errors of B and C, which random states add up
+
+
+def test_half_precision_is_near():
+    for variant in VARIANTS:
+        exact, found = (load(GOLDEN / variant, dtype=dtype).logits(TEXT) for dtype in ("float32", "bfloat16"))
+        assert (found - exact).norm() < 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("variant", "layer", "outs", "width"),
+    [
+        ("mamba/plain", "layers.0.mixer.in_proj", 96, 24),
+        ("mamba/plain", "layers.1.mixer.x_proj", 34, 48),
+        ("mamba/plain", "layers.2.mixer.dt_proj", 48, 2),
+        ("jamba/plain", "layers.0.mamba.x_proj", 34, 48),
+        ("jamba/plain", "layers.2.mamba.out_proj", 24, 48),
+        ("jamba/plain", "layers.1.self_attn.k_proj", 12, 24),
+    ],
+)
+def test_an_adapter_is_added_to_a_matrix(variant, layer, outs, width, tmp_path):
+    """The answers are those of the checkpoint whose matrix is the sum."""
+    draw = torch.Generator().manual_seed(3)
+    a, b = torch.randn(2, width, generator=draw) / 8, torch.randn(outs, 2, generator=draw) / 8
+    folder, stored = tmp_path / "adapter", ("backbone." if variant.startswith("mamba") else "model.") + layer
+    folder.mkdir()
+    factors = {f"base_model.model.{stored}.lora_{x}.weight": y for x, y in (("A", a), ("B", b))}
+    save_file(factors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": [layer.split(".")[-1]]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+    def summed(tensors):
+        tensors[f"{stored}.weight"] = tensors[f"{stored}.weight"].float() + 2 * b @ a
+        return tensors
+
+    merged = load(changed(tmp_path / "merged", variant, {}, summed)).logits(TEXT)
+    found = load(GOLDEN / variant, adapters=[folder]).logits(TEXT, "adapter")
+    plain = load(GOLDEN / variant).logits(TEXT)
+    assert (found - merged).abs().max() < 1e-4 < 1e-3 < (found - plain).abs().max()
+
+
+@needs_cpp
+def test_packed_ahead(tmp_path):
+    pack(GOLDEN / "jamba/plain", tmp_path / "packed", quant="int8")
+    found, plain = load(tmp_path / "packed").logits(TEXT), load(GOLDEN / "jamba/plain", quant="int8").logits(TEXT)
+    assert found.equal(plain)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("variant", ["mamba/plain", "jamba/experts"])
+def test_answers_of_triton(variant):
+    plain = load(GOLDEN / variant)
+    pool = PagePool(plain.shape, 40, 16, torch.float32)
+    runner = GraphRunner(plain.runner.model, pool, plain.runner.vocab_size, impl="triton", record=lambda run: run)
+    engine = Engine(LoadedModel(runner, plain.shape, None, eos_token_ids=plain.eos_token_ids))
+    options = {"max_new_tokens": 2, "ignore_eos": True, "logprobs": 1}
+    (ours, theirs) = (each.generate([TEXT[:5]], Trie(beams=2), **options)[0].outputs for each in (engine, plain))
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert found.token_ids == wanted.token_ids
+        assert found.token_logprobs == pytest.approx(wanted.token_logprobs, abs=1e-4)
+
+
+def test_names_of_first_files(tmp_path):
+    """Which call the table of tokens "embedding"."""
+
+    def named(tensors):
+        return {name.replace("backbone.embeddings.", "backbone.embedding."): x for name, x in tensors.items()}
+
+    found = load(changed(tmp_path, "mamba/plain", {}, named))
+    assert found.logits(TEXT).equal(load(GOLDEN / "mamba/plain").logits(TEXT))
+
+
+def test_experts_of_published_files(tmp_path):
+    """Each has matrices of its own."""
+
+    def apart(tensors):
+        found = dict[str, torch.Tensor]()
+        for name, x in tensors.items():
+            if name.endswith("experts.gate_up_proj"):
+                for i, (gate, up) in enumerate(one.chunk(2) for one in x):
+                    begin = f"{name.removesuffix('gate_up_proj')}{i}."
+                    found |= {f"{begin}gate_proj.weight": gate.clone(), f"{begin}up_proj.weight": up.clone()}
+            elif name.endswith("experts.down_proj"):
+                begin = name.removesuffix("down_proj")
+                found |= {f"{begin}{i}.down_proj.weight": one.clone() for i, one in enumerate(x)}
+            else:
+                found[name] = x
+        return found
+
+    found = load(changed(tmp_path, "jamba/experts", {}, apart)).logits(TEXT)
+    assert found.equal(load(GOLDEN / "jamba/experts").logits(TEXT))
+
+
+def test_what_a_token_keeps():
+    """A row is three times as wide as the channels, plus B; a state has K numbers for each channel."""
+    shape = load(GOLDEN / "mamba/plain").runner.model.shape
+    assert (shape.row_bytes, shape.state_bytes) == (4 * 3 * (3 * 48 + 16), 4 * 3 * 48 * 16)
+    shape = load(GOLDEN / "jamba/plain").runner.model.shape
+    assert shape.kv_bytes_per_token(torch.float32) == 2 * 4 * 2 * 6, "keys and values of the one layer of attention"
+
+
+def test_a_long_text_takes_no_more_memory():
+    """A greedy search keeps the rows of a block, those before it that the convolution reads, and two states."""
+    engine, most = load(GOLDEN / "mamba/plain"), [0, 0]
+    stores = engine.pool.stores
+    for _ in engine.stream(TEXT, Greedy(), max_new_tokens=40, ignore_eos=True):
+        most = [max(most[0], stores.rows.used), max(most[1], stores.states.used)]
+    assert most[0] <= 8 and most[1] <= 3
+
+
+def test_what_is_refused(tmp_path):
+    for variant in ("mamba/plain", "jamba/plain"):
+        with pytest.raises(CheckpointError, match="recurrent layers cannot be divided among processes"):
+            load(GOLDEN / variant, shard=Shard(0, 2))
+    with pytest.raises(CheckpointError, match=r"missing model.layers.0.mamba.b_layernorm.weight"):
+        gone = "model.layers.0.mamba.b_layernorm.weight"
+        load(changed(tmp_path, "jamba/plain", {}, lambda x: {n: t for n, t in x.items() if n != gone}))
