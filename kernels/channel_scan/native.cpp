@@ -80,23 +80,10 @@ struct ByChannels {
         }
     }
 
-    // Asks for what some channels of a token read: lines too far apart for the processor to foresee.
-    void prefetch(int64_t t, int64_t at) const {
-        const int64_t C = s.channels, K = s.states;
-        if (at >= C || goes_on(t)) return;
-        for (int64_t k = 0; k < K; k++) __builtin_prefetch(p.states + (p.bases_T[t] * K + k) * C + at);
-        for (int64_t k = 0; k < K && !t; k++) __builtin_prefetch(s.rates_KC + k * C + at);
-        for (int64_t i = 0; i < p.lengths_T[t]; i++) {
-            const float* written = row_of(p.paths_TN[t * p.reach + i]) + C + K + at;
-            __builtin_prefetch(written), __builtin_prefetch(written + C);
-        }
-    }
-
     template <typename Count>
     void scan(int64_t at, Floats* state, Count n) const {
         const int64_t C = s.channels, K = s.states;
         for (int64_t t = 0; t < tokens; t++) {
-            t + 1 < tokens ? prefetch(t + 1, at) : prefetch(0, at + LANES);
             if (!goes_on(t)) {
                 const float* from = p.states + p.bases_T[t] * K * C + at;
                 for (int64_t k = 0; k < K; k++) state[k] = load(from + k * C, n);
