@@ -40,8 +40,8 @@ def one_by_one(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -
     if turns and f"{turns[1]}{turns[2]}_proj_bias" in tensors and len(info.shape) >= 2 and few:
         yield from _in_turns(turns, name, info)
     elif stacked and len(info.shape) == 3 and few and not info.packed:
-        router = tensors.get(f"{stacked['layer']}{stacked['mlp']}.router.weight")  # of Llama 4
-        yield from _unstacked(stacked, name, info, transposed=stacked["mlp"] == "feed_forward" and router is not None)
+        shared = f"{stacked['layer']}feed_forward.shared_expert.down_proj.weight"  # Llama 4 has it, others have not
+        yield from _unstacked(stacked, name, info, transposed=stacked["mlp"] == "feed_forward" and shared in tensors)
     elif (below := _DBRX.fullmatch(name)) and (router := tensors.get(f"{below[1]}router.layer.weight")):
         yield from _from_below(below, name, info, router.shape[0])
     elif statics and len(info.shape) == 2 and info.shape[0] == 1:

@@ -186,7 +186,7 @@ class File:
 
     def _tensors(self):
         c = self.config
-        heads = next(c[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in c)
+        heads = next((c[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in c), 1)  # scans: none
         layers = next(c[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if name in c)
         kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(kinds[self.arch], layers)
