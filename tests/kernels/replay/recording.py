@@ -46,7 +46,7 @@ class Pointer:
     """The address of a structure; some fields are addresses of tensors, perhaps written, of structures or null."""
 
     structure: ctypes.Structure
-    fields: "Mapping[str, Tensor | Expected | Pointer]" = field(default_factory=dict)
+    fields: "Mapping[str, Tensor | Expected | Pointer | None]" = field(default_factory=dict)
 
 
 Argument = int | float | None | Tensor | Expected | Pointer
@@ -99,7 +99,8 @@ class _Buffers:
             links: Sequence[tuple[int, int]] = ()
             check = _integers(-1)
             if isinstance(x, Pointer):
-                links = [(getattr(type(x.structure), name).offset, self.number(to)) for name, to in x.fields.items()]
+                fields = {name: to for name, to in x.fields.items() if to is not None}
+                links = [(getattr(type(x.structure), name).offset, self.number(to)) for name, to in fields.items()]
                 content = bytes(x.structure)
             elif isinstance(x, Expected):
                 content, check = _bytes(x.before), _check(x)
