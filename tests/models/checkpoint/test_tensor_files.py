@@ -39,7 +39,7 @@ def test_a_scale_beside_them_is_refused(tmp_path):
         name = "model.layers.0.self_attn.q_proj.weight"
         return cast(SMALL[0])(tensors) | {f"{name}_scale": torch.ones(1)}
 
-    with pytest.raises(CheckpointError, match="unknown model.layers.0.self_attn.q_proj.weight_scale"):
+    with pytest.raises(CheckpointError, match=r"unknown model\.layers\.0\.self_attn\.q_proj\.weight_scale"):
         Engine.load(changed(tmp_path, "llama/plain", {}, scaled))
 
 
