@@ -64,6 +64,7 @@ class RopeConfig:
         *,
         theta: float = 10000.0,
         partial: float | None = None,
+        even: bool = False,
         kinds: Mapping[str, str] = KINDS,
         original: int | None = None,
     ) -> RopeConfig:
@@ -71,8 +72,9 @@ class RopeConfig:
 
         `head_dim` is the whole head, `max_positions` the config's `max_position_embeddings`. `theta` is the family's
         default base, `partial` its default share of rotated dims; with None the family rotates whole heads and other
-        shares are refused. `kinds` maps the labels that the family knows to kinds; `original` is its default for a
-        top-level `original_max_position_embeddings`.
+        shares are refused. `even`: so are shares that are an odd number of dims, of which most families rotate one
+        more. `kinds` maps the labels that the family knows to kinds; `original` is its default for a top-level
+        `original_max_position_embeddings`.
         Raises CheckpointError for unknown kinds and for invalid parameters.
         """
         fields = config if isinstance(config, Fields) else Fields(config, "config.json")
@@ -96,7 +98,7 @@ class RopeConfig:
             }
             return RopeConfig(head_dim, kind, turned=int(share * head_dim // 2), **base)
         dims = int(head_dim * _read_share(_holder(rope, fields, "partial_rotary_factor"), partial))
-        odd = dims % 2 == 1 and dims < head_dim and kind in ("default", "dynamic", "linear", "llama3")
+        odd = not even and dims % 2 == 1 and dims < head_dim and kind in ("default", "dynamic", "linear", "llama3")
         if dims % 2 > odd or dims < (3 if kind == "dynamic" else 1):
             raise CheckpointError(f"head_dim: {dims} of {head_dim} dims cannot be rotated in pairs", where=fields.file)
         base: dict[str, Any] = {"head_dim": dims + odd, "kind": kind, "theta": theta, "original_length": max_positions}

@@ -49,7 +49,7 @@ def test_what_float16_cannot_hold_is_an_error(tmp_path):
     [
         ("phi/plain", {"num_key_value_heads": 4}, "num_key_value_heads: expected a divisor"),
         ("phi/plain", {"hidden_size": 25}, "hidden_size: expected a multiple"),
-        ("phi/plain", {"rope_parameters": {"partial_rotary_factor": 0.05}}, "0 of 12 dims cannot be rotated in pairs"),
+        ("phi/plain", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "3 of 12 dims cannot be rotated in pairs"),
         ("phi/plain", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor: expected"),
         ("phi/plain", {"rope_parameters": {"rope_type": "su"}}, "rope_type: expected one of"),
         ("phi/plain", {"hidden_act": "mish"}, "hidden_act: expected one of"),
