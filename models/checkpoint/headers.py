@@ -154,12 +154,15 @@ class Checkpoint:
         A name that fully matches a pattern of `ignore` may exist or not. `tied` maps names to the names they share
         their values with: one of each pair may be absent. `base` is a prefix of names in a checkpoint of the whole
         model, which checkpoints of the base model (without the head) omit: if no stored name has it, none is expected.
+        If all have it and some have it twice, a module around the model has added it to every name, the head's too.
         `kinds` maps weights that may be stored quantised to the classes of their modules.
         Returns {absent name: the name to read instead}.
         Raises a CheckpointError that lists up to 10 tensors that are missing, extra, misshapen or of another dtype.
         """
         bare = bool(base) and not any(name.startswith(base) for name in self.tensors)
-        stored = {name: name.removeprefix(base) if bare else name for name in expected}
+        begins = {name.startswith(base) + name.startswith(2 * base) for name in self.tensors}
+        twice = bool(base) and begins in ({2}, {1, 2})
+        stored = {name: name.removeprefix(base) if bare else base * twice + name for name in expected}
 
         def parts(name: str) -> dict[str, Part]:
             return self._parts(name, stored[name], expected[name], (kinds or {}).get(name, ""))
