@@ -299,8 +299,6 @@ def _refuse(fields: Fields) -> None:
     for name in (*REFUSED, *unknown):
         if config.get(name) and name != "use_rslora":
             raise refused(REFUSED.get(name, show(name)))
-    if (bias := fields.str("bias", default="none")) != "none":
-        raise refused(f"biases (bias: {show(bias)})")
     start = config.get("init_lora_weights")
     if not any(start is each for each in PLAIN_STARTS[:3]) and start not in PLAIN_STARTS[3:]:
         raise refused(f"init_lora_weights: {show(str(start))}, which changes the base,")
@@ -320,7 +318,11 @@ def _modules(
     def error(what: str) -> CheckpointError:
         return CheckpointError(what, where=show(folder / WEIGHTS), remedy=FETCH_AGAIN)
 
+    bias = fields.str("bias", default="none")  # a base without biases leaves nothing of it in the file
     for name, info in tensors.items():
+        if bias != "none" and name.endswith(".bias"):
+            what = f"adapters with biases (bias: {show(bias)}) are not supported"
+            raise CheckpointError(what, where=fields.file, remedy=MERGE)
         if (key := KEY.fullmatch(name) or WHOLE.fullmatch(name)) is None or (key.re is WHOLE and ".lora_" in name):
             what = f"the adapter's tensor {show(name)} is no factor of LoRA of a linear layer, which is not supported"
             raise CheckpointError(what, where=show(folder / WEIGHTS), remedy=MERGE)

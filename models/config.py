@@ -325,7 +325,8 @@ class Config:
 
     def tables(self) -> dict[RopeConfig, int]:
         """Number the rotary tables of the layers."""
-        found = dict.fromkeys(rope for rope in self.ropes or (self.rope,) if rope is not None)
+        ropes = (self.ropes or (self.rope,)) if any(map(self.attends, range(self.layers))) else ()
+        found = dict.fromkeys(rope for rope in ropes if rope is not None)
         return {rope: i for i, rope in enumerate(found)}
 
     def table(self, layer: int) -> int | None:
@@ -451,7 +452,7 @@ class ModelShape:
         kept = tuple(map(c.kept, range(c.layers)))
         if c.recurrent is not None and c.beside:
             kept += tuple(c.recurrent.kind if c.recurs(i) else None for i in range(c.layers))
-        if not any(isinstance(each, CacheKind) for each in kept):
+        if not any(isinstance(each, CacheKind) and each.pair for each in kept):
             kept += (CacheKind(c.kv_heads, c.head_dim),)  # pages need a size: nothing writes these keys
         kept = kept if len({*kept}) > 1 or c.latent is not None or c.uneven else ()
         more = {

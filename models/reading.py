@@ -10,7 +10,8 @@ from models.rope import RopeConfig
 
 ACTIVATIONS = {  # Hugging Face's names -> those of `kernels.rows.activation`
     **{name: name for name in ("silu", "relu", "gelu", "quick_gelu", "tanh")},
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh"),
+    "gelu_python": "gelu",
     "swish": "silu",
     "relu2": "relu_squared",
 }

@@ -47,6 +47,14 @@ class RopeConfig:
     growth_length: int = 1
     growth_start: int = 0  # added to the position there
     backwards: bool = False  # rotations have the opposite sign (nanochat)
+    odd: bool = (
+        False  # the share of a head is an odd number of dims: one more is rotated, by the frequencies of that number
+    )
+
+    @property
+    def divisor(self) -> int:
+        """The number of dims by which the exponents of frequencies are divided."""
+        return self.head_dim - self.odd
 
     @staticmethod
     def from_hf(
@@ -56,6 +64,7 @@ class RopeConfig:
         *,
         theta: float = 10000.0,
         partial: float | None = None,
+        even: bool = False,
         kinds: Mapping[str, str] = KINDS,
         original: int | None = None,
     ) -> RopeConfig:
@@ -63,8 +72,9 @@ class RopeConfig:
 
         `head_dim` is the whole head, `max_positions` the config's `max_position_embeddings`. `theta` is the family's
         default base, `partial` its default share of rotated dims; with None the family rotates whole heads and other
-        shares are refused. `kinds` maps the labels that the family knows to kinds; `original` is its default for a
-        top-level `original_max_position_embeddings`.
+        shares are refused. `even`: so are shares that are an odd number of dims, of which most families rotate one
+        more. `kinds` maps the labels that the family knows to kinds; `original` is its default for a top-level
+        `original_max_position_embeddings`.
         Raises CheckpointError for unknown kinds and for invalid parameters.
         """
         fields = config if isinstance(config, Fields) else Fields(config, "config.json")
@@ -88,9 +98,11 @@ class RopeConfig:
             }
             return RopeConfig(head_dim, kind, turned=int(share * head_dim // 2), **base)
         dims = int(head_dim * _read_share(_holder(rope, fields, "partial_rotary_factor"), partial))
-        if dims % 2 or dims < (4 if kind == "dynamic" else 2):
+        odd = not even and dims % 2 == 1 and dims < head_dim and kind in ("default", "dynamic", "linear", "llama3")
+        if dims % 2 > odd or dims < (3 if kind == "dynamic" else 1):
             raise CheckpointError(f"head_dim: {dims} of {head_dim} dims cannot be rotated in pairs", where=fields.file)
-        base: dict[str, Any] = {"head_dim": dims, "kind": kind, "theta": theta, "original_length": max_positions}
+        base: dict[str, Any] = {"head_dim": dims + odd, "kind": kind, "theta": theta, "original_length": max_positions}
+        base["odd"] = odd
         if kind == "default":
             return RopeConfig(**base)
         if kind in ("linear", "dynamic"):  # dynamic stretches from max_positions and ignores an original length
@@ -230,7 +242,7 @@ class RotaryEmbedding:
         inv_freq = self.inv_freq
         if self.config.kind == "dynamic":
             # Per token, because a branch on the data would stall a GPU and break a compiled graph.
-            stretched_TF = _geometric(_dynamic_theta(self.config, spans_T)[:, None], self.config.head_dim)
+            stretched_TF = _geometric(_dynamic_theta(self.config, spans_T)[:, None], self.config.divisor)
             inv_freq = torch.where(spans_T[:, None] > self.config.original_length, stretched_TF, inv_freq)
         if self.long_inv_freq is not None:
             inv_freq = torch.where(spans_T[:, None] > self.config.original_length, self.long_inv_freq, inv_freq)
@@ -254,7 +266,7 @@ def _geometric(theta: float | Tensor, dims: int) -> Tensor:
 def _dynamic_theta(c: RopeConfig, spans_T: Tensor) -> Tensor:
     """Return the NTK-aware base past the original length. The float64 power rounds to that of transformers."""
     growth = (c.factor * spans_T / c.original_length) - (c.factor - 1)
-    return c.theta * (growth.double() ** (c.head_dim / (c.head_dim - 2))).float()
+    return c.theta * (growth.double() ** (c.divisor / (c.divisor - 2))).float()
 
 
 def _inv_freq(c: RopeConfig) -> Tensor:
@@ -263,7 +275,7 @@ def _inv_freq(c: RopeConfig) -> Tensor:
         return _longrope(c, c.short_factor)
     if c.kind == "yarn":
         return _yarn(c)
-    inv_freq = _geometric(c.theta, c.head_dim)
+    inv_freq = _geometric(c.theta, c.divisor)
     if c.kind == "proportional":
         inv_freq[c.turned :] = 0.0
     if c.kind in ("linear", "proportional"):

@@ -140,8 +140,10 @@ def _recur(call: Call, r: Registers) -> None:
     x_TF, (rows_RW, states_SHKV), paths = r[call.source], r.cache.layers[call.table], _paths(r)
     if call.code == "recur" and call.delta.order is not None:
         x_TF = x_TF.index_select(1, call.delta.order)
-    operator = scan if call.code == "scan" else delta_net
-    r[call.target] = operator(x_TF, call.delta.weights, rows_RW, states_SHKV, paths, impl=r.layout.impl)
+    operator, dtype = scan if call.code == "scan" else delta_net, x_TF.dtype
+    if dtype == torch.float64:  # as in transformers, whose rows and states are float32 in every model
+        x_TF = x_TF.float()
+    r[call.target] = operator(x_TF, call.delta.weights, rows_RW, states_SHKV, paths, impl=r.layout.impl).to(dtype)
 
 
 def _channel_conv(call: Call, r: Registers) -> None:

@@ -4,7 +4,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, starmap
+from itertools import starmap
 from typing import Any
 
 from engine.contract import Output, SearchResult
@@ -161,9 +161,13 @@ class Answers:
         if asked.echoed and asked.logprobs is not None:
             own = choice["logprobs"] or {"tokens": [], "token_logprobs": [], "top_logprobs": []}
             texts = [asked.served.spelling(token)[0] for token in ids] + own["tokens"]
-            found = self._alternatives([top[: asked.logprobs] for top in tops])
+            rows = zip(score.token_ids, score.token_logprobs, tops, strict=True)
+            found = [self._alternatives(token, logp, top[: asked.logprobs]) for token, logp, top in rows]
             numbers = [None, *score.token_logprobs, *own["token_logprobs"]]
-            choice["logprobs"] = _columns(texts, numbers, [None, *found, *own["top_logprobs"]])
+            special = asked.served.engine.tokenizer.special_ids
+            unseen = [i for i, token in enumerate(ids) if token in special]
+            columns = _columns(texts, numbers, [None, *found, *own["top_logprobs"]])
+            choice["logprobs"] = columns | {"text_offset": _offsets(texts, choice["text"], unseen)}
         if asked.prompt_logprobs is not None:
             rows = zip(score.token_ids, score.token_logprobs, score.ranks or [], tops, strict=True)
             places: list[Any] = [None]
@@ -199,11 +203,15 @@ class Answers:
                 "content": [self._token(t, x) | {"top_logprobs": [*starmap(self._token, top)]} for t, x, top in rows]
             }
         texts = [self.asked.served.spelling(token)[0] for token in tokens]
-        return _columns(texts, [logprob for _, logprob, _ in rows], self._alternatives([top for *_, top in rows]))
+        return _columns(texts, [logprob for _, logprob, _ in rows], [*starmap(self._alternatives, rows)])
 
-    def _alternatives(self, tops: Sequence[Sequence[tuple[int, float]]]) -> list[dict[str, float]]:
-        """The log-probabilities of the likeliest tokens at each place, by their texts."""
-        return [{self.asked.served.spelling(token)[0]: logprob for token, logprob in top} for top in tops]
+    def _alternatives(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """The log-probabilities of the likeliest tokens at a place, by their texts, and of the token that stands there,
+        as OpenAI has it. Of tokens that are spelled alike, such as parts of characters, the likeliest."""
+        found: dict[str, float] = {}
+        for other, its in (*top, (token, logprob)):
+            found.setdefault(self.asked.served.spelling(other)[0], its)
+        return found
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text, data = self.asked.served.spelling(token)
@@ -212,8 +220,21 @@ class Answers:
 
 def _columns(texts: list[str], logprobs: list[Any], tops: list[Any]) -> dict[str, Any]:
     """The log-probabilities of a completion, as OpenAI writes them."""
-    offsets = [0, *accumulate(map(len, texts))][: len(texts)]
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": _offsets(texts)}
+
+
+def _offsets(texts: list[str], whole: str = "", unseen: Sequence[int] = ()) -> list[int]:
+    """Where each token begins in the text.
+
+    Args:
+        whole: the text.
+        unseen: places of control tokens, which take no room unless the text spells them.
+    """
+    offsets, at, skipped = list[int](), 0, {*unseen}
+    for i, text in enumerate(texts):
+        offsets.append(at)
+        at += 0 if i in skipped and not whole.startswith(text, at) else len(text)
+    return offsets
 
 
 def usage(results: Sequence[SearchResult], n: int) -> dict[str, Any]:

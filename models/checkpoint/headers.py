@@ -26,7 +26,7 @@ from models.checkpoint.mlx import from_mlx, has_forms
 from models.checkpoint.model_types import with_architecture
 from models.checkpoint.quantized_configs import with_quantization
 from models.checkpoint.spellings import spelled_alike
-from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, LastFile, damaged
+from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, LastFile, damaged, widened
 from models.checkpoint.tensors import GroupedReader, RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
 from models.errors import CheckpointError, show
@@ -131,6 +131,7 @@ class Checkpoint:
     def torch_dtype(self) -> torch.dtype:
         """The declared dtype (`dtype`, formerly `torch_dtype`), else the float dtype that most tensors have."""
         names = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
+        names |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), torch.bfloat16)  # see `widened`
         names |= {f"torch.{name}": dtype for name, dtype in names.items()}
         for name in ("dtype", "torch_dtype"):
             declared = self.fields.choice(name, {*names, "auto"}, None)
@@ -153,12 +154,15 @@ class Checkpoint:
         A name that fully matches a pattern of `ignore` may exist or not. `tied` maps names to the names they share
         their values with: one of each pair may be absent. `base` is a prefix of names in a checkpoint of the whole
         model, which checkpoints of the base model (without the head) omit: if no stored name has it, none is expected.
+        If all have it and some have it twice, a module around the model has added it to every name, the head's too.
         `kinds` maps weights that may be stored quantised to the classes of their modules.
         Returns {absent name: the name to read instead}.
         Raises a CheckpointError that lists up to 10 tensors that are missing, extra, misshapen or of another dtype.
         """
         bare = bool(base) and not any(name.startswith(base) for name in self.tensors)
-        stored = {name: name.removeprefix(base) if bare else name for name in expected}
+        begins = {name.startswith(base) + name.startswith(2 * base) for name in self.tensors}
+        twice = bool(base) and begins in ({2}, {1, 2})
+        stored = {name: name.removeprefix(base) if bare else base * twice + name for name in expected}
 
         def parts(name: str) -> dict[str, Part]:
             return self._parts(name, stored[name], expected[name], (kinds or {}).get(name, ""))
@@ -305,9 +309,11 @@ class Checkpoint:
                 raise damaged(file, error) from error
         for name, tensor in out.items():
             info = self.tensors[name]
-            if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
+            if tuple(tensor.shape) != info.shape or tensor.dtype != info.held:
                 raise CheckpointError(f"{show(name)} changed while the model was loaded", where=show(info.file))
-            if tensor.data_ptr() % tensor.element_size():  # legal in the format, but unsuitable for vector loads
+            if info.stored:
+                out[name] = tensor.to(info.dtype)
+            elif tensor.data_ptr() % tensor.element_size():  # legal in the format, but unsuitable for vector loads
                 out[name] = tensor.clone()
         return out
 
@@ -394,6 +400,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     quantized = quantization(Fields(config, show(folder / "config.json")))
     if isinstance(quantized, MLX) or (quantized is None and has_forms(tensors)):
         config, tensors = from_mlx(config, tensors)
+    elif quantized is None:
+        tensors = widened(tensors)
     tensors = spelled_alike(tensors)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
     return Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, adapter_base(folder))

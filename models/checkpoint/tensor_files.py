@@ -6,6 +6,7 @@ import ctypes
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,6 +50,16 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     if not tensors:
         raise CheckpointError("the file holds no tensors", where=show(file), remedy=FETCH_AGAIN)
     return tensors
+
+
+def widened(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors of a checkpoint that is not quantised. Floats of 8 bits have no scales there, so they are
+    their values; they are read as bfloat16, which has all of them."""
+    small = torch.float8_e4m3fn, torch.float8_e5m2
+    return {
+        name: replace(info, dtype=torch.bfloat16, stored=info.dtype) if info.dtype in small else info
+        for name, info in tensors.items()
+    }
 
 
 class LastFile:

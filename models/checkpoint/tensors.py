@@ -57,6 +57,7 @@ class TensorInfo:
 
     `name`: the name in the file, if the model's name differs.
     `part`: the part of the file's tensor, or its form here; None: the whole tensor, unchanged.
+    `stored`: the dtype in the file, if the tensor is read as another one; None: `dtype`.
     """
 
     file: Path
@@ -65,6 +66,7 @@ class TensorInfo:
     packed: bool = False
     name: str = ""
     part: Cut | View | None = None
+    stored: torch.dtype | None = None
 
     @property
     def elements(self) -> int:
@@ -74,7 +76,12 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.held.itemsize
+
+    @property
+    def held(self) -> torch.dtype:
+        """The dtype in the file."""
+        return self.stored or self.dtype
 
     def fits(self, part: Part) -> bool:
         """Whether it has a shape and a dtype that a model needs."""
@@ -92,7 +99,7 @@ class RowReader:
         """`start`: the matrix's first byte in the file; None: read it from the header of safetensors."""
         self.info, self.name = info, name
         self.width = info.shape[1]
-        self.row_bytes = self.width * info.dtype.itemsize
+        self.row_bytes = self.width * info.held.itemsize
         self._fd = os.open(info.file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._fd)
         self._start = self._by_header(info.name or name) if start is None else start
@@ -104,14 +111,14 @@ class RowReader:
         return 8 + size + header[name]["data_offsets"][0]
 
     def __call__(self, rows: Sequence[int]) -> Tensor:
-        """Return [len(rows), width] in the file's dtype. Raises CheckpointError if the file has become shorter."""
+        """Return [len(rows), width] in the tensor's dtype. Raises CheckpointError if the file has become shorter."""
         buffer = bytearray(len(rows) * self.row_bytes)
         view = memoryview(buffer)
         for i, row in enumerate(rows):
             piece = view[i * self.row_bytes : (i + 1) * self.row_bytes]
             if os.preadv(self._fd, [piece], self._start + row * self.row_bytes) != self.row_bytes:
                 raise CheckpointError(f"{self.name} is cut short", where=show(self.info.file))
-        return torch.frombuffer(buffer, dtype=self.info.dtype).view(-1, self.width)
+        return torch.frombuffer(buffer, dtype=self.info.held).view(-1, self.width).to(self.info.dtype)
 
 
 class GroupedReader:

@@ -77,11 +77,10 @@ class Bamba(Decoder):
     def read(fields: Fields) -> Config:
         half = {name: value for name, value in fields.config.items() if name != "partial_rotary_factor"}
         options = _common(Fields(half, fields.file, fields.prefix), positions=262144, partial=0.5)
-        found = fields.config.get("attn_layer_indices")
-        attention = found if type(found) is list else []
+        attention = fields.config.get("attn_layer_indices") or []
+        if type(attention) is not list:
+            raise fields.error("attn_layer_indices", "a list of layers")
         kinds = [FULL if i in attention else RECURRENT for i in range(options["layers"])]
-        if FULL not in kinds:
-            raise fields.error("attn_layer_indices", "a list of layers, at least one")
         recurrent = scans(fields, kinds, options["width"]) if RECURRENT in kinds else None
         return Config(recurrent=recurrent, **options)
 

@@ -42,8 +42,6 @@ class GraniteHybrid(Decoder):
         if not fields.config.get("layer_types"):
             fields = Fields({**fields.config, "layer_types": fields.config.get("layers_block_type")}, fields.file)
         kinds = layer_types(fields, [RECURRENT] * layers, (FULL, RECURRENT))
-        if FULL not in kinds:
-            raise fields.error("layer_types", "at least one layer of attention")
         if fields.config.get("position_embedding_type") != "rope":
             options["rope"] = None
         if fields.int("num_local_experts", default=8, low=0, high=2**12):

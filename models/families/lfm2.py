@@ -33,8 +33,6 @@ class LFM2(Decoder):
         fields = _renamed(fields)
         options = rotary(fields, positions=128_000, kv_heads=None if "num_key_value_heads" in fields.config else 8)
         kinds = _kinds(fields, options["layers"])
-        if FULL not in kinds:
-            raise fields.error("layer_types", f"at least one layer of {FULL}")
         return Config(
             norm_eps=fields.float("norm_eps", default=1e-5, low=0.0),
             head_norms="each",

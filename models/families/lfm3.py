@@ -37,8 +37,6 @@ class LFM3(Decoder):
         options = rotary(fields, positions=128_000, kv_heads=4, head_dim=128, tied=True, one_rope=False)
         default = [FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i else CONV for i in range(options["layers"])]
         kinds = layer_types(fields, default, (CONV, FULL, SLIDING))
-        if {*kinds} == {CONV}:
-            raise fields.error("layer_types", f"at least one layer of {FULL} or {SLIDING}")
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in config else 256
         tables = {kind: rope(fields, kind, options) for kind in {*kinds} - {CONV}}
         eps = "norm_eps" if config.get("rms_norm_eps") is None else "rms_norm_eps"

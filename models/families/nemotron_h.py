@@ -85,8 +85,6 @@ def kinds_of(fields: Fields) -> tuple[str, ...]:
         kinds = layer_types(every, found if isinstance(found, list) else [], tuple(LETTERS.values()))
     except type(every.error("", "")):
         raise fields.error(name, f"a list of {', '.join(LETTERS.values())}, or letters of {''.join(LETTERS)}") from None
-    if FULL not in kinds:
-        raise fields.error(name, "at least one layer of attention")
     return kinds
 
 

@@ -26,7 +26,7 @@ class Phi(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         return Config(
-            **rotary(fields, positions=2048, activation="gelu_new", partial=0.5),
+            **rotary(fields, positions=2048, activation="gelu_new", partial=0.5, even=True),
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
             head_norms="each" if fields.bool("qk_layernorm", default=False) else "",
             rms=False,
@@ -48,7 +48,7 @@ class Persimmon(Decoder):
     def read(fields: Fields) -> Config:
         named = Fields({**fields.config, "head_dim": None, "num_key_value_heads": None}, fields.file, fields.prefix)
         return Config(
-            **rotary(named, positions=16384, activation="relu2", partial=0.5),
+            **rotary(named, positions=16384, activation="relu2", partial=0.5, even=True),
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
             head_norms="each" if fields.bool("qk_layernorm", default=True) else "",
             rms=False,

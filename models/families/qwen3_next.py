@@ -23,8 +23,6 @@ def common(fields: Fields, *, kv_heads: int, mlp_width: int | None = None, inter
     step = fields.int("full_attention_interval", default=4)
     default = [RECURRENT if i % step else FULL for i in range(1, found["layers"] + 1)]
     kinds = layer_types(fields, default, (FULL, RECURRENT))
-    if FULL not in kinds:
-        raise fields.error("layer_types", f"at least one layer of {FULL}")
     return found | {
         "recurrent": recurrent(fields, kinds, interleaved) if RECURRENT in kinds else None,
         "norm_eps": fields.float("rms_norm_eps", default=1e-6, low=0.0),

@@ -230,3 +230,14 @@ def test_the_plan_counts_rows_and_states(load, tmp_path):
     with pytest.raises(KVMemoryError, match="give --kv-memory at least"):
         load(kv_memory=cache - 1)
     assert planned.cache(10**6) == (10**6 + 2) * planned.token
+
+
+def test_a_model_of_float64_has_float32_in_these_layers(load):
+    """Its logits are those of float32, whose layers hold the same rows and states."""
+    ids, logits = PROMPTS[1], {}
+    for dtype in ("float32", "float64"):
+        engine = load(dtype=dtype)
+        logits[dtype] = engine.logits(ids)
+        [result] = engine.generate([ids], Trie(beams=2), max_new_tokens=3, ignore_eos=True, logprobs=1)
+        check(engine, ids, result)
+    assert torch.allclose(logits["float64"], logits["float32"], atol=1e-4)

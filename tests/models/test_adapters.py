@@ -178,7 +178,6 @@ def copied(tmp_path: Path, name: str = "llama_all", **changes: Any) -> Path:
     [
         ({"use_dora": True}, "adapters with DoRA are not supported"),
         ({"peft_type": "LOHA"}, "adapters of the kind LOHA are not supported"),
-        ({"bias": "lora_only"}, r"biases \(bias: lora_only\)"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save names lm_head, of which the file has no weight"),
         ({"ensure_weight_tying": True}, "adapters with an embedding and a head that stay tied"),
         ({"use_secrets": True}, "use_secrets"),
@@ -193,6 +192,19 @@ def copied(tmp_path: Path, name: str = "llama_all", **changes: Any) -> Path:
 def test_other_kinds_are_refused_by_name(changes: dict[str, Any], says: str, tmp_path: Path):
     with pytest.raises(CheckpointError, match=says):
         Adapter.open(copied(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_biases_are_refused_where_there_are_any(bias: str, tmp_path: Path):
+    folder = copied(tmp_path, bias=bias)
+    plain = Adapter.open(copied(tmp_path / "plain"))
+    assert Adapter.open(folder).modules == plain.modules, "the base has no biases"
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if ".q_proj." in name).partition(".lora_")[0] + ".bias"
+    save_file(tensors | {name: torch.zeros(32)}, file)
+    with pytest.raises(CheckpointError, match=rf"biases \(bias: {bias}\)"):
+        Adapter.open(folder)
 
 
 @pytest.mark.parametrize(

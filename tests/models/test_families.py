@@ -5,13 +5,17 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from engine import Engine
 from kernels.layout import ChannelKind, ScanKind
 from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.wrapped import TEXT_MODELS
 from models.config import Recurrent
 from models.errors import CheckpointError
+from search import Trie
+from tests.models.copies import changed
 
 SIZES = {
     "vocab_size": 100,
@@ -63,8 +67,6 @@ def read(architecture, **changes):
         ("Dots1ForCausalLM", "n_routed_experts", {}),
         ("GraniteForCausalLM", "logits_scaling", {"logits_scaling": 0}),
         ("GraniteMoeHybridForCausalLM", "num_experts_per_tok", {**HYBRID, "num_local_experts": 1}),
-        ("GraniteMoeHybridForCausalLM", "layer_types", {}),
-        ("GraniteMoeHybridForCausalLM", "layer_types", {"layers_block_type": ["mamba"] * 4}),
         ("GraniteMoeHybridForCausalLM", "layer_types", {"layer_types": ["attention", "sliding_attention"] * 2}),
         ("GraniteMoeHybridForCausalLM", "hidden_act", {**SCANS, "hidden_act": "gelu"}),
         ("GraniteMoeHybridForCausalLM", "mamba_n_heads", {**SCANS, "mamba_n_heads": 24}),
@@ -89,8 +91,7 @@ def read(architecture, **changes):
             {"ssm_in_multiplier": 2.0, "mamba_proj_bias": True, "projectors_bias": True},
         ),
         ("FalconH1ForCausalLM", "a divisor of mamba_d_ssm 1024", {"mamba_n_heads": 24}),
-        ("BambaForCausalLM", "attn_layer_indices", {}),
-        ("BambaForCausalLM", "attn_layer_indices", {"attn_layer_indices": [4]}),
+        ("BambaForCausalLM", "attn_layer_indices", {"attn_layer_indices": "1"}),
         ("Mamba2ForCausalLM", "num_heads: expected expand .*, which is 1,", {"expand": 2}),
         ("Mamba2ForCausalLM", "n_groups", {"head_dim": 16, "num_heads": 4}),
         ("Mamba2ForCausalLM", "hidden_act", {"hidden_act": "gelu"}),
@@ -103,7 +104,6 @@ def read(architecture, **changes):
         ("JambaForCausalLM", "num_experts_per_tok", {"attn_layer_offset": 1, "num_experts_per_tok": 17}),
         ("NemotronHForCausalLM", "moe_latent_size", {"layers_block_type": ["moe", "attention"], "moe_latent_size": 8}),
         ("NemotronHForCausalLM", "mlp_bias", {"layers_block_type": ["moe", "attention"], "mlp_bias": True}),
-        ("NemotronHForCausalLM", "layers_block_type: expected at least", {"layers_block_type": ["mlp"]}),
         ("NemotronHForCausalLM", "hybrid_override_pattern: expected a list", {"hybrid_override_pattern": "M-*x"}),
         ("NemotronHForCausalLM", "layers_block_type: expected a list", {"layers_block_type": 3}),
         ("NemotronHForCausalLM", "n_groups", {"mamba_num_heads": 12}),
@@ -152,8 +152,6 @@ def read(architecture, **changes):
         ("PhimoeForCausalLM", "short_mscale", {"rope_scaling": {"type": "longrope"}}),
         ("PhimoeForCausalLM", "long_mscale", {"rope_scaling": {"type": "su", "short_mscale": 1, "long_mscale": 2}}),
         ("Lfm2MoeForCausalLM", "layer_types", {}),
-        ("Qwen3_5ForCausalLM", "layer_types", {"layer_types": ["linear_attention"] * 4}),
-        ("Qwen3_5MoeForCausalLM", "layer_types", {"full_attention_interval": 5}),
         ("Qwen3NextForCausalLM", "linear_num_value_heads", {"linear_num_value_heads": 24}),
         ("Qwen3_5MoeForCausalLM", "num_experts_per_tok", {**ATTENTION, "num_experts": 4}),
         ("Qwen3NextForCausalLM", "mlp_only_layers", {**ATTENTION, "mlp_only_layers": 1}),
@@ -331,3 +329,34 @@ def test_slopes_of_alibi():
     assert longer.slopes == (2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16) and longer.clip == 6.0
     falcon = read("FalconForCausalLM", alibi=True)
     assert falcon.coarse_slopes and falcon.rope is None and falcon.slopes == mpt.slopes
+
+
+@pytest.mark.parametrize(
+    ("variant", "kept", "changes", "logits"),
+    [
+        ("lfm2/plain", [0, 2], {"layer_types": ["conv"] * 2}, [-3.557697, 2.2301104, 1.0511690, -2.7860444]),
+        ("qwen3_5/recurrent_interval", [0, 1], {}, [7.3208103, 0.6042348, 4.1451740, 4.3393350]),
+    ],
+)
+def test_a_model_without_attention(variant, kept, changes, logits, tmp_path):
+    """Layers of a golden model that have none; transformers computed the logits, without a cache."""
+
+    def some(tensors):
+        named = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
+        layers = {name: int(found[1]) for name, found in named.items() if found}
+        return {
+            re.sub(r"layers\.\d+", f"layers.{kept.index(layers[name])}", name) if name in layers else name: tensor
+            for name, tensor in tensors.items()
+            if layers.get(name, kept[0]) in kept
+        }
+
+    folder = changed(tmp_path, variant, {"num_hidden_layers": 2, **changes}, some)
+    engine = Engine.load(folder, dtype="float32", kv_memory="16M", threads=1)
+    ids = [(7 * i * i + 3 * i) % 101 + 3 for i in range(40)]
+    assert engine.logits(ids)[-1, :4].tolist() == pytest.approx(logits, abs=1e-4)
+    for output in engine.generate([ids], Trie(beams=3, num_return_sequences=3), max_new_tokens=9, logprobs=0)[
+        0
+    ].outputs:
+        rows = torch.log_softmax(engine.logits(ids + output.token_ids), -1)[len(ids) - 1 :]
+        expected = [rows[i, token].item() for i, token in enumerate(output.token_ids)]
+        assert output.token_logprobs == pytest.approx(expected, abs=1e-4)

@@ -18,6 +18,24 @@ PLAIN = [1.0, 0.1, 0.01, 0.001]
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.5, 2.5, 4.0, 8.0]}
 PHI3 = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
 
+# parameters of a share of 5 in 20 dims; then inv_freq, and the sines of position 50 (dynamic: cosines of position 99)
+ODD = {
+    "default": ({}, [1.0, 0.02511886321, 0.0006309572973], [-0.2623748481, 0.9508418441, 0.03154263273]),
+    "linear": (
+        {"rope_type": "linear", "factor": 4.0},
+        *([0.25, 0.006279715803, 0.0001577393268], [-0.06632189453, 0.3088520169, 0.007886884735]),
+    ),
+    "llama3": (
+        {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0}
+        | {"high_freq_factor": 4.0},
+        *([0.5760563612, 0.003139857901, 7.886966341e-05], [-0.5042251348, 0.1563487947, 0.003943473101]),
+    ),
+    "dynamic": (
+        {"rope_type": "dynamic", "factor": 2.0},
+        *([1.0, 0.02511886321, 0.0006309572973], [0.03982087970, 0.06623501331, 0.9997386336]),
+    ),
+}
+
 # theta, max_position_embeddings, parameters; then inv_freq, attention scaling, and the sines of position 50
 TABLE = {
     "default": (1e4, 64, {}, PLAIN, 1.0, [-0.26237485, -0.95892429, 0.47942555, 0.04997917]),
@@ -234,6 +252,23 @@ def test_bad_configs_name_the_field(config, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         rope_of(config)
     assert caught.value.where == "config.json"
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_share_of_a_head_is_that_of_transformers(name):
+    parameters, inv_freq, expected = ODD[name]
+    rope = RotaryEmbedding(rope_of({"rope_parameters": parameters}, head_dim=20, partial=0.25))
+    assert rope.config.head_dim == 6
+    torch.testing.assert_close(rope.inv_freq, torch.tensor(inv_freq), rtol=3e-7, atol=0)
+    cos, sin = rope.cos_sin(torch.tensor([50, 99]), torch.tensor([51, 100]), torch.float32)
+    found = cos[1] if name == "dynamic" else sin[0]
+    torch.testing.assert_close(found, torch.tensor(expected * 2), rtol=1e-5, atol=1e-6)
+
+
+def test_odd_shares_that_transformers_cannot_rotate():
+    for parameters in (YARN, {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.1}):
+        with pytest.raises(CheckpointError, match="pairs"):
+            rope_of({"rope_parameters": parameters}, head_dim=10, partial=0.5)
 
 
 def test_partial_rotation():

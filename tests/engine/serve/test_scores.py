@@ -40,13 +40,17 @@ def test_echo_without_new_tokens(server, alone, alternatives):
     assert len(found.tokens) == len(ids) == reply.usage.prompt_tokens and reply.usage.completion_tokens == 0
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
     assert found.token_logprobs[1:] == pytest.approx(score.token_logprobs, abs=1e-4)
-    assert all(len(top) == alternatives for top in found.top_logprobs[1:])
+    for token, logp, top in zip(found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
+        assert top[token] == logp and len(top) - alternatives in (0, 1), "the token itself is there"
     if alternatives:  # as the harness of lm-eval finds out what is greedy
         pairs = zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True)
         greedy = [logp == max(top.values()) for logp, top in pairs]
         assert greedy == [token == top[0][0] for token, top in zip(ids[1:], score.top_logprobs, strict=True)]
         assert any(greedy) and not all(greedy)
-    assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(len(ids))]
+    assert found.tokens[0] not in PROMPT, "the tokenizer adds it"
+    assert found.text_offset == [0, *(sum(map(len, found.tokens[1:i])) for i in range(1, len(ids)))]
+    for token, at in zip(found.tokens[1:], found.text_offset[1:], strict=True):
+        assert PROMPT.startswith(token, at)
 
 
 def test_echo_before_new_tokens(server, alone):
@@ -68,7 +72,7 @@ def test_an_echo_has_the_token_that_ends_the_output(server, alone):
     assert plain.choices[0].finish_reason == echoed.choices[0].finish_reason == "stop", "the prompt ends as a reply"
     found = echoed.choices[0].logprobs
     assert plain.choices[0].logprobs.tokens == [] and len(found.tokens) == len(found.token_logprobs) == len(ids) + 1
-    assert found.text_offset[-1] == sum(map(len, found.tokens[:-1]))
+    assert found.text_offset[-1] == len(echoed.choices[0].text), "which control tokens are no part of"
 
 
 def test_echo_in_a_stream(server):

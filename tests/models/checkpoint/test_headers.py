@@ -148,6 +148,7 @@ def test_special_ids(tmp_path, config, generation, eos, bos):
         ({"torch_dtype": "torch.bfloat16"}, torch.bfloat16),
         ({"torch_dtype": None}, torch.float64),
         ({"torch_dtype": "auto"}, torch.float64),
+        ({"dtype": "float8_e4m3fn"}, torch.bfloat16),
     ],
 )
 def test_dtype(tmp_path, config, dtype):

@@ -65,3 +65,13 @@ def test_names_without_the_prefix(tmp_path, variant):
     )
     expected = Engine.load(GOLDEN / variant, dtype="float32").logits(TEXT)
     assert Engine.load(folder, dtype="float32").logits(TEXT).equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("variant", "base"),
+    [("llama/gqa", "model."), ("llama/tied", "model."), ("opt/plain", "model."), ("gpt2/plain", "transformer.")],
+)
+def test_names_with_the_prefix_added_by_a_module_around_the_model(tmp_path, variant, base):
+    folder = changed(tmp_path, variant, tensors=lambda stored: {base + name: x for name, x in stored.items()})
+    expected = Engine.load(GOLDEN / variant, dtype="float32").logits(TEXT)
+    assert Engine.load(folder, dtype="float32").logits(TEXT).equal(expected)

@@ -213,7 +213,6 @@ def test_a_conversation_takes_over_the_prefix():
         ({"architectures": ["Lfm4ForCausalLM"]}, "'Lfm4ForCausalLM' is not supported"),
         ({"layer_types": ["conv", "full_attention"]}, "layer_types: expected 3 of conv and full_attention"),
         ({"layer_types": ["conv", "full_attention", "linear_attention"]}, "layer_types: expected 3 of"),
-        ({"layer_types": ["conv"] * 3}, "layer_types: expected at least one layer of full_attention"),
         ({"layer_types": None, "full_attn_idxs": [3]}, "full_attn_idxs: expected numbers of layers below 3"),
         ({"layer_types": None, "full_attn_idxs": "1"}, "full_attn_idxs: expected numbers of layers below 3"),
         ({"layer_types": ["full_attention", "conv", "conv"]}, "missing model.layers.0.self_attn.q_proj.weight"),

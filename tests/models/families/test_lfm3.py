@@ -92,7 +92,6 @@ def ropes(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": ["conv"] * 3}, "layer_types: expected at least one layer of full_attention or sliding"),
         ({"layer_types": ["conv", "linear_attention", "conv"]}, "layer_types: expected 3 of conv and full_attention"),
         ({"sliding_window": None}, "sliding_window: expected a window, as layer_types has layers of sliding"),
         ({"sliding_window": 0}, "sliding_window: expected a whole number"),

@@ -16,7 +16,7 @@ TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(40)]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": None}, "layer_types: expected at least one layer of full_attention"),
+        ({"layer_types": None}, "missing model.layers.0.linear_attn.A_log"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "missing model.layers.0.linear_attn.A_log"),
         (
             RECURRENT | {"linear_num_key_heads": 3},

@@ -262,7 +262,6 @@ WRONG_KEYS = {
         ({"attention.shared_kv_layers": 3}, "shared_kv_layers: expected a whole number from 0 to 2"),
     ],
     "qwen3_5/recurrent": [
-        ({"attention.recurrent_layers": [True, True]}, "layer_types: expected at least one layer of full_attention"),
         ({"attention.recurrent_layers": [False]}, "attention.recurrent_layers: expected 2 flags"),
         ({"attention.recurrent_layers": [1, 0]}, "attention.recurrent_layers: expected 2 flags"),
         ({"ssm.inner_size": 23}, "ssm.inner_size: expected a multiple of ssm.time_step_rank, 4"),
