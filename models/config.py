@@ -97,6 +97,7 @@ class Latent:
             values.
         interleaved: elements that are rotated with each other lie side by side.
         split: separate matrices produce keys and values; otherwise one does, with keys and values of each head in turn.
+        growth: a rotary table that only scales queries, by way of the row that computes them; None: none does.
     """
 
     rank: int
@@ -106,6 +107,7 @@ class Latent:
     value: int
     interleaved: bool = True
     split: bool = False
+    growth: RopeConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -318,8 +320,8 @@ class Config:
 
     def tables(self) -> dict[RopeConfig, int]:
         """Number the rotary tables of the layers."""
-        found = dict.fromkeys(rope for rope in self.ropes or (self.rope,) if rope is not None)
-        return {rope: i for i, rope in enumerate(found)}
+        ropes = *(self.ropes or (self.rope,)), self.latent and self.latent.growth
+        return {rope: i for i, rope in enumerate(dict.fromkeys(rope for rope in ropes if rope is not None))}
 
     def table(self, layer: int) -> int | None:
         """The number of the rotary table for a layer's queries and keys; None: no rotary embeddings."""
@@ -438,7 +440,8 @@ class ModelShape:
     @staticmethod
     def of(c: Config) -> "ModelShape":
         """Return the shape of a configuration."""
-        reach = min((rope.reach(c.max_positions) for rope in c.tables()), default=c.max_positions)
+        turned = [rope for rope in c.tables() if c.latent is None or rope != c.latent.growth]
+        reach = min((rope.reach(c.max_positions) for rope in turned), default=c.max_positions)
         steady = min((rope.steady_length for rope in c.tables() if rope.steady_length is not None), default=None)
         switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
         kept = tuple(map(c.kept, range(c.layers)))

@@ -104,7 +104,7 @@ def _rotate(call: Call, r: Registers) -> None:
     *turned, v_TGD = r.split(_heads(call), queries=len(angles) > 2)
     tables = angles[-2:], angles[:2]  # those of queries, and those of keys
     turned = [rotary(x, *table, impl=r.impl) if x.shape[1] else x for x, table in zip(turned, tables, strict=False)]
-    r["heads"] = [*turned, v_TGD]
+    r["heads"] = [*turned, v_TGD] if _heads(call).keys else turned[0].flatten(1)
 
 
 def _write(call: Call, r: Registers) -> None:

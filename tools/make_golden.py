@@ -54,6 +54,9 @@ for name in ("tools", "models"):  # the repository's root must not be importable
     sys.modules[name].__path__ = [str(ROOT / name)]
 from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E402
 
+for kind in ("Mistral4",):  # of which AutoModelForCausalLM knows nothing
+    classes = (getattr(transformers, f"{kind}{end}") for end in ("Config", "ForCausalLM"))
+    AutoModelForCausalLM.register(*classes, exist_ok=True)
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
 # Of tokens and positions.
 TABLES = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "s_embed", "embed_positions", ".w")
@@ -133,7 +136,7 @@ def load(folder: Path) -> Any:
     kinds = {"SequenceClassification": AutoModelForSequenceClassification,
              "ConditionalGeneration": AutoModelForImageTextToText}  # fmt: skip
     kind = kinds.get(architecture.rpartition("For")[2], AutoModelForCausalLM)
-    wrapped = architecture.endswith("ForConditionalGeneration")
+    wrapped = "text_config" in config or architecture.endswith("ForConditionalGeneration")
     attention = "sdpa" if config.get("alibi") else "eager"  # which in Falcon adds ALiBi twice
     model, info = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention, output_loading_info=True,

@@ -53,6 +53,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "hy_v3": "HYV3ForCausalLM",
     "hyperclovax": "HyperCLOVAXForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
+    "iquestcoder": "IQuestCoderForCausalLM",
     "jais2": "Jais2ForCausalLM",
     "kolibri1": "Kolibri1ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",

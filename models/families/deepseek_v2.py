@@ -20,7 +20,7 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 class DeepseekV2(Decoder):
     """Experts are chosen by their part of a softmax, from all of them or from the best groups."""
 
-    architectures = ("DeepseekV2ForCausalLM",)
+    architectures = ("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification")
     names = NAMES
 
     @staticmethod
@@ -105,7 +105,7 @@ def mixture(
     if not any(sparse):
         return None
     width = fields.int("moe_intermediate_size", default=width)
-    chosen = rules.pop("chosen", None) or fields.int("num_experts_per_tok")
+    chosen = fields.int("num_experts_per_tok", default=rules.pop("chosen", None))
     scale = fields.float("routed_scaling_factor", default=rules.pop("scale"))
     wide = {"width": width, "shared_width": width * fields.int("n_shared_experts", default=shared, high=2**8)}
     return experts(
