@@ -210,6 +210,7 @@ class Config:
             reads the stream after attention.
         head_norms: norms on queries and keys: "each" head separately, "all" heads as one row, each head with its "own"
             weights and no bias, or each by a "plain" RMSNorm without weights.
+        first_norm: the attention of the first layer has a norm on its input, as in other layers.
         normed: which layers have head norms; empty: all.
         value_norms: values are normed head by head, by RMSNorms without weights.
         interleaved: elements of a head that are rotated with each other lie side by side.
@@ -226,6 +227,8 @@ class Config:
         experts: the mixture of experts that some layers have instead of the MLP; None: all have an MLP.
         attention_bias, out_bias, mlp_bias, head_bias: biases on the query, key and value matrices, on the output
             projection (None: as `attention_bias`), on the MLP and on the head.
+        head_dense: the activation of a layer as wide as the stream, and a norm, before the head; "": there is none.
+            `head_dense_bias`: its matrix has a bias.
         windows, scales: attention's windows and score factors by layer; empty: no windows, and 1 / sqrt(head_dim).
         chunks: a token sees the chunk of positions that it is in, as long as the window, and not a window that moves.
         attention_cap: scores of attention become cap * tanh(score / cap).
@@ -277,6 +280,7 @@ class Config:
     norms: tuple[Placement, ...] = ("input",)
     parallel: Literal["", "shared", "own"] = ""
     final_norm: bool = True
+    first_norm: bool = True
     head_norms: Literal["", "each", "all", "own", "plain"] = ""
     normed: tuple[bool, ...] = ()
     value_norms: bool = False
@@ -291,6 +295,8 @@ class Config:
     out_bias: bool | None = None
     mlp_bias: bool = False
     head_bias: bool = False
+    head_dense: str = ""
+    head_dense_bias: bool = False
     windows: tuple[int | None, ...] = ()
     scales: tuple[float, ...] = ()
     chunks: bool = False

@@ -280,11 +280,15 @@ class BesideMLP(nn.Module):
 
 
 class Residual(nn.Module):
-    """The norms of attention or of an MLP, see `Config.norms`, and the factor of its contribution to the stream."""
+    """The norms of attention or of an MLP, see `Config.norms`, and the factor of its contribution to the stream.
 
-    def __init__(self, c: Config, weights: Weights, index: int, name: str, out_name: str):
+    Args:
+        bare: there is no norm on the input.
+    """
+
+    def __init__(self, c: Config, weights: Weights, index: int, name: str, out_name: str, *, bare: bool = False):
         super().__init__()
-        norms = c.norms_of(index)
+        norms = [norm for norm in c.norms_of(index) if not (bare and norm == "input")]
         self.input = Norm(c, weights, name) if "input" in norms else None
         self.output = Norm(c, weights, out_name) if "output" in norms else None
         self.sum = Norm(c, weights, name) if "sum" in norms else None
@@ -327,7 +331,8 @@ class Layer(nn.Module):
         layer = names.layer.format(index)
         norms = names.attention_norm, names.attention_out_norm
         attends, feeds = c.has("attention", index), c.has("mlp", index)
-        self.attention_residual = Residual(c, weights, index, *(layer + name for name in norms)) if attends else None
+        bare, each = index == 0 and not c.first_norm, [layer + name for name in norms]
+        self.attention_residual = Residual(c, weights, index, *each, bare=bare) if attends else None
         norms, own = (names.mlp_norm, names.mlp_out_norm), feeds and c.parallel != "shared"
         self.mlp_residual = Residual(c, weights, index, *(layer + name for name in norms)) if own else None
         self.parallel = c.parallel != ""

@@ -50,6 +50,7 @@ class Names:
         laurel, laurel_norm: the two matrices of LAuReL, and the norm after them.
         layer_scale: the scalar that a layer multiplies the stream by.
         embedding_norm: the norm of the embedding, if it has weights.
+        head_dense, head_dense_norm: the matrix of `Config.head_dense`, and the norm after it.
         positions: the table of learned positions; position p has row p + `offset`.
         project: the matrices from `embedding_width` to `width` and back.
         transposed: the layers' matrices are stored [in, out].
@@ -130,6 +131,8 @@ class Names:
     layer_scale: str = "layer_scalar"
     norm: str = "model.norm"
     embedding_norm: str = ""
+    head_dense: str = "lm_head.dense"
+    head_dense_norm: str = "lm_head.norm"
     positions: str = ""
     offset: int = 0
     project: tuple[str, str] = ("", "")
@@ -214,6 +217,9 @@ class Names:
             add(self.norm, (c.width,), biased)
         if c.embedding_norm and self.embedding_norm:
             add(self.embedding_norm, (c.width,), biased)
+        if c.head_dense:
+            add(self.head_dense, (c.width, c.width), c.head_dense_bias)
+            add(self.head_dense_norm, (c.width,), biased)
         if c.scores:
             return shapes | {f"{SCORE}.weight": (1, embedding_width)}
         bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
@@ -327,7 +333,7 @@ class Names:
         names = []
         norms = c.norms_of(layer)
         if {"input", "sum"} & {*norms}:
-            names += [self.attention_norm] if c.has("attention", layer) else []
+            names += [self.attention_norm] if c.has("attention", layer) and (layer or c.first_norm) else []
             names += [self.mlp_norm] if c.has("mlp", layer) and c.parallel != "shared" else []
         if "output" in norms:
             names += [self.attention_out_norm, self.mlp_out_norm]

@@ -59,7 +59,17 @@ for kind in ("Mistral4",):  # of which AutoModelForCausalLM knows nothing
     AutoModelForCausalLM.register(*classes, exist_ok=True)
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
 # Of tokens and positions.
-TABLES = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "s_embed", "embed_positions", ".w")
+TABLES = (
+    "embed_tokens",
+    "embed_in",
+    "word_embeddings",
+    "wte",
+    "wpe",
+    "s_embed",
+    "embed_positions",
+    ".w",
+    "tok_embeddings",
+)
 DIVIDED = ("altup.modality_router.weight",)  # matrices whose input is divided by its width are drawn larger
 PUBLISHED = {  # names in published files, by model_type: transformers gives modules others
     "kolibri1": {".post_self_attn_layernorm.": ".post_attn_norm.", ".post_mlp_layernorm.": ".post_ffn_norm.",
@@ -116,8 +126,8 @@ def draw(folder: Path, seed: int) -> None:
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     shapes |= {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in own}  # buffers
     embeddings = [name for name in shapes if name.rpartition(".")[0].endswith(TABLES)]
-    head = "score.weight" if scores else "lm_head.weight"
-    head = head if head in shapes else embeddings[0]
+    heads = ["score.weight"] if scores else ["lm_head.weight", "decoder.weight"]
+    head = next((name for name in heads if name in shapes), embeddings[0])
     tensors = draw_all(shapes, seed, embeddings=embeddings, head=head, outputs=("o_proj.weight", "down_proj.weight"))
     tensors |= {name: x * x.shape[1] ** 0.5 for name, x in tensors.items() if name.endswith(DIVIDED)}
     for old, new in PUBLISHED.get(config.model_type, {}).items():

@@ -63,6 +63,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "minicpm3": "MiniCPM3ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "modernbert-decoder": "ModernBertDecoderForCausalLM",
     "mpt": "MptForCausalLM",
     "nanochat": "NanoChatForCausalLM",
     "nemotron": "NemotronForCausalLM",

@@ -31,8 +31,12 @@ _USUAL = {  # in this order
 }
 
 
+_HEADS = {"decoder.weight": "lm_head.weight", "decoder.bias": "lm_head.bias"}  # ModernBERT; other decoders have parts
+
+
 def usual_name(name: str) -> str:
     """Return the one spelling of a name."""
+    name = _HEADS.get(name, name)
     for other, usual in _USUAL.items():
         name = name.replace(other, usual)
     return name

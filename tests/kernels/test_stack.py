@@ -53,7 +53,7 @@ VARIANTS = [
     *("gpt_neox/falcon_groups", "cohere/norms", "cohere/two", "llamas/exaone_windows", "llamas/nemotron"),
     *("llamas/arcee", "llamas/starcoder2", "experts/minimax", "experts/afmoe", "experts/ernie"),
     *("deepseek/plain", "deepseek/groups", "deepseek/three_halves", "deepseek/glm_kinds"),
-    *("mistral/mistral4", "cohere/compass"),
+    *("mistral/mistral4", "cohere/compass", "modernbert/biases"),
     *("apertus/plain", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts"),
     *("relatives/olmo", "relatives/minicpm3", "relatives/nanochat", "relatives/granite_swa", "relatives/cohere_moe"),
     *("relatives/persimmon", "relatives/gpt_neo", "relatives/codegen"),

@@ -122,6 +122,9 @@ def read(architecture, **changes):
             r"partial_rotary_factor: expected 0\.5",
             {**HEADS, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.25}},
         ),
+        ("ModernBertDecoderForCausalLM", "rope_scaling", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("ModernBertDecoderForCausalLM", "local_attention", {"local_attention": 1}),
+        ("ModernBertDecoderForCausalLM", "classifier_activation", {"classifier_activation": "elu"}),
         ("IQuestCoderForCausalLM", "clip_qkv", {"clip_qkv": 8.0}),
         ("IQuestCoderForCausalLM", "use_sliding_window", {"use_sliding_window": True}),
         ("CohereCompassForCausalLM", "rope_parameters: expected the parameters of full_attention", {}),
@@ -190,6 +193,9 @@ def test_defaults_of_transformers():
     four = read("Mistral4ForCausalLM", num_key_value_heads=4)
     assert (four.rope.factor, four.latent.growth.growth, four.latent.growth.growth_length) == (128.0, 0.1, 8192)
     assert (four.experts.count, four.experts.routing.chosen, four.latent.query_rank) == (128, 4, 1024)
+    ettin = read("ModernBertDecoderForCausalLM")
+    assert (ettin.windows, ettin.head_dense, ettin.head_bias, ettin.tied) == ((None, 64, 64, None), "gelu", True, True)
+    assert [rope.theta for rope in ettin.ropes] == [160000.0, 10000.0, 10000.0, 160000.0]
     quest = read("IQuestCoderForCausalLM", num_key_value_heads=None, num_attention_heads=16)
     assert (quest.kv_heads, quest.head_dim, quest.norm_eps, quest.max_positions) == (16, 128, 1e-5, 131072)
     assert read("SmolLM3ForCausalLM").tied and read("SmolLM3ForCausalLM").ropes[0].theta == 2e6
