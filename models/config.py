@@ -135,12 +135,14 @@ class Uneven:
         keys_from: the layer whose keys and values this layer reads: itself or an earlier one.
         keys_as_values: whether one matrix produces both keys and values, before their norms.
         mlp_widths: inner width of the MLP.
+        heads: number of query heads; empty: `Config.heads` in all layers.
     """
 
     kv_sizes: tuple[tuple[int, int], ...]
     keys_from: tuple[int, ...]
     keys_as_values: tuple[bool, ...]
     mlp_widths: tuple[int, ...]
+    heads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -220,15 +222,14 @@ class Config:
         clip: queries, keys and values lie between -clip and clip, after head norms and before the rotation.
         query_gate: attention's output is multiplied by the sigmoid of gates, which the query matrix produces "below"
             the queries of each head, or a separate matrix ("apart").
-        head_gates: each head of attention's output is multiplied by the sigmoid of a number, which a matrix produces.
+        head_gates: each head of attention's output is multiplied by the sigmoid, or "softplus", of a matrix's output.
         sub_norms: the inputs of the last matrices of attention and of the MLP are normed.
         activation: the MLP's, see `kernels.rows.activation`; or `XIELU`, if the MLP is not gated.
         gated: the MLP multiplies its activated half by the other half.
         experts: the mixture of experts that some layers have instead of the MLP; None: all have an MLP.
         attention_bias, out_bias, mlp_bias, head_bias: biases on the query, key and value matrices, on the output
             projection (None: as `attention_bias`), on the MLP and on the head.
-        head_dense: the activation of a layer as wide as the stream, and a norm, before the head; "": there is none.
-            `head_dense_bias`: its matrix has a bias.
+        head_dense: activation of a matrix before the head, with a norm after it, and `head_dense_bias`; "": none.
         windows, scales: attention's windows and score factors by layer; empty: no windows, and 1 / sqrt(head_dim).
         chunks: a token sees the chunk of positions that it is in, as long as the window, and not a window that moves.
         attention_cap: scores of attention become cap * tanh(score / cap).
@@ -251,8 +252,7 @@ class Config:
         streams: several residual streams; None: there is one. Per-layer embeddings are then added to all but the first.
         laurel: rank of a learned residual (LAuReL; Menghani et al., 2024, "LAuReL: Learned augmented residual layer")
             beside attention: two matrices and a norm; the sum is divided by the square root of 2. 0: there is none.
-        sparsity: by layer, `factor` of `kernels.rows.sparsify`, for gates of the MLP; None: they are not sparse.
-            Empty: none are.
+        sparsity: by layer, `factor` of `kernels.rows.sparsify`, for gates of the MLP; None, empty: they are not sparse.
         layer_scales: as its last step, each layer multiplies the stream by its own scalar.
         logit_divisor, logit_cap: logits are divided by the first, then become cap * tanh(logit / cap).
     """
@@ -289,7 +289,7 @@ class Config:
     grouped_qkv: Literal["", "head", "quarters"] = ""
     clip: float | None = None
     query_gate: Literal["", "below", "apart"] = ""
-    head_gates: bool = False
+    head_gates: bool | Literal["softplus"] = False
     sub_norms: bool = False
     attention_bias: bool = False
     out_bias: bool | None = None
@@ -349,6 +349,10 @@ class Config:
     def kv_size(self, layer: int) -> tuple[int, int]:
         """Return the number of key/value heads of a layer, and the elements of a head."""
         return self.uneven.kv_sizes[layer] if self.uneven else (self.kv_heads, self.head_dim)
+
+    def query_heads(self, layer: int) -> int:
+        """Return the number of query heads of a layer."""
+        return self.uneven.heads[layer] if self.uneven and self.uneven.heads else self.heads
 
     def reads(self, layer: int) -> int:
         """Return the layer whose keys and values this layer reads."""

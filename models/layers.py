@@ -39,10 +39,11 @@ class Attention(nn.Module):
         self.out = weights.linear(layer + names.out, bias=out_bias, transposed=transposed, ins=part.heads)
         (kv_heads, size), self.reads = c.kv_size(index), c.reads(index)
         own = kv_heads if self.reads == index else 0
-        self.heads = Heads(c.heads if c.query_gate else 0, c.heads, own, own, size, kv_heads)
+        queries = c.query_heads(index)
+        self.heads = Heads(queries if c.query_gate else 0, queries, own, own, size, kv_heads)
         normed = c.norms_heads(index)
         k_normed = normed and own > 0
-        self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm, c.heads) if normed else None
+        self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm, queries) if normed else None
         self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm, kv_heads) if k_normed else None
         self.v_norm = PlainNorm(c, weights, size) if c.value_norms and own else None
         self.all_heads, self.own_norms = c.head_norms == "all", c.head_norms == "own"
@@ -51,6 +52,7 @@ class Attention(nn.Module):
         self.chunked = c.chunks and self.window is not None
         gates = None if part.sinks is None else [part.sinks]
         self.gate = weights.linear(layer + names.head_gate, outs=gates) if c.head_gates else None
+        self.softplus = c.head_gates == "softplus"
         sub = c, weights, layer + names.attention_sub_norm, part.heads
         self.sub_norm = norm_of_part(*sub) if c.sub_norms else None
         self.out_scale = c.output_factors.attention
@@ -81,7 +83,7 @@ class Attention(nn.Module):
         if self.heads.gates:
             yield Call("gate", target="mixed", **on_heads)
         if self.gate is not None:
-            yield Call("gate", "gates", "mixed", heads=self.heads)
+            yield Call("gate", "gates", "mixed", heads=self.heads, softplus=self.softplus)
         if self.sub_norm is not None:
             yield Call("norm", "mixed", "mixed", norm=self.sub_norm)
         yield Call("product", "mixed", "out", matrix=self.out)

@@ -182,12 +182,12 @@ class Names:
             elif c.attends(i):
                 for name, outs in self.heads(c, i).items():
                     add(layer + name, (outs, c.width), c.attention_bias)
-                q = c.heads * c.kv_size(i)[1]
+                q = c.query_heads(i) * c.kv_size(i)[1]
                 add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
                 if c.sinks:
-                    shapes[layer + self.sinks] = (c.heads,)
+                    shapes[layer + self.sinks] = (c.query_heads(i),)
                 if c.head_gates:
-                    add(layer + self.head_gate, (c.heads, c.width), False)
+                    add(layer + self.head_gate, (c.query_heads(i), c.width), False)
             if inputs is not None:
                 add(layer + self.input_gate, (inputs.width, c.width), False)
                 add(layer + self.input_out, (c.width, inputs.width), False)
@@ -239,7 +239,7 @@ class Names:
     def heads(self, c: Config, layer: int) -> dict[str, int]:
         """Return these matrices and the outputs of each."""
         (kv_heads, size), names = c.kv_size(layer), self.heads_of(c, layer)
-        q, kv = c.heads * size, kv_heads * size
+        q, kv = c.query_heads(layer) * size, kv_heads * size
         queries = (2 if c.query_gate else 1) * q
         if len(self.qkv) == 1:
             return {names[0]: queries + 2 * kv}
@@ -345,7 +345,10 @@ class Names:
             names += [self.experts_norm, self.experts_out_norm, self.mlp_own_norm]
         found = dict.fromkeys(names, c.width)
         if c.sub_norms:
-            found |= {self.attention_sub_norm: c.heads * c.kv_size(layer)[1], self.mlp_sub_norm: c.inner(layer)}
+            found |= {
+                self.attention_sub_norm: c.query_heads(layer) * c.kv_size(layer)[1],
+                self.mlp_sub_norm: c.inner(layer),
+            }
         return found
 
     def norms_of_heads(self, c: Config, layer: int) -> dict[str, tuple[int, ...]]:
@@ -353,7 +356,7 @@ class Names:
         if not c.norms_heads(layer) or c.head_norms == "plain" or not c.attends(layer):
             return {}
         kv_heads, size = c.kv_size(layer)
-        both = [(self.q_norm, c.heads), (self.k_norm, kv_heads)][: 2 if c.reads(layer) == layer else 1]
+        both = [(self.q_norm, c.query_heads(layer)), (self.k_norm, kv_heads)][: 2 if c.reads(layer) == layer else 1]
         if c.head_norms == "own" and "{}" in self.q_norm:
             return {name.format(h): (size,) for name, heads in both for h in range(heads)}
         if c.head_norms == "own":

@@ -174,7 +174,7 @@ def _mix(call: Call, r: Registers) -> None:
 
 def _gate(call: Call, r: Registers) -> None:
     gates = r.gates_TM if _heads(call).gates else r[call.source]
-    r[call.target] = sigmoid_mul(r[call.target], gates, impl=r.impl)
+    r[call.target] = sigmoid_mul(r[call.target], gates, call.softplus, impl=r.impl)
 
 
 def _absorb(call: Call, r: Registers) -> None:

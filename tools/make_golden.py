@@ -74,6 +74,7 @@ DIVIDED = ("altup.modality_router.weight",)  # matrices whose input is divided b
 PUBLISHED = {  # names in published files, by model_type: transformers gives modules others
     "kolibri1": {".post_self_attn_layernorm.": ".post_attn_norm.", ".post_mlp_layernorm.": ".post_ffn_norm.",
                  ".mlp.gate.e_score_correction_bias": ".moe.router.expert_bias"},
+    "laguna": {".mlp.gate.e_score": ".mlp.experts.e_score", ".mlp.shared_experts.": ".mlp.shared_expert."},
     "flint": {".self_attn.sinks": ".self_attn.softmax_offset"},
     "hy_v3": {".mlp.gate.weight": ".mlp.router.gate.weight", ".mlp.e_score_correction_bias": ".mlp.expert_bias",
               ".mlp.shared_experts.": ".mlp.shared_mlp."},

@@ -56,6 +56,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "iquestcoder": "IQuestCoderForCausalLM",
     "jais2": "Jais2ForCausalLM",
     "kolibri1": "Kolibri1ForCausalLM",
+    "laguna": "LagunaForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "lfm3": "Lfm3ForCausalLM",
     "mamba2": "Mamba2ForCausalLM",

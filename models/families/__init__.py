@@ -38,6 +38,7 @@ from models.families import (
     granite_hybrid,
     helium,
     hunyuan,
+    laguna,
     lfm2,
     lfm3,
     llama,
@@ -69,6 +70,7 @@ from models.families import (
 )
 
 _CLASSES: list[type[Decoder]] = [
+    laguna.Laguna,
     llama.Llama,
     llama4.Llama4,
     llama.Emu3,

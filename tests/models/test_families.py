@@ -125,6 +125,14 @@ def read(architecture, **changes):
         ("ModernBertDecoderForCausalLM", "rope_scaling", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
         ("ModernBertDecoderForCausalLM", "local_attention", {"local_attention": 1}),
         ("ModernBertDecoderForCausalLM", "classifier_activation", {"classifier_activation": "elu"}),
+        ("LagunaForCausalLM", "gating", {"gating": "per-element"}),
+        ("LagunaForCausalLM", "gating", {"gating": False}),
+        ("LagunaForCausalLM", "moe_router_logit_softcapping", {"moe_router_logit_softcapping": 3.0}),
+        ("LagunaForCausalLM", "moe_apply_router_weight", {"moe_apply_router_weight_on_input": True}),
+        ("LagunaForCausalLM", "num_attention_heads_per_layer", {"num_attention_heads_per_layer": [4, 3, 4, 4]}),
+        ("LagunaForCausalLM", "num_attention_heads_per_layer", {"num_attention_heads_per_layer": [4]}),
+        ("LagunaForCausalLM", "rope_parameters", {"rope_parameters": PLAIN}),
+        ("LagunaForCausalLM", "mlp_layer_types", {"mlp_layer_types": ["sparse"]}),
         ("IQuestCoderForCausalLM", "clip_qkv", {"clip_qkv": 8.0}),
         ("IQuestCoderForCausalLM", "use_sliding_window", {"use_sliding_window": True}),
         ("CohereCompassForCausalLM", "rope_parameters: expected the parameters of full_attention", {}),
@@ -196,6 +204,9 @@ def test_defaults_of_transformers():
     ettin = read("ModernBertDecoderForCausalLM")
     assert (ettin.windows, ettin.head_dense, ettin.head_bias, ettin.tied) == ((None, 64, 64, None), "gelu", True, True)
     assert [rope.theta for rope in ettin.ropes] == [160000.0, 10000.0, 10000.0, 160000.0]
+    laguna = read("LagunaForCausalLM", head_dim=None)
+    assert (laguna.experts.count, laguna.experts.routing.chosen, laguna.experts.layers[:2]) == (256, 8, (False, True))
+    assert (laguna.ropes[0].theta, laguna.ropes[0].head_dim, laguna.head_gates) == (5e5, 4, "softplus")
     quest = read("IQuestCoderForCausalLM", num_key_value_heads=None, num_attention_heads=16)
     assert (quest.kv_heads, quest.head_dim, quest.norm_eps, quest.max_positions) == (16, 128, 1e-5, 131072)
     assert read("SmolLM3ForCausalLM").tied and read("SmolLM3ForCausalLM").ropes[0].theta == 2e6
