@@ -52,7 +52,7 @@ class CohereCompass(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         fields.choice("pooling", ("eos",), default="eos")
-        options = _options(fields, theta=1e4, one_rope=False) | {"interleaved": False}
+        options: dict[str, Any] = _options(fields, theta=1e4, one_rope=False) | {"interleaved": False}
         kinds = layer_types(fields, [FULL] * options["layers"])
         nested, ropes = fields.config.get("rope_parameters"), dict[str, RopeConfig | None]()
         for kind in kinds:
@@ -60,8 +60,9 @@ class CohereCompass(Decoder):
                 raise fields.error("rope_parameters", f"the parameters of {kind}, or null for no rotation")
             ropes[kind] = None
             if (found := nested[kind]) is not None:
-                own = Fields({"rope_parameters": found or {"rope_theta": None}}, fields.file)
-                own.sub("rope_parameters").float("rope_theta")
+                if not isinstance(found, dict) or found.get("rope_theta") is None:
+                    raise fields.error("rope_parameters", f"a rope_theta of {kind}")
+                own = Fields({"rope_parameters": found}, fields.file)
                 ropes[kind] = RopeConfig.from_hf(own, options["head_dim"], options["max_positions"])
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
         options["logit_divisor"] = 1 / fields.float("logit_scale", default=1.0, low=1e-6)

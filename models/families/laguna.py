@@ -60,7 +60,13 @@ class Laguna(Decoder):
             choice_bias=True,
             shared_width=fields.int("shared_expert_intermediate_size", default=512),
         )
-        each = [(shared, size)] * layers, range(layers), [False] * layers, [options["mlp_width"]] * layers, heads
+        kept = Uneven(
+            ((shared, size),) * layers,
+            (*range(layers),),
+            (False,) * layers,
+            (options["mlp_width"],) * layers,
+            (*heads,),
+        )
         return Config(
             **options,
             norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
@@ -69,6 +75,6 @@ class Laguna(Decoder):
             attention_bias=fields.bool("attention_bias", default=False),
             windows=windows(fields, kinds, window),
             ropes=ropes(fields, kinds, size, options["max_positions"], bases, partial=1.0),
-            uneven=Uneven(*map(tuple, each)) if len({*heads, options["heads"]}) > 1 else None,
+            uneven=kept if len({*heads, options["heads"]}) > 1 else None,
             experts=mixed,
         )
