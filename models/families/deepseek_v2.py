@@ -105,7 +105,7 @@ def mixture(
     if not any(sparse):
         return None
     width = fields.int("moe_intermediate_size", default=width)
-    chosen = fields.int("num_experts_per_tok", default=rules.pop("chosen", None))
+    chosen = rules.pop("chosen", None) or fields.int("num_experts_per_tok")
     scale = fields.float("routed_scaling_factor", default=rules.pop("scale"))
     wide = {"width": width, "shared_width": width * fields.int("n_shared_experts", default=shared, high=2**8)}
     return experts(
