@@ -55,10 +55,10 @@ void coppice_sparsify(int64_t kind, int64_t threads, const void* x, void* out, i
 void coppice_add_weighted(int64_t kind, int64_t threads, const void* x, const void* more, const void* weights,
                           void* out, int64_t tokens, int64_t rows, int64_t sources, int64_t width);
 
-// x [rows, width] times the sigmoid of gates; each gate belongs to `share` consecutive elements, rows of gates are
-// `stride` apart. out may be x.
+// x [rows, width] times the sigmoid, or the softplus, of gates; each gate belongs to `share` consecutive elements, rows
+// of gates are `stride` apart. out may be x.
 void coppice_sigmoid_mul(int64_t kind, int64_t threads, const void* x, const void* gates, void* out, int64_t rows,
-                         int64_t width, int64_t stride, int64_t share);
+                         int64_t width, int64_t stride, int64_t share, int64_t softplus);
 
 void coppice_log_softmax(int64_t kind, int64_t threads, const void* x, float* out, bool* finite, float* peaks,
                          int64_t rows, int64_t width, int64_t size);
@@ -450,7 +450,7 @@ struct Call {
     const Scan* scan;
     const ChannelScan* by_channels;
     const Latent* latent;
-    int64_t coarse;
+    int64_t coarse, softplus;
     float scale, cap;
 };
 

@@ -104,6 +104,7 @@ class Latent:
             values.
         interleaved: elements that are rotated with each other lie side by side.
         split: separate matrices produce keys and values; otherwise one does, with keys and values of each head in turn.
+        growth: a rotary table that only scales queries, by way of the row that computes them; None: none does.
     """
 
     rank: int
@@ -113,6 +114,7 @@ class Latent:
     value: int
     interleaved: bool = True
     split: bool = False
+    growth: RopeConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,14 @@ class Uneven:
         keys_from: the layer whose keys and values this layer reads: itself or an earlier one.
         keys_as_values: whether one matrix produces both keys and values, before their norms.
         mlp_widths: inner width of the MLP.
+        heads: number of query heads; empty: `Config.heads` in all layers.
     """
 
     kv_sizes: tuple[tuple[int, int], ...]
     keys_from: tuple[int, ...]
     keys_as_values: tuple[bool, ...]
     mlp_widths: tuple[int, ...]
+    heads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,7 @@ class Config:
             reads the stream after attention.
         head_norms: norms on queries and keys: "each" head separately, "all" heads as one row, each head with its "own"
             weights and no bias, or each by a "plain" RMSNorm without weights.
+        first_norm: the attention of the first layer has a norm on its input, as in other layers.
         normed: which layers have head norms; empty: all.
         value_norms: values are normed head by head, by RMSNorms without weights.
         interleaved: elements of a head that are rotated with each other lie side by side.
@@ -224,13 +229,14 @@ class Config:
         clip: queries, keys and values lie between -clip and clip, after head norms and before the rotation.
         query_gate: attention's output is multiplied by the sigmoid of gates, which the query matrix produces "below"
             the queries of each head, or a separate matrix ("apart").
-        head_gates: each head of attention's output is multiplied by the sigmoid of a number, which a matrix produces.
+        head_gates: each head of attention's output is multiplied by the sigmoid, or "softplus", of a matrix's output.
         sub_norms: the inputs of the last matrices of attention and of the MLP are normed.
         activation: the MLP's, see `kernels.rows.activation`; or `XIELU`, if the MLP is not gated.
         gated: the MLP multiplies its activated half by the other half.
         experts: the mixture of experts that some layers have instead of the MLP; None: all have an MLP.
         attention_bias, out_bias, mlp_bias, head_bias: biases on the query, key and value matrices, on the output
             projection (None: as `attention_bias`), on the MLP and on the head.
+        head_dense: activation of a matrix before the head, with a norm after it, and `head_dense_bias`; "": none.
         windows, scales: attention's windows and score factors by layer; empty: no windows, and 1 / sqrt(head_dim).
         chunks: a token sees the chunk of positions that it is in, as long as the window, and not a window that moves.
         attention_cap: scores of attention become cap * tanh(score / cap).
@@ -253,8 +259,7 @@ class Config:
         streams: several residual streams; None: there is one. Per-layer embeddings are then added to all but the first.
         laurel: rank of a learned residual (LAuReL; Menghani et al., 2024, "LAuReL: Learned augmented residual layer")
             beside attention: two matrices and a norm; the sum is divided by the square root of 2. 0: there is none.
-        sparsity: by layer, `factor` of `kernels.rows.sparsify`, for gates of the MLP; None: they are not sparse.
-            Empty: none are.
+        sparsity: by layer, `factor` of `kernels.rows.sparsify`, for gates of the MLP; None, empty: they are not sparse.
         layer_scales: as its last step, each layer multiplies the stream by its own scalar.
         logit_divisor, logit_cap: logits are divided by the first, then become cap * tanh(logit / cap).
     """
@@ -282,6 +287,7 @@ class Config:
     norms: tuple[Placement, ...] = ("input",)
     parallel: Literal["", "shared", "own"] = ""
     final_norm: bool = True
+    first_norm: bool = True
     head_norms: Literal["", "each", "all", "own", "plain"] = ""
     normed: tuple[bool, ...] = ()
     value_norms: bool = False
@@ -290,12 +296,14 @@ class Config:
     grouped_qkv: Literal["", "head", "quarters"] = ""
     clip: float | None = None
     query_gate: Literal["", "below", "apart"] = ""
-    head_gates: bool = False
+    head_gates: bool | Literal["softplus"] = False
     sub_norms: bool = False
     attention_bias: bool = False
     out_bias: bool | None = None
     mlp_bias: bool = False
     head_bias: bool = False
+    head_dense: str = ""
+    head_dense_bias: bool = False
     windows: tuple[int | None, ...] = ()
     scales: tuple[float, ...] = ()
     chunks: bool = False
@@ -326,8 +334,8 @@ class Config:
     def tables(self) -> dict[RopeConfig, int]:
         """Number the rotary tables of the layers."""
         ropes = (self.ropes or (self.rope,)) if any(map(self.attends, range(self.layers))) else ()
-        found = dict.fromkeys(rope for rope in ropes if rope is not None)
-        return {rope: i for i, rope in enumerate(found)}
+        ropes = *ropes, self.latent and self.latent.growth
+        return {rope: i for i, rope in enumerate(dict.fromkeys(rope for rope in ropes if rope is not None))}
 
     def table(self, layer: int) -> int | None:
         """The number of the rotary table for a layer's queries and keys; None: no rotary embeddings."""
@@ -349,6 +357,10 @@ class Config:
     def kv_size(self, layer: int) -> tuple[int, int]:
         """Return the number of key/value heads of a layer, and the elements of a head."""
         return self.uneven.kv_sizes[layer] if self.uneven else (self.kv_heads, self.head_dim)
+
+    def query_heads(self, layer: int) -> int:
+        """Return the number of query heads of a layer."""
+        return self.uneven.heads[layer] if self.uneven and self.uneven.heads else self.heads
 
     def reads(self, layer: int) -> int:
         """Return the layer whose keys and values this layer reads."""
@@ -446,7 +458,8 @@ class ModelShape:
     @staticmethod
     def of(c: Config) -> "ModelShape":
         """Return the shape of a configuration."""
-        reach = min((rope.reach(c.max_positions) for rope in c.tables()), default=c.max_positions)
+        turned = [rope for rope in c.tables() if c.latent is None or rope != c.latent.growth]
+        reach = min((rope.reach(c.max_positions) for rope in turned), default=c.max_positions)
         steady = min((rope.steady_length for rope in c.tables() if rope.steady_length is not None), default=None)
         switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
         kept = tuple(map(c.kept, range(c.layers)))

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from kernels import same_bits
 from kernels.layout import KVCache, TreeLayout
 from kernels.low_rank import Adapters
+from kernels.rows import activation
 from kernels.rows.checks import TopSums
 from kernels.stack import Angles, Matrix, Stack
 from kernels.stack.calls import Call
@@ -37,6 +38,19 @@ from models.running import Registers, fused, run
 from models.streams import StreamEnds
 
 LATENT = "multi-head latent attention"
+
+
+class HeadDense(nn.Module):
+    """A matrix, an activation and a norm, which make the head's inputs of hidden rows (`Config.head_dense`)."""
+
+    def __init__(self, c: Config, names: Names, weights: Weights):
+        super().__init__()
+        self.matrix, self.activation = weights.linear(names.head_dense, bias=c.head_dense_bias), c.head_dense
+        self.norm = Norm(c, weights, names.head_dense_norm)
+
+    def forward(self, x_NE: Tensor) -> Tensor:
+        """[N, E] -> the same."""
+        return self.norm(activation(self.matrix(x_NE), self.activation, impl="torch"), "torch")
 
 
 class Decoder(nn.Module):
@@ -62,6 +76,7 @@ class Decoder(nn.Module):
         adapters: the adapters that requests choose from; adapter i has number i + 1 in a pass.
         inputs: computes per-layer embeddings; None: the model has none.
         streams: makes and joins several streams; None: there is one.
+        dense: makes the head's inputs of hidden rows; None: they are these rows.
         ends: the adapters' changes to the embedding and the head.
         tapped: the layers before which passes copy the residual stream, see `tap`.
     """
@@ -138,6 +153,7 @@ class Decoder(nn.Module):
         self.project_in, self.project_out = (weights.linear(name) if name else None for name in projected)
         self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
         self.norm = Norm(c, weights, names.norm) if c.final_norm else None
+        self.dense = HeadDense(c, names, weights) if c.head_dense else None
         self.head = weights.head(SCORE) if c.scores else weights.head(HEAD, bias=c.head_bias)
         self.dtype, self.device, self.adapters = dtype, device, list[Adapter]()
         self.ends: AdaptedEnds | None = None
@@ -147,7 +163,7 @@ class Decoder(nn.Module):
         self._join()
         self.stack = self._stack()
         plain = self.project_out is None and c.logit_divisor == 1.0 and c.logit_cap is None and not c.scores
-        plain = plain and self.streams is None
+        plain = plain and self.streams is None and self.dense is None
         self.tail: Matrix | None = getattr(self.head, "matrix", None) if plain and self.stack else None
 
     def forward(
@@ -269,6 +285,8 @@ class Decoder(nn.Module):
             adapters: the adapter number of each row, if one of them changes logits; not together with `head`.
         """
         c, rows_NE = self.config, self.outputs(hidden_NE)
+        if self.dense is not None:
+            rows_NE = self.dense(rows_NE)
         if adapters and self.ends is not None:
             logits_NV = self.ends.logits(rows_NE, adapters, self.head)
         else:

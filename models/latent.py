@@ -36,6 +36,10 @@ class LatentAttention(nn.Module):
         if latent.query_rank:
             self.q_low = weights.linear(layer + names.q_low, bias=c.attention_bias)
             self.q_norm = Norm(c, weights, layer + names.q_low_norm, eps=EPSILON)
+        self.growth = None
+        if latent.growth is not None:
+            self.growth, size = c.tables()[latent.growth], latent.growth.head_dim
+            self.slices = Heads(0, latent.query_rank // size, 0, 0, size, 1)
         self.q = weights.linear(layer + (names.q_high if latent.query_rank else names.qkv[0]))
         self.latent = weights.linear(layer + names.latent, bias=c.attention_bias)
         self.out = weights.linear(layer + names.out, bias=c.attention_bias)
@@ -64,10 +68,13 @@ class LatentAttention(nn.Module):
 
     def calls(self, source: str) -> Iterator[Call]:
         """Yield the calls from the register `source` to "out"."""
+        low = "low" if self.growth is None else "heads"  # which a rotation reads and writes
         if self.low:
-            yield Call("product", source, "low", matrix=self.q_low)
-            yield Call("norm", "low", "low", norm=self.q_norm)
-        yield Call("product", "low" if self.low else source, "queries", matrix=self.q)
+            yield Call("product", source, low, matrix=self.q_low)
+            yield Call("norm", low, low, norm=self.q_norm)
+        if self.growth is not None:
+            yield Call("rotate", "heads", "heads", table=self.growth, heads=self.slices)
+        yield Call("product", low if self.low else source, "queries", matrix=self.q)
         yield Call("product", source, "latent", matrix=self.latent)
         yield Call("absorb", "queries", "heads", latent=self)
         yield Call("rotate", "heads", "heads", table=self.table, heads=self.shape)

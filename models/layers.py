@@ -40,10 +40,11 @@ class Attention(nn.Module):
         self.out = weights.linear(layer + names.out, bias=out_bias, transposed=transposed, ins=part.heads)
         (kv_heads, size), self.reads = c.kv_size(index), c.reads(index)
         own = kv_heads if self.reads == index else 0
-        self.heads = Heads(c.heads if c.query_gate else 0, c.heads, own, own, size, kv_heads)
+        queries = c.query_heads(index)
+        self.heads = Heads(queries if c.query_gate else 0, queries, own, own, size, kv_heads)
         normed = c.norms_heads(index)
         k_normed = normed and own > 0
-        self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm, c.heads) if normed else None
+        self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm, queries) if normed else None
         self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm, kv_heads) if k_normed else None
         self.v_norm = PlainNorm(c, weights, size) if c.value_norms and own else None
         self.all_heads, self.own_norms = c.head_norms == "all", c.head_norms == "own"
@@ -52,6 +53,7 @@ class Attention(nn.Module):
         self.chunked = c.chunks and self.window is not None
         gates = None if part.sinks is None else [part.sinks]
         self.gate = weights.linear(layer + names.head_gate, outs=gates) if c.head_gates else None
+        self.softplus = c.head_gates == "softplus"
         sub = c, weights, layer + names.attention_sub_norm, part.heads
         self.sub_norm = norm_of_part(*sub) if c.sub_norms else None
         self.out_scale = c.output_factors.attention
@@ -82,7 +84,7 @@ class Attention(nn.Module):
         if self.heads.gates:
             yield Call("gate", target="mixed", **on_heads)
         if self.gate is not None:
-            yield Call("gate", "gates", "mixed", heads=self.heads)
+            yield Call("gate", "gates", "mixed", heads=self.heads, softplus=self.softplus)
         if self.sub_norm is not None:
             yield Call("norm", "mixed", "mixed", norm=self.sub_norm)
         yield Call("product", "mixed", "out", matrix=self.out)
@@ -281,11 +283,15 @@ class BesideMLP(nn.Module):
 
 
 class Residual(nn.Module):
-    """The norms of attention or of an MLP, see `Config.norms`, and the factor of its contribution to the stream."""
+    """The norms of attention or of an MLP, see `Config.norms`, and the factor of its contribution to the stream.
 
-    def __init__(self, c: Config, weights: Weights, index: int, name: str, out_name: str):
+    Args:
+        bare: there is no norm on the input.
+    """
+
+    def __init__(self, c: Config, weights: Weights, index: int, name: str, out_name: str, *, bare: bool = False):
         super().__init__()
-        norms = c.norms_of(index)
+        norms = [norm for norm in c.norms_of(index) if not (bare and norm == "input")]
         self.input = Norm(c, weights, name) if "input" in norms else None
         self.output = Norm(c, weights, out_name) if "output" in norms else None
         self.sum = Norm(c, weights, name) if "sum" in norms else None
@@ -328,7 +334,8 @@ class Layer(nn.Module):
         layer = names.layer.format(index)
         norms = names.attention_norm, names.attention_out_norm
         attends, feeds = c.has("attention", index), c.has("mlp", index)
-        self.attention_residual = Residual(c, weights, index, *(layer + name for name in norms)) if attends else None
+        bare, each = index == 0 and not c.first_norm, [layer + name for name in norms]
+        self.attention_residual = Residual(c, weights, index, *each, bare=bare) if attends else None
         norms, own = (names.mlp_norm, names.mlp_out_norm), feeds and c.parallel != "shared"
         self.mlp_residual = Residual(c, weights, index, *(layer + name for name in norms)) if own else None
         self.parallel = c.parallel != ""

@@ -53,6 +53,7 @@ class Names:
         laurel, laurel_norm: the two matrices of LAuReL, and the norm after them.
         layer_scale: the scalar that a layer multiplies the stream by.
         embedding_norm: the norm of the embedding, if it has weights.
+        head_dense, head_dense_norm: the matrix of `Config.head_dense`, and the norm after it.
         positions: the table of learned positions; position p has row p + `offset`.
         project: the matrices from `embedding_width` to `width` and back.
         transposed: the layers' matrices are stored [in, out].
@@ -136,6 +137,8 @@ class Names:
     layer_scale: str = "layer_scalar"
     norm: str = "model.norm"
     embedding_norm: str = ""
+    head_dense: str = "lm_head.dense"
+    head_dense_norm: str = "lm_head.norm"
     positions: str = ""
     offset: int = 0
     project: tuple[str, str] = ("", "")
@@ -185,12 +188,12 @@ class Names:
             elif c.attends(i):
                 for name, outs in self.heads(c, i).items():
                     add(layer + name, (outs, c.width), c.attention_bias)
-                q = c.heads * c.kv_size(i)[1]
+                q = c.query_heads(i) * c.kv_size(i)[1]
                 add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
                 if c.sinks:
-                    shapes[layer + self.sinks] = (c.heads,)
+                    shapes[layer + self.sinks] = (c.query_heads(i),)
                 if c.head_gates:
-                    add(layer + self.head_gate, (c.heads, c.width), False)
+                    add(layer + self.head_gate, (c.query_heads(i), c.width), False)
             if inputs is not None:
                 add(layer + self.input_gate, (inputs.width, c.width), False)
                 add(layer + self.input_out, (c.width, inputs.width), False)
@@ -220,6 +223,9 @@ class Names:
             add(self.norm, (c.width,), biased)
         if c.embedding_norm and self.embedding_norm:
             add(self.embedding_norm, (c.width,), biased)
+        if c.head_dense:
+            add(self.head_dense, (c.width, c.width), c.head_dense_bias)
+            add(self.head_dense_norm, (c.width,), biased)
         if c.scores:
             return shapes | {f"{SCORE}.weight": (1, embedding_width)}
         bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
@@ -239,7 +245,7 @@ class Names:
     def heads(self, c: Config, layer: int) -> dict[str, int]:
         """Return these matrices and the outputs of each."""
         (kv_heads, size), names = c.kv_size(layer), self.heads_of(c, layer)
-        q, kv = c.heads * size, kv_heads * size
+        q, kv = c.query_heads(layer) * size, kv_heads * size
         queries = (2 if c.query_gate else 1) * q
         if len(self.qkv) == 1:
             return {names[0]: queries + 2 * kv}
@@ -349,7 +355,7 @@ class Names:
         names = []
         norms = c.norms_of(layer)
         if {"input", "sum"} & {*norms}:
-            names += [self.attention_norm] if c.has("attention", layer) else []
+            names += [self.attention_norm] if c.has("attention", layer) and (layer or c.first_norm) else []
             names += [self.mlp_norm] if c.has("mlp", layer) and c.parallel != "shared" else []
         if "output" in norms:
             names += [self.attention_out_norm, self.mlp_out_norm]
@@ -361,7 +367,10 @@ class Names:
             names += [self.experts_norm, self.experts_out_norm, self.mlp_own_norm]
         found = dict.fromkeys(names, c.width)
         if c.sub_norms:
-            found |= {self.attention_sub_norm: c.heads * c.kv_size(layer)[1], self.mlp_sub_norm: c.inner(layer)}
+            found |= {
+                self.attention_sub_norm: c.query_heads(layer) * c.kv_size(layer)[1],
+                self.mlp_sub_norm: c.inner(layer),
+            }
         return found
 
     def norms_of_heads(self, c: Config, layer: int) -> dict[str, tuple[int, ...]]:
@@ -369,7 +378,7 @@ class Names:
         if not c.norms_heads(layer) or c.head_norms == "plain" or not c.attends(layer):
             return {}
         kv_heads, size = c.kv_size(layer)
-        both = [(self.q_norm, c.heads), (self.k_norm, kv_heads)][: 2 if c.reads(layer) == layer else 1]
+        both = [(self.q_norm, c.query_heads(layer)), (self.k_norm, kv_heads)][: 2 if c.reads(layer) == layer else 1]
         if c.head_norms == "own" and "{}" in self.q_norm:
             return {name.format(h): (size,) for name, heads in both for h in range(heads)}
         if c.head_norms == "own":

@@ -194,7 +194,12 @@ def windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[i
 
 
 def ropes(
-    fields: Fields, kinds: Sequence[str], head_dim: int, max_positions: int, bases: Mapping[str, tuple[str, float]]
+    fields: Fields,
+    kinds: Sequence[str],
+    head_dim: int,
+    max_positions: int,
+    bases: Mapping[str, tuple[str, float]],
+    partial: float | None = None,
 ) -> tuple[RopeConfig, ...]:
     """Read `Config.ropes` of layers of these kinds, whose rotary tables differ.
 
@@ -203,6 +208,7 @@ def ropes(
 
     Args:
         bases: maps each kind to the name of that field, and the base if the field is absent.
+        partial: see `RopeConfig.from_hf`.
 
     Raises:
         CheckpointError: naming the field.
@@ -214,7 +220,7 @@ def ropes(
         if found.get("rope_theta") is None:
             found["rope_theta"] = fields.float(name, base, low=1.0, high=1e15) if name else base
         part = Fields({"rope_parameters": found}, fields.file)
-        tables[kind] = RopeConfig.from_hf(part, head_dim, max_positions)
+        tables[kind] = RopeConfig.from_hf(part, head_dim, max_positions, partial=partial)
     if len({table.switch_length for table in tables.values()} - {None}) > 1:
         raise fields.error("rope_parameters", "one original_max_position_embeddings of longrope for all layers")
     return tuple(tables[kind] for kind in kinds)

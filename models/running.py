@@ -105,7 +105,7 @@ def _rotate(call: Call, r: Registers) -> None:
     *turned, v_TGD = r.split(_heads(call), queries=len(angles) > 2)
     tables = angles[-2:], angles[:2]  # those of queries, and those of keys
     turned = [rotary(x, *table, impl=r.impl) if x.shape[1] else x for x, table in zip(turned, tables, strict=False)]
-    r["heads"] = [*turned, v_TGD]
+    r["heads"] = [*turned, v_TGD] if _heads(call).keys else turned[0].flatten(1)
 
 
 def _write(call: Call, r: Registers) -> None:
@@ -196,7 +196,7 @@ def _mix(call: Call, r: Registers) -> None:
 
 def _gate(call: Call, r: Registers) -> None:
     gates = r.gates_TM if _heads(call).gates else r[call.source]
-    r[call.target] = sigmoid_mul(r[call.target], gates, impl=r.impl)
+    r[call.target] = sigmoid_mul(r[call.target], gates, call.softplus, impl=r.impl)
 
 
 def _absorb(call: Call, r: Registers) -> None:

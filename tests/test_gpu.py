@@ -33,6 +33,7 @@ FAMILIES = [  # of each a variant with windows, layers without rotation, or what
     *("falcon_h1/plain", "falcon_h1/norm", "falcon_h1/bamba", "mamba2/plain"),
     *("experts/qwen3_5_recurrent", "experts/qwen3_next_recurrent", "granite/scans_experts"),
     *("deepseek/dense", "deepseek/groups", "deepseek/three", "deepseek/three_halves", "deepseek/glm"),
+    *("mistral/mistral4", "laguna/plain"),
     *("llama4/plain", "llama4/steps", "relatives/dbrx", "relatives/kolibri"),
     *("experts/lfm2", "experts/phi", "experts/qwen2_windows", "gpt_oss/mxfp4", "gpt_oss/plain"),
 ]

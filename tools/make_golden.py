@@ -54,13 +54,27 @@ for name in ("tools", "models"):  # the repository's root must not be importable
     sys.modules[name].__path__ = [str(ROOT / name)]
 from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E402
 
+for kind in ("Mistral4",):  # of which AutoModelForCausalLM knows nothing
+    classes = (getattr(transformers, f"{kind}{end}") for end in ("Config", "ForCausalLM"))
+    AutoModelForCausalLM.register(*classes, exist_ok=True)
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
 # Of tokens and positions.
-TABLES = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "s_embed", "embed_positions", ".w")
+TABLES = (
+    "embed_tokens",
+    "embed_in",
+    "word_embeddings",
+    "wte",
+    "wpe",
+    "s_embed",
+    "embed_positions",
+    ".w",
+    "tok_embeddings",
+)
 DIVIDED = ("altup.modality_router.weight",)  # matrices whose input is divided by its width are drawn larger
 PUBLISHED = {  # names in published files, by model_type: transformers gives modules others
     "kolibri1": {".post_self_attn_layernorm.": ".post_attn_norm.", ".post_mlp_layernorm.": ".post_ffn_norm.",
                  ".mlp.gate.e_score_correction_bias": ".moe.router.expert_bias"},
+    "laguna": {".mlp.gate.e_score": ".mlp.experts.e_score", ".mlp.shared_experts.": ".mlp.shared_expert."},
     "flint": {".self_attn.sinks": ".self_attn.softmax_offset"},
     "hy_v3": {".mlp.gate.weight": ".mlp.router.gate.weight", ".mlp.e_score_correction_bias": ".mlp.expert_bias",
               ".mlp.shared_experts.": ".mlp.shared_mlp."},
@@ -113,9 +127,9 @@ def draw(folder: Path, seed: int) -> None:
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     shapes |= {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in own}  # buffers
     embeddings = [name for name in shapes if name.rpartition(".")[0].endswith(TABLES)]
-    head = "score.weight" if scores else "lm_head.weight"
+    heads = ["score.weight"] if scores else ["lm_head.weight", "decoder.weight"]
     tables = embeddings or [name for name in shapes if name.endswith("embeddings.weight")]  # the latter of Mamba
-    head = head if head in shapes else tables[0]
+    head = next((name for name in heads if name in shapes), tables[0])
     tensors = draw_all(shapes, seed, embeddings=embeddings, head=head, outputs=("o_proj.weight", "down_proj.weight"))
     tensors |= {name: x * x.shape[1] ** 0.5 for name, x in tensors.items() if name.endswith(DIVIDED)}
     for old, new in PUBLISHED.get(config.model_type, {}).items():
@@ -134,7 +148,7 @@ def load(folder: Path) -> Any:
     kinds = {"SequenceClassification": AutoModelForSequenceClassification,
              "ConditionalGeneration": AutoModelForImageTextToText}  # fmt: skip
     kind = kinds.get(architecture.rpartition("For")[2], AutoModelForCausalLM)
-    wrapped = architecture.endswith("ForConditionalGeneration")
+    wrapped = "text_config" in config or architecture.endswith("ForConditionalGeneration")
     attention = "sdpa" if config.get("alibi") else "eager"  # which in Falcon adds ALiBi twice
     model, info = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention, output_loading_info=True,

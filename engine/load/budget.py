@@ -253,7 +253,7 @@ def _of_file(path: Path, size: int) -> int:
 def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     """Bytes that a pass computes (kernels/stack/native.cpp), and log-probabilities of the rows of searches."""
     c, element = size.config, max(dtype.itemsize, 2)
-    heads = max((2 * c.heads + 2 * kv) * size for kv, size in map(c.kv_size, range(c.layers)))
+    heads = max(2 * (c.query_heads(i) + c.kv_size(i)[0]) * c.kv_size(i)[1] for i in range(c.layers))
     heads += 4 * c.width * (c.convs is not None)
     row = 5 * c.width + heads + (3 if c.gated else 2) * max(map(c.inner, range(c.layers)))
     if c.layer_inputs is not None:  # inputs of all layers, and what they are computed from

@@ -140,13 +140,14 @@ def add_weighted(x_TNE: Tensor, more_TME: Tensor, weights_TF: Tensor, *, impl: s
 
 
 @operator
-def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, *, impl: str) -> Tensor:
-    """x times the sigmoid of gates (Qiu et al., 2025, "Gated attention", equation 5).
+def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, softplus: bool = False, *, impl: str) -> Tensor:
+    """x times the sigmoid of gates (Qiu et al., 2025, "Gated attention", equation 5), or times log(1 + e^gate).
 
     Args:
         x_NM: rows.
         gate_NM: gates of the same shape, or fewer, each for as many elements side by side; in the dtype of x; rows
             need not be contiguous.
+        softplus: whether the logarithm replaces the sigmoid.
     """
     ...
 

@@ -130,7 +130,7 @@ def add_weighted(x_TNE: Tensor, more_TME: Tensor, weights_TF: Tensor) -> None:
     expect("weights_TF", weights_TF, x_TNE.dtype, (T, N * M), x_TNE.device, contiguous=False)
 
 
-def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> None:
+def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, softplus: bool = False) -> None:
     """Rows, and gates of as many elements each as make a row."""
     floats("x_NM", x_NM, 2)
     floats("gate_NM", gate_NM, 2)

@@ -1,6 +1,7 @@
 // CPU operators on rows, between the matrix products of a layer. Arithmetic is float32.
 
 #include <algorithm>
+#include <cmath>
 
 #include "../operators.h"
 #include "../vectors.h"
@@ -135,21 +136,29 @@ Floats clamped_swiglu(Floats gate, Floats up) {
     return times_sigmoid(some, 1.702f * some) * (near + 1);
 }
 
-template <typename T>
-void sigmoid_mul(int64_t threads, const T* x, const T* gates, T* out, int64_t rows, int64_t width, int64_t stride,
-                 int64_t share) {
+// x times log(1 + e^y).
+Floats times_softplus(Floats x, Floats y) {
+    Floats factors = y;
+    for (size_t i = 0; i < sizeof(Floats) / sizeof(float); i++)
+        factors[i] = (y[i] < 0 ? 0 : y[i]) + std::log1p(std::exp(-std::abs(y[i])));
+    return x * factors;
+}
+
+template <typename T, typename F>
+void gate(F times, int64_t threads, const T* x, const T* gates, T* out, int64_t rows, int64_t width, int64_t stride,
+          int64_t share) {
 #pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
     for (int64_t r = 0; r < rows; r++) {
         const T *from = x + r * width, *gate = gates + r * stride;
         T* to = out + r * width;
         if (share == 1)
             each(width, [&](int64_t i, auto n) {
-                store(times_sigmoid(load(from + i, n), load(gate + i, n)), to + i, n);
+                store(times(load(from + i, n), load(gate + i, n)), to + i, n);
             });
         for (int64_t at = 0; share > 1 && at < width; at += share) {
             const Floats own = all(load(gate + at / share, 1)[0]);
             each(share, [&](int64_t i, auto n) {
-                store(times_sigmoid(load(from + at + i, n), own), to + at + i, n);
+                store(times(load(from + at + i, n), own), to + at + i, n);
             });
         }
     }
@@ -252,10 +261,14 @@ extern "C" void coppice_activation_mul(int64_t kind, int64_t threads, int64_t nu
 }
 
 extern "C" void coppice_sigmoid_mul(int64_t kind, int64_t threads, const void* x, const void* gates, void* out,
-                                    int64_t rows, int64_t width, int64_t stride, int64_t share) {
+                                    int64_t rows, int64_t width, int64_t stride, int64_t share, int64_t softplus) {
     with_type(kind, [&](auto type) {
         typedef decltype(type) T;
-        sigmoid_mul(threads, (const T*)x, (const T*)gates, (T*)out, rows, width, stride, share);
+        const auto run = [&](auto times) {
+            gate(times, threads, (const T*)x, (const T*)gates, (T*)out, rows, width, stride, share);
+        };
+        softplus ? run([](Floats a, Floats b) { return times_softplus(a, b); })
+                 : run([](Floats a, Floats b) { return times_sigmoid(a, b); });
     });
 }
 

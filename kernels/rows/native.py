@@ -95,12 +95,12 @@ def add_weighted(x_TNE: Tensor, more_TME: Tensor, weights_TF: Tensor) -> Tensor:
     return out_TNE
 
 
-def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
+def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, softplus: bool = False) -> Tensor:
     """See the front for arguments."""
     native(x_NM)
     x_NM, gate_NM = x_NM.contiguous(), gate_NM if gate_NM.stride(1) == 1 else gate_NM.contiguous()
     out_NM, share = torch.empty_like(x_NM), x_NM.shape[1] // max(1, gate_NM.shape[1])
-    _run("sigmoid_mul", x_NM, x_NM, gate_NM, out_NM, *x_NM.shape, gate_NM.stride(0), share)
+    _run("sigmoid_mul", x_NM, x_NM, gate_NM, out_NM, *x_NM.shape, gate_NM.stride(0), share, softplus)
     return out_NM
 
 

@@ -104,9 +104,10 @@ def add_weighted(x_TNE: Tensor, more_TME: Tensor, weights_TF: Tensor) -> Tensor:
     return torch.baddbmm(x_TNE, weights_TF.unflatten(1, (x_TNE.shape[1], -1)), more_TME)
 
 
-def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
+def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, softplus: bool = False) -> Tensor:
     """See the front for arguments."""
-    return x_NM * gate_NM.sigmoid().repeat_interleave(x_NM.shape[1] // max(1, gate_NM.shape[1]), 1)
+    gate_NM = F.softplus(gate_NM) if softplus else gate_NM.sigmoid()
+    return x_NM * gate_NM.repeat_interleave(x_NM.shape[1] // max(1, gate_NM.shape[1]), 1)
 
 
 def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -66,7 +66,7 @@ def xielu(x_NM: Tensor, curve_4: Tensor) -> Tensor:
     return out
 
 
-def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
+def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor, softplus: bool = False) -> Tensor:
     """See the front for arguments."""
     check_device(x_NM, gate_NM)
     x_NM, gate_NM = _rows(x_NM), _rows(gate_NM)
@@ -74,7 +74,7 @@ def sigmoid_mul(x_NM: Tensor, gate_NM: Tensor) -> Tensor:
     out_NM = torch.empty(N, M, dtype=x_NM.dtype, device=x_NM.device)
     grid = triton.cdiv(N, ROWS), triton.cdiv(M, BLOCK // 2)
     strides, sizes = (x_NM.stride(0), gate_NM.stride(0)), {"WIDTH": M, "M": ROWS, "BLOCK": BLOCK // 2}
-    sizes["SHARE"] = M // max(1, gate_NM.shape[1])
+    sizes |= {"SHARE": M // max(1, gate_NM.shape[1]), "SOFTPLUS": softplus}
     launch(_let_through, *grid)(x_NM, gate_NM, out_NM, N, *strides, **sizes)
     return out_NM
 
@@ -338,9 +338,10 @@ def _xielu(
 @triton.jit(do_not_specialize=["N"])
 def _let_through(
     x_ptr, gate_ptr, out_ptr, N, stride_xn, stride_gn,
-    WIDTH: tl.constexpr, SHARE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, SOFTPLUS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """A block of M rows, times the logistic function of their gates."""
+    """A block of M rows, times the logistic function of their gates, or times their softplus."""
     after_the_last(EARLY)
     n_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i_B = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -348,7 +349,15 @@ def _let_through(
     x_MB = tl.load(x_ptr + n_M[:, None] * stride_xn + i_B[None, :], mask=real_MB, other=0.0).to(tl.float32)
     gate_B = i_B // SHARE
     gate_MB = tl.load(gate_ptr + n_M[:, None] * stride_gn + gate_B[None, :], mask=real_MB, other=0.0).to(tl.float32)
-    y_MB = cast(x_MB * sigmoid(gate_MB), out_ptr.dtype.element_ty)
+    if SOFTPLUS:
+        small_MB = tl.exp(-tl.abs(gate_MB))  # log(1 + small), precise where it is near to small
+        above_MB = 1 + small_MB
+        lost_MB = above_MB == 1
+        share_MB = small_MB / tl.where(lost_MB, 1.0, above_MB - 1)
+        log_MB = tl.where(lost_MB, small_MB, tl.log(above_MB) * share_MB)
+        y_MB = cast(x_MB * (tl.where(gate_MB < 0, 0.0, gate_MB) + log_MB), out_ptr.dtype.element_ty)
+    else:
+        y_MB = cast(x_MB * sigmoid(gate_MB), out_ptr.dtype.element_ty)
     tl.store(out_ptr + n_M[:, None] * WIDTH + i_B[None, :], y_MB, mask=real_MB)
 
 

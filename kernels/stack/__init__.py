@@ -363,7 +363,7 @@ def _described(call: Call, layer: ctypes.Structure | None, width: int) -> ctypes
     latent = None if call.latent is None else ctypes.addressof(call.latent.heads.described())
     of_heads = (_address(x) for x in (call.sinks, call.slopes))
     coarse = call.slopes is not None and call.slopes.dtype == torch.bfloat16
-    more = matrix, adapters, mixture, *of_heads, *recurs, latent, coarse, call.scale, call.cap or 0.0
+    more = matrix, adapters, mixture, *of_heads, *recurs, latent, coarse, call.softplus, call.scale, call.cap or 0.0
     return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, heads, *norms, *more)
 
 

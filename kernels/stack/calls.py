@@ -42,7 +42,8 @@ CODES = (
     "add",  # target += source
     "adapt",  # target += what the adapters of tokens make of source
     "mix",  # target = what the experts of `mixture` make of source; what is `beside` it chooses them
-    "gate",  # target *= the logistic function of the gates in source: those of "heads", or one for each head
+    # target *= the logistic function, or the `softplus`, of the gates in source: those of "heads", or one for each head
+    "gate",
     "recur",  # target = the gated delta net `delta` of source, with the rows and states of `table`
     "scan",  # target = the selective scan `delta` of source, with the same
     "absorb",  # target = queries and keys of source and "latent", by the `latent` of `kernels.latent`
@@ -127,6 +128,7 @@ class Call(NamedTuple):
     gated: bool = False
     all_heads: bool = False
     own_norms: bool = False
+    softplus: bool = False
     adapters: Any = None
     mixture: Any = None
     delta: Any = None

@@ -325,9 +325,9 @@ struct Pass {
                 return coppice_experts(s.kind, threads, c.mixture, source, at[c.beside], target, tokens);
             case GATE:
                 return c.heads.gates ? coppice_sigmoid_mul(s.kind, threads, target, source, target, tokens, c.width,
-                                                           every(c.heads), 1)
+                                                           every(c.heads), 1, c.softplus)
                                      : coppice_sigmoid_mul(s.kind, threads, target, source, target, tokens, c.width,
-                                                           c.heads.queries, c.heads.size);
+                                                           c.heads.queries, c.heads.size, c.softplus);
             case RECUR:
                 return recur(*c.delta, source, target);
             case SCAN:

@@ -27,13 +27,18 @@ _USUAL = {  # in this order
     ".mlp.shared_mlp.": ".mlp.shared_experts.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # MiniMax-M2, K-EXAONE
     ".mlp.expert_bias": ".mlp.gate.e_score_correction_bias",  # AFMoE, Hy3
+    ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # Laguna
     ".moe.router.expert_bias": ".mlp.gate.e_score_correction_bias",  # Kolibri
     ".self_attn.softmax_offset": ".self_attn.sinks",  # Flint
 }
 
 
+_HEADS = {"decoder.weight": "lm_head.weight", "decoder.bias": "lm_head.bias"}  # ModernBERT; other decoders have parts
+
+
 def usual_name(name: str) -> str:
     """Return the one spelling of a name."""
+    name = _HEADS.get(name, name)
     for other, usual in _USUAL.items():
         name = name.replace(other, usual)
     return name

@@ -31,6 +31,10 @@ TIED = frozenset(
         "ovis2",
     )
 )
+REWARDS = {  # the architecture of a reward model -> that of its text model
+    "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification",
+    "Qwen3_5ForSequenceClassification": "Qwen3_5TextForSequenceClassification",
+}
 REFUSED = {"paligemma": "it attends to a prompt in both directions"}
 
 
@@ -61,6 +65,7 @@ _QWEN_VL = TextModel(
     {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6},
 )
 TEXT_MODELS = {
+    "cohere_compass_text": TextModel("CohereCompassForCausalLM", (256000, 8192, 22528, 40, 64)),
     "emu3_text_model": TextModel("Emu3ForCausalLM", (184622, 4096, 14336, 32, 32)),
     "gemma2": TextModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
     "gemma3_text": TextModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
@@ -79,6 +84,7 @@ TEXT_MODELS = {
     "llama4_text": TextModel("Llama4ForCausalLM", (202048, 5120, 8192, 48, 40)),
     "ministral": TextModel("MinistralForCausalLM", (32000, 4096, 14336, 32, 32)),
     "ministral3": TextModel("Ministral3ForCausalLM", (131072, 4096, 14336, 34, 32)),
+    "mistral4": TextModel("Mistral4ForCausalLM", (131072, 4096, 12288, 36, 32)),
     "mistral": TextModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32)),
     "olmo2": TextModel("Olmo2ForCausalLM", (50304, 4096, 11008, 32, 32)),
     "olmo3": TextModel("Olmo3ForCausalLM", (50304, 4096, 11008, 32, 32)),
@@ -119,7 +125,7 @@ def is_wrapped(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     inside = "text_config" in config or "vision_config" in config
-    return isinstance(name, str) and name.endswith("ForConditionalGeneration") and inside
+    return isinstance(name, str) and (name.endswith("ForConditionalGeneration") or name in REWARDS) and inside
 
 
 def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
@@ -162,7 +168,7 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := inner.get(name), dict):
             inner[name] = {key: "default" if value == "mrope" else value for key, value in rope.items()}
-    return inner | {"architectures": [model.architecture]}
+    return inner | {"architectures": [REWARDS.get(architecture, model.architecture)]}
 
 
 def text_names(names: Iterable[str]) -> dict[str, str]:
@@ -171,7 +177,7 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     nested = {name: found[1] for name in names if (found := NESTED.fullmatch(name))}
     if not nested:
         return {name: name for name in names if TEXT.fullmatch(name)}
-    heads = {name: name for name in names if name.startswith(("lm_head.", "mtp."))}
+    heads = {name: name for name in names if name.startswith(("lm_head.", "mtp.", "score."))}
     own = {
         name: rest if rest.startswith("model.") or TEXT.fullmatch(rest) else f"model.{rest}"
         for name, rest in nested.items()

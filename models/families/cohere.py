@@ -9,6 +9,7 @@ from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
 from models.names import Names
 from models.reading import experts, layer_types, rotary, sparse_layers, true_if_absent, windows
+from models.rope import RopeConfig
 
 
 class Cohere(Decoder):
@@ -38,6 +39,35 @@ class Cohere2(Decoder):
         kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in range(options["layers"])])
         ropes = tuple(options["rope"] if kind == SLIDING else None for kind in kinds)
         return Config(**options, windows=windows(fields, kinds, window), ropes=ropes)
+
+
+class CohereCompass(Decoder):
+    """North Micro Vision (Cohere 2026): Cohere 2 rotated by halves, with a rotary table for each kind of layer or none;
+    in a model without images the logits are not scaled unless the config has a factor."""
+
+    architectures = ("CohereCompassForCausalLM", "CohereCompassTextForSequenceClassification")
+    default_eos_token_ids = frozenset([255001])
+    default_pad_token_id = 0
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        fields.choice("pooling", ("eos",), default="eos")
+        options: dict[str, Any] = _options(fields, theta=1e4, one_rope=False) | {"interleaved": False}
+        kinds = layer_types(fields, [FULL] * options["layers"])
+        nested, ropes = fields.config.get("rope_parameters"), dict[str, RopeConfig | None]()
+        for kind in kinds:
+            if not isinstance(nested, dict) or kind not in nested:
+                raise fields.error("rope_parameters", f"the parameters of {kind}, or null for no rotation")
+            ropes[kind] = None
+            if (found := nested[kind]) is not None:
+                if not isinstance(found, dict) or found.get("rope_theta") is None:
+                    raise fields.error("rope_parameters", f"a rope_theta of {kind}")
+                own = Fields({"rope_parameters": found}, fields.file)
+                ropes[kind] = RopeConfig.from_hf(own, options["head_dim"], options["max_positions"])
+        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+        options["logit_divisor"] = 1 / fields.float("logit_scale", default=1.0, low=1e-6)
+        options |= {"windows": windows(fields, kinds, window), "ropes": tuple(ropes[kind] for kind in kinds)}
+        return Config(**options)
 
 
 class Cohere2Moe(Decoder):

@@ -20,7 +20,7 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 class DeepseekV2(Decoder):
     """Experts are chosen by their part of a softmax, from all of them or from the best groups."""
 
-    architectures = ("DeepseekV2ForCausalLM",)
+    architectures = ("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification")
     names = NAMES
 
     @staticmethod

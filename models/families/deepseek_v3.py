@@ -15,7 +15,7 @@ from models.rope import BUFFERS
 class DeepseekV3(Decoder):
     """Experts are chosen with a bias, from the groups with the largest sums of their two best scores."""
 
-    architectures = ("DeepseekV3ForCausalLM",)
+    architectures = ("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification")
     names = NAMES
     default_eos_token_ids = frozenset([1])
     ignored = (*BUFFERS, re.compile(r"model\.layers\.61\..*"))  # tensors of a draft head, as in transformers
@@ -23,7 +23,7 @@ class DeepseekV3(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         options = latent_attention(
-            fields, positions=4096, mlp_width=18432, query_rank=1536, interleaved=_interleaved(fields)
+            fields, positions=4096, mlp_width=18432, query_rank=1536, interleaved=interleaved(fields)
         )
         first = fields.int("first_k_dense_replace", default=3, low=0)
         sparse, rules = [i >= first for i in range(options["layers"])], sigmoids(fields, groups=8, kept=4)
@@ -42,7 +42,7 @@ class Glm4MoeLite(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         sizes = {"mlp_width": 10240, "query_rank": 768, "plain": 192, "value": 256}
-        options = latent_attention(fields, positions=202752, eps=1e-5, interleaved=_interleaved(fields), **sizes)
+        options = latent_attention(fields, positions=202752, eps=1e-5, interleaved=interleaved(fields), **sizes)
         sparse, rules = sparse_layers(fields, options["layers"], 1), sigmoids(fields, groups=1, kept=1)
         sizes = {"count": 64, "chosen": 4, "width": 1536, "shared": 1, "scale": 1.8}
         return Config(**options, experts=mixture(fields, sparse, **sizes, **rules))
@@ -57,10 +57,11 @@ class Youtu(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         sizes = {"positions": 131072, "mlp_width": 6144, "query_rank": 1536, "tied": True}
-        return Config(**latent_attention(fields, interleaved=_interleaved(fields), **sizes))
+        return Config(**latent_attention(fields, interleaved=interleaved(fields), **sizes))
 
 
-def _interleaved(fields: Fields) -> bool:
+def interleaved(fields: Fields) -> bool:
+    """Whether elements that are rotated with each other lie side by side."""
     return true_if_absent(fields, "rope_interleave")
 
 

@@ -1,4 +1,4 @@
-"""Llama 1, 2, 3.x (Touvron et al. 2023); the text model of Emu3 (BAAI 2024)."""
+"""Llama 1, 2, 3.x (Touvron et al. 2023); IQuest-Coder (2026); the text model of Emu3 (BAAI 2024)."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config
@@ -16,6 +16,28 @@ class Llama(Decoder):
         return Config(
             **rotary(fields, positions=2048),
             norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            mlp_bias=fields.bool("mlp_bias", default=False),
+        )
+
+
+class IQuestCoder(Llama):
+    """IQuest-Coder (IQuest Lab 2026): a Llama with other defaults."""
+
+    architectures = ("IQuestCoderForCausalLM",)
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.config.get("clip_qkv") is not None:
+            raise fields.error("clip_qkv", "nothing: transformers refuses it")
+        if fields.bool("use_sliding_window", default=False):
+            raise fields.error("use_sliding_window", "false: transformers refuses windows")
+        kv_heads, head_dim = (
+            None if name in fields.config else size for name, size in (("num_key_value_heads", 8), ("head_dim", 128))
+        )
+        return Config(
+            **rotary(fields, positions=131072, kv_heads=kv_heads, head_dim=head_dim),
+            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
             attention_bias=fields.bool("attention_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )

@@ -1,11 +1,16 @@
-"""Mistral (Jiang et al. 2023), Ministral and CWM: Llamas with windows in all or some layers; Ministral 3."""
+"""Mistral (Jiang et al. 2023), Ministral and CWM: Llamas with windows in all or some layers; Ministral 3; Mistral 4."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
+from models.families.deepseek_v2 import NAMES, latent_attention, mixture
+from models.families.deepseek_v3 import interleaved, sigmoids
 from models.reading import layer_types, rotary, windows, with_rope
+from models.rope import RopeConfig
 
 MINISTRAL3_ROPE = {
     "rope_type": "yarn",
@@ -18,6 +23,7 @@ MINISTRAL3_ROPE = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+MISTRAL4_ROPE = MINISTRAL3_ROPE | {"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
 
 CWM_ROPE = {
     "rope_type": "llama3",
@@ -83,17 +89,63 @@ class Ministral3(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        found = fields.sub("rope_scaling") or fields.sub("rope_parameters")
-        if found is None:
-            found = Fields(MINISTRAL3_ROPE, fields.file)
-            fields = Fields({**fields.config, "rope_parameters": MINISTRAL3_ROPE}, fields.file)
+        fields = with_rope(fields, MINISTRAL3_ROPE)
         kv_heads = None if "num_key_value_heads" in fields.config else 8
         options = rotary(fields, positions=262144, kv_heads=kv_heads, head_dim=128)
-        rope, growth = options["rope"], found.float("llama_4_scaling_beta", low=0.0, high=1e6)
-        length = rope.original_length
-        if rope.kind not in ("llama3", "longrope", "yarn"):
-            length = found.int("original_max_position_embeddings", high=2**31)
-        options["rope"] = replace(rope, growth=growth, growth_length=length)
+        options["rope"] = replace(options["rope"], **_growth(fields, options["rope"]))
         window = fields.int("sliding_window", None, high=2**31)
         eps = fields.float("rms_norm_eps", default=1e-5, low=0.0)
         return Config(norm_eps=eps, windows=(window,) * options["layers"], **options)
+
+
+class Mistral4(Decoder):
+    """DeepSeek-V3 with parts of a softmax in place of sigmoids; queries grow with their position."""
+
+    architectures = ("Mistral4ForCausalLM", "Mistral4ForSequenceClassification")
+    names = NAMES
+    default_pad_token_id = 11
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        fields = _with_whole_rope(with_rope(fields, MISTRAL4_ROPE))
+        sizes = {"mlp_width": 12288, "query_rank": 1024, "rank": 256, "plain": 64}
+        options = latent_attention(fields, positions=1048576, interleaved=interleaved(fields), **sizes)
+        latent, rope = options["latent"], options["rope"]
+        if rope.kind == "default":
+            raise fields.error("rope_parameters", "a kind of stretching: transformers rotates no others")
+        if (growth := _growth(fields, rope))["growth"]:
+            if latent.query_rank % 2 or not latent.query_rank:
+                raise fields.error("q_lora_rank", "an even number, as queries grow with their position")
+            table = RopeConfig(math.gcd(latent.query_rank, 16), "proportional", **growth)
+            options["latent"] = replace(latent, growth=table)
+        sparse = [i >= fields.int("first_k_dense_replace", default=0, low=0) for i in range(options["layers"])]
+        rules = sigmoids(fields, groups=1, kept=1) | {"scores": "softmax", "choice_bias": False, "chosen": 4}
+        if rules["groups"] > 1:
+            raise fields.error("n_group", "1: groups of experts with parts of a softmax are not supported")
+        sizes = {"count": 128, "width": 2048, "shared": 1, "scale": 1.0}
+        return Config(**options, experts=mixture(fields, sparse, **sizes, **rules))
+
+
+def _growth(fields: Fields, rope: RopeConfig) -> dict[str, Any]:
+    """Read how queries grow with their position, as arguments of `RopeConfig`."""
+    found = fields.sub("rope_scaling") or fields.sub("rope_parameters") or Fields({}, fields.file, "rope_parameters.")
+    growth, length = found.float("llama_4_scaling_beta", low=0.0, high=1e6), rope.original_length
+    if rope.kind not in ("llama3", "longrope", "yarn"):
+        length = found.int("original_max_position_embeddings", high=2**31)
+    return {"growth": growth, "growth_length": length}
+
+
+def _with_whole_rope(fields: Fields) -> Fields:
+    """Return the fields without a share of rotated elements, which is that of the latent's sizes.
+
+    Raises:
+        CheckpointError: it is another share.
+    """
+    config = dict(fields.config)
+    rotated, plain = fields.int("qk_rope_head_dim", default=64), fields.int("qk_nope_head_dim", default=64)
+    for name in ("rope_scaling", "rope_parameters"):
+        if (rope := fields.sub(name)) and (share := rope.float("partial_rotary_factor", None)) is not None:
+            if int(share * (rotated + plain)) != rotated:
+                raise rope.error("partial_rotary_factor", f"{rotated / (rotated + plain):g}, as the sizes of heads say")
+            config[name] = {key: value for key, value in rope.config.items() if key != "partial_rotary_factor"}
+    return Fields(config, fields.file, fields.prefix)

@@ -48,6 +48,7 @@ READ = {  # the keys above that each architecture reads
     "mistral3": ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
     "stablelm": ("use_parallel_residual",),
     "deepseek2": ("expert_count", "rope.scaling.yarn_log_multiplier"),
+    "mistral4": ("expert_count", "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"),
     **LATER_READ,
 }
 INTERLEAVED = (
@@ -304,6 +305,17 @@ def _deepseek2(file: GGUF, keys: Fields) -> dict[str, Any]:
     return latents(file, keys, sizes) | mixture(file, keys, sizes["num_hidden_layers"])
 
 
+def _mistral4(file: GGUF, keys: Fields) -> dict[str, Any]:
+    # Files whose source had transformers' names lack the first key: its value is that of the only model then.
+    growth, normalized = keys.float("attention.temperature_scale", 0.1), "expert_weights_norm"
+    config = _deepseek2(file, Fields({**keys.config, normalized: None}, keys.file, keys.prefix))
+    if config["model_type"] != "deepseek_v2":
+        raise keys.error("expert_gating_func", "1, as weights are parts of a softmax")
+    rope = (config["rope_scaling"] or {}) | {"llama_4_scaling_beta": decimal(growth)}
+    more = {"norm_topk_prob": keys.bool(normalized, default=False), "rope_scaling": rope}
+    return config | more | named("Mistral4ForCausalLM", "mistral4")
+
+
 def _latent_sizes(file: GGUF, keys: Fields) -> dict[str, Any]:
     """Return the sizes of a model with latent attention."""
     return {
@@ -393,6 +405,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek2,
+    "mistral4": _mistral4,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

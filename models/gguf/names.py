@@ -284,7 +284,7 @@ NAMES = {
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     "gemma3n": _GEMMA3N,
     "gemma4": _GEMMA4,
-    **dict.fromkeys(("deepseek2", "minicpm3"), _LLAMA | _EXPERTS | _DEEPSEEK2),
+    **dict.fromkeys(("deepseek2", "mistral4", "minicpm3"), _LLAMA | _EXPERTS | _DEEPSEEK2),
     "gpt2": _GPT2,
     "gpt-oss": _GPT_OSS,
     "granitehybrid": _GRANITE4,

@@ -288,9 +288,10 @@ def xielu(capability):
     return compile(on_rows._xielu, capability, types, {"WIDTH": 14336, "M": 1, "BLOCK": on_rows.BLOCK // 2})
 
 
-def let_through(capability):
+def let_through(capability, softplus):
     types = dict.fromkeys(("x_ptr", "gate_ptr", "out_ptr"), "*bf16")
-    return compile(on_rows._let_through, capability, types, {"WIDTH": 4096, "M": 1, "BLOCK": on_rows.BLOCK})
+    sizes = {"WIDTH": 4096, "SHARE": 128 if softplus else 1, "SOFTPLUS": softplus, "M": 1, "BLOCK": on_rows.BLOCK}
+    return compile(on_rows._let_through, capability, types, sizes)
 
 
 def log_softmax(capability, width):
@@ -545,7 +546,8 @@ for capability in (90, 100):
     of_experts(capability, 7, 16)
     add_norm(capability, 4096)
     gate(capability, 4096)
-    let_through(capability)
+    let_through(capability, softplus=False)
+    let_through(capability, softplus=True)
     xielu(capability)
 for module in (tree_attention, triton_fixed, triton_shares, kv_write, on_latents, products, on_experts, on_rows):
     early = {x for x in vars(module).values() if isinstance(x, triton.JITFunction) and "EARLY" in x.arg_names}

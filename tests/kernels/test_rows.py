@@ -165,24 +165,37 @@ def test_xielu_keeps_digits_near_zero():
     assert rows.xielu(strange, CURVES[0], impl="cpp").isfinite().tolist() == [[False, False, True]]
 
 
+SOFTPLUS = pytest.mark.parametrize("softplus", [False, True], ids=["sigmoid", "softplus"])
+
+
+@SOFTPLUS
 @DTYPES
 @pytest.mark.parametrize("width", [1, 16, 40, 2048])
-def test_sigmoid_mul(dtype, width):
+def test_sigmoid_mul(dtype, width, softplus):
     wide = draw(15, 3 * width, dtype=dtype) * 4
     for x, gate in ((wide[:, :width], wide[:, width : 2 * width]), (wide[:, ::3], wide[:, 1::3])):
         gate[0, 0], gate[1, 0], gate[2, 0] = 1000, -1000, 0
-        exact, plain = reference.sigmoid_mul(x.double(), gate.double()), reference.sigmoid_mul(x, gate)
-        no_worse(rows.sigmoid_mul(x, gate, impl="cpp"), dtype, exact, plain)
+        exact, plain = (reference.sigmoid_mul(a, b, softplus) for a, b in ((x.double(), gate.double()), (x, gate)))
+        no_worse(rows.sigmoid_mul(x, gate, softplus, impl="cpp"), dtype, exact, plain)
 
 
+@SOFTPLUS
 @DTYPES
 @pytest.mark.parametrize(("gates", "share"), [(1, 1), (3, 5), (4, 64), (1, 40)])
-def test_sigmoid_mul_of_runs(dtype, gates, share):
+def test_sigmoid_mul_of_runs(dtype, gates, share, softplus):
     """A gate of several elements, as that gate for each of them."""
     x, gate = draw(40, gates * share, dtype=dtype), draw(40, 2 * gates, dtype=dtype)[:, gates:] * 4
-    exact, plain = reference.sigmoid_mul(x.double(), gate.double()), reference.sigmoid_mul(x, gate)
-    torch.testing.assert_close(exact, reference.sigmoid_mul(x.double(), gate.repeat_interleave(share, 1).double()))
-    no_worse(rows.sigmoid_mul(x, gate, impl="cpp"), dtype, exact, plain)
+    exact, plain = (reference.sigmoid_mul(a, b, softplus) for a, b in ((x.double(), gate.double()), (x, gate)))
+    each = gate.repeat_interleave(share, 1).double()
+    torch.testing.assert_close(exact, reference.sigmoid_mul(x.double(), each, softplus))
+    no_worse(rows.sigmoid_mul(x, gate, softplus, impl="cpp"), dtype, exact, plain)
+
+
+def test_softplus_keeps_digits_of_small_gates():
+    gate = torch.linspace(-80, 80, 4001).unsqueeze(0)
+    exact = torch.nn.functional.softplus(gate.double(), threshold=1e9)
+    found = rows.sigmoid_mul(torch.ones_like(gate), gate, True, impl="cpp").double()
+    assert ((found - exact) / exact).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("name", reference.ACTIVATIONS)

@@ -115,8 +115,10 @@ def test_gates(count, width, dtype, device):
     wide[-1, -1] = -40
     x, gate = wide[:, :width], wide[:, 2 * width :]
     for gates in (gate, gate[:, : max(1, width // 4)]):  # one for each element, one for each few
-        found = rows.sigmoid_mul(x.to(device), gates.to(device), impl="triton")
-        no_worse(found, reference.sigmoid_mul(x, gates), reference.sigmoid_mul(x.double(), gates.double()))
+        for softplus in (False, True):
+            found = rows.sigmoid_mul(x.to(device), gates.to(device), softplus, impl="triton")
+            exact = reference.sigmoid_mul(x.double(), gates.double(), softplus)
+            no_worse(found, reference.sigmoid_mul(x, gates, softplus), exact)
 
 
 @DEVICES

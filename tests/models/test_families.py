@@ -29,6 +29,10 @@ ATTENTION = {"layer_types": ["full_attention"] * 4}
 HYBRID = {"num_local_experts": 0, "layer_types": ["attention"] * 4}
 SCANS = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
 
+HEADS = {"num_key_value_heads": 4}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+COMPASS = {"layer_types": ["sliding_attention"] * 4, "rope_parameters": {"sliding_attention": PLAIN}}
 GPT_NEO = {"num_heads": 4, "num_layers": 4}
 BLOOM = {"n_head": 4, "n_layer": 4}
 MPT = {"d_model": 32, "n_heads": 4, "n_layers": 4}
@@ -115,6 +119,34 @@ def read(architecture, **changes):
         ("SmolLM3ForCausalLM", "sliding_window", {"layer_types": ["sliding_attention"] * 4}),
         ("MinistralForCausalLM", "sliding_window", {"layer_types": ["sliding_attention"] * 4, "sliding_window": None}),
         ("Ministral3ForCausalLM", "llama_4_scaling_beta", {"rope_parameters": {"rope_theta": 1e4}}),
+        ("Mistral4ForCausalLM", "rope_parameters: expected a kind of stretching", {**HEADS, "rope_parameters": PLAIN}),
+        ("Mistral4ForCausalLM", "rope_parameters.llama_4_scaling_beta", {**HEADS, "rope_parameters": YARN}),
+        ("Mistral4ForCausalLM", "q_lora_rank", {**HEADS, "q_lora_rank": 7}),
+        ("Mistral4ForCausalLM", "q_lora_rank", {**HEADS, "q_lora_rank": None}),
+        ("Mistral4ForCausalLM", "n_group", {**HEADS, "n_group": 2}),
+        (
+            "Mistral4ForCausalLM",
+            r"partial_rotary_factor: expected 0\.5",
+            {**HEADS, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.25}},
+        ),
+        ("ModernBertDecoderForCausalLM", "rope_scaling", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("ModernBertDecoderForCausalLM", "local_attention", {"local_attention": 1}),
+        ("ModernBertDecoderForCausalLM", "classifier_activation", {"classifier_activation": "elu"}),
+        ("LagunaForCausalLM", "gating", {"gating": "per-element"}),
+        ("LagunaForCausalLM", "gating", {"gating": False}),
+        ("LagunaForCausalLM", "moe_router_logit_softcapping", {"moe_router_logit_softcapping": 3.0}),
+        ("LagunaForCausalLM", "moe_apply_router_weight", {"moe_apply_router_weight_on_input": True}),
+        ("LagunaForCausalLM", "num_attention_heads_per_layer", {"num_attention_heads_per_layer": [4, 3, 4, 4]}),
+        ("LagunaForCausalLM", "num_attention_heads_per_layer", {"num_attention_heads_per_layer": [4]}),
+        ("LagunaForCausalLM", "rope_parameters", {"rope_parameters": PLAIN}),
+        ("LagunaForCausalLM", "mlp_layer_types", {"mlp_layer_types": ["sparse"]}),
+        ("IQuestCoderForCausalLM", "clip_qkv", {"clip_qkv": 8.0}),
+        ("IQuestCoderForCausalLM", "use_sliding_window", {"use_sliding_window": True}),
+        ("CohereCompassForCausalLM", "rope_parameters: expected the parameters of full_attention", {}),
+        ("CohereCompassForCausalLM", "rope_parameters: .* full_attention", {"rope_parameters": PLAIN}),
+        ("CohereCompassForCausalLM", "rope_theta", {"rope_parameters": {"full_attention": {}}}),
+        ("CohereCompassForCausalLM", "sliding_window", {**COMPASS, "sliding_window": None}),
+        ("CohereCompassTextForSequenceClassification", "pooling", {"pooling": "mean"}),
         ("Olmo3ForCausalLM", "layer_types", {"layer_types": ["full_attention"]}),
         ("Qwen2ForCausalLM", "layer_types", {"layer_types": ["chunked_attention"] * 4}),
         ("OlmoForCausalLM", "clip_qkv", {"clip_qkv": -8.0}),
@@ -171,6 +203,17 @@ def test_refusals_name_the_field(architecture, field, changes):
 def test_defaults_of_transformers():
     ministral = read("Ministral3ForCausalLM", num_attention_heads=8).rope
     assert (ministral.kind, ministral.theta, ministral.growth, ministral.growth_length) == ("yarn", 1e6, 0.1, 16384)
+    four = read("Mistral4ForCausalLM", num_key_value_heads=4)
+    assert (four.rope.factor, four.latent.growth.growth, four.latent.growth.growth_length) == (128.0, 0.1, 8192)
+    assert (four.experts.count, four.experts.routing.chosen, four.latent.query_rank) == (128, 4, 1024)
+    ettin = read("ModernBertDecoderForCausalLM")
+    assert (ettin.windows, ettin.head_dense, ettin.head_bias, ettin.tied) == ((None, 64, 64, None), "gelu", True, True)
+    assert [rope.theta for rope in ettin.ropes] == [160000.0, 10000.0, 10000.0, 160000.0]
+    laguna = read("LagunaForCausalLM", head_dim=None)
+    assert (laguna.experts.count, laguna.experts.routing.chosen, laguna.experts.layers[:2]) == (256, 8, (False, True))
+    assert (laguna.ropes[0].theta, laguna.ropes[0].head_dim, laguna.head_gates) == (5e5, 4, "softplus")
+    quest = read("IQuestCoderForCausalLM", num_key_value_heads=None, num_attention_heads=16)
+    assert (quest.kv_heads, quest.head_dim, quest.norm_eps, quest.max_positions) == (16, 128, 1e-5, 131072)
     assert read("SmolLM3ForCausalLM").tied and read("SmolLM3ForCausalLM").ropes[0].theta == 2e6
     assert read("SmolLM3ForCausalLM").ropes[3] is None
     assert read("Olmo3ForCausalLM").windows == (4096, 4096, 4096, None)
@@ -289,7 +332,8 @@ def test_paddings_of_scalar_heads():
              for name, family in FAMILIES.items() if name.endswith("ForSequenceClassification")}  # fmt: skip
     assert len(found) > 40 and {name: pad for name, pad in found.items() if pad is not None} == {
         "Gemma": 0, "Gemma2": 0, "Gemma3Text": 0, "Glm": 151329, "Glm4": 151329, "Helium": 3, "HunYuanDenseV1": 0,
-        "HunYuanMoEV1": 0, "Ministral3": 11, "OPT": 1, "Olmo": 1, "Olmo2": 1, "Olmo3": 1, "Phi3": 32000, "SeedOss": 1,
+        "HunYuanMoEV1": 0, "Ministral3": 11, "Mistral4": 11, "CohereCompassText": 0, "OPT": 1,
+        "Olmo": 1, "Olmo2": 1, "Olmo3": 1, "Phi3": 32000, "SeedOss": 1,
         "SmolLM3": 128004,
     }  # fmt: skip
 

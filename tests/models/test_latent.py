@@ -23,6 +23,7 @@ from tools.pack import pack
 
 CPU = torch.device("cpu")
 PLAIN, GROUPS, THREE, GLM = (f"deepseek/{name}" for name in ("plain", "groups", "three", "glm"))
+GROWN = "mistral/mistral4"
 TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(70)]
 KV_B = "model.layers.1.self_attn.kv_b_proj"
 
@@ -194,19 +195,23 @@ def adapter(folder, module, outs, width):
 
 
 @pytest.mark.parametrize(
-    ("module", "outs", "width"),
-    [("q_a_proj", 14, 24), ("q_b_proj", 72, 14), ("kv_a_proj_with_mqa", 24, 24), ("o_proj", 24, 48)],
+    ("variant", "module", "outs", "width"),
+    [
+        *((GROUPS, "q_a_proj", 14, 24), (GROUPS, "q_b_proj", 72, 14)),
+        *((GROUPS, "kv_a_proj_with_mqa", 24, 24), (GROUPS, "o_proj", 24, 48)),
+        *((GROWN, "q_a_proj", 18, 24), (GROWN, "q_b_proj", 44, 18)),
+    ],
 )
-def test_an_adapter_is_added_to_a_matrix(module, outs, width, tmp_path):
+def test_an_adapter_is_added_to_a_matrix(variant, module, outs, width, tmp_path):
     name = f"model.layers.1.self_attn.{module}"
     added = adapter(tmp_path / "adapter", name, outs, width)
 
     def summed(tensors):
         return tensors | {f"{name}.weight": tensors[f"{name}.weight"].float() + added}
 
-    merged = load(changed(tmp_path / "merged", GROUPS, {}, summed)).logits(TEXT)
-    found = load(GOLDEN / GROUPS, adapters=[tmp_path / "adapter"]).logits(TEXT, "adapter")
-    assert (found - merged).abs().max() < 1e-3 < 1e-2 < (found - load(GOLDEN / GROUPS).logits(TEXT)).abs().max()
+    merged = load(changed(tmp_path / "merged", variant, {}, summed)).logits(TEXT)
+    found = load(GOLDEN / variant, adapters=[tmp_path / "adapter"]).logits(TEXT, "adapter")
+    assert (found - merged).abs().max() < 1e-3 < 1e-2 < (found - load(GOLDEN / variant).logits(TEXT)).abs().max()
 
 
 def test_what_is_refused(tmp_path):

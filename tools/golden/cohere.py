@@ -16,6 +16,11 @@ CONFIG: dict[str, Any] = {
 TWO: dict[str, Any] = {
     "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "sliding_window": 16, "use_qk_norm": ABSENT,
 }  # fmt: skip
+COMPASS: dict[str, Any] = {
+    "architectures": ["CohereCompassForCausalLM"], "model_type": "cohere_compass_text", "sliding_window": 16,
+    "use_qk_norm": ABSENT, "logit_scale": ABSENT, "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}},
+}  # fmt: skip
 
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -24,7 +29,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         ("rope_parameters", "hidden_act", "layer_norm_eps", "tie_word_embeddings", "logit_scale", "use_qk_norm",
          "attention_bias"), ABSENT),
     "two": TWO | {"num_hidden_layers": 4},
+    "compass": COMPASS,
+    "compass_tables": COMPASS | {
+        "layer_types": ABSENT, "logit_scale": 0.7, "attention_bias": True, "tie_word_embeddings": False,
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}},
+    "compass_classifier": COMPASS | {"architectures": ["CohereCompassTextForSequenceClassification"], "num_labels": 1},
     "two_types": TWO | {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": True},
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
-VARIANTS = variants(CONFIG, CHANGES, {"two": BORDER, "two_types": BORDER})
+VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(("two", "two_types", "compass"), BORDER))

@@ -49,6 +49,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "three_halves": THREE | {
         "rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "attention_bias": True,
         "first_k_dense_replace": 0, "q_lora_rank": None},
+    "classifier": {"architectures": ["DeepseekV2ForSequenceClassification"], "num_labels": 1},
+    "three_classifier": THREE | {"architectures": ["DeepseekV3ForSequenceClassification"], "num_labels": 1},
     "glm": GLM,
     "glm_kinds": GLM | {
         "mlp_layer_types": ["sparse", "dense", "sparse"], "n_group": 2, "topk_group": 1, "rope_interleave": False},

@@ -61,6 +61,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "minicpm3_long": named("MiniCPM3ForCausalLM", "minicpm3", **LATENT | V4 | {"q_lora_rank": None}, rope_scaling=LONG,
                            scale_depth=None, dim_model_base=None, scale_emb=2, mlp_bias=True),
     "hyperclovax": named("HyperCLOVAXForCausalLM", "hyperclovax", **FACTORS, **V4, tie_word_embeddings=False),
+    "iquest": named("IQuestCoderForCausalLM", "iquestcoder", **V4, head_dim=6, attention_bias=True, mlp_bias=True),
     "cwm": named("CwmForCausalLM", "cwm", **KINDS, mlp_bias=True, **V4),
     "nanochat": named("NanoChatForCausalLM", "nanochat", attention_bias=True),
     "granite_swa": named("GraniteSWAForCausalLM", "granite_swa", **SWA, **FACTORS, mlp_bias=True),

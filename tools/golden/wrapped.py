@@ -123,6 +123,14 @@ WRAPPERS = {
         "outer", "model.visual.merger.norm.weight",
         NO_TOKENS | {"model_type": "qwen3_vl_text", "rope_parameters": ABSENT, "rope_theta": 10000.0,
                      "rope_scaling": MROPE}),
+    "cohere_compass": Wrapper(
+        _golden("cohere/compass"),
+        {"architectures": ["CohereCompassForConditionalGeneration"], "model_type": "cohere_compass",
+         "vision_config": QWEN3_VL | {"model_type": "cohere_compass_vision", "out_hidden_size": 32},
+         "image_token_id": 2, "video_token_id": 2, "vision_start_token_id": 2, "vision_end_token_id": 2,
+         "tie_word_embeddings": True},
+        "outer", "model.visual.merger.norm.weight",
+        NO_TOKENS | {"tie_word_embeddings": ABSENT, "logit_scale": 0.5}),
     "qwen2_vl": Wrapper(
         _golden("qwen2/tied"),
         {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "vision_config": QWEN2_VL,
@@ -136,6 +144,11 @@ WRAPPERS = {
          "image_token_index": 2, "boi_token_index": 2, "eoi_token_index": 2, "mm_tokens_per_image": 1},
         "inner", "multi_modal_projector.mm_soft_emb_norm.weight",
         NO_TOKENS | dict.fromkeys(("tie_word_embeddings", "hidden_activation", "rms_norm_eps"), ABSENT)),
+    "gemma3_reward": Wrapper(
+        _golden("gemma/three_classifier"),
+        {"architectures": ["Gemma3ForSequenceClassification"], "model_type": "gemma3", "vision_config": SIGLIP,
+         "image_token_index": 2, "boi_token_index": 2, "eoi_token_index": 2, "mm_tokens_per_image": 1, "num_labels": 1},
+        "outer", "model.multi_modal_projector.mm_soft_emb_norm.weight", NO_TOKENS),
     "lfm2_vl": Wrapper(
         partial(lfm2.write, "plain"),
         {"architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl", "vision_config": SIGLIP2,
@@ -143,6 +156,10 @@ WRAPPERS = {
         "outer", "model.multi_modal_projector.linear_1.weight", NO_TOKENS),
     "qwen3_5": Wrapper(
         _golden("qwen3_5/plain"), QWEN3_5_OUTER, "outer", "model.visual.merger.norm.weight", NO_TOKENS),
+    "qwen3_5_reward": Wrapper(
+        _golden("qwen3_5/classifier"),
+        QWEN3_5_OUTER | {"architectures": ["Qwen3_5ForSequenceClassification"], "num_labels": 1},
+        "outer", "model.visual.merger.norm.weight", NO_TOKENS),
     "qwen3_5_moe": Wrapper(
         _golden("experts/qwen3_5"),
         QWEN3_5_OUTER | {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
@@ -181,6 +198,11 @@ WRAPPERS = {
         "first", "vqmodel.post_quant_conv.proj.weight",
         NO_TOKENS | {"model_type": "emu3_text_model", "rope_parameters": ABSENT, "rms_norm_eps": ABSENT,
                      "pad_token_id": 0}),
+    "mistral4": Wrapper(
+        _golden("mistral/mistral4"),
+        {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": PIXTRAL,
+         "image_token_index": 2, "spatial_merge_size": 2, "tie_word_embeddings": False},
+        "inner", "multi_modal_projector.linear_1.weight", NO_TOKENS),
     "llama4": Wrapper(
         _golden("llama4/plain"),
         {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "vision_config": LLAMA4},

@@ -36,6 +36,7 @@ ARCHITECTURES = {
         "lfm2_moe": "lfm2moe",
         "gpt_oss": "gpt-oss",
         **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2"),
+        "mistral4": "mistral4",
         **{"olmo": "olmo", "jais2": "jais2", "minicpm3": "minicpm3"},
         **{"exaone_moe": "exaone-moe", "hunyuan_v1_moe": "hunyuan-moe"},
     },
@@ -254,7 +255,7 @@ class File:
             if norm := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.(\d+)\.weight", name):
                 own.setdefault(f"blk.{norm[1]}.attn_{norm[2]}_norm.weight", {})[int(norm[3])] = values
                 continue
-            if self.arch == "deepseek2" and name.endswith("kv_b_proj.weight") and self.split:
+            if self.arch in ("deepseek2", "mistral4") and name.endswith("kv_b_proj.weight") and self.split:
                 layer, plain = name.split(".")[2], c["qk_nope_head_dim"]
                 both = values.reshape(heads, plain + c["v_head_dim"], -1)
                 for key, x in (("k", both[:, :plain].swapaxes(1, 2)), ("v", both[:, plain:])):
@@ -517,7 +518,7 @@ class File:
             yield from self._gemma3n()
         if self.arch == "gemma4":
             yield from self._gemma4()
-        if self.arch == "deepseek2":
+        if self.arch in ("deepseek2", "mistral4"):
             yield from self._latents()
         if self.arch == "minicpm3":
             yield "attention.key_length", c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
@@ -535,6 +536,9 @@ class File:
             yield "expert_shared_feed_forward_length", c["intermediate_size"]
         if self.arch in ("glm4moe", "dots1", "afmoe", "ernie4_5-moe"):
             yield from self._sigmoids()
+        if self.arch == "mistral4":
+            yield "expert_weights_norm", c.get("norm_topk_prob", True)
+            yield "attention.temperature_scale", r["llama_4_scaling_beta"]
         if self.arch == "mistral3":
             yield "attention.temperature_scale", r["llama_4_scaling_beta"]
             yield "rope.scaling.yarn_log_multiplier", r.get("mscale_all_dim", 0.0)
@@ -597,7 +601,7 @@ class File:
         yield "expert_feed_forward_length", c.get("moe_intermediate_size", c["intermediate_size"])
         yield from (("expert_group_count", c.get("n_group")), ("expert_group_used_count", c.get("topk_group")))
         if "n_routed_experts" in c:
-            yield "expert_gating_func", 1 if c["model_type"] == "deepseek_v2" else 2
+            yield "expert_gating_func", 1 if c["model_type"] in ("deepseek_v2", "mistral4") else 2
         if "mscale_all_dim" in r:
             yield "rope.scaling.yarn_log_multiplier", 0.1 * r["mscale_all_dim"]
 

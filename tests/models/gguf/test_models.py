@@ -34,6 +34,7 @@ FLOATS = [
         "stablelm/parallel",
         "stablelm/qk_layernorm",
         "mistral/ministral3",
+        "mistral/mistral4",
     ),
     *(f"experts/{name}" for name in ("qwen2", "qwen3", "olmoe", "mixtral", "mixtral_window", "granite", "lfm2")),
     *("gpt_oss/plain", "gpt_oss/full"),
@@ -278,6 +279,11 @@ WRONG_KEYS = {
         ({"attention.temperature_scale": 0.1}, "attention.temperature_scale: expected nothing: it is not supported"),
         ({"attention.key_length_mla": None}, r"unknown .*self_attn.k_b_proj.weight"),
     ],
+    "mistral/mistral4": [
+        ({"expert_gating_func": 2}, "expert_gating_func: expected 1"),
+        ({"expert_group_count": 2}, "n_group: expected 1"),
+        ({"rope.scaling.type": "linear"}, "original_max_position_embeddings: expected a value"),
+    ],
     "granite/scans": [
         ({"attention.head_count_kv": 2}, "attention.head_count_kv: expected a number for each layer"),
         ({"attention.head_count_kv": [0, 2, 0]}, "attention.head_count_kv: expected a number for each layer"),
@@ -343,6 +349,12 @@ def test_latents_in_blocks(format, split, tmp_path, monkeypatch):
     same(*files, 1e-4)
     config = Checkpoint.open(tmp_path / "file.gguf").config
     assert (config["kv_b_split"], config["architectures"]) == (split, ["DeepseekV3ForCausalLM"])
+
+
+def test_queries_grow_in_files_that_do_not_say_so(tmp_path):
+    file = File(GOLDEN / "mistral/mistral4")
+    del file.keys["mistral4.attention.temperature_scale"]
+    assert Checkpoint.open(file.write(tmp_path / "file.gguf")).config["rope_scaling"]["llama_4_scaling_beta"] == 0.1
 
 
 def test_layers_without_experts_between_others_are_refused(tmp_path):

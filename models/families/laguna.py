@@ -1,0 +1,80 @@
+"""Laguna (Poolside 2026): heads that differ by layer, each with a gate; experts that sigmoids choose."""
+
+from models.checkpoint.fields import Fields
+from models.config import FULL, SLIDING, Config, Uneven
+from models.decoder import Decoder
+from models.reading import experts, layer_types, ropes, rotary, sparse_layers, windows
+
+ROPES = {
+    FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+class Laguna(Decoder):
+    """Each head's output is multiplied by the softplus of a number; each kind of layer has its own rotary table."""
+
+    architectures = ("LagunaForCausalLM",)
+    default_eos_token_ids = frozenset()
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.config.get("gating", True) not in (True, "per-head"):
+            raise fields.error("gating", "true or per-head: gates of single elements are not supported")
+        if fields.bool("moe_apply_router_weight_on_input", default=False):
+            raise fields.error("moe_apply_router_weight_on_input", "false: transformers does not support it")
+        if fields.float("moe_router_logit_softcapping", default=0.0, low=0.0):
+            raise fields.error("moe_router_logit_softcapping", "0: bounds of the router's logits are not supported")
+        kv_heads, head_dim = (
+            None if name in fields.config else size for name, size in (("num_key_value_heads", 8), ("head_dim", 128))
+        )
+        width = fields.int("intermediate_size", default=8192)
+        sizes = {"positions": 131072, "kv_heads": kv_heads, "head_dim": head_dim, "mlp_width": width}
+        options = rotary(fields, one_rope=False, **sizes)
+        layers, size = options["layers"], options["head_dim"]
+        heads, shared = fields.config.get("num_attention_heads_per_layer"), options["kv_heads"]
+        heads = [options["heads"]] * layers if heads is None else heads
+        if (
+            type(heads) is not list
+            or len(heads) != layers
+            or any(type(count) is not int or not 0 < count <= 2**14 or count % shared for count in heads)
+        ):
+            raise fields.error("num_attention_heads_per_layer", f"{layers} multiples of num_key_value_heads {shared}")
+        kinds = layer_types(fields, [FULL] * layers)
+        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 512
+        nested = fields.config.get("rope_parameters")
+        if nested is None:
+            fields = Fields({**fields.config, "rope_parameters": ROPES}, fields.file, fields.prefix)
+        elif not isinstance(nested, dict) or any(not nested.get(kind) for kind in kinds):
+            raise fields.error("rope_parameters", f"parameters of {' and '.join(sorted({*kinds}))}")
+        bases = {kind: ("", ROPES[kind]["rope_theta"]) for kind in {*kinds}}
+        mixed = experts(
+            fields,
+            count=256,
+            chosen=8,
+            width=fields.int("moe_intermediate_size", default=512),
+            layers=sparse_layers(fields, layers, 1),
+            scores="sigmoid",
+            normalized=True,
+            scale=fields.float("moe_routed_scaling_factor", default=1.0),
+            choice_bias=True,
+            shared_width=fields.int("shared_expert_intermediate_size", default=512),
+        )
+        kept = Uneven(
+            ((shared, size),) * layers,
+            (*range(layers),),
+            (False,) * layers,
+            (options["mlp_width"],) * layers,
+            (*heads,),
+        )
+        return Config(
+            **options,
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            head_norms="each",
+            head_gates="softplus",
+            attention_bias=fields.bool("attention_bias", default=False),
+            windows=windows(fields, kinds, window),
+            ropes=ropes(fields, kinds, size, options["max_positions"], bases, partial=1.0),
+            uneven=kept if len({*heads, options["heads"]}) > 1 else None,
+            experts=mixed,
+        )
