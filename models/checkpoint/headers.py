@@ -26,7 +26,7 @@ from models.checkpoint.mlx import from_mlx, has_forms
 from models.checkpoint.model_types import with_architecture
 from models.checkpoint.quantized_configs import with_quantization
 from models.checkpoint.spellings import spelled_alike
-from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, LastFile, damaged
+from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, LastFile, damaged, read_metadata
 from models.checkpoint.tensors import GroupedReader, RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
 from models.errors import CheckpointError, show
@@ -39,10 +39,23 @@ from models.gguf.cached_vocabulary import open_gguf
 from models.gguf.reader import GGUF
 from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
 from models.gguf.vocabulary import FileVocabulary
-from models.quantized import CACHE_SCALES, EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
+from models.quantized import (
+    CACHE_SCALES,
+    EMBEDDING,
+    LINEAR,
+    TRANSPOSED,
+    Part,
+    Quantization,
+    Scheme,
+    Source,
+    quantization,
+)
 from models.quantized.bitnet import TernaryModules
 from models.quantized.mlx import MLX
 from models.quantized.own import Own
+from models.quantized.torchao import TorchAO
+
+STORED = ("weight", "qweight", "weight_packed", "_weight_qdata")  # suffixes of tensors that may hold a weight's codes
 
 
 @dataclass(frozen=True)
@@ -225,16 +238,20 @@ class Checkpoint:
             raise error(f"groups of {weight.group} elements are not supported, but multiples of 8 and whole rows")
         return weight
 
+    def scheme(self, stored: str) -> Scheme | None:
+        """Return how the weight of a linear layer is stored under a name; None: as floats."""
+        return self._scheme(stored, stored, LINEAR)
+
     def _scheme(self, name: str, stored: str, kind: str) -> Scheme | None:
         """Return how a weight is stored; None: as floats, according to the config or the file."""
         info = self.tensors.get(stored)
         meant = isinstance(self.quantization, TernaryModules) and self.quantization.of_floats
         if not kind or self.quantization is None or (info and info.dtype in FLOATS.values() and not meant):
             return None
-        if kind == EMBEDDING and not isinstance(self.quantization, Own | MLX | BlockQuantization):
+        if kind == EMBEDDING and not isinstance(self.quantization, Own | MLX | TorchAO | BlockQuantization):
             return None
         module, own = name.removesuffix(".weight"), stored.removesuffix(".weight")
-        parts = (self.tensors.get(f"{own}.{suffix}") for suffix in ("weight", "qweight", "weight_packed"))
+        parts = (self.tensors.get(f"{own}.{suffix}") for suffix in STORED)
         inside = next((part.name for part in parts if part and part.name), None)  # configs use names of the whole
         return self.quantization.scheme(inside.rpartition(".")[0] if inside else module, kind)
 
@@ -350,7 +367,8 @@ class Checkpoint:
         if scheme is None:
             return RowReader(self.tensors[stored], stored)
         parts = {suffix: f"{stored.removesuffix('.weight')}.{suffix}" for suffix in scheme.parts(*shape)}
-        readers = {suffix: RowReader(self.tensors[part], part) for suffix, part in parts.items()}
+        there = ((suffix, part) for suffix, part in parts.items() if part in self.tensors)
+        readers = {suffix: RowReader(self.tensors[part], part) for suffix, part in there}
         return GroupedReader(scheme, shape[1], readers, stored)
 
 
@@ -392,11 +410,21 @@ def _open_folder(folder: Path) -> Checkpoint:
         config = text_config(config, show(folder / "config.json"))
         tensors, left_out = _text_tensors(tensors)
     quantized = quantization(Fields(config, show(folder / "config.json")))
+    if isinstance(quantized, TorchAO):
+        quantized = _with_types(quantized, tensors)
     if isinstance(quantized, MLX) or (quantized is None and has_forms(tensors)):
         config, tensors = from_mlx(config, tensors)
     tensors = spelled_alike(tensors)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
     return Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, adapter_base(folder))
+
+
+def _with_types(quantized: TorchAO, tensors: Mapping[str, TensorInfo]) -> TorchAO:
+    """Return the config with the types of tensors that the metadata of the files describe."""
+    files, metadata = sorted({info.file for info in tensors.values()}), dict[str, str]()
+    for file in files:
+        metadata |= read_metadata(file)
+    return quantized.with_types(metadata, show(files[0]))
 
 
 def _text_tensors(tensors: dict[str, TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:

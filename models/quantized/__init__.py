@@ -7,7 +7,20 @@ them with the headers) and makes a `GroupedWeight` from them, whose rows are rea
 from collections.abc import Callable
 
 from models.checkpoint.fields import Fields
-from models.quantized import auto_round, awq, bitnet, bitsandbytes, compressed, float8, gptq, mlx, modelopt, mxfp4, own
+from models.quantized import (
+    auto_round,
+    awq,
+    bitnet,
+    bitsandbytes,
+    compressed,
+    float8,
+    gptq,
+    mlx,
+    modelopt,
+    mxfp4,
+    own,
+    torchao,
+)
 from models.quantized.parts import (
     CACHE_SCALES,
     EMBEDDING,
@@ -48,6 +61,7 @@ METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
     "modelopt": modelopt.parse,
     "mxfp4": mxfp4.parse,
     "mxfp8": float8.parse_mxfp8,
+    torchao.NAME: torchao.parse,
 }
 
 
