@@ -19,6 +19,7 @@ from models.quantized import (
     modelopt,
     mxfp4,
     own,
+    quark,
     torchao,
 )
 from models.quantized.parts import (
@@ -61,6 +62,7 @@ METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
     "modelopt": modelopt.parse,
     "mxfp4": mxfp4.parse,
     "mxfp8": float8.parse_mxfp8,
+    quark.NAME: quark.parse,
     torchao.NAME: torchao.parse,
 }
 

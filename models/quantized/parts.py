@@ -22,7 +22,9 @@ EMBEDDING = "Embedding"  # the token embedding, which our own layout and MLX's m
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 NO_NUMBER = 255  # the 8-bit exponent that means NaN
-CACHE_SCALES = re.compile(r".*\.self_attn\.(?:[qkv]_proj\.|qkv_proj\.)?(?:[qkv]|kv)_scale")  # keys are not rounded
+CACHE_SCALES = re.compile(  # keys and values are not rounded by them
+    r".*\.self_attn\.(?:(?:[qkv]_proj\.|qkv_proj\.)?(?:[qkv]|kv)_scale|(?:[kv]|qkv)_proj\.output_scale)"
+)
 Shape = tuple[int, ...]
 
 
