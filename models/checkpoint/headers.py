@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.linear import Packed
 from models.checkpoint.fields import Fields
 from models.checkpoint.four_bits import FourBits, with_four_bits
+from models.checkpoint.hqq import Across, with_hqq
 from models.checkpoint.joined import InParts, with_joined
 from models.checkpoint.listing import CONFIG_BYTES, WEIGHTS, adapter_alone, adapter_base, listed_tensors, read_json
 from models.checkpoint.mlx import from_mlx, has_forms
@@ -51,11 +52,18 @@ from models.quantized import (
     quantization,
 )
 from models.quantized.bitnet import TernaryModules
+from models.quantized.hqq import HQQ
 from models.quantized.mlx import MLX
 from models.quantized.own import Own
 from models.quantized.torchao import TorchAO
 
-STORED = ("weight", "qweight", "weight_packed", "_weight_qdata")  # suffixes of tensors that may hold a weight's codes
+STORED = (
+    "weight",
+    "qweight",
+    "weight_packed",
+    "_weight_qdata",
+    "W_q",
+)  # suffixes of tensors that may hold a weight's codes
 
 
 @dataclass(frozen=True)
@@ -303,7 +311,7 @@ class Checkpoint:
                     where=show(self.tensors[name].file),
                     remedy=PACK_AGAIN,
                 )
-            if isinstance(info := self.tensors[name], Stored | FourBits | InParts):
+            if isinstance(info := self.tensors[name], Stored | FourBits | Across | InParts):
                 out[name] = info.read()
             else:
                 by_file.setdefault(info.file, []).append(name)
@@ -404,12 +412,14 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = with_quantization(folder, with_architecture(read_json(folder / "config.json", CONFIG_BYTES)))
     generation = folder / "generation_config.json"
     generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else {}
-    tensors = with_joined(with_four_bits(listed_tensors(folder)))
+    tensors, settings = with_hqq(with_joined(with_four_bits(listed_tensors(folder))))
     left_out: dict[str, int] = {}
     if is_wrapped(config):
         config = text_config(config, show(folder / "config.json"))
         tensors, left_out = _text_tensors(tensors)
     quantized = quantization(Fields(config, show(folder / "config.json")))
+    if settings and (quantized is None or isinstance(quantized, HQQ)):
+        quantized = settings
     if isinstance(quantized, TorchAO):
         quantized = _with_types(quantized, tensors)
     if isinstance(quantized, MLX) or (quantized is None and has_forms(tensors)):

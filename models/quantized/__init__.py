@@ -15,6 +15,7 @@ from models.quantized import (
     compressed,
     float8,
     gptq,
+    hqq,
     mlx,
     modelopt,
     mxfp4,
@@ -57,6 +58,7 @@ METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
     "fbgemm_fp8": float8.parse_rows,
     "fp8": float8.parse,
     "gptq": gptq.parse,
+    hqq.NAME: hqq.parse,
     "intel/auto-round": auto_round.parse,  # up to version 0.4
     mlx.NAME: mlx.parse,
     "modelopt": modelopt.parse,
