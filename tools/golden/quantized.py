@@ -299,11 +299,11 @@ RECIPES = {
         (r".*1\.self_attn", torchao("Float8Tensor")), (r"(lm_head|model\.embed)", torchao("Int8Tensor")),
         ("", torchao("IntxUnpackedToInt8Tensor", 6, 8)),
     ], head=True, embedding=True),
-    "quark": Recipe(PHI3, QUARK | {"global_quant_config": own_quark("int4", 16), "layer_quant_config": {
+    "quark": Recipe(PHI3, QUARK | {"global_quant_config": own_quark("int4", 8), "layer_quant_config": {
         "*.qkv_proj": own_quark("uint4", 8), "*1.mlp.gate_up_proj": own_quark("int8"),
         "*1.mlp.down_proj": own_quark("int8", 16)},
     }, [(".*qkv", quark("uint4", 8)), (r".*1\.mlp\.gate", quark("int8")), (r".*1\.mlp", quark("int8", 16)),
-        ("", quark("int4", 16))]),
+        ("", quark("int4", 8))]),
     "quark_order": Recipe(
         llama, QUARK | {
             "global_quant_config": own_quark("uint4"), "export": {"pack_method": "order"},

@@ -282,6 +282,9 @@ def torchao(subclass: str, bits: int = 8, group: int = 0) -> Method:
         data: Config = {"block_size": [1, size_of(weight)], "dtype": {"_type": "torch.dtype", "_data": "float32"}}
         if subclass == "IntxUnpackedToInt8Tensor":
             data["target_dtype"] = {"_type": "torch.dtype", "_data": f"int{bits}"}
+            data["activation_quantization"] = "int8_asym_per_token" if bits == 4 else None
+        if subclass == "Int4Tensor":
+            data = {"block_size": data["block_size"], "shape": [*weight.shape]}
         names = ["qdata", "scale"] + ["zero_point"] * (subclass != "Float8Tensor")
         return {"_type": subclass, "_data": data, "_tensor_data_names": names}
 
