@@ -28,7 +28,7 @@ CACHED = ("k_proj", "v_proj", "qkv_proj")  # whose outputs may be rounded, becau
 
 
 @dataclass(frozen=True)
-class Integers:
+class QuarkIntegers:
     """Weights as integers.
 
     Args:
@@ -189,7 +189,7 @@ def _scheme(layer: Fields, fields: Fields, reorder: bool, old: bool, *, cached: 
     grid = _grid(weight, kind, sharing, fields, old)
     if kind == FLOAT8:
         return Float8(grid, "weight_scale")
-    return Integers(*INTEGERS[kind], grid, reorder)
+    return QuarkIntegers(*INTEGERS[kind], grid, reorder)
 
 
 def _grid(weight: Fields, kind: str, sharing: str, fields: Fields, old: bool) -> Grid:

@@ -7,8 +7,9 @@ how a weight is stored.
 
 Int8Tensor and IntxUnpackedToInt8Tensor (an integer of 1 to 8 bits per byte): w = (q - zero) * scale. Float8Tensor:
 value * scale. Int4Tensor: w = q * scale + zero, with two elements per byte in two's complement, the even one in the low
-half; scales and zeros are transposed. Activations are not rounded, even if `act_quant_kwargs`,
-`activation_quantization` or `activation_dtype` ask for it.
+half; scales and zeros are transposed. Int4TilePackedTo4dTensor: (q - 8) * scale + zero, in the order of NVIDIA's tensor
+cores (PyTorch's `_convert_weight_to_int4pack`); GPUs of AMD have another order, which the file does not tell. Activations
+are not rounded, even if `act_quant_kwargs`, `activation_quantization` or `activation_dtype` ask for it.
 """
 
 import json
@@ -22,17 +23,18 @@ from models.checkpoint.fields import Fields
 from models.errors import CheckpointError, show
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.float8 import Float8
-from models.quantized.parts import EMBEDDING, FLOATS, TRANSPOSED, Form, Grid, Part, Scheme, Source, unsupported
+from models.quantized.parts import EMBEDDING, FLOATS, TRANSPOSED, Form, Grid, Part, Scheme, Source, unpack, unsupported
 
 NAME = "torchao"
 NAMES = "tensor_names"  # the key of the metadata that lists all weights
 WEIGHT, PREFIX = ".weight", "_weight_"
+TILED = 1024  # inputs, to a multiple of which tiles are padded
 INTEGERS = {f"int{bits}": bits for bits in range(1, 9)}
-TYPES = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor", "Float8Tensor")
+TYPES = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor", "Int4TilePackedTo4dTensor", "Float8Tensor")
 
 
 @dataclass(frozen=True)
-class Integers:
+class Unpacked:
     """Weights as one integer of `bits` bits per byte."""
 
     bits: int
@@ -75,7 +77,7 @@ class Integers:
 
 
 @dataclass(frozen=True)
-class Int4:
+class PlainInt4:
     """Weights of four bits in groups of `group` columns, which have minimums."""
 
     group: int
@@ -108,6 +110,45 @@ class Int4:
 
 
 @dataclass(frozen=True)
+class TiledInt4:
+    """The same in tiles of 8 outputs and 16 inputs; outputs are padded to whole tiles, inputs to a multiple of 1024.
+
+    `qdata` is int32 [outs / 8, ins / 128, 32, 4]. In the third dimension, element 4 o + p has the output o of a tile. In
+    the last, word w has two tiles of inputs: field 4 e + 2 s + h has the input 32 w + 16 s + 8 h + 2 p + e of 128.
+    """
+
+    group: int
+
+    def form(self, width: int) -> Form:
+        """See `Sized`."""
+        return Form("int4", min(self.group, width), least=True)
+
+    def parts(self, outs: int, width: int) -> dict[str, Part]:
+        """See `Scheme`. Scales and zeros lie beside each other."""
+        tiles, ins = -(-outs // 8), -(-width // TILED) * TILED
+        return {
+            f"{PREFIX}qdata": Part(((tiles, ins // 128, 32, 4),), (torch.int32,)),
+            f"{PREFIX}scale_and_zero": Part(((-(-ins // self.group), 8 * tiles, 2),), FLOATS),
+        }
+
+    def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
+        """See `Scheme`."""
+        stored, values_GO2 = source.tensor(f"{PREFIX}qdata"), source.scale(f"{PREFIX}scale_and_zero")
+        groups = -(-width // self.group)
+        scale_OG, zero_OG = (values_GO2[:groups, :, i].T for i in (0, 1))
+        least_OG = zero_OG - 8 * scale_OG
+
+        def rows(first: int, last: int) -> GroupedRows:
+            start = first // 8
+            fields = unpack(stored[start : -(-last // 8)], 4).view(-1, stored.shape[1], 8, 4, 4, 2, 2, 2)
+            codes_OI = fields.permute(0, 2, 1, 4, 6, 7, 3, 5).flatten(2).flatten(0, 1)
+            codes_OI = codes_OI[first - 8 * start : last - 8 * start, :width]
+            return GroupedRows(codes_OI, scale_OG[first:last], None, least_OG[first:last])
+
+        return GroupedWeight("int4", (outs, width), min(self.group, width), rows, least=True)
+
+
+@dataclass(frozen=True)
 class TorchAO:
     """A config. `schemes` are those of the quantised modules, by the file's names, see `with_types`."""
 
@@ -117,7 +158,7 @@ class TorchAO:
     def scheme(self, module: str, kind: str) -> Scheme | None:
         """See `Quantization`. Raises CheckpointError for an embedding whose rows cannot be read one by one."""
         found = None if kind == TRANSPOSED else self.schemes.get(module)
-        if kind == EMBEDDING and found and not (isinstance(found, Integers | Float8) and found.grid.outs == 1):
+        if kind == EMBEDDING and found and not (isinstance(found, Unpacked | Float8) and found.grid.outs == 1):
             raise unsupported(Fields({}, self.where), f"torchao: the embedding {module} without scales of each row")
         return found
 
@@ -178,15 +219,15 @@ def _scheme(told: Fields) -> Scheme:
     if kind == "Float8Tensor":
         return Float8(_grid(data), f"{PREFIX}scale", codes=f"{PREFIX}qdata")
     grid = _grid(data)
-    if kind == "Int4Tensor":
+    if kind in ("Int4Tensor", "Int4TilePackedTo4dTensor"):
         if grid.outs != 1 or grid.ins is None:
-            raise unsupported(told, f"torchao: Int4Tensor with block_size {[*grid]} (read: [1, inputs])")
-        return Int4(grid.ins)
+            raise unsupported(told, f"torchao: {kind} with block_size {[*grid]} (read: [1, inputs])")
+        return (PlainInt4 if kind == "Int4Tensor" else TiledInt4)(grid.ins)
     bits = 8
     if kind == "IntxUnpackedToInt8Tensor":
         dtype = (data.sub("target_dtype") or Fields({}, told.file, "_data.target_dtype.")).choice("_data", INTEGERS)
         bits = INTEGERS[dtype]
-    return Integers(bits, grid)
+    return Unpacked(bits, grid)
 
 
 def _grid(data: Fields) -> Grid:

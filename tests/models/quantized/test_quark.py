@@ -24,7 +24,7 @@ from models.quantized import EMBEDDING, LINEAR, TRANSPOSED, Source, quantization
 from models.quantized.float8 import Float8
 from models.quantized.mxfp4 import Mxfp4
 from models.quantized.parts import Grid
-from models.quantized.quark import Integers
+from models.quantized.quark import QuarkIntegers
 from tools.golden import storage
 from tools.golden.quantized import own_quark
 
@@ -119,7 +119,7 @@ def test_floats():
 def test_caches_of_floats_are_not_rounded(tmp_path):
     """Outputs of keys and values may have scales; those of other layers are refused."""
     rounded = own_quark("uint4") | {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
-    assert isinstance(config_of({}, layer_quant_config={"*k_proj": rounded}).scheme("a.k_proj", LINEAR), Integers)
+    assert isinstance(config_of({}, layer_quant_config={"*k_proj": rounded}).scheme("a.k_proj", LINEAR), QuarkIntegers)
     with pytest.raises(CheckpointError, match=r"layer_quant_config\.\*q_proj\.output_tensors other than fp8 of k_proj"):
         config_of({}, layer_quant_config={"*q_proj": rounded})
     shutil.copytree(GOLDEN / "quark_order", tmp_path / "model")

@@ -87,6 +87,29 @@ def test_four_bits_with_minimums():
     assert weight.floats().tolist() == expected and weight.floats(1, 2).tolist() == expected[1:]
 
 
+@pytest.mark.parametrize(("outs", "padded"), [(13, 16), (24, 24)])
+def test_four_bits_in_tiles(outs, padded):
+    """(q - 8) * scale + zero. Words as PyTorch's CUDA kernel packs bytes of two integers, the even in the high half."""
+    generator, width = torch.Generator().manual_seed(outs), 96
+    q = torch.randint(0, 16, (padded, 1024), generator=generator)
+    octets = q[:, ::2] << 4 | q[:, 1::2]
+    words = torch.zeros(padded // 8, 8, 32, 4, dtype=torch.int64)
+    for tile in range(padded // 8):
+        for outer in range(8):
+            for lane in range(32):
+                for inner in range(0, 8, 2):
+                    base = (outer * 8 + inner) * 8
+                    v = [int(octets[tile * 8 + lane // 4, base + i + lane % 4]) for i in (0, 4, 8, 12)]
+                    places = [(v[i] & 15) << 16 + 4 * i | v[i] >> 4 << 4 * i for i in range(4)]
+                    words[tile, outer, lane, inner // 2] = sum(places)
+    values = torch.randn(32, padded, 2, generator=generator).bfloat16()
+    parts = {"_weight_qdata": words.to(torch.int32), "_weight_scale_and_zero": values}
+    weight = weight_of(scheme_of("Int4TilePackedTo4dTensor", (1, 32)), parts, outs, width)
+    scale, zero = (values[:3, :outs, i].T.float().repeat_interleave(32, 1) for i in (0, 1))
+    expected = (q[:outs, :width] - 8) * scale + zero
+    assert torch.equal(weight.floats(), expected) and torch.equal(weight.floats(3, 12), expected[3:12])
+
+
 @pytest.mark.parametrize(("block", "shape"), [((1, 16), (4, 1)), ((4, 16), (1, 1)), ((2, 8), (2, 2)), (None, (1, 1))])
 def test_float8(block, shape):
     generator = torch.Generator().manual_seed(2)
