@@ -16,6 +16,7 @@ from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import (
     FLOATS,
     INTEGERS,
+    Form,
     Grid,
     ModuleRules,
     Part,
@@ -44,6 +45,10 @@ class GPTQ:
     grid: Grid
     first: bool
     ordered: bool = False
+
+    def form(self, width: int) -> Form:
+        """See `Sized`: 2 and 3 bits take 4 in memory."""
+        return Form("int8" if self.bits == 8 else "int4", self.grid.group(width), zeros=True)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`. AutoGPTQ gives a `bias` to layers that have none."""

@@ -6,10 +6,10 @@ its attributes (`_data`), of which `block_size` tells how many outputs and input
 how a weight is stored.
 
 Int8Tensor and IntxUnpackedToInt8Tensor (an integer of 1 to 8 bits per byte): w = (q - zero) * scale. Float8Tensor:
-value * scale. Int4Tensor: w = q * scale + zero, with two elements per byte in two's complement, the even one in the low
+value * scale. Int4Tensor: q * scale + zero, with two elements per byte in two's complement, the even one in the low
 half; scales and zeros are transposed. Int4TilePackedTo4dTensor: (q - 8) * scale + zero, in the order of NVIDIA's tensor
-cores (PyTorch's `_convert_weight_to_int4pack`); GPUs of AMD have another order, which the file does not tell. Activations
-are not rounded, even if `act_quant_kwargs`, `activation_quantization` or `activation_dtype` ask for it.
+cores (PyTorch's `_convert_weight_to_int4pack`); GPUs of AMD have another order, which the file does not tell.
+Activations are not rounded, even if `act_quant_kwargs`, `activation_quantization` or `activation_dtype` ask for it.
 """
 
 import json
@@ -113,7 +113,7 @@ class PlainInt4:
 class TiledInt4:
     """The same in tiles of 8 outputs and 16 inputs; outputs are padded to whole tiles, inputs to a multiple of 1024.
 
-    `qdata` is int32 [outs / 8, ins / 128, 32, 4]. In the third dimension, element 4 o + p has the output o of a tile. In
+    `qdata` is int32 [outs / 8, ins / 128, 32, 4]. In the third dimension element 4 o + p has the output o of a tile. In
     the last, word w has two tiles of inputs: field 4 e + 2 s + h has the input 32 w + 16 s + 8 h + 2 p + e of 128.
     """
 
