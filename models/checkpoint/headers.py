@@ -57,13 +57,8 @@ from models.quantized.mlx import MLX
 from models.quantized.own import Own
 from models.quantized.torchao import TorchAO
 
-STORED = (
-    "weight",
-    "qweight",
-    "weight_packed",
-    "_weight_qdata",
-    "W_q",
-)  # suffixes of tensors that may hold a weight's codes
+# Suffixes of tensors that may hold a weight's codes.
+STORED = ("weight", "qweight", "weight_packed", "_weight_qdata", "W_q", "weight._data", "weight._data._data")
 
 
 @dataclass(frozen=True)

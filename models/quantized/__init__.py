@@ -20,6 +20,7 @@ from models.quantized import (
     modelopt,
     mxfp4,
     own,
+    quanto,
     quark,
     torchao,
 )
@@ -64,6 +65,7 @@ METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
     "modelopt": modelopt.parse,
     "mxfp4": mxfp4.parse,
     "mxfp8": float8.parse_mxfp8,
+    quanto.NAME: quanto.parse,
     quark.NAME: quark.parse,
     torchao.NAME: torchao.parse,
 }

@@ -254,7 +254,7 @@ def pack(**weights):
 MLX = {"quant_method": "mlx", "group_size": 64, "bits": 4}
 UNREAD = {
     "bitsandbytes with neither or both": {"quant_method": "bitsandbytes", "load_in_4bit": False},
-    "quanto": {"quant_method": "quanto"},
+    "quanto without quanto_qmap.json": {"quant_method": "quanto"},
     "nvfp4": {"quant_method": "nvfp4"},
     "eetq": {"quant_method": "eetq"},
     "''": {"bits": 4},
