@@ -309,17 +309,17 @@ def torchao(subclass: str, bits: int = 8, group: int = 0) -> Method:
                 "_weight_zero_point": (zero - half).to(torch.int8)}  # fmt: skip
 
     def restore(parts: Parts) -> torch.Tensor:
-        q, scale, zero = (parts.get(f"_weight_{name}") for name in ("qdata", "scale", "zero_point"))
+        q, scale = parts["_weight_qdata"], parts["_weight_scale"]
         if subclass == "Int4Tensor":
             octets = q.view(torch.uint8)
             q = torch.stack((octets & 15, octets >> 4), 2).flatten(1).int()
-            q, scale, zero = torch.where(q > 7, q - 16, q), scale.T.float(), zero.T.float()
+            columns = torch.arange(q.shape[1]) // (q.shape[1] // len(scale))
+            zero = parts["_weight_zero_point"].T.float()
+            return torch.where(q > 7, q - 16, q).float() * scale.T.float()[:, columns] + zero[:, columns]
         columns = torch.arange(q.shape[1]) // (q.shape[1] // scale.shape[1])
         if subclass == "Float8Tensor":
             return q.float() * scale[:, columns]
-        if subclass == "Int4Tensor":
-            return q.float() * scale[:, columns] + zero[:, columns]
-        return (q.int() - zero.int()[:, columns]).float() * scale[:, columns]
+        return (q.int() - parts["_weight_zero_point"].int()[:, columns]).float() * scale[:, columns]
 
     return Method(store, restore, told)
 
@@ -392,7 +392,8 @@ def hqq(bits: int, group: int, axis: int = 1) -> Method:
         q = (w / scale + zero).round().clamp(0, 2**bits - 1).long()
         step = -(-len(q) // fields)
         q = torch.nn.functional.pad(q, (0, 0, 0, step * fields - len(q)))
-        packed = sum(q[i * step : (i + 1) * step] << bits * (fields - 1 - i) for i in range(fields))
+        parts = [q[i * step : (i + 1) * step] << bits * (fields - 1 - i) for i in range(fields)]
+        packed = torch.stack(parts).sum(0)
         texts = {"packing": packing, "compute_dtype": "torch.float32"}
         numbers = {"nbits": bits, "group_size": group, "axis": axis, "quant_scale": 0, "quant_zero": 0}
         return {
