@@ -116,6 +116,9 @@ def _matrix(module: str, tensors: Mapping[str, TensorInfo], last: LastFile) -> A
 
     def number(setting: str) -> int:
         found = read(setting)
+        if found is not None and found.is_floating_point():
+            what = f"{show(module)}.{setting}: expected a whole number, got {found.dtype}"
+            raise CheckpointError(what, where=where, remedy=FETCH_AGAIN)
         return 0 if found is None else int(found[0])
 
     def text(setting: str) -> str:
@@ -130,7 +133,8 @@ def _matrix(module: str, tensors: Mapping[str, TensorInfo], last: LastFile) -> A
     for name in ("quant_scale", "quant_zero"):
         if number(name):
             raise unsupported(given, f"hqq: {module}.{name}, quantized scales or zeros")
-    shape = (read("shape") if read("shape") is not None else torch.zeros(0)).tolist()  # type: ignore[union-attr]
+    sizes = read("shape")
+    shape = [] if sizes is None else sizes.tolist()
     if len(shape) != 2 or any(not 0 < n < 1 << 24 for n in shape) or group < 1 or math.prod(shape) % group:
         raise unsupported(given, f"hqq: {module}.shape {shape} with {module}.group_size {group}")
     dtypes = {str(dtype): dtype for dtype in FLOATS.values()}

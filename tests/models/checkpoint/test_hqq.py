@@ -126,6 +126,8 @@ def text(value):
         ({"group_size": torch.tensor(17)}, r"a.shape \[16, 32\] with a.group_size 17"),
         ({"shape": torch.tensor([16])}, r"a.shape \[16\] with"),
         ({"shape": torch.tensor([-16, 32])}, r"a.shape \[-16, 32\] with"),
+        ({"axis": torch.tensor(float("nan"))}, "a.axis: expected a whole number, got torch.float32"),
+        ({"shape": torch.tensor([float("nan"), 32])}, r"a.shape \[nan, 32.0\] with"),
         ({"zero": None}, "missing a.zero"),
     ],
 )
