@@ -127,16 +127,16 @@ def _matrix(module: str, tensors: Mapping[str, TensorInfo], last: LastFile) -> A
 
     given, packing, axis, group = Fields({}, where), text("packing"), number("axis"), number("group_size")
     if packing not in PACKINGS:
-        raise unsupported(given, f"hqq: {module}.packing {packing!r} (read: {', '.join(PACKINGS)})")
+        raise unsupported(given, f"hqq: {show(module)}.packing {packing!r} (read: {', '.join(PACKINGS)})")
     if axis not in (0, 1):
-        raise unsupported(given, f"hqq: {module}.axis {axis} (read: 0, 1)")
+        raise unsupported(given, f"hqq: {show(module)}.axis {axis} (read: 0, 1)")
     for name in ("quant_scale", "quant_zero"):
         if number(name):
-            raise unsupported(given, f"hqq: {module}.{name}, quantized scales or zeros")
+            raise unsupported(given, f"hqq: {show(module)}.{name}, quantized scales or zeros")
     sizes = read("shape")
     shape = [] if sizes is None else sizes.tolist()
     if len(shape) != 2 or any(not 0 < n < 1 << 24 for n in shape) or group < 1 or math.prod(shape) % group:
-        raise unsupported(given, f"hqq: {module}.shape {shape} with {module}.group_size {group}")
+        raise unsupported(given, f"hqq: {show(module)}.shape {shape} with {show(module)}.group_size {group}")
     dtypes = {str(dtype): dtype for dtype in FLOATS.values()}
     dtype = dtypes.get(text("compute_dtype"), torch.float16)
     parts = {name: f"{module}.{name}" for name in (CODES, "scale", "zero")}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from models.checkpoint.fields import Fields
+from models.errors import show
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import FLOATS, LINEAR, Form, Part, Source, unsupported
 
@@ -102,7 +103,7 @@ def parse(fields: Fields) -> Quanto:
         own = listed.sub(module) or Fields({}, fields.file, f"{listed.prefix}{module}.")
         kind, rounded = own.str("weights", "none"), own.str("activations", "none")
         if rounded != "none" or kind not in ("none", *TYPES):
-            what = f"quanto: {module} with weights {kind[:80]!r} and activations {rounded[:80]!r}"
+            what = f"quanto: {show(module)} with weights {kind[:80]!r} and activations {rounded[:80]!r}"
             raise unsupported(fields, f"{what} (read: {', '.join(TYPES)}; none)")
         if kind != "none":
             schemes[module] = QuantoScheme(kind)

@@ -159,7 +159,9 @@ class TorchAO:
         """See `Quantization`. Raises CheckpointError for an embedding whose rows cannot be read one by one."""
         found = None if kind == TRANSPOSED else self.schemes.get(module)
         if kind == EMBEDDING and found and not (isinstance(found, Unpacked | Float8) and found.grid.outs == 1):
-            raise unsupported(Fields({}, self.where), f"torchao: the embedding {module} without scales of each row")
+            raise unsupported(
+                Fields({}, self.where), f"torchao: the embedding {show(module)} without scales of each row"
+            )
         return found
 
     def with_types(self, metadata: Mapping[str, str], where: str) -> "TorchAO":
