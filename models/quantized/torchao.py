@@ -195,7 +195,7 @@ def _names(metadata: Mapping[str, str], where: str) -> list[str]:
     except (KeyError, ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        remedy = "Save the model again with transformers 5 and torchao 0.14 or later, as safetensors."
+        remedy = "Save the model again with transformers 5 and a torchao of its time, as safetensors."
         raise CheckpointError(f"its metadata do not list torchao's tensors ({NAMES})", where=where, remedy=remedy)
     return found
 

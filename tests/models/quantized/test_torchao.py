@@ -1,6 +1,6 @@
 """torchao's tensors in safetensors: every integer by the definition, metadata, and every fault an error that names it.
 
-The golden model has each subclass, and torchao 0.18 restores the same floats from its file.
+The golden model has each subclass but tiles; torchao 0.18 restores the same floats from its file, of Int4Tensor none.
 """
 
 import json
