@@ -405,14 +405,30 @@ def adapters(folder: Path, _: Engine) -> list[Case]:
     return made
 
 
+FORMATS = (
+    "awq",
+    "fp8_block",
+    "gptq_desc_act",
+    "gptq_v1",
+    "pack4_zeros",
+    "int8_token",
+    "mixed",
+    "hqq",
+    "quark",
+    "torchao",
+)
+
+
 @reader(150)
 def quantised(folder: Path, _: Engine) -> list[Case]:
     """quantization_config, and the tensors of quantised weights, of every method."""
     made = []
     for path in golden(folder, "quantized/*"):
-        if path.name.endswith(("awq", "fp8_block", "gptq_desc_act", "gptq_v1", "pack4_zeros", "int8_token", "mixed")):
+        if path.name.endswith(FORMATS):
             made.append(checkpoint(path / "config.json", quantisation))
             made.append(checkpoint(path / "model.safetensors", Draw.tensors))
+        if path.name == "torchao":
+            made.append(checkpoint(path / "model.safetensors", described("model.layers.0.self_attn.q_proj.weight")))
     return made
 
 

@@ -20,13 +20,22 @@ from torch import Tensor
 from kernels.linear import Packed
 from models.checkpoint.fields import Fields
 from models.checkpoint.four_bits import FourBits, with_four_bits
+from models.checkpoint.hqq import Across, with_hqq
 from models.checkpoint.joined import InParts, with_joined
 from models.checkpoint.listing import CONFIG_BYTES, WEIGHTS, adapter_alone, adapter_base, listed_tensors, read_json
 from models.checkpoint.mlx import from_mlx, has_forms
 from models.checkpoint.model_types import with_architecture
 from models.checkpoint.quantized_configs import with_quantization
 from models.checkpoint.spellings import spelled_alike
-from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, LastFile, damaged, widened
+from models.checkpoint.tensor_files import (
+    FETCH_AGAIN,
+    FLOATS,
+    PACK_AGAIN,
+    LastFile,
+    damaged,
+    read_metadata,
+    widened,
+)
 from models.checkpoint.tensors import GroupedReader, RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
 from models.errors import CheckpointError, show
@@ -39,10 +48,25 @@ from models.gguf.cached_vocabulary import open_gguf
 from models.gguf.reader import GGUF
 from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
 from models.gguf.vocabulary import FileVocabulary
-from models.quantized import CACHE_SCALES, EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
+from models.quantized import (
+    CACHE_SCALES,
+    EMBEDDING,
+    LINEAR,
+    TRANSPOSED,
+    Part,
+    Quantization,
+    Scheme,
+    Source,
+    quantization,
+)
 from models.quantized.bitnet import TernaryModules
+from models.quantized.hqq import HQQ
 from models.quantized.mlx import MLX
 from models.quantized.own import Own
+from models.quantized.torchao import TorchAO
+
+# Suffixes of tensors that may hold a weight's codes.
+STORED = ("weight", "qweight", "weight_packed", "_weight_qdata", "W_q", "weight._data", "weight._data._data")
 
 
 @dataclass(frozen=True)
@@ -229,16 +253,20 @@ class Checkpoint:
             raise error(f"groups of {weight.group} elements are not supported, but multiples of 8 and whole rows")
         return weight
 
+    def scheme(self, stored: str) -> Scheme | None:
+        """Return how the weight of a linear layer is stored under a name; None: as floats."""
+        return self._scheme(stored, stored, LINEAR)
+
     def _scheme(self, name: str, stored: str, kind: str) -> Scheme | None:
         """Return how a weight is stored; None: as floats, according to the config or the file."""
         info = self.tensors.get(stored)
         meant = isinstance(self.quantization, TernaryModules) and self.quantization.of_floats
         if not kind or self.quantization is None or (info and info.dtype in FLOATS.values() and not meant):
             return None
-        if kind == EMBEDDING and not isinstance(self.quantization, Own | MLX | BlockQuantization):
+        if kind == EMBEDDING and not isinstance(self.quantization, Own | MLX | TorchAO | BlockQuantization):
             return None
         module, own = name.removesuffix(".weight"), stored.removesuffix(".weight")
-        parts = (self.tensors.get(f"{own}.{suffix}") for suffix in ("weight", "qweight", "weight_packed"))
+        parts = (self.tensors.get(f"{own}.{suffix}") for suffix in STORED)
         inside = next((part.name for part in parts if part and part.name), None)  # configs use names of the whole
         return self.quantization.scheme(inside.rpartition(".")[0] if inside else module, kind)
 
@@ -290,7 +318,7 @@ class Checkpoint:
                     where=show(self.tensors[name].file),
                     remedy=PACK_AGAIN,
                 )
-            if isinstance(info := self.tensors[name], Stored | FourBits | InParts):
+            if isinstance(info := self.tensors[name], Stored | FourBits | Across | InParts):
                 out[name] = info.read()
             else:
                 by_file.setdefault(info.file, []).append(name)
@@ -356,7 +384,8 @@ class Checkpoint:
         if scheme is None:
             return RowReader(self.tensors[stored], stored)
         parts = {suffix: f"{stored.removesuffix('.weight')}.{suffix}" for suffix in scheme.parts(*shape)}
-        readers = {suffix: RowReader(self.tensors[part], part) for suffix, part in parts.items()}
+        there = ((suffix, part) for suffix, part in parts.items() if part in self.tensors)
+        readers = {suffix: RowReader(self.tensors[part], part) for suffix, part in there}
         return GroupedReader(scheme, shape[1], readers, stored)
 
 
@@ -392,12 +421,16 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = with_quantization(folder, with_architecture(read_json(folder / "config.json", CONFIG_BYTES)))
     generation = folder / "generation_config.json"
     generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else {}
-    tensors = with_joined(with_four_bits(listed_tensors(folder)))
+    tensors, settings = with_hqq(with_joined(with_four_bits(listed_tensors(folder))))
     left_out: dict[str, int] = {}
     if is_wrapped(config):
         config = text_config(config, show(folder / "config.json"))
         tensors, left_out = _text_tensors(tensors)
     quantized = quantization(Fields(config, show(folder / "config.json")))
+    if settings and (quantized is None or isinstance(quantized, HQQ)):
+        quantized = settings
+    if isinstance(quantized, TorchAO):
+        quantized = _with_types(quantized, tensors)
     if isinstance(quantized, MLX) or (quantized is None and has_forms(tensors)):
         config, tensors = from_mlx(config, tensors)
     elif quantized is None:
@@ -405,6 +438,14 @@ def _open_folder(folder: Path) -> Checkpoint:
     tensors = spelled_alike(tensors)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
     return Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, adapter_base(folder))
+
+
+def _with_types(quantized: TorchAO, tensors: Mapping[str, TensorInfo]) -> TorchAO:
+    """Return the config with the types of tensors that the metadata of the files describe."""
+    files, metadata = sorted({info.file for info in tensors.values()}), dict[str, str]()
+    for file in files:
+        metadata |= read_metadata(file)
+    return quantized.with_types(metadata, show(files[0]))
 
 
 def _text_tensors(tensors: dict[str, TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:

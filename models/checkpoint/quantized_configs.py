@@ -6,10 +6,11 @@ from typing import Any
 from models.checkpoint.fields import Fields
 from models.checkpoint.listing import CONFIG_BYTES, read_json
 from models.errors import show
-from models.quantized import mlx
+from models.quantized import mlx, quanto
 
 FIELD = "quantization_config"
-GPTQ, MODELOPT = "quantize_config.json", "hf_quant_config.json"  # files of AutoGPTQ and ModelOpt
+# Files of AutoGPTQ, ModelOpt and optimum-quanto.
+GPTQ, MODELOPT, QUANTO = "quantize_config.json", "hf_quant_config.json", "quanto_qmap.json"
 
 
 def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -31,4 +32,6 @@ def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     if (folder / MODELOPT).exists():
         own = Fields(read_json(folder / MODELOPT, CONFIG_BYTES), show(folder / MODELOPT)).sub("quantization")
         return config | {FIELD: {"quant_method": "modelopt"} | dict(own.config if own else {})}
+    if (folder / QUANTO).exists():
+        return config | {FIELD: {"quant_method": quanto.NAME, quanto.MODULES: read_json(folder / QUANTO, CONFIG_BYTES)}}
     return config

@@ -30,6 +30,7 @@ from models.quantized import LINEAR
 from models.quantized.bitnet import TernaryModules
 from models.quantized.mlx import MLX, MLXScheme
 from models.quantized.own import Own
+from models.quantized.parts import Form, Sized
 from models.shard import Shard
 from models.sharding import part
 
@@ -199,7 +200,7 @@ class Sizes(Weights):
         if not floats:
             if blocks := [*self._stored_blocks(stored, outs)]:
                 return self._blocks(blocks, width)
-            return sum(map(self._quantised, stored, outs))
+            return sum(self._quantised(name, rows, width) for name, rows in zip(stored, outs, strict=True))
         dtypes = {*floats.values()}
         quant = "none" if exact else format_of(self.quant, sum(outs), head=head)
         if quant == "none" and len(stored) == 1 and stored[0] in self.resident:  # the same memory
@@ -236,9 +237,11 @@ class Sizes(Weights):
         scales = -(-width // block.group) * torch.float32.itemsize * (1 + block.least)
         return code_bytes(block.kind, outs, width, scales)
 
-    def _quantised(self, name: str, outs: int) -> int:
+    def _quantised(self, name: str, outs: int, width: int) -> int:
         """Return the bytes of a quantised weight: panels have its bits and scales, with outputs padded to a piece."""
         module = name.removesuffix(".weight")
+        if isinstance(scheme := self.checkpoint.scheme(name), Sized):
+            return self._formed(scheme.form(width), outs, width)
         if blocks := self.checkpoint.tensors.get(f"{module}.weight_blocks"):
             return BLOCKS["MXFP4"].packed_bytes(outs, round(blocks.elements * 2 // blocks.shape[0] * self._share))
         scale = self.checkpoint.tensors.get(f"{module}.weight_scale")
@@ -250,6 +253,15 @@ class Sizes(Weights):
         if isinstance(own, Own) and (bits := ABOVE.get(own.weights[module].kind)):  # a byte each in the file
             stored -= math.prod(self.checkpoint.tensors[f"{module}.codes"].shape) * (4 - bits) // 8
         return int(stored * self._share) * (-(-outs // PIECE) * PIECE) // outs
+
+    def _formed(self, form: Form, outs: int, width: int) -> int:
+        """Return the bytes of codes in a form."""
+        if self.device.type == "cpu":
+            return form.packed_bytes(outs, width)
+        if not takes(form.kind, form.group, width):
+            return outs * width * self.dtype.itemsize
+        scales = -(-width // form.group) * torch.float32.itemsize * (1 + (form.zeros or form.least))
+        return code_bytes(form.kind, outs, width, scales)
 
 
 class NoMatrix(nn.Module):

@@ -62,6 +62,15 @@ def widened(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     }
 
 
+def read_metadata(file: Path) -> dict[str, str]:
+    """Read the metadata of a file's header. Raises CheckpointError."""
+    try:
+        with safe_open(file, framework="pt") as mapped:
+            return mapped.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise damaged(file, error) from error
+
+
 class LastFile:
     """Keeps the file that was read last open: with thousands of tensors, reading its header takes longer than a matrix.
 

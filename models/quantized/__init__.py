@@ -7,7 +7,23 @@ them with the headers) and makes a `GroupedWeight` from them, whose rows are rea
 from collections.abc import Callable
 
 from models.checkpoint.fields import Fields
-from models.quantized import auto_round, awq, bitnet, bitsandbytes, compressed, float8, gptq, mlx, modelopt, mxfp4, own
+from models.quantized import (
+    auto_round,
+    awq,
+    bitnet,
+    bitsandbytes,
+    compressed,
+    float8,
+    gptq,
+    hqq,
+    mlx,
+    modelopt,
+    mxfp4,
+    own,
+    quanto,
+    quark,
+    torchao,
+)
 from models.quantized.parts import (
     CACHE_SCALES,
     EMBEDDING,
@@ -43,11 +59,15 @@ METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
     "fbgemm_fp8": float8.parse_rows,
     "fp8": float8.parse,
     "gptq": gptq.parse,
+    hqq.NAME: hqq.parse,
     "intel/auto-round": auto_round.parse,  # up to version 0.4
     mlx.NAME: mlx.parse,
     "modelopt": modelopt.parse,
     "mxfp4": mxfp4.parse,
     "mxfp8": float8.parse_mxfp8,
+    quanto.NAME: quanto.parse,
+    quark.NAME: quark.parse,
+    torchao.NAME: torchao.parse,
 }
 
 

@@ -18,30 +18,31 @@ MX = (1, 32)  # outputs and inputs that share an exponent
 
 @dataclass(frozen=True)
 class Float8:
-    """`weight` and scales of blocks, whose tensor's name ends in `scale`; `powers`: scales are exponents of 2."""
+    """`codes` and scales of blocks, whose tensor's name ends in `scale`; `powers`: scales are exponents of 2."""
 
     grid: Grid
     scale: str
     powers: bool = False
+    codes: str = "weight"
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`. Scales of activations are accepted but not used, because activations are not rounded."""
         unused = Part(((1,), ()), FLOATS, optional=True)
         return {
-            "weight": Part(((outs, width),), (torch.float8_e4m3fn,)),
+            self.codes: Part(((outs, width),), (torch.float8_e4m3fn,)),
             self.scale: Part(self.grid.shapes(outs, width), (torch.uint8,) if self.powers else FLOATS),
             **dict.fromkeys(("input_scale", "input_scale_ub", "activation_scale"), unused),
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
-        codes_OI = source.tensor("weight").view(torch.uint8)
+        codes_OI = source.tensor(self.codes).view(torch.uint8)
         scale = source.powers(self.scale) if self.powers else source.scale(self.scale)
 
         def rows(first: int, last: int) -> GroupedRows:
             part_OI = codes_OI[first:last]
             if (part_OI & 127).max() == 127:
-                raise source.error("weight has values that are not numbers")
+                raise source.error(f"{self.codes} has values that are not numbers")
             return GroupedRows(part_OI, self.grid.rows(scale, first, last, outs, width))
 
         return GroupedWeight("float8", (outs, width), self.grid.group(width), rows)

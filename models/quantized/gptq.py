@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import (
     FLOATS,
     INTEGERS,
+    Form,
     Grid,
     ModuleRules,
     Part,
@@ -25,9 +27,12 @@ from models.quantized.parts import (
     unsupported,
 )
 
-# By bits: the first version stores zeros minus one, subtracted from whole words. Zeros of 3 bits cross words, and
-# writers subtract different numbers.
+# By bits: the first version stores zeros minus one, subtracted from whole words. Zeros of 3 bits cross words: AutoGPTQ
+# and GPTQModel 7.7 subtract one from each, versions before subtract `OTHERS` from every three words. The file does not
+# tell which, but zeros of symmetric weights are 4.
 ONES = {2: 0x55555555, 3: None, 4: 0x11111111, 8: 0x01010101}
+OTHERS = (0x24924924, -0x6DB6DB6E, 0x49249249)
+MIDDLE = 4
 FORMATS = ("gptq", "gptq_v2")
 
 
@@ -40,6 +45,10 @@ class GPTQ:
     grid: Grid
     first: bool
     ordered: bool = False
+
+    def form(self, width: int) -> Form:
+        """See `Sized`: 2 and 3 bits take 4 in memory."""
+        return Form("int8" if self.bits == 8 else "int4", self.grid.group(width), zeros=True)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`. AutoGPTQ gives a `bias` to layers that have none."""
@@ -55,7 +64,10 @@ class GPTQ:
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
         qweight, qzeros, scale_GO = source.tensor("qweight"), source.tensor("qzeros"), source.scale("scales")
-        zero_GO = unpack(qzeros + (ONES[self.bits] or 0) if self.first else qzeros, self.bits)[:, :outs]
+        if self.first and self.bits == 3:
+            zero_GO = self._middle(qzeros, outs, source)
+        else:
+            zero_GO = unpack(qzeros + (ONES[self.bits] or 0) if self.first else qzeros, self.bits)[:, :outs]
         order_I = order_of(source.read("g_idx"), group := self.grid.group(width), source)
 
         def rows(first: int, last: int) -> GroupedRows:
@@ -64,6 +76,14 @@ class GPTQ:
             return GroupedRows(codes_OI, scale_GO[:, first:last].T, zero_GO[:, first:last].T.float())
 
         return GroupedWeight("int8" if self.bits == 8 else "int4", (outs, width), group, rows, order_I)
+
+    def _middle(self, qzeros: Tensor, outs: int, source: Source) -> Tensor:
+        """Return zeros of 4, if the stored ones are these in one of the two ways. Raises CheckpointError."""
+        others = torch.tensor(OTHERS, dtype=torch.int32).repeat(-(-qzeros.shape[1] // 3))[: qzeros.shape[1]]
+        zeros = unpack(qzeros, 3)[:, :outs] + 1, unpack(qzeros + others, 3)[:, :outs]
+        if not any(zero_GO.eq(MIDDLE).all() for zero_GO in zeros):
+            raise source.error("qzeros of 3 bits are not those of symmetric weights, and writers store others unlike")
+        return torch.full_like(zeros[0], MIDDLE)
 
 
 def parse(fields: Fields) -> ModuleRules:
@@ -91,8 +111,8 @@ def scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> GPTQ:
     own = Fields(config, fields.file, fields.prefix)
     if (bits := own.int("bits")) not in ONES:
         raise unsupported(fields, f"gptq with {bits} bits (read: {', '.join(map(str, ONES))})")
-    if ONES[bits] is None and layout == "gptq":
-        what = f"gptq with {bits} bits in the format 'gptq', whose zeros depend on the writer (read: gptq_v2)"
-        raise unsupported(fields, what)
+    if ONES[bits] is None and layout == "gptq" and not own.bool("sym", default=True):
+        what = f"gptq with {bits} bits and sym false in the format 'gptq', whose zeros depend on the writer"
+        raise unsupported(fields, f"{what} (read: sym true; gptq_v2)")
     ordered = own.bool("desc_act", default=False)
     return GPTQ(bits, Grid.of(own, "group_size", -1), layout == "gptq", ordered)

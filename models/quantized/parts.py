@@ -6,13 +6,13 @@ Shape legend: O outputs, I inputs, G groups of a row.
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import power
+from kernels.linear.panels import PANEL, GroupKind, power, shape
 from models.checkpoint.fields import REQUIRED, Fields
 from models.errors import CheckpointError
 from models.formats.grouped import GroupedWeight
@@ -22,7 +22,9 @@ EMBEDDING = "Embedding"  # the token embedding, which our own layout and MLX's m
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 NO_NUMBER = 255  # the 8-bit exponent that means NaN
-CACHE_SCALES = re.compile(r".*\.self_attn\.(?:[qkv]_proj\.|qkv_proj\.)?(?:[qkv]|kv)_scale")  # keys are not rounded
+CACHE_SCALES = re.compile(  # keys and values are not rounded by them
+    r".*\.self_attn\.(?:(?:[qkv]_proj\.|qkv_proj\.)?(?:[qkv]|kv)_scale|(?:[kv]|qkv)_proj\.output_scale)"
+)
 Shape = tuple[int, ...]
 
 
@@ -66,6 +68,29 @@ class Source(NamedTuple):
         return power(exponents) * 2
 
 
+class Form(NamedTuple):
+    """A weight's form in memory.
+
+    Args:
+        kind: the kind of its codes.
+        group: the columns that share a scale.
+        zeros, least: whether groups have zeros or minimums.
+        each: bytes of a scale, a zero or a minimum, as far as that is known before they are read.
+    """
+
+    kind: GroupKind
+    group: int
+    zeros: bool = False
+    least: bool = False
+    each: int = 2
+
+    def packed_bytes(self, outs: int, width: int) -> int:
+        """Return the bytes of a packed matrix."""
+        panels, steps, *word = shape(self.kind, outs, width)
+        values = self.each * (1 + (self.zeros or self.least))
+        return panels * (steps * word[0] * word[1] + PANEL * -(-width // self.group) * values)
+
+
 class Scheme(Protocol):
     """The form in which a weight [outs, width] is stored."""
 
@@ -78,6 +103,15 @@ class Scheme(Protocol):
         ...
 
 
+@runtime_checkable
+class Sized(Protocol):
+    """A scheme whose weights take other bytes in memory than in the file."""
+
+    def form(self, width: int) -> Form:
+        """Return the form in memory of a weight of this width."""
+        ...
+
+
 class Quantization(Protocol):
     """A parsed `quantization_config`."""
 
@@ -86,7 +120,7 @@ class Quantization(Protocol):
 
         Args:
             module: the layer's name in transformers.
-            kind: the layer's class there, `LINEAR` or `TRANSPOSED`; for `Own` and `MLX` also `EMBEDDING`.
+            kind: the layer's class there, `LINEAR` or `TRANSPOSED`; for `Own`, `MLX` and `TorchAO` also `EMBEDDING`.
         """
         ...
 

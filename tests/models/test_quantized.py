@@ -254,9 +254,9 @@ def pack(**weights):
 MLX = {"quant_method": "mlx", "group_size": 64, "bits": 4}
 UNREAD = {
     "bitsandbytes with neither or both": {"quant_method": "bitsandbytes", "load_in_4bit": False},
-    "torchao": {"quant_method": "torchao"},
+    "quanto without quanto_qmap.json": {"quant_method": "quanto"},
     "nvfp4": {"quant_method": "nvfp4"},
-    "hqq": {"quant_method": "hqq"},
+    "eetq": {"quant_method": "eetq"},
     "''": {"bits": 4},
     "nvfp4-pack-quantized": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"} | pack(),
     "marlin-24": {"quant_method": "compressed-tensors", "format": "marlin-24"} | pack(),
@@ -265,7 +265,7 @@ UNREAD = {
     "3 bits": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(num_bits=3),
     "float": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(type="float"),
     "tensor_group": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(strategy="tensor_group"),
-    "gptq with 3 bits in the format 'gptq'": {"quant_method": "gptq", "bits": 3, "group_size": 128},
+    "gptq with 3 bits and sym false in the format 'gptq'": {"quant_method": "gptq", "bits": 3, "sym": False},
     "with 5 bits": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {".*": {"bits": 5}}},
     "marlin": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
     "the format 'marlin'": {"quant_method": "gptq", "bits": 4, "is_marlin_format": True},
@@ -538,6 +538,28 @@ def test_zeros_of_the_first_version_are_whole_words_minus_one():
     found = scheme.weight(8, 8, Source(parts.get, AssertionError)).rows(0, 8)
     assert found.zero_OG.eq(0).all() and parts["qzeros"].ne(-1).any()
     assert torch.equal(scheme.weight(8, 8, Source(parts.get, AssertionError)).floats(), method.restore(parts))
+
+
+@pytest.mark.parametrize("outs", [32, 64, 40])
+def test_zeros_of_symmetric_weights_of_3_bits(outs):
+    """They are 4. AutoGPTQ and GPTQModel 7.7 store 3 in each field; versions before subtract other numbers of words."""
+    weight = torch.randn(outs, 64, generator=torch.Generator().manual_seed(outs))
+    method = recipes.gptq(3, 16, True, False)
+    parts = method.store(weight)
+    expected = method.restore(parts)
+    scheme = config_of(quant_method="gptq", bits=3, group_size=16, sym=True).scheme("any", LINEAR)
+    threes = sum(3 << 3 * i for i in range(outs))
+    words = torch.tensor([threes >> 32 * i & 0xFFFFFFFF for i in range(parts["qzeros"].shape[1])])
+    constants = (0b00100100100100100100100100100100, 0b10010010010010010010010010010010,
+                 0b01001001001001001001001001001001)  # fmt: skip
+    old = parts["qzeros"].long() - torch.tensor([constants[i % 3] for i in range(len(words))])
+    for stored in (words.repeat(4, 1), old):
+        own = parts | {"qzeros": stored.to(torch.int32)}
+        assert torch.equal(scheme.weight(outs, 64, Source(own.get, AssertionError)).floats(), expected)
+    for stored in (parts["qzeros"], changed(old.to(torch.int32), 1, 1, value=5)):
+        own = parts | {"qzeros": stored}
+        with pytest.raises(AssertionError, match="qzeros of 3 bits are not those of symmetric weights"):
+            scheme.weight(outs, 64, Source(own.get, AssertionError))
 
 
 def test_the_order_of_old_files_that_order_nothing(tmp_path):

@@ -28,9 +28,13 @@ from tools.golden.storage import (
     compressed,
     float8,
     gptq,
+    hqq,
     mlx,
     mlx_floats,
+    quark,
+    quark_mxfp4,
     ternary,
+    torchao,
 )
 
 LLAMA = {"layers": 2, "width": 64, "mlp": 96, "heads": 4, "kv_heads": 2, "vocab": 104, "dtype": "bfloat16",
@@ -81,18 +85,26 @@ def write(recipe: Recipe, folder: Path, seed: int) -> None:
     weight_map: dict[str, str] = {}
     for file, tensors in files(folder).items():
         stored: Parts = {}
+        told: dict[str, Config] = {}
         for name, tensor in tensors.items():
             if (method := recipe.method(name, tensor)) is None:
                 stored[name] = tensor.clone()
+                told[name] = {"_type": "Tensor"}
                 continue
             weight = tensor.float()
             parts = method.store(weight.T.contiguous() if recipe.transposed else weight)
+            if method.told:
+                told[name] = method.told(weight)
             stored |= {f"{name.removesuffix('.weight')}.{suffix}": part for suffix, part in parts.items()}
             stored |= {
                 f"{name.removesuffix('.weight')}.{suffix}": make(weight) for suffix, make in recipe.extra.items()
             }
         (folder / file).unlink()  # not written over: it may still be mapped
-        save_file(stored, folder / file, {"format": "pt"})
+        metadata = {"format": "pt"}
+        if recipe.config.get("quant_method") == "torchao":
+            metadata |= {name: json.dumps(entry) for name, entry in told.items()}
+            metadata["tensor_names"] = json.dumps([*tensors])
+        save_file(stored, folder / file, metadata)
         weight_map |= dict.fromkeys(stored, file)
     if (folder / "model.safetensors.index.json").exists():
         edit(folder / "model.safetensors.index.json", {"weight_map": weight_map})
@@ -180,6 +192,15 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
        "modules_to_not_convert": None}  # fmt: skip
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 PHI3 = partial(phi3.write, "gqa")
+QUARK = {"quant_method": "quark", "exclude": ["lm_head"], "export": {"pack_method": "reorder"}}
+
+
+def own_quark(dtype: str, size: int = 0, **others: Any) -> Config:
+    """Quark's config of a layer; `size` 0: a scale per output."""
+    sharing = {"qscheme": "per_group", "ch_axis": -1, "group_size": size} if size else {}
+    return {"weight": {"dtype": dtype, "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False} | sharing | others}
+
+
 RECIPES = {
     "pack4_group": one("pack-quantized", W4),
     "pack4_zeros": one("pack-quantized", W4Z),
@@ -270,6 +291,28 @@ RECIPES = {
         llama, {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"},
         [("", ternary(False))],
     ),
+    # every subclass that is read
+    "torchao": Recipe(llama, {"quant_method": "torchao", "quant_type": {"default": {}}}, [
+        (r".*0\.self_attn\.[qk]", torchao("Int8Tensor")), (r".*0\.self_attn", torchao("Int8Tensor", 8, 16)),
+        (r".*0\.mlp\.gate", torchao("IntxUnpackedToInt8Tensor", 4, 32)),
+        (r".*0\.mlp\.up", torchao("IntxUnpackedToInt8Tensor", 3)), (r".*1\.mlp", torchao("Int4Tensor", 4, 16)),
+        (r".*1\.self_attn", torchao("Float8Tensor")), (r"(lm_head|model\.embed)", torchao("Int8Tensor")),
+        ("", torchao("IntxUnpackedToInt8Tensor", 6, 8)),
+    ], head=True, embedding=True),
+    "quark": Recipe(PHI3, QUARK | {"global_quant_config": own_quark("int4", 8), "layer_quant_config": {
+        "*.qkv_proj": own_quark("uint4", 8), "*1.mlp.gate_up_proj": own_quark("int8"),
+        "*1.mlp.down_proj": own_quark("int8", 16)},
+    }, [(".*qkv", quark("uint4", 8)), (r".*1\.mlp\.gate", quark("int8")), (r".*1\.mlp", quark("int8", 16)),
+        ("", quark("int4", 8))]),
+    "quark_order": Recipe(
+        llama, QUARK | {
+            "global_quant_config": own_quark("uint4"), "export": {"pack_method": "order"},
+            "layer_quant_config": {"model.layers.1.mlp.*": own_quark("fp4", 32, scale_format="e8m0")},
+        }, [(r".*1\.mlp", quark_mxfp4()), ("", quark("uint4", reorder=False))]),
+    "hqq": Recipe(llama, {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}, [
+        (r".*0\.self_attn\.[qk]", hqq(8, 32)), (r".*0\.self_attn", hqq(3, 16)), (r".*1\.mlp\.up", hqq(4, 16, 0)),
+        (r".*1\.mlp\.down", hqq(3, 64, 0)), (r".*1\.mlp\.gate", hqq(2, 16)), ("", hqq(4, 32)),
+    ]),
     "fp8_tensor": Recipe(PHI3, FP8 | {"weight_block_size": None}, [("", float8(None))]),
 }  # fmt: skip
 # transformers computes with BitNet's own modules, which round activations.

@@ -21,10 +21,12 @@ class Method:
     Args:
         store: from a float32 weight [out, in] to the tensors that stand for it.
         restore: from these tensors to float32 [out, in].
+        told: from a weight to what the header's metadata say of it; None: nothing.
     """
 
     store: Callable[[torch.Tensor], Parts]
     restore: Callable[[Parts], torch.Tensor]
+    told: Callable[[torch.Tensor], Config] | None = None
 
 
 def ranges(weight: torch.Tensor, group: int, symmetric: bool, bits: int) -> tuple[torch.Tensor, ...]:
@@ -43,7 +45,7 @@ def ranges(weight: torch.Tensor, group: int, symmetric: bool, bits: int) -> tupl
     return q.long(), zero.long(), scale
 
 
-def signed(words: torch.Tensor) -> torch.Tensor:
+def to_int32(words: torch.Tensor) -> torch.Tensor:
     """Words of 32 bits in int64, to int32."""
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
@@ -61,7 +63,7 @@ def gptq(bits: int, group: int, symmetric: bool, first: bool, ordered: bool = Fa
             packed[word] |= values << place & 0xFFFFFFFF
             if place + bits > 32:  # a code of 3 bits can continue in the next word
                 packed[word + 1] |= values >> 32 - place
-        return signed(packed)
+        return to_int32(packed)
 
     def unpack_rows(words: torch.Tensor, count: int) -> torch.Tensor:
         words = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, 0, 0, 1))
@@ -104,7 +106,7 @@ def awq(group: int) -> Method:
         for column in range(packed.shape[1]):
             for j in range(8):
                 packed[:, column] |= x[:, column * 8 + order[j]] << (4 * j)
-        return signed(packed)
+        return to_int32(packed)
 
     def store(weight: torch.Tensor) -> Parts:
         q, zero, scale = ranges(weight, group, False, 4)
@@ -221,7 +223,7 @@ def mlx(bits: int, group: int, dtype: torch.dtype = torch.bfloat16) -> Method:
         bias = torch.where(steps == 0, 0, edge).to(dtype).float()
         q = ((parts - bias) / scale).round().clamp(0, top).flatten(1).long()
         bitwise = (q.unsqueeze(2) >> torch.arange(bits) & 1).flatten(1).unflatten(1, (-1, 32))
-        words = signed((bitwise << torch.arange(32)).sum(2)).view(torch.uint32)
+        words = to_int32((bitwise << torch.arange(32)).sum(2)).view(torch.uint32)
         return {"weight": words, "scales": scale.squeeze(2).to(dtype), "biases": bias.squeeze(2).to(dtype)}
 
     def restore(parts: Parts) -> torch.Tensor:
@@ -262,6 +264,150 @@ def mlx_floats(mode: str) -> Method:
             return octets.view(torch.float8_e4m3fn).float() * values(parts["scales"])
         codes = torch.stack((octets & 15, octets >> 4), 2).flatten(1).long()
         return torch.cat((e2m1, -e2m1))[codes] * values(parts["scales"])
+
+    return Method(store, restore)
+
+
+# torchao: the docstrings and `dequantize` of its tensor subclasses; Int4Tensor: `int4_row_quantize_zp` and `pack_int4`
+# of FBGEMM.
+
+
+def torchao(subclass: str, bits: int = 8, group: int = 0) -> Method:
+    """`group` 0: a scale per output."""
+
+    def size_of(weight: torch.Tensor) -> int:
+        return group or weight.shape[1]
+
+    def told(weight: torch.Tensor) -> Config:
+        data: Config = {"block_size": [1, size_of(weight)], "dtype": {"_type": "torch.dtype", "_data": "float32"}}
+        if subclass == "IntxUnpackedToInt8Tensor":
+            data["target_dtype"] = {"_type": "torch.dtype", "_data": f"int{bits}"}
+            data["activation_quantization"] = "int8_asym_per_token" if bits == 4 else None
+        if subclass == "Int4Tensor":
+            data = {"block_size": data["block_size"], "shape": [*weight.shape]}
+        names = ["qdata", "scale"] + ["zero_point"] * (subclass != "Float8Tensor")
+        return {"_type": subclass, "_data": data, "_tensor_data_names": names}
+
+    def store(weight: torch.Tensor) -> Parts:
+        size = size_of(weight)
+        columns = torch.arange(weight.shape[1]) // size
+        if subclass == "Float8Tensor":
+            scale = torch.stack([part.abs().amax(1) / 448 for part in weight.split(size, 1)], 1)
+            return {"_weight_qdata": (weight / scale[:, columns]).to(torch.float8_e4m3fn), "_weight_scale": scale}
+        if subclass == "Int4Tensor":
+            parts = weight.unflatten(1, (-1, size))
+            low, high = parts.amin(2), parts.amax(2)
+            scale = ((high - low) / 15).bfloat16()
+            q = ((weight - low[:, columns]) / scale.float()[:, columns]).round().clamp(0, 15).to(torch.int8) - 8
+            zero = (low + scale.float() * 8).bfloat16()
+            octets = q[:, ::2] & 15 | q[:, 1::2] << 4
+            return {"_weight_qdata": octets, "_weight_scale": scale.T.contiguous(),
+                    "_weight_zero_point": zero.T.contiguous()}  # fmt: skip
+        q, zero, scale = ranges(weight, size, False, bits)
+        half = 2 ** (bits - 1)
+        return {"_weight_qdata": (q - half).to(torch.int8), "_weight_scale": scale.float(),
+                "_weight_zero_point": (zero - half).to(torch.int8)}  # fmt: skip
+
+    def restore(parts: Parts) -> torch.Tensor:
+        q, scale = parts["_weight_qdata"], parts["_weight_scale"]
+        if subclass == "Int4Tensor":
+            octets = q.view(torch.uint8)
+            q = torch.stack((octets & 15, octets >> 4), 2).flatten(1).int()
+            columns = torch.arange(q.shape[1]) // (q.shape[1] // len(scale))
+            zero = parts["_weight_zero_point"].T.float()
+            return torch.where(q > 7, q - 16, q).float() * scale.T.float()[:, columns] + zero[:, columns]
+        columns = torch.arange(q.shape[1]) // (q.shape[1] // scale.shape[1])
+        if subclass == "Float8Tensor":
+            return q.float() * scale[:, columns]
+        return (q.int() - parts["_weight_zero_point"].int()[:, columns]).float() * scale[:, columns]
+
+    return Method(store, restore, told)
+
+
+# Quark: `Pack_4_bits`, `Pack_8_bits`, `Pack_fp4` and `dequantize` of amd-quark.
+
+
+def quark(dtype: str, group: int = 0, reorder: bool = True) -> Method:
+    """`group` 0: a scale per output."""
+    bits, signed = int(dtype[-1]), not dtype.startswith("u")
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if reorder else [*range(8)]
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if bits == 8:
+            return x.to(torch.int8 if signed else torch.uint8)
+        fields = torch.nn.functional.pad(x & 15, (0, -x.shape[-1] % 8)).unflatten(-1, (-1, 8))[..., order]
+        return to_int32((fields.long() << 4 * torch.arange(8)).sum(-1))
+
+    def unpack(x: torch.Tensor, count: int) -> torch.Tensor:
+        if bits == 8:
+            return x.int()
+        place = torch.tensor([order.index(j) * 4 for j in range(8)])
+        fields = ((x.long() & 0xFFFFFFFF).unsqueeze(-1) >> place & 15).flatten(-2)[..., :count].int()
+        return torch.where(fields > 7, fields - 16, fields) if signed else fields
+
+    def store(weight: torch.Tensor) -> Parts:
+        q, zero, scale = ranges(weight, group or weight.shape[1], signed, bits)
+        q, zero, scale = (q - signed * 2 ** (bits - 1), zero - signed * 2 ** (bits - 1), scale.float())
+        if group:
+            return {"weight": pack(q.T).contiguous(), "weight_scale": scale.T.contiguous(),
+                    "weight_zero_point": pack(zero.T).contiguous()}  # fmt: skip
+        return {"weight": pack(q), "weight_scale": scale[:, 0], "weight_zero_point": pack(zero[:, 0])}
+
+    def restore(parts: Parts) -> torch.Tensor:
+        scale = parts["weight_scale"]
+        outs = scale.shape[-1]
+        if group:
+            q, zero = unpack(parts["weight"], outs).T, unpack(parts["weight_zero_point"], outs).T
+            columns = torch.arange(q.shape[1]) // group
+            return (q - zero[:, columns]).float() * scale.T[:, columns]
+        q = unpack(parts["weight"], parts["weight"].shape[1] * (32 // bits if bits == 4 else 1))
+        return (q - unpack(parts["weight_zero_point"], outs)[:, None]).float() * scale[:, None]
+
+    return Method(store, restore)
+
+
+def quark_mxfp4() -> Method:
+    def store(weight: torch.Tensor) -> Parts:
+        parts = mlx_floats("mxfp4").store(weight)
+        return {"weight": parts["weight"].view(torch.uint8), "weight_scale": parts["scales"]}
+
+    def restore(parts: Parts) -> torch.Tensor:
+        return mlx_floats("mxfp4").restore({"weight": parts["weight"], "scales": parts["weight_scale"]})
+
+    return Method(store, restore)
+
+
+# HQQ: `Quantizer.dequantize`, `BitPack` and `HQQLinear.state_dict` of hqq.
+
+
+def hqq(bits: int, group: int, axis: int = 1) -> Method:
+    fields = {8: 1, 4: 2, 3: 10, 2: 4}[bits]
+    packing = "3bit_32" if bits == 3 else f"{bits}bit_u8"
+
+    def store(weight: torch.Tensor) -> Parts:
+        w = weight.reshape(-1, group) if axis == 1 else weight.reshape(group, -1)
+        low, high = w.amin(axis, keepdim=True), w.amax(axis, keepdim=True)
+        scale = (high - low) / (2**bits - 1)
+        zero = -low / scale
+        q = (w / scale + zero).round().clamp(0, 2**bits - 1).long()
+        step = -(-len(q) // fields)
+        q = torch.nn.functional.pad(q, (0, 0, 0, step * fields - len(q)))
+        parts = [q[i * step : (i + 1) * step] << bits * (fields - 1 - i) for i in range(fields)]
+        packed = torch.stack(parts).sum(0)
+        texts = {"packing": packing, "compute_dtype": "torch.float32"}
+        numbers = {"nbits": bits, "group_size": group, "axis": axis, "quant_scale": 0, "quant_zero": 0}
+        return {
+            "W_q": packed.to(torch.int32 if bits == 3 else torch.uint8), "scale": scale, "zero": zero,
+            "shape": torch.tensor(weight.shape),
+            **{name: torch.tensor([*text.encode()], dtype=torch.uint8) for name, text in texts.items()},
+            **{name: torch.tensor(number, dtype=torch.int32) for name, number in numbers.items()},
+        }  # fmt: skip
+
+    def restore(parts: Parts) -> torch.Tensor:
+        packed, scale = parts["W_q"].int(), parts["scale"]
+        q = torch.cat([packed >> bits * (fields - 1 - i) & 2**bits - 1 for i in range(fields)])
+        q = q[: len(scale)] if axis == 1 else q[:group]
+        return ((q.float() - parts["zero"]) * scale).reshape(*parts["shape"].tolist())
 
     return Method(store, restore)
 

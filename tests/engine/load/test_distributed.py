@@ -76,6 +76,8 @@ VARIANTS = (
     "relatives/nanochat",
     "quantized/gptq_conv1d",
     "quantized/gptq_desc_act",
+    "quantized/hqq",
+    "quantized/torchao",
 )
 each_variant = pytest.mark.parametrize(
     "variant", [v if v in FEW else pytest.param(v, marks=pytest.mark.full) for v in VARIANTS if has_tokens(v)]
