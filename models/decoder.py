@@ -25,7 +25,7 @@ from models.adapters import Adapter, low_rank, matrices
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.weights import Weights
-from models.config import Config, ModelShape
+from models.config import Config
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels
 from models.formats.linear import Linear, is_small
@@ -35,6 +35,7 @@ from models.names import HEAD, SCORE, Names
 from models.norms import Norm, PlainNorm, rounded
 from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, fused, run
+from models.shape import ModelShape
 from models.streams import StreamEnds
 
 LATENT = "multi-head latent attention"

@@ -22,7 +22,7 @@ from kernels.stack.calls import Call
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.weights import Weights
-from models.config import Config, ModelShape
+from models.config import Config
 from models.decoder import Decoder
 from models.errors import CheckpointError, show
 from models.layers import MLP, Attention
@@ -32,6 +32,7 @@ from models.quantized import LINEAR
 from models.reading import rotary
 from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, run
+from models.shape import ModelShape
 
 EMBEDDING = "embed_tokens"
 MAPS = "d2t", "t2d"  # tensors that map the tokens of a head with a smaller vocabulary to the model's tokens

@@ -16,7 +16,7 @@ import torch
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Search, SearchResult, Task
-from models.config import ModelShape
+from models.shape import ModelShape
 from tools.bench.searches import run_alone
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)

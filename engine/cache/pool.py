@@ -15,7 +15,7 @@ from engine.cache.states import Stores
 from engine.errors import KVMemoryError
 from kernels.kv_write import kv_copier
 from kernels.layout import NULL_SLOT, TRASH_SLOT, CacheKind, DeltaKind, KVCache
-from models.config import ModelShape
+from models.shape import ModelShape
 
 FREE, CLAIMED, USED, IDLE = 0, 1, 2, 3
 

@@ -35,10 +35,10 @@ from engine.text.tokenizer_limits import parse
 from kernels.layout import NULL_SLOT, TRASH_SLOT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import ModelSize, measure
-from models.config import ModelShape
 from models.draft_heads import HEADS
 from models.formats.linear import FORMATS
 from models.gguf.vocabulary import FileVocabulary
+from models.shape import ModelShape
 from models.trim import release_libraries
 
 TOKENS = 256  # tokens of a pass, see `Runner`

@@ -38,13 +38,13 @@ from models.checkpoint.cached_matrices import cached_matrices
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import PACK_AGAIN
 from models.checkpoint.weights import Weights
-from models.config import ModelShape
 from models.draft_heads import DraftHead
 from models.families import family_of, load_model
 from models.formats.floats import has_products
 from models.formats.linear import FORMATS, rounds_rows
 from models.gguf.cached_vocabulary import NewVocabulary
 from models.mtp import MTP
+from models.shape import ModelShape
 from models.trim import trim_memory
 
 IDLE = 1 << 30  # bytes of cached prefixes that no request uses, if no option sets the size of the pool

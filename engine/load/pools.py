@@ -16,7 +16,7 @@ from engine.contract.checks import slots_of
 from engine.errors import KVMemoryError
 from engine.load.distributed import least
 from engine.load.sizes import size_text
-from models.config import ModelShape
+from models.shape import ModelShape
 from models.shard import Shard
 
 ROWS, STATES = 4096, 256  # most rows and states of recurrent layers in an automatic pool

@@ -26,7 +26,7 @@ from kernels import same_bits
 from kernels.kv_kinds import parts
 from models.checkpoint.files import open_regular, replacing
 from models.checkpoint.tensor_files import buffer_of, write_tensors
-from models.config import ModelShape
+from models.shape import ModelShape
 
 FORMAT, VERSION = "coppice prefix", "3"
 LARGEST = float(1 << 20)  # magnitude of keys, values and scales, so that sums of their products stay finite

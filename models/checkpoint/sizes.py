@@ -17,7 +17,7 @@ from models.checkpoint.experts import EXPERT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import FLOATS
 from models.checkpoint.weights import Weights
-from models.config import Config, ModelShape
+from models.config import Config
 from models.families import family_of, load_model
 from models.formats.coded import code_bytes
 from models.formats.floats import has_kernels
@@ -31,6 +31,7 @@ from models.quantized.bitnet import TernaryModules
 from models.quantized.mlx import MLX, MLXScheme
 from models.quantized.own import Own
 from models.quantized.parts import Form, Sized
+from models.shape import ModelShape
 from models.shard import Shard
 from models.sharding import part
 

@@ -17,8 +17,8 @@ from engine.load.loading import LoadedModel
 from engine.step.runner import Runner
 from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_kinds import parts
-from models.config import ModelShape
 from models.formats.linear import FORMATS
+from models.shape import ModelShape
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
 from tests.marks import IMPLS, needs_interpreter
 

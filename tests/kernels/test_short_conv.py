@@ -13,7 +13,7 @@ from kernels import cpp
 from kernels.kv_write import kv_copier
 from kernels.layout import NULL_SLOT, TRASH_SLOT
 from kernels.short_conv import short_conv
-from models.config import ModelShape
+from models.shape import ModelShape
 from tests.kernels.test_checks import refusals
 from tests.marks import INTERPRETED, on_gpu
 

@@ -11,7 +11,7 @@ from engine.step.packing import Chunk, pack
 from kernels import cpp
 from kernels.tree_attention import torch as plain
 from kernels.tree_attention import tree_attention
-from models.config import ModelShape
+from models.shape import ModelShape
 
 SHAPE = ModelShape(layers=1, kv_heads=2, head_dim=8, vocab_size=1, max_positions=None)
 

@@ -18,7 +18,7 @@ from engine.contract import Answer, Evaluate, Report, Search, SearchGenerator, S
 from engine.contract.checks import report_fault, request_fault, result_fault, tokens_fault
 from engine.errors import KVMemoryError
 from kernels.rows.reference import peaks
-from models.config import ModelShape
+from models.shape import ModelShape
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 Path = tuple[int, ...]

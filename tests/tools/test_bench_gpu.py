@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from engine.cache.pool import PagePool
 from engine.demo import demo_folder
 from kernels.tree_attention import tree_attention
-from models.config import ModelShape
+from models.shape import ModelShape
 from tests.marks import needs_interpreter
 from tools.bench import device, gpu, peers
 from tools.bench.__main__ import main

@@ -10,7 +10,7 @@ import torch
 
 from engine.cache.pool import PagePool
 from kernels import cpp
-from models.config import ModelShape
+from models.shape import ModelShape
 from tests.marks import needs_figures
 from tools.bench import limits
 from tools.kernels import contenders

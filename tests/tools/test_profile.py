@@ -12,8 +12,8 @@ from engine.cache.pool import PagePool
 from engine.demo import demo_folder
 from kernels.cpp import why_not
 from kernels.stack import clocks
-from models.config import ModelShape
 from models.formats.floats import FloatLinear
+from models.shape import ModelShape
 from search import Trie
 from tests.marks import HAS_FIGURES, needs_figures
 from tools.bench import limits

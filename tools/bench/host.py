@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.load.loading import LoadedModel
 from engine.load.pools import make_pools
 from engine.step.graphs import make_runner
-from models.config import ModelShape
+from models.shape import ModelShape
 from search import Trie
 
 VOCAB, TABLE = 512, 97  # the table's logits repeat after TABLE rows

@@ -16,7 +16,7 @@ from engine.load.sizes import read_size
 from kernels.kv_write import reference as reference_write
 from kernels.layout import TRASH_SLOT, TreeLayout
 from kernels.tree_attention import reference as reference_attention
-from models.config import ModelShape
+from models.shape import ModelShape
 from tools.bench import limits
 from tools.bench.device import recorded, times_of
 from tools.bench.measure import spread

@@ -10,7 +10,7 @@ from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.step.packing import Chunk, pack
 from kernels.layout import NULL_SLOT, TreeLayout
-from models.config import ModelShape
+from models.shape import ModelShape
 
 
 @dataclass

@@ -8,7 +8,7 @@ from engine.cache.drafts import DraftedNode
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.errors import KVMemoryError
-from models.config import ModelShape
+from models.shape import ModelShape
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=4, vocab_size=50, max_positions=None)
 

@@ -11,7 +11,7 @@ from engine.cache.pool import PagePool
 from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
 from engine.errors import KVMemoryError
-from models.config import ModelShape
+from models.shape import ModelShape
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=100, max_positions=None)
 

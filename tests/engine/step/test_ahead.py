@@ -7,7 +7,7 @@ from engine.cache.tree import TokenTree
 from engine.contract.top_sums import Next
 from engine.step.ahead import Guess, choose
 from engine.step.packing import Blank
-from models.config import ModelShape
+from models.shape import ModelShape
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=10, max_positions=None)
 

@@ -11,7 +11,7 @@ from engine.cache.tree import TokenTree
 from engine.errors import KVMemoryError
 from engine.step.paths import PathColumns, paths_of
 from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, CacheKind, DeltaKind
-from models.config import ModelShape
+from models.shape import ModelShape
 
 KIND = DeltaKind(1, 1, 1, 1, taps=4)
 SHAPE = ModelShape(2, 1, 1, 100, None, kept=(CacheKind(1, 1), KIND))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from models.checkpoint.fields import Fields
-from models.config import ModelShape
 from models.errors import CheckpointError
 from models.families import FAMILIES, family_of
+from models.shape import ModelShape
 from tests.models.copies import GOLDEN
 from tools.golden.base import ABSENT
 

@@ -11,10 +11,11 @@ from kernels import same_bits
 from kernels.layout import CacheKind
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
-from models.config import ModelShape, Streams
+from models.config import Streams
 from models.errors import CheckpointError
 from models.families import load_model
 from models.families.gemma3n import Gemma3n
+from models.shape import ModelShape
 from models.shard import Shard
 from models.sharding import Partition
 from tests.models.copies import changed

@@ -12,10 +12,10 @@ from kernels import same_bits
 from kernels.layout import CacheKind
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
-from models.config import ModelShape
 from models.errors import CheckpointError
 from models.families import load_model
 from models.families.gemma4 import Gemma4
+from models.shape import ModelShape
 from models.shard import Shard
 from models.sharding import Partition
 from tests.models.copies import changed

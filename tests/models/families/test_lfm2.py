@@ -19,9 +19,10 @@ from kernels import cpp
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
-from models.config import ModelShape, ShortConvs
+from models.config import ShortConvs
 from models.errors import CheckpointError
 from models.families.lfm2 import LFM2
+from models.shape import ModelShape
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
 from tests.engine.step.test_driver import Bench, finish, raise_errors, walks_of
 from tests.marks import IMPLS

@@ -20,7 +20,7 @@ from kernels.kv_write import HeadTransform, kv_write, rotary_write
 from kernels.linear.codes import Codes, row_bytes, unpacked
 from kernels.rows import NextNodes, activation_mul, add_norm, log_softmax, next_nodes, top_sums
 from kernels.tree_attention import tree_attention
-from models.config import ModelShape
+from models.shape import ModelShape
 from tools.bench.gpu.random_models import random_experts
 from tools.bench.gpu.recurrent_layers import LAYERS, layer
 from tools.bench.gpu.setting import PAGE, SMALL, Found, Setting

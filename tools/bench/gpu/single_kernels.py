@@ -14,7 +14,7 @@ from engine.cache.pool import PagePool
 from engine.step.graphs import WORDS
 from kernels.experts import Routing, choose, routed
 from kernels.tree_attention import tree_attention
-from models.config import ModelShape
+from models.shape import ModelShape
 from tools.bench import device as on_gpu
 from tools.bench.gpu.random_models import code_bytes, random_codes, random_experts
 from tools.bench.gpu.setting import PAGE, SMALL, Found, Setting
