@@ -140,15 +140,20 @@ def _recur(call: Call, r: Registers) -> None:
     x_TF, (rows_RW, states_SHKV), paths = r[call.source], r.cache.layers[call.table], _paths(r)
     if call.code == "recur" and call.delta.order is not None:
         x_TF = x_TF.index_select(1, call.delta.order)
-    operator, dtype = scan if call.code == "scan" else delta_net, x_TF.dtype
-    if dtype == torch.float64:  # as in transformers, whose rows and states are float32 in every model
-        x_TF = x_TF.float()
-    r[call.target] = operator(x_TF, call.delta.weights, rows_RW, states_SHKV, paths, impl=r.layout.impl).to(dtype)
+    operator, weights = scan if call.code == "scan" else delta_net, call.delta.weights
+    found_TF = operator(_single(x_TF), weights, rows_RW, states_SHKV, paths, impl=r.layout.impl)
+    r[call.target] = found_TF.to(x_TF.dtype)
+
+
+def _single(x: Tensor) -> Tensor:
+    """Input of float64 as float32: rows and states are float32 in every model, as in transformers."""
+    return x.float() if x.dtype == torch.float64 else x
 
 
 def _channel_conv(call: Call, r: Registers) -> None:
-    rows_RW, paths = r.cache.layers[call.table][0], _paths(r)
-    r[call.target] = channel_conv(r[call.source], call.delta.weights, rows_RW, paths, impl=r.layout.impl)
+    x_TF, rows_RW, paths = r[call.source], r.cache.layers[call.table][0], _paths(r)
+    found_TC = channel_conv(_single(x_TF), call.delta.weights, rows_RW, paths, impl=r.layout.impl)
+    r[call.target] = found_TC.to(x_TF.dtype)
 
 
 def _part(call: Call, r: Registers) -> None:
@@ -157,8 +162,9 @@ def _part(call: Call, r: Registers) -> None:
 
 def _channel_scan(call: Call, r: Registers) -> None:
     x_TF, (rows_RW, states_SHKV), paths = r[call.source], r.cache.layers[call.table], _paths(r)
-    inputs = x_TF, r["convolved"], r["low"], r["steps"]
-    r[call.target] = channel_scan(*inputs, call.delta.weights, rows_RW, states_SHKV, paths, impl=r.layout.impl)
+    inputs = _single(x_TF), _single(r["convolved"]), _single(r["low"]), _single(r["steps"])
+    found_TC = channel_scan(*inputs, call.delta.weights, rows_RW, states_SHKV, paths, impl=r.layout.impl)
+    r[call.target] = found_TC.to(x_TF.dtype)
 
 
 def _paths(r: Registers) -> DeltaPaths:
