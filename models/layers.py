@@ -146,7 +146,8 @@ class GatedDeltaNet(nn.Module):
             return weights.vector(layer + name).float()
 
         taps_KC = vector(names.delta_taps).squeeze(1).T.contiguous()
-        decay_H, bias_H, norm_V = -vector(names.delta_decay).exp(), vector(names.delta_bias), vector(names.delta_norm)
+        decay_H, bias_H = weights.decays(layer + names.delta_decay), vector(names.delta_bias)
+        norm_V = vector(names.delta_norm)
         eps = c.norm_eps if recurrent.eps is None else recurrent.eps
         self.weights = DeltaWeights(kind, taps_KC, decay_H, bias_H, norm_V, eps, recurrent.most)
         self.order = interleaved(kind).to(weights.device) if recurrent.interleaved else None
@@ -182,7 +183,7 @@ class SelectiveScan(nn.Module):
         parts = zip(taps_CK.split([values, keys, keys]), channels, strict=True)
         taps_KC = torch.cat([part * factor for part, factor in parts]).T.contiguous()
         shift_C = vector(names.scan_shift) if recurrent.conv_bias else taps_KC.new_zeros(kind.channels)
-        decay_H, bias_H = -vector(names.delta_decay).exp(), vector(names.delta_bias)
+        decay_H, bias_H = weights.decays(layer + names.delta_decay), vector(names.delta_bias)
         norm_E = vector(names.delta_norm) if recurrent.normed else None
         vectors = taps_KC, shift_C, decay_H, bias_H, vector(names.scan_skip), norm_E
         self.weights = ScanWeights(kind, *vectors, c.norm_eps, *recurrent.steps, gate, step)

@@ -37,7 +37,7 @@ class Mamba(nn.Module):
 
         taps_KC = vector(names.delta_taps).squeeze(1).T.contiguous()
         shift_C = vector(names.scan_shift) if recurrent.conv_bias else taps_KC.new_zeros(kind.channels)
-        rates_KC = -vector(names.delta_decay).exp().T.contiguous()
+        rates_KC = weights.decays(layer + names.delta_decay).T.contiguous()
         bias_C, skip_C = vector(f"{names.scan_step}.bias"), vector(names.scan_skip)
         eps, norms_E = c.norm_eps if recurrent.eps is None else recurrent.eps, None
         self.norm: Norm | None = None

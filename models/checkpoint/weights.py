@@ -98,6 +98,12 @@ class Weights:
         found = _cut(self._read(name), some)
         return (found.float() + 1 if plus_one else found).to(self.device, dtype or self.dtype, copy=True)
 
+    def decays(self, name: str) -> Tensor:
+        """Return minus the exponentials of a tensor, float32. Values of float64 are not rounded before: see
+        `models.gguf.tensors.Stored.negative_exp`."""
+        found = self._read(name).to(self.device)
+        return -(found if found.dtype == torch.float64 else found.to(self.dtype).float()).exp().float()
+
     def scalar(self, name: str) -> float:
         """Return the value of a vector with one element."""
         return self._read(name).to(self.dtype).item()

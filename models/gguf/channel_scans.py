@@ -71,7 +71,7 @@ def jamba(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 def decays(name: str, stored: Held) -> Held:
     """Return a tensor of a scan by channels; files store A, checkpoints the logarithm of -A."""
-    return replace(stored, dtype=torch.float32, negative_exp=True) if name.endswith(".A_log") else stored
+    return replace(stored, dtype=torch.float64, negative_exp=True) if name.endswith(".A_log") else stored
 
 
 def _has(file: GGUF, end: str) -> bool:

@@ -59,7 +59,7 @@ def ordered(arch: str, config: Mapping[str, Any], name: str, stored: Ordered) ->
     keys, values = (config.get(f"linear_num_{kind}_heads", 1) for kind in ("key", "value"))
     each, part = values // keys, name.rpartition(DELTA_NET)[2].removesuffix(".weight")
     if part == "A_log":
-        stored = replace(stored, dtype=torch.float32, negative_exp=True)
+        stored = replace(stored, dtype=torch.float64, negative_exp=True)
     if part == "in_proj_ba" and stored.shape[0] == 2 * values:
         for half, first in (("b", 0), ("a", each)):
             pieces = tuple(range(2 * i * each + first, 2 * i * each + first + each) for i in range(keys))

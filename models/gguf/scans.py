@@ -123,7 +123,7 @@ def vector(name: str, stored: Held) -> Held:
     found = SCAN.fullmatch(name)
     part = "" if found is None else found[1]
     if part == "A_log":
-        stored = replace(stored, dtype=torch.float32, negative_exp=True)
+        stored = replace(stored, dtype=torch.float64, negative_exp=True)
     return replace(stored, shape=(math.prod(stored.shape),)) if part in ("A_log", "D", "norm.weight") else stored
 
 

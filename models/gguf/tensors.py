@@ -58,7 +58,8 @@ class Stored(TensorInfo):
         heads: the number of heads if rows of the matrix are in the order of interleaved rotation; 0: they are not.
         transposed: checkpoints have it [in, out].
         plus_one: the file has 1 + the values, as in norms of Gemma and Qwen3.5.
-        negative_exp: the file has minus the exponential of the values, as in decays of gated delta nets.
+        negative_exp: the file has minus the exponential of the values, as in decays of gated delta nets; these are
+            float64, so that their exponential is what the file has.
         pieces: ranges of rows or elements, in the order of checkpoints; empty: the file has that order.
         columns: ranges of the elements of a row, likewise.
         values: the tensor's numbers, from the metadata; empty: the tensor is in the file.
@@ -137,7 +138,7 @@ class Stored(TensorInfo):
         if self.plus_one:
             found = found.float() - 1
         if self.negative_exp:
-            found = found.float().neg().log()
+            found = found.double().neg().log()
         return found.T if self.transposed else found.view(self.shape)
 
     def reader(self, name: str) -> "RowReader | BlockReader":

@@ -151,6 +151,11 @@ def stored(name, values, format):
         return blocks(values.shape, format, sum(name.encode()), values.std().item())
 
 
+def decays(x):
+    """As the converter computes them; numpy's exponentials differ in the last bit."""
+    return -torch.from_numpy(x).exp().numpy()
+
+
 class File:
     """A file to write: its metadata and tensors may be changed before `write`.
 
@@ -199,7 +204,7 @@ class File:
                 continue
             if part := re.search(r"\.(mamba|mixer)\.(conv1d|A_log)", name) if self.arch in ("mamba", "jamba") else None:
                 values = values.squeeze(1) if part[2] == "conv1d" and values.ndim == 3 else values
-                values = -np.exp(values) if part[2] == "A_log" else values
+                values = decays(values) if part[2] == "A_log" else values
             if self.arch.startswith("nemotron_h"):
                 name = name.replace("model.", "backbone.")
             if self.arch == "bloom":
@@ -325,7 +330,7 @@ class File:
             names = ("gate", "up") if part == "input_linear.weight" else ("down",)
             found = {f"ffn_{n}{end}.weight": half for n, half in zip(names, np.split(x, len(names)), strict=True)}
         elif part == "A_log":
-            found = {"ssm_a": -np.exp(x)[:, None]}
+            found = {"ssm_a": decays(x)[:, None]}
         elif part == "norm.weight":
             found = {"ssm_norm.weight": x.reshape(c.get("mamba_n_groups", c.get("n_groups")), -1)}
         else:
@@ -374,7 +379,7 @@ class File:
         own = {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_a": "ssm_alpha", "in_proj_b": "ssm_beta",
                "in_proj_ba": "ssm_ba", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}  # fmt: skip
         if part in ("A_log", "dt_bias"):
-            self.add(f"blk.{layer}.ssm_{'a' if part == 'A_log' else 'dt.bias'}", -np.exp(x) if part == "A_log" else x)
+            self.add(f"blk.{layer}.ssm_{'a' if part == 'A_log' else 'dt.bias'}", decays(x) if part == "A_log" else x)
             return
         x, key = x.squeeze(1) if part == "conv1d" else x, f"blk.{layer}.{own[part]}.weight"
         matrix = part in ("in_proj_qkv", "in_proj_z", "out_proj", "in_proj_a", "in_proj_b", "in_proj_ba")
