@@ -152,7 +152,7 @@ def stored(name, values, format):
 
 
 def decays(x):
-    """As the converter computes them; numpy's exponentials differ in the last bit."""
+    """Return decays as the converter computes them; numpy's exponentials differ in the last bit."""
     return -torch.from_numpy(x).exp().numpy()
 
 
