@@ -253,9 +253,9 @@ class Checkpoint:
             raise error(f"groups of {weight.group} elements are not supported, but multiples of 8 and whole rows")
         return weight
 
-    def scheme(self, stored: str) -> Scheme | None:
+    def scheme(self, name: str, stored: str) -> Scheme | None:
         """Return how the weight of a linear layer is stored under a name; None: as floats."""
-        return self._scheme(stored, stored, LINEAR)
+        return self._scheme(name, stored, LINEAR)
 
     def _scheme(self, name: str, stored: str, kind: str) -> Scheme | None:
         """Return how a weight is stored; None: as floats, according to the config or the file."""

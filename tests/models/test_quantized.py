@@ -146,7 +146,7 @@ def test_every_code_of_mlx(mode, dtype):
         packed = GroupedLinear([weight], dtype=torch.float32, device=CPU).packed
         assert torch.equal(unpacked(packed), expected)
         kept = (packed.panels, packed.groups.scale, packed.groups.least)
-        assert scheme.packed_bytes(24, 192) == sum(x.nbytes for x in kept if x is not None)
+        assert scheme.form(192).packed_bytes(24, 192) == sum(x.nbytes for x in kept if x is not None)
 
 
 @pytest.mark.parametrize(("strategy", "shape"), [("channel", (6, 1)), ("tensor", (1,)), ("group", (6, 3))])
