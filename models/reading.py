@@ -50,16 +50,18 @@ def rotary(
     mlp_width: int | None = None,
     tied: bool = False,
     one_rope: bool = True,
+    eps: float | None = None,
     **rope: Any,
 ) -> dict[str, Any]:
     """Read the arguments of a `Config` that are the same in families with rotary embeddings.
 
     Args:
         positions, activation, kv_heads, head_dim, tied: values of absent fields; None: as many key/value heads as query
-            heads, and an even share of the width.
+            heads, which null always means, and an even share of the width.
         activation_field: the name of the activation's field.
         one_rope: all layers share a rotary table; if not, the caller reads `Config.ropes`.
         mlp_width: the MLP's width, for families that do not store it in `intermediate_size`.
+        eps: that of norms if `rms_norm_eps` is absent; None: the caller reads `Config.norm_eps`.
         rope: see `RopeConfig.from_hf`.
 
     Raises:
@@ -67,6 +69,7 @@ def rotary(
     """
     width = fields.int("hidden_size")
     heads = fields.int("num_attention_heads", high=2**14)
+    kv_heads = None if "num_key_value_heads" in fields.config else kv_heads
     shared = fields.int("num_key_value_heads", default=kv_heads or heads, high=2**14)
     if heads % shared:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
@@ -76,16 +79,21 @@ def rotary(
     if size % 2 and "partial" not in rope:
         raise fields.error("head_dim", "an even number")
     max_positions = fields.int("max_position_embeddings", default=positions, high=2**31)
-    return common(fields, activation=activation_field, default=activation, tied=tied) | {
-        "width": width,
-        "heads": heads,
-        "kv_heads": shared,
-        "head_dim": size,
-        "mlp_width": mlp_width or fields.int("intermediate_size"),
-        "layers": fields.int("num_hidden_layers", high=2**14),
-        "max_positions": max_positions,
-        "rope": RopeConfig.from_hf(fields, size, max_positions, **rope) if one_rope else None,
-    }
+    norm = {} if eps is None else {"norm_eps": fields.float("rms_norm_eps", default=eps, low=0.0)}
+    return (
+        common(fields, activation=activation_field, default=activation, tied=tied)
+        | norm
+        | {
+            "width": width,
+            "heads": heads,
+            "kv_heads": shared,
+            "head_dim": size,
+            "mlp_width": mlp_width or fields.int("intermediate_size"),
+            "layers": fields.int("num_hidden_layers", high=2**14),
+            "max_positions": max_positions,
+            "rope": RopeConfig.from_hf(fields, size, max_positions, **rope) if one_rope else None,
+        }
+    )
 
 
 def experts(
@@ -167,7 +175,7 @@ def with_rope(fields: Fields, rope: Mapping[str, Any]) -> Fields:
     """Return the fields, with these rotary parameters if the config has none."""
     if fields.config.get("rope_parameters") is not None or fields.sub("rope_scaling"):
         return fields
-    return Fields({**fields.config, "rope_parameters": rope}, fields.file, fields.prefix)
+    return fields.changed({"rope_parameters": rope})
 
 
 def optional_window(fields: Fields) -> int | None:

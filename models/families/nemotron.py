@@ -37,8 +37,7 @@ class Arcee(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         return Config(
-            **rotary(fields, positions=4096, activation="relu2"),
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            **rotary(fields, positions=4096, activation="relu2", eps=1e-5),
             gated=False,
             attention_bias=fields.bool("attention_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),

@@ -48,7 +48,7 @@ class Olmo(Decoder):
         plain = {
             name: value for name, value in fields.config.items() if name not in ("rope_parameters", "rope_scaling")
         }
-        options = rotary(Fields(plain, fields.file) if third else fields, positions=2048)
+        options = rotary(Fields(plain, fields.file) if third else fields, positions=2048, eps=1e-5)
         if third:
             window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
             kinds = layer_types(fields, [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(options["layers"])])
@@ -56,7 +56,6 @@ class Olmo(Decoder):
             options["windows"] = windows(fields, kinds, window)
             options["ropes"] = ropes(fields, kinds, options["head_dim"], options["max_positions"], bases)
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
             attention_bias=fields.bool("attention_bias", default=False),
             norms=("output",),
             head_norms="all",
