@@ -48,21 +48,12 @@ from models.gguf.cached_vocabulary import open_gguf
 from models.gguf.reader import GGUF
 from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
 from models.gguf.vocabulary import FileVocabulary
-from models.quantized import (
-    CACHE_SCALES,
-    EMBEDDING,
-    LINEAR,
-    TRANSPOSED,
-    Part,
-    Quantization,
-    Scheme,
-    Source,
-    quantization,
-)
+from models.quantized import quantization
 from models.quantized.bitnet import TernaryModules
 from models.quantized.hqq import HQQ
 from models.quantized.mlx import MLX
 from models.quantized.own import Own
+from models.quantized.parts import CACHE_SCALES, EMBEDDING, LINEAR, TRANSPOSED, Part, Quantization, Scheme, Source
 from models.quantized.torchao import TorchAO
 
 # Suffixes of tensors that may hold a weight's codes.

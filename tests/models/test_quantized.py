@@ -23,8 +23,8 @@ from models.checkpoint.headers import Checkpoint
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels
 from models.formats.grouped import GroupedLinear
-from models.quantized import EMBEDDING, LINEAR, TRANSPOSED, Source, mlx, quantization
-from models.quantized.parts import Grid
+from models.quantized import mlx, quantization
+from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Grid, Source
 from tools.golden import quantized as recipes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantized"
