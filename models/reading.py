@@ -51,6 +51,7 @@ def rotary(
     tied: bool = False,
     one_rope: bool = True,
     eps: float | None = None,
+    bias: bool | None = None,
     **rope: Any,
 ) -> dict[str, Any]:
     """Read the arguments of a `Config` that are the same in families with rotary embeddings.
@@ -61,7 +62,8 @@ def rotary(
         activation_field: the name of the activation's field.
         one_rope: all layers share a rotary table; if not, the caller reads `Config.ropes`.
         mlp_width: the MLP's width, for families that do not store it in `intermediate_size`.
-        eps: that of norms if `rms_norm_eps` is absent; None: the caller reads `Config.norm_eps`.
+        eps, bias: values of `Config.norm_eps` and `attention_bias` if `rms_norm_eps` and `attention_bias` are absent;
+            None: the caller reads them.
         rope: see `RopeConfig.from_hf`.
 
     Raises:
@@ -79,21 +81,21 @@ def rotary(
     if size % 2 and "partial" not in rope:
         raise fields.error("head_dim", "an even number")
     max_positions = fields.int("max_position_embeddings", default=positions, high=2**31)
-    norm = {} if eps is None else {"norm_eps": fields.float("rms_norm_eps", default=eps, low=0.0)}
-    return (
-        common(fields, activation=activation_field, default=activation, tied=tied)
-        | norm
-        | {
-            "width": width,
-            "heads": heads,
-            "kv_heads": shared,
-            "head_dim": size,
-            "mlp_width": mlp_width or fields.int("intermediate_size"),
-            "layers": fields.int("num_hidden_layers", high=2**14),
-            "max_positions": max_positions,
-            "rope": RopeConfig.from_hf(fields, size, max_positions, **rope) if one_rope else None,
-        }
-    )
+    found = common(fields, activation=activation_field, default=activation, tied=tied)
+    if eps is not None:
+        found["norm_eps"] = fields.float("rms_norm_eps", default=eps, low=0.0)
+    if bias is not None:
+        found["attention_bias"] = fields.bool("attention_bias", default=bias)
+    return found | {
+        "width": width,
+        "heads": heads,
+        "kv_heads": shared,
+        "head_dim": size,
+        "mlp_width": mlp_width or fields.int("intermediate_size"),
+        "layers": fields.int("num_hidden_layers", high=2**14),
+        "max_positions": max_positions,
+        "rope": RopeConfig.from_hf(fields, size, max_positions, **rope) if one_rope else None,
+    }
 
 
 def experts(

@@ -28,9 +28,8 @@ class Apertus(Decoder):
         fields = with_rope(fields, ROPE)
         learned = fields.choice("hidden_act", {XIELU, *ACTIVATIONS}, default=XIELU) == XIELU
         plain = fields.changed({"hidden_act": None}) if learned else fields
-        options = rotary(plain, positions=65536, theta=12e6, eps=1e-5)
+        options = rotary(plain, positions=65536, theta=12e6, eps=1e-5, bias=False)
         return Config(
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             gated=False,
             **{**options, "activation": XIELU} if learned else options,

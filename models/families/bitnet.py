@@ -15,11 +15,10 @@ class BitNet(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(fields, positions=2048, activation="relu2", kv_heads=5, theta=5e5, eps=1e-5)
+        options = rotary(fields, positions=2048, activation="relu2", kv_heads=5, theta=5e5, eps=1e-5, bias=False)
         if options["head_dim"] * options["heads"] != options["width"]:
             raise fields.error("head_dim", "hidden_size / num_attention_heads, or nothing")
         return Config(
-            attention_bias=fields.bool("attention_bias", default=False),
             sub_norms=True,
             **options,
         )

@@ -62,7 +62,7 @@ def latent_attention(
     rotated = fields.int("qk_rope_head_dim", default=rotated, high=2**12)
     if rotated % 2:
         raise fields.error("qk_rope_head_dim", "an even number")
-    options = rotary(fields, head_dim=rotated, mlp_width=width, one_rope=False, eps=eps, **more)
+    options = rotary(fields, head_dim=rotated, mlp_width=width, one_rope=False, eps=eps, bias=False, **more)
     if options["kv_heads"] != options["heads"]:
         raise fields.error("num_key_value_heads", f"num_attention_heads, which is {options['heads']}")
     if fields.config.get("q_lora_rank", query_rank) is None:
@@ -79,8 +79,7 @@ def latent_attention(
     rope = RopeConfig.from_hf(fields, rotated, options["max_positions"])
     scale = (latent.plain + rotated) ** -0.5 * _stretched(fields, rope)
     sizes = {"kv_heads": 1, "head_dim": rotated + latent.rank, "rope": rope, "scales": (scale,) * options["layers"]}
-    bias = fields.bool("attention_bias", default=False)
-    return options | sizes | {"attention_bias": bias, "latent": latent}
+    return options | sizes | {"latent": latent}
 
 
 def _stretched(fields: Fields, rope: RopeConfig) -> float:

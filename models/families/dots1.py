@@ -17,7 +17,7 @@ class Dots1(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         width = fields.int("intermediate_size", default=10944)
-        options = rotary(fields, positions=2048, kv_heads=32, mlp_width=width, eps=1e-6)
+        options = rotary(fields, positions=2048, kv_heads=32, mlp_width=width, eps=1e-6, bias=False)
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
         first = fields.int("max_window_layers", default=62, low=0) if window else options["layers"]
         kinds = layer_types(fields, [SLIDING if i >= first else FULL for i in range(options["layers"])])
@@ -29,7 +29,6 @@ class Dots1(Decoder):
         if any(sparse):
             rules |= {"count": fields.int("n_routed_experts"), "shared": fields.int("n_shared_experts")}
         return Config(
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             windows=windows(fields, kinds, window),
             experts=mixture(fields, sparse, width=1408, scale=1.0, **rules) if any(sparse) else None,

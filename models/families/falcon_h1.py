@@ -86,8 +86,7 @@ class Bamba(Decoder):
 
 
 def _common(fields: Fields, **rope: Any) -> dict[str, Any]:
-    return rotary(fields, kv_heads=8, **rope, eps=1e-5) | {
-        "attention_bias": fields.bool("attention_bias", default=False),
+    return rotary(fields, kv_heads=8, **rope, eps=1e-5, bias=False) | {
         "mlp_bias": fields.bool("mlp_bias", default=False),
     }
 

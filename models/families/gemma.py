@@ -27,9 +27,9 @@ def common(fields: Fields, *, positions: int, kv_heads: int, activation: str, **
         activation_field=activation,
         **options,
         eps=1e-6,
+        bias=False,
     )
     return found | {
-        "attention_bias": fields.bool("attention_bias", default=False),
         "plus_one": True,
         "embedding_scale": found["width"] ** 0.5,
         "rounded_scale": True,

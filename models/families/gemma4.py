@@ -62,10 +62,9 @@ def common(fields: Fields, *, positions: int, kv_heads: int, mlp_width: int | No
     """Read the arguments of a `Config` that are the same in Gemma 3n and Gemma 4; see `rotary`."""
     found = rotary(
         fields, positions=positions, kv_heads=kv_heads, head_dim=256, mlp_width=mlp_width, tied=True, one_rope=False,
-        activation="gelu_pytorch_tanh", activation_field="hidden_activation", eps=1e-6,
+        activation="gelu_pytorch_tanh", activation_field="hidden_activation", eps=1e-6, bias=False,
     )  # fmt: skip
     return found | {
-        "attention_bias": fields.bool("attention_bias", default=False),
         "embedding_scale": found["width"] ** 0.5,
         "rounded_scale": True,
         "norms": ("input", "output"),

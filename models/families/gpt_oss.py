@@ -35,13 +35,12 @@ class GptOss(Decoder):
                 raise fields.error(name, f"{only:g}: other gates are not supported")
         width = fields.int("intermediate_size", default=2880)
         head_dim = None if "head_dim" in fields.config else 64
-        sizes = {"kv_heads": 8, "head_dim": head_dim, "mlp_width": width, "theta": 150000.0, "eps": 1e-5}
+        sizes = {"kv_heads": 8, "head_dim": head_dim, "mlp_width": width, "theta": 150000.0, "eps": 1e-5, "bias": True}
         options: dict[str, Any] = rotary(fields, positions=131072, **sizes) | {"activation": "clamped_swiglu"}
         layers = options["layers"]
         kinds = layer_types(fields, [FULL if i % 2 else SLIDING for i in range(layers)])
         window = fields.int("sliding_window", None if "sliding_window" in fields.config else 128, high=2**31)
         return Config(
-            attention_bias=fields.bool("attention_bias", default=True),
             sinks=True,
             windows=windows(fields, kinds, window),
             experts=experts(

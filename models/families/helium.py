@@ -14,12 +14,11 @@ class Helium(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(fields, positions=4096, kv_heads=20, head_dim=128, theta=1e5, eps=1e-8)
+        options = rotary(fields, positions=4096, kv_heads=20, head_dim=128, theta=1e5, eps=1e-8, bias=False)
         if options["head_dim"] * options["heads"] != options["width"]:
             raise fields.error("head_dim", "hidden_size / num_attention_heads")
         return Config(
             interleaved=True,
-            attention_bias=fields.bool("attention_bias", default=False),
             out_bias=False,
             mlp_bias=fields.bool("mlp_bias", default=False),
             **options,

@@ -22,13 +22,12 @@ class HunYuan(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(fields, positions=2048, eps=1e-5)
+        options = rotary(fields, positions=2048, eps=1e-5, bias=False)
         rope, dims = options["rope"], options["head_dim"]
         found = fields.sub("rope_scaling") or fields.sub("rope_parameters")
         if rope.kind == "dynamic" and found and (alpha := found.float("alpha", 0.0, low=0.0, high=1e9)):
             options["rope"] = replace(rope, kind="default", theta=rope.theta * alpha ** (dims / (dims - 2)), factor=1.0)
         return Config(
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             norms_last=True,
             **options,
@@ -69,7 +68,7 @@ class HYV3(Decoder):
         head_dim = None if "head_dim" in fields.config else 128
         mlp, width = fields.int("intermediate_size", default=13312), fields.int("moe_intermediate_size", default=1536)
         sizes = {"kv_heads": 8, "head_dim": head_dim, "mlp_width": mlp, "theta": 11158840.0}
-        options = rotary(fields, positions=131072, **sizes, eps=1e-5)
+        options = rotary(fields, positions=131072, **sizes, eps=1e-5, bias=False)
         rules = {
             "scores": "sigmoid",
             "normalized": True,
@@ -80,7 +79,6 @@ class HYV3(Decoder):
         }
         sparse = sparse_layers(fields, options["layers"], 1)
         return Config(
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             experts=experts(fields, count=192, chosen=8, width=width, layers=sparse, **rules),
             **options,

@@ -28,7 +28,7 @@ class Laguna(Decoder):
         head_dim = None if "head_dim" in fields.config else 128
         width = fields.int("intermediate_size", default=8192)
         sizes = {"positions": 131072, "kv_heads": 8, "head_dim": head_dim, "mlp_width": width}
-        options = rotary(fields, one_rope=False, **sizes, eps=1e-6)
+        options = rotary(fields, one_rope=False, **sizes, eps=1e-6, bias=False)
         layers, size = options["layers"], options["head_dim"]
         heads, shared = fields.config.get("num_attention_heads_per_layer"), options["kv_heads"]
         heads = [options["heads"]] * layers if heads is None else heads
@@ -69,7 +69,6 @@ class Laguna(Decoder):
             **options,
             head_norms="each",
             head_gates="softplus",
-            attention_bias=fields.bool("attention_bias", default=False),
             windows=windows(fields, kinds, window),
             ropes=ropes(fields, kinds, size, options["max_positions"], bases, partial=1.0),
             uneven=kept if len({*heads, options["heads"]}) > 1 else None,

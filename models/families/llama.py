@@ -14,8 +14,7 @@ class Llama(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         return Config(
-            **rotary(fields, positions=2048, eps=1e-6),
-            attention_bias=fields.bool("attention_bias", default=False),
+            **rotary(fields, positions=2048, eps=1e-6, bias=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )
 
@@ -33,8 +32,7 @@ class IQuestCoder(Llama):
             raise fields.error("use_sliding_window", "false: transformers refuses windows")
         head_dim = None if "head_dim" in fields.config else 128
         return Config(
-            **rotary(fields, positions=131072, kv_heads=8, head_dim=head_dim, eps=1e-5),
-            attention_bias=fields.bool("attention_bias", default=False),
+            **rotary(fields, positions=131072, kv_heads=8, head_dim=head_dim, eps=1e-5, bias=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )
 

@@ -35,7 +35,7 @@ class PhiMoe(Decoder):
         fields = _scaled(with_base(fields))
         width = fields.int("intermediate_size", default=6400)
         kinds = {"default": "default", "longrope": "longrope", "su": "longrope"}
-        options = rotary(fields, positions=4096 * 32, kv_heads=8, mlp_width=width, kinds=kinds, eps=1e-5)
+        options = rotary(fields, positions=4096 * 32, kv_heads=8, mlp_width=width, kinds=kinds, eps=1e-5, bias=False)
         layers = options["layers"]
         mixed = experts(
             fields,
@@ -50,7 +50,6 @@ class PhiMoe(Decoder):
             raise fields.error("num_experts_per_tok", "2: SparseMixer chooses as many")
         return Config(
             rms=False,
-            attention_bias=fields.bool("attention_bias", default=False),
             head_bias=fields.bool("lm_head_bias", default=False),
             windows=(fields.int("sliding_window", None, high=2**31),) * layers,
             experts=mixed,

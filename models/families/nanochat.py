@@ -20,7 +20,7 @@ class NanoChat(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         width = fields.int("intermediate_size", default=8192)
-        options = rotary(fields, positions=2048, activation="relu2", mlp_width=width, eps=1e-6)
+        options = rotary(fields, positions=2048, activation="relu2", mlp_width=width, eps=1e-6, bias=False)
         options["rope"] = replace(options["rope"], backwards=True)
         return Config(
             affine=False,
@@ -28,7 +28,6 @@ class NanoChat(Decoder):
             head_norms="each",
             norms_last=True,
             gated=False,
-            attention_bias=fields.bool("attention_bias", default=False),
             logit_cap=cap(fields, "final_logit_softcapping", 15.0),
             **options,
         )

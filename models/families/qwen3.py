@@ -15,9 +15,8 @@ class Qwen3(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(fields, positions=32768, kv_heads=32, head_dim=128, eps=1e-6)
+        options = rotary(fields, positions=32768, kv_heads=32, head_dim=128, eps=1e-6, bias=False)
         return Config(
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             windows=windows_from(fields, options["layers"]),
             **options,

@@ -49,10 +49,9 @@ class Qwen3Moe(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(fields, positions=32768, kv_heads=4, mlp_width=_mlp_width(fields, 6144), eps=1e-6)
+        options = rotary(fields, positions=32768, kv_heads=4, mlp_width=_mlp_width(fields, 6144), eps=1e-6, bias=False)
         layers = options["layers"]
         return Config(
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             windows=(optional_window(fields),) * layers,
             experts=experts_by_step(fields, layers, count=128, chosen=8, width=768),
@@ -70,7 +69,7 @@ class Mellum(Decoder):
     def read(fields: Fields) -> Config:
         head_dim = None if "head_dim" in fields.config else 128
         sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": head_dim, "mlp_width": _mlp_width(fields, 7168)}
-        options = rotary(fields, positions=131072, one_rope=False, **sizes, eps=1e-6)
+        options = rotary(fields, positions=131072, one_rope=False, **sizes, eps=1e-6, bias=False)
         layers, width = options["layers"], fields.int("moe_intermediate_size", default=896)
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 1024
         kinds, sparse = layer_types(fields, [FULL] * layers), sparse_layers(fields, layers, 0)
@@ -79,7 +78,6 @@ class Mellum(Decoder):
             raise fields.error("rope_parameters", "an object for each kind of layer, and no rope_scaling")
         normalized = true_if_absent(fields, "norm_topk_prob")
         return Config(
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             windows=windows(fields, kinds, window),
             ropes=ropes(fields, kinds, options["head_dim"], options["max_positions"], MELLUM_BASES),

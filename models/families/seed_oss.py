@@ -16,8 +16,7 @@ class SeedOss(Decoder):
     def read(fields: Fields) -> Config:
         head_dim = None if "head_dim" in fields.config else 128
         return Config(
-            **rotary(fields, positions=524288, kv_heads=8, head_dim=head_dim, eps=1e-6),
-            attention_bias=fields.bool("attention_bias", default=True),
+            **rotary(fields, positions=524288, kv_heads=8, head_dim=head_dim, eps=1e-6, bias=True),
             out_bias=fields.bool("attention_out_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )

@@ -15,13 +15,12 @@ class SmolLM3(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(fields, positions=32768, kv_heads=4, tied=True, theta=2e6, eps=1e-6)
+        options = rotary(fields, positions=32768, kv_heads=4, tied=True, theta=2e6, eps=1e-6, bias=False)
         rotated = rotated_layers(fields, options["layers"])
         window = fields.int("sliding_window", None, high=2**31)
         sliding = fields.bool("use_sliding_window", default=False) and window is not None
         kinds = layer_types(fields, [SLIDING if sliding and not turned else FULL for turned in rotated])
         return Config(
-            attention_bias=fields.bool("attention_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
             windows=windows(fields, kinds, window),
             ropes=tuple(options["rope"] if turned else None for turned in rotated),
