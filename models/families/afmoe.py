@@ -29,10 +29,8 @@ class Afmoe(Decoder):
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 1024
         every = fields.int("global_attn_every_n_layers", default=4)
         kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in layers])
-        dense, width = (
-            fields.int("num_dense_layers", default=1, low=0),
-            fields.int("moe_intermediate_size", default=1408),
-        )
+        dense = fields.int("num_dense_layers", default=1, low=0)
+        width = fields.int("moe_intermediate_size", default=1408)
         rules = {
             "scores": "sigmoid",
             "normalized": True,

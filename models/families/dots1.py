@@ -22,10 +22,8 @@ class Dots1(Decoder):
         first = fields.int("max_window_layers", default=62, low=0) if window else options["layers"]
         kinds = layer_types(fields, [SLIDING if i >= first else FULL for i in range(options["layers"])])
         dense = fields.int("first_k_dense_replace", default=0, low=0)
-        sparse, rules = (
-            [i >= dense for i in range(options["layers"])],
-            sigmoids(fields, groups=1, kept=1, normalized=False),
-        )
+        sparse = [i >= dense for i in range(options["layers"])]
+        rules = sigmoids(fields, groups=1, kept=1, normalized=False)
         if any(sparse):
             rules |= {"count": fields.int("n_routed_experts"), "shared": fields.int("n_shared_experts")}
         return Config(

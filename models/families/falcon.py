@@ -22,10 +22,8 @@ class Falcon(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         width, heads = fields.int("hidden_size"), fields.int("num_attention_heads", high=2**14)
-        grouped, shared = (
-            fields.bool("new_decoder_architecture", default=False),
-            fields.bool("multi_query", default=True),
-        )
+        grouped = fields.bool("new_decoder_architecture", default=False)
+        shared = fields.bool("multi_query", default=True)
         kv_heads = fields.int("num_kv_heads", default=heads, high=2**14) if grouped else 1 if shared else heads
         sizes: dict[str, Any] = {"num_key_value_heads": kv_heads, "head_dim": None}
         named = fields.changed(sizes)

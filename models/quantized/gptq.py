@@ -87,10 +87,8 @@ class GPTQ:
 
 def parse(fields: Fields) -> ModuleRules:
     """Read a config. Raises CheckpointError if it is not supported."""
-    layout, words = (
-        fields.str("checkpoint_format", None) or fields.str("format", "gptq"),
-        fields.str("pack_dtype", "int32"),
-    )
+    layout = fields.str("checkpoint_format", None) or fields.str("format", "gptq")
+    words = fields.str("pack_dtype", "int32")
     if fields.bool("is_marlin_format", default=False):
         layout = "marlin"
     if layout not in FORMATS or words != "int32":

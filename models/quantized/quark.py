@@ -91,9 +91,8 @@ class QuarkIntegers:
     def _zeros(self, stored: Tensor, outs: int) -> Tensor:
         """Return the codes of zeros [O, G], or [1, 1] of a whole matrix."""
         if self.grid.outs is None:
-            return (
-                stored.reshape(1, 1) & 15 ^ 8 * self.signed if self.bits == 4 else self._numbers(stored.reshape(1, 1))
-            )
+            one = stored.reshape(1, 1)
+            return one & 15 ^ 8 * self.signed if self.bits == 4 else self._numbers(one)
         return self._numbers(stored.reshape(-1, stored.shape[-1]))[:, :outs].T
 
     def _numbers(self, stored: Tensor) -> Tensor:
