@@ -6,7 +6,9 @@ what only it does not support, for example a dtype that C++ does not have.
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from importlib import import_module
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,6 +43,11 @@ def implementation(impl: str, known: Collection[str]) -> None:
     """Raises ValueError unless an operator has an implementation of this name."""
     if impl not in known:
         raise ValueError(f"impl: expected one of {', '.join(known)}, got {impl!r}")
+
+
+def module(package: str, impl: str) -> ModuleType:
+    """A package's implementation of its operators; Triton's is absent on some machines, and slow to import."""
+    return import_module(f"{package}.{'native' if impl == 'cpp' else impl}")
 
 
 def floats(name: str, x: Tensor, dims: int | None = None) -> None:

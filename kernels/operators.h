@@ -258,28 +258,16 @@ int64_t coppice_short_conv(int64_t kind, int64_t kept, int64_t threads, const vo
 
 // --- delta_net ---
 
-// The tensors of `kernels.delta_net`: x [tokens, channels + values + 2 * value_heads], the rows and states of a layer,
-// and those of a `DeltaPaths`, whose numbers are in range. `kept` [tokens, row] and `queries` [tokens, keys] are
-// buffers. Strengths are below `most`.
-void coppice_delta_net(int64_t kind, int64_t threads, const void* x, const float* taps_KC, const float* decay_H,
-                       const float* bias_H, const float* norm_V, float* rows, float* states, const int64_t* rows_T,
-                       const int64_t* paths_TN, const int64_t* lengths_T, const int64_t* bases_T,
-                       const int64_t* folds_T, float* kept, float* queries, void* out, int64_t tokens,
-                       int64_t key_heads, int64_t value_heads, int64_t key_size, int64_t value_size, int64_t taps,
-                       int64_t reach, float eps, float most);
-
-// --- scan ---
-
-// The weights and options of a selective scan of Mamba-2, see `kernels.scan`.
-struct Scan {
+// A gated delta net. `order`: the index of each input among the elements of the source register; null: in order;
+// only the stack reads it. Strengths are below `most`.
+struct Delta {
     const float* taps_KC;
-    const float* shift_C;
     const float* decay_H;
     const float* bias_H;
-    const float* skip_H;
-    const float* norm_E;  // null: no norm
+    const float* norm_V;
+    const int64_t* order;
     int64_t key_heads, value_heads, key_size, value_size, taps;
-    float eps, least, most, gate, step;
+    float eps, most;
 };
 
 // The input and output of layers with a state in a pass: the tensors of a `DeltaPaths`, whose numbers are in range, and
@@ -295,8 +283,27 @@ struct Paths {
     int64_t reach, row_count, state_count;
 };
 
-// x [tokens, channels + values + value_heads]; `paths` has the rows and states of one layer. `kept` [tokens, row],
-// `queries` [tokens, keys], `sums` [tokens, values] and `products` [tokens, key_heads, reach + 1] are buffers.
+// x [tokens, channels + values + 2 * value_heads]; `paths` has the rows and states of one layer. `kept` [tokens, row] and
+// `queries` [tokens, keys] are buffers.
+void coppice_delta_net(int64_t kind, int64_t threads, const void* x, const Delta* delta, const Paths* paths, float* kept,
+                       float* queries, void* out, int64_t tokens);
+
+// --- scan ---
+
+// The weights and options of a selective scan of Mamba-2, see `kernels.scan`.
+struct Scan {
+    const float* taps_KC;
+    const float* shift_C;
+    const float* decay_H;
+    const float* bias_H;
+    const float* skip_H;
+    const float* norm_E;  // null: no norm
+    int64_t key_heads, value_heads, key_size, value_size, taps;
+    float eps, least, most, gate, step;
+};
+
+// x [tokens, channels + values + value_heads]; paths, `kept` and `queries` as above; `sums` [tokens, values] and `products`
+// [tokens, key_heads, reach + 1] are buffers.
 void coppice_scan(int64_t kind, int64_t threads, const void* x, const Scan* scan, const Paths* paths, float* kept,
                   float* queries, float* sums, float* products, void* out, int64_t tokens);
 
@@ -416,17 +423,6 @@ struct Angles {
     const void* query_cos;
     const void* query_sin;
     int64_t dims, positions;
-};
-
-// A gated delta net. `order`: the index of each input among the elements of the source register; null: in order.
-struct Delta {
-    const float* taps_KC;
-    const float* decay_H;
-    const float* bias_H;
-    const float* norm_V;
-    const int64_t* order;
-    int64_t key_heads, value_heads, key_size, value_size, taps;
-    float eps, most;
 };
 
 // The heads of a token, see `Heads` in stack/calls.py.

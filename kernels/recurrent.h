@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "operators.h"
 #include "vectors.h"
 
 namespace {
@@ -153,5 +154,12 @@ struct Recurrence {
         if (rows_T[t] != TRASH) std::memcpy(rows + rows_T[t] * row(), kept + t * row(), row() * sizeof(float));
     }
 };
+
+// The pass of a layer with these weights, a `Delta` or a `Scan`.
+template <typename Weights>
+inline Recurrence recurrence(const Weights& w, const Paths& p, float* kept, int64_t tokens) {
+    return {w.taps_KC, p.rows, p.states, p.rows_T, p.paths_TN, p.lengths_T, p.bases_T, p.folds_T,
+            kept, tokens, w.key_heads, w.value_heads, w.key_size, w.value_size, w.taps, p.reach};
+}
 
 }  // namespace

@@ -85,4 +85,4 @@ def _tree_attention(
         operands = triton.operands(q_THD, k_GSD, v_GSD, layout)
         return torch.ops.coppice.tree_attention_triton(*operands, scale, window, cap, sinks_H, slopes_H, unread)
     operator = getattr(torch.ops.coppice, f"tree_attention_{impl}")
-    return operator(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H, slopes_H)
+    return operator(q_THD, k_GSD, v_GSD, layout.seen, scale, window, cap, sinks_H, slopes_H)

@@ -235,10 +235,8 @@ class Decoder(nn.Module):
         """
         assert self.stack is not None and self.tail is not None
         x_TE = self._embedded(tokens_T, positions_T, layout)
-        pass_, inputs_TF = (
-            (x_TE, self._angles(positions_T, spans_T), cache, layout),
-            self._inputs(tokens_T, x_TE, layout),
-        )
+        pass_ = (x_TE, self._angles(positions_T, spans_T), cache, layout)
+        inputs_TF = self._inputs(tokens_T, x_TE, layout)
         return x_TE, *self.stack.top_sums(*pass_, self.tail, asked, size, wanted, tapped_TNE, inputs_TF)
 
     def _angles(self, positions_T: Tensor, spans_T: Tensor) -> list[Angles]:

@@ -28,7 +28,7 @@ from models.errors import CheckpointError, show
 from models.layers import MLP, Attention
 from models.names import HEAD, Names
 from models.norms import Norm
-from models.quantized import LINEAR
+from models.quantized.parts import LINEAR
 from models.reading import rotary
 from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, run

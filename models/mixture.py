@@ -82,10 +82,8 @@ class Mixture(nn.Module):
         if impl == "cpp" and self.matrices is not None:
             return experts(x_TE, self.matrices, scored_TE)
         activate = partial(activation_mul if self.gated else activation, name=self.activation, impl=impl)
-        logits_TX, gate_T1 = (
-            self.router(x_TE if scored_TE is None else scored_TE),
-            None if self.gate is None else self.gate(x_TE),
-        )
+        logits_TX = self.router(x_TE if scored_TE is None else scored_TE)
+        gate_T1 = None if self.gate is None else self.gate(x_TE)
         shared_TE = None
         if self.shared is not None:
             up, down = self.shared

@@ -21,7 +21,7 @@ from models.draft_heads import DraftHead
 from models.errors import CheckpointError, show
 from models.layers import Layer
 from models.norms import Norm
-from models.quantized import LINEAR
+from models.quantized.parts import LINEAR
 from models.running import Registers
 
 PREFIX = "mtp."

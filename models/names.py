@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kernels.layout import ChannelKind, ScanKind
 from models.config import XIELU, Config, Latent, Recurrent
-from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
+from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED
 
 HEAD, SCORE = "lm_head", "score"
 CURVE = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}  # the numbers of `XIELU`, after `Names.curve`

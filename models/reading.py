@@ -50,16 +50,20 @@ def rotary(
     mlp_width: int | None = None,
     tied: bool = False,
     one_rope: bool = True,
+    eps: float | None = None,
+    bias: bool | None = None,
     **rope: Any,
 ) -> dict[str, Any]:
     """Read the arguments of a `Config` that are the same in families with rotary embeddings.
 
     Args:
         positions, activation, kv_heads, head_dim, tied: values of absent fields; None: as many key/value heads as query
-            heads, and an even share of the width.
+            heads, which null always means, and an even share of the width.
         activation_field: the name of the activation's field.
         one_rope: all layers share a rotary table; if not, the caller reads `Config.ropes`.
         mlp_width: the MLP's width, for families that do not store it in `intermediate_size`.
+        eps, bias: values of `Config.norm_eps` and `attention_bias` if `rms_norm_eps` and `attention_bias` are absent;
+            None: the caller reads them.
         rope: see `RopeConfig.from_hf`.
 
     Raises:
@@ -67,6 +71,7 @@ def rotary(
     """
     width = fields.int("hidden_size")
     heads = fields.int("num_attention_heads", high=2**14)
+    kv_heads = None if "num_key_value_heads" in fields.config else kv_heads
     shared = fields.int("num_key_value_heads", default=kv_heads or heads, high=2**14)
     if heads % shared:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
@@ -76,7 +81,12 @@ def rotary(
     if size % 2 and "partial" not in rope:
         raise fields.error("head_dim", "an even number")
     max_positions = fields.int("max_position_embeddings", default=positions, high=2**31)
-    return common(fields, activation=activation_field, default=activation, tied=tied) | {
+    found = common(fields, activation=activation_field, default=activation, tied=tied)
+    if eps is not None:
+        found["norm_eps"] = fields.float("rms_norm_eps", default=eps, low=0.0)
+    if bias is not None:
+        found["attention_bias"] = fields.bool("attention_bias", default=bias)
+    return found | {
         "width": width,
         "heads": heads,
         "kv_heads": shared,
@@ -167,7 +177,7 @@ def with_rope(fields: Fields, rope: Mapping[str, Any]) -> Fields:
     """Return the fields, with these rotary parameters if the config has none."""
     if fields.config.get("rope_parameters") is not None or fields.sub("rope_scaling"):
         return fields
-    return Fields({**fields.config, "rope_parameters": rope}, fields.file, fields.prefix)
+    return fields.changed({"rope_parameters": rope})
 
 
 def optional_window(fields: Fields) -> int | None:

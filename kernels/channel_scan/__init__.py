@@ -1,12 +1,8 @@
 """Mamba's selective scans, channel by channel, over tree tokens: the fronts that check and pick an implementation."""
 
-from types import ModuleType
-
 from torch import Tensor  # `torch` is the module beside this one
 
 from kernels import checks
-from kernels.channel_scan import native, reference
-from kernels.channel_scan import torch as plain
 from kernels.channel_scan.weights import ChannelWeights
 from kernels.layout import DeltaPaths
 
@@ -30,7 +26,7 @@ def channel_conv(
     """
     checks.implementation(impl, IMPLEMENTATIONS)
     checks.channel_conv(x_TF, weights, rows_RW, paths)
-    return _module(impl).channel_conv(x_TF, weights, rows_RW, paths)
+    return checks.module(__name__, impl).channel_conv(x_TF, weights, rows_RW, paths)
 
 
 def channel_scan(
@@ -65,12 +61,4 @@ def channel_scan(
     checks.implementation(impl, IMPLEMENTATIONS)
     checks.channel_scan(x_TF, convolved_TC, low_TL, steps_TC, weights, rows_RW, states_SHKV, paths)
     inputs = x_TF, convolved_TC, low_TL, steps_TC
-    return _module(impl).channel_scan(*inputs, weights, rows_RW, states_SHKV, paths)
-
-
-def _module(impl: str) -> ModuleType:
-    if impl == "triton":
-        from kernels.channel_scan import triton  # absent on some machines, and slow to import
-
-        return triton
-    return {"reference": reference, "torch": plain, "cpp": native}[impl]
+    return checks.module(__name__, impl).channel_scan(*inputs, weights, rows_RW, states_SHKV, paths)

@@ -3,8 +3,6 @@
 from torch import Tensor  # `torch` is the module beside this one
 
 from kernels import checks
-from kernels.delta_net import native, reference
-from kernels.delta_net import torch as plain
 from kernels.delta_net.weights import DeltaWeights
 from kernels.layout import DeltaPaths
 
@@ -49,10 +47,4 @@ def delta_net(
     """
     checks.implementation(impl, IMPLEMENTATIONS)
     checks.delta_net(x_TF, weights, rows_RW, states_SHKV, paths)
-    if impl == "triton":
-        from kernels.delta_net import triton  # absent on some machines, and slow to import
-
-        run = triton.delta_net
-    else:
-        run = {"reference": reference, "torch": plain, "cpp": native}[impl].delta_net
-    return run(x_TF, weights, rows_RW, states_SHKV, paths)
+    return checks.module(__name__, impl).delta_net(x_TF, weights, rows_RW, states_SHKV, paths)

@@ -175,16 +175,12 @@ struct DeltaNet : Recurrence {
 
 }  // namespace
 
-extern "C" void coppice_delta_net(int64_t kind, int64_t threads, const void* x, const float* taps_KC,
-                                  const float* decay_H, const float* bias_H, const float* norm_V, float* rows,
-                                  float* states, const int64_t* rows_T, const int64_t* paths_TN,
-                                  const int64_t* lengths_T, const int64_t* bases_T, const int64_t* folds_T, float* kept,
-                                  float* queries, void* out, int64_t tokens, int64_t key_heads, int64_t value_heads,
-                                  int64_t key_size, int64_t value_size, int64_t taps, int64_t reach, float eps, float most) {
+extern "C" void coppice_delta_net(int64_t kind, int64_t threads, const void* x, const Delta* delta, const Paths* paths,
+                                  float* kept, float* queries, void* out, int64_t tokens) {
+    const Delta& d = *delta;
+    const Recurrence pass = recurrence(d, *paths, kept, tokens);
     with_type(kind, [&](auto type) {
         typedef decltype(type) T;
-        const Recurrence pass{taps_KC, rows, states, rows_T, paths_TN, lengths_T, bases_T, folds_T, kept,
-                              tokens, key_heads, value_heads, key_size, value_size, taps, reach};
-        DeltaNet<T>{pass, (const T*)x, decay_H, bias_H, norm_V, queries, (T*)out, eps, most}.run(threads);
+        DeltaNet<T>{pass, (const T*)x, d.decay_H, d.bias_H, d.norm_V, queries, (T*)out, d.eps, d.most}.run(threads);
     });
 }

@@ -9,7 +9,7 @@ Shape legend: O outputs, N blocks of a row, B bytes of a block, I inputs (the wi
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class Block:
     scales: Literal["half", "exponents", "units", "floats"]
     decode: Callable[[Tensor], BlockRows]
     codebook: str = ""
+    zeros: ClassVar[bool] = False  # as of `Groups`
 
     def rows(self, stored_OB: Tensor) -> BlockRows:
         """Rows of blocks as they are stored, uint8 [O, bytes of a row]."""

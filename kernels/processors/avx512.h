@@ -96,80 +96,17 @@ inline void transpose(Ints (&x)[LANES]) {
     }
 }
 
+// As bytes.h describes them.
+inline Ints add_shorts(Ints x, Ints y) { return (Ints)_mm512_madd_epi16((__m512i)x, (__m512i)y); }
+inline Ints add_bytes(Ints x, Ints y) { return (Ints)_mm512_maddubs_epi16((__m512i)x, (__m512i)y); }
 #ifdef __AVX512VNNI__
 #define INT8_DOTS
 #define MANY_REGISTERS
-struct FourInt8 {
-    typedef int8_t Row;
-    typedef Ints Part;
-    static constexpr int OFFSET = 128, VECTORS = 1, ORDER[4] = {0, 1, 2, 3};
-    static Part part(Ints words) { return words; }
-    static Ints add(Ints sum, Part part, const Row* x) {
-        int32_t four;
-        __builtin_memcpy(&four, x, sizeof four);
-        return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)part, _mm512_set1_epi32(four));
-    }
-};
-
-struct FourNibbles {
-    typedef int8_t Row;
-    typedef Ints Sum;
-    static constexpr int VECTORS = 2;
-    static Ints add(Ints sum, Ints numbers, const Row* x) { return FourInt8::add(sum, numbers, x); }
-    static Ints exact(Ints sum) { return sum; }
-};
-#else
-// Bytes are extended to 16 bits, and pairs of products are added in 32 bits: in 16 bits, sums of two products of bytes
-// would saturate.
-struct FourInt8 {
-    typedef int16_t Row;
-    struct Part {
-        Ints even, odd;
-    };
-    static constexpr int OFFSET = 128, VECTORS = 2, ORDER[4] = {0, 2, 1, 3};
-    static Part part(Ints words) { return {words & 0x00ff00ff, (Ints)_mm512_srli_epi16((__m512i)words, 8)}; }
-    static Ints add(Ints sum, Part part, const Row* x) {
-        int32_t even, odd;
-        __builtin_memcpy(&even, x, sizeof even);
-        __builtin_memcpy(&odd, x + 2, sizeof odd);
-        return sum + (Ints)_mm512_madd_epi16((__m512i)part.even, _mm512_set1_epi32(even)) +
-               (Ints)_mm512_madd_epi16((__m512i)part.odd, _mm512_set1_epi32(odd));
-    }
-};
-
-// Products of a byte up to 15 and an int8 are added in pairs in 16 bits; eight such sums (32 elements) cannot overflow.
-struct FourNibbles {
-    typedef int8_t Row;
-    typedef int16_t Sum __attribute__((vector_size(4 * LANES)));
-    static constexpr int VECTORS = 2;
-    static Sum add(Sum sum, Ints numbers, const Row* x) {
-        int32_t four;
-        __builtin_memcpy(&four, x, sizeof four);
-        sum += (Sum)_mm512_maddubs_epi16((__m512i)numbers, _mm512_set1_epi32(four));
-        asm volatile("" : "+v"(sum));  // else GCC stores products in memory and adds them later
-        return sum;
-    }
-    static Ints exact(Sum sum) { return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
-};
-
-// Four products of a byte up to 63 and an int8 can be added in 16 bits.
-#define EIGHT_CODES
-struct EightCodes {
-    typedef int8_t Row;
-    typedef Ints Sum;
-    struct Part {
-        Ints first, second;
-    };
-    static constexpr int VECTORS = 3;
-    static Ints add(Ints sum, Part codes, const Row* x) {
-        int32_t fours[2];
-        __builtin_memcpy(fours, x, sizeof fours);
-        const __m512i first = _mm512_maddubs_epi16((__m512i)codes.first, _mm512_set1_epi32(fours[0]));
-        const __m512i second = _mm512_maddubs_epi16((__m512i)codes.second, _mm512_set1_epi32(fours[1]));
-        return sum + (Ints)_mm512_madd_epi16(_mm512_add_epi16(first, second), _mm512_set1_epi16(1));
-    }
-    static Ints exact(Ints sum) { return sum; }
-};
+inline Ints add_fours(Ints sum, Ints x, Ints y) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)y);
+}
 #endif
 
 }  // namespace
+
+#include "bytes.h"

@@ -4,8 +4,6 @@ from torch import Tensor  # `torch` is the module beside this one
 
 from kernels import checks
 from kernels.layout import DeltaPaths
-from kernels.scan import native, reference
-from kernels.scan import torch as plain
 from kernels.scan.weights import ScanWeights
 
 IMPLEMENTATIONS = ("reference", "torch", "cpp", "triton")
@@ -36,10 +34,4 @@ def scan(
     """
     checks.implementation(impl, IMPLEMENTATIONS)
     checks.scan(x_TF, weights, rows_RW, states_SHKV, paths)
-    if impl == "triton":
-        from kernels.scan import triton  # absent on some machines, and slow to import
-
-        run = triton.scan
-    else:
-        run = {"reference": reference, "torch": plain, "cpp": native}[impl].scan
-    return run(x_TF, weights, rows_RW, states_SHKV, paths)
+    return checks.module(__name__, impl).scan(x_TF, weights, rows_RW, states_SHKV, paths)

@@ -164,11 +164,9 @@ struct SelectiveScan : Recurrence {
 extern "C" void coppice_scan(int64_t kind, int64_t threads, const void* x, const Scan* scan, const Paths* paths,
                              float* kept, float* queries, float* sums, float* products, void* out, int64_t tokens) {
     const Scan& s = *scan;
-    const Paths& p = *paths;
+    const Recurrence pass = recurrence(s, *paths, kept, tokens);
     with_type(kind, [&](auto type) {
         typedef decltype(type) T;
-        const Recurrence pass{s.taps_KC, p.rows, p.states, p.rows_T, p.paths_TN, p.lengths_T, p.bases_T, p.folds_T,
-                              kept, tokens, s.key_heads, s.value_heads, s.key_size, s.value_size, s.taps, p.reach};
         SelectiveScan<T>{pass, (const T*)x, s.shift_C, s.decay_H, s.bias_H, s.skip_H, s.norm_E, queries, sums,
                          products, (T*)out, s.eps, s.least, s.most, s.gate, s.step}
             .run(threads);

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels import checks
-from kernels.cpp import KINDS, OPERATORS, function
+from kernels.cpp import OPERATORS
+from kernels.delta_net.native import run, stored
 from kernels.layout import DeltaPaths
 from kernels.scan.weights import ScanWeights
 
@@ -18,12 +19,7 @@ def scan(x_TF: Tensor, weights: ScanWeights, rows_RW: Tensor, states_SHKV: Tenso
     G, values = kind.key_heads, kind.value_heads * kind.value_size
     out_TE = torch.empty(T, values, dtype=x_TF.dtype)
     rooms = [torch.empty(T, size) for size in (kind.row, G * kind.key_size, values, G * (kind.reach + 1))]
-    numbers = paths.rows_T, paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T
-    pointers = (x.data_ptr() for x in (*numbers, rows_RW, states_SHKV))
-    kept = OPERATORS.structures["Paths"](*pointers, kind.reach, len(rows_RW), len(states_SHKV))
-    structures = described(weights), kept
-    pointers = x_TF.data_ptr(), *map(ctypes.addressof, structures), *(x.data_ptr() for x in (*rooms, out_TE))
-    function("scan")(KINDS[x_TF.dtype], torch.get_num_threads(), *pointers, T)
+    run("scan", [x_TF], described(weights), stored(kind, rows_RW, states_SHKV, paths), [*rooms, out_TE])
     return out_TE
 
 

@@ -294,11 +294,7 @@ class _Prepared:
         self.sizes, self.paths = (T, S, *conv), None
         if stack.delta is not None:
             paths, (rows_LRW, states_LSHKV) = stack.check_paths(cache, layout, T), cache.recurrent
-            numbers = paths.rows_T, paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T
-            pointers = (x.data_ptr() for x in (*numbers, rows_LRW, states_LSHKV))
-            self.described = _STRUCTURES["Paths"](
-                *pointers, stack.delta.reach, rows_LRW.shape[1], states_LSHKV.shape[1]
-            )
+            self.described = deltas.stored(stack.delta, rows_LRW[0], states_LSHKV[0], paths)
             self.paths = ctypes.addressof(self.described)
 
     def turn(self, angles: Sequence[Angles]) -> None:

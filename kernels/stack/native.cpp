@@ -113,11 +113,9 @@ struct Pass {
             });
             x = ordered.get();
         }
-        const Paths& p = *paths;
-        coppice_delta_net(s.kind, threads, x, d.taps_KC, d.decay_H, d.bias_H, d.norm_V, delta_rows, states, p.rows_T,
-                          p.paths_TN, p.lengths_T, p.bases_T, p.folds_T, fresh.get(), delta_queries.get(), out, tokens,
-                          d.key_heads, d.value_heads, d.key_size, d.value_size, d.taps, p.reach, d.eps, d.most);
-        delta_rows += p.row_count * row, states += p.state_count * values * d.key_size;
+        const Paths own = layer();
+        coppice_delta_net(s.kind, threads, x, &d, &own, fresh.get(), delta_queries.get(), out, tokens);
+        delta_rows += own.row_count * row, states += own.state_count * values * d.key_size;
     }
 
     void recur(const Scan& d, const char* x, char* out) {

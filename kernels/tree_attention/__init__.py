@@ -66,9 +66,9 @@ def tree_attention(
     if impl == "reference":
         return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap, sinks_H, slopes_H)
     if impl == "torch":
-        return plain.tree_attention(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H, slopes_H)
+        return plain.tree_attention(q_THD, k_GSD, v_GSD, layout.seen, scale, window, cap, sinks_H, slopes_H)
     if watched():
-        return ops.coppice.tree_attention_cpp(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap, sinks_H, slopes_H)
+        return ops.coppice.tree_attention_cpp(q_THD, k_GSD, v_GSD, layout.seen, scale, window, cap, sinks_H, slopes_H)
     seen = native.seen(layout, k_GSD.shape[1])
     return native.attend(q_THD, k_GSD, v_GSD, seen, scale, window, cap, sinks_H, slopes_H)
 

@@ -124,13 +124,7 @@ def tree_attention(
     q_THD: Tensor,
     k_GSD: Tensor,
     v_GSD: Tensor,
-    positions_T: Tensor,
-    token_starts: Tensor,
-    trunk_seen_T: Tensor,
-    trunk_runs: Tensor,
-    branch_slots_RW: Tensor,
-    branch_positions_RW: Tensor,
-    ancestry_TC: Tensor,
+    seen: Sequence[Tensor],
     scale: float,
     window: int | None,
     cap: float | None = None,
@@ -141,13 +135,11 @@ def tree_attention(
     checks.native(q_THD)
     checks.native_cache(k_GSD)
     checks.queries(q_THD, k_GSD, v_GSD, window, cap, sinks_H, slopes_H)
-    trunk = positions_T, token_starts, trunk_seen_T, trunk_runs
-    tensors = *trunk, branch_slots_RW, branch_positions_RW, ancestry_TC
-    checks.seen_tensors(tensors, q_THD.shape[0], _CPU)
-    seen = _seen(tensors)
-    if not _fits(seen, q_THD.shape[0], k_GSD.shape[1]):
+    checks.seen_tensors(seen, q_THD.shape[0], _CPU)
+    found = _seen(seen)
+    if not _fits(found, q_THD.shape[0], k_GSD.shape[1]):
         raise ValueError(f"the layout leads out of a cache of {k_GSD.shape[1]} slots")
-    return attend(q_THD, k_GSD, v_GSD, seen, scale, window, cap, sinks_H, slopes_H)
+    return attend(q_THD, k_GSD, v_GSD, found, scale, window, cap, sinks_H, slopes_H)
 
 
 register("tree_attention_cpp", tree_attention, like)

@@ -7,6 +7,7 @@ share a key/value head are rows of one matrix multiplication, so each key is rea
 only on the layout is computed once per pass, not once per layer.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import NamedTuple
@@ -44,13 +45,7 @@ def tree_attention(
     q_THD: Tensor,
     k_GSD: Tensor,
     v_GSD: Tensor,
-    positions_T: Tensor,
-    token_starts: Tensor,
-    trunk_seen_T: Tensor,
-    trunk_runs: Tensor,
-    branch_slots_RW: Tensor,
-    branch_positions_RW: Tensor,
-    ancestry_TC: Tensor,
+    seen: Sequence[Tensor],
     scale: float,
     window: int | None,
     cap: float | None = None,
@@ -65,10 +60,9 @@ def tree_attention(
     if dtype == torch.float16 or ((quantised or slopes_H is not None) and dtype == torch.bfloat16):
         dtype = torch.float32
     mixed = dtype if quantised else v_GSD.dtype  # of the values
-    layout = (positions_T, token_starts, trunk_seen_T, trunk_runs, branch_slots_RW, branch_positions_RW, ancestry_TC)
     q_TGhD = (q_THD * scale).unflatten(1, (G, H // G))
     parts = []
-    for tile in _tiles(*layout, H, H // G, window, dtype, G * D * mixed.itemsize, slopes_H is not None):
+    for tile in _tiles(*seen, H, H // G, window, dtype, G * D * mixed.itemsize, slopes_H is not None):
         q_GND = q_TGhD[tile.first : tile.last].transpose(0, 1).reshape(G, -1, D).to(dtype)
         keys, values = _rows(k_GSD, tile, dtype), _rows(v_GSD, tile, mixed)
         if not keys:

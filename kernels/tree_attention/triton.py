@@ -34,7 +34,7 @@ Shapes besides those of `kernels.layout`: M rows of a tile, N keys of a block, H
 # pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
 # (what triton.jit takes and gives is no function to a type checker)
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,7 +112,8 @@ def tree_attention(
 
 def operands(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> tuple:
     """The arguments of the custom operator that come before scale and window."""
-    return q_THD, k_GSD, v_GSD, *_trees(layout)
+    *tensors, page_size = _trees(layout)
+    return q_THD, k_GSD, v_GSD, tensors, page_size
 
 
 def _trees(layout: TreeLayout) -> Trees:
@@ -123,15 +124,7 @@ def _tree_attention(
     q_THD: Tensor,
     k_GSD: Tensor,
     v_GSD: Tensor,
-    positions_T: Tensor,
-    token_starts: Tensor,
-    trunk_seen_T: Tensor,
-    trunk_pages_RP: Tensor,
-    trunk_len_R: Tensor,
-    branch_len_R: Tensor,
-    branch_slots_RW: Tensor,
-    branch_positions_RW: Tensor,
-    ancestry_TC: Tensor,
+    trees: Sequence[Tensor],
     page_size: int,
     scale: float,
     window: int | None,
@@ -140,10 +133,7 @@ def _tree_attention(
     slopes_H: Tensor | None = None,
     unread: int = 0,
 ) -> Tensor:
-    trunk = positions_T, token_starts, trunk_seen_T, trunk_pages_RP
-    branches = branch_slots_RW, branch_positions_RW, ancestry_TC
-    trees = Trees(*trunk, trunk_len_R, branch_len_R, *branches, page_size)
-    return _run(q_THD, k_GSD, v_GSD, trees, {}, scale, window, cap, sinks_H, slopes_H, unread)
+    return _run(q_THD, k_GSD, v_GSD, Trees(*trees, page_size), {}, scale, window, cap, sinks_H, slopes_H, unread)
 
 
 def _run(

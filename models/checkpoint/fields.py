@@ -67,6 +67,10 @@ class Fields:
             raise self.error(name, "an object or null")
         return Fields(value, self.file, f"{self.prefix}{name}.") if value else None
 
+    def changed(self, changes: Mapping[builtins.str, Any]) -> Fields:
+        """Return the fields with other values of some."""
+        return Fields({**self.config, **changes}, self.file, self.prefix)
+
     def ids(self, name: builtins.str) -> frozenset[builtins.int]:
         """Read token ids: a number, a list of numbers, or nothing."""
         value = self._get(name, [])

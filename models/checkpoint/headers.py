@@ -48,21 +48,12 @@ from models.gguf.cached_vocabulary import open_gguf
 from models.gguf.reader import GGUF
 from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
 from models.gguf.vocabulary import FileVocabulary
-from models.quantized import (
-    CACHE_SCALES,
-    EMBEDDING,
-    LINEAR,
-    TRANSPOSED,
-    Part,
-    Quantization,
-    Scheme,
-    Source,
-    quantization,
-)
+from models.quantized import quantization
 from models.quantized.bitnet import TernaryModules
 from models.quantized.hqq import HQQ
 from models.quantized.mlx import MLX
 from models.quantized.own import Own
+from models.quantized.parts import CACHE_SCALES, EMBEDDING, LINEAR, TRANSPOSED, Part, Quantization, Scheme, Source
 from models.quantized.torchao import TorchAO
 
 # Suffixes of tensors that may hold a weight's codes.
@@ -253,9 +244,9 @@ class Checkpoint:
             raise error(f"groups of {weight.group} elements are not supported, but multiples of 8 and whole rows")
         return weight
 
-    def scheme(self, stored: str) -> Scheme | None:
+    def scheme(self, name: str, stored: str) -> Scheme | None:
         """Return how the weight of a linear layer is stored under a name; None: as floats."""
-        return self._scheme(stored, stored, LINEAR)
+        return self._scheme(name, stored, LINEAR)
 
     def _scheme(self, name: str, stored: str, kind: str) -> Scheme | None:
         """Return how a weight is stored; None: as floats, according to the config or the file."""

@@ -2,7 +2,7 @@
 no data."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.linear.blocks import BLOCKS, Block
+from kernels.linear.blocks import Block
 from kernels.linear.codes import takes
-from kernels.linear.panels import ABOVE, PIECE
 from models.checkpoint.experts import EXPERT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import FLOATS
@@ -23,14 +22,9 @@ from models.formats.coded import code_bytes
 from models.formats.floats import has_kernels
 from models.formats.linear import FORMATS, format_of
 from models.formats.packed import PREFIXES
-from models.gguf.tensors import Stored
 from models.mtp import MTP
 from models.names import HEAD
-from models.quantized import LINEAR
-from models.quantized.bitnet import TernaryModules
-from models.quantized.mlx import MLX, MLXScheme
-from models.quantized.own import Own
-from models.quantized.parts import Form, Sized
+from models.quantized.parts import Form
 from models.shape import ModelShape
 from models.shard import Shard
 from models.sharding import part
@@ -104,7 +98,6 @@ class Sizes(Weights):
 
     matrices = vectors = chosen = 0
     mixed: frozenset[str] = frozenset()  # names of layers' experts
-    _share = 1.0  # this process's share of a matrix
 
     def vector(
         self, name: str, *, plus_one: bool = False, some: range | None = None, dtype: torch.dtype | None = None
@@ -137,9 +130,7 @@ class Sizes(Weights):
             own = [sum(len(some) for of, some in pieces if of == name and some) for name in names]
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
         self.vectors += sum(own) * self.dtype.itemsize * bias
-        self._share = sum(own) / sum(all_outs[name] for name in names) * (1 if ins is None else len(ins) / width)
-        taken = width if ins is None else len(ins)
-        size = self._bytes(stored, own, taken, head=tuple(names) == (HEAD,), exact=exact)
+        size = self._bytes(names, own, width if ins is None else len(ins), exact=exact)
         self.matrices += size
         if EXPERT in names[0]:
             self.chosen += size
@@ -181,82 +172,32 @@ class Sizes(Weights):
                 self.resident[self.stored.get(name, name)] = torch.empty(0)
         return nn.Identity()
 
-    def _bytes(
-        self, stored: Sequence[str], outs: Sequence[int], width: int, *, head: bool = False, exact: bool = False
-    ) -> int:
-        tensors, key = self.checkpoint.tensors, "+".join(stored)
+    def _bytes(self, names: Sequence[str], outs: Sequence[int], width: int, *, exact: bool = False) -> int:
+        tensors = self.checkpoint.tensors
+        stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
+        key = "+".join(stored)
         if self.checkpoint.packing and key in self.checkpoint.packing.sizes and has_kernels(torch.float32, self.device):
             parts = [tensors[name] for name in (prefix + key for prefix in PREFIXES) if name in tensors]
             return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
-        ternary = [self._ternary(name, HEAD if head else name.removesuffix(".weight")) for name in stored]
-        if all(ternary):
-            return (-(-width // 8) * 4 + 4) * (-(-sum(outs) // PIECE) * PIECE)  # rows of int4, and a scale of each
-        if any(ternary):
-            return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
-        floats = {
-            name: tensors[name].dtype for name in stored if name in tensors and tensors[name].dtype in FLOATS.values()
-        }
-        if floats and len(floats) < len({*stored}):  # `Joined`: other matrices are stored quantised
-            return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
-        if not floats:
-            if blocks := [*self._stored_blocks(stored, outs)]:
-                return self._blocks(blocks, width)
-            return sum(self._quantised(name, rows, width) for name, rows in zip(stored, outs, strict=True))
-        dtypes = {*floats.values()}
-        quant = "none" if exact else format_of(self.quant, sum(outs), head=head)
+        forms = [self._form(f"{name}.weight", place, width) for name, place in zip(names, stored, strict=True)]
+        if all(forms):
+            runs = groupby(zip(forms, outs, strict=True), key=lambda each: each[0])  # neighbours are one matrix
+            return sum(self._formed(form, sum(rows for _, rows in run), width) for form, run in runs if form)
+        if any(forms):  # `Joined`
+            return sum(self._bytes([name], [rows], width, exact=exact) for name, rows in zip(names, outs, strict=True))
+        quant = "none" if exact else format_of(self.quant, sum(outs), head=tuple(names) == (HEAD,))
         if quant == "none" and len(stored) == 1 and stored[0] in self.resident:  # the same memory
             self.vectors -= sum(outs) * width * self.dtype.itemsize
+        dtypes = {tensors[name].dtype for name in stored}
         return FORMATS[quant].bytes(sum(outs), width, dtypes, self.dtype, self.device)
 
-    def _ternary(self, name: str, module: str) -> bool:
-        """Whether the weight of a module, stored under a name, becomes codes of BitNet."""
-        own, info = self.checkpoint.quantization, self.checkpoint.tensors.get(name)
-        if not isinstance(own, TernaryModules) or info is None or not (own.of_floats or info.dtype == torch.uint8):
-            return False
-        return own.scheme(module, LINEAR) is not None
+    def _form(self, name: str, stored: str, width: int) -> Form | Block | None:
+        """Return the form of a weight that a checkpoint stores quantised; None: it stores floats."""
+        scheme = self.checkpoint.scheme(name, stored)
+        return None if scheme is None else scheme.form(width)
 
-    def _stored_blocks(self, stored: Sequence[str], outs: Sequence[int]) -> Iterator[tuple[Block | MLXScheme, int]]:
-        """Yield the formats of matrices that are blocks of GGUF or packed by MLX, with their numbers of rows."""
-        own = self.checkpoint.quantization
-        for name, rows in zip(stored, outs, strict=True):
-            info = self.checkpoint.tensors.get(name)
-            if isinstance(info, Stored):
-                yield info.block, rows
-            elif info and isinstance(own, MLX):
-                yield own.others.get(info.name.removesuffix(".weight")) or own.common, rows
-
-    def _blocks(self, blocks: Sequence[tuple[Block | MLXScheme, int]], width: int) -> int:
-        """Return the bytes of stacked rows of blocks; neighbours of one format are one matrix."""
-        if self.device.type != "cpu":
-            return sum(self._blocks_on_device(block, rows, width) for block, rows in blocks)
-        runs = ((block, sum(rows for _, rows in run)) for block, run in groupby(blocks, key=lambda each: each[0]))
-        return sum(block.packed_bytes(rows, width) for block, rows in runs)
-
-    def _blocks_on_device(self, block: Block | MLXScheme, outs: int, width: int) -> int:
-        if not takes(block.kind, block.group, width):
-            return outs * width * self.dtype.itemsize
-        scales = -(-width // block.group) * torch.float32.itemsize * (1 + block.least)
-        return code_bytes(block.kind, outs, width, scales)
-
-    def _quantised(self, name: str, outs: int, width: int) -> int:
-        """Return the bytes of a quantised weight: panels have its bits and scales, with outputs padded to a piece."""
-        module = name.removesuffix(".weight")
-        if isinstance(scheme := self.checkpoint.scheme(name), Sized):
-            return self._formed(scheme.form(width), outs, width)
-        if blocks := self.checkpoint.tensors.get(f"{module}.weight_blocks"):
-            return BLOCKS["MXFP4"].packed_bytes(outs, round(blocks.elements * 2 // blocks.shape[0] * self._share))
-        scale = self.checkpoint.tensors.get(f"{module}.weight_scale")
-        if scale and scale.dtype == torch.float8_e4m3fn:  # NVFP4: 16 codes of 8 bits and a float
-            return int(scale.elements * 20 * self._share) * (-(-outs // PIECE) * PIECE) // outs
-        parts = self.checkpoint.modules.get(module, [])
-        stored = sum(math.prod(info.shape) * info.dtype.itemsize for info in parts)
-        own = self.checkpoint.quantization
-        if isinstance(own, Own) and (bits := ABOVE.get(own.weights[module].kind)):  # a byte each in the file
-            stored -= math.prod(self.checkpoint.tensors[f"{module}.codes"].shape) * (4 - bits) // 8
-        return int(stored * self._share) * (-(-outs // PIECE) * PIECE) // outs
-
-    def _formed(self, form: Form, outs: int, width: int) -> int:
-        """Return the bytes of codes in a form."""
+    def _formed(self, form: Form | Block, outs: int, width: int) -> int:
+        """Return the bytes of a matrix of codes."""
         if self.device.type == "cpu":
             return form.packed_bytes(outs, width)
         if not takes(form.kind, form.group, width):

@@ -26,7 +26,7 @@ from models.formats.floats import PackedLinear, blocks, has_kernels
 from models.formats.grouped import GroupedLinear, GroupedWeight
 from models.formats.linear import FORMATS, Joined, Linear, format_of
 from models.names import HEAD
-from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
+from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED
 from models.shard import Shard
 from models.sharding import EVEN, Agreed, Gathered, Partition, Summed, part
 from models.threads import MACHINE

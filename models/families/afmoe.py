@@ -23,18 +23,14 @@ class Afmoe(Decoder):
     def read(fields: Fields) -> Config:
         if fields.bool("attention_bias", default=False):
             raise fields.error("attention_bias", "false: biases beside gates without them are not supported")
-        head_dim = None if "head_dim" in fields.config else 128
-        options = rotary(
-            fields, positions=16384, head_dim=head_dim, mlp_width=fields.int("intermediate_size", default=6144)
-        )
+        head_dim, width = None if "head_dim" in fields.config else 128, fields.int("intermediate_size", default=6144)
+        options = rotary(fields, positions=16384, head_dim=head_dim, mlp_width=width, eps=1e-5)
         layers = range(options["layers"])
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 1024
         every = fields.int("global_attn_every_n_layers", default=4)
         kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in layers])
-        dense, width = (
-            fields.int("num_dense_layers", default=1, low=0),
-            fields.int("moe_intermediate_size", default=1408),
-        )
+        dense = fields.int("num_dense_layers", default=1, low=0)
+        width = fields.int("moe_intermediate_size", default=1408)
         rules = {
             "scores": "sigmoid",
             "normalized": True,
@@ -44,7 +40,6 @@ class Afmoe(Decoder):
             "shared_width": width * fields.int("num_shared_experts", default=2, high=2**8),
         }
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
             norms=("input", "output"),
             head_norms="each",
             query_gate="apart",

@@ -27,11 +27,9 @@ class Apertus(Decoder):
     def read(fields: Fields) -> Config:
         fields = with_rope(fields, ROPE)
         learned = fields.choice("hidden_act", {XIELU, *ACTIVATIONS}, default=XIELU) == XIELU
-        plain = Fields({**fields.config, "hidden_act": None}, fields.file, fields.prefix) if learned else fields
-        options = rotary(plain, positions=65536, theta=12e6)
+        plain = fields.changed({"hidden_act": None}) if learned else fields
+        options = rotary(plain, positions=65536, theta=12e6, eps=1e-5, bias=False)
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             gated=False,
             **{**options, "activation": XIELU} if learned else options,

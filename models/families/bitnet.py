@@ -15,13 +15,10 @@ class BitNet(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 5
-        options = rotary(fields, positions=2048, activation="relu2", kv_heads=kv_heads, theta=5e5)
+        options = rotary(fields, positions=2048, activation="relu2", kv_heads=5, theta=5e5, eps=1e-5, bias=False)
         if options["head_dim"] * options["heads"] != options["width"]:
             raise fields.error("head_dim", "hidden_size / num_attention_heads, or nothing")
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             sub_norms=True,
             **options,
         )

@@ -30,7 +30,7 @@ class Bloom(Decoder):
         others = {"hidden_size": "n_embed", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
         found = {name: fields.config.get(other) for name, other in others.items()}
         given = {name: value for name, value in found.items() if value is not None}
-        fields = Fields({**fields.config, **given}, fields.file, fields.prefix)
+        fields = fields.changed(given)
         if fields.bool("apply_residual_connection_post_layernorm", default=False):
             raise fields.error("apply_residual_connection_post_layernorm", "false")
         names = "hidden_size", "n_head", "n_layer", "n_inner", "seq_length"

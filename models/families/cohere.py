@@ -118,12 +118,11 @@ class Cohere2Moe(Decoder):
 
 def _options(fields: Fields, **more: Any) -> dict[str, Any]:
     """Read the arguments of a `Config` that all these families have; `more`: arguments of `rotary`."""
-    return rotary(fields, positions=8192, tied=True, **more) | {
+    return rotary(fields, positions=8192, tied=True, **more, bias=False) | {
         "norm_eps": fields.float("layer_norm_eps", default=1e-5, low=0.0),
         "rms": False,
         "norm_bias": False,
         "parallel": "shared",
         "interleaved": True,
-        "attention_bias": fields.bool("attention_bias", default=False),
         "logit_divisor": 1 / fields.float("logit_scale", default=0.0625, low=1e-6),
     }

@@ -52,7 +52,7 @@ class Dbrx(Decoder):
         }
         if fields.sub("rope_parameters") is None and fields.config.get("rope_theta") is None:
             named["rope_theta"] = attention.float("rope_theta", None)  # which transformers 5.23 ignores
-        inner = Fields({**fields.config, **named}, fields.file, fields.prefix)
+        inner = fields.changed(named)
         options = rotary(inner, positions=2048)
         width, layers = options["mlp_width"], [True] * options["layers"]
         normalized = mlp.config.get("moe_normalize_expert_weights", 1.0) is not None

@@ -44,22 +44,25 @@ def latent_attention(
     rotated: int = 64,
     value: int = 128,
     interleaved: bool = True,
+    mlp_width: int,
+    eps: float = 1e-6,
     **more: Any,
 ) -> dict[str, Any]:
     """Read the arguments of a `Config` except experts.
 
     Args:
         query_rank, rank, plain, rotated, value: values of absent fields, see `Latent`; interleaved: see `Latent`.
-        more: arguments of `rotary`; `eps` of norms and `mlp_width` are values of absent fields.
+        mlp_width, eps: values of absent fields.
+        more: arguments of `rotary`.
 
     Raises:
         CheckpointError: it names the field.
     """
-    eps, width = more.pop("eps", 1e-6), fields.int("intermediate_size", default=more.pop("mlp_width"))
+    width = fields.int("intermediate_size", default=mlp_width)
     rotated = fields.int("qk_rope_head_dim", default=rotated, high=2**12)
     if rotated % 2:
         raise fields.error("qk_rope_head_dim", "an even number")
-    options = rotary(fields, head_dim=rotated, mlp_width=width, one_rope=False, **more)
+    options = rotary(fields, head_dim=rotated, mlp_width=width, one_rope=False, eps=eps, bias=False, **more)
     if options["kv_heads"] != options["heads"]:
         raise fields.error("num_key_value_heads", f"num_attention_heads, which is {options['heads']}")
     if fields.config.get("q_lora_rank", query_rank) is None:
@@ -76,9 +79,7 @@ def latent_attention(
     rope = RopeConfig.from_hf(fields, rotated, options["max_positions"])
     scale = (latent.plain + rotated) ** -0.5 * _stretched(fields, rope)
     sizes = {"kv_heads": 1, "head_dim": rotated + latent.rank, "rope": rope, "scales": (scale,) * options["layers"]}
-    bias = fields.bool("attention_bias", default=False)
-    norm_eps = fields.float("rms_norm_eps", default=eps, low=0.0)
-    return options | sizes | {"norm_eps": norm_eps, "attention_bias": bias, "latent": latent}
+    return options | sizes | {"latent": latent}
 
 
 def _stretched(fields: Fields, rope: RopeConfig) -> float:

@@ -16,22 +16,17 @@ class Dots1(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 32
         width = fields.int("intermediate_size", default=10944)
-        options = rotary(fields, positions=2048, kv_heads=kv_heads, mlp_width=width)
+        options = rotary(fields, positions=2048, kv_heads=32, mlp_width=width, eps=1e-6, bias=False)
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
         first = fields.int("max_window_layers", default=62, low=0) if window else options["layers"]
         kinds = layer_types(fields, [SLIDING if i >= first else FULL for i in range(options["layers"])])
         dense = fields.int("first_k_dense_replace", default=0, low=0)
-        sparse, rules = (
-            [i >= dense for i in range(options["layers"])],
-            sigmoids(fields, groups=1, kept=1, normalized=False),
-        )
+        sparse = [i >= dense for i in range(options["layers"])]
+        rules = sigmoids(fields, groups=1, kept=1, normalized=False)
         if any(sparse):
             rules |= {"count": fields.int("n_routed_experts"), "shared": fields.int("n_shared_experts")}
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             windows=windows(fields, kinds, window),
             experts=mixture(fields, sparse, width=1408, scale=1.0, **rules) if any(sparse) else None,

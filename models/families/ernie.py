@@ -41,7 +41,7 @@ class ErnieMoe(Decoder):
         step = fields.int("moe_layer_interval", default=1)
         layers = [(i + 1) % step == 0 and i >= first and (i <= last or last == -1) for i in range(options["layers"])]
         chosen = fields.int("moe_k", default=fields.int("num_experts_per_tok", default=6), high=2**12)
-        named = Fields({**fields.config, "num_experts_per_tok": chosen}, fields.file, fields.prefix)
+        named = fields.changed({"num_experts_per_tok": chosen})
         shared = width * fields.int("moe_num_shared_experts", default=2, low=0, high=2**8)
         rules = {"normalized": True, "choice_bias": True, "shared_width": shared}
         name = "moe_num_experts" if fields.config.get("moe_num_experts") is not None else "num_experts"
@@ -51,6 +51,5 @@ class ErnieMoe(Decoder):
 
 def _options(fields: Fields, *, kv_heads: int, head_dim: int | None = None) -> dict[str, Any]:
     """Read the arguments of a `Config` that both families have; arguments are values of absent fields."""
-    shared = None if "num_key_value_heads" in fields.config else kv_heads
-    options = rotary(fields, positions=131072, kv_heads=shared, head_dim=head_dim, tied=True, theta=5e5)
-    return options | {"norm_eps": fields.float("rms_norm_eps", default=1e-5, low=0.0), "interleaved": True}
+    options = rotary(fields, positions=131072, kv_heads=kv_heads, head_dim=head_dim, tied=True, theta=5e5, eps=1e-5)
+    return options | {"interleaved": True}

@@ -20,15 +20,13 @@ class Exaone4(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 32
-        options = rotary(fields, positions=2048, kv_heads=kv_heads)
+        options = rotary(fields, positions=2048, kv_heads=32, eps=1e-5)
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
         every = 1
         if window and fields.config.get("layer_types") is None:
             every = fields.int("sliding_window_pattern", default=4)
         kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in range(options["layers"])])
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
             norms=("output",),
             head_norms="each",
             windows=windows(fields, kinds, window),

@@ -1,13 +1,13 @@
 """Falcon 7B, 40B, 180B (Almazrouei et al. 2023) and Falcon 2 (2024): parallel attention and MLP. Falcon RW: one after
 the other, with ALiBi instead of rotation."""
 
+from dataclasses import replace
 from typing import Any
 
 from models.checkpoint.fields import Fields
 from models.config import Config
 from models.decoder import Decoder
-from models.families.bloom import slopes
-from models.names import Names
+from models.families.bloom import Bloom, slopes
 from models.reading import rotary
 
 
@@ -17,26 +17,16 @@ class Falcon(Decoder):
     architectures = ("FalconForCausalLM", "FalconForSequenceClassification")
     base = "transformer."
     default_eos_token_ids = frozenset([11])
-    names = Names(
-        embedding="transformer.word_embeddings",
-        layer="transformer.h.{}.",
-        qkv=("self_attention.query_key_value",),
-        out="self_attention.dense",
-        up=("mlp.dense_h_to_4h",),
-        down="mlp.dense_4h_to_h",
-        norm="transformer.ln_f",
-    )
+    names = replace(Bloom.names, embedding_norm="")
 
     @staticmethod
     def read(fields: Fields) -> Config:
         width, heads = fields.int("hidden_size"), fields.int("num_attention_heads", high=2**14)
-        grouped, shared = (
-            fields.bool("new_decoder_architecture", default=False),
-            fields.bool("multi_query", default=True),
-        )
+        grouped = fields.bool("new_decoder_architecture", default=False)
+        shared = fields.bool("multi_query", default=True)
         kv_heads = fields.int("num_kv_heads", default=heads, high=2**14) if grouped else 1 if shared else heads
         sizes: dict[str, Any] = {"num_key_value_heads": kv_heads, "head_dim": None}
-        named = Fields({**fields.config, **sizes}, fields.file, fields.prefix)
+        named = fields.changed(sizes)
         more = {"activation_field": "activation", "mlp_width": fields.int("ffn_hidden_size", default=4 * width)}
         bias, parallel = fields.bool("bias", default=False), fields.bool("parallel_attn", default=True)
         two_norms = grouped and fields.int("num_ln_in_parallel_attn", default=2, high=2) == 2

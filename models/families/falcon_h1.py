@@ -86,10 +86,7 @@ class Bamba(Decoder):
 
 
 def _common(fields: Fields, **rope: Any) -> dict[str, Any]:
-    kv_heads = None if "num_key_value_heads" in fields.config else 8
-    return rotary(fields, kv_heads=kv_heads, **rope) | {
-        "norm_eps": fields.float("rms_norm_eps", default=1e-5, low=0.0),
-        "attention_bias": fields.bool("attention_bias", default=False),
+    return rotary(fields, kv_heads=8, **rope, eps=1e-5, bias=False) | {
         "mlp_bias": fields.bool("mlp_bias", default=False),
     }
 

@@ -26,10 +26,10 @@ def common(fields: Fields, *, positions: int, kv_heads: int, activation: str, **
         activation="gelu_pytorch_tanh",
         activation_field=activation,
         **options,
+        eps=1e-6,
+        bias=False,
     )
     return found | {
-        "norm_eps": fields.float("rms_norm_eps", default=1e-6, low=0.0),
-        "attention_bias": fields.bool("attention_bias", default=False),
         "plus_one": True,
         "embedding_scale": found["width"] ** 0.5,
         "rounded_scale": True,

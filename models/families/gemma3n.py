@@ -11,9 +11,9 @@ from models.checkpoint.fields import Fields
 from models.config import Config, LayerInputs, Streams, Uneven
 from models.decoder import Decoder
 from models.families.gemma import BASES, cap, kinds_of
-from models.families.gemma4 import Gemma4, shared
+from models.families.gemma4 import Gemma4, common, shared
 from models.names import Names
-from models.reading import ropes, rotary, windows
+from models.reading import ropes, windows
 
 SPARSE = (0.95,) * 10  # the shares of gates that are 0 in the first layers, of configs that do not say
 
@@ -29,17 +29,7 @@ class Gemma3n(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(
-            fields,
-            positions=32768,
-            kv_heads=2,
-            head_dim=256,
-            mlp_width=1,  # of each layer, below
-            tied=True,
-            activation="gelu_pytorch_tanh",
-            activation_field="hidden_activation",
-            one_rope=False,
-        )
+        options = common(fields, positions=32768, kv_heads=2, mlp_width=1)  # that of each layer is below
         layers, width, size = options["layers"], options["width"], fields.int("hidden_size_per_layer_input", 256)
         kinds, widths = kinds_of(fields, layers, 5), mlp_widths(fields, layers)
         options["mlp_width"] = max(widths)
@@ -49,15 +39,7 @@ class Gemma3n(Decoder):
         known = fields.int("vocab_size_per_layer_input", 262144)
         return Config(
             **options,
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
-            embedding_scale=width**0.5,
-            rounded_scale=True,
-            norms=("input", "output"),
             windows=windows(fields, kinds, fields.int("sliding_window", 512, high=2**31)),
-            scales=(1.0,) * layers,
-            head_norms="each",
-            value_norms=True,
             ropes=ropes(fields, kinds, options["head_dim"], options["max_positions"], BASES),
             uneven=Uneven(sizes, shared(fields, kinds, 15), (False,) * layers, widths),
             layer_inputs=LayerInputs(size, known, scale=size**0.5, made_scale=width**-0.5),

@@ -37,16 +37,7 @@ class Gemma4(Decoder):
     def read(fields: Fields) -> Config:
         if fields.str("use_bidirectional_attention", None) not in (None, "vision"):
             raise fields.error("use_bidirectional_attention", "null: a token that sees later ones is not supported")
-        options = rotary(
-            fields,
-            positions=131072,
-            kv_heads=4,
-            head_dim=256,
-            tied=True,
-            activation="gelu_pytorch_tanh",
-            activation_field="hidden_activation",
-            one_rope=False,
-        )
+        options = common(fields, positions=131072, kv_heads=4)
         layers, width, inner = options["layers"], options["width"], options["mlp_width"]
         kinds = (*kinds_of(fields, layers, 6)[:-1], FULL)
         sizes = heads(fields, kinds, options["heads"], options["kv_heads"], options["head_dim"])
@@ -57,15 +48,7 @@ class Gemma4(Decoder):
         options["kv_heads"], options["head_dim"] = sizes[0]
         return Config(
             **options,
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
-            embedding_scale=width**0.5,
-            rounded_scale=True,
-            norms=("input", "output"),
             windows=windows(fields, kinds, fields.int("sliding_window", 512, high=2**31)),
-            scales=(1.0,) * layers,
-            head_norms="each",
-            value_norms=True,
             ropes=ropes(fields, kinds, sizes, options["max_positions"]),
             uneven=Uneven(sizes, reads, tuple(alike and kind == FULL for kind in kinds), tuple(widths)),
             experts=experts(fields, layers) if fields.bool("enable_moe_block", default=False) else None,
@@ -73,6 +56,22 @@ class Gemma4(Decoder):
             layer_scales=True,
             logit_cap=cap(fields, "final_logit_softcapping", None),
         )
+
+
+def common(fields: Fields, *, positions: int, kv_heads: int, mlp_width: int | None = None) -> dict[str, Any]:
+    """Read the arguments of a `Config` that are the same in Gemma 3n and Gemma 4; see `rotary`."""
+    found = rotary(
+        fields, positions=positions, kv_heads=kv_heads, head_dim=256, mlp_width=mlp_width, tied=True, one_rope=False,
+        activation="gelu_pytorch_tanh", activation_field="hidden_activation", eps=1e-6, bias=False,
+    )  # fmt: skip
+    return found | {
+        "embedding_scale": found["width"] ** 0.5,
+        "rounded_scale": True,
+        "norms": ("input", "output"),
+        "scales": (1.0,) * found["layers"],
+        "head_norms": "each",
+        "value_norms": True,
+    }
 
 
 def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, size: int) -> tuple[tuple[int, int], ...]:

@@ -23,13 +23,10 @@ class Glm(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         four = architecture(fields).startswith("Glm4")
-        kv_heads = None if "num_key_value_heads" in fields.config else 2
         return Config(
-            **rotary(fields, positions=131072, kv_heads=kv_heads, head_dim=128, partial=0.5),
-            norm_eps=fields.float("rms_norm_eps", default=1.5625e-7, low=0.0),
+            **rotary(fields, positions=131072, kv_heads=2, head_dim=128, partial=0.5, eps=1.5625e-7, bias=True),
             norms=("input", "output") if four else ("input",),
             interleaved=True,
-            attention_bias=fields.bool("attention_bias", default=True),
             out_bias=False,
         )
 
@@ -53,14 +50,11 @@ class Glm4Moe(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 8
         width = fields.int("intermediate_size", default=10944)
-        options = rotary(fields, positions=131072, kv_heads=kv_heads, mlp_width=width, partial=0.5)
+        options = rotary(fields, positions=131072, kv_heads=8, mlp_width=width, partial=0.5, eps=1e-5, bias=False)
         first = fields.int("first_k_dense_replace", default=1, low=0)
         sparse, sizes = [i >= first for i in range(options["layers"])], {"count": 128, "chosen": 8, "width": 1408}
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             out_bias=False,
             head_norms="each" if fields.bool("use_qk_norm", default=False) else "",
             experts=mixture(fields, sparse, shared=1, scale=1.0, **sizes, **sigmoids(fields, groups=1, kept=1)),
@@ -76,15 +70,12 @@ class SolarOpen(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 8
         sizes = {"count": 128, "chosen": 8, "width": 1280}
         width = fields.int("moe_intermediate_size", default=sizes["width"])
         more = {"mlp_width": width, "head_dim": 128, "partial": 1.0, "theta": 1e6}
-        options = rotary(fields, positions=131072, kv_heads=kv_heads, **more)
+        options = rotary(fields, positions=131072, kv_heads=8, **more, eps=1e-5, bias=False)
         sparse, rules = [True] * options["layers"], sigmoids(fields, groups=1, kept=1)
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             out_bias=False,
             experts=mixture(fields, sparse, shared=1, scale=1.0, **sizes, **rules),
             **options,

@@ -32,16 +32,13 @@ class GPTNeoX(Decoder):
             "rope_theta": fields.config.get("rotary_emb_base"),
             "partial_rotary_factor": fields.config.get("rotary_pct"),
         }
-        named = Fields(
-            {**fields.config, "head_dim": None, "num_key_value_heads": None, **given}, fields.file, fields.prefix
-        )
+        named = fields.changed({"head_dim": None, "num_key_value_heads": None, **given})
         return Config(
-            **rotary(named, positions=2048, activation="gelu", partial=0.25),
+            **rotary(named, positions=2048, activation="gelu", partial=0.25, bias=True),
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
             rms=False,
             gated=False,
             parallel="own" if fields.bool("use_parallel_residual", default=True) else "",
             grouped_qkv="head",
-            attention_bias=fields.bool("attention_bias", default=True),
             mlp_bias=True,
         )

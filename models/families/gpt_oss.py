@@ -28,22 +28,19 @@ class GptOss(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         if not fields.sub("rope_scaling") and not fields.sub("rope_parameters"):
-            fields = Fields({**fields.config, "rope_parameters": YARN}, fields.file)
+            fields = fields.changed({"rope_parameters": YARN})
         fields.choice("hidden_act", ("silu", "swish"), default="silu")
         for name, only in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
             if fields.float(name, only) != only:
                 raise fields.error(name, f"{only:g}: other gates are not supported")
         width = fields.int("intermediate_size", default=2880)
-        kv_heads = None if "num_key_value_heads" in fields.config else 8
         head_dim = None if "head_dim" in fields.config else 64
-        shared = {"kv_heads": kv_heads, "head_dim": head_dim, "mlp_width": width, "theta": 150000.0}
-        options: dict[str, Any] = rotary(fields, positions=131072, **shared) | {"activation": "clamped_swiglu"}
+        sizes = {"kv_heads": 8, "head_dim": head_dim, "mlp_width": width, "theta": 150000.0, "eps": 1e-5, "bias": True}
+        options: dict[str, Any] = rotary(fields, positions=131072, **sizes) | {"activation": "clamped_swiglu"}
         layers = options["layers"]
         kinds = layer_types(fields, [FULL if i % 2 else SLIDING for i in range(layers)])
         window = fields.int("sliding_window", None if "sliding_window" in fields.config else 128, high=2**31)
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=True),
             sinks=True,
             windows=windows(fields, kinds, window),
             experts=experts(

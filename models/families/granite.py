@@ -53,8 +53,7 @@ class GraniteSWA(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 4
-        options = rotary(fields, positions=8192, kv_heads=kv_heads, tied=True)
+        options = rotary(fields, positions=8192, kv_heads=4, tied=True)
         bias, multipliers = fields.bool("mlp_bias", default=False), factors(fields, options["layers"], eps=1e-5)
         return Config(mlp_bias=bias, **multipliers, **_sliding(fields, options), **options)
 

@@ -40,7 +40,7 @@ class GraniteHybrid(Decoder):
         options: dict[str, Any] = rotary(fields, positions=2048, mlp_width=shared)
         layers = options["layers"]
         if not fields.config.get("layer_types"):
-            fields = Fields({**fields.config, "layer_types": fields.config.get("layers_block_type")}, fields.file)
+            fields = fields.changed({"layer_types": fields.config.get("layers_block_type")})
         kinds = layer_types(fields, [RECURRENT] * layers, (FULL, RECURRENT))
         if fields.config.get("position_embedding_type") != "rope":
             options["rope"] = None

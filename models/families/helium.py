@@ -14,14 +14,11 @@ class Helium(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 20
-        options = rotary(fields, positions=4096, kv_heads=kv_heads, head_dim=128, theta=1e5)
+        options = rotary(fields, positions=4096, kv_heads=20, head_dim=128, theta=1e5, eps=1e-8, bias=False)
         if options["head_dim"] * options["heads"] != options["width"]:
             raise fields.error("head_dim", "hidden_size / num_attention_heads")
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-8, low=0.0),
             interleaved=True,
-            attention_bias=fields.bool("attention_bias", default=False),
             out_bias=False,
             mlp_bias=fields.bool("mlp_bias", default=False),
             **options,

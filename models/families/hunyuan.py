@@ -22,14 +22,12 @@ class HunYuan(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(fields, positions=2048)
+        options = rotary(fields, positions=2048, eps=1e-5, bias=False)
         rope, dims = options["rope"], options["head_dim"]
         found = fields.sub("rope_scaling") or fields.sub("rope_parameters")
         if rope.kind == "dynamic" and found and (alpha := found.float("alpha", 0.0, low=0.0, high=1e9)):
             options["rope"] = replace(rope, kind="default", theta=rope.theta * alpha ** (dims / (dims - 2)), factor=1.0)
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             norms_last=True,
             **options,
@@ -50,7 +48,7 @@ class HunYuanMoe(Decoder):
             "num_experts": _alike(fields, c.layers, "num_local_experts", "num_experts"),
             "num_experts_per_tok": _alike(fields, c.layers, "num_experts_per_tok", "moe_topk"),
         }
-        named = Fields({**fields.config, **counts}, fields.file, fields.prefix)
+        named = fields.changed(counts)
         rules = {"normalized": True, "shared_width": c.mlp_width}
         mixed = experts(named, count=1, chosen=1, width=c.mlp_width, layers=[True] * c.layers, **rules)
         return replace(c, experts=mixed)
@@ -67,12 +65,10 @@ class HYV3(Decoder):
     def read(fields: Fields) -> Config:
         if fields.bool("mlp_bias", default=False):
             raise fields.error("mlp_bias", "false: experts with biases are not supported")
-        kv_heads, head_dim = (
-            None if name in fields.config else size for name, size in (("num_key_value_heads", 8), ("head_dim", 128))
-        )
+        head_dim = None if "head_dim" in fields.config else 128
         mlp, width = fields.int("intermediate_size", default=13312), fields.int("moe_intermediate_size", default=1536)
-        sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "mlp_width": mlp, "theta": 11158840.0}
-        options = rotary(fields, positions=131072, **sizes)
+        sizes = {"kv_heads": 8, "head_dim": head_dim, "mlp_width": mlp, "theta": 11158840.0}
+        options = rotary(fields, positions=131072, **sizes, eps=1e-5, bias=False)
         rules = {
             "scores": "sigmoid",
             "normalized": True,
@@ -83,8 +79,6 @@ class HYV3(Decoder):
         }
         sparse = sparse_layers(fields, options["layers"], 1)
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             experts=experts(fields, count=192, chosen=8, width=width, layers=sparse, **rules),
             **options,

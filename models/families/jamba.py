@@ -28,9 +28,8 @@ class Jamba(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 8
         mlp = fields.int("intermediate_size", default=14336)
-        options = rotary(fields, positions=262144, kv_heads=kv_heads, mlp_width=mlp, one_rope=False)
+        options = rotary(fields, positions=262144, kv_heads=8, mlp_width=mlp, one_rope=False, eps=1e-6)
         fields.choice("hidden_act", ("silu", "swish"), default="silu")  # of the convolutions too
         layers, width = options["layers"], options["width"]
         attends, mixed = _every(fields, "attn_layer", layers, 8, 4), _every(fields, "expert_layer", layers, 2, 1)
@@ -46,7 +45,6 @@ class Jamba(Decoder):
         scans = Recurrent(kind, recurs, False, *biases, rank=rank, part_norms="own")
         return Config(
             **options,
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             experts=experts(fields, count=16, chosen=2, width=mlp, layers=mixed),
             recurrent=scans if any(recurs) else None,
         )

@@ -25,12 +25,10 @@ class Laguna(Decoder):
             raise fields.error("moe_apply_router_weight_on_input", "false: transformers does not support it")
         if fields.float("moe_router_logit_softcapping", default=0.0, low=0.0):
             raise fields.error("moe_router_logit_softcapping", "0: bounds of the router's logits are not supported")
-        kv_heads, head_dim = (
-            None if name in fields.config else size for name, size in (("num_key_value_heads", 8), ("head_dim", 128))
-        )
+        head_dim = None if "head_dim" in fields.config else 128
         width = fields.int("intermediate_size", default=8192)
-        sizes = {"positions": 131072, "kv_heads": kv_heads, "head_dim": head_dim, "mlp_width": width}
-        options = rotary(fields, one_rope=False, **sizes)
+        sizes = {"positions": 131072, "kv_heads": 8, "head_dim": head_dim, "mlp_width": width}
+        options = rotary(fields, one_rope=False, **sizes, eps=1e-6, bias=False)
         layers, size = options["layers"], options["head_dim"]
         heads, shared = fields.config.get("num_attention_heads_per_layer"), options["kv_heads"]
         heads = [options["heads"]] * layers if heads is None else heads
@@ -44,7 +42,7 @@ class Laguna(Decoder):
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 512
         nested = fields.config.get("rope_parameters")
         if nested is None:
-            fields = Fields({**fields.config, "rope_parameters": ROPES}, fields.file, fields.prefix)
+            fields = fields.changed({"rope_parameters": ROPES})
         elif not isinstance(nested, dict) or any(not nested.get(kind) for kind in kinds):
             raise fields.error("rope_parameters", f"parameters of {' and '.join(sorted({*kinds}))}")
         bases = {kind: ("", ROPES[kind]["rope_theta"]) for kind in {*kinds}}
@@ -69,10 +67,8 @@ class Laguna(Decoder):
         )
         return Config(
             **options,
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             head_norms="each",
             head_gates="softplus",
-            attention_bias=fields.bool("attention_bias", default=False),
             windows=windows(fields, kinds, window),
             ropes=ropes(fields, kinds, size, options["max_positions"], bases, partial=1.0),
             uneven=kept if len({*heads, options["heads"]}) > 1 else None,

@@ -31,7 +31,7 @@ class LFM2(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         fields = _renamed(fields)
-        options = rotary(fields, positions=128_000, kv_heads=None if "num_key_value_heads" in fields.config else 8)
+        options = rotary(fields, positions=128_000, kv_heads=8)
         kinds = _kinds(fields, options["layers"])
         return Config(
             norm_eps=fields.float("norm_eps", default=1e-5, low=0.0),

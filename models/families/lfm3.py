@@ -34,7 +34,7 @@ class LFM3(Decoder):
     def read(fields: Fields) -> Config:
         config = {name: value for name, value in fields.config.items() if name != "hidden_act"}  # fixed
         fields = Fields(config, fields.file, fields.prefix)
-        options = rotary(fields, positions=128_000, kv_heads=4, head_dim=128, tied=True, one_rope=False)
+        options = rotary(fields, positions=128_000, kv_heads=4, head_dim=128, tied=True, one_rope=False, bias=False)
         default = [FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i else CONV for i in range(options["layers"])]
         kinds = layer_types(fields, default, (CONV, FULL, SLIDING))
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in config else 256
@@ -45,7 +45,6 @@ class LFM3(Decoder):
             norms=("input", "output") if fields.bool("use_sandwich_norm", default=True) else ("input",),
             head_norms="each",
             head_gates=fields.bool("use_attention_gate", default=True),
-            attention_bias=fields.bool("attention_bias", default=False),
             windows=windows(fields, kinds, window),
             ropes=tuple(map(tables.get, kinds)),
             convs=convs(fields, kinds, options["width"], 7),

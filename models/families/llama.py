@@ -14,9 +14,7 @@ class Llama(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         return Config(
-            **rotary(fields, positions=2048),
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
+            **rotary(fields, positions=2048, eps=1e-6, bias=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )
 
@@ -32,13 +30,9 @@ class IQuestCoder(Llama):
             raise fields.error("clip_qkv", "nothing: transformers refuses it")
         if fields.bool("use_sliding_window", default=False):
             raise fields.error("use_sliding_window", "false: transformers refuses windows")
-        kv_heads, head_dim = (
-            None if name in fields.config else size for name, size in (("num_key_value_heads", 8), ("head_dim", 128))
-        )
+        head_dim = None if "head_dim" in fields.config else 128
         return Config(
-            **rotary(fields, positions=131072, kv_heads=kv_heads, head_dim=head_dim),
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
+            **rotary(fields, positions=131072, kv_heads=8, head_dim=head_dim, eps=1e-5, bias=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )
 
@@ -51,6 +45,4 @@ class Emu3(Llama):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 8
-        eps = fields.float("rms_norm_eps", default=1e-5, low=0.0)
-        return Config(**rotary(fields, positions=9216, kv_heads=kv_heads, theta=1e6), norm_eps=eps)
+        return Config(**rotary(fields, positions=9216, kv_heads=8, theta=1e6, eps=1e-5))

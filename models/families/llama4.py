@@ -26,11 +26,9 @@ class Llama4(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads, head_dim = (
-            None if name in fields.config else size for name, size in (("num_key_value_heads", 8), ("head_dim", 128))
-        )
+        head_dim = None if "head_dim" in fields.config else 128
         sizes = {"mlp_width": fields.int("intermediate_size_mlp", default=16384), "theta": 5e5}
-        options = rotary(fields, positions=131072, kv_heads=kv_heads, head_dim=head_dim, **sizes)
+        options = rotary(fields, positions=131072, kv_heads=8, head_dim=head_dim, **sizes, eps=1e-5, bias=False)
         layers, width = options["layers"], fields.int("intermediate_size", default=8192)
         rotated = rotated_layers(fields, layers)
         kinds = layer_types(fields, [CHUNKED if turned else FULL for turned in rotated], (FULL, CHUNKED))
@@ -40,8 +38,6 @@ class Llama4(Decoder):
             raise fields.error("attention_chunk_size", "a size, as layers have chunked attention")
         growing = _growing(fields, options["head_dim"])
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             interleaved=True,
             head_norms="plain" if fields.bool("use_qk_norm", default=True) else "",
             normed=tuple(rotated),

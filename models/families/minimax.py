@@ -16,16 +16,14 @@ class MiniMaxM2(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 8
         width, head_dim = fields.int("intermediate_size", default=1536), fields.int("head_dim", default=128)
         if fields.config.get("partial_rotary_factor") is None and fields.config.get("rotary_dim") is not None:
             share = fields.int("rotary_dim", high=head_dim) / head_dim  # as in released files
-            fields = Fields({**fields.config, "partial_rotary_factor": share}, fields.file, fields.prefix)
+            fields = fields.changed({"partial_rotary_factor": share})
         more = {"mlp_width": width, "head_dim": head_dim, "partial": 1.0, "theta": 5e6}
-        options = rotary(fields, positions=196608, kv_heads=kv_heads, **more)
+        options = rotary(fields, positions=196608, kv_heads=8, **more, eps=1e-6)
         rules = {"scores": "sigmoid", "normalized": True, "choice_bias": True}
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             head_norms="all",
             experts=experts(fields, count=256, chosen=8, width=width, layers=[True] * options["layers"], **rules),
             **options,

@@ -47,13 +47,11 @@ class Mistral(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 8
-        options = rotary(fields, positions=4096 * 32, kv_heads=kv_heads)
+        options = rotary(fields, positions=4096 * 32, kv_heads=8, eps=1e-6)
         # null means none, absent means 4096
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
         kinds = layer_types(fields, [SLIDING if window else FULL] * options["layers"])
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             windows=windows(fields, kinds, window),
             **options,
         )
@@ -67,14 +65,13 @@ class Cwm(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads, head_dim = (
-            None if name in fields.config else size for name, size in (("num_key_value_heads", 8), ("head_dim", 128))
+        head_dim = None if "head_dim" in fields.config else 128
+        options = rotary(
+            with_rope(fields, CWM_ROPE), positions=131072, kv_heads=8, head_dim=head_dim, theta=1e6, eps=1e-5
         )
-        options = rotary(with_rope(fields, CWM_ROPE), positions=131072, kv_heads=kv_heads, head_dim=head_dim, theta=1e6)
         window = fields.int("sliding_window", None, low=0, high=2**31) if "sliding_window" in fields.config else 8192
         kinds = layer_types(fields, [SLIDING if i % 4 else FULL for i in range(options["layers"])])
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
             mlp_bias=fields.bool("mlp_bias", default=False),
             windows=windows(fields, kinds, window or None),
             **options,
@@ -90,12 +87,10 @@ class Ministral3(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         fields = with_rope(fields, MINISTRAL3_ROPE)
-        kv_heads = None if "num_key_value_heads" in fields.config else 8
-        options = rotary(fields, positions=262144, kv_heads=kv_heads, head_dim=128)
+        options = rotary(fields, positions=262144, kv_heads=8, head_dim=128, eps=1e-5)
         options["rope"] = replace(options["rope"], **_growth(fields, options["rope"]))
         window = fields.int("sliding_window", None, high=2**31)
-        eps = fields.float("rms_norm_eps", default=1e-5, low=0.0)
-        return Config(norm_eps=eps, windows=(window,) * options["layers"], **options)
+        return Config(windows=(window,) * options["layers"], **options)
 
 
 class Mistral4(Decoder):

@@ -14,12 +14,10 @@ class Mixtral(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         fields = with_base(fields)
-        kv_heads = None if "num_key_value_heads" in fields.config else 8
         width = fields.int("intermediate_size", default=14336)
-        options = rotary(fields, positions=4096 * 32, kv_heads=kv_heads, mlp_width=width)
+        options = rotary(fields, positions=4096 * 32, kv_heads=8, mlp_width=width, eps=1e-5)
         layers = options["layers"]
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
             windows=(fields.int("sliding_window", None, high=2**31),) * layers,
             experts=experts(fields, count=8, chosen=2, width=width, layers=[True] * layers, normalized=True),
             **options,
@@ -35,10 +33,9 @@ class PhiMoe(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         fields = _scaled(with_base(fields))
-        kv_heads = None if "num_key_value_heads" in fields.config else 8
         width = fields.int("intermediate_size", default=6400)
         kinds = {"default": "default", "longrope": "longrope", "su": "longrope"}
-        options = rotary(fields, positions=4096 * 32, kv_heads=kv_heads, mlp_width=width, kinds=kinds)
+        options = rotary(fields, positions=4096 * 32, kv_heads=8, mlp_width=width, kinds=kinds, eps=1e-5, bias=False)
         layers = options["layers"]
         mixed = experts(
             fields,
@@ -52,9 +49,7 @@ class PhiMoe(Decoder):
         if mixed is None or mixed.routing.chosen != 2:
             raise fields.error("num_experts_per_tok", "2: SparseMixer chooses as many")
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
             rms=False,
-            attention_bias=fields.bool("attention_bias", default=False),
             head_bias=fields.bool("lm_head_bias", default=False),
             windows=(fields.int("sliding_window", None, high=2**31),) * layers,
             experts=mixed,
@@ -72,10 +67,10 @@ def _scaled(fields: Fields) -> Fields:
     if short != long:
         raise rope.error("long_mscale", f"the short_mscale, {short:g}")
     plain = {key: value for key, value in rope.config.items() if not key.endswith("_mscale")}
-    return Fields({**fields.config, name: plain | {"attention_factor": short}}, fields.file, fields.prefix)
+    return fields.changed({name: plain | {"attention_factor": short}})
 
 
 def with_base(fields: Fields) -> Fields:
     """Return the fields, with the rotary base of these families, 1e6, if there is none."""
     base = fields.config.get("rope_theta")
-    return Fields({**fields.config, "rope_theta": 1e6 if base is None else base}, fields.file, fields.prefix)
+    return fields.changed({"rope_theta": 1e6 if base is None else base})

@@ -30,7 +30,7 @@ class ModernBertDecoder(Decoder):
         if fields.sub("rope_scaling"):
             raise fields.error("rope_scaling", "nothing: give rope_parameters for each kind of layer")
         defaults = {"positions": 8192, "activation": "gelu", "activation_field": "hidden_activation", "tied": True}
-        options = rotary(fields, one_rope=False, **defaults)
+        options = rotary(fields, one_rope=False, **defaults, bias=False)
         every = fields.int("global_attn_every_n_layers", default=3)
         kinds = layer_types(fields, [SLIDING if i % every else FULL for i in range(options["layers"])])
         twice = fields.int("local_attention", default=128, low=2, high=2**31)
@@ -43,7 +43,6 @@ class ModernBertDecoder(Decoder):
             norm_bias=fields.bool("norm_bias", default=False),
             first_norm=False,
             embedding_norm=True,
-            attention_bias=fields.bool("attention_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
             head_bias=true_if_absent(fields, "decoder_bias"),
             head_dense=ACTIVATIONS[dense],

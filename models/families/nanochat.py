@@ -19,18 +19,15 @@ class NanoChat(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(
-            fields, positions=2048, activation="relu2", mlp_width=fields.int("intermediate_size", default=8192)
-        )
+        width = fields.int("intermediate_size", default=8192)
+        options = rotary(fields, positions=2048, activation="relu2", mlp_width=width, eps=1e-6, bias=False)
         options["rope"] = replace(options["rope"], backwards=True)
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             affine=False,
             embedding_norm=True,
             head_norms="each",
             norms_last=True,
             gated=False,
-            attention_bias=fields.bool("attention_bias", default=False),
             logit_cap=cap(fields, "final_logit_softcapping", 15.0),
             **options,
         )

@@ -17,12 +17,11 @@ class Nemotron(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         return Config(
-            **rotary(fields, positions=4096, activation="relu2", partial=0.5),
+            **rotary(fields, positions=4096, activation="relu2", partial=0.5, bias=False),
             norm_eps=fields.float("norm_eps", default=1e-5, low=0.0),
             rms=False,
             plus_one=True,
             gated=False,
-            attention_bias=fields.bool("attention_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )
 
@@ -37,10 +36,8 @@ class Arcee(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         return Config(
-            **rotary(fields, positions=4096, activation="relu2"),
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            **rotary(fields, positions=4096, activation="relu2", eps=1e-5, bias=False),
             gated=False,
-            attention_bias=fields.bool("attention_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )
 
@@ -55,10 +52,9 @@ class Jais2(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         return Config(
-            **rotary(fields, positions=8192, activation="relu2"),
+            **rotary(fields, positions=8192, activation="relu2", bias=True),
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
             rms=False,
             gated=False,
-            attention_bias=fields.bool("attention_bias", default=True),
             mlp_bias=fields.bool("mlp_bias", default=True),
         )

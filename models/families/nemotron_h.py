@@ -55,9 +55,9 @@ class NemotronH(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         renamed = {new: fields.config[old] for old, new in OLD_NAMES.items() if old in fields.config}
-        fields = Fields({**fields.config, **renamed}, fields.file, fields.prefix)
+        fields = fields.changed(renamed)
         kinds = kinds_of(fields)
-        sizes = Fields({**fields.config, "num_hidden_layers": len(kinds)}, fields.file, fields.prefix)
+        sizes = fields.changed({"num_hidden_layers": len(kinds)})
         options: dict[str, Any] = rotary(
             sizes, positions=4096, activation="relu2", activation_field="mlp_hidden_act", kv_heads=8,
             head_dim=128, mlp_width=fields.int("intermediate_size", default=21504), one_rope=False,

@@ -22,9 +22,8 @@ class Olmo1(Decoder):
             norm_eps=1e-5,  # no field of the config
             rms=False,
             affine=False,
-            attention_bias=fields.bool("attention_bias", default=False),
             clip=fields.float("clip_qkv", None, low=0.0),
-            **rotary(fields, positions=2048),
+            **rotary(fields, positions=2048, bias=False),
         )
 
 
@@ -48,7 +47,7 @@ class Olmo(Decoder):
         plain = {
             name: value for name, value in fields.config.items() if name not in ("rope_parameters", "rope_scaling")
         }
-        options = rotary(Fields(plain, fields.file) if third else fields, positions=2048)
+        options = rotary(Fields(plain, fields.file) if third else fields, positions=2048, eps=1e-5, bias=False)
         if third:
             window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
             kinds = layer_types(fields, [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(options["layers"])])
@@ -56,8 +55,6 @@ class Olmo(Decoder):
             options["windows"] = windows(fields, kinds, window)
             options["ropes"] = ropes(fields, kinds, options["head_dim"], options["max_positions"], bases)
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             norms=("output",),
             head_norms="all",
             **options,

@@ -26,7 +26,7 @@ class OlmoHybrid(Decoder):
         rope = fields.sub("rope_scaling") or fields.sub("rope_parameters") or Fields({}, fields.file)
         base = rope.config if "rope_theta" in rope.config else fields.config
         unrotated = "rope_theta" in base and base["rope_theta"] is None
-        options = rotary(fields, positions=65536, one_rope=not unrotated)
+        options = rotary(fields, positions=65536, one_rope=not unrotated, eps=1e-6, bias=False)
         layers, heads = options["layers"], options["heads"]
         default = [RECURRENT if (i + 1) % 4 else FULL for i in range(layers)]
         kinds = layer_types(fields, default if FULL in default else [*default[:-1], FULL], (FULL, RECURRENT))
@@ -39,8 +39,6 @@ class OlmoHybrid(Decoder):
         recurring = tuple(each == RECURRENT for each in kinds)
         return Config(
             recurrent=Recurrent(kind, recurring, most=most, eps=1e-5, norms=("input",)),
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             norms=("output",),
             head_norms="all",
             **options,

@@ -37,11 +37,9 @@ class FlexOlmo(Decoder):
 def _options(fields: Fields, *, width: int, count: int, chosen: int, eps: float, **rope: Any) -> dict[str, Any]:
     """Read the arguments of a `Config` that both families have; arguments are values of absent fields."""
     width = fields.int("intermediate_size", default=width)
-    options = rotary(fields, positions=4096, mlp_width=width, **rope)
+    options = rotary(fields, positions=4096, mlp_width=width, **rope, eps=eps, bias=False)
     sizes = {"count": count, "chosen": chosen, "width": width, "layers": [True] * options["layers"]}
     return options | {
-        "norm_eps": fields.float("rms_norm_eps", default=eps, low=0.0),
-        "attention_bias": fields.bool("attention_bias", default=False),
         "head_norms": "all",
         "experts": experts(fields, normalized=fields.bool("norm_topk_prob", default=False), **sizes),
     }

@@ -16,7 +16,6 @@ from models.config import Config
 from models.decoder import Decoder
 from models.families.gpt2 import sizes
 from models.names import Names
-from models.reading import common
 
 
 class OPT(Decoder):
@@ -41,31 +40,21 @@ class OPT(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        width = fields.int("hidden_size")
-        heads = fields.int("num_attention_heads", high=2**14)
-        if width % heads:
-            raise fields.error("hidden_size", f"a multiple of num_attention_heads {heads}")
+        names = "hidden_size", "num_attention_heads", "num_hidden_layers", "ffn_dim", "max_position_embeddings"
+        more = {"inner_width": 4096, "activation": ("activation_function", "relu")}
+        options = sizes(fields, tied=True, positions=2048, names=names, **more)
+        options["norm_eps"] = 1e-5  # no field of the config
         before = fields.bool("do_layer_norm_before", default=True)
-        embedding_width = fields.int("word_embed_proj_dim", default=width)
+        embedding_width = fields.int("word_embed_proj_dim", default=options["width"])
         bias = fields.bool("enable_bias", default=True)
         return Config(
-            **common(fields, activation="activation_function", default="relu", tied=True),
-            width=width,
-            embedding_width=embedding_width if embedding_width != width else None,
-            mlp_width=fields.int("ffn_dim"),
-            layers=fields.int("num_hidden_layers", high=2**14),
-            heads=heads,
-            kv_heads=heads,
-            head_dim=width // heads,
-            norm_eps=1e-5,  # no field of the config
-            rms=False,
+            **options,
+            embedding_width=embedding_width if embedding_width != options["width"] else None,
             affine=fields.bool("layer_norm_elementwise_affine", default=True),
-            gated=False,
             norms=("input",) if before else ("sum",),
             final_norm=before and not fields.bool("_remove_final_layer_norm", default=False),
             attention_bias=bias,
             mlp_bias=bias,
-            max_positions=fields.int("max_position_embeddings", default=2048),
         )
 
 

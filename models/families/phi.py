@@ -46,7 +46,7 @@ class Persimmon(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        named = Fields({**fields.config, "head_dim": None, "num_key_value_heads": None}, fields.file, fields.prefix)
+        named = fields.changed({"head_dim": None, "num_key_value_heads": None})
         return Config(
             **rotary(named, positions=16384, activation="relu2", partial=0.5, even=True),
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),

@@ -24,10 +24,9 @@ class Phi3(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(fields, positions=4096, partial=1.0, kinds=ROPE_KINDS, original=4096)
+        options = rotary(fields, positions=4096, partial=1.0, kinds=ROPE_KINDS, original=4096, eps=1e-5)
         window = fields.int("sliding_window", default=None, high=2**31)
-        eps = fields.float("rms_norm_eps", default=1e-5, low=0.0)
-        return Config(norm_eps=eps, windows=(window,) * options["layers"], **options)
+        return Config(windows=(window,) * options["layers"], **options)
 
 
 class Phi4Multimodal(Phi3):

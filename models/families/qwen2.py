@@ -14,10 +14,8 @@ class Qwen2(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 32
-        options = rotary(fields, positions=32768, kv_heads=kv_heads)
+        options = rotary(fields, positions=32768, kv_heads=32, eps=1e-6)
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             attention_bias=True,
             out_bias=False,
             windows=windows_from(fields, options["layers"]),

@@ -15,11 +15,8 @@ class Qwen3(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 32
-        options = rotary(fields, positions=32768, kv_heads=kv_heads, head_dim=128)
+        options = rotary(fields, positions=32768, kv_heads=32, head_dim=128, eps=1e-6, bias=False)
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             windows=windows_from(fields, options["layers"]),
             **options,

@@ -19,14 +19,13 @@ BESIDE = tuple(map(re.compile, (r"mtp\..+", r"model\.visual\..+")))  # draft lay
 
 def common(fields: Fields, *, kv_heads: int, mlp_width: int | None = None, interleaved: bool = False) -> dict[str, Any]:
     """Read the arguments of a `Config` that are the same in Qwen3-Next and Qwen3.5; see `rotary` and `Recurrent`."""
-    found = rotary(fields, positions=32768, kv_heads=kv_heads, head_dim=256, mlp_width=mlp_width, partial=0.25)
+    sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": 256, "mlp_width": mlp_width}
+    found = rotary(fields, positions=32768, partial=0.25, eps=1e-6, bias=False, **sizes)
     step = fields.int("full_attention_interval", default=4)
     default = [RECURRENT if i % step else FULL for i in range(1, found["layers"] + 1)]
     kinds = layer_types(fields, default, (FULL, RECURRENT))
     return found | {
         "recurrent": recurrent(fields, kinds, interleaved) if RECURRENT in kinds else None,
-        "norm_eps": fields.float("rms_norm_eps", default=1e-6, low=0.0),
-        "attention_bias": fields.bool("attention_bias", default=False),
         "plus_one": True,
         "head_norms": "each",
         "query_gate": "below",

@@ -24,8 +24,7 @@ class Qwen2Moe(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 16
-        options = rotary(fields, positions=32768, kv_heads=kv_heads, mlp_width=_mlp_width(fields, 5632))
+        options = rotary(fields, positions=32768, kv_heads=16, mlp_width=_mlp_width(fields, 5632), eps=1e-6)
         layers, window = options["layers"], optional_window(fields)
         first = fields.int("max_window_layers", default=28, low=0) if window else 0
         kinds = layer_types(fields, [SLIDING if i % 2 == 0 and i < first else FULL for i in range(layers)])
@@ -34,7 +33,6 @@ class Qwen2Moe(Decoder):
             "shared_gate": True,
         }
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             attention_bias=fields.bool("qkv_bias", default=True),
             out_bias=False,
             windows=windows(fields, kinds, window),
@@ -51,12 +49,9 @@ class Qwen3Moe(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 4
-        options = rotary(fields, positions=32768, kv_heads=kv_heads, mlp_width=_mlp_width(fields, 6144))
+        options = rotary(fields, positions=32768, kv_heads=4, mlp_width=_mlp_width(fields, 6144), eps=1e-6, bias=False)
         layers = options["layers"]
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             windows=(optional_window(fields),) * layers,
             experts=experts_by_step(fields, layers, count=128, chosen=8, width=768),
@@ -72,11 +67,9 @@ class Mellum(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads, head_dim = (
-            None if name in fields.config else size for name, size in (("num_key_value_heads", 4), ("head_dim", 128))
-        )
-        sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "mlp_width": _mlp_width(fields, 7168)}
-        options = rotary(fields, positions=131072, one_rope=False, **sizes)
+        head_dim = None if "head_dim" in fields.config else 128
+        sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": head_dim, "mlp_width": _mlp_width(fields, 7168)}
+        options = rotary(fields, positions=131072, one_rope=False, **sizes, eps=1e-6, bias=False)
         layers, width = options["layers"], fields.int("moe_intermediate_size", default=896)
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 1024
         kinds, sparse = layer_types(fields, [FULL] * layers), sparse_layers(fields, layers, 0)
@@ -85,8 +78,6 @@ class Mellum(Decoder):
             raise fields.error("rope_parameters", "an object for each kind of layer, and no rope_scaling")
         normalized = true_if_absent(fields, "norm_topk_prob")
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             head_norms="each",
             windows=windows(fields, kinds, window),
             ropes=ropes(fields, kinds, options["head_dim"], options["max_positions"], MELLUM_BASES),
@@ -105,7 +96,7 @@ class Flint(Decoder):
         last = fields.int("num_hidden_layers", 49, high=2**14) - 1
         options = _windowed(fields, lambda i: i < 2 or i % 4 == 1 or i == last, mlp_width=_mlp_width(fields, 6144))
         if fields.config.get("mlp_only_layers") is None:
-            fields = Fields({**fields.config, "mlp_only_layers": [0, 1]}, fields.file, fields.prefix)
+            fields = fields.changed({"mlp_only_layers": [0, 1]})
         shared = fields.int("shared_expert_intermediate_size", default=1024)
         rules = {"scores": "sigmoid", "normalized": True, "shared_width": shared}
         return Config(
@@ -144,14 +135,11 @@ def _windowed(fields: Fields, full: Callable[[int], bool], **sizes: Any) -> dict
         full: whether a layer has no window, if the config does not give the kinds of layers.
         sizes: see `rotary`.
     """
-    kv_heads, head_dim = (
-        None if name in fields.config else size for name, size in (("num_key_value_heads", 4), ("head_dim", 128))
-    )
-    options = rotary(fields, positions=262144, kv_heads=kv_heads, head_dim=head_dim, **sizes)
+    head_dim = None if "head_dim" in fields.config else 128
+    options = rotary(fields, positions=262144, kv_heads=4, head_dim=head_dim, **sizes, eps=1e-6)
     window = fields.int("sliding_window", *([] if "sliding_window" in fields.config else [513]), high=2**31)
     kinds = layer_types(fields, [FULL if full(i) else SLIDING for i in range(options["layers"])])
     return options | {
-        "norm_eps": fields.float("rms_norm_eps", default=1e-6, low=0.0),
         "head_norms": "each",
         "windows": windows(fields, kinds, window),
         "ropes": tuple(options["rope"] if kind == SLIDING else None for kind in kinds),

@@ -14,13 +14,9 @@ class SeedOss(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads, head_dim = (
-            None if name in fields.config else size for name, size in (("num_key_value_heads", 8), ("head_dim", 128))
-        )
+        head_dim = None if "head_dim" in fields.config else 128
         return Config(
-            **rotary(fields, positions=524288, kv_heads=kv_heads, head_dim=head_dim),
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=True),
+            **rotary(fields, positions=524288, kv_heads=8, head_dim=head_dim, eps=1e-6, bias=True),
             out_bias=fields.bool("attention_out_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )
@@ -33,15 +29,12 @@ class InternLM3(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads, head_dim = (
-            None if name in fields.config else size for name, size in (("num_key_value_heads", 2), ("head_dim", 128))
-        )
+        head_dim = None if "head_dim" in fields.config else 128
         bias = fields.bool("bias", default=False)
         if fields.bool("qkv_bias", default=False) != bias:
             raise fields.error("qkv_bias", f"the bias, {str(bias).lower()}, as in transformers")
         return Config(
-            **rotary(fields, positions=32768, kv_heads=kv_heads, head_dim=head_dim),
-            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            **rotary(fields, positions=32768, kv_heads=2, head_dim=head_dim, eps=1e-5),
             attention_bias=bias,
             mlp_bias=bias,
         )

@@ -15,15 +15,12 @@ class SmolLM3(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 4
-        options = rotary(fields, positions=32768, kv_heads=kv_heads, tied=True, theta=2e6)
+        options = rotary(fields, positions=32768, kv_heads=4, tied=True, theta=2e6, eps=1e-6, bias=False)
         rotated = rotated_layers(fields, options["layers"])
         window = fields.int("sliding_window", None, high=2**31)
         sliding = fields.bool("use_sliding_window", default=False) and window is not None
         kinds = layer_types(fields, [SLIDING if sliding and not turned else FULL for turned in rotated])
         return Config(
-            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
-            attention_bias=fields.bool("attention_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
             windows=windows(fields, kinds, window),
             ropes=tuple(options["rope"] if turned else None for turned in rotated),

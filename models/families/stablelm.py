@@ -16,8 +16,7 @@ class StableLM(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 32
-        options = rotary(fields, positions=4096, kv_heads=kv_heads, partial=0.25, even=True)
+        options = rotary(fields, positions=4096, kv_heads=32, partial=0.25, even=True)
         if options["head_dim"] * options["heads"] != options["width"]:
             raise fields.error("head_dim", "hidden_size / num_attention_heads")
         return Config(

@@ -16,8 +16,7 @@ class Starcoder2(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        kv_heads = None if "num_key_value_heads" in fields.config else 2
-        options = rotary(fields, positions=4096, activation="gelu_pytorch_tanh", kv_heads=kv_heads, tied=True)
+        options = rotary(fields, positions=4096, activation="gelu_pytorch_tanh", kv_heads=2, tied=True)
         bias = fields.bool("use_bias", default=True)
         return Config(
             norm_eps=fields.float("norm_epsilon", default=1e-5, low=0.0),

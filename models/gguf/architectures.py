@@ -124,7 +124,7 @@ def _granite(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 def _granitemoe(file: GGUF, keys: Fields) -> dict[str, Any]:
     mixed, shared = experts(file, keys), keys.int("expert_shared_feed_forward_length", 0, low=0)
-    plain = Fields({**keys.config, "expert_count": None}, keys.file, keys.prefix)
+    plain = keys.changed({"expert_count": None})
     width = {"intermediate_size": mixed.pop("moe_intermediate_size")}
     config = _granite(file, plain) | width | mixed
     if not shared:
@@ -137,9 +137,7 @@ def _granitehybrid(file: GGUF, keys: Fields) -> dict[str, Any]:
     shared = keys.config.get(name)
     if not isinstance(shared, list) or len(shared) != keys.int("block_count", high=2**14):
         raise keys.error(name, "a number for each layer")
-    plain = Fields(
-        {**keys.config, name: [heads for heads in shared if heads], "expert_count": None}, keys.file, keys.prefix
-    )
+    plain = keys.changed({name: [heads for heads in shared if heads], "expert_count": None})
     config = _granite(file, plain) | named("GraniteMoeHybridForCausalLM", "granitemoehybrid")
     config |= scans(file, keys, config["hidden_size"])
     if not keys.config.get("expert_count"):
@@ -255,7 +253,7 @@ def _gemma3(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _gemma4(file: GGUF, keys: Fields) -> dict[str, Any]:
-    full = Fields({**keys.config, "attention.head_count_kv": None}, keys.file, keys.prefix)  # may differ by layer
+    full = keys.changed({"attention.head_count_kv": None})  # may differ by layer
     window, cap = keys.int("attention.sliding_window", 0, low=0, high=2**31), keys.float(CAPS[1], 0.0)
     config = attention(file, full) | windows(keys, window, 6) | named("Gemma4ForCausalLM", "gemma4_text")
     config |= {"rms_norm_eps": epsilon(keys, "attention.layer_norm_rms_epsilon")}
@@ -308,7 +306,7 @@ def _deepseek2(file: GGUF, keys: Fields) -> dict[str, Any]:
 def _mistral4(file: GGUF, keys: Fields) -> dict[str, Any]:
     # Files whose source had transformers' names lack the first key: its value is that of the only model then.
     growth, normalized = keys.float("attention.temperature_scale", 0.1), "expert_weights_norm"
-    config = _deepseek2(file, Fields({**keys.config, normalized: None}, keys.file, keys.prefix))
+    config = _deepseek2(file, keys.changed({normalized: None}))
     if config["model_type"] != "deepseek_v2":
         raise keys.error("expert_gating_func", "1, as weights are parts of a softmax")
     rope = (config["rope_scaling"] or {}) | {"llama_4_scaling_beta": decimal(growth)}
@@ -354,7 +352,7 @@ def _lfm2(file: GGUF, keys: Fields) -> dict[str, Any]:
         raise keys.error(name, "a number for each layer")
     if keys.int("attention.sliding_window", 0, low=0, high=2**31):
         raise keys.error("attention.sliding_window", "nothing: it is not supported")
-    attention = Fields({**keys.config, name: [heads for heads in shared if heads]}, keys.file, keys.prefix)
+    attention = keys.changed({name: [heads for heads in shared if heads]})
     config = gated(file, attention, rotated="all") | named("Lfm2ForCausalLM", "lfm2")
     config["norm_eps"] = config.pop("rms_norm_eps")
     config["layer_types"] = [FULL if heads else "conv" for heads in shared]

@@ -44,7 +44,7 @@ def jamba(file: GGUF, keys: Fields) -> dict[str, Any]:
     shared = keys.config.get(name)
     if not isinstance(shared, list) or len(shared) != layers or not any(shared):
         raise keys.error(name, "a number for each layer, not 0 in all")
-    plain = Fields({**keys.config, name: [heads for heads in shared if heads]}, keys.file, keys.prefix)
+    plain = keys.changed({name: [heads for heads in shared if heads]})
     config = attention(file, plain) | named("JambaForCausalLM", "jamba")
     config |= {"hidden_act": "silu", "rms_norm_eps": epsilon(keys, "attention.layer_norm_rms_epsilon")}
     mixed = [f"blk.{i}.ffn_gate_inp.weight" in file.tensors for i in range(layers)]

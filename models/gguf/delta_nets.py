@@ -21,7 +21,7 @@ def without_draft_layers(file: GGUF, keys: Fields) -> Fields:
         begin, _, rest = name.partition(".")
         if begin == "blk" and (number := rest.partition(".")[0]).isdecimal() and int(number) >= layers:
             del file.tensors[name]
-    return Fields({**keys.config, "block_count": layers}, keys.file, keys.prefix)
+    return keys.changed({"block_count": layers})
 
 
 def delta_nets(file: GGUF, keys: Fields) -> dict[str, Any]:

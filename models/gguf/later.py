@@ -110,7 +110,7 @@ def _ernie(file: GGUF, keys: Fields) -> dict[str, Any]:
 def _ernie_moe(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = gated(file, keys, rotated="all") | named("Ernie4_5_MoeForCausalLM", "ernie4_5_moe")
     step = keys.int("interleave_moe_layer_step", 1)
-    mixed = experts(file, Fields({**keys.config, **ONE_STEP}, keys.file, keys.prefix), some=True)
+    mixed = experts(file, keys.changed(ONE_STEP), some=True)
     first, width = keys.int("leading_dense_block_count", 0, low=0), mixed["moe_intermediate_size"]
     sparse = [i for i in range(config["num_hidden_layers"]) if i not in mixed["mlp_only_layers"]]
     shared = f"blk.{sparse[0]}.ffn_down_shexp.weight"
@@ -148,7 +148,7 @@ def _llama4(file: GGUF, keys: Fields) -> dict[str, Any]:
         raise keys.error("attention.sliding_window", f"0 or {CHUNK}")
     layers, sparse = [*range(config["num_hidden_layers"])], list[int]()
     if keys.config.get("expert_count"):
-        mixed = experts(file, Fields({**keys.config, **ONE_STEP}, keys.file, keys.prefix), scores=SIGMOID, some=True)
+        mixed = experts(file, keys.changed(ONE_STEP), scores=SIGMOID, some=True)
         sparse = [i for i in layers if i not in mixed["mlp_only_layers"]]
         sizes = {"intermediate_size": mixed["moe_intermediate_size"], "num_local_experts": mixed["num_experts"]}
         config |= {"intermediate_size_mlp": config["intermediate_size"], **sizes}

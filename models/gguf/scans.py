@@ -72,7 +72,7 @@ def nemotron_h(file: GGUF, keys: Fields) -> dict[str, Any]:
             raise keys.error(name, "a number for each layer")
         counts.append(found)
     shared, widths = counts
-    plain = Fields({**keys.config, "attention.head_count_kv": [x for x in shared if x]}, keys.file, keys.prefix)
+    plain = keys.changed({"attention.head_count_kv": [x for x in shared if x]})
     inner, heads = keys.int("ssm.inner_size"), keys.int("ssm.time_step_rank", high=2**16)
     if inner % heads:
         raise keys.error("ssm.inner_size", f"a multiple of ssm.time_step_rank, {heads}")
@@ -103,9 +103,7 @@ def _experts(file: GGUF, keys: Fields) -> dict[str, Any]:
         if keys.int(key, 0, low=0):
             raise keys.error(key, "nothing: it is not supported")
     groups = keys.int("expert_group_count", 1, low=0) or 1
-    found = experts(
-        file, Fields({**keys.config, "expert_group_count": 1}, keys.file, keys.prefix), scores=SIGMOID, some=True
-    )
+    found = experts(file, keys.changed({"expert_group_count": 1}), scores=SIGMOID, some=True)
     return {
         "n_routed_experts": found["num_experts"],
         "num_experts_per_tok": found["num_experts_per_tok"],

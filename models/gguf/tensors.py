@@ -165,6 +165,10 @@ class BlockScheme:
 
     info: Stored
 
+    def form(self, width: int) -> Block:
+        """See `Scheme`."""
+        return self.info.block
+
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
         block = self.info.block

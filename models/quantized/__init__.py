@@ -24,30 +24,7 @@ from models.quantized import (
     quark,
     torchao,
 )
-from models.quantized.parts import (
-    CACHE_SCALES,
-    EMBEDDING,
-    LINEAR,
-    TRANSPOSED,
-    Part,
-    Quantization,
-    Scheme,
-    Source,
-    unsupported,
-)
-
-__all__ = [
-    "CACHE_SCALES",
-    "EMBEDDING",
-    "LINEAR",
-    "METHODS",
-    "TRANSPOSED",
-    "Part",
-    "Quantization",
-    "Scheme",
-    "Source",
-    "quantization",
-]
+from models.quantized.parts import Quantization, unsupported
 
 METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
     "auto-round": auto_round.parse,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.fields import Fields
-from models.formats.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import FLOATS, Grid, Part, Source, Uniform, names, unpack, unsupported
+from models.formats.grouped import GroupedWeight
+from models.quantized.parts import FLOATS, Form, Grid, Part, Source, Uniform, names, unpack, unsupported
 
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the field of each output
 
@@ -21,6 +21,10 @@ class AWQ:
     """AWQ weights; columns of a group share scales and zeros."""
 
     grid: Grid
+
+    def form(self, width: int) -> Form:
+        """See `Scheme`."""
+        return Form("int4", self.grid.group(width), zeros=True)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
@@ -33,15 +37,13 @@ class AWQ:
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
-        qweight, qzeros, scale_GO = source.tensor("qweight"), source.tensor("qzeros"), source.scale("scales")
+        qweight, zero_OG = source.tensor("qweight"), _fields(source.tensor("qzeros"))[:outs].float()
 
-        def rows(first: int, last: int) -> GroupedRows:
-            start, end = first // 8, -(-last // 8)
-            wanted = slice(first - start * 8, last - start * 8)
-            codes, zeros = (_fields(words[:, start:end])[wanted] for words in (qweight, qzeros))
-            return GroupedRows(codes, scale_GO[:, first:last].T, zeros.float())
+        def codes(first: int, last: int) -> Tensor:
+            start = first // 8
+            return _fields(qweight[:, start : -(-last // 8)])[first - start * 8 : last - start * 8]
 
-        return GroupedWeight("int4", (outs, width), self.grid.group(width), rows)
+        return self.form(width).weight(outs, width, codes, source.scale("scales").T, zero_OG)
 
 
 def parse(fields: Fields) -> Uniform:

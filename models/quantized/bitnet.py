@@ -10,19 +10,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kernels.linear.panels import LEVELS
 from models.checkpoint.fields import Fields
-from models.formats.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import FLOATS, LINEAR, Part, Source, names, pattern, unsupported
+from models.formats.grouped import GroupedWeight
+from models.quantized.parts import FLOATS, LINEAR, Form, Part, Source, names, pattern, unsupported
 
 CENTRE = 8  # the code of int4 that stands for 0
 LEAST_MEAN = 1e-5  # of means of magnitudes
 HEADS = ["lm_head", "score"]  # which stay floats unless a config lists others
 
 
+class _OfRows:
+    def form(self, width: int) -> Form:
+        """See `Scheme`."""
+        return Form("int4", width, each=4)
+
+
 @dataclass(frozen=True)
-class Ternary:
+class Ternary(_OfRows):
     """Numbers and their scale.
 
     Args:
@@ -51,7 +58,7 @@ class Ternary:
         if len(stored) != (quarter if stored.dtype == torch.uint8 else outs):
             raise source.error(f"weight: expected a byte for four outputs, or a float for each, got {stored.dtype}")
 
-        def codes(first: int, last: int) -> torch.Tensor:
+        def codes(first: int, last: int) -> Tensor:
             if stored.dtype == torch.uint8:
                 out_O = torch.arange(first, last)
                 return (
@@ -62,10 +69,10 @@ class Ternary:
                 raise source.error("weight has numbers other than -1, 0 and 1")
             return (numbers_OI + CENTRE).to(torch.uint8)
 
-        return _weight(outs, width, codes, scale_1)
+        return self.form(width).weight(outs, width, codes, scale_1.expand(outs, 1), levels=LEVELS, by_row=True)
 
 
-class Trained:
+class Trained(_OfRows):
     """Floats that are rounded to numbers and a scale when they are read."""
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
@@ -79,17 +86,10 @@ class Trained:
         if not scale.isfinite() or not scale:
             raise source.error("weight has values that are not finite")
 
-        def codes(first: int, last: int) -> torch.Tensor:
+        def codes(first: int, last: int) -> Tensor:
             return ((stored[first:last].float() * scale).round_().clamp_(-1, 1) + CENTRE).to(torch.uint8)
 
-        return _weight(outs, width, codes, (1 / scale).view(1, 1))
-
-
-def _weight(outs: int, width: int, codes: Callable[[int, int], torch.Tensor], scale_1: torch.Tensor) -> GroupedWeight:
-    def rows(first: int, last: int) -> GroupedRows:
-        return GroupedRows(codes(first, last), scale_1.expand(last - first, 1))
-
-    return GroupedWeight("int4", (outs, width), width, rows, levels=LEVELS, by_row=True)
+        return self.form(width).weight(outs, width, codes, (1 / scale).expand(outs, 1), levels=LEVELS, by_row=True)
 
 
 @dataclass(frozen=True)

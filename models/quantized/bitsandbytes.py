@@ -7,10 +7,11 @@ not rounded to 8 bits.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from models.checkpoint.fields import Fields
-from models.formats.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import Part, Source, Uniform, unsupported
+from models.formats.grouped import GroupedWeight
+from models.quantized.parts import Form, Part, Source, Uniform, unsupported
 
 NAME = "bitsandbytes"
 STEP = 7.874015718698502e-3  # 1 / 127 as in `int8_vectorwise_dequant`
@@ -19,6 +20,10 @@ STEP = 7.874015718698502e-3  # 1 / 127 as in `int8_vectorwise_dequant`
 @dataclass(frozen=True)
 class ScaledRows:
     """Weights as int8, and the largest magnitude of each output."""
+
+    def form(self, width: int) -> Form:
+        """See `Scheme`."""
+        return Form("int8", width, each=4)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
@@ -35,10 +40,10 @@ class ScaledRows:
             raise source.error(f"weight_format is {order.item()}, expected 0, rows as they are")
         stored, scale_O1 = source.tensor("weight"), source.scale("SCB").unsqueeze(1) * STEP
 
-        def rows(first: int, last: int) -> GroupedRows:
-            return GroupedRows(stored[first:last].view(torch.uint8) ^ 128, scale_O1[first:last])
+        def codes(first: int, last: int) -> Tensor:
+            return stored[first:last].view(torch.uint8) ^ 128
 
-        return GroupedWeight("int8", (outs, width), width, rows)
+        return self.form(width).weight(outs, width, codes, scale_O1)
 
 
 def described(fields: Fields) -> bool:

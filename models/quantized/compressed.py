@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from models.checkpoint.fields import Fields
-from models.formats.grouped import GroupedRows, GroupedWeight
+from models.formats.grouped import GroupedWeight
 from models.quantized import mxfp4, nvfp4
 from models.quantized import parts as p
 from models.quantized.float8 import MX, Float8
-from models.quantized.parts import Grid, Part, Scheme, Source, unsupported
+from models.quantized.parts import Form, Grid, Part, Scheme, Source, unsupported
 
 FORMATS = {  # formats -> types and bits of their weights
     "pack-quantized": [("int", 4), ("int", 8)],
@@ -58,6 +59,11 @@ class Integers:
     ordered: bool
     levels: float | None
 
+    def form(self, width: int) -> Form:
+        """See `Scheme`."""
+        kind = "int4" if self.packed and self.bits == 4 else "int8"
+        return Form(kind, self.grid.group(width), zeros=self.zeros)
+
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
         shapes, per = self.grid.shapes(outs, width), 32 // self.bits
@@ -95,15 +101,14 @@ class Integers:
             groups_I = None  # what some versions stored if nothing was ordered
         order_I = p.order_of(groups_I, grid.group(width), source)
 
-        def rows(first: int, last: int) -> GroupedRows:
+        def codes(first: int, last: int) -> Tensor:
             part = stored[first:last]
             codes_OI = p.unpack(part, bits)[:, :width] if self.packed else part.view(torch.uint8) ^ 128
-            codes_OI = codes_OI if order_I is None else codes_OI[:, order_I]
-            zero_OG = None if zeros is None else grid.rows(zeros, first, last, outs, width).float()
-            return GroupedRows(codes_OI, grid.rows(scale, first, last, outs, width), zero_OG)
+            return codes_OI if order_I is None else codes_OI[:, order_I]
 
-        kind = "int4" if bits == 4 else "int8"
-        return GroupedWeight(kind, (outs, width), grid.group(width), rows, order_I, self.levels)
+        scale_OG = grid.spread(scale, outs, width)
+        zero_OG = None if zeros is None else grid.spread(zeros, outs, width).float()
+        return self.form(width).weight(outs, width, codes, scale_OG, zero_OG, order_I=order_I, levels=self.levels)
 
 
 @dataclass(frozen=True)

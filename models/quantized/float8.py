@@ -8,10 +8,11 @@ Compute Project, 2023) has an 8-bit exponent per 32 elements. Activations are no
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from models.checkpoint.fields import Fields
-from models.formats.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import FLOATS, Grid, Part, Source, Uniform, names, unsupported
+from models.formats.grouped import GroupedWeight
+from models.quantized.parts import FLOATS, Form, Grid, Part, Source, Uniform, names, unsupported
 
 MX = (1, 32)  # outputs and inputs that share an exponent
 
@@ -24,6 +25,10 @@ class Float8:
     scale: str
     powers: bool = False
     codes: str = "weight"
+
+    def form(self, width: int) -> Form:
+        """See `Scheme`."""
+        return Form("float8", self.grid.group(width), each=4)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`. Scales of activations are accepted but not used, because activations are not rounded."""
@@ -39,13 +44,10 @@ class Float8:
         codes_OI = source.tensor(self.codes).view(torch.uint8)
         scale = source.powers(self.scale) if self.powers else source.scale(self.scale)
 
-        def rows(first: int, last: int) -> GroupedRows:
-            part_OI = codes_OI[first:last]
-            if (part_OI & 127).max() == 127:
-                raise source.error(f"{self.codes} has values that are not numbers")
-            return GroupedRows(part_OI, self.grid.rows(scale, first, last, outs, width))
+        def codes(first: int, last: int) -> Tensor:
+            return source.numbers(self.codes, codes_OI[first:last])
 
-        return GroupedWeight("float8", (outs, width), self.grid.group(width), rows)
+        return self.form(width).weight(outs, width, codes, self.grid.spread(scale, outs, width))
 
 
 def parse(fields: Fields) -> Uniform:

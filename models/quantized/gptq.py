@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.fields import Fields
-from models.formats.grouped import GroupedRows, GroupedWeight
+from models.formats.grouped import GroupedWeight
 from models.quantized.parts import (
     FLOATS,
     INTEGERS,
@@ -47,7 +47,7 @@ class GPTQ:
     ordered: bool = False
 
     def form(self, width: int) -> Form:
-        """See `Sized`: 2 and 3 bits take 4 in memory."""
+        """See `Scheme`: 2 and 3 bits take 4 in memory."""
         return Form("int8" if self.bits == 8 else "int4", self.grid.group(width), zeros=True)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
@@ -68,14 +68,13 @@ class GPTQ:
             zero_GO = self._middle(qzeros, outs, source)
         else:
             zero_GO = unpack(qzeros + (ONES[self.bits] or 0) if self.first else qzeros, self.bits)[:, :outs]
-        order_I = order_of(source.read("g_idx"), group := self.grid.group(width), source)
+        order_I = order_of(source.read("g_idx"), (form := self.form(width)).group, source)
 
-        def rows(first: int, last: int) -> GroupedRows:
+        def codes(first: int, last: int) -> Tensor:
             codes_OI = unpack(qweight[:, first:last].T, self.bits)[:, :width]
-            codes_OI = codes_OI if order_I is None else codes_OI[:, order_I]
-            return GroupedRows(codes_OI, scale_GO[:, first:last].T, zero_GO[:, first:last].T.float())
+            return codes_OI if order_I is None else codes_OI[:, order_I]
 
-        return GroupedWeight("int8" if self.bits == 8 else "int4", (outs, width), group, rows, order_I)
+        return form.weight(outs, width, codes, scale_GO.T, zero_GO.T.float(), order_I=order_I)
 
     def _middle(self, qzeros: Tensor, outs: int, source: Source) -> Tensor:
         """Return zeros of 4, if the stored ones are these in one of the two ways. Raises CheckpointError."""
@@ -88,10 +87,8 @@ class GPTQ:
 
 def parse(fields: Fields) -> ModuleRules:
     """Read a config. Raises CheckpointError if it is not supported."""
-    layout, words = (
-        fields.str("checkpoint_format", None) or fields.str("format", "gptq"),
-        fields.str("pack_dtype", "int32"),
-    )
+    layout = fields.str("checkpoint_format", None) or fields.str("format", "gptq")
+    words = fields.str("pack_dtype", "int32")
     if fields.bool("is_marlin_format", default=False):
         layout = "marlin"
     if layout not in FORMATS or words != "int32":

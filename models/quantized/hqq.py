@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels.linear.panels import GroupKind
 from models.checkpoint.fields import Fields
-from models.formats.grouped import GroupedRows, GroupedWeight
+from models.formats.grouped import GroupedWeight
 from models.quantized.parts import FLOATS, INTEGERS, LINEAR, Form, Part, Source
 
 NAME, CODES = "hqq", "W_q"
@@ -32,14 +31,9 @@ class HQQScheme:
     packing: str
     group: int
 
-    @property
-    def kind(self) -> GroupKind:
-        """The kind of the codes in memory."""
-        return "int8" if self.packing == "8bit_u8" else "int4"
-
     def form(self, width: int) -> Form:
-        """See `Sized`."""
-        return Form(self.kind, min(self.group, width), zeros=True)
+        """See `Scheme`."""
+        return Form("int8" if self.packing == "8bit_u8" else "int4", min(self.group, width), zeros=True)
 
     def _rows(self, outs: int, width: int) -> tuple[int, int]:
         """Return the numbers of groups and of rows of `W_q`."""
@@ -75,12 +69,10 @@ class HQQScheme:
         scale_OG, zero_OG = (source.scale(name).view(outs, -1) for name in ("scale", "zero"))
         each = groups // outs
 
-        def rows(first: int, last: int) -> GroupedRows:
-            group_N = torch.arange(first * each, last * each)
-            codes_NI = fields_of(stored, group_N, bits, fields)
-            return GroupedRows(codes_NI.view(last - first, width), scale_OG[first:last], zero_OG[first:last])
+        def codes(first: int, last: int) -> Tensor:
+            return fields_of(stored, torch.arange(first * each, last * each), bits, fields).view(-1, width)
 
-        return GroupedWeight(self.kind, (outs, width), self.group, rows)
+        return self.form(width).weight(outs, width, codes, scale_OG, zero_OG)
 
 
 def fields_of(stored: Tensor, row_N: Tensor, bits: int, fields: int) -> Tensor:

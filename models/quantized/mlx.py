@@ -15,16 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.linear.panels import PANEL, GroupKind, default_zero, power, shape
+from kernels.linear.panels import GroupKind, default_zero, power
 from models.checkpoint.fields import Fields
-from models.formats.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import FLOATS, TRANSPOSED, Part, Source, unpack, unsupported
+from models.formats.grouped import GroupedWeight
+from models.quantized.parts import FLOATS, TRANSPOSED, Form, Part, Source, unpack, unsupported
 
 NAME, FIELD = "mlx", "quantization"
 AFFINE = "affine"
 KINDS: dict[int, GroupKind] = {2: "int4", 3: "int4", 4: "int4", 5: "int5", 6: "int6", 8: "int8"}  # by bits
 GROUPS = (32, 64, 128)
-NOT_A_NUMBER = 127  # NaN in e4m3, without the sign
 
 
 class Mode(NamedTuple):
@@ -57,12 +56,10 @@ class MLXScheme:
         """Whether groups have minimums."""
         return self.mode == AFFINE
 
-    def packed_bytes(self, outs: int, width: int) -> int:
-        """Return the bytes of a packed matrix if float16 can represent all scales; minimums of 8-bit codes need
-        float32."""
-        panels, steps, *word = shape(self.kind, outs, width)
+    def form(self, width: int) -> Form:
+        """See `Scheme`. Minimums of 8-bit codes need float32."""
         each = 1 if self.kind == "float4" else 4 if self.bits == 8 else 2
-        return panels * (steps * word[0] * word[1] + PANEL * -(-width // self.group) * each * (1 + self.least))
+        return Form(self.kind, self.group, least=self.least, each=each)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
@@ -78,14 +75,11 @@ class MLXScheme:
             raise source.error(f"groups of {self.group} elements, expected a width that is a multiple, got {width}")
         words, (scale_OG, least_OG) = source.tensor("weight"), self._values(source)
 
-        def rows(first: int, last: int) -> GroupedRows:
+        def codes(first: int, last: int) -> Tensor:
             codes_OI = unpack(words[first:last], self.bits)
-            if self.kind == "float8" and (codes_OI & NOT_A_NUMBER).max() == NOT_A_NUMBER:
-                raise source.error("weight has values that are not numbers")
-            least = None if least_OG is None else least_OG[first:last]
-            return GroupedRows(codes_OI, scale_OG[first:last], least_OG=least)
+            return source.numbers("weight", codes_OI) if self.kind == "float8" else codes_OI
 
-        return GroupedWeight(self.kind, (outs, width), self.group, rows, least=self.least)
+        return self.form(width).weight(outs, width, codes, scale_OG, None, least_OG)
 
     def _values(self, source: Source) -> tuple[Tensor, Tensor | None]:
         """Return scales and minimums of groups, see `GroupedRows`."""
@@ -94,9 +88,7 @@ class MLXScheme:
             return scale_OG, source.scale("biases") + default_zero(self.kind, True) * scale_OG
         scales = source.tensor("scales")
         if self.kind == "fp4":
-            if (scales & NOT_A_NUMBER).eq(NOT_A_NUMBER).any():
-                raise source.error("scales has values that are not numbers")
-            return scales.view(torch.float8_e4m3fn).float() / 2, None
+            return source.numbers("scales", scales).view(torch.float8_e4m3fn).float() / 2, None
         powers = source.powers("scales")
         return power(scales) if self.kind == "float4" else powers, None
 

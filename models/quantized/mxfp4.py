@@ -4,11 +4,12 @@ any matrix: 32 elements share a power of two, two E2M1 elements share a byte."""
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kernels.linear.panels import power
 from models.checkpoint.fields import Fields
-from models.formats.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import Part, Source, Uniform
+from models.formats.grouped import GroupedWeight
+from models.quantized.parts import Form, Part, Source, Uniform, unpack
 
 GROUP = 32
 
@@ -26,6 +27,10 @@ class Mxfp4:
     scale: str
     parted: bool
 
+    def form(self, width: int) -> Form:
+        """See `Scheme`."""
+        return Form("float4", GROUP, each=1)
+
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
         groups = -(-width // GROUP)
@@ -39,13 +44,12 @@ class Mxfp4:
         if width % GROUP:
             raise source.error(f"blocks of {GROUP} elements, expected a width that is a multiple, got {width}")
         source.powers(self.scale)
-        packed, exponent_OG = source.tensor(self.packed), source.tensor(self.scale)
+        packed = source.tensor(self.packed)
 
-        def rows(first: int, last: int) -> GroupedRows:
-            octets = packed[first:last]
-            return GroupedRows(torch.stack((octets & 15, octets >> 4), -1).flatten(1), power(exponent_OG[first:last]))
+        def codes(first: int, last: int) -> Tensor:
+            return unpack(packed[first:last].flatten(1), 4)
 
-        return GroupedWeight("float4", (outs, width), GROUP, rows)
+        return self.form(width).weight(outs, width, codes, power(source.tensor(self.scale)))
 
 
 COMPRESSED = Mxfp4("weight_packed", "weight_scale", parted=False)

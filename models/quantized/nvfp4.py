@@ -8,9 +8,10 @@ w = value * weight_scale / weight_global_scale (compressed-tensors), or value * 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from models.formats.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import Part, Source
+from models.formats.grouped import GroupedWeight
+from models.quantized.parts import Form, Part, Source, unpack
 
 GROUP = 16
 
@@ -22,6 +23,10 @@ class Nvfp4:
     packed: str
     whole: str
     divides: bool
+
+    def form(self, width: int) -> Form:
+        """See `Scheme`."""
+        return Form("fp4", min(GROUP, width), each=4)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
@@ -40,12 +45,10 @@ class Nvfp4:
         if not scale_OG.isfinite().all():
             raise source.error(f"weight_scale and {self.whole} make scales that are not finite")
 
-        def rows(first: int, last: int) -> GroupedRows:
-            octets = stored[first:last]
-            codes_OI = torch.stack((octets & 15, octets >> 4), -1).flatten(1)[:, :width]
-            return GroupedRows(codes_OI, scale_OG[first:last] / 2)
+        def codes(first: int, last: int) -> Tensor:
+            return unpack(stored[first:last], 4)[:, :width]
 
-        return GroupedWeight("fp4", (outs, width), min(GROUP, width), rows)
+        return self.form(width).weight(outs, width, codes, scale_OG / 2)
 
 
 COMPRESSED = Nvfp4("weight_packed", "weight_global_scale", divides=True)

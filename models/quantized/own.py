@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kernels.linear.panels import ABOVE, NIBBLES, TABLES, GroupKind, power
 from models.checkpoint.fields import Fields
-from models.formats.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import Part, Shape, Source, unsupported
+from models.formats.grouped import GroupedWeight
+from models.quantized.parts import Form, Part, Shape, Source, unpack, unsupported
 
 METHOD, VERSION = "coppice", 1
 KINDS = ("int4", "int8", *ABOVE, *TABLES)
@@ -37,6 +37,11 @@ class Grouping:
     scale: torch.dtype = torch.float16
     zeros: bool = False
     least: bool = False
+
+    def form(self, width: int) -> Form:
+        """See `Scheme`."""
+        each = 1 if self.kind == "float4" else self.scale.itemsize
+        return Form(self.kind, self.group, self.zeros, self.least, each)
 
     def layout(self, outs: int, width: int) -> dict[str, tuple[Shape, torch.dtype]]:
         """Return shapes and dtypes of the tensors."""
@@ -57,21 +62,16 @@ class Grouping:
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
-        codes, scale = source.tensor("codes"), source.scale("scale")
-        zero = source.scale("zero") if self.zeros else None
-        least = source.scale("least") if self.least else None
+        stored, scale_OG = source.tensor("codes"), source.scale("scale")
+        zero_OG = source.scale("zero") if self.zeros else None
+        least_OG = source.scale("least") if self.least else None
 
-        def rows(first: int, last: int) -> GroupedRows:
-            values = (None if x is None else x[first:last] for x in (zero, least))
-            return self._rows(codes[first:last], width, scale[first:last], *values)
+        def codes(first: int, last: int) -> Tensor:
+            codes_OI = stored[first:last]
+            return unpack(codes_OI, 4)[:, :width] if self.kind in NIBBLES else codes_OI
 
-        return GroupedWeight(self.kind, (outs, width), self.group, rows, least=self.least)
-
-    def _rows(self, codes: Tensor, width: int, scale: Tensor, *values: Tensor | None) -> GroupedRows:
-        if self.kind in NIBBLES:
-            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :width]
-        scale = power(scale) if self.kind == "float4" else scale.float()
-        return GroupedRows(codes, scale, *(None if x is None else x.float() for x in values))
+        scale_OG = power(scale_OG) if self.kind == "float4" else scale_OG
+        return self.form(width).weight(outs, width, codes, scale_OG, zero_OG, least_OG)
 
 
 @dataclass(frozen=True)

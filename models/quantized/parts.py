@@ -6,22 +6,23 @@ Shape legend: O outputs, I inputs, G groups of a row.
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.linear.blocks import Block
 from kernels.linear.panels import PANEL, GroupKind, power, shape
 from models.checkpoint.fields import REQUIRED, Fields
 from models.errors import CheckpointError
-from models.formats.grouped import GroupedWeight
+from models.formats.grouped import GroupedRows, GroupedWeight
 
 LINEAR, TRANSPOSED = "Linear", "Conv1D"  # transformers' classes; weights of the second are stored [in, out]
 EMBEDDING = "Embedding"  # the token embedding, which our own layout and MLX's may quantise
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-NO_NUMBER = 255  # the 8-bit exponent that means NaN
+NO_NUMBER, NOT_A_NUMBER = 255, 127  # the 8-bit exponent that means NaN; NaN in e4m3, without the sign
 CACHE_SCALES = re.compile(  # keys and values are not rounded by them
     r".*\.self_attn\.(?:(?:[qkv]_proj\.|qkv_proj\.)?(?:[qkv]|kv)_scale|(?:[kv]|qkv)_proj\.output_scale)"
 )
@@ -60,6 +61,12 @@ class Source(NamedTuple):
             raise self.error(f"{suffix} has values that are not finite")
         return scale
 
+    def numbers(self, suffix: str, codes: Tensor) -> Tensor:
+        """Return these bits of e4m3, uint8. Raises CheckpointError if one is NaN."""
+        if (codes & NOT_A_NUMBER).max() == NOT_A_NUMBER:
+            raise self.error(f"{suffix} has values that are not numbers")
+        return codes
+
     def powers(self, suffix: str) -> Tensor:
         """Return 2^(exponent - 127), float32, for exponents of 8 bits. Raises CheckpointError for that of NaN."""
         exponents = self.tensor(suffix)
@@ -90,6 +97,30 @@ class Form(NamedTuple):
         values = self.each * (1 + (self.zeros or self.least))
         return panels * (steps * word[0] * word[1] + PANEL * -(-width // self.group) * values)
 
+    def weight(
+        self,
+        outs: int,
+        width: int,
+        codes: Callable[[int, int], Tensor],
+        scale_OG: Tensor,
+        zero_OG: Tensor | None = None,
+        least_OG: Tensor | None = None,
+        **more: Any,
+    ) -> GroupedWeight:
+        """Return a weight of this form.
+
+        Args:
+            codes: returns those of rows [first, last), see `GroupedRows`.
+            scale_OG, zero_OG, least_OG: of all rows, see `GroupedRows`.
+            more: further arguments of `GroupedWeight`.
+        """
+
+        def rows(first: int, last: int) -> GroupedRows:
+            values = (None if x_OG is None else x_OG[first:last] for x_OG in (zero_OG, least_OG))
+            return GroupedRows(codes(first, last), scale_OG[first:last], *values)
+
+        return GroupedWeight(self.kind, (outs, width), self.group, rows, least=self.least, **more)
+
 
 class Scheme(Protocol):
     """The form in which a weight [outs, width] is stored."""
@@ -98,17 +129,12 @@ class Scheme(Protocol):
         """Return the tensors that represent it, by the suffixes of their names."""
         ...
 
-    def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """Return the weight. Raises CheckpointError if a tensor has invalid values."""
+    def form(self, width: int) -> Form | Block:
+        """Return the form in memory of a weight of this width."""
         ...
 
-
-@runtime_checkable
-class Sized(Protocol):
-    """A scheme whose weights take other bytes in memory than in the file."""
-
-    def form(self, width: int) -> Form:
-        """Return the form in memory of a weight of this width."""
+    def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
+        """Return the weight. Raises CheckpointError if a tensor has invalid values."""
         ...
 
 
@@ -185,14 +211,14 @@ class Grid(NamedTuple):
         rows, columns = -(-outs // (self.outs or outs)), self.columns(width)
         return ((rows, columns), *([(rows,)] if columns == 1 else []), *([()] if rows == columns == 1 else []))
 
-    def rows(self, x: Tensor, first: int, last: int, outs: int, width: int) -> Tensor:
-        """Return scales, or zeros of the same shape, of rows [first, last): [last - first, G]."""
-        return x.reshape(-1, self.columns(width))[torch.arange(first, last) // (self.outs or outs)]
+    def spread(self, x: Tensor, outs: int, width: int) -> Tensor:
+        """Return scales, or zeros of the same shape, of all rows: [O, G]."""
+        return x.reshape(-1, self.columns(width))[torch.arange(outs) // (self.outs or outs)]
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Unpack words of 32 bits [..., n] to uint8 [..., n * 32 / bits]: fields of 2 to 6 or 8 bits, lowest first; those
-    of 3, 5 and 6 bits cross words."""
+    of 3, 5 and 6 bits cross words. Fields of 4 bits may come in bytes."""
     octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # some "contiguous" ones fail
     if bits == 8:
         return octets

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from models.checkpoint.fields import Fields
 from models.errors import show
-from models.formats.grouped import GroupedRows, GroupedWeight
+from models.formats.grouped import GroupedWeight
 from models.quantized.parts import FLOATS, LINEAR, Form, Part, Source, unsupported
 
 NAME, MODULES = "quanto", "modules"
@@ -44,7 +45,7 @@ class QuantoScheme:
         return next((size for size in GROUPS if width % size == 0), width)
 
     def form(self, width: int) -> Form:
-        """See `Sized`."""
+        """See `Scheme`."""
         kind = "int4" if self.bits < 8 else "int8" if self.type == "qint8" else "float8"
         return Form(kind, self.group(width), least=self.bits < 8)
 
@@ -65,22 +66,15 @@ class QuantoScheme:
         form, each = self.form(width), width // self.group(width)
         least_OG = -source.scale(SHIFT).view(outs, -1) if form.least else None
 
-        def rows(first: int, last: int) -> GroupedRows:
+        def codes(first: int, last: int) -> Tensor:
             if self.bits < 8:
                 row_N = torch.arange(first * each, last * each)
                 place_N = (self.bits * (row_N // len(stored))).to(torch.uint8).unsqueeze(1)
-                codes_OI = (stored[row_N % len(stored)] >> place_N & (1 << self.bits) - 1).view(-1, width)
-            else:
-                codes_OI = stored[first:last].view(torch.uint8)
-                if self.type == "qint8":
-                    codes_OI = codes_OI ^ 128
-                elif (codes_OI & 127).max() == 127:
-                    raise source.error(f"{self.codes} has values that are not numbers")
-            return GroupedRows(
-                codes_OI, scale_OG[first:last], None, least_OG if least_OG is None else least_OG[first:last]
-            )
+                return (stored[row_N % len(stored)] >> place_N & (1 << self.bits) - 1).view(-1, width)
+            codes_OI = stored[first:last].view(torch.uint8)
+            return codes_OI ^ 128 if self.type == "qint8" else source.numbers(self.codes, codes_OI)
 
-        return GroupedWeight(form.kind, (outs, width), form.group, rows, least=form.least)
+        return form.weight(outs, width, codes, scale_OG, None, least_OG)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.fields import Fields
-from models.formats.grouped import GroupedRows, GroupedWeight
+from models.formats.grouped import GroupedWeight
 from models.quantized.awq import ORDER
 from models.quantized.float8 import Float8
 from models.quantized.mxfp4 import GROUP, Mxfp4
@@ -48,7 +48,7 @@ class QuarkIntegers:
         return self.grid.ins is not None
 
     def form(self, width: int) -> Form:
-        """See `Sized`."""
+        """See `Scheme`."""
         return Form("int4" if self.bits == 4 else "int8", self.grid.group(width), zeros=not self.signed, each=4)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
@@ -75,28 +75,24 @@ class QuarkIntegers:
         zeros = None if found is None else self._zeros(found, outs).float()
         if zeros is not None and zeros.eq(8 if self.bits == 4 else 128).all():
             zeros = None  # what stands for 0 without zeros
-        outs_of = Grid(1 if self.grid.outs else None, self.grid.ins)
+        shape = outs, self.grid.columns(width)  # a whole matrix may share them
 
-        def rows(first: int, last: int) -> GroupedRows:
-            values = (None if x is None else outs_of.rows(x, first, last, outs, width) for x in (scale, zeros))
-            return GroupedRows(self._codes(stored, first, last, width), *values)  # type: ignore[arg-type]
+        def codes(first: int, last: int) -> Tensor:
+            if not self.transposed:
+                return self._numbers(stored[first:last])[:, :width]
+            per = 8 if self.bits == 4 else 1
+            start = first // per
+            columns = self._numbers(stored[:, start : -(-last // per)])
+            return columns[:, first - start * per : last - start * per].T.contiguous()
 
-        return GroupedWeight("int4" if self.bits == 4 else "int8", (outs, width), self.grid.group(width), rows)
-
-    def _codes(self, stored: Tensor, first: int, last: int, width: int) -> Tensor:
-        if not self.transposed:
-            return self._numbers(stored[first:last])[:, :width]
-        per = 8 if self.bits == 4 else 1
-        start = first // per
-        columns = self._numbers(stored[:, start : -(-last // per)])
-        return columns[:, first - start * per : last - start * per].T.contiguous()
+        zero_OG = None if zeros is None else zeros.expand(shape)
+        return self.form(width).weight(outs, width, codes, scale.expand(shape), zero_OG)
 
     def _zeros(self, stored: Tensor, outs: int) -> Tensor:
         """Return the codes of zeros [O, G], or [1, 1] of a whole matrix."""
         if self.grid.outs is None:
-            return (
-                stored.reshape(1, 1) & 15 ^ 8 * self.signed if self.bits == 4 else self._numbers(stored.reshape(1, 1))
-            )
+            one = stored.reshape(1, 1)
+            return one & 15 ^ 8 * self.signed if self.bits == 4 else self._numbers(one)
         return self._numbers(stored.reshape(-1, stored.shape[-1]))[:, :outs].T
 
     def _numbers(self, stored: Tensor) -> Tensor:

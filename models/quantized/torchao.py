@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from kernels.linear.panels import GroupKind
 from models.checkpoint.fields import Fields
 from models.errors import CheckpointError, show
-from models.formats.grouped import GroupedRows, GroupedWeight
+from models.formats.grouped import GroupedWeight
 from models.quantized.float8 import Float8
 from models.quantized.parts import EMBEDDING, FLOATS, TRANSPOSED, Form, Grid, Part, Scheme, Source, unpack, unsupported
 
@@ -40,14 +40,9 @@ class Unpacked:
     bits: int
     grid: Grid
 
-    @property
-    def kind(self) -> GroupKind:
-        """The kind of the codes in memory."""
-        return "int4" if self.bits <= 4 else "int8"
-
     def form(self, width: int) -> Form:
-        """See `Sized`."""
-        return Form(self.kind, self.grid.group(width), each=4 if self.bits == 8 else 2)
+        """See `Scheme`."""
+        return Form("int4" if self.bits <= 4 else "int8", self.grid.group(width), each=4 if self.bits == 8 else 2)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
@@ -60,20 +55,19 @@ class Unpacked:
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
-        stored, scale = source.tensor(f"{PREFIX}qdata"), source.scale(f"{PREFIX}scale")
-        found, grid, centre = source.read(f"{PREFIX}zero_point"), self.grid, 8 if self.kind == "int4" else 128
-        zeros = None if found is None or not found.any() else found.float() + centre
-        half = 1 << self.bits - 1
+        stored, found, form = source.tensor(f"{PREFIX}qdata"), source.read(f"{PREFIX}zero_point"), self.form(width)
+        scale_OG = self.grid.spread(source.scale(f"{PREFIX}scale"), outs, width)
+        half, centre, zero_OG = 1 << self.bits - 1, 8 if form.kind == "int4" else 128, None
+        if found is not None and found.any():
+            zero_OG = self.grid.spread(found.float() + centre, outs, width)
 
-        def rows(first: int, last: int) -> GroupedRows:
+        def codes(first: int, last: int) -> Tensor:
             part_OI = stored[first:last]
             if self.bits < 8 and (part_OI.min() < -half or part_OI.max() >= half):
                 raise source.error(f"{PREFIX}qdata has integers of more than {self.bits} bits")
-            zero_OG = None if zeros is None else grid.rows(zeros, first, last, outs, width)
-            codes_OI = (part_OI + 8).view(torch.uint8) if centre == 8 else part_OI.view(torch.uint8) ^ 128
-            return GroupedRows(codes_OI, grid.rows(scale, first, last, outs, width), zero_OG)
+            return (part_OI + 8).view(torch.uint8) if centre == 8 else part_OI.view(torch.uint8) ^ 128
 
-        return GroupedWeight(self.kind, (outs, width), grid.group(width), rows)
+        return form.weight(outs, width, codes, scale_OG, zero_OG)
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class PlainInt4:
     group: int
 
     def form(self, width: int) -> Form:
-        """See `Sized`."""
+        """See `Scheme`."""
         return Form("int4", min(self.group, width), least=True)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
@@ -100,13 +94,10 @@ class PlainInt4:
         stored, scale_GO = source.tensor(f"{PREFIX}qdata").view(torch.uint8), source.scale(f"{PREFIX}scale")
         least_GO = source.scale(f"{PREFIX}zero_point") - 8 * scale_GO
 
-        def rows(first: int, last: int) -> GroupedRows:
-            octets = stored[first:last] ^ 0x88
-            codes_OI = torch.stack((octets & 15, octets >> 4), -1).flatten(1)[:, :width]
-            values = (x_GO[:, first:last].T for x_GO in (scale_GO, least_GO))
-            return GroupedRows(codes_OI, next(values), None, next(values))
+        def codes(first: int, last: int) -> Tensor:
+            return unpack(stored[first:last] ^ 0x88, 4)[:, :width]
 
-        return GroupedWeight("int4", (outs, width), min(self.group, width), rows, least=True)
+        return self.form(width).weight(outs, width, codes, scale_GO.T, None, least_GO.T)
 
 
 @dataclass(frozen=True)
@@ -120,7 +111,7 @@ class TiledInt4:
     group: int
 
     def form(self, width: int) -> Form:
-        """See `Sized`."""
+        """See `Scheme`."""
         return Form("int4", min(self.group, width), least=True)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
@@ -138,14 +129,13 @@ class TiledInt4:
         scale_OG, zero_OG = (values_GO2[:groups, :, i].T for i in (0, 1))
         least_OG = zero_OG - 8 * scale_OG
 
-        def rows(first: int, last: int) -> GroupedRows:
+        def codes(first: int, last: int) -> Tensor:
             start = first // 8
             fields = unpack(stored[start : -(-last // 8)], 4).view(-1, stored.shape[1], 8, 4, 4, 2, 2, 2)
             codes_OI = fields.permute(0, 2, 1, 4, 6, 7, 3, 5).flatten(2).flatten(0, 1)
-            codes_OI = codes_OI[first - 8 * start : last - 8 * start, :width]
-            return GroupedRows(codes_OI, scale_OG[first:last], None, least_OG[first:last])
+            return codes_OI[first - 8 * start : last - 8 * start, :width]
 
-        return GroupedWeight("int4", (outs, width), min(self.group, width), rows, least=True)
+        return self.form(width).weight(outs, width, codes, scale_OG, None, least_OG)
 
 
 @dataclass(frozen=True)

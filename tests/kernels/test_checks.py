@@ -248,7 +248,7 @@ def test_the_operator_that_a_compiler_calls_refuses_it_too(case):
     arguments = attention_arguments(**{name: spoil})
     layout, window = arguments.pop("layout"), arguments.pop("window")
     with pytest.raises(ValueError, match=r"expected|leads out of a cache"):
-        torch.ops.coppice.tree_attention_cpp(*arguments.values(), *layout.seen, 0.5, window)
+        torch.ops.coppice.tree_attention_cpp(*arguments.values(), layout.seen, 0.5, window)
 
 
 @needs_cpp

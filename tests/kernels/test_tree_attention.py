@@ -688,8 +688,7 @@ def test_custom_ops(name, impl, kept):
     f.cache.k_LGSD.nan_to_num_(0), f.cache.v_LGSD.nan_to_num_(0)
     (q, k, v), _ = cast(f, torch.float32, kept)
     q, layout = q.nan_to_num(0), f.layout
-    arguments = (q, k, v, layout.positions_T, layout.token_starts, layout.trunk_seen_T,
-                 layout.trunk_runs, layout.branch_slots_RW, layout.branch_positions_RW, layout.ancestry_TC)  # fmt: skip
+    arguments = q, k, v, list(layout.seen)
     attention, write = (getattr(torch.ops.coppice, f"{name}_{impl}").default for name in ("tree_attention", "kv_write"))
     for options in ((None,), (9,), (9, 2.0), (9, None, torch.randn(q.shape[1]))):
         torch.library.opcheck(attention, (*arguments, 0.25, *options))

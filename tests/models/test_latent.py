@@ -18,13 +18,13 @@ from models.formats.floats import PackedLinear
 from models.shard import Shard
 from search import Trie
 from tests.marks import needs_cpp, needs_int8
+from tests.models.answers import QUANTS, TEXT
 from tests.models.copies import GOLDEN, changed
 from tools.pack import pack
 
 CPU = torch.device("cpu")
 PLAIN, GROUPS, THREE, GLM = (f"deepseek/{name}" for name in ("plain", "groups", "three", "glm"))
 GROWN = "mistral/mistral4"
-TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(70)]
 KV_B = "model.layers.1.self_attn.kv_b_proj"
 
 
@@ -84,7 +84,7 @@ def test_prefixes_pressure_and_company_change_nothing(variant, kv_dtype, monkeyp
     small.pool.check_invariants([])
 
 
-@pytest.mark.parametrize("quant", [pytest.param("int8", marks=needs_int8), pytest.param("int4", marks=needs_cpp)])
+@QUANTS
 @pytest.mark.parametrize("variant", [PLAIN, THREE])
 def test_quantised_weights_are_near(variant, quant):
     exact, found = (load(GOLDEN / variant, quant=quant) for quant in ("none", quant))

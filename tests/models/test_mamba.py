@@ -7,31 +7,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import Engine
-from engine.cache.pool import PagePool
-from engine.load.loading import LoadedModel
-from engine.step.graphs import GraphRunner
 from models.errors import CheckpointError
 from models.shard import Shard
-from search import Greedy, Trie
-from tests.marks import needs_cpp, needs_int8, needs_interpreter
+from search import Greedy
+from tests.marks import needs_cpp, needs_interpreter
+from tests.models.answers import QUANTS, TEXT, check_quantised, check_triton, load
 from tests.models.copies import GOLDEN, changed
 from tools.pack import pack
 
-TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(70)]
 VARIANTS = ["mamba/plain", "mamba/falcon", "jamba/plain", "jamba/experts"]
 
 
-def load(folder, **options):
-    return Engine.load(folder, **{"dtype": "float32", "kv_memory": 1 << 24} | options)
-
-
-@pytest.mark.parametrize("quant", [pytest.param("int8", marks=needs_int8), pytest.param("int4", marks=needs_cpp)])
+@QUANTS
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_quantised_weights_are_near(variant, quant):
-    exact, found = (load(GOLDEN / variant, quant=quant).logits(TEXT) for quant in ("none", quant))
-    off = (found - exact).norm() / exact.norm()
-    assert 0 < off < (0.2 if quant == "int8" else 0.7)  # norms enlarge errors of B and C, which random states add up
+    # Norms enlarge errors of B and C, which random states add up.
+    check_quantised(variant, quant, 0.2 if quant == "int8" else 0.7)
 
 
 def test_half_precision_is_near():
@@ -82,15 +73,7 @@ def test_packed_ahead(tmp_path):
 @needs_interpreter
 @pytest.mark.parametrize("variant", ["mamba/plain", "jamba/experts"])
 def test_answers_of_triton(variant):
-    plain = load(GOLDEN / variant)
-    pool = PagePool(plain.shape, 40, 16, torch.float32)
-    runner = GraphRunner(plain.runner.model, pool, plain.runner.vocab_size, impl="triton", record=lambda run: run)
-    engine = Engine(LoadedModel(runner, plain.shape, None, eos_token_ids=plain.eos_token_ids))
-    options = {"max_new_tokens": 2, "ignore_eos": True, "logprobs": 1}
-    (ours, theirs) = (each.generate([TEXT[:5]], Trie(beams=2), **options)[0].outputs for each in (engine, plain))
-    for found, wanted in zip(ours, theirs, strict=True):
-        assert found.token_ids == wanted.token_ids
-        assert found.token_logprobs == pytest.approx(wanted.token_logprobs, abs=1e-4)
+    check_triton(variant)
 
 
 def test_names_of_first_files(tmp_path):

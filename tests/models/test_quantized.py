@@ -23,8 +23,8 @@ from models.checkpoint.headers import Checkpoint
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels
 from models.formats.grouped import GroupedLinear
-from models.quantized import EMBEDDING, LINEAR, TRANSPOSED, Source, mlx, quantization
-from models.quantized.parts import Grid
+from models.quantized import mlx, quantization
+from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Grid, Source
 from tools.golden import quantized as recipes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantized"
@@ -146,7 +146,7 @@ def test_every_code_of_mlx(mode, dtype):
         packed = GroupedLinear([weight], dtype=torch.float32, device=CPU).packed
         assert torch.equal(unpacked(packed), expected)
         kept = (packed.panels, packed.groups.scale, packed.groups.least)
-        assert scheme.packed_bytes(24, 192) == sum(x.nbytes for x in kept if x is not None)
+        assert scheme.form(192).packed_bytes(24, 192) == sum(x.nbytes for x in kept if x is not None)
 
 
 @pytest.mark.parametrize(("strategy", "shape"), [("channel", (6, 1)), ("tensor", (1,)), ("group", (6, 3))])

@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels import cpp
 from kernels.channel_scan import channel_conv, channel_scan
 from kernels.channel_scan import native as by_channels_native
+from kernels.delta_net import native as delta_native
 from kernels.kv_int8 import quantise
 from kernels.kv_kinds import parts
 from kernels.layout import ChannelKind, DeltaKind, ScanKind
@@ -450,18 +451,14 @@ def recurrent(recording: Recording) -> None:
             rooms = [Expected(each, each.double(), math.inf) for each in blanks]
             numbers = paths.rows_T, paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T
             out, case = bounded(blank(plain), exact, plain), f"{name}, {tokens} tokens of {sizes}"
-            if scans:
-                fields = (field for field, *_ in cpp.OPERATORS.structures["Scan"]._fields_[:6])
-                weights = Pointer(scanning.described(w), dict(zip(fields, w[1:7], strict=True)))
-                places = cpp.OPERATORS.structures["Paths"](*[None] * 7, sizes.reach, *map(len, kept))
-                fields = (field for field, *_ in places._fields_[:7])
-                at = Pointer(places, dict(zip(fields, (*numbers, *cache), strict=True)))
-                recording.add(case, "scan", kind, 2, x, weights, at, *rooms, out, tokens)
-            else:
-                recording.add(
-                    case, "delta_net", kind, 2, x, w.taps_KC, w.decay_H, w.bias_H, w.norm_V, *cache, *numbers, *rooms,
-                    out, tokens, *shape, sizes.reach, w.eps, w.most,
-                )  # fmt: skip
+            described = (scanning if scans else delta_native).described(w)
+            names = [field for field, *_ in described._fields_]
+            vectors = w[1:7] if scans else w[1:5]
+            weights = Pointer(described, dict(zip(names[: len(vectors)], vectors, strict=True)))
+            places = cpp.OPERATORS.structures["Paths"](*[None] * 7, sizes.reach, *map(len, kept))
+            fields = (field for field, *_ in places._fields_[:7])
+            at = Pointer(places, dict(zip(fields, (*numbers, *cache), strict=True)))
+            recording.add(case, "scan" if scans else "delta_net", kind, 2, x, weights, at, *rooms, out, tokens)
 
 
 def by_channels(recording: Recording) -> None:

@@ -20,8 +20,8 @@ from models.checkpoint.tensor_files import read_header
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels
 from models.formats.grouped import GroupedLinear
-from models.quantized import EMBEDDING, LINEAR, Source, hqq
-from models.quantized.parts import Form
+from models.quantized import hqq
+from models.quantized.parts import EMBEDDING, LINEAR, Form, Source
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "quantized" / "hqq"
 Q_PROJ, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"

@@ -3,21 +3,15 @@
 import pytest
 import torch
 
-from engine import Engine
 from models.errors import CheckpointError
 from models.shard import Shard
-from tests.marks import needs_cpp, needs_int8
+from tests.models.answers import QUANTS, TEXT, load
 from tests.models.copies import GOLDEN, changed
 
-TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(70)]
 MAMBA = "model.layers.0.mamba."
 
 
-def load(folder, **options):
-    return Engine.load(folder, **{"dtype": "float32", "kv_memory": 1 << 24} | options)
-
-
-@pytest.mark.parametrize("quant", [pytest.param("int8", marks=needs_int8), pytest.param("int4", marks=needs_cpp)])
+@QUANTS
 @pytest.mark.parametrize("variant", ["scans", "scans_experts"])
 def test_quantised_weights_are_near(variant, quant):
     exact, found = (load(GOLDEN / "granite" / variant, quant=quant) for quant in ("none", quant))

@@ -6,7 +6,8 @@ from safetensors.torch import load_file
 
 from engine import Engine
 from models.errors import CheckpointError
-from tests.marks import IMPLS, needs_cpp, needs_int8
+from tests.marks import IMPLS
+from tests.models.answers import QUANTS, check_quantised
 from tests.models.copies import GOLDEN, changed
 
 RECURRENT = {"layer_types": ["linear_attention", "full_attention"]}
@@ -82,11 +83,8 @@ def test_gates_let_attention_through(tmp_path, impl):
     assert torch.allclose(ours.logits(TEXT), theirs.logits(TEXT), atol=1e-4)
 
 
-@pytest.mark.parametrize("quant", [pytest.param("int8", marks=needs_int8), pytest.param("int4", marks=needs_cpp)])
+@QUANTS
 @pytest.mark.parametrize("variant", ["plain", "bias"])
 def test_quantised_weights_are_near(variant, quant):
     """Rows of the matrix of queries change places before they are rounded; a wrong order is off by more than 1."""
-    exact = Engine.load(GOLDEN / "qwen3_5" / variant, dtype="float32").logits(TEXT)
-    found = Engine.load(GOLDEN / "qwen3_5" / variant, dtype="float32", quant=quant).logits(TEXT)
-    off = (found - exact).norm() / exact.norm()
-    assert 0 < off < (0.05 if quant == "int8" else 0.5)
+    check_quantised(f"qwen3_5/{variant}", quant, 0.05 if quant == "int8" else 0.5)

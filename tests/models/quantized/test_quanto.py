@@ -21,7 +21,8 @@ from models.checkpoint.headers import Checkpoint
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels
 from models.formats.grouped import GroupedLinear
-from models.quantized import LINEAR, TRANSPOSED, Source, quantization
+from models.quantized import quantization
+from models.quantized.parts import LINEAR, TRANSPOSED, Source
 from models.quantized.quanto import QuantoScheme
 
 GOLDEN = Path(__file__).parents[2] / "golden"

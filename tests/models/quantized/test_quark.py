@@ -20,10 +20,10 @@ from models.checkpoint.headers import Checkpoint
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels
 from models.formats.grouped import GroupedLinear
-from models.quantized import EMBEDDING, LINEAR, TRANSPOSED, Source, quantization
+from models.quantized import quantization
 from models.quantized.float8 import Float8
 from models.quantized.mxfp4 import Mxfp4
-from models.quantized.parts import Grid
+from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Grid, Source
 from models.quantized.quark import QuarkIntegers
 from tools.golden import storage
 from tools.golden.quantized import own_quark

@@ -20,7 +20,7 @@ from models.checkpoint.headers import Checkpoint
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels
 from models.formats.grouped import GroupedLinear
-from models.quantized import EMBEDDING, LINEAR, TRANSPOSED, Source
+from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Source
 from models.quantized.torchao import TorchAO
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "quantized" / "torchao"
