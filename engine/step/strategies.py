@@ -37,8 +37,8 @@ def few_tokens(shares: Sequence[Share], parts: Sequence[Few], runner: Runner, ba
                 constrained.few.note(share.chunk.tree, share.nodes, few, logp_M)
             except ConstraintError as error:
                 share.job.fault = error
-            wanted = sums.top_sums(share.nodes)
-            sums.found(found_in_entries(logp_M, few.row_M, few.token_M, wanted, sums.width), share.nodes)
+            wanted, allowed = sums.top_sums(share.nodes), few.allowed
+            sums.found(found_in_entries(logp_M, allowed.row_M, allowed.token_M, wanted, sums.width), share.nodes)
     return NO_ROWS, finite
 
 

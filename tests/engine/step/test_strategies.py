@@ -10,7 +10,7 @@ from engine.rules.constraint import Allowed
 from engine.rules.few import Few
 from engine.step.strategies import few_tokens, only_sums, strategy_of, whole_rows
 
-SOME, SUMS = Few.of(Allowed.of([[3, 5]], 10), False), TopSums([0.0], 2)
+SOME, SUMS = Few(Allowed.of([[3, 5]], 10), False), TopSums([0.0], 2)
 
 
 def share(few=None, sums=None, nodes=(1,)):
