@@ -1,19 +1,7 @@
 """The flags of `python -m engine.batch`, and those of every command that answers lines. Imports no torch, so that
 `--help` and wrong flags are quick."""
 
-from engine.app.cli import (
-    Parser,
-    add_file_flags,
-    add_generation_flag,
-    add_limit_flags,
-    add_load_flags,
-    add_prompt_flags,
-    add_rule_flags,
-    add_search_flags,
-    add_template_flags,
-    add_trace_flag,
-    add_verbosity_flags,
-)
+from engine.app import cli
 
 DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
 COMMON = """
@@ -64,26 +52,26 @@ exit codes: 0 every line was answered; 2 some line has an error for an answer, o
 """
 
 
-def make_parser() -> Parser:
+def make_parser() -> cli.Parser:
     """Make the parser with its flags."""
-    parser = Parser("python -m engine.batch", DESCRIPTION, EPILOG, f"{COMMON} --resume --trace")
+    parser = cli.Parser("python -m engine.batch", DESCRIPTION, EPILOG, f"{COMMON} --resume --trace")
     group = parser.group("batch")
     group.add_argument("--input", default="-", metavar="FILE", help="JSON Lines to read; -: stdin (-)")
     group.add_argument("--output", default="-", metavar="FILE", help="new or empty file to write; -: stdout (-)")
     group.add_argument("--resume", action="store_true", help="go on where the output ends")
-    add_trace_flag(group)
+    cli.add_trace_flag(group)
     add_request_flags(parser, "batch")
-    add_file_flags(parser)
-    add_verbosity_flags(parser)
+    cli.add_file_flags(parser)
+    cli.add_verbosity_flags(parser)
     return parser
 
 
-def add_request_flags(parser: Parser, command: str) -> None:
+def add_request_flags(parser: cli.Parser, command: str) -> None:
     """Add the flags of every command that answers lines; for `command` see `add_load_flags`."""
-    add_load_flags(parser, command)
-    add_template_flags(parser)
-    add_prompt_flags(parser)
-    add_search_flags(parser)
-    add_limit_flags(parser)
-    add_generation_flag(parser)
-    add_rule_flags(parser)
+    cli.add_load_flags(parser, command)
+    cli.add_template_flags(parser)
+    cli.add_prompt_flags(parser)
+    cli.add_search_flags(parser)
+    cli.add_limit_flags(parser)
+    cli.add_generation_flag(parser)
+    cli.add_rule_flags(parser)

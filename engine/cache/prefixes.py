@@ -14,7 +14,10 @@ import itertools
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.cache.pool import PagePool
 
 MOST_EVICTED = 256  # most pages evicted at once: neighbours, so that a trunk finds room in one piece
 EVICTED_SHARE = 16  # but no more than this part of the pool
@@ -32,19 +35,6 @@ class Segment:
     used: int = 0  # time of the latest use
 
 
-class Pages(Protocol):
-    """The pages in which prefixes are kept: a `PagePool`."""
-
-    pages: int
-    page_size: int
-    idle_pages: int
-    kept: set[int]
-
-    def is_idle(self, page: int) -> bool: ...
-    def keep(self, pages: Sequence[int]) -> None: ...
-    def drop(self, pages: Sequence[int]) -> None: ...
-
-
 class PrefixCache:
     """The cached prefixes of one pool.
 
@@ -57,7 +47,7 @@ class PrefixCache:
         asked_tokens, reused_tokens: tokens of these prompts, and how many of them were found.
     """
 
-    def __init__(self, pool: Pages, most: int | None = None):
+    def __init__(self, pool: "PagePool", most: int | None = None):
         self.pool = weakref.proxy(pool)  # a cycle would keep the tensors until the garbage collector runs
         self.most = pool.pages if most is None else most
         self.lookups = self.hits = self.asked_tokens = self.reused_tokens = 0

@@ -3,10 +3,13 @@
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import KVMemoryError
 from kernels.layout import NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind
+
+if TYPE_CHECKING:
+    from engine.cache.kept_states import KeptStates
 
 
 class Held(NamedTuple):
@@ -14,12 +17,6 @@ class Held(NamedTuple):
 
     row: int
     state: int = NULL_STATE
-
-
-class Spare(Protocol):
-    """A holder that can release entries when needed: a `KeptStates`."""
-
-    def evict(self) -> bool: ...
 
 
 class Store:
@@ -36,7 +33,7 @@ class Store:
 
     def __init__(self, first: int, count: int, name: str):
         self.count, self.name, self.used = count, name, 0
-        self.spare: Spare | None = None
+        self.spare: KeptStates | None = None
         self.others: Counter[int] = Counter()
         self._free = [*range(first, first + count)]
 

@@ -1,7 +1,7 @@
 """TokenTree: the tokens of one search, in a trunk shared by all sequences and in branches, with their slots."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from engine.cache.drafts import DraftedNode, Drafts
 from engine.cache.nodes import FREED, IN_TRUNK
@@ -12,24 +12,8 @@ from engine.cache.states import Held
 from engine.errors import KVMemoryError
 from kernels.layout import NULL_STATE
 
-
-class TreeObserver(Protocol):
-    """Observes a tree; each method is called after the change that it names."""
-
-    def kept(self, tree: "TokenTree", nodes: set[int]) -> None:
-        """`keep` was called with these nodes."""
-
-    def allocated(self, tree: "TokenTree", trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
-        """Trunk tokens and branch nodes got slots; `slots` are those of the nodes in the pool."""
-
-    def adopted(self, tree: "TokenTree", node: int, slot: int) -> None:
-        """A node was grown that had been drafted; `slot` is its slot in the pool."""
-
-    def released(self, tree: "TokenTree", trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
-        """Trunk tokens and branch nodes lost their slots because a pass failed or the rotary embeddings change."""
-
-    def ended(self, tree: "TokenTree") -> None:
-        """The branches are freed; this may be called twice."""
+if TYPE_CHECKING:
+    from engine.contract.trace import TreeRecord
 
 
 class TokenTree(PlacedNodes):
@@ -63,7 +47,7 @@ class TokenTree(PlacedNodes):
     ):
         super().__init__(pool, prompt, expected, trunk)
         self.switch_length = switch_length
-        self.observer: TreeObserver | None = None
+        self.observer: TreeRecord | None = None
         self.salt: str | None = None
         self.reused = self.trunk.cached  # prompt tokens that need no evaluation
         self._stops: Collection[int] = ()  # lengths of the trunk after which a pass ends, so that states are kept

@@ -71,10 +71,10 @@ class TreeRecord:
             self._index[parent, tree.token(node)] = node
             self._waiting.setdefault(parent, []).append(node)
 
-    # --- called by the tree ---
+    # --- called by the tree, after the change that each method names ---
 
     def kept(self, tree: TokenTree, nodes: set[int]) -> None:
-        """See `TreeObserver`."""
+        """`keep` was called with these nodes."""
         self.note_growth()
         if not self.trace.on:
             return
@@ -111,7 +111,7 @@ class TreeRecord:
         self._note_trunk()
 
     def allocated(self, tree: TokenTree, trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
-        """See `TreeObserver`."""
+        """Trunk tokens and branch nodes got slots; `slots` are those of the nodes in the pool."""
         if self.trace.on:
             end = tree.trunk.cached
             for node in [*self._of_trunk(end - trunk_tokens, end), *nodes]:
@@ -120,7 +120,7 @@ class TreeRecord:
             self._note_trunk()
 
     def adopted(self, tree: TokenTree, node: int, slot: int) -> None:
-        """See `TreeObserver`."""
+        """A node was grown that had been drafted; `slot` is its slot in the pool."""
         self.note_growth()
         if self.trace.on and node < len(self.born):
             self.evaluated[node] = self.accepted[node] = self.trace.step
@@ -128,7 +128,7 @@ class TreeRecord:
             self.slots.append([self.trace.step, slot, node])
 
     def released(self, tree: TokenTree, trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
-        """See `TreeObserver`."""
+        """Trunk tokens and branch nodes lost their slots because a pass failed or the rotary embeddings change."""
         if self.trace.on:
             end = tree.trunk.cached
             for node in [*self._of_trunk(end, end + trunk_tokens), *nodes]:
@@ -138,7 +138,7 @@ class TreeRecord:
             self._note_trunk()
 
     def ended(self, tree: TokenTree) -> None:
-        """See `TreeObserver`."""
+        """The branches are freed; this may be called twice."""
         if self.trace.on and self.end is None:
             self.end = self.trace.step
 

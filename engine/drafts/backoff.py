@@ -4,35 +4,12 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Any
 
 from engine.drafts import Draft
 
 BITS = 21  # bits of a token, in contexts and in stores
 KEPT_SUCCESSORS = 16  # successors that remain of a context that has more than twice as many
-
-
-class CountedSuccessors(Protocol):
-    """The tokens after a context, their counts, and the sum of the counts."""
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def counts(self) -> Sequence[int]: ...
-    @property
-    def total(self) -> int: ...
-
-
-class CountedNGrams(Protocol):
-    """A store of counts, such as `search.aded.ngrams.NGramStore`."""
-
-    def after(self, a: int) -> CountedSuccessors:
-        """Return the counts of the tokens after a token."""
-        ...
-
-    def after_pair(self, a: int, b: int) -> CountedSuccessors:
-        """Return the counts of the tokens after two tokens."""
-        ...
 
 
 class Backoff:
@@ -44,7 +21,7 @@ class Backoff:
     probability p after an evaluated node counts as p occurrences.
 
     Args:
-        store: counts to start from.
+        store: counts to start from, a `search.aded.ngrams.NGramStore`; None: none.
         adapt: whether the drafter learns from this text; otherwise it uses the store alone.
     """
 
@@ -53,7 +30,7 @@ class Backoff:
     FLOOR = 1 / 256  # the least probability of a node
     LEAST = 0.1  # the least probability, by the model, of a token that is learnt
 
-    def __init__(self, store: CountedNGrams | None = None, adapt: bool = True):
+    def __init__(self, store: Any = None, adapt: bool = True):
         self.store, self.adapt = store, adapt
         self.curiosity = self.LEAST if adapt else 1.0
         self.context = 0  # the last three tokens, each plus one, as digits: a shorter context is a smaller number
@@ -146,7 +123,7 @@ def normalized(chances: Collection[tuple[int, float]]) -> dict[int, float]:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def counted(context: int, store: CountedNGrams) -> tuple[dict[int, float], float]:
+def counted(context: int, store: Any) -> tuple[dict[int, float], float]:
     """A store's probabilities of the token after one or two others, likeliest first, and the probability left over."""
     before, last = context >> BITS, context & Backoff.ORDERS[2]
     after = store.after_pair(before - 1, last - 1) if before else store.after(last - 1)

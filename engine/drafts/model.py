@@ -20,7 +20,7 @@ from engine.contract.top_sums import TopSums
 from engine.drafts import Draft, Wanted
 from engine.errors import KVMemoryError
 from engine.step.packing import Chunk
-from engine.step.runner import Runner
+from engine.step.runner import PassWork, Runner
 
 LEVELS = 8  # most tokens ahead
 CANDIDATES = 8  # best tokens of a row that are looked at
@@ -355,10 +355,10 @@ class ModelDrafter:
             runner.forward(chunks)
             return []
         if runner.only_sums:
-            founds, finite = runner.evaluate_top_sums(chunks, places, [TopSums([0.0], k)] * len(places))
+            founds, finite = runner.evaluate_top_sums(PassWork(chunks, places), [TopSums([0.0], k)] * len(places))
             rows = [[*zip(found[1].int().tolist(), found[0].tolist(), strict=True)] for found in founds]
         else:
-            logp_NV, finite, _ = runner.evaluate(chunks, places)
+            logp_NV, finite, _ = runner.evaluate(PassWork(chunks, places))
             best = logp_NV.topk(k)
             rows = [[*zip(*row, strict=True)] for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
         return [row if sound else [] for row, sound in zip(rows, finite, strict=True)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.tree import TokenTree
-from engine.rules.constraint import Allowed
+from engine.rules.constraint import Allowed, joined
 from engine.rules.endings import STUCK, Endings
 from engine.rules.state import NodeStates, ahead, ending
 from kernels.rows import log_softmax
@@ -18,27 +18,10 @@ HEAD_SHARE = 4  # the head is evaluated for some tokens alone if they are less t
 
 
 class Few(NamedTuple):
-    """The allowed tokens of some rows.
+    """The allowed tokens of some rows, all of them listed; and whether the log-probabilities of a row add up to 1."""
 
-    Attributes:
-        token_M: int64, ascending within a row, row after row.
-        count_N: int64, how many each row has.
-        renormalise: whether the log-probabilities of a row add up to 1.
-    """
-
-    token_M: Tensor
-    count_N: Tensor
+    allowed: Allowed
     renormalise: bool
-
-    @classmethod
-    def of(cls, allowed: Allowed, renormalise: bool) -> "Few":
-        """The tokens of states that list them."""
-        return cls(allowed.token_M, allowed.count_N, renormalise)
-
-    @property
-    def row_M(self) -> Tensor:
-        """The row of each token."""
-        return torch.arange(len(self.count_N)).repeat_interleave(self.count_N)
 
 
 class FewAnswers:
@@ -65,13 +48,14 @@ class FewAnswers:
         if not self.suffices(tree, nodes):
             return None
         allowed = self.states.allowed(self.states.of_all(tree, nodes))
-        return Few.of(allowed.or_end(self.endings.token) if allowed.nothing else allowed, self.renormalise)
+        return Few(allowed.or_end(self.endings.token) if allowed.nothing else allowed, self.renormalise)
 
     def note(self, tree: TokenTree, nodes: Sequence[int], few: Few, logp_M: Tensor) -> None:
         """Store known rows, and set the log-probability of ends in place, like an edit. Raises ConstraintError."""
-        states, last_N = self.states.of_all(tree, nodes), few.count_N.cumsum(0) - 1
+        states, token_M = self.states.of_all(tree, nodes), few.allowed.token_M
+        last_N = few.allowed.count_N.cumsum(0) - 1
         for i in ahead(states):
-            states[i].columns.rows[states[i].place] = int(few.token_M[last_N[i]]), float(logp_M[last_N[i]])
+            states[i].columns.rows[states[i].place] = int(token_M[last_N[i]]), float(logp_M[last_N[i]])
         for i in ending(states):
             self.endings.note(tree, nodes[i], states[i])
             logp_M[last_N[i]] = STUCK
@@ -96,18 +80,17 @@ class Head:
         Args:
             hidden_NE: the hidden rows of all parts, on a CPU.
         """
-        token_M = torch.cat([part.token_M for part in parts])
-        count_N = torch.cat([part.count_N for part in parts])
-        row_M = torch.arange(len(count_N)).repeat_interleave(count_N)
+        every = joined([part.allowed for part in parts])
+        token_M, row_M = every.token_M, every.row_M
         if all(part.renormalise for part in parts) and (rows := self._rows_of(token_M.unique())) is not None:
             logits_NU = self.model.logits(hidden_NE, rows).float()
             found_M = logits_NU[row_M, torch.searchsorted(self._union, token_M)]
             finite_N = torch.isfinite(logits_NU.sum(1))
         else:
             found_M, finite_N = self._of_all(hidden_NE, row_M, token_M)
-        values = []
-        for part, value_M in zip(parts, found_M.split([len(part.token_M) for part in parts]), strict=True):
-            values.append(_normalised(value_M, part.row_M, len(part.count_N)) if part.renormalise else value_M)
+        values, sizes = [], [len(allowed.token_M) for allowed, _ in parts]
+        for (allowed, renormalise), value_M in zip(parts, found_M.split(sizes), strict=True):
+            values.append(_normalised(value_M, allowed.row_M, len(allowed)) if renormalise else value_M)
         return values, finite_N.tolist()
 
     def _rows_of(self, union_U: Tensor) -> Any:

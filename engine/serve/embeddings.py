@@ -13,9 +13,9 @@ from torch import Tensor
 from engine.contract import SearchResult
 from engine.embeddings import embedding_of, embedding_request
 from engine.errors import UsageError, shortened
-from engine.serve.limits import Limits, check_limits
+from engine.serve.limits import Limits, check_length, check_limits
 from engine.serve.served import Served
-from engine.serve.texts import Texts, check_count, check_length, check_total, known_fields
+from engine.serve.texts import Texts, check_count, check_total, known_fields
 
 EMBEDDINGS = "embeddings"
 FIELDS = ("input", "encoding_format", "dimensions", "pooling", "normalize")

@@ -4,19 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from engine.app.cli import (
-    Parser,
-    add_file_flags,
-    add_generation_flag,
-    add_limit_flags,
-    add_load_flags,
-    add_prompt_flags,
-    add_search_flags,
-    add_template_flags,
-    add_verbosity_flags,
-    argument,
-    positive,
-)
+from engine.app import cli
 from engine.demo import is_demo
 from engine.load.sizes import read_size
 from engine.words import POOLINGS
@@ -45,19 +33,19 @@ COMMON = """
 KEY = "COPPICE_API_KEY"  # environment variable
 
 
-def make_parser() -> Parser:
+def make_parser() -> cli.Parser:
     """Make the parser with its flags."""
-    parser = Parser("python -m engine.serve", DESCRIPTION, EPILOG, COMMON)
+    parser = cli.Parser("python -m engine.serve", DESCRIPTION, EPILOG, COMMON)
     add_server_flags(parser)
     text = "folder, GGUF file or name on the hub; repeatable, companions are the first one's (the demo)"
-    add_load_flags(parser, "serve", folder={"action": "append", "metavar": "[NAME=]DIR", "help": text})
-    add_file_flags(parser)
-    add_template_flags(parser)
-    add_prompt_flags(parser)
-    add_search_flags(parser, "sample")
-    add_limit_flags(parser)
-    add_generation_flag(parser)
-    add_verbosity_flags(parser)
+    cli.add_load_flags(parser, "serve", folder={"action": "append", "metavar": "[NAME=]DIR", "help": text})
+    cli.add_file_flags(parser)
+    cli.add_template_flags(parser)
+    cli.add_prompt_flags(parser)
+    cli.add_search_flags(parser, "sample")
+    cli.add_limit_flags(parser)
+    cli.add_generation_flag(parser)
+    cli.add_verbosity_flags(parser)
     return parser
 
 
@@ -79,11 +67,11 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("limits of the server").add_argument
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait; others get 429 (%(default)s)")
     add("--timeout", type=float, default=600, metavar="S", help="seconds that a request may take (%(default)s)")
-    size = argument(read_size)
+    size = cli.argument(read_size)
     add("--max-body", type=size, default=4 << 20, metavar="SIZE", help="limit of the size of a request (4M)")
-    add("--max-prompt", type=positive, metavar="N", help="limit of the tokens of a prompt (the context)")
-    add("--max-tokens", type=positive, default=4096, metavar="N", help="limit of new tokens (%(default)s)")
-    add("--max-width", type=positive, default=64, metavar="N", help="limit of sequences of a search (%(default)s)")
+    add("--max-prompt", type=cli.positive, metavar="N", help="limit of the tokens of a prompt (the context)")
+    add("--max-tokens", type=cli.positive, default=4096, metavar="N", help="limit of new tokens (%(default)s)")
+    add("--max-width", type=cli.positive, default=64, metavar="N", help="limit of sequences of a search (%(default)s)")
     add("--drain", type=float, default=60, metavar="S", help="seconds to answer what runs at the end (%(default)s)")
 
 

@@ -1,6 +1,6 @@
 """Limits on requests: sizes of fields, and how much a search may compute and keep."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,17 +75,34 @@ def check_sizes(body: Mapping[str, Any], served: Served, limits: Limits) -> None
     for key, value in body.items():
         if key not in ("prompt", *NO_EFFECT):
             _size(key, value, *MOST_IN_FIELD.get(key, OTHERS))
-    reach = limits.reach(served.engine.model)
-    prompt = body.get("prompt")
+    model, prompt = served.engine.model, body.get("prompt")
     for each in prompt if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else [prompt]:
-        if isinstance(each, list) and len(each) > reach:
-            raise ContextError(f"the prompt has {len(each)} tokens, at most {reach} fit the context")
-        if isinstance(each, str):
-            _length("the prompt has", len(each), reach, served)
+        if isinstance(each, str | list):
+            check_length("prompt", each, model, limits)
     if isinstance(body.get("suffix"), str):
-        _length("the suffix has", len(body["suffix"]), reach, served)
+        check_length("suffix", body["suffix"], model, limits)
     if isinstance(body.get("messages"), list):
-        _length("the messages have", _weight(body["messages"], 1 << 62)[1], reach, served)
+        _check_characters("messages", _weight(body["messages"], 1 << 62)[1], model, limits)
+
+
+def check_length(name: str, text: str | Sequence[int], model: LoadedModel, limits: Limits) -> None:
+    """Raises ContextError for a text that fits no context by the number of its characters or tokens.
+
+    Args:
+        text: a text or token ids, not encoded yet: a long one is refused before it is encoded.
+    """
+    if isinstance(text, str):
+        _check_characters(name, len(text), model, limits)
+    elif len(text) > (reach := limits.reach(model)):
+        raise ContextError(f"{name}: the text has {len(text)} tokens, the context holds {reach}", remedy="shorten it")
+
+
+def _check_characters(name: str, count: int, model: LoadedModel, limits: Limits) -> None:
+    """Raises ContextError for more characters than a context's tokens can stand for."""
+    reach, tokenizer = limits.reach(model), model.tokenizer
+    if tokenizer is not None and count > reach * tokenizer.longest:
+        each = f"{reach} tokens of at most {tokenizer.longest} characters"
+        raise ContextError(f"{name}: the text has {count} characters, the context holds {each}", remedy="shorten it")
 
 
 def _size(name: str, value: Any, entries: int, values: int, characters: int) -> None:
@@ -113,13 +130,6 @@ def _weight(value: Any, most: int) -> tuple[int, int]:
             values += 1
             characters += len(value) if isinstance(value, str) else 0
     return values, characters
-
-
-def _length(what: str, characters: int, reach: int, served: Served) -> None:
-    """Raises UsageError for a text that has more characters than a context's tokens can stand for."""
-    if served.longest and characters > reach * served.longest:
-        each = f"{reach} tokens of at most {served.longest} characters"
-        raise ContextError(f"{what} {characters} characters, the context holds {each}", remedy="shorten it")
 
 
 def check_limits(request: Request, limits: Limits, served: Served) -> None:

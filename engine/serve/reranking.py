@@ -9,10 +9,10 @@ from engine.contract import SearchResult
 from engine.errors import UsageError, check_integer, shortened
 from engine.ranking import head_of, pairs, ranked, scores_of
 from engine.serve.answers import encoded
-from engine.serve.limits import Limits
+from engine.serve.limits import Limits, check_length
 from engine.serve.names import flag
 from engine.serve.served import Served
-from engine.serve.texts import Texts, check_count, check_length, check_total, known_fields
+from engine.serve.texts import Texts, check_count, check_total, known_fields
 
 RERANK = "rerank"
 FIELDS = ("query", "documents", "top_n", "return_documents", "template")

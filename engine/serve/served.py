@@ -49,12 +49,6 @@ class Served:
         found = {f"{self.name}:{adapter}": adapter for adapter in self.engine.model.adapters}
         return {name: replace(self, name=name, adapter=adapter) for name, adapter in found.items()}
 
-    @functools.cached_property
-    def longest(self) -> int:
-        """The most characters that a token stands for; 0 without a tokenizer."""
-        tokenizer = self.engine.model.tokenizer
-        return 0 if tokenizer is None else tokenizer.longest
-
     def _spelling(self, token: int) -> tuple[str, list[int]]:
         """A token's text in the middle of a text, and its bytes, which may be a part of a character."""
         tokenizer = self.engine.tokenizer

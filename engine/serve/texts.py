@@ -7,8 +7,6 @@ from typing import Any
 
 from engine.contract import SearchResult
 from engine.errors import UsageError
-from engine.load.loading import LoadedModel
-from engine.serve.limits import Limits
 from engine.serve.names import NO_EFFECT, without_unknown
 from engine.serve.served import Served
 from engine.service import Checked
@@ -45,22 +43,6 @@ def check_count(name: str, texts: Sequence[Any]) -> None:
     """Raises UsageError: a list of no texts, or of too many."""
     if not 1 <= len(texts) <= MOST_TEXTS:
         raise UsageError(f"{name}: expected 1 to {MOST_TEXTS} texts, got {len(texts)}", remedy="ask several times")
-
-
-def check_length(name: str, text: str | Sequence[int], model: LoadedModel, limits: Limits) -> None:
-    """Raises UsageError for a text that fits no context by the number of its characters or tokens.
-
-    Args:
-        text: a text or token ids, not encoded yet: a long one is refused before it is encoded.
-    """
-    reach = limits.reach(model)
-    if not isinstance(text, str):
-        if len(text) > reach:
-            what = f"{name}: the text has {len(text)} tokens, this server takes {reach}"
-            raise UsageError(what, remedy="shorten it, or divide it")
-    elif model.tokenizer is not None and len(text) > reach * model.tokenizer.longest:
-        each = f"{reach} tokens of at most {model.tokenizer.longest} characters"
-        raise UsageError(f"{name}: the text has {len(text)} characters, this server takes {each}", remedy="divide it")
 
 
 def check_total(name: str, tokens: int) -> None:

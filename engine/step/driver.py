@@ -19,17 +19,7 @@ from torch import Tensor
 from engine.cache.pool import PagePool
 from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
-from engine.contract import Evaluate, Pause, Report, SearchResult
-from engine.contract.checks import (
-    ContractError,
-    generator_fault,
-    guarded_report,
-    guarded_request,
-    report_fault,
-    request_fault,
-    result_fault,
-    tokens_fault,
-)
+from engine.contract import Evaluate, Pause, Report, SearchResult, checks
 from engine.errors import KVMemoryError, NumericsError
 from engine.rules.constrained import RowPlan
 from engine.step.crowding import check_share, who_gives_way
@@ -75,7 +65,7 @@ class Driver:
     def open_tree(self, job: Job, model: str, prompt: Sequence[int], expected: int = 0, trunk: Trunk | None = None):
         """Create a tree that is freed with the job."""
         if model not in self.runners:
-            raise ContractError(
+            raise checks.ContractError(
                 f"open_tree: expected one of {', '.join(self.runners)}, the models that are loaded, got {model!r}; "
                 "a search names the models it needs in its attribute `models`"
             )
@@ -330,8 +320,8 @@ class Driver:
         job.started = time.perf_counter()
         try:
             generator = job.start(job)
-            if wrong := generator_fault(generator):
-                raise ContractError(wrong)
+            if wrong := checks.generator_fault(generator):
+                raise checks.ContractError(wrong)
             job.generator = generator
         except Exception as error:
             self._end(job, error=error)
@@ -363,9 +353,9 @@ class Driver:
                     job.drafts.answered(len(pending.known))
                 error, answer, job.pending = None, pending.partial.answer(), None
         except StopIteration as stop:
-            wrong = result_fault(stop.value, self.runners["target"].vocab_size if job.foreign else None)
+            wrong = checks.result_fault(stop.value, self.runners["target"].vocab_size if job.foreign else None)
             if wrong:
-                self._end(job, error=ContractError(wrong))
+                self._end(job, error=checks.ContractError(wrong))
             else:
                 self._end(job, result=stop.value)
         except Exception as failure:
@@ -380,20 +370,22 @@ class Driver:
         while isinstance(request, Report):
             if isinstance(request, Pause):
                 return request
-            if wrong := report_fault(request):
+            if wrong := checks.report_fault(request):
                 self._refuse(job, wrong)
             if job.foreign:
-                request = guarded_report(request, fail)
+                request = checks.guarded_report(request, fail)
             job.settled += request.settled
             job.report = request
             job.trace.reported(request)
             with self._phase("search"):
                 request = job.generator.send(None)
-        if wrong := request_fault(request, job.trees, job.has_row) or (job.foreign and self._wrong_tokens(request)):
+        if wrong := checks.request_fault(request, job.trees, job.has_row) or (
+            job.foreign and self._wrong_tokens(request)
+        ):
             self._refuse(job, wrong)
         if self.observer is not None and request.read is not None:
             request = replace(request, read=observed_read(self.observer, request.read))
-        return guarded_request(request, fail) if job.foreign else request
+        return checks.guarded_request(request, fail) if job.foreign else request
 
     def _ask(self, job: Job, request: Evaluate) -> Pending:
         """Start a request: rows that drafts or its constraint already provide need no evaluation. Raises
@@ -429,7 +421,7 @@ class Driver:
     def _refuse(job: Job, wrong: str) -> NoReturn:
         """Raise a ContractError, first at the search's `yield`, so that the traceback includes that line, and then
         here."""
-        fault = ContractError(wrong)
+        fault = checks.ContractError(wrong)
         assert job.generator is not None
         with contextlib.suppress(Exception):  # the search may catch it; the job ends nonetheless
             job.generator.throw(fault)
@@ -437,7 +429,7 @@ class Driver:
 
     def _wrong_tokens(self, request: Evaluate) -> str:
         shape = self._runner(request).model.shape
-        return tokens_fault(request, shape.vocab_size, shape.max_positions)
+        return checks.tokens_fault(request, shape.vocab_size, shape.max_positions)
 
     def _end(self, job: Job, result: SearchResult | None = None, error: Exception | None = None) -> None:
         try:

@@ -14,7 +14,7 @@ from engine.contract.top_sums import TopSums
 from engine.errors import KVMemoryError, UsageError
 from engine.progress import ProgressLine
 from engine.step.packing import Chunk
-from engine.step.runner import Runner
+from engine.step.runner import PassWork, Runner
 from kernels.rows import NextNodes, next_nodes
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 products and with copies that run beside them
@@ -98,7 +98,7 @@ def usual_passes(runner: Runner) -> None:
             asked = range(count)[-ASKED:]
             wanted = TopSums([0.0] * len(asked), 2 * len(asked))
             reads = [] if runner.model.shape.scores else [(slice(0, len(asked)), wanted)]
-            numbers = Runner.launch(runner, [chunk], asked, reads).numbers
+            numbers = Runner.launch(runner, PassWork([chunk], asked, reads)).numbers
             if numbers:
                 ancestry_TC = torch.zeros(count, 16, dtype=torch.int32, device=runner.device)
                 nodes = [NextNodes(len(asked), [], [*asked], array("i", [0] * 16))]

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from engine.cache.pool import PagePool
 from engine.errors import UsageError
-from engine.rules.edits import Edit
 from engine.step.gpu import check_triton
-from engine.step.packing import Chunk, Pass, bucket, pack
+from engine.step.packing import Pass, bucket, pack
 from engine.step.paths import width_of
 from engine.step.phases import phase
-from engine.step.runner import Inputs, Keep, Launched, Part, Ready, Runner
+from engine.step.runner import Inputs, Launched, PassWork, Ready, Runner
 from kernels import cpp
 from kernels.kv_kinds import row_width
 from kernels.layout import WORD
@@ -131,42 +130,32 @@ class GraphRunner(Runner):
         self.memory = torch.empty(most, dtype=torch.int32, device=self.device)
 
     @torch.inference_mode()
-    def launch(
-        self,
-        chunks: Sequence[Chunk],
-        asked: Sequence[int],
-        reads: Sequence[Part] = (),
-        edits: Sequence[Edit] = (),
-        keeps: Sequence[Keep] = (),
-        fill: Ready | None = None,
-        *,
-        keep_rows: bool = True,
-    ) -> Launched:
+    def launch(self, work: PassWork, fill: Ready | None = None, *, keep_rows: bool = True) -> Launched:
         """Launch a pass, with a CUDA graph if one fits; see `Runner.launch`."""
-        if reason := self._unfit(chunks, asked, edits):
+        if reason := self._unfit(work):
             self._tell(logging.INFO, reason)
-            return super().launch(chunks, asked, reads, edits, keeps, fill, keep_rows=keep_rows)
+            return super().launch(work, fill, keep_rows=keep_rows)
         options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
         options |= {"token_buckets": self.tokens, "word_buckets": WORDS, "tree_buckets": TREES}
         options["delta"] = None if self.pool.stores is None else self.pool.stores.kind
         with phase(self.observer, "pack"):
-            p = pack(chunks, self.pool.page_size, **options)
+            p = pack(work.chunks, self.pool.page_size, **options)
         if p.layout.paths is not None and len(p.layout.paths.levels) > 1:
             self._tell(logging.INFO, "a pass that reads a state it makes")
-            return super().launch(chunks, asked, reads, edits, keeps, fill, keep_rows=keep_rows)
-        inputs, step = Inputs(self.device, fill) if self.asynchronous else None, self._step(p)
+            return super().launch(work, fill, keep_rows=keep_rows)
+        inputs, step, asked = Inputs(self.device, fill) if self.asynchronous else None, self._step(p), work.asked
         step(self, p, asked, inputs)
         *results, peaks_NB, hidden_TE = self._outputs
         in_order = list(asked) == list(range(len(asked)))
         rows_N = None if in_order else step.rows_T[: len(asked)]
         keep_rows |= self.impl != "triton"  # others read the rows again if sums are equal
         logp_NV, finite_N = (_taken(x, len(asked), rows_N, copied=keep_rows) for x in results)
-        self._give(keeps, hidden_TE)
-        if edits:
-            logp_NV, finite_N, peaks_NB = self.edited(logp_NV, finite_N, edits)
+        self._give(work.keeps, hidden_TE)
+        if work.edits:
+            logp_NV, finite_N, peaks_NB = self.edited(logp_NV, finite_N, work.edits)
         elif peaks_NB is not None:
             peaks_NB = _taken(peaks_NB, len(asked), rows_N, copied=False)
-        return self.read(logp_NV, finite_N, peaks_NB, reads, inputs)
+        return self.read(logp_NV, finite_N, peaks_NB, work.reads, inputs)
 
     def _step(self, p: Pass) -> "_Step":
         """The step of a pass's bucket, which becomes the most recently used one."""
@@ -197,13 +186,14 @@ class GraphRunner(Runner):
             self._told.add(reason)
             log.log(level, "without a CUDA graph: %s", reason)
 
-    def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int], edits: Sequence[Edit] = ()) -> str:
+    def _unfit(self, work: PassWork) -> str:
         """Why a pass cannot run as a graph; "" if it can."""
-        if any(edit.logits for edit in edits):
+        chunks = work.chunks
+        if any(edit.logits for edit in work.edits):
             return "a pass whose logits are edited"
         if any(c.tree.trunk.adapter for c in chunks):
             return "a pass with adapters"
-        if not asked or any(c.trunk_tokens > 1 for c in chunks):
+        if not work.asked or any(c.trunk_tokens > 1 for c in chunks):
             return "a pass that reads a prompt"
         if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > self.tokens[-1]:
             return f"a pass of more than {self.tokens[-1]} tokens"

@@ -20,7 +20,7 @@ from engine.rules.logprobs import HiddenRows
 from engine.step.drafting import SPARE, BestOfRow, JobDrafts
 from engine.step.packing import Chunk
 from engine.step.partial import PartialRows, PartialSums
-from engine.step.runner import Keep, Part, Runner, Strategy
+from engine.step.runner import Keep, Part, PassWork, Runner, Strategy
 
 NEVER = 1 << 30  # passes: more than any search has missed
 
@@ -231,8 +231,9 @@ class Batch:
     strategy: Strategy = field(init=False)
 
     @property
-    def chunks(self) -> list[Chunk]:
-        return [share.chunk for share in self.shares]
+    def work(self) -> PassWork:
+        chunks = [share.chunk for share in self.shares]
+        return PassWork(chunks, self.asked, self.reads, self.edits, self.keeps)
 
     @property
     def reads_prompt(self) -> bool:

@@ -40,6 +40,24 @@ class Keep(NamedTuple):
     tapped: bool = False
 
 
+class PassWork(NamedTuple):
+    """One forward pass: its tokens, and the functions that use its rows.
+
+    Attributes:
+        chunks: parts of trees whose slots are allocated.
+        asked: rows of the pass whose next-token log-probabilities are requested.
+        reads: functions that read ranges of these rows, or top sums requested from them, see `Evaluate`.
+        edits: functions that edit ranges of these rows before they are read.
+        keeps: functions that receive the rows of ranges of the pass's tokens, and must copy what they keep.
+    """
+
+    chunks: Sequence[Chunk]
+    asked: Sequence[int]
+    reads: Sequence[Part] = ()
+    edits: Sequence[Edit] = ()
+    keeps: Sequence[Keep] = ()
+
+
 class Inputs:
     """The inputs of a pass on the device, what is written into them there, and when a GPU started it."""
 
@@ -196,52 +214,28 @@ class Runner:
         """Evaluate a batch by the strategy that was chosen when it was built."""
         return batch.strategy(self, batch)
 
-    def evaluate(
-        self,
-        chunks: Sequence[Chunk],
-        asked: Sequence[int],
-        reads: Sequence[Part] = (),
-        edits: Sequence[Edit] = (),
-        keeps: Sequence[Keep] = (),
-    ) -> Answers:
+    def evaluate(self, work: PassWork) -> Answers:
         """One forward pass.
-
-        Args:
-            chunks: parts of trees whose slots are allocated.
-            asked: rows of the pass whose next-token log-probabilities are requested.
-            reads: functions that read ranges of these rows, or top sums requested from them, see `Evaluate`.
-            edits: functions that edit ranges of these rows before they are read.
-            keeps: functions that receive the rows of ranges of the pass's tokens, and must copy what they keep.
 
         Returns:
             float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
             whether all of its logits were finite, and the values of each read, on the host.
         """
-        return self.launch(chunks, asked, reads, edits, keeps).land()
+        return self.launch(work).land()
 
-    def launch(
-        self,
-        chunks: Sequence[Chunk],
-        asked: Sequence[int],
-        reads: Sequence[Part] = (),
-        edits: Sequence[Edit] = (),
-        keeps: Sequence[Keep] = (),
-        fill: Ready | None = None,
-        *,
-        keep_rows: bool = True,
-    ) -> Launched:
+    def launch(self, work: PassWork, fill: Ready | None = None, *, keep_rows: bool = True) -> Launched:
         """Launch the pass that `evaluate` describes, without waiting for a GPU.
 
         Args:
-            fill: writes what only the device knows into the inputs, see `engine.step.ahead`.
+            fill: writes what only the device knows into the inputs, see `engine.step.overlapped`.
             keep_rows: False: only the values of reads are needed after the next launch, and rows may be overwritten.
         """
         inputs = Inputs(self.device, fill) if self.asynchronous else None
-        rows_NE = self._rows(chunks, asked, keeps, inputs)
-        if not asked:
+        rows_NE = self._rows(work, inputs)
+        if not work.asked:
             return Launched(torch.empty(0, 0), None, [], inputs)
-        answers = self.answer(rows_NE, edits, self.adapters(chunks, asked))
-        return self.read(*answers, reads, inputs)
+        answers = self.answer(rows_NE, work.edits, self.adapters(work))
+        return self.read(*answers, work.reads, inputs)
 
     def read(
         self, logp_NV: Tensor, finite_N: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part], inputs: "Inputs | None"
@@ -256,16 +250,14 @@ class Runner:
                     made.append(read(logp_NV[rows], None if peaks_NB is None else peaks_NB[rows]))
             return Launched(logp_NV, finite_N, made, inputs)
 
-    def evaluate_few(
-        self, chunks: Sequence[Chunk], asked: Sequence[int], parts: Sequence[Few], keeps: Sequence[Keep] = ()
-    ) -> tuple[list[Tensor], list[bool]]:
+    def evaluate_few(self, work: PassWork, parts: Sequence[Few]) -> tuple[list[Tensor], list[bool]]:
         """One forward pass on a CPU that computes log-probabilities of only a few tokens; see `Head.logps`.
 
         Args:
-            chunks, asked, keeps: see `evaluate`.
+            work: it has no reads and no edits.
             parts: the tokens for each requested row, in order.
         """
-        rows_NE = self._rows(chunks, asked, keeps)
+        rows_NE = self._rows(work)
         with phase(self.observer, "logits"):
             return self.head.logps(rows_NE, parts)
 
@@ -285,20 +277,18 @@ class Runner:
         """Whether top sums can be found without computing full rows."""
         return self.gathers or (self.impl == "cpp" and not self.model.shape.scores)
 
-    def evaluate_top_sums(
-        self, chunks: Sequence[Chunk], asked: Sequence[int], wanted: Sequence[TopSums], keeps: Sequence[Keep] = ()
-    ) -> tuple[list[FoundSums], list[bool]]:
+    def evaluate_top_sums(self, work: PassWork, wanted: Sequence[TopSums]) -> tuple[list[FoundSums], list[bool]]:
         """One forward pass for top sums of rows that are needed for nothing else; and for each row whether it is
         finite.
 
         Args:
-            chunks, asked, keeps: see `evaluate`.
+            work: it has no reads and no edits.
             wanted: the top sums requested from each of these rows, in order.
         """
-        adapters = self.adapters(chunks, asked)
+        adapters = self.adapters(work)
         if self.impl == "cpp" and self.observer is None and getattr(self.model, "joins", False) and not adapters:
-            return self._joined_sums(chunks, asked, wanted, keeps)
-        rows_NE = self._rows(chunks, asked, keeps)
+            return self._joined_sums(work, wanted)
+        rows_NE = self._rows(work)
         if self.gathers:
             return self._gathered_sums(rows_NE, wanted)
         with phase(self.observer, "logits"):
@@ -306,22 +296,20 @@ class Runner:
         with phase(self.observer, "log-softmax"):
             return top_sums_of_logits(logits_NV, self.vocab_size, wanted, impl=self.impl)
 
-    def _joined_sums(
-        self, chunks: Sequence[Chunk], asked: Sequence[int], wanted: Sequence[TopSums], keeps: Sequence[Keep]
-    ) -> tuple[list[FoundSums], list[bool]]:
+    def _joined_sums(self, work: PassWork, wanted: Sequence[TopSums]) -> tuple[list[FoundSums], list[bool]]:
         """The top sums of rows, computed in the same call as the layers."""
-        p = self.pack(chunks)
+        p = self.pack(work.chunks)
         inputs = p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout
-        tapped = self._tapped(chunks, keeps)
-        hidden_TE, found, finite = self.model.top_sums(*inputs, asked, self.vocab_size, wanted, *tapped)
-        self._give(keeps, hidden_TE, *tapped)
+        tapped = self._tapped(work)
+        hidden_TE, found, finite = self.model.top_sums(*inputs, work.asked, self.vocab_size, wanted, *tapped)
+        self._give(work.keeps, hidden_TE, *tapped)
         return found, finite
 
-    def _tapped(self, chunks: Sequence[Chunk], keeps: Sequence[Keep]) -> Sequence[Tensor]:
+    def _tapped(self, work: PassWork) -> Sequence[Tensor]:
         """Memory for the tapped rows, [T, N, E], if any function wants them."""
-        if not any(keep.tapped for keep in keeps):
+        if not any(keep.tapped for keep in work.keeps):
             return ()
-        model, tokens = self.model, sum(map(len, chunks))
+        model, tokens = self.model, sum(map(len, work.chunks))
         return (torch.empty(tokens, len(model.tapped), model.config.width, dtype=self.dtype, device=self.device),)
 
     @staticmethod
@@ -344,16 +332,14 @@ class Runner:
                 founds.append(torch.stack([sums, places // v * V + places % v + head.tokens.start]))
             return found_in_shards(head.shard, founds, wanted), finite_N.tolist()
 
-    def _rows(
-        self, chunks: Sequence[Chunk], asked: Sequence[int], keeps: Sequence[Keep], ready: Ready | None = None
-    ) -> Tensor:
+    def _rows(self, work: PassWork, ready: Ready | None = None) -> Tensor:
         """Hidden rows of the requested tokens."""
-        tapped = self._tapped(chunks, keeps)
-        hidden_TE = self.forward(chunks, ready, *tapped)
-        self._give(keeps, hidden_TE, *tapped)
-        if len(asked) == len(hidden_TE):
+        tapped = self._tapped(work)
+        hidden_TE = self.forward(work.chunks, ready, *tapped)
+        self._give(work.keeps, hidden_TE, *tapped)
+        if len(work.asked) == len(hidden_TE):
             return hidden_TE
-        return hidden_TE[torch.tensor(asked, dtype=torch.int64).to(self.device, non_blocking=True)]
+        return hidden_TE[torch.tensor(work.asked, dtype=torch.int64).to(self.device, non_blocking=True)]
 
     def _top_sums(self, logp_NV: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> list[Tensor]:
         """The top sums requested from a pass, for all searches with one launch on a GPU; on the device."""
@@ -363,12 +349,12 @@ class Runner:
         with phase(self.observer, "search"):
             return top_sums_of(logp_NV, wanted, peaks_NB, impl="triton" if self.impl == "triton" else None)
 
-    def adapters(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> list[int]:
+    def adapters(self, work: PassWork) -> list[int]:
         """The numbers of the adapters of some rows of a pass; empty if none of them changes logits."""
         if not getattr(self.model, "adapted_heads", None):
             return []
-        numbers = [chunk.tree.trunk.adapter for chunk in chunks for _ in range(len(chunk))]
-        return self.heads([numbers[row] for row in asked])
+        numbers = [chunk.tree.trunk.adapter for chunk in work.chunks for _ in range(len(chunk))]
+        return self.heads([numbers[row] for row in work.asked])
 
     def heads(self, numbers: list[int]) -> list[int]:
         """The numbers of rows' adapters; empty if none of them changes logits."""

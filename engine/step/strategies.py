@@ -18,7 +18,7 @@ NO_ROWS = torch.empty(0, 0)
 
 def whole_rows(runner: Runner, batch: Batch) -> Rows:
     """Log-probabilities over the whole vocabulary, and the values that searches read from them."""
-    return batch.take(*runner.evaluate(batch.chunks, batch.asked, batch.reads, batch.edits, batch.keeps))
+    return batch.take(*runner.evaluate(batch.work))
 
 
 def few_tokens(shares: Sequence[Share], parts: Sequence[Few], runner: Runner, batch: Batch) -> Rows:
@@ -28,7 +28,7 @@ def few_tokens(shares: Sequence[Share], parts: Sequence[Few], runner: Runner, ba
         shares: the shares that have rows.
         parts: the tokens of each share.
     """
-    logps, finite = runner.evaluate_few(batch.chunks, batch.asked, parts, batch.keeps)
+    logps, finite = runner.evaluate_few(batch.work, parts)
     with phase(runner.observer, "search"):
         for share, few, logp_M in zip(shares, parts, logps, strict=True):
             constrained, sums = share.pending.constrained, share.pending.partial
@@ -37,8 +37,8 @@ def few_tokens(shares: Sequence[Share], parts: Sequence[Few], runner: Runner, ba
                 constrained.few.note(share.chunk.tree, share.nodes, few, logp_M)
             except ConstraintError as error:
                 share.job.fault = error
-            wanted = sums.top_sums(share.nodes)
-            sums.found(found_in_entries(logp_M, few.row_M, few.token_M, wanted, sums.width), share.nodes)
+            wanted, allowed = sums.top_sums(share.nodes), few.allowed
+            sums.found(found_in_entries(logp_M, allowed.row_M, allowed.token_M, wanted, sums.width), share.nodes)
     return NO_ROWS, finite
 
 
@@ -49,7 +49,7 @@ def only_sums(shares: Sequence[Share], wanted: Sequence[TopSums], runner: Runner
         shares: the shares that have rows.
         wanted: the sums that each share wants, and then those of each of its drafts.
     """
-    founds, finite = runner.evaluate_top_sums(batch.chunks, batch.asked, wanted, batch.keeps)
+    founds, finite = runner.evaluate_top_sums(batch.work, wanted)
     at = 0
     for share in shares:
         assert isinstance(share.pending.partial, PartialSums)
@@ -65,7 +65,7 @@ def strategy_of(batch: Batch) -> Strategy:
     shares = [share for share in batch.shares if share.nodes]
     if shares and batch.runner.device.type == "cpu" and all(share.pending.constrained for share in shares):
         parts = [few_of(share) for share in shares]
-        if None not in parts and not batch.runner.adapters(batch.chunks, batch.asked):
+        if None not in parts and not batch.runner.adapters(batch.work):
             return partial(few_tokens, shares, [part for part in parts if part is not None])
     if shares and batch.runner.only_sums and not any(share.pending.constrained for share in shares):
         wanted = [each for share in shares for each in (share.top_sums, *share.drafts_wanted)]

@@ -2,23 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import UsageError
-from engine.text.template import ChatTemplate
 from engine.text.thinking import Thoughts
-from engine.text.tokenizer import Tokenizer
 from engine.words import THINK
 
-
-class Speaker(Protocol):
-    """A model that takes messages: an `engine.Engine`."""
-
-    template: ChatTemplate | None
-    eos_token_ids: frozenset[int]
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,7 @@ class ChatPrompt:
 
 
 def chat_prompt(
-    engine: Speaker, messages: Sequence[Mapping[str, Any]], options: TemplateOptions | None = None
+    engine: "Engine", messages: Sequence[Mapping[str, Any]], options: TemplateOptions | None = None
 ) -> ChatPrompt:
     """Render messages by the engine's chat template.
 

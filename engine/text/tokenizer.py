@@ -14,24 +14,26 @@ import contextlib
 import functools
 import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import tokenizers
+from tokenizers import AddedToken, models
 
 from engine.errors import CheckpointError, UsageError, check_utf8
 from engine.text import tokenizer_limits
 from engine.text.channels import ANSWER, CHANNEL_MARKS, TURN
 from engine.text.detokenizer import Detokenizer, data_of
-from engine.text.pieces import Pieces
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer_files import any_of, byte_level, complete, named_tokens, read_config, read_file
-from engine.text.tokenizer_gguf import encoder_of
 from engine.text.tokenizer_json import LibraryEncoder
 from engine.text.tokenizer_model import SentencePieceEncoder
 from engine.text.tool_calls import CALL_MARKS
 from models.checkpoint.headers import Checkpoint
+from models.gguf.vocabulary import FileVocabulary
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
 Encoder = LibraryEncoder | SentencePieceEncoder
@@ -241,3 +243,63 @@ def _malformed(where: str) -> Iterator[None]:
         raise
     except BaseException as error:  # the tokenizers library panics with a BaseException
         raise CheckpointError(f"the tokenizer is malformed: {error}"[:500], where=where) from None
+
+
+class Pieces(Sequence[str | None]):
+    """The spelling of each id, None for ids without a spelling: an eighth of the memory of a list of strings.
+
+    Args:
+        pieces: the spellings by id.
+    """
+
+    def __init__(self, pieces: Iterable[str | None]):
+        given = [*pieces]
+        self._holes = frozenset(i for i, piece in enumerate(given) if piece is None)
+        joined = "\0".join("" if piece is None else piece for piece in given)
+        if joined.count("\0") == len(given) - 1:  # hundreds of thousands in a few calls
+            spelled = joined.encode("utf-8", "surrogatepass").split(b"\0")
+        else:
+            spelled = [b"" if piece is None else piece.encode("utf-8", "surrogatepass") for piece in given]
+        self._text = b"".join(spelled)
+        self._ends = array("Q", accumulate(map(len, spelled), initial=0))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, i: int) -> str | None: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[str | None]: ...
+    def __getitem__(self, i: int | slice) -> str | list[str | None] | None:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        i = range(len(self))[i]
+        text = self._text[self._ends[i] : self._ends[i + 1]]
+        return None if i in self._holes else text.decode("utf-8", "surrogatepass")
+
+
+def encoder_of(
+    vocabulary: FileVocabulary,
+) -> tuple[LibraryEncoder | SentencePieceEncoder, dict[str, Any], dict[str, str]]:
+    """The arguments of a `Tokenizer`. Raises CheckpointError if its kind is not supported."""
+    config, path = vocabulary.config(), vocabulary.file.path
+    if vocabulary.has_scores:
+        encoder = SentencePieceEncoder(vocabulary.model(), path, config, vocabulary.pieces)
+        return encoder, config, encoder.names
+    spec = vocabulary.tokenizer()
+    guard = tokenizer_limits.guard(spec, str(path))
+    model, added = spec["model"], spec["added_tokens"]
+    bare = spec | {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+    library = tokenizers.Tokenizer.from_str(json.dumps(bare))
+    options = {name: value for name, value in model.items() if name not in ("type", "vocab", "merges") and value}
+    try:
+        library.model = models.BPE(model["vocab"], model["merges"], **options)  # JSON would take twice as long
+    except Exception:  # a merge does not fit
+        if not vocabulary.has_merges:
+            raise
+        library.model = models.BPE(model["vocab"], vocabulary.checked_merges(), **options)
+    flags = {token["id"]: {k: v for k, v in token.items() if k not in ("id", "content")} for token in added}
+    in_order = sorted(added, key=lambda token: token["id"])
+    library.add_tokens([AddedToken(token["content"], **flags[token["id"]]) for token in in_order])
+    names = named_tokens(config)
+    return LibraryEncoder(library, config, names, guard, str(path), model["vocab"]), config, names

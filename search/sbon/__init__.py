@@ -10,7 +10,7 @@ All utterances share one tree and their draws are keyed, so the survivors are th
 
 import math
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,15 +120,16 @@ class SBoN(BoN):
                     error.remedy += "; or --sbon-schedule memory, which works with the memory that there is"
                 if self.schedule != "memory" or len(race.running) == 1:
                     raise
-                count = min(accepted(len(race.running), self.alpha), len(race.running) - 1)
-                yield from race.decide(lambda count=count: count)
+                yield from race.judge()
+                race.cut(min(accepted(len(race.running), self.alpha), len(race.running) - 1))
                 continue
             tokens = race.length
             if race.drawn.live and points.get(tokens):  # a rate of 0 needs no rewards
-                count = accepted(len(race.running), points[tokens], self.num_return_sequences)
-                yield from race.decide(lambda count=count: count)
+                yield from race.judge()  # S2
+                race.cut(accepted(len(race.running), points[tokens], self.num_return_sequences))  # S3
             elif race.drawn.live and self.schedule == "adaptive" and _doubles(tokens, self.tau):
-                yield from race.decide(lambda: self._accepted_by_risk(race))
+                yield from race.judge()
+                race.cut(self._accepted_by_risk(race))
             yield race.report()
         return (yield from race.end())
 
@@ -191,12 +192,10 @@ class Race:
         self.rewards.update(zip(asked, rewards, strict=True))
         self._final.update(i for i in asked if self.drawn.reasons[i] is not None)
 
-    def decide(self, count: Callable[[], int]) -> Generator[Evaluate, Answer, None]:
-        """Rank the running utterances and reject all but the best; `count` is called when the rewards are known."""
-        yield from self.judge()  # S2
+    def cut(self, count: int) -> None:
+        """Rank the running utterances by their rewards and reject all but the best `count`."""
         ranked = sorted(self.running, key=lambda i: (-self.rewards[i], i))
-        accept = count()  # S3
-        best, rest = ranked[:accept], ranked[accept:]
+        best, rest = ranked[:count], ranked[count:]
         spared = [i for i in rest if self.keep_finished and self.drawn.reasons[i] is not None]
         live = len(self.drawn.live)
         self.drawn.retain([i for i in self.drawn.live if i in best])

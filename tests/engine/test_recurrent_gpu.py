@@ -11,6 +11,7 @@ from engine.load.loading import LoadedModel
 from engine.step.driver import Driver
 from engine.step.graphs import GraphRunner
 from engine.step.packing import Chunk
+from engine.step.runner import PassWork
 from kernels.layout import BLOCK, DeltaKind, ScanKind
 from models.formats import floats
 from search import ADED, Greedy, Trie
@@ -112,7 +113,7 @@ def test_a_pass_that_reads_a_state_it_makes_is_no_graph(load, caplog):
     nodes = tree.grow([tree.root], [7])
     nodes += tree.grow([nodes[0], nodes[0]], [8, 9])
     with caplog.at_level("INFO", "engine.step.graphs"):
-        rows = runner.launch([Chunk(tree, 0, nodes, tree.allocate(0, nodes))], [0, 1, 2]).logp_NV
+        rows = runner.launch(PassWork([Chunk(tree, 0, nodes, tree.allocate(0, nodes))], [0, 1, 2])).logp_NV
     assert [r.message for r in caplog.records] == ["without a CUDA graph: a pass that reads a state it makes"]
     for row, text in zip(rows, ([7], [7, 8], [7, 9]), strict=True):
         torch.testing.assert_close(row, fresh(engine, [*prompt, *text])[-1], rtol=0, atol=1e-5)

@@ -17,7 +17,7 @@ from engine import Engine
 from engine.cache.tree import TokenTree
 from engine.errors import NumericsError
 from engine.step.packing import Chunk, pack
-from engine.step.runner import Keep
+from engine.step.runner import Keep, PassWork
 from kernels import cpp
 from kernels.rows import TopSums
 from kernels.stack import Angles, Stack, one_by_one
@@ -363,10 +363,12 @@ def test_the_head_and_top_sums_join(folder, kind):
         chunks = [Chunk(tree, n, [], tree.allocate(n, [])) for tree, n in zip(trees, (5, 20), strict=True)]
         hidden = []
         with nullcontext() if joined else one_by_one(runner.model):
-            answers, finite = runner.evaluate_top_sums(chunks, [4, 20, 24], wanted, [Keep(slice(3, 5), hidden.append)])
+            answers, finite = runner.evaluate_top_sums(
+                PassWork(chunks, [4, 20, 24], keeps=[Keep(slice(3, 5), hidden.append)]), wanted
+            )
         found.append([*answers, hidden[0].clone(), torch.tensor(finite)])
         with pytest.raises(ValueError, match="asked: expected 3 tokens of 25, ascending") if joined else nullcontext():
-            runner.evaluate_top_sums(chunks, [4, 20, 25] if joined else [4, 20, 24], wanted)
+            runner.evaluate_top_sums(PassWork(chunks, [4, 20, 25] if joined else [4, 20, 24]), wanted)
         for tree in trees:
             tree.release()
     assert all(x.equal(y) for x, y in zip(*found, strict=True))
@@ -444,7 +446,7 @@ def test_tapped_streams_are_those_before_layers(dtype, tmp_path):
         tree = TokenTree(runner.pool, range(3, 20))
         with torch.inference_mode():
             chunks = [Chunk(tree, 17, [], tree.allocate(17, []))]
-            [best], _ = runner.evaluate_top_sums(chunks, [16], [TopSums([0.0], 9)], keeps)
+            [best], _ = runner.evaluate_top_sums(PassWork(chunks, [16], keeps=keeps), [TopSums([0.0], 9)])
         tree.release()
         return best
 

@@ -35,19 +35,8 @@ with later():
     from engine.engine import Done
     from search import make_search
     from tools.bench import limits
+    from tools.profile import report
     from tools.profile.clock import Step, Watch, watched
-    from tools.profile.report import (
-        CALLS,
-        LEGEND,
-        OPERATORS,
-        call_rows,
-        call_table,
-        group_of,
-        operator_table,
-        paint,
-        part_table,
-        shares,
-    )
     from tools.profile.trace import Operator, read_profile
 
 RESULT = "result.json"
@@ -229,14 +218,14 @@ class Profile:
             rate = self.rates[self.kind(part)]
             least = None if moved is None else max(moved / self.bandwidth, (operations or 0) / rate)
             found.append({
-                "part": part, "group": group_of(part), "seconds": seconds, "share": seconds / whole, "bytes": moved,
-                "operations": operations, "of_roofline": None if least is None else least / seconds,
+                "part": part, "group": report.group_of(part), "seconds": seconds, "share": seconds / whole,
+                "bytes": moved, "operations": operations, "of_roofline": None if least is None else least / seconds,
             })  # fmt: skip
         return found
 
     def calls(self) -> list[dict[str, Any]]:
         """The operators of a stack in C++, in the steps of decoding."""
-        return call_rows([step for step in self.steps if not step.reads_prompt])
+        return report.call_rows([step for step in self.steps if not step.reads_prompt])
 
     def kind(self, part: str) -> str:
         """The dtype of a part's products."""
@@ -277,7 +266,7 @@ class Profile:
         parts = [
             f"{setting}; prompt of {len(self.prompt)} tokens, {self.stats['new_tokens']} new ones. Memory moves "
             f"{self.bandwidth / 1e9:.1f} GB/s; large products run at {rates}.",
-            f"**A step takes {ms:.2f} ms: {shares(decode or self.rows(True))}.** {1 / ms * 1e3:.1f} steps/s "
+            f"**A step takes {ms:.2f} ms: {report.shares(decode or self.rows(True))}.** {1 / ms * 1e3:.1f} steps/s "
             f"({least:.1f}-{most:.1f} over {self.args.runs} runs). In the traced steps: {by['bare']:.1f} steps/s "
             f"bare, {by['watched']:.1f} with the stop watch, {by['profiled']:.1f} with the profiler.",
         ]
@@ -285,26 +274,26 @@ class Profile:
             if rows:
                 count = sum(step.reads_prompt == (title[-1] == "t") for step in self.parts)
                 whole = sum(row["seconds"] for row in rows) * 1e3
-                parts.append(f"{title}: {count}, {whole:.2f} ms each with the stop watch: {shares(rows)}.")
-                parts.append(part_table(rows))
-        parts.append(LEGEND)
+                parts.append(f"{title}: {count}, {whole:.2f} ms each with the stop watch: {report.shares(rows)}.")
+                parts.append(report.part_table(rows))
+        parts.append(report.LEGEND)
         if calls := self.calls():
-            parts += [CALLS, call_table(calls)]
+            parts += [report.CALLS, report.call_table(calls)]
         count = min(self.window.stop, len(self.traced)) - self.window.start
-        parts.append(f"{OPERATORS} {count} steps from step {self.window.start}.")
+        parts.append(f"{report.OPERATORS} {count} steps from step {self.window.start}.")
         wall = sum(step.seconds for step in self.traced[self.window])
         for title, found in (("", self.operators), ("Kernels on the device:", self.kernels)):
             if found:
                 parts += [title] * bool(title)
                 rate = self.rates[self.kind("target: linear layers")]
-                parts.append(operator_table(found, self.args.top, count, wall, self.bandwidth, rate))
+                parts.append(report.operator_table(found, self.args.top, count, wall, self.bandwidth, rate))
         return "\n\n".join(parts)
 
     def picture(self, kept: Path | None) -> str:
         """Draw the timeline; its file's name, "" where matplotlib is not installed."""
         path = kept or self.out / "timeline.svg"
         try:
-            draw(path, (8, 7), lambda figure: paint(figure, self.steps, self.parts))
+            draw(path, (8, 7), lambda figure: report.paint(figure, self.steps, self.parts))
         except UsageError as missing:
             progress(f"no picture: {missing}")
             return ""

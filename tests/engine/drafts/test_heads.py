@@ -14,7 +14,7 @@ from engine.cache.tree import TokenTree
 from engine.drafts.heads import HeadDrafter, HeadDrafts
 from engine.step.drafting import EngineDrafts
 from engine.step.packing import Chunk
-from engine.step.runner import Keep
+from engine.step.runner import Keep, PassWork
 from search import DSBD, Greedy
 from tests import draws as random_draws
 from tests.draft_heads import add_mtp, make_eagle
@@ -147,7 +147,7 @@ def fresh_rows(engine, text):
     tree = TokenTree(runner.pool, text)
     keep = Keep(slice(0, len(text)), lambda rows: found.append(head.taken(rows)), head.taps)
     with torch.inference_mode():
-        runner.evaluate([Chunk(tree, len(text), [], tree.allocate(len(text), []))], [], keeps=[keep])
+        runner.evaluate(PassWork([Chunk(tree, len(text), [], tree.allocate(len(text), []))], [], keeps=[keep]))
     tree.release()
     return found[0]
 

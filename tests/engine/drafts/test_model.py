@@ -218,7 +218,7 @@ def test_a_draft_model_with_nan_drafts_nothing(folders):
     engine = Engine.load(folders["target"], draft=folders["other"], kv_memory=1 << 22, threads=1)
     runner = engine.companions["draft"].runner
     evaluate = runner.evaluate_top_sums
-    runner.evaluate_top_sums = lambda *given: (evaluate(*given)[0], [False] * len(given[1]))
+    runner.evaluate_top_sums = lambda work, wanted: (evaluate(work, wanted)[0], [False] * len(work.asked))
     plain = answers(engine, requests(2, Greedy()))
     got = with_drafts(engine, requests(2, Greedy()))
     assert facts(got) == facts(plain) and sum(result.stats["drafted_nodes"] for result in got) == 0

@@ -11,8 +11,15 @@ from engine import Engine
 from engine.contract import Search
 from engine.demo import demo_folder
 from engine.drafts import Drafter
-from engine.drafts.suffix_files import HEADER
-from engine.drafts.suffixes import FIRST_CAPACITY, LEAST_REPEATED, PIECE, SuffixDrafter, SuffixStore, full_store_bytes
+from engine.drafts.suffixes import (
+    FIRST_CAPACITY,
+    HEADER,
+    LEAST_REPEATED,
+    PIECE,
+    SuffixDrafter,
+    SuffixStore,
+    full_store_bytes,
+)
 from engine.errors import UsageError
 from engine.load.budget import plan
 from engine.load.options import LoadOptions

@@ -24,7 +24,7 @@ def test_few_tokens_have_the_log_probabilities_of_whole_rows(engine, renormalise
     tokens = [sorted(rng.sample(range(V), rng.randint(1, most))) for _ in range(13)]
     tokens = [[token % 20 for token in row] if most == 4 else row for row in tokens]
     allowed = [ids if i % 2 else torch.tensor(ids) for i, ids in enumerate(map(sorted, map(set, tokens)))]
-    parts = [Few.of(Allowed.of(some, V), renormalise) for some in (allowed[:4], allowed[4:])]
+    parts = [Few(Allowed.of(some, V), renormalise) for some in (allowed[:4], allowed[4:])]
     found, finite = Head(model, V, engine.runner.impl).logps(hidden_NE, parts)
     logp_NV = log_softmax(model.logits(hidden_NE), V, impl="torch")[0]
     expected = []

@@ -209,11 +209,14 @@ def test_a_check_takes_the_time_of_its_request(start, held):
 
 LARGE = {
     "characters": ({"prompt": "a" * 60_000}, "60000 characters, the context holds 512 tokens of at most 13"),
-    "tokens": ({"prompt": [5] * 5000}, "5000 tokens, at most 512 fit"),
+    "tokens": ({"prompt": [5] * 5000}, "5000 tokens, the context holds 512"),
     "one of several": ({"prompt": ["a", "a" * 60_000]}, "60000 characters"),
     "messages": ({"messages": [{"role": "user", "content": "a"}] * 5000}, "messages: expected at most 4096 entries"),
     "their values": ({"messages": [{"role": "user", "content": "a", "x": [1] * 40_000}] * 2}, "at most 65536 values"),
-    "their characters": ({"messages": [{"role": "user", "content": "a" * 9000}]}, "the messages have 9015 characters"),
+    "their characters": (
+        {"messages": [{"role": "user", "content": "a" * 9000}]},
+        "messages: the text has 9015 characters",
+    ),
     "choices": ({"messages": FOX, "choices": ["a"] * 5000}, "choices: expected at most 4096 entries"),
     "their text": ({"messages": FOX, "choices": ["a" * 700] * 100}, "at most 65536 characters in all, got 70000"),
     "words": ({"messages": FOX, "bad_words": ["a" * 10_000] * 2}, "bad_words: expected at most 16384 characters"),

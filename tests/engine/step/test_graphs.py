@@ -27,7 +27,7 @@ from engine.errors import UsageError
 from engine.load.loading import LoadedModel
 from engine.step.graphs import TOKENS, TREES, WORDS, GraphRunner, _Recorder, make_runner
 from engine.step.packing import Chunk, pack
-from engine.step.runner import Launched, Runner
+from engine.step.runner import Launched, PassWork, Runner
 from kernels.kv_kinds import parts
 from kernels.layout import NULL_SLOT
 from search import ULTS, BoN, Greedy, Sample, SBoN, Trie
@@ -144,22 +144,26 @@ def test_larger_passes_run_as_they_are_and_say_so_once(caplog, monkeypatch):
 def test_what_is_no_graph(monkeypatch):
     _, graphs = engines("plain", "reference")
     runner, tree = graphs.runner, TokenTree(graphs.pool, [5])
+
+    def unfit(chunks, asked):
+        return runner._unfit(PassWork(chunks, asked))
+
     root = [Chunk(tree, 1, [], tree.allocate(1, []))]
-    assert runner._unfit(root, [0]) == "" and "prompt" in runner._unfit(root, [])
-    assert "prompt" in runner._unfit([Chunk(tree, 2, [], [2, 3])], [0])
+    assert unfit(root, [0]) == "" and "prompt" in unfit(root, [])
+    assert "prompt" in unfit([Chunk(tree, 2, [], [2, 3])], [0])
     tree.trunk.adapter = 1
-    assert "with adapters" in runner._unfit(root, [0])
+    assert "with adapters" in unfit(root, [0])
     tree.trunk.adapter = 0
-    assert f"more than {TREES[-1]} trees" in runner._unfit(root * (TREES[-1] + 1), [0])
+    assert f"more than {TREES[-1]} trees" in unfit(root * (TREES[-1] + 1), [0])
     nodes = tree.grow([tree.root] * 40, range(6, 46))
     leaves = [Chunk(tree, 0, nodes, tree.allocate(0, nodes))]
-    assert runner._unfit(leaves, [0]) == "" and "more than 512 tokens" in runner._unfit(leaves * 13, [0])
+    assert unfit(leaves, [0]) == "" and "more than 512 tokens" in runner._unfit(PassWork(leaves * 13, [0]))
     monkeypatch.setattr("engine.step.graphs.TABLES", 64)
-    assert runner._unfit(leaves * 4, [0]) == "" and "2048 branch slots" in runner._unfit(leaves * 5, [0])
+    assert unfit(leaves * 4, [0]) == "" and "2048 branch slots" in runner._unfit(PassWork(leaves * 5, [0]))
     monkeypatch.setattr("engine.step.graphs.WORDS", (1,))
-    assert "more than 32 branch slots" in runner._unfit(leaves, [0])
+    assert "more than 32 branch slots" in unfit(leaves, [0])
     runner.tokens = 1, 39
-    assert "more than 39 tokens" in runner._unfit(leaves, [0])
+    assert "more than 39 tokens" in unfit(leaves, [0])
     tree.release()
 
 

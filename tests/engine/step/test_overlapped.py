@@ -6,18 +6,22 @@ Without a GPU a pass is done when it is launched; that it is launched earlier is
 import random
 
 import pytest
+import torch
 
 from engine import Engine
 from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.contract.top_sums import Next
 from engine.engine import Request
 from engine.load.loading import LoadedModel
 from engine.service import starter
-from engine.step.ahead import choose
 from engine.step.graphs import GraphRunner
 from engine.step.jobs import Job
+from engine.step.overlapped import Guess, choose
 from engine.step.packing import Blank
 from engine.step.runner import Launched, Runner
 from engine.step.timing import Overlap
+from models.shape import ModelShape
 from search import Sample, Trie
 from tools.random_checkpoint import make
 
@@ -38,9 +42,9 @@ def events(monkeypatch):
     seen, read, land = [], Runner.read, Launched.land
     for kind in (Runner, GraphRunner):
 
-        def launch(self, chunks, *arguments, real=kind.launch, **options):
-            self.guessed = any(isinstance(chunk, Blank) for chunk in chunks)
-            return real(self, chunks, *arguments, **options)
+        def launch(self, work, *arguments, real=kind.launch, **options):
+            self.guessed = any(isinstance(chunk, Blank) for chunk in work.chunks)
+            return real(self, work, *arguments, **options)
 
         monkeypatch.setattr(kind, "launch", launch)
 
@@ -219,3 +223,20 @@ def test_too_many_searches_without_a_hint_are_waited_for(plain, events):
     while service.driver.busy:
         service.driver.step()
     assert events == ["launch", "read"] * 8
+
+
+def test_choices_are_the_same_on_host_and_device():
+    """A guess chooses on the device what it picks on the host."""
+    shape = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=10, max_positions=None)
+    tree = TokenTree(PagePool(shape, 4), [1])
+    slots, branches = tree.reserve(2, 1)
+    guess = Guess(Next(2, frozenset([3, 8])), 5, [4, 6], Blank(tree, 0, branches, slots, 1))
+    values, places = [-1.0, -1.5, -1.5, -2.0, -float("inf")], [3, 12, 8, 5, 0]
+    numbers = torch.tensor([*values, *places, 0.0], dtype=torch.float64)
+    words_TC = torch.arange(7, dtype=torch.int32).unsqueeze(1)
+    sums_n, token_n, inherited_nC = choose([guess], [numbers], words_TC, 10, "torch")
+    sums, chosen = guess.picked(numbers, 10)
+    assert (sums_n.tolist(), token_n.tolist()) == (sums, [token for _, token in chosen])
+    live = sum(1 << slot for slot, node in enumerate(tree.slots.owner) if node >= 0)
+    assert inherited_nC.tolist() == [[guess.asked[row] & live] for row, _ in chosen]
+    tree.release()

@@ -11,7 +11,7 @@ from engine.cache.tree import TokenTree
 from engine.contract.top_sums import TopSums
 from engine.rules.edits import Edit
 from engine.step.packing import Chunk
-from engine.step.runner import Keep
+from engine.step.runner import Keep, PassWork
 from kernels.rows import top_sums
 
 MODEL, PROMPT = Path(__file__).parents[2] / "golden/llama/plain", [5, 6, 7, 8]
@@ -42,7 +42,7 @@ def test_rows_edits_reads_and_hidden_rows(runner, chunk):
     edit = Edit(slice(1, 2), partial(lambda rows_NV, excess_N1: rows_NV.fill_(-1.0)), False)
     reads = [(slice(0, 1), lambda rows_NV, peaks_NB: rows_NV.sum(1).double()), (slice(1, 2), TopSums([0.5], 2))]
     keep = Keep(slice(2, 4), lambda hidden_TE: kept.append(hidden_TE.clone()))
-    logp_NV, finite, numbers = runner.evaluate([chunk], [3, 1], reads, [edit], [keep])
+    logp_NV, finite, numbers = runner.evaluate(PassWork([chunk], [3, 1], reads, [edit], [keep]))
     torch.testing.assert_close(logp_NV[0], expected_TV[3], rtol=0, atol=1e-4)
     assert logp_NV[1].eq(-1).all() and finite == [True, True] and kept[0].shape[0] == 2
     assert numbers[0].item() == pytest.approx(float(logp_NV[0].sum()), rel=1e-5)
@@ -50,5 +50,5 @@ def test_rows_edits_reads_and_hidden_rows(runner, chunk):
 
 
 def test_a_pass_that_nobody_asks_of_has_no_rows(runner, chunk):
-    logp_NV, finite, numbers = runner.evaluate([chunk], [])
+    logp_NV, finite, numbers = runner.evaluate(PassWork([chunk], []))
     assert logp_NV.numel() == 0 and finite == [] and numbers == []

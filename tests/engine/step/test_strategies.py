@@ -10,7 +10,7 @@ from engine.rules.constraint import Allowed
 from engine.rules.few import Few
 from engine.step.strategies import few_tokens, only_sums, strategy_of, whole_rows
 
-SOME, SUMS = Few.of(Allowed.of([[3, 5]], 10), False), TopSums([0.0], 2)
+SOME, SUMS = Few(Allowed.of([[3, 5]], 10), False), TopSums([0.0], 2)
 
 
 def share(few=None, sums=None, nodes=(1,)):
@@ -25,8 +25,8 @@ def share(few=None, sums=None, nodes=(1,)):
 
 
 def choose(*shares, device="cpu", only_sums=False, heads=()):
-    runner = SimpleNamespace(device=torch.device(device), only_sums=only_sums, adapters=lambda chunks, asked: [*heads])
-    return strategy_of(SimpleNamespace(shares=[*shares], runner=runner, chunks=[], asked=[]))
+    runner = SimpleNamespace(device=torch.device(device), only_sums=only_sums, adapters=lambda work: [*heads])
+    return strategy_of(SimpleNamespace(shares=[*shares], runner=runner, work=None))
 
 
 def test_few_tokens_on_a_cpu_where_all_want_top_sums_of_few():

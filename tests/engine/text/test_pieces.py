@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.text.pieces import Pieces
+from engine.text.tokenizer import Pieces
 
 SPELLED = ["a", None, "", "\u0120the", "\U0001f600", "\ud800", None]
 

@@ -58,13 +58,13 @@ def note_answers(engine, monkeypatch):
     """The log-probabilities that a model gives from now on, by sequence."""
     found, evaluate = {}, engine.runner.evaluate
 
-    def noted(chunks, asked, reads=(), edits=(), keeps=()):
-        answers, rows = evaluate(chunks, asked, reads, edits, keeps), []
-        for chunk in chunks:
+    def noted(work):
+        answers, rows = evaluate(work), []
+        for chunk in work.chunks:
             tree, end = chunk.tree, chunk.tree.trunk.cached
             rows += [tuple(tree.trunk.tokens[: i + 1]) for i in range(end - chunk.trunk_tokens, end)]
             rows += [(*tree.trunk.tokens[: tree.prompt_length], *tree.path(node)) for node in chunk.nodes]
-        found.update((rows[i], row.clone()) for i, row in zip(asked, answers[0], strict=True))
+        found.update((rows[i], row.clone()) for i, row in zip(work.asked, answers[0], strict=True))
         return answers
 
     monkeypatch.setattr(Runner, "only_sums", False)  # searches that want top sums get rows as well

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine import CheckpointError, Engine
-from engine.text.tokenizer_gguf import encoder_of
+from engine.text.tokenizer import encoder_of
 from models.checkpoint.headers import Checkpoint
 from tests.models.gguf.files import GOLDEN, File, gguf
 from tests.models.gguf.test_models import same
