@@ -5,7 +5,7 @@ from typing import Any
 
 from models.checkpoint.wrapped import TEXT_MODELS
 
-WHOLES = "_vl", "_vl_text", "_unified_text"  # suffixes of text models that only exist inside another model
+WHOLES = "_vl", "_vl_text"  # suffixes of text models that only exist inside another model
 LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items() if not kind.endswith(WHOLES)} | {
     "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",

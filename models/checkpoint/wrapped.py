@@ -71,12 +71,7 @@ TEXT_MODELS = {
     "gemma3_text": TextModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
     "gemma3n_text": TextModel("Gemma3nForCausalLM", (262400, 2048, 16384, 35, 8)),
     "gemma4_text": TextModel("Gemma4ForCausalLM", (262144, 2304, 9216, 30, 8)),
-    "gemma4_unified_text": TextModel(
-        "Gemma4ForCausalLM",
-        (262144, 2304, 9216, 30, 8),
-        {"max_position_embeddings": 262144, "sliding_window": 1024},
-        unused=("hidden_size_per_layer_input", "enable_moe_block"),
-    ),
+    "gemma4_unified_text": TextModel("Gemma4UnifiedForCausalLM", (262144, 2304, 9216, 30, 8)),
     "granite": TextModel("GraniteForCausalLM", (32000, 4096, 11008, 32, 32), unused=("logits_scaling",)),
     "hunyuan_v1_dense": TextModel("HunYuanDenseV1ForCausalLM", (290943, 4096, 11008, 32, 32)),
     "lfm2": TextModel("Lfm2ForCausalLM", (65536, 2560, 12288, 32, 32)),

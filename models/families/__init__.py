@@ -137,6 +137,7 @@ _CLASSES: list[type[Decoder]] = [
     gemma.Gemma3,
     gemma3n.Gemma3n,
     gemma4.Gemma4,
+    gemma4.Gemma4Unified,
     glm.Glm,
     glm.Glm4,
     glm.Glm4Moe,

@@ -75,6 +75,22 @@ class Gemma4(Decoder):
         )
 
 
+class Gemma4Unified(Gemma4):
+    """A Gemma 4 without per-layer embeddings and experts, whatever the config says of them."""
+
+    architectures = ("Gemma4UnifiedForCausalLM",)
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        own = {
+            "max_position_embeddings": fields.int("max_position_embeddings", 262144, high=2**31),
+            "sliding_window": fields.int("sliding_window", 1024, high=2**31),
+            "hidden_size_per_layer_input": None,
+            "enable_moe_block": None,
+        }
+        return Gemma4.read(Fields({**fields.config, **own}, fields.file, fields.prefix))
+
+
 def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, size: int) -> tuple[tuple[int, int], ...]:
     """Read `Uneven.kv_sizes` of layers of these kinds: `per_layer_config` of transformers 5.23 has them; before, layers
     of full attention had fields of their own.

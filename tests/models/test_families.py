@@ -214,6 +214,9 @@ def test_defaults_of_transformers():
     assert (laguna.ropes[0].theta, laguna.ropes[0].head_dim, laguna.head_gates) == (5e5, 4, "softplus")
     quest = read("IQuestCoderForCausalLM", num_key_value_heads=None, num_attention_heads=16)
     assert (quest.kv_heads, quest.head_dim, quest.norm_eps, quest.max_positions) == (16, 128, 1e-5, 131072)
+    unified = read("Gemma4UnifiedForCausalLM", enable_moe_block=True, hidden_size_per_layer_input=8)
+    assert (unified.windows, unified.max_positions) == ((1024, 1024, 1024, None), 262144)
+    assert unified.experts is None and unified.layer_inputs is None
     assert read("SmolLM3ForCausalLM").tied and read("SmolLM3ForCausalLM").ropes[0].theta == 2e6
     assert read("SmolLM3ForCausalLM").ropes[3] is None
     assert read("Olmo3ForCausalLM").windows == (4096, 4096, 4096, None)
