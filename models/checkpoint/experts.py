@@ -2,9 +2,9 @@
 
 Transformers 5 stores all experts of a layer in one tensor [experts, rows, columns], gate above up. Most published
 checkpoints have a matrix per expert, with names that differ from family to family. gpt-oss has one tensor with
-interleaved gate and up, floats [experts, columns, rows] or MXFP4 blocks, and biases; Llama 4 has [experts, columns,
-rows] too, gate beside up, and DBRX the matrices of all experts below each other, the last ones as columns. Only headers
-are read here: an expert's matrix is a part of such a tensor (`TensorInfo.part`).
+interleaved gate and up, floats [experts, columns, rows] or MXFP4 blocks, and biases; Llama 4 and Aria have [experts,
+columns, rows] too, gate beside up, and DBRX the matrices of all experts below each other, the last ones as columns.
+Only headers are read here: an expert's matrix is a part of such a tensor (`TensorInfo.part`).
 """
 
 import re
@@ -17,8 +17,10 @@ EXPERT = ".experts."  # marks the names of experts' matrices
 MOST_EXPERTS = 2**12  # the most experts of a layer
 _STACKED = re.compile(
     r"(?P<layer>.*\.layers\.\d+\.|layers\.\d+\.)(?:(?P<mlp>mlp|mixer|feed_forward|block_sparse_moe)\.)?"
-    r"(?P<part>experts\.gate_up_proj|experts\.up_proj|experts\.down_proj|input_linear\.weight|output_linear\.weight)"
+    r"(?P<part>experts\.gate_up_proj|experts\.up_proj|experts\.down_proj|input_linear\.weight|output_linear\.weight|"
+    r"experts\.fc1\.weight|experts\.fc2\.weight)"
 )
+_HALVES = "experts.gate_up_proj", "input_linear.weight", "experts.fc1.weight"
 _WHOLE = {"experts.up_proj": "up_proj"}  # tensors of MLPs without gates
 _GPT_OSS = re.compile(r"(.*\blayers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
 _ENDS = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
@@ -41,7 +43,8 @@ def one_by_one(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -
         yield from _in_turns(turns, name, info)
     elif stacked and len(info.shape) == 3 and few and not info.packed:
         shared = f"{stacked['layer']}feed_forward.shared_expert.down_proj.weight"  # Llama 4 has it, others have not
-        yield from _unstacked(stacked, name, info, transposed=stacked["mlp"] == "feed_forward" and shared in tensors)
+        columns = (stacked["mlp"] == "feed_forward" and shared in tensors) or ".fc" in stacked["part"]  # of Aria
+        yield from _unstacked(stacked, name, info, transposed=columns)
     elif (below := _DBRX.fullmatch(name)) and (router := tensors.get(f"{below[1]}router.layer.weight")):
         yield from _from_below(below, name, info, router.shape[0])
     elif statics and len(info.shape) == 2 and info.shape[0] == 1:
@@ -89,7 +92,7 @@ def _unstacked(
     count, *shape = info.shape
     rows, width = shape[::-1] if transposed else shape
     mlp = {None: "", "block_sparse_moe": "mlp."}.get(stacked["mlp"], f"{stacked['mlp']}.")
-    halves = stacked["part"] in ("experts.gate_up_proj", "input_linear.weight")
+    halves = stacked["part"] in _HALVES
     if halves and rows % 2:
         yield name, info
         return

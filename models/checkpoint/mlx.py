@@ -17,9 +17,9 @@ from models.checkpoint.tensors import Cut, TensorInfo, View
 from models.errors import CheckpointError, show
 
 STACKED = re.compile(
-    r"(.+?\.)(?:(?:experts\.)?switch_(?:mlp|glu)|experts)\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(weight|scales|biases|bias)"
+    r"(.+?\.)(?:(?:experts\.)?switch_(?:mlp|glu)|experts(?!\.fc))\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(weight|scales|biases|bias)"
 )
-PARTS = {"fc1": "up_proj", "fc2": "down_proj"}  # for Nemotron
+PARTS = {"fc1": "up_proj", "fc2": "down_proj"}  # for Nemotron; Aria has other tensors named experts.fc1
 HEADS = re.compile(r"(.+\.self_attn\.)(embed_q|unembed_out)\.(weight|scales|biases)")
 SPLIT = {"embed_q": "k_b_proj", "unembed_out": "v_b_proj"}
 CONV = re.compile(r".+\.(?:conv1d|conv\.conv)\.weight")

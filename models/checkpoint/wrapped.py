@@ -65,6 +65,7 @@ _QWEN_VL = TextModel(
     {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6},
 )
 TEXT_MODELS = {
+    "aria_text": TextModel("AriaTextForCausalLM", (32000, 4096, 4096, 32, 32)),
     "cohere_compass_text": TextModel("CohereCompassForCausalLM", (256000, 8192, 22528, 40, 64)),
     "emu3_text_model": TextModel("Emu3ForCausalLM", (184622, 4096, 14336, 32, 32)),
     "gemma2": TextModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),

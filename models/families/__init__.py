@@ -110,6 +110,7 @@ _CLASSES: list[type[Decoder]] = [
     mistral.Mistral4,
     modernbert.ModernBertDecoder,
     mixtral.Mixtral,
+    mixtral.Aria,
     mixtral.PhiMoe,
     gpt_oss.GptOss,
     smollm3.SmolLM3,

@@ -56,6 +56,8 @@ def read(architecture, **changes):
         ("MptForCausalLM", "no_bias", {**MPT, "no_bias": False}),
         ("MptForCausalLM", "logit_scale", {**MPT, "logit_scale": "inv_sqrt_d_model"}),
         ("XGLMForCausalLM", "add_cross_attention", {"add_cross_attention": True}),
+        ("AriaTextForCausalLM", "hidden_act: expected silu", {"hidden_act": "gelu"}),
+        ("AriaTextForCausalLM", "mlp_bias", {"mlp_bias": True}),
         ("XGLMForCausalLM", "pad_token_id", {"pad_token_id": 2}),
         ("XGLMForCausalLM", "d_model", {"d_model": 2}),
         ("CTRLLMHeadModel", "layer_norm_epsilon", {"layer_norm_epsilon": 1e-5}),
@@ -295,6 +297,8 @@ def test_defaults_of_mixtures():
     qwen2, qwen3 = (read(f"Qwen{i}MoeForCausalLM").experts for i in (2, 3))
     assert (qwen2.count, qwen2.routing.chosen, qwen2.width, qwen2.shared_width) == (60, 4, 1408, 5632)
     assert (qwen3.count, qwen3.routing.chosen, qwen3.width, qwen3.shared_width) == (128, 8, 768, 0)
+    aria = read("AriaTextForCausalLM").experts
+    assert (aria.count, aria.routing.chosen, aria.width, aria.shared_width) == (8, 2, 40, 80)
     exaone, flex, hunyuan = (read(f"{name}ForCausalLM").experts for name in ("ExaoneMoe", "FlexOlmo", "HunYuanMoEV1"))
     assert (exaone.count, exaone.routing.chosen, exaone.width, exaone.shared_width) == (64, 8, 1024, 1024)
     assert (exaone.routing.scale, exaone.routing.normalized, exaone.layers) == (2.5, True, (False, True, True, True))

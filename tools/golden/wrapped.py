@@ -207,9 +207,14 @@ WRAPPERS = {
         _golden("llama4/plain"),
         {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "vision_config": LLAMA4},
         "inner", "multi_modal_projector.linear_1.weight", NO_TOKENS),
+    "aria": Wrapper(
+        _golden("experts/aria"),
+        {"architectures": ["AriaForConditionalGeneration"], "model_type": "aria", "vision_config": IDEFICS,
+         "image_token_index": 2},
+        "inner", "multi_modal_projector.layer_norm.weight", NO_TOKENS),
 }  # fmt: skip
 SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "embedding_projection": (24, 8)}  # of parts
-SHAPES |= dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm", "patch_ln1"), (8,))
+SHAPES |= dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm", "patch_ln1", "layer_norm"), (8,))
 
 
 def write(name: str, folder: Path, seed: int) -> None:
