@@ -42,9 +42,7 @@ def one_by_one(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -
     if turns and f"{turns[1]}{turns[2]}_proj_bias" in tensors and len(info.shape) >= 2 and few:
         yield from _in_turns(turns, name, info)
     elif stacked and len(info.shape) == 3 and few and not info.packed:
-        shared = f"{stacked['layer']}feed_forward.shared_expert.down_proj.weight"  # Llama 4 has it, others have not
-        columns = (stacked["mlp"] == "feed_forward" and shared in tensors) or ".fc" in stacked["part"]  # of Aria
-        yield from _unstacked(stacked, name, info, transposed=columns)
+        yield from _unstacked(stacked, name, info, transposed=_are_columns(stacked, tensors))
     elif (below := _DBRX.fullmatch(name)) and (router := tensors.get(f"{below[1]}router.layer.weight")):
         yield from _from_below(below, name, info, router.shape[0])
     elif statics and len(info.shape) == 2 and info.shape[0] == 1:
@@ -54,6 +52,13 @@ def one_by_one(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -
         yield own[1] + _PARTS[own[2]] + own[3], replace(info, name=info.name or name)
     else:
         yield name, info
+
+
+def _are_columns(stacked: re.Match[str], tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a tensor of experts is Aria's, or Llama 4's, which alone has a shared expert of this name, as floats or
+    quantised."""
+    shared = f"{stacked['layer']}feed_forward.shared_expert.down_proj."
+    return ".fc" in stacked["part"] or any(name.startswith(shared) for name in tensors)
 
 
 def _in_turns(turns: re.Match[str], name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
