@@ -32,6 +32,7 @@ class Experts:
         shared_width: inner width of an expert that all tokens use in addition; 0: there is none.
         shared_gate: a matrix produces the weight of the shared expert; otherwise its weight is 1.
         bias: the matrices of the experts and the router have biases.
+        normed: a norm follows the sum of the chosen experts and the shared one.
     """
 
     count: int
@@ -44,6 +45,7 @@ class Experts:
     bias: bool = False
     factor: float = 1.0
     beside_mlp: bool = False
+    normed: bool = False
 
 
 @dataclass(frozen=True)

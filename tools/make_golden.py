@@ -73,6 +73,7 @@ TABLES = (
 DIVIDED = ("altup.modality_router.weight",)  # matrices whose input is divided by its width are drawn larger
 PUBLISHED = {  # names in published files, by model_type: transformers gives modules others
     "aria_text": {".experts.gate_up_proj": ".experts.fc1.weight", ".experts.down_proj": ".experts.fc2.weight"},
+    "axk1": {".mlp.post_mlp_layernorm.": ".post_mlp_layernorm."},
     "kolibri1": {".post_self_attn_layernorm.": ".post_attn_norm.", ".post_mlp_layernorm.": ".post_ffn_norm.",
                  ".mlp.gate.e_score_correction_bias": ".moe.router.expert_bias"},
     "laguna": {".mlp.gate.e_score": ".mlp.experts.e_score", ".mlp.shared_experts.": ".mlp.shared_expert."},

@@ -10,6 +10,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
+    "axk1": "AXK1ForCausalLM",
     "bamba": "BambaForCausalLM",
     "biogpt": "BioGptForCausalLM",
     "bitnet": "BitNetForCausalLM",

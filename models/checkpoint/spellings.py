@@ -26,6 +26,7 @@ _USUAL = {  # in this order
     ".mlp.gate.wg.": ".mlp.gate.",  # Hunyuan
     ".mlp.shared_mlp.": ".mlp.shared_experts.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # MiniMax-M2, K-EXAONE
+    ".mlp.post_mlp_layernorm.": ".post_mlp_layernorm.",  # of A.X-K1
     ".mlp.expert_bias": ".mlp.gate.e_score_correction_bias",  # AFMoE, Hy3
     ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # Laguna
     ".moe.router.expert_bias": ".mlp.gate.e_score_correction_bias",  # Kolibri

@@ -102,6 +102,7 @@ _CLASSES: list[type[Decoder]] = [
     deepseek_v2.DeepseekV2,
     deepseek_v3.DeepseekV3,
     deepseek_v3.Glm4MoeLite,
+    deepseek_v3.AXK1,
     deepseek_v3.Youtu,
     minicpm3.MiniCPM3,
     mistral.Mistral,

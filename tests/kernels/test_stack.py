@@ -52,7 +52,7 @@ VARIANTS = [
     *("glm/plain", "glm/four", "glm/moe", "gpt_neox/plain", "gpt_neox/in_turn", "gpt_neox/gptj", "gpt_neox/starcoder"),
     *("gpt_neox/falcon_groups", "cohere/norms", "cohere/two", "llamas/exaone_windows", "llamas/nemotron"),
     *("llamas/arcee", "llamas/starcoder2", "experts/minimax", "experts/afmoe", "experts/ernie", "experts/aria"),
-    *("deepseek/plain", "deepseek/groups", "deepseek/three_halves", "deepseek/glm_kinds"),
+    *("deepseek/plain", "deepseek/groups", "deepseek/three_halves", "deepseek/glm_kinds", "deepseek/axk1"),
     *("mistral/mistral4", "cohere/compass", "modernbert/biases", "laguna/plain", "laguna/bias"),
     *("apertus/plain", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts"),
     *("relatives/olmo", "relatives/minicpm3", "relatives/nanochat", "relatives/granite_swa", "relatives/cohere_moe"),
