@@ -251,8 +251,8 @@ class Config:
         embedding_scale: factor of the embedding; `rounded_scale`: it is first rounded to the model's dtype.
         residual_scale: factor of what attention and MLP add to the stream; `output_factors`: others, of each part.
         mlp_scale: factor of the rows that the activation of the MLP reads, of both halves if it is gated.
-        alone: by layer, the only part that it has: "attention", or what stands in its place, or an "mlp"; empty: all
-            layers have both.
+        alone: by layer, the only part that it has: "attention", or what stands in its place, or an "mlp"; or it
+            has "both" or "none"; empty: all layers have both.
         uneven: the heads and MLPs of layers that differ; None: all have `kv_heads` of `head_dim`, and `mlp_width`.
         layer_inputs: per-layer embeddings; None: none.
         streams: several residual streams; None: there is one. Per-layer embeddings are then added to all but the first.
@@ -320,7 +320,7 @@ class Config:
     residual_scale: float = 1.0
     output_factors: OutputFactors = OutputFactors()
     mlp_scale: float = 1.0
-    alone: tuple[Literal["attention", "mlp"], ...] = ()
+    alone: tuple[Literal["attention", "mlp", "none", "both"], ...] = ()
     uneven: Uneven | None = None
     layer_inputs: LayerInputs | None = None
     streams: Streams | None = None
@@ -405,7 +405,7 @@ class Config:
 
     def has(self, part: Literal["attention", "mlp"], layer: int) -> bool:
         """Whether a layer has this part; replacements of attention count as attention."""
-        return not self.alone or self.alone[layer] == part
+        return not self.alone or self.alone[layer] in (part, "both")
 
     def kept(self, layer: int) -> CacheKind | DeltaKind | None:
         """The rows that a layer keeps of each token, or the sizes of a recurrent layer without attention; None: it

@@ -54,8 +54,8 @@ for name in ("tools", "models"):  # the repository's root must not be importable
     sys.modules[name].__path__ = [str(ROOT / name)]
 from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E402
 
-for kind in ("Mistral4",):  # of which AutoModelForCausalLM knows nothing
-    classes = (getattr(transformers, f"{kind}{end}") for end in ("Config", "ForCausalLM"))
+for kind in ("Mistral4", "MllamaText"):  # of which AutoModelForCausalLM knows nothing
+    classes = (getattr(transformers, name) for name in (f"{kind}Config", f"{kind.removesuffix('Text')}ForCausalLM"))
     AutoModelForCausalLM.register(*classes, exist_ok=True)
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
 # Of tokens and positions.

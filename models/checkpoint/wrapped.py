@@ -80,6 +80,7 @@ TEXT_MODELS = {
     "llama4_text": TextModel("Llama4ForCausalLM", (202048, 5120, 8192, 48, 40)),
     "ministral": TextModel("MinistralForCausalLM", (32000, 4096, 14336, 32, 32)),
     "ministral3": TextModel("Ministral3ForCausalLM", (131072, 4096, 14336, 34, 32)),
+    "mllama_text_model": TextModel("MllamaForCausalLM", (128256, 4096, 14336, 40, 32)),
     "mistral4": TextModel("Mistral4ForCausalLM", (131072, 4096, 12288, 36, 32)),
     "mistral": TextModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32)),
     "olmo2": TextModel("Olmo2ForCausalLM", (50304, 4096, 11008, 32, 32)),

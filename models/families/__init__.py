@@ -76,6 +76,7 @@ _CLASSES: list[type[Decoder]] = [
     llama.Llama,
     llama4.Llama4,
     llama.Emu3,
+    llama.Mllama,
     llama.IQuestCoder,
     gpt2.GPT2,
     gpt2.GPT,
@@ -200,6 +201,7 @@ def load_model(
     """
     name = checkpoint.architecture
     family = HEADS.get(name) or family_of(name, str(checkpoint.folder / "config.json"))
+    checkpoint = family.view(checkpoint) if issubclass(family, Decoder) else checkpoint
     with checkpoint.held_open():
         return family(checkpoint, dtype, device, quant, reader).eval()
 

@@ -60,9 +60,10 @@ class AXK1(Decoder):
     default_eos_token_ids = frozenset([163691])
     ignored = (*BUFFERS, re.compile(r"(model\.)?layers\.\d+\.post_mlp_layernorm\.weight"))  # of layers without experts
 
-    def __init__(self, checkpoint: Checkpoint, *more: Any, **options: Any):
-        given = any(name.endswith(self.names.choice_bias) for name in checkpoint.tensors)
-        super().__init__(replace(checkpoint, config=checkpoint.config | {CHOICE_BIAS: given}), *more, **options)
+    @classmethod
+    def view(cls, checkpoint: Checkpoint) -> Checkpoint:
+        given = any(name.endswith(cls.names.choice_bias) for name in checkpoint.tensors)
+        return replace(checkpoint, config=checkpoint.config | {CHOICE_BIAS: given})
 
     @staticmethod
     def read(fields: Fields) -> Config:

@@ -56,7 +56,7 @@ VARIANTS = [
     *("mistral/mistral4", "cohere/compass", "modernbert/biases", "laguna/plain", "laguna/bias"),
     *("apertus/plain", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts"),
     *("relatives/olmo", "relatives/minicpm3", "relatives/nanochat", "relatives/granite_swa", "relatives/cohere_moe"),
-    *("relatives/persimmon", "relatives/gpt_neo", "relatives/codegen"),
+    *("relatives/persimmon", "relatives/gpt_neo", "relatives/codegen", "relatives/mllama"),
     *("falcon_h1/plain", "falcon_h1/norm", "falcon_h1/bias", "falcon_h1/bamba"),
     *("mamba/plain", "mamba/bias", "mamba/falcon", "jamba/plain", "jamba/experts", "jamba/bias"),
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),

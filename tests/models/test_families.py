@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from engine import Engine
-from kernels.layout import ChannelKind, ScanKind
+from kernels.layout import CacheKind, ChannelKind, ScanKind
 from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.wrapped import TEXT_MODELS
 from models.config import Recurrent
 from models.errors import CheckpointError
+from models.shape import ModelShape
 from search import Trie
 from tests.models.copies import changed
 
@@ -56,6 +57,7 @@ def read(architecture, **changes):
         ("MptForCausalLM", "no_bias", {**MPT, "no_bias": False}),
         ("MptForCausalLM", "logit_scale", {**MPT, "logit_scale": "inv_sqrt_d_model"}),
         ("XGLMForCausalLM", "add_cross_attention", {"add_cross_attention": True}),
+        ("MllamaForCausalLM", "cross_attention_layers", {"cross_attention_layers": [1.5]}),
         ("AriaTextForCausalLM", "hidden_act: expected silu", {"hidden_act": "gelu"}),
         ("AriaTextForCausalLM", "mlp_bias", {"mlp_bias": True}),
         ("XGLMForCausalLM", "pad_token_id", {"pad_token_id": 2}),
@@ -276,6 +278,20 @@ def test_defaults_of_transformers():
     assert read("NanoChatForCausalLM", final_logit_softcapping=None).logit_cap is None
     assert read("Qwen2ForCausalLM", use_sliding_window=True, max_window_layers=3).windows == (None, None, None, 4096)
     assert read("Qwen2ForCausalLM", use_sliding_window=False, sliding_window=0).windows == (None,) * 4
+
+
+def test_layers_that_only_images_use_keep_nothing():
+    c = read("MllamaForCausalLM", cross_attention_layers=[0, 3])
+    kept = CacheKind(2, 8)
+    assert [c.kept(i) for i in range(4)] == [None, kept, kept, None]
+    assert ModelShape.of(c).kv_bytes_per_token(torch.bfloat16) == 2 * kept.bytes(torch.bfloat16)
+    assert read("MllamaForCausalLM", num_hidden_layers=10).alone == ("both",) * 3 + (
+        "none",
+        *["both"] * 4,
+        "none",
+        "both",
+    )
+    assert read("MllamaForCausalLM").rope.theta == 5e5
 
 
 @pytest.mark.parametrize("null", [{}, {"norm_topk_prob": None, "rope_interleave": None, "mamba_conv_bias": None}])

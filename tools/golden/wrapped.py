@@ -52,6 +52,9 @@ EMU3 = {"codebook_size": 4, "embed_dim": 4, "latent_channels": 4, "base_channels
 LLAMA4 = {"model_type": "llama4_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
           "num_attention_heads": 1, "image_size": 8, "patch_size": 4, "vision_output_dim": 8,
           "projector_input_dim": 8, "projector_output_dim": 8, "pixel_shuffle_ratio": 1.0}  # fmt: skip
+MLLAMA = {"model_type": "mllama_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+          "num_global_layers": 1, "attention_heads": 1, "image_size": 8, "patch_size": 4, "vision_output_dim": 16,
+          "max_num_tiles": 1, "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -212,9 +215,16 @@ WRAPPERS = {
         {"architectures": ["AriaForConditionalGeneration"], "model_type": "aria", "vision_config": IDEFICS,
          "image_token_index": 2},
         "inner", "multi_modal_projector.layer_norm.weight", NO_TOKENS),
+    "mllama": Wrapper(
+        _golden("relatives/mllama"),
+        {"architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama", "vision_config": MLLAMA,
+         "image_token_index": 2},
+        "inner", "multi_modal_projector.bias", NO_TOKENS),
 }  # fmt: skip
 SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "embedding_projection": (24, 8)}  # of parts
-SHAPES |= dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm", "patch_ln1", "layer_norm"), (8,))
+SHAPES |= dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm", "patch_ln1", "layer_norm"), (8,)) | {
+    "multi_modal_projector": (16,)
+}
 
 
 def write(name: str, folder: Path, seed: int) -> None:
