@@ -2,9 +2,9 @@
 
 Transformers 5 stores all experts of a layer in one tensor [experts, rows, columns], gate above up. Most published
 checkpoints have a matrix per expert, with names that differ from family to family. gpt-oss has one tensor with
-interleaved gate and up, floats [experts, columns, rows] or MXFP4 blocks, and biases; Llama 4 and Aria have [experts,
-columns, rows] too, gate beside up, and DBRX the matrices of all experts below each other, the last ones as columns.
-Only headers are read here: an expert's matrix is a part of such a tensor (`TensorInfo.part`).
+interleaved gate and up, floats [experts, columns, rows] or MXFP4 blocks, and biases; Llama 4, Aria and Qwen3-VL have
+[experts, columns, rows] too, gate beside up, and DBRX the matrices of all experts below each other, the last ones as
+columns. Only headers are read here: an expert's matrix is a part of such a tensor (`TensorInfo.part`).
 """
 
 import re
@@ -20,7 +20,11 @@ _STACKED = re.compile(
     r"(?P<part>experts\.gate_up_proj|experts\.up_proj|experts\.down_proj|input_linear\.weight|output_linear\.weight|"
     r"experts\.fc1\.weight|experts\.fc2\.weight)"
 )
-_HALVES = "experts.gate_up_proj", "input_linear.weight", "experts.fc1.weight"
+_PAIRS = (  # gate and up of all experts, and their last matrices
+    ("experts.gate_up_proj", "experts.down_proj"),
+    ("input_linear.weight", "output_linear.weight"),
+    ("experts.fc1.weight", "experts.fc2.weight"),
+)
 _WHOLE = {"experts.up_proj": "up_proj"}  # tensors of MLPs without gates
 _GPT_OSS = re.compile(r"(.*\blayers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
 _ENDS = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
@@ -55,10 +59,11 @@ def one_by_one(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -
 
 
 def _are_columns(stacked: re.Match[str], tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether a tensor of experts is Aria's, or Llama 4's, which alone has a shared expert of this name, as floats or
-    quantised."""
-    shared = f"{stacked['layer']}feed_forward.shared_expert.down_proj."
-    return ".fc" in stacked["part"] or any(name.startswith(shared) for name in tensors)
+    """Whether experts are stored as columns: gate and up then have as many rows as the last matrix has columns, the
+    model's width; stored as rows, they have twice as many."""
+    ends = next((ends for ends in _PAIRS if stacked["part"] in ends), ("", ""))
+    first, last = (tensors.get(stacked[0].removesuffix(stacked["part"]) + end) for end in ends)
+    return bool(first and last and len(first.shape) == len(last.shape) == 3 and first.shape[1] == last.shape[2])
 
 
 def _in_turns(turns: re.Match[str], name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
@@ -97,7 +102,7 @@ def _unstacked(
     count, *shape = info.shape
     rows, width = shape[::-1] if transposed else shape
     mlp = {None: "", "block_sparse_moe": "mlp."}.get(stacked["mlp"], f"{stacked['mlp']}.")
-    halves = stacked["part"] in _HALVES
+    halves = stacked["part"] in (first for first, _ in _PAIRS)
     if halves and rows % 2:
         yield name, info
         return
