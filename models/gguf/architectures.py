@@ -40,7 +40,8 @@ CAPS = "attn_logit_softcapping", "final_logit_softcapping"  # the fields have th
 READ = {  # the keys above that each architecture reads
     "granite": GRANITE.values(),
     **dict.fromkeys(("granitemoe", "granitehybrid"), (*GRANITE.values(), "expert_count")),
-    **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe", "lfm2moe", "gpt-oss"), ("expert_count",)),
+    **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe"), ("expert_count",)),
+    **dict.fromkeys(("lfm2moe", "gpt-oss"), ("expert_count",)),
     **dict.fromkeys(("qwen3next", "qwen35moe", "nemotron_h_moe", "hunyuan-moe", "jamba"), ("expert_count",)),
     "gemma2": CAPS,
     **dict.fromkeys(("gemma3", "gemma3n"), CAPS[1:]),
@@ -399,6 +400,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "qwen2moe": _qwen,
     "qwen3moe": _qwen,
     "qwen3vl": _qwen,
+    "qwen3vlmoe": _qwen,
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _qwen35),
     "phi2": _phi2,
     "phi3": _phi3,

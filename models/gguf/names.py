@@ -276,7 +276,7 @@ NAMES = {
     "bloom": _LLAMA | _FALCON | {"token_embd_norm": "transformer.word_embeddings_layernorm"},
     "mpt": _MPT | {name: _LLAMA[name] for name in ("output", "cls.output")},
     "starcoder": _GPT2,
-    **dict.fromkeys(("llama", "qwen3moe", "olmoe"), _LLAMA | _EXPERTS),
+    **dict.fromkeys(("llama", "qwen3moe", "qwen3vlmoe", "olmoe"), _LLAMA | _EXPERTS),
     "granitemoe": _LLAMA | _EXPERTS | _SHARED_MLP,
     "qwen35": _QWEN35,
     **dict.fromkeys(("qwen3next", "qwen35moe"), _QWEN35 | _EXPERTS | _SHARED),

@@ -470,7 +470,9 @@ def test_a_reward_model(tmp_path):
     assert ours.shape.scores and torch.allclose(ours.logits(PROMPT), theirs.logits(PROMPT), atol=1e-5)
 
 
-@pytest.mark.parametrize("variant, arch", [("qwen2/plain", "qwen2vl"), ("qwen3/plain", "qwen3vl")])
+@pytest.mark.parametrize(
+    "variant, arch", [("qwen2/plain", "qwen2vl"), ("qwen3/plain", "qwen3vl"), ("experts/qwen3", "qwen3vlmoe")]
+)
 def test_text_models_of_several_modalities(variant, arch, tmp_path):
     """Whose files hold the text model, with rotary axes that are alike for text."""
     file = File(GOLDEN / variant)
