@@ -20,7 +20,7 @@ from models.gguf.latents import latents, mixture
 from models.gguf.later import LATER, LATER_READ
 from models.gguf.reader import GGUF
 from models.gguf.rotary import decimal, rotary
-from models.gguf.scans import falcon_h1, nemotron_h, scans
+from models.gguf.scans import falcon_h1, mamba2, nemotron_h, scans
 from models.gguf.sizes import alike, attention, epsilon, gated, mlp_width, named, windows
 
 EMBEDDING, HEAD, SCORE = "token_embd.weight", "output.weight", "cls.output.weight"
@@ -419,6 +419,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), nemotron_h),
     "falcon-h1": falcon_h1,
     "mamba": mamba,
+    "mamba2": mamba2,
     "jamba": jamba,
     **dict.fromkeys(("hunyuan-dense", "hunyuan-moe"), _hunyuan),
     "minicpm3": _minicpm3,

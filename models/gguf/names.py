@@ -290,6 +290,7 @@ NAMES = {
     "granitehybrid": _GRANITE4,
     "falcon-h1": _FALCON_H1,
     "mamba": _MAMBA,
+    "mamba2": _NEMOTRON_H,
     "jamba": _JAMBA,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON_H),
     "hunyuan-dense": _LLAMA | _HUNYUAN,
