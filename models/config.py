@@ -234,7 +234,7 @@ class Config:
         gated: the MLP multiplies its activated half by the other half.
         experts: the mixture of experts that some layers have instead of the MLP; None: all have an MLP.
         attention_bias, out_bias, mlp_bias, head_bias: biases on the query, key and value matrices, on the output
-            projection (None: as `attention_bias`), on the MLP and on the head.
+            projection (None: as `attention_bias`; "last": of the last layer only), on the MLP and on the head.
         head_dense: activation of a matrix before the head, with a norm after it, and `head_dense_bias`; "": none.
         windows, scales: attention's windows and score factors by layer; empty: no windows, and 1 / sqrt(head_dim).
         chunks: a token sees the chunk of positions that it is in, as long as the window, and not a window that moves.
@@ -298,7 +298,7 @@ class Config:
     head_gates: bool | Literal["softplus"] = False
     sub_norms: bool = False
     attention_bias: bool = False
-    out_bias: bool | None = None
+    out_bias: bool | Literal["last"] | None = None
     mlp_bias: bool = False
     head_bias: bool = False
     head_dense: str = ""
@@ -356,6 +356,12 @@ class Config:
     def kv_size(self, layer: int) -> tuple[int, int]:
         """Return the number of key/value heads of a layer, and the elements of a head."""
         return self.uneven.kv_sizes[layer] if self.uneven else (self.kv_heads, self.head_dim)
+
+    def has_out_bias(self, layer: int) -> bool:
+        """Whether the output projection of a layer's attention has a bias."""
+        if self.out_bias == "last":
+            return layer == self.layers - 1
+        return self.attention_bias if self.out_bias is None else self.out_bias
 
     def query_heads(self, layer: int) -> int:
         """Return the number of query heads of a layer."""

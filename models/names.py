@@ -190,7 +190,7 @@ class Names:
                 for name, outs in self.heads(c, i).items():
                     add(layer + name, (outs, c.width), c.attention_bias)
                 q = c.query_heads(i) * c.kv_size(i)[1]
-                add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
+                add(layer + self.out, (c.width, q), c.has_out_bias(i))
                 if c.sinks:
                     shapes[layer + self.sinks] = (c.query_heads(i),)
                 if c.head_gates:

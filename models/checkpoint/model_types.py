@@ -41,6 +41,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "gpt_bigcode": "GPTBigCodeForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
+    "gpt_neox_japanese": "GPTNeoXJapaneseForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "gptj": "GPTJForCausalLM",
     "granite_swa": "GraniteSWAForCausalLM",

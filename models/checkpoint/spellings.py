@@ -11,6 +11,7 @@ _USUAL = {  # in this order
     "backbone.": "model.",  # Nemotron-H before transformers 5, Mamba
     "model.embedding.weight": "model.embeddings.weight",  # Mamba as first published
     "embed_out.": "lm_head.",  # GPT-NeoX in transformers 4
+    ".attention.dense_bias": ".attention.dense.bias",  # of the Japanese GPT-NeoX
     "output_projection.": "lm_head.",  # BioGPT
     ".ln_attn.": ".input_layernorm.",  # Falcon with separate norms of attention and MLP
     ".ln_mlp.": ".post_attention_layernorm.",

@@ -146,6 +146,7 @@ _CLASSES: list[type[Decoder]] = [
     glm.Glm4Moe,
     glm.SolarOpen,
     gpt_neox.GPTNeoX,
+    gpt_neox.GPTNeoXJapanese,
     gptj.GPTJ,
     gptj.CodeGen,
     gpt_bigcode.GPTBigCode,
