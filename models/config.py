@@ -32,6 +32,7 @@ class Experts:
         shared_width: inner width of an expert that all tokens use in addition; 0: there is none.
         shared_gate: a matrix produces the weight of the shared expert; otherwise its weight is 1.
         bias: the matrices of the experts and the router have biases.
+        normed: a norm follows the sum of the chosen experts and the shared one.
     """
 
     count: int
@@ -44,6 +45,7 @@ class Experts:
     bias: bool = False
     factor: float = 1.0
     beside_mlp: bool = False
+    normed: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ class Config:
         gated: the MLP multiplies its activated half by the other half.
         experts: the mixture of experts that some layers have instead of the MLP; None: all have an MLP.
         attention_bias, out_bias, mlp_bias, head_bias: biases on the query, key and value matrices, on the output
-            projection (None: as `attention_bias`), on the MLP and on the head.
+            projection (None: as `attention_bias`; "last": of the last layer only), on the MLP and on the head.
         head_dense: activation of a matrix before the head, with a norm after it, and `head_dense_bias`; "": none.
         windows, scales: attention's windows and score factors by layer; empty: no windows, and 1 / sqrt(head_dim).
         chunks: a token sees the chunk of positions that it is in, as long as the window, and not a window that moves.
@@ -249,8 +251,8 @@ class Config:
         embedding_scale: factor of the embedding; `rounded_scale`: it is first rounded to the model's dtype.
         residual_scale: factor of what attention and MLP add to the stream; `output_factors`: others, of each part.
         mlp_scale: factor of the rows that the activation of the MLP reads, of both halves if it is gated.
-        alone: by layer, the only part that it has: "attention", or what stands in its place, or an "mlp"; empty: all
-            layers have both.
+        alone: by layer, the only part that it has: "attention", or what stands in its place, or an "mlp"; or it
+            has "both" or "none"; empty: all layers have both.
         uneven: the heads and MLPs of layers that differ; None: all have `kv_heads` of `head_dim`, and `mlp_width`.
         layer_inputs: per-layer embeddings; None: none.
         streams: several residual streams; None: there is one. Per-layer embeddings are then added to all but the first.
@@ -296,7 +298,7 @@ class Config:
     head_gates: bool | Literal["softplus"] = False
     sub_norms: bool = False
     attention_bias: bool = False
-    out_bias: bool | None = None
+    out_bias: bool | Literal["last"] | None = None
     mlp_bias: bool = False
     head_bias: bool = False
     head_dense: str = ""
@@ -318,7 +320,7 @@ class Config:
     residual_scale: float = 1.0
     output_factors: OutputFactors = OutputFactors()
     mlp_scale: float = 1.0
-    alone: tuple[Literal["attention", "mlp"], ...] = ()
+    alone: tuple[Literal["attention", "mlp", "none", "both"], ...] = ()
     uneven: Uneven | None = None
     layer_inputs: LayerInputs | None = None
     streams: Streams | None = None
@@ -354,6 +356,12 @@ class Config:
     def kv_size(self, layer: int) -> tuple[int, int]:
         """Return the number of key/value heads of a layer, and the elements of a head."""
         return self.uneven.kv_sizes[layer] if self.uneven else (self.kv_heads, self.head_dim)
+
+    def has_out_bias(self, layer: int) -> bool:
+        """Whether the output projection of a layer's attention has a bias."""
+        if self.out_bias == "last":
+            return layer == self.layers - 1
+        return self.attention_bias if self.out_bias is None else self.out_bias
 
     def query_heads(self, layer: int) -> int:
         """Return the number of query heads of a layer."""
@@ -403,7 +411,7 @@ class Config:
 
     def has(self, part: Literal["attention", "mlp"], layer: int) -> bool:
         """Whether a layer has this part; replacements of attention count as attention."""
-        return not self.alone or self.alone[layer] == part
+        return not self.alone or self.alone[layer] in (part, "both")
 
     def kept(self, layer: int) -> CacheKind | DeltaKind | None:
         """The rows that a layer keeps of each token, or the sizes of a recurrent layer without attention; None: it

@@ -95,6 +95,11 @@ class Decoder(nn.Module):
         """Read and check a Hugging Face config. Raises CheckpointError naming the field."""
         raise NotImplementedError
 
+    @classmethod
+    def view(cls, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint as the family reads it, if tensors determine options or not all of them are read."""
+        return checkpoint
+
     @staticmethod
     def rates(c: Config) -> Tensor | None:
         """Return the angles of position 1, float32 [F], if the sines and then the cosines of positions times these are
@@ -351,7 +356,7 @@ class Decoder(nn.Module):
         layer."""
         layers = cast(Sequence[Layer], self.layers)
         parts = [list(layer.calls) for layer in layers]
-        begins = [part[:1] if part[0].code == "norm" else [] for part in parts]
+        begins = [part[:1] if part and part[0].code == "norm" else [] for part in parts]
         self.before = begins[0]
         for layer, part, begin, end in zip(layers, parts, begins, [*begins[1:], self.after], strict=True):
             layer.together = fused([*part[len(begin) :], *end])

@@ -34,10 +34,9 @@ class Attention(nn.Module):
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
         layer, transposed = names.layer.format(index), names.transposed
-        out_bias = c.attention_bias if c.out_bias is None else c.out_bias
         qkv, part = (layer + name for name in names.heads_of(c, index)), weights.part
         self.qkv = weights.linear(*qkv, bias=c.attention_bias, transposed=transposed, outs=part.qkv)
-        self.out = weights.linear(layer + names.out, bias=out_bias, transposed=transposed, ins=part.heads)
+        self.out = weights.linear(layer + names.out, bias=c.has_out_bias(index), transposed=transposed, ins=part.heads)
         (kv_heads, size), self.reads = c.kv_size(index), c.reads(index)
         own = kv_heads if self.reads == index else 0
         queries = c.query_heads(index)

@@ -13,6 +13,7 @@ from kernels.stack.calls import Call
 from models.checkpoint.weights import Weights
 from models.config import Config
 from models.names import Names
+from models.norms import Norm
 
 
 def stacks(device: torch.device) -> bool:
@@ -37,6 +38,7 @@ class Mixture(nn.Module):
         assert mixed is not None
         self.routing, self.activation, self.gated = mixed.routing, c.activation, c.gated
         self.factor = mixed.factor
+        self.norm = Norm(c, weights, layer + names.experts_out_norm) if mixed.normed else None
         self.router = weights.linear(layer + names.router, bias=mixed.bias, exact=True)
 
         def mlp(parts: Sequence[str]) -> nn.ModuleList:
@@ -76,6 +78,8 @@ class Mixture(nn.Module):
         yield Call("mix", source, "read", mixture=self)
         if self.factor != 1.0:
             yield Call("scale", "read", "read", scale=self.factor)
+        if self.norm is not None:
+            yield Call("norm", "read", "read", norm=self.norm)
 
     def forward(self, x_TE: Tensor, impl: str, scored_TE: Tensor | None = None) -> Tensor:
         """[T, E] -> [T, E]; `impl` is the pass's. The router reads `scored_TE`; None: it reads `x_TE`."""

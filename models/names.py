@@ -41,8 +41,9 @@ class Names:
         expert: an expert's matrices, those of `up` before the last; {} stands for its number.
         shared, shared_gate: the matrices of the shared expert, and the matrix of its weight.
         router_scale, factors: the vectors that multiply the router's input and the weights of experts.
-        experts_norm, experts_out_norm, mlp_own_norm: (experts in parallel with an MLP) the norms of the experts' input
-            and output, and that of the MLP's output alone.
+        experts_out_norm: the norm of the experts' output, if there is one.
+        experts_norm, mlp_own_norm: (experts in parallel with an MLP) the norms of the experts' input, and of the MLP's
+            output alone.
         input_table, input_matrix, input_norm: these compute `Config.layer_inputs` from tokens and their embeddings.
         input_gate, input_out, input_out_norm: the matrices before and after a layer's inputs, and the norm after them.
         streams_in, streams_out: the matrices that compute the other streams from the embedding, and from them rows like
@@ -189,7 +190,7 @@ class Names:
                 for name, outs in self.heads(c, i).items():
                     add(layer + name, (outs, c.width), c.attention_bias)
                 q = c.query_heads(i) * c.kv_size(i)[1]
-                add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
+                add(layer + self.out, (c.width, q), c.has_out_bias(i))
                 if c.sinks:
                     shapes[layer + self.sinks] = (c.query_heads(i),)
                 if c.head_gates:
@@ -365,6 +366,7 @@ class Names:
         names += [self.laurel_norm] if c.laurel else []
         if c.experts is not None and c.experts.beside_mlp and c.mixed(layer):
             names += [self.experts_norm, self.experts_out_norm, self.mlp_own_norm]
+        names += [self.experts_out_norm] if c.experts is not None and c.experts.normed and c.mixed(layer) else []
         found = dict.fromkeys(names, c.width)
         if c.sub_norms:
             found |= {

@@ -159,15 +159,16 @@ def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (
     return tuple(found)
 
 
-def sparse_layers(fields: Fields, layers: int, dense: int) -> list[bool]:
-    """Whether each layer has experts, by the field `mlp_layer_types`; if that is absent, all but the first `dense` do.
+def sparse_layers(fields: Fields, layers: int, dense: int, step: int = 1) -> list[bool]:
+    """Whether each layer has experts, by the field `mlp_layer_types`; if that is absent, all but the first `dense` do
+    whose numbers are multiples of `step`.
 
     Raises:
         CheckpointError: another number of layers, or a kind that is neither `dense` nor `sparse`.
     """
     kinds = fields.config.get("mlp_layer_types")
     if kinds is None:
-        return [i >= dense for i in range(layers)]
+        return [i >= dense and i % step == 0 for i in range(layers)]
     if type(kinds) is not list or len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
         raise fields.error("mlp_layer_types", f"{layers} of dense and sparse")
     return [kind == "sparse" for kind in kinds]

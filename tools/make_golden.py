@@ -54,8 +54,8 @@ for name in ("tools", "models"):  # the repository's root must not be importable
     sys.modules[name].__path__ = [str(ROOT / name)]
 from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E402
 
-for kind in ("Mistral4",):  # of which AutoModelForCausalLM knows nothing
-    classes = (getattr(transformers, f"{kind}{end}") for end in ("Config", "ForCausalLM"))
+for kind in ("Mistral4", "MllamaText"):  # of which AutoModelForCausalLM knows nothing
+    classes = (getattr(transformers, name) for name in (f"{kind}Config", f"{kind.removesuffix('Text')}ForCausalLM"))
     AutoModelForCausalLM.register(*classes, exist_ok=True)
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
 # Of tokens and positions.
@@ -72,6 +72,8 @@ TABLES = (
 )
 DIVIDED = ("altup.modality_router.weight",)  # matrices whose input is divided by its width are drawn larger
 PUBLISHED = {  # names in published files, by model_type: transformers gives modules others
+    "aria_text": {".experts.gate_up_proj": ".experts.fc1.weight", ".experts.down_proj": ".experts.fc2.weight"},
+    "axk1": {".mlp.post_mlp_layernorm.": ".post_mlp_layernorm."},
     "kolibri1": {".post_self_attn_layernorm.": ".post_attn_norm.", ".post_mlp_layernorm.": ".post_ffn_norm.",
                  ".mlp.gate.e_score_correction_bias": ".moe.router.expert_bias"},
     "laguna": {".mlp.gate.e_score": ".mlp.experts.e_score", ".mlp.shared_experts.": ".mlp.shared_expert."},

@@ -2,9 +2,9 @@
 
 Transformers 5 stores all experts of a layer in one tensor [experts, rows, columns], gate above up. Most published
 checkpoints have a matrix per expert, with names that differ from family to family. gpt-oss has one tensor with
-interleaved gate and up, floats [experts, columns, rows] or MXFP4 blocks, and biases; Llama 4 has [experts, columns,
-rows] too, gate beside up, and DBRX the matrices of all experts below each other, the last ones as columns. Only headers
-are read here: an expert's matrix is a part of such a tensor (`TensorInfo.part`).
+interleaved gate and up, floats [experts, columns, rows] or MXFP4 blocks, and biases; Llama 4, Aria and Qwen3-VL have
+[experts, columns, rows] too, gate beside up, and DBRX the matrices of all experts below each other, the last ones as
+columns. Only headers are read here: an expert's matrix is a part of such a tensor (`TensorInfo.part`).
 """
 
 import re
@@ -17,7 +17,13 @@ EXPERT = ".experts."  # marks the names of experts' matrices
 MOST_EXPERTS = 2**12  # the most experts of a layer
 _STACKED = re.compile(
     r"(?P<layer>.*\.layers\.\d+\.|layers\.\d+\.)(?:(?P<mlp>mlp|mixer|feed_forward|block_sparse_moe)\.)?"
-    r"(?P<part>experts\.gate_up_proj|experts\.up_proj|experts\.down_proj|input_linear\.weight|output_linear\.weight)"
+    r"(?P<part>experts\.gate_up_proj|experts\.up_proj|experts\.down_proj|input_linear\.weight|output_linear\.weight|"
+    r"experts\.fc1\.weight|experts\.fc2\.weight)"
+)
+_PAIRS = (  # gate and up of all experts, and their last matrices
+    ("experts.gate_up_proj", "experts.down_proj"),
+    ("input_linear.weight", "output_linear.weight"),
+    ("experts.fc1.weight", "experts.fc2.weight"),
 )
 _WHOLE = {"experts.up_proj": "up_proj"}  # tensors of MLPs without gates
 _GPT_OSS = re.compile(r"(.*\blayers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
@@ -40,8 +46,7 @@ def one_by_one(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -
     if turns and f"{turns[1]}{turns[2]}_proj_bias" in tensors and len(info.shape) >= 2 and few:
         yield from _in_turns(turns, name, info)
     elif stacked and len(info.shape) == 3 and few and not info.packed:
-        shared = f"{stacked['layer']}feed_forward.shared_expert.down_proj.weight"  # Llama 4 has it, others have not
-        yield from _unstacked(stacked, name, info, transposed=stacked["mlp"] == "feed_forward" and shared in tensors)
+        yield from _unstacked(stacked, name, info, transposed=_are_columns(stacked, tensors))
     elif (below := _DBRX.fullmatch(name)) and (router := tensors.get(f"{below[1]}router.layer.weight")):
         yield from _from_below(below, name, info, router.shape[0])
     elif statics and len(info.shape) == 2 and info.shape[0] == 1:
@@ -51,6 +56,14 @@ def one_by_one(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -
         yield own[1] + _PARTS[own[2]] + own[3], replace(info, name=info.name or name)
     else:
         yield name, info
+
+
+def _are_columns(stacked: re.Match[str], tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether experts are stored as columns: gate and up then have as many rows as the last matrix has columns, the
+    model's width; stored as rows, they have twice as many."""
+    ends = next((ends for ends in _PAIRS if stacked["part"] in ends), ("", ""))
+    first, last = (tensors.get(stacked[0].removesuffix(stacked["part"]) + end) for end in ends)
+    return bool(first and last and len(first.shape) == len(last.shape) == 3 and first.shape[1] == last.shape[2])
 
 
 def _in_turns(turns: re.Match[str], name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
@@ -89,7 +102,7 @@ def _unstacked(
     count, *shape = info.shape
     rows, width = shape[::-1] if transposed else shape
     mlp = {None: "", "block_sparse_moe": "mlp."}.get(stacked["mlp"], f"{stacked['mlp']}.")
-    halves = stacked["part"] in ("experts.gate_up_proj", "input_linear.weight")
+    halves = stacked["part"] in (first for first, _ in _PAIRS)
     if halves and rows % 2:
         yield name, info
         return

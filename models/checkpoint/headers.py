@@ -422,7 +422,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         quantized = settings
     if isinstance(quantized, TorchAO):
         quantized = _with_types(quantized, tensors)
-    if isinstance(quantized, MLX) or (quantized is None and has_forms(tensors)):
+    if isinstance(quantized, MLX) or (quantized is None and has_forms(config, tensors)):
         config, tensors = from_mlx(config, tensors)
     elif quantized is None:
         tensors = widened(tensors)

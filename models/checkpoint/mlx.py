@@ -2,7 +2,8 @@
 
 Both rename and reshape tensors when they convert a model (`sanitize` of each file in `mlx_lm/models`): experts of a
 layer are stacked, convolutions have their channel last, norms that add one have it added, and newer files of DeepSeek
-V3 and GLM-4.7-Flash have separate matrices of keys and of values, head by head. Only headers are read here.
+V3 and GLM-4.7-Flash have separate matrices of keys and of values, head by head. Layers of GPT-NeoX get other names,
+and the MLPs of dense Granite 4 those of a Llama. Only headers are read here.
 """
 
 import re
@@ -13,27 +14,33 @@ from typing import Any
 import torch
 
 from models.checkpoint.experts import MOST_EXPERTS
+from models.checkpoint.joined import with_joined
 from models.checkpoint.tensors import Cut, TensorInfo, View
 from models.errors import CheckpointError, show
 
 STACKED = re.compile(
-    r"(.+?\.)(?:(?:experts\.)?switch_(?:mlp|glu)|experts)\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(weight|scales|biases|bias)"
+    r"(.+?\.)(?:(?:experts\.)?switch_(?:mlp|glu)|experts(?!\.fc))\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(weight|scales|biases|bias)"
 )
-PARTS = {"fc1": "up_proj", "fc2": "down_proj"}  # for Nemotron
+PARTS = {"fc1": "up_proj", "fc2": "down_proj"}  # for Nemotron; Aria has other tensors named experts.fc1
 HEADS = re.compile(r"(.+\.self_attn\.)(embed_q|unembed_out)\.(weight|scales|biases)")
 SPLIT = {"embed_q": "k_b_proj", "unembed_out": "v_b_proj"}
 CONV = re.compile(r".+\.(?:conv1d|conv\.conv)\.weight")
 LFM2_MLP = re.compile(r"(.+\.feed_forward\.)(gate_proj|down_proj|up_proj)(\..+)")  # MLPs of layers without experts
 LFM2_PARTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 CURVE = re.compile(r".+\.act_fn\.alpha_[pn]")  # for Apertus
+GRANITE = "GraniteMoeHybrid"
 PLUS_ONE = ("Qwen3Next", "Qwen3_5")  # beginnings of architectures
 NORM = re.compile(r".+\.(?:input_layernorm|post_attention_layernorm|q_norm|k_norm)\.weight|model\.norm\.weight")
+NEOX = re.compile(r"model\.h\.\d+\.attention\..+")
+GRANITE_MLP = re.compile(r".+\.mlp\.(?:gate_proj|up_proj|down_proj)\..+")
+HALVES = [".mlp.gate_proj.", ".mlp.up_proj."]
 
 
-def has_forms(tensors: Mapping[str, TensorInfo]) -> bool:
+def has_forms(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> bool:
     """Whether some tensor has a form that only MLX uses; if none does, a checkpoint of floats needs no mapping."""
+    patterns = STACKED, HEADS, NEOX, *([GRANITE_MLP] if _architecture(config).startswith(GRANITE) else [])
     return any(
-        STACKED.fullmatch(name) or HEADS.fullmatch(name) or _turned(name, info) or _is_curve(name, info)
+        any(pattern.fullmatch(name) for pattern in patterns) or _turned(name, info) or _is_curve(name, info)
         for name, info in tensors.items()
     )
 
@@ -51,16 +58,21 @@ def from_mlx(
     Raises:
         CheckpointError: two spellings of one tensor.
     """
-    architecture = str((config.get("architectures") or [""])[0])
+    architecture = _architecture(config)
     turned = any(_turned(name, info) for name, info in tensors.items())
     plus_one, lfm2 = turned and architecture.startswith(PLUS_ONE), architecture.startswith("Lfm2")
     found: dict[str, TensorInfo] = {}
     for stored, whole in tensors.items():
-        for name, info in _mapped(stored, replace(whole, name=whole.name or stored), plus_one, lfm2):
+        own = _of_neox(stored) if architecture.startswith("GPTNeoX") else stored
+        for name, info in _mapped(own, replace(whole, name=whole.name or stored), plus_one, lfm2):
             if name in found:
                 what = f"{show(found[name].name)} and {show(info.name)} are both {show(name)}"
                 raise CheckpointError(what, where=show(whole.file), remedy="Keep one of them.")
             found[name] = info
+    if architecture.startswith(GRANITE):
+        for end in ("weight", "scales", "biases"):
+            found = with_joined(found, f".shared_mlp.input_linear.{end}", [half + end for half in HALVES])
+        found = {name.replace(".mlp.down_proj.", ".shared_mlp.output_linear."): info for name, info in found.items()}
     split = any(HEADS.fullmatch(name) for name in tensors)
     return {**config, **({"kv_b_split": True} if split else {})}, found
 
@@ -85,6 +97,16 @@ def _mapped(name: str, info: TensorInfo, plus_one: bool, lfm2: bool) -> Iterator
         yield name, replace(info, dtype=torch.float32, part=View(info.shape, minus_one=True))
     else:
         yield name, info
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def _of_neox(name: str) -> str:
+    """Return the usual name of a tensor of GPT-NeoX."""
+    return re.sub(r"^model\.(embed_out\.|)(h\.|)", lambda m: m[1] or "gpt_neox." + ("layers." if m[2] else ""), name)
 
 
 def _turned(name: str, info: TensorInfo) -> bool:

@@ -5,18 +5,18 @@ from typing import Any
 
 from models.checkpoint.wrapped import TEXT_MODELS
 
-WHOLES = "_vl", "_vl_text", "_unified_text"  # suffixes of text models that only exist inside another model
+WHOLES = "_vl", "_vl_text", "_vl_moe_text"  # suffixes of text models that only exist inside another model
 LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items() if not kind.endswith(WHOLES)} | {
     "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
+    "axk1": "AXK1ForCausalLM",
     "bamba": "BambaForCausalLM",
     "biogpt": "BioGptForCausalLM",
     "bitnet": "BitNetForCausalLM",
     "bloom": "BloomForCausalLM",
     "codegen": "CodeGenForCausalLM",
     "cohere": "CohereForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
     "cohere2_moe": "Cohere2MoeForCausalLM",
     "ctrl": "CTRLLMHeadModel",
     "cwm": "CwmForCausalLM",
@@ -26,7 +26,6 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
     "falcon": "FalconForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
@@ -42,6 +41,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "gpt_bigcode": "GPTBigCodeForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
+    "gpt_neox_japanese": "GPTNeoXJapaneseForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "gptj": "GPTJForCausalLM",
     "granite_swa": "GraniteSWAForCausalLM",
@@ -60,7 +60,6 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "kolibri1": "Kolibri1ForCausalLM",
     "laguna": "LagunaForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
-    "lfm3": "Lfm3ForCausalLM",
     "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "mellum": "MellumForCausalLM",

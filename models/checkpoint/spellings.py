@@ -11,6 +11,7 @@ _USUAL = {  # in this order
     "backbone.": "model.",  # Nemotron-H before transformers 5, Mamba
     "model.embedding.weight": "model.embeddings.weight",  # Mamba as first published
     "embed_out.": "lm_head.",  # GPT-NeoX in transformers 4
+    ".attention.dense_bias": ".attention.dense.bias",  # of the Japanese GPT-NeoX
     "output_projection.": "lm_head.",  # BioGPT
     ".ln_attn.": ".input_layernorm.",  # Falcon with separate norms of attention and MLP
     ".ln_mlp.": ".post_attention_layernorm.",
@@ -26,6 +27,7 @@ _USUAL = {  # in this order
     ".mlp.gate.wg.": ".mlp.gate.",  # Hunyuan
     ".mlp.shared_mlp.": ".mlp.shared_experts.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # MiniMax-M2, K-EXAONE
+    ".mlp.post_mlp_layernorm.": ".post_mlp_layernorm.",  # of A.X-K1
     ".mlp.expert_bias": ".mlp.gate.e_score_correction_bias",  # AFMoE, Hy3
     ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # Laguna
     ".moe.router.expert_bias": ".mlp.gate.e_score_correction_bias",  # Kolibri

@@ -47,12 +47,14 @@ class TextModel:
         required: transformers' values of `REQUIRED` if the config omits them.
         more: further fields that differ from the architecture's own defaults.
         unused: fields that transformers uses in the text model alone, but not inside a multimodal model.
+        fixed: values of such fields that are not those of null.
     """
 
     architecture: str
     required: tuple[int, int, int, int, int]
     more: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def defaults(self) -> dict[str, Any]:
         """Return all fields that a config may omit."""
@@ -65,25 +67,25 @@ _QWEN_VL = TextModel(
     {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6},
 )
 TEXT_MODELS = {
+    "aria_text": TextModel("AriaTextForCausalLM", (32000, 4096, 4096, 32, 32)),
+    "cohere2": TextModel("Cohere2ForCausalLM", (256000, 8192, 22528, 40, 64), fixed={"logit_scale": 1.0}),
     "cohere_compass_text": TextModel("CohereCompassForCausalLM", (256000, 8192, 22528, 40, 64)),
     "emu3_text_model": TextModel("Emu3ForCausalLM", (184622, 4096, 14336, 32, 32)),
+    "exaone4": TextModel("Exaone4ForCausalLM", (102400, 4096, 16384, 32, 32)),
     "gemma2": TextModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
     "gemma3_text": TextModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
     "gemma3n_text": TextModel("Gemma3nForCausalLM", (262400, 2048, 16384, 35, 8)),
     "gemma4_text": TextModel("Gemma4ForCausalLM", (262144, 2304, 9216, 30, 8)),
-    "gemma4_unified_text": TextModel(
-        "Gemma4ForCausalLM",
-        (262144, 2304, 9216, 30, 8),
-        {"max_position_embeddings": 262144, "sliding_window": 1024},
-        unused=("hidden_size_per_layer_input", "enable_moe_block"),
-    ),
+    "gemma4_unified_text": TextModel("Gemma4UnifiedForCausalLM", (262144, 2304, 9216, 30, 8)),
     "granite": TextModel("GraniteForCausalLM", (32000, 4096, 11008, 32, 32), unused=("logits_scaling",)),
     "hunyuan_v1_dense": TextModel("HunYuanDenseV1ForCausalLM", (290943, 4096, 11008, 32, 32)),
     "lfm2": TextModel("Lfm2ForCausalLM", (65536, 2560, 12288, 32, 32)),
+    "lfm3": TextModel("Lfm3ForCausalLM", (128000, 2048, 7680, 24, 16)),
     "llama": TextModel("LlamaForCausalLM", (32000, 4096, 11008, 32, 32)),
     "llama4_text": TextModel("Llama4ForCausalLM", (202048, 5120, 8192, 48, 40)),
     "ministral": TextModel("MinistralForCausalLM", (32000, 4096, 14336, 32, 32)),
     "ministral3": TextModel("Ministral3ForCausalLM", (131072, 4096, 14336, 34, 32)),
+    "mllama_text_model": TextModel("MllamaForCausalLM", (128256, 4096, 14336, 40, 32)),
     "mistral4": TextModel("Mistral4ForCausalLM", (131072, 4096, 12288, 36, 32)),
     "mistral": TextModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32)),
     "olmo2": TextModel("Olmo2ForCausalLM", (50304, 4096, 11008, 32, 32)),
@@ -103,6 +105,14 @@ TEXT_MODELS = {
         (151936, 4096, 22016, 32, 32),
         {"rope_theta": 5e5, "max_position_embeddings": 128000},
         unused=("use_sliding_window", "layer_types"),
+    ),
+    "qwen3_vl_moe_text": TextModel(
+        "Qwen3MoeForCausalLM",
+        (151936, 2048, 5632, 24, 16),
+        {"num_key_value_heads": 16, "rope_theta": 5e5, "max_position_embeddings": 128000, "num_experts": 60}
+        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+        unused=("use_sliding_window",),
+        fixed={"norm_topk_prob": True},
     ),
     "smollm3": TextModel("SmolLM3ForCausalLM", (128256, 2048, 11008, 36, 16)),
     "stablelm": TextModel("StableLmForCausalLM", (50304, 2560, 6912, 32, 32)),
@@ -164,7 +174,7 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
     inner.setdefault("tie_word_embeddings", True)
     defaults = model.defaults() | WHOLE_DEFAULTS.get(whole, {})
     inner |= {name: value for name, value in defaults.items() if inner.get(name) is None}
-    inner |= dict.fromkeys(model.unused)
+    inner |= {**dict.fromkeys(model.unused), **model.fixed}
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := inner.get(name), dict):
             inner[name] = {key: "default" if value == "mrope" else value for key, value in rope.items()}

@@ -47,6 +47,7 @@ def load_model(
     """
     name = checkpoint.architecture
     family = HEADS.get(name) or family_of(name, str(checkpoint.folder / "config.json"))
+    checkpoint = family.view(checkpoint) if issubclass(family, Decoder) else checkpoint
     with checkpoint.held_open():
         return family(checkpoint, dtype, device, quant, reader).eval()
 

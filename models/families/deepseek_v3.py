@@ -1,15 +1,19 @@
-"""DeepSeek-V3 (DeepSeek-AI, 2024), GLM-4.7-Flash (Zhipu AI, 2026): DeepSeek-V2 with sigmoid routing; Youtu-LLM (Tencent
-2025), without experts."""
+"""DeepSeek-V3 (DeepSeek-AI, 2024), GLM-4.7-Flash (Zhipu AI, 2026), A.X-K1 (SK Telecom 2026): DeepSeek-V2 with sigmoid
+routing; Youtu-LLM (Tencent 2025), without experts."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from models.checkpoint.fields import Fields
+from models.checkpoint.headers import Checkpoint
 from models.config import Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES, latent_attention, mixture
 from models.reading import sparse_layers, true_if_absent
 from models.rope import BUFFERS
+
+CHOICE_BIAS = "has_choice_bias"  # a field that no file has
 
 
 class DeepseekV3(Decoder):
@@ -46,6 +50,31 @@ class Glm4MoeLite(Decoder):
         sparse, rules = sparse_layers(fields, options["layers"], 1), sigmoids(fields, groups=1, kept=1)
         sizes = {"count": 64, "chosen": 4, "width": 1536, "shared": 1, "scale": 1.8}
         return Config(**options, experts=mixture(fields, sparse, **sizes, **rules))
+
+
+class AXK1(Decoder):
+    """A norm follows the experts, of which published files choose without a bias."""
+
+    architectures = ("AXK1ForCausalLM", "AXK1ForSequenceClassification")
+    names = replace(NAMES, experts_out_norm="post_mlp_layernorm")
+    default_eos_token_ids = frozenset([163691])
+    ignored = (*BUFFERS, re.compile(r"(model\.)?layers\.\d+\.post_mlp_layernorm\.weight"))  # of layers without experts
+
+    @classmethod
+    def view(cls, checkpoint: Checkpoint) -> Checkpoint:
+        given = any(name.endswith(cls.names.choice_bias) for name in checkpoint.tensors)
+        return replace(checkpoint, config=checkpoint.config | {CHOICE_BIAS: given})
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        options = latent_attention(
+            fields, positions=32768, mlp_width=18432, query_rank=1536, interleaved=interleaved(fields)
+        )
+        first, step = fields.int("first_k_dense_replace", default=1, low=0), fields.int("moe_layer_freq", default=1)
+        sparse = sparse_layers(fields, options["layers"], first, step)
+        rules = sigmoids(fields, groups=8, kept=4) | {"choice_bias": fields.bool(CHOICE_BIAS, default=True)}
+        sizes = {"count": 192, "chosen": 8, "width": 2048, "shared": 1, "scale": 2.5}
+        return Config(**options, experts=mixture(fields, sparse, **sizes, **rules, normed=True))
 
 
 class Youtu(Decoder):

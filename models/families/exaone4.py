@@ -17,6 +17,7 @@ class Exaone4(Decoder):
     """A Llama with norms on outputs. If the config has a window, layers without it have no rotary embeddings."""
 
     architectures = ("Exaone4ForCausalLM", "Exaone4ForSequenceClassification")
+    ignored = (*BUFFERS, re.compile(r"(model\.)?mtp\..*"))  # draft heads
 
     @staticmethod
     def read(fields: Fields) -> Config:
@@ -41,7 +42,7 @@ class ExaoneMoe(Decoder):
     architectures = ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM")
     names = NAMES
     default_eos_token_ids = frozenset([53])
-    ignored = (*BUFFERS, re.compile(r"(model\.)?mtp\..*"))  # draft heads
+    ignored = Exaone4.ignored
 
     @staticmethod
     def read(fields: Fields) -> Config:

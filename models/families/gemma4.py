@@ -58,6 +58,22 @@ class Gemma4(Decoder):
         )
 
 
+class Gemma4Unified(Gemma4):
+    """A Gemma 4 without per-layer embeddings and experts, whatever the config says of them."""
+
+    architectures = ("Gemma4UnifiedForCausalLM",)
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        own = {
+            "max_position_embeddings": fields.int("max_position_embeddings", 262144, high=2**31),
+            "sliding_window": fields.int("sliding_window", 1024, high=2**31),
+            "hidden_size_per_layer_input": None,
+            "enable_moe_block": None,
+        }
+        return Gemma4.read(fields.changed(own))
+
+
 def common(fields: Fields, *, positions: int, kv_heads: int, mlp_width: int | None = None) -> dict[str, Any]:
     """Read the arguments of a `Config` that are the same in Gemma 3n and Gemma 4; see `rotary`."""
     found = rotary(

@@ -1,6 +1,8 @@
-"""GPT-NeoX (Black et al. 2022), Pythia (Biderman et al. 2023): parallel attention and MLP, each with its norm."""
+"""GPT-NeoX (Black et al. 2022), Pythia (Biderman et al. 2023): parallel attention and MLP, each with its norm; in the
+Japanese one (ABEJA 2022) one after the other."""
 
 import re
+from dataclasses import replace
 
 from models.checkpoint.fields import Fields
 from models.config import Config
@@ -28,13 +30,8 @@ class GPTNeoX(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        given = {
-            "rope_theta": fields.config.get("rotary_emb_base"),
-            "partial_rotary_factor": fields.config.get("rotary_pct"),
-        }
-        named = fields.changed({"head_dim": None, "num_key_value_heads": None, **given})
         return Config(
-            **rotary(named, positions=2048, activation="gelu", partial=0.25, bias=True),
+            **rotary(_named(fields), positions=2048, activation="gelu", partial=0.25, bias=True),
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
             rms=False,
             gated=False,
@@ -42,3 +39,39 @@ class GPTNeoX(Decoder):
             grouped_qkv="head",
             mlp_bias=True,
         )
+
+
+class GPTNeoXJapanese(Decoder):
+    """One matrix has a bias: that after the last layer's attention."""
+
+    architectures = ("GPTNeoXJapaneseForCausalLM",)
+    base = "gpt_neox_japanese."
+    default_eos_token_ids = frozenset([31999])
+    ignored = (*BUFFERS, re.compile(r"(gpt_neox_japanese\.)?layers\.\d+\.attention\.(masked_)?bias"))
+    names = replace(
+        GPTNeoX.names,
+        embedding="gpt_neox_japanese.embed_in",
+        layer="gpt_neox_japanese.layers.{}.",
+        norm="gpt_neox_japanese.final_layer_norm",
+    )
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        width = fields.int("hidden_size") * fields.int("intermediate_multiple_size", default=4, high=2**8)
+        return Config(
+            **rotary(_named(fields), positions=2048, activation="gelu", partial=1.0, tied=True, mlp_width=width),
+            norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
+            rms=False,
+            gated=False,
+            grouped_qkv="head",
+            out_bias="last",
+        )
+
+
+def _named(fields: Fields) -> Fields:
+    """Return the fields by the names that `rotary` reads."""
+    given = {
+        "rope_theta": fields.config.get("rotary_emb_base"),
+        "partial_rotary_factor": fields.config.get("rotary_pct"),
+    }
+    return fields.changed({"head_dim": None, "num_key_value_heads": None, **given})

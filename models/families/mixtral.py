@@ -1,8 +1,9 @@
-"""Mixtral (Jiang et al. 2024) and Phi-3.5-MoE (Abdin et al. 2024): experts in all layers."""
+"""Mixtral (Jiang et al. 2024), Phi-3.5-MoE (Abdin et al. 2024), Aria (Rhymes AI 2024): experts in all layers."""
 
 from models.checkpoint.fields import Fields
 from models.config import Config
 from models.decoder import Decoder
+from models.families.deepseek_v2 import NAMES
 from models.reading import experts, rotary
 
 
@@ -20,6 +21,35 @@ class Mixtral(Decoder):
         return Config(
             windows=(fields.int("sliding_window", None, high=2**31),) * layers,
             experts=experts(fields, count=8, chosen=2, width=width, layers=[True] * layers, normalized=True),
+            **options,
+        )
+
+
+class Aria(Decoder):
+    """The text model: a Llama with experts, some of which all tokens share."""
+
+    architectures = ("AriaTextForCausalLM",)
+    names = NAMES
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        if fields.bool("mlp_bias", default=False):
+            raise fields.error("mlp_bias", "false: experts with biases are not supported")
+        if fields.str("hidden_act", "silu") != "silu":
+            raise fields.error("hidden_act", "silu, which transformers uses in chosen experts whatever the config says")
+        width = fields.int("intermediate_size", default=4096)
+        count, chosen = fields.int("moe_num_experts", default=8), fields.int("moe_topk", default=2)
+        options = rotary(fields, positions=2048, mlp_width=width, eps=1e-6, bias=False)
+        return Config(
+            experts=experts(
+                fields.changed({"num_experts": count, "num_experts_per_tok": chosen}),
+                count=count,
+                chosen=chosen,
+                width=width,
+                layers=[True] * options["layers"],
+                scores="softmax_of_chosen",
+                shared_width=width * fields.int("moe_num_shared_experts", default=2, high=2**8),
+            ),
             **options,
         )
 

@@ -20,7 +20,7 @@ from models.gguf.latents import latents, mixture
 from models.gguf.later import LATER, LATER_READ
 from models.gguf.reader import GGUF
 from models.gguf.rotary import decimal, rotary
-from models.gguf.scans import falcon_h1, nemotron_h, scans
+from models.gguf.scans import falcon_h1, mamba2, nemotron_h, scans
 from models.gguf.sizes import alike, attention, epsilon, gated, mlp_width, named, windows
 
 EMBEDDING, HEAD, SCORE = "token_embd.weight", "output.weight", "cls.output.weight"
@@ -40,7 +40,8 @@ CAPS = "attn_logit_softcapping", "final_logit_softcapping"  # the fields have th
 READ = {  # the keys above that each architecture reads
     "granite": GRANITE.values(),
     **dict.fromkeys(("granitemoe", "granitehybrid"), (*GRANITE.values(), "expert_count")),
-    **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe", "lfm2moe", "gpt-oss"), ("expert_count",)),
+    **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe"), ("expert_count",)),
+    **dict.fromkeys(("lfm2moe", "gpt-oss"), ("expert_count",)),
     **dict.fromkeys(("qwen3next", "qwen35moe", "nemotron_h_moe", "hunyuan-moe", "jamba"), ("expert_count",)),
     "gemma2": CAPS,
     **dict.fromkeys(("gemma3", "gemma3n"), CAPS[1:]),
@@ -397,6 +398,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "qwen2moe": _qwen,
     "qwen3moe": _qwen,
     "qwen3vl": _qwen,
+    "qwen3vlmoe": _qwen,
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _qwen35),
     "phi2": _phi2,
     "phi3": _phi3,
@@ -415,6 +417,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), nemotron_h),
     "falcon-h1": falcon_h1,
     "mamba": mamba,
+    "mamba2": mamba2,
     "jamba": jamba,
     **dict.fromkeys(("hunyuan-dense", "hunyuan-moe"), _hunyuan),
     "minicpm3": _minicpm3,

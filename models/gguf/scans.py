@@ -1,4 +1,5 @@
-"""Granite 4, Nemotron-H, Falcon-H1 in GGUF files: kinds of layers, shapes of vectors, matrices stored in two halves."""
+"""Granite 4, Nemotron-H, Falcon-H1, Mamba-2 in GGUF files: kinds of layers, shapes of vectors, matrices stored in two
+halves."""
 
 import math
 import re
@@ -73,9 +74,7 @@ def nemotron_h(file: GGUF, keys: Fields) -> dict[str, Any]:
         counts.append(found)
     shared, widths = counts
     plain = keys.changed({"attention.head_count_kv": [x for x in shared if x]})
-    inner, heads = keys.int("ssm.inner_size"), keys.int("ssm.time_step_rank", high=2**16)
-    if inner % heads:
-        raise keys.error("ssm.inner_size", f"a multiple of ssm.time_step_rank, {heads}")
+    heads, size = _heads(keys)
     kinds = [FULL if x else "mlp" if width else RECURRENT for x, width in zip(shared, widths, strict=True)]
     mixed = _experts(file, keys) if keys.config.get("expert_count") else {}
     kinds = ["moe" if mixed and kind == "mlp" else kind for kind in kinds]
@@ -87,14 +86,44 @@ def nemotron_h(file: GGUF, keys: Fields) -> dict[str, Any]:
             "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors),
             "layer_norm_epsilon": epsilon(keys, "attention.layer_norm_rms_epsilon"),
             "mamba_num_heads": heads,
-            "mamba_head_dim": inner // heads,
-            "n_groups": keys.int("ssm.group_count", high=2**16),
+            "mamba_head_dim": size,
             "ssm_state_size": keys.int("ssm.state_size", high=2**16),
-            "conv_kernel": keys.int("ssm.conv_kernel", high=64),
-            "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
-            "use_bias": any(name.endswith(".ssm_in.bias") for name in file.tensors),
         }
+        | _plain_sizes(file, keys)
     )
+
+
+def mamba2(file: GGUF, keys: Fields) -> dict[str, Any]:
+    """Return the configuration of a Mamba-2."""
+    width, (heads, size) = keys.int("embedding_length"), _heads(keys)
+    return named("Mamba2ForCausalLM", "mamba2") | {
+        "hidden_size": width,
+        "num_hidden_layers": keys.int("block_count", high=2**14),
+        "layer_norm_epsilon": epsilon(keys, "attention.layer_norm_rms_epsilon"),
+        "expand": heads * size // width,
+        "num_heads": heads,
+        "head_dim": size,
+        "state_size": keys.int("ssm.state_size", high=2**16),
+        **_plain_sizes(file, keys),
+    }
+
+
+def _heads(keys: Fields) -> tuple[int, int]:
+    """The number of heads of a scan, and the elements of a head."""
+    inner, heads = keys.int("ssm.inner_size"), keys.int("ssm.time_step_rank", high=2**16)
+    if inner % heads:
+        raise keys.error("ssm.inner_size", f"a multiple of ssm.time_step_rank, {heads}")
+    return heads, inner // heads
+
+
+def _plain_sizes(file: GGUF, keys: Fields) -> dict[str, Any]:
+    """The fields of a scan that Nemotron-H and Mamba-2 share."""
+    return {
+        "n_groups": keys.int("ssm.group_count", high=2**16),
+        "conv_kernel": keys.int("ssm.conv_kernel", high=64),
+        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
+        "use_bias": any(name.endswith(".ssm_in.bias") for name in file.tensors),
+    }
 
 
 def _experts(file: GGUF, keys: Fields) -> dict[str, Any]:

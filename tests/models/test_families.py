@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from engine import Engine
-from kernels.layout import ChannelKind, ScanKind
+from kernels.layout import CacheKind, ChannelKind, ScanKind
 from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.wrapped import TEXT_MODELS
 from models.config import Recurrent
 from models.errors import CheckpointError
+from models.shape import ModelShape
 from search import Trie
 from tests.models.copies import changed
 
@@ -56,6 +57,9 @@ def read(architecture, **changes):
         ("MptForCausalLM", "no_bias", {**MPT, "no_bias": False}),
         ("MptForCausalLM", "logit_scale", {**MPT, "logit_scale": "inv_sqrt_d_model"}),
         ("XGLMForCausalLM", "add_cross_attention", {"add_cross_attention": True}),
+        ("MllamaForCausalLM", "cross_attention_layers", {"cross_attention_layers": [1.5]}),
+        ("AriaTextForCausalLM", "hidden_act: expected silu", {"hidden_act": "gelu"}),
+        ("AriaTextForCausalLM", "mlp_bias", {"mlp_bias": True}),
         ("XGLMForCausalLM", "pad_token_id", {"pad_token_id": 2}),
         ("XGLMForCausalLM", "d_model", {"d_model": 2}),
         ("CTRLLMHeadModel", "layer_norm_epsilon", {"layer_norm_epsilon": 1e-5}),
@@ -214,6 +218,9 @@ def test_defaults_of_transformers():
     assert (laguna.ropes[0].theta, laguna.ropes[0].head_dim, laguna.head_gates) == (5e5, 4, "softplus")
     quest = read("IQuestCoderForCausalLM", num_key_value_heads=None, num_attention_heads=16)
     assert (quest.kv_heads, quest.head_dim, quest.norm_eps, quest.max_positions) == (16, 128, 1e-5, 131072)
+    unified = read("Gemma4UnifiedForCausalLM", enable_moe_block=True, hidden_size_per_layer_input=8)
+    assert (unified.windows, unified.max_positions) == ((1024, 1024, 1024, None), 262144)
+    assert unified.experts is None and unified.layer_inputs is None
     assert read("SmolLM3ForCausalLM").tied and read("SmolLM3ForCausalLM").ropes[0].theta == 2e6
     assert read("SmolLM3ForCausalLM").ropes[3] is None
     assert read("Olmo3ForCausalLM").windows == (4096, 4096, 4096, None)
@@ -273,6 +280,20 @@ def test_defaults_of_transformers():
     assert read("Qwen2ForCausalLM", use_sliding_window=False, sliding_window=0).windows == (None,) * 4
 
 
+def test_layers_that_only_images_use_keep_nothing():
+    c = read("MllamaForCausalLM", cross_attention_layers=[0, 3])
+    kept = CacheKind(2, 8)
+    assert [c.kept(i) for i in range(4)] == [None, kept, kept, None]
+    assert ModelShape.of(c).kv_bytes_per_token(torch.bfloat16) == 2 * kept.bytes(torch.bfloat16)
+    assert read("MllamaForCausalLM", num_hidden_layers=10).alone == ("both",) * 3 + (
+        "none",
+        *["both"] * 4,
+        "none",
+        "both",
+    )
+    assert read("MllamaForCausalLM").rope.theta == 5e5
+
+
 @pytest.mark.parametrize("null", [{}, {"norm_topk_prob": None, "rope_interleave": None, "mamba_conv_bias": None}])
 def test_null_is_false_where_transformers_takes_it_for_false(null):
     experts = {
@@ -292,6 +313,8 @@ def test_defaults_of_mixtures():
     qwen2, qwen3 = (read(f"Qwen{i}MoeForCausalLM").experts for i in (2, 3))
     assert (qwen2.count, qwen2.routing.chosen, qwen2.width, qwen2.shared_width) == (60, 4, 1408, 5632)
     assert (qwen3.count, qwen3.routing.chosen, qwen3.width, qwen3.shared_width) == (128, 8, 768, 0)
+    aria = read("AriaTextForCausalLM").experts
+    assert (aria.count, aria.routing.chosen, aria.width, aria.shared_width) == (8, 2, 40, 80)
     exaone, flex, hunyuan = (read(f"{name}ForCausalLM").experts for name in ("ExaoneMoe", "FlexOlmo", "HunYuanMoEV1"))
     assert (exaone.count, exaone.routing.chosen, exaone.width, exaone.shared_width) == (64, 8, 1024, 1024)
     assert (exaone.routing.scale, exaone.routing.normalized, exaone.layers) == (2.5, True, (False, True, True, True))

@@ -34,6 +34,7 @@ from search import Greedy, Trie
 from tests.engine.step.test_graphs import engines
 from tests.marks import needs_cpp, needs_interpreter
 from tests.models.formats.test_coded import on_triton
+from tools.golden.base import edit
 from tools.pack import pack
 
 GOLDEN = Path(__file__).parents[1] / "golden/experts"
@@ -60,6 +61,27 @@ def copied(variant, folder, change):
         tensors |= change(name, x)
     save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def test_experts_as_floats_beside_a_quantised_shared_expert(tmp_path):
+    """Those of Llama 4 are columns, however the shared expert is stored."""
+
+    def change(kind, name, x):
+        if "shared_expert" not in name:
+            return {name: x}
+        scale = x.float().abs().amax(1, keepdim=True) / 127
+        q = (x / scale).round()
+        words, shape = (q.to(torch.int8) ^ -128).view(torch.int32), torch.tensor(q.shape)
+        stored = {f"{name}_packed": words, f"{name}_scale": scale, f"{name}_shape": shape}
+        return stored if kind == "packed" else {name: q * scale}
+
+    folders = [copied("../llama4/plain", tmp_path / kind, partial(change, kind)) for kind in ("floats", "packed")]
+    args = {"num_bits": 8, "symmetric": True, "strategy": "channel", "type": "int"}
+    groups = {"g": {"targets": ["re:.*shared_expert.*"], "weights": args}}
+    quantized = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    edit(folders[1] / "config.json", {"quantization_config": quantized})
+    expected, found = (load(folder).logits(PROMPT) for folder in folders)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("variant", PUBLISHED)
@@ -209,7 +231,7 @@ ON_GPU = ["granite_shared", "lfm2", "mixtral", "olmoe", "phi", "qwen2_windows", 
 ON_GPU += ["../gpt_oss/mxfp4", "../gpt_oss/plain", "../deepseek/groups", "../deepseek/three", "../deepseek/glm"]
 ON_GPU += ["qwen3_5_recurrent", "qwen3_next_recurrent", "../granite/scans_experts"]
 ON_GPU += ["../llama4/plain", "../llama4/steps", "../relatives/dbrx", "../relatives/kolibri"]
-ON_GPU += ["../mistral/mistral4", "../laguna/plain"]
+ON_GPU += ["../mistral/mistral4", "../laguna/plain", "../deepseek/axk1", "aria"]
 
 
 @needs_interpreter

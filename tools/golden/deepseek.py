@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, GLM-4.7-Flash: attention with a latent, groups of experts, both orders of rotated elements."""
+"""DeepSeek-V2 and V3, GLM-4.7-Flash, A.X-K1: attention with a latent, groups of experts, orders of rotated elements."""
 
 from __future__ import annotations
 
@@ -54,6 +54,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm": GLM,
     "glm_kinds": GLM | {
         "mlp_layer_types": ["sparse", "dense", "sparse"], "n_group": 2, "topk_group": 1, "rope_interleave": False},
+    "axk1": THREE | {"architectures": ["AXK1ForCausalLM"], "model_type": "axk1", "moe_layer_freq": 2},
+    "axk1_classifier": THREE | {"architectures": ["AXK1ForSequenceClassification"], "model_type": "axk1",
+                                "mlp_layer_types": ["sparse", "dense"], "num_hidden_layers": 2, "num_labels": 1},
 }  # fmt: skip
 
 VARIANTS = variants(CONFIG, CHANGES, {})

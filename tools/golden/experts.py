@@ -83,6 +83,10 @@ ERNIE = {
     "moe_k": 2, "num_experts_per_tok": ABSENT, "moe_intermediate_size": 20, "moe_num_shared_experts": 2,
     "moe_layer_start_index": 1, "moe_layer_interval": 1, "tie_word_embeddings": True,
 }  # fmt: skip
+ARIA = {
+    "architectures": ["AriaTextForCausalLM"], "model_type": "aria_text", "intermediate_size": 12, "moe_num_experts": 5,
+    "moe_topk": 3, "moe_num_shared_experts": 2, "num_hidden_layers": 2, "num_experts_per_tok": ABSENT,
+}  # fmt: skip
 
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2 | {"mlp_only_layers": [1]},
@@ -122,6 +126,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 0, "num_shared_experts": 2},
     "ernie": ERNIE,
     "ernie_some": ERNIE | {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 0},
+    "aria": ARIA | {"attention_bias": True},
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 OTHERS: dict[str, dict[str, Any]] = dict.fromkeys((

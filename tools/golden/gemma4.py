@@ -40,6 +40,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         ("layer_types", "attention_k_eq_v", "per_layer_config", "sliding_window", "hidden_activation", "rms_norm_eps",
          "tie_word_embeddings", "attention_bias", "final_logit_softcapping", "use_bidirectional_attention",
          "rope_parameters", "num_key_value_heads"), ABSENT),
+    "unified": {"architectures": ["Gemma4UnifiedForCausalLM"], "model_type": "gemma4_unified_text",
+                "hidden_size_per_layer_input": ABSENT, "attention_bias": True},
 }  # fmt: skip
 BORDER: dict[str, Any] = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(("plain", "plain_v4", "inputs", "everything"), BORDER))

@@ -43,6 +43,9 @@ CHANGES: dict[str, dict[str, Any]] = {
                                "tie_word_embeddings": False},
     "falcon_one_norm": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     "falcon_in_turn": FALCON | {"multi_query": False, "parallel_attn": False, "bias": True},
+    "japanese": {"architectures": ["GPTNeoXJapaneseForCausalLM"], "model_type": "gpt_neox_japanese",
+                 "hidden_size": 16, "intermediate_multiple_size": 2} | dict.fromkeys(
+        ("intermediate_size", "attention_bias", "use_parallel_residual", "tie_word_embeddings"), ABSENT),
 }  # fmt: skip
 
 VARIANTS = variants(CONFIG, CHANGES, {})

@@ -1,6 +1,6 @@
 """Families that are an option or two from another one: OLMo 1, Youtu, MiniCPM3, HyperCLOVA X, CWM, nanochat, Granite
 Swash, Jais 2, VaultGemma, Persimmon, GPT, GPT-Neo, CodeGen, BioGPT, XGLM, CTRL; with experts FlexOlmo, K-EXAONE,
-Cohere, Hunyuan, Mellum 2, DBRX, Hy3, Flint, Kolibri 1; the text model of Phi-4-multimodal."""
+Cohere, Hunyuan, Mellum 2, DBRX, Hy3, Flint, Kolibri 1; the text models of Phi-4-multimodal and Llama 3.2 Vision."""
 
 from __future__ import annotations
 
@@ -118,6 +118,8 @@ CHANGES: dict[str, dict[str, Any]] = {
                                      scale_embedding=False, activation_function="relu"),
     "ctrl": NOTHING | named("CTRLLMHeadModel", "ctrl", vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=4, dff=32,
                             n_positions=128, tie_word_embeddings=False),
+    "mllama": named("MllamaForCausalLM", "mllama_text_model", cross_attention_layers=[0, 2], num_hidden_layers=4,
+                    pad_token_id=0, tie_word_embeddings=False),
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BORDER))

@@ -52,6 +52,9 @@ EMU3 = {"codebook_size": 4, "embed_dim": 4, "latent_channels": 4, "base_channels
 LLAMA4 = {"model_type": "llama4_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
           "num_attention_heads": 1, "image_size": 8, "patch_size": 4, "vision_output_dim": 8,
           "projector_input_dim": 8, "projector_output_dim": 8, "pixel_shuffle_ratio": 1.0}  # fmt: skip
+MLLAMA = {"model_type": "mllama_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+          "num_global_layers": 1, "attention_heads": 1, "image_size": 8, "patch_size": 4, "vision_output_dim": 16,
+          "max_num_tiles": 1, "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,18 @@ def _golden(variant: str, spelling: str = "") -> Callable[[Path, int], object]:
         shutil.copy(golden / (spelling or variant) / "config.json", folder)
 
     return write
+
+
+def _columns(write: Callable[[Path, int], object]) -> Callable[[Path, int], object]:
+    """Store all experts of a layer as columns."""
+
+    def written(folder: Path, seed: int) -> None:
+        write(folder, seed)
+        stored = load_file(folder / "model.safetensors").items()
+        turned = {name: x.mT.contiguous() if ".experts." in name else x.clone() for name, x in stored}
+        write_tensors(folder / "model.safetensors", turned, "bfloat16")
+
+    return written
 
 
 NO_TOKENS: dict[str, Any] = dict.fromkeys(("architectures", "bos_token_id", "eos_token_id", "dtype"), ABSENT)
@@ -207,9 +222,45 @@ WRAPPERS = {
         _golden("llama4/plain"),
         {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "vision_config": LLAMA4},
         "inner", "multi_modal_projector.linear_1.weight", NO_TOKENS),
+    "aria": Wrapper(
+        _golden("experts/aria"),
+        {"architectures": ["AriaForConditionalGeneration"], "model_type": "aria", "vision_config": IDEFICS,
+         "image_token_index": 2},
+        "inner", "multi_modal_projector.layer_norm.weight", NO_TOKENS),
+    "mllama": Wrapper(
+        _golden("relatives/mllama"),
+        {"architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama", "vision_config": MLLAMA,
+         "image_token_index": 2},
+        "inner", "multi_modal_projector.bias", NO_TOKENS),
+    "qwen3_vl_moe": Wrapper(
+        _columns(_golden("experts/qwen3")),
+        {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe",
+         "vision_config": QWEN3_VL | {"model_type": "qwen3_vl_moe"}, "image_token_id": 2, "video_token_id": 2,
+         "vision_start_token_id": 2, "vision_end_token_id": 2, "tie_word_embeddings": False},
+        "outer", "model.visual.merger.norm.weight",
+        NO_TOKENS | {"model_type": "qwen3_vl_moe_text", "norm_topk_prob": False, "rope_parameters": ABSENT,
+                     "rope_theta": 10000.0, "rope_scaling": MROPE | {"mrope_interleaved": True}}),
+    "aya_vision": Wrapper(
+        _golden("cohere/two"),
+        {"architectures": ["AyaVisionForConditionalGeneration"], "model_type": "aya_vision", "vision_config": SIGLIP,
+         "image_token_index": 2},
+        "inner", "multi_modal_projector.layernorm.weight", NO_TOKENS | {"tie_word_embeddings": ABSENT}),
+    "lfm3_vl": Wrapper(
+        _golden("lfm3/plain"),
+        {"architectures": ["Lfm3VlForConditionalGeneration"], "model_type": "lfm3_vl",
+         "vision_config": SIGLIP2 | {"model_type": "lfm3_vl_vision"}, "image_token_id": 2, "video_token_id": 2,
+         "vision_start_token_id": 2, "vision_end_token_id": 2, "downsample_factor": 1},
+        "outer", "model.multi_modal_projector.linear_1.weight", NO_TOKENS),
+    "exaone4_5": Wrapper(
+        _golden("llamas/exaone"),
+        {"architectures": ["Exaone4_5_ForConditionalGeneration"], "model_type": "exaone4_5",
+         "vision_config": QWEN2_VL | {"model_type": "exaone4_5_vision"}, "image_token_id": 2, "video_token_id": 2},
+        "outer", "model.visual.merger.ln_q.weight", NO_TOKENS),
 }  # fmt: skip
 SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "embedding_projection": (24, 8)}  # of parts
-SHAPES |= dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm", "patch_ln1"), (8,))
+SHAPES |= dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm", "patch_ln1", "layer_norm", "layernorm"), (8,)) | {
+    "multi_modal_projector": (16,)
+}
 
 
 def write(name: str, folder: Path, seed: int) -> None:

@@ -52,7 +52,7 @@ FAMILIES = [  # of each a variant with windows, layers without rotation, or what
     *("granite/hybrid", "granite/hybrid_rope", "granite/scans", "granite/scans_groups", "falcon_h1/plain"),
     *("llama4/plain", "llama4/steps", "relatives/dbrx", "relatives/olmoe_clipped", "relatives/flint"),
     *("alibi/bloom", "alibi/mpt_clipped", "alibi/falcon", "relatives/xglm", "relatives/gpt"),
-    *("modernbert/plain", "cohere/compass", "laguna/plain"),
+    *("modernbert/plain", "cohere/compass", "laguna/plain", "relatives/mllama"),
 ]
 ONE_PER_OPTION = "gemma/two", "granite/plain", "lfm2/plain", "qwen3_5/bias", "smollm3/windows", "stablelm/parallel"
 ONE_PER_OPTION += "qwen3_5/recurrent", "granite/scans", "alibi/falcon"

@@ -27,6 +27,9 @@ DENSE = [
     "wrapped/lfm2_vl",
     "wrapped/gemma4",
     "gemma4/inputs",
+    "gpt_neox/plain",
+    "granite/hybrid",
+    "granite/scans",
 ]
 EXPERTS = [
     *(
@@ -73,6 +76,16 @@ def converted(config, tensors):
     """The tensors as mlx-lm has them."""
     kind, found = config["model_type"], {}
     for name, tensor in tensors.items():
+        if kind == "gpt_neox":
+            name = re.sub(r"^(gpt_neox\.)?(layers\.)?", lambda m: "model." + ("h." if m[2] else ""), name)
+            found[name.replace("model.lm_head.", "model.embed_out.")] = tensor
+            continue
+        if kind == "granitemoehybrid" and not config["num_local_experts"] and ".shared_mlp." in name:
+            halves = tensor.chunk(2) if "input" in name else [tensor]
+            parts = ("gate_proj", "up_proj") if "input" in name else ("down_proj",)
+            layer = name.partition("shared_mlp.")[0]
+            found |= {f"{layer}mlp.{part}.weight": half for part, half in zip(parts, halves, strict=True)}
+            continue
         if expert := re.fullmatch(
             r"(.*layers\.\d+\.)(?:.+\.)?(experts\.\w+_proj(?:_bias)?|(?:in|out)put_linear\.weight)", name
         ):
@@ -134,7 +147,10 @@ def test_names_and_forms(variant, tmp_path):
     assert (logits(folder) - expected).abs().max() <= 1e-5 * expected.std()
 
 
-@pytest.mark.parametrize("variant", ["wrapped/gemma4", *EXPERTS])
+OTHERS = ["wrapped/gemma4", "gpt_neox/plain", "granite/hybrid", "granite/scans"]
+
+
+@pytest.mark.parametrize("variant", [*OTHERS, *EXPERTS])
 def test_codes(variant, tmp_path, monkeypatch):
     """All matrices, embeddings and routers quantised, which MLX does; some with settings of their own, by the names in
     the file; the same model of floats beside it."""
@@ -146,6 +162,8 @@ def test_codes(variant, tmp_path, monkeypatch):
         inputs = name.endswith(".weight") and not re.search(r"conv|norm|vision|visual", name)
         if tensor.dim() < 2 or not inputs or tensor.shape[-1] % GROUP:
             continue
+        if variant.startswith("granite/") and ".mlp." in name:
+            i = 1  # both halves of an MLP alike
         module, bits = name.removesuffix(".weight"), 8 if i % 3 else 4
         if bits == 8:
             own[module] = {"group_size": GROUP, "bits": 8}

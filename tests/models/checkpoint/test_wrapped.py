@@ -138,7 +138,7 @@ def test_an_older_qwen_has_the_fields_of_its_text_at_the_top():
     ("changes", "message"),
     [
         ({"model_type": "paligemma"}, "is not loaded as a text model: it attends to a prompt in both directions"),
-        ({"text_config": {"model_type": "mllama_text_model"}}, "text_config.model_type 'mllama_text_model' is not"),
+        ({"text_config": {"model_type": "kosmos_2_text_model"}}, "text_config.model_type 'kosmos_2_text_model' is not"),
         ({"text_config": {}, "model_type": "musicgen"}, "model_type 'musicgen' is not supported"),
         ({"text_config": "no"}, "text_config: expected an object"),
         ({"text_config": {"model_type": 3}}, "text_config.model_type: expected a string"),

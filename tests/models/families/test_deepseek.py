@@ -1,15 +1,16 @@
-"""DeepSeek-V2 and V3, GLM-4.7-Flash: sizes of published models, defaults, what is refused."""
+"""DeepSeek-V2 and V3, GLM-4.7-Flash, A.X-K1: sizes of published models, defaults, what is refused."""
 
 import json
 
 import pytest
 import torch
 
+from engine import Engine
 from models.checkpoint.fields import Fields
 from models.errors import CheckpointError
 from models.families import FAMILIES, family_of
 from models.shape import ModelShape
-from tests.models.copies import GOLDEN
+from tests.models.copies import GOLDEN, changed
 from tools.golden.base import ABSENT
 
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
@@ -40,10 +41,34 @@ def test_the_shape_of_deepseek_v2_lite():
     assert "model.layers.0.mlp.gate.weight" not in names and "model.layers.26.mlp.gate.weight" in names
 
 
+def test_published_files_of_axk1(tmp_path):
+    """They have no biases of choices, and norms of experts also in layers without experts."""
+    biases = ".mlp.gate.e_score_correction_bias"
+
+    def published(tensors):
+        norm = tensors["model.layers.2.post_mlp_layernorm.weight"]
+        kept = {name: x for name, x in tensors.items() if not name.endswith(biases)}
+        return kept | {"model.layers.0.post_mlp_layernorm.weight": norm.clone()}
+
+    def zeros(tensors):
+        return {name: x.zero_() if name.endswith(biases) else x for name, x in tensors.items()}
+
+    folders = [changed(tmp_path / f.__name__, "deepseek/axk1", tensors=f) for f in (zeros, published)]
+    expected, found = (Engine.load(folder, dtype="float32").logits([*range(5, 30)]) for folder in folders)
+    assert found.equal(expected)
+
+
 def test_defaults_are_those_of_transformers():
     few = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5, "vocab_size": 99}
     two = read("DeepseekV2ForCausalLM", few | {"num_experts_per_tok": 2})
     three, glm = read("DeepseekV3ForCausalLM", few), read("Glm4MoeLiteForCausalLM", few)
+    axk1 = read("AXK1ForCausalLM", few)
+    assert (axk1.max_positions, axk1.mlp_width, axk1.latent) == (32768, 18432, three.latent)
+    assert (axk1.experts.count, axk1.experts.routing, axk1.experts.layers[:2]) == (
+        192,
+        three.experts.routing,
+        (False, True),
+    )
     sizes = [
         (c.latent.query_rank, c.latent.rank, c.latent.plain, c.latent.rotated, c.latent.value)
         for c in (two, three, glm)

@@ -42,7 +42,7 @@ ARCHITECTURES = {
     },
     **{name: name for name in ("glm4", "dots1", "afmoe", "ernie4_5", "exaone4", "seed_oss", "arcee", "nemotron")},
     **{"apertus": "apertus", "internlm3": "llama", "nemotron_h": "nemotron_h", "falcon_h1": "falcon-h1"},
-    **{"mamba": "mamba", "falcon_mamba": "mamba", "jamba": "jamba"},
+    **{"mamba": "mamba", "falcon_mamba": "mamba", "jamba": "jamba", "mamba2": "mamba2"},
     **{"glm": "chatglm", "glm4_moe": "glm4moe", "solar_open": "glm4moe", "minimax_m2": "minimax-m2"},
     **{"ernie4_5_moe": "ernie4_5-moe", "starcoder2": "starcoder2", "cohere": "command-r", "cohere2": "cohere2"},
     **{"gpt_neox": "gptneox", "falcon": "falcon", "gpt_bigcode": "starcoder", "llama4_text": "llama4", "dbrx": "dbrx"},
@@ -211,7 +211,7 @@ class File:
                 name = name.removeprefix("transformer.")
             if self.arch == "falcon-h1":
                 values = self._multiplied(name.split(".")[-2], values)
-            if self.arch.startswith(("granite", "nemotron_h", "falcon-h1")) and (
+            if self.arch.startswith(("granite", "nemotron_h", "falcon-h1", "mamba2")) and (
                 part := re.search(r"layers\.(\d+)\.(mamba|mixer|shared_mlp)\.(?!._proj|up|down|gate|exp|sh)(.+)", name)
             ):
                 self._granite4(*part.groups(), values)
@@ -314,6 +314,11 @@ class File:
         yield from (("block_count", c["num_hidden_layers"]), ("context_length", 2**20))
         yield from (("embedding_length", c["hidden_size"]), ("feed_forward_length", 0), ("attention.head_count", 0))
         yield "attention.layer_norm_rms_epsilon", c["layer_norm_epsilon"]
+        if self.arch == "mamba2":
+            yield from (("ssm.conv_kernel", c["conv_kernel"]), ("ssm.state_size", c["state_size"]))
+            yield from (("ssm.group_count", c["n_groups"]), ("ssm.time_step_rank", c["num_heads"]))
+            yield "ssm.inner_size", c["num_heads"] * c["head_dim"]
+            return
         yield "ssm.dt_b_c_rms", c["model_type"] == "falcon_mamba"
         yield from self._scans(c["conv_kernel"], c["state_size"], c["expand"], c["time_step_rank"])
 
@@ -427,7 +432,7 @@ class File:
         if self.arch in ("bloom", "mpt"):
             yield from self._alibi()
             return
-        if self.arch == "mamba":
+        if self.arch in ("mamba", "mamba2"):
             yield from self._mamba()
             return
         if self.arch == "jamba":

@@ -54,7 +54,7 @@ FLOATS = [
     *(f"relatives/{name}" for name in ("olmo", "jais2", "youtu", "exaone_moe", "hunyuan_moe")),
     *("experts/granite_shared", "granite/scans", "granite/scans_experts", "granite/scans_groups"),
     *("falcon_h1/plain", "falcon_h1/norm", "llama4/dense", "relatives/dbrx", "relatives/olmo_clipped"),
-    *("mamba/plain", "mamba/bias", "mamba/defaults", "mamba/falcon_bias"),
+    *("mamba/plain", "mamba/bias", "mamba/defaults", "mamba/falcon_bias", "mamba2/plain", "mamba2/bias"),
     *("jamba/plain", "jamba/experts", "jamba/bias", "jamba/defaults"),
 ]
 PROMPT = list(range(3, 30))
@@ -237,6 +237,12 @@ WRONG_KEYS = {
         ({"attention.sliding_window": None}, "attention.sliding_window: expected a value"),
     ],
     "nemotron_h/experts": [({"moe_latent_size": 8}, "moe_latent_size: expected nothing")],
+    "mamba2/plain": [
+        ({"ssm.inner_size": 50}, "ssm.inner_size: expected a multiple of ssm.time_step_rank, 8"),
+        ({"ssm.inner_size": 56}, "num_heads: expected expand"),
+        ({"ssm.group_count": 3}, "n_groups: expected a divisor of num_heads 8"),
+        ({"ssm.state_size": None}, "ssm.state_size: expected a value"),
+    ],
     "nemotron_h/plain": [
         ({"attention.head_count_kv": 2}, "head_count_kv: expected a number for each layer"),
         ({"ssm.inner_size": 31}, "ssm.inner_size: expected a multiple of ssm.time_step_rank, 6"),
@@ -470,7 +476,9 @@ def test_a_reward_model(tmp_path):
     assert ours.shape.scores and torch.allclose(ours.logits(PROMPT), theirs.logits(PROMPT), atol=1e-5)
 
 
-@pytest.mark.parametrize("variant, arch", [("qwen2/plain", "qwen2vl"), ("qwen3/plain", "qwen3vl")])
+@pytest.mark.parametrize(
+    "variant, arch", [("qwen2/plain", "qwen2vl"), ("qwen3/plain", "qwen3vl"), ("experts/qwen3", "qwen3vlmoe")]
+)
 def test_text_models_of_several_modalities(variant, arch, tmp_path):
     """Whose files hold the text model, with rotary axes that are alike for text."""
     file = File(GOLDEN / variant)
