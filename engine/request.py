@@ -47,7 +47,8 @@ class Request(Rules):
         max_new_tokens: limit of each output; the model's context may end it earlier.
         eos_token_ids: tokens that end an output; None takes the checkpoint's.
         ignore_eos: no token ends an output.
-        stop: strings that end an output; they are cut off its text.
+        stop: strings that end an output; they are cut off its text. The spelling of a special token stands for the
+            token.
         messages: the messages from which the prompt was rendered, for a reward model with a chat template; it reads a
             plain prompt as a single user message.
         reward: (prompt, texts) -> scores, instead of a reward model. The prompt is `messages` if there are any,

@@ -119,6 +119,8 @@ class Script:
         def uncut(tokens: Sequence[int]) -> list[int]:
             """The tokens before the one that begins the stop string."""
             body = list(answer.body(tokens))
+            if not stops.special_ids.isdisjoint(body[-1:]):
+                body.pop()
             if decode and stops(body):
                 text = stops.cut(decode(body))
                 while not text.startswith(decode(body)):

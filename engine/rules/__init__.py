@@ -223,9 +223,12 @@ class Rules:
             if tokenizer is None:
                 raise UsageError("begin: this checkpoint has no tokenizer")
             data = check_utf8(self.begin).encode() if isinstance(self.begin, str) else self.begin
-            return Begin(data, spellings(tokenizer, vocab))
+            return Begin(data, spellings(tokenizer, vocab), ends)
         if self.choices is not None:
-            return Choices(_sequences("choices", self.choices, vocab, tokenizer), ends)
+            sequences = _sequences("choices", self.choices, vocab, tokenizer)
+            if cut := next((ids for ids in sequences if not {*ends}.isdisjoint(ids[:-1])), None):
+                raise UsageError(f"choices: an end-of-sequence token is inside the choice {brief(cut)}")
+            return Choices(sequences, ends)
         if (catalogue := self.items()) is not None:
             catalogue.check(tokenizer, vocab)
             return Items(catalogue, ends)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from engine.rules.constraint import Constraint, State, Tokens
 from engine.text.tokenizer import Tokenizer
@@ -67,10 +68,16 @@ class Begin(Constraint):
     """The output begins with given bytes, in any tokens. The last of these tokens may extend beyond the bytes.
 
     A state is the number of bytes that the output has.
+
+    Args:
+        data: the bytes.
+        known: the spellings of the vocabulary.
+        eos: tokens that end an output; those that have text do not end it before it has all the bytes.
     """
 
-    def __init__(self, data: bytes, known: Spellings):
+    def __init__(self, data: bytes, known: Spellings, eos: Sequence[int] = ()):
         self.wanted, self.known = data, known
+        self._ends = [token for token in eos if token < len(known.data) and known.data[token]]
 
     def start(self, prompt: Sequence[int]) -> State:
         return 0
@@ -80,7 +87,12 @@ class Begin(Constraint):
 
     def allowed(self, states: Sequence[State]) -> Sequence[Tokens]:
         rest = [self.wanted[state:] for state in states]
-        return [self.known.allowed(wanted) if wanted else None for wanted in rest]
+        return [self._towards(wanted) if wanted else None for wanted in rest]
+
+    def _towards(self, wanted: bytes) -> Tensor:
+        ids = self.known.allowed(wanted)
+        early = [token for token in self._ends if len(self.known.data[token]) < len(wanted)]
+        return ids[~torch.isin(ids, torch.tensor(early))] if early else ids
 
 
 def heal(ids: Sequence[int], known: Spellings) -> tuple[list[int], bytes]:

@@ -11,6 +11,7 @@ a larger stack. Every step has llguidance's own limits.
 
 import functools
 import importlib
+import itertools
 import json
 import threading
 import weakref
@@ -361,10 +362,10 @@ class Grammar(Constraint):
         return place.forced[:1] or (mask_W if len(ids) > 1 else ids)
 
     def _longest(self, ids: Sequence[int]) -> int | None:
-        """The longest of some tokens if it begins with each of the others; else None."""
+        """The longest of some tokens if it begins with each of the others; None if it does not, or the text may end."""
         tokens = self._vocabulary.tokens
         longest = max(ids, key=lambda token: len(tokens[token]), default=None)
-        if longest is None or len(ids) > WAYS:
+        if longest is None or len(ids) > WAYS or not self._ends.isdisjoint(ids):
             return None
         return longest if all(tokens[token] and tokens[longest].startswith(tokens[token]) for token in ids) else None
 
@@ -380,8 +381,8 @@ class Grammar(Constraint):
             if whole := words <= WAYS and self._ends.issuperset(ids):
                 break
         forced = self._vocabulary.forced(place.last, data, whole)
-        if forced and forced[0] in first:
-            place.forced = [*forced]
+        if forced and forced[0] in first:  # a token that ends outputs is no part of the text, whatever its spelling
+            place.forced = [*itertools.takewhile(lambda token: token not in self._ends, forced)]
         if len(data) < FORCED:
             place.unsure = data[sum(len(self._vocabulary.tokens[token]) for token in place.forced) :]
 

@@ -153,7 +153,7 @@ class HiddenRows:
         places = [0]
         for token in tokens[:-1]:
             places.append(self._after.get((places[-1], token), -1))
-        return [*zip(places, states, strict=False)]
+        return [*zip(places[: len(tokens)], states, strict=False)]
 
     def _has_row(self, place: int, state: NodeState | None) -> bool:
         return place in self._row and (state is None or not state.forbidden)

@@ -25,6 +25,8 @@ def _is_text(value: Any) -> bool:
 class StopStrings:
     """Finds whether new tokens contain a stop string, across token borders.
 
+    Special tokens have no text: a string that is the spelling of one stands for the token.
+
     Args:
         tokenizer: the model's.
         strings: stop strings, none of them empty.
@@ -35,8 +37,12 @@ class StopStrings:
         self.tokenizer, self.strings, self.skipped = tokenizer, tuple(strings), skipped
         # A new match ends in the last token; a character may take four byte pieces, special tokens have no text.
         self.window = 4 * max(map(len, strings)) + 16 + skipped
+        special = tokenizer.special_spellings.intersection(strings)
+        self.special_ids = frozenset(tokenizer.encode_rendered((spelling, True) for spelling in special))
 
     def __call__(self, tokens: Sequence[int]) -> bool:
+        if not self.special_ids.isdisjoint(tokens[-1:]):
+            return True
         text = self.tokenizer.decode(tokens[-self.window :])
         if len(tokens) <= self.window:
             text = text[self.skipped :]

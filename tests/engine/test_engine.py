@@ -422,6 +422,23 @@ def test_stop_strings_end_the_text_wherever_tokens_end(engine, search):
 
 
 @pytest.mark.parametrize("search", SEARCHES, ids=lambda s: type(s).__name__)
+def test_the_spelling_of_a_special_token_stops_at_the_token(engine, search):
+    """Other than in transformers, "<" alone does not stop there: the token has no text."""
+    mark, stopped = engine.tokenizer.special_tokens["eos_token"], 0
+    [end] = engine.tokenizer.encode(mark, add_special=False, parse_special=True)
+    for prompt in prompts(4, seed=8):
+        options = {"max_new_tokens": 30, "ignore_eos": True, "stop": ["never", mark], "logit_bias": {end: 6.0}}
+        text, result = follow(engine.stream(prompt, search, **options))
+        assert text == result.outputs[0].text
+        for output in result.outputs:
+            *before, last = output.token_ids
+            assert end not in before and (last == end) == (output.finish_reason == "stop")
+            assert output.text == engine.tokenizer.decode(output.token_ids)
+            stopped += last == end
+    assert stopped
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("steps", [1, 2, 5, 13])
 def test_an_interrupted_stream_keeps_what_it_has(engine, search, steps):
     prompt, calls = prompts(1)[0], iter(range(1000))

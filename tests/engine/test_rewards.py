@@ -257,6 +257,14 @@ def test_stop_strings_are_not_read(target, rewards):
         assert told[0] == pytest.approx(rewards[name].scores([whole]), abs=1e-5)
 
 
+def test_a_special_token_that_stops_is_not_read(target, rewards):
+    tokens, mark = target.tokenizer.encode("one two", add_special=False), target.tokenizer.special_tokens["bos_token"]
+    stopped = [*tokens, *target.tokenizer.encode(mark, add_special=False, parse_special=True)]
+    for name in ("same", "other_plain"):
+        [[found, wanted]], _ = ask(target, rewards[name], [([stopped, tokens], [])], stop=[mark])
+        assert found == wanted
+
+
 # --- searches ---
 
 

@@ -54,6 +54,12 @@ def test_allowed_tokens_equal_brute_force():
     assert cut > 100  # beginnings that cannot be spelled
 
 
+def test_ends_that_have_a_text_wait_for_the_beginning():
+    known = Spellings([b"a", b"ab", b"abc", b"b", b""])
+    constraint = Begin(b"ab", known, [0, 1, 3, 4, 9])
+    assert [x if x is None else x.tolist() for x in constraint.allowed([0, 1, 2])] == [[1, 2], [3], None]
+
+
 def test_what_is_cut_equals_brute_force():
     """The longest end that one longer token begins with, whole characters only, and never the first token."""
     rng, cuts = random.Random(1), set()

@@ -236,6 +236,10 @@ def test_prefix_functions(engine):
 
 WRONG = [  # beside what `test_arguments` has of every field
     ({"choices": [[1, 104]]}, "choices: expected token ids from 0 to 103, got 104"),
+    (
+        {"choices": [[5, 8], [5, 7, 6]], "eos_token_ids": [7, 8]},
+        "choices: an end-of-sequence token is inside the choice [5, 7, 6]",
+    ),
     ({"constraint": Automaton(STATES), "choices": [[1]]}, "constraint and choices: expected at most one of"),
     ({"logit_bias": {104: 1}}, "logit_bias: expected token ids from 0 to 103"),
     ({"sequence_bias": [[[], 1.0]]}, "sequence_bias: expected sequences"),

@@ -241,6 +241,23 @@ def test_the_end_of_an_output(engine):
     assert (output.token_ids, output.finish_reason) == ([EOS], "eos")
 
 
+@pytest.mark.parametrize("scores", ["model", "renormalised"])
+def test_ends_that_have_a_text(engine, scores):
+    """A token that ends outputs is no part of the text: it neither continues it nor stands inside it."""
+    text, decode, whole = "the one and only text", engine.tokenizer.decode, 0
+    for end in range(3, engine.tokenizer.size):
+        for ends in ([end], [end, EOS], [end, 3]):
+            options = {"regex": text, "eos_token_ids": ends, "constraint_scores": scores}
+            for search in (Greedy(), Trie(beams=2)):
+                [output] = ask(engine, search, **options).outputs
+                if output.finish_reason == "eos":
+                    assert decode(output.token_ids[:-1]) == text
+                    whole += 1
+                else:
+                    assert output.finish_reason == "constraint" and text.startswith(output.text)
+    assert whole > 100
+
+
 def test_json_has_no_endless_white_space():
     tokenizer = Tokenizer.load(GOLDEN / "text" / "gpt2")
     grammar = compile_grammar("json_schema", BOOK, tokenizer, tokenizer.size, [0])

@@ -60,6 +60,14 @@ def test_every_search(engine, name):
     json.dumps(result.record(0), allow_nan=False)
 
 
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_an_output_that_a_constraint_ends_before_its_first_token(engine, name):
+    options = {"choices": [[19, 3]], "suppress_tokens": [19], "logprobs": TOP}
+    [result] = engine.generate([PROMPT], make_search(name, OPTIONS.get(name, {})), max_new_tokens=8, **options)
+    for output in result.outputs:
+        assert (output.token_ids, output.token_logprobs, output.top_logprobs) == ([], [], [])
+
+
 @pytest.mark.parametrize("name", ["greedy", "trie", "ults", "sample", "aded"])
 @pytest.mark.parametrize("scores", ["model", "renormalised"])
 def test_a_constraint_edits_the_rows(engine, name, scores):
