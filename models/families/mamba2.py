@@ -37,8 +37,8 @@ class Mamba2(Decoder):
 
 def scans_alone(fields: Fields, *, width: int, layers: int, tied: bool) -> dict[str, Any]:
     """Read the arguments of a `Config` of which every layer is a scan alone; arguments are values of absent fields."""
-    options = common(fields, activation="hidden_act", default="silu", tied=tied)
     fields.choice("hidden_act", ("silu", "swish"), default="silu")
+    options = common(fields, activation="hidden_act", default="silu", tied=tied)
     width, layers = fields.int("hidden_size", default=width), fields.int("num_hidden_layers", layers, high=2**14)
     return options | {
         "width": width,

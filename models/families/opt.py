@@ -41,7 +41,7 @@ class OPT(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         names = "hidden_size", "num_attention_heads", "num_hidden_layers", "ffn_dim", "max_position_embeddings"
-        more = {"inner_width": 4096, "activation": ("activation_function", "relu")}
+        more = {"inner_width": 3072, "activation": ("activation_function", "relu")}
         options = sizes(fields, tied=True, positions=2048, names=names, **more)
         options["norm_eps"] = 1e-5  # no field of the config
         before = fields.bool("do_layer_norm_before", default=True)

@@ -103,7 +103,7 @@ def read(architecture, **changes):
         ("Mamba2ForCausalLM", "num_heads: expected expand .*, which is 1,", {"expand": 2}),
         ("Mamba2ForCausalLM", "n_groups", {"head_dim": 16, "num_heads": 4}),
         ("Mamba2ForCausalLM", "hidden_act", {"hidden_act": "gelu"}),
-        ("MambaForCausalLM", "hidden_act", {"hidden_act": "gelu"}),
+        ("MambaForCausalLM", "hidden_act: expected one of silu, swish, got", {"hidden_act": "mish"}),
         ("MambaForCausalLM", "time_step_rank", {"time_step_rank": 0}),
         ("FalconMambaForCausalLM", "mixer_rms_eps", {"mixer_rms_eps": -1.0}),
         ("JambaForCausalLM", "attn_layer_offset: expected below attn_layer_period 8", {"attn_layer_offset": 8}),
@@ -273,6 +273,7 @@ def test_defaults_of_transformers():
     assert (youtu.latent.rank, youtu.latent.query_rank, youtu.latent.interleaved, youtu.tied) == (512, 1536, True, True)
     neo = read("GPTNeoForCausalLM", num_heads=4, num_layers=24)
     assert (neo.windows, neo.scale(1), neo.mlp_width) == ((None, 256) * 12, 1.0, 40)
+    assert read("OPTForCausalLM").mlp_width == 3072, "ffn_dim, which is absent"
     nano = read("NanoChatForCausalLM")
     assert (nano.logit_cap, nano.rope.backwards, nano.affine, nano.embedding_norm) == (15.0, True, False, True)
     assert read("NanoChatForCausalLM", final_logit_softcapping=None).logit_cap is None
