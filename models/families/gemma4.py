@@ -102,7 +102,9 @@ def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, siz
         full["num_key_value_heads"] = given
     every = Fields({str(i): full for i, kind in enumerate(kinds) if kind == FULL}, fields.file)
     if "per_layer_config" in fields.config:
-        every = fields.sub("per_layer_config") or Fields({}, fields.file)
+        given = fields.sub("per_layer_config") or Fields({}, fields.file)
+        numbers = {number.lstrip("0") or "0": own for number, own in given.config.items()}  # "05" if there is "11"
+        every = Fields(numbers, given.file, given.prefix)
     found = []
     for i in range(len(kinds)):
         own = every.sub(str(i)) or Fields({}, fields.file)

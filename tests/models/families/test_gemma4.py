@@ -70,6 +70,14 @@ def test_the_last_layer_has_no_window_whatever_the_config_says():
     assert config.windows == (16, 16, None, 16, None, None)
 
 
+def test_numbers_of_layers_may_begin_with_zeros():
+    """As transformers 5.23 saves the layers of a model of more than ten."""
+    fields = Checkpoint.open(GOLDEN / "plain").fields
+    padded = {number.zfill(2): own for number, own in fields.config["per_layer_config"].items()}
+    assert {*padded} == {"01", "02"}
+    assert Gemma4.read(fields.changed({"per_layer_config": padded})) == Gemma4.read(fields)
+
+
 def test_layers_that_share_keys_keep_none_of_their_own():
     config = Gemma4.read(Checkpoint.open(GOLDEN / "inputs").fields)
     shape, local, full = ModelShape.of(config), CacheKind(2, 8), CacheKind(2, 20)
