@@ -57,8 +57,8 @@ def rotary(
     """Read the arguments of a `Config` that are the same in families with rotary embeddings.
 
     Args:
-        positions, activation, kv_heads, head_dim, tied: values of absent fields; None: as many key/value heads as query
-            heads, which null always means, and an even share of the width.
+        positions, activation, kv_heads, head_dim, tied: values of absent fields. None, and null in the config: as many
+            key/value heads as query heads, and an even share of the width.
         activation_field: the name of the activation's field.
         one_rope: all layers share a rotary table; if not, the caller reads `Config.ropes`.
         mlp_width: the MLP's width, for families that do not store it in `intermediate_size`.
@@ -72,6 +72,7 @@ def rotary(
     width = fields.int("hidden_size")
     heads = fields.int("num_attention_heads", high=2**14)
     kv_heads = None if "num_key_value_heads" in fields.config else kv_heads
+    head_dim = None if "head_dim" in fields.config else head_dim
     shared = fields.int("num_key_value_heads", default=kv_heads or heads, high=2**14)
     if heads % shared:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads {heads}")

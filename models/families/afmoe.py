@@ -23,8 +23,8 @@ class Afmoe(Decoder):
     def read(fields: Fields) -> Config:
         if fields.bool("attention_bias", default=False):
             raise fields.error("attention_bias", "false: biases beside gates without them are not supported")
-        head_dim, width = None if "head_dim" in fields.config else 128, fields.int("intermediate_size", default=6144)
-        options = rotary(fields, positions=16384, head_dim=head_dim, mlp_width=width, eps=1e-5)
+        width = fields.int("intermediate_size", default=6144)
+        options = rotary(fields, positions=16384, head_dim=128, mlp_width=width, eps=1e-5)
         layers = range(options["layers"])
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 1024
         every = fields.int("global_attn_every_n_layers", default=4)

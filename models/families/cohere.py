@@ -81,8 +81,8 @@ class Cohere2Moe(Decoder):
     def read(fields: Fields) -> Config:
         if fields.sub("rope_scaling"):
             raise fields.error("rope_scaling", "nothing: transformers ignores it here, and reads rope_parameters")
-        width, head_dim = fields.int("intermediate_size", default=22528), None if "head_dim" in fields.config else 128
-        options = _options(fields, theta=1e4, mlp_width=width, head_dim=head_dim)
+        width = fields.int("intermediate_size", default=22528)
+        options = _options(fields, theta=1e4, mlp_width=width, head_dim=128)
         layers, dense = options["layers"], fields.int("first_k_dense_replace", default=0, low=0)
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
         first = fields.int("prefix_dense_sliding_window_pattern", default=1)

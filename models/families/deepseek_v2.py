@@ -62,7 +62,8 @@ def latent_attention(
     rotated = fields.int("qk_rope_head_dim", default=rotated, high=2**12)
     if rotated % 2:
         raise fields.error("qk_rope_head_dim", "an even number")
-    options = rotary(fields, head_dim=rotated, mlp_width=width, one_rope=False, eps=eps, bias=False, **more)
+    own = fields.changed({"head_dim": rotated})
+    options = rotary(own, mlp_width=width, one_rope=False, eps=eps, bias=False, **more)
     if options["kv_heads"] != options["heads"]:
         raise fields.error("num_key_value_heads", f"num_attention_heads, which is {options['heads']}")
     if fields.config.get("q_lora_rank", query_rank) is None:

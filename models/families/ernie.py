@@ -19,8 +19,7 @@ class Ernie(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         bias = fields.bool("use_bias", default=False)
-        head_dim = None if "head_dim" in fields.config else 128
-        return Config(**_options(fields, kv_heads=2, head_dim=head_dim), attention_bias=bias, mlp_bias=bias)
+        return Config(**_options(fields, kv_heads=2, head_dim=128), attention_bias=bias, mlp_bias=bias)
 
 
 class ErnieMoe(Decoder):

@@ -34,8 +34,7 @@ class GptOss(Decoder):
             if fields.float(name, only) != only:
                 raise fields.error(name, f"{only:g}: other gates are not supported")
         width = fields.int("intermediate_size", default=2880)
-        head_dim = None if "head_dim" in fields.config else 64
-        sizes = {"kv_heads": 8, "head_dim": head_dim, "mlp_width": width, "theta": 150000.0, "eps": 1e-5, "bias": True}
+        sizes = {"kv_heads": 8, "head_dim": 64, "mlp_width": width, "theta": 150000.0, "eps": 1e-5, "bias": True}
         options: dict[str, Any] = rotary(fields, positions=131072, **sizes) | {"activation": "clamped_swiglu"}
         layers = options["layers"]
         kinds = layer_types(fields, [FULL if i % 2 else SLIDING for i in range(layers)])

@@ -38,9 +38,8 @@ class IQuestCoder(Llama):
             raise fields.error("clip_qkv", "nothing: transformers refuses it")
         if fields.bool("use_sliding_window", default=False):
             raise fields.error("use_sliding_window", "false: transformers refuses windows")
-        head_dim = None if "head_dim" in fields.config else 128
         return Config(
-            **rotary(fields, positions=131072, kv_heads=8, head_dim=head_dim, eps=1e-5, bias=False),
+            **rotary(fields, positions=131072, kv_heads=8, head_dim=128, eps=1e-5, bias=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )
 

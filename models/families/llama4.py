@@ -26,9 +26,8 @@ class Llama4(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        head_dim = None if "head_dim" in fields.config else 128
         sizes = {"mlp_width": fields.int("intermediate_size_mlp", default=16384), "theta": 5e5}
-        options = rotary(fields, positions=131072, kv_heads=8, head_dim=head_dim, **sizes, eps=1e-5, bias=False)
+        options = rotary(fields, positions=131072, kv_heads=8, head_dim=128, **sizes, eps=1e-5, bias=False)
         layers, width = options["layers"], fields.int("intermediate_size", default=8192)
         rotated = rotated_layers(fields, layers)
         kinds = layer_types(fields, [CHUNKED if turned else FULL for turned in rotated], (FULL, CHUNKED))

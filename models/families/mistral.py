@@ -65,10 +65,7 @@ class Cwm(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        head_dim = None if "head_dim" in fields.config else 128
-        options = rotary(
-            with_rope(fields, CWM_ROPE), positions=131072, kv_heads=8, head_dim=head_dim, theta=1e6, eps=1e-5
-        )
+        options = rotary(with_rope(fields, CWM_ROPE), positions=131072, kv_heads=8, head_dim=128, theta=1e6, eps=1e-5)
         window = fields.int("sliding_window", None, low=0, high=2**31) if "sliding_window" in fields.config else 8192
         kinds = layer_types(fields, [SLIDING if i % 4 else FULL for i in range(options["layers"])])
         return Config(

@@ -67,8 +67,7 @@ class Mellum(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        head_dim = None if "head_dim" in fields.config else 128
-        sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": head_dim, "mlp_width": _mlp_width(fields, 7168)}
+        sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": 128, "mlp_width": _mlp_width(fields, 7168)}
         options = rotary(fields, positions=131072, one_rope=False, **sizes, eps=1e-6, bias=False)
         layers, width = options["layers"], fields.int("moe_intermediate_size", default=896)
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 1024
@@ -135,8 +134,7 @@ def _windowed(fields: Fields, full: Callable[[int], bool], **sizes: Any) -> dict
         full: whether a layer has no window, if the config does not give the kinds of layers.
         sizes: see `rotary`.
     """
-    head_dim = None if "head_dim" in fields.config else 128
-    options = rotary(fields, positions=262144, kv_heads=4, head_dim=head_dim, **sizes, eps=1e-6)
+    options = rotary(fields, positions=262144, kv_heads=4, head_dim=128, **sizes, eps=1e-6)
     window = fields.int("sliding_window", *([] if "sliding_window" in fields.config else [513]), high=2**31)
     kinds = layer_types(fields, [FULL if full(i) else SLIDING for i in range(options["layers"])])
     return options | {

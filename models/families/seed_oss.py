@@ -14,9 +14,8 @@ class SeedOss(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        head_dim = None if "head_dim" in fields.config else 128
         return Config(
-            **rotary(fields, positions=524288, kv_heads=8, head_dim=head_dim, eps=1e-6, bias=True),
+            **rotary(fields, positions=524288, kv_heads=8, head_dim=128, eps=1e-6, bias=True),
             out_bias=fields.bool("attention_out_bias", default=False),
             mlp_bias=fields.bool("mlp_bias", default=False),
         )
@@ -29,12 +28,11 @@ class InternLM3(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        head_dim = None if "head_dim" in fields.config else 128
         bias = fields.bool("bias", default=False)
         if fields.bool("qkv_bias", default=False) != bias:
             raise fields.error("qkv_bias", f"the bias, {str(bias).lower()}, as in transformers")
         return Config(
-            **rotary(fields, positions=32768, kv_heads=2, head_dim=head_dim, eps=1e-5),
+            **rotary(fields, positions=32768, kv_heads=2, head_dim=128, eps=1e-5),
             attention_bias=bias,
             mlp_bias=bias,
         )

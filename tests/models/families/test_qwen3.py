@@ -20,7 +20,7 @@ TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(40)]
     [
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads 4"),
         ({"head_dim": 7}, "head_dim: expected an even number"),
-        ({"head_dim": None}, r"q_proj.weight in .*expected \[512, 24\]"),
+        ({"head_dim": None}, r"q_proj.weight in .*expected \[24, 24\]"),
         ({"attention_bias": True}, "missing model.layers.0.self_attn.q_proj.bias"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window: expected a window"),
         ({"layer_types": ["full_attention"]}, "layer_types: expected 2 of full_attention and sliding_attention"),
