@@ -109,7 +109,7 @@ TEXT_MODELS = {
     "qwen3_vl_moe_text": TextModel(
         "Qwen3MoeForCausalLM",
         (151936, 2048, 5632, 24, 16),
-        {"num_key_value_heads": 16, "rope_theta": 5e5, "max_position_embeddings": 128000, "num_experts": 60}
+        {"num_key_value_heads": 16, "rope_theta": 5e5, "max_position_embeddings": 128000, "num_local_experts": 60}
         | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408},
         unused=("use_sliding_window",),
         fixed={"norm_topk_prob": True},

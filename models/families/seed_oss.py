@@ -28,8 +28,8 @@ class InternLM3(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        bias = fields.bool("bias", default=False)
-        if fields.bool("qkv_bias", default=False) != bias:
+        bias = fields.bool("bias", default=fields.bool("mlp_bias", default=False))  # transformers saves the second
+        if fields.bool("qkv_bias", default=fields.bool("attention_bias", default=False)) != bias:
             raise fields.error("qkv_bias", f"the bias, {str(bias).lower()}, as in transformers")
         return Config(
             **rotary(fields, positions=32768, kv_heads=2, head_dim=128, eps=1e-5),

@@ -274,6 +274,8 @@ def test_defaults_of_transformers():
     neo = read("GPTNeoForCausalLM", num_heads=4, num_layers=24)
     assert (neo.windows, neo.scale(1), neo.mlp_width) == ((None, 256) * 12, 1.0, 40)
     assert read("OPTForCausalLM").mlp_width == 3072, "ffn_dim, which is absent"
+    saved = {"attention_bias": True, "mlp_bias": True}
+    assert read("InternLM3ForCausalLM", **saved) == read("InternLM3ForCausalLM", qkv_bias=True, bias=True)
     assert [read("GlmForCausalLM", **given).head_dim for given in ({}, {"head_dim": None})] == [128, 8]
     nano = read("NanoChatForCausalLM")
     assert (nano.logit_cap, nano.rope.backwards, nano.affine, nano.embedding_norm) == (15.0, True, False, True)

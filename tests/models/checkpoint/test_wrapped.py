@@ -15,6 +15,7 @@ from models.checkpoint.tensor_files import write_tensors
 from models.checkpoint.wrapped import parts, text_config, text_names
 from models.errors import CheckpointError
 from models.families.llama import Llama
+from models.families.qwen_moe import Qwen3Moe
 from models.formats.floats import has_kernels
 from tools.pack import pack
 
@@ -124,6 +125,14 @@ def test_a_whole_may_have_defaults_of_its_own(kind, theta, expected):
     heads, size = {"glmasr": (4, 8), "voxtral": (8, 128)}[kind]
     assert (found.norm_eps, found.width, found.kv_heads, found.head_dim) == (1e-5, 64, heads, size)
     assert found.rope is not None and found.rope.theta == expected
+
+
+@pytest.mark.parametrize(("given", "count"), [({"num_experts": 6}, 6), ({"num_local_experts": 6}, 6), ({}, 60)])
+def test_the_number_of_experts_has_two_names(given, count):
+    """Published files have the first, those that transformers 5.23 saves the second."""
+    whole = LLAVA | {"text_config": {"model_type": "qwen3_vl_moe_text"} | given}
+    experts = Qwen3Moe.read(Fields(text_config(whole, "config.json"), "config.json")).experts
+    assert experts is not None and experts.count == count
 
 
 def test_an_older_qwen_has_the_fields_of_its_text_at_the_top():
