@@ -182,11 +182,16 @@ def with_rope(fields: Fields, rope: Mapping[str, Any]) -> Fields:
     return fields.changed({"rope_parameters": rope})
 
 
+def window_of(fields: Fields, absent: int) -> int | None:
+    """Read the window of layers that have one: null means none."""
+    return fields.int("sliding_window", None if "sliding_window" in fields.config else absent, high=2**31)
+
+
 def optional_window(fields: Fields) -> int | None:
-    """Read the window of layers that have one, if `use_sliding_window` is true: null means none, absent means 4096."""
+    """Read the window of layers that have one, if `use_sliding_window` is true."""
     if not fields.bool("use_sliding_window", default=False):
         return None
-    return fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+    return window_of(fields, 4096)
 
 
 def true_if_absent(fields: Fields, name: str) -> bool:

@@ -5,7 +5,7 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
 from models.names import Names
-from models.reading import experts, layer_types, rotary, windows
+from models.reading import experts, layer_types, rotary, window_of, windows
 
 
 class Afmoe(Decoder):
@@ -26,7 +26,6 @@ class Afmoe(Decoder):
         width = fields.int("intermediate_size", default=6144)
         options = rotary(fields, positions=16384, head_dim=128, mlp_width=width, eps=1e-5)
         layers = range(options["layers"])
-        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 1024
         every = fields.int("global_attn_every_n_layers", default=4)
         kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in layers])
         dense = fields.int("num_dense_layers", default=1, low=0)
@@ -43,7 +42,7 @@ class Afmoe(Decoder):
             norms=("input", "output"),
             head_norms="each",
             query_gate="apart",
-            windows=windows(fields, kinds, window),
+            windows=windows(fields, kinds, window_of(fields, 1024)),
             ropes=tuple(options["rope"] if kind == SLIDING else None for kind in kinds),
             experts=experts(fields, count=64, chosen=6, width=width, layers=[i >= dense for i in layers], **rules),
             embedding_scale=options["width"] ** 0.5 if fields.bool("mup_enabled", default=False) else 1.0,

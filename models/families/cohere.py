@@ -8,7 +8,7 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
 from models.names import Names
-from models.reading import experts, layer_types, rotary, sparse_layers, true_if_absent, windows
+from models.reading import experts, layer_types, rotary, sparse_layers, true_if_absent, window_of, windows
 from models.rope import RopeConfig
 
 
@@ -34,11 +34,10 @@ class Cohere2(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         options = _options(fields, theta=1e4)
-        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
         every = fields.int("sliding_window_pattern", default=4)
         kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in range(options["layers"])])
         ropes = tuple(options["rope"] if kind == SLIDING else None for kind in kinds)
-        return Config(**options, windows=windows(fields, kinds, window), ropes=ropes)
+        return Config(**options, windows=windows(fields, kinds, window_of(fields, 4096)), ropes=ropes)
 
 
 class CohereCompass(Decoder):
@@ -64,7 +63,7 @@ class CohereCompass(Decoder):
                     raise fields.error("rope_parameters", f"a rope_theta of {kind}")
                 own = Fields({"rope_parameters": found}, fields.file)
                 ropes[kind] = RopeConfig.from_hf(own, options["head_dim"], options["max_positions"])
-        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+        window = window_of(fields, 4096)
         options["logit_divisor"] = 1 / fields.float("logit_scale", default=1.0, low=1e-6)
         options |= {"windows": windows(fields, kinds, window), "ropes": tuple(ropes[kind] for kind in kinds)}
         return Config(**options)
@@ -84,7 +83,6 @@ class Cohere2Moe(Decoder):
         width = fields.int("intermediate_size", default=22528)
         options = _options(fields, theta=1e4, mlp_width=width, head_dim=128)
         layers, dense = options["layers"], fields.int("first_k_dense_replace", default=0, low=0)
-        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
         first = fields.int("prefix_dense_sliding_window_pattern", default=1)
         every = fields.int("sliding_window_pattern", default=4)
         places = [(i + 1, first) if i < dense else (i + 1 - dense, every) for i in range(layers)]
@@ -111,7 +109,7 @@ class Cohere2Moe(Decoder):
         return Config(
             **options,
             experts=mixed,
-            windows=windows(fields, kinds, window),
+            windows=windows(fields, kinds, window_of(fields, 4096)),
             ropes=tuple(options["rope"] if turns else None for turns in rotated),
         )
 

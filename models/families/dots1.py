@@ -5,7 +5,7 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES, mixture
 from models.families.deepseek_v3 import sigmoids
-from models.reading import layer_types, rotary, windows
+from models.reading import layer_types, rotary, window_of, windows
 
 
 class Dots1(Decoder):
@@ -18,7 +18,7 @@ class Dots1(Decoder):
     def read(fields: Fields) -> Config:
         width = fields.int("intermediate_size", default=10944)
         options = rotary(fields, positions=2048, kv_heads=32, mlp_width=width, eps=1e-6, bias=False)
-        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+        window = window_of(fields, 4096)
         first = fields.int("max_window_layers", default=62, low=0) if window else options["layers"]
         kinds = layer_types(fields, [SLIDING if i >= first else FULL for i in range(options["layers"])])
         dense = fields.int("first_k_dense_replace", default=0, low=0)

@@ -9,7 +9,7 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
 from models.families.deepseek_v3 import sigmoids
-from models.reading import experts, layer_types, rotary, sparse_layers, windows
+from models.reading import experts, layer_types, rotary, sparse_layers, window_of, windows
 from models.rope import BUFFERS
 
 
@@ -22,7 +22,7 @@ class Exaone4(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         options = rotary(fields, positions=2048, kv_heads=32, eps=1e-5)
-        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+        window = window_of(fields, 4096)
         every = 1
         if window and fields.config.get("layer_types") is None:
             every = fields.int("sliding_window_pattern", default=4)

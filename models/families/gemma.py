@@ -8,7 +8,7 @@ from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.names import Names
-from models.reading import layer_types, ropes, rotary, windows
+from models.reading import layer_types, ropes, rotary, window_of, windows
 
 BASES = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}  # for Gemma 3
 
@@ -43,11 +43,10 @@ def kinds_of(fields: Fields, layers: int, period: int) -> tuple[str, ...]:
 
 def alternating(fields: Fields, kinds: Sequence[str]) -> dict[str, Any]:
     """Read the arguments of a `Config` that are the same in Gemma 2 and 3, for layers of these kinds."""
-    window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
     scale = fields.float("query_pre_attn_scalar", default=256.0, low=1e-6) ** -0.5
     return {
         "norms": ("input", "output"),
-        "windows": windows(fields, kinds, window),
+        "windows": windows(fields, kinds, window_of(fields, 4096)),
         "scales": (scale,) * len(kinds),
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
-from models.reading import experts, layer_types, rotary, windows
+from models.reading import experts, layer_types, rotary, window_of, windows
 
 ALPHA, LIMIT = 1.702, 7.0  # constants of the gates, which the kernels require
 YARN = {  # the default if the config has no rotary fields
@@ -38,10 +38,9 @@ class GptOss(Decoder):
         options: dict[str, Any] = rotary(fields, positions=131072, **sizes) | {"activation": "clamped_swiglu"}
         layers = options["layers"]
         kinds = layer_types(fields, [FULL if i % 2 else SLIDING for i in range(layers)])
-        window = fields.int("sliding_window", None if "sliding_window" in fields.config else 128, high=2**31)
         return Config(
             sinks=True,
-            windows=windows(fields, kinds, window),
+            windows=windows(fields, kinds, window_of(fields, 128)),
             experts=experts(
                 fields,
                 count=128,

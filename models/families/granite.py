@@ -7,7 +7,7 @@ from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.names import Names
-from models.reading import architecture, experts, layer_types, rotary, windows
+from models.reading import architecture, experts, layer_types, rotary, window_of, windows
 
 
 class Granite(Decoder):
@@ -91,11 +91,10 @@ def _sliding(fields: Fields, options: dict[str, Any]) -> dict[str, Any]:
     valid = type(bases) is list and len(bases) == layers
     if not valid or any(type(base) not in (int, float) or not (base == 0 or 1 < base <= 1e15) for base in bases):
         raise fields.error("layer_rope_theta", f"{layers} numbers, 0 or above 1")
-    window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 128
     kinds = layer_types(fields, [SLIDING if i % 4 else FULL for i in range(layers)])
     return {
         "sinks": True,
-        "windows": windows(fields, kinds, window),
+        "windows": windows(fields, kinds, window_of(fields, 128)),
         "ropes": tuple(replace(rope, theta=float(base)) if base else None for base in bases),
     }
 

@@ -3,7 +3,7 @@
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config, Uneven
 from models.decoder import Decoder
-from models.reading import experts, layer_types, ropes, rotary, sparse_layers, windows
+from models.reading import experts, layer_types, ropes, rotary, sparse_layers, window_of, windows
 
 ROPES = {
     FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
@@ -26,8 +26,9 @@ class Laguna(Decoder):
         if fields.float("moe_router_logit_softcapping", default=0.0, low=0.0):
             raise fields.error("moe_router_logit_softcapping", "0: bounds of the router's logits are not supported")
         width = fields.int("intermediate_size", default=8192)
-        sizes = {"positions": 131072, "kv_heads": 8, "head_dim": 128, "mlp_width": width}
-        options = rotary(fields, one_rope=False, **sizes, eps=1e-6, bias=False)
+        options = rotary(
+            fields, positions=131072, kv_heads=8, head_dim=128, mlp_width=width, one_rope=False, eps=1e-6, bias=False
+        )
         layers, size = options["layers"], options["head_dim"]
         heads, shared = fields.config.get("num_attention_heads_per_layer"), options["kv_heads"]
         heads = [options["heads"]] * layers if heads is None else heads
@@ -38,7 +39,6 @@ class Laguna(Decoder):
         ):
             raise fields.error("num_attention_heads_per_layer", f"{layers} multiples of num_key_value_heads {shared}")
         kinds = layer_types(fields, [FULL] * layers)
-        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 512
         nested = fields.config.get("rope_parameters")
         if nested is None:
             fields = fields.changed({"rope_parameters": ROPES})
@@ -68,7 +68,7 @@ class Laguna(Decoder):
             **options,
             head_norms="each",
             head_gates="softplus",
-            windows=windows(fields, kinds, window),
+            windows=windows(fields, kinds, window_of(fields, 512)),
             ropes=ropes(fields, kinds, size, options["max_positions"], bases, partial=1.0),
             uneven=kept if len({*heads, options["heads"]}) > 1 else None,
             experts=mixed,

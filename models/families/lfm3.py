@@ -7,7 +7,7 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.families.lfm2 import CONV, LFM2, convs
 from models.names import Names
-from models.reading import layer_types, rotary, windows
+from models.reading import layer_types, rotary, window_of, windows
 from models.rope import KINDS, RopeConfig
 
 ROPES = {
@@ -37,7 +37,6 @@ class LFM3(Decoder):
         options = rotary(fields, positions=128_000, kv_heads=4, head_dim=128, tied=True, one_rope=False, bias=False)
         default = [FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i else CONV for i in range(options["layers"])]
         kinds = layer_types(fields, default, (CONV, FULL, SLIDING))
-        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in config else 256
         tables = {kind: rope(fields, kind, options) for kind in {*kinds} - {CONV}}
         eps = "norm_eps" if config.get("rms_norm_eps") is None else "rms_norm_eps"
         return Config(
@@ -45,7 +44,7 @@ class LFM3(Decoder):
             norms=("input", "output") if fields.bool("use_sandwich_norm", default=True) else ("input",),
             head_norms="each",
             head_gates=fields.bool("use_attention_gate", default=True),
-            windows=windows(fields, kinds, window),
+            windows=windows(fields, kinds, window_of(fields, 256)),
             ropes=tuple(map(tables.get, kinds)),
             convs=convs(fields, kinds, options["width"], 7),
             **options,

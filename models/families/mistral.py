@@ -9,7 +9,7 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES, latent_attention, mixture
 from models.families.deepseek_v3 import interleaved, sigmoids
-from models.reading import layer_types, rotary, windows, with_rope
+from models.reading import layer_types, rotary, window_of, windows, with_rope
 from models.rope import RopeConfig
 
 MINISTRAL3_ROPE = {
@@ -48,8 +48,7 @@ class Mistral(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         options = rotary(fields, positions=4096 * 32, kv_heads=8, eps=1e-6)
-        # null means none, absent means 4096
-        window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+        window = window_of(fields, 4096)
         kinds = layer_types(fields, [SLIDING if window else FULL] * options["layers"])
         return Config(
             windows=windows(fields, kinds, window),

@@ -4,7 +4,7 @@ attention and MLP, and over all heads as one row."""
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
-from models.reading import architecture, layer_types, ropes, rotary, windows
+from models.reading import architecture, layer_types, ropes, rotary, window_of, windows
 
 BASE = 500000.0  # base of OLMo 3's rotary embedding
 
@@ -49,10 +49,9 @@ class Olmo(Decoder):
         }
         options = rotary(Fields(plain, fields.file) if third else fields, positions=2048, eps=1e-5, bias=False)
         if third:
-            window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
             kinds = layer_types(fields, [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(options["layers"])])
             bases = {FULL: ("rope_theta", BASE), SLIDING: ("", BASE)}  # as transformers reads older files
-            options["windows"] = windows(fields, kinds, window)
+            options["windows"] = windows(fields, kinds, window_of(fields, 4096))
             options["ropes"] = ropes(fields, kinds, options["head_dim"], options["max_positions"], bases)
         return Config(
             norms=("output",),
