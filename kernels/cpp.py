@@ -42,7 +42,8 @@ HEADERS = sorted(Path(__file__).parent.rglob("*.h"))
 SHARED = Path(__file__).with_name(
     "vectors.h"
 )  # parsed once for all: with what it includes, half the time of some sources
-LONGEST = "linear/tables.cpp", "linear/groups.cpp", "tree_attention/native.cpp", "linear/native.cpp"  # to compile
+# The sources that take the longest to compile, by time.
+LONGEST = "linear/tables.cpp", "linear/groups.cpp", "tree_attention/native.cpp", "linear/native.cpp"
 FLAGS = (
     "-std=c++17",
     "-O3",
