@@ -194,8 +194,12 @@ class Answers:
         """
         if output.token_logprobs is None:
             return None
-        left_out = output.finish_reason == "eos" and not self.asked.echoed
-        tokens = output.token_ids[: -1 if left_out else None]
+        tokens, reason = output.token_ids, output.finish_reason
+        if reason == "stop":  # at a special token, if it has no text
+            ended = not self.asked.served.engine.tokenizer.skipped_ids.isdisjoint(tokens[-1:])
+        else:
+            ended = reason == "eos"
+        tokens = tokens[: -1 if ended and not self.asked.echoed else None]
         alternatives = output.top_logprobs or [[] for _ in tokens]
         rows = [*zip(tokens, output.token_logprobs, alternatives, strict=False)]
         if self.chat:

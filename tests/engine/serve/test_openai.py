@@ -217,7 +217,10 @@ def test_contents_in_parts_and_developers(server):
         ask(server, [{"role": "user", "content": image}])
 
 
-@pytest.mark.parametrize("fields", [{"beams": 3}, {"seed": 2}, {"search": "ults"}])
+STOPPED = {"seed": 2, "ignore_eos": True, "stop": ["<|end|>"]}  # at the special token
+
+
+@pytest.mark.parametrize("fields", [{"beams": 3}, {"seed": 2}, {"search": "ults"}, STOPPED])
 def test_logprobs(server, fields):
     reply = ask(server, HOT, logprobs=True, top_logprobs=2, **fields)
     [choice] = reply.choices
