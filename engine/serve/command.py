@@ -114,6 +114,7 @@ def each_model(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
             raise UsageError(f"--model: two models have the name {name!r}", remedy="write NAME=DIR")
         each = copy.copy(args)
         each.model, each.rerank_template = folder, template
+        each.max_new_tokens = min(args.max_new_tokens, args.max_tokens)
         if found:  # companions and adapters are the first one's
             each.draft = each.reward = None
             each.drafts = "off" if each.drafts == "model" else each.drafts

@@ -234,7 +234,8 @@ def test_tree_writes_the_last_reply(loaded: list[int], tmp_path: Path, monkeypat
         monkeypatch.setattr(sys, name, stream)
     assert chat.main(["--max-new-tokens", "4"]) == 0
     told = streams["stderr"].getvalue()
-    assert told.count("there is no search to show") == 2 and (tmp_path / "tree.html").as_uri() in told and "no such folder" in told
+    assert told.count("there is no search to show") == 2
+    assert (tmp_path / "tree.html").as_uri() in told and "no such folder" in told
     assert "opposite" in (tmp_path / "tree.html").read_text(encoding="utf-8")
     assert [request["name"] for request in load("two.json")["requests"]] == ["Hello"]
 

@@ -326,6 +326,12 @@ def test_a_full_cache_means_waiting(start):
     assert server.engine.pool.used_pages == 0
 
 
+def test_a_request_without_a_number_stays_below_the_limit(start):
+    server = start("--max-tokens", "3")
+    reply = post(server.url, {"messages": FOX})
+    assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 3
+
+
 def test_time_is_limited(start):
     server = start("--timeout", "0.2")
     reply = post(server.url, long(beams=40))

@@ -291,6 +291,7 @@ def test_xtc_and_dry_by_the_names_of_llama_server(server, alone):
         ({"stream_options": 3}, "stream_options", "expected an object"),
         ({"stream_options": {"include_usage": 3}}, "stream_options", "expected an object"),
         ({"stream": "yes"}, "stream", "expected true or false"),
+        ({"search": "ults", "ults_k_max": -1}, "ults_k_max", "ults_k_max: expected an integer from 0"),
         ({"search": "nope"}, "search", "search: expected one of sample"),
         ({"search": "os:system"}, "search", "search: expected one of sample"),
         ({"ults_prior": "secret.json", "search": "ults"}, "ults_prior", "command line only"),
