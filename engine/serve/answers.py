@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -164,10 +164,7 @@ class Answers:
             rows = zip(score.token_ids, score.token_logprobs, tops, strict=True)
             found = [self._alternatives(token, logp, top[: asked.logprobs]) for token, logp, top in rows]
             numbers = [None, *score.token_logprobs, *own["token_logprobs"]]
-            special = asked.served.engine.tokenizer.special_ids
-            unseen = [i for i, token in enumerate(ids) if token in special]
-            columns = _columns(texts, numbers, [None, *found, *own["top_logprobs"]])
-            choice["logprobs"] = columns | {"text_offset": _offsets(texts, choice["text"], unseen)}
+            choice["logprobs"] = self._columns(texts, numbers, [None, *found, *own["top_logprobs"]], choice["text"])
         if asked.prompt_logprobs is not None:
             rows = zip(score.token_ids, score.token_logprobs, score.ranks or [], tops, strict=True)
             places: list[Any] = [None]
@@ -207,7 +204,12 @@ class Answers:
                 "content": [self._token(t, x) | {"top_logprobs": [*starmap(self._token, top)]} for t, x, top in rows]
             }
         texts = [self.asked.served.spelling(token)[0] for token in tokens]
-        return _columns(texts, [logprob for _, logprob, _ in rows], [*starmap(self._alternatives, rows)])
+        return self._columns(texts, [x for _, x, _ in rows], [*starmap(self._alternatives, rows)], output.text)
+
+    def _columns(self, texts: list[str], logprobs: list[Any], tops: list[Any], whole: str) -> dict[str, Any]:
+        """The log-probabilities of the tokens of a completion's text, as OpenAI writes them."""
+        offsets = _offsets(texts, whole, self.asked.served.engine.tokenizer.special_spellings)
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def _alternatives(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
         """The log-probabilities of the likeliest tokens at a place, by their texts, and of the token that stands there,
@@ -222,22 +224,18 @@ class Answers:
         return {"token": text, "logprob": logprob, "bytes": data}
 
 
-def _columns(texts: list[str], logprobs: list[Any], tops: list[Any]) -> dict[str, Any]:
-    """The log-probabilities of a completion, as OpenAI writes them."""
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": _offsets(texts)}
-
-
-def _offsets(texts: list[str], whole: str = "", unseen: Sequence[int] = ()) -> list[int]:
-    """Where each token begins in the text.
+def _offsets(texts: Sequence[str], whole: str, control: Collection[str]) -> list[int]:
+    """Where each token begins in a text.
 
     Args:
+        texts: the tokens' spellings.
         whole: the text.
-        unseen: places of control tokens, which take no room unless the text spells them.
+        control: spellings of control tokens, which take no room unless the text spells them.
     """
-    offsets, at, skipped = list[int](), 0, {*unseen}
-    for i, text in enumerate(texts):
+    offsets, at = list[int](), 0
+    for text in texts:
         offsets.append(at)
-        at += 0 if i in skipped and not whole.startswith(text, at) else len(text)
+        at += 0 if text in control and not whole.startswith(text, at) else len(text)
     return offsets
 
 

@@ -244,6 +244,17 @@ def test_logprobs_of_completions(server):
     assert server.client.completions.create(**ids).choices[0].logprobs is None
 
 
+def test_offsets_after_control_tokens_that_are_no_part_of_the_text(server, alone):
+    prompt = chat_prompt(alone, HOT)
+    fields = {"max_tokens": 12, "temperature": 0, "logprobs": 0, "extra_body": {"ignore_eos": True}}
+    [choice] = server.client.completions.create(model="demo", prompt=prompt.ids, **fields).choices
+    tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
+    assert "<|end|>" in tokens[:-1] and "<|end|>" not in choice.text
+    ends = [*offsets[1:], len(choice.text)]
+    texts = [choice.text[start:end] for start, end in zip(offsets, ends, strict=True)]
+    assert texts == [token.replace("<|end|>", "") for token in tokens]
+
+
 def test_penalties_of_tokens_that_occurred(server, alone):
     penalties, prompt = {"frequency_penalty": -2.0, "presence_penalty": -1.0}, chat_prompt(alone, FOX)
     options = {"eos_token_ids": prompt.eos_token_ids, "max_new_tokens": 80}
