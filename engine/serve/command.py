@@ -165,7 +165,7 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason, *_ = (getattr(error, "strerror", None) or str(error)).split(" (while")  # the address is named already
         raise UsageError(f"cannot listen on {host}, port {port}: {reason}", remedy="--port 0 takes any") from None
 
 

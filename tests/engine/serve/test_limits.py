@@ -224,7 +224,7 @@ def test_wrong_command_lines(capsys, monkeypatch, flags, message):
 def test_a_taken_port_and_a_missing_package(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert command.main(["--port", str(taken.getsockname()[1])]) == 2
-    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+    assert "cannot listen on 127.0.0.1" in (told := capsys.readouterr().err) and "in use\n--port" in told
     with pytest.raises(UsageError, match="needs the package no_such_package"):
         command.library("no_such_package")
 
