@@ -85,7 +85,7 @@ class Answers:
             yield from self._text(index, output.text if j else "", last=True)
             fields: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
             called = index in self._replies and self._replies[index].calls > 0
-            fields |= {"logprobs": self._logprobs(output), "finish_reason": self._finish(output, called)}
+            fields |= {"logprobs": self._logprobs(output, prompt), "finish_reason": self._finish(output, called)}
             yield self._chunk([{"index": index, **fields, "coppice": self._about_output(output)}])
 
     def close(self, results: Sequence[SearchResult]) -> Iterator[dict[str, Any]]:
@@ -142,7 +142,8 @@ class Answers:
         if self.chat:
             fields = {"message": message_of(output.text, self.asked.thoughts, self.asked.tools)}
         called = "tool_calls" in fields.get("message", {})
-        fields |= {"logprobs": self._logprobs(output), "finish_reason": self._finish(output, called)}
+        logprobs = self._logprobs(output, index // self.asked.n)
+        fields |= {"logprobs": logprobs, "finish_reason": self._finish(output, called)}
         return {"index": index, **fields, "coppice": self._about_output(output)}
 
     def _finish(self, output: Output, called: bool) -> str:
@@ -184,7 +185,7 @@ class Answers:
             about["item"] = output.item
         return about | {"token_ids": output.token_ids} if self.asked.token_ids else about
 
-    def _logprobs(self, output: Output) -> dict[str, Any] | None:
+    def _logprobs(self, output: Output, prompt: int) -> dict[str, Any] | None:
         """The log-probabilities of an output's tokens; None if they are not wanted.
 
         The token that ended it is left out, except with an echo: vLLM has it there, and lm-evaluation-harness needs it.
@@ -204,11 +205,14 @@ class Answers:
                 "content": [self._token(t, x) | {"top_logprobs": [*starmap(self._token, top)]} for t, x, top in rows]
             }
         texts = [self.asked.served.spelling(token)[0] for token in tokens]
-        return self._columns(texts, [x for _, x, _ in rows], [*starmap(self._alternatives, rows)], output.text)
+        healed = len(self.asked.checked[prompt].healed)
+        return self._columns(texts, [x for _, x, _ in rows], [*starmap(self._alternatives, rows)], output.text, healed)
 
-    def _columns(self, texts: list[str], logprobs: list[Any], tops: list[Any], whole: str) -> dict[str, Any]:
-        """The log-probabilities of the tokens of a completion's text, as OpenAI writes them."""
-        offsets = _offsets(texts, whole, self.asked.served.engine.tokenizer.special_spellings)
+    def _columns(
+        self, texts: list[str], logprobs: list[Any], tops: list[Any], whole: str, healed: int = 0
+    ) -> dict[str, Any]:
+        """The log-probabilities of the tokens of a completion's text, as OpenAI writes them; see `_offsets`."""
+        offsets = _offsets(texts, whole, self.asked.served.engine.tokenizer.special_spellings, healed)
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def _alternatives(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
@@ -224,17 +228,18 @@ class Answers:
         return {"token": text, "logprob": logprob, "bytes": data}
 
 
-def _offsets(texts: Sequence[str], whole: str, control: Collection[str]) -> list[int]:
+def _offsets(texts: Sequence[str], whole: str, control: Collection[str], healed: int) -> list[int]:
     """Where each token begins in a text.
 
     Args:
         texts: the tokens' spellings.
         whole: the text.
         control: spellings of control tokens, which take no room unless the text spells them.
+        healed: characters of the first tokens that belong to the prompt.
     """
-    offsets, at = list[int](), 0
+    offsets, at = list[int](), -healed
     for text in texts:
-        offsets.append(at)
+        offsets.append(max(0, at))
         at += 0 if text in control and not whole.startswith(text, at) else len(text)
     return offsets
 

@@ -255,6 +255,15 @@ def test_offsets_after_control_tokens_that_are_no_part_of_the_text(server, alone
     assert texts == [token.replace("<|end|>", "") for token in tokens]
 
 
+def test_offsets_after_a_healed_prompt(server):
+    fields = {"max_tokens": 6, "temperature": 0, "logprobs": 0, "extra_body": {"heal": True}}
+    [choice] = server.client.completions.create(model="demo", prompt="Once upon a ti", **fields).choices
+    tokens, [first, *offsets] = choice.logprobs.tokens, choice.logprobs.text_offset
+    assert (tokens[0], first) == (" time", 0) and choice.text.startswith("me")
+    for token, at in zip(tokens[1:], offsets, strict=True):
+        assert choice.text.startswith(token, at)
+
+
 def test_penalties_of_tokens_that_occurred(server, alone):
     penalties, prompt = {"frequency_penalty": -2.0, "presence_penalty": -1.0}, chat_prompt(alone, FOX)
     options = {"eos_token_ids": prompt.eos_token_ids, "max_new_tokens": 80}
