@@ -56,7 +56,7 @@ def snapshot(folder: Path) -> Path:
     try:
         there = sorted(path.name for path in inside.iterdir() if path.is_dir())
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(inside)) from error
+        raise CheckpointError(f"the folder cannot be read: {error.strerror}", where=str(inside)) from error
     try:
         revision = read_regular(inside.resolve().parent / MAIN, 1000).decode("ascii").strip()
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def check_there(model: str | Path) -> None:
     try:
         path.stat()
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=show(model)) from error
+        raise CheckpointError(f"the file cannot be read: {error.strerror}", where=show(model)) from error
 
 
 def check_folder(folder: Path) -> None:

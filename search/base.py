@@ -175,7 +175,12 @@ def make_search(name: str, params: dict[str, Any]) -> Search:
             raise UsageError(f"{key}: the search {name!r} has no such parameter", remedy=_remedy(key, params, known))
     cls, values = REGISTRY[name], {known[key]: value for key, value in params.items()}
     if is_ours(cls):  # their constructors check the values
-        return cls(**values)
+        try:
+            return cls(**values)
+        except UsageError as error:  # it begins with the name of a field
+            field, colon, rest = error.what.partition(":")
+            key = next((key for key in params if known[key] == field), field)
+            raise UsageError(f"{key}{colon}{rest}", where=error.where, remedy=error.remedy) from None
     accepted = kinds(cls)
     for key, field in known.items():
         if field in values:

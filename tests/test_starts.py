@@ -34,7 +34,7 @@ NO_SUCH_FOLDER, NO_SUCH_FLAG = "there is no such folder", "did you mean --model?
         ("--search ults --help", 0, "--ults-"),
         ("--version", 0, "coppice "),
         ("--model /no/such", 3, NO_SUCH_FOLDER),
-        ("--model /no/such.gguf", 3, "cannot be read: No such file or directory"),
+        ("--model /no/such.gguf", 3, "the file cannot be read: No such file or directory"),
         ("--modle x", 2, NO_SUCH_FLAG),
         ("--search tire", 2, "did you mean trie?"),
     ],

@@ -13,7 +13,7 @@ import torch
 from engine.app import cli, transcript
 from engine.app.chat_flags import parser
 from engine.app.commands import ALIASES, COMMANDS, decode_prompt, literal, read_prompt, tell_loaded
-from engine.app.dialog import Dialog
+from engine.app.dialog import Dialog, plural
 from engine.app.settings import Settings
 from engine.app.terminal import Interrupt, Label, Quit, Screen
 from engine.app.trace_page import check_target
@@ -41,7 +41,7 @@ def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
     """The lines before the first prompt."""
     keys, machine = engine.pool.cache.k_LGSD, engine.capabilities
     dtype, device = machine.precision or dtype_name(keys.dtype), keys.device
-    where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    where = plural(torch.get_num_threads(), "thread") if device.type == "cpu" else str(device)
     params = ", ".join(f"{key} {literal(value)}" for key, value in settings.params.items())
     context = f"context {engine.shape.max_positions} tokens" if engine.shape.max_positions else "context without limit"
     lines = [

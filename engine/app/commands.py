@@ -142,7 +142,7 @@ def tree(dialog: Dialog, rest: str) -> None:
     """write a page that shows the search of the last reply step by step (tree.html unless a FILE is named)"""
     records = dialog.traces.records()[-1:] if dialog.traces else []
     if not records:
-        raise UsageError("there is no reply yet")
+        raise UsageError("there is no search to show")
     path = Path(rest or "tree.html").expanduser()
     trace_page.check_target(path, dialog.file)
     trace_page.write(path, records)

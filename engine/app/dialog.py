@@ -421,11 +421,14 @@ class Watch:
 
 
 def token_table(output: Output, tokenizer: Tokenizer) -> str:
-    """A line per token: its log-probability, and the most probable tokens at its place."""
+    """A line per token: its log-probability, and the most probable tokens at its place; special tokens are spelled."""
     tokens, lines = output.token_ids, []
 
     def entry(place: int, token: int, logp: float | None) -> str:
-        text = tokenizer.decode_continuation(tokens[max(0, place - CONTEXT) : place], [token])
+        if token in tokenizer.skipped_ids:
+            text = tokenizer.decode([token], skip_special=False)
+        else:
+            text = tokenizer.decode_continuation(tokens[max(0, place - CONTEXT) : place], [token])
         return f"{'-' if logp is None else f'{logp:.4f}':>10}  {json.dumps(text, ensure_ascii=False)}"
 
     rows = zip(tokens, output.token_logprobs or [], output.top_logprobs or [], strict=True)

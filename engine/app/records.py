@@ -306,7 +306,8 @@ def _prompt(key: str, value: Any, engine: Engine, parse_special: bool) -> Sequen
             raise UsageError(f"prompt_ids: expected a list of integers, got {_show(value)}")
         return value
     if not isinstance(value, str):
-        raise UsageError(f"prompt: expected a string, got {_show(value)}")
+        remedy = "token ids go into prompt_ids" if isinstance(value, list) else ""
+        raise UsageError(f"prompt: expected a string, got {_show(value)}", remedy=remedy)
     return engine.encode(value, parse_special)
 
 

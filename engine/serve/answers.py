@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -85,7 +85,7 @@ class Answers:
             yield from self._text(index, output.text if j else "", last=True)
             fields: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
             called = index in self._replies and self._replies[index].calls > 0
-            fields |= {"logprobs": self._logprobs(output), "finish_reason": self._finish(output, called)}
+            fields |= {"logprobs": self._logprobs(output, prompt), "finish_reason": self._finish(output, called)}
             yield self._chunk([{"index": index, **fields, "coppice": self._about_output(output)}])
 
     def close(self, results: Sequence[SearchResult]) -> Iterator[dict[str, Any]]:
@@ -142,7 +142,8 @@ class Answers:
         if self.chat:
             fields = {"message": message_of(output.text, self.asked.thoughts, self.asked.tools)}
         called = "tool_calls" in fields.get("message", {})
-        fields |= {"logprobs": self._logprobs(output), "finish_reason": self._finish(output, called)}
+        logprobs = self._logprobs(output, index // self.asked.n)
+        fields |= {"logprobs": logprobs, "finish_reason": self._finish(output, called)}
         return {"index": index, **fields, "coppice": self._about_output(output)}
 
     def _finish(self, output: Output, called: bool) -> str:
@@ -164,10 +165,7 @@ class Answers:
             rows = zip(score.token_ids, score.token_logprobs, tops, strict=True)
             found = [self._alternatives(token, logp, top[: asked.logprobs]) for token, logp, top in rows]
             numbers = [None, *score.token_logprobs, *own["token_logprobs"]]
-            special = asked.served.engine.tokenizer.special_ids
-            unseen = [i for i, token in enumerate(ids) if token in special]
-            columns = _columns(texts, numbers, [None, *found, *own["top_logprobs"]])
-            choice["logprobs"] = columns | {"text_offset": _offsets(texts, choice["text"], unseen)}
+            choice["logprobs"] = self._columns(texts, numbers, [None, *found, *own["top_logprobs"]], choice["text"])
         if asked.prompt_logprobs is not None:
             rows = zip(score.token_ids, score.token_logprobs, score.ranks or [], tops, strict=True)
             places: list[Any] = [None]
@@ -187,15 +185,19 @@ class Answers:
             about["item"] = output.item
         return about | {"token_ids": output.token_ids} if self.asked.token_ids else about
 
-    def _logprobs(self, output: Output) -> dict[str, Any] | None:
+    def _logprobs(self, output: Output, prompt: int) -> dict[str, Any] | None:
         """The log-probabilities of an output's tokens; None if they are not wanted.
 
         The token that ended it is left out, except with an echo: vLLM has it there, and lm-evaluation-harness needs it.
         """
         if output.token_logprobs is None:
             return None
-        left_out = output.finish_reason == "eos" and not self.asked.echoed
-        tokens = output.token_ids[: -1 if left_out else None]
+        tokens, reason = output.token_ids, output.finish_reason
+        if reason == "stop":  # at a special token, if it has no text
+            ended = not self.asked.served.engine.tokenizer.skipped_ids.isdisjoint(tokens[-1:])
+        else:
+            ended = reason == "eos"
+        tokens = tokens[: -1 if ended and not self.asked.echoed else None]
         alternatives = output.top_logprobs or [[] for _ in tokens]
         rows = [*zip(tokens, output.token_logprobs, alternatives, strict=False)]
         if self.chat:
@@ -203,7 +205,15 @@ class Answers:
                 "content": [self._token(t, x) | {"top_logprobs": [*starmap(self._token, top)]} for t, x, top in rows]
             }
         texts = [self.asked.served.spelling(token)[0] for token in tokens]
-        return _columns(texts, [logprob for _, logprob, _ in rows], [*starmap(self._alternatives, rows)])
+        healed = len(self.asked.checked[prompt].healed)
+        return self._columns(texts, [x for _, x, _ in rows], [*starmap(self._alternatives, rows)], output.text, healed)
+
+    def _columns(
+        self, texts: list[str], logprobs: list[Any], tops: list[Any], whole: str, healed: int = 0
+    ) -> dict[str, Any]:
+        """The log-probabilities of the tokens of a completion's text, as OpenAI writes them; see `_offsets`."""
+        offsets = _offsets(texts, whole, self.asked.served.engine.tokenizer.special_spellings, healed)
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def _alternatives(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
         """The log-probabilities of the likeliest tokens at a place, by their texts, and of the token that stands there,
@@ -218,22 +228,19 @@ class Answers:
         return {"token": text, "logprob": logprob, "bytes": data}
 
 
-def _columns(texts: list[str], logprobs: list[Any], tops: list[Any]) -> dict[str, Any]:
-    """The log-probabilities of a completion, as OpenAI writes them."""
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": _offsets(texts)}
-
-
-def _offsets(texts: list[str], whole: str = "", unseen: Sequence[int] = ()) -> list[int]:
-    """Where each token begins in the text.
+def _offsets(texts: Sequence[str], whole: str, control: Collection[str], healed: int) -> list[int]:
+    """Where each token begins in a text.
 
     Args:
+        texts: the tokens' spellings.
         whole: the text.
-        unseen: places of control tokens, which take no room unless the text spells them.
+        control: spellings of control tokens, which take no room unless the text spells them.
+        healed: characters of the first tokens that belong to the prompt.
     """
-    offsets, at, skipped = list[int](), 0, {*unseen}
-    for i, text in enumerate(texts):
-        offsets.append(at)
-        at += 0 if i in skipped and not whole.startswith(text, at) else len(text)
+    offsets, at = list[int](), -healed
+    for text in texts:
+        offsets.append(max(0, at))
+        at += 0 if text in control and not whole.startswith(text, at) else len(text)
     return offsets
 
 

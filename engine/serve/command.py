@@ -114,6 +114,7 @@ def each_model(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
             raise UsageError(f"--model: two models have the name {name!r}", remedy="write NAME=DIR")
         each = copy.copy(args)
         each.model, each.rerank_template = folder, template
+        each.max_new_tokens = min(args.max_new_tokens, args.max_tokens)
         if found:  # companions and adapters are the first one's
             each.draft = each.reward = None
             each.drafts = "off" if each.drafts == "model" else each.drafts
@@ -164,7 +165,7 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason, *_ = (getattr(error, "strerror", None) or str(error)).split(" (while")  # the address is named already
         raise UsageError(f"cannot listen on {host}, port {port}: {reason}", remedy="--port 0 takes any") from None
 
 

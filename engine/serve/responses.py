@@ -68,7 +68,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not 0 < len(given) <= MOST_ITEMS:
-        raise UsageError(f"input: expected a text, or a list of 1 to {MOST_ITEMS} items, got {shortened(repr(given))}")
+        got = "none" if given is None else shortened(repr(given))
+        raise UsageError(f"input: expected a text, or a list of 1 to {MOST_ITEMS} items, got {got}")
     found: list[dict[str, Any]] = []
     for i, item in enumerate(given):
         match item:

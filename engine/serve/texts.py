@@ -42,7 +42,8 @@ def known_fields(body: Mapping[str, Any], strict: bool, own: Sequence[str]) -> t
 def check_count(name: str, texts: Sequence[Any]) -> None:
     """Raises UsageError: a list of no texts, or of too many."""
     if not 1 <= len(texts) <= MOST_TEXTS:
-        raise UsageError(f"{name}: expected 1 to {MOST_TEXTS} texts, got {len(texts)}", remedy="ask several times")
+        remedy = "ask several times" if texts else ""
+        raise UsageError(f"{name}: expected 1 to {MOST_TEXTS} texts, got {len(texts)}", remedy=remedy)
 
 
 def check_total(name: str, tokens: int) -> None:

@@ -254,7 +254,7 @@ class Runner:
         """One forward pass on a CPU that computes log-probabilities of only a few tokens; see `Head.logps`.
 
         Args:
-            work: it has no reads and no edits.
+            work: its reads and edits are ignored.
             parts: the tokens for each requested row, in order.
         """
         rows_NE = self._rows(work)
@@ -282,7 +282,7 @@ class Runner:
         finite.
 
         Args:
-            work: it has no reads and no edits.
+            work: its reads and edits are ignored.
             wanted: the top sums requested from each of these rows, in order.
         """
         adapters = self.adapters(work)

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, overload
@@ -131,7 +131,7 @@ class Tokenizer:
             return self._encoder.encode(self._split(text, self.added_spellings), add_special)
         if isinstance(self._encoder, LibraryEncoder):
             return self._encoder.parse(check_utf8(text), add_special)
-        return self._encoder.encode(self._split(text, self.special_spellings | self.added_spellings), add_special)
+        return self._encoder.encode(self._split(text, self._added), add_special)
 
     def spelled(self, text: str) -> str:
         """The first spelling of a special token in a text; "" if there is none."""
@@ -147,11 +147,10 @@ class Tokenizer:
         Raises:
             UsageError: as `encode`.
         """
-        every = self.special_spellings | self.added_spellings
-        parts = (part for text, control in spans for part in self._split(text, every if control else frozenset()))
+        parts = (part for text, control in spans for part in self._split(text, self._added if control else ()))
         return self._encoder.encode(parts, False)
 
-    def _split(self, text: str, tokens: frozenset[str]) -> Iterator[str | int]:
+    def _split(self, text: str, tokens: Collection[str]) -> Iterator[str | int]:
         """Text between added tokens, and the ids of those in `tokens`."""
         check_utf8(text)
         start = 0

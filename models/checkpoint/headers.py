@@ -99,7 +99,7 @@ class Checkpoint:
             return _open(snapshot(Path(folder)), cache)
         except OSError as error:  # no permission, a broken disk
             where = show(error.filename or folder)
-            raise CheckpointError(f"cannot be read: {error.strerror}", where=where) from error
+            raise CheckpointError(f"the model cannot be read: {error.strerror}", where=where) from error
 
     @property
     def fields(self) -> Fields:

@@ -27,7 +27,7 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
             raise CheckpointError(f"larger than {limit} bytes, the limit for this file", where=show(path))
         value = json.loads(data.decode(), object_pairs_hook=_unique)
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=show(path)) from error
+        raise CheckpointError(f"the file cannot be read: {error.strerror}", where=show(path)) from error
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         if data.startswith(b"version https://git-lfs"):

@@ -114,7 +114,7 @@ def damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
         with open_regular(file) as stream:
             start = stream.read(128)
     except OSError as unreadable:
-        return CheckpointError(f"cannot be read: {unreadable.strerror}", where=show(file))
+        return CheckpointError(f"the file cannot be read: {unreadable.strerror}", where=show(file))
     if start.startswith(b"version https://git-lfs"):
         return CheckpointError(
             "a git-LFS pointer lies where the weights should be",

@@ -169,7 +169,8 @@ def _header(path: Path, lists: Mapping[int, int] | None = None) -> GGUF:
     try:
         mapped = map_regular(path, 1)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read: {getattr(error, 'strerror', error)}", where=show(path)) from None
+        reason = getattr(error, "strerror", error)
+        raise CheckpointError(f"the file cannot be read: {reason}", where=show(path)) from None
     try:
         return _Header(path, mapped, lists).read()
     finally:

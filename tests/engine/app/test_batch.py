@@ -179,6 +179,7 @@ BAD = [
     ),
     ({"prompt": "a", "regex": "a"}, "regex: no such key of a line; it is a key of params"),
     ({"prompt": 3}, "prompt: expected a string, got 3"),
+    ({"prompt": [5, 6]}, "prompt: expected a string, got [5, 6]; token ids go into prompt_ids"),
     ({"prompt": "\ud800"}, "lone surrogate"),
     ({"prompt": "a" * 300}, "the model's context holds 64"),
     ({"prompt_ids": []}, "the prompt is empty"),

@@ -146,6 +146,12 @@ def test_log_probabilities_go_to_stderr(command, base):
     assert code == 0 and "top_logprobs" in json.loads(out)["outputs"][0] and not err
 
 
+def test_log_probabilities_spell_special_tokens(command):
+    code, out, err = command("--logprobs", "1", "--search", "greedy", "-q", piped=b"What is the opposite of hot?")
+    assert code == 0 and out == "Cold is the opposite of hot.\n"
+    assert err.splitlines()[-1].count('"<|end|>"') == 2 and "<|" not in "".join(err.splitlines()[:-1])
+
+
 @pytest.mark.parametrize(
     "argv, code, words",
     [

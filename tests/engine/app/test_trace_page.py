@@ -228,12 +228,14 @@ def test_an_interrupted_batch_leaves_its_trace(tmp_path: Path):
 def test_tree_writes_the_last_reply(loaded: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     lines = ["/tree", "What is the opposite of hot?", "/tree", "Hello", "/tree two.json", "/tree none/x"]
+    lines += ["/set search=bon", "Hello", "/tree"]  # refused: there is no reward model
     streams = {"stdin": Terminal("\n".join([*lines, ""])), "stdout": Terminal(), "stderr": Terminal()}
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)
     assert chat.main(["--max-new-tokens", "4"]) == 0
     told = streams["stderr"].getvalue()
-    assert "there is no reply yet" in told and (tmp_path / "tree.html").as_uri() in told and "no such folder" in told
+    assert told.count("there is no search to show") == 2
+    assert (tmp_path / "tree.html").as_uri() in told and "no such folder" in told
     assert "opposite" in (tmp_path / "tree.html").read_text(encoding="utf-8")
     assert [request["name"] for request in load("two.json")["requests"]] == ["Hello"]
 

@@ -82,8 +82,8 @@ def test_options(server, alone):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"input": []}, "input: expected 1 to 2048 texts"),
-        ({"input": ["a"] * 2049}, "input: expected 1 to 2048 texts"),
+        ({"input": []}, "input: expected 1 to 2048 texts, got 0$"),
+        ({"input": ["a"] * 2049}, "input: expected 1 to 2048 texts, got 2049; ask several times"),
         ({"input": None}, "input: expected a text"),
         ({"input": [1.5]}, "input: expected a text or token ids"),
         ({"input": ["a", 3]}, r"input\[1\]: expected a text or token ids"),

@@ -224,7 +224,7 @@ def test_wrong_command_lines(capsys, monkeypatch, flags, message):
 def test_a_taken_port_and_a_missing_package(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert command.main(["--port", str(taken.getsockname()[1])]) == 2
-    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+    assert "cannot listen on 127.0.0.1" in (told := capsys.readouterr().err) and "in use\n--port" in told
     with pytest.raises(UsageError, match="needs the package no_such_package"):
         command.library("no_such_package")
 
@@ -324,6 +324,12 @@ def test_a_full_cache_means_waiting(start):
     large = post(server.url, long(beams=60))
     assert large.status_code == 400 and large.json()["error"]["code"] == "memory"
     assert server.engine.pool.used_pages == 0
+
+
+def test_a_request_without_a_number_stays_below_the_limit(start):
+    server = start("--max-tokens", "3")
+    reply = post(server.url, {"messages": FOX})
+    assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 3
 
 
 def test_time_is_limited(start):

@@ -217,7 +217,10 @@ def test_contents_in_parts_and_developers(server):
         ask(server, [{"role": "user", "content": image}])
 
 
-@pytest.mark.parametrize("fields", [{"beams": 3}, {"seed": 2}, {"search": "ults"}])
+STOPPED = {"seed": 2, "ignore_eos": True, "stop": ["<|end|>"]}  # at the special token
+
+
+@pytest.mark.parametrize("fields", [{"beams": 3}, {"seed": 2}, {"search": "ults"}, STOPPED])
 def test_logprobs(server, fields):
     reply = ask(server, HOT, logprobs=True, top_logprobs=2, **fields)
     [choice] = reply.choices
@@ -239,6 +242,26 @@ def test_logprobs_of_completions(server):
     assert len(found.token_logprobs) == len(found.top_logprobs) == len(found.tokens)
     assert found.top_logprobs[0][found.tokens[0]] == found.token_logprobs[0] == max(found.top_logprobs[0].values())
     assert server.client.completions.create(**ids).choices[0].logprobs is None
+
+
+def test_offsets_after_control_tokens_that_are_no_part_of_the_text(server, alone):
+    prompt = chat_prompt(alone, HOT)
+    fields = {"max_tokens": 12, "temperature": 0, "logprobs": 0, "extra_body": {"ignore_eos": True}}
+    [choice] = server.client.completions.create(model="demo", prompt=prompt.ids, **fields).choices
+    tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
+    assert "<|end|>" in tokens[:-1] and "<|end|>" not in choice.text
+    ends = [*offsets[1:], len(choice.text)]
+    texts = [choice.text[start:end] for start, end in zip(offsets, ends, strict=True)]
+    assert texts == [token.replace("<|end|>", "") for token in tokens]
+
+
+def test_offsets_after_a_healed_prompt(server):
+    fields = {"max_tokens": 6, "temperature": 0, "logprobs": 0, "extra_body": {"heal": True}}
+    [choice] = server.client.completions.create(model="demo", prompt="Once upon a ti", **fields).choices
+    tokens, [first, *offsets] = choice.logprobs.tokens, choice.logprobs.text_offset
+    assert (tokens[0], first) == (" time", 0) and choice.text.startswith("me")
+    for token, at in zip(tokens[1:], offsets, strict=True):
+        assert choice.text.startswith(token, at)
 
 
 def test_penalties_of_tokens_that_occurred(server, alone):
@@ -288,6 +311,7 @@ def test_xtc_and_dry_by_the_names_of_llama_server(server, alone):
         ({"stream_options": 3}, "stream_options", "expected an object"),
         ({"stream_options": {"include_usage": 3}}, "stream_options", "expected an object"),
         ({"stream": "yes"}, "stream", "expected true or false"),
+        ({"search": "ults", "ults_k_max": -1}, "ults_k_max", "ults_k_max: expected an integer from 0"),
         ({"search": "nope"}, "search", "search: expected one of sample"),
         ({"search": "os:system"}, "search", "search: expected one of sample"),
         ({"ults_prior": "secret.json", "search": "ults"}, "ults_prior", "command line only"),

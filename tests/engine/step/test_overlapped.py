@@ -4,6 +4,7 @@ Without a GPU a pass is done when it is launched; that it is launched earlier is
 """
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def ahead(plain, kind=Runner, pages=400, page_size=16):
     pool = PagePool(plain.shape, pages, page_size)
     for cache in (pool.cache.k_LGSD, pool.cache.v_LGSD):
         cache[:, :, pool.reserved * page_size :] = float("nan")
-    options = {"record": lambda run: run} if kind is GraphRunner else {}
+    options: dict[str, Any] = {"record": lambda run: run} if kind is GraphRunner else {}
     runner = kind(plain.runner.model, pool, plain.runner.vocab_size, impl="reference", **options)
     runner.asynchronous = True
     return Engine(LoadedModel(runner, plain.shape, plain.model.tokenizer, eos_token_ids=plain.eos_token_ids))
