@@ -205,7 +205,8 @@ def _scheme(told: Fields) -> Scheme:
     kind, data = told.str("_type"), told.sub("_data") or Fields({}, told.file, "_data.")
     if kind not in TYPES:
         raise unsupported(told, f"torchao: _type {kind[:80]!r} (read: {', '.join(TYPES)})")
-    tensors = told.config.get("_tensor_data_names") or []
+    if not isinstance(tensors := told.config.get("_tensor_data_names") or [], list):
+        raise told.error("_tensor_data_names", "a list of names")
     if refused := [name for name in ("act_pre_scale", "act_quant_scale") if name in tensors]:
         raise unsupported(told, f"torchao: {kind} with {refused[0]}, a scale of activations")
     if kind == "Float8Tensor":

@@ -154,6 +154,10 @@ def copied(tmp_path, changes=None, **tensors):
         ({f"{Q_PROJ}.weight": told("MXTensor")}, r"_type 'MXTensor' \(read: Int8Tensor, .*Float8Tensor\)"),
         ({f"{Q_PROJ}.weight": told("Int8Tensor", names=["qdata", "act_pre_scale"])}, "Int8Tensor with act_pre_scale"),
         ({f"{Q_PROJ}.weight": told("Int8Tensor", names=["act_quant_scale"])}, "Int8Tensor with act_quant_scale"),
+        (
+            {f"{Q_PROJ}.weight": told("Int8Tensor") | {"_tensor_data_names": 3}},
+            "_tensor_data_names: expected a list of names",
+        ),
         ({f"{Q_PROJ}.weight": told("Int8Tensor", (1, 0))}, "block_size: expected a list of two"),
         ({f"{Q_PROJ}.weight": told("Int4Tensor", (2, 8))}, r"Int4Tensor with block_size \[2, 8\]"),
         ({f"{Q_PROJ}.weight": told("IntxUnpackedToInt8Tensor")}, "target_dtype._data: expected a value"),
