@@ -128,7 +128,7 @@ def knowing(monkeypatch, checked):  # noqa: F811
 @pytest.mark.parametrize("name", SEARCHES)
 def test_answers_are_the_same_bits(name, right, always, loaded, knowing):
     engine = loaded()
-    asked = random_draws.draws(60 if right else 20) // (1 if random_draws.FULL else 4)
+    asked = random_draws.draws(30 if right else 10) // (1 if random_draws.FULL else 2)
     plain = answers(engine, requests(asked, SEARCHES[name], seed=7))
     if right:
         knowing()

@@ -69,7 +69,7 @@ def with_drafts(engine, asked, always=True):
 @pytest.mark.parametrize("name", SEARCHES)
 def test_answers_are_the_same_bits(name, draft, always, loaded):
     engine = loaded(draft)
-    asked = random_draws.draws(100 if draft == "target" else 20) // (1 if random_draws.FULL else 4)
+    asked = random_draws.draws(40 if draft == "target" else 10) // (1 if random_draws.FULL else 2)
     plain = answers(engine, requests(asked, SEARCHES[name], seed=7))
     got = with_drafts(engine, requests(asked, SEARCHES[name], seed=7), always)
     assert facts(got) == facts(plain)
