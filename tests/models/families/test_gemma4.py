@@ -71,7 +71,7 @@ def test_the_last_layer_has_no_window_whatever_the_config_says():
 
 
 def test_numbers_of_layers_may_begin_with_zeros():
-    """As transformers 5.23 saves the layers of a model of more than ten."""
+    """Transformers 5.23 saves the layers of a model of more than ten so."""
     fields = Checkpoint.open(GOLDEN / "plain").fields
     padded = {number.zfill(2): own for number, own in fields.config["per_layer_config"].items()}
     assert {*padded} == {"01", "02"}
