@@ -147,7 +147,8 @@ def test_log_probabilities_go_to_stderr(command, base):
 
 
 def test_log_probabilities_spell_special_tokens(command):
-    code, out, err = command("--logprobs", "1", "--search", "greedy", "-q", piped=b"What is the opposite of hot?")
+    options = "--logprobs", "1", "--search", "greedy", "-q", "--kv-memory", "2M"
+    code, out, err = command(*options, piped=b"What is the opposite of hot?")
     assert code == 0 and out == "Cold is the opposite of hot.\n"
     assert err.splitlines()[-1].count('"<|end|>"') == 2 and "<|" not in "".join(err.splitlines()[:-1])
 
