@@ -1,6 +1,6 @@
 """Multiplication of rows by packed matrices: any number of rows; floats, int8, and groups of five kinds.
 
-`panels.py` has the layout, `reference.py` the definition; only C++ implements it (native.cpp), on a CPU.
+`panels.py` has the layout, `reference.py` the definition; only C++ implements it (products.h), on a CPU.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Calls the C++ matrix multiplications (native.cpp)."""
+"""Calls the C++ matrix multiplications (native.cpp, products.h)."""
 
 import ctypes
 from collections.abc import Sequence

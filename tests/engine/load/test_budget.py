@@ -82,7 +82,7 @@ def test_weights_are_counted_to_the_byte(folder):
         tensors = [*tensors_in(model.modules())]
         assert 0.9 < size.matrices / sum(x.nbytes for x in tensors) < 1.25
         return
-    for quant in FORMATS if folder in ONE_OF_EACH else ["none"]:
+    for quant in FORMATS:
         size, model = measure(checkpoint, torch.float32, CPU, quant), load_model(checkpoint, torch.float32, CPU, quant)
         assert size.matrices == sum(x.nbytes for x in tensors_in(model.modules())), quant
         assert size.shape == model.shape and size.config == model.config
