@@ -150,6 +150,7 @@ struct Product {
 void coppice_linears(int64_t kind, int64_t threads, const Product* products, int64_t count);
 
 // Writes the kinds of elements, as bits, for which this processor has dot products; others are converted to float32.
+// Bit 8 is set if it multiplies tiles.
 void coppice_linear_kinds(int64_t* kinds);
 
 // --- low_rank ---

@@ -45,6 +45,7 @@ _V2 = {"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"}
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 _BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
+_TILES = _BF16 | {"amx_bf16", "amx_int8", "amx_tile"}
 _DOTPROD = {"asimd", "asimddp", "asimdhp", "asimdrdm", "atomics", "crc32", "fphp"}
 _I8MM = _DOTPROD | {"bf16", "i8mm"}
 
@@ -65,8 +66,14 @@ TARGETS = {  # the best first
     for target in (
         NATIVE,
         Target(
+            "x86-64-v4-amx",
+            ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+            *("x86_64", frozenset(_TILES)),
+            "AVX-512 and AMX (Sapphire Rapids and later)",
+        ),
+        Target(
             *("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), "x86_64", frozenset(_BF16)),
-            "AVX-512 with VNNI and BF16 (Sapphire Rapids, Zen 4 and later)",
+            "AVX-512 with VNNI and BF16 (Zen 4 and later)",
         ),
         Target(
             *("x86-64-v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), "x86_64", frozenset(_V4 | {"avx512_vnni"})),

@@ -32,6 +32,7 @@
 //   Floats add_pairs(Floats sum, Ints, int32_t)       optional, with BFLOAT16_PAIRS defined: dot products of pairs, and
 //   Shorts nearest_bfloat16(Floats), Floats floats_of(Shorts), void interleave(one, two, to)   of 2 * LANES each
 //   void transpose(Ints (&x)[LANES])                  optional, with TRANSPOSE defined
+// Where a processor multiplies tiles, TILES is defined, and processors/amx.h lists what it can do with them.
 #if defined(__AVX512F__)
 #include "processors/avx512.h"
 #elif defined(__AVX2__) && defined(__F16C__)
@@ -41,7 +42,11 @@
 #else
 #include "processors/plain.h"
 #endif
-
+#ifdef TILES_FROM
+#include TILES_FROM
+#elif defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#include "processors/amx.h"
+#endif
 namespace {  // one per file, because files are compiled with different flags
 
 constexpr float LOG2_E = 1.44269504f;

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from kernels.checks import expect, floats
 from kernels.linear import native
-from kernels.linear.native import dot_products
+from kernels.linear.native import dot_products, tiles
 from kernels.linear.panels import Groups, Packed, pack, pack_groups
 from kernels.linear.parts import PackedParts
 from kernels.tracing import watched
 
-__all__ = ["Groups", "Packed", "PackedParts", "dot_products", "linear", "pack", "pack_groups"]
+__all__ = ["Groups", "Packed", "PackedParts", "dot_products", "linear", "pack", "pack_groups", "tiles"]
 
 
 def linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@
 //   Words, Part          the types of one load and of one multiplication, for LANES outputs
 //   VECTORS              registers that both need
 //   Sum, Total           the types of a chunk's sum and a row's total, for LANES outputs
+//   TILED                whether tiles multiply it (tiles.h)
 //   GROUPED, EXPONENTS   whether groups of elements have scales, and whether these are powers of two
 //   SHARE                factor of each number of the matrix
 //   IN_BITS              whether elements are bytes which the matrix may store in fewer bits (decoded.h)
@@ -51,7 +52,7 @@ constexpr int INT4_SUMS = REGISTERS;
 // Elements without groups: totals are values, and a step is one part.
 struct Plain {
     static constexpr int PARTS = 1, ROUNDED = 0, SUMS = REGISTERS, NARROW = 0;
-    static constexpr bool GROUPED = false;
+    static constexpr bool GROUPED = false, TILED = false;
     static Floats value(Floats sum, const Unit*, const void*, int64_t, int) { return sum; }
 };
 
@@ -206,7 +207,7 @@ struct Int8 : FourInt8, Plain {
 // has none, DEFAULT_LEAST that of a matrix with minimums.
 struct Grouped {
     typedef Floats Total;
-    static constexpr bool GROUPED = true, EXPONENTS = false, IN_BITS = false, WRITTEN_OUT = false;
+    static constexpr bool GROUPED = true, EXPONENTS = false, IN_BITS = false, WRITTEN_OUT = false, TILED = false;
     static constexpr float SHARE = 1;
     static constexpr int CHUNK = 32, ROUNDED = 0, SUMS = REGISTERS, NARROW = 0;
     static Floats floats(Floats sum) { return sum; }

@@ -13,11 +13,11 @@ const Products& products_of([[maybe_unused]] int64_t kind, const Matrix& m) {
         case 0: return PRODUCTS<WideFloat32>;
         case 1:
 #ifdef BFLOAT16_PAIRS
-            if (kind == 1) return PRODUCTS<PairsOfBFloat16>;
+            if (kind == 1) return tiled<PairsOfBFloat16>();
 #endif
             return PRODUCTS<WideBFloat16>;
         case 2: return PRODUCTS<WideFloat16>;
-        case 3: return PRODUCTS<Int8>;
+        case 3: return tiled<Int8>();
         case 6: return PRODUCTS<WideFloat8>;
         case 4:
         case INT8_GROUPS:
@@ -80,6 +80,7 @@ extern "C" void coppice_linears(int64_t kind, int64_t threads, const Product* pr
         int64_t prepared = -1;
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < runs.size(); i++) products_of(kind, *runs[i].matrix).part(kind, runs[i], prepared);
+        leave_tiles();
     }
 }
 
@@ -87,5 +88,8 @@ extern "C" void coppice_linear_kinds(int64_t* kinds) {
     *kinds = 1 | 8;
 #ifdef BFLOAT16_PAIRS
     *kinds |= 2;
+#endif
+#ifdef TILES
+    if (tiles_allowed()) *kinds |= 1 << 8;
 #endif
 }

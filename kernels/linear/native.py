@@ -28,17 +28,26 @@ def linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None) -> Tens
     return out
 
 
-@lru_cache(maxsize=1)
 def dot_products() -> frozenset[torch.dtype]:
     """Returns the dtypes of rows for which this processor multiplies packed matrices without a conversion to float32.
 
     The products of other floats take as long as those of float32, from memory of half the size.
     """
+    return frozenset(dtype for dtype, kind in (KINDS | {torch.int8: len(KINDS)}).items() if _kinds() >> kind & 1)
+
+
+def tiles() -> bool:
+    """Returns whether tiles multiply bfloat16 and int8: those of AMX, if Linux lets this process use them."""
+    return bool(_kinds() >> 8 & 1)
+
+
+@lru_cache(maxsize=1)
+def _kinds() -> int:
     if why_not():
-        return frozenset()
+        return 0
     kinds = ctypes.c_int64()
     function("linear_kinds")(ctypes.addressof(kinds))
-    return frozenset(dtype for dtype, kind in (KINDS | {torch.int8: len(KINDS)}).items() if kinds.value >> kind & 1)
+    return kinds.value
 
 
 def _linear(

@@ -16,6 +16,7 @@
 #include "../vectors.h"
 #include "decoded.h"
 #include "sums.h"
+#include "tiles.h"
 
 // A part of a product, and the outputs first .. last - 1 of it that a thread computes at once.
 struct Run {
@@ -50,10 +51,11 @@ template <typename Element, int VECTORS, typename Finish>
 void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matrix& m, int64_t steps, int64_t out,
                   Finish finish) {
     constexpr int LINE = PANEL * Element::BYTES;
-    constexpr int MOST = max_rows<Element>(VECTORS);
+    constexpr int MOST = Element::TILED ? TILE_ROWS : max_rows<Element>(VECTORS);
     typename Element::Total totals[BATCH][VECTORS];
     std::memset(totals, 0, count * sizeof totals[0]);
     const int blocks = (count + MOST - 1) / MOST;
+    auto begin = [&](int block) { return Element::TILED ? std::min(block * MOST, count) : count * block / blocks; };
     const char* panel = (const char*)m.panels + out * steps * Element::BYTES;
     // The memory behind a panel is the set's next panel, which was already read: prefetch the next set instead.
     auto ahead = [&](int64_t at) {
@@ -61,10 +63,10 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
     };
     auto add = [&](int64_t at, const auto& part, int64_t fetched) {
         for (int b = 0; b < blocks; b++) {
-            const int first = count * b / blocks, last = count * (b + 1) / blocks;
-            add_rows<Element, VECTORS>(last - first, rows.data + (row + first) * rows.stride + at * Element::STEP,
-                                       rows.stride, rows, row + first, part, fetched * b / blocks,
-                                       fetched * (b + 1) / blocks, totals + first);
+            const int first = begin(b);
+            const typename Element::Row* x = rows.data + (row + first) * rows.stride + at * Element::STEP;
+            add_rows<Element, VECTORS>(begin(b + 1) - first, x, rows.stride, rows, row + first, part,
+                                       fetched * b / blocks, fetched * (b + 1) / blocks, totals + first);
         }
     };
     if constexpr (Element::GROUPED) {
@@ -132,7 +134,8 @@ Rows<Element> room(int64_t rows, const Matrix& m, int64_t groups) {
     static thread_local int64_t size = 0;
     int64_t units = 0;
     each_unit<Element>(m, [&](int64_t, int64_t, int64_t) { units++; });
-    const int64_t stride = stride_of<Element>(m.width), data = rows * stride * sizeof(typename Element::Row);
+    const int64_t stride = stride_of<Element>(m.width), each = Element::TILED ? TILE_ROWS : 1;
+    const int64_t data = (rows + each - 1) / each * each * stride * sizeof(typename Element::Row);
     const int64_t batches = (rows + BATCH - 1) / BATCH, sums = data + batches * BATCH * units * sizeof(Unit);
     const int64_t wanted = sums + rows * groups * sizeof(float) + 64;
     if (size < wanted) kept.reset(new char[wanted]), size = wanted;
@@ -228,10 +231,12 @@ void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < rows; row++) work.prepare_row(shared, row, ordered.data());
         }
+        use_tiles<Element>(rows);
         const Rows<Element> own = work.own(common ? shared : work.prepared(), common || work.direct);
         const int64_t run = run_of((m.outs + PIECE - 1) / PIECE, threads);
 #pragma omp for schedule(dynamic, run)
         for (int64_t at = 0; at < m.outs; at += PIECE) work.multiply(own, at);
+        leave_tiles();
     }
 }
 
@@ -240,10 +245,20 @@ void multiply_run(int64_t kind, const Run& run, int64_t& prepared) {
     const Work<Element> work{*run.matrix, kind, run.x, run.out, run.stride, run.rows};
     const Rows<Element> own = work.own(work.prepared(), work.direct || prepared == run.number);
     prepared = work.direct ? prepared : run.number;
+    use_tiles<Element>(run.rows);
     for (int64_t at = run.first; at < run.last; at += PIECE) work.multiply(own, at);
 }
 
 template <typename Element>
 constexpr Products PRODUCTS{product<Element>, multiply_run<Element>};
+
+// The products by tiles, if this process may use them.
+template <typename Element>
+const Products& tiled() {
+#ifdef TILES
+    if (tiles_allowed()) return PRODUCTS<Tiled<Element>>;
+#endif
+    return PRODUCTS<Element>;
+}
 
 }  // namespace

@@ -13,7 +13,11 @@ namespace {
 
 constexpr int PIECE = 64;     // outputs
 constexpr int UNIT = 256;     // elements of a row that share a unit of scales
+#ifdef TILES
+constexpr int BATCH = 64;     // rows, whole tiles, that share a fetch from the second-level cache
+#else
 constexpr int BATCH = 60;     // rows that share a fetch from the second-level cache
+#endif
 constexpr int LEAST = LANES == PANEL ? 2 : PANEL / LANES;  // fewest output vectors of a set
 
 // Whether the sums of a block and the vectors being multiplied fit into the registers, within Element::SUMS.
@@ -35,6 +39,7 @@ constexpr int max_rows(int vectors) {
 template <typename Element>
 constexpr int vectors_for(int rows) {
     int vectors = PIECE / LANES;
+    if (Element::TILED) return vectors;
     while (vectors > LEAST && !fits<Element>(rows, vectors)) vectors /= 2;
     return rows <= Element::NARROW && !fits<Element>(rows, vectors) ? PANEL / LANES : vectors;
 }
@@ -232,8 +237,14 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
 #pragma GCC pop_options
 #endif
 
+// The same for `count` rows, at most TILE_ROWS, in tiles (tiles.h).
+template <typename Element, int VECTORS>
+void add_tiles(int count, const typename Element::Row* x, int64_t stride, const Rows<Element>& rows, int64_t row0,
+               const Chunk& chunk, int64_t first, int64_t last, typename Element::Total (*totals)[VECTORS]);
+
 template <typename Element, int VECTORS, int COUNT = max_rows<Element>(VECTORS), typename... Arguments>
 void add_rows(int count, const Arguments&... arguments) {
+    if constexpr (Element::TILED) return add_tiles<Element, VECTORS>(count, arguments...);
     if (count == COUNT) return add_block<Element, VECTORS, COUNT>(arguments...);
     if constexpr (COUNT > 1) add_rows<Element, VECTORS, COUNT - 1>(count, arguments...);
 }

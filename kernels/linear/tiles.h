@@ -1,0 +1,109 @@
+// Products by tiles (processors/amx.h): an instruction multiplies 16 rows of x and 64 bytes of each output of a panel.
+// Sums of int8 are exact, so that results have the bits of the vector code. Products of bfloat16 are summed in an order of
+// their own, which is the same for any number of rows: even elements of 32, odd ones, both, then these sums along the row.
+
+#pragma once
+
+#include "sums.h"
+
+namespace {
+
+#ifdef TILES
+
+// An element type, multiplied by tiles. Rows of x are followed by zeros up to a whole tile.
+template <typename Element>
+struct Tiled : Element {
+    typedef typename Element::Row Row;
+    static constexpr bool TILED = true;
+    static constexpr int CHUNK = 256;
+
+    template <typename T>
+    static Unit prepare(const T* x, int64_t width, Row* row, const Levels& levels) {
+        const Unit unit = Element::prepare(x, width, row, levels);
+        constexpr int64_t EACH = TILE_BYTES / sizeof(Row);
+        std::fill(row + width, row + (width + EACH - 1) / EACH * EACH, Row{});
+        return unit;
+    }
+};
+
+// Calls f(0), ..., f(COUNT - 1) with compile-time constants.
+template <int COUNT, int AT = 0, typename F>
+[[gnu::always_inline]] inline void each_tile(F f) {
+    f(std::integral_constant<int, AT>{});
+    if constexpr (AT + 1 < COUNT) each_tile<COUNT, AT + 1>(f);
+}
+
+// The lines of a panel for a tile; those of the last, partial one are copied to `whole` and followed by zeros.
+struct TileLines {
+    const char* at;
+    int64_t across, steps;
+    alignas(64) char whole[TILE_ROWS * TILE_BYTES];
+
+    const char* line(int64_t step, int panel) {
+        const char* from = at + panel * across + step * TILE_BYTES;
+        if (step + TILE_ROWS <= steps) return from;
+        const int64_t there = (steps - step) * TILE_BYTES;
+        std::memcpy(whole, from, there);
+        std::memset(whole + there, 0, sizeof whole - there);
+        return whole;
+    }
+};
+
+template <typename Element, int VECTORS>
+void add_tiles(int count, const typename Element::Row* x, int64_t stride, const Rows<Element>& rows, int64_t row0,
+               const Chunk& chunk, int64_t first, int64_t last, typename Element::Total (*totals)[VECTORS]) {
+    typedef typename Element::Row Row;
+    TileLines lines{chunk.at, chunk.across, chunk.steps};
+    const int64_t between = stride * sizeof(Row);
+    auto multiply = [&](int64_t step, auto v) {
+        constexpr int Y = Y_TILE + v % 2;
+        if (step >= first && step < last)
+            for (int line = 0; line < TILE_ROWS; line++)
+                __builtin_prefetch(chunk.at + v * chunk.across + (step + line) * TILE_BYTES + chunk.ahead);
+        load_tile<Y>(lines.line(step, v), TILE_BYTES);
+        add_tile<!Element::ROUNDED, v, X_TILE, Y>();
+    };
+    auto load_x = [&](int64_t step) { load_tile<X_TILE>((const char*)x + step * 4, between); };
+    if constexpr (Element::ROUNDED == 0) {
+        each_tile<VECTORS>([&](auto v) { load_tile<v>(&totals[0][v], sizeof totals[0]); });
+        for (int64_t step = 0; step < chunk.steps; step += TILE_ROWS) {
+            load_x(step);
+            each_tile<VECTORS>([&](auto v) { multiply(step, v); });
+        }
+        each_tile<VECTORS>([&](auto v) { store_tile<v>(&totals[0][v], sizeof totals[0]); });
+    } else {
+        alignas(64) Ints sums[2][TILE_ROWS][VECTORS];
+        const Unit* units = rows.unit(row0, chunk.unit);
+        auto finish = [&](const Ints (*sums)[VECTORS], const Unit* units) {
+            for (int row = 0; row < count; row++)
+                for (int v = 0; v < VECTORS; v++)
+                    totals[row][v] = fused(__builtin_convertvector(sums[row][v] + units[row].start, Floats),
+                                           all(units[row].size), totals[row][v]);
+        };
+        int64_t unit = 0;
+        for (int64_t step = 0; step < chunk.steps; step += TILE_ROWS, unit++) {
+            load_x(step);
+            each_tile<VECTORS>([&](auto v) {
+                clear_tile<v>();
+                multiply(step, v);
+                store_tile<v>(&sums[unit % 2][0][v], sizeof sums[0][0]);
+            });
+            if (unit) finish(sums[(unit - 1) % 2], units + (unit - 1) * BATCH);
+        }
+        finish(sums[(unit - 1) % 2], units + (unit - 1) * BATCH);
+    }
+}
+
+template <typename Element>
+void use_tiles(int64_t rows) {
+    if constexpr (Element::TILED) shape_tiles(int(std::min<int64_t>(rows, TILE_ROWS)));
+}
+
+inline void leave_tiles() { shape_tiles(0); }
+#else
+template <typename Element>
+void use_tiles(int64_t) {}
+inline void leave_tiles() {}
+#endif
+
+}  // namespace

@@ -1,0 +1,123 @@
+"""Products by tiles (AMX): computed in C++ (tiles.h beside this file), and by this processor if it has tiles."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import cpp
+from kernels.linear import linear, native, reference, tiles
+from kernels.processor import TARGETS
+from tests.kernels.test_linear import draw, matrix
+
+BF16 = TARGETS["x86-64-v4-bf16"]
+KERNELS = Path(cpp.__file__).parent
+OTHERS = """
+#include "linear/products.h"
+const Products& of_groups(const Matrix& m) { return of_tables(m); }
+const Products& of_tables(const Matrix&) { __builtin_trap(); }
+"""
+IN_USE = """
+extern "C" int in_use() {
+    unsigned low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(1));  // the parts of the state that differ from their first one
+    return low >> 18 & 1;
+}
+"""
+SIZES = [(64, 16), (1, 32), (100, 72), (130, 5), (257, 1001), (65, 2048)]
+COUNTS = (1, 2, 15, 16, 17, 33, 64, 65, 130)
+pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
+needs_tiles = pytest.mark.skipif(not cpp.why_not() and not tiles(), reason="this processor has no tiles")
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory) -> ctypes.CDLL:
+    """The products of whole matrices, with tiles in C++."""
+    if cpp.compiler() is None:
+        pytest.skip("no C++ compiler")
+    if reason := BF16.why_not():
+        pytest.skip(f"{BF16.name}: {reason}")
+    folder = tmp_path_factory.mktemp("tiles")
+    others, made = folder / "others.cpp", folder / "tiles.so"
+    others.write_text(OTHERS)
+    options = [*cpp.FLAGS, *BF16.flags, "-O1", f"-I{KERNELS}", f'-DTILES_FROM="{Path(__file__).with_name("tiles.h")}"']
+    sources = KERNELS / "linear" / "native.cpp", others
+    subprocess.run([cpp.compiler(), *options, "-shared", *sources, "-o", made], check=True)
+    return ctypes.CDLL(str(made))
+
+
+@pytest.fixture
+def emulate(monkeypatch, emulated):
+    """Has `linear` call the products of `emulated`."""
+
+    def function(name: str):
+        found = getattr(emulated, f"coppice_{name}")
+        found.restype, found.argtypes = cpp.OPERATORS.functions[name]
+        return found
+
+    monkeypatch.setattr(native, "function", function)
+
+
+def rows(count: int, width: int) -> torch.Tensor:
+    return draw(count, width, seed=count).bfloat16()
+
+
+@pytest.mark.parametrize(("outs", "width"), SIZES)
+def test_bfloat16_is_multiplied_to_rounding(emulate, outs, width):
+    packed, weight_OI = matrix(outs, width, torch.bfloat16)
+    for count in COUNTS:
+        x = rows(count, width)
+        found, exact = linear(x, packed), reference.linear(x.double(), packed, None)
+        sizes = x.double().abs() @ weight_OI.double().abs().T
+        allowed = torch.finfo(torch.float32).eps * 16 * sizes + torch.finfo(x.dtype).eps * exact.abs()
+        assert ((found.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_a_row_has_its_bits_beside_any_others(emulate, dtype):
+    packed, _ = matrix(130, 1001, dtype)
+    x = rows(130, 1001)
+    alone = torch.cat([linear(row[None], packed) for row in x])
+    for count in COUNTS:
+        assert linear(x[:count], packed).equal(alone[:count])
+
+
+def test_a_row_that_is_not_finite_changes_no_other(emulate):
+    packed, _ = matrix(70, 40, torch.bfloat16)
+    x = rows(20, 40)
+    x[1, 3], x[17, 39] = float("nan"), float("inf")
+    assert linear(x, packed).isfinite().all(-1).nonzero().flatten().tolist() == [*{*range(20)} - {1, 17}]
+
+
+@pytest.mark.parametrize(("outs", "width"), SIZES)
+def test_int8_has_the_bits_of_the_vector_code(request, outs, width):
+    """On a processor with tiles those of `emulate`; else of the vector code, with which other tests compare."""
+    packed, _ = matrix(outs, width, torch.int8)
+    xs = [draw(count, width, seed=count) for count in COUNTS]
+    expected = [linear(x, packed) for x in xs]
+    request.getfixturevalue("emulate")
+    assert all(linear(x, packed).equal(found) for x, found in zip(xs, expected, strict=True))
+
+
+@needs_tiles
+@pytest.mark.parametrize(("outs", "width"), SIZES)
+def test_tiles_of_this_processor_have_the_bits_of_the_emulated(request, outs, width):
+    packed, _ = matrix(outs, width, torch.bfloat16)
+    xs = [rows(count, width) for count in COUNTS]
+    expected = [linear(x, packed) for x in xs]
+    request.getfixturevalue("emulate")
+    assert all(linear(x, packed).equal(found) for x, found in zip(xs, expected, strict=True))
+
+
+@needs_tiles
+def test_threads_give_their_tiles_back(tmp_path):
+    """A thread without tiles saves and restores 8 KB less whenever another takes its place."""
+    source, made = tmp_path / "state.cpp", tmp_path / "state.so"
+    source.write_text(IN_USE)
+    subprocess.run([cpp.compiler(), "-shared", "-fPIC", source, "-o", made], check=True)
+    packed, _ = matrix(257, 1001, torch.bfloat16)
+    linear(rows(17, 1001), packed)
+    assert not ctypes.CDLL(str(made)).in_use()
+
