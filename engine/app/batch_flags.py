@@ -24,7 +24,7 @@ input, an object per line (blank lines are skipped):
     name files are for the command line alone. A line that changes the search does not inherit the parameters of the
     command line that its search lacks.
 
-  or {"prompt" or "prompt_ids": ..., "score": [TEXT or [id, ...], ...]}: continuations, of which nothing is generated
+  or {"prompt" or "prompt_ids": ..., "score": [TEXT or [id, ...], ...]}: continuations to score; nothing is generated
   or {"embed": TEXT or [id, ...]}: a text whose vector is wanted; params: pooling (mean, last), normalize, dimensions
 
 output, an object per line:

@@ -50,7 +50,7 @@ class HeadDrafts(ModelDrafts):
         tree.keep(kept)
         self._below = {node: row_E for node, row_E in self._below.items() if tree.is_live(node)}
 
-    def hear(self, first: int, paths: Sequence[Sequence[int]], rows_TE: Tensor) -> None:
+    def read_rows(self, first: int, paths: Sequence[Sequence[int]], rows_TE: Tensor) -> None:
         """Take rows of the model, in the form that the head reads.
 
         Args:

@@ -96,9 +96,8 @@ class PassSizes(NamedTuple):
 class Packer:
     """Lays out chunks one after another; their tokens already have slots.
 
-    With `frames`, tensors are allocated once for each `PassSizes` and overwritten by
-    the next pass of the same sizes. Operators must then read the layout again for each pass, as those in C++
-    do.
+    With `frames`, tensors are allocated once for each `PassSizes` and overwritten by the next pass of the same sizes.
+    Operators must then read the layout again for each pass; those in C++ do.
 
     Args:
         page_size: page size of the pool that all trees share.
