@@ -210,7 +210,7 @@ class Dialog:
             except (CoppiceError, OSError) as error:
                 note = f"error: the conversation is lost: {error}"
             else:
-                note = f"the conversation is saved; this goes on with it: --load {shlex.quote(str(path))}"
+                note = f"the conversation is saved; to continue it: --load {shlex.quote(str(path))}"
                 break
         with contextlib.suppress(OSError, ValueError):  # the terminal is closed
             self.screen.note(note)

@@ -319,7 +319,7 @@ class Grammar(Constraint):
         self._compiled.size += ADVANCE
         if not matcher.consume_token(token):
             fault = _first_lines(matcher.get_error())
-            raise ConstraintError(f"the grammar does not go on with token {token}: {fault}")
+            raise ConstraintError(f"the grammar does not allow token {token}: {fault}")
         data, after = self._vocabulary.tokens[token], GrammarState(matcher, token)
         if state.forced[:1] == [token]:
             after.forced, after.unsure = state.forced[1:], state.unsure
@@ -346,7 +346,7 @@ class Grammar(Constraint):
             if matcher.is_error():
                 if (fault := _first_lines(matcher.get_error())) not in ENDED:
                     self._compiled.fail()
-                    raise ConstraintError(f"the grammar cannot go on: {fault}")
+                    raise ConstraintError(f"the grammar failed: {fault}")
                 masks_NW[i] = 0
             elif matcher.is_accepting():
                 masks_NW[i] |= self._ends_W

@@ -223,7 +223,7 @@ class GraphRunner(Runner):
         """The recorded part of a pass."""
         p.layout.refilled()
         with phase(self.observer, "forward"):
-            hidden_TE = self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
+            hidden_TE = self.model.forward(*p.arguments(self.pool.cache))
         places = tuple(x if x is None else x[: len(hidden_TE)] for x in self._outputs)
         results = *self.answer(hidden_TE, out=places[:3] or None), hidden_TE  # type: ignore[arg-type]
         if not places:

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.cache.drafts import DraftedNode
 from engine.cache.tree import TokenTree
 from engine.step.paths import PathColumns, paths_of, width_of
-from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, DeltaKind, TreeLayout
+from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, DeltaKind, KVCache, TreeLayout
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ class Pass:
     tokens_T: Tensor
     spans_T: Tensor
     layout: TreeLayout
+
+    def arguments(self, cache: KVCache) -> tuple[Tensor, Tensor, Tensor, KVCache, TreeLayout]:
+        """The arguments of a model's `forward`."""
+        return self.tokens_T, self.layout.positions_T, self.spans_T, cache, self.layout
 
 
 NO_TABLE = (array("q"), array("i"))

@@ -188,8 +188,7 @@ class Runner:
         if ready is not None:
             ready(p)
         with phase(self.observer, "forward"):
-            inputs = p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout
-            return self.model.forward(*inputs, *tapped)
+            return self.model.forward(*p.arguments(self.pool.cache), *tapped)
 
     def logits(self, ids: Sequence[int], adapter: int = 0) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V].
@@ -297,9 +296,7 @@ class Runner:
 
     def _joined_sums(self, work: PassWork, wanted: Sequence[TopSums]) -> tuple[list[FoundSums], list[bool]]:
         """The top sums of rows, computed in the same call as the layers."""
-        p = self.pack(work.chunks)
-        inputs = p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout
-        tapped = self._tapped(work)
+        inputs, tapped = self.pack(work.chunks).arguments(self.pool.cache), self._tapped(work)
         hidden_TE, found, finite = self.model.top_sums(*inputs, work.asked, self.vocab_size, wanted, *tapped)
         self._give(work.keeps, hidden_TE, *tapped)
         return found, finite
