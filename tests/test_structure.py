@@ -25,8 +25,6 @@ OPEN_ROOMS = (
     "engine/rules",
     "engine/step",
     "engine/load",
-    "models/formats",
-    "models/checkpoint",
 )  # whose modules have rows of their own
 CORE_ROOMS = (
     "engine/cache",
