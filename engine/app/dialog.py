@@ -409,7 +409,7 @@ class Watch:
         undecided = max(0, len(best) - self.settled)
         remark = f"[… {tokens}, {self.count} {self.kind}, {undecided} undecided{self._figures()}]"
         if self._report is not None and self._report.ready is not None:
-            remark = f"[the answer of {tokens} is ready, Enter takes it; {self.count} {self.kind} go on]"
+            remark = f"[the answer of {tokens} is ready, Enter takes it; {self.count} {self.kind} continue]"
         settled, candidates = self._shown
         if candidates:
             decode = self.engine.tokenizer.decode_continuation

@@ -283,7 +283,7 @@ def in_context(model: Any, context: int | None, name: str) -> ModelShape:
         raise UsageError(
             f"context: this model has learned its {shape.max_positions} positions and has no others, got {context}",
             where=name,
-            remedy="only models that rotate positions go on past their context",
+            remedy="only models that rotate positions can exceed their context",
         )
     return replace(shape, max_positions=context)
 

@@ -157,7 +157,7 @@ class Vocabulary:
         sure = len(data)
         if not whole:  # up to the first place where a token may begin that extends beyond the known text
             starts = range(max(0, len(data) - FORCED), len(data))
-            sure = next((i for i in starts if self._goes_on(data[i:])), len(data))
+            sure = next((i for i in starts if self._continues(data[i:])), len(data))
         found, end = [], 0
         for token in self._encoded(last, data):
             end += len(self.tokens[token])
@@ -166,7 +166,7 @@ class Vocabulary:
             found.append(token)
         return found
 
-    def _goes_on(self, data: bytes) -> bool:
+    def _continues(self, data: bytes) -> bool:
         """Whether a token begins with these bytes and is longer."""
         at = bisect_right(self._sorted, data)
         return at < len(self._sorted) and self._sorted[at].startswith(data)
