@@ -207,7 +207,7 @@ class Engine:
         more, under_way = True, 0
         ended: list[tuple[int, SearchResult | CoppiceError]] = []
 
-        def hear(i: int, news: News) -> None:
+        def note(i: int, news: News) -> None:
             if news.outcome is not None:
                 ended.append((i, news.outcome))
 
@@ -228,7 +228,7 @@ class Engine:
                         if not isinstance(request, Request | Checked):
                             raise UsageError(f"requests: expected a Request, got {request!r}")
                         checked = request if isinstance(request, Checked) else service.check(request)
-                        service.submit(Entry(checked, partial(hear, i)))
+                        service.submit(Entry(checked, partial(note, i)))
                         under_way += 1
                     except CoppiceError as error:
                         yield i, error

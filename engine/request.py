@@ -350,7 +350,7 @@ def check_ids(target: LoadedModel, ids: Sequence[int], name: str = "", what: str
     if not ids:
         bare = target.tokenizer is not None and not target.tokenizer.encode("")
         why = ", and this tokenizer adds no token of its own to begin with" if bare else ""
-        raise UsageError(f"{lead}{what} is empty{why}", remedy="give at least one token to go on from")
+        raise UsageError(f"{lead}{what} is empty{why}", remedy="give at least one token to continue")
     reach = target.shape.max_positions
     if reach is not None and len(ids) > reach:
         raise ContextError(

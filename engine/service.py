@@ -61,7 +61,7 @@ class Entry:
         trunk: the cached trunk that its tree takes over.
         retire: called with the target's tree at the end.
         job: the driver's job; None while the request waits.
-        told: whether `tell` has been called, which first happens when the search starts.
+        announced: whether `tell` has been called, which first happens when the search starts.
         seen: the latest event.
         text: converts settled tokens to text, for `stream`, once the request is queued.
         finish: computes the outcome of a search that has ended, a piece at a time.
@@ -75,7 +75,7 @@ class Entry:
     trunk: Trunk | None = None
     retire: Callable[[TokenTree], None] | None = None
     job: Job | None = None
-    told: bool = False
+    announced: bool = False
     seen: Prefill | Progress | None = None
     text: TextStream | None = None
     finish: Generator[None, None, Outcome] | None = None
@@ -305,8 +305,8 @@ class Service:
             entry.finish = finishing(self.models, entry.checked, job)
         elif entry.wants is not None and entry.wants.is_set():
             event = self._event(entry)
-        if text or event or not entry.told:
-            entry.told = True
+        if text or event or not entry.announced:
+            entry.announced = True
             entry.tell(News(job.started, text, event=event))
 
     def _finish(self) -> None:

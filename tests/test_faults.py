@@ -780,7 +780,7 @@ def test_interrupted_batches(commands: Commands, engine: Engine, monkeypatch: py
         with monkeypatch.context() as patch:
             failing(patch, *draw.choice([*CALLS, (Sink, "put")]), draw.randrange(1, 6), KeyboardInterrupt())
             code, _, err = commands.batch(lines, *argv, "--output", path)
-        assert code == 130 and "--resume goes on" in err
+        assert code == 130 and "--resume continues" in err
         engine.pool.check_invariants([])
         assert texts(read(path)) == texts(whole)[: len(read(path))]
         assert commands.batch(lines, *argv, "--output", path, "--resume")[0] == 0
@@ -804,7 +804,7 @@ def test_ctrl_c(commands: Commands, engine: Engine, base: Path, tmp_path: Path):
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         assert process.stderr.read().decode() == (
-            f"interrupted: {path} has the answers so far; the same with --resume goes on\n"
+            f"interrupted: {path} has the answers so far; the same command with --resume continues\n"
         )
         assert process.wait(120) == 130
     commands.use(engine)
@@ -883,7 +883,7 @@ def test_a_full_disk(commands: Commands, engine: Engine, base: Path, tmp_path: P
     argv = [sys.executable, "-c", LIMITED + f"sys.exit(batch.main({flags}))"]
     done = subprocess.run(argv, cwd=ROOT, input=text, capture_output=True, timeout=60)
     assert done.returncode == 2 and os.strerror(errno.EFBIG) in done.stderr.decode()
-    assert "make room, and go on with --resume" in done.stderr.decode()
+    assert "make room, and continue with --resume" in done.stderr.decode()
     kept = len(read(path))
     assert 0 < kept < 20
     commands.use(engine)

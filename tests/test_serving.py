@@ -44,7 +44,8 @@ def test_the_page_names_every_flag_of_the_server():
     from engine.serve import command
 
     flags = {option for action in command.make_parser()._actions for option in action.option_strings}
-    named = set(re.findall(r"`(--[\w-]+)", PAGE))
+    limits = (ROOT / "docs/serving-limits.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(--[\w-]+)", PAGE + limits))
     assert named <= flags
     own = {"--parallel", "--queue", "--timeout", "--traces", "--drain", "--host", "--api-key-file", "--open"}
     assert own | {flag for flag in flags if flag.startswith("--max-")} <= named

@@ -1,3 +1,5 @@
+"""Command lines for developers: golden files, checkpoint tools, benchmarks, viewers."""
+
 import runpy
 from pathlib import Path
 

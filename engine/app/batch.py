@@ -71,7 +71,9 @@ def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] |
         except KeyboardInterrupt:
             if sink.file is None:
                 raise
-            raise KeyboardInterrupt(f"{args.output} has the answers so far; the same with --resume goes on") from None
+            raise KeyboardInterrupt(
+                f"{args.output} has the answers so far; the same command with --resume continues"
+            ) from None
         finally:
             meter.clear()
         if records.index < len(sink.kept):

@@ -24,7 +24,7 @@ input, an object per line (blank lines are skipped):
     name files are for the command line alone. A line that changes the search does not inherit the parameters of the
     command line that its search lacks.
 
-  or {"prompt" or "prompt_ids": ..., "score": [TEXT or [id, ...], ...]}: continuations, of which nothing is generated
+  or {"prompt" or "prompt_ids": ..., "score": [TEXT or [id, ...], ...]}: continuations to score; nothing is generated
   or {"embed": TEXT or [id, ...]}: a text whose vector is wanted; params: pooling (mean, last), normalize, dimensions
 
 output, an object per line:
@@ -34,9 +34,9 @@ output, an object per line:
   ...]) where there is --logprobs, or
   {"id", "scores": [{"logprob", "is_greedy", "token_ids", "token_logprobs"}, ...], "stats"} for "score", or
   {"id", "embedding": [number, ...], "stats"} for "embed", or
-  {"id", "error": {"code", "message"}}; the run goes on after it.
+  {"id", "error": {"code", "message"}}; the run continues after it.
 
---resume keeps what FILE has, errors included, cuts off a torn last line, and goes on with the next record. Give it
+--resume keeps what FILE has, errors included, cuts off a torn last line, and continues with the next record. Give it
 the same input and the same flags. In FILE an answer has also "record", a digest of its input line, by which --resume
 refuses an input whose answered lines have changed.
 
@@ -58,7 +58,7 @@ def make_parser() -> cli.Parser:
     group = parser.group("batch")
     group.add_argument("--input", default="-", metavar="FILE", help="JSON Lines to read; -: stdin (-)")
     group.add_argument("--output", default="-", metavar="FILE", help="new or empty file to write; -: stdout (-)")
-    group.add_argument("--resume", action="store_true", help="go on where the output ends")
+    group.add_argument("--resume", action="store_true", help="continue where the output ends")
     cli.add_trace_flag(group)
     add_request_flags(parser, "batch")
     cli.add_file_flags(parser)

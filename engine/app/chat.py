@@ -199,7 +199,7 @@ def check_save(file: Path, loaded: str | None) -> None:
             raise UsageError(
                 "the file holds a saved conversation, which the first turn would replace",
                 where=str(file),
-                remedy=f"--load {file} goes on with it; or give another name, or delete it",
+                remedy=f"--load {file} continues it; or give another name, or delete it",
             )
 
 

@@ -58,5 +58,5 @@ def add_plan_flags(parser: cli.Parser) -> None:
     add = parser.group("machine").add_argument
     text = "print the memory that a model would take with --context tokens, --max-new-tokens of them the reply's"
     add("--plan", metavar="DIR", help=f"{text}, and exit")
-    text = "processes that share the model, of which --plan counts one (1)"
+    text = "processes that share the model; --plan counts the memory of one (1)"
     add("--processes", type=cli.positive, default=1, metavar="N", help=text)

@@ -169,7 +169,7 @@ def save(dialog: Dialog, rest: str) -> None:
 
 
 def load(dialog: Dialog, rest: str) -> None:
-    """go on with a saved conversation, in place of this one"""
+    """continue a saved conversation, in place of this one"""
     if not rest:
         raise UsageError("/load: expected a file name")
     saved = transcript.load(rest)

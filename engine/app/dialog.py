@@ -210,7 +210,7 @@ class Dialog:
             except (CoppiceError, OSError) as error:
                 note = f"error: the conversation is lost: {error}"
             else:
-                note = f"the conversation is saved; this goes on with it: --load {shlex.quote(str(path))}"
+                note = f"the conversation is saved; to continue it: --load {shlex.quote(str(path))}"
                 break
         with contextlib.suppress(OSError, ValueError):  # the terminal is closed
             self.screen.note(note)
@@ -409,7 +409,7 @@ class Watch:
         undecided = max(0, len(best) - self.settled)
         remark = f"[… {tokens}, {self.count} {self.kind}, {undecided} undecided{self._figures()}]"
         if self._report is not None and self._report.ready is not None:
-            remark = f"[the answer of {tokens} is ready, Enter takes it; {self.count} {self.kind} go on]"
+            remark = f"[the answer of {tokens} is ready, Enter takes it; {self.count} {self.kind} continue]"
         settled, candidates = self._shown
         if candidates:
             decode = self.engine.tokenizer.decode_continuation

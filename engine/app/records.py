@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from engine.app.cli import limits, parse_object, rules, search_params, template_options
-from engine.contract import SearchResult
+from engine.contract import Search, SearchResult
 from engine.contract.embedding import TextVector
 from engine.contract.scoring import Scoring
 from engine.contract.trace import Traces
@@ -244,35 +244,12 @@ def make_request(
     given = [key for key in PROMPTS if key in record]
     if len(given) != 1:
         raise UsageError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(given) or 'none'}")
-    params = record.get("params", {})
-    if not isinstance(params, dict):
-        raise UsageError(f"params: expected an object, got {_show(params)}")
+    params = _object(record, "params")
     _known(params, known_params(), "params.")
-    bounds = limits(args) | {key: params[key] for key in LIMITS if key in params}
-    own_rules = {key: params[key] for key in PLAIN_RULES if key in params}
-    if "response_format" in record:
-        if other := next((key for key in ONE_OF if key in own_rules), None):
-            raise UsageError(f"response_format and params.{other}: expected at most one of them")
-        own_rules |= response_format(record["response_format"])
-    name, inherited = chosen(params, args.search), search_params(args)
-    generation: Generation = getattr(args, "generation", Generation())
-    bounds |= with_changes(generation.rules_of(name) | rules(args), own_rules)
-    for key in ("stop", "choices", "bad_words", "dry_sequence_breakers"):
-        if isinstance(bounds.get(key), str):
-            bounds[key] = [bounds[key]]
-    if bounds.get("eos_token_ids", ()) is None:  # None would be the checkpoint's
-        raise UsageError("eos_token_ids: expected a list of token ids, got null")
-    for key, words in paths().items():
-        if params.get(key) is not None and params[key] not in words:
-            also = f"; here it may be {' or '.join(words)}" if words else ""
-            raise UsageError(f"params.{key}: paths are given on the command line only{also}")
-    own = {key: value for key, value in params.items() if key not in ("search", *OPTIONS)}
-    if isinstance(name, str) and name in REGISTRY:
-        known = parameters(name)
-        if name != args.search:
-            inherited = {key: value for key, value in inherited.items() if key in known}
-        inherited = generation.params_of(known) | inherited
-    search = make_search(name, inherited | own)
+    own_rules = _own_rules(record, params)
+    name, generation = chosen(params, args.search), getattr(args, "generation", Generation())
+    bounds = _bounds(params, args, with_changes(generation.rules_of(name) | rules(args), own_rules))
+    search = _search(params, args, name, generation)
     if given != ["messages"]:
         if other := next((key for key in TEMPLATE if key in record), None):
             raise UsageError(f"{other}: only a line with messages has a chat template")
@@ -285,6 +262,51 @@ def make_request(
     return Request(prompt.ids, search, messages=record["messages"], **bounds), prompt.thoughts
 
 
+def _object(record: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The object that a record has for a key; empty if it has none. Raises UsageError."""
+    value = record.get(key, {})
+    if not isinstance(value, dict):
+        raise UsageError(f"{key}: expected an object{' of variables' * (key == 'template')}, got {_show(value)}")
+    return value
+
+
+def _own_rules(record: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `Rules` that a record has. Raises UsageError."""
+    own = {key: params[key] for key in PLAIN_RULES if key in params}
+    if "response_format" in record:
+        if other := next((key for key in ONE_OF if key in own), None):
+            raise UsageError(f"response_format and params.{other}: expected at most one of them")
+        own |= response_format(record["response_format"])
+    return own
+
+
+def _bounds(params: dict[str, Any], args: argparse.Namespace, rules: dict[str, Any]) -> dict[str, Any]:
+    """The limits and the rules of a request, as arguments of `Request`. Raises UsageError."""
+    bounds = limits(args) | {key: params[key] for key in LIMITS if key in params} | rules
+    for key in ("stop", "choices", "bad_words", "dry_sequence_breakers"):
+        if isinstance(bounds.get(key), str):
+            bounds[key] = [bounds[key]]
+    if bounds.get("eos_token_ids", ()) is None:  # None would be the checkpoint's
+        raise UsageError("eos_token_ids: expected a list of token ids, got null")
+    return bounds
+
+
+def _search(params: dict[str, Any], args: argparse.Namespace, name: Any, generation: Generation) -> Search:
+    """The search of a record; the command line and the checkpoint give the parameters that it lacks. Raises
+    UsageError."""
+    for key, words in paths().items():
+        if params.get(key) is not None and params[key] not in words:
+            also = f"; here it may be {' or '.join(words)}" if words else ""
+            raise UsageError(f"params.{key}: paths are given on the command line only{also}")
+    inherited = search_params(args)
+    if isinstance(name, str) and name in REGISTRY:
+        known = parameters(name)
+        if name != args.search:
+            inherited = {key: value for key, value in inherited.items() if key in known}
+        inherited = generation.params_of(known) | inherited
+    return make_search(name, inherited | {key: x for key, x in params.items() if key not in ("search", *OPTIONS)})
+
+
 def known_params() -> list[str]:
     """The keys that `params` may have: those of every search, and of all requests."""
     return ["search", *OPTIONS, *dict.fromkeys(key for name in REGISTRY for key in parameters(name))]
@@ -292,12 +314,8 @@ def known_params() -> list[str]:
 
 def _options(record: dict[str, Any], options: TemplateOptions) -> TemplateOptions:
     """The options of a record's chat template; the command line gives what the record lacks. Raises UsageError."""
-    variables = record.get("template", {})
-    if not isinstance(variables, dict):
-        raise UsageError(f"template: expected an object of variables, got {_show(variables)}")
-    tools = record.get("tools", options.tools)
-    think = record.get("think", options.think)
-    return TemplateOptions(tools, {**options.variables, **variables}, think, options.lead)
+    tools, think = record.get("tools", options.tools), record.get("think", options.think)
+    return TemplateOptions(tools, {**options.variables, **_object(record, "template")}, think, options.lead)
 
 
 def _prompt(key: str, value: Any, engine: Engine, parse_special: bool) -> Sequence[int]:
@@ -361,9 +379,7 @@ def embed_record(record: Mapping[str, Any], model: LoadedModel) -> Request:
     """The request of a batch line with "embed". Raises UsageError."""
     if other := next((key for key in record if key not in ("id", "embed", "params")), None):
         raise UsageError(f"{other}: a line with embed has no other text")
-    params = record.get("params", {})
-    if not isinstance(params, dict):
-        raise UsageError(f"params: expected an object, got {_show(params)}")
+    params = _object(record, "params")
     _known(params, ["pooling", "normalize", "dimensions", "adapter"], "params.")
     search = embedding_of(model, params.get("pooling"), params.get("normalize"), params.get("dimensions"))
     return embedding_request(model, record["embed"], search, adapter=params.get("adapter"), name="embed")

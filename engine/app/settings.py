@@ -15,7 +15,7 @@ from engine.values import plain
 from search.base import REGISTRY, chosen, make_search, parameters
 from search.outside import find_search
 
-FOR_PEOPLE = {"trie": {"early_stopping": "best"}}  # search -> parameters in a chat, measured in docs/chat.md
+FOR_PEOPLE = {"trie": {"early_stopping": "best"}}  # search -> parameters in a chat, measured in docs/results/endings.md
 DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others; if one is given, a chat sets no default
 TEXTS = ("choices", "bad_words", "dry_sequence_breakers")  # lists of texts, for which one text may be given
 

@@ -71,7 +71,7 @@ class Sink:
             if args.resume:
                 sink._keep()
             elif os.fstat(file.fileno()).st_size:
-                remedy = "--resume goes on with it; or give another name, or delete it"
+                remedy = "--resume continues it; or give another name, or delete it"
                 raise UsageError("the output file exists and is not empty", where=args.output, remedy=remedy)
         except OSError as error:
             raise UsageError(f"cannot write the output: {error.strerror}", where=args.output) from None
@@ -142,7 +142,7 @@ class Sink:
                 self.file.truncate(size)  # no incomplete lines, even if the disk is full
             if isinstance(error, BrokenPipeError) or not isinstance(error, OSError):
                 raise
-            remedy = "its lines are whole: make room, and go on with --resume" if self.file else ""
+            remedy = "its lines are whole: make room, and continue with --resume" if self.file else ""
             raise UsageError(f"cannot write the output: {error.strerror}", where=self.name, remedy=remedy) from None
 
     def close(self) -> None:

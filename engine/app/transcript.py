@@ -85,12 +85,12 @@ def save(
         with locked(target.parent, WAIT):
             if expected is not ... and state(target) != expected:
                 what = "cannot save the conversation: another program has changed the file in the meantime"
-                remedy = "/save FILE saves this conversation under another name; /load FILE goes on with the other one"
+                remedy = "/save FILE saves this conversation under another name; /load FILE continues the other one"
                 raise UsageError(what, where=str(path), remedy=remedy)
             with replacing(target) as file:
                 file.write(data)
     except OSError as error:
-        remedy = "an existing file is unchanged; the conversation goes on"
+        remedy = "an existing file is unchanged; the conversation continues"
         raise UsageError(f"cannot save the conversation: {error.strerror}", where=str(path), remedy=remedy) from None
     return target
 

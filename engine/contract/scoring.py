@@ -17,7 +17,7 @@ from kernels.rows import top_k
 ROWS = 64  # most rows over the vocabulary at a time, and so most nodes beside a path
 
 
-class Branch:
+class TextPlace:
     """A place in the tree of continuations: the tokens that follow there, and their log-probabilities.
 
     Args:
@@ -34,9 +34,9 @@ class Branch:
 
     __slots__ = ("above", "after", "last", "logps", "node", "ranks", "token", "top")
 
-    def __init__(self, above: "Branch | None" = None, token: int = -1):
+    def __init__(self, above: "TextPlace | None" = None, token: int = -1):
         self.above, self.token, self.node, self.last = above, token, -1, -1
-        self.after: dict[int, Branch] = {}
+        self.after: dict[int, TextPlace] = {}
         self.logps: dict[int, float] = {}
         self.ranks: dict[int, int] = {}
         self.top: list[tuple[int, float]] = []
@@ -60,11 +60,11 @@ class Scoring(Search):
 
     def run(self, task: Task) -> SearchGenerator:
         """See `Search`."""
-        root, first, room = Branch(), 0, ROWS
+        root, first, room = TextPlace(), 0, ROWS
         for tokens in sorted({*self.continuations}):  # their order changes no pass
             place = root
             for token in tokens:
-                place = place.after.setdefault(token, Branch(place, token))
+                place = place.after.setdefault(token, TextPlace(place, token))
         root.node = task.tree.root
         todo = _to_evaluate(root)
         while first < len(todo):
@@ -83,7 +83,7 @@ class Scoring(Search):
         scores = [self._score(root, tokens, skip) for tokens, skip in zip(self.continuations, skipped, strict=True)]
         return SearchResult([Output([], None, None, "length")], scores=scores)
 
-    def _evaluate(self, tree: TokenTree, part: Sequence[Branch]) -> Generator[Evaluate, Any, None]:
+    def _evaluate(self, tree: TokenTree, part: Sequence[TextPlace]) -> Generator[Evaluate, Any, None]:
         """Evaluate places; each comes after the place above it."""
         for place in part:
             if place.above is not None:
@@ -99,7 +99,7 @@ class Scoring(Search):
         for place, (values, tokens) in zip(part, best.view(-1, 2, k).tolist(), strict=True):
             place.top = [(int(token), logp) for token, logp in zip(tokens, values, strict=True) if logp > -math.inf]
 
-    def _score(self, place: Branch, tokens: Sequence[int], skip: int) -> ContinuationScore:
+    def _score(self, place: TextPlace, tokens: Sequence[int], skip: int) -> ContinuationScore:
         logps, ranks, tops, greedy = [], [], [], True
         for i, token in enumerate(tokens):
             if i >= skip:
@@ -115,9 +115,9 @@ class Scoring(Search):
         return prompt_tokens + new_tokens - 1, prompt_tokens + new_tokens - 1 + ROWS
 
 
-def _to_evaluate(root: Branch) -> list[Branch]:
+def _to_evaluate(root: TextPlace) -> list[TextPlace]:
     """The places that tokens follow, depth first: each before those below it, and those before its siblings."""
-    found, stack = list[Branch](), [root]
+    found, stack = list[TextPlace](), [root]
     while stack:
         place = stack.pop()
         if place.after:
@@ -128,7 +128,7 @@ def _to_evaluate(root: Branch) -> list[Branch]:
     return found
 
 
-def _forget(tree: TokenTree, place: Branch, index: int) -> None:
+def _forget(tree: TokenTree, place: TextPlace, index: int) -> None:
     """Free the nodes that `place`, the `index`-th, and later ones do not need. Needed nodes lie on the path to it."""
     deepest = highest = place.above
     above = deepest

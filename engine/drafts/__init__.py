@@ -31,7 +31,7 @@ class RequestDrafter(Protocol):
     """Guesses for one request. Its text is the prompt and the tokens that all live beams share.
 
     All methods are called by the thread that steps, so they must be quick: `draft` is called for each live node of a
-    step. If one raises, the request goes on without drafts.
+    step. If one raises, the request continues without drafts.
     """
 
     def learn(self, tokens: Sequence[int]) -> None:

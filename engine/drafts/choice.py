@@ -34,11 +34,11 @@ def chosen_drafter(
         return None
     why = ""
     if runner.asynchronous or runner.device.type != "cpu":
-        why = "they ride along on a CPU only"
+        why = "they are supported on a CPU only"
     elif processes > 1:
-        why = "measured times decide about them, which would part processes that share a model"
+        why = "they depend on measured times, on which processes that share a model would differ"
     elif runner.token_buckets:
-        why = "passes of a compiled model have few sizes"
+        why = "a compiled model supports few sizes of passes"
     if named == "auto":
         # Without the C++ kernels the last bits of a row may depend on the other tokens of the pass.
         if why or runner.impl != "cpp":

@@ -50,7 +50,7 @@ class HeadDrafts(ModelDrafts):
         tree.keep(kept)
         self._below = {node: row_E for node, row_E in self._below.items() if tree.is_live(node)}
 
-    def hear(self, first: int, paths: Sequence[Sequence[int]], rows_TE: Tensor) -> None:
+    def read_rows(self, first: int, paths: Sequence[Sequence[int]], rows_TE: Tensor) -> None:
         """Take rows of the model, in the form that the head reads.
 
         Args:
@@ -128,8 +128,7 @@ class HeadDrafter(ModelDrafter):
             rows += request.given(part.chunk, self._zeros_E)
             owners += [(request, node) for node, _ in part.rows]
         p = runner.pack([part.chunk for part in parts])
-        inputs = p.tokens_T, p.layout.positions_T, p.spans_T, runner.pool.cache, p.layout
-        hidden_NE = head(torch.stack(rows), *inputs)[[*places]]
+        hidden_NE = head(torch.stack(rows), *p.arguments(runner.pool.cache))[[*places]]
         if not places:
             return []
         for (request, node), row_E in zip(owners, hidden_NE, strict=True):

@@ -1,10 +1,10 @@
-"""Drafts by a smaller model with the same vocabulary: its likeliest continuations of every live node, level by level.
+"""Drafts by a draft model with the same vocabulary: its likeliest continuations of every live node, level by level.
 
-Each request has a tree in the smaller model's cache, which follows the live nodes of the request's search and holds
-the drafts below them. One pass of the smaller model makes a level of the drafts of all requests. If a search keeps the
-best sums, as beam search does, a level has the nodes that the search would keep if the smaller
-model's log-probabilities were the model's (the forest of DSBD, arXiv 2409.16560 section 3, with best sums instead
-of draws). Otherwise each live node has its likeliest continuation; a single live node also has alternatives.
+Each request has a tree in the draft model's cache, which follows the live nodes of the request's search and holds the
+drafts below them. One pass of the draft model makes a level of the drafts of all requests. If a search keeps the best
+sums, as beam search does, a level has the nodes that the search would keep if the draft model's log-probabilities were
+the model's (the forest of DSBD, arXiv 2409.16560 section 3, with best sums instead of draws). Otherwise each live node
+has its likeliest continuation; a single live node also has alternatives.
 """
 
 import math
@@ -27,7 +27,7 @@ CANDIDATES = 8  # best tokens of a row that are looked at
 OFFERED = 2  # most drafted children of a node, if there is a single live node
 LEAST_CHANCE = 0.05  # the least probability of such a node
 MEASURED = 64  # most tokens of a pass whose time is recorded: larger ones say little about small ones
-CATCH_UP = 8  # tokens that are read whatever they cost
+CATCH_UP = 8  # tokens that the draft model always reads, whatever they cost
 
 
 class ModelDrafts:
@@ -39,7 +39,7 @@ class ModelDrafts:
         prompt: token ids.
 
     Attributes:
-        tree: the request's tree in the smaller model's cache. Below the text it has live nodes, and evaluated ones.
+        tree: the request's tree in the draft model's cache. Below the text it has live nodes, and evaluated ones.
         rows: evaluated node -> its best tokens with their log-probabilities, best first.
     """
 
@@ -99,15 +99,15 @@ class ModelDrafts:
         return int(min(LEVELS, self._longest - 1 - self.tree.position(self._end) - len(ahead)))
 
 
-class ForestHead(NamedTuple):
+class Tip(NamedTuple):
     """A node whose children are drafted next.
 
     Attributes:
         live: the index of the live node that it is below.
         place: its index in that node's draft; -1: the live node.
-        node: its node in the smaller model's tree; for a drafted node its parent's, until it is evaluated.
+        node: its node in the draft model's tree; for a drafted node its parent's, until it is evaluated.
         token: the token of a drafted node that is not evaluated; else None.
-        chance: probability of the path from the live node, by the smaller model.
+        chance: probability of the path from the live node, by the draft model.
         total: the live node's sum and the log-probability of the path.
         state: the state of the constraint.
     """
@@ -128,44 +128,44 @@ class Forest:
     Args:
         wanted: what the request may draft.
         drafts: the drafts of its live nodes.
-        heads: nodes of the latest level that may have children.
+        tips: nodes of the latest level that may have children.
         level: the latest level of the drafts; 0: the live nodes.
     """
 
     wanted: Wanted
     request: ModelDrafts
     drafts: list[Draft]
-    heads: list[ForestHead]
+    tips: list[Tip]
     level: int = 0
 
     @staticmethod
     def begin(wanted: Wanted) -> "Forest":
-        """A forest without drafts; without heads if nothing can be drafted."""
+        """A forest without drafts; without tips if nothing can be drafted."""
         request, sums, states, ahead = wanted.request, wanted.sums, wanted.states, wanted.ahead
         assert isinstance(request, ModelDrafts)
-        heads = [
-            ForestHead(i, -1, node, None, 1.0, 0.0 if sums is None else float(sums[i]), states and states[i])
+        tips = [
+            Tip(i, -1, node, None, 1.0, 0.0 if sums is None else float(sums[i]), states and states[i])
             for i, node in enumerate(request.follow(ahead))
         ]
-        return Forest(wanted, request, [Draft() for _ in ahead], heads)
+        return Forest(wanted, request, [Draft() for _ in ahead], tips)
 
     def unknown(self) -> list[int]:
-        """Grow the heads; returns those without a row."""
+        """Grow the tips; returns those without a row."""
         tree, rows = self.request.tree, self.request.rows
-        self.heads = [
-            head if head.token is None else head._replace(node=tree.child(head.node, head.token), token=None)
-            for head in self.heads
+        self.tips = [
+            tip if tip.token is None else tip._replace(node=tree.child(tip.node, tip.token), token=None)
+            for tip in self.tips
         ]
-        unknown = [*dict.fromkeys(head.node for head in self.heads if head.node not in rows)]
+        unknown = [*dict.fromkeys(tip.node for tip in self.tips if tip.node not in rows)]
         for node in unknown:
             if tree.is_evaluated(node):  # as the ancestor of a live node
                 tree.forget_row(node)
         return unknown
 
     def grow(self) -> None:
-        """Draft the next level below the heads, and make heads of its nodes."""
+        """Draft the next level below the tips, and make tips of its nodes."""
         wanted, self.level = self.wanted, self.level + 1
-        found = [each for head in self.heads for each in self._children(head)]
+        found = [each for tip in self.tips for each in self._children(tip)]
         if wanted.sums is not None and (len(wanted.ahead) > 1 or wanted.width > 1):
             found.sort(key=lambda each: -each.total)
             best, others = found[: wanted.width], []
@@ -173,7 +173,7 @@ class Forest:
             found.sort(key=lambda each: -each.chance)
             best = [*{each.live: each for each in reversed(found)}.values()]
             others = [each for each in found[1:OFFERED] if each.chance >= LEAST_CHANCE] if len(self.drafts) == 1 else []
-        self.heads = []
+        self.tips = []
         for goes_on, each in [*((True, each) for each in best), *((False, each) for each in others)]:
             draft = self.drafts[each.live]
             if len(draft.tokens) < wanted.nodes and each.token is not None:
@@ -181,38 +181,36 @@ class Forest:
                 draft.parents.append(each.place)
                 draft.scores.append(each.chance)
                 if goes_on and self.level < self._reach(each.live):
-                    self.heads.append(each._replace(place=len(draft.tokens) - 1))
-        self.heads = [head for head in self.heads if len(self.drafts[head.live].tokens) < wanted.nodes]
+                    self.tips.append(each._replace(place=len(draft.tokens) - 1))
+        self.tips = [tip for tip in self.tips if len(self.drafts[tip.live].tokens) < wanted.nodes]
 
     def _reach(self, live: int) -> int:
         """How many levels a live node may have."""
         return min(self.wanted.depth[live], self.request.reach(self.wanted.ahead[live]))
 
-    def _children(self, head: ForestHead) -> list[ForestHead]:
-        """The likeliest allowed tokens after a head; they share the probability of forbidden ones."""
-        wanted, row = self.wanted, self.request.rows.get(head.node, ())
-        if self.level > self._reach(head.live):
+    def _children(self, tip: Tip) -> list[Tip]:
+        """The likeliest allowed tokens after a tip; they share the probability of forbidden ones."""
+        wanted, row = self.wanted, self.request.rows.get(tip.node, ())
+        if self.level > self._reach(tip.live):
             return []
         found, left = [], max(0.0, 1.0 - math.fsum(math.exp(logp) for _, logp in row))
         for token, logp in row:
             if token in wanted.ends:
                 continue
-            state = head.state
+            state = tip.state
             if state is not None and (state := wanted.after(state, token)).forbidden:
                 continue
             found.append((token, logp, state))
             left += math.exp(logp)
-        shift = math.log(left) if head.state is not None and left > 0 else 0.0
+        shift = math.log(left) if tip.state is not None and left > 0 else 0.0
         return [
-            ForestHead(
-                head.live, head.place, head.node, token, head.chance * math.exp(logp - shift), head.total + logp, state
-            )
+            Tip(tip.live, tip.place, tip.node, token, tip.chance * math.exp(logp - shift), tip.total + logp, state)
             for token, logp, state in found
             if logp > -math.inf
         ]
 
     def worth(self, seconds: float) -> bool:
-        """Whether another level is worth a pass of the smaller model of this many seconds."""
+        """Whether another level is worth a pass of the draft model of this many seconds."""
         if self.level >= LEVELS:
             return False
         if not self.wanted.saving:
@@ -221,14 +219,14 @@ class Forest:
             chance = self.wanted.odds(self.level + 1)
         else:
             by_live = [0.0] * len(self.drafts)
-            for head in self.heads:
-                by_live[head.live] += head.chance
+            for tip in self.tips:
+                by_live[tip.live] += tip.chance
             chance = math.prod(by_live)
         return chance * self.wanted.saving > seconds
 
 
 class ReadPart(NamedTuple):
-    """A request's part of a pass of the smaller model.
+    """A request's part of a pass of the draft model.
 
     Attributes:
         rows: nodes whose rows are wanted, and their places among the tokens of the chunk; empty if the chunk lacks
@@ -269,7 +267,7 @@ class ModelDrafter:
     """The drafter of an engine that has a draft model.
 
     Args:
-        runner: the smaller model's runner. Both models have the same vocabulary.
+        runner: the draft model's runner. Both models have the same vocabulary.
 
     Attributes:
         passes: number of passes that it has run.
@@ -285,27 +283,27 @@ class ModelDrafter:
     def draft_together(self, wanted: Sequence[Wanted]) -> list[list[Draft]]:
         """A draft for each live node of each request of a step, in order. A level of all drafts takes one pass."""
         forests = [Forest.begin(each) for each in wanted]
-        growing = [forest for forest in forests if forest.heads and self._affordable(forest)]
+        growing = [forest for forest in forests if forest.tips and self._affordable(forest)]
         while growing:
             growing, others = self._read(growing), len(growing)
             for forest in growing:
                 forest.grow()
-            growing = [each for each in growing if each.heads and each.worth(self._seconds(each) / others)]
+            growing = [each for each in growing if each.tips and each.worth(self._seconds(each) / others)]
         return [forest.drafts for forest in forests]
 
     def _seconds(self, forest: Forest) -> float:
         """The time of a pass for the next level of a forest."""
-        return self.runner.time.seconds(len(forest.heads))
+        return self.runner.time.seconds(len(forest.tips))
 
     def _affordable(self, forest: Forest) -> bool:
         """Whether the request may spend the time to read the tokens generated since it drafted last."""
         tree = forest.request.tree
-        trunk, nodes = tree.pending([head.node for head in forest.heads])
+        trunk, nodes = tree.pending([tip.node for tip in forest.tips])
         tokens = trunk + len(nodes) - max(0, tree.prompt_length - tree.trunk.cached)
         return tokens <= CATCH_UP or self.runner.time.seconds(tokens) <= forest.wanted.spare
 
     def _read(self, forests: Sequence[Forest]) -> list[Forest]:
-        """Evaluate the heads of forests in one pass, as far as it has room; returns the forests whose heads have rows.
+        """Evaluate the tips of forests in one pass, as far as it has room; returns the forests whose tips have rows.
 
         For the others the pass reads a part of the text.
         """

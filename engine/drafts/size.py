@@ -89,8 +89,8 @@ class DraftSize:
     def choose_together(self, drafts: Sequence[Draft], rows: int) -> Sequence[Sequence[int]]:
         """Which nodes of each draft to evaluate, if a pass is saved only if all of its nodes were drafted.
 
-        A search goes on from all of its live nodes at once: the pass d levels ahead is saved if the drafts have what it
-        asks for below every live node. Its probability is the product, over the live nodes, of the sums of the
+        A search extends all of its live nodes at once: the pass d levels ahead is saved if the drafts have what it asks
+        for below every live node. Its probability is the product, over the live nodes, of the sums of the
         probabilities at that level, corrected by how often such passes were saved. A pass that is
         not saved has fewer tokens, because the correctly drafted ones are known.
 

@@ -169,9 +169,10 @@ def allow(options: LoadOptions) -> AllowedBytes:
         planned = planned.with_experts(experts.least)
     left = planned.left(memory)
     if memory < planned.total(least):
+        lines = [f"  experts: {experts.touched()}; {experts.limits()}"] if experts is not None else []
         raise UsageError(
             f"memory: {size_text(memory)} is less than the {size_text(planned.total(least))} that this needs",
-            where="\n".join([planned.spelled(least, str(workload)), *_of_experts(experts)]),
+            where="\n".join([planned.spelled(least, str(workload)), *lines]),
             remedy=_remedies(options, memory, workload, planned.total(least)),
         )
     if kv_memory is not None and kv_memory > left:
@@ -183,11 +184,6 @@ def allow(options: LoadOptions) -> AllowedBytes:
     spare = 0 if experts is None else memory - planned.total(least)
     cache = kv_memory if kv_memory is not None else min(left - spare // 2, MAX_TOKENS * planned.token)
     return AllowedBytes(cache, None if experts is None else min(experts.least + left - cache, experts.every))
-
-
-def _of_experts(experts: ExpertBytes | None) -> list[str]:
-    """The lines of a refusal about experts."""
-    return [] if experts is None else [f"  experts: {experts.touched()}; {experts.limits()}"]
 
 
 def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int) -> str:

@@ -134,7 +134,7 @@ class Processes(Shard):
         except RuntimeError as error:
             raise ProcessError(
                 f"process {self.rank} of {self.size}: another process has ended or does not answer: {_line(error)}",
-                remedy="its own message has the reason",
+                remedy="the message of that process has the reason",
             ) from error
 
 

@@ -78,7 +78,7 @@ def why_whole(options: LoadOptions) -> str | None:
     if not has_kernels(torch.float32, CPU):
         return "experts are read from a mapped file by the C++ kernels alone"
     if not MAPPINGS.exists():
-        return "the system does not say which files are mapped: Linux does"
+        return "the system does not say which files are mapped, as Linux does"
     return None
 
 

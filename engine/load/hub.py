@@ -1,8 +1,8 @@
 """Models named on the Hugging Face hub: `org/name[@revision][:file]` becomes a path in the hub's cache.
 
-Only loading calls this (`Engine.load`, the flags of command lines); batch lines and
-HTTP requests never do. `huggingface_hub` is imported only when a name is not a path; it reads HF_HOME,
-HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the like, and shows its progress bars.
+Only loading calls this (`Engine.load`, the flags of command lines); batch lines and HTTP requests never do.
+`huggingface_hub` is imported only when a name is not a path; it reads HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE
+and the like, and shows its progress bars.
 """
 
 import contextlib

@@ -99,7 +99,7 @@ class LoadedModel:
             self.warned = True
             warnings.warn(
                 f"{token!r} in a prompt is read as text, not as the control token: parse_special (--parse-special) "
-                "reads such spellings as tokens; this is said once",
+                "reads such spellings as tokens; further ones are not reported",
                 stacklevel=2,
             )
         return tokenizer.encode(prompt, parse_special=parse_special)
@@ -283,7 +283,7 @@ def in_context(model: Any, context: int | None, name: str) -> ModelShape:
         raise UsageError(
             f"context: this model has learned its {shape.max_positions} positions and has no others, got {context}",
             where=name,
-            remedy="only models that rotate positions go on past their context",
+            remedy="only models that rotate positions can exceed their context",
         )
     return replace(shape, max_positions=context)
 
@@ -295,7 +295,7 @@ def open_adapters(options: LoadOptions, checkpoint: Checkpoint) -> dict[str, Ada
         family = family_of(checkpoint.architecture, str(checkpoint.folder / "config.json"))
         for option, used in (("shard", options.place.size > 1), ("compile", options.compile == "on")):
             if used:
-                raise UsageError(f"adapters: they are not served with {option}", remedy="merge the adapter")
+                raise UsageError(f"adapters: they cannot be combined with {option}", remedy="merge the adapter")
         found[name] = Adapter.open(folder, scale)
         found[name].fitted(family.names, family.read(checkpoint.fields), family.base)
     return found
@@ -323,7 +323,7 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
     }
     if options.activations == "int8" and not rounds_rows(parts["target"].model):
         raise UsageError(
-            "activations: int8 is for products with codes, of which this model has none",
+            "activations: int8 applies to quantised matrices, and this model has none",
             where=parts["target"].checkpoint.name,
             remedy="leave out --activations int8, or add --quant int8",
         )

@@ -75,10 +75,10 @@ class LoadOptions:
     Args:
         folder: folder with config.json, safetensors, tokenizer, a GGUF file, or a name on the hub: org/name[:Q4_K_M]. A
             name may have a revision and a file, `org/name@revision:FILE.gguf`; an existing path takes precedence.
-        draft: a smaller model with the same tokenizer. Given like `folder`, for searches and `drafts` that use a draft
-            model; for the latter also an EAGLE-3 head of the model.
-        reward: a model with a scalar head, to rank. Given like `folder`, for searches that rank; from Python also a
-            function, see `Request`.
+        draft: a smaller model with the same tokenizer, for searches and `drafts` that use a draft model. Given like
+            `folder`; for `drafts` it may also be an EAGLE-3 head of the model.
+        reward: a model with a scalar head, for searches that rank. Given like `folder`; from Python also a function,
+            see `Request`.
         chat_template: a Jinja file; none: plain completion.
         adapters: a folder of peft with a LoRA adapter of the model; repeatable. An adapter is named after its folder;
             requests choose one with `adapter`, and use the first one by default. A factor may follow, as in DIR=0.5;
@@ -103,15 +103,16 @@ class LoadOptions:
         parallel: searches that run at once.
         prefix_cache: keep read prompts in pages that nothing else needs. A shared prefix of several prompts is
             evaluated once; without `kv_memory` or `memory` up to 1 GiB is kept on a CPU.
-        cache: keep what is derived from the model's files at some cost, such as packed matrices, in the user's cache
-            folder, so that later starts need less time. "off" neither writes nor reads the cache; see
-            docs/platforms.md.
-        compile: compile what is between products with torch, on a GPU only. Loading then takes some seconds longer.
+        cache: keep results of loading, such as packed matrices, in the user's cache folder, so that later starts need
+            less time. "off" neither writes nor reads the cache; see docs/platforms.md.
+        compile: compile the operators between matrix products with torch.compile, on a GPU only. Loading takes some
+            seconds longer.
         graphs: run small passes as CUDA graphs on a GPU.
-        drafts: guesses that ride along in the passes of every search, which then needs fewer: from the "ngrams" of a
-            request's prompt and output, the longest "suffix" of its text, found in it and in ended requests' texts, or
-            a smaller "model" or a head of the model (`draft`), the head in the model's own checkpoint, "mtp". "auto":
-            suffix, if that changes no bit. From Python also a `engine.drafts.Drafter`. On a CPU; see docs/drafts.md.
+        drafts: guessed tokens that the passes of every search also evaluate, so that fewer are needed. From "ngrams"
+            of a request's prompt and output; from what followed earlier occurrences of its last tokens, in its own text
+            and in those of ended requests ("suffix"); from a smaller "model" or a head of the model (`draft`); or from
+            the head in the model's own checkpoint, "mtp". "auto": suffix, if that changes no bit. From Python also an
+            `engine.drafts.Drafter`. On a CPU; see docs/drafts.md.
         shard: the rank of this process among several that share the models, including companions, see
             `engine.load.distributed.together`. All load the same and get the same requests; memory limits apply to
             each.

@@ -90,7 +90,7 @@ def _pack(matrices: CachedMatrices, checkpoint: Checkpoint, dtype: torch.dtype, 
 
 def _begin(matrices: CachedMatrices, size: int, stack: ExitStack) -> NewFile | None:
     """The file to write, in the first usable place; None: another process has just written it to the cache."""
-    what = f"packing {size_text(size)} of matrices into a file, as --memory does not hold all experts"
+    what = f"packing {size_text(size)} of matrices into a file, because --memory does not hold all experts"
     try:
         new, folder = _in_cache(matrices, size, stack), matrices.cache and matrices.cache.folder
         if new is not None:
@@ -108,8 +108,8 @@ def _begin(matrices: CachedMatrices, size: int, stack: ExitStack) -> NewFile | N
             where=f"  the cache: {why}\n  a file of its own: {error}",
             remedy=f"make {size_text(size + SPARE)} free there, or {REMEDY}",
         ) from None
-    files.report(f"{what}: it lies in {folder} and goes when this process ends, so that a later start packs it again")
-    files.report(f"the cache does not take it: {why}")
+    files.report(f"{what}: it lies in {folder} and is removed when this process ends; later starts pack it again")
+    files.report(f"the cache cannot hold it: {why}")
     return NewFile(file.fileno())
 
 
@@ -121,7 +121,7 @@ def _in_cache(matrices: CachedMatrices, size: int, stack: ExitStack) -> NewFile 
     if changed_since(matrices.paths, matrices.opened):
         raise ValueError("the checkpoint has just been written")
     if size > cache.bound:
-        raise ValueError(f"it takes {size_text(cache.bound)} at most: COPPICE_CACHE={(size >> 30) + 1}G raises that")
+        raise ValueError(f"it holds {size_text(cache.bound)} at most: COPPICE_CACHE={(size >> 30) + 1}G raises that")
     _check_room(files.private(cache.folder, make=True), size)
     while True:
         try:

@@ -48,7 +48,7 @@ class Spellings:
         found = self._sorted[bisect_left(self._keys, start) : bisect_left(self._keys, after)]
         return [token for _, token in found]
 
-    def goes_on(self, start: bytes) -> bool:
+    def continues(self, start: bytes) -> bool:
         """Whether some token's bytes begin with `start` and are longer."""
         place = bisect_right(self._keys, start)
         return place < len(self._keys) and self._keys[place].startswith(start)
@@ -106,7 +106,7 @@ def heal(ids: Sequence[int], known: Spellings) -> tuple[list[int], bytes]:
         data = spelling + data
         if not spelling or len(data) >= known.longest:
             break
-        if _is_text(data) and known.goes_on(data):
+        if _is_text(data) and known.continues(data):
             cut, kept = data, len(ids) - count
     return list(ids[:kept]), cut
 

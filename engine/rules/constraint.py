@@ -39,7 +39,7 @@ class Constraint(ABC):
     """Base class of constraints. One object may serve many requests, so everything that changes belongs in states.
 
     A state is any object and is never changed: `advance` returns a new one (or the same). Each method may raise; the
-    request then ends with a `ConstraintError`, and others go on.
+    request then ends with a `ConstraintError`, and others continue.
     """
 
     @abstractmethod

@@ -157,7 +157,7 @@ class Vocabulary:
         sure = len(data)
         if not whole:  # up to the first place where a token may begin that extends beyond the known text
             starts = range(max(0, len(data) - FORCED), len(data))
-            sure = next((i for i in starts if self._goes_on(data[i:])), len(data))
+            sure = next((i for i in starts if self._continues(data[i:])), len(data))
         found, end = [], 0
         for token in self._encoded(last, data):
             end += len(self.tokens[token])
@@ -166,7 +166,7 @@ class Vocabulary:
             found.append(token)
         return found
 
-    def _goes_on(self, data: bytes) -> bool:
+    def _continues(self, data: bytes) -> bool:
         """Whether a token begins with these bytes and is longer."""
         at = bisect_right(self._sorted, data)
         return at < len(self._sorted) and self._sorted[at].startswith(data)
@@ -319,7 +319,7 @@ class Grammar(Constraint):
         self._compiled.size += ADVANCE
         if not matcher.consume_token(token):
             fault = _first_lines(matcher.get_error())
-            raise ConstraintError(f"the grammar does not go on with token {token}: {fault}")
+            raise ConstraintError(f"the grammar does not allow token {token}: {fault}")
         data, after = self._vocabulary.tokens[token], GrammarState(matcher, token)
         if state.forced[:1] == [token]:
             after.forced, after.unsure = state.forced[1:], state.unsure
@@ -346,7 +346,7 @@ class Grammar(Constraint):
             if matcher.is_error():
                 if (fault := _first_lines(matcher.get_error())) not in ENDED:
                     self._compiled.fail()
-                    raise ConstraintError(f"the grammar cannot go on: {fault}")
+                    raise ConstraintError(f"the grammar failed: {fault}")
                 masks_NW[i] = 0
             elif matcher.is_accepting():
                 masks_NW[i] |= self._ends_W

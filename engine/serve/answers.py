@@ -170,8 +170,8 @@ class Answers:
             rows = zip(score.token_ids, score.token_logprobs, score.ranks or [], tops, strict=True)
             places: list[Any] = [None]
             for token, logp, rank, top in rows:
-                told = [*((t, x, i) for i, (t, x) in enumerate(top[: asked.prompt_logprobs], 1)), (token, logp, rank)]
-                places.append({str(t): self._ranked(t, x, i) for t, x, i in told})
+                likely = [(t, x, i) for i, (t, x) in enumerate(top[: asked.prompt_logprobs], 1)]
+                places.append({str(t): self._ranked(t, x, i) for t, x, i in [*likely, (token, logp, rank)]})
             choice["prompt_logprobs"] = places
 
     def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
             request = replace(request, catalogue=_catalogue(body["catalogue"], served.catalogues))
         if flag(body, "trace"):
             if not limits.traces:
-                raise UsageError("trace: this server keeps none")
+                raise UsageError("trace: this server keeps no traces")
             traces.append(Trace(f"{identity}-{i}" if len(prompts) > 1 else identity, TRACED))
             request = replace(request, trace=traces[-1])
         checked.append(served.lane.service.check(request))
@@ -172,17 +172,31 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
     if silent:
         checked = []
     if score is not None and stream:
-        raise UsageError("stream: log-probabilities of the prompt come with the whole answer alone")
+        raise UsageError("stream: log-probabilities of the prompt are returned only without a stream")
     checked += scored
     if checked[0].request.logprobs is not None:
         served.spelling(0)  # computed here, not while others stream
-    first = checked[0].request.search
-    name, drawn = params["search"], getattr(first, "num_return_sequences", 1)
-    n = body.get("n", 1) if "best_of" in body else drawn
+    drawn = getattr(checked[0].request.search, "num_return_sequences", 1)
     return Asked(
-        served, kind, checked, thoughts, n, stream, options, name, seed, flag(body, "return_token_ids"), traces,
-        len(scored), echoed, params.get("logprobs"), body.get("prompt_logprobs"), drawn, use, ignored,
-    )  # fmt: skip
+        served,
+        kind,
+        checked,
+        thoughts,
+        n=body.get("n", 1) if "best_of" in body else drawn,
+        drawn=drawn,
+        stream=stream,
+        include_usage=options,
+        name=params["search"],
+        seed=seed,
+        token_ids=flag(body, "return_token_ids"),
+        traces=traces,
+        scored=len(scored),
+        echoed=echoed,
+        logprobs=params.get("logprobs"),
+        prompt_logprobs=body.get("prompt_logprobs"),
+        tools=use,
+        ignored=ignored,
+    )
 
 
 def _request(
@@ -193,9 +207,9 @@ def _request(
     if (suffix := body.get("suffix", "")) == "":
         return make_request(base | {key: prompt}, served.engine, served.args, template)
     if not isinstance(suffix, str) or not isinstance(prompt, str):
-        raise UsageError("suffix: it is a text, and so is its prompt")
+        raise UsageError("suffix: it and the prompt must be texts")
     if body.get("heal") or body.get("parse_special"):
-        raise UsageError("suffix: it goes with neither heal nor parse_special")
+        raise UsageError("suffix: it cannot be combined with heal or parse_special")
     ids, ends = infill(served.engine.tokenizer, prompt, suffix)
     request, thoughts = make_request(base | {"prompt_ids": ids}, served.engine, served.args, template)
     given = served.engine.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
@@ -210,7 +224,7 @@ def _force(base: dict[str, Any], use: ToolUse) -> None:
     response_format(base.pop("response_format", {"type": "text"}))
     params = base["params"]
     if other := next((key for key in ONE_OF if key in params), None):
-        raise UsageError(f"tool_choice: a forced call goes with no {other}")
+        raise UsageError(f"tool_choice: a forced call cannot be combined with {other}")
     base["params"] = params | {"grammar": use.format.grammar(use.functions, use.several)}
 
 

@@ -15,7 +15,7 @@ EPILOG = """\
 GET /v1/models, POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings: as OpenAI's clients speak
   them, with "search" and the parameters of every search besides (flags in snake_case); POST /v1/rerank as Cohere's and
   Jina's do; GET / chats in a browser, GET /trace/ID shows the tree of a request with "trace": true, GET /metrics is
-  for Prometheus, GET /health for whoever watches. docs/serving.md explains.
+  for Prometheus, GET /health for monitoring. docs/serving.md explains.
 
 A key is read from --api-key-file, a key per line, or from the environment variable COPPICE_API_KEY. Without one only
 this machine is served.

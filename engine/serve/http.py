@@ -134,7 +134,7 @@ class Application:
     async def trace(self, request: Request) -> Response:
         trace = self.traces.get(name := request.path_params["name"])
         if trace is None or trace.record is None:
-            what = "there is no such trace" if trace is None else "the search still runs"
+            what = "there is no such trace" if trace is None else "the search is still running"
             raise HttpError(404, what, code="not_found", remedy=f'ask with "trace": true; {self.kept} are kept')
         if request.query_params.get("format") == "json":
             return JSONResponse(trace.record)
@@ -270,7 +270,7 @@ class Application:
                         raise large
                     self._require_room(client, 0)
         except TimeoutError:
-            raise HttpError(408, f"the request took more than {BODY_SECONDS:g} s to come", code="timeout") from None
+            raise HttpError(408, f"the request took more than {BODY_SECONDS:g} s to arrive", code="timeout") from None
         finally:
             self._bytes[client] -= len(data)
             self._bytes += Counter()
@@ -347,7 +347,7 @@ class Guard:
         connection, error = scope.get("state", {}).get(CONNECTION), None
         if self.hosts and _host(headers.get(b"host", "")) not in self.hosts:
             error = HttpError(403, "the header Host names another server", code="wrong_host")
-        elif self.keys and scope["path"] not in OPEN and not self._knows(headers.get(b"authorization", "")):
+        elif self.keys and scope["path"] not in OPEN and not self._is_known(headers.get(b"authorization", "")):
             error = HttpError(401, "the bearer key is missing or wrong", code="invalid_api_key")
         elif scope["path"] not in OPEN and connection is not None and not connection.admit():
             error = HttpError(503, "too many connections", code="overloaded")
@@ -358,7 +358,7 @@ class Guard:
             }
         await (_error(error) if error is not None else self.app)(scope, receive, send)
 
-    def _knows(self, value: str) -> bool:
+    def _is_known(self, value: str) -> bool:
         """Whether the header has one of the keys; takes as long for every value."""
         kind, _, key = value.partition(" ")
         given, known = hashlib.sha256(key.strip().encode("latin-1")).digest(), False

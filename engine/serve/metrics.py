@@ -16,7 +16,7 @@ COUNTERS = {
     "reused_tokens": "of these, tokens that were in the KV cache already",
     "drafted_nodes": "tokens that were drafted and evaluated",
     "drafted_accepted": "of these, tokens that a search asked for later",
-    "passes_saved": "answers that needed no forward pass, as they were drafted",
+    "passes_saved": "answers that needed no forward pass, because they were drafted",
     "new_tokens": "tokens of all outputs of completed requests",
     "forward_passes": "forward passes",
     "evaluated_tokens": "tokens that forward passes evaluated",

@@ -59,8 +59,8 @@ KNOWN = frozenset([*NO_EFFECT, *REFUSED, *RENAMED, *OWN, *OF_TOOLS, *OF_PROMPTS,
 MOST_LOGPROBS = 20
 LEAST_TOP_P = 1e-9  # less than the probability of any best token
 MOST_FIELDS = 256  # fields of a body
-MOST_UNKNOWN = 32  # fields, each of which is compared with all names
-NEAR = 0.8  # least similarity (difflib) of a field to a name of which it is a misspelling
+MOST_UNKNOWN = 32  # fields; each is compared with all names
+NEAR = 0.8  # least similarity (difflib) of a misspelled field to a name
 LONGEST_NAME = 64  # characters of an ignored field's name in a header
 
 

@@ -173,7 +173,7 @@ def cancel(tickets: Sequence[Ticket]) -> None:
 
 
 def ending() -> HttpError:
-    return HttpError(503, "the server ends before this request", code="interrupted")
+    return HttpError(503, "the server shut down before it answered this request", code="interrupted")
 
 
 def late(seconds: float) -> HttpError:

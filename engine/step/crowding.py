@@ -1,7 +1,7 @@
 """Chooses the search to preempt when the KV cache is full, so that no client blocks another one.
 
-The latest search of the client that holds the most pages is preempted. If there are several
-clients, a part of each pool is reserved for those that hold less: what one client may hold is limited (`Driver.share`).
+The latest search of the client that holds the most pages is preempted. If there are several clients, a part of each
+pool is reserved for those that hold less: what one client may hold is limited (`Driver.share`).
 """
 
 from collections import Counter

@@ -85,7 +85,7 @@ class EngineDrafts:
         """Report the first failure of the drafter."""
         if not self.warned:
             self.warned = True
-            text = f"a drafter failed, so that requests go on without it: {type(error).__name__}: {error}"
+            text = f"a drafter failed, so its request continues without drafts: {type(error).__name__}: {error}"
             warnings.warn(text[:500], RuntimeWarning, stacklevel=2)
 
 
@@ -318,18 +318,18 @@ class JobDrafts:
 
     # --- after a pass ---
 
-    def hears(self, tree: TokenTree) -> bool:
+    def reads_rows(self, tree: TokenTree) -> bool:
         """Whether the drafter wants the rows of the passes of a tree."""
         return tree is self.tree and isinstance(self.request, HeadDrafts)
 
-    def hear(self, chunk: Chunk, rows_TE: Tensor) -> None:
+    def read_rows(self, chunk: Chunk, rows_TE: Tensor) -> None:
         """Give the drafter the rows of an evaluated chunk, in the form that its head reads."""
         tree = chunk.tree
         with self._guarded():
             assert isinstance(self.request, HeadDrafts)
             self._learn()
             paths = [path_below(tree, node) for node in [*chunk.nodes, *chunk.drafts]]
-            self.request.hear(chunk.cached - chunk.trunk_tokens, paths, rows_TE)
+            self.request.read_rows(chunk.cached - chunk.trunk_tokens, paths, rows_TE)
 
     @staticmethod
     def take_rows(

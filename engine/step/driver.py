@@ -24,7 +24,7 @@ from engine.errors import KVMemoryError, NumericsError
 from engine.rules.constrained import RowPlan
 from engine.step.crowding import check_share, who_gives_way
 from engine.step.drafting import JobDrafts
-from engine.step.guessing import Guessing, listen
+from engine.step.guessing import Guessing, read_rows_for_heads
 from engine.step.interrupts import uninterrupted
 from engine.step.jobs import Batch, Job, Pending, Share, Work
 from engine.step.packing import Chunk
@@ -191,7 +191,7 @@ class Driver:
             batch.began += drafted.seconds
             for tokens, seconds in drafted.passes:
                 self.work["draft"].add(int(tokens), seconds)
-            listen(batch)
+            read_rows_for_heads(batch)
             batch.strategy = strategy_of(batch)
         return batch
 
@@ -243,9 +243,9 @@ class Driver:
                     rows_NV = logp_NV[share.rows]
                     share.pending.partial.add(share.nodes, rows_NV)
                     share.job.trace.answered(tree, share.nodes, rows_NV)
-                self._go_on(share.job, share.pending)
+                self._advance(share.job, share.pending)
 
-    def _go_on(self, job: Job, pending: Pending) -> None:
+    def _advance(self, job: Job, pending: Pending) -> None:
         """Resume a search if its request is complete, otherwise start the next group of its nodes."""
         if pending.left:
             return
@@ -444,7 +444,7 @@ class Driver:
             if job.drafts is not None:
                 job.drafts.close(job.settled if result is None else result.outputs[0].token_ids)
             if job.trees and error is None:
-                self._leave(job, job.settled if result is None else result.outputs[0].token_ids)
+                self._keep_trunks(job, job.settled if result is None else result.outputs[0].token_ids)
         finally:
             for tree in job.trees:
                 tree.release()
@@ -453,15 +453,16 @@ class Driver:
             job.result, job.error, job.pending = result, error, None
             # The report's functions refer to the search, and it to its job: a cycle, which keeps the model in memory.
             job.generator, job.report = None, Report(info=job.report.info)
-            self._leaves(job)
+            self._drop(job)
 
-    def _leaves(self, job: Job) -> None:
+    def _drop(self, job: Job) -> None:
+        """Take a job off the lists of running and paused ones."""
         for jobs in (self.running, self.paused):
             if job in jobs:
                 jobs.remove(job)
 
     @staticmethod
-    def _leave(job: Job, best: Sequence[int]) -> None:
+    def _keep_trunks(job: Job, best: Sequence[int]) -> None:
         """Hand the trunks of a finished search to the prefix caches, and the target's to `Job.retire`."""
         tree, prefixes = job.trees[0], job.trees[0].pool.prefixes
         caches = prefixes is not None and tree.salt is not None
@@ -485,7 +486,7 @@ class Driver:
             return
         for tree in job.trees:
             tree.release()
-        self._leaves(job)
+        self._drop(job)
         job.restart()
         job.gave_way, job.gave_way_to = job.gave_way + 1, [*self.running]
         self.waiting.insert(0, job)

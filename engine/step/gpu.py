@@ -64,10 +64,10 @@ def _why_no_build(error: Exception) -> str:
 
 
 def compile_ahead(runner: Runner) -> None:
-    """Compile the kernels of a model in threads, before a request waits for them; a line on stderr says how far it is.
+    """Compile the kernels of a model in threads, before a request waits for them; a line on stderr shows the progress.
     Warns if that fails.
 
-    Passes of usual sizes show which kernels are needed. Triton's are not launched meanwhile, so that their results are
+    Passes of usual sizes show which kernels are needed. Triton's are not launched meanwhile, so their results are
     arbitrary. A second round finds the kernels that depend on the first: how attention divides its work follows from
     the registers that its compiled kernel uses.
     """
@@ -84,7 +84,8 @@ def compile_ahead(runner: Runner) -> None:
                 usual_passes(runner)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        warnings.warn(f"kernels are compiled at their first use, as it failed ahead of it: {reason}", stacklevel=2)
+        what = "kernels are compiled at their first use, because compiling them ahead failed"
+        warnings.warn(f"{what}: {reason}", stacklevel=2)
     progress.end(f"kernels compiled in {progress.seconds:.0f} s")
 
 

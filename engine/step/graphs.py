@@ -108,7 +108,7 @@ class GraphRunner(Runner):
         super().__init__(model, pool, vocab_size, **options)
         self.record = record or _Recorder()
         self._steps: dict[tuple[int, int, int], _Step] = {}  # the least recently used first
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._outputs: tuple[Any, ...] = ()  # results of `answer`, hidden rows: as many as the largest bucket has
         on_gpu = self.device.type == "cuda"
         memory = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else MEMORY
@@ -133,7 +133,7 @@ class GraphRunner(Runner):
     def launch(self, work: PassWork, fill: Ready | None = None, *, keep_rows: bool = True) -> Launched:
         """Launch a pass, with a CUDA graph if one fits; see `Runner.launch`."""
         if reason := self._unfit(work):
-            self._tell(logging.INFO, reason)
+            self._log_once(logging.INFO, reason)
             return super().launch(work, fill, keep_rows=keep_rows)
         options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
         options |= {"token_buckets": self.tokens, "word_buckets": WORDS, "tree_buckets": TREES}
@@ -141,7 +141,7 @@ class GraphRunner(Runner):
         with phase(self.observer, "pack"):
             p = pack(work.chunks, self.pool.page_size, **options)
         if p.layout.paths is not None and len(p.layout.paths.levels) > 1:
-            self._tell(logging.INFO, "a pass that reads a state it makes")
+            self._log_once(logging.INFO, "a pass that reads a state it makes")
             return super().launch(work, fill, keep_rows=keep_rows)
         inputs, step, asked = Inputs(self.device, fill) if self.asynchronous else None, self._step(p), work.asked
         step(self, p, asked, inputs)
@@ -180,10 +180,10 @@ class GraphRunner(Runner):
             event = self.copied[turn] = torch.cuda.Event()
             event.record()
 
-    def _tell(self, level: int, reason: str) -> None:
+    def _log_once(self, level: int, reason: str) -> None:
         """Log once why something runs without a graph."""
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             log.log(level, "without a CUDA graph: %s", reason)
 
     def _unfit(self, work: PassWork) -> str:
@@ -210,19 +210,20 @@ class GraphRunner(Runner):
         """A function that replays `run` from a graph; `run` itself if no graph can be recorded."""
         size = "the bucket of tokens {}, words {}, trees {}".format(*_bucket(like))
         if getattr(self.record, "used", 0) >= self.allowed:
-            self._tell(logging.WARNING, f"{size}: graphs take {self.allowed >> 20} MiB already")
+            self._log_once(logging.WARNING, f"{size}: graphs take {self.allowed >> 20} MiB already")
             return run
         try:
             return self.record(run)
         except RuntimeError as error:  # of the capture: an unsupported operation, or too little memory
-            self._tell(logging.WARNING, f"{size}: it cannot be recorded: {str(error).strip().partition(chr(10))[0]}")
+            reason = str(error).strip().partition("\n")[0]
+            self._log_once(logging.WARNING, f"{size}: it cannot be recorded: {reason}")
             return run
 
     def compute(self, p: Pass) -> None:
         """The recorded part of a pass."""
         p.layout.refilled()
         with phase(self.observer, "forward"):
-            hidden_TE = self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
+            hidden_TE = self.model.forward(*p.arguments(self.pool.cache))
         places = tuple(x if x is None else x[: len(hidden_TE)] for x in self._outputs)
         results = *self.answer(hidden_TE, out=places[:3] or None), hidden_TE  # type: ignore[arg-type]
         if not places:

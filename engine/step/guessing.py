@@ -82,23 +82,23 @@ class Guessing:
             self.passes += passes.values()
 
 
-def listen(batch: Batch) -> None:
+def read_rows_for_heads(batch: Batch) -> None:
     """Give the rows of a batch's pass to the heads that draft for its requests."""
     groups: dict[int, tuple[HeadDrafter, list[tuple[Share, slice]]]] = {}
     end = 0
     for share in batch.shares:
         start, end = end, end + len(share.chunk)
-        if (drafts := share.job.drafts) is not None and drafts.hears(share.chunk.tree):
+        if (drafts := share.job.drafts) is not None and drafts.reads_rows(share.chunk.tree):
             drafter = drafts.engine.drafter
             assert isinstance(drafter, HeadDrafter)
             groups.setdefault(id(drafter), (drafter, []))[1].append((share, slice(start, end)))
     for drafter, shares in groups.values():
-        batch.keeps.append(Keep(slice(0, end), partial(_hear, drafter, shares), drafter.head.taps))
+        batch.keeps.append(Keep(slice(0, end), partial(_give_rows, drafter, shares), drafter.head.taps))
 
 
-def _hear(drafter: HeadDrafter, shares: Sequence[tuple[Share, slice]], rows: Tensor) -> None:
+def _give_rows(drafter: HeadDrafter, shares: Sequence[tuple[Share, slice]], rows: Tensor) -> None:
     """Give each request its part of the rows of a pass."""
     rows_TE = drafter.head.taken(rows)
     for share, tokens in shares:
         if share.job.drafts is not None:
-            share.job.drafts.hear(share.chunk, rows_TE[tokens])
+            share.job.drafts.read_rows(share.chunk, rows_TE[tokens])

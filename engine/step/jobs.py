@@ -255,7 +255,7 @@ class Batch:
         rows, nodes = slice(len(self.asked), len(self.asked) + len(wanted)), [n for _, n in wanted]
         self.asked += [i for i, _ in wanted]
         share = Share(job, pending, chunk, nodes, rows)
-        if (read := pending.partial.wants(nodes, rows)) is not None:
+        if (read := pending.partial.wants(nodes)) is not None:
             self.reads.append((rows, read))
             self.readers.append(share)
         if pending.constrained is not None and nodes:

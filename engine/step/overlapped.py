@@ -136,7 +136,7 @@ class Flight(Batch):
             (rows, TopSums(each, guess.k)) for (_, guess, rows), each in zip(self.guesses, each_n, strict=True)
         ]
 
-    def leave(self, running: Sequence[Job]) -> bool:
+    def drop_ended(self, running: Sequence[Job]) -> bool:
         """Remove the searches that have ended or restarted since the launch. Returns whether any is left."""
         self.shares = [s for s in self.shares if s.job in running and s.job.pending is s.pending]
         self.readers = [s if s in self.shares else None for s in self.readers]
@@ -152,12 +152,12 @@ class Overlapped(Driver):
         super().__init__(runners, parallel, observer)
         self.under_way: dict[str, Flight] = {}  # by model
         self.guesses = Counter[str]()  # requests that were guessed right, and wrong
-        self._landed = 0.0  # when the latest answer was read
+        self._latest_answer = 0.0  # when the latest answer was read
 
     def turn(self, model: str) -> None:
         """Commit one pass of a model; launch the next one before reading this one's answer."""
         began, batch = time.perf_counter(), self.under_way.pop(model, None)
-        if batch is None or not batch.leave(self.running):
+        if batch is None or not batch.drop_ended(self.running):
             batch = self._launch(model, self._taking_turns(model))
         if batch.launched is None:  # no search asks, or the model is on a CPU
             if batch.shares:
@@ -165,8 +165,8 @@ class Overlapped(Driver):
             return
         try:
             after = self._guess(batch) or self._beside(batch)
-            if batch.leave(self.running):
-                self._commit(batch, *self._land(batch, batch.launched))
+            if batch.drop_ended(self.running):
+                self._commit(batch, *self._wait(batch, batch.launched))
                 self._confirm(after)
         except BaseException:
             for job in self.running:
@@ -202,12 +202,12 @@ class Overlapped(Driver):
                 batch.launched = runner.launch(batch.work, keep_rows=batch.keeps_rows)
         return batch
 
-    def _land(self, batch: Flight, launched: Launched) -> Rows:
+    def _wait(self, batch: Flight, launched: Launched) -> Rows:
         """Wait for the answer of a pass."""
         with self._phase("wait"), self._released_if_failed(batch):
-            rows = batch.take(*launched.land())
-        now, batch.began = time.perf_counter(), max(batch.began, self._landed)
-        self._landed = now
+            rows = batch.take(*launched.wait())
+        now, batch.began = time.perf_counter(), max(batch.began, self._latest_answer)
+        self._latest_answer = now
         self._account(batch, batch.began, now)
         return rows
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.cache.drafts import DraftedNode
 from engine.cache.tree import TokenTree
 from engine.step.paths import PathColumns, paths_of, width_of
-from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, DeltaKind, TreeLayout
+from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, DeltaKind, KVCache, TreeLayout
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,10 @@ class Pass:
     spans_T: Tensor
     layout: TreeLayout
 
+    def arguments(self, cache: KVCache) -> tuple[Tensor, Tensor, Tensor, KVCache, TreeLayout]:
+        """The arguments of a model's `forward`."""
+        return self.tokens_T, self.layout.positions_T, self.spans_T, cache, self.layout
+
 
 NO_TABLE = (array("q"), array("i"))
 
@@ -96,9 +100,8 @@ class PassSizes(NamedTuple):
 class Packer:
     """Lays out chunks one after another; their tokens already have slots.
 
-    With `frames`, tensors are allocated once for each `PassSizes` and overwritten by
-    the next pass of the same sizes. Operators must then read the layout again for each pass, as those in C++
-    do.
+    With `frames`, tensors are allocated once for each `PassSizes` and overwritten by the next pass of the same sizes.
+    Operators must then read the layout again for each pass; those in C++ do.
 
     Args:
         page_size: page size of the pool that all trees share.

@@ -33,7 +33,7 @@ class PartialRows:
         """Return None, because the rows themselves are wanted."""
         return None
 
-    def wants(self, nodes: Sequence[int], rows: slice) -> Read | TopSums | None:
+    def wants(self, nodes: Sequence[int]) -> Read | TopSums | None:
         """Return the reader of the rows of some nodes: the request's `read`, if they are all that it asks for."""
         return self.request.read if list(nodes) == list(self.request.nodes) else None
 
@@ -85,7 +85,7 @@ class PartialSums:
         sums, k = self.wanted
         return TopSums([float(sums[self._place[node]]) if node in self._place else -math.inf for node in nodes], k)
 
-    def wants(self, nodes: Sequence[int], rows: slice) -> TopSums | None:
+    def wants(self, nodes: Sequence[int]) -> TopSums | None:
         """Return the reader of the rows of some nodes: a request for their top sums."""
         return self.top_sums(nodes) if nodes else None
 

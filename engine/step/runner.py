@@ -97,29 +97,28 @@ class Launched:
         inputs: Inputs | None,
     ):
         self.logp_NV, self.finite_N, self.numbers, self.inputs = logp_NV, finite_N, numbers, inputs
-        self.told: Tensor | None = None
+        self.on_host: Tensor | None = None
         self.waited = 0.0
         self.done: torch.cuda.Event | None = None
         if numbers and finite_N is not None and inputs is not None:  # to the host by one copy
-            told = torch.cat([finite_N.double(), *numbers])
-            if told.is_cuda:
-                self.told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
+            self.on_host = together = torch.cat([finite_N.double(), *numbers])
+            if together.is_cuda:
+                self.on_host = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
+                self.on_host.copy_(together, non_blocking=True)
                 self.done = _now()
-            else:
-                self.told = told
 
-    def land(self) -> Answers:
+    def wait(self) -> Answers:
         """The answers of the pass; the only point in a step at which the host waits for a GPU."""
         if self.finite_N is None:
             return self.logp_NV, [], []
-        if self.told is None:
+        if self.on_host is None:
             return self.logp_NV, self.finite_N.tolist(), self.numbers
         began = time.perf_counter()
         if self.done is not None:
             self.done.synchronize()
-        told = self.told.cpu()
+        together = self.on_host.cpu()
         self.waited = time.perf_counter() - began
-        finite_N, *numbers = told.split([len(self.finite_N), *(len(part) for part in self.numbers)])
+        finite_N, *numbers = together.split([len(self.finite_N), *(len(part) for part in self.numbers)])
         return self.logp_NV, [x == 1 for x in finite_N.tolist()], numbers
 
     @property
@@ -189,8 +188,7 @@ class Runner:
         if ready is not None:
             ready(p)
         with phase(self.observer, "forward"):
-            inputs = p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout
-            return self.model.forward(*inputs, *tapped)
+            return self.model.forward(*p.arguments(self.pool.cache), *tapped)
 
     def logits(self, ids: Sequence[int], adapter: int = 0) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V].
@@ -221,7 +219,7 @@ class Runner:
             float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
             whether all of its logits were finite, and the values of each read, on the host.
         """
-        return self.launch(work).land()
+        return self.launch(work).wait()
 
     def launch(self, work: PassWork, fill: Ready | None = None, *, keep_rows: bool = True) -> Launched:
         """Launch the pass that `evaluate` describes, without waiting for a GPU.
@@ -298,9 +296,7 @@ class Runner:
 
     def _joined_sums(self, work: PassWork, wanted: Sequence[TopSums]) -> tuple[list[FoundSums], list[bool]]:
         """The top sums of rows, computed in the same call as the layers."""
-        p = self.pack(work.chunks)
-        inputs = p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout
-        tapped = self._tapped(work)
+        inputs, tapped = self.pack(work.chunks).arguments(self.pool.cache), self._tapped(work)
         hidden_TE, found, finite = self.model.top_sums(*inputs, work.asked, self.vocab_size, wanted, *tapped)
         self._give(work.keeps, hidden_TE, *tapped)
         return found, finite

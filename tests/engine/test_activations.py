@@ -101,7 +101,7 @@ def test_quantising_rounds_them_anyway():
 
 @pytest.mark.parametrize("variant", ["llama/gqa", "quantized/fp8_tensor"])
 def test_models_without_codes_are_refused(variant):
-    with pytest.raises(UsageError, match="activations: int8 is for products with codes, of which this model has none"):
+    with pytest.raises(UsageError, match="activations: int8 applies to quantised matrices, and this model has none"):
         load(variant)
 
 

@@ -213,7 +213,7 @@ def test_models_of_the_server(server: Any):
 def test_what_is_not_served_with_adapters():
     from models.shard import Shard
 
-    with pytest.raises(UsageError, match="adapters: they are not served with shard"):
+    with pytest.raises(UsageError, match="adapters: they cannot be combined with shard"):
         plan(LoadOptions(MODEL, adapters=FOLDERS, shard=Shard(0, 2)), Workload(), 0)
 
 

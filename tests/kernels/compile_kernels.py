@@ -1,6 +1,6 @@
 """Compiles the Triton kernels to machine code for GPUs that need not be here. Run without TRITON_INTERPRET.
 
-    python -m tests.kernels.compile_kernels --write docs/operators-gpu.md
+    python -m tests.kernels.compile_kernels --write docs/results/kernels.md
 
 writes the registers, spills and shared memory of the attention kernels into the page's tables, without the checks.
 """

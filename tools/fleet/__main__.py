@@ -89,7 +89,7 @@ def answers(args: argparse.Namespace, flags: Sequence[str], lines: Sequence[Line
                 raise _Fault(row["fault"], row["code"])
             yield int(row["record"]), bytes(row["answer"])
     except (ray.exceptions.RayError, ConnectionError) as error:
-        remedy = "its last words are above with -v; the same command goes on"
+        remedy = "its last words are above with -v; the same command continues the run"
         raise ProcessError(f"a worker ended too often: {_line(error)}", remedy=remedy) from error
     finally:
         ray.shutdown()

@@ -101,7 +101,7 @@ def make_parser() -> Parser:
     parser = Parser("python -m tools.fleet", DESCRIPTION, EPILOG, OURS)
     group = parser.group("fleet")
     group.add_argument("--input", required=True, metavar="FILE", help="JSON Lines")
-    group.add_argument("--output", required=True, metavar="DIR", help="a new folder, or that of a run to go on with")
+    group.add_argument("--output", required=True, metavar="DIR", help="a new folder, or that of a run to continue")
     group.add_argument("--workers", type=positive, default=1, metavar="N", help="processes, each with a model (1)")
     group.add_argument("--address", metavar="HOST:PORT", help="address of a Ray cluster (this machine alone)")
     group.add_argument("--block", type=positive, metavar="N", help="lines of a block (by their number)")

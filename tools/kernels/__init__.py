@@ -1,0 +1,1 @@
+"""The kernel lab: `python -m tools.kernels`."""

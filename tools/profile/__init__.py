@@ -1,0 +1,1 @@
+"""The profiler: `python -m tools.profile`."""

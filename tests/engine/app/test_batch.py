@@ -375,7 +375,7 @@ def test_wrong_command_lines_are_told_before_loading(tmp_path: Path, capsys: pyt
         (["--input", str(tmp_path / "absent")], "cannot read the input: No such file or directory"),
         (["--input", str(tmp_path)], "cannot read the input: Is a directory"),
         (["--output", str(tmp_path / "no" / "where")], "cannot write the output"),
-        (["--output", str(answered)], "--resume goes on with it"),
+        (["--output", str(answered)], "--resume continues it"),
         (["--input", str(answered), "--output", str(answered)], "the same file"),
         (["--output", str(answered), "--resume"], "no answer of an earlier run"),
     ]:

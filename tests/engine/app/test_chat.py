@@ -559,7 +559,7 @@ def test_a_conversation_is_saved_whatever_ends_the_chat(long, tmp_path, command,
             typist.interrupt()
         elif ended_by != "an error":
             typist.process.send_signal(getattr(signal, ended_by))
-        typist.wait_for(r"the conversation is saved; this goes on with it: --load \S+\.json")
+        typist.wait_for(r"the conversation is saved; to continue it: --load \S+\.json")
         [file] = (tmp_path / "state" / "coppice").glob("chat-*.json")
         assert str(file) in typist.matched
         assert typist.process.wait(120) == code

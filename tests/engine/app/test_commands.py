@@ -583,7 +583,7 @@ def test_load_and_save_flags(command, tmp_path):
     code, first, err = command("--save", file, "-p", "One")
     assert (code, err) == (0, "") and [t.user for t in transcript.load(file).turns] == ["One"]
     code, out, err = command("--save", file, "-p", "Two")
-    assert (code, out) == (2, "") and f"--load {file} goes on with it" in err
+    assert (code, out) == (2, "") and f"--load {file} continues it" in err
     assert command("--load", file, "--save", file, "-p", "Two")[0] == 0
     assert [t.user for t in transcript.load(file).turns] == ["One", "Two"]
     assert transcript.load(file).turns[0].reply == first.removesuffix("\n")

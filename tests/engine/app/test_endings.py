@@ -51,7 +51,8 @@ def test_an_answer_that_is_ready_is_taken(engine):
     best = event.result.outputs[0]
     assert best.finish_reason == "eos" and best.score is not None
     assert event.result.stats["steps"] < whole.stats["steps"]
-    assert labels[1].startswith(f"[the answer of {len(best.token_ids)} tokens is ready, Enter takes it; 6 beams go on]")
+    tokens = len(best.token_ids)
+    assert labels[1].startswith(f"[the answer of {tokens} tokens is ready, Enter takes it; 6 beams continue]")
 
 
 def test_enter_takes_the_answer_of_a_chat(command, monkeypatch):

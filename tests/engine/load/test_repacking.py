@@ -196,7 +196,7 @@ KERNELS = cpp.cache_folder() / "kernels"
 def test_a_file_of_its_own_where_the_cache_takes_none(why, mixture, tmp_path, kept, monkeypatch, capfd):
     said = {
         "off": "it is off",
-        "small": "it takes 1.0 MB at most: COPPICE_CACHE=1G raises that",
+        "small": "it holds 1.0 MB at most: COPPICE_CACHE=1G raises that",
         "no folder": "Not a directory",
         "full": "models has ",
         "changed": "the checkpoint has just been written",
@@ -218,7 +218,7 @@ def test_a_file_of_its_own_where_the_cache_takes_none(why, mixture, tmp_path, ke
     capfd.readouterr()
     engine = started(mixture, cache="off" if why == "off" else "on")
     told = capfd.readouterr().err
-    assert f"it lies in {tmp_path / 'own'} and goes when this process ends" in told and said[why] in told
+    assert f"it lies in {tmp_path / 'own'} and is removed when this process ends" in told and said[why] in told
     assert files(tmp_path / "own") == [] and (why == "no folder" or files(kept) == [])
     assert logits(engine).equal(expected)
 

@@ -265,7 +265,7 @@ def test_json_has_no_endless_white_space():
     for token in tokenizer.encode("{ "):
         state = grammar.advance(state, token)
     assert space not in ids_of(*grammar.allowed([state]), tokenizer.size)
-    with pytest.raises(ConstraintError, match="does not go on with token"):
+    with pytest.raises(ConstraintError, match="does not allow token"):
         grammar.advance(state, space)
 
 

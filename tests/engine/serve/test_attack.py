@@ -477,7 +477,7 @@ def test_requests_repeated_leave_nothing_behind(tmp_path: Path):
 
 
 def test_the_page_lists_every_attack():
-    page = (Path(__file__).parents[3] / "docs/serving.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/serving-limits.md").read_text(encoding="utf-8")
     table = page.partition("## What a client can do to others\n")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[-1] for line in table.splitlines() if line.startswith("| ")]
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {attack.__name__ for attack in ATTACKS}

@@ -242,7 +242,7 @@ def test_channels_have_the_name_before_the_call(start, tmp_path):
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "expected none, auto, required"),
         ({"tools": TOOLS, "tool_choice": NO_SUCH}, "tool_choice", "there is no function x"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "tool_choice", "goes with no regex"),
+        ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "tool_choice", "cannot be combined with regex"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, None, "in a message of the assistant"),
         ({"messages": [{"role": "assistant", "tool_calls": [BAD]}]}, None, "expected an object as JSON"),

@@ -290,7 +290,7 @@ def test_a_drafter_that_raises_is_reported_once(loaded):
         warnings.simplefilter("always")
         assert facts(with_drafts(engine, Drafts(fail), requests(5, Greedy()))) == facts(plain)
     assert [str(w.message) for w in seen] == [
-        "a drafter failed, so that requests go on without it: RuntimeError: no idea"
+        "a drafter failed, so its request continues without drafts: RuntimeError: no idea"
     ]
 
 

@@ -161,7 +161,7 @@ def test_a_model_loads_although_nothing_could_be_compiled_ahead(monkeypatch):
 
     monkeypatch.setattr(gpu, "INTERPRETED", SimpleNamespace(value=False))
     monkeypatch.setattr("engine.step.gpu.usual_passes", fail)
-    with pytest.warns(UserWarning, match=r"at their first use, as it failed ahead of it: RuntimeError: no room$"):
+    with pytest.warns(UserWarning, match=r"because compiling them ahead failed: RuntimeError: no room$"):
         compile_ahead(SimpleNamespace(impl="triton"))
     assert gpu._launcher is None
 

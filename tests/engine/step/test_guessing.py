@@ -84,7 +84,7 @@ def test_passes_of_a_draft_model_count_once(engine):
 
 def test_a_failure_ends_the_drafts_of_all_and_no_answer(engine):
     plain, joint = generate(engine, None, Greedy()), Joint(fails=5)
-    with pytest.warns(RuntimeWarning, match="a drafter failed, so that requests go on without it: RuntimeError"):
+    with pytest.warns(RuntimeWarning, match="a drafter failed, so its request continues without drafts: RuntimeError"):
         got = generate(engine, joint, Greedy())
     assert [result.outputs for result in got] == [result.outputs for result in plain]
     assert len(joint.calls) == 5

@@ -40,7 +40,7 @@ def plain(tmp_path_factory):
 @pytest.fixture
 def events(monkeypatch):
     """The launches and reads, in order."""
-    seen, read, land = [], Runner.read, Launched.land
+    seen, read, wait = [], Runner.read, Launched.wait
     for kind in (Runner, GraphRunner):
 
         def launch(self, work, *arguments, real=kind.launch, **options):
@@ -55,10 +55,10 @@ def events(monkeypatch):
 
     def landed(self):
         seen.append("read")
-        return land(self)
+        return wait(self)
 
     monkeypatch.setattr(Runner, "read", launched)
-    monkeypatch.setattr(Launched, "land", landed)
+    monkeypatch.setattr(Launched, "wait", landed)
     return seen
 
 

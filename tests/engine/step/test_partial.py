@@ -39,7 +39,7 @@ def random_answer(seed, wanted):
     rest = [node for node in nodes if node not in known]
     for part in (rest[:1], rest[1:]):
         part_NV = rows_NV[[nodes.index(node) for node in part]]
-        if (asked := answer.wants(part, slice(0, len(part)))) is not None:
+        if (asked := answer.wants(part)) is not None:
             answer.take(part, part_NV, top_sums(part_NV, *asked))
         answer.add(part, part_NV)
     return request.answer(rows_NV), answer.answer()
