@@ -120,4 +120,3 @@ def test_threads_give_their_tiles_back(tmp_path):
     packed, _ = matrix(257, 1001, torch.bfloat16)
     linear(rows(17, 1001), packed)
     assert not ctypes.CDLL(str(made)).in_use()
-
