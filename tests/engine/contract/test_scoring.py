@@ -187,7 +187,7 @@ def test_batch(engine, tmp_path):
     assert batch.main([*argv, "--trace", str(tmp_path / "page.html")]) == 2
     answers = [json.loads(line) for line in target.read_text().splitlines()]
     assert (
-        [*answers[0]] == ["id", "scores", "stats", "record"] and answers[2]["id"] == "ids" and "outputs" in answers[1]
+        [*answers[0]] == ["id", "scores", "stats", "record", "flags"] and answers[2]["id"] == "ids" and "outputs" in answers[1]
     )
     for one, score in zip(answers[0]["scores"], engine.score(STORY, lines[0]["score"]), strict=True):
         assert one["token_ids"] == score.token_ids and one["is_greedy"] == score.is_greedy
