@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from engine.app.cli.exits import CLOSED_PIPE, discard_stdout
 from engine.app.cli.searches import SearchFlags
 from engine.errors import CoppiceError
 from engine.version import __version__
@@ -92,6 +93,18 @@ class Parser(argparse.ArgumentParser):
         searches = "--search NAME --help adds the flags of a search; " * (self.searches is not None)
         formatter.add_text(f"{searches}{MORE}")
         return formatter.format_help()
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write a message; argparse would ignore that stdout takes none."""
+        if file is not sys.stdout:
+            return super()._print_message(message, file)
+        try:
+            print(message, end="", flush=True)
+        except OSError as error:
+            discard_stdout()
+            if isinstance(error, BrokenPipeError):
+                self.exit(CLOSED_PIPE)
+            self.exit(2, f"error: the output cannot be written: {error.strerror}\n")
 
     def error(self, message: str) -> NoReturn:
         """Exit with a message; for an unknown flag it suggests the nearest one."""
