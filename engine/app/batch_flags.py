@@ -15,9 +15,10 @@ COMMON = """
 --max-new-tokens --stop --choice --json-schema --regex
 """  # flags of the short help of every command that answers lines
 # Flags of "model" and others that decide no answer.
-WITHOUT_EFFECT = frozenset(
-    "help quiet verbose version input output resume trace drafts device threads kv_memory memory parallel prefix_cache "
-    "no_cache compile graphs load_prefix draft_store shard".split()
+WITHOUT_EFFECT = (
+    *("help", "quiet", "verbose", "version", "input", "output", "resume", "trace", "drafts", "shard"),
+    *("device", "threads", "kv_memory", "memory", "parallel", "prefix_cache", "no_cache", "compile", "graphs"),
+    *("load_prefix", "draft_store"),
 )
 EPILOG = """\
 input, an object per line (blank lines are skipped):

@@ -567,7 +567,7 @@ def test_resume_takes_answers_of_versions_that_recorded_no_flags(run: Run, tmp_p
 def test_which_flags_decide_answers():
     groups = {group.title: {action.dest for action in group._group_actions} for group in make_parser()._action_groups}
     without = groups["options"] | groups["batch"] | groups["machine"] | {"quiet", "verbose", "version"}
-    assert without | {"drafts", "shard"} == WITHOUT_EFFECT
+    assert without | {"drafts", "shard"} == {*WITHOUT_EFFECT}
     args = make_parser().parse_args(["--beams", "3", "--threads", "2", "--temperature", "1"])
     assert deciding(args) == {"search": "trie", "beams": 3, "temperature": 1.0}
 
