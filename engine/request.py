@@ -367,11 +367,12 @@ def check_ids(target: LoadedModel, ids: Sequence[int], name: str = "", what: str
 def _ends(target: LoadedModel, request: Request) -> frozenset[int]:
     """The tokens that end an output. Raises UsageError."""
     check_integer("max_new_tokens", request.max_new_tokens, 1)
-    if not isinstance(request.eos_token_ids, Iterable | None):
-        raise UsageError(f"eos_token_ids: expected a list of token ids, got {request.eos_token_ids!r}")
+    if isinstance(request.eos_token_ids, str) or not isinstance(request.eos_token_ids, Iterable | None):
+        raise UsageError(f"eos_token_ids: expected a list of token ids, got {shortened(repr(request.eos_token_ids))}")
     ends = target.eos_token_ids if request.eos_token_ids is None else list(request.eos_token_ids)
-    if any(type(token) is not int or token < 0 for token in ends):
-        raise UsageError(f"eos_token_ids: expected token ids, got {sorted(map(repr, ends))}")
+    for token in ends:
+        if type(token) is not int or token < 0:
+            raise UsageError(f"eos_token_ids: expected a list of token ids, got {shortened(repr(token))} in it")
     check_flag("ignore_eos", request.ignore_eos)
     return frozenset() if request.ignore_eos else frozenset(ends)
 

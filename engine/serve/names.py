@@ -199,12 +199,12 @@ def _logprobs(body: Mapping[str, Any], kind: str) -> int | None:
 
 def usage_wanted(body: Mapping[str, Any]) -> bool:
     """Whether a stream ends with its usage. Raises UsageError."""
-    match body.get("stream_options", {}):
-        case {"include_usage": bool() as wanted}:
-            return wanted
-        case dict() as options if "include_usage" not in options:
-            return False
-    raise UsageError(f"stream_options: expected an object, got {shortened(repr(body['stream_options']))}")
+    options = body.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise UsageError(f"stream_options: expected an object, got {shortened(repr(options))}")
+    wanted = options.get("include_usage", False)
+    check_flag("stream_options.include_usage", wanted)
+    return wanted
 
 
 def plain_messages(messages: Any) -> Any:
