@@ -41,6 +41,7 @@ from engine.request import (
     check_callable,
     check_ids,
     check_options,
+    check_prompt,
     event_of,
     requests_of,
     score_request,
@@ -300,6 +301,7 @@ class Engine:
 
     def save_prefix(self, path: str | Path, prefix: Sequence[int] | str) -> None:
         """Evaluate a prefix of prompts and write its keys and values to a file, see `prefix_files.save_prefix`."""
+        check_prompt(prefix, "prefix")
         ids = self.tokenizer.encode(prefix) if isinstance(prefix, str) else list(prefix)
         check_ids(self.model, ids)
         save_prefix(self.runner, self.model_key, path, ids)
