@@ -54,6 +54,7 @@ def test_it_runs_where_a_user_has_modules_of_our_names(script: Path, crowded: Pa
     assert done.returncode == 0 and done.stdout.startswith("draft: float32") and not done.stderr
     done = run(script, crowded, "tree", "--hlep")
     assert done.returncode == 2 and "coppice tree --help lists the options" in done.stderr
+    assert "usage: coppice kernels " in run(script, crowded, "kernels", "--help").stdout
 
 
 def test_it_starts_as_python_m_does(script: Path, tmp_path: Path):

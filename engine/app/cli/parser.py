@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.app.cli.exits import CLOSED_PIPE, discard_stdout
@@ -111,6 +112,9 @@ class Parser(argparse.ArgumentParser):
         for option in re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []:
             if near := difflib.get_close_matches(option, self._option_string_actions, 1):
                 message += f" (did you mean {near[0]}?)"
+        word = message.removeprefix("unrecognized arguments: ")
+        if word != message and "--model" in self._option_string_actions and Path(word).exists():
+            message += f" (did you mean --model {word}?)"
         self.exit(2, f"error: {message}\n{self.prog} --help{' all' * bool(self.common)} lists the options\n")
 
 

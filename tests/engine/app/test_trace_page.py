@@ -162,7 +162,7 @@ def test_data_comes_back_and_other_files_are_refused(tmp_path: Path, record: dic
     wrong += [json.dumps(whole | {"left_out": value}).encode() for value in (-1, "3", None)]
     for data in (b"", b"[]", b"{}", b'{"format": "coppice trace 1", "requests": [1]}', b"[" * 100_000, b"\xff", *wrong):
         path.write_bytes(data)
-        with pytest.raises(UsageError, match="no coppice trace 1"):
+        with pytest.raises(UsageError, match="no trace of the format 'coppice trace 1'"):
             load(path)
     with pytest.raises(UsageError, match="cannot read"):
         load(tmp_path / "none.json")
