@@ -488,8 +488,9 @@ def test_an_ignored_interrupt_stays_ignored():
 # --- as processes ---
 
 
-def test_a_dumb_terminal_gets_no_escape_sequences(long):
-    with Typist(*CHAT, "--model", long, "--max-new-tokens", "4", TERM="dumb") as typist:
+@pytest.mark.parametrize("term", ["dumb", ""])
+def test_a_dumb_terminal_gets_no_escape_sequences(long, term):
+    with Typist(*CHAT, "--model", long, "--max-new-tokens", "4", TERM=term) as typist:
         typist.wait_for(r"> ")
         shown = typist.before
         typist.type("Once\n")

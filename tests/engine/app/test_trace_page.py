@@ -228,7 +228,7 @@ def test_an_interrupted_batch_leaves_its_trace(tmp_path: Path):
 def test_tree_writes_the_last_reply(loaded: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     lines = ["/tree", "What is the opposite of hot?", "/tree", "Hello", "/tree two.json", "/tree none/x"]
-    lines += ["/set search=bon", "Hello", "/tree"]  # refused: there is no reward model
+    lines += ["Hello " * 600, "/tree"]  # refused: it does not fit the context
     streams = {"stdin": Terminal("\n".join([*lines, ""])), "stdout": Terminal(), "stderr": Terminal()}
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)
