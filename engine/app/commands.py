@@ -1,6 +1,7 @@
 """The slash commands. A command gets the dialog and the rest of the line; its docstring is its help."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -237,7 +238,8 @@ def assignments(text: str) -> dict[str, Any]:
 
 def _word(text: str) -> tuple[str, Any, str]:
     """Split the first word, `name=value`, off a text. Returns the name, the value, and the rest. Raises UsageError."""
-    words = shlex.shlex(text, posix=True)
+    source = io.StringIO(text)
+    words = shlex.shlex(source, posix=True)
     words.whitespace_split, words.commenters = True, ""
     try:
         word = words.get_token() or ""
@@ -248,7 +250,7 @@ def _word(text: str) -> tuple[str, Any, str]:
         raise UsageError(f"settings: expected name=value, got {word!r}", remedy="/set alone shows the names")
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(value)
-    return key, value, words.instream.read().lstrip()
+    return key, value, source.read().lstrip()
 
 
 def literal(value: Any) -> str:
