@@ -5,6 +5,7 @@ A module of its own beside the packages, which import torch: `coppice --help` ta
 
 import difflib
 import importlib
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ commands:
 
 coppice COMMAND --help lists the flags of a command; coppice --version shows the version.
 coppice chat is the same as python -m engine.chat, and so on."""
+CLOSED_PIPE = 141  # as `engine.app.cli` has it
 PLAN = """\
 usage: coppice plan MODEL [FLAGS]
 
@@ -45,6 +47,18 @@ coppice chat, as --dtype, --quant, --kv-dtype, --context N, --processes N."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code."""
+    try:
+        try:
+            return _command(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports it once more at its end
+        return CLOSED_PIPE
+
+
+def _command(argv: Sequence[str] | None) -> int:
     name, *args = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
     if name in ("-h", "--help", "help"):
         print(HELP.format(commands="\n".join(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items())))

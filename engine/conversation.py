@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from engine.contract import Output, Search, SearchResult
 from engine.contract.checks import slots_of
 from engine.engine import Done, Engine, Event, Request, Session
-from engine.errors import UsageError
+from engine.errors import UsageError, shortened
 from engine.load.capabilities import Capabilities
 from engine.request import StreamOptions
 from engine.text.prompting import TemplateOptions, chat_prompt
@@ -87,7 +87,7 @@ class Conversation:
         self.options = TemplateOptions()
         self.thoughts, self._ends = Thoughts(), engine.eos_token_ids
         if system is not None:
-            self._check_system()
+            self._check_system(system)
             self.system = system
         if options is not None and options.given:
             self.set_options(options)
@@ -140,9 +140,11 @@ class Conversation:
             search, options: as in `Engine.stream`.
 
         Raises:
-            UsageError: the conversation does not fit the context.
+            UsageError: the conversation does not fit the context, or `user` is no text.
             CoppiceError: see `Engine.stream`.
         """
+        if not isinstance(user, str):
+            raise UsageError(f"user: expected a text, got {shortened(repr(user))}")
         before = self.first
         first, ids = self._fit(user, search, options.get("max_new_tokens", Request.max_new_tokens))
         if first > before:
@@ -178,7 +180,7 @@ class Conversation:
             UsageError: there is no template, or it rejects the message.
         """
         if text is not None:
-            self._check_system()
+            self._check_system(text)
         self._replace(text, self.options)
 
     def set_options(self, options: TemplateOptions) -> None:
@@ -205,7 +207,7 @@ class Conversation:
     def restore(self, turns: Iterable[Turn], system: str | None) -> None:
         """Replace the conversation by another one. Raises UsageError for a system message without a template."""
         if system is not None:
-            self._check_system()
+            self._check_system(system)
         self.reset()
         self.turns, self.system = list(turns), system
 
@@ -214,7 +216,9 @@ class Conversation:
         self.turns.clear()
         self.session.close()
 
-    def _check_system(self) -> None:
+    def _check_system(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise UsageError(f"system: expected a text, got {shortened(repr(text))}")
         if self.engine.template is None:
             raise UsageError(
                 "this model has no chat template, so there is no place for a system message",

@@ -20,7 +20,7 @@ from engine.contract import ContinuationScore, Evaluate, Search, SearchResult
 from engine.drafts.choice import chosen_drafter
 from engine.drafts.requested import RequestedDrafters
 from engine.embeddings import embedding_of, embedding_requests, stacked
-from engine.errors import CoppiceError, UsageError, check_integer
+from engine.errors import CoppiceError, UsageError, check_integer, shortened
 from engine.load.budget import allow
 from engine.load.flags import takes
 from engine.load.hub import located
@@ -41,6 +41,7 @@ from engine.request import (
     check_callable,
     check_ids,
     check_options,
+    check_prompt,
     event_of,
     requests_of,
     score_request,
@@ -300,6 +301,7 @@ class Engine:
 
     def save_prefix(self, path: str | Path, prefix: Sequence[int] | str) -> None:
         """Evaluate a prefix of prompts and write its keys and values to a file, see `prefix_files.save_prefix`."""
+        check_prompt(prefix, "prefix")
         ids = self.tokenizer.encode(prefix) if isinstance(prefix, str) else list(prefix)
         check_ids(self.model, ids)
         save_prefix(self.runner, self.model_key, path, ids)
@@ -418,25 +420,41 @@ class Engine:
 class Session:
     """The KV cache of a conversation: the prefix that a prompt shares with the previous one is not evaluated again.
 
-    Between turns it holds the pages of the last turn's trunk; `close` returns them to the pool.
+    Between turns it holds the pages of the last turn's trunk; `close`, or the end of the last reference to the session,
+    returns them to the pool.
+
+    Raises:
+        UsageError: `engine` is none.
     """
 
+    trunk: Trunk | None = None
+
     def __init__(self, engine: Engine):
+        if not isinstance(engine, Engine):
+            raise UsageError(f"engine: expected an Engine, got {shortened(repr(engine))}")
         self.engine = engine
-        self.trunk: Trunk | None = None
+
+    def __del__(self, is_finalizing=sys.is_finalizing) -> None:
+        if self.trunk is not None and vars(self.engine) and not is_finalizing():  # an engine that ended has no fields
+            self.close()
 
     def stream(self, prompt: Sequence[int] | str, search: Search, **options: Unpack[StreamOptions]) -> Iterator[Event]:
         """Stream a reply like `Engine.stream`, and keep its trunk for the next prompt."""
 
         def retire(tree: TokenTree) -> None:
-            self.trunk = tree.retire()
+            self._keep(tree.retire())
 
         trunk, self.trunk = self.trunk, None
         try:
             yield from self.engine.stream(prompt, search, trunk=trunk, retire=retire, **options)
         finally:
             if trunk is not None and trunk.pages:  # the prompt was refused: keep the cache
-                self.trunk = trunk
+                self._keep(trunk)
+
+    def _keep(self, trunk: Trunk) -> None:
+        """Keep a trunk, and release that of another stream that has ended meanwhile."""
+        self.close()
+        self.trunk = trunk
 
     def close(self) -> None:
         """Return the pages to the pool."""

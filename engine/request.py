@@ -326,12 +326,17 @@ def _heal(target: LoadedModel, request: Request, ids: list[int]) -> tuple[Reques
 def _prompt(target: LoadedModel, request: Request) -> list[int]:
     """The token ids of a request's prompt. Raises UsageError."""
     prompt = request.prompt
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):  # text is one too
-        raise UsageError(f"prompt: expected token ids or text, got {prompt!r}")
+    check_prompt(prompt)
     check_flag("parse_special", request.parse_special)
     ids = target.encode(prompt, request.parse_special) if isinstance(prompt, str) else list(prompt)
     check_ids(target, ids)
     return ids
+
+
+def check_prompt(prompt: object, name: str = "prompt") -> None:
+    """Check that a value is text or a sequence, as of token ids. Raises UsageError."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):  # text is one too
+        raise UsageError(f"{name}: expected token ids or text, got {shortened(repr(prompt))}")
 
 
 def check_ids(target: LoadedModel, ids: Sequence[int], name: str = "", what: str = "the prompt") -> None:
@@ -367,11 +372,12 @@ def check_ids(target: LoadedModel, ids: Sequence[int], name: str = "", what: str
 def _ends(target: LoadedModel, request: Request) -> frozenset[int]:
     """The tokens that end an output. Raises UsageError."""
     check_integer("max_new_tokens", request.max_new_tokens, 1)
-    if not isinstance(request.eos_token_ids, Iterable | None):
-        raise UsageError(f"eos_token_ids: expected a list of token ids, got {request.eos_token_ids!r}")
+    if isinstance(request.eos_token_ids, str) or not isinstance(request.eos_token_ids, Iterable | None):
+        raise UsageError(f"eos_token_ids: expected a list of token ids, got {shortened(repr(request.eos_token_ids))}")
     ends = target.eos_token_ids if request.eos_token_ids is None else list(request.eos_token_ids)
-    if any(type(token) is not int or token < 0 for token in ends):
-        raise UsageError(f"eos_token_ids: expected token ids, got {sorted(map(repr, ends))}")
+    for token in ends:
+        if type(token) is not int or token < 0:
+            raise UsageError(f"eos_token_ids: expected a list of token ids, got {shortened(repr(token))} in it")
     check_flag("ignore_eos", request.ignore_eos)
     return frozenset() if request.ignore_eos else frozenset(ends)
 
@@ -446,6 +452,7 @@ def joint(
     """
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise UsageError(f"continuations: expected a list of texts or of token ids, got {shortened(repr(texts))}")
+    check_prompt(prompt)
     ids = model.encode(prompt, parse_special) if isinstance(prompt, str) else list(prompt)
     check_ids(model, ids)
     wholes, starts = list[list[int]](), list[int]()

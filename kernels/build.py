@@ -23,8 +23,9 @@ from kernels.processor import TARGETS
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for a build that failed, 2 for arguments that make no sense."""
+    prog = sys.argv[0] if sys.argv[0].startswith("coppice ") else "python -m kernels.build"
     parser = argparse.ArgumentParser(
-        prog="python -m kernels.build", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = ", ".join(TARGETS)
     parser.add_argument(

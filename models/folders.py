@@ -1,6 +1,7 @@
 """Finds the folder that holds a checkpoint's files (also among the snapshots of the hub's cache), and the model's
 file."""
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ HUB_NAME = re.compile(  # org/name[@revision][:file]
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>\w[\w./+-]{0,200}))?(?::(?P<file>\w[^:\0]{0,300}))?",
     re.ASCII,
 )
+MAGIC = b"GGUF"  # the first bytes of a GGUF file
 LOOKS = "org/name, org/name@revision, org/name:Q4_K_M or org/name:FILE.gguf"
 
 
@@ -73,10 +75,12 @@ def snapshot(folder: Path) -> Path:
 
 def check_there(model: str | Path) -> None:
     """Check that a path is a folder or a GGUF file; a name on the hub is accepted. Raises CheckpointError."""
+    if not str(model):
+        raise CheckpointError("the name of the model is empty", remedy=f"Name a folder, a GGUF file, or {LOOKS}.")
     path = Path(model)
     if not path.exists() and HubName.parse(str(model)) is not None:
         return
-    if path.suffix != ".gguf" or path.is_dir():
+    if not is_gguf_file(path):
         check_folder(path)
         return
     try:
@@ -88,7 +92,7 @@ def check_there(model: str | Path) -> None:
 def check_folder(folder: Path) -> None:
     """Check that a folder exists. Raises CheckpointError."""
     if not folder.is_dir():
-        is_file = "is a file, no .gguf: name the folder it lies in"
+        is_file = "is a file, but no GGUF file: name the folder it lies in"
         what = is_file if folder.exists() else "there is no such folder"
         raise CheckpointError(
             f"model folder: {what}",
@@ -96,6 +100,18 @@ def check_folder(folder: Path) -> None:
             remedy="A model is a GGUF file, or a folder with config.json, *.safetensors and a tokenizer; "
             f"commands that load one also take its name on the Hugging Face hub: {LOOKS}.",
         )
+
+
+def is_gguf_file(path: Path) -> bool:
+    """Whether a path names a GGUF file, by its end or by the file's first bytes: in stores of other programs the names
+    are digests."""
+    if path.is_dir() or path.suffix == ".gguf":
+        return not path.is_dir()
+    if not path.is_file():
+        return False
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+    return False
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -106,7 +122,7 @@ def gguf_file(path: Path) -> Path | None:
     Raises:
         CheckpointError: a folder without config.json has several models.
     """
-    if path.suffix == ".gguf" and not path.is_dir():
+    if is_gguf_file(path):
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
@@ -128,7 +144,7 @@ def is_blob(target: Path, repository: Path, digest: str) -> bool:
 
 def name_of(path: Path) -> str:
     """Return the name of a checkpoint: that of its folder or file, or in the hub's cache that of its repository."""
-    if path.suffix == ".gguf" and not path.is_dir():
+    if is_gguf_file(path):
         return path.name.removesuffix(".gguf")  # in the hub's cache a link to a blob, whose name is a digest
     folder = path.resolve()
     if folder.parent.name == SNAPSHOTS and folder.parents[1].name.startswith("models--"):

@@ -54,6 +54,7 @@ def test_it_runs_where_a_user_has_modules_of_our_names(script: Path, crowded: Pa
     assert done.returncode == 0 and done.stdout.startswith("draft: float32") and not done.stderr
     done = run(script, crowded, "tree", "--hlep")
     assert done.returncode == 2 and "coppice tree --help lists the options" in done.stderr
+    assert "usage: coppice kernels " in run(script, crowded, "kernels", "--help").stdout
 
 
 def test_it_starts_as_python_m_does(script: Path, tmp_path: Path):
@@ -110,3 +111,23 @@ def test_every_command_is_there(name: str):
     if spec.submodule_search_locations:
         module = f"{module}.__main__"
     assert callable(importlib.import_module(module).main)
+
+
+@pytest.mark.parametrize("words", ["--help", "plan --help", "chat --help all", "batch --search list", "kernels --list"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_is_no_error(words: str, unbuffered: str):
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "coppice", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writing, stderr=subprocess.PIPE, timeout=120)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_help_that_a_full_disk_does_not_take():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "engine.batch", "--help"]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "error: the output cannot be written: No space left on device\n")

@@ -99,7 +99,7 @@ def load(path: str | Path) -> dict[str, Any]:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         remedy = "--trace FILE.json of engine.chat, engine.batch or tools.tree writes one"
-        raise UsageError(f"this is no {FORMAT}", where=str(path), remedy=remedy) from None
+        raise UsageError(f"this is no trace of the format {FORMAT!r}", where=str(path), remedy=remedy) from None
     return whole
 
 

@@ -1,6 +1,9 @@
 """The flags of `python -m engine.batch`, and those of every command that answers lines. Imports no torch, so that
 `--help` and wrong flags are quick."""
 
+import argparse
+from typing import Any
+
 from engine.app import cli
 
 DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
@@ -11,6 +14,12 @@ COMMON = """
 --think --search --beams --length-penalty --num-return-sequences --temperature --top-k --top-p --seed
 --max-new-tokens --stop --choice --json-schema --regex
 """  # flags of the short help of every command that answers lines
+# Flags of "model" and others that decide no answer.
+WITHOUT_EFFECT = (
+    *("help", "quiet", "verbose", "version", "input", "output", "resume", "trace", "drafts", "shard"),
+    *("device", "threads", "kv_memory", "memory", "parallel", "prefix_cache", "no_cache", "compile", "graphs"),
+    *("load_prefix", "draft_store"),
+)
 EPILOG = """\
 input, an object per line (blank lines are skipped):
   {"prompt": TEXT} or {"messages": [{"role", "content"}, ...]} or {"prompt_ids": [...]}, and if you like
@@ -37,8 +46,9 @@ output, an object per line:
   {"id", "error": {"code", "message"}}; the run continues after it.
 
 --resume keeps what FILE has, errors included, cuts off a torn last line, and continues with the next record. Give it
-the same input and the same flags. In FILE an answer has also "record", a digest of its input line, by which --resume
-refuses an input whose answered lines have changed.
+the same input and the same flags. In FILE an answer has also "record", a digest of its input line, and "flags", one of
+the flags that decide answers (of model, prompts, search and replies, as they are written), by which --resume refuses
+an input whose answered lines have changed, and other flags.
 
 A fault of a search of your own is the error of its line, with the code "search"; -v shows its traceback. A line can
 choose every search that the command line names (--search may be repeated), and loads none.
@@ -64,6 +74,13 @@ def make_parser() -> cli.Parser:
     cli.add_file_flags(parser)
     cli.add_verbosity_flags(parser)
     return parser
+
+
+def deciding(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that decide answers and differ from their defaults."""
+    parser = make_parser()
+    rest = {name: value for name, value in vars(args).items() if name not in WITHOUT_EFFECT}
+    return {name: value for name, value in rest.items() if value != parser.get_default(name)}
 
 
 def add_request_flags(parser: cli.Parser, command: str) -> None:

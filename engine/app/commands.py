@@ -1,7 +1,10 @@
 """The slash commands. A command gets the dialog and the rest of the line; its docstring is its help."""
 
+import contextlib
+import io
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -10,12 +13,11 @@ from typing import Any
 
 from engine.app import trace_page, transcript
 from engine.app.dialog import QUOTES, Dialog, candidate, plural
-from engine.contract.checks import attributed
 from engine.conversation import figures, mib
+from engine.engine import Request
 from engine.errors import UsageError, check_utf8, shortened
 from engine.load.capabilities import dtype_name
 from engine.load.sizes import memory_of_process
-from engine.text.stopping import check_stop
 from models.checkpoint.files import open_regular
 from search.base import REGISTRY
 
@@ -97,12 +99,7 @@ def change(dialog: Dialog, rest: str) -> None:
         dialog.screen.note("\n".join([*lines, f"searches: {', '.join(REGISTRY)}"]))
         return
     engine, settings = dialog.engine, dialog.settings.changed(assignments(rest))
-    eos = frozenset() if settings.ignore_eos else engine.eos_token_ids
-    search = settings.configuration()
-    with attributed(type(search)):
-        search.check(engine.runner.vocab_size, eos)
-    check_stop(settings.stop)
-    engine.model.adapter(settings.adapter)
+    engine.service().check(Request([engine.start_token], settings.configuration(), **settings.limits()))
     if settings.search != dialog.settings.search:
         dialog.screen.hint(f"[search {settings.search}]")
     dialog.settings = settings
@@ -222,21 +219,38 @@ USAGE = {
 
 
 def assignments(text: str) -> dict[str, Any]:
-    """`beams=15 early-stopping=never` -> {"beams": 15, "early_stopping": "never"}. Raises UsageError."""
+    """`beams=15 early-stopping=never` -> {"beams": 15, "early_stopping": "never"}. A value is JSON, or a word as in a
+    shell, which may be JSON too. Raises UsageError."""
+    found, rest = {}, text.lstrip()
+    while rest:
+        name = re.match(r"[\w-]+=", rest)
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest, name.end() if name else 0)
+        except (ValueError, RecursionError):
+            name = None
+        if name and (rest[end:] == "" or rest[end].isspace()):
+            key, rest = name[0][:-1], rest[end:].lstrip()
+        else:
+            key, value, rest = _word(rest)
+        found[key.lstrip("-").replace("-", "_")] = value
+    return found
+
+
+def _word(text: str) -> tuple[str, Any, str]:
+    """Split the first word, `name=value`, off a text. Returns the name, the value, and the rest. Raises UsageError."""
+    source = io.StringIO(text)
+    words = shlex.shlex(source, posix=True)
+    words.whitespace_split, words.commenters = True, ""
     try:
-        words = shlex.split(text)
+        word = words.get_token() or ""
     except ValueError as error:
         raise UsageError(f"settings: {error}") from None
-    found = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise UsageError(f"settings: expected name=value, got {word!r}", remedy="/set alone shows the names")
-        try:
-            found[key.lstrip("-").replace("-", "_")] = json.loads(value)
-        except (ValueError, RecursionError):
-            found[key.lstrip("-").replace("-", "_")] = value
-    return found
+    key, equals, value = word.partition("=")
+    if not equals or not key:
+        raise UsageError(f"settings: expected name=value, got {word!r}", remedy="/set alone shows the names")
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(value)
+    return key, value, source.read().lstrip()
 
 
 def literal(value: Any) -> str:

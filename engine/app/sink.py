@@ -8,7 +8,8 @@ import stat
 import sys
 from typing import IO, Any
 
-from engine.app.records import encoded, is_id
+from engine.app.batch_flags import deciding
+from engine.app.records import digest, encoded, is_id
 from engine.errors import UsageError
 from models.checkpoint.files import lock
 from models.shard import Shard
@@ -21,7 +22,7 @@ def open_sink(args: argparse.Namespace, source: IO[bytes], stdout: IO[bytes] | N
     return sink
 
 
-DIGEST = "record"  # key of an answer in a file
+DIGEST, FLAGS = "record", "flags"  # keys of an answer in a file
 ANSWERS = "outputs", "scores", "embedding", "error"  # keys of an answer: it has one of them
 
 
@@ -38,11 +39,12 @@ class Sink:
     Attributes:
         file: --output FILE; None is stdout.
         kept: ids of the answers that the file had before, and digests of their records (None: the file has none).
+        flags: digest of the flags that decide the answers.
         lines, errors: the number of answers, and of those that are errors.
     """
 
-    def __init__(self, stream: IO[bytes], name: str, file: io.FileIO | None = None):
-        self.stream, self.name, self.file = stream, name, file
+    def __init__(self, stream: IO[bytes], name: str, file: io.FileIO | None = None, flags: str = ""):
+        self.stream, self.name, self.file, self.flags = stream, name, file, flags
         self.kept: list[tuple[str | int, str | None]] = []
         self.lines = self.errors = 0
         self._held: dict[int, dict[str, Any]] = {}
@@ -63,7 +65,7 @@ class Sink:
         file = None
         try:
             file = open(args.output, "ab", buffering=0)  # noqa: SIM115  (the sink closes it)
-            sink = Sink(file, args.output, file)
+            sink = Sink(file, args.output, file, digest(repr(sorted(deciding(args).items())).encode()))
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 sink._lock(args.quiet)
             if _same_file(source, file):
@@ -93,7 +95,7 @@ class Sink:
             raise UsageError("another run is writing to the output file", where=self.name, remedy=remedy) from None
 
     def _keep(self) -> None:
-        """Read the ids and digests of the file's answers; remove an incomplete last line."""
+        """Read the ids and digests of the file's answers; remove an incomplete last line. Raises UsageError."""
         assert self.file is not None
         whole = 0
         with open(self.name, "rb") as old:
@@ -112,6 +114,13 @@ class Sink:
                         where=f"{self.name}, line {number}",
                         remedy="give the file that the interrupted run wrote",
                     ) from None
+                if record.get(FLAGS, self.flags) != self.flags:
+                    raise UsageError(
+                        "--resume: this answer was made with other flags",
+                        where=f"{self.name}, line {number}",
+                        remedy="give the flags of the first run (of model, prompts, search and replies), "
+                        "or another --output",
+                    )
                 self.kept.append((identity, record.get(DIGEST)))
                 self.errors += "error" in record
                 whole += len(line)
@@ -119,10 +128,10 @@ class Sink:
         if stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
             self.file.truncate(whole)
 
-    def put(self, i: int, record: dict[str, Any], digest: str) -> None:
+    def put(self, i: int, record: dict[str, Any], found: str) -> None:
         """Add the i-th answer, and write all answers whose predecessors are written; a file gets the digests of their
-        records, too."""
-        self._held[i] = record | {DIGEST: digest} if self.file else record
+        records and of the flags, too."""
+        self._held[i] = record | {DIGEST: found, FLAGS: self.flags} if self.file else record
         while self._next in self._held:
             record = self._held.pop(self._next)
             self._write(encoded(record) + b"\n")

@@ -189,7 +189,7 @@ class Screen:
 
 def capable() -> bool:
     """Whether the terminal understands escape sequences."""
-    return os.environ.get("TERM", "dumb") != "dumb"
+    return os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def cells(char: str) -> int:

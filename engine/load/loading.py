@@ -297,7 +297,7 @@ def open_adapters(options: LoadOptions, checkpoint: Checkpoint) -> dict[str, Ada
             if used:
                 raise UsageError(f"adapters: they cannot be combined with {option}", remedy="merge the adapter")
         found[name] = Adapter.open(folder, scale)
-        found[name].fitted(family.names, family.read(checkpoint.fields), family.base)
+        found[name].fitted(family.names, family.read(family.view(checkpoint).fields), family.base)
     return found
 
 

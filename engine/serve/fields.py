@@ -31,6 +31,7 @@ from engine.service import Checked
 from engine.text.infill import infill
 from engine.text.prompting import TemplateOptions
 from engine.text.thinking import Thoughts
+from search.base import chosen
 from search.options import Sampling
 
 SEED_BITS = 53  # bits of a drawn seed: JavaScript reads larger integers as other ones
@@ -125,7 +126,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
     Raises:
         CoppiceError: a field is unknown, refused, malformed or above a limit.
     """
-    body, ignored = without_unknown(body, limits.strict)
+    body, ignored = without_unknown(body, limits.strict, search=chosen(body, served.args.search))
     check_sizes(body, served, limits)
     refuse(body, kind)
     params = params_of(body, served, kind)

@@ -65,15 +65,17 @@ LONGEST_NAME = 64  # characters of an ignored field's name in a header
 
 
 def without_unknown(
-    body: Mapping[str, Any], strict: bool, known: Collection[str] | None = None
+    body: Mapping[str, Any], strict: bool, known: Collection[str] | None = None, search: Any = None
 ) -> tuple[dict[str, Any], list[str]]:
     """The fields of a body that mean something here, and the names of those that do not.
 
     Args:
         known: the fields that do; None: those of requests for completions.
+        search: the name of the search that the body chooses.
 
     Raises:
-        UsageError: a field looks like a misspelt name, or with `strict` any field means nothing; too many fields.
+        UsageError: a field looks like a misspelt name, or is a parameter of the search without the search's name before
+            it, or with `strict` any field means nothing; too many fields.
     """
     if len(body) > MOST_FIELDS:
         raise UsageError(f"the body has {len(body)} fields, this server takes {MOST_FIELDS}")
@@ -81,8 +83,11 @@ def without_unknown(
     unknown = [key for key in body if key not in known]
     if len(unknown) > MOST_UNKNOWN:
         raise UsageError(f"the body has {len(unknown)} unknown fields, this server takes {MOST_UNKNOWN}")
+    own = parameters(search) if isinstance(search, str) and search in REGISTRY else {}
+    fields = {field: name for name, field in own.items()}
     for key in unknown:
         near = difflib.get_close_matches(key, known, 1, NEAR) if len(key) <= LONGEST_NAME else []
+        near = [fields[key]] if key in fields else near
         if near or strict:
             remedy = f"did you mean {near[0]}?" if near else "docs/serving.md lists them"
             raise UsageError(f"{key[:LONGEST_NAME]}: no such key", remedy=remedy)
@@ -194,12 +199,12 @@ def _logprobs(body: Mapping[str, Any], kind: str) -> int | None:
 
 def usage_wanted(body: Mapping[str, Any]) -> bool:
     """Whether a stream ends with its usage. Raises UsageError."""
-    match body.get("stream_options", {}):
-        case {"include_usage": bool() as wanted}:
-            return wanted
-        case dict() as options if "include_usage" not in options:
-            return False
-    raise UsageError(f"stream_options: expected an object, got {shortened(repr(body['stream_options']))}")
+    options = body.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise UsageError(f"stream_options: expected an object, got {shortened(repr(options))}")
+    wanted = options.get("include_usage", False)
+    check_flag("stream_options.include_usage", wanted)
+    return wanted
 
 
 def plain_messages(messages: Any) -> Any:

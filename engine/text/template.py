@@ -107,7 +107,7 @@ class ChatTemplate:
             other = folder / "additional_chat_templates" / f"{TOOL_USE}.jinja"
             return cls._of(_read(path), tokenizer, path, _read(other) if other.exists() else None)
         for path, config in (
-            (folder / "tokenizer_config.json", tokenizer.config),
+            (folder / "tokenizer_config.json" if folder.is_dir() else folder, tokenizer.config),  # a GGUF file
             (folder / "chat_template.json", read_json(folder / "chat_template.json")),
         ):
             template, tool_use = config.get("chat_template"), None

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ import torch
 from engine import Choices, Engine, LoadOptions, Request, Session, UsageError
 from engine.app import batch, chat
 from engine.load.budget import plan
+from engine.load.loading import open_adapters
 from engine.load.sizes import Workload
+from models.checkpoint.headers import Checkpoint
+from models.families import FAMILIES
+from models.families.llama import Llama
 from search import ADED, Greedy, Speculative, Trie
 from tests.marks import needs_cpp
 
@@ -96,6 +101,21 @@ def test_names(tmp_path: Path):
     assert LoadOptions(MODEL, adapters=[f"{named}", f"{named}x=0.5"]).scaled_adapters == {
         "a=2": (named, 1.0), "a=2x": (Path(f"{named}x"), 0.5),
     }  # fmt: skip
+
+
+def test_adapters_are_checked_against_the_configuration_that_the_family_reads(monkeypatch: pytest.MonkeyPatch):
+    class Viewed(Llama):
+        """A family that finds its width of the MLP in its tensors."""
+
+        @classmethod
+        def view(cls, checkpoint: Checkpoint) -> Checkpoint:
+            return replace(checkpoint, config=checkpoint.config | {"intermediate_size": width})
+
+    width = Checkpoint.open(MODEL).config["intermediate_size"]
+    lacking = {**Checkpoint.open(MODEL).config, "intermediate_size": 1}
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", Viewed)
+    checkpoint = replace(Checkpoint.open(MODEL), config=lacking)
+    assert [*open_adapters(LoadOptions(MODEL, adapters=FOLDERS), checkpoint)] == [*ADAPTED]
 
 
 def test_cached_prefixes_are_of_one_adapter():

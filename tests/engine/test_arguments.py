@@ -1,12 +1,14 @@
 """Every wrong argument of the Python interface is a UsageError that names it, never a TypeError or AttributeError."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine import Engine, Request, UsageError
+from engine import Engine, Request, Session, UsageError
+from engine.conversation import Conversation
 from engine.demo import demo_folder
 from search import Greedy, Trie
 
@@ -135,3 +137,20 @@ def test_sizes_are_those_of_the_command_line(size, engine):
         loaded.pool.pages > 0
         and 3.9 * MB < sum(e.pool.pages * e.pool.page_bytes for e in (loaded, loaded.companions["draft"])) <= 4 * MB
     )
+
+
+@pytest.mark.parametrize("value", [None, 5, b"Hello", torch.tensor([5]), {5}], ids=repr)
+def test_texts_of_other_methods(engine, value):
+    conversation = Conversation(engine)
+    calls: dict[str, Callable[[], object]] = {
+        "prompt": lambda: engine.score(value, ["a"]),
+        "prefix": lambda: engine.save_prefix("prefix", value),
+        "user": lambda: [*conversation.stream(value, Greedy())],
+        "engine": lambda: Session(value),
+    }
+    if value is not None:
+        calls |= {"system": lambda: Conversation(engine, system=value), "": lambda: conversation.set_system(value)}
+    for name, call in calls.items():
+        with pytest.raises(UsageError, match=f"^{name or 'system'}: expected "):
+            call()
+    assert conversation.turns == [] and conversation.system is None

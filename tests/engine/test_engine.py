@@ -537,6 +537,36 @@ def test_a_session_survives_refusals_interruptions_and_other_prompts(engine):
     session.close()
 
 
+def test_the_end_of_a_session_returns_its_pages(engine):
+    session = Session(engine)
+    follow(session.stream([1, 5, 6, 7], Greedy(), max_new_tokens=3))
+    stream = session.stream([1, 5, 6, 7, 8], Greedy(), max_new_tokens=9, ignore_eos=True)
+    next(stream)
+    assert engine.pool.used_pages
+    del session
+    assert engine.pool.used_pages  # the stream holds it
+    del stream
+    assert engine.pool.used_pages == 0
+    engine.pool.check_invariants([])
+
+
+def test_two_streams_of_a_session_at_once_lose_no_pages(engine):
+    session, options = Session(engine), {"max_new_tokens": 4, "ignore_eos": True}
+    first, second = (session.stream([1, 5, 6, last], Greedy(), **options) for last in (7, 8))
+    next(first)
+    follow(second)
+    follow(first)
+    assert session.trunk is not None
+    engine.pool.check_invariants(session.trunk.pages)
+    session.close()
+    engine.pool.check_invariants([])
+
+
+def test_a_session_needs_an_engine():
+    with pytest.raises(UsageError, match="engine: expected an Engine, got 'demo'"):
+        Session("demo")  # type: ignore[arg-type]
+
+
 def test_statistics(engine):
     prompt = prompts(1, seed=2)[0]
     for search in SEARCHES:

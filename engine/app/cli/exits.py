@@ -74,7 +74,7 @@ def _run(main: Callable[[], int], verbose: bool, before: Callable[[], None] | No
             sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _discard_stdout()
+        discard_stdout()
         return CLOSED_PIPE
     except KeyboardInterrupt as stop:
         return _fail(INTERRUPTED, f"interrupted: {stop}" if str(stop) else "interrupted", verbose)
@@ -82,7 +82,7 @@ def _run(main: Callable[[], int], verbose: bool, before: Callable[[], None] | No
         return _fail(error.exit_code, f"error: {error}", verbose)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            _discard_stdout()
+            discard_stdout()
             return _fail(2, f"error: the output cannot be written: {error.strerror}", verbose)
         from engine.load.pools import is_out_of_memory, out_of_memory  # here, because it needs torch
 
@@ -102,11 +102,11 @@ def _fail(code: int, message: str, verbose: bool) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        _discard_stdout()  # the streams are closed: the exit code alone reports the error
+        discard_stdout()  # the streams are closed: the exit code alone reports the error
     return code
 
 
-def _discard_stdout() -> None:
+def discard_stdout() -> None:
     """Redirect stdout to the null device, so that writing its buffer at exit raises no error."""
     try:
         number = sys.stdout.fileno()

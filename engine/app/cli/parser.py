@@ -7,8 +7,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
+from engine.app.cli.exits import CLOSED_PIPE, discard_stdout
 from engine.app.cli.searches import SearchFlags
 from engine.errors import CoppiceError
 from engine.version import __version__
@@ -93,11 +95,26 @@ class Parser(argparse.ArgumentParser):
         formatter.add_text(f"{searches}{MORE}")
         return formatter.format_help()
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write a message; argparse would ignore that stdout takes none."""
+        if file is not sys.stdout:
+            return super()._print_message(message, file)
+        try:
+            print(message, end="", flush=True)
+        except OSError as error:
+            discard_stdout()
+            if isinstance(error, BrokenPipeError):
+                self.exit(CLOSED_PIPE)
+            self.exit(2, f"error: the output cannot be written: {error.strerror}\n")
+
     def error(self, message: str) -> NoReturn:
         """Exit with a message; for an unknown flag it suggests the nearest one."""
         for option in re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []:
             if near := difflib.get_close_matches(option, self._option_string_actions, 1):
                 message += f" (did you mean {near[0]}?)"
+        word = message.removeprefix("unrecognized arguments: ")
+        if word != message and "--model" in self._option_string_actions and Path(word).exists():
+            message += f" (did you mean --model {word}?)"
         self.exit(2, f"error: {message}\n{self.prog} --help{' all' * bool(self.common)} lists the options\n")
 
 

@@ -141,9 +141,11 @@ class _SearchName(argparse.Action):
             errors = load_entry_points()
             known = described()
             width = max(map(len, known))
+            lines = []
             for name, search in known.items():
                 also = "".join(f" (also: {alias})" for alias in search.aliases)
-                print(f"{name:{width}}  {search.summary}{also}".rstrip())
+                lines.append(f"{name:{width}}  {search.summary}{also}".rstrip() + "\n")
+            parser._print_message("".join(lines), sys.stdout)
             for error in errors:
                 print(f"error: {error}", file=sys.stderr)
             parser.exit()

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from engine.app import batch, meter
+from engine.app.batch_flags import WITHOUT_EFFECT, deciding, make_parser
 from engine.app.records import read_lines
 from engine.engine import Engine
 from engine.errors import CheckpointError
@@ -209,8 +210,9 @@ BAD = [
     ({"prompt": "a", "params": {"stop": 3}}, "stop: expected a list of non-empty strings"),
     ({"prompt": "a", "params": {"eos_token_ids": 2}}, "eos_token_ids: expected a list of token ids"),
     ({"prompt": "a", "params": {"eos_token_ids": None}}, "eos_token_ids: expected a list of token ids, got null"),
-    ({"prompt": "a", "params": {"eos_token_ids": [[2]]}}, "eos_token_ids: expected token ids"),
-    ({"prompt": "a", "params": {"eos_token_ids": [-1]}}, "eos_token_ids: expected token ids"),
+    ({"prompt": "a", "params": {"eos_token_ids": [[2]]}}, "eos_token_ids: expected a list of token ids, got [2] in it"),
+    ({"prompt": "a", "params": {"eos_token_ids": "2"}}, "eos_token_ids: expected a list of token ids, got '2'"),
+    ({"prompt": "a", "params": {"eos_token_ids": [-1]}}, "eos_token_ids: expected a list of token ids, got -1 in it"),
     ({"prompt": "a", "params": {"choices": {"a": 1}}}, "choices: expected a list of texts"),
     ({"prompt": "a", "params": {"bad_words": None}}, "bad_words: expected a list of texts"),
     ({"prompt": "a", "params": {"logit_bias": {"300": 1}}}, "logit_bias: expected token ids from 0 to 299, got 300"),
@@ -401,7 +403,8 @@ def test_two_runs_on_one_output(run: Run, tmp_path: Path, capsys: pytest.Capture
     path, codes = tmp_path / "out", []
     inlet, to = os.pipe()
     with os.fdopen(inlet, "rb") as stdin:
-        first = threading.Thread(target=lambda: codes.append(batch.main(["--output", str(path), "-q"], stdin)))
+        flags = ["--max-new-tokens", "6", "--output", str(path), "-q"]
+        first = threading.Thread(target=lambda: codes.append(batch.main(flags, stdin)))
         first.start()
         try:
             os.write(to, b'{"prompt": "a"}\n')
@@ -409,8 +412,8 @@ def test_two_runs_on_one_output(run: Run, tmp_path: Path, capsys: pytest.Capture
             while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
                 time.sleep(0.01)
             before = path.read_bytes()
-            for flags in ([], ["--resume"]):
-                assert run([{"prompt": "b"}], "--output", path, *flags) == (2, [])
+            for more in ([], ["--resume"]):
+                assert run([{"prompt": "b"}], "--output", path, *more) == (2, [])
                 err = capsys.readouterr().err
                 assert "another run is writing to the output file" in err and str(path) in err and "--output" in err
             assert before and path.read_bytes() == before
@@ -536,6 +539,38 @@ def test_resume_takes_answers_without_digests_and_records_in_another_order(run: 
     assert run([{"prompt": "z"}, *LINES[1:]], "--output", path, "--resume") == (2, [])
     assert outputs(path.read_bytes()) == outputs(kept)
     assert "record" not in run([{"prompt": "a"}])[1][0]  # on standard output nothing is resumed
+
+
+@pytest.mark.parametrize(
+    "other", ["--search trie", "--beams 3", "--stop x", "--max-new-tokens 7", "--parse-special", "--dtype bfloat16"]
+)
+def test_resume_refuses_other_flags(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str):
+    path = tmp_path / "file"
+    run(LINES[:2], "--output", path)
+    kept = path.read_bytes()
+    assert run(LINES, "--output", path, "--resume", *other.split()) == (2, [])
+    assert "this answer was made with other flags\n" in capsys.readouterr().err and path.read_bytes() == kept
+    machine = "--kv-memory", "1M", "--threads", "1", "--parallel", "2", "--drafts", "ngrams", "-q"
+    assert run(LINES, "--output", path, "--resume", *machine) == (2, [])  # flags that decide no answer
+    assert path.read_bytes().startswith(kept)
+
+
+def test_resume_takes_answers_of_versions_that_recorded_no_flags(run: Run, tmp_path: Path):
+    path = tmp_path / "file"
+    run([{"prompt": "a"}], "--output", path)
+    line = json.loads(path.read_bytes())
+    assert len(line.pop("flags")) == 16
+    path.write_text(json.dumps(line) + "\n")
+    code, _ = run([{"prompt": "a"}, {"prompt": "b"}], "--output", path, "--resume", "--search", "trie")
+    assert code == 0 and len(path.read_bytes().splitlines()) == 2
+
+
+def test_which_flags_decide_answers():
+    groups = {group.title: {action.dest for action in group._group_actions} for group in make_parser()._action_groups}
+    without = groups["options"] | groups["batch"] | groups["machine"] | {"quiet", "verbose", "version"}
+    assert without | {"drafts", "shard"} == {*WITHOUT_EFFECT}
+    args = make_parser().parse_args(["--beams", "3", "--threads", "2", "--temperature", "1"])
+    assert deciding(args) == {"search": "trie", "beams": 3, "temperature": 1.0}
 
 
 @pytest.mark.parametrize("text", [b"my notes", b'{"id": 1}\n', b'{"id": 0, "outputs": []\n', b"[]\n", b"\xff\n"])

@@ -312,7 +312,20 @@ def test_settings_change_all_or_nothing():
     assert other.shown()["seed"] == 3 and other.ignore_eos and "beams" not in other.shown()
     assert other.changed({"search": "trie"}).shown()["beams"] == 4
     assert settings.changed(assignments("""stop='["a", "b"]' early-stopping=never""")).stop == ("a", "b")
+    assert other.stop == ("\n\n",)
     assert settings.changed(assignments("stop=")).stop == ()
+    sample = chat.Settings("sample", {}, 10, False, ())
+    for text, stop in [
+        ('["a", "b c"] seed=1', ("a", "b c")),
+        ("[\"a'\"]", ("a'",)),
+        ("[a]", ("[a]",)),
+        ("a=b", ("a=b",)),
+        ("'a b'  ", ("a b",)),
+        ("'\"a\"'", ("a",)),
+        ("3", ("3",)),
+        ('"a"b', ("ab",)),
+    ]:
+        assert sample.changed(assignments(f"stop={text}")).stop == stop
     for wrong in ("beams=0", "beams=2.5", "max_new_tokens=0", "max_new_tokens=x", "ignore_eos=1", "seed=1", "what=1",
                   "search=none", "search=[]", "beams", "=3", "'"):  # fmt: skip
         with pytest.raises(UsageError):
@@ -475,8 +488,9 @@ def test_an_ignored_interrupt_stays_ignored():
 # --- as processes ---
 
 
-def test_a_dumb_terminal_gets_no_escape_sequences(long):
-    with Typist(*CHAT, "--model", long, "--max-new-tokens", "4", TERM="dumb") as typist:
+@pytest.mark.parametrize("term", ["dumb", ""])
+def test_a_dumb_terminal_gets_no_escape_sequences(long, term):
+    with Typist(*CHAT, "--model", long, "--max-new-tokens", "4", TERM=term) as typist:
         typist.wait_for(r"> ")
         shown = typist.before
         typist.type("Once\n")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from engine.app import cli
+from engine.demo import demo_folder
 from engine.errors import CheckpointError, KVMemoryError, NumericsError, UsageError
 from engine.load.sizes import read_size
 from search import REGISTRY, ULTS, BeamSample, Greedy, Sample, Search, Trie, make_search, register
@@ -169,6 +170,7 @@ def test_search_list(capsys: pytest.CaptureFixture[str]):
         (["--search", "x"], "--search list"),
         (["--num-beams", "4"], "did you mean --beams?"),
         (["--beam", "4"], "did you mean --beams?"),
+        ([str(demo_folder())], f"did you mean --model {demo_folder()}?"),
         (["--kv-memory", "lots"], "expected a size such as"),
         (["--beams", "many"], "invalid int value"),
         (["--max-new-tokens", "0"], "expected an integer >= 1"),

@@ -167,6 +167,8 @@ def test_set_chooses_the_search_that_parameters_mean(conversation):
     assert typing.dialog.settings.search == "trie" and chosen() == Trie(2, early_stopping="best")
     with pytest.raises(UsageError, match="beams: the search 'greedy' has no such parameter"):
         typing("/set search=greedy beams=3")
+    with pytest.raises(UsageError, match="needs a draft model\ngive --draft DIR"):
+        typing("/set search=dsbd")
 
 
 def test_a_failed_answer_leaves_the_turn(conversation, monkeypatch):

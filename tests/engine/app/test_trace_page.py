@@ -162,7 +162,7 @@ def test_data_comes_back_and_other_files_are_refused(tmp_path: Path, record: dic
     wrong += [json.dumps(whole | {"left_out": value}).encode() for value in (-1, "3", None)]
     for data in (b"", b"[]", b"{}", b'{"format": "coppice trace 1", "requests": [1]}', b"[" * 100_000, b"\xff", *wrong):
         path.write_bytes(data)
-        with pytest.raises(UsageError, match="no coppice trace 1"):
+        with pytest.raises(UsageError, match="no trace of the format 'coppice trace 1'"):
             load(path)
     with pytest.raises(UsageError, match="cannot read"):
         load(tmp_path / "none.json")
@@ -228,7 +228,7 @@ def test_an_interrupted_batch_leaves_its_trace(tmp_path: Path):
 def test_tree_writes_the_last_reply(loaded: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     lines = ["/tree", "What is the opposite of hot?", "/tree", "Hello", "/tree two.json", "/tree none/x"]
-    lines += ["/set search=bon", "Hello", "/tree"]  # refused: there is no reward model
+    lines += ["Hello " * 600, "/tree"]  # refused: it does not fit the context
     streams = {"stdin": Terminal("\n".join([*lines, ""])), "stdout": Terminal(), "stderr": Terminal()}
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)

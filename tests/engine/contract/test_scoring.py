@@ -186,9 +186,8 @@ def test_batch(engine, tmp_path):
     argv = ["--input", str(source), "--output", str(target), "--dtype", "float32", "-q"]
     assert batch.main([*argv, "--trace", str(tmp_path / "page.html")]) == 2
     answers = [json.loads(line) for line in target.read_text().splitlines()]
-    assert (
-        [*answers[0]] == ["id", "scores", "stats", "record"] and answers[2]["id"] == "ids" and "outputs" in answers[1]
-    )
+    assert [*answers[0]] == ["id", "scores", "stats", "record", "flags"]
+    assert answers[2]["id"] == "ids" and "outputs" in answers[1]
     for one, score in zip(answers[0]["scores"], engine.score(STORY, lines[0]["score"]), strict=True):
         assert one["token_ids"] == score.token_ids and one["is_greedy"] == score.is_greedy
         assert one["token_logprobs"] == pytest.approx(score.token_logprobs, abs=1e-4)

@@ -40,6 +40,16 @@ def test_a_misspelling_is_refused_with_the_name_that_was_meant(server, name):
         raw(server, **BODY | {name: 1})
 
 
+@pytest.mark.parametrize(
+    ("search", "name", "meant"),
+    [("diverse", "groups", "diverse_groups"), ("ults", "k_max", "ults_k_max"), ("sbon", "tau", "sbon_tau")],
+)
+def test_a_parameter_needs_the_name_of_its_search(server, search, name, meant):
+    with pytest.raises(openai.BadRequestError, match=f"{name}: no such key; did you mean {meant}"):
+        raw(server, **BODY | {"search": search, name: 2})
+    assert raw(server, **BODY | {name: 2}).headers["x-coppice-ignored"] == name  # of a search that lacks it
+
+
 @pytest.mark.parametrize("name", ["guided_json", "chat_template", "extra_body", "continue_final_message"])
 def test_what_would_change_the_reply_is_refused_with_a_remedy(server, name):
     with pytest.raises(openai.BadRequestError, match=f"{name}: .*; "):

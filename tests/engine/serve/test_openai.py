@@ -309,7 +309,7 @@ def test_xtc_and_dry_by_the_names_of_llama_server(server, alone):
         ({"prompt": "x"}, "prompt", "belongs to /v1/completions"),
         ({"parse_special": True}, "parse_special", "belongs to /v1/completions"),
         ({"stream_options": 3}, "stream_options", "expected an object"),
-        ({"stream_options": {"include_usage": 3}}, "stream_options", "expected an object"),
+        ({"stream_options": {"include_usage": 3}}, None, "stream_options.include_usage: expected true"),
         ({"stream": "yes"}, "stream", "expected true or false"),
         ({"search": "ults", "ults_k_max": -1}, "ults_k_max", "ults_k_max: expected an integer from 0"),
         ({"search": "nope"}, "search", "search: expected one of sample"),

@@ -3,6 +3,7 @@
 import json
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -215,3 +216,13 @@ def test_what_is_certain_comes_at_once():
     assert stream.push(" <think>") == [(" <think>", False)]
     plain = ThoughtStream(Thoughts())
     assert plain.push("<think>") == [("<think>", False)] and plain.finish() == []
+
+
+def test_a_template_in_a_gguf_file_is_said_to_be_there(tmp_path):
+    tokenizer = SimpleNamespace(
+        config={"chat_template": "x"}, special_tokens={}, special_spellings=(), added_spellings=()
+    )
+    path = tmp_path / "m.gguf"
+    path.touch()
+    assert ChatTemplate.load(path, tokenizer).where == str(path)
+    assert ChatTemplate.load(tmp_path, tokenizer).where == str(tmp_path / "tokenizer_config.json")

@@ -1,5 +1,6 @@
 """GGUF files that are damaged, divided, or in need of what is not supported: errors name what, before data is read."""
 
+import os
 import struct
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from engine import CheckpointError, Engine
 from models.checkpoint.headers import Checkpoint
+from models.folders import check_there
 from models.gguf.reader import TYPES as READ
 from tests.models.gguf.files import GOLDEN, WIDE, File, gguf, random
 
@@ -178,6 +180,24 @@ def test_parts_that_do_not_fit(tmp_path):
     first.rename(parts / "m-00000-of-00003.gguf")
     with pytest.raises(CheckpointError, match="counts parts from 1"):
         Checkpoint.open(parts / "m-00000-of-00003.gguf")
+
+
+def test_a_file_whose_name_does_not_say_what_it_is(tmp_path):
+    """In the stores of other programs names are digests."""
+    path = File(GOLDEN / "llama/plain").write(tmp_path / "m.gguf")
+    expected = Engine.load(path, kv_memory=1 << 22).logits([3, 5, 7])
+    for name in ("sha256-0123", "m.bin"):
+        (tmp_path / name).symlink_to(path)
+        check_there(tmp_path / name)
+        engine = Engine.load(tmp_path / name, kv_memory=1 << 22)
+        assert engine.name == name and engine.logits([3, 5, 7]).equal(expected)
+    (tmp_path / "text").write_text("GGU")
+    os.mkfifo(tmp_path / "fifo")  # is not opened
+    for name in ("text", "fifo"):
+        with pytest.raises(CheckpointError, match="is a file, but no GGUF file: name the folder it lies in"):
+            check_there(tmp_path / name)
+    with pytest.raises(CheckpointError, match="the name of the model is empty"):
+        check_there("")
 
 
 def test_a_file_alone_in_a_folder_is_a_model(tmp_path):
