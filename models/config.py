@@ -246,6 +246,8 @@ class Config:
         convs: layers with a short convolution instead of attention; None: there are none.
         recurrent: layers with a recurrent state, instead of keys and values or beside them; None: there are none.
         latent: latent attention; None: attention has key and value matrices.
+        selected: the number of tokens that an indexer selects for attention to read. The indexer is not computed, so no
+            sequence may be longer: up to this length it selects all. None: there is no indexer.
         embedding_width: width of the embedding, if projections lead from it to `width` and back.
         embedding_norm: the embedding is normed, by a norm without weights if `Names` has no name for it.
         embedding_scale: factor of the embedding; `rounded_scale`: it is first rounded to the model's dtype.
@@ -313,6 +315,7 @@ class Config:
     convs: ShortConvs | None = None
     recurrent: Recurrent | None = None
     latent: Latent | None = None
+    selected: int | None = None
     embedding_width: int | None = None
     embedding_norm: bool = False
     embedding_scale: float = 1.0

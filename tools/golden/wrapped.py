@@ -55,6 +55,16 @@ LLAMA4 = {"model_type": "llama4_vision_model", "hidden_size": 8, "intermediate_s
 MLLAMA = {"model_type": "mllama_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
           "num_global_layers": 1, "attention_heads": 1, "image_size": 8, "patch_size": 4, "vision_output_dim": 16,
           "max_num_tiles": 1, "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}  # fmt: skip
+GLM4V = {"model_type": "glm4v_vision", "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1,
+         "image_size": 8, "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1,
+         "out_hidden_size": 32}  # fmt: skip
+GLM4V_OUTER = {
+    "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v", "vision_config": GLM4V,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+GLM4V_OUTER |= {f"{kind}{mark}_token_id": 2 for kind in ("image", "video") for mark in ("", "_start", "_end")}
+KIMI = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": 4,
+        "pos_emb_height": 2, "pos_emb_width": 2, "pos_emb_time": 1}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -256,10 +266,30 @@ WRAPPERS = {
         {"architectures": ["Exaone4_5_ForConditionalGeneration"], "model_type": "exaone4_5",
          "vision_config": QWEN2_VL | {"model_type": "exaone4_5_vision"}, "image_token_id": 2, "video_token_id": 2},
         "outer", "model.visual.merger.ln_q.weight", NO_TOKENS),
+    "glm4v": Wrapper(
+        _golden("glm/four_even"), GLM4V_OUTER, "outer", "model.visual.merger.post_projection_norm.weight",
+        NO_TOKENS | {"model_type": "glm4v_text", "head_dim": ABSENT, "attention_bias": False,
+                     "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]},
+                     "rope_parameters": ABSENT, "rope_theta": 10000.0}),
+    "glm4v_moe": Wrapper(
+        _golden("glm/moe_biases"),
+        GLM4V_OUTER | {"architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe",
+                       "vision_config": GLM4V | {"model_type": "glm4v_moe_vision"}},
+        "outer", "model.visual.merger.post_projection_norm.weight",
+        NO_TOKENS | {"model_type": "glm4v_moe_text", "attention_bias": ABSENT, "use_qk_norm": True,
+                     "partial_rotary_factor": ABSENT,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1]}}),
+    "kimi_k25": Wrapper(
+        _golden("deepseek/three"),
+        {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": KIMI,
+         "projection_hidden_size": 8},
+        "inner", "mm_projector.pre_norm.weight", NO_TOKENS | {"model_type": "kimi_k2"}),
 }  # fmt: skip
 SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "embedding_projection": (24, 8)}  # of parts
-SHAPES |= dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm", "patch_ln1", "layer_norm", "layernorm"), (8,)) | {
-    "multi_modal_projector": (16,)
+NORMS = "norm", "ln_q", "mm_soft_emb_norm", "patch_ln1", "layer_norm", "layernorm", "pre_norm"
+SHAPES |= dict.fromkeys(NORMS, (8,)) | {
+    "multi_modal_projector": (16,),
+    "post_projection_norm": (32,),
 }
 
 
