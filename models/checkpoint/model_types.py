@@ -67,6 +67,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "mellum": "MellumForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "modernbert-decoder": "ModernBertDecoderForCausalLM",
     "mpt": "MptForCausalLM",

@@ -99,6 +99,7 @@ TEXT_MODELS = {
     "kimi_k2": _KIMI,
     "llama": TextModel("LlamaForCausalLM", (32000, 4096, 11008, 32, 32)),
     "llama4_text": TextModel("Llama4ForCausalLM", (202048, 5120, 8192, 48, 40)),
+    "minimax_m3_vl_text": TextModel("MiniMaxM3VLForCausalLM", (200064, 6144, 3072, 60, 64)),
     "ministral": TextModel("MinistralForCausalLM", (32000, 4096, 14336, 32, 32)),
     "ministral3": TextModel("Ministral3ForCausalLM", (131072, 4096, 14336, 34, 32)),
     "mllama_text_model": TextModel("MllamaForCausalLM", (128256, 4096, 14336, 40, 32)),

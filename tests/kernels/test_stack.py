@@ -50,7 +50,7 @@ VARIANTS = [
     *("experts/lfm2", "experts/phi", "experts/qwen3_5", "experts/qwen3_next", "gpt_oss/plain"),
     *("qwen3_5/recurrent_taps", "experts/qwen3_next_recurrent", "granite/scans_experts", "granite/scans_groups"),
     *("glm/plain", "glm/four", "glm/moe", "gpt_neox/plain", "gpt_neox/in_turn", "gpt_neox/gptj", "gpt_neox/starcoder"),
-    "gpt_neox/japanese",
+    *("gpt_neox/japanese", "experts/minimax_three"),
     *("gpt_neox/falcon_groups", "cohere/norms", "cohere/two", "llamas/exaone_windows", "llamas/nemotron"),
     *("llamas/arcee", "llamas/starcoder2", "experts/minimax", "experts/afmoe", "experts/ernie", "experts/aria"),
     *("deepseek/plain", "deepseek/groups", "deepseek/three_halves", "deepseek/glm_kinds", "deepseek/axk1"),

@@ -279,6 +279,12 @@ WRAPPERS = {
         NO_TOKENS | {"model_type": "glm4v_moe_text", "attention_bias": ABSENT, "use_qk_norm": True,
                      "partial_rotary_factor": ABSENT,
                      "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1]}}),
+    "minimax_m3": Wrapper(
+        _golden("experts/minimax_three"),
+        {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl",
+         "vision_config": SIGLIP | {"model_type": "minimax_m3_vl_vision", "spatial_merge_size": 1},
+         "projector_hidden_size": 8, "image_token_index": 2, "video_token_index": 2},
+        "outer", "model.multi_modal_projector.linear_1.weight", NO_TOKENS),
     "kimi_k25": Wrapper(
         _golden("deepseek/three"),
         {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": KIMI,
