@@ -211,9 +211,10 @@ class Config:
         rope: the rotary embeddings; None: positions are learned (rows of a table) or not used at all.
         ropes: `rope` by layer, if layers differ; empty: all layers have `rope`.
         rms: norms are RMSNorms and not LayerNorms; affine: they have weights; norm_bias: LayerNorms have biases too.
-        plus_one: norms multiply by 1 + weight.
+        plus_one: norms multiply by 1 + weight; "layers": those of layers, but not the final one.
         norms: the positions of the norms of attention and MLP: on the input, on the output before it is added to the
             stream, on the sum. One or several.
+        out_norm_eps: epsilon of norms on outputs; None: that of the others.
         parallel: attention and MLP run in parallel, and their input norm is "shared" or each has its "own"; "": the MLP
             reads the stream after attention.
         head_norms: norms on queries and keys: "each" head separately, "all" heads as one row, each head with its "own"
@@ -282,10 +283,11 @@ class Config:
     rms: bool = True
     affine: bool = True
     norm_bias: bool = True
-    plus_one: bool = False
+    plus_one: bool | Literal["layers"] = False
     gated: bool = True
     experts: Experts | None = None
     norms: tuple[Placement, ...] = ("input",)
+    out_norm_eps: float | None = None
     parallel: Literal["", "shared", "own"] = ""
     final_norm: bool = True
     first_norm: bool = True

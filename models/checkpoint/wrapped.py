@@ -105,6 +105,7 @@ TEXT_MODELS = {
     "mllama_text_model": TextModel("MllamaForCausalLM", (128256, 4096, 14336, 40, 32)),
     "mistral4": TextModel("Mistral4ForCausalLM", (131072, 4096, 12288, 36, 32)),
     "mistral": TextModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32)),
+    "muse_glimmer_text": TextModel("MuseGlimmerForCausalLM", (202048, 6656, 19968, 52, 32)),
     "olmo2": TextModel("Olmo2ForCausalLM", (50304, 4096, 11008, 32, 32)),
     "olmo3": TextModel("Olmo3ForCausalLM", (50304, 4096, 11008, 32, 32)),
     "phi": TextModel("PhiForCausalLM", (51200, 2048, 8192, 24, 32)),

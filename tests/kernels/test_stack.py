@@ -50,7 +50,7 @@ VARIANTS = [
     *("experts/lfm2", "experts/phi", "experts/qwen3_5", "experts/qwen3_next", "gpt_oss/plain"),
     *("qwen3_5/recurrent_taps", "experts/qwen3_next_recurrent", "granite/scans_experts", "granite/scans_groups"),
     *("glm/plain", "glm/four", "glm/moe", "gpt_neox/plain", "gpt_neox/in_turn", "gpt_neox/gptj", "gpt_neox/starcoder"),
-    *("gpt_neox/japanese", "experts/minimax_three"),
+    *("gpt_neox/japanese", "experts/minimax_three", "muse/others"),
     *("gpt_neox/falcon_groups", "cohere/norms", "cohere/two", "llamas/exaone_windows", "llamas/nemotron"),
     *("llamas/arcee", "llamas/starcoder2", "experts/minimax", "experts/afmoe", "experts/ernie", "experts/aria"),
     *("deepseek/plain", "deepseek/groups", "deepseek/three_halves", "deepseek/glm_kinds", "deepseek/axk1"),
@@ -140,6 +140,7 @@ SLOPES = (0.5, 0.25, 0.1, 0.0, 2.0, 0.07)
 OPTIONS = {
     "norms of outputs": {"norms": ("output",)},
     "four norms": {"norms": ("input", "output"), "plus_one": True},
+    "an epsilon of outputs": {"norms": ("input", "output"), "out_norm_eps": 0.1, "plus_one": "layers"},
     "norms of outputs and sums": {"norms": ("output", "sum")},
     "all heads": {"head_norms": "all"},
     "norms of each head": {"head_norms": "own", "rms": False},
