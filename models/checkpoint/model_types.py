@@ -6,7 +6,7 @@ from typing import Any
 from models.checkpoint.wrapped import TEXT_MODELS
 
 # Suffixes of text models that only exist inside another model.
-WHOLES = "_vl", "_vl_text", "_vl_moe_text", "4v_text", "4v_moe_text"
+WHOLES = "_vl", "_vl_text", "_vl_moe_text", "4v_text", "4v_moe_text", "_omni_text", "_omni_moe_text"
 LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items() if not kind.endswith(WHOLES)} | {
     "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",

@@ -36,6 +36,8 @@ REWARDS = {  # the architecture of a reward model -> that of its text model
     "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification",
     "Qwen3_5ForSequenceClassification": "Qwen3_5TextForSequenceClassification",
 }
+THINKER = "thinker_config"  # of a model that speaks, around the model that writes (Qwen2.5-Omni, Qwen3-Omni)
+THOUGHT = "thinker."  # prefix of the latter's tensors
 REFUSED = {"paligemma": "it attends to a prompt in both directions"}
 
 
@@ -115,9 +117,18 @@ TEXT_MODELS = {
     "qwen2_vl_text": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,
+    "qwen2_5_omni_text": TextModel(
+        "Qwen2ForCausalLM", (152064, 3584, 18944, 28, 28), {"num_key_value_heads": 4, "rope_theta": 1e6}
+    ),
     "qwen3": TextModel("Qwen3ForCausalLM", (151936, 4096, 22016, 32, 32)),
     "qwen3_5_text": TextModel("Qwen3_5ForCausalLM", (248320, 4096, 12288, 32, 16)),
     "qwen3_5_moe_text": TextModel("Qwen3_5MoeForCausalLM", (248320, 2048, 512, 40, 16)),
+    "qwen3_omni_moe_text": TextModel(
+        "Qwen3MoeForCausalLM",
+        (3584, 2048, 18944, 28, 28),
+        {"num_key_value_heads": 4, "rope_theta": 1e6, "norm_topk_prob": True, "head_dim": None},
+        unused=("use_sliding_window",),
+    ),
     "qwen3_vl_text": TextModel(
         "Qwen3ForCausalLM",
         (151936, 4096, 22016, 32, 32),
@@ -153,7 +164,8 @@ def is_wrapped(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     inside = "text_config" in config or "vision_config" in config
-    return isinstance(name, str) and (name.endswith("ForConditionalGeneration") or name in REWARDS) and inside
+    wraps = isinstance(name, str) and (name.endswith("ForConditionalGeneration") or name in REWARDS) and inside
+    return wraps or (isinstance(name, str) and isinstance(config.get(THINKER), dict))
 
 
 def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
@@ -166,6 +178,8 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
     Raises:
         CheckpointError: the text model is not supported, or the whole model computes text differently.
     """
+    if isinstance(thinker := config.get(THINKER), dict):
+        config = {**config, **thinker, "architectures": config["architectures"]}
     outer = Fields(config, file)
     given = outer.sub("text_config")
     inner = dict(given.config if given else config)
@@ -201,21 +215,21 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 def text_names(names: Iterable[str]) -> dict[str, str]:
     """Map the text model's own names of tensors to the stored names."""
-    names = list(names)
-    nested = {name: found[1] for name in names if (found := NESTED.fullmatch(name))}
+    stored = {name.removeprefix(THOUGHT): name for name in names}
+    nested = {name: found[1] for name in stored if (found := NESTED.fullmatch(name))}
     if not nested:
-        return {name: name for name in names if TEXT.fullmatch(name)}
-    heads = {name: name for name in names if name.startswith(("lm_head.", "mtp.", "score."))}
+        return {name: stored[name] for name in stored if TEXT.fullmatch(name)}
+    heads = {name: name for name in stored if name.startswith(("lm_head.", "mtp.", "score."))}
     own = {
         name: rest if rest.startswith("model.") or TEXT.fullmatch(rest) else f"model.{rest}"
         for name, rest in nested.items()
     }
-    return {text: stored for stored, text in (heads | own).items()}
+    return {text: stored[name] for name, text in (heads | own).items()}
 
 
 def parts(sizes: Mapping[str, int]) -> dict[str, int]:
     """Sum the bytes of each part of a model, such as "vision_tower", from those of its tensors."""
     found: Counter[str] = Counter()
     for name, size in sizes.items():
-        found[name.removeprefix("model.").partition(".")[0]] += size
+        found[name.removeprefix(THOUGHT).removeprefix("model.").partition(".")[0]] += size
     return dict(found)

@@ -63,6 +63,10 @@ GLM4V_OUTER = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 GLM4V_OUTER |= {f"{kind}{mark}_token_id": 2 for kind in ("image", "video") for mark in ("", "_start", "_end")}
+OMNI = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 4,
+        "spatial_merge_size": 1, "temporal_patch_size": 1, "out_hidden_size": 24}  # fmt: skip
+SOUND = {"num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 1, "encoder_ffn_dim": 8, "d_model": 8,
+         "max_source_positions": 10, "n_window": 4, "output_dim": 24}  # fmt: skip
 KIMI = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": 4,
         "pos_emb_height": 2, "pos_emb_width": 2, "pos_emb_time": 1}  # fmt: skip
 
@@ -279,6 +283,24 @@ WRAPPERS = {
         NO_TOKENS | {"model_type": "glm4v_moe_text", "attention_bias": ABSENT, "use_qk_norm": True,
                      "partial_rotary_factor": ABSENT,
                      "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1]}}),
+    "qwen2_5_omni": Wrapper(
+        _golden("qwen2/windows"),
+        {"architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"], "model_type": "qwen2_5_omni_thinker",
+         "vision_config": OMNI, "audio_config": SOUND, "tie_word_embeddings": False, "vision_start_token_id": VOCAB}
+        | {f"{kind}_token_index": VOCAB for kind in ("audio", "image", "video")},
+        "outer", "model.visual.merger.ln_q.weight",
+        NO_TOKENS | {"model_type": "qwen2_5_omni_text", "rope_parameters": ABSENT, "rope_theta": ABSENT,
+                     "rope_scaling": MROPE | {"mrope_section": [1, 1, 1]}}),
+    "qwen3_omni": Wrapper(
+        _golden("experts/qwen3"),
+        {"architectures": ["Qwen3OmniMoeThinkerForConditionalGeneration"], "model_type": "qwen3_omni_moe_thinker",
+         "vision_config": OMNI | {"num_position_embeddings": 4, "deepstack_visual_indexes": []},
+         "audio_config": SOUND | {"downsample_hidden_size": 4, "n_window_infer": 4, "conv_chunksize": 4},
+         "tie_word_embeddings": False, "vision_start_token_id": VOCAB}
+        | {f"{kind}_token_id": VOCAB for kind in ("audio", "image", "video")},
+        "outer", "model.visual.merger.ln_q.weight",
+        NO_TOKENS | {"model_type": "qwen3_omni_moe_text", "norm_topk_prob": ABSENT, "use_sliding_window": True,
+                     "rope_parameters": ABSENT, "rope_theta": ABSENT, "rope_scaling": MROPE}),
     "minimax_m3": Wrapper(
         _golden("experts/minimax_three"),
         {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl",
