@@ -33,6 +33,8 @@ class Experts:
         shared_gate: a matrix produces the weight of the shared expert; otherwise its weight is 1.
         bias: the matrices of the experts and the router have biases.
         normed: a norm follows the sum of the chosen experts and the shared one.
+        latent: experts read and write rows of this width, which a matrix makes of what the router and the shared expert
+            read, and another leads back; 0: they read the same.
     """
 
     count: int
@@ -46,6 +48,7 @@ class Experts:
     factor: float = 1.0
     beside_mlp: bool = False
     normed: bool = False
+    latent: int = 0
 
 
 @dataclass(frozen=True)

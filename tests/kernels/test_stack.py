@@ -55,7 +55,7 @@ VARIANTS = [
     *("llamas/arcee", "llamas/starcoder2", "experts/minimax", "experts/afmoe", "experts/ernie", "experts/aria"),
     *("deepseek/plain", "deepseek/groups", "deepseek/three_halves", "deepseek/glm_kinds", "deepseek/axk1"),
     *("mistral/mistral4", "cohere/compass", "modernbert/biases", "laguna/plain", "laguna/bias"),
-    *("apertus/plain", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts"),
+    *("apertus/plain", "nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts", "nemotron_h/latent"),
     *("relatives/olmo", "relatives/minicpm3", "relatives/nanochat", "relatives/granite_swa", "relatives/cohere_moe"),
     *("relatives/persimmon", "relatives/gpt_neo", "relatives/codegen", "relatives/mllama"),
     *("falcon_h1/plain", "falcon_h1/norm", "falcon_h1/bias", "falcon_h1/bamba"),
