@@ -33,6 +33,8 @@ class Experts:
         shared_gate: a matrix produces the weight of the shared expert; otherwise its weight is 1.
         bias: the matrices of the experts and the router have biases.
         normed: a norm follows the sum of the chosen experts and the shared one.
+        latent: experts read and write rows of this width, which a matrix makes of what the router and the shared expert
+            read, and another leads back; 0: they read the same.
     """
 
     count: int
@@ -46,6 +48,7 @@ class Experts:
     factor: float = 1.0
     beside_mlp: bool = False
     normed: bool = False
+    latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -211,9 +214,10 @@ class Config:
         rope: the rotary embeddings; None: positions are learned (rows of a table) or not used at all.
         ropes: `rope` by layer, if layers differ; empty: all layers have `rope`.
         rms: norms are RMSNorms and not LayerNorms; affine: they have weights; norm_bias: LayerNorms have biases too.
-        plus_one: norms multiply by 1 + weight.
+        plus_one: norms multiply by 1 + weight; "layers": those of layers, but not the final one.
         norms: the positions of the norms of attention and MLP: on the input, on the output before it is added to the
             stream, on the sum. One or several.
+        out_norm_eps: epsilon of norms on outputs; None: that of the others.
         parallel: attention and MLP run in parallel, and their input norm is "shared" or each has its "own"; "": the MLP
             reads the stream after attention.
         head_norms: norms on queries and keys: "each" head separately, "all" heads as one row, each head with its "own"
@@ -246,6 +250,8 @@ class Config:
         convs: layers with a short convolution instead of attention; None: there are none.
         recurrent: layers with a recurrent state, instead of keys and values or beside them; None: there are none.
         latent: latent attention; None: attention has key and value matrices.
+        selected: the number of tokens that an indexer selects for attention to read. The indexer is not computed, so no
+            sequence may be longer: up to this length it selects all. None: there is no indexer.
         embedding_width: width of the embedding, if projections lead from it to `width` and back.
         embedding_norm: the embedding is normed, by a norm without weights if `Names` has no name for it.
         embedding_scale: factor of the embedding; `rounded_scale`: it is first rounded to the model's dtype.
@@ -280,10 +286,11 @@ class Config:
     rms: bool = True
     affine: bool = True
     norm_bias: bool = True
-    plus_one: bool = False
+    plus_one: bool | Literal["layers"] = False
     gated: bool = True
     experts: Experts | None = None
     norms: tuple[Placement, ...] = ("input",)
+    out_norm_eps: float | None = None
     parallel: Literal["", "shared", "own"] = ""
     final_norm: bool = True
     first_norm: bool = True
@@ -313,6 +320,7 @@ class Config:
     convs: ShortConvs | None = None
     recurrent: Recurrent | None = None
     latent: Latent | None = None
+    selected: int | None = None
     embedding_width: int | None = None
     embedding_norm: bool = False
     embedding_scale: float = 1.0

@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         projected = names.project if c.embedding_width else (None, None)
         self.project_in, self.project_out = (weights.linear(name) if name else None for name in projected)
         self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
-        self.norm = Norm(c, weights, names.norm) if c.final_norm else None
+        self.norm = Norm(c, weights, names.norm, final=True) if c.final_norm else None
         self.dense = HeadDense(c, names, weights) if c.head_dense else None
         self.head = weights.head(SCORE) if c.scores else weights.head(HEAD, bias=c.head_bias)
         self.dtype, self.device, self.adapters = dtype, device, list[Adapter]()

@@ -293,7 +293,7 @@ class Residual(nn.Module):
         super().__init__()
         norms = [norm for norm in c.norms_of(index) if not (bare and norm == "input")]
         self.input = Norm(c, weights, name) if "input" in norms else None
-        self.output = Norm(c, weights, out_name) if "output" in norms else None
+        self.output = Norm(c, weights, out_name, eps=c.out_norm_eps) if "output" in norms else None
         self.sum = Norm(c, weights, name) if "sum" in norms else None
         self.scale = c.residual_scale
 

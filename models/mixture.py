@@ -54,7 +54,13 @@ class Mixture(nn.Module):
             up, down = (weights.stacked(mixed.count, *each, bias=mixed.bias) for each in (ups, downs))
             self.stacked, own = (up, down), []
         self.experts = nn.ModuleList(map(mlp, own))
+        self.apart: nn.ModuleList | None = None  # the shared expert, if the others read a latent
         self.shared = mlp(names.shared) if mixed.shared_width else None
+        self.latent = None
+        if mixed.latent:
+            ends = (weights.linear(layer + name) for name in (names.experts_in, names.experts_out))
+            self.latent = nn.ModuleList(ends)  # type: ignore[arg-type]
+            self.apart, self.shared = self.shared, None
         self.gate = weights.linear(layer + names.shared_gate) if mixed.shared_gate else None
         bias = layer + names.choice_bias
         self.bias_X = weights.vector(bias, dtype=torch.float32) if mixed.choice_bias else None
@@ -75,11 +81,27 @@ class Mixture(nn.Module):
 
     def calls(self, source: str) -> Iterator[Call]:
         """Yield the calls from the register `source` to "read"."""
-        yield Call("mix", source, "read", mixture=self)
+        if self.latent is None:
+            yield Call("mix", source, "read", mixture=self)
+        else:
+            yield from self._by_latent(source, *self.latent)
         if self.factor != 1.0:
             yield Call("scale", "read", "read", scale=self.factor)
         if self.norm is not None:
             yield Call("norm", "read", "read", norm=self.norm)
+
+    def _by_latent(self, source: str, into: Any, out_of: Any) -> Iterator[Call]:
+        """Yield the calls of experts that read a latent of the register `source`."""
+        yield Call("product", source, "low", matrix=into)
+        if self.apart is not None:
+            up, down = self.apart
+            yield Call("product", source, "up", matrix=up)
+            yield Call("activate", "up", "middle", function=self.activation, gated=self.gated)
+            yield Call("product", "middle", "out", matrix=down)
+        yield Call("mix", "low", "low", source, mixture=self)
+        yield Call("product", "low", "read", matrix=out_of)
+        if self.apart is not None:
+            yield Call("add", "out", "read")
 
     def forward(self, x_TE: Tensor, impl: str, scored_TE: Tensor | None = None) -> Tensor:
         """[T, E] -> [T, E]; `impl` is the pass's. The router reads `scored_TE`; None: it reads `x_TE`."""

@@ -40,6 +40,7 @@ class Names:
         router, choice_bias: (mixture of experts) the matrix that computes the scores of experts, and a vector.
         expert: an expert's matrices, those of `up` before the last; {} stands for its number.
         shared, shared_gate: the matrices of the shared expert, and the matrix of its weight.
+        experts_in, experts_out: the matrices before and after experts that read a latent.
         router_scale, factors: the vectors that multiply the router's input and the weights of experts.
         experts_out_norm: the norm of the experts' output, if there is one.
         experts_norm, mlp_own_norm: (experts in parallel with an MLP) the norms of the experts' input, and of the MLP's
@@ -115,6 +116,8 @@ class Names:
         "mlp.shared_expert.down_proj",
     )
     shared_gate: str = "mlp.shared_expert_gate"
+    experts_in: str = "mixer.fc1_latent_proj"
+    experts_out: str = "mixer.fc2_latent_proj"
     router_scale: str = "router.scale"
     factors: str = "router.per_expert_scale"
     experts_norm: str = "pre_feedforward_layernorm_2"
@@ -329,8 +332,12 @@ class Names:
             shapes |= {self.router_scale: (c.width,), self.factors: (mixed.count,)}
         every = [(tuple(name.format(i) for name in self.expert), mixed.width) for i in range(mixed.count)]
         for (*up, down), width in every + ([(self.shared, mixed.shared_width)] if mixed.shared_width else []):
-            shapes |= {f"{name}.weight": ((1 + c.gated) * width // len(up), c.width) for name in up}
-            shapes[f"{down}.weight"] = c.width, width
+            read = c.width if down == self.shared[-1] else mixed.latent or c.width
+            shapes |= {f"{name}.weight": ((1 + c.gated) * width // len(up), read) for name in up}
+            shapes[f"{down}.weight"] = read, width
+        if mixed.latent:
+            shapes |= {f"{self.experts_in}.weight": (mixed.latent, c.width)}
+            shapes |= {f"{self.experts_out}.weight": (c.width, mixed.latent)}
         if mixed.bias:
             shapes |= {f"{name.removesuffix('.weight')}.bias": shape[:1] for name, shape in shapes.items()}
         return shapes | ({f"{self.shared_gate}.weight": (1, c.width)} if mixed.shared_gate else {})

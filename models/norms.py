@@ -19,15 +19,26 @@ class Norm(nn.Module):
         name: the name of the norm's vectors; a norm that is not `affine` has ones and zeros instead.
         some: elements of the vectors; None: all.
         eps: the norm's epsilon; None: the model's.
+        final: the norm is the last one of the model.
     """
 
-    def __init__(self, c: Config, weights: Weights, name: str, some: range | None = None, *, eps: float | None = None):
+    def __init__(
+        self,
+        c: Config,
+        weights: Weights,
+        name: str,
+        some: range | None = None,
+        *,
+        eps: float | None = None,
+        final: bool = False,
+    ):
         super().__init__()
+        plus_one = c.plus_one is True or (c.plus_one == "layers" and not final)
         self.eps = c.norm_eps if eps is None else eps
         self.bias: Tensor | None = None
         if c.affine:
-            dtype = torch.float32 if c.plus_one and c.rms else None  # half precision would round the sum 1 + weight
-            self.weight = weights.vector(f"{name}.weight", plus_one=c.plus_one, some=some, dtype=dtype)
+            dtype = torch.float32 if plus_one and c.rms else None  # half precision would round the sum 1 + weight
+            self.weight = weights.vector(f"{name}.weight", plus_one=plus_one, some=some, dtype=dtype)
             if not c.rms:
                 self.bias = weights.vector(f"{name}.bias") if c.norm_bias else torch.zeros_like(self.weight)
         else:

@@ -160,6 +160,22 @@ def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (
     return tuple(found)
 
 
+def layer_bases(fields: Fields, absent: Sequence[float]) -> Sequence[float]:
+    """Read the rotary base of each layer from the field `layer_rope_theta`, 0 if it rotates nothing; `absent`: those if
+    the field is absent.
+
+    Raises:
+        CheckpointError: another number of layers, or no base.
+    """
+    bases = fields.config.get("layer_rope_theta")
+    if bases is None:
+        return absent
+    valid = type(bases) is list and len(bases) == len(absent)
+    if not valid or any(type(base) not in (int, float) or not (base == 0 or 1 < base <= 1e15) for base in bases):
+        raise fields.error("layer_rope_theta", f"{len(absent)} numbers, 0 or above 1")
+    return bases
+
+
 def sparse_layers(fields: Fields, layers: int, dense: int, step: int = 1) -> list[bool]:
     """Whether each layer has experts, by the field `mlp_layer_types`; if that is absent, all but the first `dense` do
     whose numbers are multiples of `step`.

@@ -301,11 +301,10 @@ def _add_and_norm(together: Together, r: Registers) -> None:
     last = sums[-1] if sums[-1].code == "norm" else None
     output = next((call.norm for call in sums if call.code == "norm" and call is not last), None)
     scale = next((call.scale for call in sums if call.code == "scale"), 1.0)
+    eps = next((call.norm.eps for call in sums if call.norm is not None), 0.0)
     norm, out_norm = (x and (x.weight, x.bias) for x in (last and last.norm, output))
     addends = [r[call.source] for call in reversed(adds)]
-    r["stream"], read_TE = add_norm(
-        r["stream"], addends, norm, out_norm, scale=scale, eps=r.config.norm_eps, impl=r.impl
-    )
+    r["stream"], read_TE = add_norm(r["stream"], addends, norm, out_norm, scale=scale, eps=eps, impl=r.impl)
     if last is not None:
         r[last.target] = read_TE
 
@@ -343,19 +342,24 @@ def _end_of_turns(calls: Sequence[Call], start: int) -> int | None:
 
 def _end_of_sums(calls: Sequence[Call], start: int) -> int | None:
     """Return where the sums that begin at `start`, and the norm of the stream after them, end; None if there are none,
-    or if one operator cannot perform them: it scales all addends by one factor or none, after their norms."""
-    added, scaled, factors = list[str](), list[str](), set[float]()
+    or if one operator cannot perform them: it scales all addends by one factor or none, after their norms, and has one
+    epsilon."""
+    added, scaled, factors, epsilons = list[str](), list[str](), set[float](), set[float]()
     for end in range(start, len(calls)):
         call = calls[end]
         if call.code == "add" and call.target == "stream":
             if scaled and (sorted(scaled) != sorted([*added, call.source]) or len(factors) > 1):
                 return None
             following = calls[end + 1 : end + 2]
-            return end + 1 + (bool(following) and (following[0].code, following[0].source) == ("norm", "stream"))
+            if not following or (following[0].code, following[0].source) != ("norm", "stream"):
+                return end + 1
+            return end + 1 + (not epsilons - {following[0].norm.eps})
         if call.source == "stream" or call.code not in ("norm", "scale", "add"):
             return None
-        if call.code == "norm" and (added or call.source in scaled):
-            return None
+        if call.code == "norm":
+            if added or call.source in scaled:
+                return None
+            epsilons.add(call.norm.eps)
         added += [call.source] if call.code == "add" else []
         if call.code == "scale":
             scaled.append(call.source)

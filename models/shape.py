@@ -50,6 +50,7 @@ class ModelShape:
         """Return the shape of a configuration."""
         turned = [rope for rope in c.tables() if c.latent is None or rope != c.latent.growth]
         reach = min((rope.reach(c.max_positions) for rope in turned), default=c.max_positions)
+        reach = min(reach, c.selected or reach)
         steady = min((rope.steady_length for rope in c.tables() if rope.steady_length is not None), default=None)
         switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
         kept = tuple(map(c.kept, range(c.layers)))

@@ -81,6 +81,10 @@ PUBLISHED = {  # names in published files, by model_type: transformers gives mod
     "hy_v3": {".mlp.gate.weight": ".mlp.router.gate.weight", ".mlp.e_score_correction_bias": ".mlp.expert_bias",
               ".mlp.shared_experts.": ".mlp.shared_mlp."},
 }  # fmt: skip
+KINDS = {
+    "SequenceClassification": AutoModelForSequenceClassification,
+    "ConditionalGeneration": AutoModelForImageTextToText,
+}
 OTHER_PARTS = r"vision|visual|audio|projector|connector|vqmodel"
 
 Run = tuple[int, float, bool | str, int, str, int]  # beams, length_penalty, early_stopping, returned, EOS, new tokens
@@ -123,8 +127,9 @@ def draw(folder: Path, seed: int) -> None:
     """Random weights of the names and shapes of the folder's model, tied ones once."""
     config = transformers.AutoConfig.from_pretrained(folder)
     scores = config.architectures[0].endswith("ForSequenceClassification")
+    kind = KINDS.get(config.architectures[0].rpartition("For")[2], AutoModelForCausalLM)
     with torch.device("meta"):
-        model = (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_config(config)
+        model = kind.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     shapes |= {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in own}  # buffers
@@ -147,9 +152,7 @@ def load(folder: Path) -> Any:
     fields = {**config, **config.get("text_config", {})}
     mixed = any(map(fields.get, ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")))
     eager = {"experts_implementation": "eager"} if mixed else {}
-    kinds = {"SequenceClassification": AutoModelForSequenceClassification,
-             "ConditionalGeneration": AutoModelForImageTextToText}  # fmt: skip
-    kind = kinds.get(architecture.rpartition("For")[2], AutoModelForCausalLM)
+    kind = KINDS.get(architecture.rpartition("For")[2], AutoModelForCausalLM)
     wrapped = "text_config" in config or architecture.endswith("ForConditionalGeneration")
     attention = "sdpa" if config.get("alibi") else "eager"  # which in Falcon adds ALiBi twice
     model, info = kind.from_pretrained(

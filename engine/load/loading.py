@@ -258,6 +258,9 @@ class _Weights:
     def left_out(self) -> list[str]:
         """Names, for people, of the parts of the checkpoint that are not loaded."""
         notes = []
+        if selected := self.model.config.selected:
+            longer = f"which selects what attention reads in texts of more than {selected} tokens"
+            notes.append(f"the indexer is not loaded, {longer}: longer texts are refused")
         if left_out := self.checkpoint.left_out:
             parts = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in left_out.items())
             notes.append(f"only the text model is loaded, without {parts}")
@@ -279,6 +282,12 @@ def in_context(model: Any, context: int | None, name: str) -> ModelShape:
     shape = model.shape
     if context is None:
         return shape
+    if (selected := model.config.selected) and context > selected:
+        raise UsageError(
+            f"context: texts of more than {selected} tokens need this model's indexer, which is not supported, "
+            f"got {context}",
+            where=name,
+        )
     if getattr(model, "positions_PE", None) is not None and context > shape.max_positions:
         raise UsageError(
             f"context: this model has learned its {shape.max_positions} positions and has no others, got {context}",

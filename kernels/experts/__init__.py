@@ -33,7 +33,7 @@ def experts(x_TE: Tensor, mixture: PackedExperts, scored_TE: Tensor | None = Non
     Args:
         x_TE: float32, bfloat16 or float16, on a CPU. Matrix multiplications round to its dtype, sums are float32.
         mixture: the matrices and the rules.
-        scored_TE: the router's input; None: x.
+        scored_TE: the router's input, which may have another width; None: x.
         impl: "reference" (the definition, which also takes float64) or "cpp".
 
     Returns:
@@ -47,8 +47,9 @@ def experts(x_TE: Tensor, mixture: PackedExperts, scored_TE: Tensor | None = Non
     if x_TE.shape[1] != mixture.width:
         raise ValueError(f"x_TE: expected a width of {mixture.width}, got {list(x_TE.shape)}")
     scored_TE = x_TE if scored_TE is None else scored_TE
-    if (scored_TE.shape, scored_TE.dtype, scored_TE.device) != (x_TE.shape, x_TE.dtype, x_TE.device):
-        raise ValueError(f"scored_TE: expected {list(x_TE.shape)} of {x_TE.dtype}, got {list(scored_TE.shape)}")
+    shape = len(x_TE), mixture.scored_width
+    if (scored_TE.shape, scored_TE.dtype, scored_TE.device) != (shape, x_TE.dtype, x_TE.device):
+        raise ValueError(f"scored_TE: expected {[*shape]} of {x_TE.dtype}, got {list(scored_TE.shape)}")
     run = (native if impl == "cpp" else reference).experts
     if not watched():
         return run(x_TE, mixture, scored_TE)

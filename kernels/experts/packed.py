@@ -59,13 +59,13 @@ class PackedExperts:
     ):
         self.routing, self.function, self.router, self.experts = routing, function, router, [*experts]
         self.bias_X, self.shared, self.gate, self.factors_X = bias_X, shared, gate, factors_X
-        self.width = router.packed.width
+        self.width, self.scored_width = experts[0].up.packed.width, router.packed.width
         self.gated = experts[0].up.packed.outs != experts[0].down.packed.width
         self._check()
 
     def _check(self) -> None:
         width, inner = self.width, self.experts[0].down.packed.width
-        wanted = [(self.router, len(self.experts), width)]
+        wanted = [(self.router, len(self.experts), self.scored_width)]
         parts = [(expert, inner) for expert in self.experts]
         if self.shared is not None:
             parts.append((self.shared, self.shared.down.packed.width))

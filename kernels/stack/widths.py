@@ -208,10 +208,12 @@ class _Following:
         return sizes.heads * sizes.value
 
     def _mix(self, call: Call, now: Widths) -> int:
-        width = now[call.source]
-        if call.mixture.matrices.width != width or now[call.beside or call.source] != width:
-            raise ValueError(f"expected experts of width {width}, got {call.mixture.matrices.width}")
-        return width
+        widths, made = (now[call.source], now[call.beside or call.source]), call.mixture.matrices
+        if (made.width, made.scored_width) != widths:
+            raise ValueError(
+                f"expected experts and a router of widths {[*widths]}, got {made.width, made.scored_width}"
+            )
+        return widths[0]
 
     def _adapt(self, call: Call, now: Widths) -> int:
         outs, width = now[call.target], now[call.source]

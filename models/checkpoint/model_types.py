@@ -5,7 +5,8 @@ from typing import Any
 
 from models.checkpoint.wrapped import TEXT_MODELS
 
-WHOLES = "_vl", "_vl_text", "_vl_moe_text"  # suffixes of text models that only exist inside another model
+# Suffixes of text models that only exist inside another model.
+WHOLES = "_vl", "_vl_text", "_vl_moe_text", "4v_text", "4v_moe_text", "_omni_text", "_omni_moe_text"
 LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items() if not kind.endswith(WHOLES)} | {
     "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",
@@ -22,7 +23,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "cwm": "CwmForCausalLM",
     "dbrx": "DbrxForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
@@ -37,6 +38,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_bigcode": "GPTBigCodeForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",
@@ -65,6 +67,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "mellum": "MellumForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "modernbert-decoder": "ModernBertDecoderForCausalLM",
     "mpt": "MptForCausalLM",

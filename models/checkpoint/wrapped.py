@@ -25,6 +25,7 @@ TIED = frozenset(
         "granite_speech",
         "internvl",
         "janus",
+        "kimi_k25",
         "lfm2_vl",
         "lighton_ocr",
         "mistral3",
@@ -35,6 +36,8 @@ REWARDS = {  # the architecture of a reward model -> that of its text model
     "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification",
     "Qwen3_5ForSequenceClassification": "Qwen3_5TextForSequenceClassification",
 }
+THINKER = "thinker_config"  # of a model that speaks, around the model that writes (Qwen2.5-Omni, Qwen3-Omni)
+THOUGHT = "thinker."  # prefix of the latter's tensors
 REFUSED = {"paligemma": "it attends to a prompt in both directions"}
 
 
@@ -66,10 +69,12 @@ _QWEN_VL = TextModel(
     (152064, 8192, 29568, 80, 64),
     {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6},
 )
+_KIMI = TextModel("DeepseekV3ForCausalLM", (129280, 7168, 18432, 61, 128))
 TEXT_MODELS = {
     "aria_text": TextModel("AriaTextForCausalLM", (32000, 4096, 4096, 32, 32)),
     "cohere2": TextModel("Cohere2ForCausalLM", (256000, 8192, 22528, 40, 64), fixed={"logit_scale": 1.0}),
     "cohere_compass_text": TextModel("CohereCompassForCausalLM", (256000, 8192, 22528, 40, 64)),
+    "deepseek_v3": _KIMI,
     "emu3_text_model": TextModel("Emu3ForCausalLM", (184622, 4096, 14336, 32, 32)),
     "exaone4": TextModel("Exaone4ForCausalLM", (102400, 4096, 16384, 32, 32)),
     "gemma2": TextModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
@@ -77,17 +82,32 @@ TEXT_MODELS = {
     "gemma3n_text": TextModel("Gemma3nForCausalLM", (262400, 2048, 16384, 35, 8)),
     "gemma4_text": TextModel("Gemma4ForCausalLM", (262144, 2304, 9216, 30, 8)),
     "gemma4_unified_text": TextModel("Gemma4UnifiedForCausalLM", (262144, 2304, 9216, 30, 8)),
+    "glm4v_text": TextModel(
+        "Glm4ForCausalLM",
+        (151552, 4096, 13696, 40, 32),
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "partial_rotary_factor": 1.0, "head_dim": None},
+        fixed={"attention_bias": True},
+    ),
+    "glm4v_moe_text": TextModel(
+        "Glm4MoeForCausalLM",
+        (151424, 4096, 10944, 46, 96),
+        {"max_position_embeddings": 65536, "attention_bias": True},
+        unused=("use_qk_norm",),
+    ),
     "granite": TextModel("GraniteForCausalLM", (32000, 4096, 11008, 32, 32), unused=("logits_scaling",)),
     "hunyuan_v1_dense": TextModel("HunYuanDenseV1ForCausalLM", (290943, 4096, 11008, 32, 32)),
     "lfm2": TextModel("Lfm2ForCausalLM", (65536, 2560, 12288, 32, 32)),
     "lfm3": TextModel("Lfm3ForCausalLM", (128000, 2048, 7680, 24, 16)),
+    "kimi_k2": _KIMI,
     "llama": TextModel("LlamaForCausalLM", (32000, 4096, 11008, 32, 32)),
     "llama4_text": TextModel("Llama4ForCausalLM", (202048, 5120, 8192, 48, 40)),
+    "minimax_m3_vl_text": TextModel("MiniMaxM3VLForCausalLM", (200064, 6144, 3072, 60, 64)),
     "ministral": TextModel("MinistralForCausalLM", (32000, 4096, 14336, 32, 32)),
     "ministral3": TextModel("Ministral3ForCausalLM", (131072, 4096, 14336, 34, 32)),
     "mllama_text_model": TextModel("MllamaForCausalLM", (128256, 4096, 14336, 40, 32)),
     "mistral4": TextModel("Mistral4ForCausalLM", (131072, 4096, 12288, 36, 32)),
     "mistral": TextModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32)),
+    "muse_glimmer_text": TextModel("MuseGlimmerForCausalLM", (202048, 6656, 19968, 52, 32)),
     "olmo2": TextModel("Olmo2ForCausalLM", (50304, 4096, 11008, 32, 32)),
     "olmo3": TextModel("Olmo3ForCausalLM", (50304, 4096, 11008, 32, 32)),
     "phi": TextModel("PhiForCausalLM", (51200, 2048, 8192, 24, 32)),
@@ -97,9 +117,18 @@ TEXT_MODELS = {
     "qwen2_vl_text": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,
+    "qwen2_5_omni_text": TextModel(
+        "Qwen2ForCausalLM", (152064, 3584, 18944, 28, 28), {"num_key_value_heads": 4, "rope_theta": 1e6}
+    ),
     "qwen3": TextModel("Qwen3ForCausalLM", (151936, 4096, 22016, 32, 32)),
     "qwen3_5_text": TextModel("Qwen3_5ForCausalLM", (248320, 4096, 12288, 32, 16)),
     "qwen3_5_moe_text": TextModel("Qwen3_5MoeForCausalLM", (248320, 2048, 512, 40, 16)),
+    "qwen3_omni_moe_text": TextModel(
+        "Qwen3MoeForCausalLM",
+        (3584, 2048, 18944, 28, 28),
+        {"num_key_value_heads": 4, "rope_theta": 1e6, "norm_topk_prob": True, "head_dim": None},
+        unused=("use_sliding_window",),
+    ),
     "qwen3_vl_text": TextModel(
         "Qwen3ForCausalLM",
         (151936, 4096, 22016, 32, 32),
@@ -135,7 +164,8 @@ def is_wrapped(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     inside = "text_config" in config or "vision_config" in config
-    return isinstance(name, str) and (name.endswith("ForConditionalGeneration") or name in REWARDS) and inside
+    wraps = isinstance(name, str) and (name.endswith("ForConditionalGeneration") or name in REWARDS) and inside
+    return wraps or (isinstance(name, str) and isinstance(config.get(THINKER), dict))
 
 
 def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
@@ -148,6 +178,8 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
     Raises:
         CheckpointError: the text model is not supported, or the whole model computes text differently.
     """
+    if isinstance(thinker := config.get(THINKER), dict):
+        config = {**config, **thinker, "architectures": config["architectures"]}
     outer = Fields(config, file)
     given = outer.sub("text_config")
     inner = dict(given.config if given else config)
@@ -183,21 +215,21 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 def text_names(names: Iterable[str]) -> dict[str, str]:
     """Map the text model's own names of tensors to the stored names."""
-    names = list(names)
-    nested = {name: found[1] for name in names if (found := NESTED.fullmatch(name))}
+    stored = {name.removeprefix(THOUGHT): name for name in names}
+    nested = {name: found[1] for name in stored if (found := NESTED.fullmatch(name))}
     if not nested:
-        return {name: name for name in names if TEXT.fullmatch(name)}
-    heads = {name: name for name in names if name.startswith(("lm_head.", "mtp.", "score."))}
+        return {name: stored[name] for name in stored if TEXT.fullmatch(name)}
+    heads = {name: name for name in stored if name.startswith(("lm_head.", "mtp.", "score."))}
     own = {
         name: rest if rest.startswith("model.") or TEXT.fullmatch(rest) else f"model.{rest}"
         for name, rest in nested.items()
     }
-    return {text: stored for stored, text in (heads | own).items()}
+    return {text: stored[name] for name, text in (heads | own).items()}
 
 
 def parts(sizes: Mapping[str, int]) -> dict[str, int]:
     """Sum the bytes of each part of a model, such as "vision_tower", from those of its tensors."""
     found: Counter[str] = Counter()
     for name, size in sizes.items():
-        found[name.removeprefix("model.").partition(".")[0]] += size
+        found[name.removeprefix(THOUGHT).removeprefix("model.").partition(".")[0]] += size
     return dict(found)

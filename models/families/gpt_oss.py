@@ -8,7 +8,7 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.reading import experts, layer_types, rotary, window_of, windows
 
-ALPHA, LIMIT = 1.702, 7.0  # constants of the gates, which the kernels require
+CLAMPED, ALPHA, LIMIT = "clamped_swiglu", 1.702, 7.0  # the gates, and their constants, which the kernels require
 YARN = {  # the default if the config has no rotary fields
     "rope_type": "yarn",
     "factor": 32.0,
@@ -30,12 +30,10 @@ class GptOss(Decoder):
         if not fields.sub("rope_scaling") and not fields.sub("rope_parameters"):
             fields = fields.changed({"rope_parameters": YARN})
         fields.choice("hidden_act", ("silu", "swish"), default="silu")
-        for name, only in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
-            if fields.float(name, only) != only:
-                raise fields.error(name, f"{only:g}: other gates are not supported")
+        clamped_gates(fields)
         width = fields.int("intermediate_size", default=2880)
         sizes = {"kv_heads": 8, "head_dim": 64, "mlp_width": width, "theta": 150000.0, "eps": 1e-5, "bias": True}
-        options: dict[str, Any] = rotary(fields, positions=131072, **sizes) | {"activation": "clamped_swiglu"}
+        options: dict[str, Any] = rotary(fields, positions=131072, **sizes) | {"activation": CLAMPED}
         layers = options["layers"]
         kinds = layer_types(fields, [FULL if i % 2 else SLIDING for i in range(layers)])
         return Config(
@@ -52,3 +50,10 @@ class GptOss(Decoder):
             ),
             **options,
         )
+
+
+def clamped_gates(fields: Fields) -> None:
+    """Check the constants of clamped gates. Raises CheckpointError, which names the field, if they are others."""
+    for name, only in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
+        if fields.float(name, only) != only:
+            raise fields.error(name, f"{only:g}: other gates are not supported")

@@ -7,7 +7,7 @@ from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.names import Names
-from models.reading import architecture, experts, layer_types, rotary, window_of, windows
+from models.reading import architecture, experts, layer_bases, layer_types, rotary, window_of, windows
 
 
 class Granite(Decoder):
@@ -85,12 +85,8 @@ class HyperCLOVAX(Granite):
 
 def _sliding(fields: Fields, options: dict[str, Any]) -> dict[str, Any]:
     """Read windows, sinks and rotary tables of layers; a base of 0 means no rotation."""
-    layers, rope, bases = options["layers"], options["rope"], fields.config.get("layer_rope_theta")
-    if bases is None:
-        bases = [rope.theta] * layers
-    valid = type(bases) is list and len(bases) == layers
-    if not valid or any(type(base) not in (int, float) or not (base == 0 or 1 < base <= 1e15) for base in bases):
-        raise fields.error("layer_rope_theta", f"{layers} numbers, 0 or above 1")
+    layers, rope = options["layers"], options["rope"]
+    bases = layer_bases(fields, [rope.theta] * layers)
     kinds = layer_types(fields, [SLIDING if i % 4 else FULL for i in range(layers)])
     return {
         "sinks": True,

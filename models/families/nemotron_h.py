@@ -89,14 +89,13 @@ def kinds_of(fields: Fields) -> tuple[str, ...]:
 
 
 def _experts(fields: Fields, kinds: tuple[str, ...]) -> Experts | None:
-    if EXPERTS in kinds and fields.config.get("moe_latent_size") is not None:
-        raise fields.error("moe_latent_size", "nothing: experts that read a latent are not supported")
     if EXPERTS in kinds and fields.bool("mlp_bias", default=False):
         raise fields.error("mlp_bias", "false, as there are layers of experts")
     sizes = {
         "width": fields.int("moe_intermediate_size", default=7688),
         "shared_width": fields.int("moe_shared_expert_intermediate_size", default=7688),
         "scale": fields.float("routed_scaling_factor", default=1.0),
+        "latent": fields.int("moe_latent_size", default=0),
     }
     layers, rules = [kind == EXPERTS for kind in kinds], sigmoids(fields, groups=1, kept=1)
     return experts(fields, count=8, chosen=2, name="n_routed_experts", layers=layers, **sizes, **rules)

@@ -117,6 +117,12 @@ def test_a_router_that_reads_other_rows():
     assert torch.allclose(found, expected, atol=1e-5) and not torch.allclose(found, experts(x_TE, given), atol=0.1)
     with pytest.raises(ValueError, match="scored_TE: expected"):
         experts(x_TE, given, scored_TE[:3])
+    wide = PackedExperts(plain.routing, "silu", matrix(7, 56, "float32", 1), plain.experts)  # of another width
+    scored_TE = draw(9, 56, seed=3)
+    found, expected = (experts(x_TE, wide, scored_TE, impl=impl) for impl in ("cpp", "reference"))
+    assert torch.allclose(found, expected, atol=1e-5)
+    with pytest.raises(ValueError, match=r"scored_TE: expected \[9, 56\] of torch.float32, got \[9, 40\]"):
+        experts(x_TE, wide)
 
 
 def test_equals_go_to_the_lower_number():

@@ -110,7 +110,11 @@ def read(architecture, **changes):
         ("JambaForCausalLM", "attn_layer_offset: .* a layer of attention", {}),
         ("JambaForCausalLM", "expert_layer_offset", {"attn_layer_offset": 1, "expert_layer_offset": 2}),
         ("JambaForCausalLM", "num_experts_per_tok", {"attn_layer_offset": 1, "num_experts_per_tok": 17}),
-        ("NemotronHForCausalLM", "moe_latent_size", {"layers_block_type": ["moe", "attention"], "moe_latent_size": 8}),
+        (
+            "NemotronHForCausalLM",
+            "moe_latent_size",
+            {"layers_block_type": ["moe", "attention"], "moe_latent_size": "8"},
+        ),
         ("NemotronHForCausalLM", "mlp_bias", {"layers_block_type": ["moe", "attention"], "mlp_bias": True}),
         ("NemotronHForCausalLM", "hybrid_override_pattern: expected a list", {"hybrid_override_pattern": "M-*x"}),
         ("NemotronHForCausalLM", "layers_block_type: expected a list", {"layers_block_type": 3}),

@@ -231,7 +231,14 @@ ON_GPU = ["granite_shared", "lfm2", "mixtral", "olmoe", "phi", "qwen2_windows", 
 ON_GPU += ["../gpt_oss/mxfp4", "../gpt_oss/plain", "../deepseek/groups", "../deepseek/three", "../deepseek/glm"]
 ON_GPU += ["qwen3_5_recurrent", "qwen3_next_recurrent", "../granite/scans_experts"]
 ON_GPU += ["../llama4/plain", "../llama4/steps", "../relatives/dbrx", "../relatives/kolibri"]
-ON_GPU += ["../mistral/mistral4", "../laguna/plain", "../deepseek/axk1", "aria"]
+ON_GPU += [
+    "../mistral/mistral4",
+    "../laguna/plain",
+    "../deepseek/axk1",
+    "aria",
+    "minimax_three",
+    "../nemotron_h/latent",
+]
 
 
 @needs_interpreter

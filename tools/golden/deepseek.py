@@ -1,4 +1,5 @@
-"""DeepSeek-V2 and V3, GLM-4.7-Flash, A.X-K1: attention with a latent, groups of experts, orders of rotated elements."""
+"""DeepSeek-V2, V3 and V3.2, GLM-4.7-Flash, GLM-5, A.X-K1: attention with a latent, groups of experts, orders of rotated
+elements."""
 
 from __future__ import annotations
 
@@ -31,6 +32,11 @@ GLM: dict[str, Any] = {
     "n_shared_experts": 1, "first_k_dense_replace": ABSENT, "topk_method": ABSENT, "norm_topk_prob": True,
     "routed_scaling_factor": 1.8, "rope_parameters": PLAIN,
 }  # fmt: skip
+SPARSE: dict[str, Any] = THREE | {  # an indexer, which selects every token of a text that is as long as index_topk
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 64, "index_n_heads": 2,
+    "index_head_dim": 12,
+}  # fmt: skip
+GLM_SPARSE = SPARSE | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "rope_parameters": PLAIN}
 
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -57,6 +63,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "axk1": THREE | {"architectures": ["AXK1ForCausalLM"], "model_type": "axk1", "moe_layer_freq": 2},
     "axk1_classifier": THREE | {"architectures": ["AXK1ForSequenceClassification"], "model_type": "axk1",
                                 "mlp_layer_types": ["sparse", "dense"], "num_hidden_layers": 2, "num_labels": 1},
+    "sparse": SPARSE,
+    "sparse_kinds": SPARSE | {
+        "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True, "norm_topk_prob": False,
+        "tie_word_embeddings": True, "rope_parameters": PLAIN},
+    "glm_sparse": GLM_SPARSE | {
+        "indexer_types": ["full", "shared", "full"], "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
+    "glm_sparse_defaults": GLM_SPARSE | {"index_topk_freq": 2, "first_k_dense_replace": 0} | dict.fromkeys(
+        ("routed_scaling_factor", "topk_method", "n_group", "topk_group", "norm_topk_prob", "rms_norm_eps",
+         "hidden_act", "attention_bias", "rope_parameters"), ABSENT),
 }  # fmt: skip
 
 VARIANTS = variants(CONFIG, CHANGES, {})

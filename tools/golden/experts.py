@@ -73,6 +73,14 @@ MINIMAX = {
     "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "num_local_experts": 6, "head_dim": 8,
     "rotary_dim": 4, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+MINIMAX_THREE = {
+    "architectures": ["MiniMaxM3VLForCausalLM"], "model_type": "minimax_m3_vl_text", "num_local_experts": 6,
+    "head_dim": 8, "rms_norm_eps": 1e-5, "intermediate_size": 20, "dense_intermediate_size": 28,
+    "shared_intermediate_size": 12, "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 8,
+    "index_topk_blocks": 8, "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "bos_token_id": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 AFMOE = {
     "architectures": ["AfmoeForCausalLM"], "model_type": "afmoe", "head_dim": 8, "num_experts": 6,
     "moe_intermediate_size": 20, "num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 1.5,
@@ -120,6 +128,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots_window": DOTS | {
         "sliding_window": 16, "max_window_layers": 1, "attention_bias": True, "first_k_dense_replace": 0},
     "minimax": MINIMAX,
+    "minimax_three": MINIMAX_THREE,
+    "minimax_three_v4": MINIMAX_THREE | {
+        "rope_parameters": ABSENT, "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rotary_dim": 6,
+        "torch_dtype": "bfloat16", "hidden_act": "swigluoai", "moe_layer_freq": [0, 1, 1], "mlp_layer_types": ABSENT,
+        "layer_types": ABSENT, "index_n_heads": ABSENT, "index_head_dim": ABSENT,
+        "sparse_attention_config": {
+            "sparse_num_index_heads": 2, "sparse_index_dim": 8, "sparse_block_size": 16, "sparse_topk_blocks": 4,
+            "sparse_local_block": 1, "sparse_attention_freq": [0, 1, 1]}},
+    "minimax_three_defaults": MINIMAX_THREE | {"routed_scaling_factor": 1.0, "tie_word_embeddings": True}
+    | dict.fromkeys(("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps"), ABSENT),
     "afmoe": AFMOE,
     "afmoe_types": AFMOE | {
         "layer_types": ["full_attention", "sliding_attention"], "mup_enabled": False, "num_hidden_layers": 2,

@@ -31,7 +31,9 @@ CHANGES: dict[str, Any] = {
     "defaults": DEFAULTS,
     "four": FOUR | {"tie_word_embeddings": True},
     "four_classifier": FOUR | {"architectures": ["Glm4ForSequenceClassification"], "num_labels": 1},
+    "four_even": FOUR | {"hidden_size": 32},
     "moe": MOE,
+    "moe_biases": MOE | {"use_qk_norm": False},
     "moe_defaults": MOE | DEFAULTS | dict.fromkeys(
         ("first_k_dense_replace", "routed_scaling_factor", "norm_topk_prob", "n_group", "topk_group", "use_qk_norm",
          "n_shared_experts"), ABSENT),

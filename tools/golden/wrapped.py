@@ -55,6 +55,20 @@ LLAMA4 = {"model_type": "llama4_vision_model", "hidden_size": 8, "intermediate_s
 MLLAMA = {"model_type": "mllama_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
           "num_global_layers": 1, "attention_heads": 1, "image_size": 8, "patch_size": 4, "vision_output_dim": 16,
           "max_num_tiles": 1, "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}  # fmt: skip
+GLM4V = {"model_type": "glm4v_vision", "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1,
+         "image_size": 8, "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1,
+         "out_hidden_size": 32}  # fmt: skip
+GLM4V_OUTER = {
+    "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v", "vision_config": GLM4V,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+GLM4V_OUTER |= {f"{kind}{mark}_token_id": 2 for kind in ("image", "video") for mark in ("", "_start", "_end")}
+OMNI = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 4,
+        "spatial_merge_size": 1, "temporal_patch_size": 1, "out_hidden_size": 24}  # fmt: skip
+SOUND = {"num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 1, "encoder_ffn_dim": 8, "d_model": 8,
+         "max_source_positions": 10, "n_window": 4, "output_dim": 24}  # fmt: skip
+KIMI = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": 4,
+        "pos_emb_height": 2, "pos_emb_width": 2, "pos_emb_time": 1}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -256,10 +270,54 @@ WRAPPERS = {
         {"architectures": ["Exaone4_5_ForConditionalGeneration"], "model_type": "exaone4_5",
          "vision_config": QWEN2_VL | {"model_type": "exaone4_5_vision"}, "image_token_id": 2, "video_token_id": 2},
         "outer", "model.visual.merger.ln_q.weight", NO_TOKENS),
+    "glm4v": Wrapper(
+        _golden("glm/four_even"), GLM4V_OUTER, "outer", "model.visual.merger.post_projection_norm.weight",
+        NO_TOKENS | {"model_type": "glm4v_text", "head_dim": ABSENT, "attention_bias": False,
+                     "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]},
+                     "rope_parameters": ABSENT, "rope_theta": 10000.0}),
+    "glm4v_moe": Wrapper(
+        _golden("glm/moe_biases"),
+        GLM4V_OUTER | {"architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe",
+                       "vision_config": GLM4V | {"model_type": "glm4v_moe_vision"}},
+        "outer", "model.visual.merger.post_projection_norm.weight",
+        NO_TOKENS | {"model_type": "glm4v_moe_text", "attention_bias": ABSENT, "use_qk_norm": True,
+                     "partial_rotary_factor": ABSENT,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1]}}),
+    "qwen2_5_omni": Wrapper(
+        _golden("qwen2/windows"),
+        {"architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"], "model_type": "qwen2_5_omni_thinker",
+         "vision_config": OMNI, "audio_config": SOUND, "tie_word_embeddings": False, "vision_start_token_id": VOCAB}
+        | {f"{kind}_token_index": VOCAB for kind in ("audio", "image", "video")},
+        "outer", "model.visual.merger.ln_q.weight",
+        NO_TOKENS | {"model_type": "qwen2_5_omni_text", "rope_parameters": ABSENT, "rope_theta": ABSENT,
+                     "rope_scaling": MROPE | {"mrope_section": [1, 1, 1]}}),
+    "qwen3_omni": Wrapper(
+        _golden("experts/qwen3"),
+        {"architectures": ["Qwen3OmniMoeThinkerForConditionalGeneration"], "model_type": "qwen3_omni_moe_thinker",
+         "vision_config": OMNI | {"num_position_embeddings": 4, "deepstack_visual_indexes": []},
+         "audio_config": SOUND | {"downsample_hidden_size": 4, "n_window_infer": 4, "conv_chunksize": 4},
+         "tie_word_embeddings": False, "vision_start_token_id": VOCAB}
+        | {f"{kind}_token_id": VOCAB for kind in ("audio", "image", "video")},
+        "outer", "model.visual.merger.ln_q.weight",
+        NO_TOKENS | {"model_type": "qwen3_omni_moe_text", "norm_topk_prob": ABSENT, "use_sliding_window": True,
+                     "rope_parameters": ABSENT, "rope_theta": ABSENT, "rope_scaling": MROPE}),
+    "minimax_m3": Wrapper(
+        _golden("experts/minimax_three"),
+        {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl",
+         "vision_config": SIGLIP | {"model_type": "minimax_m3_vl_vision", "spatial_merge_size": 1},
+         "projector_hidden_size": 8, "image_token_index": 2, "video_token_index": 2},
+        "outer", "model.multi_modal_projector.linear_1.weight", NO_TOKENS),
+    "kimi_k25": Wrapper(
+        _golden("deepseek/three"),
+        {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": KIMI,
+         "projection_hidden_size": 8},
+        "inner", "mm_projector.pre_norm.weight", NO_TOKENS | {"model_type": "kimi_k2"}),
 }  # fmt: skip
 SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "embedding_projection": (24, 8)}  # of parts
-SHAPES |= dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm", "patch_ln1", "layer_norm", "layernorm"), (8,)) | {
-    "multi_modal_projector": (16,)
+NORMS = "norm", "ln_q", "mm_soft_emb_norm", "patch_ln1", "layer_norm", "layernorm", "pre_norm"
+SHAPES |= dict.fromkeys(NORMS, (8,)) | {
+    "multi_modal_projector": (16,),
+    "post_projection_norm": (32,),
 }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import Engine
 from models.checkpoint.fields import Fields
@@ -14,6 +15,7 @@ from models.checkpoint.sizes import measure
 from models.checkpoint.tensor_files import write_tensors
 from models.checkpoint.wrapped import parts, text_config, text_names
 from models.errors import CheckpointError
+from models.families.glm import Glm4, Glm4Moe
 from models.families.llama import Llama
 from models.families.qwen_moe import Qwen3Moe
 from models.formats.floats import has_kernels
@@ -125,6 +127,43 @@ def test_a_whole_may_have_defaults_of_its_own(kind, theta, expected):
     heads, size = {"glmasr": (4, 8), "voxtral": (8, 128)}[kind]
     assert (found.norm_eps, found.width, found.kv_heads, found.head_dim) == (1e-5, 64, heads, size)
     assert found.rope is not None and found.rope.theta == expected
+
+
+def test_text_models_of_glm():
+    """Heads of GLM-4.1V are rotated as a whole if no share is given; biases do not depend on a field."""
+
+    def read(kind, family, **given):
+        text = {"model_type": kind, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, **given}
+        return family.read(Fields(text_config(LLAVA | {"text_config": text}, "config.json"), "config.json"))
+
+    dense, moe = read("glm4v_text", Glm4, attention_bias=False), read("glm4v_moe_text", Glm4Moe, use_qk_norm=True)
+    assert (dense.head_dim, dense.rope.head_dim, dense.attention_bias, dense.norm_eps) == (8, 8, True, 1e-5)
+    assert read("glm4v_text", Glm4, rope_scaling={"partial_rotary_factor": 0.5}).rope.head_dim == 4
+    assert (moe.head_dim, moe.rope.head_dim, moe.attention_bias, moe.head_norms) == (8, 4, True, "")
+    assert (dense.max_positions, moe.max_positions, moe.experts.count) == (32768, 65536, 128)
+
+
+@pytest.mark.parametrize(
+    ("variant", "architecture"),
+    [("qwen2_5_omni", "Qwen2_5OmniModel"), ("qwen3_omni", "Qwen3OmniMoeForConditionalGeneration")],
+)
+def test_a_model_that_speaks_has_one_that_writes(tmp_path, variant, architecture):
+    """Published files have both, and older names inside each."""
+
+    def whole(config):
+        inner = {name: config.pop(name) for name in [*config] if name not in ("dtype", "eos_token_id", "bos_token_id")}
+        config |= {"architectures": [architecture], "thinker_config": inner, "talker_config": {"text_config": {}}}
+
+    folder = changed(tmp_path, variant, whole)
+    found = load_file(GOLDEN / variant / "model.safetensors").items()
+    tensors = {f"thinker.{name.replace('model.language_model.', 'model.')}": x for name, x in found}
+    tensors = {name.replace("thinker.model.visual.", "thinker.visual."): x for name, x in tensors.items()}
+    others = {"talker.model.layers.0.x.weight": torch.ones(3), "token2wav.x.weight": torch.ones(1)}
+    save_file(tensors | others, folder / "model.safetensors")
+    engine = Engine.load(folder, dtype="float32")
+    assert {*Checkpoint.open(folder).left_out} == {"talker", "token2wav", "visual"}
+    assert engine.logits([5, 6, 7]).equal(Engine.load(GOLDEN / variant, dtype="float32").logits([5, 6, 7]))
+    assert engine.eos_token_ids == Engine.load(GOLDEN / variant).eos_token_ids
 
 
 @pytest.mark.parametrize(("given", "count"), [({"num_experts": 6}, 6), ({"num_local_experts": 6}, 6), ({}, 60)])

@@ -1,15 +1,16 @@
-"""DeepSeek-V2 and V3, GLM-4.7-Flash, A.X-K1: sizes of published models, defaults, what is refused."""
+"""DeepSeek-V2, V3 and V3.2, GLM-4.7-Flash, GLM-5, A.X-K1: sizes of published models, defaults, what is refused."""
 
 import json
 
 import pytest
 import torch
 
-from engine import Engine
+from engine import Engine, UsageError
 from models.checkpoint.fields import Fields
 from models.errors import CheckpointError
 from models.families import FAMILIES, family_of
 from models.shape import ModelShape
+from search import Greedy, Trie
 from tests.models.copies import GOLDEN, changed
 from tools.golden.base import ABSENT
 
@@ -58,6 +59,51 @@ def test_published_files_of_axk1(tmp_path):
     assert found.equal(expected)
 
 
+@pytest.mark.parametrize("variant", ["deepseek/sparse", "deepseek/glm_sparse"])
+def test_texts_that_an_indexer_selects_from_are_refused(tmp_path, variant):
+    """Up to `index_topk` tokens it selects all; golden searches end there."""
+    folder = changed(tmp_path, variant, {"index_topk": 20})
+    engine = Engine.load(folder, dtype="float32")
+    assert engine.shape.max_positions == 20
+    assert "the indexer is not loaded, which selects what attention reads in texts of more than 20 tokens" in (
+        engine.capabilities.warning
+    )
+    with pytest.raises(UsageError, match="21 tokens, the model's context holds 20"):
+        engine.generate([[*range(5, 26)]], Greedy())
+    for search in (Greedy(), Trie(beams=4)):
+        [result] = engine.generate([[*range(5, 20)]], search, max_new_tokens=40, ignore_eos=True)
+        assert [(len(output.token_ids), output.finish_reason) for output in result.outputs] == [(6, "length")]
+    with pytest.raises(UsageError, match=r"more than 20 tokens need this model's indexer, .* got 21"):
+        Engine.load(folder, context=21)
+    assert Engine.load(folder, context=7).shape.max_positions == 7
+    assert Engine.load(GOLDEN / variant).shape.max_positions == 64, "max_position_embeddings is 128"
+
+
+def test_indexers_of_quantised_files_are_left_out(tmp_path):
+    """Published files of DeepSeek-V3.2 have matrices of 8 bits with their scales, those of indexers too."""
+    sizes = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+    def coded(name, x):
+        kept = (
+            x.dim() != 2
+            or name.endswith("weights_proj.weight")
+            or any(part in name for part in ("embed_tokens", "lm_head", "norm", ".mlp.gate.", ".experts."))
+        )
+        return {} if kept else {name: x.float().to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+
+    def quantised(tensors):
+        return {new: y for name, x in tensors.items() for new, y in (coded(name, x) or {name: x}).items()}
+
+    def floats(tensors):
+        return {name: coded(name, x).get(name, x).to(x.dtype) for name, x in tensors.items()}
+
+    plain = changed(tmp_path / "floats", "deepseek/sparse", tensors=floats)
+    ignored = {"modules_to_not_convert": [f"model.layers.{i}.mlp.experts" for i in (1, 2)]}
+    folder = changed(tmp_path / "coded", "deepseek/sparse", {"quantization_config": sizes | ignored}, quantised)
+    expected, found = (Engine.load(each, dtype="float32").logits([*range(5, 30)]) for each in (plain, folder))
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
 def test_defaults_are_those_of_transformers():
     few = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5, "vocab_size": 99}
     two = read("DeepseekV2ForCausalLM", few | {"num_experts_per_tok": 2})
@@ -69,6 +115,12 @@ def test_defaults_are_those_of_transformers():
         three.experts.routing,
         (False, True),
     )
+    sparse = [read(name, few) for name in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")]
+    assert [c.max_positions for c in sparse] == [163840, 202752] and {c.selected for c in sparse} == {2048}
+    assert [c.mlp_width for c in sparse] == [18432, 12288] and [c.norm_eps for c in sparse] == [1e-6, 1e-5]
+    assert sparse[0].latent == three.latent and sparse[0].experts == three.experts
+    assert (sparse[1].latent.query_rank, sparse[1].latent.plain, sparse[1].latent.value) == (2048, 192, 256)
+    assert sparse[1].experts.routing == three.experts.routing._replace(groups=1, kept=1)
     sizes = [
         (c.latent.query_rank, c.latent.rank, c.latent.plain, c.latent.rotated, c.latent.value)
         for c in (two, three, glm)
@@ -109,6 +161,9 @@ FAULTS = [
     ("plain", {"kv_lora_rank": 0}, "kv_lora_rank: expected a whole number"),
     ("plain", {"n_shared_experts": 0}, "n_shared_experts: expected a whole number from 1"),
     ("three", {"rope_interleave": 1}, "rope_interleave: expected true or false"),
+    ("sparse", {"q_lora_rank": None}, "q_lora_rank: expected a whole number from 1"),
+    ("sparse", {"index_topk": 0}, "index_topk: expected a whole number from 1"),
+    ("glm_sparse", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 3 of dense and sparse"),
     ("glm", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types: expected 3 of dense and sparse"),
 ]
 

@@ -14,13 +14,15 @@ BETA = "model.layers.0.mlp.act_fn.beta"
 
 
 @QUANTS
-@pytest.mark.parametrize("variant", ["nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts", "apertus/plain"])
+@pytest.mark.parametrize(
+    "variant", ["nemotron_h/plain", "nemotron_h/bias", "nemotron_h/experts", "nemotron_h/latent", "apertus/plain"]
+)
 def test_quantised_weights_are_near(variant, quant):
     check_quantised(variant, quant, 0.1 if quant == "int8" else 0.5)  # the square of ReLU doubles what rounding leaves
 
 
 @needs_interpreter
-@pytest.mark.parametrize("variant", ["nemotron_h/experts", "apertus/plain"])
+@pytest.mark.parametrize("variant", ["nemotron_h/experts", "nemotron_h/latent", "apertus/plain"])
 def test_answers_of_triton(variant):
     """Layers of one part keep their place in fused launches."""
     check_triton(variant)
