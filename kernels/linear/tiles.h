@@ -26,6 +26,8 @@ struct Tiled : Element {
     }
 };
 
+constexpr int TO_L2 = 2;  // prefetching into the first level would take the buffers through which tiles are loaded
+
 // Calls f(0), ..., f(COUNT - 1) with compile-time constants.
 template <int COUNT, int AT = 0, typename F>
 [[gnu::always_inline]] inline void each_tile(F f) {
@@ -59,7 +61,7 @@ void add_tiles(int count, const typename Element::Row* x, int64_t stride, const 
         constexpr int Y = Y_TILE + v % 2;
         if (step >= first && step < last)
             for (int line = 0; line < TILE_ROWS; line++)
-                __builtin_prefetch(chunk.at + v * chunk.across + (step + line) * TILE_BYTES + chunk.ahead);
+                __builtin_prefetch(chunk.at + v * chunk.across + (step + line) * TILE_BYTES + chunk.ahead, 0, TO_L2);
         load_tile<Y>(lines.line(step, v), TILE_BYTES);
         add_tile<!Element::ROUNDED, v, X_TILE, Y>();
     };
