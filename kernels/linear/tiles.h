@@ -37,25 +37,58 @@ template <int COUNT, int AT = 0, typename F>
 
 // The lines of a panel for a tile; those of the last, partial one are copied to `whole` and followed by zeros.
 struct TileLines {
-    const char* at;
-    int64_t across, steps;
+    const Chunk& chunk;
     alignas(64) char whole[TILE_ROWS * TILE_BYTES];
 
+    explicit TileLines(const Chunk& chunk) : chunk(chunk) {}
+
     const char* line(int64_t step, int panel) {
-        const char* from = at + panel * across + step * TILE_BYTES;
-        if (step + TILE_ROWS <= steps) return from;
-        const int64_t there = (steps - step) * TILE_BYTES;
+        const char* from = chunk.at + panel * chunk.across + step * TILE_BYTES;
+        if (step + TILE_ROWS <= chunk.steps) return from;
+        const int64_t there = (chunk.steps - step) * TILE_BYTES;
         std::memcpy(whole, from, there);
         std::memset(whole + there, 0, sizeof whole - there);
         return whole;
     }
 };
 
+// Denormal numbers are zeros while it lives, as for tiles of bfloat16.
+struct WithoutDenormals {
+    const unsigned before = _mm_getcsr();
+    WithoutDenormals() { _mm_setcsr(before | 0x8040); }
+    ~WithoutDenormals() { _mm_setcsr(before); }
+};
+
+// Multiplies one row of bfloat16 by vectors, with the bits of tiles: they load a matrix from memory in bursts, which takes
+// longer.
+template <typename Element, int VECTORS>
+void add_row(const typename Element::Row* x, const Chunk& chunk, int64_t first, int64_t last,
+             typename Element::Total (*totals)[VECTORS]) {
+    const WithoutDenormals mode;
+    alignas(64) float even[Element::CHUNK / 2], odd[Element::CHUNK / 2];
+    for (int64_t step = 0; step < chunk.steps; step += LANES) {
+        const Ints words = read<Ints>(x + step * Element::STEP, LANES);
+        write(words << 16, even + step, LANES), write(words & ~0xffff, odd + step, LANES);
+    }
+    for (int64_t begin = 0; begin < chunk.steps; begin += TILE_ROWS) {
+        Floats evens[VECTORS] = {}, odds[VECTORS] = {};
+        for (int64_t step = begin; step < std::min(begin + TILE_ROWS, chunk.steps); step++)
+            for (int v = 0; v < VECTORS; v++) {
+                const char* line = chunk.at + v * chunk.across + step * TILE_BYTES;
+                if (step >= first && step < last) __builtin_prefetch(line + chunk.ahead);
+                const Ints words = read<Ints>(line, LANES);
+                evens[v] = fused((Floats)(words << 16), all(even[step]), evens[v]);
+                odds[v] = fused((Floats)(words & ~0xffff), all(odd[step]), odds[v]);
+            }
+        for (int v = 0; v < VECTORS; v++) totals[0][v] += evens[v] + odds[v];
+    }
+}
+
 template <typename Element, int VECTORS>
 void add_tiles(int count, const typename Element::Row* x, int64_t stride, const Rows<Element>& rows, int64_t row0,
                const Chunk& chunk, int64_t first, int64_t last, typename Element::Total (*totals)[VECTORS]) {
     typedef typename Element::Row Row;
-    TileLines lines{chunk.at, chunk.across, chunk.steps};
+    TileLines lines(chunk);
     const int64_t between = stride * sizeof(Row);
     auto multiply = [&](int64_t step, auto v) {
         constexpr int Y = Y_TILE + v % 2;
@@ -67,6 +100,7 @@ void add_tiles(int count, const typename Element::Row* x, int64_t stride, const 
     };
     auto load_x = [&](int64_t step) { load_tile<X_TILE>((const char*)x + step * 4, between); };
     if constexpr (Element::ROUNDED == 0) {
+        if (count == 1) return add_row<Element>(x, chunk, first, last, totals);
         each_tile<VECTORS>([&](auto v) { load_tile<v>(&totals[0][v], sizeof totals[0]); });
         for (int64_t step = 0; step < chunk.steps; step += TILE_ROWS) {
             load_x(step);

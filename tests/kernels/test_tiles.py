@@ -76,9 +76,10 @@ def test_bfloat16_is_multiplied_to_rounding(emulate, outs, width):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
-def test_a_row_has_its_bits_beside_any_others(emulate, dtype):
-    packed, _ = matrix(130, 1001, dtype)
-    x = rows(130, 1001)
+@pytest.mark.parametrize("width", [1001, 40, 5])
+def test_a_row_has_its_bits_beside_any_others(emulate, width, dtype):
+    packed, _ = matrix(130, width, dtype)
+    x = rows(130, width)
     alone = torch.cat([linear(row[None], packed) for row in x])
     for count in COUNTS:
         assert linear(x[:count], packed).equal(alone[:count])
@@ -109,6 +110,17 @@ def test_tiles_of_this_processor_have_the_bits_of_the_emulated(request, outs, wi
     expected = [linear(x, packed) for x in xs]
     request.getfixturevalue("emulate")
     assert all(linear(x, packed).equal(found) for x, found in zip(xs, expected, strict=True))
+
+
+@needs_tiles
+def test_denormal_numbers_are_zeros_in_tiles_and_in_a_row_alone():
+    """Products of about 1e-39, some elements of x below 1e-38, and sums beyond."""
+    packed, _ = matrix(70, 1001, torch.bfloat16)
+    x = (rows(17, 1001) * draw(1, 1001, seed=5).exp() * 1e-38).bfloat16()
+    found = linear(x, packed)
+    assert (x.abs() < torch.finfo(torch.float32).tiny).any() and found.count_nonzero() > 0
+    assert all(linear(row[None], packed).equal(one[None]) for row, one in zip(x, found, strict=True))
+    assert torch.tensor(1e-39) * 0.5 > 0  # the mode is as it was
 
 
 @needs_tiles
