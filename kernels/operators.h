@@ -207,7 +207,7 @@ struct Mixture {
     float epsilon, scale, jitter;
 };
 
-// x, `scored` (the router's input) and out [rows, width]; they may be the same.
+// x and out [rows, width], `scored` (the router's input) [rows, width of the router]; they may be the same if these are.
 void coppice_experts(int64_t kind, int64_t threads, const Mixture* mixture, const void* x, const void* scored, void* out,
                      int64_t rows);
 
