@@ -78,15 +78,15 @@ def check_there(model: str | Path) -> None:
     if not str(model):
         raise CheckpointError("the name of the model is empty", remedy=f"Name a folder, a GGUF file, or {LOOKS}.")
     path = Path(model)
-    if not path.exists() and HubName.parse(str(model)) is not None:
-        return
-    if not is_gguf_file(path):
-        check_folder(path)
-        return
     try:
-        path.stat()
-    except OSError as error:
+        if not path.exists() and HubName.parse(str(model)) is not None:
+            return
+        if is_gguf_file(path):
+            path.stat()
+            return
+    except OSError as error:  # such as a name that is too long
         raise CheckpointError(f"the file cannot be read: {error.strerror}", where=show(model)) from error
+    check_folder(path)
 
 
 def check_folder(folder: Path) -> None:

@@ -19,6 +19,7 @@ from engine.load.file_cache import file_cache
 from engine.load.loading import (
     device_of,
     dtype_of_cache,
+    in_context,
     open_adapters,
     pick_device,
     pick_dtype,
@@ -357,7 +358,7 @@ def table(options: LoadOptions, search_of: Any, new: int) -> str:
     own = checkpoint.packing or checkpoint.quantization
     quants = [pick_quant("none", checkpoint, precision.dtype, device).name] if own else [*FORMATS_SHOWN]
     size = measure(checkpoint, precision.dtype, device, quants[0], options.place)
-    context = options.context or size.shape.max_positions or 4096
+    context = in_context(size, options.context, checkpoint.name).max_positions or 4096
     new = min(new, context - 1) or 1
     start, runtime = peak(), runtime_bytes()  # a small model takes less than the imports did
     touched, of_experts = [], []

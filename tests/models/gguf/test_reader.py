@@ -198,6 +198,8 @@ def test_a_file_whose_name_does_not_say_what_it_is(tmp_path):
             check_there(tmp_path / name)
     with pytest.raises(CheckpointError, match="the name of the model is empty"):
         check_there("")
+    with pytest.raises(CheckpointError, match="the file cannot be read: File name too long"):
+        check_there("a" * 300)
 
 
 def test_a_file_alone_in_a_folder_is_a_model(tmp_path):
