@@ -1,7 +1,6 @@
 """Finds the folder that holds a checkpoint's files (also among the snapshots of the hub's cache), and the model's
 file."""
 
-import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,9 +108,11 @@ def is_gguf_file(path: Path) -> bool:
         return not path.is_dir()
     if not path.is_file():
         return False
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
-    return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return True  # the reader of the file says why
 
 
 def gguf_file(path: Path) -> Path | None:
