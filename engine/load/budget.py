@@ -19,14 +19,13 @@ from engine.load.file_cache import file_cache
 from engine.load.loading import (
     device_of,
     dtype_of_cache,
-    in_context,
     open_adapters,
     pick_device,
     pick_dtype,
     pick_quant,
 )
 from engine.load.options import FORMATS_SHOWN, LoadOptions, bytes_of
-from engine.load.pools import MAX_TOKENS, least_stores, shares_of, total_memory, with_beams
+from engine.load.pools import MAX_TOKENS, in_context, least_stores, shares_of, total_memory, with_beams
 from engine.load.repacking import bytes_to_pack
 from engine.load.sizes import Workload, memory_of_process, size_text
 from engine.rules.grammars import KEPT_BYTES
