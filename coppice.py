@@ -4,6 +4,7 @@ A module of its own beside the packages, which import torch: `coppice --help` ta
 """
 
 import difflib
+import errno
 import importlib
 import os
 import runpy
@@ -53,9 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports it once more at its end
-        return CLOSED_PIPE
+        if isinstance(error, BrokenPipeError):
+            return CLOSED_PIPE
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _command(argv: Sequence[str] | None) -> int:

@@ -358,10 +358,10 @@ def check_ids(target: LoadedModel, ids: Sequence[int], name: str = "", what: str
         raise UsageError(f"{lead}{what} is empty{why}", remedy="give at least one token to continue")
     reach = target.shape.max_positions
     if reach is not None and len(ids) > reach:
-        raise ContextError(
-            f"{lead}{what} has {len(ids)} tokens, the model's context holds {reach}",
-            remedy="shorten it; a model that rotates positions takes more with a larger --context",
-        )
+        selected, remedy = target.runner.model.config.selected, "shorten it"
+        if selected is None or reach < selected:
+            remedy += "; a model that rotates positions takes more with a larger --context"
+        raise ContextError(f"{lead}{what} has {len(ids)} tokens, the model's context holds {reach}", remedy=remedy)
     vocab = target.shape.vocab_size
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab:

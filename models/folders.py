@@ -1,7 +1,6 @@
 """Finds the folder that holds a checkpoint's files (also among the snapshots of the hub's cache), and the model's
 file."""
 
-import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,15 +77,15 @@ def check_there(model: str | Path) -> None:
     if not str(model):
         raise CheckpointError("the name of the model is empty", remedy=f"Name a folder, a GGUF file, or {LOOKS}.")
     path = Path(model)
-    if not path.exists() and HubName.parse(str(model)) is not None:
-        return
-    if not is_gguf_file(path):
-        check_folder(path)
-        return
     try:
-        path.stat()
-    except OSError as error:
+        if not path.exists() and HubName.parse(str(model)) is not None:
+            return
+        if is_gguf_file(path):
+            path.stat()
+            return
+    except OSError as error:  # such as a name that is too long
         raise CheckpointError(f"the file cannot be read: {error.strerror}", where=show(model)) from error
+    check_folder(path)
 
 
 def check_folder(folder: Path) -> None:
@@ -109,9 +108,11 @@ def is_gguf_file(path: Path) -> bool:
         return not path.is_dir()
     if not path.is_file():
         return False
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
-    return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return True  # the reader of the file says why
 
 
 def gguf_file(path: Path) -> Path | None:

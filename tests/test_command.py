@@ -126,8 +126,9 @@ def test_a_closed_pipe_is_no_error(words: str, unbuffered: str):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_help_that_a_full_disk_does_not_take():
+@pytest.mark.parametrize("words", ["engine.batch --help", "coppice --help", "coppice kernels --list"])
+def test_help_that_a_full_disk_does_not_take(words: str):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "engine.batch", "--help"]
+        command = [sys.executable, "-m", *words.split()]
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (2, "error: the output cannot be written: No space left on device\n")

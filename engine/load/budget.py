@@ -25,7 +25,7 @@ from engine.load.loading import (
     pick_quant,
 )
 from engine.load.options import FORMATS_SHOWN, LoadOptions, bytes_of
-from engine.load.pools import MAX_TOKENS, least_stores, shares_of, total_memory, with_beams
+from engine.load.pools import MAX_TOKENS, in_context, least_stores, shares_of, total_memory, with_beams
 from engine.load.repacking import bytes_to_pack
 from engine.load.sizes import Workload, memory_of_process, size_text
 from engine.rules.grammars import KEPT_BYTES
@@ -357,7 +357,7 @@ def table(options: LoadOptions, search_of: Any, new: int) -> str:
     own = checkpoint.packing or checkpoint.quantization
     quants = [pick_quant("none", checkpoint, precision.dtype, device).name] if own else [*FORMATS_SHOWN]
     size = measure(checkpoint, precision.dtype, device, quants[0], options.place)
-    context = options.context or size.shape.max_positions or 4096
+    context = in_context(size, options.context, checkpoint.name).max_positions or 4096
     new = min(new, context - 1) or 1
     start, runtime = peak(), runtime_bytes()  # a small model takes less than the imports did
     touched, of_experts = [], []

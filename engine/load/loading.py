@@ -25,7 +25,7 @@ from engine.load.file_cache import file_cache
 from engine.load.generation import Generation
 from engine.load.options import NO_ADAPTER, LoadOptions
 from engine.load.pooling import Pooling
-from engine.load.pools import make_pools, shares_of, total_memory
+from engine.load.pools import in_context, make_pools, shares_of, total_memory
 from engine.load.repacking import experts_file
 from engine.step.gpu import check_gpu, compile_ahead
 from engine.step.graphs import GraphRunner, make_runner
@@ -275,26 +275,6 @@ class _Weights:
         reader = partial(Weights, rounding=self.options.activations == "int8")
         head = MTP(self.checkpoint, type(self.model), *options, reader=reader).eval()
         return replace(self, model=head, tokenizer=None, template=None, adapters={})
-
-
-def in_context(model: Any, context: int | None, name: str) -> ModelShape:
-    """The shape of a model with a context of `context` tokens; None: its own. Raises UsageError."""
-    shape = model.shape
-    if context is None:
-        return shape
-    if (selected := model.config.selected) and context > selected:
-        raise UsageError(
-            f"context: texts of more than {selected} tokens need this model's indexer, which is not supported, "
-            f"got {context}",
-            where=name,
-        )
-    if getattr(model, "positions_PE", None) is not None and context > shape.max_positions:
-        raise UsageError(
-            f"context: this model has learned its {shape.max_positions} positions and has no others, got {context}",
-            where=name,
-            remedy="only models that rotate positions can exceed their context",
-        )
-    return replace(shape, max_positions=context)
 
 
 def open_adapters(options: LoadOptions, checkpoint: Checkpoint) -> dict[str, Adapter]:

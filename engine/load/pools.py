@@ -1,4 +1,4 @@
-"""The pools that a memory budget allows, and whether they can hold a request."""
+"""The contexts of models, the pools that a memory budget allows, and whether they can hold a request."""
 
 import errno
 import math
@@ -13,7 +13,7 @@ import torch
 from engine.cache.pool import PagePool
 from engine.contract import Search
 from engine.contract.checks import slots_of
-from engine.errors import KVMemoryError
+from engine.errors import KVMemoryError, UsageError
 from engine.load.distributed import least
 from engine.load.sizes import size_text
 from models.shape import ModelShape
@@ -23,6 +23,26 @@ ROWS, STATES = 4096, 256  # most rows and states of recurrent layers in an autom
 STATES_LEAST = 3  # a trunk's state, the previous one while a pass runs, and one of a branch
 PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
 MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
+
+
+def in_context(model: Any, context: int | None, name: str) -> ModelShape:
+    """The shape of a model with a context of `context` tokens; None: its own. Raises UsageError."""
+    shape = model.shape
+    if context is None:
+        return shape
+    if (selected := model.config.selected) and context > selected:
+        raise UsageError(
+            f"context: texts of more than {selected} tokens need this model's indexer, which is not supported, "
+            f"got {context}",
+            where=name,
+        )
+    if getattr(model, "positions_PE", None) is not None and context > shape.max_positions:
+        raise UsageError(
+            f"context: this model has learned its {shape.max_positions} positions and has no others, got {context}",
+            where=name,
+            remedy="only models that rotate positions can exceed their context",
+        )
+    return replace(shape, max_positions=context)
 
 
 def make_pools(

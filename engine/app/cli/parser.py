@@ -2,12 +2,12 @@
 
 import argparse
 import difflib
+import os
 import re
 import sys
 import traceback
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.app.cli.exits import CLOSED_PIPE, discard_stdout
@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
             if near := difflib.get_close_matches(option, self._option_string_actions, 1):
                 message += f" (did you mean {near[0]}?)"
         word = message.removeprefix("unrecognized arguments: ")
-        if word != message and "--model" in self._option_string_actions and Path(word).exists():
+        if word != message and "--model" in self._option_string_actions and os.path.exists(word):
             message += f" (did you mean --model {word}?)"
         self.exit(2, f"error: {message}\n{self.prog} --help{' all' * bool(self.common)} lists the options\n")
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from engine import Engine, UsageError
+from engine.load.budget import table
+from engine.load.options import LoadOptions
 from models.checkpoint.fields import Fields
 from models.errors import CheckpointError
 from models.families import FAMILIES, family_of
@@ -68,14 +70,18 @@ def test_texts_that_an_indexer_selects_from_are_refused(tmp_path, variant):
     assert "the indexer is not loaded, which selects what attention reads in texts of more than 20 tokens" in (
         engine.capabilities.warning
     )
-    with pytest.raises(UsageError, match="21 tokens, the model's context holds 20"):
+    with pytest.raises(UsageError, match=r"21 tokens, the model's context holds 20\nshorten it$"):
         engine.generate([[*range(5, 26)]], Greedy())
     for search in (Greedy(), Trie(beams=4)):
         [result] = engine.generate([[*range(5, 20)]], search, max_new_tokens=40, ignore_eos=True)
         assert [(len(output.token_ids), output.finish_reason) for output in result.outputs] == [(6, "length")]
     with pytest.raises(UsageError, match=r"more than 20 tokens need this model's indexer, .* got 21"):
         Engine.load(folder, context=21)
-    assert Engine.load(folder, context=7).shape.max_positions == 7
+    with pytest.raises(UsageError, match=r"more than 20 tokens need this model's indexer, .* got 21"):
+        table(LoadOptions(folder, context=21), lambda beams: Trie(beams), 5)
+    shorter = Engine.load(folder, context=7)
+    with pytest.raises(UsageError, match=r"context holds 7\nshorten it; .* takes more with a larger --context"):
+        shorter.generate([[*range(5, 15)]], Greedy())
     assert Engine.load(GOLDEN / variant).shape.max_positions == 64, "max_position_embeddings is 128"
 
 

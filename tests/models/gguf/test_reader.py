@@ -1,5 +1,6 @@
 """GGUF files that are damaged, divided, or in need of what is not supported: errors name what, before data is read."""
 
+import errno
 import os
 import struct
 
@@ -198,6 +199,20 @@ def test_a_file_whose_name_does_not_say_what_it_is(tmp_path):
             check_there(tmp_path / name)
     with pytest.raises(CheckpointError, match="the name of the model is empty"):
         check_there("")
+    with pytest.raises(CheckpointError, match="the file cannot be read: File name too long"):
+        check_there("a" * 300)
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_another_kind(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / "digest").write_bytes(b"GGUF")
+    monkeypatch.setattr("models.folders.Path.open", refuse)
+    monkeypatch.setattr("models.checkpoint.files.os.open", refuse)
+    check_there(tmp_path / "digest")  # loading says what is wrong
+    with pytest.raises(CheckpointError, match="the file cannot be read: Permission denied"):
+        Checkpoint.open(tmp_path / "digest")
 
 
 def test_a_file_alone_in_a_folder_is_a_model(tmp_path):
