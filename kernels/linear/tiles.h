@@ -1,6 +1,7 @@
 // Products by tiles (processors/amx.h): an instruction multiplies 16 rows of x and 64 bytes of each output of a panel.
-// Sums of int8 are exact, so that results have the bits of the vector code. Products of bfloat16 are summed in an order of
-// their own, which is the same for any number of rows: even elements of 32, odd ones, both, then these sums along the row.
+// Sums of int8 are exact, so that results have the bits of the vector code. Products of bfloat16 are summed in an order
+// of their own, which is the same for any number of rows: even elements of 32, odd ones, both, then these sums along the
+// row.
 
 #pragma once
 
