@@ -317,7 +317,7 @@ def test_settings_change_all_or_nothing():
     sample = chat.Settings("sample", {}, 10, False, ())
     for text, stop in [
         ('["a", "b c"] seed=1', ("a", "b c")),
-        ("[\"a'\"]", ("a'",)),
+        ('["a\'"]', ("a'",)),
         ("[a]", ("[a]",)),
         ("a=b", ("a=b",)),
         ("'a b'  ", ("a b",)),
