@@ -92,7 +92,5 @@ extern "C" void coppice_linear_kinds(int64_t* kinds) {
 #ifdef BFLOAT16_PAIRS
     *kinds |= 2;
 #endif
-#ifdef TILES
     if (tiles_allowed()) *kinds |= 1 << 8;
-#endif
 }

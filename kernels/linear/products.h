@@ -13,6 +13,7 @@
 #include <memory>
 
 #include "../operators.h"
+#include "../tiles.h"
 #include "../vectors.h"
 #include "decoded.h"
 #include "sums.h"

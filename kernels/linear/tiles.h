@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "../tiles.h"
 #include "sums.h"
 
 namespace {
@@ -27,15 +28,6 @@ struct Tiled : Element {
     }
 };
 
-constexpr int TO_L2 = 2;  // prefetching into the first level would take the buffers through which tiles are loaded
-
-// Calls f(0), ..., f(COUNT - 1) with compile-time constants.
-template <int COUNT, int AT = 0, typename F>
-[[gnu::always_inline]] inline void each_tile(F f) {
-    f(std::integral_constant<int, AT>{});
-    if constexpr (AT + 1 < COUNT) each_tile<COUNT, AT + 1>(f);
-}
-
 // The lines of a panel for a tile; those of the last, partial one are copied to `whole` and followed by zeros.
 struct TileLines {
     const Chunk& chunk;
@@ -53,19 +45,12 @@ struct TileLines {
     }
 };
 
-// Denormal numbers are zeros while it lives, as for tiles of bfloat16.
-struct WithoutDenormals {
-    const unsigned before = _mm_getcsr();
-    WithoutDenormals() { _mm_setcsr(before | 0x8040); }
-    ~WithoutDenormals() { _mm_setcsr(before); }
-};
-
 // Multiplies one row of bfloat16 by vectors, with the bits of tiles: they load a matrix from memory in bursts, which takes
 // longer.
 template <typename Element, int VECTORS>
 void add_row(const typename Element::Row* x, const Chunk& chunk, int64_t first, int64_t last,
              typename Element::Total (*totals)[VECTORS]) {
-    const WithoutDenormals mode;
+    const AsTiles mode;
     alignas(64) float even[Element::CHUNK / 2], odd[Element::CHUNK / 2];
     for (int64_t step = 0; step < chunk.steps; step += LANES) {
         const Ints words = read<Ints>(x + step * Element::STEP, LANES);
@@ -135,12 +120,9 @@ template <typename Element>
 void use_tiles(int64_t rows) {
     if constexpr (Element::TILED) shape_tiles(int(std::min<int64_t>(rows, TILE_ROWS)));
 }
-
-inline void leave_tiles() { shape_tiles(0); }
 #else
 template <typename Element>
 void use_tiles(int64_t) {}
-inline void leave_tiles() {}
 #endif
 
 }  // namespace

@@ -1,10 +1,10 @@
 // Tree attention on a CPU. A row's result is bit-identical whatever rows are computed beside it, wherever its keys are
 // stored, and with any number of threads. Keys are processed in blocks of fixed positions (keys.h). A block is
 // converted once for all rows of a tile that see it (ready.h); then one small matrix product computes scores from
-// queries and keys, and another computes outputs from weights and values. The sums of a row have one order: elements of
-// a head, then lanes of a block, then blocks. A key that a row does not see has weight 0, which changes no bit. The
-// softmax is computed online (Milakov and Gimelshein, 2018), separately for every CUT positions; the parts are then
-// merged in order, so several threads can share a long trunk.
+// queries and keys, and another computes outputs from weights and values (products.h, tiles.h). The sums of a row have
+// one order: elements of a head, then lanes of a block, then blocks. A key that a row does not see has weight 0, which
+// changes no bit. The softmax is computed online (Milakov and Gimelshein, 2018), separately for every CUT positions;
+// the parts are then merged in order, so several threads can share a long trunk.
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
@@ -18,12 +18,13 @@
 #include "../operators.h"
 #include "../vectors.h"
 #include "keys.h"
+#include "products.h"
 #include "ready.h"
+#include "tiles.h"
 
 namespace {
 
-constexpr int FEW = 4;        // up to so many rows, keys are multiplied while they are transposed, and not stored
-constexpr int CUT = 256;      // positions; a multiple of BLOCK
+constexpr int CUT = 256;             // positions; a multiple of BLOCK
 constexpr int MAX_SERIAL = 1 << 14;  // vector products; waking threads pays only for more than these
 constexpr int MIN_UNITS = 4;         // per thread; with fewer units, threads share the cuts of a unit
 const Floats NEVER = all(-INFINITY);
@@ -49,91 +50,36 @@ struct Part {
         : most_R((float*)room), sum_R(room + (rows + LANES - 1) / LANES), out_RD(sum_R + rows) {}
 };
 
-template <int COUNT, typename F>
-inline void with_count(int count, F f) {
-    if constexpr (COUNT > 1)
-        if (count < COUNT) return with_count<COUNT - 1>(count, f);
-    f(std::integral_constant<int, COUNT>{});
-}
-
-// Splits `rows` rows into groups of at most MOST and calls f(first, count) for each; count is a compile-time constant.
-template <int MOST, typename F>
-inline void by_rows(int rows, F f) {
-    const int groups = (rows + MOST - 1) / MOST;
-    for (int i = 0; i < groups; i++) {
-        const int first = rows * i / groups;
-        with_count<MOST>(rows * (i + 1) / groups - first, [&](auto count) { f(first, count); });
-    }
-}
-
-// Computes out[row] = out[row] * keep[row] + sum over i of x[row * ACROSS + i * along] * at(i), in this order; a null
-// `keep` starts from 0. A row of `out` has COLUMNS vectors, and rows are `stride` words apart. Each i prefetches LINES
-// cache lines of the memory that is needed next.
-template <typename Element, int ROWS, int COLUMNS, int ACROSS, int LINES, typename At>
-inline void multiply(const int32_t* x, int along, At at, int first, int last, float* out, int stride,
-                     const float* keep, Fetch& fetch) {
-    const char* next = fetch.at;
-    const int64_t line = fetch.at < fetch.end ? LINE : 0;  // 0 prefetches the same line again
-    Floats sum[ROWS][COLUMNS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < COLUMNS; c++) sum[r][c] = keep ? load(out + r * stride + c * LANES) * keep[r] : Floats{};
-    x += first * along;
-    for (int i = first; i < last; i++, x += along) {
-        const int32_t* y = at(i);
-#pragma GCC unroll 8
-        for (int j = 0; j < LINES; j++) __builtin_prefetch(next + j * line, 0, 1);
-        next += LINES * line;
-        Ints words[COLUMNS];
-        for (int c = 0; c < COLUMNS; c++) words[c] = read<Ints>(y + c * LANES, LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-            for (int c = 0; c < COLUMNS; c++) {
-                int32_t word;
-                std::memcpy(&word, x + r * ACROSS, sizeof word);
-                sum[r][c] = Element::add(sum[r][c], words[c], word);
-            }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < COLUMNS; c++) store(sum[r][c], out + r * stride + c * LANES);
-    fetch.at = next < fetch.end ? next : fetch.end;
-}
-
-template <int COLUMNS>
-constexpr int MOST_ROWS = std::min(8, (REGISTERS - 4) / COLUMNS);  // rows whose sums fit into the registers
-
 // Attention of one tile at a time, used by one thread. Queries and outputs have type T, keys and values type C.
 template <typename T, typename C>
 class Worker {
   public:
     Worker(const Attention& p, const Keys& keys, const T* q, const char* k, const char* v, T* out)
         : p(p), keys(keys), ready(p, k, v), q(q), out(out), D(p.head_dim), group(p.heads / p.kv_heads),
-          vectors(ready.value_width / LANES), q_DR(new int32_t[ready.words * MAX_ROWS]) {}
+          vectors(ready.value_width / LANES), q_words(new int32_t[ready.lines * MAX_ROWS]()) {}
 
     // Reads the queries of a tile.
     void begin(const Tile& tile, int g) {
         ready.forget();
         tile_rows = tile.rows();
+        queries = ready.tiled ? Queries{q_words.get(), ready.lines, 1} : Queries{q_words.get(), 1, tile_rows};
         for (int row = 0; row < tile.rows(); row++) {
             if (p.slopes) slopes.begin(row, token_of(tile, row), head_of(tile, g, row));
             const T* from = q + token_of(tile, row) * p.q_token + head_of(tile, g, row) * p.q_head;
-            int32_t* to = &q_DR[row];
+            int32_t* to = &q_words[row * queries.row];
             if (ready.pairs)
-                for (int d = 0; d < D / 2; d++) std::memcpy(to + d * tile_rows, from + 2 * d, 4);
+                for (int d = 0; d < D / 2; d++) std::memcpy(to + d * queries.word, from + 2 * d, 4);
             else
                 each(D, [&](int64_t d, auto n) {
                     const Ints some = (Ints)load(from + d, n);
-                    for (int j = 0; j < n; j++) to[(d + j) * tile_rows] = some[j];
+                    for (int j = 0; j < n; j++) to[(d + j) * queries.word] = some[j];
                 });
         }
     }
 
     // Computes the part of a cut for the rows of the tile that `begin` has read.
     void run(const Tile& tile, int g, int64_t cut, const Part& part) {
+        const AsTiles mode(ready.tiled);
         const int rows = tile.rows();
         std::fill_n(part.most_R, rows, -INFINITY);
         std::fill_n(part.sum_R, rows * (1 + vectors), Floats{});
@@ -187,11 +133,12 @@ class Worker {
     T* out;
     const float factor = p.cap > 0 ? p.scale / p.cap : p.scale * LOG2_E;  // of scores, or of tanh's argument
     const int D, group, vectors;
-    std::unique_ptr<int32_t[]> q_DR;  // floats or pairs of bfloat16
-    int tile_rows = 0;                // rows of q_DR
-    Floats scores_RS[MAX_ROWS * KEY_VECTORS];  // later the weights: floats or bfloat16
-    uint32_t seen_R[MAX_ROWS];                 // a bit for each lane that a row sees
-    int32_t block_at = 0;                      // position of the first lane
+    std::unique_ptr<int32_t[]> q_words;  // floats or pairs of bfloat16
+    int tile_rows = 0;
+    Queries queries;
+    alignas(64) Floats scores_RS[MAX_ROWS * KEY_VECTORS];  // later the weights: floats or bfloat16
+    uint32_t seen_R[MAX_ROWS];  // a bit for each lane that a row sees
+    int32_t block_at = 0;       // position of the first lane
     Slopes slopes{p};
 
     static constexpr bool QUANTISED = Ready<T, C>::QUANTISED;
@@ -249,36 +196,29 @@ class Worker {
     // Adds the keys of lanes from .. to - 1, which are ready, to the state of rows row .. row + rows - 1.
     void attend(int row, int rows, int from, int to, bool masked, const Part& part) {
 #ifdef BFLOAT16_PAIRS
-        if constexpr (Ready<T, C>::PAIRABLE)
-            if (ready.pairs) return attend<TwoBFloat16, BLOCK / 2>(row, rows, from, to, masked, part);
+        if constexpr (Ready<T, C>::PAIRABLE) {
+#ifdef TILES
+            if (ready.tiled) return attend<ByTiles>(row, rows, from, to, masked, part);
 #endif
-        attend<Float32, BLOCK>(row, rows, from, to, masked, part);
+            if (ready.pairs) return attend<ByVectors<TwoBFloat16, 2>>(row, rows, from, to, masked, part);
+        }
+#endif
+        attend<ByVectors<Float32, 1>>(row, rows, from, to, masked, part);
     }
 
-    // WEIGHTS: words in a row of weights.
-    template <typename Element, int WEIGHTS>
+    template <typename Products>
     void attend(int row, int rows, int from, int to, bool masked, const Part& part) {
-        constexpr int EACH = BLOCK / WEIGHTS;
+        constexpr int EACH = Products::EACH;
+        if (Products::whole(rows)) from = 0, to = BLOCK;
         const int first = from / LANES, last = (to + LANES - 1) / LANES;
         if (rows <= FEW && tile_rows <= FEW) {
             for (int i = first; i < last; i++)
-                with_count<FEW>(rows, [&](auto count) { score<Element, EACH == 2, count>(row, i); });
+                with_count<FEW>(rows, [&](auto count) {
+                    Products::template score_few<count>(queries.from(row), ready, i, scores_RS);
+                });
         } else {
             ready.template take_keys<EACH == 2>(from, to);
-            for (int i = first; i < last;) {
-                auto score = [&](auto columns) {
-                    by_rows<MOST_ROWS<columns>>(rows, [&](int r, auto count) {
-                        multiply<Element, count, columns, 1, count <= FEW ? 2 : 1>(
-                            &q_DR[row + r], tile_rows, [&](int d) { return ready.key_words(d) + i * LANES; }, 0,
-                            ready.words, (float*)&scores_RS[r * KEY_VECTORS + i], BLOCK, nullptr, ready.fetch_k);
-                    });
-                    i += columns;
-                };
-                if (i + 2 <= last)
-                    score(std::integral_constant<int, 2>{});
-                else
-                    score(std::integral_constant<int, 1>{});
-            }
+            Products::score(queries.from(row), rows, ready, first, last, scores_RS);
         }
         ready.take_values(from, to);
         float keep[MAX_ROWS];
@@ -286,23 +226,7 @@ class Worker {
             weigh<EACH, true>(row, rows, first, last, masked, part, keep);
         else
             weigh<EACH, false>(row, rows, first, last, masked, part, keep);
-        for (int i = 0; i < vectors;) {
-            auto mix = [&](auto columns) {
-                by_rows<MOST_ROWS<columns>>(rows, [&](int r, auto count) {
-                    multiply<Element, count, columns, WEIGHTS, count <= FEW ? 4 : 2>(
-                        (const int32_t*)scores_RS + r * WEIGHTS, 1, [&](int j) { return ready.values[j] + i * LANES; },
-                        from / EACH, (to + EACH - 1) / EACH, (float*)&part.out_RD[(row + r) * vectors + i],
-                        ready.value_width, keep + r, ready.fetch_v);
-                });
-                i += columns;
-            };
-            if (i + 4 <= vectors)
-                mix(std::integral_constant<int, 4>{});
-            else if (i + 2 <= vectors)
-                mix(std::integral_constant<int, 2>{});
-            else
-                mix(std::integral_constant<int, 1>{});
-        }
+        Products::mix((int32_t*)scores_RS, rows, ready, from, to, part.out_RD + row * vectors, keep);
     }
 
     // Stores vector i of a block's weights. Rounded weights are also returned, so that the sum of the softmax adds what
@@ -319,19 +243,6 @@ class Worker {
         }
 #endif
         store(QUANTISED ? weights * scales : weights, (float*)scores_RS + at);
-    }
-
-    // Computes the scores of a few rows against vector i of the keys, multiplying keys as they are read.
-    template <typename Element, bool PAIRS, int ROWS>
-    void score(int row, int i) {
-        Floats sum[ROWS] = {};
-        ready.template read_keys<PAIRS>(i, [&](int d, Ints words) {
-            __builtin_prefetch(ready.fetch_k.at, 0, 1);
-            ready.fetch_k.at += LINE;
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; r++) sum[r] = Element::add(sum[r], words, q_DR[d * tile_rows + row + r]);
-        });
-        for (int r = 0; r < ROWS; r++) scores_RS[r * KEY_VECTORS + i] = sum[r];
     }
 
     // Replaces vectors first .. last - 1 of the scores by weights. `keep` receives the factor of each row's earlier
@@ -439,6 +350,7 @@ void tree_attention(const Attention& p, const T* q, const char* k, const char* v
             }
             worker.write(tile, g, all);
         }
+        leave_tiles();
 #pragma omp for
         for (int u = 0; u < (parts > 1 ? units : 0); u++) {
             const Tile& tile = tiles[u % tiles.size()];

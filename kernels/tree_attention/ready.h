@@ -6,18 +6,27 @@
 #include <memory>
 #include <type_traits>
 
+#include "../tiles.h"
 #include "../vectors.h"
 #include "keys.h"
 
 namespace {
 
+constexpr int LINE = 64;  // bytes of a cache line
+
 // Memory at .. end, which is prefetched while something else is computed.
 struct Fetch {
     const char *at, *end;
+
+    // Prefetches the next LINES cache lines.
+    template <int LINES, int LEVEL>
+    [[gnu::always_inline]] void some() {
+#pragma GCC unroll 8
+        for (int i = 0; i < LINES; i++, at += at < end ? LINE : 0) __builtin_prefetch(at, 0, LEVEL);
+    }
 };
 
 constexpr int KEY_VECTORS = BLOCK / LANES;
-constexpr int LINE = 64;  // bytes of a cache line
 constexpr int MAX_ROWS = 64;  // of a tile
 
 // The slopes of a tile's rows (ALiBi), see `tree_attention` in __init__.py.
@@ -56,7 +65,8 @@ class Ready {
 
     Ready(const Attention& p, const char* k, const char* v)
         : p(p), k(k), v(v), D(p.head_dim), pairs(PAIRABLE && D % 2 == 0), words(pairs ? D / 2 : D),
-          value_width((D + LANES - 1) / LANES * LANES), keys_DS(new Ints[words * KEY_VECTORS]),
+          tiled(pairs && tiles_allowed()), lines(tiled ? (words + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS : words),
+          value_width((D + LANES - 1) / LANES * LANES), keys_DS(new Ints[lines * KEY_VECTORS]()),
           values_SD(new Ints[BLOCK * value_width / LANES]) {}
 
     const Attention& p;
@@ -64,6 +74,8 @@ class Ready {
     const int D;
     const bool pairs;
     const int words;               // 32-bit words of a key: elements of a head, or pairs of them
+    const bool tiled;              // pairs are added in the order of tiles, see tiles.h
+    const int lines;               // words, and with tiles zeros that fill the last one
     const int value_width;         // words of a row of values, rounded up to whole vectors
     int32_t slots[BLOCK];          // of the next block; every lane has a valid one
     const int32_t* values[BLOCK];  // a row of words for each key or, with pairs, for two keys
@@ -72,6 +84,9 @@ class Ready {
 
     // Word i of each key of the block.
     const int32_t* key_words(int i) const { return (const int32_t*)&keys_DS[i * KEY_VECTORS]; }
+
+    // Rows of `value_width` words for pairs of keys, one after the other.
+    const int32_t* value_pairs() const { return (const int32_t*)values_SD.get(); }
 
     // Must be called before another head: discards what is ready.
     void forget() {

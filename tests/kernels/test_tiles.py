@@ -1,4 +1,4 @@
-"""Products by tiles (AMX): computed in C++ (tiles.h beside this file), and by this processor if it has tiles."""
+"""Products and attention by tiles (AMX), in C++ (tiles.h beside this file) and by this processor if it has tiles."""
 
 import ctypes
 import subprocess
@@ -10,7 +10,12 @@ import torch
 from kernels import cpp
 from kernels.linear import linear, native, reference, tiles
 from kernels.processor import TARGETS
+from kernels.tree_attention import native as attention
+from kernels.tree_attention import tree_attention
+from tests.kernels import test_same_bits as same_bits
+from tests.kernels.forests import FORESTS, cast, forest, hash_of
 from tests.kernels.test_linear import draw, matrix
+from tests.kernels.test_tree_attention import naive
 
 BF16 = TARGETS["x86-64-v4-bf16"]
 KERNELS = Path(cpp.__file__).parent
@@ -34,7 +39,7 @@ needs_tiles = pytest.mark.skipif(not cpp.why_not() and not tiles(), reason="this
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory) -> ctypes.CDLL:
-    """The products of whole matrices, with tiles in C++."""
+    """The products of whole matrices and tree attention, with tiles in C++."""
     if cpp.compiler() is None:
         pytest.skip("no C++ compiler")
     if reason := BF16.why_not():
@@ -44,21 +49,22 @@ def emulated(tmp_path_factory) -> ctypes.CDLL:
     others.write_text(OTHERS)
     # With -O1 g++ does not fuse multiplications and additions, which the compiled kernels do.
     options = [*cpp.FLAGS, *BF16.flags, "-O2", f"-I{KERNELS}", f'-DTILES_FROM="{Path(__file__).with_name("tiles.h")}"']
-    sources = KERNELS / "linear" / "native.cpp", others
+    sources = KERNELS / "linear" / "native.cpp", KERNELS / "tree_attention" / "native.cpp", others
     subprocess.run([cpp.compiler(), *options, "-shared", *sources, "-o", made], check=True)
     return ctypes.CDLL(str(made))
 
 
 @pytest.fixture
 def emulate(monkeypatch, emulated):
-    """Has `linear` call the products of `emulated`."""
+    """Has `linear` and `tree_attention` call `emulated`."""
 
     def function(name: str):
         found = getattr(emulated, f"coppice_{name}")
         found.restype, found.argtypes = cpp.OPERATORS.functions[name]
         return found
 
-    monkeypatch.setattr(native, "function", function)
+    for module in (native, attention):
+        monkeypatch.setattr(module, "function", function)
 
 
 def rows(count: int, width: int) -> torch.Tensor:
@@ -111,6 +117,45 @@ def test_tiles_of_this_processor_have_the_bits_of_the_emulated(request, outs, wi
     expected = [linear(x, packed) for x in xs]
     request.getfixturevalue("emulate")
     assert all(linear(x, packed).equal(found) for x, found in zip(xs, expected, strict=True))
+
+
+def attend(f, q, k, v):
+    return tree_attention(q, k, v, f.layout, scale=0.3, window=64, impl="cpp")
+
+
+@same_bits.CACHES
+@pytest.mark.parametrize("name", FORESTS)
+def test_attention_equals_its_definition(emulate, name, kept):
+    trees, shape = FORESTS[name]
+    f = forest(hash_of(name), trees, **shape)
+    own = slice(0, len(f.q_THD) - shape.get("padding", 0))
+    inputs, wide = cast(f, torch.bfloat16, kept)
+    exact = naive(*wide, f.layout, 0.3, 64)
+    tolerance = 4 * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(attend(f, *inputs)[own].double(), exact[own], rtol=tolerance, atol=tolerance)
+
+
+@same_bits.CACHES
+@pytest.mark.parametrize("heads", same_bits.HEADS, ids=str)
+def test_attention_of_a_row_has_its_bits_beside_any_others(emulate, heads, kept):
+    same_bits.test_neighbours_and_where_keys_lie_do_not_show(heads, torch.bfloat16, kept)
+
+
+@same_bits.CACHES
+def test_attention_has_its_bits_in_chunks_of_a_prompt(emulate, kept):
+    same_bits.test_chunks_of_a_prompt(torch.bfloat16, kept)
+
+
+@needs_tiles
+@same_bits.CACHES
+@pytest.mark.parametrize("name", FORESTS)
+def test_attention_by_tiles_of_this_processor_has_the_bits_of_the_emulated(request, name, kept):
+    trees, shape = FORESTS[name]
+    f = forest(hash_of(name), trees, **shape)
+    inputs, _ = cast(f, torch.bfloat16, kept)
+    expected = attend(f, *inputs)
+    request.getfixturevalue("emulate")
+    assert torch.equal(attend(f, *inputs).nan_to_num(7), expected.nan_to_num(7))
 
 
 @needs_tiles
