@@ -21,7 +21,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from torch import Tensor
 from engine.errors import UsageError, shortened
 from engine.rules.constraint import Allowed, Constraint, State, longs, pieces
 from engine.text.tokenizer import Tokenizer
-from models.checkpoint.files import map_regular, replacing
-from models.checkpoint.tensor_files import buffer_of
+from models.checkpoint.files import map_regular
 
 MAGIC, VERSION, ORDER = b"COPPICEC", 1, 0x0102
 # magic, order, version, vocabulary, edges, items, bytes of ids, tokenizer, sums
@@ -277,87 +276,3 @@ def layout(edges: int, items: int) -> list[int]:
     """The offsets in a file of its arrays, in their order, and then of the ids."""
     sizes = 8 * (items + 1), 4 * edges, 4 * (edges + 2), 4 * items
     return [HEADER.size + sum(sizes[:i]) for i in range(len(sizes) + 1)]
-
-
-# --- making ---
-
-
-class Built(NamedTuple):
-    """The trie of items, without their ids.
-
-    Attributes:
-        tokens, first_edges, ends: int32, see the top.
-        order: int64 [items], for each end the item, by its place in the input.
-        repeats: (item, earlier item of the same tokens), by their places in the input; these items are left out.
-    """
-
-    tokens: Tensor
-    first_edges: Tensor
-    ends: Tensor
-    order: Tensor
-    repeats: list[tuple[int, int]]
-
-
-def build(tokens_T: Tensor, lengths_I: Tensor) -> Built:
-    """Make the trie of items, level by level.
-
-    Args:
-        tokens_T: int32, the tokens of all items, one item after the other.
-        lengths_I: int64, the number of tokens of each item; at least 1.
-    """
-    starts_I, end_I = lengths_I.cumsum(0) - lengths_I, torch.zeros_like(lengths_I)
-    going, parent = torch.arange(len(lengths_I)), torch.zeros_like(lengths_I)
-    nodes, depth = 1, 0
-    tokens, parents = [tokens_T[:0]], [parent[:0]]
-    while len(going):
-        edges, which = torch.unique(parent << 32 | tokens_T[starts_I[going] + depth], return_inverse=True)
-        tokens.append((edges & (1 << 32) - 1).int())
-        parents.append(edges >> 32)
-        node, depth = which + nodes, depth + 1
-        nodes += len(edges)
-        end_I[going] = node  # overwritten until the item's last node
-        more = lengths_I[going] > depth
-        going, parent = going[more], node[more]
-    children_N = torch.bincount(torch.cat(parents), minlength=nodes)
-    first_edges = torch.cat([children_N[:1] * 0, children_N.cumsum(0)]).int()
-    ends, order = end_I.sort(stable=True)
-    new = torch.ones_like(ends, dtype=torch.bool)
-    new[1:] = ends[1:] != ends[:-1]
-    first = order[new][new.cumsum(0) - 1]
-    repeats = sorted(zip(order[~new].tolist(), first[~new].tolist(), strict=True))
-    return Built(torch.cat(tokens), first_edges, ends[new].int(), order[new], repeats)
-
-
-def write_catalogue(
-    path: str | Path, built: Built, ids: Sequence[str | int], vocab_size: int, fingerprint: str
-) -> None:
-    """Write a catalogue; a write that fails leaves no file, or the old one.
-
-    Args:
-        path: the file.
-        built: the trie.
-        ids: the ids of all items of the input.
-        vocab_size: tokens are less than this.
-        fingerprint: the tokenizer's; empty for none.
-
-    Raises:
-        UsageError: the file cannot be written, or there are 2^31 edges or more.
-    """
-    if len(built.tokens) >= 1 << 31:
-        raise UsageError(f"catalogues hold less than {1 << 31} edges, this has {len(built.tokens)}", where=str(path))
-    texts = [json.dumps(ids[i]).encode() for i in built.order.tolist()]
-    id_starts = torch.tensor([0, *map(len, texts)], dtype=torch.int64).cumsum(0)
-    arrays = id_starts, built.tokens, built.first_edges, built.ends
-    parts = [*map(buffer_of, arrays), b"".join(texts)]
-    body = 0
-    for part in parts:
-        body = zlib.crc32(part, body)
-    counts = len(built.tokens), len(built.ends), len(parts[-1])
-    header = HEADER.pack(MAGIC, ORDER, VERSION, vocab_size, *counts, bytes.fromhex(fingerprint) or bytes(32), body, 0)
-    try:
-        with replacing(Path(path), 0o666) as file:
-            file.write(header[:-4] + struct.pack("=I", zlib.crc32(header[:-4])))
-            for part in parts:
-                file.write(part)
-    except OSError as error:
-        raise UsageError(f"the catalogue cannot be written: {error.strerror}", where=str(path)) from error

@@ -17,11 +17,12 @@ import torch
 from engine import Catalogue, Constraint, Engine, Request, UsageError
 from engine.app import batch
 from engine.rules import catalogue as catalogues
-from engine.rules.catalogue import ENDED, HEADER, build, layout, open_catalogue, write_catalogue
+from engine.rules.catalogue import ENDED, HEADER, layout, open_catalogue
 from engine.rules.constraint import Allowed, ConstraintError, listed
 from engine.text.tokenizer import Tokenizer
 from search import ADED, DSBD, Greedy, Sample, Trie
 from tools import catalogue as tool
+from tools.catalogue import build, write_catalogue
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 MODEL = GOLDEN / "llama/plain"

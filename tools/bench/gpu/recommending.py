@@ -19,13 +19,14 @@ import torch
 
 from engine import Engine
 from engine.engine import Request
-from engine.rules.catalogue import Catalogue, build, write_catalogue
+from engine.rules.catalogue import Catalogue
 from models.families.qwen3 import Qwen3
 from search import Trie
 from tools.bench.gpu.random_models import make
 from tools.bench.gpu.setting import Found, Setting
 from tools.bench.gpu.whole_steps import busy, kernels_of, tokens_of
 from tools.bench.report import comparison
+from tools.catalogue import build, write_catalogue
 from tools.profile.clock import Watch, watched
 
 RUNS = 3  # after one that compiles and records
