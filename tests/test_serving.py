@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.served import background
+
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("openai", reason="needs the extra test")
 pytest.importorskip("llguidance", reason="needs the extra grammar")
@@ -23,7 +25,7 @@ def test_the_snippets_run(capsys: pytest.CaptureFixture[str]):
     names: dict = {}
     [flags] = re.findall(r"^python -m engine.serve (.*?) +# the demo model", PAGE, re.M)
     args = command.make_parser().parse_args([*flags.split(), "--kv-memory", "8M", "--threads", "1", "-q"])
-    with command.application(args) as app, command.background(app) as url:
+    with command.application(args) as app, background(app) as url:
         for kind, code, shown in SNIPPETS:
             line = PAGE[: PAGE.index(code)].count("\n")
             code = code.replace(ADDRESS, url)

@@ -9,7 +9,6 @@ import itertools
 import os
 import socket
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -214,18 +213,3 @@ def http_server(app: "Application", drain: float, verbose: bool = False) -> Any:
         most_connections(max(CONNECTIONS, 4 * places)),
         verbose,
     )
-
-
-@contextlib.contextmanager
-def background(app: "Application", drain: float = 10.0) -> Iterator[str]:
-    """Serve an application in a thread for the time of the block, on a free port of this machine; yields its URL."""
-    listener = listen("127.0.0.1", 0)
-    server = http_server(app, drain)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="serve", daemon=True)
-    thread.start()
-    try:
-        yield address(listener)
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()

@@ -20,6 +20,7 @@ from models.families import FAMILIES
 from models.families.llama import Llama
 from search import ADED, Greedy, Speculative, Trie
 from tests.marks import needs_cpp
+from tests.served import background
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODEL, ADAPTERS = GOLDEN / "llama" / "gqa", GOLDEN / "adapters"
@@ -208,7 +209,7 @@ def server() -> Iterator[Any]:
 
     flags = ["--model", f"base={MODEL}", "--model", f"other={MODEL}", "--dtype", "float32", "--kv-memory", "4M", "-q"]
     args = command.make_parser().parse_args([*flags, *(f"--adapter={folder}" for folder in FOLDERS)])
-    with command.application(args) as app, command.background(app) as url:
+    with command.application(args) as app, background(app) as url:
         yield url
 
 

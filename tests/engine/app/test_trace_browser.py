@@ -20,6 +20,7 @@ from engine.app.trace_page import write
 from engine.contract.trace import Trace
 from engine.demo import demo_folder
 from search.base import make_search
+from tests.served import background
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # what the standard calls a reference to one
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
@@ -323,7 +324,7 @@ def served(browser: Browser, *flags: str, keys: Sequence[str] = ()) -> Iterator[
     from engine.serve import command
 
     args = command.make_parser().parse_args(["--dtype", "float32", "--kv-memory", "8M", "--threads", "1", "-q", *flags])
-    with command.application(args, keys) as app, command.background(app) as url:
+    with command.application(args, keys) as app, background(app) as url:
         browser.ask("POST", "/url", {"url": url})
         yield
         browser.ask("POST", "/url", {"url": "about:blank"})

@@ -24,6 +24,7 @@ from models.checkpoint.headers import Checkpoint
 from models.folders import HubName
 from search import Greedy
 from tests.engine.load.hub_server import Hub, files_of, serving
+from tests.served import background
 
 ROOT = Path(__file__).parents[3]
 TOY = files_of(demo_folder())
@@ -394,7 +395,7 @@ def test_http_requests_never_fetch(hub: Hub):
 
     flags = ["--kv-memory", "8M", "--threads", "1", "-q", "--max-new-tokens", "2"]
     args = command.make_parser().parse_args(flags)
-    with command.application(args) as app, command.background(app) as url:
+    with command.application(args) as app, background(app) as url:
         told: dict[str, Any] = {"model": "demo", "prompt": "2 + 2 ="}
         names = ("model", "draft", "reward", "adapter", "folder", "chat_template", "search", "catalogue")
         bodies = [told, *(told | {name: "org/toy"} for name in names)]

@@ -8,6 +8,7 @@ import pytest
 
 from engine import Engine
 from engine.serve import command
+from tests.served import background
 
 
 class Server(NamedTuple):
@@ -31,7 +32,7 @@ def serving(*flags: str, keys: tuple[str, ...] = ()) -> Iterator[Server]:
     openai = pytest.importorskip("openai", reason="needs the extra test")
     args = command.make_parser().parse_args(["--dtype", "float32", "--kv-memory", "8M", "--threads", "1", "-q", *flags])
     command.check(args)
-    with command.application(args, keys) as app, command.background(app) as url:
+    with command.application(args, keys) as app, background(app) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key=keys[0] if keys else "none", max_retries=0) as client:
             yield Server(app, url, client)
         for one in app.served.values():

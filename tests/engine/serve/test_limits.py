@@ -27,6 +27,7 @@ from engine.rules.constraint import ConstraintError
 from engine.serve import command
 from engine.serve.answers import HttpError, error_body
 from engine.serve.streams import Events
+from tests.served import background
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
@@ -461,7 +462,7 @@ def test_large_answers_are_written_beside_the_loop(start, monkeypatch):
 def test_a_stream_that_the_end_interrupts_says_so(monkeypatch):
     args = command.make_parser().parse_args(["--kv-memory", "8M", "--threads", "1", "-q", "--max-tokens", "100000"])
     with command.application(args) as app:
-        with command.background(app, drain=1) as url:
+        with background(app, drain=1) as url:
             port = int(url.rpartition(":")[2])
             peers = [raw(port, long(stream=stream, max_tokens=400, beams=30)) for stream in (True, False)]
             lane = app.served["demo"].lane
