@@ -522,7 +522,7 @@ def catalogues(folder: Path, engine: Engine) -> list[Case]:
 
     def change(draw: Draw, valid: bytes) -> bytes:
         raw = draw.damaged(valid) if not draw.randrange(4) else draw.numbers(valid, 12)
-        return sealed(catalogue.HEADER, raw)
+        return sealed(catalogue.CATALOGUE_FILE.header, raw)
 
     def read() -> None:
         catalogue.open_catalogue(path).check(engine.model.tokenizer, engine.runner.vocab_size)
@@ -538,7 +538,7 @@ def ngram_stores(folder: Path, engine: Engine) -> list[Case]:
 
     def change(draw: Draw, valid: bytes) -> bytes:
         raw = draw.damaged(valid) if not draw.randrange(4) else draw.numbers(valid, 12)
-        return sealed(ngrams.HEADER, raw)
+        return sealed(ngrams.STORE_FILE.header, raw)
 
     def read() -> None:
         engine.generate([[5, 6, 7, 8, 5, 6]], ADED(store=str(path)), max_new_tokens=6)

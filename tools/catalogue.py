@@ -6,10 +6,8 @@ number, from 0). Each text is tokenised without the prompt; if prompts end witho
 
 import argparse
 import json
-import struct
 import sys
 import time
-import zlib
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,11 +23,12 @@ with later():
     from torch import Tensor
 
     from engine.load.hub import local_path
-    from engine.rules.catalogue import HEADER, MAGIC, ORDER, VERSION
+    from engine.rules.catalogue import CATALOGUE_FILE
     from engine.text.tokenizer import Tokenizer
     from models.checkpoint.files import replacing
     from models.checkpoint.headers import Checkpoint
     from models.checkpoint.tensor_files import buffer_of
+    from models.checkpoint.token_files import TokenFileWriter
 
 KEYS = {"id", "text", "token_ids"}
 SHOWN = 5  # repeated items that are named
@@ -143,17 +142,13 @@ def write_catalogue(
     texts = [json.dumps(ids[i]).encode() for i in built.order.tolist()]
     id_starts = torch.tensor([0, *map(len, texts)], dtype=torch.int64).cumsum(0)
     arrays = id_starts, built.tokens, built.first_edges, built.ends
-    parts = [*map(buffer_of, arrays), b"".join(texts)]
-    body = 0
-    for part in parts:
-        body = zlib.crc32(part, body)
-    counts = len(built.tokens), len(built.ends), len(parts[-1])
-    header = HEADER.pack(MAGIC, ORDER, VERSION, vocab_size, *counts, bytes.fromhex(fingerprint) or bytes(32), body, 0)
+    ids_of_items = b"".join(texts)
     try:
         with replacing(Path(path), 0o666) as file:
-            file.write(header[:-4] + struct.pack("=I", zlib.crc32(header[:-4])))
-            for part in parts:
-                file.write(part)
+            writer = TokenFileWriter(CATALOGUE_FILE, file)
+            for part in (*map(buffer_of, arrays), ids_of_items):
+                writer.add(part)
+            writer.finish(vocab_size, fingerprint, len(built.tokens), len(built.ends), len(ids_of_items))
     except OSError as error:
         raise UsageError(f"the catalogue cannot be written: {error.strerror}", where=str(path)) from error
 

@@ -6,7 +6,6 @@ SuffixDecoding (arXiv 2411.04975). A request's own text takes precedence; the te
 
 import hashlib
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from engine.drafts import Draft
 from engine.errors import UsageError
 from kernels import suffixes
 from kernels.suffixes import BOUNDARY, MOST_MATCHED, MOST_NODES, Suffixes, token_bits
-from models.checkpoint.files import locked, map_regular, replacing
+from models.checkpoint.files import locked, replacing
+from models.checkpoint.token_files import TokenFileKind, TokenFileWriter
 
 CAPACITY = 10_000_000  # tokens of ended requests: 158 MB when full
 FIRST_CAPACITY, GROWTH = 1 << 16, 4  # tokens that a store has room for at first, and the factor by which it grows
@@ -230,9 +230,7 @@ class SuffixRequest:
         return Suffixes(min(2 * length + 512, MOST_OWN), self.store.vocab_size, fine=True)
 
 
-MAGIC, VERSION, ORDER = b"COPPICES", 1, 0x0102
-# magic, order, version, vocabulary, symbols, salts, tokenizer, unused, checksums of what follows and of the header
-HEADER = struct.Struct("=8sHHIQI32sIII")
+STORE_FILE = TokenFileKind("suffix store", b"COPPICES", 1, "QI", padding=4)  # counts: symbols, salts
 OWNER = struct.Struct("=II16s")  # the number in marks, the age of the newest symbol, less one, the digest of the salt
 MOST_SALTS = 1 << 20
 WAIT = 60.0  # seconds to wait for another run that writes the file
@@ -263,24 +261,15 @@ class SavedTexts(NamedTuple):
 
 def write_texts(path: str | Path, texts: SavedTexts) -> None:
     """Write texts; a write that fails leaves no file, or the old one. Only its owner can read it. Raises UsageError."""
-    path, symbols = Path(path), sum(map(len, texts.parts))
+    path = Path(path)
     try:
         with locked(path.resolve().parent, WAIT), replacing(path) as file:
-            file.write(bytes(HEADER.size))
-            checksum = 0
+            writer = TokenFileWriter(STORE_FILE, file)
             for part in texts.parts:
                 for at in range(0, len(part), PIECE_SYMBOLS):
-                    piece = bytes(part[at : at + PIECE_SYMBOLS])
-                    file.write(piece)
-                    checksum = zlib.crc32(piece, checksum)
-            entries = b"".join(OWNER.pack(*owner) for owner in texts.owners)
-            file.write(entries)
-            tokenizer = bytes.fromhex(texts.fingerprint) or bytes(32)
-            sizes = texts.vocab_size, symbols, len(texts.owners)
-            checksum = zlib.crc32(entries, checksum)
-            header = HEADER.pack(MAGIC, ORDER, VERSION, *sizes, tokenizer, 0, checksum, 0)[:-4]
-            file.seek(0)
-            file.write(header + struct.pack("=I", zlib.crc32(header)))
+                    writer.add(bytes(part[at : at + PIECE_SYMBOLS]))
+            writer.add(b"".join(OWNER.pack(*owner) for owner in texts.owners))
+            writer.finish(texts.vocab_size, texts.fingerprint, sum(map(len, texts.parts)), len(texts.owners))
     except BlockingIOError:
         what = f"the suffix store cannot be written: another program has locked its folder for {WAIT} s"
         raise UsageError(what, where=str(path), remedy="let every run save to a file of its own") from None
@@ -300,23 +289,13 @@ def read_texts(path: str | Path, vocab_size: int, fingerprint: str) -> SavedText
         return UsageError(what, where=str(path), remedy=REMEDY)
 
     try:
-        data = map_regular(path, HEADER.size)
-    except (OSError, ValueError) as error:
-        raise refuse(f"the suffix store cannot be read: {error}") from error
-    if bytes(data[:8]) != MAGIC:
-        raise refuse("this is no suffix store")
-    _, order, version, vocab, count, salts, tokenizer, _, body, head = HEADER.unpack(data[: HEADER.size])
-    if (order, version) != (ORDER, VERSION):
-        raise refuse("the suffix store is of another version or machine")
-    view, end = memoryview(data), HEADER.size + 4 * count
-    whole = head == zlib.crc32(data[: HEADER.size - 4]) and len(data) == end + OWNER.size * salts
-    if not whole or body != zlib.crc32(view[HEADER.size :]):
-        raise refuse("the suffix store is damaged: not what was written")
-    bits = token_bits(vocab_size)
-    if tokenizer != (bytes.fromhex(fingerprint) or bytes(32)) or not 0 < vocab < 1 << 31 or token_bits(vocab) != bits:
+        saved = STORE_FILE.read(path, lambda symbols, salts: 4 * symbols + OWNER.size * salts)
+    except ValueError as error:
+        raise refuse(str(error)) from error
+    vocab, end, bits = saved.vocab_size, 4 * saved.counts[0], token_bits(vocab_size)
+    if saved.fingerprint != fingerprint or not 0 < vocab < 1 << 31 or token_bits(vocab) != bits:
         raise refuse("the suffix store has the texts of another model's tokenizer")
-    symbols = view[HEADER.size : end].cast("I")
-    owners = [OWNER.unpack_from(data, end + i * OWNER.size) for i in range(salts)]
+    symbols, owners = saved.body[:end].cast("I"), [*OWNER.iter_unpack(saved.body[end:])]
     if fault := _fault(symbols, owners, vocab_size):
         raise refuse(f"the suffix store is not valid: {fault}")
     return SavedTexts(vocab, fingerprint, [symbols], owners)

@@ -1,7 +1,7 @@
 """Catalogues: memory-mapped files of the items that an output may be, as a trie of token sequences.
 
 Nodes are numbered breadth first, edges in the order of their parents and tokens, so that edge e leads to node e + 1.
-The file, in the machine's byte order: a header (`HEADER`), then
+The file, in the machine's byte order: a header (`models.checkpoint.token_files`), then
 
     id starts     int64 [items + 1]    where the id of each item begins; items are in the order of the nodes they end at
     tokens        int32 [edges]
@@ -16,8 +16,6 @@ import functools
 import itertools
 import json
 import os
-import struct
-import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,11 +27,9 @@ from torch import Tensor
 from engine.errors import UsageError, shortened
 from engine.rules.constraint import Allowed, Constraint, State, longs, pieces
 from engine.text.tokenizer import Tokenizer
-from models.checkpoint.files import map_regular
+from models.checkpoint.token_files import TokenFileKind
 
-MAGIC, VERSION, ORDER = b"COPPICEC", 1, 0x0102
-# magic, order, version, vocabulary, edges, items, bytes of ids, tokenizer, sums
-HEADER = struct.Struct("=8sHHIQQQ32sII")
+CATALOGUE_FILE = TokenFileKind("catalogue", b"COPPICEC", 1, "QQQ")  # counts: edges, items, bytes of ids
 WIDE = 64  # steps from this many nodes on are faster with tensors than one by one
 PIECE = 1 << 20  # entries of an array checked at a time
 REMEDY = "make one for this model: python -m tools.catalogue --model DIR --input items.jsonl --output FILE"
@@ -56,33 +52,19 @@ class Catalogue:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            data = map_regular(path, HEADER.size)
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"the catalogue cannot be read: {getattr(error, 'strerror', None) or error}",
-                where=str(path),
-                remedy=REMEDY,
-            ) from error
-        if bytes(data[:8]) != MAGIC:
-            raise self._refused("this is no catalogue")
-        header = HEADER.unpack(data[: HEADER.size])
-        _, order, version, self.vocab_size, self.edges, self.items, ids, fingerprint, body, head = header
-        if (order, version) != (ORDER, VERSION):
-            raise self._refused("the catalogue is of another version or machine")
+            found = CATALOGUE_FILE.read(path, lambda edges, items, ids: layout(edges, items)[-1] + ids)
+        except ValueError as error:
+            raise self._refused(str(error)) from error
+        self.vocab_size, self.fingerprint, (self.edges, self.items, ids), view = found
         starts = layout(self.edges, self.items)
-        whole = head == zlib.crc32(data[: HEADER.size - 4]) and len(data) == starts[-1] + ids
-        if not whole or body != zlib.crc32(memoryview(data)[HEADER.size :]):
-            raise self._refused("the catalogue is damaged: not what was written")
-        self.fingerprint = fingerprint.hex() if any(fingerprint) else ""
-        view = memoryview(data)
         parts = [view[a:b] for a, b in itertools.pairwise(starts)]
-        self._data, self._ids = data, view[starts[-1] :]
+        self._ids = view[starts[-1] :]
         self._tokens, self._first = (part.cast("i") for part in parts[1:3])
         if not 0 < self.edges < 1 << 31 or not 0 < self.items <= self.edges:
             raise self._refused(f"the catalogue has {self.edges} edges and {self.items} items")
         kinds = (torch.int64, self.items + 1), (torch.int32, self.edges), (torch.int32, self.edges + 2)
         arrays = [
-            torch.frombuffer(data, dtype=dtype, count=count, offset=at)
+            torch.frombuffer(view, dtype=dtype, count=count, offset=at)
             for (dtype, count), at in zip([*kinds, (torch.int32, self.items)], starts, strict=False)
         ]
         self._id_starts, self._tokens_E, self._first_N, self._end_I = arrays
@@ -273,6 +255,6 @@ def _pieces(x: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 def layout(edges: int, items: int) -> list[int]:
-    """The offsets in a file of its arrays, in their order, and then of the ids."""
+    """The offsets of a file's arrays behind its header, in their order, and then of the ids."""
     sizes = 8 * (items + 1), 4 * edges, 4 * (edges + 2), 4 * items
-    return [HEADER.size + sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return [sum(sizes[:i]) for i in range(len(sizes) + 1)]

@@ -1,20 +1,19 @@
 """Stores of counted tri-grams: files of 12 bytes per entry, sorted, read through a memory map.
 
-The file, in the machine's byte order: a header (`HEADER`), then the keys of all entries, ascending, 64 bits each, then
-their counts, 32 bits each. The key of tri-gram (a, b, c) is the number abc in base 2^21. The entry with c = REST counts
-all omitted successors of (a, b), so that the counts after a bi-gram sum to its own count (eq. 1 of ADED).
+The file, in the machine's byte order: a header (`models.checkpoint.token_files`), then the keys of all entries,
+ascending, 64 bits each, then their counts, 32 bits each. The key of tri-gram (a, b, c) is the number abc in base 2^21.
+The entry with c = REST counts all omitted successors of (a, b), so that the counts after a bi-gram sum to its own count
+(eq. 1 of ADED).
 """
 
 import functools
 import itertools
 import os
-import struct
 import tempfile
-import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +21,12 @@ from torch import Tensor
 from engine.contract import Task
 from engine.drafts.backoff import BITS
 from engine.errors import UsageError
-from models.checkpoint.files import locked, map_regular, replacing
+from models.checkpoint.files import locked, replacing
 from models.checkpoint.tensor_files import buffer_of
+from models.checkpoint.token_files import TokenFileKind, TokenFileWriter
 
 REST = (1 << BITS) - 1
-MAGIC, VERSION = b"COPPICE3", 1
-HEADER = struct.Struct("=8sHHIQ32sII")  # magic, order, version, vocabulary, entries, tokenizer, checksums
-ORDER = 0x0102
+STORE_FILE = TokenFileKind("n-gram store", b"COPPICE3", 1, "Q")  # count: entries
 SUCCESSORS = 12  # the paper's t: successors kept per bi-gram
 WAIT = 60.0  # seconds to wait for another run that writes a store
 PIECE = 1 << 20  # entries that are checked at a time
@@ -62,22 +60,11 @@ class NGramStore:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            data = map_regular(path, HEADER.size)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"the n-gram store cannot be read: {error}", where=str(path), remedy=REMEDY) from error
-        if bytes(data[:8]) != MAGIC:
-            raise UsageError("this is no n-gram store", where=str(path), remedy=REMEDY)
-        header = HEADER.unpack(data[: HEADER.size])
-        _, order, version, self.vocab_size, entries, fingerprint, body, head = header
-        if (order, version) != (ORDER, VERSION):
-            raise UsageError("the n-gram store is of another version or machine", where=str(path), remedy=REMEDY)
-        whole = head == zlib.crc32(data[: HEADER.size - 4]) and len(data) == HEADER.size + 12 * entries
-        if not whole or body != zlib.crc32(memoryview(data)[HEADER.size :]):
-            raise UsageError("the n-gram store is damaged: not what was written", where=str(path), remedy=REMEDY)
-        self.fingerprint = fingerprint.hex() if any(fingerprint) else ""
-        view = memoryview(data)
-        self._data, split = data, HEADER.size + 8 * entries
-        self.keys, self.counts = view[HEADER.size : split].cast("q"), view[split:].cast("I")
+            found = STORE_FILE.read(path, lambda entries: 12 * entries)
+        except ValueError as error:
+            raise UsageError(str(error), where=str(path), remedy=REMEDY) from error
+        self.vocab_size, self.fingerprint, [entries], self._body = found
+        self.keys, self.counts = self._body[: 8 * entries].cast("q"), self._body[8 * entries :].cast("I")
         if fault := _fault(*self.run(), self.vocab_size):
             raise UsageError(f"the n-gram store is not valid: {fault}", where=str(path), remedy=REMEDY)
 
@@ -126,9 +113,9 @@ class NGramStore:
         end = len(self) if end is None else end
         if start == end:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
-        first = HEADER.size + 8 * len(self)
-        keys = torch.frombuffer(self._data, dtype=torch.int64, count=end - start, offset=HEADER.size + 8 * start)
-        counts = torch.frombuffer(self._data, dtype=torch.int32, count=end - start, offset=first + 4 * start)
+        first = 8 * len(self)
+        keys = torch.frombuffer(self._body, dtype=torch.int64, count=end - start, offset=8 * start)
+        counts = torch.frombuffer(self._body, dtype=torch.int32, count=end - start, offset=first + 4 * start)
         return keys, counts
 
 
@@ -238,29 +225,19 @@ def write_store(path: str | Path, runs: Iterable[Run], vocab_size: int, fingerpr
     path = Path(path)
     try:
         with replacing(path, 0o666) as file, tempfile.TemporaryFile(dir=path.parent) as tail:
-            file.write(bytes(HEADER.size))
-            entries, checksum = 0, 0
+            writer, entries = TokenFileWriter(STORE_FILE, file), 0
             for keys, counts in runs:
                 entries += len(keys)
-                checksum = _append(file, keys, checksum)
-                _append(tail, counts.clamp(max=2**31 - 1).int(), 0)
+                keys, counts = keys.contiguous(), counts.clamp(max=2**31 - 1).int().contiguous()
+                writer.add(buffer_of(keys))
+                tail.write(buffer_of(counts))
             tail.seek(0)
             while piece := tail.read(1 << 20):
-                file.write(piece)
-                checksum = zlib.crc32(piece, checksum)
-            tokenizer = bytes.fromhex(fingerprint) or bytes(32)
-            header = HEADER.pack(MAGIC, ORDER, VERSION, vocab_size, entries, tokenizer, checksum, 0)[:-4]
-            file.seek(0)
-            file.write(header + struct.pack("=I", zlib.crc32(header)))
+                writer.add(piece)
+            writer.finish(vocab_size, fingerprint, entries)
     except OSError as error:
         raise UsageError(f"the n-gram store cannot be written: {error}", where=str(path)) from error
     return entries
-
-
-def _append(file: IO[bytes], values: Tensor, checksum: int) -> int:
-    values = values.contiguous()
-    file.write(buffer_of(values))
-    return zlib.crc32(buffer_of(values), checksum)
 
 
 def add_to_store(path: str | Path, run: Run, vocab_size: int, fingerprint: str) -> None:

@@ -13,9 +13,9 @@ from engine.demo import demo_folder
 from engine.drafts import Drafter
 from engine.drafts.suffixes import (
     FIRST_CAPACITY,
-    HEADER,
     LEAST_REPEATED,
     PIECE,
+    STORE_FILE,
     SuffixDrafter,
     SuffixStore,
     full_store_bytes,
@@ -29,7 +29,7 @@ from kernels.suffixes import BOUNDARY
 from search import Greedy, Sample, Trie
 from tests.marks import needs_cpp
 
-VOCAB = 1000
+HEADER, VOCAB = STORE_FILE.header, 1000
 TEXT = [17 * i % 900 for i in range(1, 40)]
 
 

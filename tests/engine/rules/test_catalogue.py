@@ -17,7 +17,7 @@ import torch
 from engine import Catalogue, Constraint, Engine, Request, UsageError
 from engine.app import batch
 from engine.rules import catalogue as catalogues
-from engine.rules.catalogue import ENDED, HEADER, layout, open_catalogue
+from engine.rules.catalogue import CATALOGUE_FILE, ENDED, layout, open_catalogue
 from engine.rules.constraint import Allowed, ConstraintError, listed
 from engine.text.tokenizer import Tokenizer
 from search import ADED, DSBD, Greedy, Sample, Trie
@@ -25,6 +25,7 @@ from tools import catalogue as tool
 from tools.catalogue import build, write_catalogue
 
 GOLDEN = Path(__file__).parents[2] / "golden"
+HEADER = CATALOGUE_FILE.header
 MODEL = GOLDEN / "llama/plain"
 CASES = [c for c in json.loads((GOLDEN / "constraints.json").read_text())["cases"] if "catalogue" in c]
 EOS = 2
@@ -127,7 +128,7 @@ def crafted(path, change):
     written(path, [[5, 6], [5, 7], [5, 7, 9], [8], [8, 5]], ["a", "b", "c", 4, 5])
     raw = bytearray(path.read_bytes())
     _, _, _, _, edges, items, *_ = HEADER.unpack(raw[: HEADER.size])
-    starts = layout(edges, items)
+    starts = [HEADER.size + start for start in layout(edges, items)]
     kinds = {"id starts": "q", "tokens": "i", "first edges": "i", "ends": "i"}
     arrays = {
         name: array(kind, bytes(raw[start:end]))
