@@ -32,6 +32,7 @@ from engine.rules.grammars import KEPT_BYTES
 from engine.text.tokenizer import FILES
 from engine.text.tokenizer_files import read_file
 from engine.text.tokenizer_limits import parse
+from kernels import cpp
 from kernels.layout import NULL_SLOT, TRASH_SLOT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import ModelSize, measure
@@ -139,7 +140,8 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
         token += size.shape.kv_bytes_per_token(dtype_of_cache(options.kv_dtype, precision.dtype))
         shapes.append(size.shape)
-    if options.drafts == "suffix":
+    auto_drafts = options.shard is None and options.compile == "off" and not cpp.why_not()  # see `chosen_drafter`
+    if options.drafts == "suffix" or (options.drafts == "auto" and auto_drafts):
         lines["suffix store, when full"] = full_store_bytes()
     return MemoryPlan(lines, token * shares_of(shapes), least_stores(shapes), experts)
 

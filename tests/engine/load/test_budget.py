@@ -38,6 +38,7 @@ from models.formats.floats import has_kernels
 from models.formats.linear import FORMATS
 from models.trim import trim_memory
 from search import Greedy, Trie
+from tests.marks import needs_cpp
 from tools import random_checkpoint
 from tools.pack import pack
 
@@ -280,6 +281,18 @@ def test_plan_and_workload():
     assert (found.fixed, found.cache(4), found.total(4), found.left(100)) == (30, 30, 60, 60)
     assert Workload(Trie(beams=3), 10, 5).slots == (16, 22) and Workload(Greedy()).beams == 1
     assert resident() > 50 * MB
+
+
+@needs_cpp
+def test_the_suffix_store_is_counted_where_requests_draft_by_it(checkpoint):
+    """The choice "auto" is a suffix store, except for a compiled model."""
+
+    def stores(**options) -> set[str]:
+        lines = plan(LoadOptions(checkpoint, **options), Workload()).lines
+        return {line for line in lines if "suffix" in line}
+
+    assert stores(drafts="suffix") == stores(drafts="auto") != set()
+    assert not stores(drafts="off") | stores(drafts="ngrams") | stores(drafts="auto", compile="on")
 
 
 def test_a_command_line_imports_less_of_torch():
