@@ -209,24 +209,16 @@ class Worker {
     template <typename Products>
     void attend(int row, int rows, int from, int to, bool masked, const Part& part) {
         constexpr int EACH = Products::EACH;
-        if (Products::whole(rows)) from = 0, to = BLOCK;
+        if (Products::whole(rows, tile_rows)) from = 0, to = BLOCK;
         const int first = from / LANES, last = (to + LANES - 1) / LANES;
-        if (rows <= FEW && tile_rows <= FEW) {
-            for (int i = first; i < last; i++)
-                with_count<FEW>(rows, [&](auto count) {
-                    Products::template score_few<count>(queries.from(row), ready, i, scores_RS);
-                });
-        } else {
-            ready.template take_keys<EACH == 2>(from, to);
-            Products::score(queries.from(row), rows, ready, first, last, scores_RS);
-        }
+        Products::score(queries.from(row), rows, tile_rows, ready, from, to, scores_RS);
         ready.take_values(from, to);
         float keep[MAX_ROWS];
         if (p.slopes)
             weigh<EACH, true>(row, rows, first, last, masked, part, keep);
         else
             weigh<EACH, false>(row, rows, first, last, masked, part, keep);
-        Products::mix((int32_t*)scores_RS, rows, ready, from, to, part.out_RD + row * vectors, keep);
+        Products::mix((int32_t*)scores_RS, rows, tile_rows, ready, from, to, part.out_RD + row * vectors, keep);
     }
 
     // Stores vector i of a block's weights. Rounded weights are also returned, so that the sum of the softmax adds what

@@ -83,8 +83,8 @@ template <typename Element, int PER_WORD>
 struct ByVectors {
     static constexpr int EACH = PER_WORD, WEIGHTS = BLOCK / EACH;  // WEIGHTS: words in a row of weights
 
-    // Whether so many rows are multiplied by all lanes of a block, seen or not.
-    static bool whole(int) { return false; }
+    // Whether some rows of a tile, which has `tile_rows`, are multiplied by all lanes of a block, seen or not.
+    static bool whole(int, int) { return false; }
 
     // Computes the scores of a few rows against vector i of the keys, multiplying keys as they are read.
     template <int ROWS, typename Keys>
@@ -99,10 +99,17 @@ struct ByVectors {
         for (int r = 0; r < ROWS; r++) scores_RS[r * KEY_VECTORS + i] = sum[r];
     }
 
-    // Computes the scores of rows against vectors first .. last - 1 of the keys.
+    // Computes the scores of rows of a tile against the keys of lanes from .. to - 1.
     template <typename Keys>
-    static void score(const Queries& q, int rows, Keys& ready, int first, int last, Floats* scores_RS) {
-        for (int i = first; i < last;) {
+    static void score(const Queries& q, int rows, int tile_rows, Keys& ready, int from, int to, Floats* scores_RS) {
+        const int last = (to + LANES - 1) / LANES;
+        if (tile_rows <= FEW) {
+            for (int i = from / LANES; i < last; i++)
+                with_count<FEW>(rows, [&](auto count) { score_few<count>(q, ready, i, scores_RS); });
+            return;
+        }
+        ready.template take_keys<EACH == 2>(from, to);
+        for (int i = from / LANES; i < last;) {
             auto score = [&](auto columns) {
                 by_rows<MOST_ROWS<columns>>(rows, [&](int r, auto count) {
                     multiply<Element, count, columns, 1, count <= FEW ? 2 : 1>(
@@ -120,7 +127,7 @@ struct ByVectors {
 
     // Multiplies the outputs of rows by `keep` and adds their weights of lanes from .. to - 1 times the values.
     template <typename Values>
-    static void mix(int32_t* weights_RW, int rows, Values& ready, int from, int to, Floats* out_RD,
+    static void mix(int32_t* weights_RW, int rows, int, Values& ready, int from, int to, Floats* out_RD,
                     const float* keep) {
         const int vectors = ready.value_width / LANES;
         for (int i = 0; i < vectors;) {

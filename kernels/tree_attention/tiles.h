@@ -49,7 +49,7 @@ inline void multiply_few(const int32_t* x_RW, int across, At at, int first, int 
         Floats evens[ROWS][COLUMNS] = {}, odds[ROWS][COLUMNS] = {};
         for (int i = std::max(first, begin); i < end; i++) {
             const int32_t* y = at(i);
-            fetch. some<LINES, 1>();
+            fetch.some<LINES, 1>();
 #pragma GCC unroll 4
             for (int c = 0; c < COLUMNS; c++) {
                 const Ints words = read<Ints>(y + c * LANES, LANES);
@@ -79,7 +79,7 @@ inline void multiply_tiles(const int32_t* x_RW, int across, const int32_t* y, in
         load_tile<X_TILE>(x_RW + i, across * 4);
         each_tile<COLUMNS>([&](auto c) {
             constexpr int Y = Y_TILE + c % 2;
-            fetch. some<8, TO_L2>();
+            fetch.some<8, TO_L2>();
             load_tile<Y>(y + int64_t(i) * y_across + c * LANES, y_across * 4);
             add_tile<true, c, X_TILE, Y>();
         });
@@ -100,34 +100,40 @@ struct ByTiles {
     static constexpr int EACH = 2;
     static_assert(BLOCK / EACH == TILE_WORDS, "the weights of a block fill a tile");
 
-    static bool whole(int rows) { return rows > FEW; }
+    // Vectors multiply one row, which waits for memory, and a few that see other keys than the rest of a tile: mostly a
+    // token's own block, of which few lanes are in use.
+    static bool whole(int rows, int tile_rows) { return rows > (tile_rows > FEW ? FEW : 1); }
 
-    template <int ROWS, typename Keys>
-    static void score_few(const Queries& q, Keys& ready, int i, Floats* scores_RS) {
-        Floats sum[ROWS] = {}, evens[ROWS] = {}, odds[ROWS] = {};
-        Halves<ROWS> halves;
-        auto finish = [&] {
-            for (int r = 0; r < ROWS; r++) sum[r] += evens[r] + odds[r], evens[r] = odds[r] = Floats{};
-        };
+    // Computes the scores of one row against vector i of the keys, multiplying keys as they are read.
+    template <typename Keys>
+    static void score_one(const Queries& q, Keys& ready, int i, Floats* scores_RS) {
+        Floats sum{}, evens{}, odds{};
+        Halves<1> halves;
         ready.template read_keys<true>(i, [&](int d, Ints words) {
             const int at = d % TILE_WORDS;
-            if (at == 0) finish(), halves.read(q.words + d, q.row);
+            if (at == 0) {
+                sum += evens + odds, evens = odds = Floats{};
+                halves.read(q.words + d, q.row);
+            }
             ready.fetch_k.template some<1, 1>();
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; r++) halves.add(words, r, at, evens[r], odds[r]);
+            halves.add(words, 0, at, evens, odds);
         });
-        finish();
-        for (int r = 0; r < ROWS; r++) scores_RS[r * KEY_VECTORS + i] = sum[r];
+        scores_RS[i] = sum + (evens + odds);
     }
 
     template <typename Keys>
-    static void score(const Queries& q, int rows, Keys& ready, int first, int last, Floats* scores_RS) {
-        if (whole(rows))
+    static void score(const Queries& q, int rows, int tile_rows, Keys& ready, int from, int to, Floats* scores_RS) {
+        if (tile_rows == 1) {
+            for (int i = from / LANES; i * LANES < to; i++) score_one(q, ready, i, scores_RS);
+            return;
+        }
+        ready.template take_keys<true>(from, to);
+        if (whole(rows, tile_rows))
             return by_tiles(rows, [&](int r, int) {
                 multiply_tiles<KEY_VECTORS, false>(q.words + r * q.row, q.row, ready.key_words(0), BLOCK, ready.lines,
                                                    (float*)&scores_RS[r * KEY_VECTORS], BLOCK, ready.fetch_k);
             });
-        for (int i = first; i < last; i++)
+        for (int i = from / LANES; i * LANES < to; i++)
             with_count<FEW>(rows, [&](auto count) {
                 multiply_few<count, 1, 2>(
                     q.words, q.row, [&](int d) { return ready.key_words(d) + i * LANES; }, 0, ready.words,
@@ -136,10 +142,10 @@ struct ByTiles {
     }
 
     template <typename Values>
-    static void mix(int32_t* weights_RW, int rows, Values& ready, int from, int to, Floats* out_RD,
+    static void mix(int32_t* weights_RW, int rows, int tile_rows, Values& ready, int from, int to, Floats* out_RD,
                     const float* keep) {
         const int vectors = ready.value_width / LANES, width = ready.value_width;
-        if (whole(rows)) {
+        if (whole(rows, tile_rows)) {
             for (int r = 0; r < rows; r++)
                 for (int i = 0; i < vectors && keep[r] != 1; i++) out_RD[r * vectors + i] *= keep[r];
             return by_tiles(rows, [&](int r, int done) {
