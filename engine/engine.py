@@ -83,7 +83,8 @@ class Engine:
         Raises:
             CheckpointError: the folder has no supported checkpoint, its heads cannot be divided, or the hub does not
                 provide it.
-            KVMemoryError: kv_memory is less than one page.
+            KVMemoryError: the machine cannot give the KV cache its memory, or `kv_memory` is less than one page, or
+                than the states of recurrent layers for one sequence.
             UsageError: an argument is out of range, or `memory` cannot hold the model; the error has an itemised sum.
         """
         return Engine.of(options)
