@@ -83,7 +83,8 @@ class Engine:
         Raises:
             CheckpointError: the folder has no supported checkpoint, its heads cannot be divided, or the hub does not
                 provide it.
-            KVMemoryError: kv_memory is less than one page.
+            KVMemoryError: the machine cannot give the KV cache its memory, or `kv_memory` is less than one page, or
+                than the states of recurrent layers for one sequence.
             UsageError: an argument is out of range, or `memory` cannot hold the model; the error has an itemised sum.
         """
         return Engine.of(options)
@@ -137,8 +138,8 @@ class Engine:
             engine: holds the model, and remains usable by itself; or a function in place of a reward model.
 
         Raises:
-            UsageError: the model does not suit the role: a reward model without a scalar head, a draft with one, or a
-                draft with another tokenizer.
+            UsageError: an unknown role, or the model does not suit it: a reward model without a scalar head, a draft
+                with one, or a draft with another tokenizer.
         """
         if role not in ("draft", "reward"):
             raise UsageError(f"role: expected draft or reward, got {role!r}")
@@ -200,6 +201,9 @@ class Engine:
 
         Yields:
             (index of the request, result or error), in the order in which requests finish.
+
+        Raises:
+            UsageError: `requests` is no iterable, or `on_step` no function.
         """
         if not isinstance(requests, Iterable):
             raise UsageError(f"requests: expected an iterable of Request, got {requests!r}")
@@ -300,21 +304,27 @@ class Engine:
             service.close()
 
     def save_prefix(self, path: str | Path, prefix: Sequence[int] | str) -> None:
-        """Evaluate a prefix of prompts and write its keys and values to a file, see `prefix_files.save_prefix`."""
+        """Evaluate a prefix of prompts and write its keys and values to a file; the engine must keep prefixes
+        (`prefix_cache="on"`). See `prefix_files.save_prefix`, also for errors."""
         check_prompt(prefix, "prefix")
         ids = self.tokenizer.encode(prefix) if isinstance(prefix, str) else list(prefix)
         check_ids(self.model, ids)
         save_prefix(self.runner, self.model_key, path, ids)
 
     def load_prefix(self, path: str | Path, cache_salt: str = "") -> list[int]:
-        """Load a file of `save_prefix` as a cached prefix; returns its tokens. See `prefix_files.load_prefix`."""
+        """Load a file of `save_prefix` as a cached prefix; returns its tokens. The engine must keep prefixes. See
+        `prefix_files.load_prefix`, also for errors."""
         return load_prefix(self.runner, self.model_key, path, cache_salt)
 
     def logits(self, ids: Sequence[int], adapter: str | None = None) -> Tensor:
-        """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks.
+        """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]; the scores of a model with
+        a scalar head, [len(ids), 1]. For checks.
 
         Args:
             adapter: see `Request`.
+
+        Raises:
+            UsageError: no token ids, ids outside the vocabulary, more than the context, or an unknown adapter.
         """
         check_ids(self.model, ids)
         return self.runner.logits(ids, self.model.adapter(adapter))

@@ -23,7 +23,7 @@ class ContextError(UsageError):
 
 
 class KVMemoryError(CoppiceError):
-    """The pool of KV pages is too small for the request, or is full."""
+    """The pool of KV pages is too small for the request, or is full, or the machine has no memory left."""
 
     exit_code = 4
     code = "memory"

@@ -366,7 +366,7 @@ def check_companion(role: str, target: LoadedModel, other: LoadedModel) -> None:
     if isinstance(other.runner.model, DraftHead):
         return  # the head has become the target's
     if other.shape.scores:
-        raise UsageError("the draft is a reward model: it generates none", where=other.name)
+        raise UsageError("the draft is a reward model, which generates no tokens", where=other.name)
     if target.tokenizer and other.tokenizer:
         differ = target.tokenizer.difference(other.tokenizer)
     elif target.shape.vocab_size != other.shape.vocab_size:

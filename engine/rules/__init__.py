@@ -39,8 +39,8 @@ Words = Sequence[str | Sequence[int]]
 class Rules:
     """The rules that determine which tokens may come next, and how likely they become; the last part of a `Request`.
 
-    All except `constraint` and `choices` mean the same as in Hugging Face's generation, and all apply in
-    its order; a constraint takes the place of `prefix_allowed_tokens_fn`.
+    Fields with names of Hugging Face's generation mean the same as there. All apply in its order, see
+    docs/constraints.md; a constraint takes the place of `prefix_allowed_tokens_fn`.
 
     Args:
         constraint: see `engine.Constraint`.

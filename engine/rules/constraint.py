@@ -287,7 +287,7 @@ class Choices(Constraint):
     token ends an output, it ends after a sequence that no other continues, with the finish reason "constraint".
 
     Args:
-        sequences: at least one, each of at least one token.
+        sequences: at least one, each of at least one token id (`Request.choices` takes texts too).
         eos: tokens that end an output.
     """
 

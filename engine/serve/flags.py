@@ -60,7 +60,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--catalogue", dest="catalogues", **many, metavar="NAME=FILE", help=text)
     text = "of embeddings; auto: as the checkpoint says, else mean (%(default)s)"
     add("--pooling", choices=("auto", *POOLINGS), default="auto", help=text)
-    text = "what a query and a document are read in by reranking: a text with {query} and {document}"
+    text = "text that reranking reads for a pair, with {query} and {document} (the chat template's)"
     add("--rerank-template", metavar="FILE", help=text)
     add("--strict", action="store_true", help="refuse unknown fields, which are ignored otherwise")
     add("--traces", type=int, default=32, metavar="N", help="traces to keep (%(default)s)")

@@ -7,6 +7,7 @@ number of dimensions, for passes of two tokens or more; anything else is PyTorch
 implementation lacks. From `top_k` on, None chooses "cpp" for float32 on a CPU with C++ kernels, "triton" for float32 on
 a GPU with triton, otherwise PyTorch.
 
+A result is a new tensor of the first argument's shape and dtype, unless its docstring says otherwise.
 All raise ValueError for tensors that do not fit together, the same for every implementation, and with impl "cpp" for
 dtypes and devices that C++ does not have.
 """

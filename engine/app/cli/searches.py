@@ -37,7 +37,8 @@ class SearchFlags:
         _add(group, "beams", "live hypotheses", type=int, metavar="N")
         _add(group, "length_penalty", "a score is logprob / length ** X", type=float, metavar="X")
         modes = {"choices": ["false", "true", "never", "best"]}
-        ends = "true: end when as many outputs as beams have finished; best: when no live one is better as it is"
+        ends = "true: end when as many outputs as beams have finished; best, the default of trie in a chat: when no "
+        ends += "live one scores higher"
         _add(group, "early_stopping", ends, **modes)
         patience = "end when as many outputs have finished as beams times X, in place of --early-stopping"
         _add(group, "patience", patience, type=float, metavar="X")
