@@ -7,6 +7,7 @@ from models.checkpoint.wrapped import TEXT_MODELS
 
 # Suffixes of text models that only exist inside another model.
 WHOLES = "_vl", "_vl_text", "_vl_moe_text", "4v_text", "4v_moe_text", "_omni_text", "_omni_moe_text"
+WHOLES += "_ocr_text", "_vision_text", "_docling_text"
 LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items() if not kind.endswith(WHOLES)} | {
     "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",
@@ -54,7 +55,6 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "helium": "HeliumForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
     "hy_v3": "HYV3ForCausalLM",
-    "hyperclovax": "HyperCLOVAXForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "iquestcoder": "IQuestCoderForCausalLM",
     "jais2": "Jais2ForCausalLM",
@@ -79,6 +79,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "olmoe": "OlmoeForCausalLM",
     "openai-gpt": "OpenAIGPTLMHeadModel",
     "opt": "OPTForCausalLM",
+    "paddleocr_vl_text": "PaddleOCRForCausalLM",
     "persimmon": "PersimmonForCausalLM",
     "phi4_multimodal": "Phi4MultimodalForCausalLM",
     "phi4mm": "Phi4MMForCausalLM",
