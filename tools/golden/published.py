@@ -59,7 +59,7 @@ def norms(*names: str, size: int = WIDTH) -> dict[str, Shape]:
     return {f"{name}.weight": (size,) for name in names}
 
 
-def mlp(gate: str, up: str, down: str, width: int = MLP) -> dict[str, Shape]:
+def mlp(gate: str, up: str, down: str, *, width: int = MLP) -> dict[str, Shape]:
     return {f"{gate}.weight": (width, WIDTH), f"{up}.weight": (width, WIDTH), f"{down}.weight": (WIDTH, width)}
 
 
