@@ -1,4 +1,4 @@
-"""Families that transformers has no class for: MiniCPM, EXAONE 3, InternLM2, Ling 2.
+"""Families that transformers has no class for: MiniCPM, EXAONE 3, InternLM2, Ling 2, MiMo.
 
 The checkpoints are as published; transformers computes them as a model of another family with the same computation.
 """
@@ -45,6 +45,7 @@ class Family:
         shapes: the shapes of a layer's tensors, by their published names.
         outer: the published names of the embedding, the last norm and the head.
         changed: makes the fields that transformers reads of the published ones.
+        draft: a tensor of a draft head, which transformers does not get.
     """
 
     config: Mapping[str, Any]
@@ -53,6 +54,7 @@ class Family:
     shapes: Callable[[Mapping[str, Any], int], dict[str, Shape]]
     outer: tuple[str, str, str]
     changed: Callable[[dict[str, Any]], dict[str, Any]]
+    draft: str = ""
 
 
 def norms(*names: str, size: int = WIDTH) -> dict[str, Shape]:
@@ -73,6 +75,11 @@ def llama(prefix: str, out: str, *rest: dict[str, Shape]) -> dict[str, Shape]:
 def minicpm(config: Mapping[str, Any], layer: int) -> dict[str, Shape]:
     own = norms("input_layernorm", "post_attention_layernorm")
     return llama("self_attn.", "self_attn.o_proj", own, mlp("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+
+
+def mimo(config: Mapping[str, Any], layer: int) -> dict[str, Shape]:
+    found = minicpm(config, layer)
+    return found | {f"self_attn.{kind}_proj.bias": (heads * SIZE,) for kind, heads in KINDS.items()}
 
 
 def exaone(config: Mapping[str, Any], layer: int) -> dict[str, Shape]:
@@ -133,6 +140,11 @@ FAMILIES = {
         {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "scale_emb": 2.5, "scale_depth": 1.1,
          "dim_model_base": 24, "rope_theta": 10000.0},
         ("GraniteForCausalLM", "granite"), {}, minicpm, ("model.embed_tokens", "model.norm", "lm_head"), as_granite),
+    "mimo": Family(
+        {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1, "head_dim": SIZE,
+         "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1, "rope_theta": 640000.0},
+        ("Qwen2ForCausalLM", "qwen2"), {}, mimo, ("model.embed_tokens", "model.norm", "lm_head"), dict,
+        "model.mtp_layers.0.input_proj.weight"),
     "exaone": Family(
         {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "num_layers": LAYERS,
          "num_hidden_layers": ABSENT, "rms_norm_eps": ABSENT, "layer_norm_epsilon": 1e-2,
@@ -176,6 +188,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "ling": ("ling", {}),
     "ling_biases": ("ling", {"use_qkv_bias": True, "use_qk_norm": False, "rotary_dim": 4,
                              "partial_rotary_factor": ABSENT}),
+    "mimo": ("mimo", {}),
 }  # fmt: skip
 
 
@@ -194,6 +207,7 @@ def write(name: str, folder: Path, seed: int) -> None:
         shapes |= {f"{layer}.{i}.{part}": shape for part, shape in family.shapes(config, i).items()}
     tied = config.get("tie_word_embeddings", True)
     shapes |= {} if tied else {f"{head}.weight": (VOCAB, WIDTH)}
+    shapes |= {family.draft: (WIDTH, 2 * WIDTH)} if family.draft else {}
     last = f"{embedding if tied else head}.weight"
     outputs = ("o_proj.weight", "down_proj.weight", "wo.weight", "w2.weight", "c_proj.weight", "dense.weight")
     drawn = draw_all(shapes, seed, embeddings=[f"{embedding}.weight"], head=last, outputs=outputs)
@@ -218,7 +232,9 @@ def floats(name: str, folder: Path, into: Path) -> None:
     family, _ = fields_of(name)
     shutil.copytree(folder, into)
     stored = {}
-    for published, tensor in load_file(folder / "model.safetensors").items():
+    found = load_file(folder / "model.safetensors")
+    found.pop(family.draft, None)
+    for published, tensor in found.items():
         for own, x in apart(published, tensor).items():
             for pattern, known in family.renamed.items():
                 own = re.sub(pattern, known, own)
