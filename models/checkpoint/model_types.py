@@ -7,11 +7,13 @@ from models.checkpoint.wrapped import TEXT_MODELS
 
 # Suffixes of text models that only exist inside another model.
 WHOLES = "_vl", "_vl_text", "_vl_moe_text", "4v_text", "4v_moe_text", "_omni_text", "_omni_moe_text"
+WHOLES += "_ocr_text", "_vision_text", "_docling_text"
 LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items() if not kind.endswith(WHOLES)} | {
     "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
     "axk1": "AXK1ForCausalLM",
+    "bailing_moe_v2": "BailingMoeV2ForCausalLM",
     "bamba": "BambaForCausalLM",
     "biogpt": "BioGptForCausalLM",
     "bitnet": "BitNetForCausalLM",
@@ -27,6 +29,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "exaone": "ExaoneForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
     "falcon": "FalconForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
@@ -54,7 +57,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "helium": "HeliumForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
     "hy_v3": "HYV3ForCausalLM",
-    "hyperclovax": "HyperCLOVAXForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "iquestcoder": "IQuestCoderForCausalLM",
     "jais2": "Jais2ForCausalLM",
@@ -65,6 +68,8 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "mellum": "MellumForCausalLM",
+    "mimo": "MiMoForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
@@ -79,6 +84,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "olmoe": "OlmoeForCausalLM",
     "openai-gpt": "OpenAIGPTLMHeadModel",
     "opt": "OPTForCausalLM",
+    "paddleocr_vl_text": "PaddleOCRForCausalLM",
     "persimmon": "PersimmonForCausalLM",
     "phi4_multimodal": "Phi4MultimodalForCausalLM",
     "phi4mm": "Phi4MMForCausalLM",

@@ -36,6 +36,7 @@ _USUAL = {  # in this order
 
 
 _HEADS = {"decoder.weight": "lm_head.weight", "decoder.bias": "lm_head.bias"}  # ModernBERT; other decoders have parts
+_HEADS |= {"output.weight": "lm_head.weight"}  # InternLM2
 
 
 def usual_name(name: str) -> str:

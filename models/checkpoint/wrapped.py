@@ -22,7 +22,10 @@ TIED = frozenset(
         "gemma3",
         "gemma3n",
         "gemma4",
+        "granite_docling",
         "granite_speech",
+        "hunyuan_vl",
+        "hyperclovax_vision_v2",
         "internvl",
         "janus",
         "kimi_k25",
@@ -30,6 +33,8 @@ TIED = frozenset(
         "lighton_ocr",
         "mistral3",
         "ovis2",
+        "paddleocr_vl",
+        "vlm",
     )
 )
 REWARDS = {  # the architecture of a reward model -> that of its text model
@@ -38,6 +43,8 @@ REWARDS = {  # the architecture of a reward model -> that of its text model
 }
 THINKER = "thinker_config"  # of a model that speaks, around the model that writes (Qwen2.5-Omni, Qwen3-Omni)
 THOUGHT = "thinker."  # prefix of the latter's tensors
+WHOLES = ("HCXVisionV2ForCausalLM",)  # models of several modalities whose names do not say so
+ROPES = {"mrope": "default", "xdrope": "dynamic"}  # kinds of rotation along several axes -> those along one
 REFUSED = {"paligemma": "it attends to a prompt in both directions"}
 
 
@@ -69,6 +76,8 @@ _QWEN_VL = TextModel(
     (152064, 8192, 29568, 80, 64),
     {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6},
 )
+_HUNYUAN_VL = TextModel("HunYuanDenseV1ForCausalLM", (290943, 4096, 11008, 32, 32))
+_PADDLE = TextModel("PaddleOCRForCausalLM", (103424, 1024, 3072, 18, 16))
 _KIMI = TextModel("DeepseekV3ForCausalLM", (129280, 7168, 18432, 61, 128))
 TEXT_MODELS = {
     "aria_text": TextModel("AriaTextForCausalLM", (32000, 4096, 4096, 32, 32)),
@@ -94,8 +103,25 @@ TEXT_MODELS = {
         {"max_position_embeddings": 65536, "attention_bias": True},
         unused=("use_qk_norm",),
     ),
+    "glm_ocr_text": TextModel(
+        "Glm4ForCausalLM",
+        (59392, 1024, 4096, 16, 16),
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "head_dim": None},
+        fixed={"attention_bias": False},
+    ),
     "granite": TextModel("GraniteForCausalLM", (32000, 4096, 11008, 32, 32), unused=("logits_scaling",)),
+    "granite4_vision_text": TextModel("GraniteForCausalLM", (32000, 4096, 11008, 32, 32)),
+    "granite_docling_text": TextModel(
+        "GraniteForCausalLM",
+        (133800, 1024, 2048, 28, 16),
+        {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
+        | {"embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.263}
+        | {"attention_multiplier": 0.015625},
+    ),
     "hunyuan_v1_dense": TextModel("HunYuanDenseV1ForCausalLM", (290943, 4096, 11008, 32, 32)),
+    "hunyuan_vl": _HUNYUAN_VL,
+    "hunyuan_vl_text": _HUNYUAN_VL,
+    "hyperclovax": TextModel("HyperCLOVAXForCausalLM", (32000, 4096, 11008, 32, 32)),
     "lfm2": TextModel("Lfm2ForCausalLM", (65536, 2560, 12288, 32, 32)),
     "lfm3": TextModel("Lfm3ForCausalLM", (128000, 2048, 7680, 24, 16)),
     "kimi_k2": _KIMI,
@@ -110,6 +136,8 @@ TEXT_MODELS = {
     "muse_glimmer_text": TextModel("MuseGlimmerForCausalLM", (202048, 6656, 19968, 52, 32)),
     "olmo2": TextModel("Olmo2ForCausalLM", (50304, 4096, 11008, 32, 32)),
     "olmo3": TextModel("Olmo3ForCausalLM", (50304, 4096, 11008, 32, 32)),
+    "paddleocr_vl": _PADDLE,
+    "paddleocr_vl_text": _PADDLE,
     "phi": TextModel("PhiForCausalLM", (51200, 2048, 8192, 24, 32)),
     "phi3": TextModel("Phi3ForCausalLM", (32064, 3072, 8192, 32, 32)),
     "qwen2": TextModel("Qwen2ForCausalLM", (151936, 4096, 22016, 32, 32)),
@@ -164,7 +192,7 @@ def is_wrapped(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     inside = "text_config" in config or "vision_config" in config
-    wraps = isinstance(name, str) and (name.endswith("ForConditionalGeneration") or name in REWARDS) and inside
+    wraps = isinstance(name, str) and name.endswith(("ForConditionalGeneration", *REWARDS, *WHOLES)) and inside
     return wraps or (isinstance(name, str) and isinstance(config.get(THINKER), dict))
 
 
@@ -209,7 +237,7 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
     inner |= {**dict.fromkeys(model.unused), **model.fixed}
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := inner.get(name), dict):
-            inner[name] = {key: "default" if value == "mrope" else value for key, value in rope.items()}
+            inner[name] = {key: ROPES.get(str(value), value) for key, value in rope.items()}
     return inner | {"architectures": [REWARDS.get(architecture, model.architecture)]}
 
 

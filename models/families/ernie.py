@@ -1,6 +1,8 @@
-"""ERNIE 4.5 (Baidu 2025), dense and with experts: Llamas with interleaved rotation."""
+"""ERNIE 4.5 (Baidu 2025), dense and with experts: Llamas with interleaved rotation; the text model of PaddleOCR-VL
+(2025)."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from models.checkpoint.fields import Fields
@@ -20,6 +22,16 @@ class Ernie(Decoder):
     def read(fields: Fields) -> Config:
         bias = fields.bool("use_bias", default=False)
         return Config(**_options(fields, kv_heads=2, head_dim=128), attention_bias=bias, mlp_bias=bias)
+
+
+class PaddleOCR(Ernie):
+    """Rotated by halves."""
+
+    architectures = ("PaddleOCRForCausalLM",)
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        return replace(Ernie.read(fields), interleaved=False)
 
 
 class ErnieMoe(Decoder):

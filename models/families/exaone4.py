@@ -1,5 +1,5 @@
-"""EXAONE 4 (LG AI Research 2025): output and head norms; in some models, windows in three of four layers. K-EXAONE
-(2026): input norms instead, and experts."""
+"""EXAONE 3 (LG AI Research 2024): a Llama with other names. EXAONE 4 (2025): output and head norms; in some models,
+windows in three of four layers. K-EXAONE (2026): input norms instead, and experts."""
 
 import re
 from dataclasses import replace
@@ -9,8 +9,36 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
 from models.families.deepseek_v3 import sigmoids
+from models.names import Names
 from models.reading import experts, layer_types, rotary, sparse_layers, window_of, windows
 from models.rope import BUFFERS
+
+
+class Exaone(Decoder):
+    """EXAONE 3, 3.5 and Deep."""
+
+    architectures = ("ExaoneForCausalLM",)
+    base = "transformer."
+    names = Names(
+        embedding="transformer.wte",
+        layer="transformer.h.{}.",
+        attention_norm="ln_1",
+        qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+        out="attn.attention.out_proj",
+        mlp_norm="ln_2",
+        up=("mlp.c_fc_0", "mlp.c_fc_1"),
+        down="mlp.c_proj",
+        norm="transformer.ln_f",
+    )
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        own = fields.changed({"num_hidden_layers": fields.int("num_layers", default=32, high=2**14)})
+        width = fields.int("intermediate_size", default=4 * fields.int("hidden_size"))
+        return Config(
+            **rotary(own, positions=2048, mlp_width=width, activation_field="activation_function", tied=True),
+            norm_eps=fields.float("layer_norm_epsilon", default=1e-5, low=0.0),
+        )
 
 
 class Exaone4(Decoder):

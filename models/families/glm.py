@@ -36,6 +36,7 @@ class Glm4(Glm):
 
     architectures = ("Glm4ForCausalLM", "Glm4ForSequenceClassification")
     default_pad_token_id = 151329
+    ignored = (*BUFFERS, re.compile(r"model\.layers\.16\..*"))  # tensors of GLM-OCR's draft head, as in transformers
     names = Names(
         up=("mlp.gate_up_proj",), attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"
     )

@@ -1,9 +1,13 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases on queries, keys and values, and windows in some layers."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases on queries, keys and values, and windows in some layers;
+MiMo (Xiaomi 2025): the same with a draft head, which is left out."""
+
+import re
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.reading import layer_types, optional_window, rotary, windows
+from models.rope import BUFFERS
 
 
 class Qwen2(Decoder):
@@ -21,6 +25,13 @@ class Qwen2(Decoder):
             windows=windows_from(fields, options["layers"]),
             **options,
         )
+
+
+class MiMo(Qwen2):
+    """MiMo-7B."""
+
+    architectures = ("MiMoForCausalLM",)
+    ignored = (*BUFFERS, re.compile(r"model\.mtp_layers\..*"))
 
 
 def windows_from(fields: Fields, layers: int) -> tuple[int | None, ...]:

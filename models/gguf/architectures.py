@@ -39,6 +39,7 @@ GRANITE = {  # Granite's fields for them
 CAPS = "attn_logit_softcapping", "final_logit_softcapping"  # the fields have the same names
 READ = {  # the keys above that each architecture reads
     "granite": GRANITE.values(),
+    "minicpm": OTHER_SCALES[:3],
     **dict.fromkeys(("granitemoe", "granitehybrid"), (*GRANITE.values(), "expert_count")),
     **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe"), ("expert_count",)),
     **dict.fromkeys(("lfm2moe", "gpt-oss"), ("expert_count",)),
@@ -63,6 +64,8 @@ INTERLEAVED = (
     "smollm3",
     "arcee",
     "olmo",
+    "minicpm",
+    "internlm2",
 )  # rows of queries and keys are in the order of interleaved rotation
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -121,6 +124,17 @@ def _granite(file: GGUF, keys: Fields) -> dict[str, Any]:
     for word, key in GRANITE.items():
         config[word] = decimal(keys.float(key, 1.0))
     return config | {"attention_multiplier": decimal(keys.float("attention.scale", config["head_dim"] ** -0.5))}
+
+
+def _minicpm(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _granite(file, keys)
+    absent = {  # from older files, as in llama.cpp
+        "embedding_scale": 12.0,
+        "residual_scale": 1.4 * config["num_hidden_layers"] ** -0.5,
+        "logit_scale": config["hidden_size"] / 256,
+    }
+    scales = {word: absent[key] for word, key in GRANITE.items() if key in absent and not keys.config.get(key)}
+    return config | scales
 
 
 def _granitemoe(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -420,6 +434,8 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "mamba2": mamba2,
     "jamba": jamba,
     **dict.fromkeys(("hunyuan-dense", "hunyuan-moe"), _hunyuan),
+    **dict.fromkeys(("exaone", "internlm2"), _llama),
+    "minicpm": _minicpm,
     "minicpm3": _minicpm3,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2moe,

@@ -71,6 +71,22 @@ def _glm4moe(file: GGUF, keys: Fields) -> dict[str, Any]:
     return config | mixture(file, keys, config["num_hidden_layers"]) | named("Glm4MoeForCausalLM", "glm4_moe")
 
 
+def _bailing(file: GGUF, keys: Fields) -> dict[str, Any]:
+    keys = without_draft_layers(file, keys)
+    config, mixed = _partial(file, keys), mixture(file, keys, keys.int("block_count", high=2**14))
+    if mixed["model_type"] != "deepseek_v3":
+        raise keys.error("expert_gating_func", f"{SIGMOID}, as weights are sigmoids")
+    if not mixed.get("norm_topk_prob", True):
+        raise keys.error("expert_weights_norm", "true")
+    more = {
+        "num_experts": mixed.pop("n_routed_experts", None),
+        "num_shared_experts": mixed.pop("n_shared_experts", None),
+        "use_qkv_bias": config.pop("attention_bias"),
+        "use_qk_norm": _has(file, "attn_q_norm.weight"),
+    }
+    return config | mixed | more | named("BailingMoeV2ForCausalLM", "bailing_moe_v2")
+
+
 def _dots1(file: GGUF, keys: Fields) -> dict[str, Any]:
     config, more = gated(file, keys, rotated="all"), {"sliding_window": None}
     config["attention_bias"] = _has(file, "attn_q.bias")
@@ -335,6 +351,7 @@ def _starcoder(file: GGUF, keys: Fields) -> dict[str, Any]:
 LATER: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     **dict.fromkeys(("chatglm", "glm4"), _glm),
     "glm4moe": _glm4moe,
+    "bailingmoe2": _bailing,
     "dots1": _dots1,
     "minimax-m2": _minimax,
     "afmoe": _afmoe,
@@ -360,6 +377,7 @@ LATER: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
 }
 LATER_READ = {  # see `models.gguf.architectures.READ`
     **dict.fromkeys(("glm4moe", "dots1", "minimax-m2", "afmoe", "ernie4_5-moe", "exaone-moe"), ("expert_count",)),
+    "bailingmoe2": ("expert_count",),
     **dict.fromkeys(("command-r", "cohere2"), ("logit_scale",)),
     "gptneox": ("use_parallel_residual",),
     "llama4": ("expert_count",),

@@ -257,10 +257,20 @@ LAYERS = {
     "gptneox": "gpt_neox.layers",
     **dict.fromkeys(("dbrx", "mpt"), "transformer.blocks"),
 }
+_BAILING = {
+    "token_embd": "model.word_embeddings",
+    "blk.attn_qkv": "attention.query_key_value",
+    "blk.attn_q_norm": "attention.query_layernorm",
+    "blk.attn_k_norm": "attention.key_layernorm",
+    "blk.attn_output": "attention.dense",
+    "blk.exp_probs_b": "mlp.gate.expert_bias",
+}
 _HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "self_attn.key_layernorm"}
 NAMES = {
     **dict.fromkeys(("mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3"), _LLAMA),
     **dict.fromkeys(("ernie4_5", "arcee", "nemotron", "command-r", "cohere2", "olmo", "jais2"), _LLAMA),
+    **dict.fromkeys(("minicpm", "exaone", "internlm2"), _LLAMA),
+    "bailingmoe2": _LLAMA | _SIGMOIDS | _BAILING,
     "apertus": _LLAMA | _APERTUS,
     "chatglm": _LLAMA | _GLM,
     "glm4": _LLAMA | _GLM4,

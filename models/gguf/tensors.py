@@ -315,7 +315,7 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
     if SCAN.fullmatch(name):
         yield name, vector(name, whole)
         return
-    if QKV in name:
+    if QKV in name and arch != "bailingmoe2":  # whose checkpoints have them kind by kind too
         yield from grouped(config, name, whole)
         return
     if ".qkv_proj." not in name or arch == "phi3" or len(entry.shape) > 2:

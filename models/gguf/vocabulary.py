@@ -26,6 +26,7 @@ _CASES = [rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{times}" for times in (rf"*{_LOWER}+"
 _SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
 LLAMA3 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
 QWEN2 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}|{_REST}"
+BAILING = QWEN2.replace(r"\s*[\r\n]+", r"\s*[\r\n]")
 QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 TEKKEN = "|".join([*_CASES, r"\p{N}", _SLASH])
 GPT4O = "|".join([*(f"{case}{_ENDINGS}?" for case in _CASES), r"\p{N}{1,3}", _SLASH])
@@ -67,6 +68,7 @@ SPLITS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "hunyuan"), QWEN2),
     **dict.fromkeys(("solar-open", "grok-2"), QWEN2),
     **dict.fromkeys(("hunyuan-dense", "deepseek-v3", "joyai-llm", "hy_v4"), DEEPSEEK3),
+    **dict.fromkeys(("bailingmoe2", "bailingmoe", "llada-moe"), BAILING),
     "qwen35": QWEN35,
     "deepseek-coder": DEEPSEEK_CODER,
     "deepseek-llm": DEEPSEEK_LLM,
@@ -89,6 +91,7 @@ ENDS = (
     "<|eom_id|>",
     "<end_of_turn>",
     "<turn|>",
+    "<|role_end|>",  # of Ling 2
 )
 CHANNELS = "<|channel|>"  # gpt-oss: a text has several messages, which <|end|> ends, and other tokens end the text
 CHANNEL_ENDS = "<|return|>", "<|call|>", "<|endoftext|>"

@@ -64,7 +64,7 @@ VARIANTS = [
     *("gemma4/plain", "gemma4/inputs", "gemma4/experts", "gemma4/everything", "gemma4/defaults"),
     *("gemma3n/plain", "gemma3n/others", "gemma3n/defaults"),
     *("llama4/plain", "llama4/steps", "llama4/types", "relatives/dbrx", "relatives/olmoe_clipped", "relatives/hy3"),
-    *("relatives/flint", "relatives/kolibri"),
+    *("relatives/flint", "relatives/kolibri", "published/minicpm", "published/internlm2_biases", "published/ling"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
 IN_EVERY_KIND = (

@@ -164,6 +164,10 @@ def read(architecture, **changes):
         ("Llama4ForCausalLM", "attn_temperature_tuning", {"attn_temperature_tuning": "true"}),
         ("Llama4ForCausalLM", "moe_layers", {"moe_layers": [4]}),
         ("YoutuForCausalLM", "num_key_value_heads", {}),
+        ("MiniCPMForCausalLM", "sparse_config", {"sparse_config": {"dense_len": 8192}}),
+        ("MiniCPMForCausalLM", "num_experts", {"num_experts": 8}),
+        ("BailingMoeV2ForCausalLM", "norm_head", {"norm_head": True}),
+        ("BailingMoeV2ForCausalLM", "score_function", {"score_function": "softmax"}),
         ("MiniCPM3ForCausalLM", "qk_rope_head_dim", {"num_key_value_heads": 4, "qk_rope_head_dim": 5}),
         ("GraniteSWAForCausalLM", "layer_rope_theta", {"layer_rope_theta": [1e4, 0]}),
         ("GraniteMoeSWAForCausalLM", "layer_rope_theta", {"layer_rope_theta": [1e4, 0, -1, 0]}),
@@ -270,6 +274,13 @@ def test_defaults_of_transformers():
     assert (swa.windows, swa.tied, swa.sinks) == ((None, 128, 128, 128), True, True)
     clova = read("HyperCLOVAXForCausalLM", logits_scaling=0.5, head_dim=16)
     assert (clova.scale(0), clova.logit_divisor, clova.norms) == (0.25, 2.0, ("input", "output"))
+    small = read("MiniCPMForCausalLM")
+    assert (small.tied, small.embedding_scale, small.residual_scale, small.norm_eps) == (True, 12.0, 0.7, 1e-6)
+    exaone = read("ExaoneForCausalLM", num_layers=3, intermediate_size=None)
+    assert (exaone.tied, exaone.layers, exaone.mlp_width, exaone.norm_eps) == (True, 3, 4 * exaone.width, 1e-5)
+    assert (read("InternLM2ForCausalLM").attention_bias, read("InternLM2ForCausalLM").tied) == (True, False)
+    ling = read("BailingMoeV2ForCausalLM", moe_intermediate_size=8, num_experts_per_tok=1, head_dim=8, rotary_dim=4)
+    assert (ling.rope.head_dim, ling.experts.routing.normalized, ling.experts.shared_width) == (4, False, 0)
     minicpm = read("MiniCPM3ForCausalLM", num_key_value_heads=4)
     assert (minicpm.latent.rank, minicpm.latent.query_rank, minicpm.latent.value) == (256, 768, 8)
     assert (minicpm.embedding_scale, minicpm.residual_scale, minicpm.logit_divisor) == (12.0, 0.7, 0.125)

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tools import random_checkpoint
-from tools.golden import gemma, lfm2, qwen3
+from tools.golden import gemma, hunyuan, lfm2, qwen3
 from tools.golden.base import ABSENT, VOCAB, Variant, edit, write_json, write_tensors
 from tools.golden.llama import MISTRAL, SMALL
 
@@ -115,6 +115,18 @@ def _columns(write: Callable[[Path, int], object]) -> Callable[[Path, int], obje
         stored = load_file(folder / "model.safetensors").items()
         turned = {name: x.mT.contiguous() if ".experts." in name else x.clone() for name, x in stored}
         write_tensors(folder / "model.safetensors", turned, "bfloat16")
+
+    return written
+
+
+def _unbiased(write: Callable[[Path, int], object]) -> Callable[[Path, int], object]:
+    """Leave out all biases."""
+
+    def written(folder: Path, seed: int) -> None:
+        write(folder, seed)
+        stored = load_file(folder / "model.safetensors").items()
+        kept = {name: x.clone() for name, x in stored if not name.endswith(".bias")}
+        write_tensors(folder / "model.safetensors", kept, "bfloat16")
 
     return written
 
@@ -283,6 +295,47 @@ WRAPPERS = {
         NO_TOKENS | {"model_type": "glm4v_moe_text", "attention_bias": ABSENT, "use_qk_norm": True,
                      "partial_rotary_factor": ABSENT,
                      "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1]}}),
+    "glm_ocr": Wrapper(
+        _unbiased(_golden("glm/four_even")),
+        GLM4V_OUTER | {"architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr",
+                       "vision_config": GLM4V | {"model_type": "glm_ocr_vision"}},
+        "outer", "model.visual.merger.post_projection_norm.weight",
+        NO_TOKENS | {"model_type": "glm_ocr_text", "attention_bias": ABSENT, "partial_rotary_factor": ABSENT,
+                     "rms_norm_eps": ABSENT,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}),
+    "paddleocr_vl": Wrapper(
+        _llama({"tied": True, "head_dim": 16}),
+        {"architectures": ["PaddleOCRVLForConditionalGeneration"], "model_type": "paddleocr_vl",
+         "vision_config": SIGLIP | {"model_type": "paddleocr_vl", "spatial_merge_size": 1}, "image_token_id": 2},
+        "flat", "visual.vision_model.post_layernorm.weight",
+        {"rope_parameters": ABSENT, "rope_scaling": MROPE | {"mrope_section": [4, 2, 2]}}
+        | dict.fromkeys(("rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings"), ABSENT)),
+    "granite4_vision": Wrapper(
+        _golden("granite/plain"),
+        {"architectures": ["Granite4VisionForConditionalGeneration"], "model_type": "granite4_vision",
+         "vision_config": CLIP | {"hidden_size": 64}, "image_token_index": 2, "downsample_rate": "1/2",
+         "deepstack_layer_map": [], "tie_word_embeddings": False},
+        "outer", "model.image_newline", NO_TOKENS | {"model_type": "granite4_vision_text"}),
+    "granite_docling": Wrapper(
+        _golden("granite/bias"),
+        {"architectures": ["GraniteDoclingForConditionalGeneration"], "model_type": "granite_docling",
+         "vision_config": SIGLIP | {"model_type": "granite_docling_vision", "out_hidden_size": 24},
+         "image_token_id": 2, "pad_token_id": 0},
+        "text", "model.vision_tower.post_layernorm.weight",
+        NO_TOKENS | {"model_type": "granite_docling_text", "pad_token_id": 0} | dict.fromkeys(
+            ("tie_word_embeddings", "logits_scaling", "rms_norm_eps"), ABSENT)),
+    "hunyuan_vl": Wrapper(
+        _golden("hunyuan/alpha"),
+        {"architectures": ["HunYuanVLForConditionalGeneration"], "model_type": "hunyuan_vl",
+         "vision_config": SIGLIP | {"model_type": "hunyuan_vl", "out_hidden_size": 24}, "image_token_id": 2},
+        "flat", "vit.norm.weight",
+        {"rope_scaling": hunyuan.ALPHA | {"type": "xdrope", "xdrope_section": [1, 1, 1, 1]}}),
+    "hyperclovax": Wrapper(
+        _golden("relatives/hyperclovax"),
+        {"architectures": ["HyperCLOVAXVisionV2ForConditionalGeneration"], "model_type": "hyperclovax_vision_v2",
+         "vision_config": OMNI | {"model_type": "qwen2_5_vl"}, "image_token_id": 2, "video_token_id": 2,
+         "tie_word_embeddings": False},
+        "outer", "model.visual.merger.ln_q.weight", NO_TOKENS),
     "qwen2_5_omni": Wrapper(
         _golden("qwen2/windows"),
         {"architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"], "model_type": "qwen2_5_omni_thinker",
@@ -314,8 +367,9 @@ WRAPPERS = {
         "inner", "mm_projector.pre_norm.weight", NO_TOKENS | {"model_type": "kimi_k2"}),
 }  # fmt: skip
 SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "embedding_projection": (24, 8)}  # of parts
-NORMS = "norm", "ln_q", "mm_soft_emb_norm", "patch_ln1", "layer_norm", "layernorm", "pre_norm"
+NORMS = "norm", "ln_q", "mm_soft_emb_norm", "patch_ln1", "layer_norm", "layernorm", "pre_norm", "post_layernorm"
 SHAPES |= dict.fromkeys(NORMS, (8,)) | {
+    "model": (24,),
     "multi_modal_projector": (16,),
     "post_projection_norm": (32,),
 }

@@ -13,9 +13,12 @@ from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
 from models.checkpoint.tensor_files import write_tensors
-from models.checkpoint.wrapped import parts, text_config, text_names
+from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
 from models.errors import CheckpointError
+from models.families.ernie import PaddleOCR
 from models.families.glm import Glm4, Glm4Moe
+from models.families.granite import Granite, HyperCLOVAX
+from models.families.hunyuan import HunYuan
 from models.families.llama import Llama
 from models.families.qwen_moe import Qwen3Moe
 from models.formats.floats import has_kernels
@@ -141,6 +144,34 @@ def test_text_models_of_glm():
     assert read("glm4v_text", Glm4, rope_scaling={"partial_rotary_factor": 0.5}).rope.head_dim == 4
     assert (moe.head_dim, moe.rope.head_dim, moe.attention_bias, moe.head_norms) == (8, 4, True, "")
     assert (dense.max_positions, moe.max_positions, moe.experts.count) == (32768, 65536, 128)
+
+
+def test_text_models_that_read_documents():
+    """Their defaults in transformers; a head is tied unless the outer config says otherwise."""
+
+    def read(family, whole, kind, inside=True, **given):
+        text = {"model_type": kind, **given}
+        outer = {"architectures": [whole], "model_type": kind.removesuffix("_text"), "vision_config": {}}
+        config = outer | {"text_config": text} if inside else outer | text
+        assert is_wrapped(config)
+        return family.read(Fields(text_config(config, "config.json"), "config.json"))
+
+    ocr = read(Glm4, "GlmOcrForConditionalGeneration", "glm_ocr_text", attention_bias=True)
+    assert (ocr.width, ocr.head_dim, ocr.rope.head_dim, ocr.attention_bias) == (1024, 64, 64, False)
+    for inside in (True, False):
+        paddle = read(PaddleOCR, "PaddleOCRVLForConditionalGeneration", "paddleocr_vl_text", inside)
+        assert (paddle.width, paddle.kv_heads, paddle.head_dim, paddle.rope.theta) == (1024, 2, 128, 5e5)
+        assert (paddle.tied, paddle.interleaved, paddle.max_positions) == (True, False, 131072)
+    docling = read(Granite, "GraniteDoclingForConditionalGeneration", "granite_docling_text", tie_word_embeddings=False)
+    assert (docling.embedding_scale, docling.residual_scale, docling.logit_divisor) == (12.0, 0.263, 4.0)
+    assert (docling.scale(0), docling.norm_eps, docling.kv_heads, docling.tied) == (1 / 64, 1e-5, 4, True)
+    stretched = {"alpha": 1000.0, "factor": 1.0, "type": "xdrope", "xdrope_section": [16, 16, 16, 16]}
+    hunyuan = read(
+        HunYuan, "HunYuanVLForConditionalGeneration", "hunyuan_vl", False, head_dim=128, rope_scaling=stretched
+    )
+    assert (hunyuan.rope.kind, hunyuan.tied) == ("default", True) and hunyuan.rope.theta > 1e7
+    clova = read(HyperCLOVAX, "HCXVisionV2ForCausalLM", "hyperclovax", logits_scaling=0.5)
+    assert clova.logit_divisor == 2.0 and clova.norms == ("input", "output")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ ARCHITECTURES = {
     **{"glm": "chatglm", "glm4_moe": "glm4moe", "solar_open": "glm4moe", "minimax_m2": "minimax-m2"},
     **{"ernie4_5_moe": "ernie4_5-moe", "starcoder2": "starcoder2", "cohere": "command-r", "cohere2": "cohere2"},
     **{"gpt_neox": "gptneox", "falcon": "falcon", "gpt_bigcode": "starcoder", "llama4_text": "llama4", "dbrx": "dbrx"},
-    **{"bloom": "bloom", "mpt": "mpt"},
+    **{"bloom": "bloom", "mpt": "mpt", "minicpm": "minicpm", "exaone": "exaone", "internlm2": "internlm2"},
+    "bailing_moe": "bailingmoe2",
 }
 MAMBA = {"conv_kernel": 4, "state_size": 16, "expand": 2, "time_step_rank": "auto"}  # fields that may be absent
 JAMBA = {"attn_layer_period": 8, "attn_layer_offset": 4, "mamba_dt_rank": "auto"}
@@ -67,6 +68,7 @@ PARTS = {  # of mixtures of experts, by the ends of their names in transformers
         ("e_score_correction_bias", "gate.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),
         "exp_probs_b.bias",
     ),
+    "gate.expert_bias": "exp_probs_b.bias",
     **dict.fromkeys(("router.gate.weight", "gate.wg.weight"), "ffn_gate_inp.weight"),
     **{f"shared_mlp.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
     **{f"shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
@@ -178,6 +180,14 @@ class File:
             self.config |= {"max_position_embeddings": self.config["max_seq_len"], "clip_qkv": attention["clip_qkv"]}
             self.config |= {"num_key_value_heads": attention["kv_n_heads"], "num_experts": mlp["moe_num_experts"]}
             self.config |= {"num_experts_per_tok": mlp["moe_top_k"], "rope_theta": attention["rope_theta"]}
+        if "num_layers" in self.config:
+            self.config |= {"num_hidden_layers": self.config["num_layers"]}
+            self.config |= {"rms_norm_eps": self.config.get("layer_norm_epsilon", 1e-5)}
+        if self.config["model_type"] == "minicpm":
+            c, layers = self.config, self.config["num_hidden_layers"]
+            depth = layers**0.5 if c["scale_depth"] is None else c["scale_depth"]
+            c |= {"embedding_multiplier": c["scale_emb"], "residual_multiplier": depth * layers**-0.5}
+            c |= {"logits_scaling": c["hidden_size"] / (c["dim_model_base"] or c["hidden_size"])}
         self.rope = {key: self.config[key] for key in ("rope_theta", "partial_rotary_factor") if key in self.config}
         found = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         self.rope |= found.get("full_attention", found)
@@ -269,7 +279,13 @@ class File:
                 continue
             if ".conv.conv." in name:
                 values = values.squeeze(1)
-            if "query_key_value." in name:
+            if self.arch == "internlm2" and name.endswith("wqkv.weight"):
+                size, layer = self.head_dim, name.split(".")[2]
+                q, k, v = np.split(self._one_after_the_other(values, heads), [size * heads, -len(values) // 4])
+                for part, x, n in (("q", q, heads), ("k", k, c["num_key_value_heads"]), ("v", v, None)):
+                    self.add(f"blk.{layer}.attn_{part}.weight", permute(x, n) if n else x, self.format)
+                continue
+            if "query_key_value." in name and self.arch != "bailingmoe2":
                 values = self._one_after_the_other(values, heads)
             if self.arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
                 values = np.ascontiguousarray(values.T)
@@ -476,7 +492,7 @@ class File:
         if r.get("rope_type") in ("linear", "yarn"):
             yield from (("rope.scaling.type", r["rope_type"]), ("rope.scaling.factor", r["factor"]))
         if "long_factor" in r:
-            length = c["original_max_position_embeddings"]
+            length = c.get("original_max_position_embeddings", r.get("original_max_position_embeddings"))
             scale = c["max_position_embeddings"] / length
             yield "rope.scaling.original_context_length", length
             yield "rope.scaling.attn_factor", math.sqrt(1 + math.log(scale) / math.log(length))
@@ -544,7 +560,9 @@ class File:
         if self.arch == "hunyuan-moe":
             yield from (("expert_used_count", c["moe_topk"][0]), ("expert_weights_norm", True))
             yield "expert_shared_feed_forward_length", c["intermediate_size"]
-        if self.arch in ("glm4moe", "dots1", "afmoe", "ernie4_5-moe"):
+        if self.arch == "bailingmoe2":
+            yield from (("expert_group_count", c["n_group"]), ("expert_group_used_count", c["topk_group"]))
+        if self.arch in ("glm4moe", "dots1", "afmoe", "ernie4_5-moe", "bailingmoe2"):
             yield from self._sigmoids()
         if self.arch == "mistral4":
             yield "expert_weights_norm", c.get("norm_topk_prob", True)

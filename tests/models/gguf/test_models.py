@@ -56,6 +56,7 @@ FLOATS = [
     *("falcon_h1/plain", "falcon_h1/norm", "llama4/dense", "relatives/dbrx", "relatives/olmo_clipped"),
     *("mamba/plain", "mamba/bias", "mamba/defaults", "mamba/falcon_bias", "mamba2/plain", "mamba2/bias"),
     *("jamba/plain", "jamba/experts", "jamba/bias", "jamba/defaults"),
+    *(f"published/{name}" for name in ("minicpm", "minicpm_long", "exaone", "exaone_tied", "internlm2", "ling")),
 ]
 PROMPT = list(range(3, 30))
 
@@ -121,6 +122,13 @@ def test_the_multipliers_of_minicpm3_are_not_in_files(tmp_path):
     published = {"scale_emb": 12, "dim_model_base": 256}
     source = random(tmp_path / "source", "relatives/minicpm3", **published)
     same(File(source).write(tmp_path / "file.gguf"), source, 1e-5)
+
+
+def test_older_files_of_minicpm_have_no_multipliers(tmp_path):
+    published = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True}
+    file = File(random(tmp_path / "source", "published/minicpm", **published))
+    file.keys = {key: value for key, value in file.keys.items() if not key.endswith("_scale")}
+    same(file.write(tmp_path / "file.gguf"), tmp_path / "source", 1e-5)
 
 
 @pytest.mark.parametrize("count", [4, 128])
@@ -260,6 +268,10 @@ WRONG_KEYS = {
     "glm/four": [({"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing")],
     "glm/moe": [({"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing")],
     "experts/afmoe": [({"expert_weights_norm": False}, "expert_weights_norm: expected true")],
+    "published/ling": [
+        ({"expert_weights_norm": False}, "expert_weights_norm: expected true"),
+        ({"expert_weights_norm": False, "expert_gating_func": 1}, "expert_gating_func: expected 2"),
+    ],
     "experts/minimax": [({"expert_weights_scale": 2.0}, "expert_weights_scale: expected 1")],
     "gemma4/plain": [
         ({"attention.value_length": 8}, "value_length: expected the attention.key_length, 20"),

@@ -69,8 +69,8 @@ def test_scores_of_a_sentencepiece_model(tmp_path):
 
 def test_what_ends_a_text(tmp_path):
     file = File(GOLDEN / "llama/plain")
-    tokens = ["<unk>", "<s>", "</s>", "<|eot_id|>", "<|im_end|>", "[PAD5]"]
-    file.keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [2, 3, 3, 3, 1, 5]}
+    tokens = ["<unk>", "<s>", "</s>", "<|eot_id|>", "<|im_end|>", "<|role_end|>", "[PAD6]"]
+    file.keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [2, 3, 3, 3, 1, 3, 5]}
     file.keys |= {
         "tokenizer.ggml.eom_token_id": 0,
         "tokenizer.chat_template.tools": "T",
@@ -78,8 +78,8 @@ def test_what_ends_a_text(tmp_path):
     }
     file.keys["tokenizer.chat_templates"] = ["tools"]
     read, ours = tokenizer_of(file, tmp_path / "file")
-    assert read.ends() == [2, 0, 3]  # <|im_end|> is an ordinary token here
-    assert ours.size == 5  # padding is no token
+    assert read.ends() == [2, 0, 3, 5]  # <|im_end|> is an ordinary token here
+    assert ours.size == 6  # padding is no token
     templates = ours.config["chat_template"]
     assert templates == [{"name": "default", "template": "D"}, {"name": "tools", "template": "T"}]
 
@@ -121,6 +121,9 @@ HUNYUAN = (
 )
 
 
+BAILING = (  # as in tokenizer.json
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 DEEPSEEK_LLM = (  # its letters are all of the alphabets with upper and lower case
     r"[\r\n]",
     r"\s?(?:[\p{Lu}\p{Ll}\p{Lt}&&[^ªº]])+",
@@ -151,6 +154,7 @@ FAMILIES = {  # by tokenizer.ggml.pre: the pre-tokenizer, whether whole words ar
     "llama-bpe": (split(LLAMA3), True, False),
     "qwen2": (split(LLAMA3.replace("{1,3}", "")), False, True),
     "qwen35": (split(QWEN35), False, True),
+    "bailingmoe2": (split(BAILING), False, False),
     "smollm": (split(digits=True), False, False),
     "refact": (split(digits=True), False, False),
     "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), False, False),
