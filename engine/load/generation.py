@@ -19,6 +19,8 @@ PARAMS = {  # its fields -> parameters of searches, and the values that change n
     "top_p": ("top_p", 1),
     "min_p": ("min_p", 0),
     "typical_p": ("typical_p", 1),
+    "epsilon_cutoff": ("epsilon_cutoff", 0),
+    "eta_cutoff": ("eta_cutoff", 0),
     "num_beam_groups": ("diverse_groups", 1),
     "diversity_penalty": ("diverse_penalty", 0),
 }
@@ -39,8 +41,6 @@ OTHERS = {  # fields that change outputs and have no counterpart, or (`renormali
     "guidance_scale": 1,
     "renormalize_logits": False,
     "top_h": None,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
     "watermarking_config": None,
     "penalty_alpha": None,
     "dola_layers": None,
