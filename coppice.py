@@ -4,9 +4,7 @@ A module of its own beside the packages, which import torch: `coppice --help` ta
 """
 
 import difflib
-import errno
 import importlib
-import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -38,7 +36,6 @@ commands:
 
 coppice COMMAND --help lists the flags of a command; coppice --version shows the version.
 coppice chat is the same as python -m engine.chat, and so on."""
-CLOSED_PIPE = 141  # as `engine.app.cli` has it
 PLAN = """\
 usage: coppice plan MODEL [FLAGS]
 
@@ -48,20 +45,8 @@ coppice chat, as --dtype, --quant, --kv-dtype, --context N, --processes N."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code."""
-    try:
-        try:
-            return _command(argv)
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports it once more at its end
-        if isinstance(error, BrokenPipeError):
-            return CLOSED_PIPE
-        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
+    ended = runpy.run_path(str(Path(__file__).with_name("kernels") / "ending.py"))["ended"]
+    return ended(lambda: _command(argv))
 
 
 def _command(argv: Sequence[str] | None) -> int:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from engine.app.batch_flags import make_parser
-from engine.app.cli import start
+from engine.app.cli import ended, start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,4 +14,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -268,7 +268,7 @@ class Conversation:
                 f"the message is too long: without any turn before it there are {len(ids)} tokens, "
                 f"the model's context holds {context}",
                 where="it was not added; the conversation is as it was",
-                remedy="shorten it",
+                remedy="shorten it" + " or the system message" * (self.system is not None),
             )
         return chosen, ids
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kernels import cpp, files, processor
+from kernels.ending import ended
 from kernels.processor import TARGETS
 
 
@@ -83,4 +84,4 @@ def listing() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -342,24 +342,26 @@ def _end_of_turns(calls: Sequence[Call], start: int) -> int | None:
 
 def _end_of_sums(calls: Sequence[Call], start: int) -> int | None:
     """Return where the sums that begin at `start`, and the norm of the stream after them, end; None if there are none,
-    or if one operator cannot perform them: it scales all addends by one factor or none, after their norms, and has one
-    epsilon."""
-    added, scaled, factors, epsilons = list[str](), list[str](), set[float](), set[float]()
+    or if one operator cannot perform them: it applies one norm or none to all addends, then one factor or none, and has
+    one epsilon."""
+    added, normed, scaled, norms, factors = list[str](), list[str](), list[str](), list[Any](), set[float]()
     for end in range(start, len(calls)):
         call = calls[end]
         if call.code == "add" and call.target == "stream":
-            if scaled and (sorted(scaled) != sorted([*added, call.source]) or len(factors) > 1):
+            sums = sorted([*added, call.source])
+            if any(some and sorted(some) != sums for some in (normed, scaled)) or len(factors) > 1:
                 return None
             following = calls[end + 1 : end + 2]
             if not following or (following[0].code, following[0].source) != ("norm", "stream"):
                 return end + 1
-            return end + 1 + (not epsilons - {following[0].norm.eps})
+            return end + 1 + all(norm.eps == following[0].norm.eps for norm in norms)
         if call.source == "stream" or call.code not in ("norm", "scale", "add"):
             return None
         if call.code == "norm":
-            if added or call.source in scaled:
+            if added or call.source in scaled or any(norm is not call.norm for norm in norms):
                 return None
-            epsilons.add(call.norm.eps)
+            normed.append(call.source)
+            norms.append(call.norm)
         added += [call.source] if call.code == "add" else []
         if call.code == "scale":
             scaled.append(call.source)

@@ -46,6 +46,8 @@ SHARED_PARAMS = (
     "top_p",
     "min_p",
     "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
     "top_n_sigma",
     "xtc_probability",
     "xtc_threshold",

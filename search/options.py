@@ -12,7 +12,8 @@ from engine.errors import UsageError, check_integer, check_number
 from engine.values import written
 
 MAX_SEED = 2**63 - 1
-OF_ROWS = ("typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold")  # apply to draws from one row at a time only
+# These apply to draws from one row at a time only.
+OF_ROWS = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "xtc_probability", "xtc_threshold")
 DRAWS = ("temperature", "top_k", "top_p", "min_p", *OF_ROWS)
 MAX_PENALTY = 20  # lengths to this power do not overflow a float
 MAX_PATIENCE = 100  # bounds the finished hypotheses that are kept for each beam
@@ -99,6 +100,8 @@ class RowSampling(Sampling):
     """Base of searches that draw from one row at a time, which can be warped in more ways than joint distributions."""
 
     typical_p: float = field(default=1.0, kw_only=True)
+    epsilon_cutoff: float = field(default=0.0, kw_only=True)
+    eta_cutoff: float = field(default=0.0, kw_only=True)
     top_n_sigma: float = field(default=0.0, kw_only=True)
     xtc_probability: float = field(default=0.0, kw_only=True)
     xtc_threshold: float = field(default=0.1, kw_only=True)

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -113,22 +114,46 @@ def test_every_command_is_there(name: str):
     assert callable(importlib.import_module(module).main)
 
 
-@pytest.mark.parametrize("words", ["--help", "plan --help", "chat --help all", "batch --search list", "kernels --list"])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        *((f"coppice {words}", more)
+          for words in ("--help", "plan --help", "chat --help all", "batch --search list", "kernels --list")
+          for more in ("", "1")),
+        ("kernels.build --list", "1"),
+        *((f"{module} --help", "") for module in ("kernels.build", "tools.bench", "tools.pack", "tools.wheel")),
+    ],
+)  # fmt: skip
 def test_a_closed_pipe_is_no_error(words: str, unbuffered: str):
     reading, writing = os.pipe()
     os.close(reading)
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    command = [sys.executable, "-m", "coppice", *words.split()]
+    command = [sys.executable, "-m", *words.split()]
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writing, stderr=subprocess.PIPE, timeout=120)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("words", ["engine.batch --help", "coppice --help", "coppice kernels --list"])
+@pytest.mark.parametrize(
+    "words",
+    ["engine.batch --help", "coppice --help", "coppice kernels --list", "kernels.build --list", "tools.convert -h"],
+)
 def test_help_that_a_full_disk_does_not_take(words: str):
+    options = {"cwd": ROOT, "env": os.environ | {"PYTHONUNBUFFERED": ""}, "text": True, "timeout": 120}
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", *words.split()]
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, **options)
     assert (done.returncode, done.stderr) == (2, "error: the output cannot be written: No space left on device\n")
+
+
+def test_every_command_line_ends_alike():
+    """Scripts of the oracle are run by their paths, without our packages; sandbox and worker answer another process."""
+    others = re.compile(r"tools/(make_golden\w*|golden_text|bench/worker)\.py|engine/text/sandbox\.py")
+    files = [
+        path for name in ("engine", "kernels", "models", "search", "tools") for path in (ROOT / name).rglob("*.py")
+    ]
+    texts = {str(path): path.read_text() for path in files if not others.fullmatch(path.relative_to(ROOT).as_posix())}
+    entries = {path: text for path, text in texts.items() if 'if __name__ == "__main__":' in text}
+    assert len(entries) > 20
+    assert [path for path, text in entries.items() if not text.endswith("ended(main))\n")] == []

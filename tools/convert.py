@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.app.cli import called, run
+from engine.app.cli import called, ended, run
 from engine.errors import CheckpointError, UsageError
 from models.checkpoint.files import open_regular
 from models.folders import snapshot
@@ -266,4 +266,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -64,6 +64,9 @@ DRAWS: list[dict[str, Any]] = [
     {"bad_words_ids": [[75], [56, 82]], "min_new_tokens": 2, "temperature": 1.3, "top_k": 8},
     {"begin_suppress_tokens": [79, 82], "repetition_penalty": 1.4, "temperature": 1.2, "top_k": 9, "top_p": 0.95,
      "min_p": 0.01, "typical_p": 0.97},
+    {"temperature": 1.3, "epsilon_cutoff": 0.04},
+    {"temperature": 1.5, "eta_cutoff": 0.3},
+    {"top_k": 12, "typical_p": 0.9, "epsilon_cutoff": 0.03, "eta_cutoff": 0.2},
 ]  # fmt: skip
 
 

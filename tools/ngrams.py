@@ -116,4 +116,4 @@ def pieces(name: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.ended(main))

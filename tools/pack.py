@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.app.cli import called, run
+from engine.app.cli import called, ended, run
 from engine.errors import CheckpointError, UsageError
 from models.formats import NAMES
 from models.later import later
@@ -116,4 +116,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

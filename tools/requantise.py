@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.app.cli import called, run
+from engine.app.cli import called, ended, run
 from engine.errors import UsageError
 
 FLOATS = ("F32", "F16", "BF16")
@@ -73,4 +73,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

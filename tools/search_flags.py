@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+from engine.app.cli import ended
 from engine.app.cli.described import FILE, TYPES, DescribedParameter, describe
 from engine.contract.checks import is_ours
 from search import REGISTRY
@@ -36,4 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -120,4 +120,4 @@ def finish(args: argparse.Namespace, records: list[dict[str, Any]]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.ended(main))

@@ -116,4 +116,4 @@ def tell(args: argparse.Namespace, text: str, last: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.ended(main))

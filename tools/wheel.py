@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import kernels.processor as processor
-from engine.app.cli import run
+from engine.app.cli import ended, run
 from engine.errors import UsageError
 from kernels.processor import NATIVE, TARGETS
 from models.later import later
@@ -150,4 +150,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -165,7 +165,7 @@ class Dialog:
             self.screen.hint("[interrupted]")
         elif best.finish_reason == "length":
             full = len(best.token_ids) < settings.max_new_tokens
-            used = result.stats["prompt_tokens"] + len(best.token_ids)
+            used = result.stats["prompt_tokens"] + len(best.token_ids) - 1  # the last one needs no position
             why = f"the context of {used} tokens is full" if full else f"max_new_tokens {settings.max_new_tokens}"
             self.screen.hint(f"[stopped: {why}]")
         if best.token_logprobs is not None and not self.as_json:

@@ -25,7 +25,7 @@ XTC = 0x585443  # keys numbers that are independent of the Gumbel vector of the 
 
 @dataclass(frozen=True)
 class Warp:
-    """Temperature, top-n-sigma, top-k, top-p, min-p, typical, then renormalising: the order of Hugging Face.
+    """Temperature, top-n-sigma, top-k, top-p, min-p, typical, epsilon, eta, then renormalising: Hugging Face's order.
 
     Args:
         temperature: divides the log-probabilities; 0 keeps only the most probable token.
@@ -34,6 +34,8 @@ class Warp:
         min_p: tokens of at least this multiple of the best one's probability stay; 0 keeps all.
         typical_p: the smallest set that reaches this probability stays, of the tokens whose surprise, -logp, is nearest
             to the entropy of the row (Meister et al., 2022); 1 keeps all.
+        epsilon_cutoff: tokens of at least this probability stay, and the best one (Hewitt et al., 2022); 0 keeps all.
+        eta_cutoff: the same with eta = min(cutoff, sqrt(cutoff) * exp(-entropy of the row)); 0 keeps all.
         top_n_sigma: tokens stay whose logit is at most this many standard deviations of the row's logits below the
             best one, at any temperature (Tang et al., 2024; llama.cpp has the same); 0 keeps all.
         xtc_probability: with this probability a draw excludes top choices, after everything else: of the tokens whose
@@ -50,6 +52,8 @@ class Warp:
     top_n_sigma: float = 0.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
 
     def __post_init__(self):
         if not (_is_number(self.temperature) and (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6)):
@@ -59,6 +63,9 @@ class Warp:
             if not (_is_number(value := getattr(self, name)) and 0 < value <= 1):
                 raise UsageError(f"{name}: expected a number in (0, 1], got {value!r}")
         check_number("top_n_sigma", self.top_n_sigma, 0, MAX_SIGMAS)
+        for name in ("epsilon_cutoff", "eta_cutoff"):
+            if not (_is_number(value := getattr(self, name)) and 0 <= value < 1):
+                raise UsageError(f"{name}: expected a number in [0, 1), got {value!r}")
         for name in ("min_p", "xtc_probability", "xtc_threshold"):
             if not (_is_number(value := getattr(self, name)) and 0 <= value <= 1):
                 raise UsageError(f"{name}: expected a number in [0, 1], got {value!r}")
@@ -74,7 +81,17 @@ class Warp:
         scores_NV = self._cut(scores_NV)
         if self.min_p:
             scores_NV = self._without_improbable(scores_NV)
-        return scores_NV if self.typical_p == 1 else self._typical(scores_NV)
+        if self.typical_p != 1:
+            scores_NV = self._typical(scores_NV)
+        if self.epsilon_cutoff or self.eta_cutoff:
+            scores_NV = torch.log_softmax(scores_NV, -1)
+        if self.epsilon_cutoff:
+            scores_NV = self._probable(scores_NV, math.log(self.epsilon_cutoff))
+        if self.eta_cutoff:
+            log_cutoff = math.log(self.eta_cutoff)
+            entropy_N1 = -(scores_NV * scores_NV.exp()).nansum(-1, keepdim=True)
+            scores_NV = self._probable(scores_NV, (log_cutoff / 2 - entropy_N1).clamp_(max=log_cutoff))
+        return scores_NV
 
     def draws(
         self,
@@ -128,6 +145,12 @@ class Warp:
         mass_NV = logp_NV.gather(-1, order_NV).exp().cumsum(-1)
         last_N1 = (mass_NV < self.typical_p).sum(-1, keepdim=True).clamp_(max=logp_NV.shape[-1] - 1)
         gone_NV = distance_NV > ascending_NV.gather(-1, last_N1)
+        return torch.log_softmax(logp_NV.masked_fill(gone_NV, float("-inf")), -1)
+
+    @staticmethod
+    def _probable(logp_NV: Tensor, least: float | Tensor) -> Tensor:
+        """Rows of log-probabilities without the tokens below `least`, except the best ones."""
+        gone_NV = (logp_NV < least) & (logp_NV < logp_NV.amax(-1, keepdim=True))
         return torch.log_softmax(logp_NV.masked_fill(gone_NV, float("-inf")), -1)
 
     def _without_improbable(self, scores_NV: Tensor) -> Tensor:

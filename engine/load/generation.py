@@ -1,5 +1,5 @@
 """Defaults of `generation_config.json` for searches and requests, which transformers' `generate` applies
-automatically."""
+automatically; without that file they are those of `config.json`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +19,10 @@ PARAMS = {  # its fields -> parameters of searches, and the values that change n
     "top_p": ("top_p", 1),
     "min_p": ("min_p", 0),
     "typical_p": ("typical_p", 1),
+    "epsilon_cutoff": ("epsilon_cutoff", 0),
+    "eta_cutoff": ("eta_cutoff", 0),
+    "num_beam_groups": ("diverse_groups", 1),
+    "diversity_penalty": ("diverse_penalty", 0),
 }
 RULES = {  # its fields -> fields of a request
     "sequence_bias": ("sequence_bias", []),
@@ -30,47 +34,57 @@ RULES = {  # its fields -> fields of a request
     "suppress_tokens": ("suppress_tokens", []),
     "begin_suppress_tokens": ("begin_suppress_tokens", []),
 }
-OTHERS = {  # fields that change probabilities and have no counterpart, or (`renormalize_logits`) one in `rules_of`
+OTHERS = {  # fields that change outputs and have no counterpart, or (`renormalize_logits`) one in `rules_of`
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None,
     "guidance_scale": 1,
     "renormalize_logits": False,
     "top_h": None,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
     "watermarking_config": None,
     "penalty_alpha": None,
     "dola_layers": None,
+    "encoder_repetition_penalty": 1,  # the prompt is what `generate` takes for an encoder's text
+    "encoder_no_repeat_ngram_size": 0,
+    "constraints": None,
+    "force_words_ids": None,
+    "max_time": None,
+    "stop_strings": None,
+    "token_healing": False,
 }
+INSTEAD = {"stop_strings": "--stop ends outputs before such a text", "token_healing": "requests have `heal`"}
 TOP_K = 50  # the default of `generate` if the file has none
 OF_ROWS = ("greedy", "sample", "bon", "sbon", "aded", "speculative")  # their processors get logits in transformers
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Fields of `generation_config.json`, without those that are null or change nothing.
+    """Fields of `generation_config.json`, or else of `config.json`, without those that are null or change nothing.
 
     Args:
         fields: the fields by their names in the file.
         params: parameters of searches, by the keys of batch lines; among them `top_k`, which is 50 if the file has
             none, as in transformers.
         rules: fields of `engine.Request`.
+        file: the name of the file.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
     rules: Mapping[str, Any] = field(default_factory=dict)
+    file: str = FILE
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> "Generation":
         """Read the fields of a checkpoint. Searches and requests check the values."""
-        given = {name: value for name, value in checkpoint.generation_config.items() if value is not None}
+        found = checkpoint.generation_config or checkpoint.config
+        given = {name: value for name, value in found.items() if value is not None}
         plain = {name: same for name, (_, same) in (PARAMS | RULES).items()} | OTHERS
         fields = {name: given[name] for name in plain if name in given and given[name] != plain[name]}
         params = {to: fields[name] for name, (to, _) in PARAMS.items() if name in fields}
         rules = {to: fields[name] for name, (to, _) in RULES.items() if name in fields}
-        return Generation(fields, {"top_k": given.get("top_k", TOP_K)} | params, rules)
+        file = FILE if checkpoint.generation_config else "config.json"
+        return Generation(fields, {"top_k": given.get("top_k", TOP_K)} | params, rules, file)
 
     def params_of(self, known: Collection[str]) -> dict[str, Any]:
         """The parameters for a search that knows these."""
@@ -100,5 +114,7 @@ class Generation:
         if not left:
             return ""
         named = ", ".join(f"{name} {shortened(repr(self.fields[name]))}" for name in left)
-        remedy = "there is nothing like it here" if applied else "--generation-config applies what it can"
-        return f"{FILE} has {named}, not applied here: {remedy}"
+        like = [text for name, text in INSTEAD.items() if name in left]
+        remedy = "; ".join(like) or "there is nothing like it here"
+        remedy = remedy if applied else "--generation-config applies what it can"
+        return f"{self.file} has {named}, not applied here: {remedy}"

@@ -2,7 +2,7 @@
 
 import sys
 
-from engine.app.cli import start
+from engine.app.cli import ended, start
 from engine.serve.flags import make_parser, named
 
 
@@ -14,4 +14,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

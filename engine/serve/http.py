@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.app import trace_page
 from engine.app.records import parse_record
@@ -46,6 +46,8 @@ OPEN = ("/", "/health")  # paths that need no key, because they reveal nothing
 LOCAL = ("localhost", "127.0.0.1", "::1")
 BODY_SECONDS = 30.0  # limit from the first byte of a request to the last of its body
 BODIES = 16  # bodies of the largest size that are held at once
+BODIES_DROPPED = 4  # bodies of the largest size that are read of a refused one
+DROP_SECONDS = 1.0
 LARGE = 1 << 18  # bytes of a body whose memory goes back to the system, when it has been answered
 TRIM_SECONDS = 0.1
 MOST_BRACKETS = 1 << 17  # brackets in a body: the parser makes an object of each without letting other threads run
@@ -110,6 +112,8 @@ class Application:
         self._app = Guard(inner, keys, hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _closes(scope):
+            receive, send = _read_on(receive, send, BODIES_DROPPED * self.limits.body)
         await self._app(scope, receive, send)
 
     # --- small answers ---
@@ -365,6 +369,36 @@ class Guard:
         for digest in self.keys:
             known |= hmac.compare_digest(given, digest)
         return known and kind.lower() == "bearer"
+
+
+def _closes(scope: Scope) -> bool:
+    """Whether the connection closes after the answer, to a client that sends its body without waiting for leave."""
+    headers = dict(scope["headers"])
+    closes = headers.get(b"connection", b"").lower() == b"close" or scope["http_version"] == "1.0"
+    return closes and b"expect" not in headers
+
+
+def _read_on(receive: Receive, send: Send, most: int) -> tuple[Receive, Send]:
+    """Read and drop what the client still sends of a refused request, up to `most` bytes and for `DROP_SECONDS`, before
+    the answer: if a connection closes with bytes unread, the system resets it, and the client loses the answer."""
+    more = True
+
+    async def received() -> Message:
+        nonlocal more
+        message = await receive()
+        more = message.get("more_body", False)
+        return message
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start" and more:
+            left = most
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DROP_SECONDS):
+                    while more and left > 0:
+                        left -= len((await received()).get("body", b""))
+        await send(message)
+
+    return received, sent
 
 
 def _host(value: str) -> str:

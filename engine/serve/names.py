@@ -46,6 +46,8 @@ PLAIN_DRAWS = {
     "top_k": (0,),
     "min_p": (0,),
     "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
     "top_n_sigma": (0,),
     "xtc_probability": (0,),
 }

@@ -30,8 +30,8 @@ class ADED(Search):
     """The tokens of greedy, or of sample with its parameters, in fewer passes: n-gram drafts that the model verifies.
 
     Args:
-        temperature, top_k, top_p, min_p, typical_p, top_n_sigma, xtc_probability, xtc_threshold, seed: given any of
-            them, the tokens are those of `sample` with these; without any, greedy's.
+        temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_n_sigma, xtc_probability,
+            xtc_threshold, seed: given any of them, the tokens are those of `sample` with these; without any, greedy's.
         drafter: "backoff": the likeliest paths of a back-off n-gram; "mcts": the paper's search of a tri-gram matrix;
             or a function that makes a `TextDrafter` for a request.
         nodes: most nodes of a draft; auto: the number that gives the most tokens per second.
@@ -72,6 +72,8 @@ class ADED(Search):
     top_n_sigma: float | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
     drafts_itself = True
 
     def __post_init__(self):

@@ -217,6 +217,17 @@ def test_processes_that_start_together_build_once(capfd):
 
 
 @needs_compiler
+def test_what_a_killed_build_left_is_removed():
+    folder = cpp.find().folder
+    left, running = folder / "building-killed", folder / "building-running"
+    for work in (left, running):
+        work.mkdir()
+        (work / "0.o").write_bytes(b"half of an object")
+    with files.locked(running):
+        assert answer() == 42
+    assert [path.name for path in folder.glob("building-*")] == [running.name]
+
+
 def test_everything_is_on_the_disk_before_it_gets_its_name(monkeypatch):
     events, fsync, replace = [], os.fsync, Path.replace
     monkeypatch.setattr(files.os, "fsync", lambda d: events.append(os.fstat(d).st_ino) or fsync(d))

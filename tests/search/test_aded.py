@@ -29,7 +29,7 @@ from tools.bench.searches import run_alone
 
 V, PROMPT = 8, [1, 2, 3]
 WARPS = [None, {"seed": 4}, {"temperature": 0.5}, {"top_k": 3, "seed": 9}, {"top_p": 0.6, "seed": 1}, {"min_p": 0.3},
-         {"typical_p": 0.6, "seed": 2}, {"top_n_sigma": 1.0},
+         {"typical_p": 0.6, "seed": 2}, {"top_n_sigma": 1.0}, {"epsilon_cutoff": 0.1},
          {"xtc_probability": 0.6, "xtc_threshold": 0.15, "seed": 3}]  # fmt: skip
 
 

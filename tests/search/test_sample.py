@@ -51,7 +51,7 @@ def excludes(search, sequence, position):
 
 
 WARPS = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0}, {"min_p": 0.4},
-         {"typical_p": 0.5}, {"top_n_sigma": 0.7},
+         {"typical_p": 0.5}, {"top_n_sigma": 0.7}, {"epsilon_cutoff": 0.15}, {"eta_cutoff": 0.6},
          {"xtc_probability": 0.5, "xtc_threshold": 0.15}]  # fmt: skip
 
 
@@ -92,6 +92,8 @@ def test_configurations_are_checked():
         "top_p": [0, 1.5, -0.1, math.nan, "x"],
         "min_p": [1.5, -0.1, math.nan, "x"],
         "typical_p": [0, 1.5, -0.1, math.nan, "x", True],
+        "epsilon_cutoff": [1, 1.5, -0.1, math.nan, "x", True],
+        "eta_cutoff": [1, 1.5, -0.1, math.nan, "x", True],
         "top_n_sigma": [-0.1, math.nan, math.inf, "x", True],
         "xtc_probability": [1.5, -0.1, math.nan, "x", True],
         "xtc_threshold": [1.5, -0.1, math.nan, "x", True],

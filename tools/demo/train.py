@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
+from engine.app.cli import ended
 from engine.demo import demo_folder
 from models.later import import_now, later
 from tools.demo.generator import Dialogue, dialogue, pair, text
@@ -291,4 +292,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from engine.app.cli import run
+from engine.app.cli import ended, run
 from engine.errors import CoppiceError, UsageError
 from models.later import later
 from tools.fleet.worker import Worker, check_search, depended_on, make_parser
@@ -141,4 +141,4 @@ def _line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

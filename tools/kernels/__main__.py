@@ -156,4 +156,4 @@ def shapes(args: argparse.Namespace, operator: str) -> Iterator[Shape]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.ended(main))

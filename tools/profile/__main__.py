@@ -322,4 +322,4 @@ def step_seconds(steps: Sequence[Step]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.ended(main))

@@ -11,7 +11,6 @@ from engine.app.cli.searches import search_params
 from engine.drafts.suffixes import SuffixDrafter, SuffixStore
 from engine.engine import Engine
 from engine.errors import UsageError
-from engine.load.generation import FILE
 from engine.load.hub import located
 from engine.load.options import LoadOptions
 from engine.rules import Rules
@@ -56,7 +55,7 @@ def _take_generation(args: argparse.Namespace, engine: Engine) -> None:
             make_search(args.search, generation.params_of(known) | search_params(args))
             Rules(**generation.rules).check()
         except UsageError as error:
-            raise UsageError(error.what, where=FILE, remedy="leave out --generation-config") from None
+            raise UsageError(error.what, where=generation.file, remedy="leave out --generation-config") from None
     if note := generation.note(known, given, applied):
         engine.capabilities = engine.capabilities.noting(note)
 

@@ -1,8 +1,6 @@
 """Starts and runs a command line: its errors become messages and exit codes."""
 
 import argparse
-import errno
-import os
 import sys
 import traceback
 import warnings
@@ -11,10 +9,11 @@ from importlib import import_module
 
 from engine.errors import CoppiceError
 from engine.load.startup import import_torch, started
+from kernels.ending import CLOSED_PIPE, FULL, discard_stdout
 from models.folders import check_there
 from models.later import import_now
 
-INTERRUPTED, CLOSED_PIPE = 130, 141
+INTERRUPTED = 130
 
 
 def start(args: argparse.Namespace, module: str, models: Iterable[str | None]) -> int:
@@ -81,7 +80,7 @@ def _run(main: Callable[[], int], verbose: bool, before: Callable[[], None] | No
     except CoppiceError as error:
         return _fail(error.exit_code, f"error: {error}", verbose)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if isinstance(error, OSError) and error.errno in FULL:
             discard_stdout()
             return _fail(2, f"error: the output cannot be written: {error.strerror}", verbose)
         from engine.load.pools import is_out_of_memory, out_of_memory  # here, because it needs torch
@@ -104,14 +103,3 @@ def _fail(code: int, message: str, verbose: bool) -> int:
     except OSError:
         discard_stdout()  # the streams are closed: the exit code alone reports the error
     return code
-
-
-def discard_stdout() -> None:
-    """Redirect stdout to the null device, so that writing its buffer at exit raises no error."""
-    try:
-        number = sys.stdout.fileno()
-    except (AttributeError, OSError, ValueError):
-        return
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, number)
-    os.close(nothing)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from engine.app.cli.exits import CLOSED_PIPE, discard_stdout
 from engine.app.cli.searches import SearchFlags
 from engine.errors import CoppiceError
 from engine.version import __version__
+from kernels.ending import CLOSED_PIPE, discard_stdout
 
 FORMATTER = partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
 MORE = "--help all shows every flag"

@@ -52,6 +52,8 @@ class SearchFlags:
         _add(group, "min_p", "draw no token below P times the likeliest one", type=float, metavar="P")
         typical = "draw from the tokens of the most usual surprise that add up to P"
         _add(group, "typical_p", typical, type=float, metavar="P")
+        _add(group, "epsilon_cutoff", "draw no token below this probability but the likeliest", type=float, metavar="P")
+        _add(group, "eta_cutoff", "the same, with a smaller P for rows of high entropy", type=float, metavar="P")
         near = "draw no token more than N standard deviations of all logits below the likeliest; 0: from all"
         _add(group, "top_n_sigma", near, type=float, metavar="N")
         often = "with this probability exclude the tokens likelier than the threshold, but the least likely of them"

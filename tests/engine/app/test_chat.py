@@ -293,6 +293,12 @@ def test_a_terminal_conversation(command, templated):
     assert "2 turns" in err and "0 turns" in err and re.search(r" 0 of \d+ pages", err)
 
 
+def test_a_reply_that_fills_the_context_says_how_large_it_is(command, base):
+    argv = ["--model", base, "--context", "24", "--ignore-eos"]
+    code, _, err = command(*argv, typed="Once upon\n", tty=True)
+    assert code == 0 and "[stopped: the context of 24 tokens is full]" in err
+
+
 def test_constraints_are_settings():
     settings = chat.Settings("greedy", {}, 10, False, ()).changed({"bad_words": "x", "min_new_tokens": 3})
     assert settings.limits()["bad_words"] == ["x"] and settings.shown()["min_new_tokens"] == 3

@@ -298,6 +298,9 @@ def test_a_message_that_is_too_long_alone(conversation):
         say(conversation, "x" * 600)
     assert conversation.turns == turns
     assert say(conversation, "short")[0].result.stats["reused_tokens"] > 5
+    conversation.set_system("x" * 600)
+    with pytest.raises(UsageError, match="shorten it or the system message"):
+        say(conversation, "short")
 
 
 def test_a_small_cache_drops_turns_too(folder):

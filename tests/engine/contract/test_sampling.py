@@ -81,6 +81,15 @@ def test_typical_is_that_of_transformers():
     assert any(best not in case["kept"] for best, case in zip(likeliest, GOLDEN["cases"], strict=True))
 
 
+@pytest.mark.parametrize("options", [{"epsilon_cutoff": 0.1}, {"eta_cutoff": 0.4}])
+def test_cutoffs_are_of_probabilities(options):
+    """Edited rows need not be normalised; `tests/golden/draws.json` has what transformers keeps."""
+    logp_V = torch.log_softmax(torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0]), -1)
+    stay = kept(Warp(**options), logp_V)
+    assert 0 < len(stay) < 5 and kept(Warp(**options), logp_V + 3) == stay
+    assert kept(Warp(**dict.fromkeys(options, 0.999)), torch.zeros(2)) == [0, 1]  # the best ones
+
+
 def test_top_n_sigma_is_that_of_llama_cpp():
     """`llama_sampler_top_n_sigma_apply`: of logits before the temperature, without those that are -inf."""
     rng, removed = random.Random(0), 0

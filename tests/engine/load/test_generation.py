@@ -8,15 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from engine.app import batch
-from engine.load.generation import OF_ROWS, OTHERS, PARAMS, RULES, TOP_K, Generation
+from engine.load.generation import INSTEAD, OF_ROWS, OTHERS, PARAMS, RULES, TOP_K, Generation
 from engine.request import RequestOptions
-from search.base import REGISTRY, parameters
+from search import Diverse
+from search.base import REGISTRY, make_search, parameters
 from tests.engine.app.typist import SHAPE
 from tools.random_checkpoint import make
 
 
 def generation(**fields):
-    return Generation.of(SimpleNamespace(generation_config=fields))
+    return Generation.of(SimpleNamespace(generation_config=fields, config={}))
 
 
 def test_names_are_those_of_searches_and_requests():
@@ -71,6 +72,34 @@ def test_what_is_not_applied_is_named(search, given, named):
     assert note.startswith("generation_config.json has ") and note.endswith("--generation-config applies what it can")
     assert {*note[len("generation_config.json has ") :].split(", not applied")[0].split(", ")} == {*named.split(", ")}
     assert "has forced_eos_token_id 2, not applied here: there is" in found.note(parameters(search), given, True)
+
+
+def test_without_the_file_the_config_has_them():
+    """transformers makes its generation config of config.json then."""
+    config = {"repetition_penalty": 1.5, "num_beams": 1, "vocab_size": 9, "top_k": 50, "forced_eos_token_id": 2}
+    found = Generation.of(SimpleNamespace(generation_config={}, config=config))
+    assert found.rules == {"repetition_penalty": 1.5} and found.params == {"top_k": 50}
+    note = "config.json has forced_eos_token_id 2, not applied here: there is nothing like it here"
+    assert found.note(parameters("greedy"), [], True) == note
+    both = Generation.of(SimpleNamespace(generation_config={"eos_token_id": 2}, config=config))
+    assert both.rules == {} and both.note(parameters("greedy"), [], True) == ""
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS.keys() - {"renormalize_logits"}))
+def test_every_field_without_a_counterpart_is_named(name):
+    """Among them are the fields for encoders, which transformers applies to the prompt of a decoder."""
+    found = generation(**{name: 0.5})
+    for applied in (False, True):
+        assert f"{name} 0.5" in found.note(parameters("trie"), [], applied)
+    assert ("there is nothing like it here" in found.note([], [], True)) == (name not in INSTEAD)
+
+
+def test_groups_of_beams():
+    found = generation(num_beams=4, num_beam_groups=2, diversity_penalty=0.7)
+    params = found.params_of(parameters("diverse"))
+    assert make_search("diverse", params) == Diverse(beams=4, groups=2, penalty=0.7)
+    assert "num_beam_groups 2" in found.note(parameters("diverse"), [], False)
+    assert "num_beam_groups" not in found.note(parameters("trie"), [], False)
 
 
 def test_a_batch_applies_them_if_asked_to(tmp_path, capsys):

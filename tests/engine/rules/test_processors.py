@@ -11,6 +11,7 @@ import torch
 from engine import ConstraintError
 from engine.rules.processors import NoRepeatNGram, OccurrencePenalty, RepetitionPenalty
 from search import Greedy, Sample, Trie
+from search.options import DRAWS
 from tests.draws import chi_square, chi_square_bound
 from tests.engine.rules.automata import (
     EOS,
@@ -46,7 +47,7 @@ def test_draws_have_the_law_of_transformers(engine, number):
     """Processors, then warpers: counts of continuations against the probabilities that it gives them (error 1e-4)."""
     case = DRAWN["cases"][number]
     rules = dict(case["options"])
-    warp = {name: rules.pop(name) for name in ("temperature", "top_k", "top_p", "min_p", "typical_p") if name in rules}
+    warp = {name: rules.pop(name) for name in DRAWS if name in rules}
     if "bad_words_ids" in rules:
         rules["bad_words"] = rules.pop("bad_words_ids")
     rules |= {"constraint_scores": "renormalised", "eos_token_ids": [DRAWN["eos"]]}

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
@@ -24,7 +26,7 @@ import torch
 
 from engine.errors import CheckpointError, CoppiceError, KVMemoryError, UsageError
 from engine.rules.constraint import ConstraintError
-from engine.serve import command
+from engine.serve import command, http
 from engine.serve.answers import HttpError, error_body
 from engine.serve.streams import Events
 from tests.served import background
@@ -137,6 +139,35 @@ def test_bodies_of_the_wrong_size_or_kind(server):
     missing = HTTP.get(server.url + "/v1/nothing")
     assert missing.status_code == 404 and "/v1/nothing" in missing.json()["error"]["message"]
     assert HTTP.get(server.url + "/../../etc/passwd").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("key", "type", "size", "status"),
+    [("key", "json", 3 << 20, 413), ("wrong", "json", 1 << 20, 401), ("key", "xml", 1 << 20, 415)],
+)
+def test_who_sends_on_reads_the_answer_although_the_connection_closes(start, key, type, size, status):
+    """urllib has Connection: close; bytes that are not read reset a connection that closes."""
+    url = start("--max-body", "1M", keys=("key",)).url
+    headers = {"content-type": f"application/{type}", "authorization": f"Bearer {key}"}
+    asked = urllib.request.Request(f"{url}/v1/completions", b" " * size, headers)
+    for _ in range(5):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(asked, timeout=60)
+        assert error.value.code == status and json.loads(error.value.read())["error"]
+
+
+def test_what_is_read_of_a_refused_body_is_bounded(start, monkeypatch):
+    monkeypatch.setattr(http, "DROP_SECONDS", 0.2)
+    server = start("--max-body", "64K")
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:  # sends no body
+        client.sendall(f"{head}content-length: 99999\r\n\r\n".encode())
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:  # sends without an end
+        client.sendall(f"{head}content-length: 999999999\r\n\r\n".encode())
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                client.sendall(b" " * 65536)
 
 
 def test_a_body_that_does_not_come(start, monkeypatch):
