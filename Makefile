@@ -25,8 +25,10 @@ AVX2_KERNELS = build/avx2
 CHOOSING = tests/engine $(filter-out $(addprefix tests/test_,$(addsuffix .py,$(LOADING_NONE) golden fuzz numpy_free)), \
 	$(wildcard tests/test_*.py)) --ignore=tests/engine/text $(addprefix --ignore=tests/engine/,$(NAMING_IT))
 LOADING_NONE = arrows glossary links package structure
-NAMING_IT = $(addsuffix .py,$(addprefix load/test_,compiling distributed) $(addprefix serve/test_,attack fuzz) \
-	$(addprefix step/test_,graphs driver) cache/test_prefixes contract/test_sampling)
+NAMING_IT = $(addsuffix .py,$(addprefix load/test_,compiling distributed) app/test_trace_browser \
+	$(addprefix serve/test_,attack connections embeddings fuzz openai responses shares tools) \
+	$(addprefix step/test_,graphs driver gpu overlapped) $(addprefix cache/test_,kept_states prefixes tree) \
+	$(addprefix contract/test_,embedding sampling trace))
 
 .PHONY: help chat test test-all test-pretend test-avx2 test-portable check lint gpu gpu-test gpu-bench clean
 .DEFAULT_GOAL := help
