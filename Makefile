@@ -68,7 +68,7 @@ test-portable: .venv/.installed-test
 	@COPPICE_KERNELS=off $(PYTEST) $(NUMERIC) $(UNNAMED) $(ARGS)
 
 $(AVX2_KERNELS)/x86-64-v3.so: kernels/cpp.py kernels/processor.py $(wildcard kernels/*.h kernels/*/*.h kernels/*/*.cpp) | .venv/.installed-test
-	@$(PY) -m kernels.build --target x86-64-v3 --output $(AVX2_KERNELS)
+	@$(PY) -m kernels.build --target x86-64-v3 --flags '-Wall -Wextra -Werror' --output $(AVX2_KERNELS)
 
 check: lint
 	@$(PY) -m pytest -q tests/test_arrows.py tests/test_structure.py tests/test_package.py
