@@ -12,16 +12,23 @@ CACHES = .pytest_cache .ruff_cache .hypothesis
 
 # A process per core, of which each may take 2 GB; ARGS='-n 0' runs all tests in one process.
 PYTEST = $(PY) -m pytest -m 'not gpu' -n auto --maxprocesses 4 --dist worksteal
-# What can differ by instruction set: operators, weights, logits, a search of each family; not what Triton makes.
+# What can differ by instruction set: operators, weights, logits, a search of each family; not what Triton makes, how
+# libraries are built and found, what has tiles, or how headers and fields are read.
 GOLDEN = $(addprefix tests/test_golden.py::test_,logits scores a_search_of_each_family)
-NUMERIC = --full tests/kernels tests/models $(GOLDEN) -k 'not interpreted and not triton'
+BUILDING = $(patsubst %,tests/kernels/test_%.py,cpp operators sass spills tiles races)
+READING = $(patsubst %,tests/models/checkpoint/test_%.py,fields files headers quantized_configs)
+NUMERIC = --full tests/models $(GOLDEN) -k 'not interpreted and not triton' $(addprefix --ignore=,$(READING))
+# Without C++ kernels only these tests of operators compute something else: the others name what they run.
+UNNAMED = $(patsubst %,tests/kernels/test_%.py,checks kv_write short_conv wide_trees)
 AVX2_KERNELS = build/avx2
 # Where the choice of a dtype matters: all but tests that load no model, name its dtype or compare nothing that it computes.
 CHOOSING = tests/engine $(filter-out $(addprefix tests/test_,$(addsuffix .py,$(LOADING_NONE) golden fuzz numpy_free)), \
 	$(wildcard tests/test_*.py)) --ignore=tests/engine/text $(addprefix --ignore=tests/engine/,$(NAMING_IT))
 LOADING_NONE = arrows glossary links package structure
-NAMING_IT = $(addsuffix .py,$(addprefix load/test_,compiling distributed) $(addprefix serve/test_,attack fuzz) \
-	$(addprefix step/test_,graphs driver) cache/test_prefixes contract/test_sampling)
+NAMING_IT = $(addsuffix .py,$(addprefix load/test_,compiling distributed) app/test_trace_browser \
+	$(addprefix serve/test_,attack connections embeddings fuzz openai responses shares tools) \
+	$(addprefix step/test_,graphs driver gpu overlapped) $(addprefix cache/test_,kept_states prefixes tree) \
+	$(addprefix contract/test_,embedding sampling trace))
 
 .PHONY: help chat test test-all test-pretend test-avx2 test-portable check lint gpu gpu-test gpu-bench clean
 .DEFAULT_GOAL := help
@@ -32,7 +39,7 @@ help:
 	@echo "make test-all [ARGS=...]          run all tests: every variant, build and random draw"
 	@echo "make test-pretend [ARGS=...]      engine tests with auto dtypes chosen the other way"
 	@echo "make test-avx2 [ARGS=...]         tests that depend on the instruction set, limited to AVX2"
-	@echo "make test-portable [ARGS=...]     the same without C++ kernels, as without a compiler"
+	@echo "make test-portable [ARGS=...]     tests that depend on C++ kernels, without them, as without a compiler"
 	@echo "make check                        lint, types, import arrows, room map, packaging"
 	@echo "make lint                         ruff and pyright only"
 	@echo "make gpu                          gpu-test, then gpu-bench; without a GPU, prints a message"
@@ -55,13 +62,13 @@ test-pretend: .venv/.installed-test
 
 test-avx2: $(AVX2_KERNELS)/x86-64-v3.so
 	@COPPICE_KERNELS="$$PWD/$(AVX2_KERNELS)" ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
-		$(PYTEST) $(NUMERIC) $(ARGS)
+		$(PYTEST) $(NUMERIC) tests/kernels $(addprefix --ignore=,$(BUILDING)) $(ARGS)
 
 test-portable: .venv/.installed-test
-	@COPPICE_KERNELS=off $(PYTEST) $(NUMERIC) $(ARGS)
+	@COPPICE_KERNELS=off $(PYTEST) $(NUMERIC) $(UNNAMED) $(ARGS)
 
 $(AVX2_KERNELS)/x86-64-v3.so: kernels/cpp.py kernels/processor.py $(wildcard kernels/*.h kernels/*/*.h kernels/*/*.cpp) | .venv/.installed-test
-	@$(PY) -m kernels.build --target x86-64-v3 --output $(AVX2_KERNELS)
+	@$(PY) -m kernels.build --target x86-64-v3 --flags '-Wall -Wextra -Werror' --output $(AVX2_KERNELS)
 
 check: lint
 	@$(PY) -m pytest -q tests/test_arrows.py tests/test_structure.py tests/test_package.py

@@ -82,6 +82,8 @@ def test_this_machine(tmp_path, recording):
 def test_x86_64(monkeypatch, tmp_path, recording, target):
     if reason := target.why_not():
         pytest.skip(f"{target.name}: {reason}")
+    if target is V3 and os.environ.get("CI"):
+        pytest.skip("CI builds this target for `make test-avx2`, with all warnings, and replays it there")
     said = replay(tmp_path, build(monkeypatch, tmp_path, target), recording, cpp.compiler())
     assert passes(said, recording), said
 

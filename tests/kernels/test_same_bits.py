@@ -30,10 +30,8 @@ class Sequences:
         draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
         self.common = draw(shared, 3, max(G, H), D)
         self.tails = [draw(length - shared, 3, max(G, H), D) for _ in range(count)]
+        self.rows = [torch.cat([self.common, tail]) for tail in self.tails]  # by sequence
         self.heads = heads
-
-    def rows(self, i):
-        return torch.cat([self.common, self.tails[i]])
 
     def attend(
         self, asked, trunk, dtype, kept, *, alone=None, tokens=1, threads=1, impl="cpp", device="cpu", **options
@@ -45,7 +43,7 @@ class Sequences:
             alone: a sequence of which all tokens lie in the trunk.
         """
         G, H, D = self.heads
-        rng, length = self.rng, len(self.rows(0))
+        rng, length = self.rng, len(self.rows[0])
         trunk = length if alone is not None else trunk
         pages = rng.sample(range(1, 1 + -(-trunk // PAGE) + 3), -(-trunk // PAGE))
         slot_of = {p: pages[p // PAGE] * PAGE + p % PAGE for p in range(trunk)}
@@ -62,17 +60,17 @@ class Sequences:
         k, v = (torch.full((G, S, D), float("nan")) for _ in range(2))
         k[:, NULL_SLOT] = v[:, NULL_SLOT] = 0
         table, places = [NULL_SLOT] * W, [0] * W
-        stem = self.rows(sequences[0])
-        for p, slot in slot_of.items():
-            k[:, slot], v[:, slot] = stem[p, 1, :G], stem[p, 2, :G]
+        stem = self.rows[sequences[0]][:trunk].transpose(0, 2)
+        slots = [*slot_of.values()]
+        k[:, slots], v[:, slots] = stem[:G, 1], stem[:G, 2]
         for (i, p), column in nodes.items():
             table[column], places[column] = first + column, p
-            row = (self.common if i is None else self.rows(i))[p]
+            row = (self.common if i is None else self.rows[i])[p]
             k[:, first + column], v[:, first + column] = row[1, :G], row[2, :G]
         q, positions, seen, bits = [], [], [], []
         for i in sequences:
             for p in range(length - tokens, length):
-                q.append(self.rows(i)[p, 0, :H])
+                q.append(self.rows[i][p, 0, :H])
                 positions.append(p)
                 seen.append(min(trunk, p + 1))
                 path = [nodes[None if at < self.shared else i, at] for at in range(trunk, p + 1)]
