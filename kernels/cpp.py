@@ -59,6 +59,7 @@ WRONG = re.compile("error|cannot find")  # in the line that says why a compiler 
 VARIABLE = "COPPICE_KERNELS"
 PREBUILT = Path(__file__).parent / "prebuilt"
 UNFINISHED = "building-"  # begins the names of the folders of builds
+LEFT_SECONDS = 3600  # a folder that has not changed for so long is of a build that a signal ended
 FORMAT = 1  # of the files that a library consists of
 OPERATORS = operators.parse(Path(__file__).with_name("operators.h").read_text("utf-8"))
 
@@ -272,8 +273,10 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
     what, start = f"the C++ kernels {announce}", time.monotonic()
     files.report(f"building {what}, once (up to a minute) ...")
     for left in folder.glob(f"{UNFINISHED}*"):
-        _remove_left(left)
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder) as work, files.locked(Path(work)):
+        with suppress(OSError):  # another process removes it too
+            if time.time() - left.lstat().st_mtime > LEFT_SECONDS:
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder) as work:
         table = Path(work) / "structures.cpp"
         table.write_text(OPERATORS.table(), "utf-8")
         options = [command, *FLAGS, *target.flags]
@@ -293,17 +296,6 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
             facts["processor"] = list(processor.identity())
         files.save(folder, name, built, facts)
     files.report(f"built {what} in {time.monotonic() - start:.0f} s")
-
-
-def _remove_left(folder: Path) -> None:
-    """Removes the folder of a build that a signal ended; the process of a running build holds its lock."""
-    with suppress(OSError):  # another process removes it too
-        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if files.lock(number):
-                shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(number)
 
 
 def _compiled(options: Sequence[str], sources: Sequence[Path], work: Path) -> list[Path]:

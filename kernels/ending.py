@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 CLOSED_PIPE = 141
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO
@@ -28,10 +29,11 @@ def ended(main: Callable[[], int | None]) -> int:
         discard_stdout()
         return CLOSED_PIPE
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in FULL or error.filename is not None:
             raise
         discard_stdout()
-        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        with suppress(OSError):  # the exit code alone reports the error
+            print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 2
 
 

@@ -538,7 +538,7 @@ def ngram_stores(folder: Path, engine: Engine) -> list[Case]:
 
     def change(draw: Draw, valid: bytes) -> bytes:
         raw = draw.damaged(valid) if not draw.randrange(4) else draw.numbers(valid, 12)
-        return sealed(ngrams.STORE_FILE.header, raw)
+        return sealed(ngrams.NGRAM_FILE.header, raw)
 
     def read() -> None:
         engine.generate([[5, 6, 7, 8, 5, 6]], ADED(store=str(path)), max_new_tokens=6)

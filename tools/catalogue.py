@@ -80,7 +80,7 @@ class Built(NamedTuple):
     """The trie of items, without their ids.
 
     Attributes:
-        tokens, first_edges, ends: int32, see the top.
+        tokens, first_edges, ends: int32, see `engine.rules.catalogue`.
         order: int64 [items], for each end the item, by its place in the input.
         repeats: (item, earlier item of the same tokens), by their places in the input; these items are left out.
     """

@@ -19,7 +19,7 @@ with later():
     from engine.load.hub import local_path
     from engine.text.tokenizer import Tokenizer
     from models.checkpoint.headers import Checkpoint
-    from search.aded.ngrams import REST, STORE_FILE, SUCCESSORS, Run, count, merge, open_store, write_store
+    from search.aded.ngrams import NGRAM_FILE, REST, SUCCESSORS, Run, count, merge, open_store, write_store
 
 PIECE = 1 << 18  # characters tokenised at once
 HELD = 1 << 22  # approximate number of tri-grams in memory; 16 bytes each, and as much again while they are merged
@@ -98,7 +98,7 @@ def is_store(name: str) -> bool:
         return False
     try:
         with open(name, "rb") as file:
-            return file.read(len(STORE_FILE.magic)) == STORE_FILE.magic
+            return file.read(len(NGRAM_FILE.magic)) == NGRAM_FILE.magic
     except OSError as error:
         raise UsageError(f"--input: {error.strerror}", where=name) from error
 

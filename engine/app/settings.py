@@ -44,7 +44,7 @@ class Settings:
         return make_search(self.search, for_people(self.search, given))
 
     def over(self, generation: Generation) -> "Settings":
-        """These settings, with those of a checkpoint's `generation_config.json` for fields that are not given."""
+        """These settings, with a checkpoint's defaults for generation where fields are not given."""
         params = generation.params_of(parameters(self.search)) | dict(self.params)
         return dataclasses.replace(self, params=params, rules=generation.rules_of(self.search) | dict(self.rules))
 

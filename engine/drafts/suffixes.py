@@ -230,7 +230,7 @@ class SuffixRequest:
         return Suffixes(min(2 * length + 512, MOST_OWN), self.store.vocab_size, fine=True)
 
 
-STORE_FILE = TokenFileKind("suffix store", b"COPPICES", 1, "QI", padding=4)  # counts: symbols, salts
+SUFFIX_FILE = TokenFileKind("suffix store", b"COPPICES", 1, "QI", padding=4)  # counts: symbols, salts
 OWNER = struct.Struct("=II16s")  # the number in marks, the age of the newest symbol, less one, the digest of the salt
 MOST_SALTS = 1 << 20
 WAIT = 60.0  # seconds to wait for another run that writes the file
@@ -264,7 +264,7 @@ def write_texts(path: str | Path, texts: SavedTexts) -> None:
     path = Path(path)
     try:
         with locked(path.resolve().parent, WAIT), replacing(path) as file:
-            writer = TokenFileWriter(STORE_FILE, file)
+            writer = TokenFileWriter(SUFFIX_FILE, file)
             for part in texts.parts:
                 for at in range(0, len(part), PIECE_SYMBOLS):
                     writer.add(bytes(part[at : at + PIECE_SYMBOLS]))
@@ -289,7 +289,7 @@ def read_texts(path: str | Path, vocab_size: int, fingerprint: str) -> SavedText
         return UsageError(what, where=str(path), remedy=REMEDY)
 
     try:
-        saved = STORE_FILE.read(path, lambda symbols, salts: 4 * symbols + OWNER.size * salts)
+        saved = SUFFIX_FILE.read(path, lambda symbols, salts: 4 * symbols + OWNER.size * salts)
     except ValueError as error:
         raise refuse(str(error)) from error
     vocab, end, bits = saved.vocab_size, 4 * saved.counts[0], token_bits(vocab_size)

@@ -140,7 +140,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
         token += size.shape.kv_bytes_per_token(dtype_of_cache(options.kv_dtype, precision.dtype))
         shapes.append(size.shape)
-    auto_drafts = options.shard is None and options.compile == "off" and not cpp.why_not()  # see `chosen_drafter`
+    auto_drafts = options.place.size == 1 and options.compile == "off" and not cpp.why_not()  # see `chosen_drafter`
     if options.drafts == "suffix" or (options.drafts == "auto" and auto_drafts):
         lines["suffix store, when full"] = full_store_bytes()
     return MemoryPlan(lines, token * shares_of(shapes), least_stores(shapes), experts)

@@ -114,7 +114,9 @@ class Generation:
         if not left:
             return ""
         named = ", ".join(f"{name} {shortened(repr(self.fields[name]))}" for name in left)
-        like = [text for name, text in INSTEAD.items() if name in left]
-        remedy = "; ".join(like) or "there is nothing like it here"
-        remedy = remedy if applied else "--generation-config applies what it can"
+        if not applied:
+            return f"{self.file} has {named}, not applied here: --generation-config applies what it can"
+        like = [f"{name}: {INSTEAD[name]}" for name in left if name in INSTEAD]
+        others = "the others" if like else "it"
+        remedy = "; ".join(like + [f"there is nothing like {others} here"] * (len(like) < len(left)))
         return f"{self.file} has {named}, not applied here: {remedy}"

@@ -67,7 +67,7 @@ class LoadedModel:
         adapters: digests by name; an adapter's number in a pass is its place, counted from 1.
         warned: whether a warning about a control token that is read as text was given.
         pooling: how it embeds texts.
-        generation: its `generation_config.json`, which is applied only on request.
+        generation: its defaults for generation, which are applied only on request.
         pad_token_id: of its config or its family, see `engine.rewards.scored`.
     """
 

@@ -46,8 +46,8 @@ OPEN = ("/", "/health")  # paths that need no key, because they reveal nothing
 LOCAL = ("localhost", "127.0.0.1", "::1")
 BODY_SECONDS = 30.0  # limit from the first byte of a request to the last of its body
 BODIES = 16  # bodies of the largest size that are held at once
-BODIES_DROPPED = 4  # bodies of the largest size that are read of a refused one
-DROP_SECONDS = 1.0
+BODIES_DROPPED = 4  # a refused body is read and dropped up to so many times the largest size,
+DROP_SECONDS = 1.0  # and for so long
 LARGE = 1 << 18  # bytes of a body whose memory goes back to the system, when it has been answered
 TRIM_SECONDS = 0.1
 MOST_BRACKETS = 1 << 17  # brackets in a body: the parser makes an object of each without letting other threads run
@@ -372,10 +372,10 @@ class Guard:
 
 
 def _closes(scope: Scope) -> bool:
-    """Whether the connection closes after the answer, to a client that sends its body without waiting for leave."""
-    headers = dict(scope["headers"])
-    closes = headers.get(b"connection", b"").lower() == b"close" or scope["http_version"] == "1.0"
-    return closes and b"expect" not in headers
+    """Whether the connection closes after the answer to a client that does not wait for 100 Continue with its body."""
+    options = b",".join(value for name, value in scope["headers"] if name == b"connection").lower().split(b",")
+    closes = b"close" in map(bytes.strip, options) or scope["http_version"] == "1.0"
+    return closes and all(name != b"expect" for name, _ in scope["headers"])
 
 
 def _read_on(receive: Receive, send: Send, most: int) -> tuple[Receive, Send]:
@@ -390,7 +390,7 @@ def _read_on(receive: Receive, send: Send, most: int) -> tuple[Receive, Send]:
         return message
 
     async def sent(message: Message) -> None:
-        if message["type"] == "http.response.start" and more:
+        if message["type"] == "http.response.start" and more and message["status"] != 408:
             left = most
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DROP_SECONDS):

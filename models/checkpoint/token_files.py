@@ -1,5 +1,5 @@
-"""Files of a tokenizer's tokens: a header with checksums, then arrays in the machine's byte order. They are mapped into
-memory.
+"""Files of arrays of token ids (catalogues, suffix stores, n-gram stores), which fit one tokenizer: a header with
+checksums, then the arrays in the machine's byte order. They are mapped into memory.
 
 The header: eight bytes that name the kind, the byte order, the version, the size of the vocabulary, counts, the digest
 of the tokenizer (zeros for none), and the checksums of the arrays and of all of the header before it.

@@ -1,12 +1,16 @@
 """Ling 2 and Ring 2 (Ant Group 2025): experts as in DeepSeek-V3, attention with norms of heads, partially rotated."""
 
+import re
+
 from models.checkpoint.fields import Fields
+from models.checkpoint.headers import Checkpoint
 from models.config import Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
-from models.families.deepseek_v3 import sigmoids
+from models.families.deepseek_v3 import note_choice_bias, sigmoids
 from models.names import Names
 from models.reading import experts, rotary
+from models.rope import BUFFERS
 
 
 class BailingMoe2(Decoder):
@@ -14,6 +18,7 @@ class BailingMoe2(Decoder):
 
     architectures = ("BailingMoeV2ForCausalLM",)
     default_eos_token_ids = frozenset([156892])
+    ignored = (*BUFFERS, re.compile(r"model\.layers\.(20|32|80)\..*"))  # tensors of draft heads: mini, flash, 1T
     names = Names(
         embedding="model.word_embeddings",
         qkv=("attention.query_key_value",),
@@ -23,6 +28,10 @@ class BailingMoe2(Decoder):
         choice_bias="mlp.gate.expert_bias",
         shared=NAMES.shared,
     )
+
+    @classmethod
+    def view(cls, checkpoint: Checkpoint) -> Checkpoint:
+        return note_choice_bias(checkpoint, cls.names)
 
     @staticmethod
     def read(fields: Fields) -> Config:

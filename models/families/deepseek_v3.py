@@ -10,6 +10,7 @@ from models.checkpoint.headers import Checkpoint
 from models.config import Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES, latent_attention, mixture
+from models.names import Names
 from models.reading import sparse_layers, true_if_absent
 from models.rope import BUFFERS
 
@@ -62,8 +63,7 @@ class AXK1(Decoder):
 
     @classmethod
     def view(cls, checkpoint: Checkpoint) -> Checkpoint:
-        given = any(name.endswith(cls.names.choice_bias) for name in checkpoint.tensors)
-        return replace(checkpoint, config=checkpoint.config | {CHOICE_BIAS: given})
+        return note_choice_bias(checkpoint, cls.names)
 
     @staticmethod
     def read(fields: Fields) -> Config:
@@ -72,7 +72,7 @@ class AXK1(Decoder):
         )
         first, step = fields.int("first_k_dense_replace", default=1, low=0), fields.int("moe_layer_freq", default=1)
         sparse = sparse_layers(fields, options["layers"], first, step)
-        rules = sigmoids(fields, groups=8, kept=4) | {"choice_bias": fields.bool(CHOICE_BIAS, default=True)}
+        rules = sigmoids(fields, groups=8, kept=4)
         sizes = {"count": 192, "chosen": 8, "width": 2048, "shared": 1, "scale": 2.5}
         return Config(**options, experts=mixture(fields, sparse, **sizes, **rules, normed=True))
 
@@ -94,6 +94,12 @@ def interleaved(fields: Fields) -> bool:
     return true_if_absent(fields, "rope_interleave")
 
 
+def note_choice_bias(checkpoint: Checkpoint, names: Names) -> Checkpoint:
+    """Return a checkpoint whose config says whether experts are chosen with a bias: some files have no such tensor."""
+    given = any(name.endswith(names.choice_bias) for name in checkpoint.tensors)
+    return replace(checkpoint, config=checkpoint.config | {CHOICE_BIAS: given})
+
+
 def sigmoids(fields: Fields, *, groups: int, kept: int, normalized: bool = True) -> dict[str, Any]:
     """Read the arguments of `Routing`; `groups`, `kept` and `normalized` are values of absent fields."""
     return {
@@ -103,5 +109,5 @@ def sigmoids(fields: Fields, *, groups: int, kept: int, normalized: bool = True)
         "groups": fields.int("n_group", default=groups),
         "kept": fields.int("topk_group", default=kept),
         "best": 2,
-        "choice_bias": True,
+        "choice_bias": fields.bool(CHOICE_BIAS, default=True),
     }

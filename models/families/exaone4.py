@@ -33,7 +33,8 @@ class Exaone(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        own = fields.changed({"num_hidden_layers": fields.int("num_layers", default=32, high=2**14)})
+        layers = fields.int("num_layers", None, high=2**14) or fields.int("num_hidden_layers", default=32, high=2**14)
+        own = fields.changed({"num_hidden_layers": layers})
         width = fields.int("intermediate_size", default=4 * fields.int("hidden_size"))
         return Config(
             **rotary(own, positions=2048, mlp_width=width, activation_field="activation_function", tied=True),

@@ -21,9 +21,10 @@ class MiniCPM(Decoder):
             raise fields.error("sparse_config", "null, for dense attention: sparse attention is not supported")
         if fields.int("num_experts", default=0, low=0):
             raise fields.error("num_experts", "0: MiniCPM with experts is not supported")
+        layers = fields.int("num_hidden_layers", high=2**14)
         return Config(
-            **multipliers(fields, fields.int("hidden_size"), fields.int("num_hidden_layers", high=2**14)),
-            **rotary(fields, positions=32768, eps=1e-6, bias=False, tied=True),
+            **multipliers(fields, fields.int("hidden_size"), layers, embedding=1.0, depth=1.0, base=1),
+            **rotary(fields, positions=2048, eps=1e-6, bias=False, tied=True),
         )
 
 
@@ -40,18 +41,20 @@ class MiniCPM3(Decoder):
         options = latent_attention(fields, positions=32768, eps=1e-5, tied=True, interleaved=False, **sizes)
         return Config(
             mlp_bias=fields.bool("mlp_bias", default=False),
-            **multipliers(fields, width, layers),
+            **multipliers(fields, width, layers, embedding=12.0, depth=1.4, base=256),
             **options,
         )
 
 
-def multipliers(fields: Fields, width: int, layers: int) -> dict[str, Any]:
-    """Read the factors of embedding, stream and logits; null means no factor, an absent field the published one."""
-    depth = fields.float("scale_depth", None if "scale_depth" in fields.config else 1.4)
-    base = fields.int("dim_model_base", width if "dim_model_base" in fields.config else 256)
+def multipliers(
+    fields: Fields, width: int, layers: int, *, embedding: float, depth: float, base: int
+) -> dict[str, Any]:
+    """Read the factors of embedding, stream and logits, with the defaults for absent fields; null means no factor."""
+    deep = fields.float("scale_depth", None if "scale_depth" in fields.config else depth)
+    narrow = fields.int("dim_model_base", width if "dim_model_base" in fields.config else base)
     return {
-        "embedding_scale": fields.float("scale_emb", 12.0),
+        "embedding_scale": fields.float("scale_emb", embedding),
         "rounded_scale": True,
-        "residual_scale": 1.0 if depth is None else depth * layers**-0.5,
-        "logit_divisor": width / base,
+        "residual_scale": 1.0 if deep is None else deep * layers**-0.5,
+        "logit_divisor": width / narrow,
     }

@@ -128,7 +128,7 @@ def _granite(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 def _minicpm(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _granite(file, keys)
-    absent = {  # from older files, as in llama.cpp
+    absent = {  # from older files: those of MiniCPM-2B (llama.cpp inverts the last)
         "embedding_scale": 12.0,
         "residual_scale": 1.4 * config["num_hidden_layers"] ** -0.5,
         "logit_scale": config["hidden_size"] / 256,

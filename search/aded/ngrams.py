@@ -26,7 +26,7 @@ from models.checkpoint.tensor_files import buffer_of
 from models.checkpoint.token_files import TokenFileKind, TokenFileWriter
 
 REST = (1 << BITS) - 1
-STORE_FILE = TokenFileKind("n-gram store", b"COPPICE3", 1, "Q")  # count: entries
+NGRAM_FILE = TokenFileKind("n-gram store", b"COPPICE3", 1, "Q")  # count: entries
 SUCCESSORS = 12  # the paper's t: successors kept per bi-gram
 WAIT = 60.0  # seconds to wait for another run that writes a store
 PIECE = 1 << 20  # entries that are checked at a time
@@ -60,7 +60,7 @@ class NGramStore:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            found = STORE_FILE.read(path, lambda entries: 12 * entries)
+            found = NGRAM_FILE.read(path, lambda entries: 12 * entries)
         except ValueError as error:
             raise UsageError(str(error), where=str(path), remedy=REMEDY) from error
         self.vocab_size, self.fingerprint, [entries], self._body = found
@@ -225,7 +225,7 @@ def write_store(path: str | Path, runs: Iterable[Run], vocab_size: int, fingerpr
     path = Path(path)
     try:
         with replacing(path, 0o666) as file, tempfile.TemporaryFile(dir=path.parent) as tail:
-            writer, entries = TokenFileWriter(STORE_FILE, file), 0
+            writer, entries = TokenFileWriter(NGRAM_FILE, file), 0
             for keys, counts in runs:
                 entries += len(keys)
                 keys, counts = keys.contiguous(), counts.clamp(max=2**31 - 1).int().contiguous()

@@ -275,9 +275,11 @@ def test_defaults_of_transformers():
     clova = read("HyperCLOVAXForCausalLM", logits_scaling=0.5, head_dim=16)
     assert (clova.scale(0), clova.logit_divisor, clova.norms) == (0.25, 2.0, ("input", "output"))
     small = read("MiniCPMForCausalLM")
-    assert (small.tied, small.embedding_scale, small.residual_scale, small.norm_eps) == (True, 12.0, 0.7, 1e-6)
+    assert (small.tied, small.embedding_scale, small.residual_scale, small.norm_eps) == (True, 1.0, 0.5, 1e-6)
+    assert (small.logit_divisor, small.max_positions) == (small.width, 2048)
     exaone = read("ExaoneForCausalLM", num_layers=3, intermediate_size=None)
     assert (exaone.tied, exaone.layers, exaone.mlp_width, exaone.norm_eps) == (True, 3, 4 * exaone.width, 1e-5)
+    assert read("ExaoneForCausalLM", num_hidden_layers=5).layers == 5
     assert (read("InternLM2ForCausalLM").attention_bias, read("InternLM2ForCausalLM").tied) == (True, False)
     ling = read("BailingMoeV2ForCausalLM", moe_intermediate_size=8, num_experts_per_tok=1, head_dim=8, rotary_dim=4)
     assert (ling.rope.head_dim, ling.experts.routing.normalized, ling.experts.shared_width) == (4, False, 0)
@@ -382,7 +384,7 @@ def test_paddings_of_scalar_heads():
 
 def test_the_page_of_checkpoints_lists_every_architecture():
     page = " ".join((Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8").split())
-    table, wrapped = re.search(r"## Architectures (.+?) In a model .+? decides: (.+?) \[Add", page).groups()
+    table, wrapped = re.search(r"## Architectures (.+?) In a model .+? decides: (.+?) The same holds", page).groups()
     assert {*re.findall(r"`(\w+For\w+|\w+HeadModel)`", table)} == {*FAMILIES}
     assert {*re.findall(r"`(\w+)`", wrapped)} == {*TEXT_MODELS}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.errors import UsageError
 from search.aded import ngrams
-from search.aded.ngrams import REST, STORE_FILE, NGramStore, add_to_store, count, merge, open_store, write_store
+from search.aded.ngrams import NGRAM_FILE, REST, NGramStore, add_to_store, count, merge, open_store, write_store
 
 MARK = "ab" * 32
 
@@ -54,7 +54,7 @@ def test_counts_are_exact(tmp_path, monkeypatch, successors, block, few):
         assert list(zip(after.counts, after.tokens, strict=True)) == [(-n, b) for n, b in best]
         assert after.total == sum(second.values())
     size = (tmp_path / "s").stat().st_size
-    assert size == STORE_FILE.header.size + 12 * entries <= STORE_FILE.header.size + 16 * kept
+    assert size == NGRAM_FILE.header.size + 12 * entries <= NGRAM_FILE.header.size + 16 * kept
     assert successors == 0 or kept < len(found)
 
 

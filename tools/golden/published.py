@@ -109,9 +109,9 @@ def ling(config: Mapping[str, Any], layer: int) -> dict[str, Shape]:
 
 
 def as_granite(c: dict[str, Any]) -> dict[str, Any]:
-    depth, base = c.get("scale_depth", 1.4), c.get("dim_model_base", 256)
+    depth, base = c.get("scale_depth", 1.0), c.get("dim_model_base", 1)
     return c | {
-        "embedding_multiplier": c.get("scale_emb", 12), "attention_multiplier": SIZE**-0.5,
+        "embedding_multiplier": c.get("scale_emb", 1), "attention_multiplier": SIZE**-0.5,
         "residual_multiplier": 1.0 if depth is None else depth * LAYERS**-0.5,
         "logits_scaling": WIDTH / (base or WIDTH), "tie_word_embeddings": c.get("tie_word_embeddings", True),
     }  # fmt: skip

@@ -44,7 +44,7 @@ def load_engine(args: argparse.Namespace, options: LoadOptions | None = None) ->
 
 
 def _take_generation(args: argparse.Namespace, engine: Engine) -> None:
-    """Keep `generation_config.json` as `args.generation`, or note which fields are not applied. Raises UsageError."""
+    """Keep the checkpoint's defaults as `args.generation`, or note which fields are not applied. Raises UsageError."""
     from search.base import make_search, parameters  # after flags may have loaded searches from outside
 
     generation, given, applied = engine.generation, search_params(args) | rules(args), args.generation_config

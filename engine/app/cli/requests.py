@@ -24,7 +24,7 @@ def add_limit_flags(parser: Parser) -> None:
 
 def add_generation_flag(parser: Parser) -> None:
     """Add --generation-config, which `load_engine` reads."""
-    text = "where no flag gives a value, take that of the checkpoint's generation_config.json, as transformers does"
+    text = "where no flag gives a value, take the checkpoint's default for generation, as transformers does"
     parser.group(REPLIES).add_argument("--generation-config", action="store_true", help=text)
 
 

@@ -15,7 +15,7 @@ from engine.drafts.suffixes import (
     FIRST_CAPACITY,
     LEAST_REPEATED,
     PIECE,
-    STORE_FILE,
+    SUFFIX_FILE,
     SuffixDrafter,
     SuffixStore,
     full_store_bytes,
@@ -29,7 +29,7 @@ from kernels.suffixes import BOUNDARY
 from search import Greedy, Sample, Trie
 from tests.marks import needs_cpp
 
-HEADER, VOCAB = STORE_FILE.header, 1000
+HEADER, VOCAB = SUFFIX_FILE.header, 1000
 TEXT = [17 * i % 900 for i in range(1, 40)]
 
 

@@ -37,6 +37,7 @@ from models.checkpoint.sizes import measure
 from models.formats import int4
 from models.formats.floats import has_kernels
 from models.formats.linear import FORMATS
+from models.shard import Shard
 from models.trim import trim_memory
 from search import Greedy, Trie
 from tests.marks import needs_cpp
@@ -288,14 +289,15 @@ def test_plan_and_workload():
 
 @needs_cpp
 def test_the_suffix_store_is_counted_where_requests_draft_by_it(checkpoint):
-    """The choice "auto" is a suffix store, except for a compiled model."""
+    """The choice "auto" is a suffix store, except for a compiled model and several processes."""
 
     def stores(**options) -> set[str]:
         lines = plan(LoadOptions(checkpoint, **options), Workload()).lines
         return {line for line in lines if "suffix" in line}
 
-    assert stores(drafts="suffix") == stores(drafts="auto") != set()
+    assert stores(drafts="suffix") == stores(drafts="auto") == stores(drafts="auto", shard=Shard(0, 1)) != set()
     assert not stores(drafts="off") | stores(drafts="ngrams") | stores(drafts="auto", compile="on")
+    assert not stores(drafts="auto", shard=Shard(0, 2))
 
 
 def test_a_command_line_imports_less_of_torch():

@@ -94,6 +94,11 @@ def test_every_field_without_a_counterpart_is_named(name):
     assert ("there is nothing like it here" in found.note([], [], True)) == (name not in INSTEAD)
 
 
+def test_a_field_that_has_something_like_it_is_named_with_it():
+    note = generation(stop_strings=["x"], max_time=3.0).note([], [], True)
+    assert "stop_strings: --stop ends" in note and note.endswith("; there is nothing like the others here")
+
+
 def test_groups_of_beams():
     found = generation(num_beams=4, num_beam_groups=2, diversity_penalty=0.7)
     params = found.params_of(parameters("diverse"))

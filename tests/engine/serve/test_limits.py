@@ -156,6 +156,17 @@ def test_who_sends_on_reads_the_answer_although_the_connection_closes(start, key
         assert error.value.code == status and json.loads(error.value.read())["error"]
 
 
+def test_a_connection_may_close_by_one_of_several_options(start):
+    server = start("--max-body", "1M")
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: TE, close\r\ncontent-type: application/xml\r\n"
+    )
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+            client.sendall(f"{head}content-length: {3 << 20}\r\n\r\n".encode() + b" " * (3 << 20))
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 41")
+
+
 def test_what_is_read_of_a_refused_body_is_bounded(start, monkeypatch):
     monkeypatch.setattr(http, "DROP_SECONDS", 0.2)
     server = start("--max-body", "64K")
