@@ -1,5 +1,5 @@
-"""Multiplication of rows by packed matrices: any number of rows; floats, int8, and groups of
-the kinds of `panels.GROUP_KINDS`.
+"""Multiplication of rows by packed matrices: any number of rows; floats, int8, and groups of the kinds of
+`panels.GROUP_KINDS`.
 
 `panels.py` has the layout, `reference.py` the definition; only C++ implements it (products.h), on a CPU.
 """
