@@ -225,8 +225,8 @@ class Adapter:
 
 def _ends(names: Names, c: Config) -> dict[str, tuple[int, int]]:
     """Return outputs and width of the embedding, whose inputs are tokens, and of the head."""
-    vocabulary, width = names.tensors(c)[f"{names.embedding}.weight"]
-    return {names.embedding: (width, vocabulary)} | ({} if c.scores else {HEAD: (vocabulary, width)})
+    rows, width = names.tensors(c)[f"{names.embedding}.weight"]
+    return {names.embedding: (width, rows)} | ({} if c.scores else {HEAD: (c.vocab_size, width)})
 
 
 def matrices(names: Names, c: Config) -> dict[str, tuple[int, int]]:

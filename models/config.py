@@ -252,6 +252,8 @@ class Config:
         latent: latent attention; None: attention has key and value matrices.
         selected: the number of tokens that an indexer selects for attention to read. The indexer is not computed, so no
             sequence may be longer: up to this length it selects all. None: there is no indexer.
+        embedding_rows: of the embedding, if those after the vocabulary's have no logits: they belong to tokens that no
+            text has. None: as many as the vocabulary.
         embedding_width: width of the embedding, if projections lead from it to `width` and back.
         embedding_norm: the embedding is normed, by a norm without weights if `Names` has no name for it.
         embedding_scale: factor of the embedding; `rounded_scale`: it is first rounded to the model's dtype.
@@ -321,6 +323,7 @@ class Config:
     recurrent: Recurrent | None = None
     latent: Latent | None = None
     selected: int | None = None
+    embedding_rows: int | None = None
     embedding_width: int | None = None
     embedding_norm: bool = False
     embedding_scale: float = 1.0

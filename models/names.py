@@ -150,8 +150,8 @@ class Names:
 
     def tensors(self, c: Config) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of all tensors of a checkpoint with this configuration."""
-        embedding_width = c.embedding_width or c.width
-        shapes: dict[str, tuple[int, ...]] = {f"{self.embedding}.weight": (c.vocab_size, embedding_width)}
+        embedding_width, rows = c.embedding_width or c.width, c.embedding_rows or c.vocab_size
+        shapes: dict[str, tuple[int, ...]] = {f"{self.embedding}.weight": (rows, embedding_width)}
         if self.positions:
             shapes[f"{self.positions}.weight"] = (c.max_positions + self.offset, c.width)
         if c.embedding_width:
@@ -287,6 +287,8 @@ class Names:
         if not recurrent.interleaved:
             made = (kind.channels,) if len(self.recurrent_in) == 4 else kind.parts
             outs = *made, H * V, H, H
+        if len(self.recurrent_in) == 1:
+            outs = (sum(outs),)
         matrices = {f"{name}.weight": (out, c.width) for name, out in zip(self.recurrent_in, outs, strict=True)}
         vectors = {self.delta_taps: (kind.channels, 1, kind.taps), self.delta_norm: (V,)}
         vectors |= dict.fromkeys((self.delta_decay, self.delta_bias), (H,))

@@ -210,6 +210,12 @@ def optional_window(fields: Fields) -> int | None:
     return window_of(fields, 4096)
 
 
+def renamed(fields: Fields, names: Mapping[str, str]) -> Fields:
+    """Return the fields, those that `names` maps to other names under these too; null does not count."""
+    given = {ours: fields.config.get(name) for name, ours in names.items()}
+    return fields.changed({name: value for name, value in given.items() if value is not None})
+
+
 def true_if_absent(fields: Fields, name: str) -> bool:
     """Read a flag that transformers takes as true if it is absent, and as false if it is null."""
     return fields.bool(name, default=name not in fields.config)

@@ -265,7 +265,8 @@ def make_variant(folder: Path, name: str, variant: Variant, seed: int) -> dict[s
     for module in exact.modules():
         if hasattr(module, "reorder_and_upcast_attn"):
             module.reorder_and_upcast_attn = False  # float32 within float64: transformers refuses
-    vocab = model.config.get_text_config().vocab_size
+    config = model.config.get_text_config()
+    vocab = getattr(config, "output_vocab_size", None) or config.vocab_size
     generator = torch.Generator().manual_seed(seed)
 
     def prompt(length: int) -> list[int]:

@@ -80,6 +80,7 @@ _HUNYUAN_VL = TextModel("HunYuanDenseV1ForCausalLM", (290943, 4096, 11008, 32, 3
 _PADDLE = TextModel("PaddleOCRForCausalLM", (103424, 1024, 3072, 18, 16))
 _KIMI = TextModel("DeepseekV3ForCausalLM", (129280, 7168, 18432, 61, 128))
 TEXT_MODELS = {
+    "apertus1p5_text": TextModel("Apertus1p5TextForCausalLM", (266752, 4096, 14336, 32, 32)),
     "aria_text": TextModel("AriaTextForCausalLM", (32000, 4096, 4096, 32, 32)),
     "cohere2": TextModel("Cohere2ForCausalLM", (256000, 8192, 22528, 40, 64), fixed={"logit_scale": 1.0}),
     "cohere_compass_text": TextModel("CohereCompassForCausalLM", (256000, 8192, 22528, 40, 64)),

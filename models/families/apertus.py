@@ -1,5 +1,5 @@
-"""Apertus (Swiss AI Initiative 2025): a Llama with norms of heads and a learned activation, xIELU, in an MLP without
-gates."""
+"""Apertus (Swiss AI Initiative, 2025): a Llama with norms of heads and a learned activation, xIELU, in an MLP without
+gates; 1.5 (2026): its head may have the text tokens only."""
 
 from models.checkpoint.fields import Fields
 from models.config import XIELU, Config
@@ -20,7 +20,7 @@ ROPE = {  # the default of a config without one
 class Apertus(Decoder):
     """Norms of heads, other names of norms, and an activation with four learned parameters in each layer."""
 
-    architectures = ("ApertusForCausalLM",)
+    architectures = ("ApertusForCausalLM", "Apertus1p5TextForCausalLM")
     names = Names(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm", up=("mlp.up_proj",))
 
     @staticmethod
@@ -29,8 +29,13 @@ class Apertus(Decoder):
         learned = fields.choice("hidden_act", {XIELU, *ACTIVATIONS}, default=XIELU) == XIELU
         plain = fields.changed({"hidden_act": None}) if learned else fields
         options = rotary(plain, positions=65536, theta=12e6, eps=1e-5, bias=False)
+        rows = options["vocab_size"]
+        options["vocab_size"] = kept = fields.int("output_vocab_size", default=rows)
+        if kept > rows:
+            raise fields.error("output_vocab_size", f"at most vocab_size, which is {rows}")
         return Config(
             head_norms="each",
             gated=False,
+            embedding_rows=rows if kept < rows else None,
             **{**options, "activation": XIELU} if learned else options,
         )

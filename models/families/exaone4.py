@@ -10,8 +10,15 @@ from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
 from models.families.deepseek_v3 import sigmoids
 from models.names import Names
-from models.reading import experts, layer_types, rotary, sparse_layers, window_of, windows
+from models.reading import experts, layer_types, renamed, rotary, sparse_layers, window_of, windows
 from models.rope import BUFFERS
+
+# The published fields, and those that transformers 5.24 saves.
+EXAONE_FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
 
 
 class Exaone(Decoder):
@@ -19,6 +26,7 @@ class Exaone(Decoder):
 
     architectures = ("ExaoneForCausalLM",)
     base = "transformer."
+    default_eos_token_ids = frozenset([361])
     names = Names(
         embedding="transformer.wte",
         layer="transformer.h.{}.",
@@ -33,13 +41,9 @@ class Exaone(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        layers = fields.int("num_layers", None, high=2**14) or fields.int("num_hidden_layers", default=32, high=2**14)
-        own = fields.changed({"num_hidden_layers": layers})
-        width = fields.int("intermediate_size", default=4 * fields.int("hidden_size"))
-        return Config(
-            **rotary(own, positions=2048, mlp_width=width, activation_field="activation_function", tied=True),
-            norm_eps=fields.float("layer_norm_epsilon", default=1e-5, low=0.0),
-        )
+        own = renamed(fields, EXAONE_FIELDS)
+        width = own.int("intermediate_size", default=4 * own.int("hidden_size"))
+        return Config(**rotary(own, positions=2048, mlp_width=width, eps=1e-5, tied=True))
 
 
 class Exaone4(Decoder):

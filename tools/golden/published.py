@@ -1,4 +1,5 @@
-"""Families that transformers has no class for: MiniCPM, EXAONE 3, InternLM2, Ling 2, MiMo.
+"""Families that transformers has no class for, or stores otherwise: MiniCPM, EXAONE 3, InternLM2, Ling 2, MiMo, Sarvam,
+Lara Mini.
 
 The checkpoints are as published; transformers computes them as a model of another family with the same computation.
 """
@@ -21,6 +22,9 @@ from tools.golden.base import ABSENT, FEW, VOCAB, Variant, draw_all, write_check
 
 WIDTH, MLP, LAYERS, HEADS, GROUPS, SIZE = 32, 40, 2, 4, 2, 8
 KINDS = {"q": HEADS, "k": GROUPS, "v": GROUPS}
+LING = {"word_embeddings": "embed_tokens", r"\.attention\.dense": ".self_attn.o_proj",
+        r"\.attention\.query_layernorm": ".self_attn.q_norm", r"\.attention\.key_layernorm": ".self_attn.k_norm",
+        r"\.attention\.": ".self_attn.", r"gate\.expert_bias": "gate.e_score_correction_bias"}  # fmt: skip
 Shape = tuple[int, ...]
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": MLP, "num_hidden_layers": LAYERS,
@@ -30,6 +34,10 @@ SIZES: dict[str, Any] = {
 DYNAMIC = {"type": "dynamic", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {"type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32,
+        "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+MLA = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10, "kv_lora_rank": 12}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 8}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 1.6, 2.5, 4.0],
         "original_max_position_embeddings": 32}  # fmt: skip
 
@@ -108,6 +116,34 @@ def ling(config: Mapping[str, Any], layer: int) -> dict[str, Shape]:
     return found | mlp(*(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")), width=12)
 
 
+def latent(config: Mapping[str, Any], layer: int) -> dict[str, Shape]:
+    plain, turned, value, rank = (config[name] for name in MLA)
+    found: dict[str, Shape] = {
+        "self_attn.q_proj.weight": (HEADS * (plain + turned), WIDTH), "self_attn.o_proj.weight": (WIDTH, HEADS * value),
+        "self_attn.kv_a_proj_with_mqa.weight": (rank + turned, WIDTH), "self_attn.kv_a_layernorm.weight": (rank,),
+        "self_attn.kv_b_proj.weight": (HEADS * (plain + value), rank),
+    }  # fmt: skip
+    rest = ling(config | {"use_qkv_bias": False, "use_qk_norm": False}, layer)
+    bias = {"mlp.gate.e_score_correction_bias": rest.pop("mlp.gate.expert_bias")} if layer else {}
+    return found | bias | {name: shape for name, shape in rest.items() if not name.startswith("attention.")}
+
+
+def lara(config: Mapping[str, Any], layer: int) -> dict[str, Shape]:
+    found = norms("input_layernorm", "post_attention_layernorm")
+    if config["layer_types"][layer] == "linear_attention":
+        keys, values, size, value_size = DELTA.values()
+        wide, mixed, part = values * value_size, 2 * keys * size, "linear_attn."
+        found |= {f"{part}in_proj.weight": (mixed + 2 * wide + 2 * values, WIDTH), f"{part}A_log": (values,),
+                  f"{part}conv1d.weight": (mixed + wide, 1, 4), f"{part}dt_bias": (values,),
+                  f"{part}out_proj.weight": (WIDTH, wide)}  # fmt: skip
+        found |= norms(f"{part}out_norm", size=value_size)
+    else:
+        found |= llama("self_attn.", "self_attn.o_proj", norms("self_attn.q_norm", "self_attn.k_norm", size=SIZE))
+    found |= {"mlp.gate.weight": (8, WIDTH), "mlp.experts.gate_up_proj": (8, 24, WIDTH),
+              "mlp.experts.down_proj": (8, WIDTH, 12)}  # fmt: skip
+    return found | mlp(*(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")), width=20)
+
+
 def as_granite(c: dict[str, Any]) -> dict[str, Any]:
     depth, base = c.get("scale_depth", 1.0), c.get("dim_model_base", 1)
     return c | {
@@ -128,11 +164,16 @@ def with_biases(c: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_glm(c: dict[str, Any]) -> dict[str, Any]:
-    part = c.get("partial_rotary_factor", c.get("rotary_dim", SIZE) / SIZE)
+    part = c.get("partial_rotary_factor", c.get("rotary_dim", SIZE) / SIZE)  # of Sarvam: all
     return c | {
         "attention_bias": c["use_qkv_bias"], "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": True,
         "head_dim": SIZE, "partial_rotary_factor": part,
     }  # fmt: skip
+
+
+def as_deepseek(c: dict[str, Any]) -> dict[str, Any]:
+    c = {name: value for name, value in c.items() if name not in ("head_dim", "q_head_dim")}  # of neither
+    return c | {"n_routed_experts": 8, "n_shared_experts": 1, "rope_scaling": c["rope_scaling"] | {"type": "yarn"}}
 
 
 FAMILIES = {
@@ -172,10 +213,28 @@ FAMILIES = {
          "norm_topk_prob": True, "score_function": "sigmoid", "moe_router_enable_expert_bias": True,
          "norm_head": False},
         ("Glm4MoeForCausalLM", "glm4_moe"),
-        {"word_embeddings": "embed_tokens", r"\.attention\.dense": ".self_attn.o_proj",
-         r"\.attention\.query_layernorm": ".self_attn.q_norm", r"\.attention\.key_layernorm": ".self_attn.k_norm",
-         r"\.attention\.": ".self_attn.", r"gate\.expert_bias": "gate.e_score_correction_bias"},
-        ling, ("model.word_embeddings", "model.norm", "lm_head"), as_glm),
+        LING, ling, ("model.word_embeddings", "model.norm", "lm_head"), as_glm),
+    "sarvam": Family(
+        {"architectures": ["SarvamMoEForCausalLM"], "model_type": "sarvam_moe", "head_dim": SIZE,
+         "use_qkv_bias": False, "use_qk_norm": True, "num_experts": 8, "num_shared_experts": 1,
+         "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 12,
+         "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "rope_theta": 8e6, "norm_topk_prob": True},
+        ("Glm4MoeForCausalLM", "glm4_moe"), LING, ling, ("model.word_embeddings", "model.norm", "lm_head"), as_glm),
+    "sarvam_mla": Family(
+        {"architectures": ["SarvamMLAForCausalLM"], "model_type": "sarvam_mla", **MLA, "head_dim": 16,
+         "q_head_dim": 10, "num_key_value_heads": HEADS, "q_lora_rank": None, "num_experts": 8,
+         "num_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1,
+         "moe_intermediate_size": 12, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "rope_theta": 10000.0,
+         "rope_scaling": YARN},
+        ("DeepseekV3ForCausalLM", "deepseek_v3"), {}, latent, ("model.embed_tokens", "model.norm", "lm_head"),
+        as_deepseek),
+    "lara": Family(
+        {"architectures": ["LaraMiniForCausalLM"], "model_type": "lara_mini", **DELTA, "head_dim": SIZE,
+         "intermediate_size": ABSENT, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
+         "shared_expert_intermediate_size": 20, "sliding_window": 16, "linear_conv_kernel_dim": 4,
+         "num_hidden_layers": 4, "rope_theta": 10000.0,
+         "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]},
+        ("LaraMiniForCausalLM", "lara_mini"), {}, lara, ("model.embed_tokens", "model.norm", "lm_head"), dict),
 }  # fmt: skip
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm": ("minicpm", {}),
@@ -189,6 +248,11 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "ling_biases": ("ling", {"use_qkv_bias": True, "use_qk_norm": False, "rotary_dim": 4,
                              "partial_rotary_factor": ABSENT}),
     "mimo": ("mimo", {}),
+    "sarvam": ("sarvam", {}),
+    "sarvam_biases": ("sarvam", {"use_qkv_bias": True, "use_qk_norm": False, "first_k_dense_replace": 0}),
+    "sarvam_mla": ("sarvam_mla", {}),
+    "lara": ("lara", {}),
+    "lara_unnormed": ("lara", {"norm_topk_prob": False, "tie_word_embeddings": True, "sliding_window": 9}),
 }  # fmt: skip
 
 
@@ -203,7 +267,7 @@ def write(name: str, folder: Path, seed: int) -> None:
     embedding, norm, head = family.outer
     shapes: dict[str, Shape] = {f"{embedding}.weight": (VOCAB, WIDTH), f"{norm}.weight": (WIDTH,)}
     layer = "transformer.h" if embedding.startswith("transformer") else "model.layers"
-    for i in range(LAYERS):
+    for i in range(config.get("num_hidden_layers", LAYERS)):
         shapes |= {f"{layer}.{i}.{part}": shape for part, shape in family.shapes(config, i).items()}
     tied = config.get("tie_word_embeddings", True)
     shapes |= {} if tied else {f"{head}.weight": (VOCAB, WIDTH)}
