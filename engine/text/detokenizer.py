@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from engine.text.channels import start_at_end
 from engine.text.tokenizer_limits import library_errors
 
 
@@ -94,6 +95,11 @@ def data_of(stages: Iterable[Stage], piece: str) -> bytes | None:
     return data.encode() if isinstance(data, str) else data
 
 
+# What `clean_up_tokenization_spaces` replaces in transformers, in this order.
+CLEANED = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " 's": "'s"}
+CLEANED |= {" 've": "'ve", " 're": "'re"}
+
+
 class _Replace(Stage):
     def __init__(self, old: str, new: str):
         self.old, self.new = old, new
@@ -103,6 +109,25 @@ class _Replace(Stage):
 
     def data(self, piece: str) -> str:
         return piece.replace(self.old, self.new)
+
+
+class CleanUp(Stage):
+    """Replaces one text by another, also where pieces meet.
+
+    Args:
+        old, new: the texts.
+    """
+
+    def __init__(self, old: str, new: str):
+        self.old, self.new, self.held = old, new, ""
+
+    def take(self, piece: str) -> Sequence[str]:
+        *parts, rest = (self.held + piece).split(self.old)
+        self.held = start_at_end(rest, self.old)
+        return (self.new.join([*parts, rest.removesuffix(self.held)]),)
+
+    def finish(self) -> Sequence[str]:
+        return (self.held,)
 
 
 class _Strip(Stage):

@@ -190,7 +190,7 @@ class Tokenizer:
         """The text of `ids` alone. Ids past `size` have no text; incomplete UTF-8 becomes U+FFFD.
 
         Equals the library's decode, but keeps the tags around a thought and the marks of tool calls if they are
-        special tokens; no `clean_up_tokenization_spaces` (transformers ignores it for BPE).
+        special tokens. `clean_up_tokenization_spaces` has no effect on BPE, as in transformers 5.
         """
         return self._encoder.decode(list(self._pieces(ids, skip_special)))
 

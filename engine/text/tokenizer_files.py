@@ -1,7 +1,9 @@
 """The small files around a tokenizer: JSON, named and added tokens, GPT-2's vocab.json and merges.txt."""
 
+import functools
 import json
 import re
+import unicodedata
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -84,19 +86,24 @@ def flag(config: dict[str, Any], name: str, default: bool) -> bool:
 def add_flags(
     added: dict[str, AddedToken], vocab: Iterable[str], config: dict[str, Any], names: dict[str, str]
 ) -> dict[str, AddedToken]:
-    """Added tokens by spelling, with the flags of tokenizer_config.json; the tokens of the vocabulary that it names as
-    special are special."""
+    """Added tokens by spelling, with the flags of tokenizer_config.json. As in transformers 5, the tokens that it names
+    are special, and so are those of the vocabulary that it lists as extra ones, unless they are added already."""
     for entry in _dict(config.get("added_tokens_decoder")).values():
         if isinstance(entry, dict) and entry.get("content") in added:
-            flags = {k: entry[k] for k in ("lstrip", "rstrip", "single_word", "normalized", "special") if k in entry}
-            added[entry["content"]] = AddedToken(entry["content"], **flags)
+            special = added[entry["content"]].special  # the library keeps special tokens special
+            added[entry["content"]] = token = AddedToken(entry["content"], **_flags(entry))
+            token.special = token.special or special
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    contents = {_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)}
-    for content in [*names.values(), *sorted(c for c in contents if c)]:
+    named = [value for value in config.values() if isinstance(value, dict) and value.get("content") in names.values()]
+    flags = {value["content"]: {"normalized": False, **_flags(value)} for value in named}
+    if isinstance(extra, dict):
+        names, extra = {**names, **named_tokens({f"{name}_token": value for name, value in extra.items()})}, []
+    for content in names.values():
         if content in added:
             added[content].special = True
-        elif content in vocab:
-            added[content] = AddedToken(content, special=True, normalized=False)
+    for content in [*names.values(), *sorted(filter(None, map(_content, extra)))]:
+        if content in vocab and content not in added:
+            added[content] = AddedToken(content, **{"normalized": False, **flags.get(content, {}), "special": True})
     return added
 
 
@@ -258,10 +265,10 @@ def any_of(spellings: Iterable[str], words: Collection[str] = ()) -> re.Pattern[
     digits, because Python takes long to compile thousands of alternatives.
 
     Args:
-        words: spellings that match only if not adjacent to a letter, digit or underscore.
+        words: spellings that match only if not adjacent to a letter, mark, digit or underscore.
     """
     found = {spelling: re.escape(spelling) for spelling in spellings}
-    found |= {word: rf"(?<!\w){re.escape(word)}(?!\w)" for word in words}
+    found |= {word: f"(?<!{_word()}){re.escape(word)}(?!{_word()})" for word in words}
     alternatives = [(-len(spelling), spelling, pattern) for spelling, pattern in found.items()]
     for (before, after), numbers in _numbered(found.keys() - {*words}).items():
         least, most = (len(before) + len(after) + size for size in (min(map(len, numbers)), max(map(len, numbers))))
@@ -272,6 +279,15 @@ def any_of(spellings: Iterable[str], words: Collection[str] = ()) -> re.Pattern[
         pattern = re.escape(before) + _digits(numbers) + re.escape(after)
         alternatives = [one for one in alternatives if one[1] not in members] + [(-most, before, pattern)]
     return re.compile("|".join(pattern for *_, pattern in sorted(alternatives)) or "(?!)")
+
+
+@functools.cache
+def _word() -> str:
+    """A pattern of the characters of words in the tokenizers library: Python's own has fractions, but no marks."""
+    kinds = {"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "Pc"}
+    assigned = map(chr, (*range(0x40000), *range(0xE0000, 0xE1000)))
+    found = "".join(c if unicodedata.category(c) in kinds or c in "\u200c\u200d" else " " for c in assigned)
+    return f"[{''.join(f'{run[0]}-{run[-1]}' for run in found.split())}]"
 
 
 def _numbered(spellings: Iterable[str]) -> dict[tuple[str, str], set[str]]:
@@ -299,6 +315,10 @@ def _content(value: Any) -> str | None:
     """A token's spelling, written as a string or as an object."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
+
+
+def _flags(entry: dict[str, Any]) -> dict[str, bool]:
+    return {flag: entry[flag] for flag in ("lstrip", "rstrip", "single_word", "normalized", "special") if flag in entry}
 
 
 def _dict(value: Any) -> dict[str, Any]:

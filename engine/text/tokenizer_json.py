@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, models, normalizers
 
 from engine.errors import CheckpointError, UsageError
-from engine.text.detokenizer import stages_of
-from engine.text.tokenizer_files import MAX_IDS, add_flags, any_of
+from engine.text.detokenizer import CLEANED, CleanUp, run, stages_of
+from engine.text.tokenizer_files import MAX_IDS, add_flags, any_of, flag
 from engine.text.tokenizer_limits import EncodingGuard, check_output, library_errors
 
 LONG = 1 << 13  # characters; longer texts are encoded by a function that lets other threads of Python run meanwhile
@@ -79,7 +79,10 @@ class LibraryEncoder:
         unknown = self._encode("\ufdd0").ids  # <unk> is special, and ordinary text needs it
         self._control_ids = {vocab[c] for c in special} - {*unknown, vocab.get(names.get("unk_token", ""))}
         self._decoder = library.decoder
-        self.stages = stages_of(self._decoder)
+        # Not for BPE, as in transformers 5.
+        cleans = not isinstance(library.model, models.BPE) and flag(config, "clean_up_tokenization_spaces", False)
+        self._cleaned = [functools.partial(CleanUp, old, new) for old, new in CLEANED.items()] if cleans else []
+        self.stages = [*stages_of(self._decoder), *self._cleaned]
         if any(not 0 <= i < size for i in self.encode([""], True)):
             raise CheckpointError("vocabulary mismatch: the post-processor adds an id that the vocabulary lacks")
 
@@ -162,7 +165,8 @@ class LibraryEncoder:
     def decode(self, pieces: Sequence[str]) -> str:
         """The text of pieces."""
         with library_errors("the tokenizer cannot decode these tokens", self._where):
-            return " ".join(pieces) if self._decoder is None else self._decoder.decode(pieces)
+            text = " ".join(pieces) if self._decoder is None else self._decoder.decode(pieces)
+        return run(self._cleaned, [text])
 
     def _encode(self, text: str) -> tokenizers.Encoding:
         if self._guard:

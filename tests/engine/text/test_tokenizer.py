@@ -250,12 +250,23 @@ def test_rendered_spans_are_encoded_in_one_go(name):
 def test_flags_of_added_tokens_are_kept():
     backend = tokenizers.Tokenizer(models.BPE(BYTES, [], byte_fallback=True))
     flags = [("<l>", {"lstrip": True}), ("<r>", {"rstrip": True}), ("W", {"single_word": True}), ("<n>", {})]
+    beside = [
+        "e\u0301",
+        "\u200d",
+        "‿",
+        "½",
+        "Ⅷ",
+        "-",
+        "_",
+        "\u093f",
+    ]  # a word or not
     backend.add_special_tokens([AddedToken(t, normalized=False, **f) for t, f in flags])
     backend.add_tokens([AddedToken("<n>!", normalized=False), AddedToken("AB", normalized=True)])
     backend.normalizer = normalizers.Lowercase()
     plain = tokenizers.Tokenizer.from_str(backend.to_str())
     tokenizer = built(backend)
-    for text in ("a <l> b <r> c", "aWb W Wc", "<n>!<n>", "ab AB", "<N>", "<l><r>\n<l>"):
+    words = (*(f"{other}W" for other in beside), *(f"W{other}" for other in beside))
+    for text in ("a <l> b <r> c", "aWb W Wc", "<n>!<n>", "ab AB", "<N>", "<l><r>\n<l>", *words):
         assert tokenizer.encode_rendered([(text, True)]) == plain.encode(text).ids
 
 
@@ -345,6 +356,41 @@ def test_what_a_text_spells():
     token = min(tokenizer.special_spellings)
     assert tokenizer.spelled(f"a {token} b") == token and tokenizer.spelled("a") == ""
     assert ours("metaspace").spelled("a <think>") == ""  # a token in every text
+
+
+def test_flags_of_tokens_that_the_configuration_names(tmp_path):
+    """As in transformers 5: flags of named tokens count only for tokens that the tokenizer.json does not add, a list of
+    extra tokens makes special only those, and what is special in one file is special."""
+    backend = tokenizers.Tokenizer(models.BPE(BYTES | {"<s>": 256, "<p>": 257}, [], byte_fallback=True))
+    backend.add_tokens([AddedToken("<x>", normalized=False)])
+    backend.add_special_tokens(["<y>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    entry = {"content": "<y>", "lstrip": True, "normalized": False, "special": False}
+    config = {"bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": True}, "extra_special_tokens": ["<x>"]}
+    config |= {"pad_token": "<p>", "added_tokens_decoder": {"259": entry}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.special_spellings == {"<s>", "<p>", "<y>"}
+    assert tokenizer.encode(" <s> <p> <y>", parse_special=True) == [256, BYTES["<0x20>"], 257, 259]
+
+
+@pytest.mark.parametrize("decoder", [decoders.ByteFallback(), decoders.WordPiece("##", False), None])
+def test_spaces_are_cleaned_up_except_by_merges(tmp_path, decoder):
+    """`clean_up_tokenization_spaces`, whole and streamed."""
+    pieces = ["Do", " n't", " ", "'", "s", " ' ", ".", " .", "ve", "n", "##re", "?"]
+    backend = tokenizers.Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "Do"))
+    backend.decoder = decoder  # type: ignore[assignment]
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"clean_up_tokenization_spaces": true}')
+    tokenizer, cleaned = Tokenizer.load(tmp_path), [(" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'")]
+    cleaned += [(f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")]
+    for seed in range(200):
+        ids = random.Random(seed).choices(range(len(pieces)), k=9)
+        expected = backend.decode(ids)
+        for old, new in cleaned:
+            expected = expected.replace(old, new)
+        stream = tokenizer.stream()
+        assert tokenizer.decode(ids) == expected == "".join(stream.push([i]) for i in ids) + stream.finish()
 
 
 def test_a_normalized_special_token_is_still_a_control_token(tmp_path):
