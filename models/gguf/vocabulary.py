@@ -53,6 +53,25 @@ DEEPSEEK_LLM = (
 SEED = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 MINICPM5 = r"\p{N}{1,3}", rf"{_ENDINGS}|{_LETTERS}|\p{{N}}+|{_REST}"
 BLOOM = " ?[^(\\s|[.,!?…。，、।۔،])]+"
+AFMOE = (  # digits in threes, counted from the end
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    "[一-鿿㐀-䶿豈-\ufaff぀-ゟ゠-ヿ･-ﾟ⼀-\u2fdf\u0e40-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+",
+    DEEPSEEK3[2],
+)
+TINY_AYA = r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O
+SUPERBPE = r"\p{N}+", r"(?=(\d{3})+(?!\d))"
+YOUTU = (
+    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+    "|".join([*(f"{case}{_ENDINGS}?" for case in _CASES), r"\p{N}", _SLASH]),
+)
+_TO_512 = "|".join(rf"\s{{{2**k}}}(?!\S)" for k in range(9, 1, -1))
+JAIS2 = LLAMA3.replace(r"\s+(?!\S)|\s+", rf"{_TO_512}|\s{{1,2}}(?!\S)|\s{{1}}")
+EXAONE_MOE = (
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_NOT_HAN = [case.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]") for case in _CASES]
+KIMI_K2 = "|".join([r"[\p{Han}]+", *(f"{case}{_ENDINGS}?" for case in _NOT_HAN), r"\p{N}{1,3}", _REST])
 # Built into the library: the second makes every digit a word, the third cuts punctuation, and digits in threes.
 GPT2, DIGITS, FALCON = "gpt-2", "digits", "falcon"
 # By tokenizer.ggml.pre. The first name of each family is the one that convert_hf_to_gguf writes for that tokenizer.
@@ -76,10 +95,22 @@ SPLITS: dict[str, str | tuple[str, ...]] = {
     "minicpm5": MINICPM5,
     "tekken": TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"), GPT4O),
+    "afmoe": AFMOE,
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), TINY_AYA),
+    "superbpe": SUPERBPE,
+    "youtu": YOUTU,
+    "jais-2": JAIS2,
+    "exaone-moe": EXAONE_MOE,
+    "kimi-k2": KIMI_K2,
+    "viking": (BLOOM, r"\p{N}"),
+    "ufakzeka": QWEN2.removeprefix(f"{_ENDINGS}|"),
 }
+# By architecture, if a file does not say it; for others GPT-2's, as in transformers 5.
+UNNAMED = {name: name for name in ("qwen2", "falcon", "bloom", "starcoder", "command-r")}
+UNNAMED |= {"qwen2moe": "qwen2", "starcoder2": "starcoder"}
 WHOLE_WORDS = {name for name, split in SPLITS.items() if split is LLAMA3} - {"dbrx", "smaug-bpe", "chatglm-bpe"}
-WHOLE_WORDS |= {"tekken", "minicpm5"}  # a word that is a token is not merged from its bytes
-BEGIN = WHOLE_WORDS - {"glm4", "minicpm5"}  # a text begins with BOS, unless the file says otherwise
+WHOLE_WORDS |= {"tekken", "minicpm5", "youtu"}  # a word that is a token is not merged from its bytes
+BEGIN = WHOLE_WORDS - {"glm4", "minicpm5", "youtu"}  # a text begins with BOS, unless the file says otherwise
 COMPOSED = {"qwen2", "qwen35"}  # their tokenizer.json composes characters (NFC)
 # Tokens that end a turn even if the file names others or none: llama.cpp finds them by their spelling as well.
 ENDS = (
@@ -95,6 +126,7 @@ ENDS = (
 )
 CHANNELS = "<|channel|>"  # gpt-oss: a text has several messages, which <|end|> ends, and other tokens end the text
 CHANNEL_ENDS = "<|return|>", "<|call|>", "<|endoftext|>"
+PART_ENDS = "<|flush|>", "<|calls|>"  # of Solar Open, where <|end|> ends the parts of a text
 SPACE = "▁"
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' words and GGUF's
 
@@ -153,7 +185,8 @@ class FileVocabulary:
     def ends(self) -> list[int]:
         """Return the tokens that end a text."""
         named = [self.ids["eos"], self._id("eot_token_id"), self._id("eom_token_id")]
-        spelled = [self.vocab.get(token) for token in (CHANNEL_ENDS if CHANNELS in self.vocab else ENDS)]
+        ends = CHANNEL_ENDS if CHANNELS in self.vocab else ENDS
+        spelled = [self.vocab.get(token) for token in (PART_ENDS if {*PART_ENDS} <= self.vocab.keys() else ends)]
         found = [i for i in named if i is not None]
         return list(dict.fromkeys(found + [i for i in spelled if i is not None and self.types[i] == CONTROL]))
 
@@ -297,9 +330,10 @@ class FileVocabulary:
         }
 
     def _bytes(self) -> dict[str, Any]:
-        default = {"gpt2": GPT2, "phi2": "phi-2"}.get(self.file.fields().str("general.architecture"))
         pre = self.keys.str("pre", None)
-        pre = default if pre in (None, "default") else pre  # written by converters before the key existed
+        if pre in (None, "default"):  # written by converters before the key existed
+            usual = UNNAMED.get(self.file.fields().str("general.architecture"), GPT2)
+            pre = "llama-bpe" if "<|begin_of_text|>" in self.vocab else usual
         if pre not in SPLITS:
             what = f"tokenizer.ggml.pre: {str(pre)[:80]!r} is a pre-tokenizer that is not supported"
             raise self.file.error(what, nearest(str(pre), SPLITS, "models/gguf/vocabulary.py lists them"))

@@ -27,7 +27,7 @@ def test_sizes_of_blocks_are_those_of_the_package():
 
 
 @pytest.mark.parametrize("key, value, what", [
-    ("tokenizer.ggml.pre", "viking", "'viking' is a pre-tokenizer that is not supported"),
+    ("tokenizer.ggml.pre", "chameleon", "'chameleon' is a pre-tokenizer that is not supported"),
     ("tokenizer.ggml.model", "t5", "tokenizers of the kind 't5'"),
     ("tokenizer.ggml.merges", ["a q̃"], "merges: 'a q̃' does not fit the vocabulary"),
     ("tokenizer.ggml.token_type", [1, 2, 3], "token_type: expected 104 entries, got 3"),

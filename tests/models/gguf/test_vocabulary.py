@@ -84,6 +84,15 @@ def test_what_ends_a_text(tmp_path):
     assert templates == [{"name": "default", "template": "D"}, {"name": "tools", "template": "T"}]
 
 
+def test_the_end_of_a_part_ends_no_text(tmp_path):
+    """Solar Open ends what it thinks by <|end|>, and goes on."""
+    file = File(GOLDEN / "llama/plain")
+    tokens = ["<unk>", "<s>", "<|flush|>", "<|end|>", "<|calls|>", "<|endoftext|>"]
+    file.keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [2, *[3] * 5]}
+    read, _ = tokenizer_of(file, tmp_path / "file")
+    assert read.ends() == [2, 4]
+
+
 def test_the_end_of_a_message_of_a_channel_ends_no_text(tmp_path):
     """gpt-oss ends what it thinks by <|end|>, and goes on."""
     file = File(GOLDEN / "llama/plain")
@@ -132,6 +141,29 @@ DEEPSEEK_LLM = (  # its letters are all of the alphabets with upper and lower ca
     "[一-龥ࠀ-一가-퟿]+",
     r"\p{N}",
 )
+AFMOE = (  # of each number the first one or two digits, if they are not three, and then threes
+    r"(?<!\p{N})\p{N}(?=(?:\p{N}{3})*(?!\p{N}))|(?<!\p{N})\p{N}{2}(?=(?:\p{N}{3})*(?!\p{N}))|\p{N}{3}",
+    "[一-鿿㐀-䶿豈-\ufaff぀-ゟ゠-ヿ･-ﾟ⼀-\u2fdf\u0e40-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+",
+    HUNYUAN[2],
+)
+JAIS2 = LLAMA3.removesuffix(r"\s+(?!\S)|\s+") + (
+    r"\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)|"
+    r"\s{1,2}(?!\S)|\s{1}"
+)
+EXAONE_MOE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+KIMI_K2 = (
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+YOUTU = (
+    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+    GPT4O.replace("{1,3}", ""),
+)
 
 
 def split(*patterns, digits=False):
@@ -169,6 +201,16 @@ FAMILIES = {  # by tokenizer.ggml.pre: the pre-tokenizer, whether whole words ar
     "lfm2": (split(LLAMA3), True, False),
     "falcon": (FALCON, False, False),
     "bloom": (split(r" ?[^(\s|[.,!?…。，、।۔،])]+"), False, False),
+    "viking": (split(r" ?[^(\s|[.,!?…。，、।۔،])]+", r"\p{N}"), False, False),
+    "afmoe": (split(*AFMOE), False, False),
+    "tiny_aya": (split(r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O), False, False),
+    "superbpe": (split(r"\p{N}+", r"(?=(\d{3})+(?!\d))"), False, False),
+    "jais-2": (split(JAIS2), False, False),
+    "exaone-moe": (split(EXAONE_MOE), False, False),
+    "kimi-k2": (split(KIMI_K2), False, False),
+    "ufakzeka": (split("[^" + LLAMA3.partition("|[^")[2].replace("{1,3}", "")), False, False),
+    "youtu": (split(*YOUTU), True, False),
+    None: (pre_tokenizers.ByteLevel(add_prefix_space=False), False, False),
 }
 CORPUS = [
     *("The quick brown fox's 12345 jumps, don't it? I'LL see 3.14159!" for _ in range(9)),
@@ -177,7 +219,8 @@ CORPUS = [
 ]
 TEXTS = [
     *CORPUS[::9], " ".join(CORPUS[::4]), "www.a-b_c.com/?q=1&r=%20#z", "", "\n", " ",
-    "  two   three    four\n \n\t\t x", "A1B22C333D4444 ½ ² ٣", "été ﬁ Å", "\u3000", "'S 'Ll we'd",
+    "  two   three    four\n \n\t\t x", "A1B22C333D4444E55555 666666 7777777 88888888 ½ ² ٣",
+    "été ﬁ Å", "\u3000", "'S 'Ll we'd",
     "<|im_start|>user\nHi!<|im_end|>\n", "x" * 70, "a\u200db\u00a0c",
 ]  # fmt: skip
 SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
@@ -200,7 +243,7 @@ def test_pre_tokenizers_of_families(pre, tmp_path):
     tokens = sorted(vocab, key=vocab.get)
     file.keys = {key: value for key, value in file.keys.items() if not key.startswith("tokenizer.ggml")} | {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
+        **({} if pre is None else {"tokenizer.ggml.pre": pre}),
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in tokens],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in trained["merges"]],
@@ -211,7 +254,7 @@ def test_pre_tokenizers_of_families(pre, tmp_path):
     library.model = whole
     library.add_special_tokens(SPECIAL)
     _, ours = tokenizer_of(file, tmp_path / "file")
-    begins = [0] if whole_words else []
+    begins = [0] if whole_words and pre != "youtu" else []
     for text in [*TEXTS, " zebrafish zebrafish"]:
         expected = library.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_special=False, parse_special=True) == expected, text
