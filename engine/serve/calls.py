@@ -41,7 +41,7 @@ class ToolUse:
     def stream(self) -> CallStream:
         """A reader of a reply."""
         led = self.forced and bool(self.format.lead) and not self.format.named
-        return CallStream(self.format, self.functions.keys(), led=led, several=self.several)
+        return CallStream(self.format, self.functions, led=led, several=self.several)
 
     def written(self, call: ToolCall) -> dict[str, Any]:
         """A call of a reply in OpenAI's format, with a new id."""

@@ -91,7 +91,11 @@ def _call(value: Any) -> Call | None:
     """The call that an object of JSON describes."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+    if (
+        not isinstance(value, dict)
+        or not isinstance(name := value.get("name", value.get("tool_name")), str)
+        or not name
+    ):
         return None
     arguments = next((value[key] for key in ("arguments", "parameters") if key in value), {})
     try:

@@ -255,18 +255,22 @@ class ChatTemplate:
         return message | {"content": self.thoughts.join(thought, answer)}
 
     def turn_end(self) -> str:
-        """The special token that this template writes after an assistant's message; "" if it writes none there."""
+        """The special token that this template writes after an assistant's message; "" if it writes none there, or if
+        it writes the same one between thought and answer."""
         if self._turn_end is None:
             mark = "ANSWER"
             while mark in self.source:
                 mark += "X"
-            messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": mark}]
+            reply = {"role": "assistant", "content": mark, "reasoning": f"THOUGHT {mark}"}
+            messages = [{"role": "user", "content": "Hello"}, reply]
             try:
                 text = "".join(text for text, _ in self.render(messages, add_generation_prompt=False))
             except (UsageError, CheckpointError):  # rendering the conversation reports the fault
                 text = ""
-            rest = text.rpartition(mark)[2].lstrip() if mark in text else ""
-            self._turn_end = max((s for s in self._special if rest.startswith(s)), key=len, default="")
+            between, _, rest = text.partition(f"THOUGHT {mark}")[2].rpartition(mark)
+            rest = (rest if between else text.rpartition(mark)[2]).lstrip() if mark in text else ""
+            ends = (s for s in self._special if rest.startswith(s) and s not in between)
+            self._turn_end = max(ends, key=len, default="")
         return self._turn_end
 
     def _ask(self, request: dict[str, Any], source: str) -> dict[str, Any]:

@@ -7,6 +7,10 @@
 | mistral | `[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]`; newer ones `[TOOL_CALLS]f[ARGS]{"a": 1}` |
 | lfm2 | `<|tool_call_start|>[f(a=1)]<|tool_call_end|>`, or JSON as in the other lists |
 | gemma4 | `<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>` |
+| granite, phi4 | `<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]`, and `<|/tool_call|>` of Phi-4 |
+| nemotron (Nano v2) | `<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>` |
+| cohere (Command R7B, A) | `<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": 1}}]<|END_ACTION|>` |
+| functions and others | blocks of tags, see `engine.text.call_blocks`; or JSON as hermes |
 | channels (gpt-oss) | `<|call|>f{"a": 1}`, as `engine.text.channels` writes what it reads |
 
 A reply may also begin with calls without marks, perhaps in Markdown code fences, if they name given functions, because
@@ -17,10 +21,12 @@ work is linear in the text, however it is split into pieces.
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import UsageError, shortened
+from engine.text import call_blocks
+from engine.text.call_blocks import Blocks, Until
 from engine.text.call_literals import QUOTE, Brackets, quoted_text, read_calls
 from engine.text.channels import CALL, CHANNEL, FUNCTIONS, MESSAGE, start_at_end
 from engine.text.sandbox import SPACES
@@ -29,6 +35,8 @@ from engine.text.sandbox import SPACES
 CALL_MARKS = frozenset(
     {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<tool_call>", "</tool_call>"}
     | {"<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", QUOTE}
+    | {"<|tool_call|>", "<|/tool_call|>", "<|START_ACTION|>", "<|END_ACTION|>"}
+    | call_blocks.MARKS
 )
 MOST_SPACE = 64  # characters of white space before a call that are left out with it
 MOST_HEAD = 200  # characters before the arguments of a call that has its name there
@@ -66,6 +74,7 @@ class ToolFormat:
         named: the lead has a place for the name, and only the arguments follow it.
         quoted: the name stands before the arguments, whose keys are bare and whose texts stand between `QUOTE`s.
         end: a token that models write after calls; it ends a reply.
+        blocks: what stands between opening and closing, if it is no JSON; None: JSON.
     """
 
     name: str
@@ -79,6 +88,7 @@ class ToolFormat:
     named: bool = False
     quoted: bool = False
     end: str = ""
+    blocks: Blocks | None = None
 
     def written(self, calls: Sequence[ToolCall]) -> str:
         """Calls as a model of this family writes them, for templates that do not write those of earlier replies."""
@@ -140,6 +150,25 @@ CHANNELS = ToolFormat(
     named=True,
     end=CALL,
 )
+GRANITE = ToolFormat("granite", "<|tool_call|>", listed=True, lead="<|tool_call|>")
+PHI4 = replace(GRANITE, name="phi4", closing="<|/tool_call|>")
+NEMOTRON = ToolFormat("nemotron", "<TOOLCALL>", "</TOOLCALL>", listed=True, lead="<TOOLCALL>")
+COHERE = ToolFormat("cohere", "<|START_ACTION|>", "<|END_ACTION|>", "parameters", listed=True, lead="<|START_ACTION|>")
+FUNCTIONS = replace(HERMES, name="functions", blocks=call_blocks.FUNCTIONS)
+KEYS = replace(HERMES, name="keys", blocks=call_blocks.KEYS)
+
+
+def _tagged(name: str, opening: str, closing: str, blocks: Blocks) -> ToolFormat:
+    return ToolFormat(name, opening, closing, lead=f"{opening}\n", blocks=blocks)
+
+
+SEED = _tagged("seed", "<seed:tool_call>", "</seed:tool_call>", call_blocks.FUNCTIONS)
+MINIMAX = _tagged("minimax", "<minimax:tool_call>", "</minimax:tool_call>", call_blocks.INVOKES)
+DSML = _tagged("dsml", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", call_blocks.DSML)
+DEEPSEEK = _tagged("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call_blocks.DEEPSEEK)
+KIMI = _tagged("kimi", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", call_blocks.KIMI)
+# By their openings, the first that a template has.
+OPENED = {form.opening: form for form in (SEED, MINIMAX, DEEPSEEK, KIMI, NEMOTRON, COHERE)} | {"｜DSML｜": DSML}
 
 
 def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:
@@ -152,6 +181,14 @@ def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:
         return GEMMA4
     if "<|tool_call_start|>" in template or "<|tool_list_start|>" in template:
         return LFM2
+    if opened := next((form for opening, form in OPENED.items() if opening in template), None):
+        return opened
+    if "<tool_call>" in template and ("<function=" in template or "<arg_key>" in template):
+        return KEYS if "<arg_key>" in template else FUNCTIONS
+    if "<tool_call>" not in template and {PHI4.opening, PHI4.closing} <= {*added}:
+        return PHI4
+    if GRANITE.opening in template:
+        return GRANITE
     if "<tool_call>" not in template and ("<|python_tag|>" in template or '"parameters": dictionary' in template):
         return LLAMA3
     return LFM2 if "<tool_call>" not in template and LFM2.opening in added else HERMES
@@ -196,7 +233,8 @@ class CallStream:
 
     Args:
         format: the model's format of calls.
-        names: names of the functions; without an opening a reply can only be a call of one of these.
+        names: names of the functions, perhaps with the schemas of their arguments; without an opening a reply can only
+            be a call of one of these.
         led: the reply begins after the format's `lead`.
         several: False leaves out everything after the first call.
 
@@ -214,7 +252,7 @@ class CallStream:
         self._taken: list[str] = []  # text that is dropped if a call follows it
         self._body: list[str] = []
         self._name = ""  # the name before the arguments
-        self._brackets: Brackets | None = None
+        self._brackets: Brackets | Until | None = None
         self._shown = self._parted = False  # there was text; there was a call after it
 
     def push(self, text: str) -> list[str | ToolCall]:
@@ -276,20 +314,27 @@ class CallStream:
     def _call(self, last: bool) -> list[str | ToolCall]:
         if self._brackets is None:
             at = self._begin(self._held)
+            if at is None and self._opened and self.format.blocks:
+                begun = self.format.blocks.begins(self._held.lstrip())
+                at, self._brackets = (0, Until(self._closes)) if begun else (None if begun is False else -1, None)
             if at is None:
                 return self._reject()
             if at < 0:
                 return []
             self._name = self._held[:at]
             self._taken, self._held = [*self._taken, self._name], self._held[at:]
-            self._brackets = Brackets(self.format.quoted)
+            self._brackets = self._brackets or Brackets(self.format.quoted)
         end = self._brackets.feed(self._held)
         self._body.append(self._held if end < 0 else self._held[:end])
         self._held = "" if end < 0 else self._held[end:]
-        if end < 0:
+        if end < 0 and not (last and isinstance(self._brackets, Until)):  # many leave the closing of a block out
             return []
         head = _HEAD.fullmatch(self._name)
-        calls = read_calls("".join(self._body), head[1] if head else "", quoted=self.format.quoted)
+        if self.format.blocks and isinstance(self._brackets, Until):
+            functions = self.names if isinstance(self.names, Mapping) else {}
+            calls, self._closes = self.format.blocks.read("".join(self._body), self._closes, functions), ""
+        else:
+            calls = read_calls("".join(self._body), head[1] if head else "", quoted=self.format.quoted)
         if not calls or ((self.format.bare or not self._opened) and not all(name in self.names for name, _ in calls)):
             return self._reject()
         self.called, self._parted = True, self._shown

@@ -163,6 +163,14 @@ def test_the_end_of_a_turn(name, end):
     assert template(name).turn_end() == end
 
 
+def test_the_end_of_a_thought_is_no_end_of_a_turn():
+    """As Solar Open writes both; its replies end by a token that only generation_config.json lists."""
+    thought = "{% if m.reasoning %}<|think|>{{ m.reasoning }}</s>{% endif %}"
+    source = f"{{% for m in messages %}}{thought}{{{{ m.content }}}}</s>{{% endfor %}}"
+    assert ChatTemplate(source, special=SPECIAL).turn_end() == ""
+    assert ChatTemplate(source.replace("g }}</s>", "g }}"), special=SPECIAL).turn_end() == "</s>"
+
+
 def test_a_template_that_rejects_every_message_has_no_end_of_a_turn():
     assert ChatTemplate("{{ raise_exception('no') }}", special=SPECIAL).turn_end() == ""
 

@@ -14,11 +14,22 @@ from engine.text.call_literals import read_calls
 from engine.text.template import ChatTemplate
 from engine.text.tool_calls import (
     CHANNELS,
+    COHERE,
+    DEEPSEEK,
+    DSML,
+    FUNCTIONS,
     GEMMA4,
+    GRANITE,
     HERMES,
+    KEYS,
+    KIMI,
     LFM2,
     LLAMA3,
+    MINIMAX,
     MISTRAL,
+    NEMOTRON,
+    PHI4,
+    SEED,
     CallStream,
     ToolCall,
     described,
@@ -28,12 +39,22 @@ from engine.text.tool_calls import (
 from tests.engine.text.test_infill import tokenizer
 
 NAMES = {"f", "g"}
+TAGGED = [FUNCTIONS, KEYS, SEED, MINIMAX, DSML, DEEPSEEK, KIMI, GRANITE, PHI4, NEMOTRON, COHERE]
 NESTED = {"k": None, "l": [True, False]}
 F, G = ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")
 GEMMA = "<|tool_call>call:"
 QUOTED = '{n:null,l:[-1.5e2,<|"|><|"|>,{it\'s:<|"|>it\'s {" } \\<|"|>}],yes:true ,<|"|>q<|"|>:"<|\\u00e9",3d:None}'
 PLAIN = {"n": None, "l": [-150.0, "", {"it's": "it's {\" } \\"}], "yes": True, "q": "<|é", "3d": None}
 ONE, TWO = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
+FUNCTION = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+CODE = (
+    "<function=f><parameter=a>\nx < 1\n\n  }\n</parameter><parameter=b>[1, {}]</parameter>"
+    "<parameter=c>Ö</parameter></function>"
+)
+INVOKE = '<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>'
+TEXT = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter></｜DSML｜invoke>'
+FENCED = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
+KIMI_F = '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
 CASES = [
     (HERMES, f"<tool_call>\n{ONE}\n</tool_call>", [F]),
     (HERMES, f"I look.\n\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>\n{TWO}\n</tool_call>", ["I look.", F, G]),
@@ -88,6 +109,43 @@ CASES = [
     (GEMMA4, f'{GEMMA}f{{a:<|"|>cut }}', [f'{GEMMA}f{{a:<|"|>cut }}']),
     (GEMMA4, "<|tool_call>no call", ["<|tool_call>no call"]),
     (GEMMA4, ONE, [F]),
+    (FUNCTIONS, f"<tool_call>\n{FUNCTION}\n</tool_call>", [F]),
+    (
+        FUNCTIONS,
+        f"See.\n\n<tool_call>\n{FUNCTION}\n</tool_call>\n<tool_call>{ONE}</tool_call> .",
+        ["See.", F, F, "\n."],
+    ),
+    (FUNCTIONS, f"<tool_call>{FUNCTION}<function=g></function>", [F, G]),
+    (FUNCTIONS, f"<tool_call>{FUNCTION[:-3]}</tool_call>", [f"<tool_call>{FUNCTION[:-3]}</tool_call>"]),
+    (FUNCTIONS, f"<tool_call>{FUNCTION} x</tool_call>", [f"<tool_call>{FUNCTION} x</tool_call>"]),
+    (FUNCTIONS, f"<tool_call>{FUNCTION[:-20]}", [f"<tool_call>{FUNCTION[:-20]}"]),
+    (FUNCTIONS, f"<tool_call>{CODE}</tool_call>", [ToolCall("f", '{"a": "x < 1\\n\\n  }", "b": [1, {}], "c": "Ö"}')]),
+    (FUNCTIONS, f"<tool_call> {FUNCTION[:7]}<tool_call>{FUNCTION}</tool_call>", [f"<tool_call> {FUNCTION[:7]}", F]),
+    (FUNCTIONS, "<tool_call>\n<func", ["<tool_call>\n<func"]),
+    (SEED, f"<seed:tool_call>\n{FUNCTION}\n</seed:tool_call>", [F]),
+    (KEYS, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", [F]),
+    (KEYS, "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call><tool_call>g</tool_call>", [F, G]),
+    (KEYS, "<tool_call>not a call</tool_call>", ["<tool_call>not a call</tool_call>"]),
+    (KEYS, "<tool_call>f<arg_key>a</arg_key></tool_call>", ["<tool_call>f<arg_key>a</arg_key></tool_call>"]),
+    (MINIMAX, f'<minimax:tool_call>\n{INVOKE}\n<invoke name="g">\n</invoke>\n</minimax:tool_call>', [F, G]),
+    (DSML, "<｜DSML｜function_calls>\n" + INVOKE.replace("<", "<｜DSML｜").replace("<｜DSML｜/", "</｜DSML｜"), [F]),
+    (DSML, f"<｜DSML｜function_calls>{TEXT}</｜DSML｜function_calls>", [ToolCall("f", '{"a": "1"}')]),
+    (
+        DEEPSEEK,
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        [F],
+    ),
+    (DEEPSEEK, f"<｜tool▁calls▁begin｜>{FENCED}\n{FENCED}<｜tool▁calls▁end｜>", [F, F]),
+    (DEEPSEEK, "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>", ["<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>"]),
+    (KIMI, f"Hi.<|tool_calls_section_begin|>{KIMI_F}<|tool_calls_section_end|>", ["Hi.", F]),
+    (GRANITE, f"<|tool_call|>[{ONE}, {TWO}]", [F, G]),
+    (PHI4, f"<|tool_call|>[{ONE}]<|/tool_call|>", [F]),
+    (NEMOTRON, f"<TOOLCALL>[{ONE}]</TOOLCALL>", [F]),
+    (
+        COHERE,
+        '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
+        [F],
+    ),
     (LFM2, "<|tool_call_start|>[f(1)]<|tool_call_end|>", ["<|tool_call_start|>[f(1)]<|tool_call_end|>"]),
 ]
 
@@ -117,7 +175,7 @@ def test_whole_and_cut_at_every_character(format, text, expected):
 
 
 @given(
-    st.sampled_from([HERMES, LLAMA3, MISTRAL, LFM2, GEMMA4]),
+    st.sampled_from([HERMES, LLAMA3, MISTRAL, LFM2, GEMMA4, FUNCTIONS, KEYS]),
     st.lists(
         st.sampled_from(
             [
@@ -127,6 +185,9 @@ def test_whole_and_cut_at_every_character(format, text, expected):
                     f"{GEMMA}g",
                     '<|"|>',
                     "a:1",
+                    FUNCTION,
+                    "<arg_key>a</arg_key>",
+                    "<arg_value>1</arg_value>",
                     "<tool_call|>",
                     "<|tool_call_end|>",
                     ONE,
@@ -156,7 +217,7 @@ def test_anything_cut_anywhere(format, parts, cuts, several):
     )
 
 
-@pytest.mark.parametrize("format", [HERMES, MISTRAL, LFM2, GEMMA4])
+@pytest.mark.parametrize("format", [HERMES, MISTRAL, LFM2, GEMMA4, FUNCTIONS, DEEPSEEK, GRANITE])
 def test_text_comes_at_once_and_no_part_of_a_marker_does(format):
     stream = CallStream(format, NAMES)
     assert stream.push("Hello there, ") == ["Hello there,"] and stream.push("you") == [" you"]
@@ -230,8 +291,14 @@ def test_what_is_no_call(text):
 
 def test_the_work_grows_with_the_text_and_no_faster():
     start = time.process_time()
-    for text in ("<tool_call>" * 4_000, "<tool_call>{" + '"a' * 20_000, " " * 40_000, "[TOOL_CALLS]f" * 4_000):
-        for format in (HERMES, LLAMA3, MISTRAL, GEMMA4):
+    for text in (
+        "<tool_call>" * 4_000,
+        "<tool_call>{" + '"a' * 20_000,
+        " " * 40_000,
+        "[TOOL_CALLS]f" * 4_000,
+        "<tool_call>f" * 9_000,
+    ):
+        for format in (HERMES, LLAMA3, MISTRAL, GEMMA4, FUNCTIONS, KEYS):
             assert read(format, text, several=True) == [text]
     assert time.process_time() - start < 20
 
@@ -248,13 +315,28 @@ def test_the_work_grows_with_the_text_and_no_faster():
         ("{{ '<|tool_call>call:' }}", (), GEMMA4),
         ("nothing", ("<|tool_call>",), GEMMA4),
         ("nothing", ("<|channel|>", "<|message|>"), CHANNELS),
+        ("<tool_call>\\n<function=example", ("<tool_call>",), FUNCTIONS),
+        ("<tool_call>{{ f }}\\n<arg_key>", (), KEYS),
+        ("<tool_call>", ("<|tool_call|>", "<|/tool_call|>"), HERMES),
+        ("nothing", ("<|tool_call|>", "<|/tool_call|>"), PHI4),
+        ("write <|tool_call|> and a list", ("<|tool_call|>",), GRANITE),
+        *((f"{{{{ '{form.opening}' }}}} <function= <tool_call>", (), form) for form in TAGGED[2:7]),
+        *((f"{{{{ '{form.opening}' }}}}", (), form) for form in (NEMOTRON, COHERE)),
     ],
 )
 def test_the_format_of_a_template(template, added, format):
     assert format_of(template, added) is format
 
 
-@pytest.mark.parametrize("format", [HERMES, LLAMA3, MISTRAL, LFM2, GEMMA4])
+def test_schemas_tell_texts_from_other_values():
+    properties = {"a": {"type": "string"}, "b": {"enum": ["1", "2"]}, "c": {"type": ["string", "null"]}, "d": {}}
+    values = "".join(f"<parameter={key}>1</parameter>" for key in properties)
+    stream = CallStream(FUNCTIONS, {"f": {"properties": properties}})
+    found = stream.push(f"<tool_call><function=f>{values}<parameter=e>True</parameter></function></tool_call>")
+    assert found == [ToolCall("f", '{"a": "1", "b": "1", "c": 1, "d": 1, "e": true}')]
+
+
+@pytest.mark.parametrize("format", [HERMES, LLAMA3, MISTRAL, LFM2, GEMMA4, *TAGGED])
 def test_what_is_written_is_read(format):
     assert read(format, format.written([F, G])) == [F, G]
 

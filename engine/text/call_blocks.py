@@ -1,0 +1,159 @@
+"""Calls in blocks: a name and its arguments between tags, one or several in a block.
+
+| blocks | a call |
+|---|---|
+| FUNCTIONS (Qwen 3.5, Qwen3-Coder, Nemotron 3, Seed-OSS) | `<function=f><parameter=a>1</parameter></function>` |
+| INVOKES (MiniMax M2) | `<invoke name="f"><parameter name="a">1</parameter></invoke>` |
+| DSML (DeepSeek V3.2) | the same with `｜DSML｜` in each tag, and `string="false"` where a value is JSON |
+| KEYS (GLM 4.5 and later) | `f<arg_key>a</arg_key><arg_value>1</arg_value>` |
+| DEEPSEEK (V3.1) | `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`; V3 and R1: in a code fence |
+| KIMI (Kimi K2) | `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>` |
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.text.call_literals import Call, read_calls
+
+_NAME = re.compile(r"[\w.:/-]{1,256}")
+_STRING = '" string="'
+_FENCED = re.compile(r"\s*(\S+)\s*```(?:json)?\s*(.*?)\s*```\s*", re.S)
+_WORDS = {"True": True, "False": False, "None": None}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The tags of a form.
+
+    Args:
+        call: before the name, after it, after the arguments.
+        item: before a key, between key and value, after the value; None: the arguments are JSON.
+        named: the text before a name that is left out, and what separates it from a number.
+    """
+
+    call: tuple[str, str, str]
+    item: tuple[str, str, str] | None = None
+    named: tuple[str, str] = ("", "")
+
+    def begins(self, text: str) -> bool | None:
+        """Whether a text, which is not empty, begins like a call; None: not certain yet."""
+        opening = self.call[0]
+        if not opening:
+            return _NAME.match(text) is not None
+        return True if text.startswith(opening) else None if opening.startswith(text) else False
+
+    def read(self, text: str, closing: str, functions: Mapping[str, Any]) -> list[Call]:
+        """The calls of a block; none if it is malformed.
+
+        Args:
+            text: the block after its opening, up to and including `closing`, which may be left out.
+            closing: the tag that ends a block.
+            functions: name -> JSON schema of the arguments; {} if they are not known.
+        """
+        text, found, at = text.removesuffix(closing), list[Call](), 0
+        opening, middle, end = self.call
+        while text[at:].strip():
+            begin = text.find(opening, at)
+            if begin < 0 or text[at:begin].strip():
+                return []
+            begin += len(opening)
+            ends = text.find(end, begin) if end else len(text)
+            split = text.find(middle, begin, ends)
+            split = ends if split < 0 and not end else split  # no arguments
+            name = text[begin:split].strip()
+            if ends < 0 or split < 0 or not _NAME.fullmatch(name):
+                return []
+            call = self._call(name, text[split + len(middle) * bool(end) : ends], functions)
+            if call is None:
+                return []
+            found.append(call)
+            at = ends + len(end)
+        return found
+
+    def _call(self, name: str, body: str, functions: Mapping[str, Any]) -> Call | None:
+        before, after = self.named
+        if after:
+            name = name.removeprefix(before).rpartition(after)[0] or name
+        if self.item is not None:
+            return self._arguments(name, body, functions)
+        if fenced := _FENCED.fullmatch(body) if name == "function" else None:
+            name, body = fenced[1], fenced[2]
+        calls = read_calls(body.strip(), name)
+        return calls[0] if len(calls) == 1 else None
+
+    def _arguments(self, name: str, body: str, functions: Mapping[str, Any]) -> Call | None:
+        assert self.item is not None
+        (opening, middle, end), at, arguments = self.item, 0, dict[str, Any]()
+        schemas = _object(_object(functions.get(name)).get("properties"))
+        while body[at:].strip():
+            begin = body.find(opening, at)
+            split = body.find(middle, begin + len(opening)) if begin >= 0 else -1
+            ends = body.find(end, split + len(middle)) if split >= 0 else -1
+            if ends < 0 or body[at:begin].strip():
+                return None
+            key, stated, string = body[begin + len(opening) : split].partition(_STRING)
+            value = body[split + len(middle) : ends].removeprefix("\n").removesuffix("\n")
+            if opening == KEYS.call[1]:
+                value = value.strip().removeprefix("<arg_value>")
+            text = string == "true" if stated else _is_text(schemas.get(key.strip()))
+            arguments[key.strip()] = value if text else _value(value)
+            at = ends + len(end)
+        return name, json.dumps(arguments, ensure_ascii=False)
+
+
+FUNCTIONS = Blocks(("<function=", ">", "</function>"), ("<parameter=", ">", "</parameter>"))
+INVOKES = Blocks(('<invoke name="', '">', "</invoke>"), ('<parameter name="', '">', "</parameter>"))
+DSML = Blocks(
+    ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"), ('<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>")
+)
+KEYS = Blocks(("", "<arg_key>", ""), ("<arg_key>", "</arg_key>", "</arg_value>"))
+DEEPSEEK = Blocks(("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
+KIMI = Blocks(("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"), named=("functions.", ":"))
+MARKS = frozenset(
+    {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "｜DSML｜", *DEEPSEEK.call, *KIMI.call}
+    | {"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"}
+    | {"<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>"}
+)
+
+
+class Until:
+    """Finds the end of a block as it arrives, like `engine.text.call_literals.Brackets`.
+
+    Args:
+        closing: the tag that ends it.
+    """
+
+    def __init__(self, closing: str):
+        self._closing, self._tail = closing, ""
+
+    def feed(self, text: str) -> int:
+        """Add text. Returns the place after the closing tag; -1 if it has not come yet."""
+        before, whole = len(self._tail), self._tail + text
+        at = whole.find(self._closing)
+        self._tail = whole[len(whole) - min(len(whole), len(self._closing) - 1) :]
+        return at + len(self._closing) - before if at >= 0 else -1
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether values of a schema are texts only."""
+    schema = _object(schema)
+    kinds = schema.get("type")
+    if kinds is not None:
+        return kinds == "string" or kinds == ["string"]
+    values = schema.get("enum")
+    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+
+
+def _value(text: str) -> Any:
+    """A value that may be JSON, and is a text otherwise."""
+    try:
+        return json.loads(text, parse_constant=str)
+    except (ValueError, RecursionError):
+        return _WORDS.get(text.strip(), text)
