@@ -87,21 +87,20 @@ def add_flags(
     added: dict[str, AddedToken], vocab: Iterable[str], config: dict[str, Any], names: dict[str, str]
 ) -> dict[str, AddedToken]:
     """Added tokens by spelling, with the flags of tokenizer_config.json. As in transformers 5, the tokens that it names
-    are special, and so are those of the vocabulary that it lists as extra ones, unless they are added already."""
+    are special, and so are those that it lists as extra ones, unless they are added already with flags of their own."""
     for entry in _dict(config.get("added_tokens_decoder")).values():
         if isinstance(entry, dict) and entry.get("content") in added:
             special = added[entry["content"]].special  # the library keeps special tokens special
             added[entry["content"]] = token = AddedToken(entry["content"], **_flags(entry))
             token.special = token.special or special
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     named = [value for value in config.values() if isinstance(value, dict) and value.get("content") in names.values()]
     flags = {value["content"]: {"normalized": False, **_flags(value)} for value in named}
-    if isinstance(extra, dict):
-        names, extra = {**names, **named_tokens({f"{name}_token": value for name, value in extra.items()})}, []
+    if isinstance(extra := _extra(config), dict):
+        names = {**names, **named_tokens({f"{name}_token": value for name, value in extra.items()})}
     for content in names.values():
         if content in added:
             added[content].special = True
-    for content in [*names.values(), *sorted(filter(None, map(_content, extra)))]:
+    for content in [*names.values(), *sorted(_listed_extra(config))]:
         if content in vocab and content not in added:
             added[content] = AddedToken(content, **{"normalized": False, **flags.get(content, {}), "special": True})
     return added
@@ -120,6 +119,7 @@ def add_tokens(
     added: dict[str, AddedToken] = {}
     pieces = {i: piece for piece, i in vocab.items()}
     flags, ids = _dict(config.get("added_tokens_decoder")), read_json(folder / "added_tokens.json")
+    extra = _listed_extra(config)
     for content, i, file in _listed(folder, ids, flags):
         if vocab.setdefault(content, i) != i:
             what = f"vocabulary mismatch: the added token {content!r} has the ids {i} and {vocab[content]}"
@@ -128,7 +128,7 @@ def add_tokens(
             vocab.pop(old, None)
             added.pop(old, None)
         pieces[i] = content
-        added[content] = AddedToken(content, normalized=False)
+        added[content] = AddedToken(content, normalized=False, special=content in ids and content in extra)
     return add_flags(added, vocab, config, names)
 
 
@@ -141,12 +141,14 @@ def complete(library: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]
     """
     flags = _dict(config.get("added_tokens_decoder"))
     ids = {} if "added_tokens_decoder" in config else read_json(folder / "added_tokens.json")
+    extra = _listed_extra(config)
     own = {token.content for token in library.get_added_tokens_decoder().values()}
     for content, i, file in sorted(_listed(folder, ids, flags), key=lambda entry: entry[1]):
         if content in own:
             continue
         known = library.token_to_id(content)
-        library.add_tokens([AddedToken(content, normalized=content not in names.values())])  # flags follow
+        special = content in names.values() or (content in ids and content in extra)
+        library.add_tokens([AddedToken(content, normalized=not special, special=special)])  # other flags follow
         if known is None and (got := library.token_to_id(content)) != i:
             what = f"vocabulary mismatch: tokenizer.json lacks the token {content!r}, whose id would be {got}, not {i}"
             raise CheckpointError(what, where=str(file), remedy="get the tokenizer.json that was saved with this file")
@@ -315,6 +317,16 @@ def _content(value: Any) -> str | None:
     """A token's spelling, written as a string or as an object."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
+
+
+def _extra(config: dict[str, Any]) -> Any:
+    return config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+
+
+def _listed_extra(config: dict[str, Any]) -> set[str]:
+    """The spellings of a list of further special tokens."""
+    extra = _extra(config)
+    return set() if isinstance(extra, dict) else {content for content in map(_content, extra) if content}
 
 
 def _flags(entry: dict[str, Any]) -> dict[str, bool]:

@@ -371,6 +371,9 @@ def test_flags_of_tokens_that_the_configuration_names(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.special_spellings == {"<s>", "<p>", "<y>"}
+    (tmp_path / "added_tokens.json").write_text('{"<z>": 260, "<w>": 261}')
+    (tmp_path / "tokenizer_config.json").write_text('{"additional_special_tokens": ["<x>", "<z>"]}')
+    assert Tokenizer.load(tmp_path).special_spellings == {"<y>", "<z>"}
     assert tokenizer.encode(" <s> <p> <y>", parse_special=True) == [256, BYTES["<0x20>"], 257, 259]
 
 
