@@ -10,7 +10,7 @@
 | granite, phi4 | `<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]`, and `<|/tool_call|>` of Phi-4 |
 | nemotron (Nano v2) | `<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>` |
 | cohere (Command R7B, A) | `<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": 1}}]<|END_ACTION|>` |
-| functions and others | blocks of tags, see `engine.text.call_blocks`; or JSON as hermes |
+| qwen35 and others | blocks of tags, see `engine.text.call_blocks`; or JSON as hermes |
 | channels (gpt-oss) | `<|call|>f{"a": 1}`, as `engine.text.channels` writes what it reads |
 
 A reply may also begin with calls without marks, perhaps in Markdown code fences, if they name given functions, because
@@ -154,7 +154,7 @@ GRANITE = ToolFormat("granite", "<|tool_call|>", listed=True, lead="<|tool_call|
 PHI4 = replace(GRANITE, name="phi4", closing="<|/tool_call|>")
 NEMOTRON = ToolFormat("nemotron", "<TOOLCALL>", "</TOOLCALL>", listed=True, lead="<TOOLCALL>")
 COHERE = ToolFormat("cohere", "<|START_ACTION|>", "<|END_ACTION|>", "parameters", listed=True, lead="<|START_ACTION|>")
-FUNCTIONS = replace(HERMES, name="functions", blocks=call_blocks.FUNCTIONS)
+QWEN35 = replace(HERMES, name="qwen35", blocks=call_blocks.FUNCTIONS)
 KEYS = replace(HERMES, name="keys", blocks=call_blocks.KEYS)
 
 
@@ -184,7 +184,7 @@ def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:
     if opened := next((form for opening, form in OPENED.items() if opening in template), None):
         return opened
     if "<tool_call>" in template and ("<function=" in template or "<arg_key>" in template):
-        return KEYS if "<arg_key>" in template else FUNCTIONS
+        return KEYS if "<arg_key>" in template else QWEN35
     if "<tool_call>" not in template and {PHI4.opening, PHI4.closing} <= {*added}:
         return PHI4
     if GRANITE.opening in template:

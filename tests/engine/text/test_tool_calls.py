@@ -17,7 +17,6 @@ from engine.text.tool_calls import (
     COHERE,
     DEEPSEEK,
     DSML,
-    FUNCTIONS,
     GEMMA4,
     GRANITE,
     HERMES,
@@ -29,6 +28,7 @@ from engine.text.tool_calls import (
     MISTRAL,
     NEMOTRON,
     PHI4,
+    QWEN35,
     SEED,
     CallStream,
     ToolCall,
@@ -39,7 +39,7 @@ from engine.text.tool_calls import (
 from tests.engine.text.test_infill import tokenizer
 
 NAMES = {"f", "g"}
-TAGGED = [FUNCTIONS, KEYS, SEED, MINIMAX, DSML, DEEPSEEK, KIMI, GRANITE, PHI4, NEMOTRON, COHERE]
+TAGGED = [QWEN35, KEYS, SEED, MINIMAX, DSML, DEEPSEEK, KIMI, GRANITE, PHI4, NEMOTRON, COHERE]
 NESTED = {"k": None, "l": [True, False]}
 F, G = ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")
 GEMMA = "<|tool_call>call:"
@@ -109,19 +109,19 @@ CASES = [
     (GEMMA4, f'{GEMMA}f{{a:<|"|>cut }}', [f'{GEMMA}f{{a:<|"|>cut }}']),
     (GEMMA4, "<|tool_call>no call", ["<|tool_call>no call"]),
     (GEMMA4, ONE, [F]),
-    (FUNCTIONS, f"<tool_call>\n{FUNCTION}\n</tool_call>", [F]),
+    (QWEN35, f"<tool_call>\n{FUNCTION}\n</tool_call>", [F]),
     (
-        FUNCTIONS,
+        QWEN35,
         f"See.\n\n<tool_call>\n{FUNCTION}\n</tool_call>\n<tool_call>{ONE}</tool_call> .",
         ["See.", F, F, "\n."],
     ),
-    (FUNCTIONS, f"<tool_call>{FUNCTION}<function=g></function>", [F, G]),
-    (FUNCTIONS, f"<tool_call>{FUNCTION[:-3]}</tool_call>", [f"<tool_call>{FUNCTION[:-3]}</tool_call>"]),
-    (FUNCTIONS, f"<tool_call>{FUNCTION} x</tool_call>", [f"<tool_call>{FUNCTION} x</tool_call>"]),
-    (FUNCTIONS, f"<tool_call>{FUNCTION[:-20]}", [f"<tool_call>{FUNCTION[:-20]}"]),
-    (FUNCTIONS, f"<tool_call>{CODE}</tool_call>", [ToolCall("f", '{"a": "x < 1\\n\\n  }", "b": [1, {}], "c": "Ö"}')]),
-    (FUNCTIONS, f"<tool_call> {FUNCTION[:7]}<tool_call>{FUNCTION}</tool_call>", [f"<tool_call> {FUNCTION[:7]}", F]),
-    (FUNCTIONS, "<tool_call>\n<func", ["<tool_call>\n<func"]),
+    (QWEN35, f"<tool_call>{FUNCTION}<function=g></function>", [F, G]),
+    (QWEN35, f"<tool_call>{FUNCTION[:-3]}</tool_call>", [f"<tool_call>{FUNCTION[:-3]}</tool_call>"]),
+    (QWEN35, f"<tool_call>{FUNCTION} x</tool_call>", [f"<tool_call>{FUNCTION} x</tool_call>"]),
+    (QWEN35, f"<tool_call>{FUNCTION[:-20]}", [f"<tool_call>{FUNCTION[:-20]}"]),
+    (QWEN35, f"<tool_call>{CODE}</tool_call>", [ToolCall("f", '{"a": "x < 1\\n\\n  }", "b": [1, {}], "c": "Ö"}')]),
+    (QWEN35, f"<tool_call> {FUNCTION[:7]}<tool_call>{FUNCTION}</tool_call>", [f"<tool_call> {FUNCTION[:7]}", F]),
+    (QWEN35, "<tool_call>\n<func", ["<tool_call>\n<func"]),
     (SEED, f"<seed:tool_call>\n{FUNCTION}\n</seed:tool_call>", [F]),
     (KEYS, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", [F]),
     (KEYS, "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call><tool_call>g</tool_call>", [F, G]),
@@ -175,7 +175,7 @@ def test_whole_and_cut_at_every_character(format, text, expected):
 
 
 @given(
-    st.sampled_from([HERMES, LLAMA3, MISTRAL, LFM2, GEMMA4, FUNCTIONS, KEYS]),
+    st.sampled_from([HERMES, LLAMA3, MISTRAL, LFM2, GEMMA4, QWEN35, KEYS]),
     st.lists(
         st.sampled_from(
             [
@@ -217,7 +217,7 @@ def test_anything_cut_anywhere(format, parts, cuts, several):
     )
 
 
-@pytest.mark.parametrize("format", [HERMES, MISTRAL, LFM2, GEMMA4, FUNCTIONS, DEEPSEEK, GRANITE])
+@pytest.mark.parametrize("format", [HERMES, MISTRAL, LFM2, GEMMA4, QWEN35, DEEPSEEK, GRANITE])
 def test_text_comes_at_once_and_no_part_of_a_marker_does(format):
     stream = CallStream(format, NAMES)
     assert stream.push("Hello there, ") == ["Hello there,"] and stream.push("you") == [" you"]
@@ -298,7 +298,7 @@ def test_the_work_grows_with_the_text_and_no_faster():
         "[TOOL_CALLS]f" * 4_000,
         "<tool_call>f" * 9_000,
     ):
-        for format in (HERMES, LLAMA3, MISTRAL, GEMMA4, FUNCTIONS, KEYS):
+        for format in (HERMES, LLAMA3, MISTRAL, GEMMA4, QWEN35, KEYS):
             assert read(format, text, several=True) == [text]
     assert time.process_time() - start < 20
 
@@ -315,7 +315,7 @@ def test_the_work_grows_with_the_text_and_no_faster():
         ("{{ '<|tool_call>call:' }}", (), GEMMA4),
         ("nothing", ("<|tool_call>",), GEMMA4),
         ("nothing", ("<|channel|>", "<|message|>"), CHANNELS),
-        ("<tool_call>\\n<function=example", ("<tool_call>",), FUNCTIONS),
+        ("<tool_call>\\n<function=example", ("<tool_call>",), QWEN35),
         ("<tool_call>{{ f }}\\n<arg_key>", (), KEYS),
         ("<tool_call>", ("<|tool_call|>", "<|/tool_call|>"), HERMES),
         ("nothing", ("<|tool_call|>", "<|/tool_call|>"), PHI4),
@@ -331,7 +331,7 @@ def test_the_format_of_a_template(template, added, format):
 def test_schemas_tell_texts_from_other_values():
     properties = {"a": {"type": "string"}, "b": {"enum": ["1", "2"]}, "c": {"type": ["string", "null"]}, "d": {}}
     values = "".join(f"<parameter={key}>1</parameter>" for key in properties)
-    stream = CallStream(FUNCTIONS, {"f": {"properties": properties}})
+    stream = CallStream(QWEN35, {"f": {"properties": properties}})
     found = stream.push(f"<tool_call><function=f>{values}<parameter=e>True</parameter></function></tool_call>")
     assert found == [ToolCall("f", '{"a": "1", "b": "1", "c": 1, "d": 1, "e": true}')]
 
