@@ -111,6 +111,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return done
 
 
+class AtOnce:
+    """Tells of a failed test on a GPU at once: of a run that is killed there is no summary."""
+
+    def __init__(self, config: pytest.Config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test has been reported, by this process or one of xdist's."""
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and "gpu" in report.keywords and terminal is not None:
+            why = [line for line in report.longreprtext.splitlines() if line.startswith("E ")][:3]
+            terminal.write_line("\n".join([f" failed: {report.nodeid}", *why]))
+
+
 @pytest.fixture(autouse=True)
 def own_process() -> None:
     """Reset what the process shares: the threads, which an engine sets. Kernels are loaded before a test moves the
@@ -126,6 +140,8 @@ def own_process() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Builds the kernels before there are worker processes; refuses to test other code than the environment names."""
     draws.FULL = config.getoption("full")
+    if WORKER not in os.environ:
+        config.pluginmanager.register(AtOnce(config))
     if PRETEND in os.environ:
         pretend()
     missing, kernels = cpp.why_not(), os.environ.get("COPPICE_KERNELS")

@@ -57,6 +57,8 @@ def test_tests_after_an_illegal_access_have_another_process(processes, counts, t
                           env=environment, capture_output=True, text=True)  # fmt: skip
     assert counts in done.stdout, done.stdout + done.stderr
     assert "illegal memory access was encountered" in done.stdout
+    at_once, _, summary = done.stdout.partition(" FAILURES ")
+    assert " failed: test_illegal.py::test_wrong\nE " in at_once and summary
 
 
 def header(pretence: str) -> subprocess.CompletedProcess[str]:

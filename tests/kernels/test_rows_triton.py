@@ -193,7 +193,7 @@ def test_top_sums_of_several_ranges(device):
         for each, found in zip(some, told, strict=True):
             if each[0].start != 3:
                 assert found.cpu().equal(expected[wanted.index(each)])
-    rest = rows.top_sums_of(x, wanted, impl="torch")
+    rest = rows.top_sums_of(x.to(device), wanted, impl="torch")
     assert all(len(found) == len(right) for found, right in zip(rest, expected, strict=True))
 
 

@@ -130,7 +130,8 @@ def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
     results = stand_in("--save", str(page), "--seconds", "600")
     assert list(results) == [name for name, stage in gpu.STAGES.items() if stage.usual]
     notes = [note for result in results.values() for note in result["notes"]]
-    assert notes == ["FlexAttention: ZeroDivisionError: division by zero"] * 2
+    flex = "FlexAttention, 2 key/value heads, 20 tokens, {} queries: ZeroDivisionError: division by zero"
+    assert notes == [flex.format(queries) for queries in (2, 3)]
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [line["bench"] for line in lines] == [f"gpu-{name}" for name in results]
     assert all(f"<!-- bench:gpu-{name} -->" in page.read_text() for name in results)

@@ -1,6 +1,7 @@
 """The first stage: each Triton kernel once, compared with its definition. It reports the times of the first call,
 which compiles, and of later calls; how attention divided its work, and how many programs fit on a multiprocessor."""
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.cache.pool import PagePool
+from engine.progress import ProgressLine
+from engine.step.gpu import compiled
 from engine.step.packing import Chunk, pack
 from kernels.experts import Routing, routed
 from kernels.kv_fp8 import DTYPE as FP8
@@ -29,10 +32,11 @@ from tools.kernels.scenes import beams, crowded, prompt
 
 LATER = 3  # calls after the first
 MOST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # allowed difference from float64
+AHEAD = "compiling all kernels in threads"  # the first case, whose row is in no table
 SMOKE = """*error* is the largest difference from the definition (in float64 for floats). *first s* is the time of the
-first call, which compiles, and *us* that of later calls, host included. *cut* describes how attention divides its work:
-the rows of a tile; whether tiles are whole, merged by their last program, or merged later; the number of programs, and
-how many of them fit on a multiprocessor."""
+first call, which loads the kernel (compiled before, with the others, in threads), and *us* that of later calls, host
+included. *cut* describes how attention divides its work: the rows of a tile; whether tiles are whole, merged by their
+last program, or merged later; the number of programs, and how many of them fit on a multiprocessor."""
 
 Plan = Callable[[PagePool], list[Chunk]]
 Run = Callable[[str], Tensor]  # by the implementation: "triton" or "reference"
@@ -50,12 +54,30 @@ class Case(NamedTuple):
 def smoke(s: Setting) -> Found:
     """Each kernel once."""
     with torch.inference_mode():
+        ahead = s.rows([(AHEAD, partial(compile_ahead, s))])
         rows = s.rows((case.name, partial(once, s, case)) for case in (*of_attention(s), *of_others(s)))
     wrong = sum(not row["right"] for row in rows) + len(s.notes)
-    return Found("Each kernel once, against its definition.", rows, {
+    took = "".join(f" Compiled in {row['seconds']:.0f} s." for row in ahead)
+    return Found(f"Each kernel once, against its definition.{took}", rows, {
         "kernel": "{name}", "error": "{error:.1e}", "allowed": "{most:.0e}", "right": "{right:yes}",
         "first s": "{first:.2f}", "us": "{seconds:us.1f}", "cut": "{cut}",
     }, SMOKE, [comparison("kernels that fail or are wrong", wrong, 0, at_most=True)])  # fmt: skip
+
+
+def compile_ahead(s: Setting) -> dict[str, Any]:
+    """Compile the kernels of all cases at once, in threads: one after the other they would take minutes. Nothing is
+    launched, so a case that cannot be compiled fails when its turn comes. What attention launches depends on its
+    compiled kernel, hence a second round."""
+    from kernels import gpu  # absent on some machines
+    from kernels.tree_attention import triton
+
+    line = ProgressLine()
+    for _ in range(0 if gpu.INTERPRETED.value else 2):
+        with gpu.compiling(lambda done, count: line.tell(compiled(done, count))):
+            for case in (*of_attention(s), *of_others(s)):
+                with contextlib.suppress(Exception), mock.patch.object(triton, "ALONE", case.alone or triton.ALONE):
+                    case.run("triton")
+    return {"seconds": line.seconds}
 
 
 def once(s: Setting, case: Case) -> dict[str, Any]:

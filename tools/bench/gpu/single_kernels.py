@@ -31,6 +31,7 @@ ALONE = tuple({"ALONE": 1 << bits} for bits in (14, 15, 17, 18))  # bytes that o
 TURNS = ({"TURN": 2}, {"TURN": 4}, {"TURN": 2, "ALONE": 1 << 18})  # shares that it reads at a time
 COLD = 1 << 29  # bytes of bfloat16 matrices, of which the first has left the caches when the last is read
 MIXTURE = 128, 8, 2048, 768  # experts, those of a row, width, inner width
+SHAPE = ("prefix", "queries", "kv_heads")  # of attention
 ATTENTION = """*GB/s* divides the bytes of the live keys and values, each counted once, by the time of a layer's
 attention in a CUDA graph that goes through every layer's own cache. *of copy* divides that by the bandwidth of a large
 copy, with read and written bytes counted. *x FlexAttention* and *x SDPA* divide their times by ours; they get
@@ -45,13 +46,22 @@ copy."""
 
 
 def attention(s: Setting) -> Found:
-    """Tree attention of one layer: ours, FlexAttention, masked scaled_dot_product_attention."""
+    """Tree attention of one layer: ours, then FlexAttention and masked scaled_dot_product_attention."""
     H, queries = s.large["num_attention_heads"], sorted({*s.args.queries, s.args.beams})
     heads = [g for g in s.args.kv_heads if H % g == 0] or [H]
-    shapes = itertools.product(heads, s.args.prefix, queries)
-    with torch.inference_mode():  # rivals are compared once
-        rows = s.rows((f"{g} key/value heads, {n} tokens, {q} queries", partial(attend, s, n, q, g, g == heads[0]))
-                      for g, n, q in shapes)  # fmt: skip
+    shapes = [*itertools.product(heads, s.args.prefix, queries)]
+    compared = shapes[: len(shapes) // len(heads)]
+    with torch.inference_mode():
+        rows = s.rows((case_of(*shape), partial(attend, s, *shape)) for shape in shapes)
+        others: list[dict[str, Any]] = []
+        for name, rival in (("SDPA", sdpa), ("FlexAttention", flex)):  # the one that is compiled comes last
+            others += s.rows((f"{name}, {case_of(*shape)}", partial(beside, s, rival, *shape)) for shape in compared)
+    for row in rows:
+        same = [other for other in others if all(other[key] == row[key] for key in SHAPE)]
+        for name in ("sdpa", "flex"):
+            theirs = next((other["seconds"] for other in same if other["rival"] == name), None)
+            row[f"x_{name}"] = theirs / row["seconds"] if theirs else None
+        row["difference"] = max((other["difference"] for other in same), default=None)
     targets = [
         comparison(
             f"attention over {row['prefix']}, {row['queries']} queries, {row['kv_heads']} key/value heads, of copy",
@@ -62,7 +72,7 @@ def attention(s: Setting) -> Found:
         if row["queries"] == s.args.beams
     ]
     for rival, name in (("flex", "FlexAttention"), ("sdpa", "SDPA")):
-        ratios = [row[f"x_{rival}"] for row in rows if row.get(f"x_{rival}") is not None]
+        ratios = [row[f"x_{rival}"] for row in rows if row[f"x_{rival}"] is not None]
         targets.append(comparison(f"attention, least x {name}", min(ratios, default=None), 1.0))
     return Found(s.heading, rows, {
         "key/value heads": "{kv_heads}", "prefix": "{prefix}", "queries": "{queries}", "us": "{seconds:us.1f}",
@@ -71,37 +81,55 @@ def attention(s: Setting) -> Found:
     }, ATTENTION, targets)  # fmt: skip
 
 
-def attend(s: Setting, prefix: int, queries: int, kv_heads: int | None = None, rivals: bool = True) -> dict[str, Any]:
+def case_of(kv_heads: int, prefix: int, queries: int) -> str:
+    """The name of a shape of attention."""
+    return f"{kv_heads} key/value heads, {prefix} tokens, {queries} queries"
+
+
+class Layers:
+    """Keys and values of all layers, and a tree over them.
+
+    Attributes:
+        ours: calls of tree attention, one for each layer.
+    """
+
+    def __init__(self, s: Setting, kv_heads: int, prefix: int, queries: int):
+        L, H = s.large["num_hidden_layers"], s.large["num_attention_heads"]
+        D = s.large["hidden_size"] // H
+        pool = PagePool(ModelShape(L, kv_heads, D, 1, None), prefix // PAGE + queries, PAGE, torch.bfloat16, s.device)
+        self.k_LGSD, self.v_LGSD = pool.cache.k_LGSD.normal_(), pool.cache.v_LGSD.normal_()
+        self.tree = scene(pool, prefix, queries, word_buckets=WORDS)
+        self.q_THD = torch.randn(queries, H, D, dtype=torch.bfloat16, device=s.device)
+        self.scale, self.bytes = D**-0.5, 2 * kv_heads * D * 2 * len(self.tree.slots_S)
+        self.ours = [partial(self.attend, i) for i in range(L)]
+
+    def attend(self, i: int) -> Tensor:
+        """Tree attention of a layer."""
+        return tree_attention(self.q_THD, self.k_LGSD[i], self.v_LGSD[i], self.tree.layout, scale=self.scale)
+
+
+def attend(s: Setting, kv_heads: int, prefix: int, queries: int) -> dict[str, Any]:
     """One shape of tree attention."""
-    L, H, runs = s.large["num_hidden_layers"], s.large["num_attention_heads"], s.args.runs
-    D, G = s.large["hidden_size"] // H, kv_heads or H
-    pool = PagePool(ModelShape(L, G, D, 1, None), prefix // PAGE + queries, PAGE, torch.bfloat16, s.device)
-    k_LGSD, v_LGSD = pool.cache.k_LGSD.normal_(), pool.cache.v_LGSD.normal_()
-    tree = scene(pool, prefix, queries, word_buckets=WORDS)
-    q_THD = torch.randn(queries, H, D, dtype=torch.bfloat16, device=s.device)
-    ours = [lambda i=i: tree_attention(q_THD, k_LGSD[i], v_LGSD[i], tree.layout, scale=D**-0.5) for i in range(L)]
-    seconds, moved = on_gpu.seconds_of(on_gpu.recorded(ours), runs) / L, 2 * G * D * 2 * len(tree.slots_S)
-    row = {
-        "prefix": prefix,
-        "queries": queries,
-        "kv_heads": G,
-        "seconds": seconds,
-        "bytes": moved,
-        "rate": moved / seconds,
-    }
-    row["of_copy"] = row["rate"] / s.copy
-    if not rivals:
-        return row | dict.fromkeys(("x_sdpa", "x_flex", "difference"))
+    layers = Layers(s, kv_heads, prefix, queries)
+    seconds = on_gpu.seconds_of(on_gpu.recorded(layers.ours), s.args.runs) / len(layers.ours)
+    rate = layers.bytes / seconds
+    return {
+        "prefix": prefix, "queries": queries, "kv_heads": kv_heads, "seconds": seconds, "bytes": layers.bytes,
+        "rate": rate, "of_copy": rate / s.copy,
+    }  # fmt: skip
 
-    def times_over(rival: Callable[..., Rival]) -> float:
-        pack, run = rival(q_THD, tree, D**-0.5)
-        calls = [partial(run, *pack(k, v)) for k, v in zip(k_LGSD, v_LGSD, strict=True)]
-        return on_gpu.seconds_of(on_gpu.recorded(calls), runs) / L / seconds
 
-    row["x_sdpa"] = s.attempt("SDPA", lambda: times_over(sdpa))
-    row["x_flex"] = s.attempt("FlexAttention", lambda: times_over(flex))
-    pack, run = sdpa(q_THD, tree, D**-0.5)
-    return row | {"difference": float((ours[0]() - run(*pack(k_LGSD[0], v_LGSD[0]))).abs().max())}
+def beside(s: Setting, rival: Callable[..., Rival], kv_heads: int, prefix: int, queries: int) -> dict[str, Any]:
+    """Another attention of the same shape."""
+    layers = Layers(s, kv_heads, prefix, queries)
+    pack, run = rival(layers.q_THD, layers.tree, layers.scale)
+    calls = [partial(run, *pack(k, v)) for k, v in zip(layers.k_LGSD, layers.v_LGSD, strict=True)]
+    seconds = on_gpu.seconds_of(on_gpu.recorded(calls), s.args.runs) / len(calls)
+    difference = float((layers.ours[0]() - calls[0]()).abs().max())
+    return {
+        "rival": rival.__name__, "prefix": prefix, "queries": queries, "kv_heads": kv_heads, "seconds": seconds,
+        "difference": difference,
+    }  # fmt: skip
 
 
 def tune(s: Setting) -> Found:
@@ -119,7 +147,7 @@ def tune(s: Setting) -> Found:
             mock.patch.object(triton, "ALONE", alone),
             torch.inference_mode(),
         ):
-            row = attend(s, s.args.prefix[0], queries, H // group, rivals=False)
+            row = attend(s, H // group, s.args.prefix[0], queries)
         return row | {"group": group, "option": option}
 
     rows = []
