@@ -146,6 +146,7 @@ def test_the_command_watches_itself(tmp_path, monkeypatch, capsys):
     assert end == pytest.approx(gpu.TOTAL + gpu.GRACE, abs=20) and patience == watching.PATIENCE and long == 300
     told = capsys.readouterr().err
     assert "| faster" in told and "there was no time for all of: smoke, steps" in told
+    assert main([*words, "--total", "50"]) == 0 and commands[1][1] == pytest.approx(50 + gpu.GRACE, abs=20)
     assert main([*words, "--beams", "4"]) == 2 and "the journal's settings" in capsys.readouterr().err
     monkeypatch.setenv(gpu.EARLY, "on")
     assert main(words) == 2 and f"{gpu.EARLY}=on" in capsys.readouterr().err

@@ -93,8 +93,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--compile", nargs="+", default=["off"], choices=["off", "on"], help=text)
     text = "key/value heads in the stage attention (%(default)s)"
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[32, 8], help=text)
-    text = f"seconds after which a stage begins no case (each stage has its own; {TOTAL} for all)"
+    text = "seconds after which a stage begins no case (each stage has its own)"
     parser.add_argument("--seconds", type=float, metavar="S", help=text)
+    text = f"seconds after which no stage begins a case ({TOTAL}; without end if --seconds is given)"
+    parser.add_argument("--total", type=float, metavar="S", help=text)
     text = "a file with a line for each case; cases that it already has are not run again"
     parser.add_argument("--journal", type=output_file, metavar="FILE", help=text)
     parser.add_argument("--inside", type=float, help=argparse.SUPPRESS)  # of a process that `watch` started: its end
@@ -119,7 +121,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         journal = Journal(args.journal or Path(scratch) / "journal.jsonl")
         journal.agree(settings=settings(args))
         journal.run()
-        began, end = time.time(), math.inf if args.seconds is not None else time.time() + TOTAL
+        began, usual = time.time(), math.inf if args.seconds is not None else TOTAL
+        end = began + (usual if args.total is None else args.total)
         inside = ["--inside", str(end), "--journal", str(journal.path)]
         command = [sys.executable, "-m", "tools.bench", *argv, *inside]
         watch(command, journal, args.stages, end + GRACE, lambda name: patience(name, args))
@@ -129,7 +132,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 def settings(args: argparse.Namespace) -> str:
     """The arguments that figures depend on."""
-    free = ("stages", "seconds", "save", "journal", "inside", "run", "verbose")
+    free = ("stages", "seconds", "total", "save", "journal", "inside", "run", "verbose")
     given = [f"{name} {value}" for name, value in sorted(vars(args).items()) if name not in free]
     return ", ".join([*given, *variables()])
 
@@ -166,7 +169,11 @@ def measure_all(
         setting.end = time.perf_counter() + args.inside - time.time()
     with setting.listening():
         for name in args.stages:
-            if name not in journal.stages:
+            if name in journal.stages:
+                continue
+            if time.perf_counter() > setting.end:  # many a stage makes a model before its first case
+                setting.leave_out(name)
+            else:
                 measure(name, setting, args, argv)
     return {name: journal.stages[name] for name in args.stages}
 

@@ -94,6 +94,13 @@ class Setting:
         self.journal.stage = stage
         self.journal.begin()
 
+    def leave_out(self, stage: str) -> None:
+        """Note that a stage had no time."""
+        self.journal.stage = stage
+        self.journal.begin()
+        note = f"{stage}: the stage's time is over"
+        self.journal.close({"rows": [], "targets": [], "notes": [note], "seconds": 0.0}, left=1)
+
     def note(self, what: str, error: BaseException | str) -> None:
         """Note why there is no figure."""
         first = str(error).strip().partition("\n")[0]

@@ -1,0 +1,72 @@
+"""A call of a lent GPU: its steps end in time, and what they have printed by then is kept."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from tools import gpu_call
+from tools.bench.report import comparison
+from tools.gpu_call import Step
+
+HANG = "import time; print('before', flush=True); time.sleep(600)"
+TESTS = """import sys
+print('''.F
+ failed: tests/test_a.py::test_one[cuda]
+E   assert 1 == 2
+=== FAILURES ===
+E   assert 1 == 2
+1 failed, 1 passed''')
+sys.exit(1)"""
+
+
+@pytest.fixture
+def call(monkeypatch, tmp_path):
+    """Runs a call of some steps, in folders of its own; returns its exit code, and the log."""
+    monkeypatch.setattr(gpu_call, "LEAST", 0)
+    monkeypatch.setattr(gpu_call, "STOPPING", 0.5)
+
+    def run(seconds, *steps):
+        monkeypatch.setattr(gpu_call, "steps", lambda kept, models: steps)
+        code = gpu_call.main([str(seconds), "--out", str(tmp_path / "out"), "--kept", str(tmp_path / "kept")])
+        return code, (tmp_path / "out/log.txt").read_text()
+
+    return run
+
+
+def python(text):
+    return lambda seconds: [sys.executable, "-c", text]
+
+
+def test_a_step_that_hangs_is_ended_and_the_next_has_its_time(call, capsys):
+    began = time.monotonic()
+    code, log = call(8, Step("hangs", python(HANG), 0.5), Step("next", python("print('after')")))
+    assert code == 0 and time.monotonic() - began < 8 + 2
+    assert log.index("before\n") < log.index("== hangs: ") < log.index("after\n") < log.index("== next: ")
+    assert "next: " in log.splitlines()[-1] and "exit code 0" in log.splitlines()[-1]
+    assert capsys.readouterr().out == log
+
+
+def test_what_tests_and_stages_found_ends_the_log(call, tmp_path):
+    found = {"targets": [comparison("a step", 0.7, 0.8)]}
+    lines = {"is": "begin", "stage": "steps"}, {"is": "end", "stage": "steps", "left": 0, "found": found}
+    text = "\n".join(map(json.dumps, lines))
+    write = f"open({str(tmp_path / 'kept/journal.jsonl')!r}, 'w').write({text + chr(10)!r})"
+    code, log = call(60, Step("stages", python(write)), Step("tests", python(TESTS)), Step("no", lambda _: ["/absent"]))
+    summary = log[log.index("== no: ") :]
+    assert code == 1 and (tmp_path / "kept/tested").exists()
+    assert summary.count("test_one[cuda]") == summary.count("assert 1 == 2") == 1 and "| a step" in summary
+    assert "tests: " in summary and "No such file" in summary
+    assert (tmp_path / "out/journal.jsonl").read_text() == text + "\n"
+
+
+def test_the_next_call_continues(tmp_path):
+    names = [step.name for step in gpu_call.steps(tmp_path, ())]
+    assert names[2:5] == ["stages", "tests", "stages"]
+    (tmp_path / "tested").touch()
+    again = [*gpu_call.steps(tmp_path, ["a.gguf"])]
+    assert [step.name for step in again] == [*names[:2], *names[4:]]
+    command = again[2].command(100)
+    assert command[command.index("--model") + 1] == "a.gguf" and command[-1] == "65"
+    assert "tests/test_gpu.py" in gpu_call.tests()
