@@ -25,11 +25,14 @@ ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "gpu"
 FIRST = 0.55  # of a call, in which the stages come before the tests
 GRACE = 35  # seconds that stages may take after their total
+KERNELS = "COPPICE_KERNELS"
 LEAST = 40  # seconds that are worth a step
 STOPPING = 15  # seconds from an interrupt to the end of a process
 MOST_PROCESSES = 14  # of tests, which spend most of their time in the compiler
 MARKED = re.compile(r"mark\.gpu|tests\.marks")  # of files with tests for a GPU
 FACTS = """import sys, torch, triton
+from kernels import cpp
+print("kernels:", cpp.why_not() or cpp.find().path)
 print("Python", sys.version.split()[0], "torch", torch.__version__, "triton", triton.__version__)
 print(torch.cuda.get_device_properties(0) if torch.cuda.is_available() else "no GPU here")"""
 
@@ -99,6 +102,13 @@ def tests() -> list[str]:
     return command
 
 
+def why_no_kernels() -> str | None:
+    """Why the C++ kernels that a variable names cannot be loaded here, those of another machine for instance."""
+    from kernels import cpp  # torch, too, which takes seconds
+
+    return cpp.why_not()
+
+
 class Call:
     """A call: runs steps until its time is over.
 
@@ -113,6 +123,10 @@ class Call:
         self.failed: list[str] = []  # lines of tests
         for folder in (kept, out):
             folder.mkdir(parents=True, exist_ok=True)
+        self.environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        if KERNELS in os.environ and (why := why_no_kernels()):
+            self.say(f"{KERNELS} is not used: {why}")
+            del self.environment[KERNELS]
 
     def say(self, line: str) -> None:
         """Print a line, and write it into the log."""
@@ -136,11 +150,10 @@ class Call:
 
     def code_of(self, step: Step, seconds: float) -> int | str:
         """The exit code of a step's command, or why it did not start."""
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(step.variables)
         try:
             process = subprocess.Popen(
                 step.command(seconds), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                cwd=ROOT, env=environment, process_group=0,
+                cwd=ROOT, env=self.environment | dict(step.variables), process_group=0,
             )  # fmt: skip
         except OSError as error:
             return str(error)

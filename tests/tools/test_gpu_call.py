@@ -61,6 +61,14 @@ def test_what_tests_and_stages_found_ends_the_log(call, tmp_path):
     assert (tmp_path / "out/journal.jsonl").read_text() == text + "\n"
 
 
+def test_kernels_that_cannot_be_loaded_are_left_aside(call, monkeypatch):
+    """The tests would end at once, see `tests/conftest.py`."""
+    monkeypatch.setenv("COPPICE_KERNELS", "/of/another/machine")
+    monkeypatch.setattr(gpu_call, "why_no_kernels", lambda: "no such machine")
+    _, log = call(60, Step("told", python("import os; print(os.environ.get('COPPICE_KERNELS'))")))
+    assert "COPPICE_KERNELS is not used: no such machine\n" in log and "\nNone\n" in log
+
+
 def test_the_next_call_continues(tmp_path):
     names = [step.name for step in gpu_call.steps(tmp_path, ())]
     assert names[2:5] == ["stages", "tests", "stages"]
