@@ -112,7 +112,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 class AtOnce:
-    """Tells of a failed test on a GPU at once: of a run that is killed there is no summary."""
+    """Tells of a failed test at once: of a run on a GPU that is killed there is no summary."""
 
     def __init__(self, config: pytest.Config):
         self.config = config
@@ -120,7 +120,7 @@ class AtOnce:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test has been reported, by this process or one of xdist's."""
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
-        if report.failed and "gpu" in report.keywords and terminal is not None:
+        if report.failed and terminal is not None:
             why = [line for line in report.longreprtext.splitlines() if line.startswith("E ")][:3]
             terminal.write_line("\n".join([f" failed: {report.nodeid}", *why]))
 
@@ -140,7 +140,7 @@ def own_process() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Builds the kernels before there are worker processes; refuses to test other code than the environment names."""
     draws.FULL = config.getoption("full")
-    if WORKER not in os.environ:
+    if WORKER not in os.environ and config.getoption("markexpr") == "gpu":
         config.pluginmanager.register(AtOnce(config))
     if PRETEND in os.environ:
         pretend()

@@ -50,7 +50,8 @@ def test_after(): synchronize()
 def test_tests_after_an_illegal_access_have_another_process(processes, counts, tmp_path):
     """The test is reported, and once more as the one in which a process of xdist ended."""
     (tmp_path / "test_illegal.py").write_text(ILLEGAL)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", processes, "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", processes, "-m", "gpu", "-p", "tests.conftest"]
+    command += ["-p", "no:cacheprovider"]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment = own | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, "--rootdir", ".", "-c", "/dev/null", "test_illegal.py"], cwd=tmp_path,
