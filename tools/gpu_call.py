@@ -104,9 +104,9 @@ def tests() -> list[str]:
 
 def why_no_kernels() -> str | None:
     """Why the C++ kernels that a variable names cannot be loaded here, those of another machine for instance."""
-    from kernels import cpp  # torch, too, which takes seconds
+    from kernels.cpp import why_not  # torch, too, which takes seconds
 
-    return cpp.why_not()
+    return why_not()
 
 
 class Call:
@@ -168,7 +168,8 @@ class Call:
             elif number is not None:
                 os.killpg(process.pid, number)
         reader.join(2)  # what it has left behind may keep the pipe open
-        return process.poll() if process.poll() is not None else "none"
+        code = process.poll()
+        return "none" if code is None else code
 
     def read(self, lines: IO[str], tested: bool) -> None:
         """Pass on the output of a command as it comes."""

@@ -70,12 +70,12 @@ def compile_ahead(s: Setting, rounds: int = 2) -> dict[str, Any]:
     """Compile the kernels of all cases at once, in threads: one after the other they would take minutes. Nothing is
     launched, so a case that cannot be compiled fails when its turn comes. What attention launches depends on its
     compiled kernel, hence a second round."""
-    from kernels import gpu  # absent on some machines
+    from kernels.gpu import compiling  # absent on some machines
     from kernels.tree_attention import triton
 
     line = ProgressLine()
     for _ in range(rounds):
-        with gpu.compiling(lambda done, count: line.tell(compiled(done, count))):
+        with compiling(lambda done, count: line.tell(compiled(done, count))):
             for case in (*of_attention(s), *of_others(s)):
                 with contextlib.suppress(Exception), mock.patch.object(triton, "ALONE", case.alone or triton.ALONE):
                     case.run("triton")
