@@ -29,6 +29,7 @@ KERNELS = "COPPICE_KERNELS"
 LEAST = 40  # seconds that are worth a step
 STOPPING = 15  # seconds from an interrupt to the end of a process
 MOST_PROCESSES = 14  # of tests, which spend most of their time in the compiler
+HANGING = 90  # seconds of a test after which it is told where it stands
 MARKED = re.compile(r"mark\.gpu|tests\.marks")  # of files with tests for a GPU
 FACTS = """import sys, torch, triton
 from kernels import cpp
@@ -94,6 +95,7 @@ def tests() -> list[str]:
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARKED.search(path.read_text("utf-8"))]
     command = [sys.executable, "-m", "pytest", "--full", "-m", "gpu", *(str(path.relative_to(ROOT)) for path in files)]
     command += ["-p", "no:benchmark", "-p", "no:cacheprovider", "--tb=short", "--durations=15"]
+    command += ["-v", "-o", f"faulthandler_timeout={HANGING}"]  # if tests are ended, the log says which ran, and where
     with contextlib.suppress(ImportError):
         import xdist  # noqa: F401
 
