@@ -402,6 +402,10 @@ class Numbered(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.copy_ and any(isinstance(x, OnCuda) for x in args):
             return DEVICE.dispatch(aten.copy_.default, (*args, *kwargs.values()), {})
+        if func is torch.Tensor.__invert__ and isinstance(args[0], OnCuda):
+            return torch.bitwise_not(args[0])
+        if func is torch.Tensor.cuda:
+            return args[0].to(CUDA)
         if func is torch.tensor and _is_cuda(kwargs.get("device")):
             return torch.tensor(*args, **kwargs | {"device": CPU}).to(CUDA)
         args = [CUDA if _is_cuda(x) else x for x in args]

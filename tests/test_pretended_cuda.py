@@ -1,5 +1,7 @@
 """An engine on a CUDA device that is pretended (`pretended_cuda.py`): what only a GPU runs in Python, without one."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,13 @@ def test_a_tied_head_is_the_embedding(tmp_path, device):
     make(untied, layers=1, width=32, mlp=40, heads=4, kv_heads=2, vocab=48)
     assert measure(Checkpoint.open(untied), torch.float32, on).weights - size.weights == 4 * 48 * 32
     assert size.touched == measure(checkpoint, torch.float32, torch.device("meta")).touched
+
+
+@pytest.mark.full
+def test_tests_of_a_gpu_run_on_it():
+    """Their tensors lie on one device; `python -m pytest -p tests.pretending` runs all of them in half an hour."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.pretending", "--full", "-m", "gpu", "-n", "0"]
+    files = [f"tests/kernels/test_{name}.py" for name in ("rows_triton", "latent", "kv_write")]
+    chosen = ["-k", "several_ranges or absorb or copies or peaks", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *files, *chosen], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
