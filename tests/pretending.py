@@ -2,9 +2,9 @@
 
     python -m pytest -p tests.pretending --full -m gpu FILES
 
-It shows a test whose tensors lie on two devices, or that asks for what no device has. Two kinds of tests fail there:
-those that need torch's compiler (`test_compilers_see_...`), and short convolutions in bfloat16, to which the interpreter
-does not round.
+It shows a test whose tensors lie on two devices, or that asks for what no device has. A few fail there: those that need
+torch's compiler (`..._compilers_see_...`, `..._opaque_...`, `..._custom_ops`) or its device "meta" (`..._refuses_...`),
+and short convolutions in bfloat16, to which Triton's interpreter does not round.
 """
 
 import os
