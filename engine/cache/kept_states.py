@@ -136,16 +136,3 @@ class KeptStates:
             del self._blocks[each]
         self._give([*kept.before, *kept.after.values()])
         self.stores.states.give(kept.state)
-
-    @property
-    def held(self) -> tuple[list[int], list[int]]:
-        """The kept rows and states; a row may occur twice."""
-        every = self.states.values()
-        rows = [row for kept in every for row in (*kept.before, *kept.after.values())]
-        return rows, [kept.state for kept in every]
-
-    def check_invariants(self, cached: set[int]) -> None:
-        """Check that redundant state agrees, and that all slots are in these pages' slots; for tests."""
-        assert self._blocks == {at: slot for slot, kept in self.states.items() for at in kept.after}
-        assert self.states.keys() | self._blocks.keys() <= cached
-        assert self.row_count == len(self.held[0]) <= self.most_rows and len(self.states) <= self.most_states

@@ -189,28 +189,6 @@ class PagePool:
         for copy in self._copiers:
             copy(source, target)
 
-    def check_invariants(self, held: list[int] | None = None) -> None:
-        """Check that counts are consistent and, with `held`, that exactly these pages are in use."""
-        used = [p for p in range(self.reserved, len(self._state)) if self._state[p] == USED]
-        assert len(used) == self.used_pages, (len(used), self.used_pages)
-        idle = [p for p in range(self.reserved, len(self._state)) if self._state[p] == IDLE]
-        assert len(idle) == self.idle_pages and self.kept.issuperset(idle) and self.kept <= {*used, *idle}
-        assert held is None or used == sorted({*held}), (used, sorted(held))
-        assert held is None or Counter(held) - Counter(used) == self._others
-        if self.prefixes is not None:
-            self.prefixes.check_invariants()
-
-    def check_stores(self, held: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Check that trees and the cache hold exactly these rows and states that are in use; for tests."""
-        every, kept = [*held], self.kept_states
-        if kept is not None:
-            every.append(kept.held)
-            kept.check_invariants({page * self.page_size + i for page in self.kept for i in range(self.page_size)})
-        for i, store in enumerate(() if self.stores is None else (self.stores.rows, self.stores.states)):
-            places = Counter(place for each in every for place in each[i])
-            assert len(places) == store.used, (store.name, len(places), store.used)
-            assert places - Counter([*places]) == store.others, store.name
-
 
 def _cache(
     shape: ModelShape, slots: int, dtype: torch.dtype, device: torch.device | str, rows: int, states: int

@@ -206,22 +206,6 @@ class PrefixCache:
         else:
             self._roots = {key: root for key, root in self._roots.items() if root is not above}
 
-    def check_invariants(self) -> None:
-        """Check that redundant state agrees; for tests."""
-        size, kept, waiting = self.pool.page_size, [], [*self._roots.values()]
-        while waiting:
-            segment = waiting.pop()
-            kept += segment.pages
-            for name, other in segment.below.items():
-                assert other.above is segment and name == self._name(other.tokens) and other.pages
-                assert len(other.pages) == -(-len(other.tokens) // size)
-                assert not other.below or len(other.tokens) % size == 0
-                assert other.below or any(e[2] is other and e[0] == other.used for e in self._leaves), "lost leaf"
-                idle = [self.pool.is_idle(page) for page in segment.pages[-1:] + other.pages]
-                assert idle == sorted(idle), "an idle page before one that is held"
-                waiting.append(other)
-        assert sorted(kept) == sorted(self.pool.kept) and len(kept) == len(set(kept))
-
 
 def shared_length(first: Sequence[int], *others: Sequence[int], start: int = 0) -> int:
     """The length of the common prefix of sequences; the first `start` elements are known to be equal and are not

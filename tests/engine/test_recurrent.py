@@ -18,6 +18,7 @@ from kernels.layout import BLOCK
 from models.errors import CheckpointError
 from models.shard import Shard
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Diverse, Greedy, Sample, SBoN, Speculative, Trie
+from tests.invariants import check_pool
 from tests.marks import needs_cpp
 from tests.recurrent import CHANNELS, SCAN, check_stores, fresh, hybrid
 
@@ -73,7 +74,7 @@ def test_every_search_is_exact(search, load):
     for prompt, result in zip(PROMPTS, answers(engine, search, new), strict=True):
         check(engine, prompt, result)
     check_stores(engine)
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 @pytest.mark.parametrize("search", [SBoN(n=5), BoN(n=3)], ids=lambda search: type(search).__name__)
@@ -166,7 +167,7 @@ def test_rows_that_do_not_suffice_for_one_search(load):
     with pytest.raises(KVMemoryError, match="rows of recurrent layers are in use"):
         engine.generate([PROMPTS[1]], Sample(num_return_sequences=40), max_new_tokens=40, ignore_eos=True)
     check_stores(engine)
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     [result] = engine.generate([PROMPTS[1]], Greedy(), max_new_tokens=9, ignore_eos=True, logprobs=1)
     check(engine, PROMPTS[1], result)
 

@@ -14,6 +14,7 @@ from kernels.kv_write import kv_copier
 from kernels.layout import NULL_SLOT, TRASH_SLOT
 from kernels.short_conv import short_conv
 from models.shape import ModelShape
+from tests.invariants import check_tree
 from tests.kernels.test_checks import refusals
 from tests.marks import INTERPRETED, on_gpu
 
@@ -165,7 +166,7 @@ def test_ancestors(page):
             if step % 2:
                 tree.keep(rng.sample([n for n in live[i] if tree.is_live(n)], rng.choice([1, 2, 3])))
             live[i] = [n for n in live[i] if tree.is_live(n)]
-            tree.check_invariants()
+            check_tree(tree)
 
 
 def test_copies_of_one_tensor():

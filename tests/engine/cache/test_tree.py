@@ -12,6 +12,7 @@ from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
 from engine.errors import KVMemoryError
 from models.shape import ModelShape
+from tests.invariants import check_pool, check_tree
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=100, max_positions=None)
 
@@ -25,8 +26,8 @@ def pool_of(pages, page_size=4):
 
 def check(pool, *trees, extra=()):
     for tree in trees:
-        tree.check_invariants()
-    pool.check_invariants([page for tree in trees for page in tree.pages_held] + list(extra))
+        check_tree(tree)
+    check_pool(pool, [page for tree in trees for page in tree.pages_held] + list(extra))
 
 
 def evaluate(tree, nodes):
@@ -222,7 +223,7 @@ class Forest(RuleBasedStateMachine):
                 tree.release()
             for trunk in self.trunks:
                 trunk.release(self.pool)
-            self.pool.check_invariants([])
+            check_pool(self.pool, [])
 
 
 Forest.TestCase.settings = settings(

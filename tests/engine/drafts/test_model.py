@@ -22,6 +22,7 @@ from tests.engine.step.test_drafting import (
     prompts,
     requests,
 )
+from tests.invariants import check_tree
 from tests.marks import needs_cpp
 from tools.random_checkpoint import make
 
@@ -268,7 +269,7 @@ def test_a_drafter_by_itself(loaded):
     assert request.draft([7, 7], 3, 1).parents == [-1] * 2
     request.learn(text[:5])
     assert request.draft([text[5]], 1, 1).tokens == [text[6]]
-    request.tree.check_invariants()
+    check_tree(request.tree)
     [[first, second]] = drafter.draft_together(
         [Wanted(request, [[text[5]], [7]], [3, 0], 4, sums=[0.0, -1.0], width=2)]
     )

@@ -17,6 +17,7 @@ from engine.drafts.suffixes import SuffixDrafter, SuffixStore
 from engine.step.drafting import EngineDrafts
 from engine.step.driver import Driver
 from search import ULTS, BeamSample, BoN, Diverse, Greedy, Sample, SBoN, Trie
+from tests.invariants import check_tree
 from tests.marks import needs_cpp
 from tools.random_checkpoint import make
 
@@ -63,7 +64,7 @@ def checked(monkeypatch):
     def checking(self):
         step(self)
         for tree in (tree for job in self.running for tree in job.trees if tree.page_count):
-            tree.check_invariants()
+            check_tree(tree)
 
     def recording(self, job, request):
         tree = request.tree
