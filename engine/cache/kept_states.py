@@ -46,7 +46,7 @@ class KeptStates:
         self.states: dict[int, KeptState] = {}
         self.row_count = 0
         self._blocks: dict[int, int] = {}  # slot of a row after a state -> slot of that state
-        stores.rows.spare = stores.states.spare = self
+        stores.rows.evict = stores.states.evict = self.evict
 
     def find(self, pages: Sequence[int], length: int) -> int:
         """How many of the first `length` tokens of a cached prefix, which these pages hold, a trunk can reuse."""
