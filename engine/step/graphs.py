@@ -197,7 +197,7 @@ class GraphRunner(Runner):
             return "a pass that reads a prompt"
         if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > self.tokens[-1]:
             return f"a pass of more than {self.tokens[-1]} tokens"
-        slots = max(len(c.tree.branch_table()[0]) if c.nodes else 0 for c in chunks)
+        slots = max(len(c.tree.slots.table[0]) if c.nodes else 0 for c in chunks)
         if slots > WORDS[-1] * WORD:
             return f"a tree of more than {WORDS[-1] * WORD} branch slots"
         if len(chunks) > TREES[-1]:

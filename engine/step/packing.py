@@ -209,7 +209,7 @@ class _Columns:
         self.starts.append(len(self.tokens))
         self.lengths.append(end)
         self.pages.append(tree.trunk.pages)
-        self.tables.append(tree.branch_table() if nodes else NO_TABLE)
+        self.tables.append(tree.slots.table if nodes else NO_TABLE)
         if self.reach:
             size, reach = tree.pool.page_size, self.reach
             found = [tree.trunk.latest(place, reach, size) for place in range(first, end)]

@@ -148,7 +148,7 @@ def test_ancestors(page):
         assert layout.ancestors_TN is not None and layout.ancestors_TN.dtype == torch.int64
         expected = []
         for chunk in chunks:
-            tree, table = chunk.tree, chunk.tree.branch_table()[0]
+            tree, table = chunk.tree, chunk.tree.slots.table[0]
             ends = range(tree.trunk.cached - chunk.trunk_tokens, tree.trunk.cached)
             in_trunk = [tree.trunk.slot(i, page) for i in range(tree.trunk.cached)]
             paths = [in_trunk[:end] for end in ends]

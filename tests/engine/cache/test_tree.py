@@ -58,7 +58,7 @@ def visible(tree, node):
     k, v = (x[0, 0, :, 0].tolist() for x in (tree.pool.cache.k_LGSD, tree.pool.cache.v_LGSD))
     slots = [slot + i for slot, n in tree.trunk_runs() for i in range(n)]
     positions = list(range(len(slots)))
-    table, places = tree.branch_table()
+    table, places = tree.slots.table
     own = [s for s in range(len(table)) if tree.ancestry(node) >> s & 1]
     assert tree.ancestry(node) >> len(table) == 0
     slots += [table[s] for s in own]
@@ -211,7 +211,7 @@ class Forest(RuleBasedStateMachine):
             assert tree.live_branches == sum(n != tree.root for n in evaluated)
             for node in evaluated:
                 assert visible(tree, node) == expected(tree, node)
-            table, _ = tree.branch_table()
+            table, _ = tree.slots.table
             assert len(table) % self.pool.page_size == 0
             for start in range(0, len(table), self.pool.page_size):  # whole pages that nobody uses are given back
                 if start + self.pool.page_size == len(table):
