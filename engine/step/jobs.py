@@ -20,8 +20,9 @@ from engine.rules.logprobs import HiddenRows
 from engine.step.drafting import SPARE, BestOfRow, JobDrafts
 from engine.step.packing import Chunk
 from engine.step.partial import PartialRows, PartialSums
-from engine.step.runner import Keep, Part, PassWork, Runner, Strategy
+from engine.step.runner import Keep, Part, PassWork, Rows, Runner
 
+Strategy = Callable[["Batch"], Rows]
 NEVER = 1 << 30  # passes: more than any search has missed
 
 
@@ -216,6 +217,7 @@ class Batch:
     Attributes:
         asked: tokens of the pass whose rows are requested.
         readers: the owner of each read; None: its search has left.
+        strategy: evaluates the batch, and gives its shares what they need from the rows.
     """
 
     model: str
@@ -274,7 +276,7 @@ class Batch:
             share.draft_rows = slice(len(self.asked), len(self.asked) + len(chunk.drafts))
             self.asked += range(end, self.tokens)
             if pending.constrained is not None and pending.constrained.edits.of_logits:
-                self.edits.append(Edit(share.draft_rows, partial(share.note_excess), True))
+                self.edits.append(Edit(share.draft_rows, share.note_excess, True))
         if (hidden := pending.request.hidden) is not None:
             self.keeps.append(Keep(slice(self.tokens - len(chunk), self.tokens), partial(self._give, hidden)))
         self.shares.append(share)

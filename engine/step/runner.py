@@ -29,7 +29,6 @@ Ready = Callable[[Pass], None]  # gets a pass's inputs on the device
 PAGES = tuple(1 << i for i in range(31))  # widths of a page table, which grows with a text: so passes have few sizes
 FRAMES = 64  # sizes of passes that are kept prepared
 Rows = tuple[Tensor, list[bool]]  # float32 [N, V], or empty if no search needs them; whether each row is finite
-Strategy = Callable[["Runner", Any], Rows]  # evaluates a batch, and gives its shares what they need from the rows
 
 
 class Keep(NamedTuple):
@@ -207,10 +206,6 @@ class Runner:
         finally:
             tree.release()
         return torch.cat(rows)  # outside of inference mode: callers may write to it
-
-    def run(self, batch: Any) -> Rows:
-        """Evaluate a batch by the strategy that was chosen when it was built."""
-        return batch.strategy(self, batch)
 
     def evaluate(self, work: PassWork) -> Answers:
         """One forward pass.
