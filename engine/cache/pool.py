@@ -40,7 +40,7 @@ class PagePool:
         prefixes: cached prefixes; None: none are kept.
         kept_states: the recurrent layers' part of cached prefixes; None: no prefixes, or no such layers.
         kept: pages of cached prefixes, held by trees or idle.
-        ancestors: see `ModelShape`.
+        ancestors, delta: see `ModelShape`.
         stores: the rows and states of recurrent layers; None: the model has no such layers.
         row_bytes, state_bytes: bytes of one row and of one state, in all layers.
         device: the device of the cache and of log-probabilities. A search that reads rows after the answer makes the
@@ -63,7 +63,7 @@ class PagePool:
         self.page_size = page_size
         self.reserved = -(-(max(NULL_SLOT, TRASH_SLOT) + 1) // page_size)  # pages that no tree gets
         self.pages = pages
-        self.ancestors = shape.ancestors
+        self.ancestors, self.delta = shape.ancestors, shape.delta
         self.bytes_per_token = shape.kv_bytes_per_token(dtype)
         slots = (pages + self.reserved) * page_size
         self.stores = None if shape.delta is None else Stores(shape.delta, rows, states)

@@ -316,11 +316,7 @@ class _Frame:
 
 
 def _split(numbers: "array[int]", lengths: list[int]) -> Sequence[Tensor]:
-    """The columns of these lengths, as tensors that view the memory of the numbers."""
-    return tensor_of(numbers).split(lengths)
-
-
-def tensor_of(numbers: "array[int]") -> Tensor:
-    """An array of "q" or "i" as int64 or int32 without a copy, which is faster than `torch.tensor` of a list."""
+    """The columns of these lengths of an array of "q" or "i", as int64 or int32 without a copy, which is faster than
+    `torch.tensor` of a list."""
     dtype = torch.int64 if numbers.typecode == "q" else torch.int32
-    return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+    return (torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)).split(lengths)
