@@ -7,7 +7,7 @@ that node. So the choice of drafts changes no answer and can depend on time alon
 import math
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,10 +27,9 @@ from engine.drafts.heads import HeadDrafts
 from engine.drafts.model import ModelDrafts
 from engine.drafts.size import MAX_NODES, DraftSize
 from engine.errors import KVMemoryError
-from engine.rules.constrained import Constrained
 from engine.rules.state import NodeState
 from engine.step.packing import Chunk
-from engine.step.partial import PartialRows, PartialSums
+from engine.step.partial import PartialRows, PartialSums, Pending
 from engine.step.timing import PassTime
 
 SPARE = 8  # best tokens of a drafted row that are kept beyond those asked for, in case of equal sums
@@ -177,28 +176,16 @@ class JobDrafts:
 
     # --- before a pass ---
 
-    def ask(
-        self,
-        chunk: Chunk,
-        request: Evaluate,
-        partial_answer: PartialRows | PartialSums,
-        constrained: Constrained | None,
-        known: int,
-    ) -> Wanted | None:
-        """Say what to draft below the nodes of a request that a chunk completes; None: nothing.
-
-        Args:
-            constrained: the tree's constraint and processors; None: none.
-            known: nodes of the request whose rows are known.
-        """
-        tree = chunk.tree
+    def ask(self, chunk: Chunk, pending: Pending) -> Wanted | None:
+        """Say what to draft below the nodes of a request that a chunk completes; None: nothing."""
+        tree, request, answer, constrained = chunk.tree, pending.request, pending.partial, pending.constrained
         if self.request is None or tree is not self.tree or request.hidden is not None or chunk.trunk_tokens > 1:
             return None
-        sums = isinstance(partial_answer, PartialSums)
+        sums = isinstance(answer, PartialSums)
         if sums and constrained is not None and constrained.few.suffices(tree, request.nodes):
             return None  # whole rows would be computed for the drafts alone
         began = time.thread_time()
-        self._settle(len(chunk), known)
+        self._settle(len(chunk), len(pending.known))
         self._live, self._apart, asked = [], request.apart and len(request.nodes) > 1, None
         with self._guarded():
             self._learn()
@@ -211,7 +198,7 @@ class JobDrafts:
                     [path_below(tree, node) for node in live],
                     [max(0, tree.reach(node, self.limit)) for node in live],
                     max(1, wanted // len(live)),
-                    [*map(float, partial_answer.top_sums(live).sums)] if sums else None,
+                    [*map(float, answer.top_sums(live).sums)] if sums else None,
                     len(live) if request.next is None else request.next.width,
                     saving=self.size.cost(len(chunk)),
                     spare=self.size.credit * self.size.cost(len(chunk)) if self.size.seconds else math.inf,
@@ -386,19 +373,13 @@ class JobDrafts:
             for child in guessed.children.get(at, {}).values():
                 self.size.note(guessed.chance(child), (id(guessed), child) in came)
 
-    def answer(
-        self,
-        known: Mapping[int, Any],
-        partial_answer: PartialRows | PartialSums,
-        constrained: Constrained | None,
-        fail: Any,
-    ) -> tuple[list[int], Tensor]:
+    def answer(self, pending: Pending, fail: Callable[[Exception], None]) -> tuple[list[int], Tensor]:
         """Add known rows to an answer; returns the nodes whose rows are whole, and these rows.
 
         Args:
             fail: called with the exception of an edit, as in a pass.
         """
-        tree = self.tree
+        tree, known, partial_answer, constrained = self.tree, pending.known, pending.partial, pending.constrained
         assert tree is not None
         self.accepted += len(known)
         if best := [node for node, row in known.items() if isinstance(row, BestOfRow)]:

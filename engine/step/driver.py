@@ -26,9 +26,9 @@ from engine.step.crowding import check_share, who_gives_way
 from engine.step.drafting import JobDrafts
 from engine.step.guessing import Guessing, read_rows_for_heads
 from engine.step.interrupts import uninterrupted
-from engine.step.jobs import Batch, Job, Pending, Share, Work
+from engine.step.jobs import Batch, Job, Share, Work
 from engine.step.packing import Chunk
-from engine.step.partial import known_rows, partial_answer
+from engine.step.partial import Pending, known_rows, partial_answer
 from engine.step.phases import PhaseObserver, observed_read, phase
 from engine.step.runner import Rows, Runner
 from engine.step.strategies import strategy_of
@@ -405,7 +405,7 @@ class Driver:
             pending.begin()
         job.trace.asked(request)
         if drafted and job.drafts is not None:
-            whole, rows_NV = job.drafts.answer(drafted, answer, constrained, partial(setattr, job, "fault"))
+            whole, rows_NV = job.drafts.answer(pending, partial(setattr, job, "fault"))
             if whole:
                 job.trace.answered(tree, whole, rows_NV)
         if known:

@@ -45,7 +45,7 @@ class Guessing:
         if job.drafts is None or pending is None or pending.left or pending.by_rope:
             return None
         job.drafts.charge.load = job.batch_load
-        return job.drafts.ask(chunk, pending.request, pending.partial, pending.constrained, len(pending.known))
+        return job.drafts.ask(chunk, pending)
 
     def _guessed(self, asked: Sequence[tuple[Job, Wanted]]) -> dict[int, Sequence[Draft]]:
         """The drafts for each `Wanted`, by its id; none if its drafter fails."""

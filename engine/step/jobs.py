@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
-from engine.contract import Evaluate, Report, Search, SearchGenerator, SearchResult, TakeHidden
+from engine.contract import Report, Search, SearchGenerator, SearchResult, TakeHidden
 from engine.contract.checks import guarded, is_ours
 from engine.contract.top_sums import FoundSums, TopSums
 from engine.contract.trace import UNTRACED, Trace, Untraced
@@ -19,7 +19,7 @@ from engine.rules.edits import Edit
 from engine.rules.logprobs import HiddenRows
 from engine.step.drafting import SPARE, BestOfRow, JobDrafts
 from engine.step.packing import Chunk
-from engine.step.partial import PartialRows, PartialSums
+from engine.step.partial import Pending
 from engine.step.runner import Keep, Part, PassWork, Rows, Runner
 
 Strategy = Callable[["Batch"], Rows]
@@ -51,7 +51,7 @@ class Job:
     retire: Callable[[TokenTree], None] | None = None  # receives the target tree at the end, which is then not freed
     trees: list[TokenTree] = field(default_factory=list)
     generator: SearchGenerator | None = None
-    pending: "Pending | None" = None
+    pending: Pending | None = None
     batch_load: tuple[int, int] = (0, 0)  # other searches in its latest pass: their tokens, their number
     result: SearchResult | None = None
     error: BaseException | None = None
@@ -127,48 +127,6 @@ class Job:
             **(self.drafts.stats() if self.drafts is not None else {}),
             **others,
         }
-
-
-@dataclass
-class Pending:
-    """An unfinished Evaluate: its remaining tokens, and its answer so far.
-
-    Args:
-        by_rope: groups of nodes, see `TokenTree.by_rope`: one, except for models that switch.
-        constrained: whether the tree has constraints.
-        known: drafted node -> its row, which is already in the answer.
-    """
-
-    request: Evaluate
-    by_rope: list[tuple[bool, list[int]]]
-    partial: PartialRows | PartialSums
-    constrained: Constrained | None = None
-    known: Mapping[int, Any] = field(default_factory=dict)
-    trunk_left: int = 0
-    nodes_left: list[int] = field(default_factory=list)
-    asked: set[int] = field(default_factory=set)  # nodes of the present group whose rows are wanted
-    trunk_allocated: int = 0  # trunk tokens in earlier passes of this group
-    nodes_allocated: list[int] = field(default_factory=list)
-    waited: int = 0  # passes since it was asked
-
-    def begin(self) -> None:
-        """Start with the next group of nodes."""
-        long, nodes = self.by_rope.pop(0)
-        self.request.tree.use_rope(long)
-        self.trunk_left, self.nodes_left = self.request.tree.pending(nodes)
-        self.asked = set() if self.request.hidden is not None else set(nodes)
-        self.trunk_allocated, self.nodes_allocated = 0, []
-
-    def allocated(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
-        """The next tokens have slots now."""
-        self.trunk_left -= trunk_tokens
-        self.trunk_allocated += trunk_tokens
-        self.nodes_allocated += nodes
-        self.nodes_left = self.nodes_left[len(nodes) :]
-
-    @property
-    def left(self) -> int:
-        return self.trunk_left + len(self.nodes_left)
 
 
 @dataclass
