@@ -282,18 +282,14 @@ class ModelDrafter:
     @torch.inference_mode()
     def draft_together(self, wanted: Sequence[Wanted]) -> list[list[Draft]]:
         """A draft for each live node of each request of a step, in order. A level of all drafts takes one pass."""
-        forests = [Forest.begin(each) for each in wanted]
+        forests, seconds = [Forest.begin(each) for each in wanted], self.runner.time.seconds
         growing = [forest for forest in forests if forest.tips and self._affordable(forest)]
         while growing:
             growing, others = self._read(growing), len(growing)
             for forest in growing:
                 forest.grow()
-            growing = [each for each in growing if each.tips and each.worth(self._seconds(each) / others)]
+            growing = [each for each in growing if each.tips and each.worth(seconds(len(each.tips)) / others)]
         return [forest.drafts for forest in forests]
-
-    def _seconds(self, forest: Forest) -> float:
-        """The time of a pass for the next level of a forest."""
-        return self.runner.time.seconds(len(forest.tips))
 
     def _affordable(self, forest: Forest) -> bool:
         """Whether the request may spend the time to read the tokens generated since it drafted last."""

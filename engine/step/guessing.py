@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.drafts import Draft, Wanted
+from engine.drafts import Wanted
 from engine.drafts.heads import HeadDrafter
 from engine.step.jobs import Batch, Job, Share, Work
 from engine.step.packing import Chunk
@@ -28,13 +28,12 @@ class Guessing:
     """
 
     def __init__(self, parts: Sequence[tuple[Job, Chunk]], room: int):
-        self.passes, self.seconds = list[list[float]](), 0.0
+        self.chunks, self.passes, self.seconds = list[Chunk](), list[list[float]](), 0.0
         asked = [self._ask(job, chunk) for job, chunk in parts]
-        guessed = self._guessed([(job, wanted) for (job, _), wanted in zip(parts, asked, strict=True) if wanted])
-        self.chunks: list[Chunk] = []
+        self._guess([(job, wanted) for (job, _), wanted in zip(parts, asked, strict=True) if wanted])
         for (job, chunk), wanted in zip(parts, asked, strict=True):
-            if wanted is not None and job.drafts is not None and (drafts := guessed.get(id(wanted))) is not None:
-                chunk = job.drafts.extend(chunk, wanted, drafts, room)
+            if wanted is not None and job.drafts is not None and wanted.drafts is not None:
+                chunk = job.drafts.extend(chunk, wanted, room)
                 room -= len(chunk.drafts)
             self.chunks.append(chunk)
 
@@ -47,31 +46,29 @@ class Guessing:
         job.drafts.charge.load = job.batch_load
         return job.drafts.ask(chunk, pending)
 
-    def _guessed(self, asked: Sequence[tuple[Job, Wanted]]) -> dict[int, Sequence[Draft]]:
-        """The drafts for each `Wanted`, by its id; none if its drafter fails."""
-        found: dict[int, Sequence[Draft]] = {}
+    def _guess(self, asked: Sequence[tuple[Job, Wanted]]) -> None:
+        """Fill in the drafts for each `Wanted`; none if its drafter fails."""
         together: dict[int, list[tuple[Job, Wanted]]] = {}
         for job, wanted in asked:
             assert job.drafts is not None
             if job.drafts.joint:
                 together.setdefault(id(job.drafts.engine.drafter), []).append((job, wanted))
-            elif (drafts := job.drafts.guess(wanted)) is not None:
-                found[id(wanted)] = drafts
+            else:
+                job.drafts.guess(wanted)
         for group in together.values():
-            found |= self._guessed_together(group)
-        return found
+            self._guess_together(group)
 
-    def _guessed_together(self, group: Sequence[tuple[Job, Wanted]]) -> dict[int, Sequence[Draft]]:
-        """The drafts of requests that share a drafter, which guesses for all of them at once."""
+    def _guess_together(self, group: Sequence[tuple[Job, Wanted]]) -> None:
+        """Fill in the drafts of requests that share a drafter, which guesses for all of them at once."""
         began, every = time.perf_counter(), [wanted for _, wanted in group]
         try:
             drafts = group[0][0].drafts.engine.drafter.draft_together(every)  # type: ignore[union-attr]
-            return {id(wanted): each for wanted, each in zip(every, drafts, strict=True)}
+            for wanted, each in [*zip(every, drafts, strict=True)]:
+                wanted.drafts = each
         except Exception as error:
             for job, _ in group:
                 assert job.drafts is not None
                 job.drafts.fail(error)
-            return {}
         finally:
             self.seconds += time.perf_counter() - began
             passes: dict[int, list[float]] = {}
