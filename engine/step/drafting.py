@@ -64,18 +64,16 @@ class EngineDrafts:
 
     Args:
         drafter: makes the guesses.
-        always: evaluate every guess, whatever it costs; for tests.
     """
 
-    def __init__(self, drafter: Drafter, always: bool = False):
-        self.drafter, self.always = drafter, always
-        self.warned = False
+    def __init__(self, drafter: Drafter):
+        self.drafter, self.warned = drafter, False
         self.latest: DraftSize | None = None  # sizes of the request that ended last
 
     def size(self, charge: Charge) -> DraftSize:
         """The draft sizes for a new request, with what the latest request has learnt."""
-        size = DraftSize(None if self.always else charge)
-        if self.latest is not None and not self.always:
+        size = DraftSize(charge)
+        if self.latest is not None:
             size.inherit(self.latest)
         return size
 
