@@ -40,16 +40,15 @@ class PrefixCache:
 
     Args:
         pool: the pool of the pages.
-        most: maximum of idle pages; None: all pages of the pool.
+        most: maximum of idle pages.
 
     Attributes:
         lookups, hits: prompts looked up, and those found at least in part.
         asked_tokens, reused_tokens: tokens of these prompts, and how many of them were found.
     """
 
-    def __init__(self, pool: "PagePool", most: int | None = None):
-        self.pool = weakref.proxy(pool)  # a cycle would keep the tensors until the garbage collector runs
-        self.most = pool.pages if most is None else most
+    def __init__(self, pool: "PagePool", most: int):
+        self.pool, self.most = weakref.proxy(pool), most  # a cycle would keep tensors until the garbage collector runs
         self.lookups = self.hits = self.asked_tokens = self.reused_tokens = 0
         self._roots: dict[Key, Segment] = {}
         self._leaves: list[tuple[int, int, Segment]] = []  # heap by time; entries of an earlier time are void

@@ -60,7 +60,7 @@ def make_pools(
     Raises:
         KVMemoryError: the bytes do not hold a page for each model, or the machine does not have them.
     """
-    size = PAGE_SIZE[device.type]
+    size, shard = PAGE_SIZE[device.type], shard or Shard()
     page_bytes = size * sum(shape.kv_bytes_per_token(dtype) for shape, dtype in models)
     shares = shares_of([shape for shape, _ in models])
     if kv_memory is not None:
@@ -71,12 +71,11 @@ def make_pools(
                 remedy=f"give at least {size_text(page_bytes)}",
             )
     else:
-        here = shard.local if shard is not None else 1
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // here
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // shard.local
         stored = free // 2 // shares
         pages = max(1, min(stored // page_bytes, MAX_TOKENS // size))
     stores = stores_of([shape for shape, _ in models], stored, bounded=kv_memory is None)
-    pages = least(shard, pages) if shard is not None else pages
+    pages = least(shard, pages)
     try:
         return [PagePool(shape, pages, size, dtype, device, **stores) for shape, dtype in models]
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:
