@@ -2,7 +2,7 @@
 draft head receives the target's rows of all of them at once."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -20,15 +20,15 @@ class Guessing:
     Args:
         parts: the requests of a pass and their chunks, which have slots.
         room: further tokens that the pass has room for.
+        work: the work of all searches, to which passes of a draft model are added.
 
     Attributes:
         chunks: the chunks with their drafts.
-        passes: [tokens, seconds] of passes of a draft model.
         seconds: time of all guesses by drafters that guess for several requests at once.
     """
 
-    def __init__(self, parts: Sequence[tuple[Job, Chunk]], room: int):
-        self.chunks, self.passes, self.seconds = list[Chunk](), list[list[float]](), 0.0
+    def __init__(self, parts: Sequence[tuple[Job, Chunk]], room: int, work: Mapping[str, Work]):
+        self.chunks, self.seconds, self._work = list[Chunk](), 0.0, work
         asked = [self._ask(job, chunk) for job, chunk in parts]
         self._guess([(job, wanted) for (job, _), wanted in zip(parts, asked, strict=True) if wanted])
         for (job, chunk), wanted in zip(parts, asked, strict=True):
@@ -71,12 +71,13 @@ class Guessing:
                 job.drafts.fail(error)
         finally:
             self.seconds += time.perf_counter() - began
-            passes: dict[int, list[float]] = {}
+            passes: dict[int, tuple[int, float]] = {}
             for job, wanted in group:
                 for number, tokens, seconds in wanted.passes:
                     job.work.setdefault("draft", Work()).add(tokens, seconds)
-                    passes.setdefault(number, [0, seconds])[0] += tokens
-            self.passes += passes.values()
+                    passes[number] = tokens + passes.get(number, (0, seconds))[0], seconds
+            for tokens, seconds in passes.values():
+                self._work["draft"].add(tokens, seconds)
 
 
 def read_rows_for_heads(batch: Batch) -> None:

@@ -80,8 +80,7 @@ class Job:
 
     def has_row(self, tree: TokenTree, node: int) -> bool:
         """Whether the row of a node is known, so that the search may ask for it although it is already evaluated."""
-        drafted = node in tree.drafts.rows
-        return drafted or (self.constrained is not None and self.constrained.states.has_row(tree, node))
+        return tree.has_row(node) or (self.constrained is not None and self.constrained.states.has_row(tree, node))
 
     @property
     def traced(self) -> bool:
