@@ -85,12 +85,13 @@ class KeptStates:
             return
         if (slot := self._slot(pages, folded - 1)) not in self.states:
             before = [rows[position] for position in range(max(0, folded - taps + 1), folded)]
-            self._hold(states.state, before)
+            self.stores.states.hold(states.state)
+            self._hold(before)
             self.states[slot] = KeptState(states.state, before)
         kept = self.states[slot]
         for position in range(folded, length):
             if (at := self._slot(pages, position)) not in kept.after:
-                self._hold(None, [rows[position]])
+                self._hold([rows[position]])
                 kept.after[at] = rows[position]
                 self._blocks[at] = slot
         self._use(slot)
@@ -118,9 +119,7 @@ class KeptStates:
     def _use(self, slot: int) -> None:
         self.states[slot] = self.states.pop(slot)
 
-    def _hold(self, state: int | None, rows: Sequence[int]) -> None:
-        if state is not None:
-            self.stores.states.hold(state)
+    def _hold(self, rows: Sequence[int]) -> None:
         for row in rows:
             self.stores.rows.hold(row)
         self.row_count += len(rows)
