@@ -160,11 +160,6 @@ class _Weights:
     adapters: Mapping[str, Adapter]
     options: LoadOptions
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """The dtype of keys and values."""
-        return dtype_of_cache(self.options.kv_dtype, self.precision.dtype)
-
     @staticmethod
     def load(folder: str | Path, options: LoadOptions, device: torch.device, in_part: bool = False) -> "_Weights":
         """Load a checkpoint; with `in_part`, only a part of its experts will be in memory."""
@@ -201,18 +196,13 @@ class _Weights:
             eos = frozenset([self.tokenizer.eos_token_id])
         return eos
 
-    def pad_token_id(self) -> int | None:
-        """The padding of a folder's config.json; if the field is absent, the family's."""
-        default = None if self.checkpoint.gguf else self.model.default_pad_token_id
-        return self.checkpoint.config.get("pad_token_id", default)
-
     def with_pool(self, pool: PagePool, graphs: bool) -> LoadedModel:
         """Make the model ready to run on a pool, on a GPU with CUDA graphs if they are wanted."""
         shape, tokenizer, bos = self.model.shape, self.tokenizer, self.checkpoint.bos_token_id
         vocab_size = min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size
         dtype = self.precision.dtype
         runner = make_runner(self.model, pool, vocab_size, dtype, graphs=graphs, compiled=self.compiled)
-        eos = self.eos_token_ids()
+        eos, pad = self.eos_token_ids(), None if self.checkpoint.gguf else self.model.default_pad_token_id
         start = bos if bos is not None else min(eos, default=0)
         if self.compiled and not warm_up(lambda: runner.logits([start] * 5)):
             runner.rows = None
@@ -232,7 +222,7 @@ class _Weights:
             {name: adapter.digest() for name, adapter in self.adapters.items()},
             pooling=Pooling.of(self.checkpoint),
             generation=Generation.of(self.checkpoint),
-            pad_token_id=self.pad_token_id(),
+            pad_token_id=self.checkpoint.config.get("pad_token_id", pad),
         )
 
     def key(self) -> str:
@@ -329,7 +319,7 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
             raise UsageError("drafts: mtp is the head of the model's own checkpoint", remedy="leave out --draft")
         parts["draft"] = parts["target"].own_head()
     attach_heads(parts)
-    caches = [(part.model.shape, part.cache_dtype) for part in parts.values()]
+    caches = [(part.model.shape, dtype_of_cache(options.kv_dtype, part.precision.dtype)) for part in parts.values()]
     recorded = options.graphs == "on" and shard.size == 1
     pools = make_pools(caches, device, kv_memory, shard)
     models = {role: part.with_pool(pool, recorded) for (role, part), pool in zip(parts.items(), pools, strict=True)}

@@ -182,13 +182,11 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int, share: f
     elif hasattr(search, "beams"):
         remedies.append("fewer --max-new-tokens: no beam count fits")
     branches = least - (prompt + new - 1)
-    formula = f"prompt {prompt} + new tokens {new} - 1" + (f" + branches {branches}" if branches > 0 else "")
+    formula = f"(prompt {prompt} + new tokens {new} - 1" + (f" + branches {branches})" if branches > 0 else ")")
     holder = "the KV cache holds" if share == 1 else "of the KV cache, one client may have"
     raise KVMemoryError(
         f"{holder} {room} tokens ({size_text(room * unit)}), {type(search).__name__} needs at least {least}",
-        where=f"({formula}) x {unit} bytes per token = {size_text(least * unit)}"
-        if branches >= 0
-        else f"{least} slots x {unit} bytes per token = {size_text(least * unit)}",
+        where=f"{formula if branches >= 0 else f'{least} slots'} x {unit} bytes per token = {size_text(least * unit)}",
         remedy=", or ".join(remedies),
     )
 
