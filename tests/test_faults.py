@@ -650,6 +650,7 @@ REAL = """
 import io, re, resource, sys
 from engine.app import batch
 from engine.engine import Engine
+from tests.invariants import check_pool
 engine = Engine.load(sys.argv[1], threads=1, kv_memory=1 << 20)
 batch.load_engine = lambda args, shard=None: engine
 wide, small = (b'{"prompt": "a", "params": {"search": "trie", "beams": %d, "max_new_tokens": 3}}' % n for n in (600, 2))
@@ -661,7 +662,7 @@ for line, room in ((small, None), (wide, 16 << 20), (small, None), (wide, None))
     resource.setrlimit(resource.RLIMIT_AS, (size + room if room else limit[0], limit[1]))
     codes.append(batch.main([], io.BytesIO(line), io.BytesIO()))
     resource.setrlimit(resource.RLIMIT_AS, limit)
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 print(codes)
 """
 
@@ -821,6 +822,7 @@ TURNS = """
 import io, os, sys
 from engine.app import chat
 from engine.engine import Engine
+from tests.invariants import check_pool
 
 engine = Engine.load(sys.argv[1], threads=1, kv_memory=1 << 16)
 chat.cli.load_engine = lambda args, shard=None: engine
@@ -835,7 +837,7 @@ def live(times):
     code = chat.main(["--model", sys.argv[1]])
     errors, sys.stdout, sys.stderr = sys.stderr.getvalue(), sys.__stdout__, sys.__stderr__
     assert code == 0 and errors.count("error: ") == 3 * times, errors  # the one that is too long, each time
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -88,13 +88,7 @@ class Launched:
         waited: seconds that the host waited.
     """
 
-    def __init__(
-        self,
-        logp_NV: Tensor,
-        finite_N: Tensor | None,
-        numbers: list[Tensor],
-        inputs: Inputs | None,
-    ):
+    def __init__(self, logp_NV: Tensor, finite_N: Tensor | None, numbers: list[Tensor], inputs: Inputs | None):
         self.logp_NV, self.finite_N, self.numbers, self.inputs = logp_NV, finite_N, numbers, inputs
         self.on_host: Tensor | None = None
         self.waited = 0.0
@@ -204,6 +198,10 @@ class Runner:
         finally:
             tree.release()
         return torch.cat(rows)  # outside of inference mode: callers may write to it
+
+    def run(self, batch: Any) -> Rows:
+        """Evaluate a batch by the strategy that was chosen when it was built."""
+        return batch.strategy(batch)
 
     def evaluate(self, work: PassWork) -> Answers:
         """One forward pass.
