@@ -12,6 +12,7 @@ from models.checkpoint.headers import Checkpoint
 from models.config import Recurrent
 from models.families.granite_hybrid import SCANS
 from models.families.llama import Llama
+from tests.invariants import check_recurrent
 from tools.random_checkpoint import draw, make
 
 VOCAB = 120
@@ -58,7 +59,7 @@ def hybrid(
 
 def check_stores(engine, trees=()):
     """Nothing but these trees holds rows or states of recurrent layers."""
-    engine.pool.check_stores([tree.states_held for tree in trees])
+    check_recurrent(engine.pool, [tree.states_held for tree in trees])
     rows, states = engine.pool.cache.recurrent
     assert rows[:, 0].eq(0).all() and states[:, 0].eq(0).all()
 

@@ -39,6 +39,7 @@ from search.greedy import Greedy
 from search.sample import Sample
 from search.trie import Trie
 from tests.engine.app.typist import Terminal
+from tests.invariants import check_pool
 from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +71,7 @@ def engine(base: Path) -> Engine:
 def no_pages_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "engine" in request.fixturenames:
-        request.getfixturevalue("engine").pool.check_invariants([])
+        check_pool(request.getfixturevalue("engine").pool, [])
 
 
 class Commands:
@@ -428,7 +429,7 @@ def test_weights_cut_short_while_they_are_in_use(commands: Commands, folder: Pat
     os.truncate(folder / WEIGHTS, 4096)
     code, out, err = commands.chat("-p", "zzz", "--max-new-tokens", "4")
     assert (code, out) == (3, "") and "is cut short" in err and WEIGHTS in err
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 # --- 10 and 11: templates and tokenizers ---
@@ -504,7 +505,7 @@ def test_weights_that_are_no_numbers(commands: Commands, folder: Path, name: str
         assert err == f"error: the model computed NaN or Inf\n{where}, at token 2 of the sequence\n" + (
             "try --dtype float32, or check the weights\n"
         )
-        engine.pool.check_invariants([])
+        check_pool(engine.pool, [])
 
 
 def test_one_line_of_a_batch_without_numbers(commands: Commands, folder: Path):
@@ -517,7 +518,7 @@ def test_one_line_of_a_batch_without_numbers(commands: Commands, folder: Path):
     code, records, _ = commands.batch(lines, "--max-new-tokens", "2")
     assert code == 2 and texts(records) == [texts(records)[2], "numerics", texts(records)[2]]
     assert "line 2: " in records[1]["error"]["message"] and "in the embedding" in records[1]["error"]["message"]
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 # --- 13 to 16: requests that cannot be served ---
@@ -573,7 +574,7 @@ def test_more_than_the_memory_limit(commands: Commands, engine: Engine, base: Pa
     advised = re.search(r"--beams at most (\d+), the largest beam count that is sure to fit", err)
     assert advised and commands.chat("-p", "abc", *argv, "--beams", advised[1])[0] == 0
     assert commands.chat("-p", "abc", *argv, "--beams", "4")[0] == 0
-    small.pool.check_invariants([])
+    check_pool(small.pool, [])
 
 
 def test_weights_that_the_machine_cannot_map(commands: Commands, folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -618,12 +619,12 @@ def test_running_out_of_memory(
             failing(patch, *where, when, error)
             code, out, err = commands.chat("-p", "ab", *argv)
             assert code == 4 and good[1].startswith(out.removesuffix("\n")) and "ran out of memory" in err
-            engine.pool.check_invariants([])
+            check_pool(engine.pool, [])
         with monkeypatch.context() as patch:  # in a conversation: told, and the next turn is answered
             failing(patch, *where, when, error)
             code, out, err = commands.chat(*argv, typed="ab\n/reset\nab\n")
             assert code == 0 and "error: the machine ran out of memory" in err and out.endswith(good[1])
-            engine.pool.check_invariants([])
+            check_pool(engine.pool, [])
 
 
 def test_a_batch_that_ran_out_of_memory_goes_on(
@@ -638,7 +639,7 @@ def test_a_batch_that_ran_out_of_memory_goes_on(
         with monkeypatch.context() as patch:
             failing(patch, Runner, "run", when, RuntimeError(OUT_OF_MEMORY))
             assert commands.batch(lines, *argv, "--output", path)[0] == 4
-        engine.pool.check_invariants([])
+        check_pool(engine.pool, [])
         done = read(path)
         assert len(done) < 12 and texts(done) == texts(whole)[: len(done)]
         assert commands.batch(lines, *argv, "--output", path, "--resume")[0] == 0
@@ -649,6 +650,7 @@ REAL = """
 import io, re, resource, sys
 from engine.app import batch
 from engine.engine import Engine
+from tests.invariants import check_pool
 engine = Engine.load(sys.argv[1], threads=1, kv_memory=1 << 20)
 batch.load_engine = lambda args, shard=None: engine
 wide, small = (b'{"prompt": "a", "params": {"search": "trie", "beams": %d, "max_new_tokens": 3}}' % n for n in (600, 2))
@@ -660,7 +662,7 @@ for line, room in ((small, None), (wide, 16 << 20), (small, None), (wide, None))
     resource.setrlimit(resource.RLIMIT_AS, (size + room if room else limit[0], limit[1]))
     codes.append(batch.main([], io.BytesIO(line), io.BytesIO()))
     resource.setrlimit(resource.RLIMIT_AS, limit)
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 print(codes)
 """
 
@@ -720,9 +722,9 @@ def test_a_thousand_interrupts(engine: Engine, monkeypatch: pytest.MonkeyPatch):
                         break
             except KeyboardInterrupt:
                 pass
-        engine.pool.check_invariants(session.trunk.pages if session.trunk else [])
+        check_pool(engine.pool, session.trunk.pages if session.trunk else [])
     session.close()
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     assert 100 < ended < 600, ended
 
 
@@ -763,7 +765,7 @@ def test_ctrl_c_at_any_line(engine: Engine, monkeypatch: pytest.MonkeyPatch):
             interrupted += 1
         finally:
             sys.settrace(None)
-        engine.pool.check_invariants(session.trunk.pages if session.trunk else [])
+        check_pool(engine.pool, session.trunk.pages if session.trunk else [])
     session.close()
     assert interrupted > 60
 
@@ -781,7 +783,7 @@ def test_interrupted_batches(commands: Commands, engine: Engine, monkeypatch: py
             failing(patch, *draw.choice([*CALLS, (Sink, "put")]), draw.randrange(1, 6), KeyboardInterrupt())
             code, _, err = commands.batch(lines, *argv, "--output", path)
         assert code == 130 and "--resume continues" in err
-        engine.pool.check_invariants([])
+        check_pool(engine.pool, [])
         assert texts(read(path)) == texts(whole)[: len(read(path))]
         assert commands.batch(lines, *argv, "--output", path, "--resume")[0] == 0
         assert texts(read(path)) == texts(whole)
@@ -820,6 +822,7 @@ TURNS = """
 import io, os, sys
 from engine.app import chat
 from engine.engine import Engine
+from tests.invariants import check_pool
 
 engine = Engine.load(sys.argv[1], threads=1, kv_memory=1 << 16)
 chat.cli.load_engine = lambda args, shard=None: engine
@@ -834,7 +837,7 @@ def live(times):
     code = chat.main(["--model", sys.argv[1]])
     errors, sys.stdout, sys.stderr = sys.stderr.getvalue(), sys.__stdout__, sys.__stderr__
     assert code == 0 and errors.count("error: ") == 3 * times, errors  # the one that is too long, each time
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

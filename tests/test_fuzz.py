@@ -45,6 +45,7 @@ from search.aded import ngrams
 from search.greedy import Greedy
 from search.trie import Trie
 from search.ults import prior
+from tests.invariants import check_pool
 from tools import catalogue as catalogue_tool
 from tools import convert, pack, tree
 from tools.fleet import store
@@ -290,7 +291,7 @@ def loading(folder: Path, *flags: str) -> Callable[[], None]:
             engine.scores([[1, 5, 6]])
         else:
             engine.generate([[1, 5, 6]], Greedy(), max_new_tokens=2)
-        engine.pool.check_invariants([])
+        check_pool(engine.pool, [])
 
     return read
 
@@ -506,7 +507,7 @@ def prefixes(folder: Path, engine: Engine) -> list[Case]:
             one.pool.prefixes.clear()  # type: ignore[union-attr]
             tokens = one.load_prefix(path)
             one.generate([[*tokens, 3]], Greedy(), max_new_tokens=2)
-            one.pool.check_invariants([])
+            check_pool(one.pool, [])
 
         made.append(Case(path, lambda draw, valid: sealed_prefix(draw.tensors(valid)), read))
     return made
@@ -542,7 +543,7 @@ def ngram_stores(folder: Path, engine: Engine) -> list[Case]:
 
     def read() -> None:
         engine.generate([[5, 6, 7, 8, 5, 6]], ADED(store=str(path)), max_new_tokens=6)
-        engine.pool.check_invariants([])
+        check_pool(engine.pool, [])
 
     return [Case(path, change, read)]
 
@@ -559,7 +560,7 @@ def priors(folder: Path, engine: Engine) -> list[Case]:
 
     def read() -> None:
         engine.generate([[5, 6]], search, max_new_tokens=3)
-        engine.pool.check_invariants([])
+        check_pool(engine.pool, [])
 
     return [Case(path, Draw.tensors, read)]
 
@@ -578,7 +579,7 @@ def transcripts(folder: Path, engine: Engine) -> list[Case]:
             [*again.stream("on", Greedy(), max_new_tokens=2)]
         finally:
             again.session.close()
-        engine.pool.check_invariants([])
+        check_pool(engine.pool, [])
 
     return [Case(path, as_json, read)]
 
@@ -777,7 +778,7 @@ def test_batch_lines(engine: Engine):
         good, out = b'{"id": "good", "prompt": "ab"}', io.BytesIO()
         with little_memory(), redirect_stderr(io.StringIO()):
             code = batch.main(["--max-new-tokens", "2", "-q"], io.BytesIO(b"\n".join([*lines, good])), out)
-        engine.pool.check_invariants([])
+        check_pool(engine.pool, [])
         records, repeat = [json.loads(line) for line in out.getvalue().splitlines()], (SEED, i, lines)
         assert len(records) == 1 + sum(bool(line.strip()) for line in lines), repeat
         assert code == (2 if any("error" in record for record in records) else 0), repeat

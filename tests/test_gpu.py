@@ -10,6 +10,7 @@ import torch
 from engine import Engine
 from engine.step.graphs import GraphRunner
 from search import Greedy, Sample, Trie
+from tests.invariants import check_pool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,7 @@ def test_cuda_equals_cpu(variant):
         want = cpu.generate(prompts, search, max_new_tokens=20)
         got = cuda.generate(prompts, search, max_new_tokens=20)
         assert [[o.token_ids for o in r.outputs] for r in got] == [[o.token_ids for o in r.outputs] for r in want]
-    cuda.pool.check_invariants([])
+    check_pool(cuda.pool, [])
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
@@ -77,7 +78,7 @@ def test_an_fp8_cache_is_near_floats():
     assert 0 < (exact_NV.exp() * (exact_NV - near_NV)).sum(-1).mean() < 0.05
     [result] = fp8.generate([ids], Trie(beams=4), max_new_tokens=12, ignore_eos=True)
     assert len(result.outputs[0].token_ids) == 12 and any(step.replay for step in fp8.runner._steps.values())
-    fp8.pool.check_invariants([])
+    check_pool(fp8.pool, [])
 
 
 def test_many_trees_and_wide_beams_equal_cpu():
@@ -165,4 +166,4 @@ def test_cached_prefixes_in_pages_of_16_tokens():
         assert [r.outputs[0].token_ids for r in results] == [results[1].outputs[0].token_ids] * 2
         assert sum(results[0].outputs[0].token_logprobs) == pytest.approx(results[1].outputs[0].logprob, abs=1e-2)
     assert results[0].stats["reused_tokens"] == 42
-    warm.pool.check_invariants([])
+    check_pool(warm.pool, [])

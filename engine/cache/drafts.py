@@ -89,12 +89,3 @@ class Drafts:
         if not siblings and not isinstance(node.parent, DraftedNode):
             del self.below[node.parent]
         return [node.slot, *(below.slot for below in self._all([node.children]))]
-
-    def check_invariants(self) -> None:
-        """Check that redundant state agrees; for tests."""
-        every = [*self]
-        assert len({node.slot for node in every}) == len(every)
-        for node in every:
-            above = node.parent
-            assert self.children(above)[node.token] is node
-            assert not isinstance(above, DraftedNode) or node.position == above.position + 1

@@ -46,7 +46,7 @@ class KeptStates:
         self.states: dict[int, KeptState] = {}
         self.row_count = 0
         self._blocks: dict[int, int] = {}  # slot of a row after a state -> slot of that state
-        stores.rows.spare = stores.states.spare = self
+        stores.rows.evict = stores.states.evict = self.evict
 
     def find(self, pages: Sequence[int], length: int) -> int:
         """How many of the first `length` tokens of a cached prefix, which these pages hold, a trunk can reuse."""
@@ -85,12 +85,13 @@ class KeptStates:
             return
         if (slot := self._slot(pages, folded - 1)) not in self.states:
             before = [rows[position] for position in range(max(0, folded - taps + 1), folded)]
-            self._hold(states.state, before)
+            self.stores.states.hold(states.state)
+            self._hold(before)
             self.states[slot] = KeptState(states.state, before)
         kept = self.states[slot]
         for position in range(folded, length):
             if (at := self._slot(pages, position)) not in kept.after:
-                self._hold(None, [rows[position]])
+                self._hold([rows[position]])
                 kept.after[at] = rows[position]
                 self._blocks[at] = slot
         self._use(slot)
@@ -118,9 +119,7 @@ class KeptStates:
     def _use(self, slot: int) -> None:
         self.states[slot] = self.states.pop(slot)
 
-    def _hold(self, state: int | None, rows: Sequence[int]) -> None:
-        if state is not None:
-            self.stores.states.hold(state)
+    def _hold(self, rows: Sequence[int]) -> None:
         for row in rows:
             self.stores.rows.hold(row)
         self.row_count += len(rows)
@@ -136,16 +135,3 @@ class KeptStates:
             del self._blocks[each]
         self._give([*kept.before, *kept.after.values()])
         self.stores.states.give(kept.state)
-
-    @property
-    def held(self) -> tuple[list[int], list[int]]:
-        """The kept rows and states; a row may occur twice."""
-        every = self.states.values()
-        rows = [row for kept in every for row in (*kept.before, *kept.after.values())]
-        return rows, [kept.state for kept in every]
-
-    def check_invariants(self, cached: set[int]) -> None:
-        """Check that redundant state agrees, and that all slots are in these pages' slots; for tests."""
-        assert self._blocks == {at: slot for slot, kept in self.states.items() for at in kept.after}
-        assert self.states.keys() | self._blocks.keys() <= cached
-        assert self.row_count == len(self.held[0]) <= self.most_rows and len(self.states) <= self.most_states

@@ -132,22 +132,3 @@ class Nodes:
         self._leaves[node] = None
         self._paths_length += position + 1
         return node
-
-    def check_nodes(self) -> list[int]:
-        """Check that redundant state agrees, for tests. Returns the live nodes."""
-        live = [n for n in range(len(self._token)) if self._slot[n] not in (FREED, IN_TRUNK)] + [self.root]
-        children: dict[int, list[int]] = {n: [] for n in live}
-        for n in live:
-            if n != self.root:
-                assert self._parent[n] in children, f"live node {n} lost its parent"
-                children[self._parent[n]].append(n)
-                assert self._children[self._parent[n]][self._token[n]] == n
-                assert self._position[n] == self._position[self._parent[n]] + 1
-        for n in live:
-            assert sorted(self._children.get(n, {}).values()) == children[n], n
-            assert (n in self._leaves) == (not children[n]), n
-        assert sorted(self._children) == sorted(n for n in live if children[n])
-        assert len(self._leaves) == sum(not c for c in children.values())
-        assert self._paths_length == sum(self._position[n] + 1 for n in self._leaves)
-        assert self._position[self.root] == len(self.trunk.tokens) - 1
-        return live

@@ -1,6 +1,5 @@
 """The nodes of a tree with their slots in a pool: which node has which slot, and what a pass reads."""
 
-from array import array
 from collections.abc import Iterable, Sequence
 
 from engine.cache.drafts import DraftedNode
@@ -200,10 +199,6 @@ class PlacedNodes(Nodes):
         rows, states = ([], []) if self.trunk.states is None else self.trunk.states.held
         held = self.slots.held.values()
         return rows + [each.row for each in held], states + [each.state for each in held if each.state != NULL_STATE]
-
-    def branch_table(self) -> tuple["array[int]", "array[int]"]:
-        """For each branch slot, its slot in the pool and its token's position; 0 if free. Read only."""
-        return self.slots.table
 
     def latest_ancestors(self, node: DraftedNode | int, count: int) -> list[int]:
         """Slots in the pool of an evaluated node's `count` latest ancestors, parents first; fewer if it has fewer."""

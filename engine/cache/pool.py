@@ -40,7 +40,7 @@ class PagePool:
         prefixes: cached prefixes; None: none are kept.
         kept_states: the recurrent layers' part of cached prefixes; None: no prefixes, or no such layers.
         kept: pages of cached prefixes, held by trees or idle.
-        ancestors: see `ModelShape`.
+        ancestors, delta: see `ModelShape`.
         stores: the rows and states of recurrent layers; None: the model has no such layers.
         row_bytes, state_bytes: bytes of one row and of one state, in all layers.
         device: the device of the cache and of log-probabilities. A search that reads rows after the answer makes the
@@ -63,7 +63,7 @@ class PagePool:
         self.page_size = page_size
         self.reserved = -(-(max(NULL_SLOT, TRASH_SLOT) + 1) // page_size)  # pages that no tree gets
         self.pages = pages
-        self.ancestors = shape.ancestors
+        self.ancestors, self.delta = shape.ancestors, shape.delta
         self.bytes_per_token = shape.kv_bytes_per_token(dtype)
         slots = (pages + self.reserved) * page_size
         self.stores = None if shape.delta is None else Stores(shape.delta, rows, states)
@@ -188,28 +188,6 @@ class PagePool:
         """Copy the contents of slots to other slots."""
         for copy in self._copiers:
             copy(source, target)
-
-    def check_invariants(self, held: list[int] | None = None) -> None:
-        """Check that counts are consistent and, with `held`, that exactly these pages are in use."""
-        used = [p for p in range(self.reserved, len(self._state)) if self._state[p] == USED]
-        assert len(used) == self.used_pages, (len(used), self.used_pages)
-        idle = [p for p in range(self.reserved, len(self._state)) if self._state[p] == IDLE]
-        assert len(idle) == self.idle_pages and self.kept.issuperset(idle) and self.kept <= {*used, *idle}
-        assert held is None or used == sorted({*held}), (used, sorted(held))
-        assert held is None or Counter(held) - Counter(used) == self._others
-        if self.prefixes is not None:
-            self.prefixes.check_invariants()
-
-    def check_stores(self, held: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Check that trees and the cache hold exactly these rows and states that are in use; for tests."""
-        every, kept = [*held], self.kept_states
-        if kept is not None:
-            every.append(kept.held)
-            kept.check_invariants({page * self.page_size + i for page in self.kept for i in range(self.page_size)})
-        for i, store in enumerate(() if self.stores is None else (self.stores.rows, self.stores.states)):
-            places = Counter(place for each in every for place in each[i])
-            assert len(places) == store.used, (store.name, len(places), store.used)
-            assert places - Counter([*places]) == store.others, store.name
 
 
 def _cache(

@@ -40,16 +40,15 @@ class PrefixCache:
 
     Args:
         pool: the pool of the pages.
-        most: maximum of idle pages; None: all pages of the pool.
+        most: maximum of idle pages.
 
     Attributes:
         lookups, hits: prompts looked up, and those found at least in part.
         asked_tokens, reused_tokens: tokens of these prompts, and how many of them were found.
     """
 
-    def __init__(self, pool: "PagePool", most: int | None = None):
-        self.pool = weakref.proxy(pool)  # a cycle would keep the tensors until the garbage collector runs
-        self.most = pool.pages if most is None else most
+    def __init__(self, pool: "PagePool", most: int):
+        self.pool, self.most = weakref.proxy(pool), most  # a cycle would keep tensors until the garbage collector runs
         self.lookups = self.hits = self.asked_tokens = self.reused_tokens = 0
         self._roots: dict[Key, Segment] = {}
         self._leaves: list[tuple[int, int, Segment]] = []  # heap by time; entries of an earlier time are void
@@ -205,22 +204,6 @@ class PrefixCache:
             self._push(above)
         else:
             self._roots = {key: root for key, root in self._roots.items() if root is not above}
-
-    def check_invariants(self) -> None:
-        """Check that redundant state agrees; for tests."""
-        size, kept, waiting = self.pool.page_size, [], [*self._roots.values()]
-        while waiting:
-            segment = waiting.pop()
-            kept += segment.pages
-            for name, other in segment.below.items():
-                assert other.above is segment and name == self._name(other.tokens) and other.pages
-                assert len(other.pages) == -(-len(other.tokens) // size)
-                assert not other.below or len(other.tokens) % size == 0
-                assert other.below or any(e[2] is other and e[0] == other.used for e in self._leaves), "lost leaf"
-                idle = [self.pool.is_idle(page) for page in segment.pages[-1:] + other.pages]
-                assert idle == sorted(idle), "an idle page before one that is held"
-                waiting.append(other)
-        assert sorted(kept) == sorted(self.pool.kept) and len(kept) == len(set(kept))
 
 
 def shared_length(first: Sequence[int], *others: Sequence[int], start: int = 0) -> int:

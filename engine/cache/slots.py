@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from engine.cache.pool import PagePool
 from engine.cache.states import Held, TrunkStates
 from engine.errors import KVMemoryError
-from kernels.layout import NULL_STATE
 
 FREE, RESERVED = -1, -2  # in the place of a node
 
@@ -240,21 +239,3 @@ class BranchSlots:
         for slot in slots:
             left[slot // self.size] -= 1
         return sum(before > 0 == after for before, after in zip(self.load, left, strict=True))
-
-    def check_invariants(self) -> None:
-        """Check that redundant state agrees; for tests."""
-        size = self.size
-        assert sorted(self.lost) == [i for i, page in enumerate(self.pages) if page < 0]
-        for s, node in enumerate(self.owner):
-            assert self.table[0][s] == (self.pages[s // size] * size + s % size if node != FREE else 0)
-            assert node != FREE or self.table[1][s] == 0
-        taken = {slot for slot, node in enumerate(self.owner) if node != FREE}
-        assert self.held.keys() == (taken if self.pool.stores is not None else set())
-        for slot, held in self.held.items():
-            assert self.pool.stores is not None
-            assert (held.state != NULL_STATE) == ((self.table[1][slot] + 1) % self.pool.stores.kind.block == 0)
-        reserved = self.owner.count(RESERVED)
-        assert self.count == sum(node >= 0 for node in self.owner) == sum(self.load) - reserved
-        assert len(self.owner) == len(self.table[0]) == len(self.table[1]) == size * len(self.pages)
-        assert sorted(self.free) == [s for s, n in enumerate(self.owner) if n == FREE and self.pages[s // size] >= 0]
-        assert all((page >= 0) == (load > 0) for page, load in zip(self.pages, self.load, strict=True))

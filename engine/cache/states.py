@@ -2,14 +2,11 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from engine.errors import KVMemoryError
 from kernels.layout import NULL_SLOT, NULL_STATE, TRASH_SLOT, DeltaKind
-
-if TYPE_CHECKING:
-    from engine.cache.kept_states import KeptStates
 
 
 class Held(NamedTuple):
@@ -27,19 +24,19 @@ class Store:
         name: the word for the entries in messages.
 
     Attributes:
-        spare: releases entries when a tree needs one and none is free.
+        evict: drops entries of cached prefixes when none is free; returns whether there were any.
         others: place -> number of its holders after the first.
     """
 
     def __init__(self, first: int, count: int, name: str):
         self.count, self.name, self.used = count, name, 0
-        self.spare: KeptStates | None = None
+        self.evict: Callable[[], bool] = lambda: False
         self.others: Counter[int] = Counter()
         self._free = [*range(first, first + count)]
 
     def take(self) -> int:
         """Take an entry. Raises KVMemoryError if none is left."""
-        while not self._free and self.spare is not None and self.spare.evict():
+        while not self._free and self.evict():
             pass
         if not self._free:
             raise KVMemoryError(

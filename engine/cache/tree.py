@@ -7,10 +7,9 @@ from engine.cache.drafts import DraftedNode, Drafts
 from engine.cache.nodes import FREED, IN_TRUNK
 from engine.cache.placed import PlacedNodes
 from engine.cache.pool import PagePool
-from engine.cache.slots import RESERVED, Trunk
+from engine.cache.slots import Trunk
 from engine.cache.states import Held
 from engine.errors import KVMemoryError
-from kernels.layout import NULL_STATE
 
 if TYPE_CHECKING:
     from engine.contract.trace import TreeRecord
@@ -393,36 +392,3 @@ class TokenTree(PlacedNodes):
         self._claim = range(0)
         if self.observer is not None:
             self.observer.ended(self)
-
-    def check_invariants(self) -> None:
-        """Check that redundant state agrees; for tests."""
-        size = self.pool.page_size
-        live = self.check_nodes()
-        for n in live:
-            if n != self.root and self._slot[n] >= 0:
-                assert self.slots.owner[self._slot[n]] == n
-                assert self.ancestry(n) == (self.ancestry(self._parent[n]) | 1 << self._slot[n])
-                assert self._parent[n] == self.root or self._slot[self._parent[n]] >= 0
-        slots = self.slots
-        slots.check_invariants()
-        self.drafts.check_invariants()
-        drafted = [*self.drafts]
-        assert slots.owner.count(RESERVED) == len(drafted) + len(self._reserved or ())
-        assert all(slots.owner[each.slot] == RESERVED for each in drafted)
-        assert all(slots.table[1][each.slot] == each.position for each in drafted)
-        for node, children in self.drafts.below.items():
-            assert self.is_live(node) and self.is_evaluated(node) and children, node
-            assert not children.keys() & self._children.get(node, {}).keys()
-            assert all(child.position == self._position[node] + 1 for child in children.values())
-        assert all(self.is_live(node) and self.is_evaluated(node) for node in self.drafts.rows)
-        owners = [(s, n) for s, n in enumerate(slots.owner) if n >= 0]
-        assert all(slots.table[1][s] == self._position[n] for s, n in owners)
-        assert sorted(n for _, n in owners) == sorted(n for n in live if self._slot[n] >= 0)
-        assert self.trunk.cached <= len(self.trunk.tokens)
-        assert len(self.trunk.pages) == -(-self.trunk.cached // size), (len(self.trunk.pages), self.trunk.cached)
-        assert len(set(self.pages_held)) == len(self.pages_held) == self.page_count
-        if (states := self.trunk.states) is not None:
-            folded = states.stores.kind.whole(self.trunk.cached)
-            assert states.folded == folded and (states.state != NULL_STATE) == (folded > 0)
-            assert {*range(states.earliest(self.trunk.cached), self.trunk.cached)} <= states.rows.keys()
-        assert [p for first, n in self.trunk.runs for p in range(first, first + n)] == self.trunk.pages

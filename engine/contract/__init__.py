@@ -184,7 +184,8 @@ class SearchResult:
         if self.scores is not None:
             return {"id": id, "scores": [score.record() for score in self.scores], "stats": self.stats}
         if self.embedding is not None:
-            return {"id": id, "embedding": short_numbers(self.embedding), "stats": self.stats}
+            numbers = [float(f"{x:.9g}") for x in self.embedding.tolist()]  # the fewest digits that identify a float32
+            return {"id": id, "embedding": numbers, "stats": self.stats}
         keys = ("text", "token_ids", "logprob", "score", "finish_reason")
         outputs = [{key: getattr(output, key) for key in keys} for output in self.outputs]
         for output, record in zip(self.outputs, outputs, strict=True):
@@ -194,11 +195,6 @@ class SearchResult:
         if thoughts is not None:
             outputs = [_parted(output, thoughts) for output in outputs]
         return {"id": id, "outputs": outputs, "stats": self.stats}
-
-
-def short_numbers(vector_E: Tensor) -> list[float]:
-    """The elements of a float32 vector, each with the fewest digits that identify it uniquely."""
-    return [float(f"{x:.9g}") for x in vector_E.tolist()]
 
 
 def _parted(output: dict[str, Any], thoughts: Thoughts) -> dict[str, Any]:

@@ -81,18 +81,15 @@ class TreeRecord:
         self.look_up()
         self._kept = nodes
         self._note_stem()
-        self._note_drop([node for node in self._branches if not tree.is_live(node)])
-        for node in self.undecided:
-            if self.dropped[node] is None:
-                self.accepted[node] = self.trace.step
-        self.undecided = []
-
-    def _note_drop(self, nodes: Sequence[int]) -> None:
-        for node in nodes:
+        for node in [node for node in self._branches if not tree.is_live(node)]:
             self.dropped[node] = self.trace.step
             del self._branches[node]
             self._rows.pop(node, None)
             self._waiting.pop(node, None)
+        for node in self.undecided:
+            if self.dropped[node] is None:
+                self.accepted[node] = self.trace.step
+        self.undecided = []
 
     def _note_stem(self) -> None:
         """Record the nodes that joined the trunk since the last call."""

@@ -95,6 +95,7 @@ class Wanted:
             token that returns the next state, see `engine.rules.state.NodeStates`; None: no constraint.
 
     Attributes:
+        drafts: for each live node its draft; None if there are none yet, or the drafter has failed.
         passes: (number of the pass, tokens of this request, seconds) of the passes that a draft model ran for it.
         seconds: time of these passes, without reading the prompt.
     """
@@ -111,5 +112,6 @@ class Wanted:
     ends: Collection[int] = ()
     states: Sequence[Any] | None = None
     after: Any = None
+    drafts: Sequence[Draft] | None = None
     passes: list[tuple[int, int, float]] = field(default_factory=list)
     seconds: float = 0.0

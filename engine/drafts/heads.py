@@ -30,7 +30,7 @@ class HeadDrafts(ModelDrafts):
         self._fits = self._fits and len(prompt) > 1 and prompt[0] < self._vocab
         self._of_text: dict[int, Tensor] = {}  # position in the text -> the model's row
         self._below: dict[int, Tensor] = {}  # node below the text -> the model's row of its token
-        self._own: dict[int, Tensor] = {}  # node -> the head's row of its token
+        self.own: dict[int, Tensor] = {}  # node -> the head's row of its token
         self._guessed: list[int] = []  # nodes that were read with a row of the head's own
 
     def learn(self, tokens: Sequence[int]) -> None:
@@ -67,13 +67,13 @@ class HeadDrafts(ModelDrafts):
 
     def give_up(self) -> None:
         super().give_up()
-        self._guessed, self._of_text, self._below, self._own = [], {}, {}, {}
+        self._guessed, self._of_text, self._below, self.own = [], {}, {}, {}
 
     def follow(self, ahead: Sequence[Sequence[int]]) -> list[int]:
         self._forget_guesses()
         twins, tree = super().follow(ahead), self.tree
         self._below = {node: row_E for node, row_E in self._below.items() if tree.is_live(node)}
-        self._own = {node: row_E for node, row_E in self._own.items() if node in self.rows}
+        self.own = {node: row_E for node, row_E in self.own.items() if node in self.rows}
         read = tree.trunk.cached - 1  # without the last token, which may be read once more
         self._of_text = {at: row_E for at, row_E in self._of_text.items() if at >= read}
         return twins
@@ -94,14 +94,10 @@ class HeadDrafts(ModelDrafts):
         for node in chunk.nodes:
             parent, at = tree.parent(node), tree.position(node)
             row_E = self._of_text.get(at) if at <= end + 1 else self._below.get(parent)
-            if row_E is None and (row_E := self._own.get(parent)) is not None:
+            if row_E is None and (row_E := self.own.get(parent)) is not None:
                 self._guessed.append(node)
             found.append(zeros_E if row_E is None else row_E)
         return found
-
-    def keep_own(self, node: int, row_E: Tensor) -> None:
-        """Keep the head's row of a node, for the drafts below it."""
-        self._own[node] = row_E
 
 
 class HeadDrafter(ModelDrafter):
@@ -132,7 +128,7 @@ class HeadDrafter(ModelDrafter):
         if not places:
             return []
         for (request, node), row_E in zip(owners, hidden_NE, strict=True):
-            request.keep_own(node, row_E)
+            request.own[node] = row_E
         logits_NV = head.logits(hidden_NE, p.layout.rows_impl)
         logp_NV, finite_N, _ = log_softmax(logits_NV, logits_NV.shape[1], impl=runner.impl)
         best = logp_NV.topk(min(CANDIDATES, logits_NV.shape[1]))

@@ -10,7 +10,6 @@ has its likeliest continuation; a single live node also has alternatives.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -121,33 +120,27 @@ class Tip(NamedTuple):
     state: Any
 
 
-@dataclass
 class Forest:
     """The drafts of one request while they grow.
 
     Args:
         wanted: what the request may draft.
+
+    Attributes:
         drafts: the drafts of its live nodes.
-        tips: nodes of the latest level that may have children.
+        tips: nodes of the latest level that may have children; none at first if nothing can be drafted.
         level: the latest level of the drafts; 0: the live nodes.
     """
 
-    wanted: Wanted
-    request: ModelDrafts
-    drafts: list[Draft]
-    tips: list[Tip]
-    level: int = 0
-
-    @staticmethod
-    def begin(wanted: Wanted) -> "Forest":
-        """A forest without drafts; without tips if nothing can be drafted."""
-        request, sums, states, ahead = wanted.request, wanted.sums, wanted.states, wanted.ahead
+    def __init__(self, wanted: Wanted):
+        request, sums, states = wanted.request, wanted.sums, wanted.states
         assert isinstance(request, ModelDrafts)
-        tips = [
+        self.wanted, self.request, self.level = wanted, request, 0
+        self.drafts = [Draft() for _ in wanted.ahead]
+        self.tips = [
             Tip(i, -1, node, None, 1.0, 0.0 if sums is None else float(sums[i]), states and states[i])
-            for i, node in enumerate(request.follow(ahead))
+            for i, node in enumerate(request.follow(wanted.ahead))
         ]
-        return Forest(wanted, request, [Draft() for _ in ahead], tips)
 
     def unknown(self) -> list[int]:
         """Grow the tips; returns those without a row."""
@@ -282,18 +275,14 @@ class ModelDrafter:
     @torch.inference_mode()
     def draft_together(self, wanted: Sequence[Wanted]) -> list[list[Draft]]:
         """A draft for each live node of each request of a step, in order. A level of all drafts takes one pass."""
-        forests = [Forest.begin(each) for each in wanted]
+        forests, seconds = [Forest(each) for each in wanted], self.runner.time.seconds
         growing = [forest for forest in forests if forest.tips and self._affordable(forest)]
         while growing:
             growing, others = self._read(growing), len(growing)
             for forest in growing:
                 forest.grow()
-            growing = [each for each in growing if each.tips and each.worth(self._seconds(each) / others)]
+            growing = [each for each in growing if each.tips and each.worth(seconds(len(each.tips)) / others)]
         return [forest.drafts for forest in forests]
-
-    def _seconds(self, forest: Forest) -> float:
-        """The time of a pass for the next level of a forest."""
-        return self.runner.time.seconds(len(forest.tips))
 
     def _affordable(self, forest: Forest) -> bool:
         """Whether the request may spend the time to read the tokens generated since it drafted last."""

@@ -84,14 +84,12 @@ class Capabilities:
             paths |= {"the same bits in any batch": True} if same_bits.asked() else {}
         else:
             which = cpp.built_ahead() if impl == "cpp" else cpp.why_not()
-            where, paths = (
-                f"{processor()} processor",
-                {
-                    f"C++ kernels ({which})" if which else "C++ kernels": impl == "cpp",
-                    "packed weights": has_kernels(precision.dtype, device) or can_pack(precision.dtype, device),
-                    "all layers in one call": getattr(model, "stack", None) is not None,
-                },
-            )
+            where = f"{processor()} processor"
+            paths = {
+                f"C++ kernels ({which})" if which else "C++ kernels": impl == "cpp",
+                "packed weights": has_kernels(precision.dtype, device) or can_pack(precision.dtype, device),
+                "all layers in one call": getattr(model, "stack", None) is not None,
+            }
         paths |= weight_formats(device)
         here, absent = ([path for path in paths if paths[path] is there] for there in (True, False))
         parts = [", ".join(here) or "PyTorch only"] + ([f"not here: {', '.join(absent)}"] if absent else [])

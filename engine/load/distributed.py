@@ -7,7 +7,7 @@ fail.
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import islice
@@ -139,20 +139,16 @@ class Processes(Shard):
 
 
 def agree(shard: Shard, what: str, own: str) -> None:
-    """Check that all processes have the same text, such as the name of a processor. Raises UsageError."""
+    """Check that all processes have the same text, such as the name of a processor: its first 250 bytes. Raises
+    UsageError."""
     if shard.size == 1:
         return
-    if len({*(texts := everybody(shard, own))}) > 1:
+    data, row = own.encode()[:250], torch.zeros(256, dtype=torch.uint8)
+    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in shard.gather(row)]
+    if len({*texts}) > 1:
         where = "; ".join(f"process {rank}: {text}" for rank, text in enumerate(texts))
         raise UsageError(f"the processes differ in {what}", where=where, remedy="start them alike, on machines alike")
-
-
-def everybody(shard: Shard, own: str) -> Sequence[str]:
-    """The texts of all processes, by rank; cut to 250 bytes."""
-    data = own.encode()[:250]
-    row = torch.zeros(256, dtype=torch.uint8)
-    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in shard.gather(row)]
 
 
 def least(shard: Shard, number: int) -> int:

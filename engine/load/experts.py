@@ -47,11 +47,6 @@ class ExpertBytes:
         return ExpertBytes(size.chosen, line, size.layers, mixed.count, mixed.routing.chosen, apart, packs)
 
     @property
-    def token(self) -> int:
-        """Bytes that a token reads."""
-        return self.every * self.chosen // self.count
-
-    @property
     def least(self) -> int:
         """Bytes that must stay in memory, because the rows of one pass may choose all experts of a layer."""
         return min(least_limit(self.every // self.layers, self.count), self.every)
@@ -60,7 +55,7 @@ class ExpertBytes:
         """Say what a token reads."""
         return (
             f"a token touches {self.chosen} of {self.count} experts in each of {self.layers} layers, "
-            f"{size_text(self.token)} of {size_text(self.every)}"
+            f"{size_text(self.every * self.chosen // self.count)} of {size_text(self.every)}"
         )
 
     def limits(self) -> str:

@@ -130,8 +130,8 @@ class LoadedModel:
             return
         room = IDLE // shares_of([shape]) if bounded and pool.device.type == "cpu" else sys.maxsize
         most = max(1, min(room // pool.page_bytes, pool.pages))
-        if (shard := getattr(self.runner.model, "shard", None)) is not None and shard.size > 1:
-            most = least(shard, most)  # all processes drop the same pages
+        if self.runner.shared:
+            most = least(self.runner.model.shard, most)  # all processes drop the same pages
         stored = (0, 0) if shape.delta is None else (room // shape.row_bytes, room // shape.state_bytes)
         pool.cache_prefixes(most, *stored)
 
@@ -160,19 +160,8 @@ class _Weights:
     adapters: Mapping[str, Adapter]
     options: LoadOptions
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """The dtype of keys and values."""
-        return dtype_of_cache(self.options.kv_dtype, self.precision.dtype)
-
     @staticmethod
-    def load(
-        folder: str | Path,
-        options: LoadOptions,
-        device: torch.device,
-        chat_template: str | Path | None,
-        in_part: bool = False,
-    ) -> "_Weights":
+    def load(folder: str | Path, options: LoadOptions, device: torch.device, in_part: bool = False) -> "_Weights":
         """Load a checkpoint; with `in_part`, only a part of its experts will be in memory."""
         opened, cache = time.time(), file_cache(options.cache)
         checkpoint, shard = Checkpoint.open(folder, cache), options.place
@@ -182,7 +171,7 @@ class _Weights:
         tokenizer = Tokenizer.of(checkpoint)
         if isinstance(checkpoint.vocabulary, NewVocabulary):
             checkpoint.vocabulary.keep()
-        template = load_template(checkpoint.folder, chat_template, tokenizer)
+        template = load_template(checkpoint.folder, options.chat_template, tokenizer)
         trim_memory()  # frees the parsed files: a third of a tokenizer's memory
         if in_part:
             cached = experts_file(cache, checkpoint, precision.dtype, kept.name, opened)
@@ -207,22 +196,17 @@ class _Weights:
             eos = frozenset([self.tokenizer.eos_token_id])
         return eos
 
-    def pad_token_id(self) -> int | None:
-        """The padding of a folder's config.json; if the field is absent, the family's."""
-        default = None if self.checkpoint.gguf else self.model.default_pad_token_id
-        return self.checkpoint.config.get("pad_token_id", default)
-
     def with_pool(self, pool: PagePool, graphs: bool) -> LoadedModel:
         """Make the model ready to run on a pool, on a GPU with CUDA graphs if they are wanted."""
         shape, tokenizer, bos = self.model.shape, self.tokenizer, self.checkpoint.bos_token_id
         vocab_size = min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size
         dtype = self.precision.dtype
         runner = make_runner(self.model, pool, vocab_size, dtype, graphs=graphs, compiled=self.compiled)
-        eos = self.eos_token_ids()
+        eos, pad = self.eos_token_ids(), None if self.checkpoint.gguf else self.model.default_pad_token_id
         start = bos if bos is not None else min(eos, default=0)
         if self.compiled and not warm_up(lambda: runner.logits([start] * 5)):
             runner.rows = None
-        key = model_key(self.checkpoint, dtype, self.quant.name, self.options.kv_dtype, self.options.activations)
+        key = self.key()
         agree(self.model.shard, "checkpoint, formats or processor", f"{key}, {runner.impl}, {processor()}")
         return LoadedModel(
             runner,
@@ -238,8 +222,24 @@ class _Weights:
             {name: adapter.digest() for name, adapter in self.adapters.items()},
             pooling=Pooling.of(self.checkpoint),
             generation=Generation.of(self.checkpoint),
-            pad_token_id=self.pad_token_id(),
+            pad_token_id=self.checkpoint.config.get("pad_token_id", pad),
         )
+
+    def key(self) -> str:
+        """A name for the model as it is computed: the folder's, and a hash of config, dtypes and weight samples."""
+        checkpoint, options = self.checkpoint, self.options
+        formats = [str(self.precision.dtype), self.quant.name]
+        formats += [options.kv_dtype] if options.kv_dtype != "auto" else []
+        formats += [f"{options.activations} activations"] if options.activations != "auto" else []
+        digest = hashlib.sha256(json.dumps([checkpoint.config, *formats], sort_keys=True).encode())
+        for path in sorted({info.file for info in checkpoint.tensors.values()}):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for i in range(SAMPLED):
+                    file.seek(max(0, size - PIECE) * i // (SAMPLED - 1))
+                    digest.update(file.read(PIECE))
+        return f"{checkpoint.name}-{digest.hexdigest()[:16]}"
 
     def _capabilities(self, runner: Runner) -> Capabilities:
         """Describe what the model runs on; the warning names the parts of the checkpoint that are not loaded."""
@@ -303,13 +303,9 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
     check_same_bits()
     if shard.size > 1 and options.compile == "on":
         raise UsageError("compile: a model that processes share is not compiled", remedy="leave out --compile on")
-    others = replace(options, adapters=(), context=None)
-    parts = {
-        role: _Weights.load(folder, options, device, options.chat_template, experts is not None)
-        if role == "target"
-        else _Weights.load(folder, others, device, None)
-        for role, folder in options.folders.items()
-    }
+    parts = {"target": _Weights.load(options.folder, options, device, in_part=experts is not None)}
+    others = replace(options, adapters=(), context=None, chat_template=None)
+    parts |= {role: _Weights.load(path, others, device) for role, path in options.folders.items() if role != "target"}
     if options.activations == "int8" and not rounds_rows(parts["target"].model):
         raise UsageError(
             "activations: int8 applies to quantised matrices, and this model has none",
@@ -323,7 +319,7 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
             raise UsageError("drafts: mtp is the head of the model's own checkpoint", remedy="leave out --draft")
         parts["draft"] = parts["target"].own_head()
     attach_heads(parts)
-    caches = [(part.model.shape, part.cache_dtype) for part in parts.values()]
+    caches = [(part.model.shape, dtype_of_cache(options.kv_dtype, part.precision.dtype)) for part in parts.values()]
     recorded = options.graphs == "on" and shard.size == 1
     pools = make_pools(caches, device, kv_memory, shard)
     models = {role: part.with_pool(pool, recorded) for (role, part), pool in zip(parts.items(), pools, strict=True)}
@@ -468,20 +464,3 @@ def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Toke
     if choice == "none" or tokenizer is None:
         return None
     return ChatTemplate.load(folder, tokenizer) if choice is None else ChatTemplate.from_file(choice, tokenizer)
-
-
-def model_key(
-    checkpoint: Checkpoint, dtype: torch.dtype, quant: str, kv_dtype: str = "auto", activations: str = "auto"
-) -> str:
-    """A name for a model as it is computed: the folder's, and a hash of configuration, dtypes and weight samples."""
-    formats = [str(dtype), quant, *([] if kv_dtype == "auto" else [kv_dtype])]
-    formats += [] if activations == "auto" else [f"{activations} activations"]
-    digest = hashlib.sha256(json.dumps([checkpoint.config, *formats], sort_keys=True).encode())
-    for path in sorted({info.file for info in checkpoint.tensors.values()}):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for i in range(SAMPLED):
-                file.seek(max(0, size - PIECE) * i // (SAMPLED - 1))
-                digest.update(file.read(PIECE))
-    return f"{checkpoint.name}-{digest.hexdigest()[:16]}"

@@ -60,7 +60,7 @@ def make_pools(
     Raises:
         KVMemoryError: the bytes do not hold a page for each model, or the machine does not have them.
     """
-    size = PAGE_SIZE[device.type]
+    size, shard = PAGE_SIZE[device.type], shard or Shard()
     page_bytes = size * sum(shape.kv_bytes_per_token(dtype) for shape, dtype in models)
     shares = shares_of([shape for shape, _ in models])
     if kv_memory is not None:
@@ -71,12 +71,11 @@ def make_pools(
                 remedy=f"give at least {size_text(page_bytes)}",
             )
     else:
-        here = shard.local if shard is not None else 1
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // here
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // shard.local
         stored = free // 2 // shares
         pages = max(1, min(stored // page_bytes, MAX_TOKENS // size))
     stores = stores_of([shape for shape, _ in models], stored, bounded=kv_memory is None)
-    pages = least(shard, pages) if shard is not None else pages
+    pages = least(shard, pages)
     try:
         return [PagePool(shape, pages, size, dtype, device, **stores) for shape, dtype in models]
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:
@@ -183,13 +182,11 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int, share: f
     elif hasattr(search, "beams"):
         remedies.append("fewer --max-new-tokens: no beam count fits")
     branches = least - (prompt + new - 1)
-    formula = f"prompt {prompt} + new tokens {new} - 1" + (f" + branches {branches}" if branches > 0 else "")
+    formula = f"(prompt {prompt} + new tokens {new} - 1" + (f" + branches {branches})" if branches > 0 else ")")
     holder = "the KV cache holds" if share == 1 else "of the KV cache, one client may have"
     raise KVMemoryError(
         f"{holder} {room} tokens ({size_text(room * unit)}), {type(search).__name__} needs at least {least}",
-        where=f"({formula}) x {unit} bytes per token = {size_text(least * unit)}"
-        if branches >= 0
-        else f"{least} slots x {unit} bytes per token = {size_text(least * unit)}",
+        where=f"{formula if branches >= 0 else f'{least} slots'} x {unit} bytes per token = {size_text(least * unit)}",
         remedy=", or ".join(remedies),
     )
 

@@ -1,7 +1,7 @@
 """Edits of rows: what the processors of one request do to the log-probabilities of nodes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class Edit(NamedTuple):
     """
 
     rows: slice
-    apply: "partial[None]"
+    apply: Callable[[Tensor, Tensor | None], None]
     logits: bool
 
 

@@ -7,7 +7,7 @@ that node. So the choice of drafts changes no answer and can depend on time alon
 import math
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,10 +27,8 @@ from engine.drafts.heads import HeadDrafts
 from engine.drafts.model import ModelDrafts
 from engine.drafts.size import MAX_NODES, DraftSize
 from engine.errors import KVMemoryError
-from engine.rules.constrained import Constrained
-from engine.rules.state import NodeState
 from engine.step.packing import Chunk
-from engine.step.partial import PartialRows, PartialSums
+from engine.step.partial import PartialRows, PartialSums, Pending
 from engine.step.timing import PassTime
 
 SPARE = 8  # best tokens of a drafted row that are kept beyond those asked for, in case of equal sums
@@ -66,18 +64,16 @@ class EngineDrafts:
 
     Args:
         drafter: makes the guesses.
-        always: evaluate every guess, whatever it costs; for tests.
     """
 
-    def __init__(self, drafter: Drafter, always: bool = False):
-        self.drafter, self.always = drafter, always
-        self.warned = False
+    def __init__(self, drafter: Drafter):
+        self.drafter, self.warned = drafter, False
         self.latest: DraftSize | None = None  # sizes of the request that ended last
 
     def size(self, charge: Charge) -> DraftSize:
         """The draft sizes for a new request, with what the latest request has learnt."""
-        size = DraftSize(None if self.always else charge)
-        if self.latest is not None and not self.always:
+        size = DraftSize(charge)
+        if self.latest is not None:
             size.inherit(self.latest)
         return size
 
@@ -177,28 +173,16 @@ class JobDrafts:
 
     # --- before a pass ---
 
-    def ask(
-        self,
-        chunk: Chunk,
-        request: Evaluate,
-        partial_answer: PartialRows | PartialSums,
-        constrained: Constrained | None,
-        known: int,
-    ) -> Wanted | None:
-        """Say what to draft below the nodes of a request that a chunk completes; None: nothing.
-
-        Args:
-            constrained: the tree's constraint and processors; None: none.
-            known: nodes of the request whose rows are known.
-        """
-        tree = chunk.tree
+    def ask(self, chunk: Chunk, pending: Pending) -> Wanted | None:
+        """Say what to draft below the nodes of a request that a chunk completes; None: nothing."""
+        tree, request, answer, constrained = chunk.tree, pending.request, pending.partial, pending.constrained
         if self.request is None or tree is not self.tree or request.hidden is not None or chunk.trunk_tokens > 1:
             return None
-        sums = isinstance(partial_answer, PartialSums)
+        sums = isinstance(answer, PartialSums)
         if sums and constrained is not None and constrained.few.suffices(tree, request.nodes):
             return None  # whole rows would be computed for the drafts alone
         began = time.thread_time()
-        self._settle(len(chunk), known)
+        self._settle(len(chunk), len(pending.known))
         self._live, self._apart, asked = [], request.apart and len(request.nodes) > 1, None
         with self._guarded():
             self._learn()
@@ -211,7 +195,7 @@ class JobDrafts:
                     [path_below(tree, node) for node in live],
                     [max(0, tree.reach(node, self.limit)) for node in live],
                     max(1, wanted // len(live)),
-                    [*map(float, partial_answer.top_sums(live).sums)] if sums else None,
+                    [*map(float, answer.top_sums(live).sums)] if sums else None,
                     len(live) if request.next is None else request.next.width,
                     saving=self.size.cost(len(chunk)),
                     spare=self.size.credit * self.size.cost(len(chunk)) if self.size.seconds else math.inf,
@@ -224,26 +208,24 @@ class JobDrafts:
         self._host = time.thread_time() - began
         return asked
 
-    def guess(self, wanted: Wanted) -> list[Draft] | None:
-        """The drafts of this request, by its drafter alone; None if that fails."""
-        began, drafts = time.thread_time(), None
+    def guess(self, wanted: Wanted) -> None:
+        """Fill in the drafts of this request, by its drafter alone; none if that fails."""
+        began = time.thread_time()
         with self._guarded():
-            places = zip(wanted.ahead, wanted.depth, strict=True)
-            drafts = [wanted.request.draft(ahead, wanted.nodes, depth) if depth else Draft() for ahead, depth in places]
+            places, draft = zip(wanted.ahead, wanted.depth, strict=True), wanted.request.draft
+            wanted.drafts = [draft(ahead, wanted.nodes, depth) if depth else Draft() for ahead, depth in places]
         self._host += time.thread_time() - began
-        return drafts
 
-    def extend(self, chunk: Chunk, wanted: Wanted, drafts: Sequence[Draft], room: int) -> Chunk:
+    def extend(self, chunk: Chunk, wanted: Wanted, room: int) -> Chunk:
         """A chunk with drafted nodes below the live nodes. They have slots.
 
         Args:
-            wanted: returned by `ask` for the chunk.
-            drafts: one for each live node.
+            wanted: returned by `ask` for the chunk, with its drafts.
             room: tokens that the pass has room for.
         """
         began, planted = time.thread_time(), list[DraftedNode]()
         with self._guarded():
-            planted = self._planted(chunk, wanted, drafts, self._room(chunk.tree, room))
+            planted = self._planted(chunk, wanted, self._room(chunk.tree, room))
             self._planned = True
         self._latest, self.nodes = len(planted), self.nodes + len(planted)
         self._host += time.thread_time() - began + wanted.seconds
@@ -272,14 +254,11 @@ class JobDrafts:
         kept = sum(isinstance(node.row, WholeRow) for node in tree.drafts) + len(tree.drafts.rows)
         return max(0, min(room, free, ROWS_BYTES // (4 * self.vocab_size) - kept))
 
-    def _planted(self, chunk: Chunk, wanted: Wanted, guessed: Sequence[Draft], room: int) -> list[DraftedNode]:
+    def _planted(self, chunk: Chunk, wanted: Wanted, room: int) -> list[DraftedNode]:
         """Take slots for the guesses that are worth a place in a pass; returns the new nodes."""
         tree, live, drafts = chunk.tree, self._live, list[Draft]()
-        for i, (node, guesses) in enumerate(zip(live, guessed, strict=True)):
-            draft = self._sound(guesses, wanted.nodes, wanted.depth[i], tree.children(node))
-            if wanted.states is not None:
-                draft = allowed(draft, wanted.states[i], wanted.after)
-            drafts.append(draft)
+        for i, (node, guesses) in enumerate(zip(live, wanted.drafts or (), strict=True)):
+            drafts.append(draft := self._sound(guesses, wanted, i, tree.children(node)))
             self._guesses[node] = Guesses(draft), -1
         by_level = self.joint and wanted.sums is not None and len(live) > 1
         choose = self.size.choose_levels if by_level else self.size.choose_together
@@ -298,18 +277,21 @@ class JobDrafts:
                         planted.append(placed[i])  # type: ignore[arg-type]
         return planted
 
-    def _sound(self, draft: Draft, most: int, reach: int, grown: Collection[int]) -> Draft:
-        """A draft without grown tokens and tokens that no search would evaluate, and without the nodes below them."""
-        sound, place, seen = Draft(), {-1: -1}, {(-1, token) for token in grown}
-        depth = {-1: 0}
+    def _sound(self, draft: Draft, wanted: Wanted, live: int, grown: Collection[int]) -> Draft:
+        """A draft below a live node without grown tokens, tokens that no search would evaluate or that the constraint
+        forbids, and without the nodes below them."""
+        sound, place, seen, depth = Draft(), {-1: -1}, {(-1, token) for token in grown}, {-1: 0}
+        states, reach = {-1: wanted.states and wanted.states[live]}, wanted.depth[live]
         for i, (token, parent, score) in enumerate(zip(draft.tokens, draft.parents, draft.scores, strict=True)):
             above = place.get(parent)
             if above is None or not isinstance(token, int) or not 0 <= token < self.vocab_size or token in self.ends:
                 continue
-            if (above, token) in seen or depth[above] >= reach or len(sound.tokens) == most or not score > 0:
+            if (above, token) in seen or depth[above] >= reach or len(sound.tokens) == wanted.nodes or not score > 0:
+                continue
+            if (state := states[above]) is not None and (state := wanted.after(state, token)).forbidden:
                 continue
             place[i] = at = len(sound.tokens)
-            depth[at] = depth[above] + 1
+            depth[at], states[at] = depth[above] + 1, state
             seen.add((above, token))
             sound.tokens.append(token)
             sound.parents.append(above)
@@ -386,19 +368,13 @@ class JobDrafts:
             for child in guessed.children.get(at, {}).values():
                 self.size.note(guessed.chance(child), (id(guessed), child) in came)
 
-    def answer(
-        self,
-        known: Mapping[int, Any],
-        partial_answer: PartialRows | PartialSums,
-        constrained: Constrained | None,
-        fail: Any,
-    ) -> tuple[list[int], Tensor]:
+    def answer(self, pending: Pending, fail: Callable[[Exception], None]) -> tuple[list[int], Tensor]:
         """Add known rows to an answer; returns the nodes whose rows are whole, and these rows.
 
         Args:
             fail: called with the exception of an edit, as in a pass.
         """
-        tree = self.tree
+        tree, known, partial_answer, constrained = self.tree, pending.known, pending.partial, pending.constrained
         assert tree is not None
         self.accepted += len(known)
         if best := [node for node, row in known.items() if isinstance(row, BestOfRow)]:
@@ -458,18 +434,6 @@ def path_below(tree: TokenTree, node: DraftedNode | int) -> list[int]:
         path.append(tree.token(node))
         node = tree.parent(node)
     return path[::-1]
-
-
-def allowed(draft: Draft, state: NodeState, after: Any) -> Draft:
-    """The part of a draft that a constraint allows below a node in this state; `after` is `NodeStates.after`."""
-    kept, states, place = Draft(), {-1: state}, {-1: -1}
-    for i, (token, parent, score) in enumerate(zip(draft.tokens, draft.parents, draft.scores, strict=True)):
-        if parent in states and not (below := after(states[parent], token)).forbidden:
-            states[i], place[i] = below, len(kept.tokens)
-            kept.tokens.append(token)
-            kept.parents.append(place[parent])
-            kept.scores.append(score)
-    return kept
 
 
 def best_of(rows: Sequence[BestOfRow], wanted: TopSums, width: int) -> FoundSums | None:

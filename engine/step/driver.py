@@ -26,9 +26,9 @@ from engine.step.crowding import check_share, who_gives_way
 from engine.step.drafting import JobDrafts
 from engine.step.guessing import Guessing, read_rows_for_heads
 from engine.step.interrupts import uninterrupted
-from engine.step.jobs import Batch, Job, Pending, Share, Work
+from engine.step.jobs import Batch, Job, Share, Work
 from engine.step.packing import Chunk
-from engine.step.partial import known_rows, partial_answer
+from engine.step.partial import Pending, known_rows, partial_answer
 from engine.step.phases import PhaseObserver, observed_read, phase
 from engine.step.runner import Rows, Runner
 from engine.step.strategies import strategy_of
@@ -91,8 +91,6 @@ class Driver:
     def spare(self, job: Job, pool: PagePool) -> int:
         """How many more pages of a pool a search could take if this driver ran no other search."""
         others = [t for other in self.running if other is not job for t in other.trees if t.pool is pool]
-        if pool.prefixes is None:
-            return pool.free_pages + sum(tree.page_count for tree in others)
         held = {page for tree in others for page in tree.pages_held}  # each once, though several trees may hold it
         return pool.free_pages + len(held.difference(*(tree.pages_held for tree in job.trees if tree.pool is pool)))
 
@@ -185,12 +183,10 @@ class Driver:
             # Without those that were preempted meanwhile.
             kept = [(job, chunk) for job, chunk in chosen if job in self.running and job.pending]
             note_turn(jobs, [job for job, _ in kept])
-            drafted = Guessing(kept, room)
+            drafted = Guessing(kept, room, self.work)
             for (job, _), chunk in zip(kept, drafted.chunks, strict=True):
                 batch.add(job, chunk)
             batch.began += drafted.seconds
-            for tokens, seconds in drafted.passes:
-                self.work["draft"].add(int(tokens), seconds)
             read_rows_for_heads(batch)
             batch.strategy = strategy_of(batch)
         return batch
@@ -405,7 +401,7 @@ class Driver:
             pending.begin()
         job.trace.asked(request)
         if drafted and job.drafts is not None:
-            whole, rows_NV = job.drafts.answer(drafted, answer, constrained, partial(setattr, job, "fault"))
+            whole, rows_NV = job.drafts.answer(pending, partial(setattr, job, "fault"))
             if whole:
                 job.trace.answered(tree, whole, rows_NV)
         if known:

@@ -116,7 +116,7 @@ class GraphRunner(Runner):
         rows = self.allowed // (model.shape.vocab_size * torch.float32.itemsize)
         least = min(self.token_buckets or TOKENS)
         self.tokens = tuple(n for n in TOKENS if least <= n <= rows) or (least,)
-        of_paths = 0 if pool.stores is None else width_of(pool.stores.kind, True)
+        of_paths = 0 if pool.delta is None else width_of(pool.delta, True)
         most = (
             4096
             + self.tokens[-1] * (5 * 2 + 1 + 2 * pool.ancestors + WORDS[-1] + 2 * of_paths)
@@ -135,9 +135,8 @@ class GraphRunner(Runner):
         if reason := self._unfit(work):
             self._log_once(logging.INFO, reason)
             return super().launch(work, fill, keep_rows=keep_rows)
-        options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
+        options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors, "delta": self.pool.delta}
         options |= {"token_buckets": self.tokens, "word_buckets": WORDS, "tree_buckets": TREES}
-        options["delta"] = None if self.pool.stores is None else self.pool.stores.kind
         with phase(self.observer, "pack"):
             p = pack(work.chunks, self.pool.page_size, **options)
         if p.layout.paths is not None and len(p.layout.paths.levels) > 1:
@@ -197,7 +196,7 @@ class GraphRunner(Runner):
             return "a pass that reads a prompt"
         if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > self.tokens[-1]:
             return f"a pass of more than {self.tokens[-1]} tokens"
-        slots = max(len(c.tree.branch_table()[0]) if c.nodes else 0 for c in chunks)
+        slots = max(len(c.tree.slots.table[0]) if c.nodes else 0 for c in chunks)
         if slots > WORDS[-1] * WORD:
             return f"a tree of more than {WORDS[-1] * WORD} branch slots"
         if len(chunks) > TREES[-1]:

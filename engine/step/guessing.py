@@ -2,12 +2,12 @@
 draft head receives the target's rows of all of them at once."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
 
-from engine.drafts import Draft, Wanted
+from engine.drafts import Wanted
 from engine.drafts.heads import HeadDrafter
 from engine.step.jobs import Batch, Job, Share, Work
 from engine.step.packing import Chunk
@@ -20,21 +20,20 @@ class Guessing:
     Args:
         parts: the requests of a pass and their chunks, which have slots.
         room: further tokens that the pass has room for.
+        work: the work of all searches, to which passes of a draft model are added.
 
     Attributes:
         chunks: the chunks with their drafts.
-        passes: [tokens, seconds] of passes of a draft model.
         seconds: time of all guesses by drafters that guess for several requests at once.
     """
 
-    def __init__(self, parts: Sequence[tuple[Job, Chunk]], room: int):
-        self.passes, self.seconds = list[list[float]](), 0.0
+    def __init__(self, parts: Sequence[tuple[Job, Chunk]], room: int, work: Mapping[str, Work]):
+        self.chunks, self.seconds, self._work = list[Chunk](), 0.0, work
         asked = [self._ask(job, chunk) for job, chunk in parts]
-        guessed = self._guessed([(job, wanted) for (job, _), wanted in zip(parts, asked, strict=True) if wanted])
-        self.chunks: list[Chunk] = []
+        self._guess([(job, wanted) for (job, _), wanted in zip(parts, asked, strict=True) if wanted])
         for (job, chunk), wanted in zip(parts, asked, strict=True):
-            if wanted is not None and job.drafts is not None and (drafts := guessed.get(id(wanted))) is not None:
-                chunk = job.drafts.extend(chunk, wanted, drafts, room)
+            if wanted is not None and job.drafts is not None and wanted.drafts is not None:
+                chunk = job.drafts.extend(chunk, wanted, room)
                 room -= len(chunk.drafts)
             self.chunks.append(chunk)
 
@@ -45,41 +44,40 @@ class Guessing:
         if job.drafts is None or pending is None or pending.left or pending.by_rope:
             return None
         job.drafts.charge.load = job.batch_load
-        return job.drafts.ask(chunk, pending.request, pending.partial, pending.constrained, len(pending.known))
+        return job.drafts.ask(chunk, pending)
 
-    def _guessed(self, asked: Sequence[tuple[Job, Wanted]]) -> dict[int, Sequence[Draft]]:
-        """The drafts for each `Wanted`, by its id; none if its drafter fails."""
-        found: dict[int, Sequence[Draft]] = {}
+    def _guess(self, asked: Sequence[tuple[Job, Wanted]]) -> None:
+        """Fill in the drafts for each `Wanted`; none if its drafter fails."""
         together: dict[int, list[tuple[Job, Wanted]]] = {}
         for job, wanted in asked:
             assert job.drafts is not None
             if job.drafts.joint:
                 together.setdefault(id(job.drafts.engine.drafter), []).append((job, wanted))
-            elif (drafts := job.drafts.guess(wanted)) is not None:
-                found[id(wanted)] = drafts
+            else:
+                job.drafts.guess(wanted)
         for group in together.values():
-            found |= self._guessed_together(group)
-        return found
+            self._guess_together(group)
 
-    def _guessed_together(self, group: Sequence[tuple[Job, Wanted]]) -> dict[int, Sequence[Draft]]:
-        """The drafts of requests that share a drafter, which guesses for all of them at once."""
+    def _guess_together(self, group: Sequence[tuple[Job, Wanted]]) -> None:
+        """Fill in the drafts of requests that share a drafter, which guesses for all of them at once."""
         began, every = time.perf_counter(), [wanted for _, wanted in group]
         try:
             drafts = group[0][0].drafts.engine.drafter.draft_together(every)  # type: ignore[union-attr]
-            return {id(wanted): each for wanted, each in zip(every, drafts, strict=True)}
+            for wanted, each in [*zip(every, drafts, strict=True)]:
+                wanted.drafts = each
         except Exception as error:
             for job, _ in group:
                 assert job.drafts is not None
                 job.drafts.fail(error)
-            return {}
         finally:
             self.seconds += time.perf_counter() - began
-            passes: dict[int, list[float]] = {}
+            passes: dict[int, tuple[int, float]] = {}
             for job, wanted in group:
                 for number, tokens, seconds in wanted.passes:
                     job.work.setdefault("draft", Work()).add(tokens, seconds)
-                    passes.setdefault(number, [0, seconds])[0] += tokens
-            self.passes += passes.values()
+                    passes[number] = tokens + passes.get(number, (0, seconds))[0], seconds
+            for tokens, seconds in passes.values():
+                self._work["draft"].add(tokens, seconds)
 
 
 def read_rows_for_heads(batch: Batch) -> None:

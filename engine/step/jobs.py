@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
-from engine.contract import Evaluate, Report, Search, SearchGenerator, SearchResult, TakeHidden
+from engine.contract import Report, Search, SearchGenerator, SearchResult, TakeHidden
 from engine.contract.checks import guarded, is_ours
 from engine.contract.top_sums import FoundSums, TopSums
 from engine.contract.trace import UNTRACED, Trace, Untraced
@@ -19,9 +19,10 @@ from engine.rules.edits import Edit
 from engine.rules.logprobs import HiddenRows
 from engine.step.drafting import SPARE, BestOfRow, JobDrafts
 from engine.step.packing import Chunk
-from engine.step.partial import PartialRows, PartialSums
-from engine.step.runner import Keep, Part, PassWork, Runner, Strategy
+from engine.step.partial import Pending
+from engine.step.runner import Keep, Part, PassWork, Rows, Runner
 
+Strategy = Callable[["Batch"], Rows]
 NEVER = 1 << 30  # passes: more than any search has missed
 
 
@@ -50,7 +51,7 @@ class Job:
     retire: Callable[[TokenTree], None] | None = None  # receives the target tree at the end, which is then not freed
     trees: list[TokenTree] = field(default_factory=list)
     generator: SearchGenerator | None = None
-    pending: "Pending | None" = None
+    pending: Pending | None = None
     batch_load: tuple[int, int] = (0, 0)  # other searches in its latest pass: their tokens, their number
     result: SearchResult | None = None
     error: BaseException | None = None
@@ -79,8 +80,7 @@ class Job:
 
     def has_row(self, tree: TokenTree, node: int) -> bool:
         """Whether the row of a node is known, so that the search may ask for it although it is already evaluated."""
-        drafted = node in tree.drafts.rows
-        return drafted or (self.constrained is not None and self.constrained.states.has_row(tree, node))
+        return tree.has_row(node) or (self.constrained is not None and self.constrained.states.has_row(tree, node))
 
     @property
     def traced(self) -> bool:
@@ -129,48 +129,6 @@ class Job:
 
 
 @dataclass
-class Pending:
-    """An unfinished Evaluate: its remaining tokens, and its answer so far.
-
-    Args:
-        by_rope: groups of nodes, see `TokenTree.by_rope`: one, except for models that switch.
-        constrained: whether the tree has constraints.
-        known: drafted node -> its row, which is already in the answer.
-    """
-
-    request: Evaluate
-    by_rope: list[tuple[bool, list[int]]]
-    partial: PartialRows | PartialSums
-    constrained: Constrained | None = None
-    known: Mapping[int, Any] = field(default_factory=dict)
-    trunk_left: int = 0
-    nodes_left: list[int] = field(default_factory=list)
-    asked: set[int] = field(default_factory=set)  # nodes of the present group whose rows are wanted
-    trunk_allocated: int = 0  # trunk tokens in earlier passes of this group
-    nodes_allocated: list[int] = field(default_factory=list)
-    waited: int = 0  # passes since it was asked
-
-    def begin(self) -> None:
-        """Start with the next group of nodes."""
-        long, nodes = self.by_rope.pop(0)
-        self.request.tree.use_rope(long)
-        self.trunk_left, self.nodes_left = self.request.tree.pending(nodes)
-        self.asked = set() if self.request.hidden is not None else set(nodes)
-        self.trunk_allocated, self.nodes_allocated = 0, []
-
-    def allocated(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
-        """The next tokens have slots now."""
-        self.trunk_left -= trunk_tokens
-        self.trunk_allocated += trunk_tokens
-        self.nodes_allocated += nodes
-        self.nodes_left = self.nodes_left[len(nodes) :]
-
-    @property
-    def left(self) -> int:
-        return self.trunk_left + len(self.nodes_left)
-
-
-@dataclass
 class Share:
     """One request's part of a pass: its tokens, its nodes with their rows in the answer, and the rows of its drafts."""
 
@@ -216,6 +174,7 @@ class Batch:
     Attributes:
         asked: tokens of the pass whose rows are requested.
         readers: the owner of each read; None: its search has left.
+        strategy: evaluates the batch, and gives its shares what they need from the rows.
     """
 
     model: str
@@ -274,7 +233,7 @@ class Batch:
             share.draft_rows = slice(len(self.asked), len(self.asked) + len(chunk.drafts))
             self.asked += range(end, self.tokens)
             if pending.constrained is not None and pending.constrained.edits.of_logits:
-                self.edits.append(Edit(share.draft_rows, partial(share.note_excess), True))
+                self.edits.append(Edit(share.draft_rows, share.note_excess, True))
         if (hidden := pending.request.hidden) is not None:
             self.keeps.append(Keep(slice(self.tokens - len(chunk), self.tokens), partial(self._give, hidden)))
         self.shares.append(share)

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +97,7 @@ class PassSizes(NamedTuple):
     adapted: bool  # whether a token has an adapter
 
 
+@dataclass(eq=False)
 class Packer:
     """Lays out chunks one after another; their tokens already have slots.
 
@@ -116,27 +117,19 @@ class Packer:
         frames: number of sizes whose tensors are kept.
     """
 
-    def __init__(
-        self,
-        page_size: int,
-        device: torch.device | str = "cpu",
-        *,
-        ancestors: int = 0,
-        delta: DeltaKind | None = None,
-        token_buckets: Sequence[int] | None = None,
-        word_buckets: Sequence[int] | None = None,
-        tree_buckets: Sequence[int] | None = None,
-        page_buckets: Sequence[int] | None = None,
-        impl: str = "torch",
-        rows: str | None = None,
-        frames: int = 0,
-    ):
-        self.page_size, self.device, self.ancestors = page_size, torch.device(device), ancestors
-        self.delta = delta
-        self.token_buckets, self.word_buckets, self.tree_buckets = token_buckets, word_buckets, tree_buckets
-        self.page_buckets = page_buckets
-        self.impl, self.rows, self.frames = impl, rows, frames
-        self._frames: dict[PassSizes, _Frame] = {}
+    page_size: int
+    device: torch.device | str = "cpu"
+    _: KW_ONLY
+    ancestors: int = 0
+    delta: DeltaKind | None = None
+    token_buckets: Sequence[int] | None = None
+    word_buckets: Sequence[int] | None = None
+    tree_buckets: Sequence[int] | None = None
+    page_buckets: Sequence[int] | None = None
+    impl: str = "torch"
+    rows: str | None = None
+    frames: int = 0
+    _frames: "dict[PassSizes, _Frame]" = field(default_factory=dict, init=False)
 
     def pack(self, chunks: Sequence[Chunk]) -> Pass:
         """The inputs of a pass of chunks, one per tree."""
@@ -209,7 +202,7 @@ class _Columns:
         self.starts.append(len(self.tokens))
         self.lengths.append(end)
         self.pages.append(tree.trunk.pages)
-        self.tables.append(tree.branch_table() if nodes else NO_TABLE)
+        self.tables.append(tree.slots.table if nodes else NO_TABLE)
         if self.reach:
             size, reach = tree.pool.page_size, self.reach
             found = [tree.trunk.latest(place, reach, size) for place in range(first, end)]
@@ -272,7 +265,7 @@ class _Frame:
 
     def __init__(self, sizes: PassSizes, packer: Packer, longs: "array[int]", ints: "array[int]"):
         T, R, W, P, reach = sizes.tokens, sizes.trees, sizes.words * WORD, sizes.pages, packer.ancestors
-        self.device, delta, self._longs, self._ints = packer.device, packer.delta, longs, ints
+        self.device, delta, self._longs, self._ints = torch.device(packer.device), packer.delta, longs, ints
         paths = 0 if delta is None else T * width_of(delta, packer.impl == "triton")
         lengths = [T, T, T, T, T * reach, T * sizes.adapted, paths, R * W]
         tokens_T, positions_T, spans_T, slots_T, ancestors, adapters_T, numbers, branch_slots = _split(longs, lengths)
@@ -316,11 +309,7 @@ class _Frame:
 
 
 def _split(numbers: "array[int]", lengths: list[int]) -> Sequence[Tensor]:
-    """The columns of these lengths, as tensors that view the memory of the numbers."""
-    return tensor_of(numbers).split(lengths)
-
-
-def tensor_of(numbers: "array[int]") -> Tensor:
-    """An array of "q" or "i" as int64 or int32 without a copy, which is faster than `torch.tensor` of a list."""
+    """The columns of these lengths of an array of "q" or "i", as int64 or int32 without a copy, which is faster than
+    `torch.tensor` of a list."""
     dtype = torch.int64 if numbers.typecode == "q" else torch.int32
-    return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+    return (torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)).split(lengths)

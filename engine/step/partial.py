@@ -1,13 +1,16 @@
-"""The answer of an `Evaluate` while passes complete it: as rows, or as top sums only."""
+"""An `Evaluate` while passes complete it: its remaining tokens, and its answer as rows, or as top sums only."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.contract import Answer, Evaluate, Read
 from engine.contract.top_sums import FoundSums, TopSums, found_in_entries, found_in_rows, merged
+from engine.rules.constrained import Constrained
 from engine.rules.constraint import longs
 
 KnownRows = Mapping[int, tuple[int, float]]  # node -> its only token, and the token's log-probability
@@ -115,6 +118,48 @@ class PartialSums:
     def answer(self) -> Answer:
         """The top sums, and no rows."""
         return Answer(torch.empty(0, self.width), merged(self.parts, self.wanted.k).flatten())
+
+
+@dataclass
+class Pending:
+    """An unfinished Evaluate: its remaining tokens, and its answer so far.
+
+    Args:
+        by_rope: groups of nodes, see `TokenTree.by_rope`: one, except for models that switch.
+        constrained: the tree's constraint and processors; None: none.
+        known: drafted node -> its row, which is already in the answer.
+    """
+
+    request: Evaluate
+    by_rope: list[tuple[bool, list[int]]]
+    partial: PartialRows | PartialSums
+    constrained: Constrained | None = None
+    known: Mapping[int, Any] = field(default_factory=dict)
+    trunk_left: int = 0
+    nodes_left: list[int] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)  # nodes of the present group whose rows are wanted
+    trunk_allocated: int = 0  # trunk tokens in earlier passes of this group
+    nodes_allocated: list[int] = field(default_factory=list)
+    waited: int = 0  # passes since it was asked
+
+    def begin(self) -> None:
+        """Start with the next group of nodes."""
+        long, nodes = self.by_rope.pop(0)
+        self.request.tree.use_rope(long)
+        self.trunk_left, self.nodes_left = self.request.tree.pending(nodes)
+        self.asked = set() if self.request.hidden is not None else set(nodes)
+        self.trunk_allocated, self.nodes_allocated = 0, []
+
+    def allocated(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
+        """The next tokens have slots now."""
+        self.trunk_left -= trunk_tokens
+        self.trunk_allocated += trunk_tokens
+        self.nodes_allocated += nodes
+        self.nodes_left = self.nodes_left[len(nodes) :]
+
+    @property
+    def left(self) -> int:
+        return self.trunk_left + len(self.nodes_left)
 
 
 def partial_answer(request: Evaluate, width: int) -> PartialRows | PartialSums:

@@ -29,7 +29,6 @@ Ready = Callable[[Pass], None]  # gets a pass's inputs on the device
 PAGES = tuple(1 << i for i in range(31))  # widths of a page table, which grows with a text: so passes have few sizes
 FRAMES = 64  # sizes of passes that are kept prepared
 Rows = tuple[Tensor, list[bool]]  # float32 [N, V], or empty if no search needs them; whether each row is finite
-Strategy = Callable[["Runner", Any], Rows]  # evaluates a batch, and gives its shares what they need from the rows
 
 
 class Keep(NamedTuple):
@@ -89,13 +88,7 @@ class Launched:
         waited: seconds that the host waited.
     """
 
-    def __init__(
-        self,
-        logp_NV: Tensor,
-        finite_N: Tensor | None,
-        numbers: list[Tensor],
-        inputs: Inputs | None,
-    ):
+    def __init__(self, logp_NV: Tensor, finite_N: Tensor | None, numbers: list[Tensor], inputs: Inputs | None):
         self.logp_NV, self.finite_N, self.numbers, self.inputs = logp_NV, finite_N, numbers, inputs
         self.on_host: Tensor | None = None
         self.waited = 0.0
@@ -159,21 +152,19 @@ class Runner:
         self.device, self.dtype = pool.cache.k_LGSD.device, dtype or pool.cache.k_LGSD.dtype
         self.asynchronous = self.device.type == "cuda"
         self._packer: Packer | None = None
-        self._packed_by: tuple[Any, ...] = ()  # the options of the packer
+        self._packed_by: dict[str, Any] = {}  # the options of the packer
         self.head = Head(model, vocab_size, impl)
         self.time, self.overlap = PassTime(), Overlap()
         self.observer: PhaseObserver | None = None
 
     def pack(self, chunks: Sequence[Chunk]) -> Pass:
         """The inputs of a pass, from a packer that is reused while the options are the same."""
-        impl, rows, *buckets = options = self.impl, self.rows, self.token_buckets, self.word_buckets
+        options = {"impl": self.impl, "rows": self.rows}
+        options |= {"token_buckets": self.token_buckets, "word_buckets": self.word_buckets}
         if self._packer is None or self._packed_by != options:
-            kept = {"page_buckets": PAGES, "frames": FRAMES} if impl == "cpp" else {}
-            more = {"token_buckets": buckets[0], "word_buckets": buckets[1], "impl": impl, "rows": rows, **kept}
-            stores = self.pool.stores
-            more |= {"ancestors": self.pool.ancestors, "delta": None if stores is None else stores.kind}
-            self._packer = Packer(self.pool.page_size, self.device, **more)
-            self._packed_by = options
+            more = {"page_buckets": PAGES, "frames": FRAMES} if self.impl == "cpp" else {}
+            more |= {"ancestors": self.pool.ancestors, "delta": self.pool.delta}
+            self._packer, self._packed_by = Packer(self.pool.page_size, self.device, **options, **more), options
         return self._packer.pack(chunks)
 
     def forward(self, chunks: Sequence[Chunk], ready: Ready | None = None, *tapped: Tensor) -> Tensor:
@@ -210,7 +201,7 @@ class Runner:
 
     def run(self, batch: Any) -> Rows:
         """Evaluate a batch by the strategy that was chosen when it was built."""
-        return batch.strategy(self, batch)
+        return batch.strategy(batch)
 
     def evaluate(self, work: PassWork) -> Answers:
         """One forward pass.

@@ -8,28 +8,28 @@ import torch
 from engine.contract.top_sums import TopSums, found_in_entries
 from engine.rules.constraint import ConstraintError
 from engine.rules.few import Few
-from engine.step.jobs import Batch, Share
+from engine.step.jobs import Batch, Share, Strategy
 from engine.step.partial import PartialSums
 from engine.step.phases import phase
-from engine.step.runner import Rows, Runner, Strategy
+from engine.step.runner import Rows
 
 NO_ROWS = torch.empty(0, 0)
 
 
-def whole_rows(runner: Runner, batch: Batch) -> Rows:
+def whole_rows(batch: Batch) -> Rows:
     """Log-probabilities over the whole vocabulary, and the values that searches read from them."""
-    return batch.take(*runner.evaluate(batch.work))
+    return batch.take(*batch.runner.evaluate(batch.work))
 
 
-def few_tokens(shares: Sequence[Share], parts: Sequence[Few], runner: Runner, batch: Batch) -> Rows:
+def few_tokens(shares: Sequence[Share], parts: Sequence[Few], batch: Batch) -> Rows:
     """The log-probabilities of the few tokens that constraints allow, on a CPU: the head computes no others.
 
     Args:
         shares: the shares that have rows.
         parts: the tokens of each share.
     """
-    logps, finite = runner.evaluate_few(batch.work, parts)
-    with phase(runner.observer, "search"):
+    logps, finite = batch.runner.evaluate_few(batch.work, parts)
+    with phase(batch.runner.observer, "search"):
         for share, few, logp_M in zip(shares, parts, logps, strict=True):
             constrained, sums = share.pending.constrained, share.pending.partial
             assert constrained is not None and isinstance(sums, PartialSums)
@@ -42,14 +42,14 @@ def few_tokens(shares: Sequence[Share], parts: Sequence[Few], runner: Runner, ba
     return NO_ROWS, finite
 
 
-def only_sums(shares: Sequence[Share], wanted: Sequence[TopSums], runner: Runner, batch: Batch) -> Rows:
+def only_sums(shares: Sequence[Share], wanted: Sequence[TopSums], batch: Batch) -> Rows:
     """The top sums of rows that nothing reads: a CPU does not compute the rows, and processes do not gather them.
 
     Args:
         shares: the shares that have rows.
         wanted: the sums that each share wants, and then those of each of its drafts.
     """
-    founds, finite = runner.evaluate_top_sums(batch.work, wanted)
+    founds, finite = batch.runner.evaluate_top_sums(batch.work, wanted)
     at = 0
     for share in shares:
         assert isinstance(share.pending.partial, PartialSums)

@@ -7,7 +7,8 @@ for one request: the one that has waited longest, of the client that has been in
 
 from collections.abc import Sequence
 
-from engine.step.jobs import Job, Pending
+from engine.step.jobs import Job
+from engine.step.partial import Pending
 
 KEPT_PART = 2  # the part of a pass that is reserved is 1 / KEPT_PART
 

@@ -11,6 +11,7 @@ from engine import Engine, Request, Session, UsageError
 from engine.conversation import Conversation
 from engine.demo import demo_folder
 from search import Greedy, Trie
+from tests.invariants import check_pool
 
 MB = 1 << 20
 
@@ -91,7 +92,7 @@ def test_requests(engine, name, value):
         engine.generate([prompt], **options)
     with pytest.raises(UsageError, match=match):
         list(engine.stream(prompt, **options))
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from engine import Done, Engine, KVMemoryError, Prefill, Progress, Request, Requ
 from engine.conversation import Conversation
 from engine.demo import demo_folder
 from search import Greedy, Sample, Trie
+from tests.invariants import check_pool, check_tree
 from tests.models.copies import changed
 from tools.random_checkpoint import EOS, make
 
@@ -38,7 +39,7 @@ def engine(folder):
 def the_pool_is_as_full_as_before(engine):
     before = engine.pool.used_pages
     yield
-    engine.pool.check_invariants()
+    check_pool(engine.pool)
     assert engine.pool.used_pages == before == 0
 
 
@@ -97,7 +98,7 @@ def test_a_batch_gives_what_its_lines_give_alone(engine, folder, parallel):
     for i, request in enumerate(batch):
         same(results[i], alone(engine, request))
         assert results[i].stats["new_tokens"] == len(results[i].outputs[0].token_ids)
-    crowd.pool.check_invariants([])
+    check_pool(crowd.pool, [])
 
 
 def test_a_batch_in_a_crowded_pool_gives_the_same(engine, folder):
@@ -106,7 +107,7 @@ def test_a_batch_in_a_crowded_pool_gives_the_same(engine, folder):
     batch = [dataclasses.replace(r, prompt=list(r.prompt)[:30]) for r in requests()]
     for i, result in crowd.serve(batch):
         same(result, alone(engine, batch[i]))
-    crowd.pool.check_invariants([])
+    check_pool(crowd.pool, [])
 
 
 def test_a_line_is_reproduced_by_its_seed(engine):
@@ -290,7 +291,7 @@ def test_the_advised_beam_counts_work(folder, tokens, prompt, new):
             engine.generate([[1] + [9] * (prompt - 1)], Trie(beams=most), max_new_tokens=new, ignore_eos=True)
         except KVMemoryError as later:
             assert "the KV cache is full" in str(later)
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 def test_the_advised_memory_works(folder):
@@ -355,7 +356,7 @@ def test_running_out_midway_fails_one_line_and_frees_its_pages(folder):
              Request([1, 2, 3], Greedy(), 10, ignore_eos=True)]  # fmt: skip
     results = dict(engine.serve(lines))
     assert isinstance(results[0], KVMemoryError) and len(results[1].outputs[0].token_ids) == 10
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 def test_memory_of_less_than_a_page(folder):
@@ -378,7 +379,7 @@ def follow(stream):
             assert last <= event.done <= event.total and not text
             last = event.done
         elif isinstance(event, Progress):
-            event.tree.check_invariants()
+            check_tree(event.tree)
             assert event.report.best is None or isinstance(list(event.report.best()), list)
         elif isinstance(event, Done):
             result = event.result
@@ -461,7 +462,7 @@ def test_interrupted_while_the_prompt_is_read(engine, folder, search):
     stats = result.stats
     assert 0 <= stats["prefill_seconds"] < 60 and 0 <= stats["decode_seconds"] < 60
     assert stats["nodes_evaluated"] >= 0 and stats["prompt_tokens"] == 81
-    slow.pool.check_invariants([])
+    check_pool(slow.pool, [])
 
 
 @pytest.mark.parametrize("events", [1, 2, 3, 8])
@@ -547,7 +548,7 @@ def test_the_end_of_a_session_returns_its_pages(engine):
     assert engine.pool.used_pages  # the stream holds it
     del stream
     assert engine.pool.used_pages == 0
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 def test_two_streams_of_a_session_at_once_lose_no_pages(engine):
@@ -557,9 +558,9 @@ def test_two_streams_of_a_session_at_once_lose_no_pages(engine):
     follow(second)
     follow(first)
     assert session.trunk is not None
-    engine.pool.check_invariants(session.trunk.pages)
+    check_pool(engine.pool, session.trunk.pages)
     session.close()
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 def test_a_session_needs_an_engine():

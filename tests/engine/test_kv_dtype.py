@@ -20,6 +20,7 @@ from kernels.kv_kinds import parts
 from models.formats.linear import FORMATS
 from models.shape import ModelShape
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
+from tests.invariants import check_pool
 from tests.marks import IMPLS, needs_interpreter
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -60,7 +61,7 @@ def test_searches_run_and_a_batch_gives_the_tokens_of_its_lines_alone(weights, s
     assert outputs(together) == outputs(alone) and all(len(result.outputs[0].token_ids) for result in together)
     for one in (engine, *engine.companions.values()):
         assert one.pool.cache.k_LGSD.dtype == torch.int8
-        one.pool.check_invariants([])
+        check_pool(one.pool, [])
 
 
 @pytest.mark.parametrize("search", [Greedy(), Trie(beams=5)], ids=repr)
@@ -93,7 +94,7 @@ def test_families(variant, monkeypatch):
     spread = theirs.max() - theirs.min()
     assert all((logits - found[0]).abs().max() <= 5e-3 * spread for logits in found)
     assert 0 < (found[0] - theirs).abs().max() <= 0.1 * spread
-    eight.pool.check_invariants([])
+    check_pool(eight.pool, [])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -121,7 +122,7 @@ def test_promotion_copies_elements_and_scales():
     assert len(slots) == 4 and slots[3] != kept
     assert all(x[:, :, slots[3]].view(torch.int8).equal(y) for x, y in zip(rows, before, strict=True))
     tree.release()
-    pool.check_invariants([])
+    check_pool(pool, [])
 
 
 def test_an_int8_cache_takes_little_more_than_half_of_bfloat16():
@@ -183,7 +184,7 @@ def test_fp8_gives_what_the_definition_gives(impl):
     (wanted,), (got,) = (one.generate([prompt], Trie(beams=3), max_new_tokens=6) for one in (defined, engine))
     assert outputs([got]) == outputs([wanted])
     assert [o.logprob for o in got.outputs] == pytest.approx([o.logprob for o in wanted.outputs], abs=5e-3)
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     plain = Engine.load(demo_folder(), dtype="float32", kv_memory="8M")
     ids = plain.tokenizer.encode(f"{prompt} called Lily. Lily lived in a village.")
     ours, theirs = (torch.log_softmax(one.logits(ids), -1) for one in (defined, plain))

@@ -10,7 +10,6 @@ from engine.errors import KVMemoryError
 from engine.load.budget import plan
 from engine.load.options import LoadOptions
 from engine.load.sizes import Workload
-from engine.step.drafting import EngineDrafts
 from engine.step.driver import Driver
 from engine.step.jobs import Job
 from engine.step.packing import Chunk
@@ -18,6 +17,8 @@ from kernels.layout import BLOCK
 from models.errors import CheckpointError
 from models.shard import Shard
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Diverse, Greedy, Sample, SBoN, Speculative, Trie
+from tests.eager import EagerDrafts
+from tests.invariants import check_pool
 from tests.marks import needs_cpp
 from tests.recurrent import CHANNELS, SCAN, check_stores, fresh, hybrid
 
@@ -73,7 +74,7 @@ def test_every_search_is_exact(search, load):
     for prompt, result in zip(PROMPTS, answers(engine, search, new), strict=True):
         check(engine, prompt, result)
     check_stores(engine)
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 @pytest.mark.parametrize("search", [SBoN(n=5), BoN(n=3)], ids=lambda search: type(search).__name__)
@@ -120,7 +121,7 @@ def test_prompts_in_chunks_drafts_and_preemption(load, monkeypatch):
         results = answers(engine, search)
         assert [r.outputs[0].token_ids for r in results] == expected
         [check(engine, prompt, result) for prompt, result in zip(PROMPTS, results, strict=True)]
-    engine.runner.budget, engine.drafts = 256, EngineDrafts(NGramDrafter(), always=True)
+    engine.runner.budget, engine.drafts = 256, EagerDrafts(NGramDrafter())
     for search, expected in tokens.items():
         results = answers(engine, search)
         assert [r.outputs[0].token_ids for r in results] == expected
@@ -151,7 +152,7 @@ def test_log_probabilities_are_the_same_bits(load):
     assert bits(Greedy()) == alone and bits(Trie(beams=4)) == beams and bits(ADED(nodes=6)) == alone
     engine.runner.budget = 19
     assert bits(Greedy()) == alone and bits(Trie(beams=4)) == beams
-    engine.runner.budget, engine.drafts = 256, EngineDrafts(NGramDrafter(), always=True)
+    engine.runner.budget, engine.drafts = 256, EagerDrafts(NGramDrafter())
     assert bits(Greedy()) == alone and bits(Trie(beams=4)) == beams
     before = torch.get_num_threads()
     try:
@@ -166,7 +167,7 @@ def test_rows_that_do_not_suffice_for_one_search(load):
     with pytest.raises(KVMemoryError, match="rows of recurrent layers are in use"):
         engine.generate([PROMPTS[1]], Sample(num_return_sequences=40), max_new_tokens=40, ignore_eos=True)
     check_stores(engine)
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     [result] = engine.generate([PROMPTS[1]], Greedy(), max_new_tokens=9, ignore_eos=True, logprobs=1)
     check(engine, PROMPTS[1], result)
 

@@ -17,6 +17,7 @@ from engine.contract import Output, Search, SearchResult
 from engine.conversation import Conversation, figures
 from engine.engine import Done, Progress, Request
 from search import BoN, SBoN
+from tests.invariants import check_pool
 from tools.random_checkpoint import EOS, make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -79,7 +80,7 @@ def rewards(folders):
 def pools_are_empty_again(target, rewards):
     yield
     for engine in (target, *rewards.values()):
-        engine.pool.check_invariants([])
+        check_pool(engine.pool, [])
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def test_a_small_cache_is_made_do_with(folders, target):
         assert [s for scores in told for s in scores] == pytest.approx([s for r in expected for s in r], abs=1e-5)
         again = stats["reward_nodes_evaluated"] - plenty["reward_nodes_evaluated"]
         assert again >= 0 and (again > 0 or tokens > longest)
-        tight.pool.check_invariants([])
+        check_pool(tight.pool, [])
     tiny = Engine.load(folders / "same_template", dtype="float32", kv_memory=8 * roomy.pool.bytes_per_token)
     with pytest.raises(UsageError, match="tokens for the reward model, its context and cache hold 8"):
         ask(target, tiny, rounds)
@@ -332,7 +333,7 @@ def test_one_budget_and_the_memory_schedule(folders):
     with pytest.raises(KVMemoryError, match="--sbon-schedule memory"):
         engine.generate(prompts[:1], SBoN(n=50, tau=30), max_new_tokens=40, ignore_eos=True)
     for e in (engine, engine.companions["reward"], probe, probe.companions["reward"]):
-        e.pool.check_invariants([])
+        check_pool(e.pool, [])
 
 
 def test_a_conversation_is_read_as_messages(folders, tmp_path):

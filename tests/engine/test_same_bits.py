@@ -9,10 +9,10 @@ import pytest
 
 from engine import Engine, KVMemoryError, Request
 from engine.drafts.backoff import NGramDrafter
-from engine.step.drafting import EngineDrafts
 from engine.step.driver import Driver
 from engine.step.jobs import Job
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Diverse, Greedy, Sample, SBoN, Speculative, Trie
+from tests.eager import EagerDrafts
 from tests.engine.step.test_drafting import foresight, reward
 from tests.marks import needs_cpp
 from tests.test_golden import GOLDEN, VARIANTS, golden
@@ -115,7 +115,7 @@ def check(folder, asked, preempted, chunk=19, **options):
     engine.runner.budget = whole
     texts = [[*r.prompt, *o.token_ids] for r, result in zip(asked, results, strict=True) for o in result.outputs]
     paths = {tuple(text[:n]) for text in texts for n in range(1, len(text) + 1)}
-    engine.drafts = EngineDrafts(foresight(paths, noise=1), always=True)  # whatever it costs
+    engine.drafts = EagerDrafts(foresight(paths, noise=1))  # whatever it costs
     drafted = answer(engine, asked)
     assert bits(drafted) == alone
     assert isinstance(asked[0].search, OWN_DRAFTS) or sum(r.stats["drafted_accepted"] for r in drafted) > 0
@@ -158,7 +158,7 @@ def test_drafts_of_a_search_change_no_bits(folder):
     engine = Engine.load(folder, kv_memory=CACHE, threads=1, **FLOAT32)
     alone = [run(engine, [request])[0] for request in requests(LONG, Greedy())]
     assert run(engine, requests(LONG, ADED(nodes=6))) == alone
-    engine.drafts = EngineDrafts(NGramDrafter(), always=True)
+    engine.drafts = EagerDrafts(NGramDrafter())
     drafted = answer(engine, requests(LONG, Greedy()))
     assert bits(drafted) == alone and sum(r.stats["drafted_accepted"] for r in drafted) > 0
 

@@ -9,6 +9,7 @@ import torch
 from engine import Done, Engine, Evaluate, Output, SearchResult, Session
 from engine.step.jobs import Job
 from search import Greedy, Sample, Trie
+from tests.invariants import check_pool, check_tree
 
 FOLDER = Path(__file__).parents[1] / "golden" / "phi3" / "longrope"
 
@@ -38,7 +39,7 @@ def wander(driver, run, prompt, seed, records):
         if asked:
             for node, row in zip(asked, (yield Evaluate(tree, asked)).rows_NV, strict=True):
                 records.append(([*prompt, *tree.path(node)], row.clone()))
-        tree.check_invariants()
+        check_tree(tree)
         if rng.random() < 0.4:
             tree.keep(rng.sample(live, min(3, len(live))))
             live = [n for n in live if tree.is_live(n)]
@@ -59,7 +60,7 @@ def test_random_trees_across_the_border(engine, seed):
     assert len({len(tokens) > 32 for tokens, _ in records}) == 2
     for tokens, row in records:
         torch.testing.assert_close(row, fresh(engine, tokens), atol=1e-4, rtol=1e-4)
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 def test_logprobs_and_neighbours(engine):
@@ -90,4 +91,4 @@ def test_a_session_across_the_border(engine):
         assert len(tokens) > 33
     finally:
         session.close()
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])

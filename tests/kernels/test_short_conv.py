@@ -14,6 +14,7 @@ from kernels.kv_write import kv_copier
 from kernels.layout import NULL_SLOT, TRASH_SLOT
 from kernels.short_conv import short_conv
 from models.shape import ModelShape
+from tests.invariants import check_tree
 from tests.kernels.test_checks import refusals
 from tests.marks import INTERPRETED, on_gpu
 
@@ -147,7 +148,7 @@ def test_ancestors(page):
         assert layout.ancestors_TN is not None and layout.ancestors_TN.dtype == torch.int64
         expected = []
         for chunk in chunks:
-            tree, table = chunk.tree, chunk.tree.branch_table()[0]
+            tree, table = chunk.tree, chunk.tree.slots.table[0]
             ends = range(tree.trunk.cached - chunk.trunk_tokens, tree.trunk.cached)
             in_trunk = [tree.trunk.slot(i, page) for i in range(tree.trunk.cached)]
             paths = [in_trunk[:end] for end in ends]
@@ -165,7 +166,7 @@ def test_ancestors(page):
             if step % 2:
                 tree.keep(rng.sample([n for n in live[i] if tree.is_live(n)], rng.choice([1, 2, 3])))
             live[i] = [n for n in live[i] if tree.is_live(n)]
-            tree.check_invariants()
+            check_tree(tree)
 
 
 def test_copies_of_one_tensor():

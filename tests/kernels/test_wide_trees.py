@@ -12,6 +12,7 @@ from kernels import cpp
 from kernels.tree_attention import torch as plain
 from kernels.tree_attention import tree_attention
 from models.shape import ModelShape
+from tests.invariants import check_tree
 
 SHAPE = ModelShape(layers=1, kv_heads=2, head_dim=8, vocab_size=1, max_positions=None)
 
@@ -33,7 +34,7 @@ def grown(seed, chains, depth, *, fork=0.0, drop=0, page=1):
             tree.keep(ends)
         if step < depth - 1:
             tree.allocate(*tree.pending(ends))
-    tree.check_invariants()
+    check_tree(tree)
     return tree, ends
 
 
@@ -120,7 +121,7 @@ def test_reading_whole_texts_at_once():
     columns, visible = plain._columns(layout.ancestry_TC)
     assert columns.dim() == 1 and len(columns) == len(chunk.nodes) + 6 * 19 < layout.branch_slots_RW.shape[1]
     assert visible.any(0).all()
-    tree.check_invariants()
+    check_tree(tree)
 
 
 def test_bits_are_kept_for_the_latest_nodes_only():
@@ -135,4 +136,4 @@ def test_bits_are_kept_for_the_latest_nodes_only():
         path.add(tree._slot[node])
         node = tree.parent(node)
     assert tree.ancestry(sibling) == sum(1 << s for s in path)
-    tree.check_invariants()
+    check_tree(tree)

@@ -19,6 +19,7 @@ from engine.contract.checks import report_fault, request_fault, result_fault, to
 from engine.errors import KVMemoryError
 from kernels.rows.reference import peaks
 from models.shape import ModelShape
+from tests.invariants import check_pool, check_tree
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 Path = tuple[int, ...]
@@ -119,7 +120,7 @@ def drive(
     finally:
         for tree in run.trees.values():
             tree.release()
-            tree.pool.check_invariants([])
+            check_pool(tree.pool, [])
     if run.result is not None:
         assert not (fault := result_fault(run.result, vocab)), fault
         assert run.settled == run.outputs[0][: len(run.settled)], "what was settled is not of the best output"
@@ -150,8 +151,8 @@ def _follow(
                 run.full += 1
                 error = full
         for tree in run.trees.values():
-            tree.check_invariants()
-            tree.pool.check_invariants(tree.pages_held)
+            check_tree(tree)
+            check_pool(tree.pool, tree.pages_held)
 
 
 def _hear(run: Run, report: Report) -> None:

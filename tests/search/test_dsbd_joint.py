@@ -18,6 +18,7 @@ from search import DSBD, BeamSample, Greedy, Speculative
 from search.dsbd.joint import Beam, Joint, Reader, Row, block_size, pick
 from search.dsbd.verify import KINDS, Drafted, acceptances, draw, verify_layer
 from tests.draws import draws
+from tests.invariants import check_pool
 from tools.random_checkpoint import make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -233,7 +234,7 @@ def test_teacher_forcing(engine, search):
         alone = engine.generate([prompt], search, max_new_tokens=24)[0]
         assert [o.token_ids for o in alone.outputs] == [o.token_ids for o in result.outputs]
     for part in (engine, engine.companions["draft"]):
-        part.pool.check_invariants([])
+        check_pool(part.pool, [])
 
 
 def test_drafted_figures(engine):
@@ -277,7 +278,7 @@ def test_interrupted(engine):
     done = list(events)[-1]
     assert done.result.outputs[0].finish_reason == "interrupted"
     for part in (engine, engine.companions["draft"]):
-        part.pool.check_invariants([])
+        check_pool(part.pool, [])
 
 
 def test_little_memory_makes_others_wait(engine, folders):
@@ -287,7 +288,7 @@ def test_little_memory_makes_others_wait(engine, folders):
     small = Engine.load(folders / "target", draft=folders / "draft", dtype="float32", kv_memory=room)
     tight, wide = (e.generate(prompts, search, max_new_tokens=30) for e in (small, engine))
     assert [r.outputs[0].token_ids for r in tight] == [r.outputs[0].token_ids for r in wide]
-    small.pool.check_invariants([])
+    check_pool(small.pool, [])
 
 
 def small_engine(tokens, folder=GOLDEN / "llama/gqa"):
@@ -333,7 +334,7 @@ def test_what_a_conversation_holds_is_not_counted_on():
         [result] = engine.generate([[1, 5, 9]], search, max_new_tokens=8, ignore_eos=True)
         assert len(result.outputs[0].token_ids) == 8
     session.close()
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 def test_other_tokenizers_are_refused(folders):

@@ -15,6 +15,7 @@ from search import ULTS, Answer
 from search.ults import Children
 from search.ults import prior as ults_prior
 from search.ults.boundary import RULES, Boundary
+from tests.invariants import check_pool
 from tests.search.drive import drive
 from tools.random_checkpoint import make
 from tools.toy_trees import ToyTree, checksum
@@ -418,7 +419,7 @@ def test_log_likelihood_is_the_teacher_forced_one(engine, select, options):
         assert result.stats["forward_passes"] == result.stats["rounds"]
     alone = engine.generate(prompts[1:2], search, max_new_tokens=12)[0]
     assert [o.token_ids for o in alone.outputs] == [o.token_ids for o in results[1].outputs]  # a batch is its lines
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 def test_interrupted_the_best_is_kept(engine):
@@ -438,7 +439,7 @@ def test_interrupted_the_best_is_kept(engine):
         reports, [output] = bests(after)
         assert len(reports) == after and output.finish_reason == "interrupted"
         assert output.token_ids == reports[-1][0]
-        engine.pool.check_invariants([])
+        check_pool(engine.pool, [])
         assert engine.pool.used_pages == 0
     assert reports[-1][1] is not None and len(reports[-1][0]) == 6  # a leaf by then
 
@@ -447,7 +448,7 @@ def test_abandoned_the_pool_is_whole(engine):
     stream = engine.stream(PROMPT, ULTS(prior="dirichlet"), max_new_tokens=9)
     next(event for event in stream if isinstance(event, Progress) and event.report.info.get("nodes", 0) > 10)
     stream.close()
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     assert engine.pool.used_pages == 0
 
 
@@ -488,7 +489,7 @@ def test_of_many_searches_one_gathers(engine):
     for prompt, result in zip(prompts[:2], results, strict=False):
         [alone] = engine.generate([prompt], ULTS(k_max=3), max_new_tokens=6)
         assert alone.outputs == result.outputs
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 def test_two_streams_at_once_do_not_wait_for_each_other(engine):

@@ -139,7 +139,7 @@ def traps(dtype: torch.dtype, device: torch.device, impl: str) -> Iterator[Trap]
         layout = pack(chunks, page, token_buckets=[tokens], word_buckets=[words], impl=impl).layout
         rows, T = sum(c.trunk_tokens + len(c.nodes) for c in chunks), len(layout.positions_T)
         live = {s for c in chunks for first, n in c.tree.trunk_runs() for s in range(first, first + n)}
-        live |= {s for c in chunks for s in c.tree.branch_table()[0] if s}
+        live |= {s for c in chunks for s in c.tree.slots.table[0] if s}
         draw = torch.Generator().manual_seed(number)
         k_GSD, v_GSD = (x[0].fill_(float("nan")) for x in (pool.cache.k_LGSD, pool.cache.v_LGSD))
         for x in (k_GSD, v_GSD):

@@ -25,6 +25,7 @@ from engine.errors import CoppiceError
 from engine.step.runner import Runner
 from search import Greedy, Trie
 from tests.engine.app.typist import CHAT, REPLY, SHAPE, Terminal, Typist, make_templated, spawn
+from tests.invariants import check_pool
 from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parents[3]
@@ -55,7 +56,7 @@ def no_pages_left(request):
     yield
     if "engine" in request.fixturenames:
         pool = request.getfixturevalue("engine").pool
-        pool.check_invariants([])
+        check_pool(pool, [])
 
 
 def held(conversation: Conversation) -> list[int]:
@@ -66,7 +67,7 @@ def held(conversation: Conversation) -> list[int]:
 def say(conversation: Conversation, user: str, search=None, **options) -> Done:
     *_, done = conversation.stream(user, search or Greedy(), **({"max_new_tokens": 8} | options))
     assert isinstance(done, Done)
-    conversation.engine.pool.check_invariants(held(conversation))
+    check_pool(conversation.engine.pool, held(conversation))
     return done
 
 
@@ -235,7 +236,7 @@ def test_interrupted_anywhere_keeps_the_partial_turn(engine, monkeypatch, search
         assert all(value >= 0 for value in result.stats.values())
         cached = conversation.session.trunk.cached
         assert len(held(conversation)) == -(-cached // engine.pool.page_size)  # no branches left
-        engine.pool.check_invariants(held(conversation))
+        check_pool(engine.pool, held(conversation))
         assert say(conversation, "Go on").result.stats["reused_tokens"] >= min(cached, 30)
         conversation.reset()
 
@@ -261,7 +262,7 @@ def test_errors_withdraw_the_turn(engine, monkeypatch):
     with pytest.raises(CoppiceError, match="NaN"):
         say(conversation, "x")
     monkeypatch.undo()
-    engine.pool.check_invariants(held(conversation))
+    check_pool(engine.pool, held(conversation))
     assert conversation.turns == before
     say(conversation, "still there?")
     conversation.reset()

@@ -30,6 +30,7 @@ from engine.errors import CoppiceError
 from models.checkpoint import files
 from search import Greedy, Sample, Trie
 from tests.engine.app.typist import CHAT, SHAPE, Terminal, Typist, make_templated
+from tests.invariants import check_pool
 from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parents[3]
@@ -55,12 +56,12 @@ def conversation(engine):
     yield conversation
     check(conversation)
     conversation.reset()
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 def check(conversation: Conversation) -> None:
     trunk = conversation.session.trunk
-    conversation.engine.pool.check_invariants(trunk.pages if trunk else [])
+    check_pool(conversation.engine.pool, trunk.pages if trunk else [])
 
 
 def say(conversation: Conversation, user: str, search=None, **options) -> tuple[Done, int]:
@@ -277,7 +278,7 @@ def test_a_long_chat_on_the_demo_reuses_most_of_its_prompts():
         prompt, reused = prompt + stats["prompt_tokens"], reused + stats["reused_tokens"]
     assert conversation.first > 12 and reused > 0.75 * prompt
     conversation.reset()
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 def test_what_fits_is_seen(conversation):

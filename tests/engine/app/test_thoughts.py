@@ -16,6 +16,7 @@ from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.thinking import Thoughts
 from search import Greedy, Sample, Trie
 from tests.engine.app.typist import Terminal, make_templated
+from tests.invariants import check_pool
 
 # As Qwen 3's: earlier thoughts go; a switch, tools, and a variable that opens the thought in the prompt.
 TEMPLATE = (
@@ -64,7 +65,7 @@ def conversation(engine):
     conversation = Conversation(engine)
     yield conversation
     conversation.session.close()
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
 
 
 def say(conversation: Conversation, user: str, search: Search, **options) -> SearchResult:

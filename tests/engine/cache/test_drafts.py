@@ -9,6 +9,7 @@ from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.errors import KVMemoryError
 from models.shape import ModelShape
+from tests.invariants import check_tree
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=4, vocab_size=50, max_positions=None)
 
@@ -33,7 +34,7 @@ def chain(tree, node, tokens):
         assert new
         node.row = token
         found.append(node)
-    tree.check_invariants()
+    check_tree(tree)
     return found
 
 
@@ -58,10 +59,10 @@ def test_growing_adopts_a_drafted_node_with_its_slot_and_row():
     assert tree.ancestry(second) == tree.ancestry(node) | 1 << second.slot
     assert [tree.slots.table[0][tree._slot[node]]] == places[:1]
     assert tree.latest_ancestors(second, 9) == below
-    tree.check_invariants()
+    check_tree(tree)
     last = tree.child(node, 5)
     assert tree.latest_ancestors(last, 9) == below and tree.drafts.rows == {node: 4, last: 5} and not tree.drafts
-    tree.check_invariants()
+    check_tree(tree)
 
 
 def test_keep_frees_what_the_choice_left_and_keeps_what_hangs_below_it():
@@ -70,11 +71,11 @@ def test_keep_frees_what_the_choice_left_and_keeps_what_hangs_below_it():
     chain(tree, nodes[1], [6])
     chain(tree, tree.root, [9])
     tree.keep([nodes[0]])
-    tree.check_invariants()
+    check_tree(tree)
     assert [node.token for node in tree.drafts] == [4, 5] and tree.page_count == 4 + 2
     node = tree.child(tree.root, 4)
     tree.keep([node])
-    tree.check_invariants()
+    check_tree(tree)
     assert tree.trunk.tokens == [1, 2, 3, 7, 4] and tree.trunk.cached == 5 and tree.drafts.rows == {node: 4}
     tree.keep([tree.child(tree.root, 8)])
     assert not tree.drafts and tree.drafts.rows == {} and tree.page_count == 5
@@ -88,7 +89,7 @@ def test_a_row_that_does_not_suffice_is_evaluated_again_with_all_below():
     node = tree.child(nodes[0], 4)
     below = tree.child(node, 5)
     tree.forget_row(node)
-    tree.check_invariants()
+    check_tree(tree)
     assert tree.pending([below])[1] == [node, below] and not tree.drafts and tree.drafts.rows == {}
 
 
@@ -98,7 +99,7 @@ def test_the_same_holds_in_the_trunk():
     node = tree.child(nodes[0], 4)
     tree.keep([node])
     tree.forget_row(node)
-    tree.check_invariants()
+    check_tree(tree)
     assert tree.pending([node]) == (1, []) and not tree.drafts
 
 
@@ -107,11 +108,11 @@ def test_a_full_pool_takes_no_drafts_and_drops_them():
     chain(tree, nodes[0], [4, 5])
     with pytest.raises(KVMemoryError):
         tree.draft(nodes[1], 4)
-    tree.check_invariants()
+    check_tree(tree)
     node = tree.child(nodes[0], 4)
     assert tree.drop_drafts() == 2 and tree.drop_drafts() == 0
     assert tree.page_count == 5 and not tree.is_evaluated(node)
-    tree.check_invariants()
+    check_tree(tree)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -144,6 +145,6 @@ def test_random_work_loses_no_slot(page_size):
                         tree.drop_drafts()
             except KVMemoryError:
                 tree.drop_drafts()
-            tree.check_invariants()
+            check_tree(tree)
         tree.release()
         assert tree.pool.used_pages == 0

@@ -11,6 +11,7 @@ from engine.load import pools
 from kernels.layout import BLOCK, DeltaKind
 from search import Greedy, Trie
 from tests.engine.cache.test_prefixes import same
+from tests.invariants import check_kept_states, check_pool
 from tests.marks import needs_cpp
 from tests.recurrent import CHANNELS, SCAN, VOCAB, check_stores, hybrid
 
@@ -33,7 +34,7 @@ def trunk_of(kept, *lengths):
 
 
 def used(kept):
-    kept.check_invariants({*range(1000)})
+    check_kept_states(kept, {*range(1000)})
     return kept.stores.rows.used, kept.stores.states.used
 
 
@@ -122,7 +123,7 @@ def read(engine, prompt, search=None, new=4):
     [result] = engine.generate([prompt], search or Greedy(), max_new_tokens=new, ignore_eos=True)
     engine.runner.pack = pack
     check_stores(engine)
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     return result, sum(passes)
 
 
@@ -185,7 +186,7 @@ def test_random_requests_give_what_a_cold_engine_gives(load, page_size):
         for i in range(3):
             same(results[0][i], results[1][i])
         check_stores(warm)
-        warm.pool.check_invariants([])
+        check_pool(warm.pool, [])
     prefixes = warm.pool.prefixes
     assert prefixes.hits > 5 and prefixes.reused_tokens > 200
     warm.pool.prefixes.clear()

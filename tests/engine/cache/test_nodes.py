@@ -3,13 +3,14 @@
 import pytest
 
 from engine.cache.nodes import Nodes
+from tests.invariants import check_nodes
 
 
 def test_growing_is_idempotent():
     nodes = Nodes([1, 2, 3])
     a, b, again = nodes.grow([nodes.root] * 3, [5, 6, 5])
     assert a == again != b and nodes.grow([a], [7]) == [nodes.child(a, 7)] == nodes.grow([a], [7])
-    assert nodes.grown == 4 and nodes.check_nodes() == [1, 2, 3, nodes.root]
+    assert nodes.grown == 4 and check_nodes(nodes) == [1, 2, 3, nodes.root]
 
 
 def test_paths():

@@ -9,6 +9,7 @@ import pytest
 from engine import Engine, KVMemoryError, Request, Session, UsageError
 from engine.load import pools
 from search import DSBD, Greedy, Sample, Trie
+from tests.invariants import check_pool
 from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +39,7 @@ def load(folder, tokens=4000, **options):
 
 
 def exact(engine, held=0):
-    engine.pool.check_invariants([] if not held else None)
+    check_pool(engine.pool, [] if not held else None)
     assert engine.pool.used_pages == held
 
 
@@ -163,7 +164,7 @@ def test_sessions(folder, page_size):
             same(done[0].result, done[1].result)
             assert done[0].result.stats["reused_tokens"] >= done[1].result.stats["reused_tokens"]
             prompts = [[*p, *d.result.outputs[0].token_ids, 8 + turn] for p, d in zip(prompts, done, strict=True)]
-        warm.pool.check_invariants(sessions[0].trunk.pages)
+        check_pool(warm.pool, sessions[0].trunk.pages)
         [beside] = warm.generate([prompts[0][:50]], Greedy(), max_new_tokens=3)
         assert beside.stats["reused_tokens"] == 49
         sessions[0].close(), sessions[1].close()

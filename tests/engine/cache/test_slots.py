@@ -7,6 +7,7 @@ import pytest
 from engine.cache.slots import BranchSlots, Trunk
 from engine.errors import KVMemoryError
 from tests.engine.cache.test_tree import pool_of
+from tests.invariants import check_pool, check_slots
 
 
 @pytest.mark.parametrize("page_size", [1, 3])
@@ -31,12 +32,12 @@ def test_slots_come_and_go(page_size):
             held[node + 1000] = reserved.pop(0)
             slots.give_up(reserved)
             reserved = []
-        slots.check_invariants()
-        pool.check_invariants(slots.pages_held)
+        check_slots(slots)
+        check_pool(pool, slots.pages_held)
         assert {n: s for s, n in enumerate(slots.owner) if n >= 0} == held and slots.count == len(held)
         assert len({slots.table[0][s] for s in held.values()}) == len(held)
     slots.release_all()
-    pool.check_invariants([])
+    check_pool(pool, [])
 
 
 def test_a_shared_last_page_is_copied_before_it_is_written():
@@ -51,7 +52,7 @@ def test_a_shared_last_page_is_copied_before_it_is_written():
     assert pool.cache.k_LGSD[0, 0, two.slot(2, 4)] == 5.0
     one.release(pool)
     two.release(pool)
-    pool.check_invariants([])
+    check_pool(pool, [])
 
 
 def test_pages_that_a_full_pool_refuses_are_given_back():

@@ -12,6 +12,7 @@ from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
 from engine.errors import KVMemoryError
 from models.shape import ModelShape
+from tests.invariants import check_pool, check_tree
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=100, max_positions=None)
 
@@ -25,8 +26,8 @@ def pool_of(pages, page_size=4):
 
 def check(pool, *trees, extra=()):
     for tree in trees:
-        tree.check_invariants()
-    pool.check_invariants([page for tree in trees for page in tree.pages_held] + list(extra))
+        check_tree(tree)
+    check_pool(pool, [page for tree in trees for page in tree.pages_held] + list(extra))
 
 
 def evaluate(tree, nodes):
@@ -57,7 +58,7 @@ def visible(tree, node):
     k, v = (x[0, 0, :, 0].tolist() for x in (tree.pool.cache.k_LGSD, tree.pool.cache.v_LGSD))
     slots = [slot + i for slot, n in tree.trunk_runs() for i in range(n)]
     positions = list(range(len(slots)))
-    table, places = tree.branch_table()
+    table, places = tree.slots.table
     own = [s for s in range(len(table)) if tree.ancestry(node) >> s & 1]
     assert tree.ancestry(node) >> len(table) == 0
     slots += [table[s] for s in own]
@@ -210,7 +211,7 @@ class Forest(RuleBasedStateMachine):
             assert tree.live_branches == sum(n != tree.root for n in evaluated)
             for node in evaluated:
                 assert visible(tree, node) == expected(tree, node)
-            table, _ = tree.branch_table()
+            table, _ = tree.slots.table
             assert len(table) % self.pool.page_size == 0
             for start in range(0, len(table), self.pool.page_size):  # whole pages that nobody uses are given back
                 if start + self.pool.page_size == len(table):
@@ -222,7 +223,7 @@ class Forest(RuleBasedStateMachine):
                 tree.release()
             for trunk in self.trunks:
                 trunk.release(self.pool)
-            self.pool.check_invariants([])
+            check_pool(self.pool, [])
 
 
 Forest.TestCase.settings = settings(

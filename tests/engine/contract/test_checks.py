@@ -16,6 +16,7 @@ from engine.contract.checks import attributed, is_ours, search_error, slots_of
 from engine.step.driver import Driver
 from engine.step.jobs import Job
 from search import REGISTRY, Evaluate, Greedy, Output, Report, Search, SearchResult, Trie
+from tests.invariants import check_pool
 from tools.random_checkpoint import make
 
 OTHERS = (Greedy(), Trie(beams=3))
@@ -37,7 +38,7 @@ def engine(folder: Path) -> Engine:
 @pytest.fixture(autouse=True)
 def no_page_is_lost(engine: Engine):
     yield
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     assert engine.pool.used_pages == 0
 
 
@@ -159,7 +160,7 @@ def test_a_search_that_fails_when_it_is_sent_back(engine: Engine, folder: Path):
     small = Engine.load(folder, threads=1, kv_memory=64 * engine.pool.bytes_per_token)
     found = dict(small.serve([Request([1, 7], Greedy(), 30, ignore_eos=True), Request([1, 7], Steps(hungry), 3)]))
     assert isinstance(found[0], SearchResult) and "OSError: on purpose" in str(found[1])
-    small.pool.check_invariants([])
+    check_pool(small.pool, [])
 
 
 def test_errors_meant_for_the_user_pass(engine: Engine):

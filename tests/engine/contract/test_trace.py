@@ -15,6 +15,7 @@ from engine.demo import demo_folder
 from engine.errors import KVMemoryError
 from search import REGISTRY, Greedy, Trie
 from search.base import make_search
+from tests.invariants import check_tree
 
 PROMPT = "Tell me a story about a fox."
 PARAMS: dict[str, dict[str, Any]] = {
@@ -54,7 +55,7 @@ class Witness(Trace):
             if record.end is not None:
                 self.seen[-1].append({"slots": {}, "trunk": []})
                 continue
-            tree.check_invariants()
+            check_tree(tree)
             in_pool, _ = tree.slots.table
             owners = {in_pool[s]: node for s, node in enumerate(tree.slots.owner) if node >= 0}
             state = {

@@ -18,6 +18,7 @@ from engine.step.runner import Keep, PassWork
 from search import DSBD, Greedy
 from tests import draws as random_draws
 from tests.draft_heads import add_mtp, make_eagle
+from tests.eager import EagerDrafts
 from tests.engine.step.test_drafting import (
     GOLDEN,
     SEARCHES,
@@ -62,7 +63,7 @@ def loaded(folders):
 def with_drafts(engine, asked, always=True):
     """Answers with drafts of the engine's head, which leave no page behind."""
     draft = engine.companions["draft"]
-    engine.drafts = EngineDrafts(HeadDrafter(draft.runner), always)
+    engine.drafts = (EagerDrafts if always else EngineDrafts)(HeadDrafter(draft.runner))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a drafter that fails is reported by a warning
@@ -217,7 +218,7 @@ def test_one_token_is_not_enough(loaded):
 
 def test_requests_share_the_passes_of_the_head(loaded):
     engine, work = loaded(), {}
-    engine.drafts = EngineDrafts(HeadDrafter(engine.companions["draft"].runner), True)
+    engine.drafts = EagerDrafts(HeadDrafter(engine.companions["draft"].runner))
     try:
         asked = [Request(prompt, Greedy(), 20, ignore_eos=True) for prompt in prompts(4)]
         results = dict(engine.serve(asked, on_step=lambda driver: work.update(all=driver.work["draft"])))

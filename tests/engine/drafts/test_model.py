@@ -11,6 +11,7 @@ from engine.drafts.model import LEVELS, ModelDrafter
 from engine.step.drafting import EngineDrafts
 from search import DSBD, Greedy, Trie
 from tests import draws as random_draws
+from tests.eager import EagerDrafts
 from tests.engine.step.test_drafting import (
     GOLDEN,
     SEARCHES,
@@ -22,6 +23,7 @@ from tests.engine.step.test_drafting import (
     prompts,
     requests,
 )
+from tests.invariants import check_tree
 from tests.marks import needs_cpp
 from tools.random_checkpoint import make
 
@@ -54,7 +56,7 @@ def loaded(folders):
 def with_drafts(engine, asked, always=True):
     """Answers with drafts of the engine's draft model, which leave no page behind."""
     draft = engine.companions["draft"]
-    engine.drafts = EngineDrafts(ModelDrafter(draft.runner), always)
+    engine.drafts = (EagerDrafts if always else EngineDrafts)(ModelDrafter(draft.runner))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a drafter that fails is reported by a warning
@@ -105,7 +107,7 @@ def test_beams_are_drafted_as_beam_search_goes_on(loaded):
 
 def test_requests_share_the_passes_of_the_draft_model(loaded):
     engine, work = loaded(), {}
-    engine.drafts = EngineDrafts(ModelDrafter(engine.companions["draft"].runner), True)
+    engine.drafts = EagerDrafts(ModelDrafter(engine.companions["draft"].runner))
     try:
         asked = [Request(prompt, Greedy(), 20, ignore_eos=True) for prompt in prompts(4)]
         results = dict(engine.serve(asked, on_step=lambda driver: work.update(all=driver.work["draft"])))
@@ -268,7 +270,7 @@ def test_a_drafter_by_itself(loaded):
     assert request.draft([7, 7], 3, 1).parents == [-1] * 2
     request.learn(text[:5])
     assert request.draft([text[5]], 1, 1).tokens == [text[6]]
-    request.tree.check_invariants()
+    check_tree(request.tree)
     [[first, second]] = drafter.draft_together(
         [Wanted(request, [[text[5]], [7]], [3, 0], 4, sums=[0.0, -1.0], width=2)]
     )

@@ -24,9 +24,9 @@ from engine.errors import UsageError
 from engine.load.budget import plan
 from engine.load.options import LoadOptions
 from engine.load.sizes import Workload
-from engine.step.drafting import EngineDrafts
 from kernels.suffixes import BOUNDARY
 from search import Greedy, Sample, Trie
+from tests.eager import EagerDrafts
 from tests.marks import needs_cpp
 
 HEADER, VOCAB = SUFFIX_FILE.header, 1000
@@ -287,7 +287,7 @@ def test_an_engine_answers_again_in_fewer_passes(search: Search):
     drafter = engine.drafts.drafter
     assert isinstance(drafter, SuffixDrafter)
     assert drafter.store.fingerprint == engine.tokenizer.fingerprint
-    engine.drafts = EngineDrafts(drafter, always=True)  # whatever it costs
+    engine.drafts = EagerDrafts(drafter)  # whatever it costs
     first, again, wanted = (
         one.generate(["Tell me a story about a dog."], search, max_new_tokens=24, ignore_eos=True)[0]
         for one in (engine, engine, plain)

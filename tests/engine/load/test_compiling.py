@@ -201,6 +201,6 @@ def test_on_a_gpu_a_compiler_that_fails_is_left_out(monkeypatch):
     monkeypatch.setattr(loading._Weights, "_capabilities", lambda *_: None)
     monkeypatch.setattr(loading, "prepare", lambda: True)
     options = LoadOptions(MODEL, dtype="float32", compile="on")
-    weights = loading._Weights.load(MODEL, options, torch.device("cpu"), None)
+    weights = loading._Weights.load(MODEL, options, torch.device("cpu"))
     with pytest.warns(UserWarning, match="--compile on has no effect"):
         assert weights.with_pool(None, True).runner.rows is None

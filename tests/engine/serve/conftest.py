@@ -8,6 +8,7 @@ import pytest
 
 from engine import Engine
 from engine.serve import command
+from tests.invariants import check_pool
 from tests.served import background
 
 
@@ -36,7 +37,7 @@ def serving(*flags: str, keys: tuple[str, ...] = ()) -> Iterator[Server]:
         with openai.OpenAI(base_url=f"{url}/v1", api_key=keys[0] if keys else "none", max_retries=0) as client:
             yield Server(app, url, client)
         for one in app.served.values():
-            one.engine.pool.check_invariants()
+            check_pool(one.engine.pool)
 
 
 @pytest.fixture(scope="module")  # others may replace the clock of the process, which the server needs

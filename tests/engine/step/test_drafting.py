@@ -17,6 +17,8 @@ from engine.drafts.suffixes import SuffixDrafter, SuffixStore
 from engine.step.drafting import EngineDrafts
 from engine.step.driver import Driver
 from search import ULTS, BeamSample, BoN, Diverse, Greedy, Sample, SBoN, Trie
+from tests.eager import EagerDrafts
+from tests.invariants import check_tree
 from tests.marks import needs_cpp
 from tools.random_checkpoint import make
 
@@ -63,7 +65,7 @@ def checked(monkeypatch):
     def checking(self):
         step(self)
         for tree in (tree for job in self.running for tree in job.trees if tree.page_count):
-            tree.check_invariants()
+            check_tree(tree)
 
     def recording(self, job, request):
         tree = request.tree
@@ -177,7 +179,7 @@ def passes(results):
 
 
 def with_drafts(engine, drafter, asked, always=True):
-    engine.drafts = EngineDrafts(drafter, always)
+    engine.drafts = (EagerDrafts if always else EngineDrafts)(drafter)
     try:
         return answers(engine, asked)
     finally:
@@ -224,7 +226,7 @@ def test_a_cost_model_changes_no_answer(name, loaded, checked):
 def test_on_other_models_and_caches(name, options, loaded, checked):
     engine = loaded(**options)
     plain = answers(engine, requests(4, SEARCHES[name], ignore_eos=True))
-    engine.drafts = EngineDrafts(foresight(set(checked), noise=1), always=True)
+    engine.drafts = EagerDrafts(foresight(set(checked), noise=1))
     try:
         got = answers(engine, requests(4, SEARCHES[name], ignore_eos=True))
     finally:
@@ -352,7 +354,7 @@ def test_streams_and_cancelled_requests(loaded, checked):
     engine = loaded()
     prompt = prompts(3)[2]
     [plain] = answers(engine, [Request(prompt, Trie(beams=3), NEW)])
-    engine.drafts = EngineDrafts(foresight(set(checked)), always=True)
+    engine.drafts = EagerDrafts(foresight(set(checked)))
     try:
         events = [*engine.stream(prompt, Trie(beams=3), max_new_tokens=NEW)]
         assert events[-1].result.outputs == plain.outputs

@@ -21,6 +21,7 @@ from engine.load.pools import make_pools
 from engine.step.driver import Driver
 from engine.step.jobs import Job
 from engine.step.runner import Runner
+from tests.invariants import check_pool, check_tree
 from tools.random_checkpoint import make
 
 VOCAB = 48
@@ -139,13 +140,13 @@ class Walk:
         rng = random.Random(self.seed)
         live = [tree.root]
         for _ in range(self.steps):
-            tree.check_invariants()
+            check_tree(tree)
             unknown = [n for n in live if not tree.is_evaluated(n)]
             nodes = rng.sample(unknown, rng.randint(1, len(unknown)))
             try:
                 logp_NV, _ = yield Evaluate(tree, nodes)
             except KVMemoryError:
-                tree.check_invariants()
+                check_tree(tree)
                 self.refused += 1
                 if not self.bold:
                     raise
@@ -155,7 +156,7 @@ class Walk:
                 if not tree.is_evaluated(keep):
                     yield from self.ask_alone(tree, keep)
                 nodes, logp_NV = [], ()
-            tree.check_invariants()
+            check_tree(tree)
             self.note(tree, nodes, logp_NV)
             live = self.grow(tree, rng, live)
             if rng.random() < self.prune:
@@ -200,11 +201,11 @@ def finish(driver, walks, on_step=None):
         driver.step()
         for run in driver.running:
             for tree in run.trees:
-                tree.check_invariants()
-        pool.check_invariants([p for run in driver.running for tree in run.trees for p in tree.pages_held])
+                check_tree(tree)
+        check_pool(pool, [p for run in driver.running for tree in run.trees for p in tree.pages_held])
         if on_step:
             on_step(driver)
-    pool.check_invariants([])
+    check_pool(pool, [])
     return runs
 
 
@@ -307,7 +308,7 @@ def test_a_request_of_several_passes_that_fails_is_undone_whole(bench64):
                 yield Evaluate(tree, [tree.root, *nodes])
             except KVMemoryError:
                 tree.keep(nodes[:2])
-            tree.check_invariants()
+            check_tree(tree)
             logp_NV, _ = yield Evaluate(tree, [tree.root, *nodes[:2]])
             told.extend(zip([tuple(prompt), (*prompt, 10), (*prompt, 11)], logp_NV, strict=True))
             return SearchResult([Output([], None, None, "length")])
@@ -346,7 +347,7 @@ def test_closing_midway_leaves_the_pool_whole(bench64, after):
     pool = driver.runners["target"].pool
     assert pool.used_pages
     driver.close()
-    pool.check_invariants([])
+    check_pool(pool, [])
     assert not driver.busy and all(run.result is None for run in runs)
     raise_errors(finish(driver, walks := walks_of(4, 2)))  # and it can be used again
     for walk in walks:
@@ -366,7 +367,7 @@ def test_a_trunk_handed_on_is_as_good_as_a_fresh_one(bench64, seed):
         while driver.busy:
             driver.step()
             held = [p for r in driver.running for t in r.trees for p in t.pages_held]
-            pool.check_invariants(held + [p for h in handed for p in h.pages])
+            check_pool(pool, held + [p for h in handed for p in h.pages])
         raise_errors([run])
         bench64.check(walk.records)
         reused += run.result.stats["reused_tokens"]
@@ -376,7 +377,7 @@ def test_a_trunk_handed_on_is_as_good_as_a_fresh_one(bench64, seed):
         prompt = prompt + answer + random_tokens(rng, 5) if turn != 2 else [*prompt[:6], 7, 7, 7]
     assert reused > 20
     trunk.release(pool)
-    pool.check_invariants([])
+    check_pool(pool, [])
 
 
 @pytest.mark.parametrize("ask", ["the root again", "nothing"])
@@ -396,7 +397,7 @@ def test_a_search_that_asks_wrongly_fails_alone(bench64, ask):
         driver.step()
     assert isinstance(run.error, ContractError) and "node" in str(run.error)
     raise_errors([beside])
-    driver.runners["target"].pool.check_invariants([])
+    check_pool(driver.runners["target"].pool, [])
 
 
 def test_rows_come_in_the_order_asked_duplicates_included(bench64):
@@ -480,7 +481,7 @@ def test_a_search_may_catch_nan_and_drop_the_node(poisoned):
                 yield Evaluate(tree, [bad])
             except NumericsError:
                 tree.keep([good])
-                tree.check_invariants()
+                check_tree(tree)
             more = tree.grow([good, good], [8, 9])  # one of them takes the slot that holds NaN
             told.append((yield Evaluate(tree, more)).rows_NV)
             return SearchResult([Output([], None, None, "length")])
@@ -494,4 +495,4 @@ def test_a_search_may_catch_nan_and_drop_the_node(poisoned):
     raise_errors([run])
     expected = [poisoned.logits([1, 2, 3, 7, t])[-1].log_softmax(-1) for t in (8, 9)]
     torch.testing.assert_close(told[0], torch.stack(expected), rtol=0, atol=1e-4)
-    poisoned.pool.check_invariants([])
+    check_pool(poisoned.pool, [])

@@ -31,6 +31,7 @@ from engine.step.runner import Launched, PassWork, Runner
 from kernels.kv_kinds import parts
 from kernels.layout import NULL_SLOT
 from search import ULTS, BoN, Greedy, Sample, SBoN, Trie
+from tests.invariants import check_pool
 from tests.marks import needs_interpreter
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "llama"
@@ -96,7 +97,7 @@ def check(plain, graphs, prompts, search, **options):
     for w, g in zip(wanted, got, strict=True):
         assert [o.token_ids for o in g.outputs] == [o.token_ids for o in w.outputs]
         assert [o.logprob for o in g.outputs] == pytest.approx([o.logprob for o in w.outputs], abs=1e-3)
-    graphs.pool.check_invariants([])
+    check_pool(graphs.pool, [])
 
 
 @pytest.mark.parametrize("variant", ["gqa", "dynamic", "../lfm2/bias"])

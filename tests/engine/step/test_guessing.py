@@ -7,6 +7,7 @@ from engine.demo import demo_folder
 from engine.drafts import Draft
 from engine.step.drafting import EngineDrafts
 from search import Greedy, Trie
+from tests.eager import EagerDrafts
 from tests.marks import needs_cpp
 
 pytestmark = needs_cpp
@@ -49,7 +50,7 @@ def engine():
 
 
 def generate(engine, joint, search, always=True, **options):
-    engine.drafts = joint and EngineDrafts(joint, always)
+    engine.drafts = joint and (EagerDrafts if always else EngineDrafts)(joint)
     try:
         return engine.generate(PROMPTS, search, max_new_tokens=30, ignore_eos=True, **options)
     finally:
@@ -69,7 +70,7 @@ def test_one_call_a_step_for_all_requests(search, engine):
 
 def test_passes_of_a_draft_model_count_once(engine):
     joint, work = Joint(seconds=0.001), {}
-    engine.drafts = EngineDrafts(joint, True)
+    engine.drafts = EagerDrafts(joint)
     try:
         from engine import Request
 

@@ -5,9 +5,9 @@ import pytest
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate
 from engine.contract.top_sums import TopSums
-from engine.step.jobs import Batch, Job, Pending, Work
+from engine.step.jobs import Batch, Job, Work
 from engine.step.packing import Chunk
-from engine.step.partial import partial_answer
+from engine.step.partial import Pending, partial_answer
 from tests.engine.cache.test_tree import pool_of
 
 

@@ -24,6 +24,7 @@ from engine.step.runner import Launched, Runner
 from engine.step.timing import Overlap
 from models.shape import ModelShape
 from search import Sample, Trie
+from tests.invariants import check_pool, check_tree
 from tools.random_checkpoint import make
 
 PROMPTS = [[7, 20, 33], list(range(5, 40)), [9], list(range(40, 17, -1))]
@@ -81,7 +82,7 @@ def check(plain, other, prompts, search, **options):
         assert [o.logprob for o in g.outputs] == pytest.approx([o.logprob for o in w.outputs], abs=1e-4)
         for name in ("forward_passes", "nodes_evaluated", "live_nodes_peak", "unshared_nodes_peak"):
             assert g.stats[name] == w.stats[name], name
-    other.pool.check_invariants([])
+    check_pool(other.pool, [])
     return got
 
 
@@ -172,13 +173,13 @@ def test_searches_come_and_go(plain, mixed, pages, events):
                 jobs[len(jobs)] = driver.submit(Job(starter(service.models, driver, checked, None, "")))
         driver.step()
         running = [i for i, job in jobs.items() if job in driver.running]
-        engine.pool.check_invariants([p for i in running for tree in jobs[i].trees for p in tree.pages_held])
+        check_pool(engine.pool, [p for i in running for tree in jobs[i].trees for p in tree.pages_held])
         for tree in (tree for i in running for tree in jobs[i].trees):
-            tree.check_invariants()
+            check_tree(tree)
         if running and rng.random() < 0.15:
             cancelled.add(i := rng.choice(running))
             driver.cancel(jobs[i])
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     for i, job in jobs.items():
         assert (job.result is None) == (i in cancelled) and job.error is None
         assert i in cancelled or [o.token_ids for o in job.result.outputs] == [o.token_ids for o in alone[i]]

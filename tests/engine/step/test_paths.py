@@ -12,6 +12,7 @@ from engine.errors import KVMemoryError
 from engine.step.paths import PathColumns, paths_of
 from kernels.layout import BLOCK, NULL_SLOT, NULL_STATE, TRASH_SLOT, CacheKind, DeltaKind
 from models.shape import ModelShape
+from tests.invariants import check_recurrent, check_tree
 
 KIND = DeltaKind(1, 1, 1, 1, taps=4)
 SHAPE = ModelShape(2, 1, 1, 100, None, kept=(CacheKind(1, 1), KIND))
@@ -52,8 +53,8 @@ class Memory:
 
     def check(self, trees):
         for tree in trees:
-            tree.check_invariants()
-        self.pool.check_stores([tree.states_held for tree in trees])
+            check_tree(tree)
+        check_recurrent(self.pool, [tree.states_held for tree in trees])
 
 
 def evaluate(memory, tree, nodes, budget=10**9):

@@ -13,6 +13,7 @@ from models.checkpoint.tensor_files import write_tensors
 from search import Greedy, Trie
 from tests.engine.cache import test_prefixes
 from tests.engine.cache.test_prefixes import ROOT, exact, load, same
+from tests.invariants import check_pool
 from tests.recurrent import CHANNELS, KIND, SCAN, check_stores, hybrid
 
 folder, page_size = test_prefixes.folder, test_prefixes.page_size
@@ -83,7 +84,7 @@ def test_files_that_are_refused(folder, tmp_path):
     def refused(words, engine=whole, path=file):
         with pytest.raises(UsageError, match=words):
             engine.load_prefix(path)
-        engine.pool.check_invariants([])
+        check_pool(engine.pool, [])
 
     refused("another model, dtype or format", load(folder, kv_dtype="int8"))
     refused("prefixes are not kept", load(folder, prefix_cache="off"))
@@ -164,5 +165,5 @@ def test_crafted_files_with_right_checksums(case, folder, tmp_path):
     with pytest.raises(UsageError, match=words) as error:
         engine.load_prefix(file)
     assert error.value.where == str(file) and "--save-prefix" in error.value.remedy
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     assert engine.pool.free_pages == engine.pool.pages

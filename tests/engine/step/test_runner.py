@@ -13,6 +13,7 @@ from engine.rules.edits import Edit
 from engine.step.packing import Chunk
 from engine.step.runner import Keep, PassWork
 from kernels.rows import top_sums
+from tests.invariants import check_pool
 
 MODEL, PROMPT = Path(__file__).parents[2] / "golden/llama/plain", [5, 6, 7, 8]
 
@@ -27,7 +28,7 @@ def chunk(runner):
     tree = TokenTree(runner.pool, PROMPT)
     yield Chunk(tree, 4, [], tree.allocate(4, []))
     tree.release()
-    runner.pool.check_invariants([])
+    check_pool(runner.pool, [])
 
 
 def test_logits_do_not_depend_on_the_budget(runner, monkeypatch):

@@ -13,6 +13,7 @@ from engine.demo import demo_folder
 from engine.service import Service
 from models.shard import Shard
 from search import Greedy, Sample, Trie
+from tests.invariants import check_pool
 from tools.random_checkpoint import make
 
 LIMIT = 60  # seconds, for what would wait for ever
@@ -33,7 +34,7 @@ def engine(folder):
 @pytest.fixture(autouse=True)
 def no_page_is_lost(engine):
     yield
-    engine.pool.check_invariants([])
+    check_pool(engine.pool, [])
     assert engine.pool.used_pages == 0
 
 
@@ -57,7 +58,7 @@ async def used(asynchronous):
 
     def read():
         trees = [tree for job in asynchronous._service.driver.running for tree in job.trees]
-        pool.check_invariants([page for tree in trees for page in tree.pages_held])
+        check_pool(pool, [page for tree in trees for page in tree.pages_held])
         return pool.used_pages
 
     future = Future()
