@@ -97,8 +97,10 @@ class Engine:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         release_libraries()
-        kv_memory, experts = (options.kv_bytes, None) if options.memory is None else allow(options)
+        kv_memory, experts, limit = (options.kv_bytes, None, None) if options.memory is None else allow(options)
         models = load_models(options, kv_memory, experts)
+        for model in models.values():
+            model.runner.pool.limit = limit
         if options.prefix_cache == "on":
             for model in models.values():
                 model.cache_prefixes(bounded=kv_memory is None)

@@ -50,8 +50,11 @@ def build(args: argparse.Namespace) -> int:
     began, tokens = time.monotonic(), 0
 
     def progress(text: str, end: str = "\r") -> None:
-        if not args.quiet:
-            print(f"{text}, {tokens:,} tokens, {time.monotonic() - began:.0f} s\x1b[K", file=sys.stderr, end=end)
+        """One line that is drawn over on a terminal, the last line elsewhere."""
+        terminal = sys.stderr.isatty()
+        if not args.quiet and (terminal or end == "\n"):
+            line = f"{text}, {tokens:,} tokens, {time.monotonic() - began:.0f} s"
+            print(f"{line}\x1b[K" if terminal else line, file=sys.stderr, end=end)
 
     try:
         spill = tempfile.TemporaryDirectory(prefix="ngrams-", dir=args.output.parent)

@@ -45,8 +45,10 @@ def reset(dialog: Dialog, _: str) -> None:
     dialog.screen.hint(f"[a new conversation{_replaces(dialog)}]")
 
 
-def undo(dialog: Dialog, _: str) -> None:
+def undo(dialog: Dialog, rest: str) -> None:
     """take the last turn back"""
+    if rest:
+        raise UsageError(f"/undo takes back one turn, got {rest!r}", remedy="/undo again takes back the one before")
     turn, left = dialog.conversation.undo(), len(dialog.conversation.turns)
     dialog.screen.hint(f"[taken back: {shortened(' '.join(turn.user.split()), 40)}; {plural(left, 'turn')} left]")
     dialog.keep()
@@ -120,8 +122,10 @@ def show(dialog: Dialog, rest: str) -> None:
         raise UsageError(f"/show: expected config, mem, template or settings, got {rest!r}")
 
 
-def beams(dialog: Dialog, _: str) -> None:
+def beams(dialog: Dialog, rest: str) -> None:
     """the outputs of the last reply; the candidates, if it was interrupted"""
+    if rest:
+        raise UsageError(f"/beams shows the last reply, got {rest!r}", remedy="/set beams=N changes their number")
     if dialog.last is None:
         raise UsageError("there is no reply yet")
     if dialog.candidates:

@@ -215,6 +215,11 @@ class Dialog:
         with contextlib.suppress(OSError, ValueError):  # the terminal is closed
             self.screen.note(note)
 
+    def _rescue_unsaved(self) -> None:
+        """`rescue` a conversation whose file (--save) could not take its last turn, as on a full disk."""
+        if self.file is not None and self._saved[0] != tuple(self.conversation.turns):
+            self.rescue()
+
     def answer(self, user: str, settings: Settings | None = None) -> None:
         """`reply`, without an echo of text that is typed meanwhile."""
         with no_echo():
@@ -258,10 +263,12 @@ class Dialog:
                 line, quoted = self._ask()
                 cleared = False
                 if self._obey(line, quoted):
+                    self._rescue_unsaved()
                     return 0
             except EOFError:
                 if not sys.stdin.isatty():  # the terminal was closed; this is no Ctrl-D
                     self.rescue()
+                self._rescue_unsaved()
                 self.screen.note("")
                 return 0
             except CoppiceError as error:

@@ -43,6 +43,8 @@ class PagePool:
         ancestors, delta: see `ModelShape`.
         stores: the rows and states of recurrent layers; None: the model has no such layers.
         row_bytes, state_bytes: bytes of one row and of one state, in all layers.
+        budget_page_bytes: bytes of `kv_memory` per page: of this model's, and of all else that shares `kv_memory`.
+        limit: the `memory` of the process that left this pool its bytes; None: `kv_memory` or the machine did.
         device: the device of the cache and of log-probabilities. A search that reads rows after the answer makes the
             host wait for a GPU; use `Evaluate.read` there instead.
     """
@@ -68,6 +70,8 @@ class PagePool:
         slots = (pages + self.reserved) * page_size
         self.stores = None if shape.delta is None else Stores(shape.delta, rows, states)
         self.row_bytes, self.state_bytes = shape.row_bytes, shape.state_bytes
+        self.budget_page_bytes = self.page_bytes
+        self.limit: int | None = None
         self.cache = _cache(shape, slots, dtype, device, rows, states)
         self.device = self.cache.k_LGSD.device
         self._copiers = [kv_copier(*group) for group in self.cache.groups]

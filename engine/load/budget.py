@@ -147,10 +147,14 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
 
 
 class AllowedBytes(NamedTuple):
-    """The bytes that keep a process within its memory: for the cache, and for experts; None: all experts fit."""
+    """The bytes that keep a process within its memory: for the cache, and for experts; None: all experts fit.
+
+    `limit` is that memory, if the cache gets all that the rest leaves of it.
+    """
 
     cache: int
     experts: int | None = None
+    limit: int | None = None
 
 
 def allow(options: LoadOptions) -> AllowedBytes:
@@ -185,7 +189,9 @@ def allow(options: LoadOptions) -> AllowedBytes:
         )
     spare = 0 if experts is None else memory - planned.total(least)
     cache = kv_memory if kv_memory is not None else min(left - spare // 2, MAX_TOKENS * planned.token)
-    return AllowedBytes(cache, None if experts is None else min(experts.least + left - cache, experts.every))
+    if experts is not None:
+        return AllowedBytes(cache, min(experts.least + left - cache, experts.every))
+    return AllowedBytes(cache, limit=memory if kv_memory is None else None)
 
 
 def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int) -> str:

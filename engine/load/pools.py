@@ -77,11 +77,14 @@ def make_pools(
     stores = stores_of([shape for shape, _ in models], stored, bounded=kv_memory is None)
     pages = least(shard, pages)
     try:
-        return [PagePool(shape, pages, size, dtype, device, **stores) for shape, dtype in models]
+        pools = [PagePool(shape, pages, size, dtype, device, **stores) for shape, dtype in models]
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:
         raise KVMemoryError(
             f"the machine cannot give {size_text(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"
         ) from error
+    for pool in pools:
+        pool.budget_page_bytes = shares * page_bytes
+    return pools
 
 
 def shares_of(shapes: Sequence[ModelShape]) -> int:
@@ -164,10 +167,10 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int, share: f
     if least <= room:
         return
     pages = -(-least // pool.page_size) + (least > prompt)  # trunk and branches may each leave a page half empty
-    remedies = [f"give --kv-memory at least {size_text(math.ceil(pages / share) * pool.page_bytes, math.ceil)}"]
+    remedies = [f"give {'--kv-memory' if pool.limit is None else '--memory'} at least {_budget(pool, pages, share)}"]
     if most > least:
         pages = math.ceil((most + 2 * (pool.page_size - 1)) / pool.page_size)
-        remedies[0] += f" (it may need {size_text(math.ceil(pages / share) * pool.page_bytes, math.ceil)})"
+        remedies[0] += f" (it may need {_budget(pool, pages, share)})"
     sure = _most_beams(search, prompt, new, 1, room - 2 * (pool.page_size - 1))
     perhaps = _most_beams(search, prompt, new, 0, room - (pool.page_size - 1))
     if sure:
@@ -189,6 +192,13 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int, share: f
         where=f"{formula if branches >= 0 else f'{least} slots'} x {unit} bytes per token = {size_text(least * unit)}",
         remedy=", or ".join(remedies),
     )
+
+
+def _budget(pool: PagePool, pages: int, share: float) -> str:
+    """The `kv_memory`, or the `memory` if that left the pool its bytes, of which a share holds some pages."""
+    missing = math.ceil(pages / share) - pool.pages
+    budget = pool.pages * pool.budget_page_bytes if pool.limit is None else pool.limit
+    return size_text(budget + missing * pool.budget_page_bytes, math.ceil)
 
 
 def _most_beams(search: Search, prompt: int, new: int, case: int, room: int) -> int:

@@ -50,7 +50,7 @@ class DSBD(Sampling):
 
     Args:
         draft_beams: W_S, drafts per layer.
-        gamma: layers drafted per round; fewer if the KV cache might not hold as many, see `Forester.layers`.
+        gamma: layers drafted per round; fewer if the KV cache might not hold as many.
         width: W_L, entries of the list after every layer; 0 chooses them layer by layer (dynamic width).
         threshold: t, the probability with which a layer should be accepted at its dynamic width.
         min_width: W_min, the smallest dynamic width.

@@ -335,14 +335,16 @@ def test_a_prompt_beyond_memory_is_not_told_to_generate_less_than_nothing(folder
 
 
 @pytest.mark.parametrize("search", [Greedy(), Trie(beams=6)])
-def test_the_advised_memory_is_enough_to_start(folder, search):
-    engine = small(folder, 48)
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_the_advised_memory_is_enough_to_start(folder, search, with_draft):
+    options = {"draft": folder} if with_draft else {}  # the draft's cache shares the memory
+    engine = small(folder, 48, **options)
     unit = engine.pool.bytes_per_token
     with pytest.raises(KVMemoryError) as caught:
         engine.generate([[1] * 31], search, max_new_tokens=70, ignore_eos=True)
     [(number, size)] = re.findall(r"--kv-memory at least ([\d.]+) (bytes|KB|MB)", str(caught.value))
     given = int(float(number) * {"bytes": 1, "KB": 1 << 10, "MB": 1 << 20}[size])
-    enough = Engine.load(folder, kv_memory=given)
+    enough = Engine.load(folder, kv_memory=given, **options)
     assert enough.pool.bytes_per_token == unit
     try:
         enough.generate([[1] * 31], search, max_new_tokens=70, ignore_eos=True)

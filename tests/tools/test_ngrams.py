@@ -31,7 +31,7 @@ def test_counts_of_a_text_are_the_tokenizers(tmp_path, capsys):
     assert entries(out) == (keys.tolist(), counts.tolist())
     open_store(out).check(tokenizer.size, tokenizer.fingerprint)
     told = capsys.readouterr()
-    assert "tokens" in told.err and not told.out
+    assert "tokens" in told.err and "\x1b" not in told.err and not told.out
     assert run("--input", text, "--output", out, "-q") == 0 and not capsys.readouterr().err
 
 

@@ -114,6 +114,9 @@ def test_undo_gives_back_the_turn_and_its_cache(conversation):
     for line in ("/undo", "/regen"):
         with pytest.raises(UsageError, match="no turn"):
             typing(line)
+    for line in ("/undo 2", "/beams 4"):  # no number is silently ignored
+        with pytest.raises(UsageError, match=f"got '{line[-1]}'"):
+            typing(line)
 
 
 def test_regenerating_without_chance_says_so(conversation):
@@ -463,6 +466,21 @@ def test_a_rescue_goes_where_it_can(conversation, state, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     typing.dialog.rescue()
     assert "error: the conversation is lost: " in typing.screen.err.getvalue()
+
+
+@pytest.mark.parametrize("end", ["/exit\n", ""])
+def test_leaving_after_a_failed_save_keeps_the_conversation(command, state, tmp_path, monkeypatch, end):
+    file, replace = tmp_path / "chat.json", os.replace
+
+    def full(source, target):
+        if Path(target) == file:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    code, _, err = command("--save", file, typed=f"One\n{end}", tty=True)
+    [rescued] = state.iterdir()
+    assert code == 0 and users(rescued) == ["One"] and f"--load {rescued}" in err and not file.exists()
 
 
 @pytest.mark.parametrize("line", ["Two", "/regen"])

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Engine, UsageError
+from engine import Engine, KVMemoryError, UsageError
 from engine.app.chat import main
 from engine.demo import demo_folder
 from engine.load.budget import (
@@ -28,6 +29,7 @@ from engine.load.budget import (
     resident,
 )
 from engine.load.options import FORMATS_SHOWN, LoadOptions
+from engine.load.pools import check_memory
 from engine.load.sizes import Workload
 from kernels.linear import PackedParts
 from kernels.linear.blocks import BLOCKS
@@ -248,7 +250,7 @@ def test_what_is_left_is_the_caches(checkpoint, monkeypatch):
     fixed = plan(LoadOptions(checkpoint), Workload()).fixed
     options = LoadOptions(checkpoint, memory=fixed + 40 * MB, workload=Workload())
     assert 30 * MB < allow(options).cache < 41 * MB
-    assert allow(replace(options, kv_memory=5 * MB)) == (5 * MB, None)
+    assert allow(replace(options, kv_memory=5 * MB)) == (5 * MB, None, None)
     with pytest.raises(UsageError, match=r"--kv-memory 300\.0 MB is more than"):
         allow(replace(options, kv_memory="300M"))
 
@@ -264,7 +266,12 @@ def test_load_takes_it(checkpoint):
     trim_memory()
     need = plan(LoadOptions(checkpoint), Workload(parallel=16)).fixed
     engine = Engine.load(checkpoint, memory=need + 30 * MB, threads=2)
-    assert 0 < engine.pool.pages * engine.pool.page_bytes <= 40 * MB
+    room = engine.pool.pages * engine.pool.page_size
+    assert 0 < room * engine.pool.bytes_per_token <= 40 * MB
+    with pytest.raises(KVMemoryError) as caught:
+        check_memory(engine.pool, Greedy(), room + MB // engine.pool.bytes_per_token, 1)
+    [advised] = re.findall(r"--memory at least ([\d.]+) MB", str(caught.value))
+    assert 30 * MB < float(advised) * MB - need <= 32 * MB
     with pytest.raises(UsageError, match="is less than"):
         Engine.load(checkpoint, memory="1M")
 
