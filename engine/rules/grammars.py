@@ -124,7 +124,6 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer):
         self._guidance = library()
         self._tokenizer = weakref.ref(tokenizer)
-        self._ours: Any = None
         self.size = tokenizer.size
         try:
             self.tokens = [*tokenizer.data(), b"<end>"]
