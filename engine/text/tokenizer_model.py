@@ -91,11 +91,6 @@ class SentencePieceEncoder:
         """The model without a space before the text."""
         return _loaded(self._first.serialized_model_proto() + NO_PREFIX) if self._prefixed else self._first
 
-    @property
-    def _later(self) -> SentencePieceProcessor:
-        """The model for texts after added tokens."""
-        return self._first if self._legacy else self._bare
-
     def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:
         """Ids of plain text and, between, ids of `raw` tokens; see `Tokenizer.encode`."""
         runs = _joined(parts)
@@ -114,7 +109,7 @@ class SentencePieceEncoder:
     def _text(self, text: str, first: bool) -> list[int]:
         # A model that collapses spaces would strip leading spaces, except the one that it adds itself.
         spaced = self._collapses and text.startswith(" ")
-        processor = self._first if first or spaced else self._later
+        processor = self._first if first or spaced or self._legacy else self._bare
         try:
             ids: list[int] = processor.encode(text)
         except RuntimeError as error:
