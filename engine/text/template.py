@@ -254,6 +254,23 @@ class ChatTemplate:
             return message | {"content": blocks}
         return message | {"content": self.thoughts.join(thought, answer)}
 
+    def around_reply(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Span], Span, list[Span]]:
+        """Render messages and a reply: the spans before the reply, the reply itself, a mark, and the spans after it.
+
+        Raises:
+            UsageError, CheckpointError: see `render`; or the template leaves the reply out.
+        """
+        mark = "REPLY"
+        while mark in self.source + json.dumps(messages):
+            mark += "X"
+        spans = self.render([*messages, {"role": "assistant", "content": mark}], add_generation_prompt=False)
+        place = next((i for i, (text, _) in enumerate(spans) if mark in text), None)
+        if place is None:
+            raise CheckpointError("the chat template leaves the assistant's message out", where=self.where)
+        text, control = spans[place]
+        before, after = text.split(mark, 1)
+        return [*spans[:place], (before, control)], (mark, False), [(after, control), *spans[place + 1 :]]
+
     def turn_end(self) -> str:
         """The special token that this template writes after an assistant's message; "" if it writes none there, or if
         it writes the same one between thought and answer."""
