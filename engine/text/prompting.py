@@ -1,45 +1,15 @@
 """Messages to a prompt: the chat template with its variables, thought tags, end-of-turn tokens."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import UsageError
+from engine.text.template import TemplateOptions
 from engine.text.thinking import Thoughts
-from engine.words import THINK
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-
-
-@dataclass(frozen=True)
-class TemplateOptions:
-    """The variables that a chat template gets besides the messages.
-
-    Args:
-        tools: functions that the model may call, as JSON schemas; None: none.
-        variables: further variables of the template, JSON values.
-        think: "on" or "off" sets the variable of the template that switches thoughts; "auto" leaves it out.
-        lead: the beginning of the reply, control tokens included; it belongs to the prompt, and a thought that the
-            template has opened is closed before it.
-
-    Raises:
-        UsageError: another value of `think`.
-    """
-
-    tools: Sequence[Mapping[str, Any]] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    think: str = "auto"
-    lead: str = ""
-
-    def __post_init__(self):
-        if self.think not in THINK:
-            raise UsageError(f"think: expected {', '.join(THINK)}, got {self.think!r}")
-
-    @property
-    def given(self) -> bool:
-        """Whether any option differs from the default."""
-        return self != TemplateOptions()
 
 
 @dataclass(frozen=True)
@@ -75,7 +45,7 @@ def chat_prompt(
     template, tokenizer, options = engine.template, engine.tokenizer, options or TemplateOptions()
     if template is None:
         raise UsageError("messages: the model has no chat template", remedy="give a prompt, or --chat-template FILE")
-    spans = template.render(messages, tools=options.tools, variables=options.variables, think=options.think)
+    spans = template.render(messages, options)
     known = tokenizer.special_spellings | tokenizer.added_spellings
     spelled = [end for end in (template.turn_end(), template.calls.end) if end in known]
     ends = frozenset(tokenizer.encode_rendered([(end, True) for end in spelled]))

@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,36 @@ TOOL_USE = "tool_use"  # the name of the template for conversations with tools
 _READS_FIELD = re.compile(r"reasoning_content|message\.thinking\b|message\[.thinking.\]")
 _READS_BLOCK = re.compile(r"""==\s*['"]thinking['"]""")
 _RESERVED = ("messages", "tools", "add_generation_prompt")
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """The variables that a chat template gets besides the messages.
+
+    Args:
+        tools: functions that the model may call, as JSON schemas; None: none.
+        variables: further variables of the template, JSON values.
+        think: "on" or "off" sets the variable of the template that switches thoughts; "auto" leaves it out.
+        lead: the beginning of the reply, control tokens included; it belongs to the prompt, and a thought that the
+            template has opened is closed before it.
+
+    Raises:
+        UsageError: another value of `think`.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    think: str = "auto"
+    lead: str = ""
+
+    def __post_init__(self):
+        if self.think not in THINK:
+            raise UsageError(f"think: expected {', '.join(THINK)}, got {self.think!r}")
+
+    @property
+    def given(self) -> bool:
+        """Whether any option differs from the default."""
+        return self != TemplateOptions()
 
 
 class ChatTemplate:
@@ -151,20 +182,16 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        options: TemplateOptions | None = None,
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-        think: str = "auto",
     ) -> list[Span]:
         """Render messages to spans whose texts, joined, are what transformers' apply_chat_template renders.
 
         Args:
             messages: `{"role": ..., "content": ...}` and other keys that the template reads; JSON values only.
+            options: the other variables of the template; their lead is not rendered.
             add_generation_prompt: whether the text ends with the header of the assistant's next message.
-            tools: functions that the model may call, as JSON schemas.
-            variables: further variables of the template, JSON values.
-            think: "on" or "off" sets the template's variable for thoughts; "auto" leaves it out.
 
         Returns:
             (text, is_control) spans for `Tokenizer.encode_rendered`; a single one if the messages spell no token.
@@ -176,8 +203,9 @@ class ChatTemplate:
         """
         if not messages:
             raise UsageError("a conversation needs at least one message")
-        source = self.source if tools is None else self._tool_use
-        given = self._options(source, tools, variables or {}, think)
+        options = options or TemplateOptions()
+        source = self.source if options.tools is None else self._tool_use
+        given = self._options(source, options)
         plain = [_alias_reasoning(_message(m)) for m in messages]
         marks = _Marks(source + "".join(_strings([*plain, given])))
         chat = [marks.protect(m, self._assistant if m["role"] == "assistant" else self._others) for m in plain]
@@ -193,10 +221,9 @@ class ChatTemplate:
             raise self._refused("its output is not valid UTF-8") from None
         return marks.spans(reply["text"])
 
-    def _options(self, source: str, tools: Any, variables: Any, think: str) -> dict[str, Any]:
+    def _options(self, source: str, options: TemplateOptions) -> dict[str, Any]:
         """The checked variables of a render, except the messages. Raises UsageError."""
-        if think not in THINK:
-            raise UsageError(f"think: expected {', '.join(THINK)}, got {think!r}")
+        tools, variables, think = options.tools, options.variables, options.think
         if not isinstance(variables, Mapping):
             raise UsageError("template variables: expected an object of names and values")
         if tools is None and not variables and think == "auto":
