@@ -64,6 +64,7 @@ class Asked:
     checked: list[Checked]
     thoughts: Thoughts | None
     n: int
+    drawn: int
     stream: bool
     include_usage: bool
     name: str
@@ -74,12 +75,8 @@ class Asked:
     echoed: list[str] = field(default_factory=list)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    drawn: int = 0
     tools: ToolUse | None = None
     ignored: list[str] = field(default_factory=list)
-
-    def __post_init__(self):
-        self.drawn = max(self.drawn, self.n)
 
 
 def places_of(body: Mapping[str, Any], kind: str) -> int:
