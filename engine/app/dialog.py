@@ -211,6 +211,7 @@ class Dialog:
                 note = f"error: the conversation is lost: {error}"
             else:
                 note = f"the conversation is saved; to continue it: --load {shlex.quote(str(path))}"
+                self.mark_saved()  # a closed terminal may call this twice
                 break
         with contextlib.suppress(OSError, ValueError):  # the terminal is closed
             self.screen.note(note)
