@@ -186,7 +186,7 @@ class HiddenRows:
         logits_NV = self.runner.logits_of(rows_NE, self.runner.heads([self._adapter] * len(rows_NE)))
         logp_NV = log_softmax(logits_NV, self.runner.vocab_size, impl=self.runner.impl)[0]
         if self.constrained is not None:
-            self.constrained.edits.rewrite([s for s in states if s], logp_NV, logits_NV)
+            self.constrained.rewrite([s for s in states if s], logp_NV, logits_NV)
         place = row_M.to(self.runner.device, non_blocking=True), token_M.to(self.runner.device, non_blocking=True)
         return logp_NV[place].double(), top_k(logp_NV, self.k).flatten()
 

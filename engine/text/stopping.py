@@ -13,9 +13,9 @@ CONTEXT = 8  # tokens decoded before a text, so that the decoder knows whether t
 def check_stop(strings: Any) -> None:
     """Check that a value is a list of non-empty strings in valid UTF-8. Raises UsageError."""
     listed = isinstance(strings, Sequence) and not isinstance(strings, str | bytes)
-    if not listed or not all(isinstance(s, str) and s for s in strings):
-        raise UsageError(f"stop: expected a list of non-empty strings, got {shortened(repr(strings))}")
-    for s in strings:
+    for s in strings if listed else [None]:
+        if not isinstance(s, str) or not s:
+            raise UsageError(f"stop: expected a list of non-empty strings, got {shortened(repr(strings))}")
         check_utf8(s)
 
 
