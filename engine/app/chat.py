@@ -120,16 +120,11 @@ def chat(args: argparse.Namespace) -> int:
             settings,
             screen,
             interrupt,
+            args,
             commands=COMMANDS,
             aliases=ALIASES,
-            as_json=args.json,
-            stats=args.stats,
-            show_beams=args.show_beams,
-            file=args.save,
-            file_state=file_state,
             traces=Traces() if args.trace is not None else Traces(0) if prompt is None else None,  # 0: the last
-            trace_file=args.trace,
-            verbose=args.verbose,
+            file_state=file_state,
         )
         if saved is not None:
             conversation.restore(saved.turns, saved.system if args.system is None else args.system)
