@@ -28,8 +28,7 @@ from engine.serve.names import (
 )
 from engine.serve.served import Served
 from engine.service import Checked
-from engine.text.infill import infill
-from engine.text.prompting import TemplateOptions
+from engine.text.prompting import TemplateOptions, infill
 from engine.text.thinking import Thoughts
 from search.base import chosen
 from search.options import Sampling
