@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.contract import SearchResult
 from engine.embeddings import embedding_of, embedding_request
 from engine.errors import UsageError, check_integer, shortened
-from engine.ranking import head_of, pairs, ranked, scores_of
+from engine.ranking import check_text, head_of, pairs, ranked, scores_of
 from engine.serve.answers import encoded
 from engine.serve.limits import Limits, check_length, check_limits
 from engine.serve.names import NO_EFFECT, flag, without_unknown
@@ -187,7 +187,7 @@ def read_rerank(body: Mapping[str, Any], served: Served, limits: Limits, salt: s
         if limits.prompt is not None and len(ids) > limits.prompt:
             what = f"documents[{i}]: it has {len(ids)} tokens with the query, this server takes {limits.prompt}"
             raise UsageError(what, remedy="divide it")
-        checked.append(service.check_text(ids, salt, f"documents[{i}]"))
+        checked.append(check_text(service.models, ids, salt, service.share, f"documents[{i}]"))
 
     def write(results: Sequence[SearchResult]) -> Iterator[bytes]:
         found = []
