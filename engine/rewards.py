@@ -112,16 +112,14 @@ class Script:
                 return head + its.encode(text + continued(tokens).rstrip(HALF), add_special=False)
 
             return Script(whole, closing)
-        if not answer.stops:
-            return Script(lambda tokens: start + list(answer.body(tokens)), closing)
         stops, decode = answer.stops, its.decode if its else None
 
         def uncut(tokens: Sequence[int]) -> list[int]:
             """The tokens before the one that begins the stop string."""
             body = list(answer.body(tokens))
-            if not stops.special_ids.isdisjoint(body[-1:]):
+            if stops and not stops.special_ids.isdisjoint(body[-1:]):
                 body.pop()
-            if decode and stops(body):
+            if stops and decode and stops(body):
                 text = stops.cut(decode(body))
                 while not text.startswith(decode(body)):
                     body.pop()

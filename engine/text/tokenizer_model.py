@@ -1,7 +1,6 @@
 """Encoding by the sentencepiece library: tokenizer.model."""
 
 import functools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ class SentencePieceEncoder:
 
         special = {content: vocab[content] for content, token in self.raw.items() if token.special}
         self._control_ids = {*special.values()} - {first.unk_id()}
-        self._spellings = [*special]
+        self._special = any_of(special)
         self._bos = [vocab[names["bos_token"]]] if _adds(config, "bos_token", names, vocab, True) else []
         self._eos = [vocab[names["eos_token"]]] if _adds(config, "eos_token", names, vocab, False) else []
 
@@ -80,11 +79,6 @@ class SentencePieceEncoder:
         prefix, self._collapses = prefixed and shape.startswith("▁"), "▁▁" not in shape
         self._first, self._prefixed, self._legacy = first, prefixed, flag(config, "legacy", False)
         self.stages = [lambda: SentencePieces(prefix or self._collapses, self._collapses)]
-
-    @functools.cached_property
-    def _special(self) -> re.Pattern[str]:
-        """Any spelling of a special token."""
-        return any_of(self._spellings)
 
     @functools.cached_property
     def _bare(self) -> SentencePieceProcessor:
