@@ -187,15 +187,12 @@ def load(args: argparse.Namespace, screen: Screen) -> Engine:
 def check_save(file: Path, loaded: str | None) -> None:
     """Check that a conversation can be saved to a file that has no other conversation. Raises UsageError."""
     transcript.check_target(file)
-    with contextlib.suppress(OSError):
-        if file.expanduser().stat().st_size and (
-            loaded is None or not file.expanduser().samefile(Path(loaded).expanduser())
-        ):
-            raise UsageError(
-                "the file holds a saved conversation, which the first turn would replace",
-                where=str(file),
-                remedy=f"--load {file} continues it; or give another name, or delete it",
-            )
+    if transcript.state(file) and (loaded is None or transcript.state(file) != transcript.state(loaded)):
+        raise UsageError(
+            "the file holds a saved conversation, which the first turn would replace",
+            where=str(file),
+            remedy=f"--load {file} continues it; or give another name, or delete it",
+        )
 
 
 def command(args: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ from engine.contract.trace import Traces
 from engine.conversation import Conversation, Dropped, Turn, figures
 from engine.engine import Done, Engine, Event, Prefill, Progress, Text
 from engine.errors import CoppiceError, UsageError
+from engine.text.stopping import CONTEXT
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
 
@@ -39,7 +40,6 @@ STATUS_DELAY = 0.3  # seconds without settled text before the state of the beams
 MAX_SHOWN = 8  # candidates under the text
 SEVERAL = {"beams": "beams", "n": "utterances", "num_return_sequences": "sequences"}  # field of a search -> its word
 QUOTES = '"""'
-CONTEXT = 8  # tokens decoded before a token, so that the decoder knows whether the token begins with a space
 NAMED = 60  # characters of a prompt that become the name of its trace
 
 Candidates = Sequence[tuple[float | None, Sequence[int]]]  # scores and tokens, best first
@@ -123,7 +123,7 @@ class Dialog:
                 self.screen.end_line()
             raise
         assert result is not None
-        self.interrupt.stopped()
+        self.interrupt.pressed = False  # the next Ctrl-C counts as the first
         best = result.outputs[0]
         self.last, self.candidates = result, watch.candidates if best.finish_reason == "interrupted" else ()
         self.made = self.conversation.turns[-1], settings
@@ -406,7 +406,7 @@ class Watch:
         if candidates:
             decode = self.engine.tokenizer.decode_continuation
             # The decoder gets a few settled tokens too, for spaces and incomplete characters.
-            texts = [decode(tokens[max(0, settled - 8) : settled], tokens[settled:]) for _, tokens in candidates]
+            texts = [decode(tokens[max(0, settled - CONTEXT) : settled], tokens[settled:]) for _, tokens in candidates]
             return Label("", remark, [candidate(s, text) for (s, _), text in zip(candidates, texts, strict=True)])
         text = self.engine.tokenizer.decode(best)
         return Label(text[len(shown) :] if text.startswith(shown) else "", remark)

@@ -405,10 +405,6 @@ class Interrupt:
         finally:
             self._prompting = False
 
-    def stopped(self) -> None:
-        """Reset after the work has ended: the next Ctrl-C counts as the first."""
-        self.pressed = False
-
     def _handle(self, number: int, _: object) -> None:
         if self._leaving:
             return

@@ -207,7 +207,7 @@ class ChatTemplate:
         source = self.source if options.tools is None else self._tool_use
         given = self._options(source, options)
         plain = [_alias_reasoning(_message(m)) for m in messages]
-        marks = _Marks(source + "".join(_strings([*plain, given])))
+        marks = _Marks(source + json.dumps([*plain, given], ensure_ascii=False))
         chat = [marks.protect(m, self._assistant if m["role"] == "assistant" else self._others) for m in plain]
         values = {"tools": None, "documents": None} | marks.protect(given, self._others)
         values |= self.variables | {"messages": chat, "add_generation_prompt": add_generation_prompt}
@@ -418,15 +418,3 @@ def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """transformers passes a message's reasoning under the old name and the new one."""
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from value
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)

@@ -430,7 +430,7 @@ def test_interrupt_is_a_flag_and_a_second_one_leaves_while_the_reply_goes_on():
             assert not isinstance(raised.value, Quit) and not interrupt.pressed
             press()
             assert interrupt.pressed
-        interrupt.stopped()
+        interrupt.pressed = False
         press()
         assert interrupt.pressed
         with pytest.raises(Quit) as left:
