@@ -241,7 +241,7 @@ class Dialog:
             raise
 
     def _converse(self) -> int:
-        self._editor = LineEditor([*self.commands], True)
+        self._editor = LineEditor([*self.commands])
         if self._editor.complaint:
             self.screen.hint(f"[{self._editor.complaint}]")
         cleared = False  # whether the latest input was a Ctrl-C at the prompt

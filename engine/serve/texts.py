@@ -114,13 +114,12 @@ def read_embeddings(body: Mapping[str, Any], served: Served, limits: Limits, sal
     if (numbers := len(texts) * width) > (most := limits.body * NUMBERS_PER_BYTE):
         what = f"input: {len(texts)} vectors of {width} numbers are {numbers}, this server writes {most} in a reply"
         raise UsageError(what, remedy="ask several times")
-    options: dict[str, Any] = {"cache_salt": salt, "adapter": served.adapter}
     checked, tokens = [], 0
     for i, text in enumerate(texts):
         name = "input" if len(texts) == 1 else f"input[{i}]"
         if isinstance(text, str | list):
             check_length(name, text, model, limits)
-        request = embedding_request(model, text, search, name=name, **options)
+        request = embedding_request(model, text, search, cache_salt=salt, adapter=served.adapter, name=name)
         check_limits(request, limits, served)
         tokens += len(request.prompt)
         check_total("input", tokens)

@@ -604,13 +604,14 @@ def test_a_conversation_is_saved_when_the_terminal_is_closed(long, tmp_path):
         assert [t.user for t in transcript.load(file).turns] == ["One"]
 
 
-def test_an_overlooked_interrupt_is_seen_at_the_prompt():
+def test_an_overlooked_interrupt_is_seen_at_the_prompt(tmp_path):
     overlooked = "threading.Timer(0.5, _thread.interrupt_main).start()"  # as if it came right before readline waits
     ask = "from engine.app.terminal import *; i = Interrupt().__enter__(); e = LineEditor()"
     master, slave = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", f"import _thread, threading; {ask}; {overlooked}\nwith i.prompting(): e.ask('> ')"],
         cwd=ROOT, stdin=slave, stdout=slave, stderr=subprocess.PIPE, start_new_session=True,
+        env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
     ) as process:  # fmt: skip
         try:
             assert b"KeyboardInterrupt" in process.communicate(timeout=60)[1]
