@@ -4,6 +4,7 @@ replies."""
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, Unpack
 
 from engine.contract import Output, Search, SearchResult
@@ -81,14 +82,12 @@ class Conversation:
         if on_overflow not in OVERFLOW:
             raise UsageError(f"on_overflow: expected one of {', '.join(OVERFLOW)}, got {on_overflow!r}")
         self.engine, self.on_overflow = engine, on_overflow
-        self.system: str | None = None
         self.turns: list[Turn] = []
         self.session = Session(engine)
         self.options = TemplateOptions()
         self.thoughts, self._ends = Thoughts(), engine.eos_token_ids
-        if system is not None:
-            self._check_system(system)
-            self.system = system
+        self._check_system(system)
+        self.system = system
         if options is not None and options.given:
             self.set_options(options)
 
@@ -179,8 +178,7 @@ class Conversation:
         Raises:
             UsageError: there is no template, or it rejects the message.
         """
-        if text is not None:
-            self._check_system(text)
+        self._check_system(text)
         self._replace(text, self.options)
 
     def set_options(self, options: TemplateOptions) -> None:
@@ -206,8 +204,7 @@ class Conversation:
 
     def restore(self, turns: Iterable[Turn], system: str | None) -> None:
         """Replace the conversation by another one. Raises UsageError for a system message without a template."""
-        if system is not None:
-            self._check_system(system)
+        self._check_system(system)
         self.reset()
         self.turns, self.system = list(turns), system
 
@@ -216,10 +213,10 @@ class Conversation:
         self.turns.clear()
         self.session.close()
 
-    def _check_system(self, text: str) -> None:
-        if not isinstance(text, str):
+    def _check_system(self, text: str | None) -> None:
+        if not isinstance(text, str | None):
             raise UsageError(f"system: expected a text, got {shortened(repr(text))}")
-        if self.engine.template is None:
+        if text is not None and self.engine.template is None:
             raise UsageError(
                 "this model has no chat template, so there is no place for a system message",
                 remedy="put it into the prompt, or give --chat-template FILE",
@@ -246,12 +243,7 @@ class Conversation:
                 where=f"an answer needs room for {self._room(new)} more; the turn was not added",
                 remedy="/reset starts afresh; --on-overflow drop-turns forgets the oldest turns instead",
             )
-        prompts: dict[int, list[int]] = {}
-
-        def prompt(first: int) -> list[int]:
-            if first not in prompts:
-                prompts[first] = self.prompt_ids(user, first)
-            return prompts[first]
+        prompt = cache(partial(self.prompt_ids, user))
 
         def grows(first: int) -> bool:
             """Whether the history from this turn on could double."""

@@ -10,7 +10,7 @@ from engine.errors import UsageError, shortened
 from engine.load.loading import LoadedModel
 from engine.load.pools import check_memory
 from engine.request import Checked, Models, Request, check_ids
-from engine.rewards import Responses, around, scored
+from engine.rewards import scored
 
 PLACES = "{query}", "{document}"  # placeholders in a template of pairs
 MOST_TEMPLATE = 1 << 14  # characters
@@ -121,8 +121,7 @@ def pairs(head: LoadedModel, query: str, documents: Sequence[str], template: str
             texts: dict[str, str] = dict(zip(PLACES, (query, document), strict=True))
             yield tokenizer.encode_rendered([(texts.get(part, part), part not in texts) for part in parts])
     elif head.template is not None:
-        asked = Responses(None, (), prompt_text=query)
-        before, after, _ = around(head.template.render, head.template.source, asked, head.name)
+        before, _, after = head.template.around_reply([{"role": "user", "content": query}])
         for document in documents:
             yield tokenizer.encode_rendered([*before, (document, False), *after])
     else:

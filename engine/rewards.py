@@ -4,7 +4,6 @@ The model reads the conversation in its own chat template, if it has one, and in
 template's text after a message (the closing) is appended to each response only for its score.
 """
 
-import json
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from typing import Any
 from engine.cache.prefixes import shared_length
 from engine.cache.tree import TokenTree
 from engine.contract import Answer, Evaluate
-from engine.errors import CheckpointError, KVMemoryError, UsageError
+from engine.errors import KVMemoryError, UsageError
 from engine.load.loading import LoadedModel
 from engine.load.options import RewardFunction
 from engine.text.stopping import CONTEXT, StopStrings
-from engine.text.template import Span
 from engine.text.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -91,7 +89,9 @@ class Script:
                 remedy="add the tokenizer files",
             )
         if reward.template is not None and mine and its:
-            before, after, mark = around(reward.template.render, reward.template.source, answer, reward.name)
+            asked = answer.messages
+            asked = [{"role": "user", "content": answer.prompt_text}] if asked is None else [*asked]
+            before, mark, after = reward.template.around_reply(asked)
             opened = its.encode_rendered([*before, mark])
             closed = its.encode_rendered([*before, mark, *after])
             closing = closed[shared_length(opened, closed) :]
@@ -112,16 +112,14 @@ class Script:
                 return head + its.encode(text + continued(tokens).rstrip(HALF), add_special=False)
 
             return Script(whole, closing)
-        if not answer.stops:
-            return Script(lambda tokens: start + list(answer.body(tokens)), closing)
         stops, decode = answer.stops, its.decode if its else None
 
         def uncut(tokens: Sequence[int]) -> list[int]:
             """The tokens before the one that begins the stop string."""
             body = list(answer.body(tokens))
-            if not stops.special_ids.isdisjoint(body[-1:]):
+            if stops and not stops.special_ids.isdisjoint(body[-1:]):
                 body.pop()
-            if decode and stops(body):
+            if stops and decode and stops(body):
                 text = stops.cut(decode(body))
                 while not text.startswith(decode(body)):
                     body.pop()
@@ -288,23 +286,6 @@ def scored(ids: Sequence[int], padding: int | None) -> Sequence[int]:
     while end > 1 and ids[end - 1] == padding:
         end -= 1
     return ids[:end]
-
-
-def around(
-    render: Callable[..., list[Span]], source: str, answer: Responses, where: str
-) -> tuple[list[Span], list[Span], Span]:
-    """The spans before and after the assistant's message, and the message, a mark, that was rendered there."""
-    messages = [{"role": "user", "content": answer.prompt_text}] if answer.messages is None else list(answer.messages)
-    mark = "RESPONSE"
-    while mark in source + json.dumps(messages):
-        mark += "X"
-    spans = render([*messages, {"role": "assistant", "content": mark}], add_generation_prompt=False)
-    place = next((i for i, (text, _) in enumerate(spans) if mark in text), None)
-    if place is None:
-        raise CheckpointError("the reward model's chat template leaves the assistant's message out", where=where)
-    text, control = spans[place]
-    before, after = text.split(mark, 1)
-    return [*spans[:place], (before, control)], [(after, control), *spans[place + 1 :]], (mark, False)
 
 
 def _specials(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -15,7 +15,6 @@ from engine.contract.distinct import distinct
 from engine.contract.trace import UNTRACED
 from engine.errors import CoppiceError
 from engine.load.pools import is_out_of_memory, out_of_memory
-from engine.ranking import check_text
 from engine.request import Checked, Models, Prefill, Progress, Request, check_request, event_of
 from engine.rewards import Responses, make_judge
 from engine.rules.logprobs import HiddenRows
@@ -89,7 +88,7 @@ class Entry:
 class Service:
     """The requests of all clients: callers call `step` in a loop, and one driver serves them all.
 
-    All methods except `check` and `check_text` belong to one thread; any threads may check concurrently.
+    All methods except `check` belong to one thread; any threads may check concurrently.
 
     A free place goes to the waiting client with the fewest running requests; among equals, to the one whose last turn
     is longest ago. The last place, and a part of the KV cache, are reserved for clients that have none.
@@ -124,14 +123,10 @@ class Service:
     def check(self, request: Request) -> Checked:
         """Check a request against the models and their memory; compiles its grammar. Raises UsageError,
         KVMemoryError."""
-        return check_request(self.models, request, self._share)
-
-    def check_text(self, ids: Sequence[int], cache_salt: str | None, name: str) -> Checked:
-        """The request for the score of a text by a scalar head, see `engine.ranking.check_text`; errors as there."""
-        return check_text(self.models, ids, cache_salt, self._share, name)
+        return check_request(self.models, request, self.share)
 
     @property
-    def _share(self) -> float:
+    def share(self) -> float:
         """How much of the KV cache one client may have."""
         return 1.0 if self.alone else CLIENT_SHARE
 
@@ -241,7 +236,7 @@ class Service:
     def _admit(self) -> None:
         """Hand over as many requests as the driver starts at once, but none of a client one of whose requests is
         preempted."""
-        self.driver.share = self._share
+        self.driver.share = self.share
         if not self.waiting:
             return
         preempted = {job.client for job in self.driver.waiting}

@@ -120,16 +120,11 @@ def chat(args: argparse.Namespace) -> int:
             settings,
             screen,
             interrupt,
+            args,
             commands=COMMANDS,
             aliases=ALIASES,
-            as_json=args.json,
-            stats=args.stats,
-            show_beams=args.show_beams,
-            file=args.save,
-            file_state=file_state,
             traces=Traces() if args.trace is not None else Traces(0) if prompt is None else None,  # 0: the last
-            trace_file=args.trace,
-            verbose=args.verbose,
+            file_state=file_state,
         )
         if saved is not None:
             conversation.restore(saved.turns, saved.system if args.system is None else args.system)
@@ -192,15 +187,12 @@ def load(args: argparse.Namespace, screen: Screen) -> Engine:
 def check_save(file: Path, loaded: str | None) -> None:
     """Check that a conversation can be saved to a file that has no other conversation. Raises UsageError."""
     transcript.check_target(file)
-    with contextlib.suppress(OSError):
-        if file.expanduser().stat().st_size and (
-            loaded is None or not file.expanduser().samefile(Path(loaded).expanduser())
-        ):
-            raise UsageError(
-                "the file holds a saved conversation, which the first turn would replace",
-                where=str(file),
-                remedy=f"--load {file} continues it; or give another name, or delete it",
-            )
+    if transcript.state(file) and (loaded is None or transcript.state(file) != transcript.state(loaded)):
+        raise UsageError(
+            "the file holds a saved conversation, which the first turn would replace",
+            where=str(file),
+            remedy=f"--load {file} continues it; or give another name, or delete it",
+        )
 
 
 def command(args: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """The dialog: reads the user's lines, prints replies, runs commands."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -31,6 +32,7 @@ from engine.contract.trace import Traces
 from engine.conversation import Conversation, Dropped, Turn, figures
 from engine.engine import Done, Engine, Event, Prefill, Progress, Text
 from engine.errors import CoppiceError, UsageError
+from engine.text.stopping import CONTEXT
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
 
@@ -38,7 +40,6 @@ STATUS_DELAY = 0.3  # seconds without settled text before the state of the beams
 MAX_SHOWN = 8  # candidates under the text
 SEVERAL = {"beams": "beams", "n": "utterances", "num_return_sequences": "sequences"}  # field of a search -> its word
 QUOTES = '"""'
-CONTEXT = 8  # tokens decoded before a token, so that the decoder knows whether the token begins with a space
 NAMED = 60  # characters of a prompt that become the name of its trace
 
 Candidates = Sequence[tuple[float | None, Sequence[int]]]  # scores and tokens, best first
@@ -52,16 +53,11 @@ class Dialog:
         settings: the first settings.
         screen: prints everything.
         interrupt: the handler of Ctrl-C.
+        args: the parsed command line: what is shown, and the files that are written after every turn.
         commands: commands by name; each gets the dialog and the rest of the line, and returns whether to leave.
         aliases: other names of commands.
-        as_json: print replies as JSON lines instead of text.
-        stats: print the figures after every reply.
-        show_beams: show the live candidates under the text.
-        file: file in which the conversation is saved after every turn.
         traces: traces of the latest replies.
-        trace_file: file to which the traces are written after every reply.
-        verbose: print tracebacks.
-        file_state: the `transcript.state` of `file` when it was checked or loaded.
+        file_state: the `transcript.state` of `--save` when it was checked or loaded.
     """
 
     def __init__(
@@ -70,24 +66,19 @@ class Dialog:
         settings: Settings,
         screen: Screen,
         interrupt: Interrupt,
+        args: argparse.Namespace,
         *,
-        commands: Mapping[str, Callable[["Dialog", str], bool | None]] | None = None,
-        aliases: Mapping[str, str] | None = None,
-        as_json: bool = False,
-        stats: bool = False,
-        show_beams: bool = False,
-        file: Path | None = None,
+        commands: Mapping[str, Callable[["Dialog", str], bool | None]],
+        aliases: Mapping[str, str],
         traces: Traces | None = None,
-        trace_file: str | None = None,
-        verbose: bool = False,
         file_state: transcript.State = None,
     ):
         self._file_state = file_state
         self.conversation, self.settings, self.screen, self.interrupt = conversation, settings, screen, interrupt
         self.engine: Engine = conversation.engine
-        self.commands, self.aliases = commands or {}, aliases or {}
-        self.as_json, self.stats, self.show_beams, self.verbose = as_json, stats, show_beams, verbose
-        self.file, self.traces, self.trace_file = file, traces, trace_file
+        self.args, self.commands, self.aliases = args, commands, aliases
+        self.file: Path | None = args.save
+        self.traces = traces
         self.replies = 0
         self.last: SearchResult | None = None
         self.made: tuple[Turn, Settings] | None = None  # the last turn, and its settings
@@ -106,7 +97,7 @@ class Dialog:
             settings: settings for this reply alone.
         """
         settings = settings or self.settings
-        watch = Watch(self.engine, settings.configuration(), self.show_beams)
+        watch = Watch(self.engine, settings.configuration(), self.args.show_beams)
         options = settings.limits() | {"interrupted": lambda: self.interrupt.pressed and watch.stop()}
         options["taken"] = enter_pressed
         if self.traces is not None:
@@ -114,7 +105,7 @@ class Dialog:
         result, count, voice = None, len(self.conversation.turns), None
         try:
             with (
-                saving(self.traces, self.trace_file),
+                saving(self.traces, self.args.trace),
                 contextlib.closing(self.conversation.stream(user, watch.search, **options)) as events,  # type: ignore[type-var]
                 self.screen.status(watch.label, STATUS_DELAY, steady=watch.beams),
             ):
@@ -128,11 +119,11 @@ class Dialog:
             if isinstance(error, Quit) and len(self.conversation.turns) == count:
                 thought, reply = self.conversation.thoughts.split(watch.text)
                 self._cut = Turn(user, reply, "interrupted", self.conversation.first, reasoning=thought)
-            if not self.as_json and watch.text:
+            if not self.args.json and watch.text:
                 self.screen.end_line()
             raise
         assert result is not None
-        self.interrupt.stopped()
+        self.interrupt.pressed = False  # the next Ctrl-C counts as the first
         best = result.outputs[0]
         self.last, self.candidates = result, watch.candidates if best.finish_reason == "interrupted" else ()
         self.made = self.conversation.turns[-1], settings
@@ -142,7 +133,7 @@ class Dialog:
 
     def _show(self, event: Event | Dropped, voice: "Voice") -> None:
         """Print new text, and a note about dropped turns."""
-        if isinstance(event, Text | Done) and not self.as_json:
+        if isinstance(event, Text | Done) and not self.args.json:
             voice.say(event.text) if isinstance(event, Text) else voice.finish()
         elif isinstance(event, Dropped) and not self.screen.quiet:
             turns = "turn" if event.turns == 1 else f"{event.turns} turns"
@@ -152,7 +143,7 @@ class Dialog:
     def _show_end(self, result: SearchResult, settings: Settings) -> None:
         """Print the lines after a reply."""
         best, *others = result.outputs
-        if self.as_json:
+        if self.args.json:
             self.screen.text(
                 json.dumps(result.record(self.replies, self.conversation.thoughts), ensure_ascii=False) + "\n"
             )
@@ -168,9 +159,9 @@ class Dialog:
             used = result.stats["prompt_tokens"] + len(best.token_ids) - 1  # the last one needs no position
             why = f"the context of {used} tokens is full" if full else f"max_new_tokens {settings.max_new_tokens}"
             self.screen.hint(f"[stopped: {why}]")
-        if best.token_logprobs is not None and not self.as_json:
+        if best.token_logprobs is not None and not self.args.json:
             self.screen.note(token_table(best, self.engine.tokenizer))
-        if self.stats:
+        if self.args.stats:
             self.screen.note(figures(result, self.engine.capabilities))
 
     def keep(self) -> None:
@@ -211,6 +202,7 @@ class Dialog:
                 note = f"error: the conversation is lost: {error}"
             else:
                 note = f"the conversation is saved; to continue it: --load {shlex.quote(str(path))}"
+                self.mark_saved()  # a closed terminal may call this twice
                 break
         with contextlib.suppress(OSError, ValueError):  # the terminal is closed
             self.screen.note(note)
@@ -254,7 +246,7 @@ class Dialog:
             raise
 
     def _converse(self) -> int:
-        self._editor = LineEditor([*self.commands], True)
+        self._editor = LineEditor([*self.commands])
         if self._editor.complaint:
             self.screen.hint(f"[{self._editor.complaint}]")
         cleared = False  # whether the latest input was a Ctrl-C at the prompt
@@ -272,7 +264,7 @@ class Dialog:
                 self.screen.note("")
                 return 0
             except CoppiceError as error:
-                if self.verbose:
+                if self.args.verbose:
                     self.screen.note(traceback.format_exc().rstrip())
                 self.screen.note(f"error: {error}")
             except Quit:
@@ -421,7 +413,7 @@ class Watch:
         if candidates:
             decode = self.engine.tokenizer.decode_continuation
             # The decoder gets a few settled tokens too, for spaces and incomplete characters.
-            texts = [decode(tokens[max(0, settled - 8) : settled], tokens[settled:]) for _, tokens in candidates]
+            texts = [decode(tokens[max(0, settled - CONTEXT) : settled], tokens[settled:]) for _, tokens in candidates]
             return Label("", remark, [candidate(s, text) for (s, _), text in zip(candidates, texts, strict=True)])
         text = self.engine.tokenizer.decode(best)
         return Label(text[len(shown) :] if text.startswith(shown) else "", remark)

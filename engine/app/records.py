@@ -91,17 +91,16 @@ class Records:
             if index < len(self.kept):
                 self._check_kept(index, number, identity, found)
                 continue
-            place = self._places[index - len(self.kept)] = Place(identity, number, found)
+            request, thoughts = error, None
             try:
-                request = error
                 if request is None:
                     request, thoughts = make_request(record, self.engine, self.args, self.options)
-                    self._places[index - len(self.kept)] = replace(place, thoughts=thoughts)
-                if self.traces and isinstance(request, Request) and not isinstance(request.search, UNTRACEABLE):
-                    request = replace(request, trace=self.traces.new(identity))
-                yield request
             except CoppiceError as fault:
-                yield fault
+                request = fault
+            self._places[index - len(self.kept)] = Place(identity, number, found, thoughts)
+            if self.traces and isinstance(request, Request) and not isinstance(request.search, UNTRACEABLE):
+                request = replace(request, trace=self.traces.new(identity))
+            yield request
 
     def _check_kept(self, index: int, number: int, identity: str | int, found: str) -> None:
         """Raise UsageError unless a record is the one that its answer was made for."""

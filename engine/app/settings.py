@@ -15,8 +15,6 @@ from engine.values import plain
 from search.base import REGISTRY, chosen, make_search, parameters
 from search.outside import find_search
 
-FOR_PEOPLE = {"trie": {"early_stopping": "best"}}  # search -> parameters in a chat, measured in docs/results/endings.md
-DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others; if one is given, a chat sets no default
 TEXTS = ("choices", "bad_words", "dry_sequence_breakers")  # lists of texts, for which one text may be given
 
 
@@ -41,7 +39,9 @@ class Settings:
         """The search's configuration. Raises UsageError."""
         known = parameters(self.search)
         given = {key: value for key, value in self.params.items() if key in known}
-        return make_search(self.search, for_people(self.search, given))
+        if self.search == "trie" and given.keys().isdisjoint({"early_stopping", "patience"}):
+            given["early_stopping"] = "best"  # a chat's default, measured in docs/results/endings.md
+        return make_search(self.search, given)
 
     def over(self, generation: Generation) -> "Settings":
         """These settings, with a checkpoint's defaults for generation where fields are not given."""
@@ -87,9 +87,3 @@ class Settings:
 
 
 LIMITS = tuple(f.name for f in dataclasses.fields(Settings) if f.name not in ("search", "params", "rules"))
-
-
-def for_people(search: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given parameters of a search, with a chat's defaults for those that are not given."""
-    defaults = FOR_PEOPLE.get(search, {})
-    return {k: v for k, v in defaults.items() if not given.keys() & {k, *DECIDED_BY.get(k, ())}} | dict(given)

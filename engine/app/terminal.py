@@ -235,19 +235,18 @@ def state_folder() -> Path:
 
 
 class LineEditor:
-    """Reads lines, on a terminal with editing, completion and a history in a private file.
+    """Reads lines, on a terminal with editing, completion and a history in a private file of the state folder.
 
     Without readline or a terminal it reads plain lines.
 
     Args:
         words: completions of a line's first word.
-        history: whether lines are stored, in the state folder.
 
     Attributes:
         complaint: why lines cannot be stored, for people; "" if they can or need not be.
     """
 
-    def __init__(self, words: Sequence[str] = (), history: bool = False):
+    def __init__(self, words: Sequence[str] = ()):
         self.path: Path | None = None
         self.complaint = ""
         try:
@@ -264,12 +263,11 @@ class LineEditor:
             readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one text; Python turns it off
         libedit = "libedit" in (readline.__doc__ or "")
         readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
-        if history:
-            try:
-                self._open_history(state_folder() / "history")
-            except OSError as error:  # the chat works without a history
-                where = f": {error.filename}" if error.filename else ""
-                self.complaint = f"typed lines will not be remembered: {error.strerror}{where}"
+        try:
+            self._open_history(state_folder() / "history")
+        except OSError as error:  # the chat works without a history
+            where = f": {error.filename}" if error.filename else ""
+            self.complaint = f"typed lines will not be remembered: {error.strerror}{where}"
 
     def _open_history(self, path: Path) -> None:
         assert self.readline
@@ -404,10 +402,6 @@ class Interrupt:
                 yield
         finally:
             self._prompting = False
-
-    def stopped(self) -> None:
-        """Reset after the work has ended: the next Ctrl-C counts as the first."""
-        self.pressed = False
 
     def _handle(self, number: int, _: object) -> None:
         if self._leaving:

@@ -73,16 +73,14 @@ def check_target(path: str | Path, *others: str | Path | None) -> None:
             raise UsageError("the trace needs a file of its own", where=str(path))
         if found := obstacle(target):
             raise UsageError(f"cannot write the trace: {found[0]}", where=found[1])
-        if target.is_file() and target.stat().st_size and not _is_ours(target):
-            remedy = "give another name, or delete it"
-            raise UsageError("the file exists and is not a trace", where=str(path), remedy=remedy)
+        if target.is_file() and target.stat().st_size:
+            with open_regular(target) as file:
+                ours = file.read(64).startswith(MARKS)
+            if not ours:
+                remedy = "give another name, or delete it"
+                raise UsageError("the file exists and is not a trace", where=str(path), remedy=remedy)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
-
-
-def _is_ours(path: Path) -> bool:
-    with open_regular(path) as file:
-        return file.read(64).startswith(MARKS)
 
 
 def write(path: str | Path, requests: Sequence[dict[str, Any]], left_out: int = 0) -> None:

@@ -106,14 +106,7 @@ def heal(ids: Sequence[int], known: Spellings) -> tuple[list[int], bytes]:
         data = spelling + data
         if not spelling or len(data) >= known.longest:
             break
-        if _is_text(data) and known.continues(data):
+        whole = data.decode(errors="ignore").encode() == data  # no character is cut in two
+        if whole and known.continues(data):
             cut, kept = data, len(ids) - count
     return list(ids[:kept]), cut
-
-
-def _is_text(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -177,9 +177,6 @@ class Items(Constraint):
         key_M = torch.cat([allowed.row_M << 32 | token_M, end_M]).unique()  # sorted by state, then by token
         return Allowed(key_M & (1 << 32) - 1, torch.bincount(key_M >> 32, minlength=len(states)))
 
-    def item(self, tokens: Sequence[int]) -> str | int | None:
-        return self.items([tokens])[0]
-
     def items(self, outputs: Sequence[Sequence[int]]) -> list[str | int | None]:
         return self.catalogue.ids(outputs)
 

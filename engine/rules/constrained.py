@@ -1,4 +1,4 @@
-"""The constraint and the processors of one request at work.
+"""The constraint and the processors of one request at work: which nodes need an evaluation, and edits of their rows.
 
 If a row is known without the model, because the constraint allows only one token and scores are renormalised, or
 because the node itself is forbidden (a draft that the constraint excludes), nothing is evaluated: a chain of forced
@@ -7,15 +7,18 @@ are needed: the pass that evaluates a node also evaluates the chain of forced to
 number each, are known from then on.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from torch import Tensor
+
 from engine.cache.tree import TokenTree
-from engine.rules.edits import RowEdits
 from engine.rules.endings import STUCK, Endings
-from engine.rules.few import FewAnswers
-from engine.rules.processors import Processor
-from engine.rules.state import NodeState, NodeStates
+from engine.rules.few import Few
+from engine.rules.processors import Processor, mask
+from engine.rules.state import NodeState, NodeStates, ahead, ending
 
 
 class RowPlan(NamedTuple):
@@ -32,6 +35,20 @@ class RowPlan(NamedTuple):
     ahead: list[int]
 
 
+class Edit(NamedTuple):
+    """An edit of a range of rows after the softmax.
+
+    Attributes:
+        rows: the range.
+        apply: function of the rows and, if `logits`, of the excess of their logits over them [N, 1].
+        logits: whether it needs the logits.
+    """
+
+    rows: slice
+    apply: Callable[[Tensor, Tensor | None], None]
+    logits: bool
+
+
 class Constrained:
     """The constraint and the processors of one request.
 
@@ -44,8 +61,10 @@ class Constrained:
         limit: most new tokens.
 
     Attributes:
-        states, endings, edits, few: its parts.
+        states: the states of the nodes.
+        endings: the nodes after which no token is left.
         raises: whether log-probabilities may become positive.
+        of_logits: whether a processor needs the logits.
     """
 
     def __init__(
@@ -55,9 +74,9 @@ class Constrained:
         self.states = NodeStates(processors, prompt)
         self.endings = Endings(self.states, eos)
         self.states.forbidden.columns.rows[0] = self.endings.token, STUCK
-        self.edits = RowEdits(self.states, self.endings, renormalise)
-        self.few = FewAnswers(self.states, self.endings, renormalise)
         self.raises = not renormalise and any(p.raises for p in processors)
+        self.of_logits = renormalise and any(p.of_logits for p in processors)
+        self._bans = any(p.bans for p in processors)
 
     def restart(self) -> None:
         """Forget all trees: the search starts again."""
@@ -86,3 +105,80 @@ class Constrained:
     def certain(self, state: NodeState) -> int | None:
         """The token whose probability is 1 in a state, so that no row is evaluated; None without one."""
         return state.forced if self.renormalise and self.states.alone else None
+
+    # --- edits of rows ---
+
+    def edit(self, tree: TokenTree, nodes: Sequence[int], rows: slice) -> Edit:
+        """The edit of the rows of evaluated nodes: its `apply` is called before a search sees the rows."""
+        return Edit(rows, partial(self._apply, tree, nodes), self.of_logits)
+
+    def rewrite(self, states: Sequence[NodeState], logp_NV: Tensor, logits_NV: Tensor) -> None:
+        """Edit rows in place again, like the rows that the search was sent; for the log-probabilities of outputs."""
+        self._rewrite(states, logp_NV, logits_NV[:, :1].float() - logp_NV[:, :1] if self.of_logits else None)
+
+    def _apply(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
+        """Edit rows in place. Raises ConstraintError."""
+        states = self.states.of_all(tree, nodes)
+        self._rewrite(states, rows_NV, excess_N1)
+        if self._bans:
+            self._end(tree, nodes, states, rows_NV)
+        if self.states.alone and not self.renormalise:
+            self._note(states, rows_NV)
+
+    def _rewrite(self, states: Sequence[NodeState], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
+        """Apply the processors in their order, the mask of the constraint among them."""
+        if excess_N1 is not None:
+            rows_NV += excess_N1
+        for i, processor in enumerate(self.states.processors):
+            if processor is self.states.mask:
+                mask(rows_NV, self.states.allowed(states))
+            else:
+                processor.apply(rows_NV, [columns.by_processor[i][place] for columns, place in states])
+        if self.renormalise:
+            rows_NV -= rows_NV.logsumexp(1, keepdim=True).clamp_(min=-3e38)  # clamped for rows without any token
+
+    @staticmethod
+    def _note(states: Sequence[NodeState], rows_NV: Tensor) -> None:
+        """Store the rows of nodes that are evaluated ahead: their only token and its log-probability."""
+        if places := ahead(states):
+            found = [(states[i].columns, states[i].place, states[i].forced) for i in places]
+            numbers = rows_NV[places, [token for _, _, token in found]].tolist()
+            for (columns, place, token), number in zip(found, numbers, strict=True):
+                assert token is not None  # only forced tokens are evaluated ahead
+                columns.rows[place] = token, number
+
+    def _end(self, tree: TokenTree, nodes: Sequence[int], states: Sequence[NodeState], rows_NV: Tensor) -> None:
+        """End outputs after which no token is allowed: give an end-of-sequence token the row's only log-probability."""
+        if self.states.lists(states):
+            stuck = ending(states)
+        else:
+            stuck = (rows_NV.amax(1) == -math.inf).nonzero().view(-1).tolist()
+        for i in stuck:
+            self.endings.note(tree, nodes[i], states[i])
+            rows_NV[i, self.endings.token] = STUCK
+
+    # --- log-probabilities of few tokens, for rows that the constraint alone edits ---
+
+    def lists_tokens(self, tree: TokenTree, nodes: Sequence[int]) -> bool:
+        """Whether `few_tokens` finds the tokens of all these nodes, so that their top sums need no whole rows."""
+        return self.states.lists(self.states.of_all(tree, nodes))
+
+    def few_tokens(self, tree: TokenTree, nodes: Sequence[int]) -> Few | None:
+        """The allowed tokens of evaluated nodes; None if other processors edit rows, or if a state has no ids.
+
+        If no token is allowed, the output ends: an end-of-sequence token stands for that.
+        """
+        if not self.lists_tokens(tree, nodes):
+            return None
+        allowed = self.states.allowed(self.states.of_all(tree, nodes))
+        return Few(allowed.or_end(self.endings.token) if allowed.nothing else allowed, self.renormalise)
+
+    def note_few(self, tree: TokenTree, nodes: Sequence[int], few: Few, logp_M: Tensor) -> None:
+        """Store known rows, and set the log-probability of ends in place, like an edit. Raises ConstraintError."""
+        states, token_M = self.states.of_all(tree, nodes), few.allowed.token_M
+        last_N = few.allowed.count_N.cumsum(0) - 1
+        for i in ahead(states):
+            states[i].columns.rows[states[i].place] = int(token_M[last_N[i]]), float(logp_M[last_N[i]])
+        for i in ending(states):
+            self.endings.note(tree, nodes[i], states[i])
+            logp_M[last_N[i]] = STUCK

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, count, groupby, pairwise
 from operator import eq
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -239,12 +240,9 @@ def attributed(culprit: Any, doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         what = f"{type(error).__name__}: {error}".rstrip(": ")
-        place = error.__traceback__
-        while place is not None and place.tb_next is not None:
-            place = place.tb_next
-        line = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}, in " if place is not None else ""
+        *_, (frame, line) = walk_tb(error.__traceback__)  # the deepest one, where it was raised
+        where = f"{frame.f_code.co_filename}:{line}, in {name_of(culprit)}.{doing}"
         remedy = "this is a fault of the constraint, not of coppice; -v shows the traceback"
-        where = f"{line}{name_of(culprit)}.{doing}"
         raise ConstraintError(
             f"the constraint {name_of(culprit)} failed: {what}", where=where, remedy=remedy
         ) from error

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.cache.tree import TokenTree
 from engine.rules.constraint import Allowed, joined
-from engine.rules.endings import STUCK, Endings
-from engine.rules.state import NodeStates, ahead, ending
 from kernels.rows import log_softmax
 
 ROWS = 64  # rows over the vocabulary at a time
@@ -22,43 +19,6 @@ class Few(NamedTuple):
 
     allowed: Allowed
     renormalise: bool
-
-
-class FewAnswers:
-    """The answers of one request from few tokens, for rows that the constraint alone edits.
-
-    Args:
-        states: the states of the nodes.
-        endings: records the nodes after which no token is allowed.
-        renormalise: whether the log-probabilities of a row add up to 1.
-    """
-
-    def __init__(self, states: NodeStates, endings: Endings, renormalise: bool):
-        self.states, self.endings, self.renormalise = states, endings, renormalise
-
-    def suffices(self, tree: TokenTree, nodes: Sequence[int]) -> bool:
-        """Whether `wanted` finds the tokens of all these nodes, so that their top sums need no whole rows."""
-        return self.states.lists(self.states.of_all(tree, nodes))
-
-    def wanted(self, tree: TokenTree, nodes: Sequence[int]) -> Few | None:
-        """The allowed tokens of evaluated nodes; None if other processors edit rows, or if a state has no ids.
-
-        If no token is allowed, the output ends: an end-of-sequence token stands for that.
-        """
-        if not self.suffices(tree, nodes):
-            return None
-        allowed = self.states.allowed(self.states.of_all(tree, nodes))
-        return Few(allowed.or_end(self.endings.token) if allowed.nothing else allowed, self.renormalise)
-
-    def note(self, tree: TokenTree, nodes: Sequence[int], few: Few, logp_M: Tensor) -> None:
-        """Store known rows, and set the log-probability of ends in place, like an edit. Raises ConstraintError."""
-        states, token_M = self.states.of_all(tree, nodes), few.allowed.token_M
-        last_N = few.allowed.count_N.cumsum(0) - 1
-        for i in ahead(states):
-            states[i].columns.rows[states[i].place] = int(token_M[last_N[i]]), float(logp_M[last_N[i]])
-        for i in ending(states):
-            self.endings.note(tree, nodes[i], states[i])
-            logp_M[last_N[i]] = STUCK
 
 
 class Head:

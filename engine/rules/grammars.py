@@ -124,7 +124,6 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer):
         self._guidance = library()
         self._tokenizer = weakref.ref(tokenizer)
-        self._ours: Any = None
         self.size = tokenizer.size
         try:
             self.tokens = [*tokenizer.data(), b"<end>"]
@@ -191,7 +190,9 @@ class Vocabulary:
     def compiled(self, kind: str, value: Any) -> "Compiled":
         """A grammar for these tokens, kept for the next request. Raises UsageError."""
         source = source_of(kind, value)
-        found = _find(self, source.text)
+        with _LOCK:  # it may have been compiled before
+            same = (one for one in _ALIVE if one.source == source.text and one.vocabulary() is self and not one.failed)
+            found = next(same, None)
         if found is None:
             found = Compiled(self, source.text, source.size, self._matcher(kind, source.text))
         _keep(found)
@@ -251,13 +252,6 @@ class Compiled:
 
 _KEPT: list[Compiled] = []  # the latest last
 _ALIVE: "weakref.WeakSet[Compiled]" = weakref.WeakSet()  # also those that only running requests hold
-
-
-def _find(vocabulary: Vocabulary, source: str) -> Compiled | None:
-    """A grammar that was compiled before."""
-    with _LOCK:
-        same = (one for one in _ALIVE if one.source == source and one.vocabulary() is vocabulary and not one.failed)
-        return next(same, None)
 
 
 def _keep(compiled: Compiled) -> None:

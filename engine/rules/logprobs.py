@@ -125,7 +125,8 @@ class HiddenRows:
         Yields after every `ROWS` rows that the head was applied to.
         """
         paths = [self._path(tokens) for tokens in sequences]
-        states = {place: state for path in paths for place, state in path if self._has_row(place, state)}
+        evaluated = (one for path in paths for one in path if one[0] in self._row)
+        states = {place: state for place, state in evaluated if state is None or not state.forbidden}
         row = {place: i for i, place in enumerate(states)}
         pairs = {
             (row[place], token)
@@ -140,7 +141,8 @@ class HiddenRows:
         for path, tokens in zip(paths, sequences, strict=True):
             scored = Scored([], [])
             for (place, state), token in zip(path, tokens, strict=True):
-                only = self._forced(state)
+                # The token whose probability is 1, so that no row was evaluated.
+                only = self.constrained.certain(state) if self.constrained is not None and state is not None else None
                 logp = logps[row[place], token] if place in row else 0.0 if token == only else -math.inf
                 scored.logprobs.append(logp if logp > -math.inf else None)
                 scored.top.append(top[row[place]] if place in row else [] if only is None else [(only, 0.0)][: self.k])
@@ -154,13 +156,6 @@ class HiddenRows:
         for token in tokens[:-1]:
             places.append(self._after.get((places[-1], token), -1))
         return [*zip(places[: len(tokens)], states, strict=False)]
-
-    def _has_row(self, place: int, state: NodeState | None) -> bool:
-        return place in self._row and (state is None or not state.forbidden)
-
-    def _forced(self, state: NodeState | None) -> int | None:
-        """The token that a constraint forces, if that makes its probability 1, so that no row was evaluated."""
-        return self.constrained.certain(state) if self.constrained is not None and state is not None else None
 
     def _evaluate(
         self, places: Sequence[int], states: Sequence[NodeState | None], pairs: Sequence[tuple[int, int]]
@@ -191,7 +186,7 @@ class HiddenRows:
         logits_NV = self.runner.logits_of(rows_NE, self.runner.heads([self._adapter] * len(rows_NE)))
         logp_NV = log_softmax(logits_NV, self.runner.vocab_size, impl=self.runner.impl)[0]
         if self.constrained is not None:
-            self.constrained.edits.rewrite([s for s in states if s], logp_NV, logits_NV)
+            self.constrained.rewrite([s for s in states if s], logp_NV, logits_NV)
         place = row_M.to(self.runner.device, non_blocking=True), token_M.to(self.runner.device, non_blocking=True)
         return logp_NV[place].double(), top_k(logp_NV, self.k).flatten()
 

@@ -64,9 +64,6 @@ class Masked(Processor):
         with attributed(self.constraint, "start"):
             return self.constraint.start(list(prompt))
 
-    def advance(self, state: State, token: int) -> State:
-        return self.advance_all([state], [token])[0]
-
     def advance_all(self, states: Sequence[State], tokens: Sequence[int]) -> list[State]:
         with attributed(self.constraint, "advance"):
             return self._as_many(self.constraint.advance_all(states, tokens), states, "advance_all")

@@ -6,6 +6,7 @@ together, usually those of all beams of a step, are stored together, in columns.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, compress, count, repeat
 from operator import not_
 from typing import NamedTuple
@@ -87,7 +88,6 @@ class NodeStates:
         self.alone = self.mask is not None and len(self.processors) == 1
         # Done here, because a long prompt takes longer than a step. Not for a constraint, whose code may be foreign.
         self._begun = [None if p is self.mask else p.start(self.prompt) for p in self.processors]
-        self._start: Sequence[Sequence[State]] | None = None
         nothing = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         self.forbidden = NodeState(StateColumns((), Allowed(*nothing)), 0)
         self._trees: dict[TokenTree, dict[int, NodeState]] = {}
@@ -197,7 +197,7 @@ class NodeStates:
 
     def along(self, tokens: Sequence[int]) -> list[NodeState]:
         """The state before each of the new tokens, without a tree."""
-        states = [NodeState(StateColumns(self._starts() if self._start is None else self._start), 0)]
+        states = [NodeState(StateColumns(self._start), 0)]
         for token in tokens[:-1]:
             states.append(self.after(states[-1], token))
         self.allow(states)
@@ -229,14 +229,13 @@ class NodeStates:
 
     def _first(self, tree: TokenTree) -> NodeState:
         """The state of a tree's first root: after its prompt, which may hold new tokens of the request."""
-        if self._start is None:
-            self._start = self._starts()
         state = NodeState(StateColumns(self._start), 0)
         for token in tree.trunk.tokens[len(self.prompt) : tree.prompt_length]:
             state = self.after(state, token)
         return state
 
-    def _starts(self) -> list[list[State]]:
+    @cached_property
+    def _start(self) -> list[list[State]]:
         """The processors' states after the prompt."""
         begun = zip(self.processors, self._begun, strict=True)
         return [[p.start(self.prompt) if p is self.mask else part] for p, part in begun]

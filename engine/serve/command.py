@@ -106,7 +106,10 @@ def each_model(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
     if len(words) > 1 and args.draft_store is not None:
         raise UsageError("--draft-store is for one model", remedy="leave it out, or serve one model")
     found: dict[str, argparse.Namespace] = {}
-    template = None if args.rerank_template is None else read_template(args.rerank_template)
+    template = None
+    if args.rerank_template is not None:
+        template = read_text(args.rerank_template, "the template")
+        check_template(template)
     for word in words:
         name, folder = named(word)
         if name in found:
@@ -132,13 +135,6 @@ def check(args: argparse.Namespace) -> None:
     for name in ("timeout", "drain"):
         if not 0 < (value := getattr(args, name)) <= 1e6:
             raise UsageError(f"--{name}: expected seconds above 0, got {value:g}")
-
-
-def read_template(file: str) -> str:
-    """The template of pairs in a file. Raises UsageError."""
-    text = read_text(file, "the template")
-    check_template(text)
-    return text
 
 
 def read_keys(file: str | None) -> list[str]:

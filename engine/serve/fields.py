@@ -28,8 +28,7 @@ from engine.serve.names import (
 )
 from engine.serve.served import Served
 from engine.service import Checked
-from engine.text.infill import infill
-from engine.text.prompting import TemplateOptions
+from engine.text.prompting import TemplateOptions, infill
 from engine.text.thinking import Thoughts
 from search.base import chosen
 from search.options import Sampling
@@ -64,6 +63,7 @@ class Asked:
     checked: list[Checked]
     thoughts: Thoughts | None
     n: int
+    drawn: int
     stream: bool
     include_usage: bool
     name: str
@@ -74,12 +74,8 @@ class Asked:
     echoed: list[str] = field(default_factory=list)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    drawn: int = 0
     tools: ToolUse | None = None
     ignored: list[str] = field(default_factory=list)
-
-    def __post_init__(self):
-        self.drawn = max(self.drawn, self.n)
 
 
 def places_of(body: Mapping[str, Any], kind: str) -> int:

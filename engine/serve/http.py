@@ -28,16 +28,14 @@ from engine.app.records import parse_record
 from engine.contract.trace import Trace
 from engine.errors import CoppiceError, UsageError
 from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, status_of
-from engine.serve.embeddings import EMBEDDINGS, read_embeddings
 from engine.serve.fields import Asked, places_of, read
 from engine.serve.limits import Limits
 from engine.serve.names import CHAT, COMPLETIONS, header_of
-from engine.serve.reranking import RERANK, read_rerank
 from engine.serve.responses import RESPONSES, ResponseAnswers, chat_body
 from engine.serve.served import Served
 from engine.serve.stepper import Stepper, Ticket, share
 from engine.serve.streams import Events, Parts, cancel, ending, late, until, written
-from engine.serve.texts import Texts, answered
+from engine.serve.texts import Texts, answered, read_embeddings, read_rerank
 from models.trim import trim_memory
 
 SALT = "coppice.salt"  # key of the salt of cached prefixes in the scope of a request
@@ -52,7 +50,6 @@ LARGE = 1 << 18  # bytes of a body whose memory goes back to the system, when it
 TRIM_SECONDS = 0.1
 MOST_BRACKETS = 1 << 17  # brackets in a body: the parser makes an object of each without letting other threads run
 LARGE_REPLY = 1 << 16  # bytes from which a thread writes a reply in parts
-READERS = {EMBEDDINGS: read_embeddings, RERANK: read_rerank}
 PREFIXES = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", RESPONSES: "resp_"}  # prefixes of ids
 CLOSED = 499  # status of a response that nobody reads
 PAGE = Path(__file__).parent / "page.html"
@@ -103,9 +100,9 @@ class Application:
             "/trace/{name}": self.trace,
         }
         completions = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES}
-        many = {"/v1/embeddings": EMBEDDINGS, "/v1/rerank": RERANK, "/v2/rerank": RERANK}
+        many = {"/v1/embeddings": read_embeddings, "/v1/rerank": read_rerank, "/v2/rerank": read_rerank}
         post = {path: partial(self.complete, kind) for path, kind in completions.items()}
-        post |= {path: partial(self.many, kind) for path, kind in many.items()}
+        post |= {path: partial(self.many, read_texts) for path, read_texts in many.items()}
         methods = (("GET", get), ("POST", post))
         routes = [Route(path, self._handled(f), methods=[name]) for name, each in methods for path, f in each.items()]
         inner = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
@@ -165,7 +162,7 @@ class Application:
 
     async def _submitted(self, kind: str, data: bytes, client: str, salt: str) -> tuple[Answers, list[Ticket]]:
         """Check the body of a request, and queue its engine requests. Raises CoppiceError."""
-        body = {key: value for key, value in (await self._parsed(data, client)).items() if value is not None}
+        body = await self._parsed(data, client)
         served = self._find(body.get("model"))
         identity = PREFIXES[kind] + secrets.token_urlsafe(16)
         write: Callable[[str, Asked], Answers] = Answers
@@ -181,12 +178,12 @@ class Application:
         self._keep(asked.traces)
         return write(identity, asked), tickets
 
-    async def many(self, kind: str, request: Request) -> Response:
+    async def many(self, read_texts: Callable[..., Texts], request: Request) -> Response:
         """Answer a request of many texts."""
         data, client = await self._body(request), client_of(request.scope)
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         with self._held(client, len(data)):
-            work = self._read(kind, data, client, request.scope.get(SALT, ""))
+            work = self._read(read_texts, data, client, request.scope.get(SALT, ""))
             del data
             texts = await self._awaited(request, work, deadline)
         with contextlib.ExitStack() as stack:
@@ -199,11 +196,11 @@ class Application:
                 return Response(b"".join(parts), headers=headers, media_type="application/json")
             return Parts(parts, headers, stack.pop_all().close)
 
-    async def _read(self, kind: str, data: bytes, client: str, salt: str) -> Texts:
+    async def _read(self, read_texts: Callable[..., Texts], data: bytes, client: str, salt: str) -> Texts:
         """Check the body of a request of many texts. Raises CoppiceError."""
-        body = {key: value for key, value in (await self._parsed(data, client)).items() if value is not None}
+        body = await self._parsed(data, client)
         served = self._find(body.get("model"))
-        return await self.stepper.check(partial(READERS[kind], body, served, self.limits, salt), client)
+        return await self.stepper.check(partial(read_texts, body, served, self.limits, salt), client)
 
     async def _awaited(self, request: Request, work: "Awaitable[T]", deadline: float) -> T:
         """The result of work that a request waits for. Raises HttpError at the deadline, and ClientDisconnect."""
@@ -281,12 +278,12 @@ class Application:
         return bytes(data)
 
     async def _parsed(self, data: bytes, client: str) -> dict[str, Any]:
-        """The object that a body holds. Raises UsageError."""
+        """The object that a body holds, without keys whose value is null. Raises UsageError."""
         if (count := data.count(b"[") + data.count(b"{")) > MOST_BRACKETS:
             raise UsageError(f"the body has {count} opening brackets, this server takes {MOST_BRACKETS}")
-        if len(data) < 1 << 16:
-            return parse_record(data)
-        return await self.stepper.check(partial(parse_record, data), client)
+        parse = partial(parse_record, data)
+        body = parse() if len(data) < 1 << 16 else await self.stepper.check(parse, client)
+        return {key: value for key, value in body.items() if value is not None}
 
     def _keep(self, traces: Sequence[Trace]) -> None:
         self.traces.update((str(trace.name), trace) for trace in traces)

@@ -151,7 +151,8 @@ def check_limits(request: Request, limits: Limits, served: Served) -> None:
         if width * compared > MOST_COMPARED:
             what = f"{width} sequences of {compared} tokens are compared in a step, this server takes {MOST_COMPARED}"
             raise UsageError(what, remedy=f"give dry_penalty_last_n, at most {MOST_COMPARED // width}")
-    step, kept = work_of(request.search, new)
+    with attributed(type(request.search)):
+        step, kept = request.search.work(new)
     for what, number, most in (("in a step", step, STEP_WORK), ("in all", kept, KEPT_WORK)):
         if number > most * limits.width:
             each = f"{number} numbers {what}, this server takes {most * limits.width}"
@@ -171,9 +172,3 @@ def width_of(search: Search) -> int:
     """How many sequences a search keeps at once at most, by its `slots`."""
     new = 1025
     return max(1, -(-(slots_of(search, 1, new)[1] - 1) // (new - 1)))
-
-
-def work_of(search: Search, new_tokens: int) -> tuple[int, int]:
-    """Return how much a search computes besides the model's rows, see `Search.work`. Raises SearchError."""
-    with attributed(type(search)):
-        return search.work(new_tokens)

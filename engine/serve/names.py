@@ -39,18 +39,9 @@ RENAMED = {  # names in other APIs -> keys of a batch line's params
     "n": "num_return_sequences",
     "beam_width": "beams",
 }
-# Values that any search may be given.
-PLAIN_DRAWS = {
-    "temperature": (1,),
-    "top_p": (1,),
-    "top_k": (0,),
-    "min_p": (0,),
-    "typical_p": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "top_n_sigma": (0,),
-    "xtc_probability": (0,),
-}
+# Values that any search may be given, because they change no draw.
+PLAIN_DRAWS = {"temperature": 1, "top_p": 1, "typical_p": 1, "top_k": 0, "min_p": 0, "top_n_sigma": 0}
+PLAIN_DRAWS |= {"epsilon_cutoff": 0, "eta_cutoff": 0, "xtc_probability": 0}
 OWN = ("model", "stream", "stream_options", "trace", "catalogue", "use_beam_search", "return_token_ids")
 OF_TOOLS = ("tool_choice", "parallel_tool_calls")
 OF_PROMPTS = ("echo", "prompt_logprobs", "best_of", "suffix")
@@ -169,7 +160,7 @@ def _drop_plain(params: dict[str, Any], name: str) -> None:
     """Leave out parameters that clients always send and that mean nothing to this search."""
     known = parameters(name)
     for key, plain in PLAIN_DRAWS.items():
-        if key in params and key not in known and params[key] in plain and not isinstance(params[key], bool):
+        if key in params and key not in known and params[key] == plain and not isinstance(params[key], bool):
             del params[key]
     if "xtc_threshold" not in known and "xtc_probability" not in params:
         params.pop("xtc_threshold", None)

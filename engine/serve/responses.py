@@ -7,8 +7,7 @@ from typing import Any
 
 from engine.contract import SearchResult
 from engine.errors import UsageError, shortened
-from engine.serve.answers import Answers, encoded, usage
-from engine.serve.replies import Reply
+from engine.serve.answers import Answers, Reply, encoded, usage
 
 RESPONSES = "responses"
 MOST_ITEMS = 4096  # items of an input, the limit of messages

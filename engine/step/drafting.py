@@ -179,7 +179,7 @@ class JobDrafts:
         if self.request is None or tree is not self.tree or request.hidden is not None or chunk.trunk_tokens > 1:
             return None
         sums = isinstance(answer, PartialSums)
-        if sums and constrained is not None and constrained.few.suffices(tree, request.nodes):
+        if sums and constrained is not None and constrained.lists_tokens(tree, request.nodes):
             return None  # whole rows would be computed for the drafts alone
         began = time.thread_time()
         self._settle(len(chunk), len(pending.known))
@@ -391,7 +391,7 @@ class JobDrafts:
         if constrained is not None:
             parts = [row.excess_11 for row in rows if row.excess_11 is not None]
             excess = torch.cat(parts) if parts else None
-            edit = constrained.edits.edit(tree, nodes, slice(0, len(nodes)))
+            edit = constrained.edit(tree, nodes, slice(0, len(nodes)))
             guarded(edit.apply, fail)(logp_NV, excess)
         if isinstance(partial_answer, PartialSums):
             partial_answer.found(find_top_sums(logp_NV, None, partial_answer.top_sums(nodes)), nodes)

@@ -14,8 +14,7 @@ from engine.contract import Report, Search, SearchGenerator, SearchResult, TakeH
 from engine.contract.checks import guarded, is_ours
 from engine.contract.top_sums import FoundSums, TopSums
 from engine.contract.trace import UNTRACED, Trace, Untraced
-from engine.rules.constrained import Constrained
-from engine.rules.edits import Edit
+from engine.rules.constrained import Constrained, Edit
 from engine.rules.logprobs import HiddenRows
 from engine.step.drafting import SPARE, BestOfRow, JobDrafts
 from engine.step.packing import Chunk
@@ -218,7 +217,7 @@ class Batch:
             self.reads.append((rows, read))
             self.readers.append(share)
         if pending.constrained is not None and nodes:
-            edit = pending.constrained.edits.edit(chunk.tree, nodes, rows)
+            edit = pending.constrained.edit(chunk.tree, nodes, rows)
             self.edits.append(edit._replace(apply=guarded(edit.apply, partial(setattr, job, "fault"))))
         self.tokens += len(chunk)
         end = self.tokens - len(chunk.drafts)
@@ -232,7 +231,7 @@ class Batch:
         if chunk.drafts:
             share.draft_rows = slice(len(self.asked), len(self.asked) + len(chunk.drafts))
             self.asked += range(end, self.tokens)
-            if pending.constrained is not None and pending.constrained.edits.of_logits:
+            if pending.constrained is not None and pending.constrained.of_logits:
                 self.edits.append(Edit(share.draft_rows, share.note_excess, True))
         if (hidden := pending.request.hidden) is not None:
             self.keeps.append(Keep(slice(self.tokens - len(chunk), self.tokens), partial(self._give, hidden)))

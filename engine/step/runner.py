@@ -12,7 +12,7 @@ from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Read
 from engine.contract.top_sums import FoundSums, TopSums, find_top_sums, found_in_shards
-from engine.rules.edits import Edit
+from engine.rules.constrained import Edit
 from engine.rules.few import Few, Head
 from engine.step.packing import Chunk, Packer, Pass
 from engine.step.phases import PhaseObserver, phase

@@ -34,7 +34,7 @@ def few_tokens(shares: Sequence[Share], parts: Sequence[Few], batch: Batch) -> R
             constrained, sums = share.pending.constrained, share.pending.partial
             assert constrained is not None and isinstance(sums, PartialSums)
             try:
-                constrained.few.note(share.chunk.tree, share.nodes, few, logp_M)
+                constrained.note_few(share.chunk.tree, share.nodes, few, logp_M)
             except ConstraintError as error:
                 share.job.fault = error
             wanted, allowed = sums.top_sums(share.nodes), few.allowed
@@ -79,4 +79,4 @@ def few_of(share: Share) -> Few | None:
     constrained = share.pending.constrained
     if constrained is None or share.top_sums is None:
         return None
-    return constrained.few.wanted(share.chunk.tree, share.nodes)
+    return constrained.few_tokens(share.chunk.tree, share.nodes)

@@ -137,11 +137,8 @@ class _Strip(Stage):
         self.content, self.start, self.stop = content, start, stop
 
     def take(self, piece: str) -> Sequence[str]:
-        end = len(piece)
-        start = _run(piece, self.content, self.start)
-        while len(piece) - end < self.stop and end > start and piece[end - 1] == self.content:
-            end -= 1
-        return (piece[start:end],)
+        piece = piece[_run(piece, self.content, self.start) :]
+        return (piece[: len(piece) - _run(piece[::-1], self.content, self.stop)],)
 
     def data(self, piece: str) -> str:
         return self.take(piece)[0]
@@ -304,10 +301,7 @@ class _Hold(Stage):
 
 def _run(text: str, char: str, most: int) -> int:
     """The number of `char` at the start of `text`, at most `most`."""
-    n = 0
-    while n < min(most, len(text)) and text[n] == char:
-        n += 1
-    return n
+    return min(most, len(text) - len(text.lstrip(char)))
 
 
 def stages_of(decoder: Any) -> list[Callable[[], Stage]]:

@@ -171,10 +171,6 @@ class _Process:
             self.close()
             raise
 
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
     def alive(self) -> bool:
         return self._popen.poll() is None
 

@@ -12,14 +12,11 @@ CONTEXT = 8  # tokens decoded before a text, so that the decoder knows whether t
 
 def check_stop(strings: Any) -> None:
     """Check that a value is a list of non-empty strings in valid UTF-8. Raises UsageError."""
-    if isinstance(strings, str | bytes) or not isinstance(strings, Sequence) or not all(map(_is_text, strings)):
-        raise UsageError(f"stop: expected a list of non-empty strings, got {shortened(repr(strings))}")
-    for s in strings:
+    listed = isinstance(strings, Sequence) and not isinstance(strings, str | bytes)
+    for s in strings if listed else [None]:
+        if not isinstance(s, str) or not s:
+            raise UsageError(f"stop: expected a list of non-empty strings, got {shortened(repr(strings))}")
         check_utf8(s)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
 
 
 class StopStrings:

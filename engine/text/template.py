@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,36 @@ TOOL_USE = "tool_use"  # the name of the template for conversations with tools
 _READS_FIELD = re.compile(r"reasoning_content|message\.thinking\b|message\[.thinking.\]")
 _READS_BLOCK = re.compile(r"""==\s*['"]thinking['"]""")
 _RESERVED = ("messages", "tools", "add_generation_prompt")
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """The variables that a chat template gets besides the messages.
+
+    Args:
+        tools: functions that the model may call, as JSON schemas; None: none.
+        variables: further variables of the template, JSON values.
+        think: "on" or "off" sets the variable of the template that switches thoughts; "auto" leaves it out.
+        lead: the beginning of the reply, control tokens included; it belongs to the prompt, and a thought that the
+            template has opened is closed before it.
+
+    Raises:
+        UsageError: another value of `think`.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    think: str = "auto"
+    lead: str = ""
+
+    def __post_init__(self):
+        if self.think not in THINK:
+            raise UsageError(f"think: expected {', '.join(THINK)}, got {self.think!r}")
+
+    @property
+    def given(self) -> bool:
+        """Whether any option differs from the default."""
+        return self != TemplateOptions()
 
 
 class ChatTemplate:
@@ -151,20 +182,16 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        options: TemplateOptions | None = None,
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-        think: str = "auto",
     ) -> list[Span]:
         """Render messages to spans whose texts, joined, are what transformers' apply_chat_template renders.
 
         Args:
             messages: `{"role": ..., "content": ...}` and other keys that the template reads; JSON values only.
+            options: the other variables of the template; their lead is not rendered.
             add_generation_prompt: whether the text ends with the header of the assistant's next message.
-            tools: functions that the model may call, as JSON schemas.
-            variables: further variables of the template, JSON values.
-            think: "on" or "off" sets the template's variable for thoughts; "auto" leaves it out.
 
         Returns:
             (text, is_control) spans for `Tokenizer.encode_rendered`; a single one if the messages spell no token.
@@ -176,10 +203,11 @@ class ChatTemplate:
         """
         if not messages:
             raise UsageError("a conversation needs at least one message")
-        source = self.source if tools is None else self._tool_use
-        given = self._options(source, tools, variables or {}, think)
+        options = options or TemplateOptions()
+        source = self.source if options.tools is None else self._tool_use
+        given = self._options(source, options)
         plain = [_alias_reasoning(_message(m)) for m in messages]
-        marks = _Marks(source + "".join(_strings([*plain, given])))
+        marks = _Marks(source + json.dumps([*plain, given], ensure_ascii=False))
         chat = [marks.protect(m, self._assistant if m["role"] == "assistant" else self._others) for m in plain]
         values = {"tools": None, "documents": None} | marks.protect(given, self._others)
         values |= self.variables | {"messages": chat, "add_generation_prompt": add_generation_prompt}
@@ -193,10 +221,9 @@ class ChatTemplate:
             raise self._refused("its output is not valid UTF-8") from None
         return marks.spans(reply["text"])
 
-    def _options(self, source: str, tools: Any, variables: Any, think: str) -> dict[str, Any]:
+    def _options(self, source: str, options: TemplateOptions) -> dict[str, Any]:
         """The checked variables of a render, except the messages. Raises UsageError."""
-        if think not in THINK:
-            raise UsageError(f"think: expected {', '.join(THINK)}, got {think!r}")
+        tools, variables, think = options.tools, options.variables, options.think
         if not isinstance(variables, Mapping):
             raise UsageError("template variables: expected an object of names and values")
         if tools is None and not variables and think == "auto":
@@ -253,6 +280,23 @@ class ChatTemplate:
             blocks = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": answer}]
             return message | {"content": blocks}
         return message | {"content": self.thoughts.join(thought, answer)}
+
+    def around_reply(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Span], Span, list[Span]]:
+        """Render messages and a reply: the spans before the reply, the reply itself, a mark, and the spans after it.
+
+        Raises:
+            UsageError, CheckpointError: see `render`; or the template leaves the reply out.
+        """
+        mark = "REPLY"
+        while mark in self.source + json.dumps(messages):
+            mark += "X"
+        spans = self.render([*messages, {"role": "assistant", "content": mark}], add_generation_prompt=False)
+        place = next((i for i, (text, _) in enumerate(spans) if mark in text), None)
+        if place is None:
+            raise CheckpointError("the chat template leaves the assistant's message out", where=self.where)
+        text, control = spans[place]
+        before, after = text.split(mark, 1)
+        return [*spans[:place], (before, control)], (mark, False), [(after, control), *spans[place + 1 :]]
 
     def turn_end(self) -> str:
         """The special token that this template writes after an assistant's message; "" if it writes none there, or if
@@ -374,15 +418,3 @@ def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """transformers passes a message's reasoning under the old name and the new one."""
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from value
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, models
@@ -265,13 +265,7 @@ class Pieces(Sequence[str | None]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    @overload
-    def __getitem__(self, i: int) -> str | None: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[str | None]: ...
-    def __getitem__(self, i: int | slice) -> str | list[str | None] | None:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
+    def __getitem__(self, i: int) -> str | None:  # type: ignore[override]  # no slices
         i = range(len(self))[i]
         text = self._text[self._ends[i] : self._ends[i + 1]]
         return None if i in self._holes else text.decode("utf-8", "surrogatepass")

@@ -2,9 +2,10 @@
 
 import functools
 import json
+import os
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from models.gguf.vocabulary import QWEN2, QWEN35
 MAX_TOKENIZER_BYTES = 512 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_IDS = 1 << 24
-NUMBERED = re.compile(r"([^0-9]*)([0-9]{1,9})([^0-9]+)")
-MANY = 16  # spellings that differ by a number
 # What splits texts before merges, by `tokenizer_class` without "Fast"; None: the library's pattern, which is GPT-2's.
 SPLITS = {
     "GPT2Tokenizer": None,
@@ -263,24 +262,15 @@ def _read_merges(path: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
 def any_of(spellings: Iterable[str], words: Collection[str] = ()) -> re.Pattern[str]:
     """A pattern that matches each of the spellings, the longest first; nothing if there are none.
 
-    Some models add thousands of tokens that differ by a number, such as <unused6241>: for those the pattern has the
-    digits, because Python takes long to compile thousands of alternatives.
+    It is a trie of the spellings, in which characters with the same continuation are one class: Python takes long to
+    compile thousands of alternatives, and some models add thousands of tokens that differ by a number.
 
     Args:
         words: spellings that match only if not adjacent to a letter, mark, digit or underscore.
     """
-    found = {spelling: re.escape(spelling) for spelling in spellings}
-    found |= {word: f"(?<!{_word()}){re.escape(word)}(?!{_word()})" for word in words}
-    alternatives = [(-len(spelling), spelling, pattern) for spelling, pattern in found.items()]
-    for (before, after), numbers in _numbered(found.keys() - {*words}).items():
-        least, most = (len(before) + len(after) + size for size in (min(map(len, numbers)), max(map(len, numbers))))
-        members = {f"{before}{number}{after}" for number in numbers}
-        begins = re.compile(re.escape(before) + "[0-9]")
-        if any(least <= len(other) <= most and begins.match(other) for other in found.keys() - members):
-            continue  # another spelling may be longer than one of them and shorter than the next
-        pattern = re.escape(before) + _digits(numbers) + re.escape(after)
-        alternatives = [one for one in alternatives if one[1] not in members] + [(-most, before, pattern)]
-    return re.compile("|".join(pattern for *_, pattern in sorted(alternatives)) or "(?!)")
+    ends = {spelling: "" for spelling in spellings}
+    ends |= {word: f"(?!{_word()})(?<!{_word()}{re.escape(word)})" for word in words}
+    return re.compile(_trie(ends) if ends else "(?!)")
 
 
 @functools.cache
@@ -292,25 +282,20 @@ def _word() -> str:
     return f"[{''.join(f'{run[0]}-{run[-1]}' for run in found.split())}]"
 
 
-def _numbered(spellings: Iterable[str]) -> dict[tuple[str, str], set[str]]:
-    """The numbers in spellings that differ only by a number, by the text before and after it."""
-    groups: dict[tuple[str, str], set[str]] = {}
-    for spelling in spellings:
-        if match := NUMBERED.fullmatch(spelling):
-            groups.setdefault((match[1], match[3]), set()).add(match[2])
-    return {ends: numbers for ends, numbers in groups.items() if len(numbers) >= MANY}
-
-
-def _digits(numbers: set[str]) -> str:
-    """A pattern of these strings of digits, which no digit follows."""
-    lasts: dict[str, str] = {}
-    for number in sorted(numbers - {""}):
-        lasts[number[:-1]] = lasts.get(number[:-1], "") + number[-1]
-    firsts: dict[str, set[str]] = {}
-    for first, last in lasts.items():
-        firsts.setdefault(last, set()).add(first)
-    patterns = [f"{_digits(some)}[{last}]" for last, some in firsts.items()] + [""] * ("" in numbers)
-    return patterns[0] if len(patterns) == 1 else f"(?:{'|'.join(patterns)})"
+def _trie(ends: Mapping[str, str]) -> str:
+    """A pattern that matches each text, the longest first, if the pattern that the text has here matches after it."""
+    lead = os.path.commonprefix([*ends])  # noqa: RUF071  (texts, not paths)
+    below: dict[str, dict[str, str]] = {}
+    for text, end in ends.items():
+        if rest := text[len(lead) :]:
+            below.setdefault(rest[0], {})[rest[1:]] = end
+    firsts: dict[str, list[str]] = {}  # what follows -> the characters that it follows
+    for first, after in below.items():
+        firsts.setdefault(_trie(after), []).append(first)
+    found = [f"[{''.join(map(re.escape, some))}]{after}" for after, some in firsts.items()]
+    if lead in ends:
+        found.append(ends[lead])
+    return re.escape(lead) + (found[0] if len(found) == 1 else f"(?:{'|'.join(found)})")
 
 
 def _content(value: Any) -> str | None:

@@ -1,7 +1,6 @@
 """Encoding by the tokenizers library: tokenizer.json, and vocab.json with merges.txt."""
 
 import functools
-import json
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from tokenizers import AddedToken, models, normalizers
 from engine.errors import CheckpointError, UsageError
 from engine.text.detokenizer import CLEANED, CleanUp, run, stages_of
 from engine.text.tokenizer_files import MAX_IDS, add_flags, any_of, flag
-from engine.text.tokenizer_limits import EncodingGuard, check_output, library_errors
+from engine.text.tokenizer_limits import EncodingGuard, check_output, library_errors, state_of
 
 LONG = 1 << 13  # characters; longer texts are encoded by a function that lets other threads of Python run meanwhile
 # The normalizers that spell spaces as SentencePiece does: one before the text, then all spaces.
@@ -66,7 +65,8 @@ class LibraryEncoder:
         self._add_tokens(library, config, names)
         special = [content for content, token in self.raw.items() if token.special]
         self._prefix = ""
-        if _normalizers(library) == SPACES and all(self.raw[content].normalized for content in special):
+        normalizer = state_of(library.normalizer) or {}
+        if normalizer.get("normalizers") == SPACES and all(self.raw[content].normalized for content in special):
             # Such tokens match text that has its prefix already, so no prefix follows them. Aliases match before that.
             library.normalizer, self._prefix = normalizers.Replace(" ", "▁"), "▁"  # type: ignore[assignment]
         self._special = any_of(special)
@@ -184,12 +184,6 @@ def _encoded(library: tokenizers.Tokenizer, text: str, add_special: bool = False
 def unspeakable(piece: str | None) -> UsageError:
     """The error for a control token's spelling that the vocabulary cannot encode as other pieces."""
     return UsageError(f"the text has {piece!r} in it, which this tokenizer cannot spell as plain text")
-
-
-def _normalizers(library: tokenizers.Tokenizer) -> list[Any]:
-    if library.normalizer is None:
-        return []
-    return json.loads(library.normalizer.__getstate__()).get("normalizers", [])
 
 
 def _flags(token: AddedToken) -> dict[str, bool]:

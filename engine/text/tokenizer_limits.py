@@ -210,11 +210,11 @@ def check_output(library: Tokenizer, pieces: Iterable[str | None]) -> None:
         CheckpointError: a limit is broken.
     """
     longest = max((len(piece) for piece in pieces if piece is not None), default=0)
-    grown = longest * _decoder(_state(library.decoder))
+    grown = longest * _decoder(state_of(library.decoder))
     if grown > TOKEN_TEXT:
         what = f"the decoder may make {grown:.0f} characters of a token, at most {TOKEN_TEXT} are allowed"
         raise CheckpointError(what, remedy=REMEDY)
-    _check_processor(_state(library.post_processor))
+    _check_processor(state_of(library.post_processor))
 
 
 def _decoder(spec: Any) -> float:
@@ -252,7 +252,8 @@ def _check_processor(spec: Any) -> int:
     return added
 
 
-def _state(part: Any) -> Any:
+def state_of(part: Any) -> Any:
+    """A part of a tokenizer of the library as its tokenizer.json has it; None without one."""
     return None if part is None else json.loads(part.__getstate__())
 
 

@@ -1,7 +1,6 @@
 """Encoding by the sentencepiece library: tokenizer.model."""
 
 import functools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ class SentencePieceEncoder:
 
         special = {content: vocab[content] for content, token in self.raw.items() if token.special}
         self._control_ids = {*special.values()} - {first.unk_id()}
-        self._spellings = [*special]
+        self._special = any_of(special)
         self._bos = [vocab[names["bos_token"]]] if _adds(config, "bos_token", names, vocab, True) else []
         self._eos = [vocab[names["eos_token"]]] if _adds(config, "eos_token", names, vocab, False) else []
 
@@ -82,19 +81,9 @@ class SentencePieceEncoder:
         self.stages = [lambda: SentencePieces(prefix or self._collapses, self._collapses)]
 
     @functools.cached_property
-    def _special(self) -> re.Pattern[str]:
-        """Any spelling of a special token."""
-        return any_of(self._spellings)
-
-    @functools.cached_property
     def _bare(self) -> SentencePieceProcessor:
         """The model without a space before the text."""
         return _loaded(self._first.serialized_model_proto() + NO_PREFIX) if self._prefixed else self._first
-
-    @property
-    def _later(self) -> SentencePieceProcessor:
-        """The model for texts after added tokens."""
-        return self._first if self._legacy else self._bare
 
     def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:
         """Ids of plain text and, between, ids of `raw` tokens; see `Tokenizer.encode`."""
@@ -114,7 +103,7 @@ class SentencePieceEncoder:
     def _text(self, text: str, first: bool) -> list[int]:
         # A model that collapses spaces would strip leading spaces, except the one that it adds itself.
         spaced = self._collapses and text.startswith(" ")
-        processor = self._first if first or spaced else self._later
+        processor = self._first if first or spaced or self._legacy else self._bare
         try:
             ids: list[int] = processor.encode(text)
         except RuntimeError as error:

@@ -237,14 +237,10 @@ class CallStream:
             be a call of one of these.
         led: the reply begins after the format's `lead`.
         several: False leaves out everything after the first call.
-
-    Attributes:
-        called: whether there was a call.
     """
 
     def __init__(self, format: ToolFormat, names: Collection[str], *, led: bool = False, several: bool = True):
         self.format, self.names, self.several = format, names, several
-        self.called = False
         self._at = "call" if led and format.lead else "start"  # then "text", "closing", "gap", "end"
         self._closes = format.closing
         self._opened = True  # the call has an opening
@@ -337,7 +333,7 @@ class CallStream:
             calls = read_calls("".join(self._body), head[1] if head else "", quoted=self.format.quoted)
         if not calls or ((self.format.bare or not self._opened) and not all(name in self.names for name, _ in calls)):
             return self._reject()
-        self.called, self._parted = True, self._shown
+        self._parted = self._shown
         self._taken, self._body, self._brackets = [], [], None
         self._at = "closing" if self.several else "end"
         return [ToolCall(*call) for call in calls[: None if self.several else 1]]

@@ -1,6 +1,7 @@
 """Lara Mini (Translated, 2026): gated delta nets, windows and plain attention in turns, experts in every layer."""
 
 from dataclasses import replace
+from typing import Any
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, RECURRENT, SLIDING, Config, Recurrent
@@ -21,7 +22,7 @@ class LaraMini(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         width = fields.int("moe_intermediate_size", default=512)
-        sizes = {"kv_heads": 4, "head_dim": 128, "mlp_width": width}
+        sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": 128, "mlp_width": width}
         options = rotary(fields, positions=131072, tied=True, eps=1e-6, bias=False, **sizes)
         layers = options["layers"]
         kinds = layer_types(fields, [KINDS[i % len(KINDS)] for i in range(layers)], (RECURRENT, SLIDING, FULL))

@@ -52,7 +52,7 @@ class SarvamMla(Decoder):
         fields = renamed(fields, FIELDS)
         rope = fields.sub("rope_scaling")
         if rope and "deepseek_yarn" in (rope.config.get("type"), rope.config.get("rope_type")):
-            fields = fields.changed({"rope_scaling": rope.config | {"type": None, "rope_type": "yarn"}})
+            fields = fields.changed({"rope_scaling": {**rope.config, "type": None, "rope_type": "yarn"}})
         options = latent_attention(
             fields, positions=4096, mlp_width=16384, query_rank=0, interleaved=interleaved(fields)
         )

@@ -168,7 +168,7 @@ def test_a_constraint_that_allows_few_tokens_has_the_head_of_its_adapter(scores:
     found = []
     for whole in (False, True):
         if whole:
-            monkeypatch.setattr("engine.rules.few.FewAnswers.wanted", lambda *_: None)
+            monkeypatch.setattr("engine.rules.constrained.Constrained.few_tokens", lambda *_: None)
         found.append([])
         for name in NAMES:
             [result] = engine.generate([PROMPTS[0]], Trie(beams=2), adapter=name, **options)

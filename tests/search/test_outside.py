@@ -198,7 +198,7 @@ def test_the_chat_knows_it(engine: Engine, monkeypatch: pytest.MonkeyPatch, caps
     settings = Settings("count-up", {"count_up_file": Path("x")}, 8, False, ())
     shown = settings.shown()
     assert json.dumps(shown) and shown["search"] == "count-up" and shown["count_up_file"] == "x"
-    dialog = Dialog(Conversation(engine), settings, Screen(quiet=True), Interrupt(), commands=chat.COMMANDS)
+    dialog = dialog_of(engine, settings)
     dialog._obey("/set count_up_start=5 count-up-mode=down", False)
     assert (dialog.settings.shown()["count_up_start"], dialog.settings.shown()["count_up_mode"]) == (5, "down")
     for line, says in {
@@ -216,12 +216,18 @@ def test_the_chat_knows_it(engine: Engine, monkeypatch: pytest.MonkeyPatch, caps
     assert dialog.reply("hi").token_ids == list(range(30, 38))
 
 
+def dialog_of(engine: Engine, settings: Settings) -> Dialog:
+    args, screen = chat.parser().parse_args([]), Screen(quiet=True)
+    commands = {"commands": chat.COMMANDS, "aliases": chat.ALIASES}
+    return Dialog(Conversation(engine), settings, screen, Interrupt(), args, **commands)
+
+
 def test_regen_needs_no_seed(engine: Engine):
     """A search that draws may have no seed among its parameters, or none by default."""
     assert find_search("own:Drawn") == "drawn"
     for search, params in {"drawn": {"temperature": 0.5}, "aded": {"temperature": 0.5}}.items():
         settings = Settings(search, params, 3, False, ())
-        dialog = Dialog(Conversation(engine), settings, Screen(quiet=True), Interrupt(), commands=chat.COMMANDS)
+        dialog = dialog_of(engine, settings)
         dialog.reply("hi")
         dialog._obey("/regen", False)
         assert len(dialog.conversation.turns) == 1

@@ -123,7 +123,7 @@ def latent(config: Mapping[str, Any], layer: int) -> dict[str, Shape]:
         "self_attn.kv_a_proj_with_mqa.weight": (rank + turned, WIDTH), "self_attn.kv_a_layernorm.weight": (rank,),
         "self_attn.kv_b_proj.weight": (HEADS * (plain + value), rank),
     }  # fmt: skip
-    rest = ling(config | {"use_qkv_bias": False, "use_qk_norm": False}, layer)
+    rest = ling({**config, "use_qkv_bias": False, "use_qk_norm": False}, layer)
     bias = {"mlp.gate.e_score_correction_bias": rest.pop("mlp.gate.expert_bias")} if layer else {}
     return found | bias | {name: shape for name, shape in rest.items() if not name.startswith("attention.")}
 

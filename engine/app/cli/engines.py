@@ -39,7 +39,11 @@ def load_engine(args: argparse.Namespace, options: LoadOptions | None = None) ->
     if (prefix := getattr(args, "load_prefix", None)) is not None:
         engine.load_prefix(prefix)
     if (file := getattr(args, "draft_store", None)) is not None:
-        _open_store(_suffix_store(engine), file)
+        store = _suffix_store(engine)
+        if found := obstacle(file):
+            raise UsageError(f"the suffix store cannot be written: {found[0]}", where=found[1])
+        if os.path.exists(file):
+            store.load(file)
     return engine
 
 
@@ -76,12 +80,3 @@ def _suffix_store(engine: Engine) -> SuffixStore:
     if not isinstance(drafter, SuffixDrafter):
         raise UsageError("--draft-store: it has texts for suffix drafts", remedy="add --drafts suffix")
     return drafter.store
-
-
-def _open_store(store: SuffixStore, file: str) -> None:
-    """Read the texts of a file, if there is one; it will be replaced. Raises UsageError."""
-    if (found := obstacle(file)) is not None:
-        what, where = found
-        raise UsageError(f"the suffix store cannot be written: {what}", where=where)
-    if os.path.exists(file):
-        store.load(file)

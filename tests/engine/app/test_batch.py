@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from engine.app import batch, meter
+from engine.app import batch
 from engine.app.batch_flags import WITHOUT_EFFECT, deciding, make_parser
 from engine.app.records import read_lines
 from engine.engine import Engine
@@ -626,7 +626,7 @@ def test_progress(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert "2 lines, 12 new tokens in" in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     clock = iter(range(10**6))
-    monkeypatch.setattr(meter, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(batch, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert run(b"", "--input", path)[0] == 0
     err = capsys.readouterr().err
     assert "\r0/2 lines, " in err and "tokens/s, KV 0.0 MB\x1b[K" in err and err.count("\n") == 4

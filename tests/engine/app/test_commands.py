@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from engine import Engine, UsageError
 from engine.app import chat, transcript
-from engine.app.commands import COMMANDS
+from engine.app.commands import ALIASES, COMMANDS
 from engine.app.dialog import Dialog, Watch
 from engine.app.terminal import Interrupt, Label, Quit, Screen, state_folder
 from engine.conversation import Conversation, Dropped, Turn
@@ -75,11 +75,14 @@ def say(conversation: Conversation, user: str, search=None, **options) -> tuple[
 class Typing:
     """A dialog in this process, obeying line by line."""
 
-    def __init__(self, conversation: Conversation, search: str = "greedy", **options):
+    def __init__(self, conversation: Conversation, search: str = "greedy", file: Path | None = None, **options):
         params = {key: options.pop(key) for key in ("beams", "temperature", "seed") if key in options}
         self.screen = Screen(Terminal(), Terminal())
         values = chat.Settings(search, params, options.pop("max_new_tokens", 8), True, ())
-        self.dialog = Dialog(conversation, values, self.screen, Interrupt(), commands=COMMANDS, **options)
+        args = chat.parser().parse_args([] if file is None else ["--save", str(file)])
+        self.dialog = Dialog(
+            conversation, values, self.screen, Interrupt(), args, commands=COMMANDS, aliases=ALIASES, **options
+        )
 
     def __call__(self, line: str, quoted: bool = False) -> tuple[str, str]:
         """(stdout, stderr) of one line."""
@@ -461,9 +464,13 @@ def test_a_rescue_goes_where_it_can(conversation, state, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "t"))
     (tmp_path / "t").mkdir()
     typing.dialog.rescue()
+    assert not [*(tmp_path / "t").iterdir()]  # nothing is new
+    conversation.turns.append(Turn("Four", "a", "eos"))
+    typing.dialog.rescue()
     [folder] = (tmp_path / "t").iterdir()
     assert len(list(folder.iterdir())) == 1 and mode(folder) == 0o700
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    conversation.turns.append(Turn("Five", "a", "eos"))
     typing.dialog.rescue()
     assert "error: the conversation is lost: " in typing.screen.err.getvalue()
 

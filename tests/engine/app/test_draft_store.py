@@ -45,7 +45,7 @@ def test_an_interrupted_run_keeps_its_texts(tmp_path: Path, monkeypatch: pytest.
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("engine.app.meter.Meter.count", interrupted)
+    monkeypatch.setattr("engine.app.batch.Meter.count", interrupted)
     assert run("--drafts", "suffix", "--draft-store", str(tmp_path / "texts"))[0] == 130
     assert len(texts(tmp_path / "texts")) > 0
 

@@ -51,7 +51,7 @@ def test_the_head_is_evaluated_for_the_allowed_tokens_alone(engine, monkeypatch)
             widths.clear()
             with monkeypatch.context() as patch:
                 if whole:
-                    patch.setattr("engine.rules.few.FewAnswers.wanted", lambda *_: None)
+                    patch.setattr("engine.rules.constrained.Constrained.few_tokens", lambda *_: None)
                 search = Trie(beams=8, num_return_sequences=8)
                 [result] = engine.generate([[5, 6, 7]], search, constraint_scores=scores, **options)
             outputs.append(result.outputs)

@@ -294,7 +294,8 @@ def test_a_prompt_that_opens_a_thought(prompt, thinks):
     a, close = tokenizer.encode("a")[0], tokenizer.encode_rendered([("</think>", True)])[0]
     assert constrained.states.mask.allowed([state]).has([(0, a), (0, close), (0, 422)]) == [True, thinks, False]
     if thinks:
-        state = constrained.states.mask.advance(constrained.states.mask.advance(state, 300), close)
+        for token in (300, close):
+            [state] = constrained.states.mask.advance_all([state], [token])
         assert constrained.states.mask.allowed([state]).has([(0, a), (0, 300)]) == [True, False]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from engine import Engine
 from engine.demo import demo_folder
-from engine.serve import embeddings, http, texts
+from engine.serve import http, texts
 from tests.engine.test_rewards import SHAPE, TEMPLATE, scored
 from tools.random_checkpoint import make
 
@@ -61,7 +61,7 @@ def test_base64_holds_the_same_bits_as_digits(server):
     _, coded, _ = post(server, "/v1/embeddings", **given, encoding_format="base64")
     for one, other in zip(plain["data"], coded["data"], strict=True):
         digits = torch.tensor(one["embedding"], dtype=torch.float32)
-        assert embeddings.based(digits) == other["embedding"]
+        assert texts.based(digits) == other["embedding"]
 
 
 @pytest.mark.parametrize("form", ["text", "texts", "ids", "lists of ids", "mixed"])

@@ -7,7 +7,7 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs the extra test")
 
 from engine.serve.names import header_of, without_unknown  # noqa: E402
-from engine.text import infill  # noqa: E402
+from engine.text import prompting  # noqa: E402
 
 SEED = 7  # whose samples have other ranks by sums than by means
 HOT = [{"role": "user", "content": "What is the opposite of hot?"}]
@@ -140,8 +140,8 @@ def test_suffix_of_a_model_without_infill_tokens(server):
 
 def test_suffix(server, monkeypatch):
     """The demo has no such tokens: others stand for them."""
-    form = infill._Infill("<|system|>", "<|user|>", "<|assistant|>", ("<|end|>",))
-    monkeypatch.setattr(infill, "FORMS", (form,))
+    form = prompting._Infill("<|system|>", "<|user|>", "<|assistant|>", ("<|end|>",))
+    monkeypatch.setattr(prompting, "FORMS", (form,))
     engine = server.engine
     spans = [("<|system|>", True), ("One <|end|>", False), ("<|user|>", True), ("two", False), ("<|assistant|>", True)]
     ids = engine.tokenizer.encode("") + engine.tokenizer.encode_rendered(spans)

@@ -14,8 +14,6 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 httpx2 = pytest.importorskip("httpx2", reason="needs the extra test")
 
 from engine.serve.answers import error_body, status_of  # noqa: E402
-from engine.serve.embeddings import FIELDS as EMBEDDING_FIELDS  # noqa: E402
-from engine.serve.embeddings import read_embeddings  # noqa: E402
 from engine.serve.fields import read  # noqa: E402
 from engine.serve.names import (  # noqa: E402
     CHAT,
@@ -28,9 +26,8 @@ from engine.serve.names import (  # noqa: E402
     REFUSED,
     RENAMED,
 )
-from engine.serve.reranking import FIELDS as RERANK_FIELDS  # noqa: E402
-from engine.serve.reranking import read_rerank  # noqa: E402
 from engine.serve.responses import chat_body  # noqa: E402
+from engine.serve.texts import EMBEDDING_FIELDS, RERANK_FIELDS, read_embeddings, read_rerank  # noqa: E402
 
 PLAIN = [True, False, -1, 0, 1, 3, 10**18, -(10**18), 1e300, -0.5, 0.5, "", "x", "1", "\0", "😀" * 3]
 NESTED = [[], {}, [[]], [[[]]], [None], [1], [0.5], [1e300], ["x"], [1, "x"], [True], [[1, 2]], [[1], [2]], [{}]]

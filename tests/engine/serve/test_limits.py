@@ -621,7 +621,9 @@ def test_thoughts_come_apart_from_the_answer(server):
     from engine.serve.names import CHAT
     from engine.text.thinking import Thoughts
 
-    asked = Asked(server.app.served["demo"], CHAT, [], Thoughts("<think>", "</think>"), 1, True, False, "greedy", None)
+    asked = Asked(
+        server.app.served["demo"], CHAT, [], Thoughts("<think>", "</think>"), 1, 1, True, False, "greedy", None
+    )
     answers = Answers("x", asked)
     text = "<think>2 and 2</think>\n\nIt is 4."
     chunks = [chunk for i in range(0, len(text), 3) for chunk in answers.text(0, text[i : i + 3])]

@@ -9,7 +9,7 @@ import torch
 from engine import Engine
 from engine.cache.tree import TokenTree
 from engine.contract.top_sums import TopSums
-from engine.rules.edits import Edit
+from engine.rules.constrained import Edit
 from engine.step.packing import Chunk
 from engine.step.runner import Keep, PassWork
 from kernels.rows import top_sums

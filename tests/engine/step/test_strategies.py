@@ -14,7 +14,7 @@ SOME, SUMS = Few(Allowed.of([[3, 5]], 10), False), TopSums([0.0], 2)
 
 
 def share(few=None, sums=None, nodes=(1,)):
-    constrained = None if few is None else SimpleNamespace(few=SimpleNamespace(wanted=lambda tree, nodes: few or None))
+    constrained = None if few is None else SimpleNamespace(few_tokens=lambda tree, nodes: few or None)
     return SimpleNamespace(
         nodes=[*nodes],
         top_sums=sums,

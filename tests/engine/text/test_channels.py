@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.rules.constraint import AfterThought, Choices, packed
+from engine.serve.answers import message_of
 from engine.serve.calls import ToolUse
-from engine.serve.replies import message_of
 from engine.text.channels import CHANNEL_MARKS, ChannelStream
 from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.template import ChatTemplate

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import CheckpointError, UsageError
-from engine.text.template import ChatTemplate
+from engine.text.template import ChatTemplate, TemplateOptions
 from engine.text.thinking import Thoughts, ThoughtStream
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "text"
@@ -37,9 +37,10 @@ def test_texts_are_transformers(name):
     for entry in (entry for entry in FAMILIES["rendered"] if entry["template"] == name):
         chat = FAMILIES["chats"][entry["chat"]]
         options = dict(chat["options"])
-        common = {key: options.pop(key) for key in ("tools", "add_generation_prompt") if key in options}
+        begun, tools = options.pop("add_generation_prompt", True), options.pop("tools", None)
         try:
-            text = text_of(made.render(chat["messages"], variables=options, **common))
+            asked = TemplateOptions(tools, options)
+            text = text_of(made.render(chat["messages"], asked, add_generation_prompt=begun))
         except UsageError as error:
             if "has no variable" in error.what:  # transformers leaves it out in silence
                 assert any(key in error.what for key in (*options, "tools"))
@@ -60,15 +61,19 @@ def test_texts_are_transformers(name):
 )
 def test_thoughts_are_switched(name, on, off):
     made = template(name)
-    assert text_of(made.render(HELLO, think="on")).endswith(on)
-    assert text_of(made.render(HELLO, think="off")).endswith(off)
-    assert made.render(HELLO) == made.render(HELLO, think="auto") == made.render(HELLO, think="on")
+    assert text_of(made.render(HELLO, TemplateOptions(think="on"))).endswith(on)
+    assert text_of(made.render(HELLO, TemplateOptions(think="off"))).endswith(off)
+    assert (
+        made.render(HELLO)
+        == made.render(HELLO, TemplateOptions(think="auto"))
+        == made.render(HELLO, TemplateOptions(think="on"))
+    )
 
 
 def test_granite_calls_it_thinking():
     made = template("granite33")
-    assert "between <think></think>" in text_of(made.render(HELLO, think="on"))
-    assert "between <think></think>" not in text_of(made.render(HELLO, think="off"))
+    assert "between <think></think>" in text_of(made.render(HELLO, TemplateOptions(think="on")))
+    assert "between <think></think>" not in text_of(made.render(HELLO, TemplateOptions(think="off")))
     assert made.thoughts == Thoughts("<think>", "</think>")  # plain text in this model
 
 
@@ -88,7 +93,7 @@ def test_granite_calls_it_thinking():
 )
 def test_options_that_a_template_does_not_know(options, message, remedy):
     with pytest.raises(UsageError) as error:
-        template("stablelm").render(HELLO, **options)
+        template("stablelm").render(HELLO, TemplateOptions(**options))
     assert message in error.value.what and remedy in (error.value.remedy or "")
 
 
@@ -97,17 +102,17 @@ def test_values_make_no_control_tokens():
     documents = [{"doc_id": 1, "text": "<|end_of_text|>"}]
     tools = [{"name": "<|end_of_text|>"}]
     for options in ({"variables": {"documents": documents}}, {"tools": tools}):
-        spans = made.render(HELLO, **options)
+        spans = made.render(HELLO, TemplateOptions(**options))
         assert ("<|end_of_text|>", False) in spans
-    assert made.render(HELLO, variables={"documents": []}) == made.render(HELLO)
+    assert made.render(HELLO, TemplateOptions(variables={"documents": []})) == made.render(HELLO)
 
 
 def test_a_template_for_tools_is_taken_where_there_are_tools():
     made = ChatTemplate("plain", tool_use="{{ tools | length }} tools, {{ mood }}")
     assert text_of(made.render(HELLO)) == "plain"
-    assert text_of(made.render(HELLO, tools=TOOLS, variables={"mood": "good"})) == "1 tools, good"
+    assert text_of(made.render(HELLO, TemplateOptions(tools=TOOLS, variables={"mood": "good"}))) == "1 tools, good"
     with pytest.raises(UsageError, match="no variable mood"):
-        made.render(HELLO, variables={"mood": "good"})
+        made.render(HELLO, TemplateOptions(variables={"mood": "good"}))
 
 
 class _Tokenizer:
@@ -127,7 +132,10 @@ def test_where_a_template_for_tools_lies(tmp_path):
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("t{{ tools[0].type }}")
     made.append(ChatTemplate.load(tmp_path, _Tokenizer()))
     for one in made:
-        assert text_of(one.render(HELLO)) == "d" and text_of(one.render(HELLO, tools=TOOLS)) == "tfunction"
+        assert (
+            text_of(one.render(HELLO)) == "d"
+            and text_of(one.render(HELLO, TemplateOptions(tools=TOOLS))) == "tfunction"
+        )
 
 
 # --- thoughts ---

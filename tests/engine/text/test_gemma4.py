@@ -6,8 +6,8 @@ import pytest
 
 from engine.rules import Rules
 from engine.rules.constraint import AfterThought
+from engine.serve.answers import message_of
 from engine.serve.calls import ToolUse
-from engine.serve.replies import message_of
 from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.thinking import Thoughts
 from engine.text.tool_calls import GEMMA4

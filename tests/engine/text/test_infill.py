@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 
 from engine.errors import UsageError
-from engine.text.infill import FORMS, infill
+from engine.text.prompting import FORMS, infill
 from engine.text.tokenizer import Tokenizer
 
 LETTERS = [*map(chr, range(33, 127)), *"▁｜"]

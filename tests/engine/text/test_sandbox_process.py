@@ -30,7 +30,7 @@ def rendered(source: str = "{{ messages[0].content }}") -> str:
 
 def pid() -> int:
     assert sandbox_process.TEMPLATES.process is not None
-    return sandbox_process.TEMPLATES.process.pid
+    return sandbox_process.TEMPLATES.process._popen.pid
 
 
 def gone(number: int) -> bool:
@@ -87,9 +87,9 @@ def test_an_idle_process_ends(monkeypatch):
     monkeypatch.setattr(sandbox_process, "_Process", lambda of: started.append(start(of)) or started[-1])
     monkeypatch.setattr(sandbox_process, "IDLE_SECONDS", 0.3)
     rendered()
-    assert soon(lambda: gone(started[0].pid)) and sandbox_process.TEMPLATES.process is None
+    assert soon(lambda: gone(started[0]._popen.pid)) and sandbox_process.TEMPLATES.process is None
     monkeypatch.setattr(sandbox_process, "IDLE_SECONDS", 60.0)
-    assert rendered() == "hi" and pid() != started[0].pid
+    assert rendered() == "hi" and pid() != started[0]._popen.pid
 
 
 def test_a_process_in_use_does_not_count_as_idle(monkeypatch):
@@ -150,7 +150,7 @@ def test_it_ends_with_the_program(end):
         from engine.text import sandbox_process
         from engine.text.template import ChatTemplate
         ChatTemplate("x").render([{{"role": "user", "content": "hi"}}])
-        print(sandbox_process.TEMPLATES.process.pid, flush=True)
+        print(sandbox_process.TEMPLATES.process._popen.pid, flush=True)
         {end}
     """)
     assert soon(lambda: gone(int(done.stdout)))
@@ -168,7 +168,7 @@ def test_an_interrupt_leaves_no_answer_for_the_next_request(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         rendered("other")
     monkeypatch.undo()
-    assert gone(process.pid) and rendered() == "hi"
+    assert gone(process._popen.pid) and rendered() == "hi"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -182,7 +182,7 @@ def test_a_fork_has_a_process_of_its_own():
         template = ChatTemplate("{{ messages[0].content }}")
         render = lambda text: "".join(t for t, _ in template.render([{"role": "user", "content": text}]))
         render("x")
-        own = sandbox_process.TEMPLATES.process.pid
+        own = sandbox_process.TEMPLATES.process._popen.pid
         stop = threading.Event()
         def busy():
             while not stop.is_set():
@@ -193,11 +193,11 @@ def test_a_fork_has_a_process_of_its_own():
         for n in range(8):
             child = os.fork()
             if not child:
-                os._exit(0 if render(str(n)) == str(n) and sandbox_process.TEMPLATES.process.pid != own else 1)
+                os._exit(0 if render(str(n)) == str(n) and sandbox_process.TEMPLATES.process._popen.pid != own else 1)
             assert os.waitpid(child, 0)[1] == 0
         stop.set()
         thread.join()
-        assert render("x") == "x" and sandbox_process.TEMPLATES.process.pid == own
+        assert render("x") == "x" and sandbox_process.TEMPLATES.process._popen.pid == own
         if not os.fork():
             os.close(1), os.close(2)
             time.sleep(60)  # holds whatever it inherited
