@@ -270,7 +270,11 @@ def any_of(spellings: Iterable[str], words: Collection[str] = ()) -> re.Pattern[
     """
     ends = {spelling: "" for spelling in spellings}
     ends |= {word: f"(?!{_word()})(?<!{_word()}{re.escape(word)})" for word in words}
-    return re.compile(_trie(ends) if ends else "(?!)")
+    try:
+        return re.compile(_trie(ends) if ends else "(?!)")
+    except RecursionError:  # hundreds of spellings, each the beginning of the next
+        longest = sorted(ends, key=len, reverse=True)
+        return re.compile("|".join(re.escape(spelling) + ends[spelling] for spelling in longest))
 
 
 @functools.cache

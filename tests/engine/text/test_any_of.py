@@ -1,4 +1,4 @@
-"""The pattern of added tokens: spellings that differ by a number are found as without the short form."""
+"""The pattern of added tokens finds the spellings that a list of alternatives finds."""
 
 import random
 import re
@@ -50,3 +50,8 @@ def test_thousands_are_a_short_pattern():
     assert len(found.pattern) < 1000
     assert found.findall("".join([*spellings, "<unused6242>", "<pad>"])) == [*spellings, "<pad>"]
     assert any_of([]).search("") is None
+
+
+def test_a_long_chain_of_beginnings():
+    found = any_of(["a" * i for i in range(1, 1500)], ["aa"])
+    assert found.findall("a" * 1600) == ["a" * 1499, "a" * 101]
