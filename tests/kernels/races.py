@@ -119,6 +119,8 @@ def watching(seed):
     old = {name: getattr(cls, name) for name in (
         "set_grid_dim", "set_grid_idx", "create_masked_load", "create_masked_store", "create_atomic_rmw",
         "create_barrier")}  # fmt: skip
+    if hasattr(cls, "get_cache_policy"):  # since triton 3.9, which passes its result in the modifier's place
+        old["get_cache_policy"] = cls.get_cache_policy
     call = executor.__call__
 
     def run(self, *args, **options):
@@ -134,8 +136,11 @@ def watching(seed):
         old["set_grid_idx"](self, *watch.order[(x * height + y) * depth + z])
 
     def create_masked_load(self, ptrs, mask, other, cache_modifier, *rest):
-        watch.load(self.grid_idx, live(ptrs, mask), "CG" in str(cache_modifier))
+        watch.load(self.grid_idx, live(ptrs, mask), "CG" in str(cache_modifier).upper())
         return old["create_masked_load"](self, ptrs, mask, other, cache_modifier, *rest)
+
+    def get_cache_policy(self, cache_modifier, eviction_policy):
+        return cache_modifier
 
     def create_masked_store(self, ptrs, value, mask, *rest):
         watch.store(self.grid_idx, live(ptrs, mask))
