@@ -154,7 +154,7 @@ def common_prefix(conversation: Conversation, prompt: str | None) -> list[int]:
 
 def plan(args: argparse.Namespace) -> str:
     """The table of `--plan`. Raises CoppiceError."""
-    alone = {"draft": None, "reward": None, "memory": None, "workload": None}
+    alone = {"draft": None, "reward": None, "workload": None}
     options = replace(cli.load_options(args), shard=Shard(0, args.processes), **alone)
     with outlined(args.plan, not args.quiet) as (folder, missing):
         found = replace(options, folder=folder)

@@ -352,7 +352,8 @@ def table(options: LoadOptions, search_of: Any, new: int) -> str:
 
     Args:
         options: how the model is to be loaded, except its formats. Prompt and reply have `context` tokens; None: all
-            that the checkpoint is made for, 4096 if it has no limit.
+            that the checkpoint is made for, 4096 if it has no limit. With `memory`, the table also has the tokens for
+            which that leaves room.
         search_of: a number of beams -> a search.
         new: tokens of the reply.
 
@@ -369,7 +370,9 @@ def table(options: LoadOptions, search_of: Any, new: int) -> str:
     new = min(new, context - 1) or 1
     start, runtime = peak(), runtime_bytes()  # a small model takes less than the imports did
     touched, of_experts = [], []
-    rows = [("weights", "", "cache", "", "beams", "tokens", "scratch", "runtime", "total")]
+    memory = None if options.memory is None else memory_bytes(options, torch.get_num_threads())
+    rows = [["weights", "", "cache", "", "beams", "tokens", "scratch", "runtime", "total"]]
+    rows[0] += [] if memory is None else [f"in {size_text(memory)}"]
     for quant in quants:
         if FORMATS[quant].why_not(device) is not None:
             continue
@@ -391,15 +394,16 @@ def table(options: LoadOptions, search_of: Any, new: int) -> str:
                 numbers = (weights, planned.cache(tokens), scratch, others, max(start, planned.total(tokens)))
                 w, k, s, r, t = map(_megabytes, numbers)
                 dtype = str(dtype_of_cache(kv_dtype, precision.dtype)).removeprefix("torch.")
-                rows.append(("own" if own else quant, w, dtype, k, str(beams), str(tokens), s, r, t))
+                rows.append(["own" if own else quant, w, dtype, k, str(beams), str(tokens), s, r, t])
+                rows[-1] += [] if memory is None else [str(max(0, planned.left(memory) // planned.token))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = (1, 3, 4, 5, 6, 7, 8)
     lines = [
-        "  ".join(f"{x:>{n}}" if i in right else f"{x:{n}}" for i, (x, n) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(f"{x:{n}}" if i in (0, 2) else f"{x:>{n}}" for i, (x, n) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]
     title = f"{checkpoint.name}: {precision}; a prompt of {context - new} tokens, {new} new ones"
     notes = "runtime: Python, torch, kernels, tokenizer; tokens: the most that all beams can hold; nothing was read."
+    notes += "" if memory is None else f"\n{rows[0][-1]}: the tokens for which --memory leaves room."
     if (mixed := size.config.experts) is not None:
         chosen = f"{mixed.routing.chosen} of {mixed.count} experts of a layer"
         notes += f"\nA token chooses {chosen}: a pass of one token reads {', '.join(touched)} of matrices."

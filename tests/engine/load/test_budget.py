@@ -376,6 +376,15 @@ def test_the_table(checkpoint, capsys):
     assert [row.split()[6:8] for row in rows[:3]] == [["1", "1023"], ["4", "1092"], ["15", "1345"]]
 
 
+def test_the_table_with_a_limit(checkpoint, capsys):
+    for limit, fits in (("4G", True), ("20M", False)):
+        assert main(["--plan", str(checkpoint), "--context", "1024", "--memory", limit]) == 0
+        _, _, heads, first, *_, note = capsys.readouterr().out.splitlines()
+        room = int(first.split()[-1])
+        assert heads.split()[-3] == "in" and note.startswith(f"{heads[heads.index('in ') :]}: the tokens")
+        assert room > int(first.split()[7]) if fits else room == 0
+
+
 def test_the_table_reads_no_weights(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights are read"))
     assert main(["--plan", str(checkpoint)]) == 0
