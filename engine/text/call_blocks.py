@@ -20,7 +20,8 @@ from engine.text.call_literals import Call, read_calls
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _STRING = '" string="'
-_FENCED = re.compile(r"\s*(\S+)\s*```(?:json)?\s*(.*?)\s*```\s*", re.S)
+_FENCED = re.compile(rf"\s*({_NAME.pattern})\s*```(?:json)?(.*)```\s*", re.S)
+_SPACE = re.compile(r"\s*")
 _WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -55,9 +56,8 @@ class Blocks:
         """
         text, found, at = text.removesuffix(closing), list[Call](), 0
         opening, middle, end = self.call
-        while text[at:].strip():
-            begin = text.find(opening, at)
-            if begin < 0 or text[at:begin].strip():
+        while (begin := _after_space(text, at)) < len(text):
+            if not text.startswith(opening, begin):
                 return []
             begin += len(opening)
             ends = text.find(end, begin) if end else len(text)
@@ -88,11 +88,10 @@ class Blocks:
         assert self.item is not None
         (opening, middle, end), at, arguments = self.item, 0, dict[str, Any]()
         schemas = _object(_object(functions.get(name)).get("properties"))
-        while body[at:].strip():
-            begin = body.find(opening, at)
-            split = body.find(middle, begin + len(opening)) if begin >= 0 else -1
+        while (begin := _after_space(body, at)) < len(body):
+            split = body.find(middle, begin + len(opening)) if body.startswith(opening, begin) else -1
             ends = body.find(end, split + len(middle)) if split >= 0 else -1
-            if ends < 0 or body[at:begin].strip():
+            if ends < 0:
                 return None
             key, stated, string = body[begin + len(opening) : split].partition(_STRING)
             value = body[split + len(middle) : ends].removeprefix("\n").removesuffix("\n")
@@ -135,6 +134,12 @@ class Until:
         at = whole.find(self._closing)
         self._tail = whole[len(whole) - min(len(whole), len(self._closing) - 1) :]
         return at + len(self._closing) - before if at >= 0 else -1
+
+
+def _after_space(text: str, at: int) -> int:
+    """The place of the next character that is no white space, or the end."""
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
 
 
 def _object(value: Any) -> Mapping[str, Any]:

@@ -309,9 +309,9 @@ class CallStream:
 
     def _call(self, last: bool) -> list[str | ToolCall]:
         if self._brackets is None:
-            at = self._begin(self._held)
-            if at is None and self._opened and self.format.blocks:
-                begun = self.format.blocks.begins(self._held.lstrip())
+            at, lead = self._begin(self._held), self._held.lstrip()
+            if at is None and self._opened and self.format.blocks and len(self._held) - len(lead) <= MOST_SPACE:
+                begun = self.format.blocks.begins(lead)
                 at, self._brackets = (0, Until(self._closes)) if begun else (None if begun is False else -1, None)
             if at is None:
                 return self._reject()

@@ -137,6 +137,7 @@ CASES = [
     ),
     (DEEPSEEK, f"<｜tool▁calls▁begin｜>{FENCED}\n{FENCED}<｜tool▁calls▁end｜>", [F, F]),
     (DEEPSEEK, "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>", ["<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>"]),
+    (QWEN35, f"<tool_call>{' ' * 65}{FUNCTION}</tool_call>", [f"<tool_call>{' ' * 65}{FUNCTION}</tool_call>"]),
     (KIMI, f"Hi.<|tool_calls_section_begin|>{KIMI_F}<|tool_calls_section_end|>", ["Hi.", F]),
     (GRANITE, f"<|tool_call|>[{ONE}, {TWO}]", [F, G]),
     (PHI4, f"<|tool_call|>[{ONE}]<|/tool_call|>", [F]),
@@ -297,8 +298,9 @@ def test_the_work_grows_with_the_text_and_no_faster():
         " " * 40_000,
         "[TOOL_CALLS]f" * 4_000,
         "<tool_call>f" * 9_000,
+        "<｜tool▁calls▁begin｜>" + FENCED.replace("json\n", " " * 6_000).replace("\n```<", "<"),
     ):
-        for format in (HERMES, LLAMA3, MISTRAL, GEMMA4, QWEN35, KEYS):
+        for format in (HERMES, LLAMA3, MISTRAL, GEMMA4, QWEN35, KEYS, DEEPSEEK):
             assert read(format, text, several=True) == [text]
     assert time.process_time() - start < 20
 
