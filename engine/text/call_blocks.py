@@ -11,6 +11,7 @@
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class Blocks:
     def _call(self, name: str, body: str, functions: Mapping[str, Any]) -> Call | None:
         before, after = self.named
         if after:
-            name = name.removeprefix(before).rpartition(after)[0] or name
+            name = name.removeprefix(before)
+            name = name.rpartition(after)[0] or name
         if self.item is not None:
             return self._arguments(name, body, functions)
         if fenced := _FENCED.fullmatch(body) if name == "function" else None:
@@ -159,6 +161,11 @@ def _is_text(schema: Any) -> bool:
 def _value(text: str) -> Any:
     """A value that may be JSON, and is a text otherwise."""
     try:
-        return json.loads(text, parse_constant=str)
+        return json.loads(text, parse_constant=str, parse_float=_finite)
     except (ValueError, RecursionError):
         return _WORDS.get(text.strip(), text)
+
+
+def _finite(digits: str) -> float | str:
+    """A number, if a float can hold it: JSON has no other."""
+    return number if math.isfinite(number := float(digits)) else digits

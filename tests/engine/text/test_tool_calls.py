@@ -139,6 +139,7 @@ CASES = [
     (DEEPSEEK, "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>", ["<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>"]),
     (QWEN35, f"<tool_call>{' ' * 65}{FUNCTION}</tool_call>", [f"<tool_call>{' ' * 65}{FUNCTION}</tool_call>"]),
     (KIMI, f"Hi.<|tool_calls_section_begin|>{KIMI_F}<|tool_calls_section_end|>", ["Hi.", F]),
+    (KIMI, f"<|tool_calls_section_begin|>{KIMI_F.replace(':0', '')}<|tool_calls_section_end|>", [F]),
     (GRANITE, f"<|tool_call|>[{ONE}, {TWO}]", [F, G]),
     (PHI4, f"<|tool_call|>[{ONE}]<|/tool_call|>", [F]),
     (NEMOTRON, f"<TOOLCALL>[{ONE}]</TOOLCALL>", [F]),
@@ -332,10 +333,10 @@ def test_the_format_of_a_template(template, added, format):
 
 def test_schemas_tell_texts_from_other_values():
     properties = {"a": {"type": "string"}, "b": {"enum": ["1", "2"]}, "c": {"type": ["string", "null"]}, "d": {}}
-    values = "".join(f"<parameter={key}>1</parameter>" for key in properties)
+    values = "".join(f"<parameter={key}>1</parameter>" for key in properties) + "<parameter=x>[-1e999]</parameter>"
     stream = CallStream(QWEN35, {"f": {"properties": properties}})
     found = stream.push(f"<tool_call><function=f>{values}<parameter=e>True</parameter></function></tool_call>")
-    assert found == [ToolCall("f", '{"a": "1", "b": "1", "c": 1, "d": 1, "e": true}')]
+    assert found == [ToolCall("f", '{"a": "1", "b": "1", "c": 1, "d": 1, "x": ["-1e999"], "e": true}')]
 
 
 @pytest.mark.parametrize("format", [HERMES, LLAMA3, MISTRAL, LFM2, GEMMA4, *TAGGED])
