@@ -31,7 +31,7 @@ class Blocks:
     """The tags of a form.
 
     Args:
-        call: before the name, after it, after the arguments.
+        call: before the name, after it, after the arguments; "": nothing, so that only the block's closing ends a call.
         item: before a key, between key and value, after the value; None: the arguments are JSON.
         named: the text before a name that is left out, and what separates it from a number.
     """

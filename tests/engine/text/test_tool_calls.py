@@ -51,6 +51,7 @@ CODE = (
     "<function=f><parameter=a>\nx < 1\n\n  }\n</parameter><parameter=b>[1, {}]</parameter>"
     "<parameter=c>Ö</parameter></function>"
 )
+KEYED = "<arg_key>a</arg_key><arg_value>1</arg_value>"
 INVOKE = '<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>'
 TEXT = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter></｜DSML｜invoke>'
 FENCED = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
@@ -127,6 +128,8 @@ CASES = [
     (KEYS, "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call><tool_call>g</tool_call>", [F, G]),
     (KEYS, "<tool_call>not a call</tool_call>", ["<tool_call>not a call</tool_call>"]),
     (KEYS, "<tool_call>f<arg_key>a</arg_key></tool_call>", ["<tool_call>f<arg_key>a</arg_key></tool_call>"]),
+    (KEYS, "<tool_call>get_wea", ["<tool_call>get_wea"]),
+    (KEYS, f"<tool_call>f{KEYED}", [f"<tool_call>f{KEYED}"]),
     (MINIMAX, f'<minimax:tool_call>\n{INVOKE}\n<invoke name="g">\n</invoke>\n</minimax:tool_call>', [F, G]),
     (DSML, "<｜DSML｜function_calls>\n" + INVOKE.replace("<", "<｜DSML｜").replace("<｜DSML｜/", "</｜DSML｜"), [F]),
     (DSML, f"<｜DSML｜function_calls>{TEXT}</｜DSML｜function_calls>", [ToolCall("f", '{"a": "1"}')]),
