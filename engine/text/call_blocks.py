@@ -13,16 +13,19 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.text.call_literals import Call, read_calls
 
+FIRST = 16  # alternatives of a schema that are looked at, because each argument of a reply is
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _STRING = '" string="'
 _FENCED = re.compile(rf"\s*({_NAME.pattern})\s*```(?:json)?(.*)```\s*", re.S)
 _SPACE = re.compile(r"\s*")
+_KINDS: dict[type, set[str]] = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}}
+_KINDS |= {type(None): {"null"}, list: {"array"}, dict: {"object"}}
 _WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -99,8 +102,8 @@ class Blocks:
             value = body[split + len(middle) : ends].removeprefix("\n").removesuffix("\n")
             if opening == KEYS.call[1]:
                 value = value.strip().removeprefix("<arg_value>")
-            text = string == "true" if stated else _is_text(schemas.get(key.strip()))
-            arguments[key.strip()] = value if text else _value(value)
+            schema = {"type": "string" if string == "true" else []} if stated else schemas.get(key.strip())
+            arguments[key.strip()] = _value(value, _kinds(schema))
             at = ends + len(end)
         return name, json.dumps(arguments, ensure_ascii=False)
 
@@ -148,22 +151,29 @@ def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _is_text(schema: Any) -> bool:
-    """Whether values of a schema are texts only."""
+def _kinds(schema: Any, most: int = 1) -> set[str]:
+    """The types of the values of a schema, whose parts may be alternatives `most` levels deep; none if it does not
+    tell."""
     schema = _object(schema)
-    kinds = schema.get("type")
-    if kinds is not None:
-        return kinds == "string" or kinds == ["string"]
-    values = schema.get("enum")
-    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+    if (kinds := schema.get("type")) is not None:
+        return {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+    if isinstance(values := schema.get("enum"), list):
+        return {"string" if isinstance(value, str) else "other" for value in values[:FIRST]}
+    parts = schema.get("anyOf", schema.get("oneOf"))
+    found = [_kinds(part, most - 1) for part in parts[:FIRST]] if most and isinstance(parts, list) else []
+    return set().union(*found) if all(found) else set()
 
 
-def _value(text: str) -> Any:
-    """A value that may be JSON, and is a text otherwise."""
+def _value(text: str, kinds: Collection[str]) -> Any:
+    """The value that a text between tags is, if it may be of these types (none: of any): JSON, else the text."""
+    if kinds == {"string"}:
+        return text
     try:
-        return json.loads(text, parse_constant=str, parse_float=_finite)
+        value = json.loads(text, parse_constant=str, parse_float=_finite)
     except (ValueError, RecursionError):
-        return _WORDS.get(text.strip(), text)
+        value = _WORDS.get(text.strip(), text)
+    fits = "string" not in kinds or "other" in kinds or not _KINDS.get(type(value), set()).isdisjoint(kinds)
+    return value if fits else text
 
 
 def _finite(digits: str) -> float | str:

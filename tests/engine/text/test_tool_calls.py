@@ -334,12 +334,38 @@ def test_the_format_of_a_template(template, added, format):
     assert format_of(template, added) is format
 
 
-def test_schemas_tell_texts_from_other_values():
-    properties = {"a": {"type": "string"}, "b": {"enum": ["1", "2"]}, "c": {"type": ["string", "null"]}, "d": {}}
-    values = "".join(f"<parameter={key}>1</parameter>" for key in properties) + "<parameter=x>[-1e999]</parameter>"
-    stream = CallStream(QWEN35, {"f": {"properties": properties}})
-    found = stream.push(f"<tool_call><function=f>{values}<parameter=e>True</parameter></function></tool_call>")
-    assert found == [ToolCall("f", '{"a": "1", "b": "1", "c": 1, "d": 1, "x": ["-1e999"], "e": true}')]
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "1", "1"),
+        ({"type": "string"}, "null", "null"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"type": ["string", "null"]}, "1", "1"),
+        (OPTIONAL, "[1]", "[1]"),
+        (OPTIONAL, '"a"', '"a"'),
+        (OPTIONAL, "null", None),
+        (OPTIONAL, "None", None),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "1", 1),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "1.5", "1.5"),
+        ({"anyOf": [OPTIONAL]}, "1", 1),
+        ({"anyOf": [{"$ref": "#/x"}, {"type": "string"}]}, "1", 1),
+        ({"anyOf": 5, "type": [5]}, "1", 1),
+        ({}, "1", 1),
+        ({}, "True", True),
+        ({}, "[-1e999]", ["-1e999"]),
+        ({}, "one", "one"),
+    ],
+)
+def test_schemas_tell_texts_from_other_values(schema, text, value):
+    stream = CallStream(QWEN35, {"f": {"properties": {"a": schema}}})
+    block = f"<function=f><parameter=a>{text}</parameter></function>"
+    [call] = stream.push(f"<tool_call>{block}</tool_call>")
+    assert isinstance(call, ToolCall) and json.loads(call.arguments) == {"a": value}
+    assert type(json.loads(call.arguments)["a"]) is type(value)
 
 
 @pytest.mark.parametrize("format", [HERMES, LLAMA3, MISTRAL, LFM2, GEMMA4, *TAGGED])
