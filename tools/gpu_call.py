@@ -161,14 +161,19 @@ class Call:
             return str(error)
         reader = threading.Thread(target=self.read, args=(process.stdout, step.name == "tests"), daemon=True)
         reader.start()
-        for patience, number in ((seconds, signal.SIGINT), (STOPPING, signal.SIGKILL), (STOPPING, None)):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
-                break
-            if number == signal.SIGINT:  # it ends what it has started, and tells what it knows
-                process.send_signal(number)
-            elif number is not None:
-                os.killpg(process.pid, number)
+        try:
+            for patience, number in ((seconds, signal.SIGINT), (STOPPING, signal.SIGKILL), (STOPPING, None)):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(patience)
+                    break
+                if number == signal.SIGINT:  # it ends what it has started, and tells what it knows
+                    process.send_signal(number)
+                elif number is not None:
+                    os.killpg(process.pid, number)
+        except KeyboardInterrupt:  # which a process of another group does not get: it would keep the GPU
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(STOPPING)
+            raise
         reader.join(2)  # what it has left behind may keep the pipe open
         code = process.poll()
         return "none" if code is None else code

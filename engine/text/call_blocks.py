@@ -11,16 +11,21 @@
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.text.call_literals import Call, read_calls
 
+FIRST = 16  # alternatives of a schema that are looked at, because each argument of a reply is
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _STRING = '" string="'
-_FENCED = re.compile(r"\s*(\S+)\s*```(?:json)?\s*(.*?)\s*```\s*", re.S)
+_FENCED = re.compile(rf"\s*({_NAME.pattern})\s*```(?:json)?(.*)```\s*", re.S)
+_SPACE = re.compile(r"\s*")
+_KINDS: dict[type, set[str]] = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}}
+_KINDS |= {type(None): {"null"}, list: {"array"}, dict: {"object"}}
 _WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -29,7 +34,7 @@ class Blocks:
     """The tags of a form.
 
     Args:
-        call: before the name, after it, after the arguments.
+        call: before the name, after it, after the arguments; "": nothing, so that only the block's closing ends a call.
         item: before a key, between key and value, after the value; None: the arguments are JSON.
         named: the text before a name that is left out, and what separates it from a number.
     """
@@ -55,9 +60,8 @@ class Blocks:
         """
         text, found, at = text.removesuffix(closing), list[Call](), 0
         opening, middle, end = self.call
-        while text[at:].strip():
-            begin = text.find(opening, at)
-            if begin < 0 or text[at:begin].strip():
+        while (begin := _after_space(text, at)) < len(text):
+            if not text.startswith(opening, begin):
                 return []
             begin += len(opening)
             ends = text.find(end, begin) if end else len(text)
@@ -76,7 +80,8 @@ class Blocks:
     def _call(self, name: str, body: str, functions: Mapping[str, Any]) -> Call | None:
         before, after = self.named
         if after:
-            name = name.removeprefix(before).rpartition(after)[0] or name
+            name = name.removeprefix(before)
+            name = name.rpartition(after)[0] or name
         if self.item is not None:
             return self._arguments(name, body, functions)
         if fenced := _FENCED.fullmatch(body) if name == "function" else None:
@@ -88,18 +93,17 @@ class Blocks:
         assert self.item is not None
         (opening, middle, end), at, arguments = self.item, 0, dict[str, Any]()
         schemas = _object(_object(functions.get(name)).get("properties"))
-        while body[at:].strip():
-            begin = body.find(opening, at)
-            split = body.find(middle, begin + len(opening)) if begin >= 0 else -1
+        while (begin := _after_space(body, at)) < len(body):
+            split = body.find(middle, begin + len(opening)) if body.startswith(opening, begin) else -1
             ends = body.find(end, split + len(middle)) if split >= 0 else -1
-            if ends < 0 or body[at:begin].strip():
+            if ends < 0:
                 return None
             key, stated, string = body[begin + len(opening) : split].partition(_STRING)
             value = body[split + len(middle) : ends].removeprefix("\n").removesuffix("\n")
             if opening == KEYS.call[1]:
                 value = value.strip().removeprefix("<arg_value>")
-            text = string == "true" if stated else _is_text(schemas.get(key.strip()))
-            arguments[key.strip()] = value if text else _value(value)
+            schema = {"type": "string" if string == "true" else []} if stated else schemas.get(key.strip())
+            arguments[key.strip()] = _value(value, _kinds(schema))
             at = ends + len(end)
         return name, json.dumps(arguments, ensure_ascii=False)
 
@@ -137,23 +141,41 @@ class Until:
         return at + len(self._closing) - before if at >= 0 else -1
 
 
+def _after_space(text: str, at: int) -> int:
+    """The place of the next character that is no white space, or the end."""
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
+
+
 def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _is_text(schema: Any) -> bool:
-    """Whether values of a schema are texts only."""
+def _kinds(schema: Any, most: int = 1) -> set[str]:
+    """The types of the values of a schema, whose parts may be alternatives `most` levels deep; none if it does not
+    tell."""
     schema = _object(schema)
-    kinds = schema.get("type")
-    if kinds is not None:
-        return kinds == "string" or kinds == ["string"]
-    values = schema.get("enum")
-    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+    if (kinds := schema.get("type")) is not None:
+        return {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+    if isinstance(values := schema.get("enum"), list):
+        return {"string" if isinstance(value, str) else "other" for value in values[:FIRST]}
+    parts = schema.get("anyOf", schema.get("oneOf"))
+    found = [_kinds(part, most - 1) for part in parts[:FIRST]] if most and isinstance(parts, list) else []
+    return set().union(*found) if all(found) else set()
 
 
-def _value(text: str) -> Any:
-    """A value that may be JSON, and is a text otherwise."""
+def _value(text: str, kinds: Collection[str]) -> Any:
+    """The value that a text between tags is, if it may be of these types (none: of any): JSON, else the text."""
+    if kinds == {"string"}:
+        return text
     try:
-        return json.loads(text, parse_constant=str)
+        value = json.loads(text, parse_constant=str, parse_float=_finite)
     except (ValueError, RecursionError):
-        return _WORDS.get(text.strip(), text)
+        value = _WORDS.get(text.strip(), text)
+    fits = "string" not in kinds or "other" in kinds or not _KINDS.get(type(value), set()).isdisjoint(kinds)
+    return value if fits else text
+
+
+def _finite(digits: str) -> float | str:
+    """A number, if a float can hold it: JSON has no other."""
+    return number if math.isfinite(number := float(digits)) else digits

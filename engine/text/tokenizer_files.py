@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import re
-import unicodedata
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -279,11 +278,12 @@ def any_of(spellings: Iterable[str], words: Collection[str] = ()) -> re.Pattern[
 
 @functools.cache
 def _word() -> str:
-    """A pattern of the characters of words in the tokenizers library: Python's own has fractions, but no marks."""
-    kinds = {"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "Pc"}
-    assigned = map(chr, (*range(0x40000), *range(0xE0000, 0xE1000)))
-    found = "".join(c if unicodedata.category(c) in kinds or c in "\u200c\u200d" else " " for c in assigned)
-    return f"[{''.join(f'{run[0]}-{run[-1]}' for run in found.split())}]"
+    """A pattern of the characters of words in the tokenizers library, whose definition and Unicode are not Python's."""
+    split = pre_tokenizers.Whitespace().pre_tokenize_str  # into runs of such characters, and of others
+    assigned = map(chr, (*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000)))
+    runs = [run for run, _ in split("".join(assigned))]
+    words = [run for run in runs if len(split(f"a{run[0]}")) == 1]
+    return f"[{''.join(f'{run[0]}-{run[-1]}' for run in words)}]"
 
 
 def _trie(ends: Mapping[str, str]) -> str:

@@ -309,9 +309,9 @@ class CallStream:
 
     def _call(self, last: bool) -> list[str | ToolCall]:
         if self._brackets is None:
-            at = self._begin(self._held)
-            if at is None and self._opened and self.format.blocks:
-                begun = self.format.blocks.begins(self._held.lstrip())
+            at, lead = self._begin(self._held), self._held.lstrip()
+            if at is None and self._opened and self.format.blocks and len(self._held) - len(lead) <= MOST_SPACE:
+                begun = self.format.blocks.begins(lead)
                 at, self._brackets = (0, Until(self._closes)) if begun else (None if begun is False else -1, None)
             if at is None:
                 return self._reject()
@@ -323,12 +323,13 @@ class CallStream:
         end = self._brackets.feed(self._held)
         self._body.append(self._held if end < 0 else self._held[:end])
         self._held = "" if end < 0 else self._held[end:]
-        if end < 0 and not (last and isinstance(self._brackets, Until)):  # many leave the closing of a block out
+        blocks = self.format.blocks if isinstance(self._brackets, Until) else None
+        if end < 0 and not (last and blocks and blocks.call[2]):  # many leave the closing of a block of ended calls out
             return []
         head = _HEAD.fullmatch(self._name)
-        if self.format.blocks and isinstance(self._brackets, Until):
+        if blocks is not None:
             functions = self.names if isinstance(self.names, Mapping) else {}
-            calls, self._closes = self.format.blocks.read("".join(self._body), self._closes, functions), ""
+            calls, self._closes = blocks.read("".join(self._body), self._closes, functions), ""
         else:
             calls = read_calls("".join(self._body), head[1] if head else "", quoted=self.format.quoted)
         if not calls or ((self.format.bare or not self._opened) and not all(name in self.names for name, _ in calls)):

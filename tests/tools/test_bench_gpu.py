@@ -3,8 +3,10 @@
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import time
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -147,6 +149,19 @@ def test_kernels_of_all_cases_are_compiled_before_one_runs(stand_in, monkeypatch
     launched = {name.partition(".")[2].partition(".")[0] for name, _ in warmed}
     assert launched >= {"tree_attention", "linear", "experts", "recurrent", "rows", "kv_write"}
     assert ("kernels.tree_attention.triton_shares", "merge") in warmed  # of the case that is merged later
+
+
+def test_a_shape_of_attention_frees_its_memory(stand_in):
+    """Those of a stage together exceed a GPU's, and collections of cycles are rare."""
+    gc.disable()
+    try:
+        layers = single_kernels.Layers(stand_in.setting(), 2, 20, 3)
+        assert layers.ours[1]().shape == layers.q_THD.shape
+        keys = weakref.ref(layers.k_LGSD)
+        del layers
+        assert keys() is None
+    finally:
+        gc.enable()
 
 
 @needs_interpreter

@@ -1,6 +1,7 @@
 """A call of a lent GPU: its steps end in time, and what they have printed by then is kept."""
 
 import json
+import subprocess
 import sys
 import time
 
@@ -46,6 +47,24 @@ def test_a_step_that_hangs_is_ended_and_the_next_has_its_time(call, capsys):
     assert log.index("before\n") < log.index("== hangs: ") < log.index("after\n") < log.index("== next: ")
     assert "next: " in log.splitlines()[-1] and "exit code 0" in log.splitlines()[-1]
     assert capsys.readouterr().out == log
+
+
+def test_an_interrupt_ends_the_step_under_way(call, monkeypatch):
+    started, wait = [], subprocess.Popen.wait
+
+    def interrupted(process, timeout=None):
+        if started:
+            return wait(process, timeout)
+        started.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call(60, Step("hangs", python(HANG)))
+    try:
+        assert started[0].poll() is not None
+    finally:
+        started[0].kill()
 
 
 def test_what_tests_and_stages_found_ends_the_log(call, tmp_path):

@@ -250,16 +250,7 @@ def test_rendered_spans_are_encoded_in_one_go(name):
 def test_flags_of_added_tokens_are_kept():
     backend = tokenizers.Tokenizer(models.BPE(BYTES, [], byte_fallback=True))
     flags = [("<l>", {"lstrip": True}), ("<r>", {"rstrip": True}), ("W", {"single_word": True}), ("<n>", {})]
-    beside = [
-        "e\u0301",
-        "\u200d",
-        "‿",
-        "½",
-        "Ⅷ",
-        "-",
-        "_",
-        "\u093f",
-    ]  # a word or not
+    beside = ["e\u0301", "\u200d", "‿", "½", "Ⅷ", "Ⓐ", "-", "_", "\u093f"]  # a word or not
     backend.add_special_tokens([AddedToken(t, normalized=False, **f) for t, f in flags])
     backend.add_tokens([AddedToken("<n>!", normalized=False), AddedToken("AB", normalized=True)])
     backend.normalizer = normalizers.Lowercase()

@@ -51,6 +51,7 @@ CODE = (
     "<function=f><parameter=a>\nx < 1\n\n  }\n</parameter><parameter=b>[1, {}]</parameter>"
     "<parameter=c>Ö</parameter></function>"
 )
+KEYED = "<arg_key>a</arg_key><arg_value>1</arg_value>"
 INVOKE = '<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>'
 TEXT = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter></｜DSML｜invoke>'
 FENCED = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
@@ -127,6 +128,8 @@ CASES = [
     (KEYS, "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call><tool_call>g</tool_call>", [F, G]),
     (KEYS, "<tool_call>not a call</tool_call>", ["<tool_call>not a call</tool_call>"]),
     (KEYS, "<tool_call>f<arg_key>a</arg_key></tool_call>", ["<tool_call>f<arg_key>a</arg_key></tool_call>"]),
+    (KEYS, "<tool_call>get_wea", ["<tool_call>get_wea"]),
+    (KEYS, f"<tool_call>f{KEYED}", [f"<tool_call>f{KEYED}"]),
     (MINIMAX, f'<minimax:tool_call>\n{INVOKE}\n<invoke name="g">\n</invoke>\n</minimax:tool_call>', [F, G]),
     (DSML, "<｜DSML｜function_calls>\n" + INVOKE.replace("<", "<｜DSML｜").replace("<｜DSML｜/", "</｜DSML｜"), [F]),
     (DSML, f"<｜DSML｜function_calls>{TEXT}</｜DSML｜function_calls>", [ToolCall("f", '{"a": "1"}')]),
@@ -137,7 +140,9 @@ CASES = [
     ),
     (DEEPSEEK, f"<｜tool▁calls▁begin｜>{FENCED}\n{FENCED}<｜tool▁calls▁end｜>", [F, F]),
     (DEEPSEEK, "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>", ["<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>"]),
+    (QWEN35, f"<tool_call>{' ' * 65}{FUNCTION}</tool_call>", [f"<tool_call>{' ' * 65}{FUNCTION}</tool_call>"]),
     (KIMI, f"Hi.<|tool_calls_section_begin|>{KIMI_F}<|tool_calls_section_end|>", ["Hi.", F]),
+    (KIMI, f"<|tool_calls_section_begin|>{KIMI_F.replace(':0', '')}<|tool_calls_section_end|>", [F]),
     (GRANITE, f"<|tool_call|>[{ONE}, {TWO}]", [F, G]),
     (PHI4, f"<|tool_call|>[{ONE}]<|/tool_call|>", [F]),
     (NEMOTRON, f"<TOOLCALL>[{ONE}]</TOOLCALL>", [F]),
@@ -297,8 +302,9 @@ def test_the_work_grows_with_the_text_and_no_faster():
         " " * 40_000,
         "[TOOL_CALLS]f" * 4_000,
         "<tool_call>f" * 9_000,
+        "<｜tool▁calls▁begin｜>" + FENCED.replace("json\n", " " * 6_000).replace("\n```<", "<"),
     ):
-        for format in (HERMES, LLAMA3, MISTRAL, GEMMA4, QWEN35, KEYS):
+        for format in (HERMES, LLAMA3, MISTRAL, GEMMA4, QWEN35, KEYS, DEEPSEEK):
             assert read(format, text, several=True) == [text]
     assert time.process_time() - start < 20
 
@@ -328,12 +334,38 @@ def test_the_format_of_a_template(template, added, format):
     assert format_of(template, added) is format
 
 
-def test_schemas_tell_texts_from_other_values():
-    properties = {"a": {"type": "string"}, "b": {"enum": ["1", "2"]}, "c": {"type": ["string", "null"]}, "d": {}}
-    values = "".join(f"<parameter={key}>1</parameter>" for key in properties)
-    stream = CallStream(QWEN35, {"f": {"properties": properties}})
-    found = stream.push(f"<tool_call><function=f>{values}<parameter=e>True</parameter></function></tool_call>")
-    assert found == [ToolCall("f", '{"a": "1", "b": "1", "c": 1, "d": 1, "e": true}')]
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "1", "1"),
+        ({"type": "string"}, "null", "null"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"type": ["string", "null"]}, "1", "1"),
+        (OPTIONAL, "[1]", "[1]"),
+        (OPTIONAL, '"a"', '"a"'),
+        (OPTIONAL, "null", None),
+        (OPTIONAL, "None", None),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "1", 1),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "1.5", "1.5"),
+        ({"anyOf": [OPTIONAL]}, "1", 1),
+        ({"anyOf": [{"$ref": "#/x"}, {"type": "string"}]}, "1", 1),
+        ({"anyOf": 5, "type": [5]}, "1", 1),
+        ({}, "1", 1),
+        ({}, "True", True),
+        ({}, "[-1e999]", ["-1e999"]),
+        ({}, "one", "one"),
+    ],
+)
+def test_schemas_tell_texts_from_other_values(schema, text, value):
+    stream = CallStream(QWEN35, {"f": {"properties": {"a": schema}}})
+    block = f"<function=f><parameter=a>{text}</parameter></function>"
+    [call] = stream.push(f"<tool_call>{block}</tool_call>")
+    assert isinstance(call, ToolCall) and json.loads(call.arguments) == {"a": value}
+    assert type(json.loads(call.arguments)["a"]) is type(value)
 
 
 @pytest.mark.parametrize("format", [HERMES, LLAMA3, MISTRAL, LFM2, GEMMA4, *TAGGED])

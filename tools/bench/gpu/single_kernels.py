@@ -101,11 +101,8 @@ class Layers:
         self.tree = scene(pool, prefix, queries, word_buckets=WORDS)
         self.q_THD = torch.randn(queries, H, D, dtype=torch.bfloat16, device=s.device)
         self.scale, self.bytes = D**-0.5, 2 * kv_heads * D * 2 * len(self.tree.slots_S)
-        self.ours = [partial(self.attend, i) for i in range(L)]
-
-    def attend(self, i: int) -> Tensor:
-        """Tree attention of a layer."""
-        return tree_attention(self.q_THD, self.k_LGSD[i], self.v_LGSD[i], self.tree.layout, scale=self.scale)
+        layers = zip(self.k_LGSD, self.v_LGSD, strict=True)  # a call that knew `self` would keep gigabytes in a cycle
+        self.ours = [partial(tree_attention, self.q_THD, *kv, self.tree.layout, scale=self.scale) for kv in layers]
 
 
 def attend(s: Setting, kv_heads: int, prefix: int, queries: int) -> dict[str, Any]:
