@@ -1,4 +1,4 @@
-"""One call of a GPU that is lent for minutes: stages of benchmarks, the tests, and what had no time before.
+"""What a GPU that is there for minutes should run: stages of benchmarks, the tests, and what had no time before.
 
     python -m tools.gpu_call 540 --out out
 

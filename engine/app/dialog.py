@@ -207,11 +207,6 @@ class Dialog:
         with contextlib.suppress(OSError, ValueError):  # the terminal is closed
             self.screen.note(note)
 
-    def _rescue_unsaved(self) -> None:
-        """`rescue` a conversation whose file (--save) could not take its last turn, as on a full disk."""
-        if self.file is not None and self._saved[0] != tuple(self.conversation.turns):
-            self.rescue()
-
     def answer(self, user: str, settings: Settings | None = None) -> None:
         """`reply`, without an echo of text that is typed meanwhile."""
         with no_echo():
@@ -255,12 +250,12 @@ class Dialog:
                 line, quoted = self._ask()
                 cleared = False
                 if self._obey(line, quoted):
-                    self._rescue_unsaved()
+                    if self.file is not None:  # which could perhaps not take the last turn, as on a full disk
+                        self.rescue()
                     return 0
             except EOFError:
-                if not sys.stdin.isatty():  # the terminal was closed; this is no Ctrl-D
+                if self.file is not None or not sys.stdin.isatty():  # a closed terminal is no Ctrl-D
                     self.rescue()
-                self._rescue_unsaved()
                 self.screen.note("")
                 return 0
             except CoppiceError as error:

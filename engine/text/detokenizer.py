@@ -129,6 +129,9 @@ class CleanUp(Stage):
     def finish(self) -> Sequence[str]:
         return (self.held,)
 
+    def data(self, piece: str) -> None:
+        """None: the next piece may continue `old`."""
+
 
 class _Strip(Stage):
     """Strips up to `start` leading and `stop` trailing `content` of each piece."""

@@ -1,4 +1,4 @@
-"""A call of a lent GPU: its steps end in time, and what they have printed by then is kept."""
+"""One call for a GPU: its steps end in time, and what they have printed by then is kept."""
 
 import json
 import subprocess

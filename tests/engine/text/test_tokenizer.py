@@ -385,6 +385,8 @@ def test_spaces_are_cleaned_up_except_by_merges(tmp_path, decoder):
             expected = expected.replace(old, new)
         stream = tokenizer.stream()
         assert tokenizer.decode(ids) == expected == "".join(stream.push([i]) for i in ids) + stream.finish()
+    with pytest.raises(UsageError, match="no bytes for each token"):  # a constraint would see the spaces
+        tokenizer.data()
 
 
 def test_a_normalized_special_token_is_still_a_control_token(tmp_path):
