@@ -1,4 +1,4 @@
-"""What a GPU that is there for minutes should run: stages of benchmarks, the tests, and what had no time before.
+"""Everything to run on a GPU that is there for minutes: stages of benchmarks, the tests, and what had no time before.
 
     python -m tools.gpu_call 540 --out out
 
