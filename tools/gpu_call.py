@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from kernels.ending import ended
+
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "gpu"
 FIRST = 0.55  # of a call, in which the stages come before the tests
@@ -209,4 +211,4 @@ class Call:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))
