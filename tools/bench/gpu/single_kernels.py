@@ -35,7 +35,7 @@ SHAPE = ("prefix", "queries", "kv_heads")  # of attention
 ATTENTION = """*GB/s* divides the bytes of the live keys and values, each counted once, by the time of a layer's
 attention in a CUDA graph that goes through every layer's own cache. *of copy* divides that by the bandwidth of a large
 copy, with read and written bytes counted. *x FlexAttention* and *x SDPA* divide their times by ours; they get
-contiguous keys and a ready mask."""
+contiguous keys and a ready mask, and are timed after ours, not in turns."""
 PRODUCTS = """*of copy* is the bytes of the matrix divided by the time of a product, relative to the bandwidth of a
 large copy. *x by int8* and *x by int4* divide the time in bfloat16 (cuBLAS) by that of the same product with weights of
 8 or 4 bits."""
