@@ -26,8 +26,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bias": {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 10, "rms_norm_eps": 0.03,
              "num_attention_heads": 6, "num_key_value_heads": 3},
     "defaults": dict.fromkeys(("rope_parameters", "num_key_value_heads", "hidden_act", "rms_norm_eps"), ABSENT),
+    "silu": {"hidden_act": "silu", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
     "pruned": {"architectures": ["Apertus1p5TextForCausalLM"], "model_type": "apertus1p5_text",
                "vocab_size": VOCAB + 16, "output_vocab_size": VOCAB},
-    "silu": {"hidden_act": "silu", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
 }  # fmt: skip
 VARIANTS = variants(CONFIG, CHANGES, {})
