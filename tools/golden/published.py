@@ -1,7 +1,8 @@
 """Families that transformers has no class for, or stores otherwise: MiniCPM, EXAONE 3, InternLM2, Ling 2, MiMo, Sarvam,
 Lara Mini.
 
-The checkpoints are as published; transformers computes them as a model of another family with the same computation.
+The checkpoints are as published; transformers computes them as a model of another family with the same computation;
+Lara Mini (like `apertus/pruned`) needs transformers 5.24, which has its class.
 """
 
 from __future__ import annotations
