@@ -172,7 +172,7 @@ def test_the_end_of_a_turn(name, end):
 
 
 def test_the_end_of_a_thought_is_no_end_of_a_turn():
-    """As Solar Open writes both; its replies end by a token that only generation_config.json lists."""
+    """Solar Open writes one token after both; its replies end by another, which only generation_config.json lists."""
     thought = "{% if m.reasoning %}<|think|>{{ m.reasoning }}</s>{% endif %}"
     source = f"{{% for m in messages %}}{thought}{{{{ m.content }}}}</s>{{% endfor %}}"
     assert ChatTemplate(source, special=SPECIAL).turn_end() == ""

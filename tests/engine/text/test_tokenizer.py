@@ -350,8 +350,8 @@ def test_what_a_text_spells():
 
 
 def test_flags_of_tokens_that_the_configuration_names(tmp_path):
-    """As in transformers 5: flags of named tokens count only for tokens that the tokenizer.json does not add, a list of
-    extra tokens makes special only those, and what is special in one file is special."""
+    """Flags of named tokens count only for tokens that the tokenizer.json does not add, a list of extra tokens makes
+    special only those, and what is special in one file is special; all as in transformers 5."""
     backend = tokenizers.Tokenizer(models.BPE(BYTES | {"<s>": 256, "<p>": 257}, [], byte_fallback=True))
     backend.add_tokens([AddedToken("<x>", normalized=False)])
     backend.add_special_tokens(["<y>"])
