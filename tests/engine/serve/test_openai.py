@@ -1,7 +1,9 @@
 """The official client of OpenAI against the server: what it reads is what the engine computes."""
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import pytest
@@ -124,11 +126,28 @@ def test_a_stream_carries_settled_text_while_beams_compete(server, alone):
         found[choice.index] += choice.delta.content or ""
     assert found == texts(alone, Trie(4, num_return_sequences=2), FOX, 32)
     first = [chunk for chunk in chunks[:-1] if chunk.choices[0].index == 0]
-    assert len(first) > 2 and first[0].choices[0].delta.role == "assistant", "text came in one piece"
+    assert first[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1] if chunk.choices[0].finish_reason] == ["length"] * 2
     assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == 64
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[-1].coppice["traces"] == [f"/trace/{chunks[0].id}"]
+
+
+def test_a_stream_carries_text_while_the_search_runs(start, monkeypatch):
+    server = start()
+    run, passes, heard = server.engine.runner.run, count(1), threading.Event()
+
+    def paused(*args: Any, **options: Any) -> Any:
+        assert next(passes) < 6 or heard.wait(20), "no text came of the first passes"
+        return run(*args, **options)
+
+    monkeypatch.setattr(server.engine.runner, "run", paused)
+    found = []
+    for chunk in ask(server, stream=True, tokens=16):
+        if text := chunk.choices[0].delta.content:
+            found.append(text)
+            heard.set()
+    assert len(found) > 1 and next(passes) > 6
 
 
 @pytest.mark.parametrize("stream", [False, True])

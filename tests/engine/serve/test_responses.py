@@ -63,7 +63,7 @@ def test_a_stream(server):
     kinds = [event.type.removeprefix("response.") for event in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
-    assert {*kinds[4:-4]} == {"output_text.delta"} and len(kinds) > 10
+    assert {*kinds[4:-4]} == {"output_text.delta"}
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == COLD
     assert [event.sequence_number for event in events] == [*range(len(events))]
     assert events[-1].response.output_text == COLD and events[-1].response.usage.output_tokens == 10
