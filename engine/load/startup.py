@@ -49,11 +49,13 @@ def import_torch() -> None:
     for name in WITHOUT_TORCH:
         importlib.import_module(name)
     sys.modules |= left_out  # type: ignore[arg-type]
+    gc.disable()  # collections would go through the growing modules again and again: a twentieth of the import's time
     try:
         import torch
     finally:
         for name in left_out:
             del sys.modules[name]  # a later import gets the real one
+        gc.enable()
     gc.freeze()  # collections during a run need not go through it either
     if allow := getattr(torch._C, "_set_generator_metaclass", None):  # not in torch 2.11
         # A module that was left out with it makes torch.Generator() possible, by this call.
