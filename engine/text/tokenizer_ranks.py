@@ -35,7 +35,7 @@ _CHARS = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 Ranks = tuple[list[bytes], int, dict[str, int], str]  # tokens by rank, the id of the first, special tokens, pattern
 
 
-class Ranked(NamedTuple):
+class RankTokenizer(NamedTuple):
     """The arguments of a `LibraryEncoder`: the tokenizer, its named tokens, its guard, and its tokens and their ids."""
 
     library: tokenizers.Tokenizer
@@ -44,7 +44,7 @@ class Ranked(NamedTuple):
     vocab: dict[str, int]
 
 
-def ranked(path: Path, config: dict[str, Any]) -> Ranked:
+def ranked(path: Path, config: dict[str, Any]) -> RankTokenizer:
     """Read a tekken.json, whose texts begin with BOS, or a tiktoken.model; `config` is tokenizer_config.json.
 
     Raises:
@@ -82,7 +82,7 @@ def ranked(path: Path, config: dict[str, Any]) -> Ranked:
         [names.get("bos_token") if begins else None, names.get("eos_token") if ends else None],
         whole_words=True,
     )
-    return Ranked(library, names, checked, vocab)
+    return RankTokenizer(library, names, checked, vocab)
 
 
 def _tekken(path: Path) -> Ranks:
@@ -105,7 +105,7 @@ def _tekken(path: Path) -> Ranks:
         raise CheckpointError(f"special_tokens: expected different texts, and different ranks below {count}")
     size = fields.int("default_vocab_size", len(entries) + count) - count
     if not 0 < size <= len(entries):
-        raise CheckpointError(f"vocabulary mismatch: the config says {size} tokens, the file has {len(entries)}")
+        raise CheckpointError(f"vocab: expected {size} entries by the sizes of config, got {len(entries)}")
     tokens = []
     for i, entry in enumerate(entries[:size]):
         try:
@@ -115,7 +115,7 @@ def _tekken(path: Path) -> Ranks:
             raise CheckpointError(f"vocab: entry {i}: expected token_bytes, in base64") from None
         if not known:
             raise CheckpointError(f"vocab: entry {i}: expected the rank {i}")
-    return (tokens, count, special, fields.str("pattern"))
+    return tokens, count, special, fields.str("pattern")
 
 
 def _tiktoken(path: Path, config: dict[str, Any]) -> Ranks:
@@ -139,4 +139,4 @@ def _tiktoken(path: Path, config: dict[str, Any]) -> Ranks:
         if not known:
             raise CheckpointError(f"line {i + 1}: expected a token in base64, and its rank {i}")
     first = len(tokens)
-    return (tokens, 0, {f"<|reserved_token_{i}|>": i for i in range(first, first + KIMI_SPECIAL)}, KIMI_K2)
+    return tokens, 0, {f"<|reserved_token_{i}|>": i for i in range(first, first + KIMI_SPECIAL)}, KIMI_K2
