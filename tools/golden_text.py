@@ -1,6 +1,7 @@
 """Make tests/golden/text: tiny tokenizers, and the ids, texts and prompts that the libraries compute.
 
-Three have a tokenizer.json and a chat template, three a sentencepiece tokenizer.model, four vocab.json and merges.txt.
+Three have a tokenizer.json and a chat template, three a sentencepiece tokenizer.model, four vocab.json and merges.txt,
+one a tekken.json, one a tiktoken.model.
 Texts and chats are transformers'; for sentencepiece models plain text is the sentencepiece library's, and only what
 added tokens do to the text around them is transformers' (whose conversion to another library changes some plain text).
 
@@ -9,6 +10,7 @@ Run it where transformers 5, sentencepiece and protobuf are installed, from a fo
 """
 
 import argparse
+import base64
 import contextlib
 import io
 import json
@@ -325,6 +327,70 @@ def vocabularies_with_merges():
         yield name, model, {"tokenizer_class": kind, "bos_token": None, **ends}, {"<x>": 401, "<y>": 402}
 
 
+def tokenizers_with_ranks():
+    """Yield name, file and its content, tokenizer_config, and transformers' conversion of each fixture."""
+    from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
+    from tokenizers.trainers import BpeTrainer
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.integrations.mistral.tokenizer import MistralConverter
+
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    order = [*printable, *(b for b in range(256) if b not in printable)]
+    bytes_of = {chr(b if b in printable else 256 + i - len(printable)): b for i, b in enumerate(order)}
+
+    def ranks(pattern):
+        made = Tokenizer(models.BPE())
+        parts = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        made.pre_tokenizer = pre_tokenizers.Sequence(parts)
+        trainer = BpeTrainer(vocab_size=330, initial_alphabet=[*bytes_of], show_progress=False)
+        made.train_from_iterator(CORPUS, trainer)
+        merged = ["".join(pair) for pair in json.loads(made.to_str())["model"]["merges"]]
+        texts = [bytes(map(bytes_of.__getitem__, text)) for text in merged]
+        return [*(bytes([b]) for b in range(256)), *texts, *(t.encode() for t in ("你好世界", " 你好世界"))]  # no merge
+
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    cases = rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+ENDS|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*ENDS"
+    spaces = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    pattern = cases.replace("ENDS", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + spaces
+    tokens, special = ranks(pattern), ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"]
+    encoded = [base64.b64encode(token).decode() for token in [*tokens, b" leading", b"nothing"]]  # two of padding
+    content = {
+        "config": {"pattern": pattern, "default_vocab_size": len(tokens) + 9, "default_num_special_tokens": 9}
+        | {"num_vocab_tokens": len(encoded), "version": "v11"},
+        "vocab": [{"rank": i, "token_bytes": token, "token_str": None} for i, token in enumerate(encoded)],
+        "special_tokens": [{"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(special)],
+        "image": {"image_patch_size": 14, "max_image_size": 1540, "spatial_merge_size": 2},
+    }
+    content = json.dumps(content, separators=(",", ":"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tekken.json"
+        path.write_text(content)
+        oracle = MistralConverter(str(path)).converted()
+    oracle.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])  # as in other folders
+    yield "tekken_ranks", "tekken.json", content, {}, PreTrainedTokenizerFast(tokenizer_object=oracle)
+
+    ends, pattern = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?", cases.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
+    pattern = rf"[\p{{Han}}]+|{pattern.replace('ENDS', ends)}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{spaces}"
+    tokens = ranks(pattern)
+    content = "".join(f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens))
+    named = {len(tokens) + i: text for i, text in ((0, "[BOS]"), (1, "[EOS]"), (11, "<x>"), (12, "<y>"), (255, "<s>"))}
+    flags = {"normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
+    config = {
+        "added_tokens_decoder": {i: {"content": t, **flags, "special": t != "<x>"} for i, t in named.items()},
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        **{"bos_token": "[BOS]", "eos_token": "[EOS]", "tokenizer_class": "TikTokenTokenizer"},
+    }
+    TikTokenConverter.load_tiktoken_bpe = staticmethod(lambda _: {token: i for i, token in enumerate(tokens)})
+    oracle = TikTokenConverter("", pattern=pattern).converted()
+    for i in range(len(tokens), len(tokens) + 256):
+        text = named.get(i, f"<|reserved_token_{i}|>")
+        add = oracle.add_tokens if text == "<x>" else oracle.add_special_tokens
+        add([AddedToken(text, normalized=False, special=text != "<x>")])
+    yield "kimi", "tiktoken.model", content, config, PreTrainedTokenizerFast(tokenizer_object=oracle)
+
+
 def _only_special(tokenizer, special):
     """The tokenizer with no added tokens except these: training adds one for every byte piece."""
     from tokenizers import Tokenizer
@@ -364,6 +430,11 @@ def main() -> None:
         lines = ["#version: 0.2", *(" ".join(merge) for merge in model["merges"])]
         (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         oracle = AutoTokenizer.from_pretrained(folder)
+        rendered = [{"text": t, "ids": oracle(t, add_special_tokens=False).input_ids} for t in RENDERED]
+        _write(GOLDEN / f"{name}.json", {"texts": _texts(oracle), "rendered": rendered, "decodes": _decodes(oracle)})
+
+    for name, file, content, config, oracle in tokenizers_with_ranks():
+        (_folder(name, config, {}) / file).write_text(content)
         rendered = [{"text": t, "ids": oracle(t, add_special_tokens=False).input_ids} for t in RENDERED]
         _write(GOLDEN / f"{name}.json", {"texts": _texts(oracle), "rendered": rendered, "decodes": _decodes(oracle)})
 

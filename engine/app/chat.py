@@ -56,7 +56,8 @@ def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
     if machine.paths:
         lines.append(machine.paths)
     if engine.template is None:
-        lines.append("no chat template: plain completion. Each prompt is continued, the text so far is its context.")
+        lines.append("no chat template (--chat-template FILE gives one): plain completion.")
+        lines.append("Each prompt is continued, the text so far is its context.")
     if is_demo(folder):
         lines.append(BANNER)
     return "\n".join([*lines, "/help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves"])

@@ -24,7 +24,7 @@ import tokenizers
 from tokenizers import AddedToken, models
 
 from engine.errors import CheckpointError, UsageError, check_utf8
-from engine.text import tokenizer_limits
+from engine.text import tokenizer_limits, tokenizer_ranks
 from engine.text.channels import ANSWER, CHANNEL_MARKS, TURN
 from engine.text.detokenizer import Detokenizer, data_of
 from engine.text.thinking import Thoughts
@@ -35,9 +35,9 @@ from engine.text.tool_calls import CALL_MARKS
 from models.checkpoint.headers import Checkpoint
 from models.gguf.vocabulary import FileVocabulary
 
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", *tokenizer_ranks.FILES)  # the first that exists is used
 Encoder = LibraryEncoder | SentencePieceEncoder
-SUPPORTED = "a folder with a tokenizer.json, a tokenizer.model, or a vocab.json with merges.txt is needed"
+SUPPORTED = "a folder with one of them is needed, with merges.txt if it is vocab.json"
 
 
 class Tokenizer:
@@ -77,7 +77,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Read a checkpoint's tokenizer: its tokenizer.json, else tokenizer.model, else vocab.json with merges.txt.
+        """Read a checkpoint's tokenizer: its tokenizer.json, else tokenizer.model, else vocab.json with merges.txt,
+        else tekken.json or tiktoken.model.
 
         tokenizer.json defines how text becomes ids, including the post-processor: `tokenizer_class` and, as in
         transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json have no effect; but tokens that
@@ -90,9 +91,9 @@ class Tokenizer:
         folder = Path(folder)
         path = next((folder / name for name in FILES if (folder / name).exists()), None)
         if path is None:
-            what = "the checkpoint has no tokenizer.json, tokenizer.model or vocab.json"
+            what = f"the checkpoint has no {', '.join(FILES[:-1])} or {FILES[-1]}"
             raise CheckpointError(what, where=str(folder), remedy=SUPPORTED)
-        config = read_config(folder)
+        config, guard, vocab = read_config(folder), None, None
         with _malformed(str(path)):
             if path.name == "tokenizer.model":
                 encoder = SentencePieceEncoder(read_file(path), folder, config)
@@ -102,10 +103,11 @@ class Tokenizer:
                 guard = tokenizer_limits.guard(tokenizer_limits.parse(data), str(path))
                 library, names = tokenizers.Tokenizer.from_buffer(data), named_tokens(config)
                 complete(library, folder, config, names)
+            elif path.name in tokenizer_ranks.FILES:
+                library, names, guard, vocab = tokenizer_ranks.ranked(path, config)
             else:
-                guard = None
                 library, names = byte_level(folder, config)
-            return cls(LibraryEncoder(library, config, names, guard, str(path)), config, names)
+            return cls(LibraryEncoder(library, config, names, guard, str(path), vocab), config, names)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Tokenizer | None":

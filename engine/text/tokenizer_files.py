@@ -4,7 +4,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,25 +179,53 @@ def byte_level(folder: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokeniz
     vocab = _read_vocab(folder / "vocab.json")
     merges = _read_merges(folder / "merges.txt", vocab)
     added = add_tokens(folder, vocab, config, names)
-    library = tokenizers.Tokenizer(models.BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix=""))
-    if kind in COMPOSED:
+    ends = [names.get(name) if flag(config, f"add_{name}", False) else None for name in ("bos_token", "eos_token")]
+    composed, prefixed = kind in COMPOSED, flag(config, "add_prefix_space", False)
+    return assembled(vocab, merges, SPLITS[kind], added, ends, composed=composed, prefixed=prefixed), names
+
+
+def assembled(
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
+    pattern: str | None,
+    added: Mapping[str, AddedToken],
+    ends: Sequence[str | None],
+    *,
+    composed: bool = False,
+    prefixed: bool = False,
+    whole_words: bool = False,
+) -> tokenizers.Tokenizer:
+    """Make a tokenizer of byte-level BPE.
+
+    Args:
+        vocab: all tokens and their ids.
+        merges: the merges, the first ones first.
+        pattern: what splits texts before merges; None: the library's pattern, which is GPT-2's.
+        added: the tokens that are found in a text before it is split.
+        ends: the tokens before and after every text; None, or a token that the vocabulary lacks: no token.
+        composed: characters are composed first (NFC).
+        prefixed: a space is put before a text.
+        whole_words: a word that is a token is not merged from its bytes.
+    """
+    affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    library = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=whole_words, **affixes))
+    if composed:
         library.normalizer = normalizers.NFC()  # type: ignore[assignment]
-    pattern, prefixed = SPLITS[kind], flag(config, "add_prefix_space", False)
     levels = pre_tokenizers.ByteLevel(add_prefix_space=prefixed, use_regex=pattern is None)
     splitter = levels
     if pattern is not None:
         splitter = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), levels])
     library.pre_tokenizer = splitter  # type: ignore[assignment]
     library.decoder = decoders.ByteLevel()
-    for token in added.values():
-        (library.add_special_tokens if token.special else library.add_tokens)([token])
-    ends = {name: flag(config, f"add_{name}", False) for name in ("bos_token", "eos_token")}
-    if wanted := {name: names[name] for name, on in ends.items() if on and names.get(name) in vocab}:
-        template = [wanted.get("bos_token"), "$A", wanted.get("eos_token")]
+    for special, add in ((True, library.add_special_tokens), (False, library.add_tokens)):
+        add([token for token in added.values() if token.special is special])
+    if {*ends} & vocab.keys():
+        first, last = (end if end in vocab else None for end in ends)
         library.post_processor = processors.TemplateProcessing(
-            single=[part for part in template if part], special_tokens=[(t, vocab[t]) for t in set(wanted.values())]
+            single=[part for part in (first, "$A", last) if part],
+            special_tokens=[(end, vocab[end]) for end in {first, last} if end],
         )
-    return library, names
+    return library
 
 
 def _class(folder: Path, config: dict[str, Any]) -> str:

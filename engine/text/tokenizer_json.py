@@ -1,4 +1,4 @@
-"""Encoding by the tokenizers library: tokenizer.json, and vocab.json with merges.txt."""
+"""Encoding by the tokenizers library: tokenizer.json, vocab.json with merges.txt, tokens by rank."""
 
 import functools
 import secrets

@@ -390,13 +390,8 @@ class FileVocabulary:
         if not self.scores:
             raise self.keys.error("scores", "a number for each token")
         pieces = {token: i for token, i in self.vocab.items() if self.types[i] == NORMAL}
-        found = []
-        for piece, i in pieces.items():
-            for cut in range(1, len(piece)):
-                left, right = pieces.get(piece[:cut]), pieces.get(piece[cut:])
-                if left is not None and right is not None:
-                    found.append((-self.scores[i], i, left, right))
-        return [(self.tokens[left], self.tokens[right]) for _, _, left, right in sorted(found)]
+        ranked = sorted(pieces, key=lambda piece: (-self.scores[pieces[piece]], pieces[piece]))
+        return [(ranked[left], ranked[right]) for left, right in cuts(ranked)]
 
     def _adds(self, name: str, default: bool) -> int | None:
         """Return the token that every text begins or ends with; None if there is none."""
@@ -415,6 +410,25 @@ class FileVocabulary:
         if each and len(value) not in (0, len(self.tokens)):
             raise self.file.error(f"tokenizer.ggml.{key}: expected {len(self.tokens)} entries, got {len(value)}")
         return value
+
+
+def cuts(ranked: Sequence[str] | Sequence[bytes]) -> Iterator[tuple[int, int]]:
+    """Yield merges that equal ranks: of all neighbours, those are merged first whose union comes first in `ranked`.
+
+    These are all pairs of pieces into which a piece can be cut, in any order: when its turn comes, its characters have
+    always become the same two pieces, because nothing outside has had a part in their merges.
+
+    Args:
+        ranked: different pieces by rank.
+
+    Returns:
+        the two parts of each merge, as indices.
+    """
+    known = {piece: i for i, piece in enumerate(ranked)}.get
+    for piece in ranked:
+        for cut in range(1, len(piece)):
+            if (left := known(piece[:cut])) is not None and (right := known(piece[cut:])) is not None:
+                yield left, right
 
 
 def _piece_head(size: int) -> bytes:

@@ -10,7 +10,7 @@ from engine.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "text"
 CHATTING = ["bytelevel", "prepend", "metaspace", "gemma", "qwen", "tekken"]
-OLDER = ["gpt2", "gpt_neox_merges", "opt", "qwen2_merges", "sp_bpe", "sp_legacy", "sp_unigram"]
+OLDER = ["gpt2", "gpt_neox_merges", "opt", "qwen2_merges", "sp_bpe", "sp_legacy", "sp_unigram", "tekken_ranks", "kimi"]
 
 
 @pytest.fixture(scope="module", params=CHATTING + OLDER)

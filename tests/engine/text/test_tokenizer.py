@@ -480,7 +480,7 @@ def test_empty_text_and_post_processors():
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "has no tokenizer.json, tokenizer.model or vocab.json"),
+        ({}, "has no tokenizer.json, tokenizer.model, vocab.json, tekken.json or tiktoken.model"),
         ({"tokenizer.json": "{"}, "malformed"),
         ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1\n"}, "git-LFS pointer"),
         ({"tokenizer.json": tokenizers.Tokenizer(models.BPE()).to_str()}, "vocabulary mismatch"),

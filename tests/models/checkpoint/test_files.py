@@ -94,7 +94,7 @@ def test_a_fifo_that_takes_the_place_of_a_file_while_it_is_opened(tmp_path: Path
 
 MODEL = ("config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-OLDER = ("tokenizer.model", "vocab.json", "added_tokens.json")
+OLDER = ("tokenizer.model", "vocab.json", "added_tokens.json", "tekken.json")
 
 
 @pytest.mark.parametrize("name", [*MODEL, *TOKENIZER, *OLDER, "chat_template.jinja", "chat_template.json"])
