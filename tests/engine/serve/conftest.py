@@ -1,5 +1,6 @@
 """Servers of the demo model in this process, and the official client."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -45,6 +46,18 @@ def server() -> Iterator[Server]:
     """A server that the tests of a file share: none of them changes it."""
     with serving("--max-body", "100K", "--max-tokens", "300", "--max-width", "16") as server:
         yield server
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let each step of a server take a while: on any machine a long search lasts until a client has done its part."""
+
+    def slow(server: Server, seconds: float = 0.02) -> None:
+        service = server.app.served["demo"].lane.service
+        step = service.step
+        monkeypatch.setattr(service, "step", lambda: (time.sleep(seconds), step()))
+
+    return slow
 
 
 @pytest.fixture
