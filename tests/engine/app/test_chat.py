@@ -608,10 +608,11 @@ def test_a_conversation_is_saved_when_the_terminal_is_closed(long, tmp_path):
 
 def test_an_overlooked_interrupt_is_seen_at_the_prompt(tmp_path):
     overlooked = "threading.Timer(0.5, _thread.interrupt_main).start()"  # as if it came right before readline waits
-    ask = "from engine.app.terminal import *; i = Interrupt().__enter__(); e = LineEditor()"
+    make = "from engine.app.terminal import *; i = Interrupt().__enter__(); e = LineEditor()"
+    ask = f"with i.prompting(): {overlooked}; e.ask('> ')"
     master, slave = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-c", f"import _thread, threading; {ask}; {overlooked}\nwith i.prompting(): e.ask('> ')"],
+        [sys.executable, "-c", f"import _thread, threading; {make}\n{ask}"],
         cwd=ROOT, stdin=slave, stdout=slave, stderr=subprocess.PIPE, start_new_session=True,
         env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
     ) as process:  # fmt: skip

@@ -20,7 +20,8 @@ from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parents[3]
 CHAT = (sys.executable, "-m", "engine.chat", "--kv-memory", "64M")
-REPLY = r"(?:\x1b\[\?2004l\r)?[^\x1b]{12}"  # a prompt that is drawn again has escape sequences sooner
+STATUS = r"(?:\x1bD)+\x1b\[\d+A\x1b7.*?\x1b8|\x1b\[J"  # drawn and erased before the text, if that takes its time
+REPLY = rf"(?:\x1b\[\?2004l\r)?(?:{STATUS})*[^\x1b]{{12}}"  # a prompt that is drawn again has other sequences sooner
 
 SHAPE = {"layers": 2, "width": 32, "mlp": 64, "heads": 2, "vocab": 400}
 
