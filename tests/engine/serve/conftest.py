@@ -1,16 +1,24 @@
 """Servers of the demo model in this process, and the official client."""
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from engine import Engine
-from engine.serve import command
+from engine.serve import command, fields
 from tests.invariants import check_pool
 from tests.served import background
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seeds that a server draws for requests without one are the same in each run of a test."""
+    monkeypatch.setattr(fields, "secrets", SimpleNamespace(randbits=random.Random(1).getrandbits))
 
 
 class Server(NamedTuple):
