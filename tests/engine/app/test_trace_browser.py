@@ -53,7 +53,7 @@ class Browser:
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             return json.loads(reply.read())["value"]
 
     def open(self, path: Path, at: str = "") -> None:
@@ -244,7 +244,7 @@ def test_playing_and_choosing(browser: Browser, records: dict[str, Any], tmp_pat
     assert browser.text("h1").startswith("DSBD") and "draft rejected" in browser.text("#legend")
     browser.run("play(true)")
     assert browser.text("#where").startswith("step 0 ")
-    browser.ask("POST", "/timeouts", {"script": 20000})
+    browser.ask("POST", "/timeouts", {"script": 60000})
     told = "setInterval(() => { if (shown.step >= 2) { play(false); arguments[0](shown.step) } }, 50)"
     assert browser.ask("POST", "/execute/async", {"script": told, "args": []}) >= 2
     browser.run("document.querySelector('.pick').click()")
