@@ -163,6 +163,27 @@ def test_the_idlest_is_closed_first(start, connect, few):
     assert [ended(peer) for peer in known] == [False, True, False]
 
 
+def test_of_clients_that_all_come_at_once_the_one_that_asks_is_answered(start, few, monkeypatch):
+    """A hundred wait for the one place of a stranger when the server begins to accept."""
+    listen, peers = command.listen, []
+
+    def listen_late(host: str, port: int) -> socket.socket:
+        listener = listen(host, port)
+        for i in range(100):
+            peers.append(socket.create_connection(listener.getsockname(), timeout=60))
+            if i == 50:
+                peers[i].sendall(request("/v1/models"))
+        return listener
+
+    monkeypatch.setattr(command, "listen", listen_late)
+    start(keys=(KEY,))
+    try:
+        assert answer(peers[50]) == (200, True)
+    finally:
+        for peer in peers:
+            peer.close()
+
+
 def test_answers_under_way_are_never_closed_for_others(start, slow, connect, few):
     """With as many as there may be, another request with a key is refused, and `/health` is answered."""
     slow(server := start(keys=(KEY,)))
