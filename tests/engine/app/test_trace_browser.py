@@ -262,6 +262,7 @@ def test_dark_and_light_narrow_and_wide(browser: Browser, records: dict[str, Any
             browser.open(path, "step=8")
             seen.add(browser.run("return getComputedStyle(document.body).backgroundColor"))
             assert browser.run("return document.documentElement.scrollWidth - innerWidth") <= 0, width
+            browser.wait_for_frame()
             assert browser.run(COLOURS, ".tree canvas")[0] > 20
             picture = browser.picture()
             assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
@@ -313,6 +314,7 @@ def test_thousands_of_nodes(browser: Browser, records: dict[str, Any], tmp_path:
         drawn = browser.run(f"window.drawn = 0; for (let i = 0; i < 5; i++) {{ {act} }} return window.drawn / 5")
         assert 0 < drawn < most, act
     browser.run("fit()")
+    browser.wait_for_frame()
     assert browser.run(COLOURS, ".tree canvas")[1] > 0.01
 
 
