@@ -617,7 +617,7 @@ def test_an_overlooked_interrupt_is_seen_at_the_prompt(tmp_path):
         env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
     ) as process:  # fmt: skip
         try:
-            assert b"KeyboardInterrupt" in process.communicate(timeout=60)[1]
+            assert b"KeyboardInterrupt" in process.communicate(timeout=120)[1]
         finally:
             process.kill()
             os.close(master)
@@ -646,7 +646,7 @@ def test_utf8_in_any_locale(base):
     argv = ["--model", base, "--max-new-tokens", "30", "--ignore-eos"]
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
     with spawn(*CHAT, *argv, environment=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        out, _ = process.communicate("Café 日本".encode(), timeout=60)
+        out, _ = process.communicate("Café 日本".encode(), timeout=120)
     [result] = Engine.load(base).generate(["Café 日本"], Greedy(), max_new_tokens=30, ignore_eos=True)
     assert out.decode() == result.outputs[0].text + "\n" and not out.isascii()
 

@@ -84,7 +84,7 @@ class Typist:
 
     def wait_for(self, pattern: str) -> str:
         """Read until the pattern comes; returns all that came, `before` it and what `matched`."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (found := re.search(pattern.encode(), self.seen, re.DOTALL)):
             assert time.monotonic() < deadline, (pattern, self.seen[-2000:])
             if select.select([self.master], [], [], 3)[0]:
