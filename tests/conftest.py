@@ -125,6 +125,17 @@ class AtOnce:
             terminal.write_line("\n".join([f" failed: {report.nodeid}", *why]))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Numbers that are drawn without a seed are the same whichever tests have run before, for fixtures and the test."""
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def own_process() -> None:
     """Reset what the process shares: the threads, which an engine sets. Kernels are loaded before a test moves the

@@ -30,7 +30,7 @@ SWEEP_SECONDS = 1.0
 RETRY_SECONDS = 1.0  # to wait after an accept that the system refused
 FEWER_SECONDS = 60.0  # with room for fewer connections after that, and between two lines about it
 LEAST_CONNECTIONS = 8  # connections
-STRANGERS_SHARE = 8  # at most 1/8 of the room for strangers is filled at once
+STRANGERS_SHARE = 8  # at most 1/8 of the room for strangers is filled in a turn of the event loop
 
 
 def most_connections(wanted: int) -> int:
@@ -212,7 +212,7 @@ class Door:
         self._sweeping.cancel()
 
     async def _accept(self) -> None:
-        loop, accepted = asyncio.get_running_loop(), 0
+        loop, turns = asyncio.get_running_loop(), 0.0
         while True:
             try:
                 peer, _ = await loop.sock_accept(self.listener)  # suspends only if no client waits
@@ -226,9 +226,10 @@ class Door:
             connecting = loop.create_task(self._connect(peer))
             self._connecting.add(connecting)
             connecting.add_done_callback(self._connecting.discard)
-            accepted += 1
-            if accepted % max(1, self.connections.room // STRANGERS_SHARE) == 0:
-                await asyncio.sleep(0)  # else new ones would close each other before a request is read
+            turns += STRANGERS_SHARE / self.connections.room
+            while turns >= 1:  # else new ones would close each other before a request is read
+                await asyncio.sleep(0)
+                turns -= 1
 
     async def _connect(self, peer: socket.socket) -> None:
         try:

@@ -58,6 +58,8 @@ def _scaling(file: GGUF, keys: Fields, theta: float, dims: int, context: int) ->
         if not (long and short) or plain or kind not in ("none", "longrope"):
             raise keys.error("rope.scaling.type", "factors for long and for short texts, without other scaling")
         scale = max(1.0, context / original)
+        if scale > 1 and original == 1:
+            raise keys.error("rope.scaling.original_context_length", "more than 1")
         usual = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
         scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
         other = {} if math.isclose(attention, usual, rel_tol=1e-6) else {"attention_factor": decimal(attention)}

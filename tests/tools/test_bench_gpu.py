@@ -213,7 +213,7 @@ def test_programs_of_other_shapes_are_tried(stand_in, monkeypatch):
     monkeypatch.setattr(single_kernels, "OPTIONS", ({"N": 32}, {"N": 128}, {"M": 0}))
     monkeypatch.setattr(single_kernels, "ALONE", ())
     monkeypatch.setattr(single_kernels, "TURNS", ({"TURN": 2, "ALONE": 1 << 14},))
-    found = stand_in("--stages", "tune")["tune"]
+    found = stand_in("--stages", "tune", "--seconds", "600")["tune"]
     shapes = [(row["queries"], row["shape"]) for row in found["rows"]]
     assert sorted(shapes) == [
         (q, shape) for q in (2, 3) for shape in ("N 128", "N 32", "TURN 2, ALONE 16384", "as it is")
@@ -227,7 +227,7 @@ def test_a_compiled_model_is_compared(stand_in, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **options: without(real(model, **options)))
     monkeypatch.setattr(whole_model, "COMPILER", {"backend": "eager"})
     monkeypatch.setattr(whole_model, "SIZES", (1, 3))
-    found = stand_in("--stages", "compiled")["compiled"]
+    found = stand_in("--stages", "compiled", "--seconds", "600")["compiled"]
     assert [row["tokens"] for row in found["rows"]] == [1, 3] and not found["notes"]
     assert all(row["difference"] < 0.02 and row["compiled"] > 0 for row in found["rows"])
 

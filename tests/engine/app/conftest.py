@@ -1,12 +1,13 @@
 """Set-up of the tests of command lines: random models, and the chat in this process."""
 
 import io
+import math
 import sys
 from collections.abc import Callable
 
 import pytest
 
-from engine.app import chat
+from engine.app import chat, dialog
 from tests.engine.app.typist import SHAPE, Terminal
 from tools.random_checkpoint import make
 
@@ -15,6 +16,13 @@ from tools.random_checkpoint import make
 def long(tmp_path_factory) -> str:
     """A model with a context that is never full."""
     return make(tmp_path_factory.mktemp("long"), max_positions=60000, **SHAPE)["path"]
+
+
+@pytest.fixture(autouse=True)
+def no_status(monkeypatch):
+    """The screens of dialogs in this process show no status, which they would if a reply is slow; `Screen.status` has
+    tests of its own."""
+    monkeypatch.setattr(dialog, "STATUS_DELAY", math.inf)
 
 
 @pytest.fixture

@@ -608,15 +608,16 @@ def test_a_conversation_is_saved_when_the_terminal_is_closed(long, tmp_path):
 
 def test_an_overlooked_interrupt_is_seen_at_the_prompt(tmp_path):
     overlooked = "threading.Timer(0.5, _thread.interrupt_main).start()"  # as if it came right before readline waits
-    ask = "from engine.app.terminal import *; i = Interrupt().__enter__(); e = LineEditor()"
+    make = "from engine.app.terminal import *; i = Interrupt().__enter__(); e = LineEditor()"
+    ask = f"with i.prompting(): {overlooked}; e.ask('> ')"
     master, slave = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-c", f"import _thread, threading; {ask}; {overlooked}\nwith i.prompting(): e.ask('> ')"],
+        [sys.executable, "-c", f"import _thread, threading; {make}\n{ask}"],
         cwd=ROOT, stdin=slave, stdout=slave, stderr=subprocess.PIPE, start_new_session=True,
         env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
     ) as process:  # fmt: skip
         try:
-            assert b"KeyboardInterrupt" in process.communicate(timeout=60)[1]
+            assert b"KeyboardInterrupt" in process.communicate(timeout=120)[1]
         finally:
             process.kill()
             os.close(master)
@@ -645,7 +646,7 @@ def test_utf8_in_any_locale(base):
     argv = ["--model", base, "--max-new-tokens", "30", "--ignore-eos"]
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
     with spawn(*CHAT, *argv, environment=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        out, _ = process.communicate("Café 日本".encode(), timeout=60)
+        out, _ = process.communicate("Café 日本".encode(), timeout=120)
     [result] = Engine.load(base).generate(["Café 日本"], Greedy(), max_new_tokens=30, ignore_eos=True)
     assert out.decode() == result.outputs[0].text + "\n" and not out.isascii()
 

@@ -53,7 +53,7 @@ class Browser:
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             return json.loads(reply.read())["value"]
 
     def open(self, path: Path, at: str = "") -> None:
@@ -242,9 +242,9 @@ def test_playing_and_choosing(browser: Browser, records: dict[str, Any], tmp_pat
     assert names == [f"{i}: {name}" for i, name in enumerate(SEARCHES, 1)]
     browser.run("const r = document.getElementById('request'); r.value = 4; r.onchange({target: r})")
     assert browser.text("h1").startswith("DSBD") and "draft rejected" in browser.text("#legend")
-    browser.run("play(true)")
-    assert browser.text("#where").startswith("step 0 ")
-    browser.ask("POST", "/timeouts", {"script": 20000})
+    where = browser.run("play(true); return document.querySelector('#where').textContent")
+    assert where.startswith("step 0 ")
+    browser.ask("POST", "/timeouts", {"script": 60000})
     told = "setInterval(() => { if (shown.step >= 2) { play(false); arguments[0](shown.step) } }, 50)"
     assert browser.ask("POST", "/execute/async", {"script": told, "args": []}) >= 2
     browser.run("document.querySelector('.pick').click()")
@@ -262,6 +262,7 @@ def test_dark_and_light_narrow_and_wide(browser: Browser, records: dict[str, Any
             browser.open(path, "step=8")
             seen.add(browser.run("return getComputedStyle(document.body).backgroundColor"))
             assert browser.run("return document.documentElement.scrollWidth - innerWidth") <= 0, width
+            browser.wait_for_frame()
             assert browser.run(COLOURS, ".tree canvas")[0] > 20
             picture = browser.picture()
             assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
@@ -313,6 +314,7 @@ def test_thousands_of_nodes(browser: Browser, records: dict[str, Any], tmp_path:
         drawn = browser.run(f"window.drawn = 0; for (let i = 0; i < 5; i++) {{ {act} }} return window.drawn / 5")
         assert 0 < drawn < most, act
     browser.run("fit()")
+    browser.wait_for_frame()
     assert browser.run(COLOURS, ".tree canvas")[1] > 0.01
 
 
@@ -331,7 +333,8 @@ def served(browser: Browser, *flags: str, keys: Sequence[str] = ()) -> Iterator[
 
 
 def has_tree(browser: Browser) -> bool:
-    return browser.run("return document.querySelector('#tree').srcdoc.length") > 1000
+    """Whether there is a tree beside an answer that is complete: until then the next text would end it."""
+    return browser.run("return running ? 0 : document.querySelector('#tree').srcdoc.length") > 1000
 
 
 def test_the_servers_page_chats_with_the_tree_beside_it(browser: Browser):

@@ -210,17 +210,18 @@ def test_a_batch_with_a_trace(loaded: list[int], tmp_path: Path):
     assert [(r["name"], r["search"]) for r in data["requests"]] == [("<b>", "Greedy"), (2, "Trie")]
 
 
-def test_an_interrupted_batch_leaves_its_trace(tmp_path: Path):
+def test_an_interrupted_batch_leaves_its_trace(long: str, tmp_path: Path):
     path = tmp_path / "t.json"
-    argv = [sys.executable, "-m", "engine.batch", "--threads", "1", "--ignore-eos", "--trace", str(path)]
+    argv = [sys.executable, "-m", "engine.batch", "--model", long, "--kv-memory", "64M"]
+    argv += ["--threads", "1", "--ignore-eos", "--trace", str(path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*argv, "--max-new-tokens", "400"], cwd=ROOT, **pipes) as process:  # type: ignore[call-overload]
+    with subprocess.Popen([*argv, "--max-new-tokens", "50000"], cwd=ROOT, **pipes) as process:  # type: ignore[call-overload]
         assert process.stdin and process.stdout
         process.stdin.write(b'{"prompt": "One", "params": {"max_new_tokens": 1}}\n{"prompt": "Two"}\n')
         process.stdin.flush()
         process.stdout.readline()  # the second is under way
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == cli.INTERRUPTED
+        assert process.wait(120) == cli.INTERRUPTED
     ends = [request["end"] for request in load(path)["requests"]]
     assert ends[0] == "done" and ends[1:] in ([], ["interrupted"])
 

@@ -20,7 +20,8 @@ from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parents[3]
 CHAT = (sys.executable, "-m", "engine.chat", "--kv-memory", "64M")
-REPLY = r"(?:\x1b\[\?2004l\r)?[^\x1b]{12}"  # a prompt that is drawn again has escape sequences sooner
+STATUS = r"(?:\x1bD)+\x1b\[\d+A\x1b7.*?\x1b8|\x1b\[J"  # drawn and erased before the text, if that takes its time
+REPLY = rf"(?:\x1b\[\?2004l\r)?(?:{STATUS})*[^\x1b]{{12}}"  # a prompt that is drawn again has other sequences sooner
 
 SHAPE = {"layers": 2, "width": 32, "mlp": 64, "heads": 2, "vocab": 400}
 
@@ -83,7 +84,7 @@ class Typist:
 
     def wait_for(self, pattern: str) -> str:
         """Read until the pattern comes; returns all that came, `before` it and what `matched`."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (found := re.search(pattern.encode(), self.seen, re.DOTALL)):
             assert time.monotonic() < deadline, (pattern, self.seen[-2000:])
             if select.select([self.master], [], [], 3)[0]:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -86,13 +87,14 @@ each_variant = pytest.mark.parametrize(
 
 def start(*command, size=2, **options):
     """The processes of a command, as torchrun starts them."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    kept = socket.socket()  # nobody else gets its port before the first process listens there, as this option allows
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", 0))
+    port = kept.getsockname()[1]
     place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     place |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": str(ROOT)}
     pipes = {"cwd": ROOT, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return [
+    processes = [
         subprocess.Popen(
             [sys.executable, *map(str, command)],
             env=os.environ | {name: str(value) for name, value in (place | {"RANK": i, "LOCAL_RANK": i}).items()},
@@ -100,6 +102,8 @@ def start(*command, size=2, **options):
         )
         for i in range(size)
     ]
+    weakref.finalize(processes[0], kept.close)
+    return processes
 
 
 def ended(processes, given=b""):

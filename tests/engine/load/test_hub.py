@@ -448,7 +448,7 @@ def test_ctrl_c_ends_a_download_at_once(tmp_path: Path, environment: tuple[Hub, 
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     variables["HF_HUB_DOWNLOAD_TIMEOUT"] = "90"
     with subprocess.Popen([*COPPICE, *ASKED], cwd=tmp_path, env=variables, **pipes) as chat:
-        assert stalled.wait(60)
+        assert stalled.wait(120)
         chat.send_signal(signal.SIGINT)
         out, told = chat.communicate(timeout=120)
     assert (chat.returncode, out, told) == (130, b"", b"interrupted\n")

@@ -1,15 +1,24 @@
 """Servers of the demo model in this process, and the official client."""
 
+import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from engine import Engine
-from engine.serve import command
+from engine.serve import command, fields
 from tests.invariants import check_pool
 from tests.served import background
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seeds that a server draws for requests without one are the same in each run of a test."""
+    monkeypatch.setattr(fields, "secrets", SimpleNamespace(randbits=random.Random(1).getrandbits))
 
 
 class Server(NamedTuple):
@@ -45,6 +54,18 @@ def server() -> Iterator[Server]:
     """A server that the tests of a file share: none of them changes it."""
     with serving("--max-body", "100K", "--max-tokens", "300", "--max-width", "16") as server:
         yield server
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let each step of a server take a while: on any machine a long search lasts until a client has done its part."""
+
+    def slow(server: Server, seconds: float = 0.02) -> None:
+        service = server.app.served["demo"].lane.service
+        step = service.step
+        monkeypatch.setattr(service, "step", lambda: (time.sleep(seconds), step()))
+
+    return slow
 
 
 @pytest.fixture

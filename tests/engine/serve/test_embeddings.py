@@ -1,10 +1,8 @@
 """`/v1/embeddings` by OpenAI's client, `/v1/rerank`: what they answer is what the engine computes; limits."""
 
-import asyncio
 import json
 import re
 import threading
-import time
 import urllib.error
 import urllib.request
 
@@ -19,6 +17,8 @@ from tools.random_checkpoint import make
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs the extra test")
+
+from tests.engine.serve.test_limits import raw, until  # noqa: E402
 
 TEXTS = ["Once upon a time there was a little dog.", "The cat sat.", "A", "One day the fox wanted to bake a cake."]
 QUERY, DOCUMENTS = "What is the opposite of hot?", ["I like cats.", "Cold is the opposite of hot.", "Hot."]
@@ -115,7 +115,7 @@ def test_many_texts_are_few_requests_at_a_time(start, alone, monkeypatch):
     done = []
 
     def story():
-        time.sleep(0.05)
+        until(lambda: lane.open)
         server.client.completions.create(model="demo", prompt="Once", max_tokens=2)
         done.append("story")
 
@@ -126,7 +126,7 @@ def test_many_texts_are_few_requests_at_a_time(start, alone, monkeypatch):
     thread.join()
     torch.testing.assert_close(found, alone.embed(given), atol=1e-5, rtol=0)
     assert max(seen) <= 2 * texts.AHEAD + 1 and len(seen) == 61
-    assert not lane.open and not lane.held
+    until(lambda: not lane.open and not lane.held)
 
 
 def test_a_full_queue_refuses(start, monkeypatch):
@@ -146,10 +146,7 @@ def test_an_error_of_one_text_ends_the_others(start, monkeypatch):
     status, reply, _ = post(server, "/v1/embeddings", model="demo", input=TEXTS * 10)
     assert status == 500 and reply["error"]["code"] == "numerics"
     lane = server.app.served["demo"].lane
-    until = time.monotonic() + 60
-    while lane.open and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not lane.open
+    until(lambda: not lane.open)
     assert post(server, "/v1/embeddings", model="demo", input=[TEXTS[0]])[0] == 200
 
 
@@ -161,10 +158,7 @@ def test_large_replies_come_in_parts_and_are_counted(start, alone, monkeypatch):
     torch.testing.assert_close(embed(server, given)[0], expected_NE, atol=1e-5, rtol=0)
     monkeypatch.setattr(http, "LARGE", 1 << 10)
     torch.testing.assert_close(embed(server, given, encoding_format="float")[0], expected_NE, atol=1e-5, rtol=0)
-    until = time.monotonic() + 60
-    while server.app._bytes and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not server.app._bytes
+    until(lambda: not server.app._bytes)
     monkeypatch.setattr(http, "BODIES", 1)
     assert post(server, "/v1/embeddings", model="demo", input=given)[0] == 503
     status, reply, _ = post(server, "/v1/embeddings", model="demo", input=[[1]] * 230)
@@ -177,25 +171,14 @@ def test_a_limit_of_all_tokens(server, monkeypatch):
     assert status == 400 and "more than 10 tokens together" in reply["error"]["message"]
 
 
-def test_a_client_that_leaves_ends_its_texts(start):
-    server = start("--parallel", "1")
-    asyncio.run(_leave(server.port, json.dumps({"model": "demo", "input": [TEXTS[0] * 20] * 400}).encode()))
-    lane, until = server.app.served["demo"].lane, time.monotonic() + 60
-    while lane.open and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not lane.open
-    assert "coppice_requests_cancelled_total" in server.app.stepper.metrics.text({})
-
-
-async def _leave(port, data):
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    lines = ["POST /v1/embeddings HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
-    head = "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""])
-    writer.write(head.encode() + data)
-    await writer.drain()
-    await asyncio.sleep(0.3)
-    writer.close()
-    del reader
+def test_a_client_that_leaves_ends_its_texts(start, slow):
+    slow(server := start("--parallel", "1"))
+    lane = server.app.served["demo"].lane
+    peer = raw(server.port, {"model": "demo", "input": [TEXTS[0] * 20] * 400}, "/v1/embeddings")
+    until(lambda: lane.open)
+    peer.close()
+    until(lambda: not lane.open)
+    assert server.app.stepper.metrics._counters["requests_cancelled", "demo"]
 
 
 # --- reranking ---

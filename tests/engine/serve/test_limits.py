@@ -51,7 +51,7 @@ def post(url: str, body, path="/v1/chat/completions", **options):
 def raw(port: int, body: dict | None, path="/v1/chat/completions", key="") -> socket.socket:
     """A connection that has sent a request, if any, and reads nothing."""
     data = json.dumps(body).encode()
-    peer = socket.create_connection(("127.0.0.1", port), timeout=30)
+    peer = socket.create_connection(("127.0.0.1", port), timeout=60)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     head += f"\r\nAuthorization: Bearer {key}" * bool(key)
     if body is not None:
@@ -146,8 +146,9 @@ def test_bodies_of_the_wrong_size_or_kind(server):
     ("key", "type", "size", "status"),
     [("key", "json", 3 << 20, 413), ("wrong", "json", 1 << 20, 401), ("key", "xml", 1 << 20, 415)],
 )
-def test_who_sends_on_reads_the_answer_although_the_connection_closes(start, key, type, size, status):
+def test_who_sends_on_reads_the_answer_although_the_connection_closes(start, monkeypatch, key, type, size, status):
     """urllib has Connection: close; bytes that are not read reset a connection that closes."""
+    monkeypatch.setattr(http, "DROP_SECONDS", 60)
     url = start("--max-body", "1M", keys=("key",)).url
     headers = {"content-type": f"application/{type}", "authorization": f"Bearer {key}"}
     asked = urllib.request.Request(f"{url}/v1/completions", b" " * size, headers)
@@ -157,7 +158,8 @@ def test_who_sends_on_reads_the_answer_although_the_connection_closes(start, key
         assert error.value.code == status and json.loads(error.value.read())["error"]
 
 
-def test_a_connection_may_close_by_one_of_several_options(start):
+def test_a_connection_may_close_by_one_of_several_options(start, monkeypatch):
+    monkeypatch.setattr(http, "DROP_SECONDS", 60)
     server = start("--max-body", "1M")
     head = (
         "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: TE, close\r\ncontent-type: application/xml\r\n"
@@ -187,7 +189,7 @@ def test_a_body_that_does_not_come(start, monkeypatch):
 
     monkeypatch.setattr(http, "BODY_SECONDS", 0.1)
     server = start()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as peer:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as peer:
         peer.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         peer.sendall(b"Content-Length: 100\r\n\r\n{")
         assert peer.recv(4096).startswith(b"HTTP/1.1 408 ")
@@ -277,8 +279,8 @@ def test_a_taken_port_and_a_missing_package(capsys):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_frees_the_pages_within_a_step(start, monkeypatch, stream):
-    server = start()
+def test_who_leaves_frees_the_pages_within_a_step(start, slow, monkeypatch, stream):
+    slow(server := start())
     pool, driver = server.engine.pool, server.app.served["demo"].lane.service.driver
     steps: list[int] = []
     peer = raw(server.port, long(stream=stream, beams=8))
@@ -292,8 +294,8 @@ def test_who_leaves_frees_the_pages_within_a_step(start, monkeypatch, stream):
     assert server.client.completions.create(model="demo", prompt="Once", max_tokens=2).choices[0].text
 
 
-def test_who_leaves_the_queue_never_runs(start):
-    server = start("--parallel", "1")
+def test_who_leaves_the_queue_never_runs(start, slow):
+    slow(server := start("--parallel", "1"))
     lane = server.app.served["demo"].lane
     first = raw(server.port, long())
     until(lambda: lane.running == 1)
@@ -310,9 +312,8 @@ def test_a_slow_reader_holds_no_pages(start):
     server = start()
     peer = raw(server.port, long(stream=True, beams=4, n=4, max_tokens=150))
     lane = server.app.served["demo"].lane
-    until(lambda: lane.open)
-    until(lambda: not lane.open)
-    assert server.engine.pool.used_pages == 0
+    until(lambda: lane._seconds)  # it has ended
+    assert not lane.open and server.engine.pool.used_pages == 0
     data = b""
     while b"[DONE]" not in data:
         part = peer.recv(1 << 16)
@@ -340,8 +341,8 @@ def test_sixty_clients_that_leave_at_any_moment(start):
 # --- queues, memory, time ---
 
 
-def test_a_full_queue_is_429_with_a_time(start):
-    server = start("--parallel", "1", "--queue", "1")
+def test_a_full_queue_is_429_with_a_time(start, slow):
+    slow(server := start("--parallel", "1", "--queue", "1"))
     lane = server.app.served["demo"].lane
     peers = [raw(server.port, long())]
     until(lambda: lane.running == 1)
@@ -376,8 +377,8 @@ def test_a_request_without_a_number_stays_below_the_limit(start):
     assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 3
 
 
-def test_time_is_limited(start):
-    server = start("--timeout", "0.2")
+def test_time_is_limited(start, slow):
+    slow(server := start("--timeout", "0.2"))
     reply = post(server.url, long(beams=40))
     assert reply.status_code == 504 and reply.headers["x-should-retry"] == "false"
     with pytest.raises(openai.APIError, match=r"more than 0\.2 s"):
@@ -388,7 +389,11 @@ def test_time_is_limited(start):
 
 def test_a_search_ends_with_its_time_although_nobody_reads():
     """The error waits for the client, and the search for nobody."""
-    cancelled = []
+    cancelled, over = [], asyncio.Event()
+
+    def cancel(ticket):
+        cancelled.append(ticket)
+        over.set()
 
     async def never(*_):
         await asyncio.Event().wait()
@@ -397,11 +402,12 @@ def test_a_search_ends_with_its_time_although_nobody_reads():
         await asyncio.sleep(0) if part["type"] == "http.response.start" else await never()
 
     async def run():
-        ticket: Any = SimpleNamespace(lane=SimpleNamespace(cancel=cancelled.append), more=never)
+        ticket: Any = SimpleNamespace(lane=SimpleNamespace(cancel=cancel), more=never)
         answers: Any = SimpleNamespace(asked=SimpleNamespace(ignored=()), opening=tuple)
         deadline = asyncio.get_running_loop().time() + 0.05
         work = asyncio.ensure_future(Events(answers, [ticket], deadline, 0.05, CoppiceError)({}, never, send))
-        await asyncio.wait({work}, timeout=0.5)
+        async with asyncio.timeout(60):
+            await over.wait()
         assert cancelled == [ticket] and not work.done()
         work.cancel()
         await asyncio.wait({work})
@@ -507,11 +513,11 @@ def test_a_stream_that_the_end_interrupts_says_so(monkeypatch):
     with command.application(args) as app:
         with background(app, drain=1) as url:
             port = int(url.rpartition(":")[2])
-            peers = [raw(port, long(stream=stream, max_tokens=400, beams=30)) for stream in (True, False)]
             lane = app.served["demo"].lane
-            until(lambda: lane.running == 2)
             step = lane.service.step
-            monkeypatch.setattr(lane.service, "step", lambda: (time.sleep(0.5), step()))
+            monkeypatch.setattr(lane.service, "step", lambda: (time.sleep(0.1), step()))
+            peers = [raw(port, long(stream=stream, max_tokens=400, beams=30)) for stream in (True, False)]
+            until(lambda: lane.running == 2)
         answers = [b"".join(iter(partial(peer.recv, 1 << 16), b"")) for peer in peers]
         for peer in peers:
             peer.close()

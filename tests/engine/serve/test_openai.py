@@ -17,6 +17,8 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs the extra test")
 
+from tests.engine.serve.test_limits import until  # noqa: E402
+
 FOX = [{"role": "user", "content": "Tell me a story about a fox."}]
 HOT = [{"role": "user", "content": "What is the opposite of hot?"}]
 
@@ -138,7 +140,7 @@ def test_a_stream_carries_text_while_the_search_runs(start, monkeypatch):
     run, passes, heard = server.engine.runner.run, count(1), threading.Event()
 
     def paused(*args: Any, **options: Any) -> Any:
-        assert next(passes) < 6 or heard.wait(20), "no text came of the first passes"
+        assert next(passes) < 6 or heard.wait(60), "no text came of the first passes"
         return run(*args, **options)
 
     monkeypatch.setattr(server.engine.runner, "run", paused)
@@ -369,7 +371,7 @@ def test_a_stream_refuses_before_it_begins(server):
         server.client.chat.completions.create(model="other", messages=FOX)
 
 
-def test_many_kinds_and_widths_share_passes_and_give_what_they_give_alone(server, alone):
+def test_many_kinds_and_widths_share_passes_and_give_what_they_give_alone(server, alone, monkeypatch):
     asked = [
         ({"beams": 2 + i % 5}, Trie(2 + i % 5))
         if i % 3 == 0
@@ -378,10 +380,19 @@ def test_many_kinds_and_widths_share_passes_and_give_what_they_give_alone(server
         else ({"search": "ults", "ults_k_max": 3}, make_search("ults", {"ults_k_max": 3}))
         for i in range(12)
     ]
-    before = server.app.served["demo"].lane.figures()["forward_passes"]
+    lane, all_here = server.app.served["demo"].lane, threading.Event()
+    before, step = lane.figures()["forward_passes"], lane.service.step
+
+    def step_for_all():
+        if not all_here.is_set():
+            until(lambda: len(lane.open) == len(asked))
+            all_here.set()
+        step()
+
+    monkeypatch.setattr(lane.service, "step", step_for_all)
     with ThreadPoolExecutor(12) as pool:
         replies = [*pool.map(lambda fields: ask(server, tokens=16, **fields), [fields for fields, _ in asked])]
     for reply, (_, search) in zip(replies, asked, strict=True):
         assert [reply.choices[0].message.content] == texts(alone, search, FOX, 16)
-    passes = server.app.served["demo"].lane.figures()["forward_passes"] - before
+    passes = lane.figures()["forward_passes"] - before
     assert passes < sum(reply.coppice["stats"][0]["forward_passes"] for reply in replies) / 2

@@ -3,13 +3,13 @@
 import contextlib
 import json
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from engine.app.records import _unique
 from engine.errors import UsageError
+from engine.serve import stepper
 from engine.serve.metrics import Metrics
 from engine.serve.stepper import Lane, Stepper, Ticket, share
 from engine.tasks.step_thread import Checks
@@ -49,9 +49,9 @@ def test_a_share_is_half_of_what_the_others_leave(places, others, alone, expecte
 
 @pytest.fixture
 def lane():
-    stepper = Stepper(Metrics())
-    yield Lane("demo", SimpleNamespace(parallel=2, alone=True), 8, stepper)  # type: ignore[arg-type]
-    stepper.stop()
+    steps = Stepper(Metrics())
+    yield Lane("demo", SimpleNamespace(parallel=2, alone=True), 8, steps)  # type: ignore[arg-type]
+    steps.stop()
 
 
 def test_retry_after_is_the_time_of_what_is_in_front(lane):
@@ -67,16 +67,17 @@ def test_retry_after_is_the_time_of_what_is_in_front(lane):
     assert lane.wait(A, 1) == 3 and lane.wait(B, 2) == 0 and lane.wait(B, 3) == 5
 
 
-def test_retry_after_before_anything_has_ended(lane):
+def test_retry_after_before_anything_has_ended(lane, monkeypatch):
     lane.open = {Ticket(lane, A) for _ in range(10)}
+    monkeypatch.setattr(stepper, "time", SimpleNamespace(perf_counter=lambda: 1000.0))
     for ticket in lane.open:
-        ticket.began = time.perf_counter() - 9.5
+        ticket.began = 990.4
     assert lane.wait(A, 4) == 20
 
 
-def test_a_key_cannot_fill_the_queue(start):
+def test_a_key_cannot_fill_the_queue(start, slow):
     """One key has its half of the places; another one is admitted, and is the next that runs."""
-    server = start("--parallel", "1", "--queue", "7", keys=(A, B))
+    slow(server := start("--parallel", "1", "--queue", "7", keys=(A, B)))
     lane = server.app.served["demo"].lane
     many = {"prompt": ["x"] * 5, "max_tokens": 300}
     reply = post(server.url, many, "/v1/completions", key=A)

@@ -6,6 +6,7 @@ from engine import Engine
 from engine.demo import demo_folder
 from engine.drafts import Draft
 from engine.step.drafting import EngineDrafts
+from engine.step.timing import PassTime
 from search import Greedy, Trie
 from tests.eager import EagerDrafts
 from tests.marks import needs_cpp
@@ -91,8 +92,10 @@ def test_a_failure_ends_the_drafts_of_all_and_no_answer(engine):
     assert len(joint.calls) == 5
 
 
-def test_guesses_that_take_longer_than_they_save_end(engine):
-    """A second for each guess, where a pass takes milliseconds: a few are tried, then none for a long time."""
+def test_guesses_that_take_longer_than_they_save_end(engine, monkeypatch):
+    """A second for each guess, where a pass takes a millisecond: a few are tried, then none for a long time."""
+    time = engine.runner.time
+    monkeypatch.setattr(time, "note", lambda tokens, seconds: PassTime.note(time, tokens, 0.001))
     joint = Joint(seconds=1.0)
     got = generate(engine, joint, Greedy(), always=False)
     assert 0 < sum(map(sum, joint.calls)) <= 3 * len(PROMPTS)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 
@@ -22,7 +23,7 @@ LIMIT = 60  # seconds, for what would wait for ever
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    make(folder, layers=1, width=32, mlp=32, heads=2, kv_heads=1, vocab=260, max_positions=4000, seed=1, scale=0.7)
+    make(folder, layers=1, width=32, mlp=32, heads=2, kv_heads=1, vocab=260, max_positions=30000, seed=1, scale=0.7)
     return folder
 
 
@@ -66,7 +67,7 @@ async def used(asynchronous):
     return await asyncio.wrap_future(future)
 
 
-ENDLESS = {"max_new_tokens": 3900, "ignore_eos": True}
+ENDLESS = {"max_new_tokens": 29000, "ignore_eos": True}
 PROMPTS = [[1, 5 + i] for i in range(20)]
 SEARCHES = [Greedy(), Trie(beams=3), Sample(seed=3, num_return_sequences=2), Trie(beams=2, num_return_sequences=2)]
 
@@ -420,10 +421,12 @@ def test_close_ends_everything_with_an_error(engine):
         stream = asynchronous.stream(PROMPTS[0], Greedy(), **ENDLESS)
         await anext(stream)
         tasks = [asyncio.create_task(asynchronous.generate([prompt], Greedy(), **ENDLESS)) for prompt in PROMPTS]
-        tasks += [asyncio.create_task(asynchronous.generate(PROMPTS[:1], slow)) for _ in range(2)]  # one waits
+        # The second check waits for the first.
+        tasks += [asyncio.create_task(asynchronous.generate(PROMPTS[:1], slow, **ENDLESS)) for _ in range(2)]
         await asyncio.to_thread(entered.wait)
         closing = asyncio.create_task(asynchronous.close())
-        await asyncio.sleep(0)
+        while not asynchronous._thread._ended:
+            await asyncio.sleep(0.001)
         leave.set()
         await closing
         await asynchronous.close()
@@ -493,6 +496,9 @@ def test_nothing_is_kept_after_the_end(folder):
         run(test())
         released = weakref.ref(engine)
         test = engine = None
+        until = time.monotonic() + LIMIT
+        while released() is not None and time.monotonic() < until:  # until the last checking thread has ended
+            time.sleep(0.001)
         assert released() is None
     finally:
         gc.enable()

@@ -52,6 +52,13 @@ def test_what_is_not_supported_is_named(key, value, what, tmp_path):
         load(file, tmp_path)
 
 
+def test_an_original_length_that_has_no_logarithm(tmp_path):
+    file = File(GOLDEN / "phi3/longrope")
+    file.keys["phi3.rope.scaling.original_context_length"] = 1
+    with pytest.raises(CheckpointError, match=r"original_context_length: expected more than 1, got 1"):
+        load(file, tmp_path)
+
+
 def test_a_format_that_is_not_read_is_named_with_its_tensor(tmp_path):
     source = random(tmp_path / "source", "llama/gqa", **WIDE)
     file = File(source)
