@@ -64,13 +64,10 @@ def test_rivals_are_given_the_same_attention():
 def stand_in(monkeypatch):
     """A GPU whose events are the clock, whose graphs call again and whose kernels are a list. Runs the command."""
 
-    def times_of(work, runs):
-        times = []
-        for _ in range(runs):
-            begin = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - begin)
-        return times
+    def once(work):
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
 
     def recorded(calls):
         return lambda: [call() for call in calls]
@@ -85,9 +82,9 @@ def stand_in(monkeypatch):
     settings = {"is_available": True, "get_device_name": "stand-in", "memory_allocated": 0, "max_memory_allocated": 0}
     for name, value in (settings | {"reset_peak_memory_stats": None, "empty_cache": None}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(device, "times_of", times_of)
+    monkeypatch.setattr(device, "once", once)
     monkeypatch.setattr(device, "recorded", recorded)
-    monkeypatch.setattr(device, "copy_bandwidth", lambda runs: 1e9)
+    monkeypatch.setattr(device, "copying", lambda: (lambda: time.sleep(1e-5), 10_000))
     monkeypatch.setattr(device, "read_bandwidth", lambda runs: 2e9)
     monkeypatch.setattr(contenders, "flex_attention", lambda *_: 1 / 0)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
