@@ -178,7 +178,7 @@ def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
     unmet = [name for name, target in targets.items() if target["value"] is None]
     assert len(targets) == 19 and unmet == ["attention, least x FlexAttention"]
     assert targets["kernels that fail or are wrong"]["met"], results["smoke"]
-    assert len(results["smoke"]["rows"]) == 33
+    assert len(results["smoke"]["rows"]) == 34
     assert all(row["difference"] < 0.05 for row in results["attention"]["rows"])
     assert targets["3 beams, prompt 20, x transformers"]["met"] and targets["beams of Qwen3-0.6B's shape"]["met"]
     assert {row["searches"]: row["bytes"] for row in results["searches"]["rows"]}.keys() == {1, 3}
