@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -145,10 +145,13 @@ def steps(s: Setting) -> Found:
 def bits(s: Setting) -> Found:
     """Decoding steps with sums in one order, against those without."""
 
-    def runs(choice: str, prompt: int, beams: int) -> Decoding:
+    @cache
+    def engine(choice: str) -> Engine:
         with asking(choice):
-            engine = s.engine(s.model, tokens_of(prompt, beams, s.args.new_tokens))
-        decodings = decoding(s, s.model, engine, prompt, beams)
+            return s.engine(s.model, tokens_of(s.args.prefix[0], s.args.beams, s.args.new_tokens))
+
+    def runs(choice: str, prompt: int, beams: int) -> Decoding:
+        decodings = decoding(s, s.model, engine(choice), prompt, beams)
         while True:
             with asking(choice):
                 try:
@@ -160,7 +163,7 @@ def bits(s: Setting) -> Found:
     def case(choice: str, *sizes: int) -> dict[str, Any]:
         return beside(s, runs(choice, *sizes), runs("off", *sizes) if choice == "on" else None)
 
-    sizes = itertools.product(s.args.prefix[:1], (1, s.args.beams), ("off", "on"))
+    sizes = itertools.product(s.args.prefix[:1], (s.args.beams, 1), ("off", "on"))
     rows = s.rows((f"prompt {p}, {b} beams, same bits {c}", partial(case, c, p, b)) for p, b, c in sizes)
     found = {row["beams"]: row["x_other"] for row in rows if row["same_bits"] == "on"}
     return Found(s.heading, rows, {
@@ -200,14 +203,16 @@ def weights(s: Setting) -> Found:
     """Steps on weights of 8 and 4 bits."""
     prompt, beams = s.args.prefix[0], s.args.beams
 
-    def runs(made: Made) -> Decoding:
-        return decoding(s, made, s.engine(made, tokens_of(prompt, beams, s.args.new_tokens)), prompt, beams)
+    plain = s.engine(s.model, tokens_of(prompt, beams, s.args.new_tokens))
 
     def case(quant: str) -> dict[str, Any]:
+        usual = decoding(s, s.model, plain, prompt, beams)
         if quant == "none":
-            return {"weights": "bfloat16", "gigabytes": s.model.bytes / 1e9, **beside(s, runs(s.model))}
+            return {"weights": "bfloat16", "gigabytes": s.model.bytes / 1e9, **beside(s, usual)}
         made = make(Llama, s.large, s.device, quant)
-        return {"weights": quant, "gigabytes": made.bytes / 1e9, **beside(s, runs(made), runs(s.model))}
+        engine = s.engine(made, tokens_of(prompt, beams, s.args.new_tokens))
+        ours = decoding(s, made, engine, prompt, beams)
+        return {"weights": quant, "gigabytes": made.bytes / 1e9, **beside(s, ours, usual)}
 
     rows = s.rows((f"weights {quant}", partial(case, quant)) for quant in ("none", *SMALL))
     for row in rows:
