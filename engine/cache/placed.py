@@ -108,7 +108,7 @@ class PlacedNodes(Nodes):
         Raises:
             KVMemoryError: the pool is full; nothing was taken.
         """
-        trunk, start, slots, taken, size = self.trunk, self.trunk.cached, self.slots, [], self.pool.page_size
+        trunk, start, slots, size = self.trunk, self.trunk.cached, self.slots, self.pool.page_size
         self._forget_spent()
         try:
             if trunk_tokens and start % size:
@@ -116,13 +116,12 @@ class PlacedNodes(Nodes):
             trunk.reserve(self.pool, start + trunk_tokens, self._next_page())
             if trunk.states is not None:
                 trunk.states.extend(start, trunk_tokens)
-            for node in nodes:
-                position = self._position[node]
-                taken.append(slot := slots.take(node, position, self._wish(position)))
-                self._place(node, slot)
+            taken = slots.take(nodes, [*map(self._position.__getitem__, nodes)], self._wish)
         except KVMemoryError:
-            self._release(0, nodes[: len(taken)])
+            self._release(0, [])
             raise
+        for node, slot in zip(nodes, taken, strict=True):
+            self._place(node, slot)
         self._spent = [self._parent[node] for node in nodes]
         trunk.cached = start + trunk_tokens
         self._note_peaks()

@@ -2,7 +2,7 @@
 
 import heapq
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.cache.pool import PagePool
@@ -10,6 +10,7 @@ from engine.cache.states import Held, TrunkStates
 from engine.errors import KVMemoryError
 
 FREE, RESERVED = -1, -2  # in the place of a node
+Wish = Callable[[int], int | None]  # position -> page
 
 
 @dataclass
@@ -136,29 +137,41 @@ class BranchSlots:
         """The pages of the pool that are held."""
         return [page for page in self.pages if page >= 0]
 
-    def take(self, node: int, position: int, wish: int | None) -> int:
-        """Take a slot for a node; if a new page is needed, in the page `wish` if that is free. Raises KVMemoryError."""
-        held = self.pool.stores.take(position) if self.pool.stores is not None else None
-        try:
-            slot = heapq.heappop(self.free) if self.free else self._add_page(wish)
-        except KVMemoryError:
-            self._give([] if held is None else [held])
-            raise
-        if held is not None:
-            self.held[slot] = held
-        i, size = slot // self.size, self.size
-        self.load[i] += 1
-        self.count += 1
-        self.owner[slot] = node
-        self.table[0][slot], self.table[1][slot] = self.pages[i] * size + slot % size, position
-        return slot
+    def take(self, nodes: Sequence[int], positions: Sequence[int], wish: Wish = lambda _: None) -> list[int]:
+        """Take a slot for each node. A new page is the one that `wish` returns for the position, if it is free.
 
-    def reserve(self, position: int, wish: int | None = None) -> int:
-        """Reserve a slot, as in `take`, for a node that is not known yet; `assign` or `give_up` ends the
+        Raises:
+            KVMemoryError: the pool is full; nothing was taken.
+        """
+        taken, size, stores, free, pages, load = [], self.size, self.pool.stores, self.free, self.pages, self.load
+        owner, (places, table_positions) = self.owner, self.table
+        try:
+            for node, position in zip(nodes, positions, strict=True):
+                held = None if stores is None else stores.take(position)
+                try:
+                    slot = heapq.heappop(free) if free else self._add_page(wish(position))
+                except KVMemoryError:
+                    self._give([] if held is None else [held])
+                    raise
+                if held is not None:
+                    self.held[slot] = held
+                i, rest = divmod(slot, size)
+                load[i] += 1
+                owner[slot] = node
+                places[slot], table_positions[slot] = pages[i] * size + rest, position
+                taken.append(slot)
+        except KVMemoryError:
+            self.give_up(taken)
+            raise
+        self.count += len(taken)
+        return taken
+
+    def reserve(self, positions: Sequence[int], wish: Wish = lambda _: None) -> list[int]:
+        """Reserve slots, as in `take`, for nodes that are not known yet; `assign` or `give_up` ends the
         reservation."""
-        slot = self.take(RESERVED, position, wish)
-        self.count -= 1
-        return slot
+        slots = self.take([RESERVED] * len(positions), positions, wish)
+        self.count -= len(slots)
+        return slots
 
     def assign(self, slot: int, node: int) -> None:
         """Assign a reserved slot to a node."""

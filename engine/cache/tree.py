@@ -229,13 +229,14 @@ class TokenTree(PlacedNodes):
         if (known := self.drafts.children(parent).get(token)) is not None:
             return known, False
         position = 1 + (parent.position if isinstance(parent, DraftedNode) else self._position[parent])
-        node = self.drafts.add(parent, token, position, self.slots.reserve(position, self._wish(position)))
+        [slot] = self.slots.reserve([position], self._wish)
+        node = self.drafts.add(parent, token, position, slot)
         self.peak_pages = max(self.peak_pages, self.page_count)
         return node, True
 
     def _grow_one(self, parent: int, token: int) -> int:
         node = super()._grow_one(parent, token)
-        if self.drafts and (drafted := self.drafts.grown(node, parent, token)) is not None:
+        if self.drafts.below and (drafted := self.drafts.grown(node, parent, token)) is not None:
             self.slots.assign(drafted.slot, node)
             self._place(node, drafted.slot)
             self._note_peaks()
@@ -285,8 +286,7 @@ class TokenTree(PlacedNodes):
                     trunk.own_end(self.pool)
                 trunk.reserve(self.pool, trunk.cached + 1, self._next_page())
                 return [trunk.slot(trunk.cached, size)], []
-            for _ in range(count):
-                self._reserved.append(self.slots.reserve(position))
+            self._reserved = self.slots.reserve([position] * count)
         except KVMemoryError:
             self.give_up()
             raise

@@ -134,8 +134,9 @@ class Output:
 
     def named(self, item: str | int) -> "Output":
         """This output with the id of its item; there may be thousands, for which `replace` is slow."""
-        values: dict[str, Any] = {**vars(self), "item": item}
-        return Output(**values)
+        made = object.__new__(Output)
+        vars(made).update(vars(self), item=item)
+        return made
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from engine.cache.tree import TokenTree
 from engine.rules.endings import STUCK, Endings
 from engine.rules.few import Few
 from engine.rules.processors import Processor, mask
-from engine.rules.state import NodeState, NodeStates, ahead, ending
+from engine.rules.state import NodeState, NodeStates, ahead, ending, known_rows
 
 
 class RowPlan(NamedTuple):
@@ -89,7 +89,9 @@ class Constrained:
         if self.states.mask is None:
             return RowPlan([*nodes], {}, [])
         plan = RowPlan([], {}, [])
-        for node, state in zip(nodes, states, strict=True):
+        if plain := not self.renormalise and not known_rows(states):
+            plan.asked.extend(nodes)
+        for node, state in zip(nodes, states, strict=True) if not plain else ():
             columns, place = state
             row = columns.rows.get(place)
             if row is None and self.renormalise and (token := self.certain(state)) is not None:
@@ -168,9 +170,10 @@ class Constrained:
 
         If no token is allowed, the output ends: an end-of-sequence token stands for that.
         """
-        if not self.lists_tokens(tree, nodes):
+        states = self.states.of_all(tree, nodes)
+        if not self.states.lists(states):
             return None
-        allowed = self.states.allowed(self.states.of_all(tree, nodes))
+        allowed = self.states.allowed(states)
         return Few(allowed.or_end(self.endings.token) if allowed.nothing else allowed, self.renormalise)
 
     def note_few(self, tree: TokenTree, nodes: Sequence[int], few: Few, logp_M: Tensor) -> None:

@@ -131,14 +131,15 @@ class Allowed:
         tokens = self.token_M[(self.count_N.cumsum(0) - 1)[longs(single)]]
         return dict(zip(single, tokens.tolist(), strict=True))
 
-    def has(self, steps: Sequence[tuple[int, int]]) -> list[bool]:
-        """Whether the state at a place allows a token, for each (place, token)."""
+    def has(self, steps: Sequence[int]) -> list[bool]:
+        """Whether the state at a place allows a token, for each place << 32 | token."""
         found = [False] * len(steps)
         if len(self.token_M):
-            wanted_n = longs([place << 32 | token for place, token in steps])
+            wanted_n = longs(steps)
             key_M = self.token_M.add(self.row_M, alpha=1 << 32)  # ascending
             found = (key_M[torch.searchsorted(key_M, wanted_n).clamp_(max=len(key_M) - 1)] == wanted_n).tolist()
-        for i, (place, token) in enumerate(steps if self.masks else ()):
+        for i, step in enumerate(steps if self.masks else ()):
+            place, token = divmod(step, 1 << 32)
             if place in self.masks:
                 mask = self.masks[place]
                 found[i] = mask is None or bool(int(mask[token // MASK_WORD]) >> token % MASK_WORD & 1)

@@ -6,9 +6,9 @@ together, usually those of all beams of a step, are stored together, in columns.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, compress, count, repeat
-from operator import not_
+from operator import itemgetter, not_
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from engine.rules.constraint import Allowed, State, joined
 from engine.rules.processors import Masked, Processor
 
 MOST_AHEAD = 8  # most nodes of a pass evaluated ahead: a pass of few rows takes hardly longer than one of one row
+TOKEN = (1 << 32) - 1
 KEPT_PER_LIVE = 4  # states are dropped when there are this many times as many as live nodes
 
 
@@ -29,13 +30,13 @@ class StateColumns:
         by_processor: the states of each processor; none for forbidden nodes.
         allowed: the tokens that the constraint allows next; None if it was not asked yet, or if there is none.
         rows: the known rows by place: the only token, and its log-probability; None: to be known from the next pass.
-        after: (place, token) -> the state after this token, if it was requested since states were last dropped.
+        after: place << 32 | token -> the state after this token, if it was requested since states were last dropped.
     """
 
     by_processor: Sequence[Sequence[State]]
     allowed: Allowed | None = None
     rows: dict[int, tuple[int, float] | None] = field(default_factory=dict)
-    after: "dict[tuple[int, int], NodeState]" = field(default_factory=dict)
+    after: "dict[int, NodeState]" = field(default_factory=dict)
 
 
 class NodeState(NamedTuple):
@@ -57,16 +58,29 @@ class NodeState(NamedTuple):
 
 def ending(states: Sequence[NodeState]) -> list[int]:
     """The indices of the states, not forbidden themselves, after which the constraint allows no token."""
-    return [
-        i
-        for i, (columns, place) in enumerate(states)
-        if columns.allowed is not None and place in columns.allowed.nothing and columns.by_processor
-    ]
+    empty = {
+        columns: columns.allowed.nothing
+        for columns in columns_of(states)
+        if columns.allowed is not None and columns.allowed.nothing and columns.by_processor
+    }
+    return [i for i, (columns, place) in enumerate(states) if place in empty.get(columns, ())] if empty else []
 
 
 def ahead(states: Sequence[NodeState]) -> list[int]:
     """The indices of the states of nodes that are evaluated ahead, whose rows are to be stored."""
+    if not known_rows(states):
+        return []
     return [i for i, (columns, place) in enumerate(states) if columns.rows.get(place, ()) is None]
+
+
+def known_rows(states: Sequence[NodeState]) -> bool:
+    """Whether states lie in columns with known rows, or rows to be known."""
+    return any(columns.rows for columns in columns_of(states))
+
+
+def columns_of(states: Sequence[NodeState]) -> Mapping[StateColumns, None]:
+    """The columns in which states lie; thousands of beams have few."""
+    return dict.fromkeys(map(itemgetter(0), states))
 
 
 class NodeStates:
@@ -119,7 +133,7 @@ class NodeStates:
     def of_all(self, tree: TokenTree, nodes: Sequence[int]) -> list[NodeState]:
         """The states of nodes, computed from those of their nearest ancestors that have one."""
         states, levels, above = self._trees[tree], list[list[int]](), nodes
-        if None not in (found := [*map(states.get, nodes)]):
+        if all(found := [*map(states.get, nodes)]):
             return found  # type: ignore[return-value]
         while new := [node for node in dict.fromkeys(above) if node not in states]:
             levels.append(new)
@@ -128,7 +142,8 @@ class NodeStates:
             states.update({node: self._first(tree) for node in level if tree.parent(node) < 0})
             new = [node for node in level if node not in states]
             before, tokens = [states[parent] for parent in map(tree.parent, new)], [*map(tree.token, new)]
-            after = [columns.after.get((place, token)) for (columns, place), token in zip(before, tokens, strict=True)]
+            steps = steps_of(before, tokens)
+            after = [columns.after.get(step) for (columns, _), step in zip(before, steps, strict=True)]
             states.update(zip(new, self.after_all(before, tokens) if None in after else after, strict=True))  # type: ignore[arg-type]
         return [states[node] for node in nodes]
 
@@ -150,28 +165,29 @@ class NodeStates:
     def after_all(self, states: Sequence[NodeState], tokens: Sequence[int]) -> list[NodeState]:
         """The state after each state and token."""
         self.allow(states)
-        new: dict[StateColumns, list[tuple[int, int]]] = {}
+        steps, new = steps_of(states, tokens), dict[StateColumns, list[int]]()
         for columns, among in grouped(states).items():
-            steps = dict.fromkeys([(states[i][1], tokens[i]) for i in among])  # each once
-            if fresh := [step for step in steps if step not in columns.after]:
+            each = dict.fromkeys(map(steps.__getitem__, among))  # once
+            if fresh := [step for step in each if step not in columns.after]:
                 allowed = [True] * len(fresh) if columns.allowed is None else columns.allowed.has(fresh)
                 columns.after.update(dict.fromkeys(compress(fresh, map(not_, allowed)), self.forbidden))
                 new[columns] = [*compress(fresh, allowed)]
-        if chosen := [token for steps in new.values() for _, token in steps]:
+        if chosen := [step & TOKEN for own in new.values() for step in own]:
             before = [
-                [columns.by_processor[i][place] for columns, steps in new.items() for place, _ in steps]
+                [columns.by_processor[i][step >> 32] for columns, own in new.items() for step in own]
                 for i in range(len(self.processors))
             ]
             parts = [p.advance_all(own, chosen) for p, own in zip(self.processors, before, strict=True)]
-            made = map(NodeState, repeat(StateColumns(parts)), count())
-            for columns, steps in new.items():
-                columns.after.update(zip(steps, made, strict=False))
-        return [columns.after[place, token] for (columns, place), token in zip(states, tokens, strict=True)]
+            made = map(partial(tuple.__new__, NodeState), zip(repeat(StateColumns(parts)), count()))
+            for columns, own in new.items():
+                columns.after.update(zip(own, made, strict=False))
+        return [columns.after[step] for (columns, _), step in zip(states, steps, strict=True)]
 
     def allow(self, states: Sequence[NodeState]) -> None:
         """Ask the constraint, if there is one, for the allowed tokens of all states that lack them at once."""
-        every = dict.fromkeys([columns for columns, _ in states])
-        if self.mask is not None and (lacking := [columns for columns in every if columns.allowed is None]):
+        if self.mask is not None and (
+            lacking := [columns for columns in columns_of(states) if columns.allowed is None]
+        ):
             place, at = self.processors.index(self.mask), 0
             parts = [columns.by_processor[place] for columns in lacking]
             allowed = self.mask.allowed([*chain.from_iterable(parts)])
@@ -191,9 +207,10 @@ class NodeStates:
 
     def lists(self, states: Sequence[NodeState]) -> bool:
         """Whether only the constraint edits rows, and lists the tokens that it allows after each of these states."""
-        return self.alone and all(
-            columns.allowed is not None and place not in columns.allowed.masks for columns, place in states
-        )
+        every = [columns.allowed for columns in columns_of(states)] if self.alone else [None]
+        if None in every or not any(allowed.masks for allowed in every if allowed is not None):
+            return None not in every
+        return not any(place in columns.allowed.masks for columns, place in states)  # type: ignore[union-attr]
 
     def along(self, tokens: Sequence[int]) -> list[NodeState]:
         """The state before each of the new tokens, without a tree."""
@@ -210,10 +227,10 @@ class NodeStates:
             ends: tokens that end an output.
             limit: most new tokens.
         """
-        states, grown = self._trees[tree], []
-        room = min(MOST_AHEAD, tree.pool.free_pages // 2 - tree.pages_wanted(nodes, 0))
-        last = tree.prompt_length + limit - 1
-        for node in nodes:
+        states, grown, last = self._trees[tree], [], tree.prompt_length + limit - 1
+        forced = [n for n in nodes if states[n].forced is not None and tree.position(n) + 1 < last]
+        room = min(MOST_AHEAD, tree.pool.free_pages // 2 - tree.pages_wanted(nodes, 0)) if forced else 0
+        for node in forced if room > 0 else ():
             state = states[node]
             while len(grown) < room and tree.position(node) + 1 < last:
                 if (token := state.forced) is None or token in ends:
@@ -248,9 +265,14 @@ class NodeStates:
             state.columns.after.clear()
 
 
+def steps_of(states: Sequence[NodeState], tokens: Sequence[int]) -> list[int]:
+    """Keys of `StateColumns.after`."""
+    return [place << 32 | token for (_, place), token in zip(states, tokens, strict=True)]
+
+
 def grouped(states: Sequence[NodeState]) -> Mapping[StateColumns, Sequence[int]]:
     """The indices of the states that lie in the same columns."""
-    if len({columns for columns, _ in states}) == 1:
+    if len(columns_of(states)) == 1:
         return {states[0].columns: range(len(states))}
     found: dict[StateColumns, list[int]] = {}
     for i, (columns, _) in enumerate(states):

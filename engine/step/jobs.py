@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -140,7 +140,7 @@ class Share:
     numbers: Tensor | None = None  # values that were read from its rows
     excess_N1: Tensor | None = None  # the excess of its drafts' logits, see `WholeRow`
 
-    @property
+    @cached_property
     def top_sums(self) -> TopSums | None:
         """The top sums requested from its rows, if the rows are needed for nothing else."""
         return None if self.job.traced else self.pending.partial.top_sums(self.nodes)
@@ -148,8 +148,9 @@ class Share:
     @property
     def drafts_wanted(self) -> list[TopSums]:
         """The top sums requested from each row of its drafts, if nothing more is needed from the other rows."""
-        wanted = self.top_sums
-        return [] if wanted is None else [TopSums([0.0], wanted.k + SPARE)] * len(self.chunk.drafts)
+        if not self.chunk.drafts or (wanted := self.top_sums) is None:
+            return []
+        return [TopSums([0.0], wanted.k + SPARE)] * len(self.chunk.drafts)
 
     def take_drafts(self, founds: Sequence[FoundSums]) -> None:
         """Take the top sums of the rows of its drafts."""

@@ -4,7 +4,8 @@ The k largest elements are in the k blocks with the largest peaks, and those blo
 largest peaks; ties always go to the lower position, so this holds for equal values too. Programs find the groups'
 peaks; the last one of a search to arrive descends from groups to blocks to elements. At each level it finds the k-th
 largest by bisection, chooses exactly k in the order of their positions, and takes those of their children that are not
-below it. Finally it ranks them.
+below it. Finally it ranks them, unless there are thousands, which are sorted after the launch: it compares each with
+each.
 
 Floats are compared as integers in the same order (`_key`); NaN counts as -inf. Shapes besides those of
 `kernels.rows`: T keys of a tile.
@@ -26,6 +27,7 @@ from kernels.rows.checks import SPAN
 
 TILE = 2048
 GROUPS = (1, 16, 64)  # blocks of a group: few sizes, as each is compiled by itself
+MOST_RANKED = 1024  # sums of a range
 OPTIONS = {"num_warps": 8, "maxnreg": 192}  # at 128 registers a few are spilled
 LEAST_KEY = tl.constexpr(-0x7FFFFFFF)  # below the key of -inf
 FLIP = tl.constexpr(0x7FFFFFFF)
@@ -48,10 +50,14 @@ def top_sums(
     table_P7, outs, works = _table(tuple(ranges), tuple(counts), B, group, logp_NV.device)
     out = torch.empty(outs, dtype=torch.float64, device=logp_NV.device)
     work = torch.empty(works, dtype=torch.int32, device=logp_NV.device)
+    ranked = max(counts) <= MOST_RANKED
     launch(_top_sums, triton.cdiv(most, TILE), len(ranges))(
         logp_NV, peaks_NB, sums_M, table_P7, work, out, counters(logp_NV.device), V, B, logp_NV.stride(0),
-        LOG_GROUP=group.bit_length() - 1, LOG_SPAN=SPAN.bit_length() - 1, TILE=TILE, RANKED=256, **OPTIONS,
+        LOG_GROUP=group.bit_length() - 1, LOG_SPAN=SPAN.bit_length() - 1, TILE=TILE, RANKED=ranked, **OPTIONS,
     )  # fmt: skip
+    for part, k in zip(out.split([2 * k + 1 for k in counts]), counts, strict=True) if not ranked else ():
+        values_k, order_k = part[:k].sort(descending=True, stable=True)
+        part[:k], part[k : 2 * k] = values_k, part[k : 2 * k][order_k]
     return out
 
 
@@ -202,20 +208,23 @@ def _append(to_ptr, most, stored, key_T, place_T, chosen_T):
 
 @triton.jit
 def _write(best_ptr, count, k, out_ptr, RANKED: tl.constexpr):
-    """The result: largest first, of equal ones the first; -inf for those that lack."""
+    """The result: largest first, of equal ones the first, or in the order of their places; -inf for those that
+    lack."""
     tl.debug_barrier()
-    for first in range(0, k, RANKED):
-        i_R = first + tl.arange(0, RANKED)
+    for first in range(0, k, 256):
+        i_R = first + tl.arange(0, 256)
         there_R = i_R < count
         key_R = tl.load(best_ptr + i_R, mask=there_R, other=-0x7F800001, cache_modifier=".cg")  # of -inf
         place_R = tl.load(best_ptr + k + i_R, mask=there_R, other=0, cache_modifier=".cg")
-        before_R = tl.zeros([RANKED], tl.int32)
-        for other in range(0, count, 32):
-            j_J = other + tl.arange(0, 32)
-            key_J = tl.load(best_ptr + j_J, mask=j_J < count, other=LEAST_KEY, cache_modifier=".cg")
-            equal_RJ = (key_J[None, :] == key_R[:, None]) & (j_J[None, :] < i_R[:, None])
-            before_R += tl.sum(((key_J[None, :] > key_R[:, None]) | equal_RJ).to(tl.int32), 1)
-        at_R = tl.where(there_R, before_R, i_R)
+        at_R = i_R
+        if RANKED:
+            before_R = tl.zeros([256], tl.int32)
+            for other in range(0, count, 32):
+                j_J = other + tl.arange(0, 32)
+                key_J = tl.load(best_ptr + j_J, mask=j_J < count, other=LEAST_KEY, cache_modifier=".cg")
+                equal_RJ = (key_J[None, :] == key_R[:, None]) & (j_J[None, :] < i_R[:, None])
+                before_R += tl.sum(((key_J[None, :] > key_R[:, None]) | equal_RJ).to(tl.int32), 1)
+            at_R = tl.where(there_R, before_R, i_R)
         value_R = (key_R ^ ((key_R >> 31) & FLIP)).to(tl.float32, bitcast=True).to(tl.float64)
         tl.store(out_ptr + at_R, value_R, mask=i_R < k)
         tl.store(out_ptr + k + at_R, place_R.to(tl.float64), mask=i_R < k)

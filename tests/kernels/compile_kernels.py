@@ -304,10 +304,10 @@ def log_softmax(capability, width):
     yield compile(on_rows._peaks, capability, {"x_ptr": "*fp32", "peaks_ptr": "*fp32"}, sizes | {"SPAN": on_rows.SPAN})
 
 
-def top_sums(capability, group):
+def top_sums(capability, group, ranked=True):
     types = {f"{name}_ptr": "*fp32" for name in ("logp", "peaks", "sums")} | {"out_ptr": "*fp64"}
     types |= {f"{name}_ptr": "*i32" for name in ("table", "work", "count")}
-    sizes = {"LOG_GROUP": group.bit_length() - 1, "LOG_SPAN": 7, "TILE": triton_sums.TILE, "RANKED": 256}
+    sizes = {"LOG_GROUP": group.bit_length() - 1, "LOG_SPAN": 7, "TILE": triton_sums.TILE, "RANKED": ranked}
     return compile(triton_sums._top_sums, capability, types, sizes, **triton_sums.OPTIONS)
 
 
@@ -478,6 +478,7 @@ for compiled in log_softmax(90, 128_256):
     unspilled(compiled)
 for capability, group in zip(GPUS, itertools.cycle(triton_sums.GROUPS), strict=False):
     unspilled(top_sums(capability, group))
+unspilled(top_sums(90, triton_sums.GROUPS[-1], ranked=False))
 for sums in (32, 1024):
     unspilled(next_nodes(90, sums))
 AROUND = 8  # bytes that ptxas spills around a loop with registers to spare

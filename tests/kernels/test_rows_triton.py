@@ -164,11 +164,13 @@ SHAPES = [
 
 
 @DEVICES
+@pytest.mark.parametrize("most", [0, 1000], ids=["sorted", "ranked"])
 @pytest.mark.parametrize("many", [False, True], ids=["few ties", "many ties"])
 @pytest.mark.parametrize(("count", "width", "k", "tile"), SHAPES)
-def test_top_sums(count, width, k, tile, many, device, monkeypatch):
-    """Bit by bit, in the order of places among equals, whether peaks are known or not."""
+def test_top_sums(count, width, k, tile, many, most, device, monkeypatch):
+    """Bit by bit, in the order of places among equals, whether peaks are known or not, and however they are sorted."""
     monkeypatch.setattr("kernels.rows.triton_sums.TILE", tile)
+    monkeypatch.setattr("kernels.rows.triton_sums.MOST_RANKED", most)
     x = draw(count, width)
     x = x.round() if many else x
     x[-1, width // 2 :] = -math.inf

@@ -64,13 +64,10 @@ def test_rivals_are_given_the_same_attention():
 def stand_in(monkeypatch):
     """A GPU whose events are the clock, whose graphs call again and whose kernels are a list. Runs the command."""
 
-    def times_of(work, runs):
-        times = []
-        for _ in range(runs):
-            begin = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - begin)
-        return times
+    def once(work):
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
 
     def recorded(calls):
         return lambda: [call() for call in calls]
@@ -85,9 +82,9 @@ def stand_in(monkeypatch):
     settings = {"is_available": True, "get_device_name": "stand-in", "memory_allocated": 0, "max_memory_allocated": 0}
     for name, value in (settings | {"reset_peak_memory_stats": None, "empty_cache": None}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(device, "times_of", times_of)
+    monkeypatch.setattr(device, "once", once)
     monkeypatch.setattr(device, "recorded", recorded)
-    monkeypatch.setattr(device, "copy_bandwidth", lambda runs: 1e9)
+    monkeypatch.setattr(device, "copying", lambda: (lambda: time.sleep(1e-5), 10_000))
     monkeypatch.setattr(device, "read_bandwidth", lambda runs: 2e9)
     monkeypatch.setattr(contenders, "flex_attention", lambda *_: 1 / 0)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
@@ -181,7 +178,7 @@ def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
     unmet = [name for name, target in targets.items() if target["value"] is None]
     assert len(targets) == 19 and unmet == ["attention, least x FlexAttention"]
     assert targets["kernels that fail or are wrong"]["met"], results["smoke"]
-    assert len(results["smoke"]["rows"]) == 33
+    assert len(results["smoke"]["rows"]) == 34
     assert all(row["difference"] < 0.05 for row in results["attention"]["rows"])
     assert targets["3 beams, prompt 20, x transformers"]["met"] and targets["beams of Qwen3-0.6B's shape"]["met"]
     assert {row["searches"]: row["bytes"] for row in results["searches"]["rows"]}.keys() == {1, 3}

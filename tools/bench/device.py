@@ -13,23 +13,38 @@ def seconds_of(work: Callable[[], object], runs: int) -> float:
 
 
 def times_of(work: Callable[[], object], runs: int) -> list[float]:
-    """Seconds of each run of work on the device, by events."""
-    times = []
-    for _ in range(runs + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return times[3:]
+    """Seconds of each run of work on the device."""
+    return [once(work) for _ in range(runs + 3)][3:]
 
 
-def copy_bandwidth(runs: int, size: int = 1 << 31) -> float:
-    """Bytes per second of a copy on the device; read and written bytes are counted."""
+def in_turns(works: Sequence[Callable[[], object]], runs: int) -> list[float]:
+    """Median times of several works on the device; each round runs all of them, so that a ratio of two is of the same
+    clocks."""
+    rounds = [[once(work) for work in works] for _ in range(runs + 3)][3:]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def once(work: Callable[[], object]) -> float:
+    """Seconds of work on the device, by events."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def copying(size: int = 1 << 30) -> tuple[Callable[[], object], int]:
+    """A copy on the device, and the number of bytes that it reads and writes."""
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / seconds_of(lambda: target.copy_(source), runs)
+    return lambda: target.copy_(source), 2 * size
+
+
+def copy_bandwidth(runs: int) -> float:
+    """Bytes per second of a copy on the device; read and written bytes are counted."""
+    work, moved = copying()
+    return moved / seconds_of(work, runs)
 
 
 def read_bandwidth(runs: int, size: int = 1 << 31) -> float:
@@ -39,7 +54,7 @@ def read_bandwidth(runs: int, size: int = 1 << 31) -> float:
 
 
 def recorded(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """Record all calls as one CUDA graph."""
+    """Record all calls as one CUDA graph; the caller keeps what they read."""
     for call in calls[:2]:
         call()
     graph = torch.cuda.CUDAGraph()

@@ -18,9 +18,9 @@ def test_slots_come_and_go(page_size):
     for node in range(400):
         try:
             if rng.random() < 0.3:
-                reserved.append(slots.reserve(node))
+                reserved += slots.reserve([node])
             else:
-                held[node] = slots.take(node, node + 7, None)
+                [held[node]] = slots.take([node], [node + 7])
         except KVMemoryError:
             assert len(held) + len(reserved) == 12 * page_size
             gone = rng.sample(sorted(held), len(held) // 2)

@@ -266,7 +266,8 @@ def kept(allowed, vocab=10):
     mask(rows_NV, allowed)
     found = [[i for i, x in enumerate(row) if x == 0] for row in rows_NV.tolist()]
     pairs = [(place, token) for place in range(len(allowed)) for token in range(vocab)]
-    assert allowed.has(pairs) == [token in found[place] for place, token in pairs]
+    steps = [place << 32 | token for place, token in pairs]
+    assert allowed.has(steps) == [token in found[place] for place, token in pairs]
     assert allowed.nothing == {i for i, tokens in enumerate(found) if not tokens}
     forced = {i: tokens[0] for i, tokens in enumerate(found) if len(tokens) == 1 and i not in allowed.masks}
     assert allowed.forced == forced

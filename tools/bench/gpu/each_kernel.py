@@ -194,7 +194,8 @@ def of_others(s: Setting) -> Iterator[Case]:
     yield Case("write of keys and values", partial(written, x_THD), 0)
     yield Case("norms and rotation of heads", partial(turned, x_THD), 2 * MOST[bf16])
     yield Case("log-probabilities", lambda impl: log_softmax(wider(x_NV, impl), V, impl=impl)[0], MOST[torch.float32])
-    yield Case("top sums", lambda impl: top_sums(x_NV, [0.0] * q, 2 * q, impl=impl)[: 2 * q], 0)
+    for k in (2 * q, 2 * s.args.catalogue_beams):
+        yield Case(f"top {k} sums", lambda impl, k=k: top_sums(x_NV, [0.0] * q, k, impl=impl)[:-1], 0)
     yield Case("next nodes", partial(nodes, numbers, q, V), 0)
 
 

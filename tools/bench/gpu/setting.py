@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import math
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -83,6 +84,7 @@ class Setting:
         self.notes: list[str] = []
         self.until = self.end = math.inf  # when this stage, and when all of them begin no more
         self.left = 0  # cases of this stage that had no time
+        self.copies: list[float] = []  # bytes per second of copies in this stage
 
     def begin(self, stage: str, seconds: float) -> None:
         """Begin a stage that has `seconds`; free the memory that the last one left, reference cycles included."""
@@ -91,6 +93,7 @@ class Setting:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.until, self.notes, self.left = min(time.perf_counter() + seconds, self.end), [], 0
+        self.copies = []
         self.journal.stage = stage
         self.journal.begin()
 
@@ -174,19 +177,12 @@ class Setting:
             except Exception as error:
                 raise DeviceLost from error
 
-    @cached_property
-    def copy(self) -> float:
-        """Bytes per second of a large copy."""
-        bandwidth = on_gpu.copy_bandwidth(self.args.runs)
-        progress(f"copy: {bandwidth / 1e9:.0f} GB/s")
-        return bandwidth
-
-    @cached_property
-    def read(self) -> float:
-        """Bytes per second of a large sum, which only reads."""
-        bandwidth = on_gpu.read_bandwidth(self.args.runs)
-        progress(f"read: {bandwidth / 1e9:.0f} GB/s")
-        return bandwidth
+    def beside_copy(self, *works: Callable[[], object]) -> tuple[float, list[float]]:
+        """The bytes per second of a large copy, and the median seconds of works; all are measured in turns."""
+        copy, moved = on_gpu.copying()
+        seconds, *others = on_gpu.in_turns([copy, *works], self.args.runs)
+        self.copies.append(moved / seconds)
+        return moved / seconds, others
 
     @cached_property
     def model(self) -> "Made":
@@ -201,8 +197,9 @@ class Setting:
 
     @property
     def bandwidths(self) -> str:
-        """The bandwidths of the device, for headings."""
-        return f"copy {self.copy / 1e9:.0f} GB/s, read {self.read / 1e9:.0f} GB/s."
+        """The bandwidths of the device during this stage, for headings."""
+        copy = statistics.median(self.copies or [on_gpu.copy_bandwidth(self.args.runs)])
+        return f"copy {copy / 1e9:.0f} GB/s, read {on_gpu.read_bandwidth(self.args.runs) / 1e9:.0f} GB/s."
 
     def engine(self, made: "Made", tokens: int, *, compiled: bool = False) -> Engine:
         """Make an engine whose pool holds this number of tokens."""

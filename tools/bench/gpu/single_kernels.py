@@ -1,7 +1,7 @@
 """Stages of single kernels: tree attention beside its rivals, its programs' shapes, products with matrices."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -35,10 +35,12 @@ SHAPE = ("prefix", "queries", "kv_heads")  # of attention
 ATTENTION = """*GB/s* divides the bytes of the live keys and values, each counted once, by the time of a layer's
 attention in a CUDA graph that goes through every layer's own cache. *of copy* divides that by the bandwidth of a large
 copy, with read and written bytes counted. *x FlexAttention* and *x SDPA* divide their times by ours; they get
-contiguous keys and a ready mask, and are timed after ours, not in turns."""
+contiguous keys and a ready mask. Each of these ratios is of times that were measured in turns."""
+TUNE = """*x as it is* divides the time of the current choice by that of the other, measured in turns; the row of the
+current choice itself shows how far such a ratio is from 1 by chance."""
 PRODUCTS = """*of copy* is the bytes of the matrix divided by the time of a product, relative to the bandwidth of a
 large copy. *x by int8* and *x by int4* divide the time in bfloat16 (cuBLAS) by that of the same product with weights of
-8 or 4 bits."""
+8 or 4 bits. The three products of a row and the copy are measured in turns."""
 
 EXPERTS = """*us* is the time of a layer's experts in a CUDA graph: choice, sorting, products and sums. *of copy* is the
 bytes of the experts that any row chose, each counted once, divided by that time, relative to the bandwidth of a large
@@ -59,8 +61,7 @@ def attention(s: Setting) -> Found:
     for row in rows:
         same = [other for other in others if all(other[key] == row[key] for key in SHAPE)]
         for name in ("sdpa", "flex"):
-            theirs = next((other["seconds"] for other in same if other["rival"] == name), None)
-            row[f"x_{name}"] = theirs / row["seconds"] if theirs else None
+            row[f"x_{name}"] = next((other["x_ours"] for other in same if other["rival"] == name), None)
         row["difference"] = max((other["difference"] for other in same), default=None)
     targets = [
         comparison(
@@ -104,28 +105,30 @@ class Layers:
         layers = zip(self.k_LGSD, self.v_LGSD, strict=True)  # a call that knew `self` would keep gigabytes in a cycle
         self.ours = [partial(tree_attention, self.q_THD, *kv, self.tree.layout, scale=self.scale) for kv in layers]
 
+    def speed(self, seconds: float, copy: float) -> dict[str, float]:
+        """The figures of our attention from the seconds of all layers and a copy's bytes per second."""
+        each = seconds / len(self.ours)
+        rate = self.bytes / each
+        return {"seconds": each, "bytes": self.bytes, "rate": rate, "of_copy": rate / copy}
+
 
 def attend(s: Setting, kv_heads: int, prefix: int, queries: int) -> dict[str, Any]:
     """One shape of tree attention."""
     layers = Layers(s, kv_heads, prefix, queries)
-    seconds = on_gpu.seconds_of(on_gpu.recorded(layers.ours), s.args.runs) / len(layers.ours)
-    rate = layers.bytes / seconds
-    return {
-        "prefix": prefix, "queries": queries, "kv_heads": kv_heads, "seconds": seconds, "bytes": layers.bytes,
-        "rate": rate, "of_copy": rate / s.copy,
-    }  # fmt: skip
+    copy, [seconds] = s.beside_copy(on_gpu.recorded(layers.ours))
+    return {"prefix": prefix, "queries": queries, "kv_heads": kv_heads, **layers.speed(seconds, copy)}
 
 
 def beside(s: Setting, rival: Callable[..., Rival], kv_heads: int, prefix: int, queries: int) -> dict[str, Any]:
-    """Another attention of the same shape."""
+    """Another attention of the same shape, in turns with ours."""
     layers = Layers(s, kv_heads, prefix, queries)
     pack, run = rival(layers.q_THD, layers.tree, layers.scale)
     calls = [partial(run, *pack(k, v)) for k, v in zip(layers.k_LGSD, layers.v_LGSD, strict=True)]
-    seconds = on_gpu.seconds_of(on_gpu.recorded(calls), s.args.runs) / len(calls)
+    ours, theirs = on_gpu.in_turns([on_gpu.recorded(layers.ours), on_gpu.recorded(calls)], s.args.runs)
     difference = float((layers.ours[0]() - calls[0]()).abs().max())
     return {
-        "rival": rival.__name__, "prefix": prefix, "queries": queries, "kv_heads": kv_heads, "seconds": seconds,
-        "difference": difference,
+        "rival": rival.__name__, "prefix": prefix, "queries": queries, "kv_heads": kv_heads,
+        "seconds": theirs / len(calls), "x_ours": theirs / ours, "difference": difference,
     }  # fmt: skip
 
 
@@ -139,26 +142,29 @@ def tune(s: Setting) -> Found:
     def case(group: int, queries: int, option: dict[str, int]) -> dict[str, Any]:
         sizes, alone = dict(option), option.get("ALONE", triton.ALONE)
         sizes.pop("ALONE", None)
-        with (
-            mock.patch.object(triton, "_sizes", lambda *asked, **roomy: usual(*asked, **roomy) | sizes),
-            mock.patch.object(triton, "ALONE", alone),
-            torch.inference_mode(),
-        ):
-            row = attend(s, H // group, s.args.prefix[0], queries)
-        return row | {"group": group, "option": option}
+        with torch.inference_mode():
+            layers = Layers(s, H // group, s.args.prefix[0], queries)
+            plain = on_gpu.recorded(layers.ours)
+            with (
+                mock.patch.object(triton, "_sizes", lambda *asked, **roomy: usual(*asked, **roomy) | sizes),
+                mock.patch.object(triton, "ALONE", alone),
+            ):
+                copy, (before, seconds) = s.beside_copy(plain, on_gpu.recorded(layers.ours))
+        return {"group": group, "queries": queries, "option": option, "x_usual": before / seconds,
+                **layers.speed(seconds, copy)}  # fmt: skip
 
     rows = []
     for group, queries in itertools.product((1, 4), sorted({*s.args.queries, s.args.beams})):
         if H % group == 0:
             found = s.rows((f"group {group}, {queries} queries, {option}", partial(case, group, queries, option))
                            for option in ({}, *TURNS, *ALONE, *OPTIONS))  # fmt: skip
-            rows += [*found[:1], *sorted(found[1:], key=lambda row: row["seconds"])[:4]]
+            rows += [*found[:1], *sorted(found[1:], key=lambda row: -row["x_usual"])[:4]]
     for row in rows:
         row["shape"] = ", ".join(f"{name} {value}" for name, value in row["option"].items()) or "as it is"
     return Found(s.heading, rows, {
         "heads to a key": "{group}", "queries": "{queries}", "program": "{shape}", "us": "{seconds:us.1f}",
-        "of copy": "{of_copy:.2f}",
-    }, ATTENTION)  # fmt: skip
+        "of copy": "{of_copy:.2f}", "x as it is": "{x_usual:.2f}",
+    }, TUNE)  # fmt: skip
 
 
 def products(s: Setting) -> Found:
@@ -180,18 +186,22 @@ def multiply(s: Setting, name: str, outs: int, width: int, rows: int) -> dict[st
     x_TI = torch.randn(rows, width, dtype=torch.bfloat16, device=s.device)
     copies = min(16, max(2, -(-COLD // (2 * outs * width))))
     weights = [torch.randn(outs, width, dtype=torch.bfloat16, device=s.device) for _ in range(copies)]
-    found: dict[str, Any] = {"matrix": name, "rows": rows}
-
-    def timed(calls: Sequence[Callable[[], object]], moved: int) -> tuple[float, float]:
-        seconds = on_gpu.seconds_of(on_gpu.recorded(calls), s.args.runs) / len(calls)
-        return seconds, moved / seconds / s.copy
-
-    found["seconds"], found["of_copy"] = timed([partial(F.linear, x_TI, w) for w in weights], 2 * outs * width)
+    calls: dict[str, list[Callable[[], object]]] = {"bfloat16": [partial(F.linear, x_TI, w) for w in weights]}
+    moved = {"bfloat16": 2 * outs * width}
     for kind in SMALL:
         layers = [random_codes(kind, outs, width, s.device) for _ in range(copies)]
-        got = s.attempt(f"{kind} {name}", lambda layers=layers: timed(
-            [partial(layer, x_TI) for layer in layers], code_bytes(layers[0])))  # fmt: skip
-        found[f"x_{kind}"], found[f"of_copy_{kind}"] = (found["seconds"] / got[0], got[1]) if got else (None, None)
+        calls[kind], moved[kind] = [partial(layer, x_TI) for layer in layers], code_bytes(layers[0])
+    graphs = {"bfloat16": on_gpu.recorded(calls["bfloat16"])}
+    for kind in SMALL:
+        if (graph := s.attempt(f"{kind} {name}", partial(on_gpu.recorded, calls[kind]))) is not None:
+            graphs[kind] = graph
+    copy, times = s.beside_copy(*graphs.values())
+    seconds = {kind: time / copies for kind, time in zip(graphs, times, strict=True)}
+    plain = seconds["bfloat16"]
+    found = {"matrix": name, "rows": rows, "seconds": plain, "of_copy": moved["bfloat16"] / plain / copy}
+    for kind in SMALL:
+        own = seconds.get(kind)
+        found[f"x_{kind}"], found[f"of_copy_{kind}"] = (plain / own, moved[kind] / own / copy) if own else (None, None)
     return found
 
 
@@ -216,9 +226,10 @@ def route(s: Setting, kind: str, rows: int) -> dict[str, Any]:
     copies = min(16, max(2, -(-COLD // (2 * 3 * E * M * read))))
     layers = [[random_experts(kind, X, *shape, s.device) for shape in shapes] for _ in range(copies)]
     calls = [partial(routed, x_TE, logits_TX, *layer, rules, "silu") for layer in layers]
-    seconds = on_gpu.seconds_of(on_gpu.recorded(calls), s.args.runs) / len(calls)
+    copy, [seconds] = s.beside_copy(on_gpu.recorded(calls))
     tables = [x.table for x in layers[0]]
     size = sum(x.nbytes if isinstance(x, Tensor) else x.codes_OB.nbytes + x.scale_GO.nbytes for x in tables)
     name = "bfloat16" if kind == "none" else kind
-    moved = {"experts": read, "seconds": seconds, "of_copy": size * read // X / seconds / s.copy}
+    each = seconds / len(calls)
+    moved = {"experts": read, "seconds": each, "of_copy": size * read // X / each / copy}
     return {"weights": name, "rows": rows} | moved

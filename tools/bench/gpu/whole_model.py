@@ -18,11 +18,11 @@ from tools.bench.report import comparison
 SIZES = (1, 16, 256)  # tokens of a pass
 COMPILER: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs"}
 WANTED = 1.03  # of our time over the compiled one's, for which a compiled model would be worth its code
-COMPILED = """*ours* and *compiled* are the times of a replay of the CUDA graph of all layers, without the head. Both
-use our attention and our kernel that rotates heads and writes keys, but the compiled model lists the tasks of
-attention's programs anew in each layer; its products, norms, sums and gates are the compiler's. *to compile s* is the
-time from the call to the first result. *difference* is the largest difference of hidden states, relative to the largest
-state."""
+COMPILED = """*ours* and *compiled* are the times of a replay of the CUDA graph of all layers, without the head,
+measured in turns. Both use our attention and our kernel that rotates heads and writes keys, but the compiled model
+lists the tasks of attention's programs anew in each layer; its products, norms, sums and gates are the compiler's. *to
+compile s* is the time from the call to the first result. *difference* is the largest difference of hidden states,
+relative to the largest state."""
 
 
 def compiled(s: Setting) -> Found:
@@ -58,7 +58,7 @@ def compare(s: Setting, engine: Any, tokens: int) -> dict[str, Any]:
         to_compile = time.perf_counter() - began
         expected_TE: Tensor = model()
         difference = float((found_TE - expected_TE).abs().max() / expected_TE.abs().max())
-        seconds = [on_gpu.seconds_of(on_gpu.recorded([run]), s.args.runs) for run in (model, theirs)]
+        seconds = on_gpu.in_turns([on_gpu.recorded([run]) for run in (model, theirs)], s.args.runs)
     finally:
         tree.release()
     ours, compiled = seconds

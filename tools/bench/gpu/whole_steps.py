@@ -8,8 +8,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from kernels.same_bits import asking
 from models.families.llama import Llama
 from models.families.qwen3 import Qwen3
 from search import Trie
+from tools.bench import device as on_gpu
 from tools.bench import peers
 from tools.bench.gpu.graph_times import graph_times, largest
 from tools.bench.gpu.random_models import Made, make
@@ -29,14 +30,18 @@ from tools.bench.measure import cores
 from tools.bench.report import comparison
 
 RUNS = 3  # of searches, after one that warms up
+COPIES = 3  # before each of them
 FLOOR = """*of floor* divides the floor by the time of a step, search included. The floor is (bytes of the weights,
-without the embedding, and of the live keys and values) / copy bandwidth."""
+without the embedding, and of the live keys and values) / bandwidth of copies between the runs of the search. Ratios of
+two searches are of runs that alternated."""
 
 SEARCHES = """*tokens/s* counts one token per search and step. *by bytes* is an upper bound of *x one search*, because
 every search reads keys and values of its own."""
 GRAPH = {"graph ms": "{graph:ms.2f}", "rest ms": "{besides:ms.2f}", "guessed": "{guessed:.2f}"}  # columns
 GRAPHS = """*graph ms* is the replay of the step's CUDA graph between two events, *rest ms* the rest of the step: other
 launches, and waits of the device. *guessed* is the share of the passes launched ahead that searches then asked for."""
+TRANSFORMERS = """The time of transformers per token is the shorter of two runs. Ours is measured before and after
+them; the longer time is compared."""
 SOFTMAX = "_log_softmax"  # the kernel after the head
 WHERE = "*share* is the part of the time of all kernels in the second half of a search; *us* is the mean of a launch."
 
@@ -46,7 +51,28 @@ def tokens_of(prompt: int, beams: int, new_tokens: int) -> int:
     return prompt + (beams + 1) * (new_tokens + PAGE)
 
 
+Decoding = Generator[None, None, dict[str, Any]]  # yields after each run; returns a row
+
+
 def decode(s: Setting, made: Made, engine: Engine, prompt: int, beams: int, searches: int = 1) -> dict[str, Any]:
+    """The row of `decoding`, with a copy before each run."""
+    return beside(s, decoding(s, made, engine, prompt, beams, searches))
+
+
+def beside(s: Setting, ours: Decoding, other: Decoding | None = None) -> dict[str, Any]:
+    """The row of ours; its `x_other` divides its time by the other's. Their runs take turns with copies."""
+    works, rows = [work for work in (other, ours) if work is not None], list[dict[str, Any]]()
+    while not rows:
+        s.copies.append(on_gpu.copy_bandwidth(COPIES))
+        for work in works:
+            try:
+                next(work)
+            except StopIteration as ended:  # of all in the same round
+                rows.append(ended.value)
+    return rows[-1] | {"x_other": rows[-1]["seconds"] / rows[0]["seconds"]}
+
+
+def decoding(s: Setting, made: Made, engine: Engine, prompt: int, beams: int, searches: int = 1) -> Decoding:
     """A step of all searches while all of them decode: the median of some runs, after one that records the graphs."""
     draw, new = torch.Generator().manual_seed(0), s.args.new_tokens
     ids = torch.randint(5, engine.shape.vocab_size, (searches, prompt), generator=draw).tolist()
@@ -77,12 +103,13 @@ def decode(s: Setting, made: Made, engine: Engine, prompt: int, beams: int, sear
             graphs.append(largest(replays))
             guesses += getattr(drivers[0], "guesses", Counter())
         growth = torch.cuda.max_memory_allocated() - before
+        yield
     graph = min((x for x in graphs if x is not None), default=None)
     seconds, cache = statistics.median(times), engine.pool.bytes_per_token * (prompt + live) / 2
     moved = made.bytes + searches * cache
     return {
         "prompt": prompt, "beams": beams, "searches": searches, "seconds": seconds, "bytes": moved, "growth": growth,
-        "of_floor": moved / s.copy / seconds, "tokens_per_second": searches / seconds,
+        "of_floor": moved / statistics.median(s.copies[-RUNS:]) / seconds, "tokens_per_second": searches / seconds,
         "graph": graph, "besides": None if graph is None else seconds - graph,
         "guessed": guesses["right"] / guesses.total() if guesses else None,
     }  # fmt: skip
@@ -91,8 +118,9 @@ def decode(s: Setting, made: Made, engine: Engine, prompt: int, beams: int, sear
 def steps(s: Setting) -> Found:
     """Decoding steps, search and host included: one beam and many, by prompt and compilation."""
 
-    def case(choice: str, engine: Engine, *sizes: int) -> dict[str, Any]:
-        return {"compile": choice, **decode(s, s.model, engine, *sizes)}
+    def case(choice: str, engine: Engine, prompt: int, beams: int) -> dict[str, Any]:
+        one, ours = (decoding(s, s.model, engine, prompt, count) for count in (1, beams))
+        return {"compile": choice, **beside(s, ours, one if beams > 1 else None)}
 
     def cases() -> Iterable[tuple[str, Callable[[], dict[str, Any]]]]:
         for choice, prompt in itertools.product(sorted({*s.args.compile}), s.args.prefix):  # off before on
@@ -103,38 +131,44 @@ def steps(s: Setting) -> Found:
                 yield name, partial(case, choice, engine, prompt, beams)
 
     rows = s.rows(cases())
-    one = {(row["compile"], row["prompt"]): row["seconds"] for row in rows if row["beams"] == 1}
-    for row in rows:
-        alone = one.get((row["compile"], row["prompt"]))
-        row["x_beam"] = row["seconds"] / alone if alone else None
     found = next((r for r in rows if (r["prompt"], r["beams"]) == (s.args.prefix[0], s.args.beams)), {})
     where = f"{s.args.beams} beams, prompt {s.args.prefix[0]}"
     return Found(s.heading, rows, {
         "prompt": "{prompt}", "compile": "{compile}", "beams": "{beams}", "ms per step": "{seconds:ms.2f}",
-        **GRAPH, "of floor": "{of_floor:.2f}", "x one beam": "{x_beam:.2f}", "growth MB": "{growth:M.1f}",
+        **GRAPH, "of floor": "{of_floor:.2f}", "x one beam": "{x_other:.2f}", "growth MB": "{growth:M.1f}",
     }, f"{FLOOR} {GRAPHS} *x one beam* is relative to one beam.", [
         comparison(f"step of {where}, of floor", found.get("of_floor"), 0.80),
-        comparison(f"step of {where}, x one beam", found.get("x_beam"), 1.10, at_most=True),
+        comparison(f"step of {where}, x one beam", found.get("x_other"), 1.10, at_most=True),
     ])  # fmt: skip
 
 
 def bits(s: Setting) -> Found:
     """Decoding steps with sums in one order, against those without."""
 
-    def case(choice: str, prompt: int, beams: int) -> dict[str, Any]:
+    @cache
+    def engine(choice: str) -> Engine:
         with asking(choice):
-            engine = s.engine(s.model, tokens_of(prompt, beams, s.args.new_tokens))
-            return {"same_bits": choice, **decode(s, s.model, engine, prompt, beams)}
+            return s.engine(s.model, tokens_of(s.args.prefix[0], s.args.beams, s.args.new_tokens))
 
-    sizes = itertools.product(s.args.prefix[:1], (1, s.args.beams), ("off", "on"))
+    def runs(choice: str, prompt: int, beams: int) -> Decoding:
+        decodings = decoding(s, s.model, engine(choice), prompt, beams)
+        while True:
+            with asking(choice):
+                try:
+                    next(decodings)
+                except StopIteration as ended:
+                    return {"same_bits": choice, **ended.value}
+            yield
+
+    def case(choice: str, *sizes: int) -> dict[str, Any]:
+        return beside(s, runs(choice, *sizes), runs("off", *sizes) if choice == "on" else None)
+
+    sizes = itertools.product(s.args.prefix[:1], (s.args.beams, 1), ("off", "on"))
     rows = s.rows((f"prompt {p}, {b} beams, same bits {c}", partial(case, c, p, b)) for p, b, c in sizes)
-    plain = {row["beams"]: row["seconds"] for row in rows if row["same_bits"] == "off"}
-    for row in rows:
-        row["x_off"] = row["seconds"] / plain[row["beams"]] if row["beams"] in plain else None
-    found = {row["beams"]: row["x_off"] for row in rows if row["same_bits"] == "on"}
+    found = {row["beams"]: row["x_other"] for row in rows if row["same_bits"] == "on"}
     return Found(s.heading, rows, {
         "prompt": "{prompt}", "beams": "{beams}", "same bits": "{same_bits}", "ms per step": "{seconds:ms.2f}",
-        **GRAPH, "x off": "{x_off:.2f}",
+        **GRAPH, "x off": "{x_other:.2f}",
     }, f"{GRAPHS} *x off* is relative to the time without it.", [
         comparison(f"step of {beams} beams in one order, x off", found.get(beams), 1.03, at_most=True)
         for beams in (1, s.args.beams)
@@ -146,10 +180,15 @@ def searches(s: Setting) -> Found:
     prompt, beams, most = s.args.prompt, s.args.beams, s.args.searches
     engine = s.engine(s.model, most * tokens_of(prompt, beams, s.args.new_tokens))
     counts = sorted({1, most, *(2**i for i in range(2, most.bit_length()) if 2**i < most)})
-    rows = s.rows((f"{n} searches", partial(decode, s, s.model, engine, prompt, beams, n)) for n in counts)
+
+    def case(count: int) -> dict[str, Any]:
+        one, ours = (decoding(s, s.model, engine, prompt, beams, n) for n in (1, count))
+        return beside(s, ours, one if count > 1 else None)
+
+    rows = s.rows((f"{n} searches", partial(case, n)) for n in counts)
     alone = next((row for row in rows if row["searches"] == 1), None)
     for row in rows:
-        row["x_one"] = row["tokens_per_second"] / alone["tokens_per_second"] if alone else None
+        row["x_one"] = row["searches"] / row["x_other"]
         row["bound"] = row["searches"] * alone["bytes"] / row["bytes"] if alone else None
     found = next((row["x_one"] for row in rows if row["searches"] == most), None)
     return Found(s.heading, rows, {
@@ -164,16 +203,20 @@ def weights(s: Setting) -> Found:
     """Steps on weights of 8 and 4 bits."""
     prompt, beams = s.args.prefix[0], s.args.beams
 
+    plain = s.engine(s.model, tokens_of(prompt, beams, s.args.new_tokens))
+
     def case(quant: str) -> dict[str, Any]:
-        made = s.model if quant == "none" else make(Llama, s.large, s.device, quant)
+        usual = decoding(s, s.model, plain, prompt, beams)
+        if quant == "none":
+            return {"weights": "bfloat16", "gigabytes": s.model.bytes / 1e9, **beside(s, usual)}
+        made = make(Llama, s.large, s.device, quant)
         engine = s.engine(made, tokens_of(prompt, beams, s.args.new_tokens))
-        return {"weights": "bfloat16" if quant == "none" else quant, "gigabytes": made.bytes / 1e9,
-                **decode(s, made, engine, prompt, beams)}  # fmt: skip
+        ours = decoding(s, made, engine, prompt, beams)
+        return {"weights": quant, "gigabytes": made.bytes / 1e9, **beside(s, ours, usual)}
 
     rows = s.rows((f"weights {quant}", partial(case, quant)) for quant in ("none", *SMALL))
-    plain = next((row["seconds"] for row in rows if row["weights"] == "bfloat16"), None)
     for row in rows:
-        row["x_plain"] = plain / row["seconds"] if plain else None
+        row["x_plain"] = 1 / row["x_other"]
     found = next((row["x_plain"] for row in rows if row["weights"] == "int4"), None)
     return Found(s.heading, rows, {
         "weights": "{weights}", "GB": "{gigabytes:.1f}", "prompt": "{prompt}", "beams": "{beams}",
@@ -199,9 +242,9 @@ def transformers(s: Setting) -> Found:
     """The same beam search by transformers, in a process of its own."""
     prompt, beams, new = s.args.prefix[0], s.args.beams, s.args.new_tokens
 
-    def ours() -> dict[str, Any]:
+    def ours(name: str) -> dict[str, Any]:
         engine = s.engine(s.model, tokens_of(prompt, beams, new))
-        return {"engine": "coppice", **decode(s, s.model, engine, prompt, beams)}
+        return {"engine": name, **decode(s, s.model, engine, prompt, beams)}
 
     def theirs() -> dict[str, Any]:
         gc.collect()  # the engine, whose parts refer to each other
@@ -216,13 +259,16 @@ def transformers(s: Setting) -> Found:
         return {"engine": f"transformers {found['versions']['transformers']}", "prompt": prompt, "beams": beams,
                 "seconds": 1 / found["steps_per_second"]["max"], "growth": peers.growth(found)}  # fmt: skip
 
-    rows = s.rows([("coppice", ours), ("transformers", theirs)])
-    seconds = {row["engine"].partition(" ")[0]: row["seconds"] for row in rows}
-    ratio = seconds["transformers"] / seconds["coppice"] if len(seconds) == 2 else None
+    names = "coppice", "transformers", "coppice again"
+    rows = s.rows((name, theirs if name == "transformers" else partial(ours, name)) for name in names)
+    seconds = {row["engine"]: row["seconds"] for row in rows}
+    slower = max((time for name, time in seconds.items() if name in names), default=None)
+    peer = next((time for name, time in seconds.items() if name not in names), None)
+    ratio = peer / slower if peer and slower else None
     return Found(s.heading, rows, {
         "engine": "{engine}", "prompt": "{prompt}", "beams": "{beams}", "ms per step": "{seconds:ms.2f}",
         "growth MB": "{growth:M.0f}",
-    }, "The time of transformers per token is the shorter of two runs.", [
+    }, TRANSFORMERS, [
         comparison(f"{beams} beams, prompt {prompt}, x transformers", ratio, 5.0)])  # fmt: skip
 
 
@@ -234,7 +280,7 @@ def where(s: Setting) -> Found:
     prompt, beams = s.args.prefix[0], s.args.beams
     engine = s.engine(s.model, tokens_of(prompt, beams, s.args.new_tokens))
     decode(s, s.model, engine, prompt, beams)
-    ran = kernels_of(lambda: decode(s, s.model, engine, prompt, beams))
+    ran = kernels_of(lambda: [*decoding(s, s.model, engine, prompt, beams)])
     if not ran:
         s.note("where", "the profiler saw no kernels")
         return Found(s.heading, [], {})
