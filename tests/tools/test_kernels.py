@@ -199,7 +199,7 @@ def test_triton_is_interpreted_when_asked_for_and_not_timed(capsys):
 def test_without_matplotlib(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     _, told = lab(capsys, "--picture", "p.svg", code=2)
-    assert "coppice[viz]" in told.err
+    assert "pip install matplotlib" in told.err
 
 
 @needs_figures
