@@ -271,7 +271,7 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
             f"for example CXX={target.machine}-linux-gnu-g++"
         )
     what, start = f"the C++ kernels {announce}", time.monotonic()
-    files.report(f"building {what}, once (up to a minute) ...")
+    files.report(f"building {what}, once (two minutes of CPU time) ...")
     for left in folder.glob(f"{UNFINISHED}*"):
         with suppress(OSError):  # another process removes it too
             if time.time() - left.lstat().st_mtime > LEFT_SECONDS:

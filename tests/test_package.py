@@ -108,6 +108,17 @@ def test_commands_in_the_documentation_exist() -> None:
     assert not {page: unknown for page, commands in named.items() if (unknown := commands - targets)}
 
 
+def test_nothing_is_installed_by_the_bare_name() -> None:
+    """On PyPI `coppice` is another project: extras come from a checkout, and errors name the packages themselves."""
+    bare = re.compile(r"install\b[^\n`]* '?coppice\b(?!-)")
+    found = []
+    for file in files():
+        if file.suffix in TEXT and file.parts[0] != "tests":
+            lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+            found += [f"{file}:{i}: {line.strip()}" for i, line in enumerate(lines, 1) if bare.search(line)]
+    assert not found, "\n".join(found)
+
+
 def test_no_path_of_one_machine() -> None:
     path = re.compile(r"(?<![\w.:/-])/(work|opt|home|root|Users)/\w|\.\./shared")
     found = []

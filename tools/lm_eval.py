@@ -1,4 +1,4 @@
-"""`python -m tools.lm_eval`: lm-evaluation-harness on this engine; needs coppice[eval]. See docs/scoring.md.
+"""`python -m tools.lm_eval`: lm-evaluation-harness on this engine; needs lm-eval. See docs/scoring.md.
 
 Requests that share a context form one tree: the question of a multiple choice is evaluated once.
 """
@@ -76,7 +76,7 @@ def model_class() -> Any:
         from lm_eval import utils  # type: ignore[import-not-found]
         from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found]
     except ImportError as error:
-        raise UsageError(f"lm-evaluation-harness cannot be loaded: {error}", remedy="install coppice[eval]") from error
+        raise UsageError(f"lm-evaluation-harness cannot be loaded: {error}", remedy="pip install lm-eval") from error
 
     class HarnessModel(TemplateLM):
         """A model of lm-evaluation-harness that an engine evaluates."""

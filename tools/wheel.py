@@ -84,8 +84,8 @@ def build(folder: Path, names: Sequence[str]) -> None:
     try:
         if cpp.compiler() is None:
             raise UsageError("no C++ compiler was found", remedy="install one (Debian: g++), or name one by CXX")
-        for name in names:
-            cpp.build(folder, name, TARGETS[name], announce=f"for {name}")
+        for i, name in enumerate(names, 1):
+            cpp.build(folder, name, TARGETS[name], announce=f"for {name} ({i} of {len(names)})")
     except cpp.BuildError as error:
         raise UsageError(f"the kernels were not built: {error}") from error
     finally:

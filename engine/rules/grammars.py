@@ -48,7 +48,7 @@ def library() -> Any:
         return importlib.import_module("llguidance")
     except ImportError:
         what = "json_schema, regex and grammar need the package llguidance"
-        raise UsageError(what, remedy="pip install 'coppice[grammar]'") from None
+        raise UsageError(what, remedy="pip install llguidance") from None
 
 
 class GrammarSource(NamedTuple):

@@ -183,7 +183,7 @@ def library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise UsageError(f"the server needs the package {name}", remedy="pip install 'coppice[serve]'") from None
+        raise UsageError(f"the server needs the package {name}", remedy="pip install starlette uvicorn") from None
 
 
 def http_server(app: "Application", drain: float, verbose: bool = False) -> Any:

@@ -52,7 +52,7 @@ def check_gpu() -> None:
 def check_triton() -> None:
     """Raises UsageError if triton is not installed."""
     if importlib.util.find_spec("triton") is None:
-        raise UsageError("a GPU needs the package triton", remedy=f"pip install 'coppice[gpu]', {WITHOUT}")
+        raise UsageError("a GPU needs the package triton", remedy=f"pip install triton, {WITHOUT}")
 
 
 def _why_no_build(error: Exception) -> str:

@@ -222,7 +222,7 @@ BLOCKS = [
 @pytest.mark.parametrize("variant", ["llama/gqa", "experts/qwen3"])
 @pytest.mark.parametrize("format", BLOCKS)
 def test_blocks_of_files(format, variant, tmp_path, preempted):
-    pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[test]'")
+    pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
     from tests.models.gguf import files
 
     source = files.random(tmp_path / "source", variant, **files.WIDE)

@@ -295,6 +295,13 @@ def test_peak_memory_sees_what_is_gone_again(sampled, monkeypatch):
         process.stdin.close()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_figures_for_programs_are_left_out_on_a_terminal(terminal, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    report.finish("speed", {}, "a table", {"results": []}, None)
+    assert capsys.readouterr().out == "a table\n" + ("" if terminal else '{"bench": "speed", "results": []}\n')
+
+
 def test_the_page_has_a_section_for_every_command():
     text = (report.RESULTS / "benchmarks.md").read_text(encoding="utf-8")
     for name in ("memory", "peers-[a-z0-9-]+", "speed-[a-z0-9-]+"):

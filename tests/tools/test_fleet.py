@@ -155,13 +155,13 @@ def test_flags_that_answers_depend_on():
     assert of() != of("--beams", "2") and of() != of("--dtype", "float32")
 
 
-def test_without_ray_the_error_names_the_extra(lines, tmp_path, monkeypatch, capsys):
+def test_without_ray_the_error_names_it(lines, tmp_path, monkeypatch, capsys):
     def absent(name):
         raise ImportError(f"no module {name}")
 
     monkeypatch.setattr(importlib, "import_module", absent)
     assert run(lines, tmp_path / "out") == 2
-    assert "pip install 'coppice[fleet]'" in capsys.readouterr().err
+    assert "pip install 'ray[data]<2.64'" in capsys.readouterr().err
     assert run(lines, tmp_path / "out", "--search", "aded", "--aded-save", str(tmp_path / "n")) == 2
     assert "workers save nothing" in capsys.readouterr().err
 

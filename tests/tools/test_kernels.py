@@ -15,7 +15,8 @@ from tests.marks import needs_figures
 from tools.bench import limits
 from tools.kernels import contenders
 from tools.kernels.__main__ import TEMPLATE, main
-from tools.kernels.lab import definition, errors, errors_of
+from tools.kernels.lab import Row, Shape, definition, errors, errors_of
+from tools.kernels.report import paint
 from tools.kernels.scenes import PLANS, level_sizes, scene, traps
 
 SMALL = ["--prefix", "20", "--queries", "3", "--branching", "1", "--depth", "2", "--heads", "4:2", "--head-dim", "16",
@@ -199,7 +200,7 @@ def test_triton_is_interpreted_when_asked_for_and_not_timed(capsys):
 def test_without_matplotlib(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     _, told = lab(capsys, "--picture", "p.svg", code=2)
-    assert "coppice[viz]" in told.err
+    assert "pip install matplotlib" in told.err
 
 
 @needs_figures
@@ -208,6 +209,22 @@ def test_pictures(capsys, tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "![](kernels-cpu.svg)" in (tmp_path / "page.md").read_text()
     assert len((tmp_path / "kernels-cpu.svg").read_text()) < 150_000
+
+
+@needs_figures
+def test_an_implementation_has_one_colour_in_a_picture():
+    from matplotlib.figure import Figure  # type: ignore[import-not-found]
+
+    shape = Shape("float32", 4, 2, 16, 20, 3, 1, 2)
+    timed = {"bytes": 1, "floor_seconds": 1.0, "bound": "bytes", "x_plain": 1.0, "seconds": {"median": 2.0}}
+    named = [("tree_attention", "torch"), ("tree_attention", "sdpa"), ("tree_attention", "mine")]
+    named += [("kv_write", "torch"), ("kv_write", "mine")]
+    paint(figure := Figure(layout="constrained"), [Row(operator, shape, impl, **timed) for operator, impl in named])
+    drawn = [[line.get_color() for line in axes.get_lines() if line.get_marker() == "o"] for axes in figure.axes[:2]]
+    assert drawn == [["C0", "C1", "C2"], ["C0", "C2"]]
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["floor", "torch", "sdpa", "mine"]
+    assert [line.get_color() for line in legend.get_lines()] == ["black", "C0", "C1", "C2"]
 
 
 class Cascade:

@@ -184,7 +184,7 @@ def test_what_cannot_be(capsys):
 
 def test_without_matplotlib(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["--save", "page.md"]) == 2 and "coppice[viz]" in capsys.readouterr().err
+    assert main(["--save", "page.md"]) == 2 and "pip install matplotlib" in capsys.readouterr().err
     _, told = profile(capsys)
     assert "no picture: figures need matplotlib" in told.err and ".svg" not in told.out
 

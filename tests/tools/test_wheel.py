@@ -29,7 +29,9 @@ needs_pip = pytest.mark.skipif(
 @needs_pip
 def test_its_kernels_are_found_without_a_compiler(tiny, monkeypatch, tmp_path, capsys):
     assert wheel.main(["--output", str(tmp_path / "made" / "here"), "--target", LOWEST[0]]) == 0
-    report = json.loads(capsys.readouterr().out)
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    assert f"building the C++ kernels for {LOWEST[0]} (1 of 1), once" in told.err
     assert report["targets"] == LOWEST and next((tmp_path / "made" / "here").iterdir()).name in report["path"]
     assert report["path"].endswith(f"_{HERE}.whl") and "-py3-none-manylinux_2_" in report["path"]
     with zipfile.ZipFile(report["path"]) as made:

@@ -13,7 +13,7 @@ from tools.bench.measure import progress
 def need_figures() -> None:
     """Raise UsageError where matplotlib is missing; call it before a long measurement."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("figures need matplotlib", remedy="pip install 'coppice[viz]'")
+        raise UsageError("figures need matplotlib", remedy="pip install matplotlib")
 
 
 def draw(path: str | Path, size: tuple[float, float], paint: Callable[[Any], None]) -> None:

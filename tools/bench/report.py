@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import string
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -133,11 +134,13 @@ def stamp_text(made: dict[str, Any]) -> str:
 
 
 def finish(name: str, made: dict[str, Any], body: str, result: dict[str, Any], save: Path | None) -> None:
-    """Print the tables and the JSON line; with `save` replace the command's section of that page."""
+    """Print the tables and, unless a person reads them on a terminal, the JSON line, of tens of kilobytes; with `save`
+    replace the command's section of that page."""
     if save is not None:
         write_section(save, name, f"{stamp_text(made)}\n\n{body}")
-    print(body)
-    print(json.dumps({"bench": name, **made, **result}), flush=True)
+    print(body, flush=True)
+    if not sys.stdout.isatty():
+        print(json.dumps({"bench": name, **made, **result}), flush=True)
 
 
 def write_section(page: Path, name: str, text: str, title: str = "") -> None:

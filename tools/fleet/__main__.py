@@ -132,7 +132,7 @@ def _ray(name: str = "ray") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"the fleet needs ray: {error}", remedy="pip install 'coppice[fleet]'") from None
+        raise UsageError(f"the fleet needs ray: {error}", remedy="pip install 'ray[data]<2.64'") from None
 
 
 def _line(error: BaseException) -> str:

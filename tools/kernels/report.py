@@ -104,24 +104,28 @@ def time_cell(row: Row) -> str:
 
 
 def paint(figure: Any, rows: Sequence[Row]) -> None:
-    """Times above, errors below, shapes side by side; a column for each operator."""
+    """Times above, errors below, shapes side by side; a column for each operator, which may lack implementations."""
     operators = list(dict.fromkeys(row.operator for row in rows))
     widths = [len({row.shape for row in rows if row.operator == operator}) for operator in operators]
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(row.impl for row in rows))}
+    legend: dict[str, Any] = {}
     panels = figure.subplots(2, len(operators), sharex="col", squeeze=False, height_ratios=[3, 1], width_ratios=widths)
     for operator, (times, errors) in zip(operators, zip(*panels, strict=True), strict=True):
         mine = [row for row in rows if row.operator == operator]
         shapes = list(dict.fromkeys(row.shape for row in mine))
         floor = {row.shape: row.floor_seconds * 1e6 for row in mine}
-        times.step(range(len(shapes)), [floor[s] for s in shapes], where="mid", color="black", lw=1, label="floor")
+        xs, floors = range(len(shapes)), [floor[s] for s in shapes]
+        [legend["floor"]] = times.step(xs, floors, where="mid", color="black", lw=1)
         for name in dict.fromkeys(row.impl for row in mine):
             found = [(shapes.index(row.shape), row) for row in mine if row.impl == name and not row.refused]
             timed = [(x, row.seconds["median"] * 1e6) for x, row in found if row.seconds]
-            times.plot([x for x, _ in timed], [t for _, t in timed], "o", ms=4, label=name)
-            errors.plot([x for x, _ in found], [min(row.x_plain or 0.0, CUT) for _, row in found], "o", ms=3)
+            how: dict[str, Any] = {"marker": "o", "ls": "", "color": colours[name]}
+            [legend[name]] = times.plot([x for x, _ in timed], [t for _, t in timed], ms=4, **how)
+            errors.plot([x for x, _ in found], [min(row.x_plain or 0.0, CUT) for _, row in found], ms=3, **how)
         times.set(yscale="log", title=operator, ylabel="us per layer")
         times.grid(axis="y", alpha=0.3)
         errors.axhline(ALLOWED, color="red", lw=0.8)
         errors.set(ylim=(0, CUT * 1.05), ylabel=f"error / plain (to {CUT:.0f})")
         labels = [f"{s.dtype} {s.heads}:{s.kv_heads} p{s.prefix} q{s.queries} b{s.branching}" for s in shapes]
         errors.set_xticks(range(len(shapes)), labels, rotation=90, fontsize=6)
-    panels[0][0].legend(fontsize=8)
+    figure.legend(legend.values(), legend.keys(), loc="outside upper center", ncols=len(legend), fontsize=8)

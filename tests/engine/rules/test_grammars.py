@@ -362,11 +362,11 @@ def test_wrong_grammars_are_refused(engine, options, words):
     assert words in str(caught.value) and "<state>" not in str(caught.value)
 
 
-def test_the_extra_is_named_where_it_is_absent(monkeypatch):
+def test_the_package_is_named_where_it_is_absent(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UsageError, match="need the package llguidance") as caught:
         Rules(regex="a").check()
-    assert "coppice[grammar]" in str(caught.value)
+    assert "pip install llguidance" in str(caught.value)
 
 
 # --- limits ---

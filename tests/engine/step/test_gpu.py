@@ -202,7 +202,7 @@ def test_what_triton_builds_with(gpu, monkeypatch, tmp_path):
 def test_no_triton(gpu, monkeypatch):
     gpu((9, 0))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"(?s)needs the package triton.*coppice\[gpu\]"):
+    with pytest.raises(UsageError, match=r"(?s)needs the package triton.*pip install triton"):
         pick_device("cuda")
 
 

@@ -417,7 +417,7 @@ def test_which_runner(monkeypatch):
         with pytest.raises(UsageError, match=r"(?s)cannot serve these latents.*at most 128 elements in float32"):
             make_runner(latent, pool, 9)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"(?s)needs the package triton.*coppice\[gpu\]"):
+    with pytest.raises(UsageError, match=r"(?s)needs the package triton.*pip install triton"):
         make_runner(None, PagePool(plain.shape, 4, 16, torch.float32, "meta"), 9)
 
 

@@ -18,7 +18,7 @@ from models.gguf.architectures import CAPS, GRANITE, INTERLEAVED
 from models.gguf.rotary import FACTORS
 from models.gguf.tensors import PLUS_ONE
 
-gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[test]'")
+gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
 ARCHITECTURES = {
     **{"llama": "llama", "mistral": "llama", "ministral3": "mistral3", "phi": "phi2", "phi3": "phi3"},
     **{
