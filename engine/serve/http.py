@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.app import trace_page
 from engine.app.records import parse_record
+from engine.contract.checks import brief
 from engine.contract.trace import Trace
 from engine.errors import CoppiceError, UsageError
 from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, status_of
@@ -241,7 +242,7 @@ class Application:
         if name is None and len(self.served) == 1:
             return next(iter(self.served.values()))
         if not isinstance(name, str) or name not in self.named:
-            got = "none" if name is None else repr(str(name)[:80])
+            got = "none" if name is None else brief(name)
             what = f"model: expected {' or '.join(self.named)}, got {got}"
             raise HttpError(404, what, code="model_not_found")
         return self.named[name]

@@ -42,7 +42,8 @@ def post(server, path, **body):
         with urllib.request.urlopen(request) as reply:
             return reply.status, json.load(reply), reply.headers
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error), error.headers
+        with error:
+            return error.code, json.load(error), error.headers
 
 
 def test_the_client_by_default_and_by_floats(server, alone):
