@@ -1,4 +1,4 @@
-"""Links between the pages lead to files and headings that exist."""
+"""Links between the pages lead to files and headings that exist; paragraphs are as wide as code."""
 
 import re
 from pathlib import Path
@@ -23,3 +23,10 @@ def test_links(page: Path):
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "results"], ids=lambda page: page.name)
+def test_paragraphs_are_at_most_120_columns_wide(page: Path):
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    wide = [line for line in text.splitlines() if len(line) > 120 and not re.match(r"\s*\||    ", line)]
+    assert not wide
