@@ -29,7 +29,6 @@ from engine.load.pools import MAX_TOKENS, in_context, least_stores, shares_of, t
 from engine.load.repacking import bytes_to_pack
 from engine.load.sizes import Workload, memory_of_process, size_text
 from engine.rules.grammars import KEPT_BYTES
-from engine.text import tokenizer_ranks
 from engine.text.tokenizer import FILES
 from engine.text.tokenizer_files import read_file
 from engine.text.tokenizer_limits import parse
@@ -46,7 +45,7 @@ from models.trim import release_libraries
 TOKENS = 256  # tokens of a pass, see `Runner`
 GROWTH = 24 << 20  # bytes that a process takes beyond its imports: code that is used again, threads, what malloc keeps
 TOKENIZER = 20  # bytes in memory for a byte of a tokenizer's file
-TEKKEN = 5  # the same for a tekken.json, whose tokens have longer descriptions
+RANKED = {"tekken.json": 5, "tiktoken.model": 34}  # the same; the tokens of a tekken.json have long descriptions
 TOKENIZER_LEAST, ENTRY = 3 << 20, 190  # bytes of a tokenizer.json in memory, and for each of its pieces and merges
 ARENA = 72 << 20  # address space of a thread: its stack, and what malloc reserves for it
 RESERVED = max(NULL_SLOT, TRASH_SLOT) + 1  # slots that no tree gets
@@ -250,7 +249,7 @@ def _tokenizer(folder: Path) -> int:
 @lru_cache(maxsize=8)
 def _of_file(path: Path, size: int) -> int:
     if path.name != FILES[0]:
-        return (TEKKEN if path.name == tokenizer_ranks.FILES[0] else TOKENIZER) * size
+        return RANKED.get(path.name, TOKENIZER) * size
     model = parse(read_file(path)).get("model")
     parts = [model.get(name) for name in ("vocab", "merges")] if isinstance(model, dict) else []
     return TOKENIZER_LEAST + ENTRY * sum(len(part) for part in parts if isinstance(part, dict | list))

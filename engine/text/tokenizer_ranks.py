@@ -5,6 +5,7 @@ whose union has the lowest rank. A word that is a token stays whole.
 """
 
 from binascii import a2b_base64
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ FILES = "tekken.json", "tiktoken.model"
 MAX_BYTES = 64 << 20  # of a file; published ones have at most 20 MB
 MAX_SPECIAL = 1 << 16  # special tokens of a tekken.json; published ones have 1000
 MAX_WORK = 1 << 28  # sum of squares of the tokens' lengths, which bounds the time of `cuts`; published files: 2**24
+MAX_MERGES = 1 << 21  # each takes 200 bytes meanwhile; published vocabularies have two for each token
 SPECIAL_OF_V7 = [  # the special tokens of a tekken.json that does not list them, as mistral-common has them
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
@@ -66,6 +68,9 @@ def ranked(path: Path, config: dict[str, Any]) -> RankTokenizer:
         raise CheckpointError(f"vocabulary mismatch: {len(absent)} of the 256 bytes are missing, {min(absent)} for one")
     pieces = [token.decode("latin-1").translate(_CHARS) for token in ids]
     vocab = dict(zip(pieces, ids.values(), strict=True))
+    merges = [(pieces[left], pieces[right]) for left, right in islice(cuts([*ids]), MAX_MERGES + 1)]
+    if len(merges) > MAX_MERGES:
+        raise CheckpointError(f"the tokens are cut into other tokens in more than {MAX_MERGES} ways")
     if both := special.keys() & vocab.keys():
         raise CheckpointError(f"vocabulary mismatch: {min(both)!r} is a special token, and bytes in another spelling")
     vocab |= special
@@ -76,7 +81,7 @@ def ranked(path: Path, config: dict[str, Any]) -> RankTokenizer:
     begins, ends = flag(config, "add_bos_token", mistral), flag(config, "add_eos_token", False)
     library = assembled(
         vocab,
-        [(pieces[left], pieces[right]) for left, right in cuts([*ids])],
+        merges,
         pattern,
         added,
         [names.get("bos_token") if begins else None, names.get("eos_token") if ends else None],

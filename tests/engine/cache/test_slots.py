@@ -5,7 +5,9 @@ import random
 import pytest
 
 from engine.cache.slots import BranchSlots, Trunk
+from engine.cache.states import Stores
 from engine.errors import KVMemoryError
+from kernels.layout import BLOCK, DeltaKind
 from tests.engine.cache.test_tree import pool_of
 from tests.invariants import check_pool, check_slots
 
@@ -38,6 +40,33 @@ def test_slots_come_and_go(page_size):
         assert len({slots.table[0][s] for s in held.values()}) == len(held)
     slots.release_all()
     check_pool(pool, [])
+
+
+@pytest.mark.parametrize(("rows", "states"), [(None, None), (30, 9), (7, 9), (30, 1)])
+@pytest.mark.parametrize("reserve", [False, True])
+def test_many_slots_are_taken_or_none(rows, states, reserve):
+    """Whether the pages, the rows or the states of recurrent layers are the first that do not suffice."""
+    pool = pool_of(3, 4)
+    if rows is not None:
+        pool.stores = Stores(DeltaKind(1, 1, 1, 1, taps=4), rows, states)
+    slots = BranchSlots(pool)
+    held = slots.take([0, 1], [5, BLOCK - 1])
+
+    def state():
+        used = (pool.stores.rows.used, pool.stores.states.used) if pool.stores is not None else ()
+        return slots.count, [*slots.owner], [[*column] for column in slots.table], {**slots.held}, pool.used_pages, used
+
+    before, positions = state(), [6, 7, BLOCK - 1, 9, 10, 11, *range(12, 17)]
+    for _ in range(2):
+        with pytest.raises(KVMemoryError):
+            slots.reserve(positions) if reserve else slots.take(range(2, 13), positions)
+        assert state() == before
+        check_slots(slots)
+    taken = slots.take([2, 3], [6, 7])
+    assert len({*held, *taken}) == 4 and slots.count == 4 and slots.take([], []) == slots.reserve([]) == []
+    slots.release_all()
+    check_pool(pool, [])
+    assert pool.stores is None or pool.stores.rows.used == pool.stores.states.used == 0
 
 
 def test_a_shared_last_page_is_copied_before_it_is_written():

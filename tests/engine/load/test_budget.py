@@ -18,7 +18,7 @@ from engine.app.chat import main
 from engine.demo import demo_folder
 from engine.load.budget import (
     ENTRY,
-    TEKKEN,
+    RANKED,
     TOKENIZER,
     TOKENIZER_LEAST,
     MemoryPlan,
@@ -280,10 +280,9 @@ def test_load_takes_it(checkpoint):
 
 def test_tokenizers_are_counted(tmp_path):
     """Pieces and merges of a tokenizer.json, bytes of other files."""
-    assert (
-        _tokenizer(GOLDEN / "text/tekken_ranks") == TEKKEN * (GOLDEN / "text/tekken_ranks/tekken.json").stat().st_size
-    )
-    assert _tokenizer(GOLDEN / "text/kimi") == TOKENIZER * (GOLDEN / "text/kimi/tiktoken.model").stat().st_size
+    for folder, name in (("tekken_ranks", "tekken.json"), ("kimi", "tiktoken.model")):
+        size = (GOLDEN / "text" / folder / name).stat().st_size
+        assert _tokenizer(GOLDEN / "text" / folder) == RANKED[name] * size
     assert _tokenizer(demo_folder()) == TOKENIZER_LEAST + ENTRY * (1536 + 1274)
     assert _tokenizer(tmp_path) == 0
     (tmp_path / "vocab.json").write_text("{}")

@@ -4,9 +4,9 @@ Their golden tokens are in test_text_golden.py (`tekken_ranks`, `kimi`).
 """
 
 import base64
+import itertools
 import json
 import random
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models
 
 from engine.errors import CheckpointError
+from engine.text import tokenizer_ranks
 from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_ranks import SPECIAL_OF_V7
 from models.gguf.vocabulary import cuts
@@ -30,7 +31,7 @@ def merged(word: str, ranks: dict[str, int]) -> list[str]:
     """A word's tokens by the definition: of all neighbours, merge those whose union has the lowest rank."""
     parts = [*word]
     while len(parts) > 1:
-        unions = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
+        unions = [ranks.get(left + right, len(ranks)) for left, right in itertools.pairwise(parts)]
         if (best := min(unions)) == len(ranks):
             break
         i = unions.index(best)
@@ -158,6 +159,19 @@ def test_malformed_tekken(tmp_path, changes, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         tekken(tmp_path, **changes)
     assert str(tmp_path / "tekken.json") in str(caught.value)
+
+
+def test_tokens_that_can_be_cut_in_too_many_ways(tmp_path, monkeypatch):
+    """All texts of a few letters: each cut of each is a merge, which takes more memory than a line of the file."""
+    texts = ["".join(text) for size in (2, 3) for text in itertools.product("abcdef", repeat=size)]
+    merges = 36 + 2 * 6**3  # of two letters one each, of three letters two each
+    tokens = [bytes([i]) for i in range(256)] + [text.encode() for text in texts]
+    vocab = [{"rank": i, "token_bytes": base64.b64encode(token).decode()} for i, token in enumerate(tokens)]
+    monkeypatch.setattr(tokenizer_ranks, "MAX_MERGES", merges)
+    assert tekken(tmp_path, vocab=vocab, config={"default_vocab_size": None}).size == 9 + len(vocab)
+    monkeypatch.setattr(tokenizer_ranks, "MAX_MERGES", merges - 1)
+    with pytest.raises(CheckpointError, match="in more than 467 ways"):
+        tekken(tmp_path, vocab=vocab, config={"default_vocab_size": None})
 
 
 @pytest.mark.parametrize(
