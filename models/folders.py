@@ -78,8 +78,11 @@ def check_there(model: str | Path) -> None:
         raise CheckpointError("the name of the model is empty", remedy=f"Name a folder, a GGUF file, or {LOOKS}.")
     path = Path(model)
     try:
-        if not path.exists() and HubName.parse(str(model)) is not None:
-            return
+        try:
+            path.stat()  # `exists` hides other errors since Python 3.14
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            if HubName.parse(str(model)) is not None:
+                return
         if is_gguf_file(path):
             path.stat()
             return

@@ -18,7 +18,7 @@ from engine.cache.tree import TokenTree
 from engine.rules.endings import STUCK, Endings
 from engine.rules.few import Few
 from engine.rules.processors import Processor, mask
-from engine.rules.state import NodeState, NodeStates, ahead, ending, known_rows
+from engine.rules.state import NodeState, NodeStates, ahead, ending, have_rows
 
 
 class RowPlan(NamedTuple):
@@ -89,7 +89,7 @@ class Constrained:
         if self.states.mask is None:
             return RowPlan([*nodes], {}, [])
         plan = RowPlan([], {}, [])
-        if plain := not self.renormalise and not known_rows(states):
+        if plain := not self.renormalise and not have_rows(states):
             plan.asked.extend(nodes)
         for node, state in zip(nodes, states, strict=True) if not plain else ():
             columns, place = state

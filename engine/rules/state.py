@@ -68,12 +68,12 @@ def ending(states: Sequence[NodeState]) -> list[int]:
 
 def ahead(states: Sequence[NodeState]) -> list[int]:
     """The indices of the states of nodes that are evaluated ahead, whose rows are to be stored."""
-    if not known_rows(states):
+    if not have_rows(states):
         return []
     return [i for i, (columns, place) in enumerate(states) if columns.rows.get(place, ()) is None]
 
 
-def known_rows(states: Sequence[NodeState]) -> bool:
+def have_rows(states: Sequence[NodeState]) -> bool:
     """Whether states lie in columns with known rows, or rows to be known."""
     return any(columns.rows for columns in columns_of(states))
 

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint.files import read_regular
+from models.checkpoint.files import is_file, read_regular
 from models.checkpoint.tensor_files import FETCH_AGAIN, read_header
 from models.checkpoint.tensors import TensorInfo
 from models.errors import CheckpointError, show
@@ -85,7 +85,7 @@ def _inside(folder: Path, name: str, where: Path) -> Path:
     path, root = folder / name, folder.resolve()
     try:
         target = path.resolve()
-        inside, there = target.is_relative_to(root), target.is_file()
+        inside, there = target.is_relative_to(root), is_file(target)
         # snapshots/<revision>/model.safetensors -> ../../blobs/<hash>
         link = re.fullmatch(r"\.\./\.\./blobs/([^/]+)", str(path.readlink())) if path.is_symlink() else None
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name the system cannot hold
