@@ -2,9 +2,9 @@
 
 import functools
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +316,8 @@ def _word() -> str:
 
 def _trie(ends: Mapping[str, str]) -> str:
     """A pattern that matches each text, the longest first, if the pattern that the text has here matches after it."""
-    lead = os.path.commonprefix([*ends])  # noqa: RUF071  (texts, not paths)
+    outer = zip(min(ends), max(ends), strict=False)  # what these share, all share
+    lead = "".join(a for a, _ in takewhile(lambda both: both[0] == both[1], outer))
     below: dict[str, dict[str, str]] = {}
     for text, end in ends.items():
         if rest := text[len(lead) :]:
