@@ -9,12 +9,7 @@ from torch import Tensor
 
 def seconds_of(work: Callable[[], object], runs: int) -> float:
     """Median time of work on the device."""
-    return statistics.median(times_of(work, runs))
-
-
-def times_of(work: Callable[[], object], runs: int) -> list[float]:
-    """Seconds of each run of work on the device."""
-    return [once(work) for _ in range(runs + 3)][3:]
+    return in_turns([work], runs)[0]
 
 
 def in_turns(works: Sequence[Callable[[], object]], runs: int) -> list[float]:

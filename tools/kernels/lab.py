@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from kernels.layout import TRASH_SLOT, TreeLayout
 from kernels.tree_attention import reference as reference_attention
 from models.shape import ModelShape
 from tools.bench import limits
-from tools.bench.device import recorded, times_of
+from tools.bench.device import once, recorded
 from tools.bench.measure import spread
 from tools.kernels.contenders import PACKED, Contender, check_result
 from tools.kernels.scenes import Scene, Trap, scene, traps
@@ -27,6 +28,8 @@ Prepare = Callable[[Contender], tuple[list[Callable[[], Any]], dict[str, Any]]] 
 ALLOWED = 2.0  # times the error of plain PyTorch in the same dtype
 NUMBERS, DRAWS = 1 << 16, 16  # outputs to take plain PyTorch's errors from, unless that exceeds this number of draws
 LARGEST, MOST_BUFFERS = 1 << 30, 256  # bytes and number of rotating caches
+ROUNDS, MOST_CALLS = 5, 1000  # of every contender, on a CPU
+WARM = 3  # first runs on a GPU, which do not count
 
 
 class Shape(NamedTuple):
@@ -123,17 +126,21 @@ class Lab:
         moved, operations, prepare = (self.attention if operator == "tree_attention" else self.writes)(shape, pool, s)
         rate = self.rates[shape.dtype]
         floor = max((moved / self.bandwidth, "bytes"), (operations / rate, "operations"))
+        rows: list[Row] = []
+        works: list[Sequence[Callable[[], object]]] = []
         for contender in able:
-            row = Row(operator, shape, contender.name, moved, *floor)
+            row, calls = Row(operator, shape, contender.name, moved, *floor), []
             try:
                 calls, errors = prepare(contender)
-                row = row._replace(**errors, seconds=self.times(contender, calls))
+                row = row._replace(**errors)
             except NotImplementedError as error:
                 row = row._replace(refused=str(error) or "refused")
             except UsageError as error:
                 error.where = f"{error.where} ({shape})".strip()
                 raise
-            self.rows.append(row)
+            rows.append(row)
+            works.append(calls if contender.timed else [])
+        self.rows += [row._replace(seconds=seconds) for row, seconds in zip(rows, self.times(works), strict=True)]
 
     def pool(self, shape: Shape) -> PagePool:
         """A KV cache with enough layers to overflow the last level of cache, all with the same numbers."""
@@ -185,21 +192,36 @@ class Lab:
 
         return 2 * sum(x.numel() * x.itemsize for x in new) + slots_T.nbytes, 0, prepare
 
-    def times(self, contender: Contender, calls: Sequence[Callable[[], object]]) -> dict[str, float] | None:
-        """Seconds of a call, each on the next cache; None for contenders that are not timed."""
-        if not contender.timed:
-            return None
+    def times(self, works: Sequence[Sequence[Callable[[], object]]]) -> list[dict[str, float] | None]:
+        """Seconds of a call of each contender, on the next cache every time, measured in turns; None for those without
+        calls."""
+        found: list[list[float]] = [[] for _ in works]
         if self.device.type == "cuda":
-            work = recorded(calls) if can_be_recorded(calls[0]) else lambda: [call() for call in calls]
-            return spread([seconds / len(calls) for seconds in times_of(work, 20)])
-        times: list[float] = []
-        for i in range(1001):
-            begin = time.perf_counter()
-            calls[i % len(calls)]()
-            times.append(time.perf_counter() - begin)
-            if sum(times) > self.seconds and (i > 5 or sum(times) > 5 * self.seconds):
-                break
-        return spread(times[1:] or times)  # the first one warms up
+            timed = [(calls, times) for calls, times in zip(works, found, strict=True) if calls]
+            whole = [recorded(calls) if can_be_recorded(calls[0]) else partial(every, calls) for calls, _ in timed]
+            for _ in range(WARM + 20):
+                for run, (calls, times) in zip(whole, timed, strict=True):
+                    times.append(once(run) / len(calls))
+            return [spread(times[WARM:]) if times else None for times in found]
+        turns = [cycle(calls) for calls in works]
+        for _ in range(ROUNDS):
+            for calls, times in zip(turns, found, strict=True):
+                end = sum(times) + self.seconds / ROUNDS
+                for call in islice(calls, MOST_CALLS // ROUNDS):
+                    if len(times) > 1 and sum(times) > 5 * self.seconds:
+                        break
+                    begin = time.perf_counter()
+                    call()
+                    times.append(time.perf_counter() - begin)
+                    if sum(times) > end:
+                        break
+        return [spread(times[1:] or times) if times else None for times in found]  # the first call warms up
+
+
+def every(calls: Sequence[Callable[[], object]]) -> None:
+    """Call all of them."""
+    for call in calls:
+        call()
 
 
 def can_be_recorded(call: Callable[[], object]) -> bool:
