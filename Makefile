@@ -119,10 +119,12 @@ gpu-bench:
 	@$(call install,test$(comma)viz$(comma)dev)
 
 comma := ,
+# The pinned versions are made for Python 3.11 to 3.14; newer Pythons get the newest ones.
 # Arguments: extras; options of pip. Without --no-compile it would write bytecode of modules that no chat imports (140 MB).
 define install
 echo "installing coppice$(1:%=[%]) into .venv (minutes the first time; log: .venv/install.log)" >&2; \
-$(PY) -m pip install --disable-pip-version-check $(2) -c constraints.txt -e '.$(1:%=[%])' >.venv/install.log 2>&1 \
+pins=$$($(PY) -c 'import sys; print("-c constraints.txt" * (sys.version_info < (3, 15)))'); \
+$(PY) -m pip install --disable-pip-version-check $(2) $$pins -e '.$(1:%=[%])' >.venv/install.log 2>&1 \
 	|| { cat .venv/install.log >&2; exit 1; }; \
 touch $@
 endef
