@@ -104,7 +104,7 @@ class LoadOptions:
         prefix_cache: keep read prompts in pages that nothing else needs. A shared prefix of several prompts is
             evaluated once; without `kv_memory` or `memory` up to 1 GiB is kept on a CPU.
         cache: keep results of loading, such as packed matrices, in the user's cache folder, so that later starts need
-            less time. "off" neither writes nor reads the cache; see docs/platforms.md.
+            less time. "off" neither writes nor reads the cache; see docs/starts.md.
         compile: compile the operators between matrix products with torch.compile, on a GPU only. Loading takes some
             seconds longer.
         graphs: run small passes as CUDA graphs on a GPU.
