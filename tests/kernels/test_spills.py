@@ -19,7 +19,7 @@ from kernels.processor import TARGETS
 KERNELS = Path(cpp.__file__).parent
 BITS = {"b": 8, "w": 16, "d": 32, "l": 32, "q": 64}
 SLOT = re.compile(r"(?<![\w,(])-?(?:0x[0-9a-f]+)?\(%r[sb]p\)")
-NAMED = re.compile(r"kmov|movs|movz|vpbroadcast|vpinsr")  # the letter after the name says how much they read or write
+NAMED = re.compile(r"kmov|movs|movz|vmov(?=[dq]$)|vpbroadcast|vpinsr")  # the next letter says how much they move
 REGISTERS = {
     64: r"%r(\d+|[a-d]x|[sd]i|[sb]p)",
     32: r"%(e\w\w|r\d+d)",
@@ -101,6 +101,8 @@ def listing(path: Path) -> str:
         ("kmovw  %k1,-0x4(%rsp)", "mov    -0x8(%rsp),%eax", False),
         ("kmovw  %k1,-0x4(%rsp)", "mov    -0x4(%rbp),%eax", False),
         ("kmovd  %k1,-0x4(%rsp)", "mov    -0x4(%rsp),%eax", False),
+        ("kmovd  %k1,-0x4(%rsp)", "vmovd  -0x4(%rsp),%xmm0", False),  # g++ 16
+        ("kmovw  %k1,-0x4(%rsp)", "vmovd  -0x4(%rsp),%xmm0", True),
         ("kmovw  %k1,(%rax,%rsp,4)", "mov    (%rsp),%eax", False),
         ("mov    %ax,-0x4(%rsp)", "mov    -0x4(%rsp),%eax", False),  # not of a mask
     ],
