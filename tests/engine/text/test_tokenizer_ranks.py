@@ -77,7 +77,7 @@ def test_special_tokens_come_first(tmp_path):
 
 
 def test_a_file_without_a_list_of_special_tokens(tmp_path):
-    """As mistral-common has them up to version 7; the ranks of newer ones are not known."""
+    """They get those of mistral-common up to version 7; the ranks of newer ones are not known."""
     old = {"version": "v3", "default_num_special_tokens": 1000, "default_vocab_size": None}
     tokenizer = tekken(tmp_path, special_tokens=..., config=old)
     ids = {"<unk>": 0, "[INST]": 3, "[TOOL_CALLS]": 9, "<pad>": 11, "[SUFFIX]": 16, "[TOOL_CONTENT]": 19}
@@ -100,7 +100,7 @@ def test_sizes(tmp_path):
 
 
 def test_a_special_token_takes_the_place_of_another_token(tmp_path):
-    """As in transformers; the other one is no token any more, also for merges."""
+    """The special token wins, as in transformers; the other one is no token any more, also for merges."""
     extra = [{"rank": len(TEKKEN["vocab"]) + i, "token_bytes": text} for i, text in enumerate(["WFg=", "WFhY"])]  # XX
     special = [*TEKKEN["special_tokens"], {"rank": 6, "token_str": "XX"}]
     changes = {"vocab": TEKKEN["vocab"] + extra, "config": {"default_vocab_size": None}}
