@@ -148,6 +148,20 @@ def own_process() -> None:
         quicken()
 
 
+@pytest.fixture
+def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask Triton's kernels for the same bits in any batch, by `COPPICE_SAME_BITS=on`, in the interpreter too."""
+    from tests.marks import INTERPRETED
+
+    monkeypatch.setenv("COPPICE_SAME_BITS", "on")
+    if INTERPRETED:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        from tests.interpreter import dot_in_order
+
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_in_order)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Builds the kernels before there are worker processes; refuses to test other code than the environment names."""
     draws.FULL = config.getoption("full")

@@ -33,7 +33,7 @@ SEARCHES = Greedy(), Trie(beams=2)
     ],
     ids=["delta net", "scan", "scan beside attention"],
 )
-def load(request, tmp_path, monkeypatch):
+def load(request, tmp_path, monkeypatch, one_order):
     """Loads one model: into C++, and into Triton, which multiplies its matrices as well."""
     from kernels.linear import triton
 
@@ -45,7 +45,6 @@ def load(request, tmp_path, monkeypatch):
     sizes = {"width": 16, "mlp": 16, "heads": 2, "kv_heads": 1}
     folder = hybrid(tmp_path / "model", monkeypatch, layers="ra", **request.param, **sizes)
     plain = Engine.load(folder, dtype="float32", kv_memory="8M", threads=1)
-    monkeypatch.setenv("COPPICE_SAME_BITS", "on")
     monkeypatch.setattr(floats, "has_kernels", lambda *_: False)
     monkeypatch.setattr(floats, "can_pack", lambda *_: False)
     monkeypatch.setattr(floats.FloatLinear, "forward", multiply)

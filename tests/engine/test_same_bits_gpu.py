@@ -34,13 +34,12 @@ def requests(search):
     return [Request(text, search, 4, ignore_eos=True, logprobs=2) for text in (texts[0], (texts[1] * 9)[:50])]
 
 
-def test_log_probabilities_are_the_same_bits(folder, monkeypatch):
+def test_log_probabilities_are_the_same_bits(folder, monkeypatch, one_order):
     from kernels.linear import triton
 
     def multiply(layer, x):
         return triton.floats(x, torch.cat(layer.weights), layer.bias)
 
-    monkeypatch.setenv("COPPICE_SAME_BITS", "on")
     monkeypatch.setattr(floats, "has_kernels", lambda *_: False)
     monkeypatch.setattr(floats, "can_pack", lambda *_: False)
     monkeypatch.setattr(floats.FloatLinear, "forward", multiply)

@@ -134,11 +134,10 @@ def test_splits_do_not_show(splits, device, monkeypatch):
 @DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["float", "int4", "int8"])
-def test_rows_beside_a_row_do_not_show(kind, dtype, device, monkeypatch):
+def test_rows_beside_a_row_do_not_show(kind, dtype, device, monkeypatch, one_order):
     """A few rows by programs that share the width, and many by programs that add up all shares in turn."""
     from kernels.linear import triton
 
-    monkeypatch.setenv("COPPICE_SAME_BITS", "on")
     monkeypatch.setattr(triton, "split_count", lambda _, tiles, blocks: min(5, blocks) if tiles == 2 else 1 / 0)
     size = 1000 if kind == "int8" else 40 if kind == "float" else 32
     outs, width = 150, 1000 if kind == "int8" else 992

@@ -15,7 +15,7 @@ SLOPES = torch.tensor([0.05, -0.01])
 
 
 @pytest.fixture
-def processors(monkeypatch):
+def processors(monkeypatch, one_order):
     """How many multiprocessors the GPU is taken to have."""
     from kernels import gpu
     from kernels.tree_attention import triton_fixed
@@ -23,7 +23,6 @@ def processors(monkeypatch):
     def take(count):
         monkeypatch.setattr(triton_fixed, "properties", lambda _: gpu.Properties(count, False))
 
-    monkeypatch.setenv("COPPICE_SAME_BITS", "on")
     return take
 
 
