@@ -346,37 +346,41 @@ struct WideInt8 : Grouped, WideRows {
     static Part part(Words words, int i) { return __builtin_convertvector(words << (24 - i * 8) >> 24, Floats); }
 };
 
+// Numbers in the upper BITS bits of bytes, multiplied by rows of floats as if they were 2^(32 - BITS) times as large: sums
+// are finite for rows up to 2^90.
+template <int BITS>
+struct WideBytes : Grouped, WideRows {
+    static constexpr int VECTORS = 2;
+    static Part byte(Ints words, int i) { return __builtin_convertvector(highest(words, i), Floats); }
+    static Floats floats(Floats sum) { return sum * (1.0f / (int64_t(1) << (32 - BITS))); }
+};
+
 #ifndef INT8_DOTS
 // Codes of 5 or 6 bits.
 template <int BITS>
-struct WideBits : Grouped, WideRows {
+struct WideBits : WideBytes<BITS> {
     typedef Planes<BITS> Of;
     typedef const char* Words;
-    static constexpr int STEP = Of::STEP, BYTES = Of::BYTES, PARTS = STEP, VECTORS = 2;
+    static constexpr int STEP = Of::STEP, BYTES = Of::BYTES, PARTS = STEP;
     static constexpr int SUMS = BITS == 5 ? REGISTERS / 2 : REGISTERS;  // of more GCC keeps some in memory
     static constexpr float ZERO = Of::MIDDLE, DEFAULT = Of::MIDDLE, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return at; }
-    // Numbers times 2^(32 - BITS): sums are finite for rows up to 2^90.
-    static Part part(Words words, int i) {
-        return __builtin_convertvector(highest(Of::numbers(words, i / 4), i % 4), Floats);
-    }
-    static Floats floats(Floats sum) { return sum * (1.0f / (int64_t(1) << (32 - BITS))); }
+    static Floats part(Words words, int i) { return WideBits::byte(Of::numbers(words, i / 4), i % 4); }
 };
 #endif
 
 // Codes with a table, multiplied by rows of floats.
 template <typename Code>
-struct WideCodes : Grouped, WideRows {
+struct WideCodes : WideBytes<8> {
     typedef Ints Words;
-    static constexpr int STEP = 8, BYTES = 4, PARTS = 8, VECTORS = 2;
+    static constexpr int STEP = 8, BYTES = 4, PARTS = 8;
     static constexpr bool EXPONENTS = Code::EXPONENTS;
     static constexpr float SHARE = Code::SHARE;
     static constexpr float ZERO = 0, DEFAULT = 0, DEFAULT_LEAST = 0;
     static constexpr Table NUMBERS = table<Code>(0);
     static Words load(const char* at) { return read<Ints>(at, LANES); }
     static Part part(Words words, int i) {
-        const Ints numbers = looked_up((i < 4 ? words : words >> 4) & 0x0f0f0f0f, NUMBERS);
-        return __builtin_convertvector(numbers << (24 - i % 4 * 8) >> 24, Floats);
+        return byte(looked_up((i < 4 ? words : words >> 4) & 0x0f0f0f0f, NUMBERS), i % 4);
     }
 };
 

@@ -99,14 +99,14 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
 template <typename Element, int VECTORS = PIECE / LANES, typename Finish>
 void multiply_piece(const Rows<Element>& rows, int64_t row, int count, const Matrix& m, int64_t steps, int64_t out,
                     Finish finish) {
+    constexpr bool NEEDED = Element::TILED || VECTORS <= LEAST || fits<Element>(1, VECTORS);  // else not even compiled
     if (VECTORS > vectors_for<Element>(count)) {
         if constexpr (VECTORS > (Element::NARROW ? PANEL / LANES : LEAST))
             multiply_piece<Element, VECTORS / 2>(rows, row, count, m, steps, out, finish);
-        return;
-    }
-    for (int64_t at = out; at < std::min(out + PIECE, m.outs); at += VECTORS * LANES)
-        multiply_set<Element, VECTORS>(rows, row, count, m, steps, at,
-                                       [&](int64_t r, int v, auto total) { finish(r, at + v * LANES, total); });
+    } else if constexpr (NEEDED)
+        for (int64_t at = out; at < std::min(out + PIECE, m.outs); at += VECTORS * LANES)
+            multiply_set<Element, VECTORS>(rows, row, count, m, steps, at,
+                                           [&](int64_t r, int v, auto total) { finish(r, at + v * LANES, total); });
 }
 
 template <typename Element>
