@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 
-import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -56,7 +55,5 @@ def quicken() -> None:
 def dot_in_order(self, a, b, d, *options):
     """`tl.dot` that adds products in the order of the inner axis. Its own is NumPy's, which adds by OpenBLAS; there, on
     processors without AVX-512, the order depends on the number of rows."""
-    products = np.zeros_like(d.data)
-    for k in range(a.data.shape[-1]):
-        products += a.data[..., k, None].astype(products.dtype) * b.data[..., None, k, :]
-    return interpreter.TensorHandle(products + d.data, d.dtype.scalar)
+    products = a.data[..., None].astype(d.data.dtype) * b.data[..., None, :, :]
+    return interpreter.TensorHandle(products.sum(-2) + d.data, d.dtype.scalar)
