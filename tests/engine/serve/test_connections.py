@@ -102,12 +102,12 @@ def test_a_request_that_does_not_come_is_closed(start, slow, connect, monkeypatc
 
 
 def test_a_client_that_reads_nothing_is_closed(start, connect, monkeypatch):
-    """One that reads slowly is not. By a clock that goes on by a hundredth of a second for each read of that client."""
+    """One that reads slowly is not. By a clock that goes on by 15 ms for each read of that client."""
     listen, close, closed, now = command.listen, connections.Connections.close, [], 0.0
 
     def read() -> None:
         nonlocal now
-        now += 0.01
+        now += 0.015
 
     monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(connections.Connections, "close", lambda self, one: (closed.append(one), close(self, one)))
