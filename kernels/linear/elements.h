@@ -346,8 +346,8 @@ struct WideInt8 : Grouped, WideRows {
     static Part part(Words words, int i) { return __builtin_convertvector(words << (24 - i * 8) >> 24, Floats); }
 };
 
-// Numbers in the upper BITS bits of bytes, multiplied by rows of floats as if they were 2^(32 - BITS) times as large: sums
-// are finite for rows up to 2^90.
+// Numbers in the upper BITS bits of bytes, multiplied by rows of floats as if they were 2^(32 - BITS) times as large:
+// sums are finite for rows up to 2^90.
 template <int BITS>
 struct WideBytes : Grouped, WideRows {
     static constexpr int VECTORS = 2;
