@@ -33,6 +33,7 @@ from models.layer_inputs import InputMaker
 from models.layers import Layer
 from models.names import HEAD, SCORE, Names
 from models.norms import Norm, PlainNorm, rounded
+from models.reading import check_layers_alike
 from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, fused, run
 from models.shape import ModelShape
@@ -66,6 +67,7 @@ class Decoder(nn.Module):
         default_pad_token_id: used by a scalar head if config.json has no `pad_token_id`, as by transformers.
         ignored: tensors that a checkpoint may have and that are not read.
         has_mtp: whether checkpoints may hold a draft head, see `models.mtp`.
+        uneven: `read` reads the fields of single layers (`per_layer_config`).
         base: the prefix of tensor names in a checkpoint of the whole model; absent if the model was saved without its
             head.
         config, shape: configuration and shape of this process's part of the model, see `models.sharding`.
@@ -88,6 +90,7 @@ class Decoder(nn.Module):
     default_pad_token_id: ClassVar[int | None] = None
     ignored: ClassVar[Sequence[re.Pattern[str]]] = BUFFERS
     has_mtp: ClassVar[bool] = False
+    uneven: ClassVar[bool] = False
     base: ClassVar[str] = "model."
 
     @staticmethod
@@ -123,6 +126,8 @@ class Decoder(nn.Module):
             CheckpointError: wrong fields or tensors; it is raised before any tensor is read.
         """
         super().__init__()
+        if not self.uneven:
+            check_layers_alike(checkpoint.fields)
         c, names = self.read(checkpoint.fields), self.names
         if c.experts is not None and device.type != "cpu" and checkpoint.packing is not None:
             raise CheckpointError(

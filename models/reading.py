@@ -23,6 +23,16 @@ def architecture(fields: Fields) -> str:
     return str((fields.config.get("architectures") or [""])[0])
 
 
+def check_layers_alike(fields: Fields) -> None:
+    """Raise CheckpointError if `per_layer_config` gives a layer a field that differs from that of the whole model."""
+    given = fields.sub("per_layer_config")
+    for layer in given.config if given else ():
+        own = (given and given.sub(layer)) or Fields({}, fields.file)
+        for name, value in own.config.items():
+            if value != (fields.config.get(name) if name != "skip" else []):
+                raise own.error(name, "the value of all layers: those of this family may not differ")
+
+
 def common(fields: Fields, *, activation: str, default: str, tied: bool) -> dict[str, Any]:
     """Read the arguments of a `Config` that are the same in every family.
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from kernels.checks import expect, floats
 from kernels.linear import native
 from kernels.linear.native import dot_products, tiles
-from kernels.linear.panels import Groups, Packed, pack, pack_groups
+from kernels.linear.panels import Groups, Packed, Steps, pack, pack_groups
 from kernels.linear.parts import PackedParts
 from kernels.tracing import watched
 
-__all__ = ["Groups", "Packed", "PackedParts", "dot_products", "linear", "pack", "pack_groups", "tiles"]
+__all__ = ["Groups", "Packed", "PackedParts", "Steps", "dot_products", "linear", "pack", "pack_groups", "tiles"]
 
 
 def linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b; rows are rounded if the matrix has levels, see `reference.rounded`.
+    """x W^T + b; rows are rounded if the matrix has levels (`reference.rounded`) or steps (`reference.round_to`).
 
     A row's result does not depend on the other rows.
 

@@ -1,6 +1,7 @@
 // Products of rows and packed matrices, and the packing (products.h has the computation).
 
 #include <algorithm>
+#include <memory>
 
 #include "../vectors.h"
 #include "products.h"
@@ -29,6 +30,26 @@ const Products& products_of([[maybe_unused]] int64_t kind, const Matrix& m, int6
     return of_tables(m);
 }
 
+// Rounds rows [rows, width] to -128 to 127 times `step`; NaN is kept. x and out may be the same.
+void round_to(float step, int64_t kind, int64_t threads, const void* x, int64_t x_row, void* out, int64_t out_row,
+              int64_t rows, int64_t width) {
+    with_type(kind, [&](auto type) {
+        typedef decltype(type) T;
+#pragma omp parallel for num_threads(threads) if (rows * width > 1 << 14)
+        for (int64_t row = 0; row < rows; row++)
+            each(width, [&](int64_t i, auto n) {
+                const Floats steps = load((const T*)x + row * x_row + i, n) / step;
+                const Floats low = all(-128), high = all(127);
+                store(nearest(steps > high ? high : steps < low ? low : steps) * step, (T*)out + row * out_row + i, n);
+            });
+    });
+}
+
+bool has_steps(const Matrix* m) {
+    while (m && !m->step_in && !m->step_out) m = m->next;
+    return m;
+}
+
 template <typename Word>
 void pack(int64_t threads, const Word* rows, Word* panels, int64_t count, int64_t steps) {
 #pragma omp parallel for num_threads(threads)
@@ -51,8 +72,17 @@ extern "C" void coppice_linear(int64_t kind, int64_t threads, const Matrix* matr
     const int64_t element = kind ? 2 : 4;
     int64_t stride = 0, at = 0;
     for (const Matrix* m = matrix; m; m = m->next) stride += m->outs;
-    for (const Matrix* m = matrix; m; at += m->outs, m = m->next)
-        products_of(kind, *m, rows).whole(kind, threads, *m, x, (char*)out + at * element, stride, rows);
+    std::unique_ptr<char[]> rounded;
+    for (const Matrix* m = matrix; m; at += m->outs, m = m->next) {
+        char* const own = (char*)out + at * element;
+        if (m->step_in) {
+            if (!rounded) rounded.reset(new char[rows * m->width * element]);
+            round_to(m->step_in, kind, threads, x, m->width, rounded.get(), m->width, rows, m->width);
+        }
+        const void* const from = m->step_in ? rounded.get() : x;
+        products_of(kind, *m, rows).whole(kind, threads, *m, from, own, stride, rows);
+        if (m->step_out) round_to(m->step_out, kind, threads, own, stride, own, stride, rows, m->outs);
+    }
 }
 
 extern "C" void coppice_linears(int64_t kind, int64_t threads, const Product* products, int64_t count) {
@@ -60,7 +90,8 @@ extern "C" void coppice_linears(int64_t kind, int64_t threads, const Product* pr
     std::vector<Run> parts, runs;
     int64_t pieces = 0;
     for (const Product* p = products; p < products + count; p++) {
-        if (p->rows > OWN_ROWS) {  // enough work for all threads, which prepare the rows together
+        // With many rows there is enough work for all threads, which prepare the rows together.
+        if (p->rows > OWN_ROWS || has_steps(p->matrix)) {
             coppice_linear(kind, threads, p->matrix, p->x, p->out, p->rows);
             continue;
         }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.cpp import KINDS, function, why_not
-from kernels.linear.panels import GroupKind, Groups, Packed
+from kernels.linear.panels import GroupKind, Groups, Packed, Steps
 from kernels.linear.parts import PackedParts
 from kernels.tracing import register
 
@@ -63,12 +63,13 @@ def _linear(
     kind: str,
     sizes: Sequence[int],
     levels: float,
+    steps: Sequence[float],
 ) -> Tensor:
     outs, width, group, by_row = sizes
     groups = Groups(cast(GroupKind, kind), group, cast(Tensor, scale), zero, least, unit, least_unit) if group else None
     scale_O = None if group else scale
     options: dict[str, Any] = {"groups": groups, "order_I": order_I, "levels": levels, "by_row": bool(by_row)}
-    return linear(x, Packed(panels, outs, width, scale_O, **options), bias)
+    return linear(x, Packed(panels, outs, width, scale_O, **options, steps=Steps(*steps)), bias)
 
 
 def opaque_linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None = None) -> Tensor:
@@ -79,10 +80,11 @@ def opaque_linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None =
     groups = matrix.groups
     kind, size, *tensors = ("", 0, matrix.scale_O, *(None,) * 4) if groups is None else groups
     sizes = [matrix.outs, matrix.width, size, int(matrix.by_row)]
-    return torch.ops.coppice.linear(x, matrix.panels, *tensors, matrix.order_I, bias, kind, sizes, float(matrix.levels))
+    rounding = float(matrix.levels), [*map(float, matrix.steps)]
+    return torch.ops.coppice.linear(x, matrix.panels, *tensors, matrix.order_I, bias, kind, sizes, *rounding)
 
 
-def _like(x: Tensor, panels, scale, zero, least, unit, least_unit, order_I, bias, kind, sizes, levels) -> Tensor:
+def _like(x: Tensor, panels, scale, zero, least, unit, least_unit, order_I, bias, kind, sizes, levels, steps) -> Tensor:
     return x.new_empty(*x.shape[:-1], sizes[0])
 
 

@@ -8,6 +8,7 @@ the dot products of all instruction sets take words of this kind.
 """
 
 import ctypes
+import math
 from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Literal, NamedTuple
@@ -124,6 +125,17 @@ class Groups(NamedTuple):
         )
 
 
+class Steps(NamedTuple):
+    """Static rounding around a product: its rows to the nearest of -128 to 127 times `before`, its results, after the
+    bias, to those times `after`; 0: they are not rounded."""
+
+    before: float = 0.0
+    after: float = 0.0
+
+
+EXACT = Steps()
+
+
 class Packed:
     """A packed matrix [outs, width].
 
@@ -138,9 +150,10 @@ class Packed:
         levels: rows of x are rounded to steps of 1 / levels of the largest magnitude of each ROUNDED elements, from the
             beginning of each group on (without groups ROUNDED_UNGROUPED); 0: they are not, as for floats and float8.
         by_row: they are rounded by the largest magnitude of the whole row instead, see `reference.rounded_by_row`.
+        steps: rows are rounded by them before everything else, and results at the end.
 
     Raises:
-        ValueError: panels, scales, groups or an order that do not fit the sizes.
+        ValueError: panels, scales, groups, steps or an order that do not fit the sizes.
     """
 
     def __init__(
@@ -154,6 +167,7 @@ class Packed:
         order_I: Tensor | None = None,
         levels: float | None = None,
         by_row: bool = False,
+        steps: Steps = EXACT,
     ):
         self.dtype = torch.int8 if panels.dtype == torch.uint8 else panels.dtype
         if self.dtype not in STEPS:
@@ -163,7 +177,7 @@ class Packed:
         self.panels, self.outs, self.width = panels, outs, width
         self.scale_O, self.groups, self.order_I = scale_O, groups, order_I
         self.levels = (127.0 if scale_O is not None else 0.0) if levels is None else levels
-        self.by_row = by_row
+        self.by_row, self.steps = by_row, steps
         self._check()
 
     def _check(self) -> None:
@@ -187,6 +201,8 @@ class Packed:
             raise ValueError(f"levels: expected 1 to 127.5 for int8, 0 for floats, got {self.levels} for {kind}")
         if self.by_row and not self.levels:
             raise ValueError("by_row: expected levels, got 0")
+        if not all(0 <= step < math.inf for step in self.steps):
+            raise ValueError(f"steps: expected two that are finite and not negative, got {self.steps}")
         if groups is None:
             return
         unwanted = groups[3:5] if groups.kind in WITHOUT_ZEROS else ()
@@ -243,6 +259,7 @@ class Packed:
             order_I=self.order_I,
             levels=self.levels,
             by_row=self.by_row,
+            steps=self.steps,
         )
 
     def rounding(self) -> "Packed":
@@ -262,7 +279,7 @@ class Packed:
             scales = KINDS.get(self.groups.scale.dtype, len(KINDS))
         tensors = self.panels, scale, *others, self.order_I, bias
         pointers = (None if x is None else x.data_ptr() for x in tensors)
-        sizes = self.outs, self.width, self.levels, self.by_row
+        sizes = self.outs, self.width, self.levels, self.by_row, *self.steps
         return OPERATORS.structures["Matrix"](kind, group, scales, *pointers, *sizes)
 
 

@@ -89,6 +89,14 @@ def rounded_by_row(x: Tensor, levels: float) -> Tensor:
     return (x * steps_by).round_().clamp_(max=int(levels)).double() / steps_by.double()
 
 
+def round_to(x: Tensor, step: float) -> Tensor:
+    """The nearest of -128 to 127 times `step`, found in float32, or float64 for float64; 0: x."""
+    if not step:
+        return x
+    whole = (x if x.dtype == torch.float64 else x.float()) / step
+    return (whole.round_().clamp_(-128, 127) * step).to(x.dtype)
+
+
 def _split(x: Tensor, size: int) -> Tensor:
     """[..., any] -> [..., parts, size], with zeros at the end."""
     return F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
@@ -96,8 +104,9 @@ def _split(x: Tensor, size: int) -> Tensor:
 
 def linear(x: Tensor, matrix: Packed, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, rounded to the dtype of x at the end; arguments as of `kernels.linear.linear`."""
+    x = round_to(x, matrix.steps.before)
     y = F.linear(x.double(), unpacked(matrix).double()) if not matrix.levels else _rounded_product(x, matrix)
-    return (y if bias is None else y + bias).to(x.dtype)
+    return round_to((y if bias is None else y + bias).to(x.dtype), matrix.steps.after)
 
 
 def _rounded_product(x: Tensor, matrix: Packed) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.linear import Groups, Packed, PackedParts
+from kernels.linear import Groups, Packed, PackedParts, Steps
 from models.checkpoint.experts import EXPERT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import DTYPES, FLOATS, buffer_of
@@ -185,8 +185,9 @@ def _parts(matrix: Packed | PackedParts) -> list[Packed]:
 
 def _described(
     packed: Packed, put: Callable[[Tensor], int]
-) -> tuple[Size, list[tuple[int, str, Sequence[int]] | None]]:
-    """Return size and tensors of a matrix: number, dtype and shape of each. `put` stores a tensor and numbers it."""
+) -> tuple[Size, list[tuple[int, str, Sequence[int]] | None], Steps]:
+    """Return size, tensors and steps of a matrix: number, dtype and shape of each tensor. `put` stores one and numbers
+    it."""
     values = packed.groups[2:] if packed.groups else (packed.scale_O, *(None,) * 4)
     described: list[tuple[int, str, Sequence[int]] | None] = []
     for tensor in (packed.panels, *values, packed.order_I):
@@ -194,14 +195,14 @@ def _described(
             described.append(None)
             continue
         described.append((put(tensor.contiguous()), NAMES[tensor.dtype], list(tensor.shape)))
-    return Size.of(packed), described
+    return Size.of(packed), described, packed.steps
 
 
-def _matrix(file: CachedFile, size: Sequence, described: Sequence) -> Packed:
+def _matrix(file: CachedFile, size: Sequence, described: Sequence, steps: Sequence[float] = ()) -> Packed:
     """Return the same matrix, mapped from the file."""
     tensors = [d and file.tensor(d[0], DTYPES[d[1]], d[2]) for d in described]
     panels, scale, *others, order_I = tensors
     outs, width, kind, group, levels, by_row = size
     groups = Groups(kind, group, scale, *others) if kind else None
-    rounding: dict[str, Any] = {"levels": levels, "by_row": by_row}
+    rounding: dict[str, Any] = {"levels": levels, "by_row": by_row, "steps": Steps(*steps)}
     return Packed(panels, outs, width, None if kind else scale, groups=groups, order_I=order_I, **rounding)

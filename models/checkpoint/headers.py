@@ -50,6 +50,8 @@ from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantiza
 from models.gguf.vocabulary import FileVocabulary
 from models.quantized import quantization
 from models.quantized.bitnet import TernaryModules
+from models.quantized.compressed import Compressed
+from models.quantized.gemma import CODES_OF_ROWS, MobileGemma
 from models.quantized.hqq import HQQ
 from models.quantized.mlx import MLX
 from models.quantized.own import Own
@@ -57,7 +59,9 @@ from models.quantized.parts import CACHE_SCALES, EMBEDDING, LINEAR, TRANSPOSED, 
 from models.quantized.torchao import TorchAO
 
 # Suffixes of tensors that may hold a weight's codes.
-STORED = ("weight", "qweight", "weight_packed", "_weight_qdata", "W_q", "weight._data", "weight._data._data")
+STORED = ("weight", "qweight", "weight_packed", "_weight_qdata", "W_q", "weight._data", "weight._data._data",
+          CODES_OF_ROWS)  # fmt: skip
+WITH_EMBEDDINGS = (BlockQuantization, Compressed, MLX, MobileGemma, Own, TorchAO)  # methods that quantise them
 
 
 @dataclass(frozen=True)
@@ -254,7 +258,7 @@ class Checkpoint:
         meant = isinstance(self.quantization, TernaryModules) and self.quantization.of_floats
         if not kind or self.quantization is None or (info and info.dtype in FLOATS.values() and not meant):
             return None
-        if kind == EMBEDDING and not isinstance(self.quantization, Own | MLX | TorchAO | BlockQuantization):
+        if kind == EMBEDDING and not isinstance(self.quantization, WITH_EMBEDDINGS):
             return None
         module, own = name.removesuffix(".weight"), stored.removesuffix(".weight")
         parts = (self.tensors.get(f"{own}.{suffix}") for suffix in STORED)
@@ -374,9 +378,16 @@ class Checkpoint:
         scheme = self._scheme(name, stored, EMBEDDING)
         if scheme is None:
             return RowReader(self.tensors[stored], stored)
-        parts = {suffix: f"{stored.removesuffix('.weight')}.{suffix}" for suffix in scheme.parts(*shape)}
-        there = ((suffix, part) for suffix, part in parts.items() if part in self.tensors)
-        readers = {suffix: RowReader(self.tensors[part], part) for suffix, part in there}
+        readers = dict[str, RowReader]()
+        for suffix, part in scheme.parts(*shape).items():
+            name = f"{stored.removesuffix('.weight')}.{suffix}"
+            info = self.tensors.get(name)
+            if info and len(info.shape) == 2 and info.shape[0] == shape[0]:
+                readers[suffix] = RowReader(info, name)
+            elif not part.optional:
+                what = f"{show(name)}: an embedding is read row by row, expected {shape[0]} rows"
+                remedy = "Use a checkpoint whose embedding has scales for each row, or is not quantised."
+                raise CheckpointError(what, where=show(self.tensors[name].file), remedy=remedy)
         return GroupedReader(scheme, shape[1], readers, stored)
 
 

@@ -24,6 +24,7 @@ class Gemma4(Decoder):
     """A Gemma whose layers of full attention have wider heads, fewer of keys, and values that are the keys."""
 
     architectures = ("Gemma4ForCausalLM",)
+    uneven = True
     names = Names(
         mlp_norm="pre_feedforward_layernorm",
         router="router.proj",

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels.linear import Packed, PackedParts, pack_groups
+from kernels.linear import Packed, PackedParts, Steps, pack_groups
 from kernels.linear.blocks import Block, BlockPanels
 from kernels.linear.codes import Codes, pack_codes, takes
-from kernels.linear.panels import LEVELS, ROUNDED, ROUNDED_KINDS, ZEROS, GroupKind, default_zero, numbers
-from kernels.linear.reference import rounded, rounded_by_row
+from kernels.linear.panels import EXACT, LEVELS, ROUNDED, ROUNDED_KINDS, ZEROS, GroupKind, default_zero, numbers
+from kernels.linear.reference import round_to, rounded, rounded_by_row
 from models.formats.coded import CodedLinear, has_codes, warn_of_floats
 from models.formats.floats import FloatLinear, PackedLinear, has_kernels
 from models.trim import is_mapped, let_go
@@ -61,6 +61,7 @@ class GroupedWeight:
         least: rows have minimums.
         stored: the weight as blocks of a file, uint8 [outs, bytes of a row], and their format; None: it has no blocks.
         by_row: activations are rounded by the largest magnitude of each row instead, on a GPU too.
+        steps: those of its inputs and outputs, on a GPU too.
     """
 
     kind: GroupKind
@@ -72,6 +73,7 @@ class GroupedWeight:
     least: bool = False
     stored: StoredBlocks | None = None
     by_row: bool = False
+    steps: Steps = EXACT
 
     @property
     def groups(self) -> int:
@@ -81,7 +83,7 @@ class GroupedWeight:
     @property
     def kinship(self) -> tuple[object, ...]:
         """The properties, except the order, that weights must share to form one matrix."""
-        own = self.kind, self.shape[1], self.group, self.levels, self.by_row
+        own = self.kind, self.shape[1], self.group, self.levels, self.by_row, self.steps
         return *own, self.least, self.stored and self.stored[1]
 
     def part(self, outs: range | None, ins: range | None) -> "GroupedWeight":
@@ -94,6 +96,8 @@ class GroupedWeight:
                 raise ValueError("its inputs have an order of their own (desc_act)")
             if self.by_row:
                 raise ValueError("each of its rows of activations is rounded as a whole (BitNet)")
+            if self.steps.after:
+                raise ValueError("its outputs are rounded, which has to follow the sum over processes")
             if group == width:
                 group = len(ins)
             elif ins.start % group or (ins.stop % group and ins.stop != width):
@@ -195,8 +199,12 @@ class GroupedLinear(PackedLinear):
             return super().forward(x)
         if self.whole:
             return self.whole(x if self.levels is None else rounded_by_row(x, self.levels).to(x.dtype))
-        y = torch.cat([_product(x.float(), weight) for weight in self.weights], -1).to(x.dtype)
-        return y if self.bias is None else y + self.bias
+        y = torch.cat([_product(round_to(x, w.steps.before).float(), w) for w in self.weights], -1).to(x.dtype)
+        y = y if self.bias is None else y + self.bias
+        if not any(weight.steps.after for weight in self.weights):
+            return y
+        parts = y.split([weight.shape[0] for weight in self.weights], -1)
+        return torch.cat([round_to(part, w.steps.after) for part, w in zip(parts, self.weights, strict=True)], -1)
 
 
 def _alike(weights: Sequence[GroupedWeight]) -> list[list[GroupedWeight]]:
@@ -219,12 +227,37 @@ def _on_device(
     weights: Sequence[GroupedWeight], biases: Sequence[Tensor] | None, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     """Make a layer of codes if the GPU has a product for their groups; else a layer of floats."""
+    if any(weight.steps != EXACT for weight in weights):
+        return SteppedLinear(weights, biases, dtype, device)
     refused = next((w for w in weights if not takes(w.kind, w.group, w.shape[1])), None)
     if refused is None and has_codes(dtype, device):
         return CodedLinear([_codes(w, device) for w in _alike(weights)], biases, dtype=dtype, device=device)
     if refused is not None:
         warn_of_floats(refused.kind, refused.group, dtype)
     return FloatLinear((weight.floats() for weight in weights), biases, dtype=dtype, device=device)
+
+
+class SteppedLinear(nn.Module):
+    """y = x W^T + b on a GPU, whose inputs and outputs have static steps, which weights may not share."""
+
+    def __init__(
+        self,
+        weights: Sequence[GroupedWeight],
+        biases: Sequence[Tensor] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__()
+        self.steps, layers = [weight.steps for weight in weights], list[nn.Module]()
+        for i, weight in enumerate(weights):
+            own = None if biases is None else [biases[i]]
+            layers.append(_on_device([replace(weight, steps=EXACT)], own, dtype, device))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        parts = zip(self.layers, self.steps, strict=True)
+        return torch.cat([round_to(layer(round_to(x, before)), after) for layer, (before, after) in parts], -1)
 
 
 def _packed(weights: Sequence[GroupedWeight]) -> Packed:
@@ -240,10 +273,11 @@ def _packed(weights: Sequence[GroupedWeight]) -> Packed:
                 if mapped:
                     let_go(part)
         packed = panels.done()
-        packed.order_I = order_I
+        packed.order_I, packed.steps = order_I, first.steps
         return packed
     panels, groups = pack_groups(_blocks(weights), first.kind, outs, width, first.group)
     options: dict[str, Any] = {"order_I": order_I, "levels": first.levels or 0, "by_row": first.by_row}
+    options["steps"] = first.steps
     return Packed(panels, outs, width, groups=groups, **options)
 
 

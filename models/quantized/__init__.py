@@ -14,6 +14,7 @@ from models.quantized import (
     bitsandbytes,
     compressed,
     float8,
+    gemma,
     gptq,
     hqq,
     mlx,
@@ -35,6 +36,7 @@ METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
     "coppice": own.parse,
     "fbgemm_fp8": float8.parse_rows,
     "fp8": float8.parse,
+    gemma.NAME: gemma.parse,
     "gptq": gptq.parse,
     hqq.NAME: hqq.parse,
     "intel/auto-round": auto_round.parse,  # up to version 0.4

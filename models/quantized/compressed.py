@@ -1,15 +1,19 @@
 """The `FORMATS` of compressed-tensors up to version 0.20.
 
 w = (q - zero) * weight_scale. `weight_packed` has fields of q + 2^(bits - 1) along the inputs, `weight_zero_point`
-similar fields of the zeros along the outputs, lowest first. The other formats store plain integers, or float8.
+similar fields of the zeros along the outputs, lowest first; they may cross words. The other formats store plain
+integers, or float8. `input_scale` and `output_scale` are the steps of activations that are rounded alike everywhere.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.linear import Steps
+from kernels.linear.panels import ABOVE, GROUP_STEPS, ZEROS, GroupKind
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
 from models.quantized import mxfp4, nvfp4
@@ -18,7 +22,7 @@ from models.quantized.float8 import MX, Float8
 from models.quantized.parts import Form, Grid, Part, Scheme, Source, unsupported
 
 FORMATS = {  # formats -> types and bits of their weights
-    "pack-quantized": [("int", 4), ("int", 8)],
+    "pack-quantized": [("int", bits) for bits in range(1, 9)],
     "int-quantized": [("int", 4), ("int", 8)],
     "float-quantized": [("float", 8)],
     "naive-quantized": [("int", 4), ("int", 8), ("float", 8)],
@@ -31,7 +35,8 @@ SMALL = {  # formats that have only one form
     "mxfp4-pack-quantized": mxfp4.COMPRESSED,
     "mxfp8-quantized": Float8(Grid(*MX), "weight_scale", powers=True),
 }
-CLASSES = ("Linear", "Module")  # targets that mean torch's class of linear layers
+CLASSES = {p.LINEAR: ("Linear", "Module"), p.EMBEDDING: ("Embedding", "Module")}  # targets that mean torch's classes
+INPUT, OUTPUT = "input_scale", "output_scale"
 ORDERED = ("group", "dynamic", True)  # values of `actorder` with a `weight_g_idx`, up to version 0.19
 # Activations of int8 weights stay floats as well. The package divides them by their largest magnitude over 127.5 and
 # rounds. If the largest is negative it becomes a tie, -127.5, so that the last bit of a sum decides between -127 and
@@ -50,6 +55,7 @@ class Integers:
         zeros: whether there are zero points.
         ordered: whether each column may belong to any group.
         levels: the levels of activations.
+        stepped: which of the inputs and outputs of a layer have steps, `INPUT` or `OUTPUT`.
     """
 
     packed: bool
@@ -58,28 +64,40 @@ class Integers:
     zeros: bool
     ordered: bool
     levels: float | None
+    stepped: tuple[str, ...] = ()
 
     def form(self, width: int) -> Form:
         """See `Scheme`."""
-        kind = "int4" if self.packed and self.bits == 4 else "int8"
-        return Form(kind, self.grid.group(width), zeros=self.zeros)
+        return Form(self._kind(width), self.grid.group(width), zeros=self.zeros)
+
+    def _kind(self, width: int) -> GroupKind:
+        """Return the smallest kind that has such codes, zeros and groups."""
+        if self.packed and self.bits <= 4:
+            return "int4"
+        above = next((kind for kind in ABOVE if self.packed and kind == f"int{self.bits}" and not self.zeros), None)
+        fits = above and width % GROUP_STEPS[above][0] == self.grid.group(width) % GROUP_STEPS[above][0] == 0
+        return above if above and fits else "int8"  # type: ignore[return-value]
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
-        shapes, per = self.grid.shapes(outs, width), 32 // self.bits
+        shapes = self.grid.shapes(outs, width)
         found = {
             "weight_scale": Part(shapes, p.FLOATS),
             "weight_g_idx": Part(((width,),), p.INTEGERS, optional=not self.ordered),
         }
         if self.packed:
-            found["weight_packed"] = Part(((outs, -(-width // per)),), (torch.int32,))
+            found["weight_packed"] = Part(((outs, -(-width * self.bits // 32)),), (torch.int32,))
             found["weight_shape"] = Part(((2,),), p.INTEGERS, optional=True)
         else:
             found["weight"] = Part(((outs, width),), (torch.int8,))
         if self.zeros and self._packs_zeros:
-            found["weight_zero_point"] = Part(((-(-outs // per), self.grid.columns(width)),), (torch.int32,))
+            packed = -(-outs * self.bits // 32), self.grid.columns(width)
+            found["weight_zero_point"] = Part((packed,), (torch.int32,))
         elif self.zeros:
             found["weight_zero_point"] = Part(shapes, (torch.int8, *p.INTEGERS))
+        zero = Part(((), (1,)), (torch.int8, *p.INTEGERS), optional=True)
+        for name in self.stepped:
+            found |= {name: Part(((), (1,)), p.FLOATS), name.replace("scale", "zero_point"): zero}
         return found
 
     @property
@@ -92,10 +110,12 @@ class Integers:
         if shape is not None and shape.tolist() != [outs, width]:
             raise source.error(f"weight_shape is {shape.tolist()}, expected {[outs, width]}")
         grid, bits, scale = self.grid, self.bits if self.packed else 8, source.scale("weight_scale")
+        above = int(ZEROS[self._kind(width)]) - 2 ** (bits - 1)  # what codes in memory have more
         stored = source.tensor("weight_packed" if self.packed else "weight")
         zeros = source.tensor("weight_zero_point") if self.zeros else None
         if zeros is not None:
             zeros = p.unpack(zeros.T, bits)[:, :outs].T if self._packs_zeros else zeros.float() + 2 ** (bits - 1)
+            zeros = zeros.float() + above
         groups_I = source.read("weight_g_idx")
         if groups_I is not None and groups_I.eq(-1).all():
             groups_I = None  # what some versions stored if nothing was ordered
@@ -103,26 +123,37 @@ class Integers:
 
         def codes(first: int, last: int) -> Tensor:
             part = stored[first:last]
-            codes_OI = p.unpack(part, bits)[:, :width] if self.packed else part.view(torch.uint8) ^ 128
+            codes_OI = p.unpack(part, bits)[:, :width] + above if self.packed else part.view(torch.uint8) ^ 128
             return codes_OI if order_I is None else codes_OI[:, order_I]
 
         scale_OG = grid.spread(scale, outs, width)
-        zero_OG = None if zeros is None else grid.spread(zeros, outs, width).float()
-        return self.form(width).weight(outs, width, codes, scale_OG, zero_OG, order_I=order_I, levels=self.levels)
+        zero_OG = None if zeros is None else grid.spread(zeros, outs, width)
+        steps = Steps(*(self._step(name, source) for name in (INPUT, OUTPUT)))
+        more: dict[str, Any] = {"order_I": order_I, "levels": self.levels, "steps": steps}
+        return self.form(width).weight(outs, width, codes, scale_OG, zero_OG, **more)
+
+    def _step(self, name: str, source: Source) -> float:
+        """Return the step of a layer's inputs or outputs; 0: they are not rounded."""
+        if name not in self.stepped:
+            return 0.0
+        step, zero = source.scale(name).item(), source.read(name.replace("scale", "zero_point"))
+        if step <= 0 or (zero is not None and zero.any()):
+            raise source.error(f"{name} is {step}, expected a positive number, and no zero point")
+        return step
 
 
 @dataclass(frozen=True)
 class Compressed:
     """A config: targets with their schemes, in the order in which they are tried; and the modules that stay floats."""
 
-    targets: tuple[tuple[Callable[[str], bool], Scheme | None], ...]
-    ignore: tuple[Callable[[str], bool], ...]
+    targets: tuple[tuple[Callable[[str, str], bool], Scheme | None], ...]
+    ignore: tuple[Callable[[str, str], bool], ...]
 
     def scheme(self, module: str, kind: str) -> Scheme | None:
-        """See `Quantization`. The package quantises layers of torch's class only."""
-        if kind != p.LINEAR or any(ignored(module) for ignored in self.ignore):
+        """See `Quantization`. The package quantises layers and embeddings of torch's classes only."""
+        if kind not in CLASSES or any(ignored(module, kind) for ignored in self.ignore):
             return None
-        return next((scheme for meant, scheme in self.targets if meant(module)), None)
+        return next((scheme for meant, scheme in self.targets if meant(module, kind)), None)
 
 
 def parse(fields: Fields) -> Compressed:
@@ -141,17 +172,17 @@ def parse(fields: Fields) -> Compressed:
             raise groups.error(name, "an object with targets")
         found |= dict.fromkeys(p.names(group, "targets"), _scheme(group, fields))
     # The order of the package: names, then expressions, then classes.
-    order = sorted(found, key=lambda text: (text in CLASSES, "re:" in text, text))
+    order = sorted(found, key=lambda text: (any(text in names for names in CLASSES.values()), "re:" in text, text))
     targets = tuple((_target(text, fields), found[text]) for text in order)
     return Compressed(targets, tuple(_target(text, fields) for text in p.names(fields, "ignore")))
 
 
-def _target(text: str, fields: Fields) -> Callable[[str], bool]:
+def _target(text: str, fields: Fields) -> Callable[[str, str], bool]:
     """Return a test of modules: by name, by class, or by an expression (`re:`) that matches the beginning of a name."""
     if not text.startswith("re:"):
-        return lambda module: text in (module, *CLASSES)
+        return lambda module, kind: text in (module, *CLASSES[kind])
     expression = p.pattern(text.removeprefix("re:"), fields)
-    return lambda module: expression.match(module) is not None
+    return lambda module, _: expression.match(module) is not None
 
 
 def _scheme(group: Fields, fields: Fields) -> Scheme | None:
@@ -167,16 +198,17 @@ def _scheme(group: Fields, fields: Fields) -> Scheme | None:
         read = ", ".join(f"{kind} of {bits}" for kind, bits in FORMATS[layout])
         zeros = " with zero points" if zeros else ""
         raise unsupported(fields, f"{layout} with weights of {bits} bits, {kind}{zeros} (read: {read})")
-    if weights.config.get("dynamic") or group.sub("output_activations"):
-        raise unsupported(fields, f"{layout} with dynamic weights or output_activations")
-    levels = _levels(group, kind, fields)
+    if weights.config.get("dynamic"):
+        raise unsupported(fields, f"{layout} with dynamic weights")
+    stepped = _stepped(group, kind, fields)
+    levels = None if INPUT in stepped else _levels(group, kind, fields)
     if layout in SMALL:
         return SMALL[layout]
     grid = _grid(weights, fields)
     if kind == "float":
         return Float8(grid, "weight_scale")
     ordered = grid.ins is not None and weights.config.get("actorder") in ORDERED
-    return Integers(layout == "pack-quantized", bits, grid, zeros, ordered, levels)
+    return Integers(layout == "pack-quantized", bits, grid, zeros, ordered, levels, stepped)
 
 
 def _grid(weights: Fields, fields: Fields) -> Grid:
@@ -202,5 +234,21 @@ def _levels(group: Fields, kind: str, fields: Fields) -> float | None:
         return None
     token = inputs.str("strategy", "") == "token" and inputs.config.get("dynamic") is True
     if kind == "float" or own != ("int", 8) or not token or not inputs.bool("symmetric", default=True):
-        raise unsupported(fields, "input_activations other than int of 8 bits, symmetric, for each token, dynamic")
+        what = "int of 8 bits, symmetric, for each token, dynamic, or for each tensor, static"
+        raise unsupported(fields, f"input_activations other than {what}")
     return LEVELS
+
+
+def _stepped(group: Fields, kind: str, fields: Fields) -> tuple[str, ...]:
+    """Return which activations have static steps of 8 bits, `INPUT` and `OUTPUT`."""
+    found = list[str]()
+    for name, scale in (("input_activations", INPUT), ("output_activations", OUTPUT)):
+        if (own := group.sub(name)) is None:
+            continue
+        whole = kind == "int" and own.str("type", "int") == "int" and own.int("num_bits", 8) == 8
+        alike = own.str("strategy", None) in (None, "tensor") and own.int("group_size", None, low=-1) is None
+        if whole and alike and not own.config.get("dynamic") and own.bool("symmetric", default=True):
+            found.append(scale)
+        elif scale == OUTPUT:
+            raise unsupported(fields, "output_activations other than int of 8 bits, symmetric, for each tensor, static")
+    return tuple(found)

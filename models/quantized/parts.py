@@ -25,6 +25,7 @@ INTEGERS = (torch.int32, torch.int64)
 NO_NUMBER, NOT_A_NUMBER = 255, 127  # the 8-bit exponent that means NaN; NaN in e4m3, without the sign
 CACHE_SCALES = re.compile(  # keys and values are not rounded by them
     r".*\.self_attn\.(?:(?:[qkv]_proj\.|qkv_proj\.)?(?:[qkv]|kv)_scale|(?:[kv]|qkv)_proj\.output_scale)"
+    r"|.*\.[kv]_cache_scale"
 )
 Shape = tuple[int, ...]
 
@@ -217,8 +218,8 @@ class Grid(NamedTuple):
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Unpack words of 32 bits [..., n] to uint8 [..., n * 32 / bits]: fields of 2 to 6 or 8 bits, lowest first; those
-    of 3, 5 and 6 bits cross words. Fields of 4 bits may come in bytes."""
+    """Unpack words [..., n] of any size to uint8 [..., bits of a row / `bits`]: fields of 1 to 8 bits, lowest first;
+    those of 3, 5, 6 and 7 bits cross words."""
     octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # some "contiguous" ones fail
     if bits == 8:
         return octets

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import cpp
-from kernels.linear import Packed, PackedParts, dot_products, linear, pack, reference
+from kernels.linear import Packed, PackedParts, Steps, dot_products, linear, pack, reference
 from kernels.linear.panels import MAX_INT8_WIDTH, PIECE, ROUNDED_UNGROUPED
 from kernels.whole_graph import traceable
 
@@ -167,11 +167,13 @@ def test_other_numbers_of_threads_give_the_same(monkeypatch):
 
 
 def test_compilers_see_an_operator():
-    packed, _ = matrix(64, 32, torch.float32)
-    x = draw(3, 32)
+    plain, _ = matrix(64, 32, torch.float32)
+    x, stepped = draw(3, 32), Packed(plain.panels, 64, 32, steps=Steps(0.1, 0.2))
     traceable()
-    run = torch.compile(lambda x: linear(x, packed) * 2, backend="eager", fullgraph=True)
-    assert run(x).equal(linear(x, packed) * 2)
+    for packed in (plain, stepped):
+        run = torch.compile(lambda x, packed=packed: linear(x, packed) * 2, backend="eager", fullgraph=True)
+        assert run(x).equal(linear(x, packed) * 2)
+    assert not linear(x, plain).equal(linear(x, stepped))
 
 
 def test_dot_products_are_those_of_the_processor():
@@ -192,3 +194,36 @@ def test_parts_are_their_matrices_side_by_side(rows, of_x):
         assert linear(x, whole, b).equal(torch.cat(alone, -1))
     with pytest.raises(ValueError, match="one width"):
         PackedParts([parts[0], matrix(40, 64, torch.float32)[0]])
+
+
+@pytest.mark.parametrize("of_x", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_static_steps_round_what_goes_in_and_what_comes_out(rows, of_x):
+    """Each part by its own; a part without steps has neither."""
+    width, outs, steps = 100, (40, 3, 130, 64), (Steps(0.03, 0.11), Steps(0.05), Steps(), Steps(after=0.2))
+    plain = [matrix(n, width, torch.float32)[0] for n in outs]
+    parts = [Packed(part.panels, part.outs, width, steps=own) for part, own in zip(plain, steps, strict=True)]
+    whole, bias, x = PackedParts(parts), draw(sum(outs), seed=2).to(of_x), 2 * draw(rows, width).to(of_x)
+    x[0, :3] = torch.tensor([float("nan"), 50.0, -50.0])
+    for b in (None, bias):
+        expected = [
+            reference.round_to(linear(reference.round_to(x, before), part, own), after)
+            for part, own, (before, after) in zip(plain, whole.biases(b), steps, strict=True)
+        ]
+        found = linear(x, whole, b)
+        assert found.nan_to_num(7).equal(torch.cat(expected, -1).nan_to_num(7)) and found[0].isnan().all()
+        assert rows == 1 or found[1:, : outs[0]].ne(linear(x[1:], plain[0], whole.biases(b)[0])).any()
+
+
+def test_static_steps_are_few():
+    """256 of them, ties to even."""
+    x = torch.tensor([[-1e9, -128.5, -2.5, -1.5, -0.4, 0.5, 1.5, 127.4, 1e9]]).expand(16, -1)
+    eye = Packed(pack([torch.eye(9)], torch.float32, 9, 9), 9, 9, steps=Steps(before=1.0))
+    assert linear(x, eye)[5].tolist() == [-128, -128, -2, -2, 0, 0, 2, 127, 127]
+    assert reference.linear(x, eye).equal(linear(x, eye))
+
+
+@pytest.mark.parametrize("steps", [(-1.0, 0.0), (0.0, float("inf")), (float("nan"), 0.0)])
+def test_static_steps_that_are_none(steps):
+    with pytest.raises(ValueError, match="steps: expected two that are finite and not negative"):
+        Packed(matrix(4, 8, torch.float32)[0].panels, 4, 8, steps=Steps(*steps))

@@ -212,6 +212,23 @@ def test_refusals_name_the_field(architecture, field, changes):
     assert ",," not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("own", "field"),
+    [({"rms_norm_eps": 1e-3}, "1.rms_norm_eps"), ({"skip": ["mlp"]}, "1.skip"), ({"head_dim": 16}, "1.head_dim"),
+     ([8], "1: expected an object")],
+)  # fmt: skip
+def test_fields_of_single_layers_are_not_ignored(own, field, tmp_path):
+    """transformers has `per_layer_config` for any model."""
+    folder = changed(tmp_path, "llama/gqa", {"per_layer_config": {"1": own}})
+    with pytest.raises(CheckpointError, match=re.escape(f"per_layer_config.{field}")):
+        Engine.load(folder, device="cpu")
+
+
+def test_layers_whose_own_fields_are_those_of_all(tmp_path):
+    folder = changed(tmp_path, "llama/gqa", {"per_layer_config": {"0": {}, "01": {"hidden_size": 32, "skip": []}}})
+    assert Engine.load(folder, device="cpu", kv_memory="1M").logits([3]).isfinite().all()
+
+
 def test_defaults_of_transformers():
     ministral = read("Ministral3ForCausalLM", num_attention_heads=8).rope
     assert (ministral.kind, ministral.theta, ministral.growth, ministral.growth_length) == ("yarn", 1e6, 0.1, 16384)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from engine import Engine
 from engine.errors import UsageError
 from engine.load.loading import pick_dtype, pick_quant
 from kernels.linear.reference import unpacked
@@ -26,6 +27,7 @@ from models.formats.grouped import GroupedLinear
 from models.quantized import mlx, quantization
 from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Grid, Source
 from tools.golden import quantized as recipes
+from tools.golden import storage
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantized"
 CPU = torch.device("cpu")
@@ -176,6 +178,82 @@ def test_integers_with_zero_points(layout, strategy, shape):
     assert torch.equal(found, (q.float() - spread[0]) * spread[1])
 
 
+@given(st.integers(1, 8), st.integers(1, 9), st.sampled_from([(40, 8), (64, 32), (96, 96), (50, 50)]), st.booleans())
+def test_integers_of_any_bits(bits, outs, sizes, zeros):
+    """Bit by bit, of codes and zeros that cross words; the packed matrix."""
+    width, group = sizes
+    args = {"num_bits": bits, "symmetric": not zeros, "strategy": "group", "group_size": group}
+    groups = {"g": {"targets": ["Linear"], "weights": args}}
+    config = config_of(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups)
+    generator = torch.Generator().manual_seed(outs * width + bits)
+    q = torch.randint(0, 2**bits, (outs, width), generator=generator)
+    zero = torch.randint(0, 2**bits, (outs, -(-width // group)), generator=generator)
+    scale, scheme = torch.rand(zero.shape, generator=generator), config.scheme("any", LINEAR)
+    parts = {"weight_packed": words(q, bits), "weight_scale": scale, "weight_zero_point": words(zero.T, bits).T}
+    for suffix, part in scheme.parts(outs, width).items():
+        assert part.optional or (tuple(parts[suffix].shape) in part.shapes and parts[suffix].dtype in part.dtypes)
+    weight = scheme.weight(outs, width, Source(parts.get, AssertionError))
+    zero = zero if zeros else torch.full_like(zero, 2 ** (bits - 1))
+    spread = [x.repeat_interleave(group, 1)[:, :width] for x in (zero, scale)]
+    assert torch.equal(weight.floats(), (q - spread[0]) * spread[1])
+    if has_kernels(torch.float32, CPU):
+        packed = GroupedLinear([weight], dtype=torch.float32, device=CPU).packed
+        assert torch.equal(unpacked(packed), weight.floats())
+
+
+def words(rows, bits):
+    """Rows as streams of bits in words of 32, lowest first."""
+    stream = (rows.unsqueeze(-1) >> torch.arange(bits) & 1).flatten(1)
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 32)).unflatten(1, (-1, 32))
+    return storage.to_int32((stream << torch.arange(32)).sum(-1))
+
+
+def test_an_embedding_needs_scales_for_each_row(tmp_path):
+    """It is read row by row: one scale for all would be that of its first row."""
+    whole = json.loads((GOLDEN / "pack_bits" / "config.json").read_text())["quantization_config"]
+    group = next(x for x in whole["config_groups"].values() if x["targets"] == ["Embedding"])
+    group["weights"] |= {"strategy": "tensor", "group_size": None}
+    folder = copied(tmp_path, "pack_bits", whole, **{"model.embed_tokens.weight_scale": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="an embedding is read row by row, expected 104 rows"):
+        Engine.load(folder, device="cpu", kv_memory="1M")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_scale": torch.tensor([-0.1])}, r"q_proj: input_scale is -0.1.*, expected a positive number"),
+        ({"output_scale": torch.tensor([0.0])}, r"q_proj: output_scale is 0.0, expected a positive number"),
+        ({"input_zero_point": torch.tensor([3], dtype=torch.int8)}, "and no zero point"),
+        ({"output_scale": None}, r"missing .*q_proj\.output_scale"),
+        ({"input_scale": torch.ones(2)}, r"input_scale .*expected \[\] or \[1\] of floats, got \[2\]"),
+    ],
+)
+def test_static_steps_that_are_none(changes, message, tmp_path):
+    refused(copied(tmp_path, "static", **{f"{Q_PROJ}.{name}": tensor for name, tensor in changes.items()}), message)
+
+
+def test_zero_points_of_zero_are_none(tmp_path):
+    zeros = {f"{Q_PROJ}.{name}_zero_point": torch.zeros(1, dtype=torch.int8) for name in ("input", "output")}
+    expected = weights(GOLDEN / "static")
+    assert all(weight.equal(expected[name]) for name, weight in weights(copied(tmp_path, "static", **zeros)).items())
+
+
+@pytest.mark.parametrize("activations", [{"num_bits": 8, "dynamic": True}, {"num_bits": 8, "type": "float"}])
+def test_outputs_that_are_not_rounded_to_static_steps(activations):
+    config = pack()
+    config["config_groups"]["g"]["output_activations"] = activations
+    with pytest.raises(CheckpointError, match="output_activations other than int of 8 bits, symmetric"):
+        config_of(quant_method="compressed-tensors", format="pack-quantized", **config)
+
+
+def test_rounded_outputs_are_not_divided_among_processes():
+    checkpoint = Checkpoint.open(GOLDEN / "static")
+    weight = checkpoint.grouped(f"{Q_PROJ}.weight", f"{Q_PROJ}.weight", (64, 64), LINEAR, biased=False)
+    assert weight.part(range(8, 24), None).steps == weight.steps and min(weight.steps) > 0
+    with pytest.raises(ValueError, match="its outputs are rounded"):
+        weight.part(None, range(32))
+
+
 FAULTS = {  # variant, tensors, message
     "no scales": ("pack4_group", {"weight_scale": None}, r"missing .*q_proj\.weight_scale"),
     "no words": ("gptq_v1", {"qweight": None}, r"missing .*q_proj\.qweight"),
@@ -262,7 +340,7 @@ UNREAD = {
     "marlin-24": {"quant_method": "compressed-tensors", "format": "marlin-24"} | pack(),
     "sparse-24-bitmask": {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
     "transform_config": {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}},
-    "3 bits": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(num_bits=3),
+    "9 bits": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(num_bits=9),
     "float": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(type="float"),
     "tensor_group": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(strategy="tensor_group"),
     "gptq with 3 bits and sym false in the format 'gptq'": {"quant_method": "gptq", "bits": 3, "sym": False},
@@ -308,7 +386,9 @@ def test_what_is_not_read_is_refused_by_name(named):
 @pytest.mark.parametrize(
     "inputs",
     [
-        {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False},
+        {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": False},
+        {"num_bits": 4, "type": "int", "strategy": "tensor", "dynamic": False},
+        {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": True},
         {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False},
         {"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True},
         {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},

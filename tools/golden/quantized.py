@@ -27,12 +27,14 @@ from tools.golden.storage import (
     awq,
     compressed,
     float8,
+    gemma,
     gptq,
     hqq,
     mlx,
     mlx_floats,
     quark,
     quark_mxfp4,
+    step,
     ternary,
     torchao,
 )
@@ -159,6 +161,17 @@ def one(layout: str, own: Config, **others: Any) -> Recipe:
     return Recipe(llama, package(layout, [group(layout, own, **others)]), [("", compressed(layout, own))])
 
 
+def stepped(layout: str, own: Config, *rounded: str) -> Method:
+    """compressed-tensors with steps of inputs and outputs."""
+    plain = compressed(layout, own)
+
+    def store(weight: torch.Tensor) -> Parts:
+        steps = {f"{name}_scale": step(weight, output=name == "output").view(1) for name in rounded}
+        return plain.store(weight) | steps
+
+    return Method(store, plain.restore)
+
+
 def mlx_recipe(base: Callable[[Path, int], Any], common: Config, others: Config) -> Recipe:
     """MLX with settings of single modules; false stands for floats."""
 
@@ -188,6 +201,8 @@ F8B = weights(8, "block", kind="float", block_structure=[32, 32])
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 TOKEN8 = TOKEN | {"type": "float"}
 STATIC8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+STATIC = STATIC8 | {"type": "int"}
+BITS = {"q_proj": 2, "k_proj": 3, "v_proj": 1, "o_proj": 5, "gate_proj": 6, "up_proj": 7}  # by ends of names
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
        "modules_to_not_convert": None}  # fmt: skip
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
@@ -314,11 +329,54 @@ RECIPES = {
         (r".*1\.mlp\.down", hqq(3, 64, 0)), (r".*1\.mlp\.gate", hqq(2, 16)), ("", hqq(4, 32)),
     ]),
     "fp8_tensor": Recipe(PHI3, FP8 | {"weight_block_size": None}, [("", float8(None))]),
+    # all bits, of which codes cross words; an embedding
+    "pack_bits": Recipe(
+        llama,
+        package("pack-quantized", [
+            *(group("", weights(bits, "channel"), targets=[f"re:.*{own}$"]) for own, bits in BITS.items()),
+            group("", weights(6, "group", symmetric=False, group_size=32), targets=["re:.*down_proj$"]),
+            group("", weights(4, "group", group_size=16), targets=["Embedding"]),
+        ], ["lm_head"]),
+        [*((rf".*{own}", compressed("pack-quantized", weights(bits, "channel"))) for own, bits in BITS.items()),
+         (".*down_proj", compressed("pack-quantized", weights(6, "group", symmetric=False, group_size=32))),
+         (".*embed", compressed("pack-quantized", weights(4, "group", group_size=16)))],
+        embedding=True,
+    ),
+    # static steps of inputs and outputs, or of one of both
+    "static": Recipe(
+        llama,
+        package("pack-quantized", [
+            group("", own, targets=[f"re:.*({ends})"], format="pack-quantized", **rounded)
+            for own, ends, rounded in (
+                (W4, "self_attn|up_proj", {"input_activations": STATIC, "output_activations": STATIC}),
+                (W8, "down_proj", {"input_activations": STATIC}),
+                (weights(2, "channel"), "gate_proj", {"output_activations": STATIC}))
+        ]),
+        [(".*gate", stepped("pack-quantized", weights(2, "channel"), "output")),
+         (".*down", stepped("pack-quantized", W8, "input")), ("", stepped("pack-quantized", W4, "input", "output"))],
+    ),
+    "gemma": Recipe(
+        llama, {
+            "quant_method": "gemma", "num_bits": 4, "quantize_embeddings": True,
+            "modules_to_not_convert": ["model.layers.0.self_attn.o_proj"],
+            "module_quant_configs": {
+                r"layers\.1\.mlp\.": {"num_bits": 2}, r"self_attn\.[kv]_proj$": {"num_bits": 8},
+                "embed_tokens$": {"num_bits": 2}, "lm_head": {"num_bits": 8}, "mlp": {}},
+        },
+        [(r".*0\.self_attn\.o_proj", None), (r".*1\.mlp", gemma(2)), (r".*[kv]_proj", gemma(8)),
+         (r".*embed", gemma(2, rows=True)), ("lm_head", gemma(8, rounded=False)), ("", gemma(4))],
+        head=True, embedding=True,
+    ),
 }  # fmt: skip
-# transformers computes with BitNet's own modules, which round activations.
+STEPPED = "static", "gemma"
+# In longer texts it is likely that an element lies between two steps, up to rounding errors.
+SHORT: Config = {"logits": ((3, 3), (12, 4)), "prompts": (5,),
+                 "grid": [(1, 1.0, False, 1, "none", 8), (4, 1.0, False, 4, "own", 6)]}  # fmt: skip
+# transformers computes with its own modules where they round activations.
+ROUNDED = "bitnet", "bitnet_auto", *STEPPED
 VARIANTS = {
     name: Variant(
-        partial(write, recipe), logits=((3, 3), (40, 4)), grid=GRID,
-        floats=None if name.startswith("bitnet") else partial(floats, recipe))
+        partial(write, recipe), floats=None if name in ROUNDED else partial(floats, recipe),
+        **SHORT if name in STEPPED else {"logits": ((3, 3), (40, 4)), "grid": GRID})
     for name, recipe in RECIPES.items()
 }  # fmt: skip

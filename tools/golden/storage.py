@@ -4,6 +4,7 @@ AutoAWQ 0.2.9, which need a GPU to run, compressed-tensors by the package itself
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,37 @@ def gptq(bits: int, group: int, symmetric: bool, first: bool, ordered: bool = Fa
         zero_words = parts["qzeros"].long() + (ones[bits] if first else 0)
         q, zero = unpack_rows(parts["qweight"], len(g_idx)), unpack_rows(zero_words.T, outs).T
         return ((q - zero[g_idx]).float() * parts["scales"].float()[g_idx]).T
+
+    return Method(store, restore)
+
+
+# Gemma's mobile checkpoints, by the definitions in transformers' integrations/gemma_quant.py.
+
+
+def step(weight: torch.Tensor, *, output: bool) -> torch.Tensor:
+    """Steps of activations, another one for each layer.
+
+    They are so large that hardly an element lies between two steps, up to rounding errors. Small ratios of a layer's
+    steps would place many products there.
+    """
+    return (math.sqrt(2) if output else 1.0) * (0.2 + weight.abs().mean())
+
+
+def gemma(bits: int, *, rows: bool = False, rounded: bool = True) -> Method:
+    def store(weight: torch.Tensor) -> Parts:
+        most, fields = 2 ** (bits - 1), 8 // bits
+        scale = weight.abs().amax(1, keepdim=True) / (most - 0.5)
+        q = (weight / scale).round().clamp(-most, most - 1).to(torch.int8)
+        if bits < 8:
+            octets = (q + most).to(torch.uint8).unflatten(1, (-1, fields))
+            q = (octets << bits * torch.arange(fields, dtype=torch.uint8)).sum(2, dtype=torch.uint8)
+        if rows:
+            return {"embedding_quantized": q, "embedding_scale": scale}
+        steps = {f"{end}put_activation_scale": rounded * step(weight, output=end == "out") for end in ("in", "out")}
+        return {"weight": q, "weight_scale": scale} | steps
+
+    def restore(parts: Parts) -> torch.Tensor:
+        raise NotImplementedError("transformers computes with its own modules, which round activations")
 
     return Method(store, restore)
 

@@ -79,7 +79,9 @@ def test_quantised_matrices_of_a_later_start(quant, kept, monkeypatch):
     assert engine.logits(list(range(3, 30))).equal(first) and len([*kept.iterdir()]) == 1
 
 
-@pytest.mark.parametrize("variant", ["gptq_desc_act", "awq", "float8_channel", "mixed", "int8_token"])
+@pytest.mark.parametrize(
+    "variant", ["gptq_desc_act", "awq", "float8_channel", "mixed", "int8_token", "gemma", "pack_bits"]
+)
 def test_quantised_checkpoints(variant, kept, monkeypatch):
     first = logits(GOLDEN / "quantized" / variant)
     assert len([*kept.iterdir()]) == 1
