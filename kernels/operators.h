@@ -107,10 +107,10 @@ void coppice_window_wins(int64_t threads, const float* tape, const int64_t* star
 //
 // `order`: the order of x's elements in the panels; null: unchanged. With `levels`, rows are rounded to multiples of
 // 1 / levels of the largest magnitude of the row (`by_row`), or else of each 64 elements (int8) or each 32 elements of a
-// group (other kinds, except float8); 0: they are not rounded. Before that, the elements of rows are rounded to the
-// nearest of -128 to 127 times `step_in`, and those of results to `step_out`, after the bias; 0: they are not. `bias`
-// has the type of the rows and may be null. The outputs of `next`, a matrix of the same width or null, follow those of
-// this one.
+// group (other kinds, except float8); 0: they are not rounded. The elements of rows are rounded to the nearest of -128
+// to 127 times `step_in`, which `levels` then keep, and those of results to `step_out`, after the bias; 0: they are not.
+// `bias` has the type of the rows and may be null. The outputs of `next`, a matrix of the same width or null, follow
+// those of this one.
 struct Matrix {
     int64_t kind, group, scale_kind;
     const void* panels;

@@ -150,7 +150,8 @@ class Packed:
         levels: rows of x are rounded to steps of 1 / levels of the largest magnitude of each ROUNDED elements, from the
             beginning of each group on (without groups ROUNDED_UNGROUPED); 0: they are not, as for floats and float8.
         by_row: they are rounded by the largest magnitude of the whole row instead, see `reference.rounded_by_row`.
-        steps: rows are rounded by them before everything else, and results at the end.
+        steps: those of rows and results. With a step before, levels round no further: they only make the products
+            those of integers.
 
     Raises:
         ValueError: panels, scales, groups, steps or an order that do not fit the sizes.

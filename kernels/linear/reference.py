@@ -105,7 +105,8 @@ def _split(x: Tensor, size: int) -> Tensor:
 def linear(x: Tensor, matrix: Packed, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, rounded to the dtype of x at the end; arguments as of `kernels.linear.linear`."""
     x = round_to(x, matrix.steps.before)
-    y = F.linear(x.double(), unpacked(matrix).double()) if not matrix.levels else _rounded_product(x, matrix)
+    exact = not matrix.levels or matrix.steps.before
+    y = F.linear(x.double(), unpacked(matrix).double()) if exact else _rounded_product(x, matrix)
     return round_to((y if bias is None else y + bias).to(x.dtype), matrix.steps.after)
 
 

@@ -57,7 +57,7 @@ class GroupedWeight:
         rows: returns rows [first, last) of the matrix.
         order_I: int64; codes_OI[:, i] multiplies input order_I[i]. None: input i.
         levels: activations are rounded to steps of 1 / levels of the largest magnitude of each ROUNDED of a group and
-            multiplied as int8, except with float8; None: they are multiplied as floats.
+            multiplied as int8, except with float8; None: they are multiplied as floats. Steps of inputs are kept.
         least: rows have minimums.
         stored: the weight as blocks of a file, uint8 [outs, bytes of a row], and their format; None: it has no blocks.
         by_row: activations are rounded by the largest magnitude of each row instead, on a GPU too.
@@ -309,7 +309,7 @@ def _product(x: Tensor, weight: GroupedWeight) -> Tensor:
     """Multiply x W^T with floats that are made a few rows at a time; x is float32."""
     if weight.levels is not None and weight.by_row:
         x = rounded_by_row(x, weight.levels).float()
-    elif weight.levels is not None:
+    elif weight.levels is not None and not weight.steps.before:
         order_I = slice(None) if weight.order_I is None else weight.order_I
         steps = rounded(x[..., order_I], weight.levels, weight.group, ROUNDED).float()
         x = torch.empty_like(steps)

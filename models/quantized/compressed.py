@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import Steps
-from kernels.linear.panels import ABOVE, GROUP_STEPS, ZEROS, GroupKind
+from kernels.linear.panels import ABOVE, GROUP_STEPS, LEVELS, ZEROS, GroupKind
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
 from models.quantized import mxfp4, nvfp4
@@ -41,7 +41,7 @@ ORDERED = ("group", "dynamic", True)  # values of `actorder` with a `weight_g_id
 # Activations of int8 weights stay floats as well. The package divides them by their largest magnitude over 127.5 and
 # rounds. If the largest is negative it becomes a tie, -127.5, so that the last bit of a sum decides between -127 and
 # -128: two correct implementations differ as much as either does from floats (1e-2 of the logits' spread).
-LEVELS: float | None = None
+DYNAMIC_LEVELS: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Integers:
         scale_OG = grid.spread(scale, outs, width)
         zero_OG = None if zeros is None else grid.spread(zeros, outs, width)
         steps = Steps(*(self._step(name, source) for name in (INPUT, OUTPUT)))
-        more: dict[str, Any] = {"order_I": order_I, "levels": self.levels, "steps": steps}
+        more: dict[str, Any] = {"order_I": order_I, "levels": LEVELS if steps.before else self.levels, "steps": steps}
         return self.form(width).weight(outs, width, codes, scale_OG, zero_OG, **more)
 
     def _step(self, name: str, source: Source) -> float:
@@ -236,7 +236,7 @@ def _levels(group: Fields, kind: str, fields: Fields) -> float | None:
     if kind == "float" or own != ("int", 8) or not token or not inputs.bool("symmetric", default=True):
         what = "int of 8 bits, symmetric, for each token, dynamic, or for each tensor, static"
         raise unsupported(fields, f"input_activations other than {what}")
-    return LEVELS
+    return DYNAMIC_LEVELS
 
 
 def _stepped(group: Fields, kind: str, fields: Fields) -> tuple[str, ...]:

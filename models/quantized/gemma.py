@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import Steps
+from kernels.linear.panels import LEVELS
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
 from models.quantized.parts import EMBEDDING, FLOATS, LINEAR, Form, Part, Source, pattern, unpack, unsupported
@@ -56,7 +57,8 @@ class GemmaScheme:
             return unpack(stored[first:last], self.bits)[:, :width] + above
 
         steps = Steps() if self.rows else Steps(*(self._step(name, source) for name in STEPS))
-        return self.form(width).weight(outs, width, read, source.scale(scale), steps=steps)
+        levels = LEVELS if steps.before else None  # integers of 8 bits
+        return self.form(width).weight(outs, width, read, source.scale(scale), steps=steps, levels=levels)
 
     @staticmethod
     def _step(name: str, source: Source) -> float:

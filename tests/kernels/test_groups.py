@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import cpp
-from kernels.linear import Groups, Packed, linear, pack, pack_groups, reference
+from kernels.linear import Groups, Packed, Steps, linear, pack, pack_groups, reference
 from kernels.linear.panels import ABOVE, GROUP_STEPS, SHARES, TABLES, WITHOUT_ZEROS, ZEROS
 from kernels.whole_graph import traceable
 
@@ -321,3 +321,23 @@ def test_orders_and_levels_that_do_not_fit():
         Packed(packed.panels, 64, 64, **given, levels=127)
     with pytest.raises(ValueError, match=r"float8, float4, iq4, .* without zeros, float8, float4 without units"):
         Packed(packed.panels, 64, 64, groups=Groups("float8", 32, packed.groups.scale, packed.groups.scale))
+
+
+@pytest.mark.parametrize("of_x", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["int4", "int5", "int6", "int8"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_multiples_of_a_static_step_are_multiplied_as_integers(kind, ordered, of_x):
+    """Levels do not round them further, whatever the largest magnitude of a row."""
+    width, size = (512, 64) if kind in ABOVE else (520, 40)
+    plain, _ = matrix(kind, 96, width, size, ordered=ordered and kind not in ABOVE)
+    options = {"groups": plain.groups, "order_I": plain.order_I, "steps": Steps(0.03)}
+    floats, packed = (Packed(plain.panels, 96, width, levels=levels, **options) for levels in (0, 127))
+    x = draw(20, width, seed=3).to(of_x)
+    x[:, 7] *= 20  # beyond the steps
+    x[1], x[2] = 0, x[2] * 0.01
+    found, exact = linear(x, packed), reference.linear(x.double(), packed)
+    assert (found - exact).abs().max() <= (1e-5 + 2 * torch.finfo(of_x).eps) * exact.abs().max()
+    assert (found - linear(x, floats)).abs().max() <= (1e-5 + 2 * torch.finfo(of_x).eps) * exact.abs().max()
+    assert not found[1].any() and found[2].any() and packed.rounding() is packed
+    for count in COUNTS[:-1]:
+        assert linear(x[:count], packed).equal(found[:count])
