@@ -15,14 +15,14 @@ from torch import Tensor
 
 from engine.text.tokenizer import Tokenizer
 from kernels.linear.blocks import BLOCKS, Block
-from kernels.linear.panels import NIBBLES, exponents
+from kernels.linear.panels import exponents
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.listing import WEIGHTS
 from models.checkpoint.tensor_files import write_tensors
 from models.gguf.reader import FETCH_AGAIN
 from models.gguf.tensors import Stored
 from models.names import HEAD
-from models.quantized.own import Grouping, Own
+from models.quantized.own import Grouping, Own, fields_of_byte
 
 PIECE = 1 << 21  # elements that are converted at a time
 
@@ -117,7 +117,9 @@ def _part(block: Block, stored_OB: Tensor, part: str) -> Tensor:
         found = scale if part == "scale" else least
         assert found is not None
         return exponents(found) if block.scales == "exponents" else found
-    return codes[:, 0::2] | codes[:, 1::2] << 4 if block.kind in NIBBLES else codes
+    fields = fields_of_byte(block.kind)
+    shifts = torch.arange(0, 8, 8 // fields, dtype=torch.uint8)
+    return (codes.unflatten(1, (-1, fields)) << shifts).sum(2, dtype=torch.uint8)
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

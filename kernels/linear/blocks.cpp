@@ -138,7 +138,7 @@ struct NVFP4 : Format<36, 64, 16, 4, false, uint16_t> {
     }
 };
 
-struct Q2_K : Format<84, 256, 16, 4, true, int8_t> {
+struct Q2_K : Format<84, 256, 16, 2, true, int8_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         unit = half(b + 80), least_unit = negative(half(b + 82));
         for (int i = 0; i < 16; i++) scale[i] = b[i] & 15, least[i] = b[i] >> 4;
@@ -217,18 +217,18 @@ struct IQ4_XS : Format<136, 256, 32, 4, false, int8_t> {
     }
 };
 
-// Numbers -1, 0 and 1 as int4 codes, which are numbers plus 8.
-struct TQ2_0 : Format<66, 256, 256, 4, false, uint16_t> {
+// Numbers from -1 to 2. Codes of int2 are numbers from -2 to 1, plus 2: the opposites are stored.
+struct TQ2_0 : Format<66, 256, 256, 2, false, uint16_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
-        scale[0] = half(b + 64);
+        scale[0] = negative(half(b + 64));
         for (int n = 0; n < 2; n++)
             for (int j = 0; j < 4; j++)
-                for (int i = 0; i < 32; i++) codes[n * 128 + j * 32 + i] = uint8_t((b[n * 32 + i] >> 2 * j & 3) + 7);
+                for (int i = 0; i < 32; i++) codes[n * 128 + j * 32 + i] = uint8_t(3 - (b[n * 32 + i] >> 2 * j & 3));
     }
 };
 
-// The same, five per byte: a number of five base-3 digits, scaled by 256 / 243.
-struct TQ1_0 : Format<54, 256, 256, 4, false, uint16_t> {
+// Numbers -1, 0 and 1, five per byte: a number of five base-3 digits, scaled by 256 / 243.
+struct TQ1_0 : Format<54, 256, 256, 2, false, uint16_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b + 52);
         spread(b, 32, 5, codes);
@@ -240,7 +240,7 @@ struct TQ1_0 : Format<54, 256, 256, 4, false, uint16_t> {
     static void spread(const uint8_t* from, int count, int digits, uint8_t* codes) {
         for (int i = 0; i < count; i++) {
             uint8_t rest = from[i];
-            for (int n = 0; n < digits; n++, rest = uint8_t(rest * 3)) codes[n * count + i] = uint8_t((rest * 3 >> 8) + 7);
+            for (int n = 0; n < digits; n++, rest = uint8_t(rest * 3)) codes[n * count + i] = uint8_t((rest * 3 >> 8) + 1);
         }
     }
 };
@@ -346,13 +346,14 @@ struct IQ1_M : OfCodebook<56, 16> {
 // low four bits come first, then one word of the bits above.
 template <int BITS, int SIZE>
 inline void put(const uint8_t (*codes)[MOST_ELEMENTS], int from, int to, uint8_t* line) {
-    constexpr uint32_t LOW = BITS == 8 ? 0xffffffff : 0x0f0f0f0f;
-    constexpr int EACH = BITS == 8 ? 4 : 8, ABOVE = BITS % 4, STEP = ABOVE ? 32 / ABOVE : EACH;
+    constexpr int FIELD = BITS == 8 ? 8 : BITS == 2 ? 2 : 4, EACH = 32 / FIELD;
+    constexpr uint32_t LOW = 0x01010101u * ((1 << FIELD) - 1);
+    constexpr int ABOVE = BITS - FIELD, STEP = ABOVE ? 32 / ABOVE : EACH;
     for (int i = 0; i < SIZE; i += STEP) {
         for (int j = i; j < i + STEP; j += EACH, line += PANEL * 4)
             for (int lane = from; lane < to; lane++) {
-                const uint8_t* at = codes[lane] + j;
-                const uint32_t packed = EACH == 4 ? word(at) : (word(at) & LOW) | (word(at + 4) & LOW) << 4;
+                uint32_t packed = 0;
+                for (int k = 0; k < 8 / FIELD; k++) packed |= (word(codes[lane] + j + 4 * k) & LOW) << FIELD * k;
                 std::memcpy(line + lane * 4, &packed, sizeof packed);
             }
         if (!ABOVE) continue;

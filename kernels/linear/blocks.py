@@ -232,7 +232,7 @@ def _nvfp4(b: Tensor) -> BlockRows:
 def _trits(octets: Tensor, digits: int) -> Tensor:
     """Codes of numbers -1, 0 and 1 that lie in bytes, the first digits of all bytes first."""
     powers = torch.tensor([3**n for n in range(digits)], dtype=torch.uint8).unsqueeze(1)
-    return (((octets.unsqueeze(-2) * powers).int() * 3 >> 8) + 7).to(torch.uint8).flatten(-2)
+    return (((octets.unsqueeze(-2) * powers).int() * 3 >> 8) + 1).to(torch.uint8).flatten(-2)
 
 
 def _tq1_0(b: Tensor) -> BlockRows:
@@ -241,7 +241,8 @@ def _tq1_0(b: Tensor) -> BlockRows:
 
 
 def _tq2_0(b: Tensor) -> BlockRows:
-    return _grouped(_spread(b[..., :64].unflatten(-1, (2, 32)), 2).flatten(-3) + 7, _half(b, 64))
+    # Numbers are fields minus 1, which may be 2; codes of int2 stand around 2, so that the opposites are stored.
+    return _grouped(3 - _spread(b[..., :64].unflatten(-1, (2, 32)), 2).flatten(-3), -_half(b, 64))
 
 
 def _words(octets: Tensor, size: int) -> Tensor:
@@ -317,7 +318,7 @@ BLOCKS = {  # by ggml's names
     "Q5_0": Block(6, 22, 32, "int5", 32, False, "half", _q5_0),
     "Q5_1": Block(7, 24, 32, "int5", 32, True, "half", _q5_1),
     "Q8_0": Block(8, 34, 32, "int8", 32, False, "half", _q8_0),
-    "Q2_K": Block(10, 84, 256, "int4", 16, True, "units", _q2_k),
+    "Q2_K": Block(10, 84, 256, "int2", 16, True, "units", _q2_k),
     "Q3_K": Block(11, 110, 256, "int4", 16, False, "units", _q3_k),
     "Q4_K": Block(12, 144, 256, "int4", 32, True, "units", _q4_k),
     "Q5_K": Block(13, 176, 256, "int5", 32, True, "units", _q5_k),
@@ -331,8 +332,8 @@ BLOCKS = {  # by ggml's names
     "IQ2_S": Block(22, 82, 256, "iq2", 16, False, "units", _iq2_s, "iq2_s"),
     "IQ3_XXS": Block(18, 98, 256, "iq3", 32, False, "units", _iq3_xxs, "iq3_xxs"),
     "IQ3_S": Block(21, 110, 256, "iq3s", 32, False, "units", _iq3_s, "iq3_s"),
-    "TQ1_0": Block(34, 54, 256, "int4", 256, False, "half", _tq1_0),
-    "TQ2_0": Block(35, 66, 256, "int4", 256, False, "half", _tq2_0),
+    "TQ1_0": Block(34, 54, 256, "int2", 256, False, "half", _tq1_0),
+    "TQ2_0": Block(35, 66, 256, "int2", 256, False, "half", _tq2_0),
     "MXFP4": Block(39, 17, 32, "float4", 32, False, "exponents", _mxfp4),
     "NVFP4": Block(40, 36, 64, "fp4", 16, False, "half", _nvfp4),
 }

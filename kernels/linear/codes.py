@@ -3,6 +3,7 @@
     int4    a byte has elements i (low half) and i + 32 of a block of 64
     int8    number - 128, two's complement
     float8  e4m3
+    int2    as int4
     int5, int6, and kinds whose tables hold integers: as int8
 
 Rows are padded to whole blocks of 64 elements. Scales are stored by group, so that a program reads adjacent scales for
@@ -21,7 +22,7 @@ from kernels.linear.panels import ABOVE, SHARES, TABLES, GroupKind, default_zero
 BLOCK = 64
 HALF = BLOCK // 2
 # What the size of groups is a multiple of, unless a row is one group.
-STEPS = dict.fromkeys(("int8", "float8", *TABLES, *ABOVE), 16) | {"int4": HALF}
+STEPS = dict.fromkeys(("int8", "float8", *TABLES, *ABOVE), 16) | {"int2": HALF, "int4": HALF}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,12 @@ def takes(kind: GroupKind, size: int, width: int) -> bool:
 
 def row_bytes(kind: GroupKind, width: int) -> int:
     """Bytes of a row."""
-    return -(-width // BLOCK) * (HALF if kind == "int4" else BLOCK)
+    return -(-width // BLOCK) * (HALF if _stored(kind) == "int4" else BLOCK)
+
+
+def _stored(kind: GroupKind) -> GroupKind:
+    """The kind as which a GPU reads another one."""
+    return "int8" if kind in (*TABLES, *ABOVE) else "int4" if kind == "int2" else kind
 
 
 def pack_codes(
@@ -76,7 +82,7 @@ def pack_codes(
     Args:
         blocks: codes [any, width], uint8; then scales, zeros and minimums (the last two None, or absent, in all blocks)
             [any, groups], float32. `outs` rows together.
-        kind, size, order_I: see `Codes`; those that have none of their own become int8.
+        kind, size, order_I: see `Codes`; kinds that have none of their own become int8, and int2 becomes int4.
         outs, width: of the matrix.
 
     Raises:
@@ -84,13 +90,17 @@ def pack_codes(
     """
     if not takes(kind, size, width):
         raise ValueError(f"size: expected a multiple of {STEPS[kind]}, or the width {width}, got {size}")
-    given, kind = kind, "int8" if kind in (*TABLES, *ABOVE) else kind
+    given, kind = kind, _stored(kind)
     codes_OB = torch.empty(outs, row_bytes(kind, width), dtype=torch.uint8, device=device)
     found: list[list[Tensor]] = [[], [], []]
     first = 0
     for codes_NI, *values in blocks:
         assert codes_NI is not None
-        if given != kind:
+        if given == "int2":
+            more = 0 if len(values) > 2 and values[2] is not None else 6  # zero is 2 in int2 and 8 in int4
+            codes_NI = codes_NI + more
+            values[1:2] = [None if x is None else x + more for x in values[1:2]]
+        elif given != kind:
             zero = default_zero(given, len(values) > 2 and values[2] is not None)
             share = SHARES.get(given, 1.0)
             codes_NI = (numbers(given, codes_NI) / share - zero + 128).to(torch.uint8)

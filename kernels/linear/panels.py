@@ -2,9 +2,10 @@
 
 A panel holds, for each step along the width, a line with a word of each output: one float32 or float16, two bfloat16,
 four int8, uint8 or float8, or eight int4 or indices into a table, of which the first four are in the low halves of the
-bytes. The low four bits of 32 int5 or 16 int6 are stored like int4, and the upper bits in one more line: byte j has
-those of elements j, j + 4, j + 8 and so on. Processors read panels directly, with vectors of any size: AMX tiles and
-the dot products of all instruction sets take words of this kind.
+bytes, or sixteen int2: byte j has elements j, j + 4, j + 8 and j + 12 from its lowest bits on. The low four bits of 32
+int5 or 16 int6 are stored like int4, and the upper bits in one more line: byte j has those of elements j, j + 4, j + 8
+and so on. Processors read panels directly, with vectors of any size: AMX tiles and the dot products of all instruction
+sets take words of this kind.
 """
 
 import ctypes
@@ -26,10 +27,10 @@ STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  
 MAX_INT8_WIDTH = 1 << 16  # sums of more products of int8 would not fit into 32 bits
 ROWS_AT_ONCE = 1 << 20  # elements that are copied at a time when a matrix is packed
 
-GroupKind = Literal["int4", "int8", "float8", "float4", "iq4", "int5", "int6", "iq2", "iq3", "iq3s", "fp4"]
+GroupKind = Literal["int2", "int4", "int8", "float8", "float4", "iq4", "int5", "int6", "iq2", "iq3", "iq3s", "fp4"]
 GROUP_KINDS: dict[str, int] = {  # as C++ numbers them
     "int4": 4, "int8": 5, "float8": 6, "float4": 7, "iq4": 8, "int5": 9, "int6": 10, "iq2": 11, "iq3": 12, "iq3s": 13,
-    "fp4": 14,
+    "fp4": 14, "int2": 15,
 }  # fmt: skip
 ABOVE = {"int5": 1, "int6": 2}  # bits of a code above the low four
 
@@ -49,15 +50,18 @@ TABLES = {  # kinds of four bits that are places in a table of whole numbers
 SHARES = {"iq2": 1 / 8, "iq3": 1 / 2}  # of one that a number of a table counts; of float4 and fp4 scales have the half
 NIBBLES = ("int4", *TABLES)  # kinds of four bits
 # Elements of a step, and its lines.
-GROUP_STEPS = dict.fromkeys(NIBBLES, (8, 1)) | {"int8": (4, 1), "float8": (4, 1), "int5": (32, 5), "int6": (16, 3)}
+GROUP_STEPS = dict.fromkeys(NIBBLES, (8, 1)) | {
+    "int2": (16, 1), "int5": (32, 5), "int6": (16, 3), "int8": (4, 1), "float8": (4, 1),
+}  # fmt: skip
+WHOLE = ("int2", *ABOVE)  # kinds whose rows and groups are whole steps
 WITHOUT_ZEROS = ("float8", *TABLES)
 WITHOUT_UNITS = ("float8", "float4")
 # Elements of a row of x that are rounded by one largest magnitude: of a group at most, and for int8 without groups.
 ROUNDED, ROUNDED_UNGROUPED = 32, 64
-ROUNDED_KINDS = ("int8", *NIBBLES, *ABOVE)  # groups that multiply rounded rows
+ROUNDED_KINDS = ("int2", "int8", *NIBBLES, *ABOVE)  # groups that multiply rounded rows
 LEVELS = 127.0  # steps of their largest magnitude
 # What stands for zero in groups that have none of their own.
-ZEROS = dict.fromkeys(WITHOUT_ZEROS, 0.0) | {"int4": 8.0, "int8": 128.0, "int5": 16.0, "int6": 32.0}
+ZEROS = dict.fromkeys(WITHOUT_ZEROS, 0.0) | {"int2": 2.0, "int4": 8.0, "int8": 128.0, "int5": 16.0, "int6": 32.0}
 
 
 def default_zero(kind: GroupKind, least: bool) -> float:
@@ -92,10 +96,10 @@ class Groups(NamedTuple):
     """The form of elements in groups of a packed matrix: (number - zero) * scale + least.
 
     Args:
-        kind: int4: numbers from 0 to 15; int5: to 31; int6: to 63; int8: to 255; float8: e4m3; else those of `TABLES`
-            times `SHARES`.
+        kind: int2: numbers from 0 to 3; int4: to 15; int5: to 31; int6: to 63; int8: to 255; float8: e4m3; else those
+            of `TABLES` times `SHARES`.
         size: elements of a row that share a scale, side by side; a multiple of 8 and of a step, or the whole width,
-            which is whole steps of int5 and int6.
+            which is whole steps of the kinds of `WHOLE`.
         scale: [panels, groups, 16], float16 or float32; of float4 uint8, see `power`.
         zero: like scale; None: that of `default_zero`. Kinds of `WITHOUT_ZEROS`, int5 and int6 have none.
         least: like scale; None: 0. Not with zeros, and not of these kinds.
@@ -214,7 +218,7 @@ class Packed:
         if groups.zero is not None and (groups.least is not None or groups.kind in ABOVE):
             raise ValueError(f"groups: expected zeros or minimums, {', '.join(ABOVE)} without zeros, got {groups.kind}")
         each = max(8, GROUP_STEPS[groups.kind][0])
-        if groups.kind in ABOVE and self.width % each:
+        if groups.kind in WHOLE and self.width % each:
             raise ValueError(f"width: expected a multiple of {each} for {groups.kind}, got {self.width}")
         if not (0 < groups.size < self.width and groups.size % each == 0) and groups.size != self.width:
             raise ValueError(f"groups: expected a multiple of {each}, or the width {self.width}, got {groups.size}")
@@ -406,6 +410,9 @@ def pack_groups(
 
 def _words(codes_OI: Tensor, kind: GroupKind) -> Tensor:
     """The bytes of a row, line by line."""
+    if kind == "int2":
+        step = codes_OI.view(len(codes_OI), -1, 4, 4)
+        return (step << torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)).sum(2, dtype=torch.uint8).flatten(1)
     if kind not in (*NIBBLES, *ABOVE):
         return codes_OI
     elements, _ = GROUP_STEPS[kind]

@@ -12,7 +12,11 @@ def unpack(matrix: Packed) -> Tensor:
     rows = matrix.panels.transpose(1, 2).flatten(2).flatten(0, 1)[: matrix.outs]
     if matrix.groups is not None:
         kind = matrix.groups.kind
-        if kind in (*NIBBLES, *ABOVE):
+        if kind == "int2":
+            rows = (rows.unflatten(1, (-1, 1, 4)) >> torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1) & 3).flatten(
+                1
+            )
+        elif kind in (*NIBBLES, *ABOVE):
             lines = rows.unflatten(1, (-1, GROUP_STEPS[kind][1], 4))
             low = lines[:, :, :-1] if kind in ABOVE else lines
             rows = torch.stack([low & 15, low >> 4], 3).flatten(2, 3)

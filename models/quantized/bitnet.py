@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.linear.panels import LEVELS
+from kernels.linear.panels import LEVELS, ZEROS
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, LINEAR, Form, Part, Source, names, pattern, unsupported
+from models.quantized.parts import FLOATS, LINEAR, Form, Part, Source, names, pattern, smallest, unsupported
 
-CENTRE = 8  # the code of int4 that stands for 0
 LEAST_MEAN = 1e-5  # of means of magnitudes
 HEADS = ["lm_head", "score"]  # which stay floats unless a config lists others
 
@@ -25,7 +24,7 @@ HEADS = ["lm_head", "score"]  # which stay floats unless a config lists others
 class _OfRows:
     def form(self, width: int) -> Form:
         """See `Scheme`."""
-        return Form("int4", width, each=4)
+        return Form(smallest(2, width, width), width, each=4)
 
 
 @dataclass(frozen=True)
@@ -54,22 +53,22 @@ class Ternary(_OfRows):
         if self.inverse and not scale_1.all():
             raise source.error("weight_scale is 0, and divides the weight")
         scale_1 = 1 / scale_1 if self.inverse else scale_1
-        quarter = -(-outs // 4)
+        quarter, form = -(-outs // 4), self.form(width)
+        centre = int(ZEROS[form.kind])  # the code that stands for 0
         if len(stored) != (quarter if stored.dtype == torch.uint8 else outs):
             raise source.error(f"weight: expected a byte for four outputs, or a float for each, got {stored.dtype}")
 
         def codes(first: int, last: int) -> Tensor:
             if stored.dtype == torch.uint8:
                 out_O = torch.arange(first, last)
-                return (
-                    (stored[out_O % quarter] >> (2 * (out_O // quarter)).to(torch.uint8).unsqueeze(1) & 3) + CENTRE - 1
-                )
+                place_O = (2 * (out_O // quarter)).to(torch.uint8)
+                return (stored[out_O % quarter] >> place_O.unsqueeze(1) & 3) + centre - 1
             numbers_OI = stored[first:last].float()
             if not (numbers_OI.abs() <= 1).all() or numbers_OI.frac().any():
                 raise source.error("weight has numbers other than -1, 0 and 1")
-            return (numbers_OI + CENTRE).to(torch.uint8)
+            return (numbers_OI + centre).to(torch.uint8)
 
-        return self.form(width).weight(outs, width, codes, scale_1.expand(outs, 1), levels=LEVELS, by_row=True)
+        return form.weight(outs, width, codes, scale_1.expand(outs, 1), levels=LEVELS, by_row=True)
 
 
 class Trained(_OfRows):
@@ -81,15 +80,16 @@ class Trained(_OfRows):
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
-        stored = source.tensor("weight")
+        stored, form = source.tensor("weight"), self.form(width)
+        centre = int(ZEROS[form.kind])
         scale = 1 / stored.float().abs().mean().clamp(min=LEAST_MEAN)
         if not scale.isfinite() or not scale:
             raise source.error("weight has values that are not finite")
 
         def codes(first: int, last: int) -> Tensor:
-            return ((stored[first:last].float() * scale).round_().clamp_(-1, 1) + CENTRE).to(torch.uint8)
+            return ((stored[first:last].float() * scale).round_().clamp_(-1, 1) + centre).to(torch.uint8)
 
-        return self.form(width).weight(outs, width, codes, (1 / scale).expand(outs, 1), levels=LEVELS, by_row=True)
+        return form.weight(outs, width, codes, (1 / scale).expand(outs, 1), levels=LEVELS, by_row=True)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import Steps
-from kernels.linear.panels import ABOVE, GROUP_STEPS, LEVELS, ZEROS, GroupKind
+from kernels.linear.panels import LEVELS, ZEROS, GroupKind
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
 from models.quantized import mxfp4, nvfp4
@@ -71,12 +71,8 @@ class Integers:
         return Form(self._kind(width), self.grid.group(width), zeros=self.zeros)
 
     def _kind(self, width: int) -> GroupKind:
-        """Return the smallest kind that has such codes, zeros and groups."""
-        if self.packed and self.bits <= 4:
-            return "int4"
-        above = next((kind for kind in ABOVE if self.packed and kind == f"int{self.bits}" and not self.zeros), None)
-        fits = above and width % GROUP_STEPS[above][0] == self.grid.group(width) % GROUP_STEPS[above][0] == 0
-        return above if above and fits else "int8"  # type: ignore[return-value]
+        bits = self.bits if self.packed else 8
+        return p.smallest(bits, width, self.grid.group(width), zeros=self.zeros)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kernels.linear import Steps
-from kernels.linear.panels import LEVELS
+from kernels.linear.panels import LEVELS, ZEROS
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import EMBEDDING, FLOATS, LINEAR, Form, Part, Source, pattern, unpack, unsupported
+from models.quantized.parts import EMBEDDING, FLOATS, LINEAR, Form, Part, Source, pattern, smallest, unpack, unsupported
 
 NAME, CODES_OF_ROWS = "gemma", "embedding_quantized"
 BITS = (2, 4, 8)
@@ -37,7 +37,7 @@ class GemmaScheme:
 
     def form(self, width: int) -> Form:
         """See `Scheme`."""
-        return Form("int8" if self.bits == 8 else "int4", width, each=4)
+        return Form(smallest(self.bits, width, width), width, each=4)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
@@ -49,7 +49,8 @@ class GemmaScheme:
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
         codes, scale = self.names
-        stored, above = source.tensor(codes), 8 - (1 << self.bits - 1)  # zero is 8 in codes of 4 bits
+        stored, form = source.tensor(codes), self.form(width)
+        above = int(ZEROS[form.kind]) - (1 << self.bits - 1)  # what codes in memory have more
 
         def read(first: int, last: int) -> Tensor:
             if self.bits == 8:
@@ -58,7 +59,7 @@ class GemmaScheme:
 
         steps = Steps() if self.rows else Steps(*(self._step(name, source) for name in STEPS))
         levels = LEVELS if steps.before else None  # integers of 8 bits
-        return self.form(width).weight(outs, width, read, source.scale(scale), steps=steps, levels=levels)
+        return form.weight(outs, width, read, source.scale(scale), steps=steps, levels=levels)
 
     @staticmethod
     def _step(name: str, source: Source) -> float:

@@ -23,6 +23,7 @@ from models.quantized.parts import (
     Source,
     order_of,
     pattern,
+    smallest,
     unpack,
     unsupported,
 )
@@ -47,8 +48,9 @@ class GPTQ:
     ordered: bool = False
 
     def form(self, width: int) -> Form:
-        """See `Scheme`: 2 and 3 bits take 4 in memory."""
-        return Form("int8" if self.bits == 8 else "int4", self.grid.group(width), zeros=True)
+        """See `Scheme`: 3 bits take 4 in memory."""
+        group = self.grid.group(width)
+        return Form(smallest(self.bits, width, group, zeros=True), group, zeros=True)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`. AutoGPTQ gives a `bias` to layers that have none."""

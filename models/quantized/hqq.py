@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, INTEGERS, LINEAR, Form, Part, Source
+from models.quantized.parts import FLOATS, INTEGERS, LINEAR, Form, Part, Source, smallest
 
 NAME, CODES = "hqq", "W_q"
 PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
@@ -33,7 +33,8 @@ class HQQScheme:
 
     def form(self, width: int) -> Form:
         """See `Scheme`."""
-        return Form("int8" if self.packing == "8bit_u8" else "int4", min(self.group, width), zeros=True)
+        group = min(self.group, width)
+        return Form(smallest(PACKINGS[self.packing][0], width, group, zeros=True), group, zeros=True)
 
     def _rows(self, outs: int, width: int) -> tuple[int, int]:
         """Return the numbers of groups and of rows of `W_q`."""

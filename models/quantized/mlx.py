@@ -22,7 +22,7 @@ from models.quantized.parts import FLOATS, TRANSPOSED, Form, Part, Source, unpac
 
 NAME, FIELD = "mlx", "quantization"
 AFFINE = "affine"
-KINDS: dict[int, GroupKind] = {2: "int4", 3: "int4", 4: "int4", 5: "int5", 6: "int6", 8: "int8"}  # by bits
+KINDS: dict[int, GroupKind] = {2: "int2", 3: "int4", 4: "int4", 5: "int5", 6: "int6", 8: "int8"}  # by bits
 GROUPS = (32, 64, 128)
 
 

@@ -23,8 +23,13 @@ from models.formats.grouped import GroupedWeight
 from models.quantized.parts import Form, Part, Shape, Source, unpack, unsupported
 
 METHOD, VERSION = "coppice", 1
-KINDS = ("int4", "int8", *ABOVE, *TABLES)
+KINDS = ("int2", "int4", "int8", *ABOVE, *TABLES)
 EXACT = (torch.float16, torch.float32)
+
+
+def fields_of_byte(kind: GroupKind) -> int:
+    """Return how many codes of a kind share a byte of a file, the first in its lowest bits."""
+    return 2 if kind in NIBBLES else 4 if kind == "int2" else 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Grouping:
     def layout(self, outs: int, width: int) -> dict[str, tuple[Shape, torch.dtype]]:
         """Return shapes and dtypes of the tensors."""
         groups = -(-width // self.group)
-        codes = -(-width // 2) if self.kind in NIBBLES else width
+        codes = -(-width // fields_of_byte(self.kind))
         layout: dict[str, tuple[Shape, torch.dtype]] = {
             "codes": ((outs, codes), torch.uint8),
             "scale": ((outs, groups), self.scale),
@@ -68,7 +73,8 @@ class Grouping:
 
         def codes(first: int, last: int) -> Tensor:
             codes_OI = stored[first:last]
-            return unpack(codes_OI, 4)[:, :width] if self.kind in NIBBLES else codes_OI
+            fields = fields_of_byte(self.kind)
+            return codes_OI if fields == 1 else unpack(codes_OI, 8 // fields)[:, :width]
 
         scale_OG = power(scale_OG) if self.kind == "float4" else scale_OG
         return self.form(width).weight(outs, width, codes, scale_OG, zero_OG, least_OG)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.linear.blocks import Block
-from kernels.linear.panels import PANEL, GroupKind, power, shape
+from kernels.linear.panels import ABOVE, GROUP_STEPS, PANEL, WHOLE, ZEROS, GroupKind, power, shape
 from models.checkpoint.fields import REQUIRED, Fields
 from models.errors import CheckpointError
 from models.formats.grouped import GroupedRows, GroupedWeight
@@ -121,6 +121,18 @@ class Form(NamedTuple):
             return GroupedRows(codes(first, last), scale_OG[first:last], *values)
 
         return GroupedWeight(self.kind, (outs, width), self.group, rows, least=self.least, **more)
+
+
+def smallest(bits: int, width: int, group: int, *, zeros: bool = False) -> GroupKind:
+    """Return the smallest kind of whole numbers that has codes of so many bits, rows and groups of these sizes, and
+    zeros if they are needed."""
+    kinds: tuple[GroupKind, ...] = ("int2", "int4", "int5", "int6", "int8")
+
+    def fits(kind: GroupKind) -> bool:
+        step = GROUP_STEPS[kind][0] if kind in WHOLE else 1
+        return 2**bits <= 2 * ZEROS[kind] and not (zeros and kind in ABOVE) and width % step == group % step == 0
+
+    return next(filter(fits, kinds))
 
 
 class Scheme(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 from models.checkpoint.fields import Fields
 from models.errors import show
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, LINEAR, Form, Part, Source, unsupported
+from models.quantized.parts import FLOATS, LINEAR, Form, Part, Source, smallest, unsupported
 
 NAME, MODULES = "quanto", "modules"
 TYPES = {"qint2": 2, "qint4": 4, "qint8": 8, "qfloat8_e4m3fn": 8}
@@ -46,8 +46,9 @@ class QuantoScheme:
 
     def form(self, width: int) -> Form:
         """See `Scheme`."""
-        kind = "int4" if self.bits < 8 else "int8" if self.type == "qint8" else "float8"
-        return Form(kind, self.group(width), least=self.bits < 8)
+        group = self.group(width)
+        kind = "float8" if self.type == "qfloat8_e4m3fn" else smallest(self.bits, width, group)
+        return Form(kind, group, least=self.bits < 8)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`. Scales of activations are 1, because these are not rounded."""

@@ -19,11 +19,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kernels.linear.panels import ZEROS
 from models.checkpoint.fields import Fields
 from models.errors import CheckpointError, show
 from models.formats.grouped import GroupedWeight
 from models.quantized.float8 import Float8
-from models.quantized.parts import EMBEDDING, FLOATS, TRANSPOSED, Form, Grid, Part, Scheme, Source, unpack, unsupported
+from models.quantized.parts import (
+    EMBEDDING,
+    FLOATS,
+    TRANSPOSED,
+    Form,
+    Grid,
+    Part,
+    Scheme,
+    Source,
+    smallest,
+    unpack,
+    unsupported,
+)
 
 NAME = "torchao"
 NAMES = "tensor_names"  # the key of the metadata that lists all weights
@@ -42,7 +55,8 @@ class Unpacked:
 
     def form(self, width: int) -> Form:
         """See `Scheme`."""
-        return Form("int4" if self.bits <= 4 else "int8", self.grid.group(width), each=4 if self.bits == 8 else 2)
+        group = self.grid.group(width)
+        return Form(smallest(self.bits, width, group, zeros=True), group, each=4 if self.bits == 8 else 2)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
@@ -57,7 +71,7 @@ class Unpacked:
         """See `Scheme`."""
         stored, found, form = source.tensor(f"{PREFIX}qdata"), source.read(f"{PREFIX}zero_point"), self.form(width)
         scale_OG = self.grid.spread(source.scale(f"{PREFIX}scale"), outs, width)
-        half, centre, zero_OG = 1 << self.bits - 1, 8 if form.kind == "int4" else 128, None
+        half, centre, zero_OG = 1 << self.bits - 1, int(ZEROS[form.kind]), None
         if found is not None and found.any():
             zero_OG = self.grid.spread(found.float() + centre, outs, width)
 
@@ -65,7 +79,7 @@ class Unpacked:
             part_OI = stored[first:last]
             if self.bits < 8 and (part_OI.min() < -half or part_OI.max() >= half):
                 raise source.error(f"{PREFIX}qdata has integers of more than {self.bits} bits")
-            return (part_OI + 8).view(torch.uint8) if centre == 8 else part_OI.view(torch.uint8) ^ 128
+            return part_OI.view(torch.uint8) + centre  # modulo 256
 
         return form.weight(outs, width, codes, scale_OG, zero_OG)
 

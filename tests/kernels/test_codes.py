@@ -25,6 +25,9 @@ FORMATS = [  # kind, group, zeros, outs, width, whether columns have another ord
     ("float8", 77, False, 8, 77, False),
     ("float4", 32, False, 65, 128, False),
     *((kind, 32, False, 65, 128, False) for kind in TABLES if kind != "float4"),
+    ("int2", 32, False, 65, 128, False),
+    ("int2", 64, True, 48, 512, True),
+    ("int2", 32, "least", 9, 96, True),
     ("int5", 32, False, 65, 128, False),
     ("int5", 32, "least", 9, 64, True),
     ("int6", 16, False, 20, 96, False),
@@ -35,15 +38,15 @@ FORMATS = [  # kind, group, zeros, outs, width, whether columns have another ord
 def draw(kind, size, zeros, outs, width, ordered, seed=0):
     """Numbers, scales and zeros, and the elements that they stand for in float64, columns as those of x."""
     random = torch.Generator().manual_seed(seed)
-    most = 16 if kind in NIBBLES else 16 << ABOVE.get(kind, 4)
+    most = 4 if kind == "int2" else 16 if kind in NIBBLES else 16 << ABOVE.get(kind, 4)
     numbers = torch.randint(0, most, (outs, width), generator=random, dtype=torch.uint8)
     if kind == "float8":
         numbers[(numbers & 127) == 127] = 0
     groups = -(-width // size)
     scale = (torch.rand(outs, groups, generator=random) / 8 + 0.01).half().float()
     scale = scale.log2().round().exp2() if kind == "float4" else scale
-    middle = {"int4": 8.0, "int5": 16.0, "int6": 32.0, "int8": 128.0}.get(kind, 0.0)
-    own = (torch.rand(outs, groups, generator=random) * 2 * middle).half().float()
+    middle = {"int2": 2.0, "int4": 8.0, "int5": 16.0, "int6": 32.0, "int8": 128.0}.get(kind, 0.0)
+    own = (torch.rand(outs, groups, generator=random) * 64 * middle).round().div(32).half().float()
     zero, least = own if zeros is True else None, own / 64 - 0.1 if zeros == "least" else None
     if least is not None:
         least, middle = least.half().float(), middle if kind == "int8" else 0.0

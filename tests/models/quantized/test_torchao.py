@@ -70,7 +70,8 @@ def test_every_integer(bits, block, zeros, int8):
             place = o // block[0], i // block[1]
             expected[o, i] = (int(q[o, i]) - (int(zero[place]) if len(parts) > 2 else 0)) * scale[place]
     assert torch.equal(weight.floats(), expected) and torch.equal(weight.floats(2, 5), expected[2:5])
-    assert weight.kind == ("int4" if bits < 5 and not int8 else "int8")
+    few = "int2" if bits < 3 and block[1] % 16 == 0 else "int4"
+    assert weight.kind == (few if bits < 5 and not int8 else "int8")
     if has_kernels(torch.float32, CPU):
         packed = GroupedLinear([weight], dtype=torch.float32, device=CPU).packed
         assert torch.equal(unpacked(packed), expected)
