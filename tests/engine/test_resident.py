@@ -91,12 +91,19 @@ def assert_freed(engine: list[Engine]) -> None:
     assert [name for name, ref in watched.items() if ref() is not None] == []
 
 
-@pytest.mark.full(unless=lambda name, manner: name == "dsbd" or manner is stream_and_leave)
-@pytest.mark.parametrize("manner", MANNERS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", list(REGISTRY))
-def test_nothing_holds_an_engine_that_was_let_go(name, manner, no_collector):
+def test_nothing_holds_an_engine_that_was_let_go(name, no_collector):
     engine = [load()]
-    manner(engine[0], REGISTRY[name]())
+    stream_and_leave(engine[0], REGISTRY[name]())
+    assert_freed(engine)
+
+
+@pytest.mark.full(unless=lambda manner: manner is interrupt)
+@pytest.mark.parametrize("manner", MANNERS, ids=lambda f: f.__name__)
+def test_nothing_holds_an_engine_however_its_searches_ended(manner, no_collector):
+    engine = [load()]
+    for name in REGISTRY:
+        manner(engine[0], REGISTRY[name]())
     assert_freed(engine)
 
 
