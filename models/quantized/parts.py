@@ -235,8 +235,8 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # some "contiguous" ones fail
     if bits == 8:
         return octets
-    if bits == 4:
-        return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+    if 8 % bits == 0:
+        return torch.stack([octets >> place & (1 << bits) - 1 for place in range(0, 8, bits)], -1).flatten(-2)
     octets = F.pad(octets, (0, -octets.shape[-1] % bits)).unflatten(-1, (-1, bits))  # `bits` bytes hold eight fields
     whole = (octets.long() << torch.arange(0, 8 * bits, 8)).sum(-1, keepdim=True)
     return (whole >> torch.arange(0, 8 * bits, bits) & (1 << bits) - 1).to(torch.uint8).flatten(-2)
