@@ -97,8 +97,8 @@ void coppice_window_wins(int64_t threads, const float* tape, const int64_t* star
 // --- linear ---
 
 // A packed matrix [outs, width] (panels.py). `kind` is the type of its elements: float32, bfloat16 or float16, 3 for
-// int8, 4 for int4, 5 for uint8, 6 for float8, 9 for int5, 10 for int6, 15 for int2, or a kind of 4-bit codes with a
-// table (tables.h).
+// int8, 4 for int4, 5 for uint8, 6 for float8, 9 for int5, 10 for int6, 15 for int2, 16 for int1, or a kind of 4-bit
+// codes with a table (tables.h).
 //
 // int8 has one float32 scale per output. Kinds from 4 on have groups of `group` elements, with scales [panels, groups,
 // 16] and perhaps zeros or minimums (`zero`, `least`; null: none), of `scale_kind`. If that is int8, they are

@@ -108,6 +108,22 @@ struct Q8_0 : Format<34, 32, 32, 8, false, uint16_t> {
     }
 };
 
+struct Q1_0 : Format<18, 128, 128, 1, false, uint16_t> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        scale[0] = half(b);
+        for (int i = 0; i < 128; i++) codes[i] = b[2 + i / 8] >> i % 8 & 1;
+    }
+};
+
+// Numbers from -1 to 2. Codes of int2 are numbers from -2 to 1, plus 2: the opposites are stored.
+template <int ELEMENTS>
+struct Q2_0 : Format<2 + ELEMENTS / 4, ELEMENTS, ELEMENTS, 2, false, uint16_t> {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
+        this->scale[0] = negative(half(b));
+        for (int i = 0; i < ELEMENTS; i++) codes[i] = uint8_t(3 - (b[2 + i / 4] >> 2 * (i % 4) & 3));
+    }
+};
+
 struct IQ4_NL : Format<18, 32, 32, 4, false, uint16_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b);
@@ -217,7 +233,7 @@ struct IQ4_XS : Format<136, 256, 32, 4, false, int8_t> {
     }
 };
 
-// Numbers from -1 to 2. Codes of int2 are numbers from -2 to 1, plus 2: the opposites are stored.
+// The numbers of Q2_0.
 struct TQ2_0 : Format<66, 256, 256, 2, false, uint16_t> {
     void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = negative(half(b + 64));
@@ -346,7 +362,7 @@ struct IQ1_M : OfCodebook<56, 16> {
 // low four bits come first, then one word of the bits above.
 template <int BITS, int SIZE>
 inline void put(const uint8_t (*codes)[MOST_ELEMENTS], int from, int to, uint8_t* line) {
-    constexpr int FIELD = BITS == 8 ? 8 : BITS == 2 ? 2 : 4, EACH = 32 / FIELD;
+    constexpr int FIELD = BITS == 8 ? 8 : BITS < 4 ? BITS : 4, EACH = 32 / FIELD;
     constexpr uint32_t LOW = 0x01010101u * ((1 << FIELD) - 1);
     constexpr int ABOVE = BITS - FIELD, STEP = ABOVE ? 32 / ABOVE : EACH;
     for (int i = 0; i < SIZE; i += STEP) {
@@ -439,6 +455,9 @@ extern "C" int64_t coppice_repack(int64_t threads, int64_t format, const void* r
         case 35: return run(TQ2_0{});
         case 39: return run(MXFP4{});
         case 40: return run(NVFP4{});
+        case 41: return run(Q1_0{});
+        case 42: return run(Q2_0<64>{});
+        case 1042: return run(Q2_0<128>{});
     }
     return 0;
 }

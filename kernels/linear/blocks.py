@@ -37,7 +37,7 @@ class Block:
     """A format.
 
     Args:
-        number: ggml's.
+        number: ggml's, or 1000 more for another form of the same number.
         bytes, size: bytes and elements of a block.
         kind, group: of the codes, see `kernels.linear.panels.Groups`.
         least: groups have minimums.
@@ -159,6 +159,20 @@ def _fifth_bits(octets: Tensor) -> Tensor:
     return ((octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2) << 4
 
 
+def _fields_of_bytes(octets: Tensor, bits: int) -> Tensor:
+    """Fields of so many bits, those of the first byte first, from its lowest bits on."""
+    return _spread(octets, bits).transpose(-1, -2).flatten(-2)
+
+
+def _q1_0(b: Tensor) -> BlockRows:
+    return _grouped(_fields_of_bytes(b[..., 2:], 1), _half(b, 0))
+
+
+def _q2_0(b: Tensor) -> BlockRows:
+    # Numbers are fields minus 1, which may be 2; codes of int2 stand around 2, so that the opposites are stored.
+    return _grouped(3 - _fields_of_bytes(b[..., 2:], 2), -_half(b, 0))
+
+
 def _q5_0(b: Tensor) -> BlockRows:
     return _grouped(_nibbles(b[..., 6:]) | _fifth_bits(b[..., 2:6]), _half(b, 0))
 
@@ -241,7 +255,6 @@ def _tq1_0(b: Tensor) -> BlockRows:
 
 
 def _tq2_0(b: Tensor) -> BlockRows:
-    # Numbers are fields minus 1, which may be 2; codes of int2 stand around 2, so that the opposites are stored.
     return _grouped(3 - _spread(b[..., :64].unflatten(-1, (2, 32)), 2).flatten(-3), -_half(b, 64))
 
 
@@ -336,4 +349,7 @@ BLOCKS = {  # by ggml's names
     "TQ2_0": Block(35, 66, 256, "int2", 256, False, "half", _tq2_0),
     "MXFP4": Block(39, 17, 32, "float4", 32, False, "exponents", _mxfp4),
     "NVFP4": Block(40, 36, 64, "fp4", 16, False, "half", _nvfp4),
+    "Q1_0": Block(41, 18, 128, "int1", 128, False, "half", _q1_0),
+    "Q2_0": Block(42, 18, 64, "int2", 64, False, "half", _q2_0),
+    "Q2_0_G128": Block(1042, 34, 128, "int2", 128, False, "half", _q2_0),
 }

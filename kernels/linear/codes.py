@@ -3,7 +3,7 @@
     int4    a byte has elements i (low half) and i + 32 of a block of 64
     int8    number - 128, two's complement
     float8  e4m3
-    int2    as int4
+    int1, int2  as int4
     int5, int6, and kinds whose tables hold integers: as int8
 
 Rows are padded to whole blocks of 64 elements. Scales are stored by group, so that a program reads adjacent scales for
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import ABOVE, SHARES, TABLES, GroupKind, default_zero, numbers
+from kernels.linear.panels import ABOVE, FIELDS, SHARES, TABLES, GroupKind, default_zero, numbers
 
 BLOCK = 64
 HALF = BLOCK // 2
 # What the size of groups is a multiple of, unless a row is one group.
-STEPS = dict.fromkeys(("int8", "float8", *TABLES, *ABOVE), 16) | {"int2": HALF, "int4": HALF}
+STEPS = dict.fromkeys(("int8", "float8", *TABLES, *ABOVE), 16) | dict.fromkeys((*FIELDS, "int4"), HALF)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def row_bytes(kind: GroupKind, width: int) -> int:
 
 def _stored(kind: GroupKind) -> GroupKind:
     """The kind as which a GPU reads another one."""
-    return "int8" if kind in (*TABLES, *ABOVE) else "int4" if kind == "int2" else kind
+    return "int8" if kind in (*TABLES, *ABOVE) else "int4" if kind in FIELDS else kind
 
 
 def pack_codes(
@@ -82,7 +82,7 @@ def pack_codes(
     Args:
         blocks: codes [any, width], uint8; then scales, zeros and minimums (the last two None, or absent, in all blocks)
             [any, groups], float32. `outs` rows together.
-        kind, size, order_I: see `Codes`; kinds that have none of their own become int8, and int2 becomes int4.
+        kind, size, order_I: see `Codes`; kinds that a GPU does not read become int8, or int4 if they have fewer bits.
         outs, width: of the matrix.
 
     Raises:
@@ -96,9 +96,10 @@ def pack_codes(
     first = 0
     for codes_NI, *values in blocks:
         assert codes_NI is not None
-        if given == "int2":
-            more = 0 if len(values) > 2 and values[2] is not None else 6  # zero is 2 in int2 and 8 in int4
-            codes_NI = codes_NI + more
+        if given in FIELDS:
+            least = len(values) > 2 and values[2] is not None
+            more = int(default_zero(kind, least) - default_zero(given, least))
+            codes_NI = numbers(given, codes_NI).to(torch.uint8) + more
             values[1:2] = [None if x is None else x + more for x in values[1:2]]
         elif given != kind:
             zero = default_zero(given, len(values) > 2 and values[2] is not None)

@@ -7,6 +7,7 @@ const Products& of_groups(const Matrix& m) {
     if (m.levels) {
         if (m.kind == 4) return PRODUCTS<Int4>;
         if (m.kind == 15) return PRODUCTS<Int2>;
+        if (m.kind == 16) return PRODUCTS<Int1>;
 #if defined(MANY_REGISTERS) || defined(EIGHT_CODES)
         if (m.kind == 9) return PRODUCTS<RoundedBits<5>>;
         if (m.kind == 10) return PRODUCTS<RoundedBits<6>>;
@@ -20,10 +21,12 @@ const Products& of_groups(const Matrix& m) {
 #ifdef INT8_DOTS
     if (m.kind == 4) return PRODUCTS<DigitsInt4>;
     if (m.kind == 15) return PRODUCTS<DigitsInt2>;
+    if (m.kind == 16) return PRODUCTS<DigitsInt1>;
     return PRODUCTS<DigitsInt8>;
 #else
     if (m.kind == 4) return PRODUCTS<WideInt4>;
     if (m.kind == 15) return PRODUCTS<WideInt2>;
+    if (m.kind == 16) return PRODUCTS<WideInt1>;
     if (m.kind == 9) return PRODUCTS<WideBits<5>>;
     if (m.kind == 10) return PRODUCTS<WideBits<6>>;
     return PRODUCTS<WideInt8>;

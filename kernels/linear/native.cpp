@@ -26,7 +26,8 @@ const Products& products_of([[maybe_unused]] int64_t kind, const Matrix& m, int6
         case INT8_GROUPS:
         case 9:
         case 10:
-        case 15: return of_groups(m);
+        case 15:
+        case 16: return of_groups(m);
     }
     return of_tables(m);
 }

@@ -2,10 +2,10 @@
 
 A panel holds, for each step along the width, a line with a word of each output: one float32 or float16, two bfloat16,
 four int8, uint8 or float8, or eight int4 or indices into a table, of which the first four are in the low halves of the
-bytes, or sixteen int2: byte j has elements j, j + 4, j + 8 and j + 12 from its lowest bits on. The low four bits of 32
-int5 or 16 int6 are stored like int4, and the upper bits in one more line: byte j has those of elements j, j + 4, j + 8
-and so on. Processors read panels directly, with vectors of any size: AMX tiles and the dot products of all instruction
-sets take words of this kind.
+bytes, or sixteen int2: byte j has elements j, j + 4, j + 8 and j + 12 from its lowest bits on; or 32 int1 likewise. The
+low four bits of 32 int5 or 16 int6 are stored like int4, and the upper bits in one more line: byte j has those of
+elements j, j + 4, j + 8 and so on. Processors read panels directly, with vectors of any size: AMX tiles and the dot
+products of all instruction sets take words of this kind.
 """
 
 import ctypes
@@ -27,10 +27,12 @@ STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  
 MAX_INT8_WIDTH = 1 << 16  # sums of more products of int8 would not fit into 32 bits
 ROWS_AT_ONCE = 1 << 20  # elements that are copied at a time when a matrix is packed
 
-GroupKind = Literal["int2", "int4", "int8", "float8", "float4", "iq4", "int5", "int6", "iq2", "iq3", "iq3s", "fp4"]
+GroupKind = Literal[
+    "int1", "int2", "int4", "int8", "float8", "float4", "iq4", "int5", "int6", "iq2", "iq3", "iq3s", "fp4"
+]
 GROUP_KINDS: dict[str, int] = {  # as C++ numbers them
     "int4": 4, "int8": 5, "float8": 6, "float4": 7, "iq4": 8, "int5": 9, "int6": 10, "iq2": 11, "iq3": 12, "iq3s": 13,
-    "fp4": 14, "int2": 15,
+    "fp4": 14, "int2": 15, "int1": 16,
 }  # fmt: skip
 ABOVE = {"int5": 1, "int6": 2}  # bits of a code above the low four
 
@@ -51,17 +53,26 @@ SHARES = {"iq2": 1 / 8, "iq3": 1 / 2}  # of one that a number of a table counts;
 NIBBLES = ("int4", *TABLES)  # kinds of four bits
 # Elements of a step, and its lines.
 GROUP_STEPS = dict.fromkeys(NIBBLES, (8, 1)) | {
-    "int2": (16, 1), "int5": (32, 5), "int6": (16, 3), "int8": (4, 1), "float8": (4, 1),
+    "int1": (32, 1), "int2": (16, 1), "int5": (32, 5), "int6": (16, 3), "int8": (4, 1), "float8": (4, 1),
 }  # fmt: skip
-WHOLE = ("int2", *ABOVE)  # kinds whose rows and groups are whole steps
+FIELDS = {"int1": 1, "int2": 2}  # kinds of less than four bits
+WHOLE = (*FIELDS, *ABOVE)  # kinds whose rows and groups are whole steps
 WITHOUT_ZEROS = ("float8", *TABLES)
 WITHOUT_UNITS = ("float8", "float4")
+LEAST_ONLY = ("int1", *ABOVE)  # kinds that may have minimums, but no zeros
 # Elements of a row of x that are rounded by one largest magnitude: of a group at most, and for int8 without groups.
 ROUNDED, ROUNDED_UNGROUPED = 32, 64
-ROUNDED_KINDS = ("int2", "int8", *NIBBLES, *ABOVE)  # groups that multiply rounded rows
+ROUNDED_KINDS = ("int8", *FIELDS, *NIBBLES, *ABOVE)  # groups that multiply rounded rows
 LEVELS = 127.0  # steps of their largest magnitude
 # What stands for zero in groups that have none of their own.
-ZEROS = dict.fromkeys(WITHOUT_ZEROS, 0.0) | {"int2": 2.0, "int4": 8.0, "int8": 128.0, "int5": 16.0, "int6": 32.0}
+ZEROS = dict.fromkeys(WITHOUT_ZEROS, 0.0) | {
+    "int1": 1.0,
+    "int2": 2.0,
+    "int4": 8.0,
+    "int8": 128.0,
+    "int5": 16.0,
+    "int6": 32.0,
+}
 
 
 def default_zero(kind: GroupKind, least: bool) -> float:
@@ -75,7 +86,7 @@ def numbers(kind: GroupKind, codes: Tensor) -> Tensor:
         return codes.view(torch.float8_e4m3fn).float()
     if kind in TABLES:
         return torch.tensor(TABLES[kind], dtype=torch.float32)[codes.int()] * SHARES.get(kind, 1.0)
-    return codes.float()
+    return codes.float() * 2 if kind == "int1" else codes.float()
 
 
 def power(exponent: Tensor) -> Tensor:
@@ -96,8 +107,8 @@ class Groups(NamedTuple):
     """The form of elements in groups of a packed matrix: (number - zero) * scale + least.
 
     Args:
-        kind: int2: numbers from 0 to 3; int4: to 15; int5: to 31; int6: to 63; int8: to 255; float8: e4m3; else those
-            of `TABLES` times `SHARES`.
+        kind: int1: numbers 0 and 2, of codes 0 and 1; int2: from 0 to 3; int4: to 15; int5: to 31; int6: to 63; int8:
+            to 255; float8: e4m3; else those of `TABLES` times `SHARES`.
         size: elements of a row that share a scale, side by side; a multiple of 8 and of a step, or the whole width,
             which is whole steps of the kinds of `WHOLE`.
         scale: [panels, groups, 16], float16 or float32; of float4 uint8, see `power`.
@@ -215,8 +226,9 @@ class Packed:
         if groups.kind not in GROUP_KINDS or any(x is not None for x in unwanted):
             plain = f"{', '.join(WITHOUT_ZEROS)} without zeros, {', '.join(WITHOUT_UNITS)} without units"
             raise ValueError(f"groups: expected one of {list(GROUP_KINDS)}, {plain}, got {groups.kind}")
-        if groups.zero is not None and (groups.least is not None or groups.kind in ABOVE):
-            raise ValueError(f"groups: expected zeros or minimums, {', '.join(ABOVE)} without zeros, got {groups.kind}")
+        if groups.zero is not None and (groups.least is not None or groups.kind in LEAST_ONLY):
+            what = f"zeros or minimums, {', '.join(LEAST_ONLY)} without zeros"
+            raise ValueError(f"groups: expected {what}, got {groups.kind}")
         each = max(8, GROUP_STEPS[groups.kind][0])
         if groups.kind in WHOLE and self.width % each:
             raise ValueError(f"width: expected a multiple of {each} for {groups.kind}, got {self.width}")
@@ -410,9 +422,12 @@ def pack_groups(
 
 def _words(codes_OI: Tensor, kind: GroupKind) -> Tensor:
     """The bytes of a row, line by line."""
-    if kind == "int2":
-        first, second, third, fourth = codes_OI.view(len(codes_OI), -1, 4, 4).unbind(2)
-        return (first | second << 2 | third << 4 | fourth << 6).flatten(1)
+    if bits := FIELDS.get(kind):
+        parts = codes_OI.view(len(codes_OI), -1, 8 // bits, 4).unbind(2)
+        words = parts[0].clone()
+        for i, part in enumerate(parts[1:], 1):
+            words |= part << bits * i
+        return words.flatten(1)
     if kind not in (*NIBBLES, *ABOVE):
         return codes_OI
     elements, _ = GROUP_STEPS[kind]

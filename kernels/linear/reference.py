@@ -4,7 +4,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import ABOVE, GROUP_STEPS, NIBBLES, ROUNDED, ROUNDED_UNGROUPED, Packed, default_zero, numbers
+from kernels.linear.panels import (
+    ABOVE,
+    FIELDS,
+    GROUP_STEPS,
+    NIBBLES,
+    ROUNDED,
+    ROUNDED_UNGROUPED,
+    Packed,
+    default_zero,
+    numbers,
+)
 
 
 def unpack(matrix: Packed) -> Tensor:
@@ -12,10 +22,9 @@ def unpack(matrix: Packed) -> Tensor:
     rows = matrix.panels.transpose(1, 2).flatten(2).flatten(0, 1)[: matrix.outs]
     if matrix.groups is not None:
         kind = matrix.groups.kind
-        if kind == "int2":
-            rows = (rows.unflatten(1, (-1, 1, 4)) >> torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1) & 3).flatten(
-                1
-            )
+        if bits := FIELDS.get(kind):
+            places = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
+            rows = (rows.unflatten(1, (-1, 1, 4)) >> places & (1 << bits) - 1).flatten(1)
         elif kind in (*NIBBLES, *ABOVE):
             lines = rows.unflatten(1, (-1, GROUP_STEPS[kind][1], 4))
             low = lines[:, :, :-1] if kind in ABOVE else lines

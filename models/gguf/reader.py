@@ -56,7 +56,9 @@ TYPES: dict[int, tuple[str, int, int]] = {  # by number: name, elements and byte
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
+    42: ("Q2_0", 64, 18),
 }
+WIDE_Q2_0 = ("Q2_0_G128", 128, 34)  # in the first files of Ternary Bonsai, by the same number
 
 
 class HeaderEntry(NamedTuple):
@@ -194,7 +196,8 @@ class _Header:
         align = metadata.get("general.alignment", 32)
         if type(align) is not int or not 0 < align <= 1 << 16 or align & (align - 1):
             raise self.error(f"general.alignment: expected a power of two, got {align!r:.80}", FETCH_AGAIN)
-        return GGUF(self.path, metadata, self.places(entries, -(-self.at // align) * align, align), self.lists)
+        data = -(-self.at // align) * align
+        return GGUF(self.path, metadata, self.places(self.with_wide(entries, data), data, align), self.lists)
 
     def content(self) -> tuple[dict[str, Any], list[tuple[str, HeaderEntry]]]:
         """Read the metadata, and the tensors' names and entries."""
@@ -218,6 +221,20 @@ class _Header:
                 raise self.error(f"the key {show(key)} occurs twice", FETCH_AGAIN)
             metadata[key] = self.value(self.number("I"))
         return metadata, [self.entry() for _ in range(tensors)]
+
+    def with_wide(self, entries: list[tuple[str, HeaderEntry]], data: int) -> list[tuple[str, HeaderEntry]]:
+        """Return the entries, with `WIDE_Q2_0` for Q2_0 if no such tensor has room for the larger blocks of ggml."""
+        starts = sorted(entry.start for _, entry in entries)
+        after = dict(zip(starts, [*starts[1:], self.size - data], strict=True))
+        found, (format, block, size) = list[tuple[str, HeaderEntry]](), WIDE_Q2_0
+        for name, entry in entries:
+            if entry.format == TYPES[42][0]:
+                fits = entry.start + entry.row_bytes * math.prod(entry.shape[:-1]) <= after[entry.start]
+                if fits or entry.shape[-1] % block:
+                    return entries
+                entry = entry._replace(format=format, row_bytes=entry.shape[-1] // block * size)
+            found.append((name, entry))
+        return found
 
     def places(self, entries: list[tuple[str, HeaderEntry]], data: int, align: int) -> dict[str, HeaderEntry]:
         """Return the tensors by name, with offsets from the beginning of the file."""

@@ -5,7 +5,8 @@ words. `scales` has a value per group, and so has `biases` in mode affine: w = q
 nvfp4 and mxfp8 codes are e2m1 or e4m3 numbers, and scales are bytes: exponents of 2 plus 127, or e4m3 numbers in nvfp4.
 Settings of single modules replace the common ones; modules that the file stores as floats are floats.
 
-128 is subtracted from 8-bit codes, so their minimums are bias + 128 * scale, a sum in float32.
+128 is subtracted from 8-bit codes, so their minimums are bias + 128 * scale, a sum in float32. A code of 1 bit counts
+twice, by half the scale.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from models.quantized.parts import FLOATS, TRANSPOSED, Form, Part, Source, unpac
 
 NAME, FIELD = "mlx", "quantization"
 AFFINE = "affine"
-KINDS: dict[int, GroupKind] = {2: "int2", 3: "int4", 4: "int4", 5: "int5", 6: "int6", 8: "int8"}  # by bits
+KINDS: dict[int, GroupKind] = {1: "int1", 2: "int2", 3: "int4", 4: "int4", 5: "int5", 6: "int6", 8: "int8"}  # by bits
 GROUPS = (32, 64, 128)
 
 
@@ -85,7 +86,8 @@ class MLXScheme:
         """Return scales and minimums of groups, see `GroupedRows`."""
         if self.least:
             scale_OG = source.scale("scales")
-            return scale_OG, source.scale("biases") + default_zero(self.kind, True) * scale_OG
+            least_OG = source.scale("biases") + default_zero(self.kind, True) * scale_OG
+            return scale_OG / 2 if self.kind == "int1" else scale_OG, least_OG
         scales = source.tensor("scales")
         if self.kind == "fp4":
             return source.numbers("scales", scales).view(torch.float8_e4m3fn).float() / 2, None

@@ -17,19 +17,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kernels.linear.panels import ABOVE, NIBBLES, TABLES, GroupKind, power
+from kernels.linear.panels import ABOVE, FIELDS, LEAST_ONLY, NIBBLES, TABLES, GroupKind, power
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
 from models.quantized.parts import Form, Part, Shape, Source, unpack, unsupported
 
 METHOD, VERSION = "coppice", 1
-KINDS = ("int2", "int4", "int8", *ABOVE, *TABLES)
+KINDS = (*FIELDS, "int4", "int8", *ABOVE, *TABLES)
 EXACT = (torch.float16, torch.float32)
 
 
 def fields_of_byte(kind: GroupKind) -> int:
     """Return how many codes of a kind share a byte of a file, the first in its lowest bits."""
-    return 2 if kind in NIBBLES else 4 if kind == "int2" else 1
+    return 2 if kind in NIBBLES else 8 // FIELDS[kind] if kind in FIELDS else 1
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def parse(fields: Fields) -> Own:
         zeros, least = own.bool("zeros", default=False), own.bool("least", default=False)
         if least and (zeros or kind in TABLES):
             raise own.error("least", f"false, where there are zeros, and of {', '.join(TABLES)}")
-        if zeros and kind in (*ABOVE, *TABLES):
+        if zeros and kind in (*LEAST_ONLY, *TABLES):
             raise own.error("zeros", f"false, of {kind}")
         weights[module] = Grouping(kind, own.int("group"), zeros=zeros, least=least)
     return Own(weights)

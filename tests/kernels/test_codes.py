@@ -7,7 +7,7 @@ import torch
 
 from kernels.linear import codes
 from kernels.linear.codes import Codes, pack_codes, takes, unpacked
-from kernels.linear.panels import ABOVE, NIBBLES, SHARES, TABLES
+from kernels.linear.panels import ABOVE, FIELDS, NIBBLES, SHARES, TABLES
 from tests.marks import DEVICES, needs_triton
 
 FORMATS = [  # kind, group, zeros, outs, width, whether columns have another order
@@ -25,6 +25,8 @@ FORMATS = [  # kind, group, zeros, outs, width, whether columns have another ord
     ("float8", 77, False, 8, 77, False),
     ("float4", 32, False, 65, 128, False),
     *((kind, 32, False, 65, 128, False) for kind in TABLES if kind != "float4"),
+    ("int1", 64, False, 65, 128, False),
+    ("int1", 32, "least", 9, 96, True),
     ("int2", 32, False, 65, 128, False),
     ("int2", 64, True, 48, 512, True),
     ("int2", 32, "least", 9, 96, True),
@@ -38,19 +40,20 @@ FORMATS = [  # kind, group, zeros, outs, width, whether columns have another ord
 def draw(kind, size, zeros, outs, width, ordered, seed=0):
     """Numbers, scales and zeros, and the elements that they stand for in float64, columns as those of x."""
     random = torch.Generator().manual_seed(seed)
-    most = 4 if kind == "int2" else 16 if kind in NIBBLES else 16 << ABOVE.get(kind, 4)
+    most = 2 ** FIELDS[kind] if kind in FIELDS else 16 if kind in NIBBLES else 16 << ABOVE.get(kind, 4)
     numbers = torch.randint(0, most, (outs, width), generator=random, dtype=torch.uint8)
     if kind == "float8":
         numbers[(numbers & 127) == 127] = 0
     groups = -(-width // size)
     scale = (torch.rand(outs, groups, generator=random) / 8 + 0.01).half().float()
     scale = scale.log2().round().exp2() if kind == "float4" else scale
-    middle = {"int2": 2.0, "int4": 8.0, "int5": 16.0, "int6": 32.0, "int8": 128.0}.get(kind, 0.0)
+    middle = {"int1": 1.0, "int2": 2.0, "int4": 8.0, "int5": 16.0, "int6": 32.0, "int8": 128.0}.get(kind, 0.0)
     own = (torch.rand(outs, groups, generator=random) * 64 * middle).round().div(32).half().float()
     zero, least = own if zeros is True else None, own / 64 - 0.1 if zeros == "least" else None
     if least is not None:
         least, middle = least.half().float(), middle if kind == "int8" else 0.0
     value = numbers.view(torch.float8_e4m3fn).double() if kind == "float8" else numbers.double()
+    value = 2 * value if kind == "int1" else value
     value = (
         torch.tensor(TABLES[kind], dtype=torch.float64)[numbers.int()] * SHARES.get(kind, 1)
         if kind in TABLES

@@ -5,7 +5,7 @@ import torch
 
 from kernels import cpp
 from kernels.linear import Groups, Packed, Steps, linear, pack, pack_groups, reference
-from kernels.linear.panels import ABOVE, GROUP_STEPS, SHARES, TABLES, WHOLE, WITHOUT_ZEROS, ZEROS
+from kernels.linear.panels import GROUP_STEPS, LEAST_ONLY, SHARES, TABLES, WHOLE, WITHOUT_ZEROS, ZEROS
 from kernels.whole_graph import traceable
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -23,8 +23,19 @@ SIZES = [
 COUNTS = (1, 2, 3, 5, 15, 16, 17, 61, 130)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The largest codes. The other kinds that have tables are multiplied like iq4 and iq2.
-MOST = {"int2": 3, "int4": 15, "int8": 255, "float8": 0x7E, "float4": 15, "iq4": 15, "iq2": 15, "int5": 31, "int6": 63}
-LARGEST = MOST | {"float8": 448, "float4": 12, "iq4": 127}  # numbers
+MOST = {
+    "int1": 1,
+    "int2": 3,
+    "int4": 15,
+    "int8": 255,
+    "float8": 0x7E,
+    "float4": 15,
+    "iq4": 15,
+    "iq2": 15,
+    "int5": 31,
+    "int6": 63,
+}
+LARGEST = MOST | {"int1": 2, "float8": 448, "float4": 12, "iq4": 127}  # numbers
 ROUNDED = [(kind, 127) for kind in MOST if kind != "float8"]
 
 
@@ -34,7 +45,7 @@ def draw(*shape, seed=0):
 
 def matrix(kind, outs, width, size, *, zeros=False, ordered=False, levels=0.0, dtype=torch.float16):
     """A packed matrix of random codes, and the codes; `zeros`: of groups, or "least" for minimums."""
-    if kind in ABOVE and zeros is True:
+    if kind in LEAST_ONLY and zeros is True:
         pytest.skip(f"{kind} has no zeros")
     if kind in WHOLE and (width % GROUP_STEPS[kind][0] or size % GROUP_STEPS[kind][0]):
         pytest.skip(f"rows and groups of {kind} are whole steps")
@@ -63,7 +74,7 @@ def test_packing_keeps_every_code(kind, outs, width, size):
 
 
 @pytest.mark.parametrize("zeros", [False, True, "least"])
-@pytest.mark.parametrize("kind", ["int2", "int4", "int5", "int6", "int8"])
+@pytest.mark.parametrize("kind", ["int1", "int2", "int4", "int5", "int6", "int8"])
 @pytest.mark.parametrize(("outs", "width", "size"), SIZES)
 def test_some_outputs_of_a_matrix_are_those_of_the_whole(kind, zeros, outs, width, size):
     packed, codes_OI = matrix(kind, outs, width, size, zeros=zeros, ordered=True)
@@ -97,7 +108,7 @@ def test_floats_are_multiplied_to_rounding(kind, of_x, zeros, ordered, outs, wid
 
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "zeros", "ordered"), [
-    *((kind, *how) for kind in ("int2", "int4", "int5", "int6", "int8") for how in (
+    *((kind, *how) for kind in ("int1", "int2", "int4", "int5", "int6", "int8") for how in (
         (False, False), (True, False), (True, True), ("least", False),
     )),
     ("float4", False, False), ("float4", False, True),
@@ -120,7 +131,7 @@ def test_rounded_rows_are_multiplied_exactly_in_a_group(of_x, kind, zeros, order
 
 
 @pytest.mark.parametrize("zeros", [False, True, "least"])
-@pytest.mark.parametrize("kind", ["int2", "int4", "int5", "int6", "int8", "float4"])
+@pytest.mark.parametrize("kind", ["int1", "int2", "int4", "int5", "int6", "int8", "float4"])
 @pytest.mark.parametrize(("outs", "width", "size"), SIZES)
 def test_rows_are_rounded_as_they_are_defined_to_be(kind, zeros, outs, width, size):
     """By the largest of each 32 of a group: the definition in float64 rounds a few that lie on ties differently."""
@@ -134,26 +145,26 @@ def test_rows_are_rounded_as_they_are_defined_to_be(kind, zeros, outs, width, si
     assert (found - exact).abs().max() < 1e-3 * spread < 4e-3 * spread < (found - unrounded).abs().max()
 
 
-@pytest.mark.parametrize("kind", ["int2", "int4", "int5", "int6"])
+@pytest.mark.parametrize("kind", ["int1", "int2", "int4", "int5", "int6"])
 def test_the_largest_products_of_few_bits_do_not_overflow(kind):
-    width, most = 256, MOST[kind]
-    codes_OI = torch.tensor([[most], [0]], dtype=torch.uint8).expand(2, width)
-    none = [None, torch.zeros(2, 8)] if kind in ABOVE else [torch.zeros(2, 8), None]  # so that numbers are codes
+    width, most = 256, LARGEST[kind]
+    codes_OI = torch.tensor([[MOST[kind]], [0]], dtype=torch.uint8).expand(2, width)
+    none = [None, torch.zeros(2, 8)] if kind in LEAST_ONLY else [torch.zeros(2, 8), None]  # so that numbers are codes
     panels, groups = pack_groups([(codes_OI, torch.ones(2, 8), *none)], kind, 2, width, 32)
     packed = Packed(panels, 2, width, groups=groups, levels=127)
     assert linear(torch.ones(1, width), packed).tolist() == [[most * width, 0]]
     assert linear(-torch.ones(1, width), packed).tolist() == [[-most * width, 0]]
 
 
-@pytest.mark.parametrize("kind", ["int2", "int4", "int5", "int6", "int8"])
+@pytest.mark.parametrize("kind", ["int1", "int2", "int4", "int5", "int6", "int8"])
 def test_the_largest_products_of_floats_do_not_overflow(kind):
     """In the widest rows, also where a group is a whole row and its sum is multiplied by a zero."""
-    width, most = 1 << 16, MOST[kind]
-    codes_OI = torch.tensor([[most], [0]], dtype=torch.uint8).expand(2, width)
-    middle = ZEROS[kind] if kind in ABOVE else 0
+    width, most = 1 << 16, LARGEST[kind]
+    codes_OI = torch.tensor([[MOST[kind]], [0]], dtype=torch.uint8).expand(2, width)
+    middle = ZEROS[kind] if kind in LEAST_ONLY else 0
     for size, zero in ((32, middle), (width, middle), (width, middle or most)):
         scale_OG = torch.ones(2, width // size)
-        zero_OG = None if kind in ABOVE else scale_OG * zero
+        zero_OG = None if kind in LEAST_ONLY else scale_OG * zero
         panels, groups = pack_groups([(codes_OI, scale_OG, zero_OG)], kind, 2, width, size)
         packed, exact = Packed(panels, 2, width, groups=groups), torch.tensor([most - zero, -zero]) * width
         for x in (1.0, -1.0, 2.0**90):
@@ -161,19 +172,19 @@ def test_the_largest_products_of_floats_do_not_overflow(kind):
             assert (found - exact).abs().max() <= 1e-4 * most * width  # 2,048 chunks are added in float32
 
 
-@pytest.mark.parametrize("kind", ["int2", "int4", "int5", "int6", "int8"])
+@pytest.mark.parametrize("kind", ["int1", "int2", "int4", "int5", "int6", "int8"])
 def test_digits_of_whole_steps(kind):
     """Every digit at its ends: of a row of whole numbers up to 0x7f7f7f each counts as it is, however small."""
     codes_OI = torch.randint(1, MOST[kind] + 1, (70, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     scale_OG = torch.tensor([1.0, 1.0, 0.0]).expand(70, 3)  # the last group's holds the largest number of a row
-    none = [None, torch.zeros(70, 3)] if kind in ABOVE else [torch.zeros(70, 3), None]  # so that numbers are codes
+    none = [None, torch.zeros(70, 3)] if kind in LEAST_ONLY else [torch.zeros(70, 3), None]  # so that numbers are codes
     panels, groups = pack_groups([(codes_OI, scale_OG, *none)], kind, 70, 96, 32)
     packed, x = Packed(panels, 70, 96, groups=groups), torch.zeros(16, 96)
     ends = torch.tensor([0x7F7F7F, 0x7F7E80, 0x8080, 0x7F80, 0x7F7F, 0x80, 0x7F, 1])
     for row, end in enumerate([*ends, *-ends]):
         x[row, 4 * row], x[row, 95] = end, -0x7F7F7F
     found, exact = linear(x, packed), reference.linear(x.double(), packed)
-    allowed = torch.finfo(torch.float32).eps * 2 * MOST[kind] * x[:, :95].abs().amax(1, keepdim=True)
+    allowed = torch.finfo(torch.float32).eps * 2 * LARGEST[kind] * x[:, :95].abs().amax(1, keepdim=True)
     assert ((found - exact).abs() <= allowed).all()
 
 
@@ -225,11 +236,11 @@ def test_every_number_of_iq4():
 
 
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["int2", "int4", "int5", "int8", "float4"])
+@pytest.mark.parametrize("kind", ["int1", "int2", "int4", "int5", "int8", "float4"])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_rows_may_be_rounded_by_their_own_largest_magnitude(kind, ordered, of_x):
     width, size = (512, 64) if kind in WHOLE else (520, 40)
-    plain, _ = matrix(kind, 96, width, size, ordered=ordered and kind not in ABOVE)
+    plain, _ = matrix(kind, 96, width, size, ordered=ordered and kind not in WHOLE)
     packed = Packed(plain.panels, 96, width, groups=plain.groups, order_I=plain.order_I, levels=127, by_row=True)
     x = draw(20, width, seed=3).to(of_x)
     x[1], x[2] = 0, x[2] * 1e-10
@@ -263,7 +274,7 @@ def test_int8_of_other_levels():
 @pytest.mark.parametrize(("kind", "levels"), [*((kind, 0) for kind in MOST), *ROUNDED])
 def test_rows_do_not_depend_on_those_beside_them(kind, levels, of_x):
     width, size = (512, 64) if kind in WHOLE else (520, 40)
-    packed, _ = matrix(kind, 96, width, size, zeros=kind not in (*WITHOUT_ZEROS, *ABOVE), levels=levels)
+    packed, _ = matrix(kind, 96, width, size, zeros=kind not in (*WITHOUT_ZEROS, *LEAST_ONLY), levels=levels)
     x = draw(130, width, seed=1).to(of_x)
     whole = linear(x, packed)
     for count in COUNTS:
@@ -280,7 +291,7 @@ def test_scales_that_float16_lacks_stay_float32():
 def test_what_is_not_finite_stays_in_its_row():
     for kind, levels in (("int4", 0), *ROUNDED):
         width, size = (64, 32) if kind in WHOLE else (40, 8)
-        packed, _ = matrix(kind, 70, width, size, zeros=kind not in (*WITHOUT_ZEROS, *ABOVE), levels=levels)
+        packed, _ = matrix(kind, 70, width, size, zeros=kind not in (*WITHOUT_ZEROS, *LEAST_ONLY), levels=levels)
         x = draw(6, width)
         x[1, 3], x[4, width - 1] = float("nan"), float("inf")
         assert linear(x, packed).isfinite().all(-1).tolist() == [True, False, True, True, False, True]
@@ -324,12 +335,12 @@ def test_orders_and_levels_that_do_not_fit():
 
 
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["int2", "int4", "int5", "int6", "int8"])
+@pytest.mark.parametrize("kind", ["int1", "int2", "int4", "int5", "int6", "int8"])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_multiples_of_a_static_step_are_multiplied_as_integers(kind, ordered, of_x):
     """Levels do not round them further, whatever the largest magnitude of a row."""
     width, size = (512, 64) if kind in WHOLE else (520, 40)
-    plain, _ = matrix(kind, 96, width, size, ordered=ordered and kind not in ABOVE)
+    plain, _ = matrix(kind, 96, width, size, ordered=ordered and kind not in WHOLE)
     options = {"groups": plain.groups, "order_I": plain.order_I, "steps": Steps(0.03)}
     floats, packed = (Packed(plain.panels, 96, width, levels=levels, **options) for levels in (0, 127))
     x = draw(20, width, seed=3).to(of_x)

@@ -368,7 +368,7 @@ UNREAD = {
     "mlx: group_size 16 of the mode affine": MLX | {"group_size": 16},
     "mlx: group_size 64 of the mode mxfp4": MLX | {"mode": "mxfp4"},
     "mlx: mode 'int4'": MLX | {"mode": "int4"},
-    "mlx: model.layers.0.mlp.gate.bits 1": MLX | {"model.layers.0.mlp.gate": {"bits": 1}},
+    "mlx: model.layers.0.mlp.gate.bits 9": MLX | {"model.layers.0.mlp.gate": {"bits": 9}},
     "GEMV": {"quant_method": "awq", "bits": 4, "version": "GEMV"},
     "8 bits": {"quant_method": "awq", "bits": 8, "version": "gemm"},
     "e5m2": {"quant_method": "fp8", "fmt": "e5m2"},

@@ -367,6 +367,8 @@ RECIPES = {
          (r".*embed", gemma(2, rows=True)), ("lm_head", gemma(8, rounded=False)), ("", gemma(4))],
         head=True, embedding=True,
     ),
+    "mlx_1bit": mlx_recipe(partial(llama, tied=True), {"group_size": 32, "bits": 1}, {
+        "model.layers.0.self_attn.v_proj": {"group_size": 32, "bits": 2}}),
 }  # fmt: skip
 STEPPED = "static", "gemma"
 # In longer texts it is likely that an element lies between two steps, up to rounding errors.

@@ -24,7 +24,7 @@ from kernels.kv_int8 import quantise
 from kernels.kv_kinds import parts
 from kernels.layout import ChannelKind, DeltaKind, ScanKind
 from kernels.linear import reference as products
-from kernels.linear.panels import ABOVE, STEPS, WHOLE, WITHOUT_ZEROS, Packed, pack, pack_groups
+from kernels.linear.panels import LEAST_ONLY, STEPS, WHOLE, WITHOUT_ZEROS, Packed, pack, pack_groups
 from kernels.rows import reference
 from kernels.rows.checks import ACTIVATIONS, GATES
 from kernels.scan import native as scanning
@@ -305,13 +305,19 @@ def grouped(recording: Recording) -> None:
     sizes = (1, 1, 1, 1), (1, 130, 300, 32), (3, 65, 33, 33), (4, 64, 64, 16), (15, 20, 130, 40), (40, 17, 9, 8)
     whole = (1, 64, 32, 32), (3, 65, 96, 32), (4, 64, 64, 64), (15, 20, 160, 32), (40, 17, 32, 32)  # steps of all kinds
     most = {"int4": (16, 0), "int8": (256, 0), "float8": (127, 0), "float4": (16, 0), "iq4": (16, 0)}
-    most |= {"int2": (4, 0), "int5": (32, 0), "int6": (64, 0), "iq2": (16, 0)}  # the other tables are multiplied alike
+    most |= {
+        "int1": (2, 0),
+        "int2": (4, 0),
+        "int5": (32, 0),
+        "int6": (64, 0),
+        "iq2": (16, 0),
+    }  # the other tables are multiplied alike
     most |= {f"{of} by int8": (numbers, 127) for of, (numbers, _) in most.items() if of != "float8"}
     for (name, kind, dtype), (of, (codes, levels)) in itertools.product(kinds(), most.items()):
         for (rows, outs, width, size), more in zip(
             whole if of.split()[0] in WHOLE else sizes, itertools.cycle(("zero", "least", ""))
         ):
-            values = of.split()[0] not in (*WITHOUT_ZEROS, *ABOVE)
+            values = of.split()[0] not in (*WITHOUT_ZEROS, *LEAST_ONLY)
             scale = torch.rand(outs, -(-width // size)).half().float() / 16
             scale = scale.clamp(min=2**-20).log2().round().exp2() if "float4" in of else scale
             zero = torch.randint_like(scale, 0, codes) if more == "zero" and values else None

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,36 @@ EPSILONS = {  # of LayerNorms
     **{"nemotron": "norm_eps", "starcoder2": "norm_epsilon", "falcon": "layer_norm_epsilon"},
 }
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
+APART = 1000  # `kernels.linear.blocks.Block.number` of a second form of a number
+
+
+def make_known(name, number, size, octets):
+    """Add a format that the package does not have."""
+    types = gguf.GGMLQuantizationType
+    if name not in types.__members__:
+        made = int.__new__(types, number)
+        made._name_, made._value_ = name, number
+        types._member_map_[name] = types._value2member_map_[number] = made
+        gguf.GGML_QUANT_SIZES[made] = size, octets
+    return types[name]
+
+
+class Signs(getattr(gguf.quants, "__Quant"), qtype=make_known("Q1_0", 41, 128, 18)):
+    @classmethod
+    def dequantize_blocks(cls, blocks):
+        scale = blocks[:, :2].view(np.float16).astype(np.float32)
+        return np.where(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), scale, -scale)
+
+
+class FourNumbers(getattr(gguf.quants, "__Quant"), qtype=make_known("Q2_0", 42, 64, 18)):
+    @classmethod
+    def dequantize_blocks(cls, blocks):
+        fields = (blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(len(blocks), -1)
+        return blocks[:, :2].view(np.float16).astype(np.float32) * (fields.astype(np.float32) - 1)
+
+
+class WideFourNumbers(FourNumbers, qtype=make_known("Q2_0_G128", APART + 42, 128, 34)):
+    pass
 
 
 def permute(x, heads):
@@ -102,7 +133,7 @@ def permute(x, heads):
 
 
 HALVES = {  # where a block has its float16 scales and minimums
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q1_0", "Q2_0", "Q2_0_G128", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     **{
@@ -677,7 +708,20 @@ class File:
         for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
             step()
         writer.close()
+        if max(self.types.values()) > APART:
+            self._with_its_number(path)
         return path
+
+    def _with_its_number(self, path):
+        """Give the second form of a format the number of the first."""
+        data = bytearray(path.read_bytes())
+        for name, kind in self.types.items():
+            if kind > APART:
+                at = data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+                at += 4 + 8 * struct.unpack_from("<I", data, at)[0]
+                assert struct.unpack_from("<I", data, at)[0] == kind
+                struct.pack_into("<I", data, at, kind - APART)
+        path.write_bytes(data)
 
     def floats(self, name):
         """A tensor's values as the package sees them, float32."""

@@ -10,8 +10,9 @@ import pytest
 from engine import CheckpointError, Engine
 from models.checkpoint.headers import Checkpoint
 from models.folders import check_there
+from models.gguf.reader import GGUF, WIDE_Q2_0
 from models.gguf.reader import TYPES as READ
-from tests.models.gguf.files import GOLDEN, WIDE, File, gguf, random
+from tests.models.gguf.files import APART, GOLDEN, WIDE, File, gguf, random
 
 TYPES = gguf.GGMLQuantizationType
 
@@ -22,8 +23,23 @@ def load(file, folder):
 
 
 def test_sizes_of_blocks_are_those_of_the_package():
-    theirs = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
-    assert theirs.items() <= READ.items()
+    sizes = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert {(kind, theirs) for kind, theirs in sizes.items() if kind < APART} <= READ.items()
+    assert sizes[APART + 42] == WIDE_Q2_0
+
+
+@pytest.mark.parametrize("format", ["Q2_0", "Q2_0_G128"])
+def test_two_forms_have_one_number(format, tmp_path):
+    """The space between tensors tells the blocks of 64 of ggml from those of 128 of the first files."""
+    file = File(random(tmp_path / "source", "llama/gqa", **WIDE), TYPES[format], {"blk.1.ffn_up.weight": TYPES.Q8_0})
+    file.tensors["output.weight"] = file.tensors.pop("output.weight")  # the last
+    file.types["output.weight"] = file.types.pop("output.weight")
+    found = GGUF.open(path := file.write(tmp_path / "file.gguf")).tensors
+    assert {entry.format for entry in found.values()} == {format, "Q8_0", "F32"}
+    with path.open("r+b") as cut:
+        cut.truncate(path.stat().st_size - 64)
+    with pytest.raises(CheckpointError, match="do not lie in a file of"):
+        GGUF.open(path)
 
 
 @pytest.mark.parametrize("key, value, what", [
@@ -62,9 +78,9 @@ def test_an_original_length_that_has_no_logarithm(tmp_path):
 def test_a_format_that_is_not_read_is_named_with_its_tensor(tmp_path):
     source = random(tmp_path / "source", "llama/gqa", **WIDE)
     file = File(source)
-    file.tensors["blk.0.ffn_up.weight"] = np.zeros((512, 256 // 128 * 18), np.uint8)  # the package cannot make them
-    file.types["blk.0.ffn_up.weight"] = TYPES.Q1_0
-    with pytest.raises(CheckpointError, match=r"blk.0.ffn_up.weight has the block format Q1_0.*\n.*\nsupported: F64"):
+    file.tensors["blk.0.ffn_up.weight"] = np.zeros((512, 256 // 32 * 40), np.uint8)  # the package cannot make them
+    file.types["blk.0.ffn_up.weight"] = TYPES.Q8_1
+    with pytest.raises(CheckpointError, match=r"blk.0.ffn_up.weight has the block format Q8_1.*\n.*\nsupported: F64"):
         load(file, tmp_path)
 
 
