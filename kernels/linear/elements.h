@@ -370,6 +370,7 @@ struct WideInt2 : Grouped, WideRows {
 struct WideInt1 : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 32, BYTES = 4, PARTS = 32, VECTORS = 2;
+    static constexpr int SUMS = REGISTERS / 2;  // of more GCC keeps some in memory
     static constexpr float ZERO = 1, DEFAULT = 1, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return ~read<Ints>(at, LANES); }
     static Part part(Words words, int i) {
