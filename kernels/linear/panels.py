@@ -422,17 +422,18 @@ def pack_groups(
 
 def _words(codes_OI: Tensor, kind: GroupKind) -> Tensor:
     """The bytes of a row, line by line."""
-    if bits := FIELDS.get(kind):
-        parts = codes_OI.view(len(codes_OI), -1, 8 // bits, 4).unbind(2)
-        words = parts[0].clone()
-        for i, part in enumerate(parts[1:], 1):
-            words |= part << bits * i
-        return words.flatten(1)
-    if kind not in (*NIBBLES, *ABOVE):
+    if kind not in (*NIBBLES, *WHOLE):
         return codes_OI
     elements, _ = GROUP_STEPS[kind]
     codes_OI = torch.nn.functional.pad(codes_OI, (0, -codes_OI.shape[1] % elements))
     step = codes_OI.view(len(codes_OI), -1, elements // 4, 4)
+    if bits := FIELDS.get(kind):
+        words = step[:, :, 0].clone()
+        for i in range(1, 8 // bits):
+            words |= step[:, :, i] << bits * i
+        return words.flatten(1)
+    if kind == "int2":
+        return (step << torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)).sum(2, dtype=torch.uint8).flatten(1)
     words = (step[:, :, 0::2] & 15) | step[:, :, 1::2] << 4
     if bits := ABOVE.get(kind):
         places = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)

@@ -149,8 +149,9 @@ template <typename Element, typename T>
 void prepare(const Matrix& m, const T* x, int64_t row, const Rows<Element>& to, float* ordered) {
     typename Element::Row* prepared = to.data + row * to.stride;
     auto round = [&](const auto* from) {
-        const float own = m.by_row ? std::max(magnitude_of(from, m.width), LEAST_MAGNITUDE) : 0;
-        const Levels levels{m.levels, m.step_in ? m.step_in * m.levels : own};  // multiples of `step_in` stay exact
+        const float own = m.by_row || m.step_in ? std::max(magnitude_of(from, m.width), LEAST_MAGNITUDE) : 0;
+        // Multiples of `step_in` stay exact; of a row with NaN the results are NaN, as if it had another magnitude.
+        const Levels levels{m.levels, m.step_in && own == own ? m.step_in * m.levels : own};
         each_unit<Element>(m, [&](int64_t first, int64_t last, int64_t number) {
             Unit& unit = *to.unit(row, number);
             unit = Element::prepare(from + first, last - first, prepared + first, levels);

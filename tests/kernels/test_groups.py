@@ -295,6 +295,17 @@ def test_what_is_not_finite_stays_in_its_row():
         x = draw(6, width)
         x[1, 3], x[4, width - 1] = float("nan"), float("inf")
         assert linear(x, packed).isfinite().all(-1).tolist() == [True, False, True, True, False, True]
+        if levels:  # beyond the steps, infinity is the last of them
+            stepped = Packed(packed.panels, 70, width, groups=packed.groups, levels=levels, steps=Steps(0.1))
+            assert linear(x, stepped).isfinite().all(-1).tolist() == [True, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_rows_of_other_widths_than_whole_steps(kind):
+    codes_OI, scale_OG = torch.zeros(4, 24, dtype=torch.uint8), torch.ones(4, 1)
+    panels, groups = pack_groups([(codes_OI, scale_OG)], kind, 4, 24, 24)
+    with pytest.raises(ValueError, match=f"width: expected a multiple of .* for {kind}, got 24"):
+        Packed(panels, 4, 24, groups=groups)
 
 
 def test_compilers_see_an_operator():
