@@ -8,6 +8,7 @@ not).
 
 import re
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -73,7 +74,8 @@ class GemmaScheme:
 
 @dataclass(frozen=True)
 class MobileGemma:
-    """A config: the bits of most modules, and of those that an expression finds, which are tried in order."""
+    """A config: the bits of most modules, and of those whose names an expression finds, as the expression that matches
+    first in a name says; of several that match there the first, because transformers joins them to one with `|`."""
 
     bits: int
     others: tuple[tuple[re.Pattern[str], int], ...]
@@ -83,7 +85,8 @@ class MobileGemma:
         """See `Quantization`. The file shows which modules stay floats (`modules_to_not_convert`)."""
         if kind != LINEAR and not (kind == EMBEDDING and self.embeddings):
             return None
-        bits = next((bits for meant, bits in self.others if meant.search(module)), self.bits)
+        found = [(match.start(), bits) for meant, bits in self.others if (match := meant.search(module))]
+        _, bits = min(found, key=itemgetter(0), default=(0, self.bits))
         return GemmaScheme(bits, rows=kind == EMBEDDING)
 
 

@@ -45,12 +45,15 @@ def test_values_are_those_of_the_definition(bits, outs, width, rows):
     assert weight.floats(outs - 1, outs).equal((q[:, :width] * scale)[-1:])
 
 
-def test_modules_have_the_bits_of_the_first_expression_that_finds_them():
+def test_modules_have_the_bits_of_the_expression_that_matches_first():
+    """First in the name of a module, wherever it stands in the config."""
     config = config_of(
-        num_bits=8, module_quant_configs={r"layers\.1\.": {"num_bits": 2}, "mlp": {}, "up": {"num_bits": 4}}
+        num_bits=8, module_quant_configs={"up": {"num_bits": 4}, "mlp": {}, r"layers\.1\.": {"num_bits": 2}}
     )
     names = "layers.1.mlp.up", "layers.11.mlp.up", "layers.0.up", "lm_head"
     assert [config.scheme(name, LINEAR).bits for name in names] == [2, 8, 4, 8]
+    same = config_of(module_quant_configs={"layers": {"num_bits": 2}, "layer": {"num_bits": 8}})
+    assert same.scheme("layers.0.up", LINEAR).bits == 2
     assert config.scheme("embed_tokens", EMBEDDING) is None and config.scheme("lm_head", TRANSPOSED) is None
     assert config_of(quantize_embeddings=True).scheme("embed_tokens", EMBEDDING) == GemmaScheme(4, rows=True)
 
