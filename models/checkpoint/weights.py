@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.experts import Stacked
+from kernels.linear.panels import EXACT
 from kernels.linear.reference import unpacked
 from models.checkpoint.cached_matrices import CachedMatrices
 from models.checkpoint.headers import Checkpoint
@@ -174,12 +175,18 @@ class Weights:
         return format_of(self.quant if packing is None else packing.quant, outs)
 
     def _floats(self, name: str) -> Tensor:
-        """Return a matrix of a layer as floats, however it is stored."""
+        """Return a matrix of a layer as floats, however it is stored. Raises CheckpointError if it has steps."""
         stored, shape = self.stored.get(name, name), self.shapes[name]
         if packed := self.checkpoint.packed([stored], *shape):
             return unpacked(packed)
         grouped = self.checkpoint.grouped(name, stored, shape, LINEAR, biased=False)
-        return self._read(name) if grouped is None else grouped.floats().to(self.dtype)
+        if grouped is None:
+            return self._read(name)
+        if grouped.steps != EXACT:
+            what = "static steps of activations are not supported where each head multiplies the latent"
+            remedy = "Use a checkpoint in which this matrix is not quantised, or has no steps."
+            raise CheckpointError(f"{show(stored)}: {what}", where=show(self.checkpoint.folder), remedy=remedy)
+        return grouped.floats().to(self.dtype)
 
     def stacked(self, count: int, *names: str, bias: bool = False) -> Stacked:
         """Return the matrices of a layer's `count` experts on a GPU; those of `names` share their input.

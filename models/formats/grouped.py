@@ -16,7 +16,18 @@ from torch.nn import functional as F
 from kernels.linear import Packed, PackedParts, Steps, pack_groups
 from kernels.linear.blocks import Block, BlockPanels
 from kernels.linear.codes import Codes, pack_codes, takes
-from kernels.linear.panels import EXACT, LEVELS, ROUNDED, ROUNDED_KINDS, ZEROS, GroupKind, default_zero, numbers
+from kernels.linear.panels import (
+    EXACT,
+    GROUP_STEPS,
+    LEVELS,
+    ROUNDED,
+    ROUNDED_KINDS,
+    WHOLE,
+    ZEROS,
+    GroupKind,
+    default_zero,
+    numbers,
+)
 from kernels.linear.reference import round_to, rounded, rounded_by_row
 from models.formats.coded import CodedLinear, has_codes, warn_of_floats
 from models.formats.floats import FloatLinear, PackedLinear, has_kernels
@@ -87,7 +98,7 @@ class GroupedWeight:
         return *own, self.least, self.stored and self.stored[1]
 
     def part(self, outs: range | None, ins: range | None) -> "GroupedWeight":
-        """Return some outputs and inputs of it; None: all. Raises ValueError if inputs are not whole groups."""
+        """Return some outputs and inputs of it; None: all. Raises ValueError if inputs cannot be divided so."""
         first, step, (rows, width), group, some = 0, 1, self.shape, self.group, slice(None)
         if outs is not None:
             first, step, rows = outs.start, outs.step, len(outs)
@@ -99,6 +110,9 @@ class GroupedWeight:
             if self.steps.after:
                 raise ValueError("its outputs are rounded, which has to follow the sum over processes")
             if group == width:
+                each = GROUP_STEPS[self.kind][0] if self.kind in WHOLE else 1
+                if len(ins) % each:
+                    raise ValueError(f"{len(ins)} inputs are no whole steps of {each} codes ({self.kind})")
                 group = len(ins)
             elif ins.start % group or (ins.stop % group and ins.stop != width):
                 raise ValueError(f"inputs {ins.start} to {ins.stop} are no whole groups of {group}")

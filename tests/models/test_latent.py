@@ -47,6 +47,23 @@ def test_the_cache_keeps_a_latent_and_a_key_of_each_token():
     assert small.bytes_per_token == layers * (16 + 8 + 2)
 
 
+def test_static_steps_of_heads_are_not_ignored(tmp_path):
+    def quantised(tensors):
+        scale = tensors[f"{KV_B}.weight"].float().abs().amax(1, keepdim=True) / 127
+        codes = (tensors[f"{KV_B}.weight"].float() / scale).round().to(torch.int8)
+        own = {"weight": codes, "weight_scale": scale, "input_activation_scale": torch.tensor(step)}
+        return tensors | {f"{KV_B}.{name}": tensor for name, tensor in own.items()}
+
+    for step in (0.0, 0.1):
+        config = {"quantization_config": {"quant_method": "gemma", "num_bits": 8}}
+        folder = changed(tmp_path / str(step), PLAIN, config, quantised)
+        if not step:
+            assert load(folder).logits(TEXT[:5]).isfinite().all()
+            continue
+        with pytest.raises(CheckpointError, match=r"1\.self_attn\.kv_b_proj.*static steps of activations"):
+            load(folder)
+
+
 @pytest.mark.parametrize("variant", [PLAIN, GROUPS])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_prefixes_pressure_and_company_change_nothing(variant, kv_dtype, monkeypatch):

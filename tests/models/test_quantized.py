@@ -254,6 +254,18 @@ def test_rounded_outputs_are_not_divided_among_processes():
         weight.part(None, range(32))
 
 
+def test_processes_have_whole_steps_of_a_row():
+    """Where a scale belongs to a whole row; rows in groups are divided between groups."""
+    config = pack(num_bits=2, strategy="channel", group_size=None)
+    scheme = config_of(quant_method="compressed-tensors", format="pack-quantized", **config).scheme("any", LINEAR)
+    q = torch.randint(0, 4, (4, 96))
+    parts = {"weight_packed": words(q, 2), "weight_scale": torch.ones(4, 1)}
+    weight = scheme.weight(4, 96, Source(parts.get, AssertionError))
+    assert weight.part(None, range(48, 96)).floats().equal(q[:, 48:] - 2.0)
+    with pytest.raises(ValueError, match="24 inputs are no whole steps of 16 codes"):
+        weight.part(None, range(24))
+
+
 FAULTS = {  # variant, tensors, message
     "no scales": ("pack4_group", {"weight_scale": None}, r"missing .*q_proj\.weight_scale"),
     "no words": ("gptq_v1", {"qweight": None}, r"missing .*q_proj\.qweight"),
