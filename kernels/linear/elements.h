@@ -64,7 +64,7 @@ struct WideRows {
     template <typename T>
     static Unit prepare(const T* x, int64_t width, float* row, const Levels&) {
         each(width, [&](int64_t i, auto n) { write(load(x + i, n), row + i, n); });
-        for (int i = 0; i < 8; i++) row[width + i] = 0;  // STEP is at most 8
+        for (int i = 0; i < 8; i++) row[width + i] = 0;  // rows are whole steps if these are longer
         return {};
     }
     static Sum add(Sum sum, Part part, const Row* x) { return sum + part * x[0]; }

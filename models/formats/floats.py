@@ -100,8 +100,8 @@ class PackedLinear(nn.Module):
         assert self.packed is not None
         if self.dtype in cpp.KINDS:
             return linear(x, self.packed, self.bias)
-        y = linear(x.float(), self.packed).to(x.dtype)
-        return y if self.bias is None else y + self.bias
+        bias = None if self.bias is None else self.bias.float()  # which steps of results come after
+        return linear(x.float(), self.packed, bias).to(x.dtype)
 
     @property
     def rounds(self) -> bool:

@@ -19,7 +19,7 @@ from models.errors import CheckpointError
 from models.formats.grouped import GroupedRows, GroupedWeight
 
 LINEAR, TRANSPOSED = "Linear", "Conv1D"  # transformers' classes; weights of the second are stored [in, out]
-EMBEDDING = "Embedding"  # the token embedding, which our own layout and MLX's may quantise
+EMBEDDING = "Embedding"  # the token embedding, which some methods quantise
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 NO_NUMBER, NOT_A_NUMBER = 255, 127  # the 8-bit exponent that means NaN; NaN in e4m3, without the sign
@@ -159,7 +159,7 @@ class Quantization(Protocol):
 
         Args:
             module: the layer's name in transformers.
-            kind: the layer's class there, `LINEAR` or `TRANSPOSED`; for `Own`, `MLX` and `TorchAO` also `EMBEDDING`.
+            kind: the layer's class there, `LINEAR` or `TRANSPOSED`; for methods that quantise it also `EMBEDDING`.
         """
         ...
 

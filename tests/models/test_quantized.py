@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 from engine import Engine
 from engine.errors import UsageError
 from engine.load.loading import pick_dtype, pick_quant
+from kernels.linear import Steps
 from kernels.linear.reference import unpacked
 from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels
-from models.formats.grouped import GroupedLinear
+from models.formats.grouped import GroupedLinear, GroupedRows, GroupedWeight
 from models.quantized import mlx, quantization
 from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Grid, Source
 from tools.golden import quantized as recipes
@@ -252,6 +253,14 @@ def test_rounded_outputs_are_not_divided_among_processes():
     assert weight.part(range(8, 24), None).steps == weight.steps and min(weight.steps) > 0
     with pytest.raises(ValueError, match="its outputs are rounded"):
         weight.part(None, range(32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_steps_of_results_come_after_the_bias(dtype):
+    eye = GroupedRows(torch.eye(16).byte() + 8, torch.ones(16, 1))
+    weight = GroupedWeight("int4", (16, 16), 16, lambda first, last: eye, steps=Steps(after=1.0))
+    layer = GroupedLinear([weight], [torch.full((16,), 0.4)], dtype=dtype, device=CPU)
+    assert layer(torch.full((3, 16), 0.4, dtype=dtype)).eq(1).all()
 
 
 def test_processes_have_whole_steps_of_a_row():
