@@ -432,8 +432,6 @@ def _words(codes_OI: Tensor, kind: GroupKind) -> Tensor:
         for i in range(1, 8 // bits):
             words |= step[:, :, i] << bits * i
         return words.flatten(1)
-    if kind == "int2":
-        return (step << torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)).sum(2, dtype=torch.uint8).flatten(1)
     words = (step[:, :, 0::2] & 15) | step[:, :, 1::2] << 4
     if bits := ABOVE.get(kind):
         places = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)

@@ -23,6 +23,7 @@ from kernels.delta_net import native as delta_native
 from kernels.kv_int8 import quantise
 from kernels.kv_kinds import parts
 from kernels.layout import ChannelKind, DeltaKind, ScanKind
+from kernels.linear import Steps
 from kernels.linear import reference as products
 from kernels.linear.panels import LEAST_ONLY, STEPS, WHOLE, WITHOUT_ZEROS, Packed, pack, pack_groups
 from kernels.rows import reference
@@ -301,7 +302,7 @@ def linear(recording: Recording) -> None:
 
 
 def grouped(recording: Recording) -> None:
-    """Elements in groups, of rows that are rounded or not."""
+    """Elements in groups, of rows that are rounded, to static steps too, or not."""
     sizes = (1, 1, 1, 1), (1, 130, 300, 32), (3, 65, 33, 33), (4, 64, 64, 16), (15, 20, 130, 40), (40, 17, 9, 8)
     whole = (1, 64, 32, 32), (3, 65, 96, 32), (4, 64, 64, 64), (15, 20, 160, 32), (40, 17, 32, 32)  # steps of all kinds
     most = {"int4": (16, 0), "int8": (256, 0), "float8": (127, 0), "float4": (16, 0), "iq4": (16, 0)}
@@ -313,6 +314,7 @@ def grouped(recording: Recording) -> None:
         "iq2": (16, 0),
     }  # the other tables are multiplied alike
     most |= {f"{of} by int8": (numbers, 127) for of, (numbers, _) in most.items() if of != "float8"}
+    most |= {f"{of} by steps": (most[of][0], 127) for of in ("int1", "int2", "int4", "int5", "int6", "int8")}
     for (name, kind, dtype), (of, (codes, levels)) in itertools.product(kinds(), most.items()):
         for (rows, outs, width, size), more in zip(
             whole if of.split()[0] in WHOLE else sizes, itertools.cycle(("zero", "least", ""))
@@ -325,7 +327,8 @@ def grouped(recording: Recording) -> None:
             numbers = torch.randint(codes, (outs, width), dtype=torch.uint8)
             panels, groups = pack_groups([(numbers, scale, zero, least)], of.split()[0], outs, width, size)
             order = torch.randperm(width).int() if more else None
-            matrix = Packed(panels, outs, width, groups=groups, order_I=order, levels=levels)
+            steps = Steps(before=0.03 if of.endswith("steps") else 0)
+            matrix = Packed(panels, outs, width, groups=groups, order_I=order, levels=levels, steps=steps)
             x = draw(rows, width, dtype=dtype)
             exact, plain = products.linear(x.double(), matrix), products.linear(x, matrix)
             tensors = {"panels": panels, "order": order}
