@@ -22,6 +22,7 @@ from models.gguf.reader import GGUF
 from models.gguf.rotary import decimal, rotary
 from models.gguf.scans import falcon_h1, mamba2, nemotron_h, scans
 from models.gguf.sizes import alike, attention, epsilon, gated, mlp_width, named, windows
+from models.gguf.windowed import cohere2moe, laguna, mellum, muse_glimmer
 
 EMBEDDING, HEAD, SCORE = "token_embd.weight", "output.weight", "cls.output.weight"
 OTHER_MATH = (  # keys that change the computation, and that no configuration here can express
@@ -51,6 +52,9 @@ READ = {  # the keys above that each architecture reads
     "stablelm": ("use_parallel_residual",),
     "deepseek2": ("expert_count", "rope.scaling.yarn_log_multiplier"),
     "mistral4": ("expert_count", "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"),
+    **dict.fromkeys(("laguna", "mellum"), ("expert_count",)),
+    "cohere2moe": ("expert_count", "logit_scale"),
+    "muse-glimmer": ("logit_scale", CAPS[1]),
     **LATER_READ,
 }
 INTERLEAVED = (
@@ -66,6 +70,7 @@ INTERLEAVED = (
     "olmo",
     "minicpm",
     "internlm2",
+    "muse-glimmer",
 )  # rows of queries and keys are in the order of interleaved rotation
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -443,6 +448,10 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "olmoe": _olmoe,
     "smollm3": _smollm3,
     "stablelm": _stablelm,
+    "laguna": laguna,
+    "mellum": mellum,
+    "cohere2moe": cohere2moe,
+    "muse-glimmer": muse_glimmer,
     **LATER,
 }
 

@@ -93,6 +93,21 @@ def _dots1(file: GGUF, keys: Fields) -> dict[str, Any]:
     return config | more | mixture(file, keys, config["num_hidden_layers"]) | named("Dots1ForCausalLM", "dots1")
 
 
+def _hy3(file: GGUF, keys: Fields) -> dict[str, Any]:
+    keys = without_draft_layers(file, keys)
+    config, mixed = gated(file, keys, rotated="all"), experts(file, keys, scores=SIGMOID, some=True)
+    if not keys.bool("expert_weights_norm", default=False):
+        raise keys.error("expert_weights_norm", "true")
+    dense, width = mixed.pop("mlp_only_layers"), mixed["moe_intermediate_size"]
+    kinds = ["dense" if i in dense else "sparse" for i in range(config["num_hidden_layers"])]
+    return config | mixed | named("HYV3ForCausalLM", "hy_v3") | {
+        "attention_bias": _has(file, "attn_q.bias"),
+        "mlp_layer_types": kinds,
+        "num_shared_experts": file.entry(f"blk.{kinds.index('sparse')}.ffn_down_shexp.weight").shape[-1] // width,
+        "router_scaling_factor": decimal(keys.float("expert_weights_scale", 1.0)) or 1.0,  # 0: none
+    }  # fmt: skip
+
+
 def _minimax(file: GGUF, keys: Fields) -> dict[str, Any]:
     config, mixed = gated(file, keys, rotated="some"), experts(file, keys, scores=SIGMOID)
     sizes = {"intermediate_size": mixed.pop("moe_intermediate_size"), "num_local_experts": mixed.pop("num_experts")}
@@ -355,6 +370,7 @@ LATER: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "dots1": _dots1,
     "minimax-m2": _minimax,
     "afmoe": _afmoe,
+    "hy_v3": _hy3,
     "ernie4_5": _ernie,
     "ernie4_5-moe": _ernie_moe,
     "exaone4": _exaone4,
@@ -377,7 +393,7 @@ LATER: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
 }
 LATER_READ = {  # see `models.gguf.architectures.READ`
     **dict.fromkeys(("glm4moe", "dots1", "minimax-m2", "afmoe", "ernie4_5-moe", "exaone-moe"), ("expert_count",)),
-    "bailingmoe2": ("expert_count",),
+    **dict.fromkeys(("bailingmoe2", "hy_v3"), ("expert_count",)),
     **dict.fromkeys(("command-r", "cohere2"), ("logit_scale",)),
     "gptneox": ("use_parallel_residual",),
     "llama4": ("expert_count",),

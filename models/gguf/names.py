@@ -92,6 +92,7 @@ _EXPERTS = {  # {} is the number of an expert: files store the matrices of all e
     "blk.ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "blk.ffn_up_exps": "mlp.experts.{}.up_proj",
     "blk.ffn_down_exps": "mlp.experts.{}.down_proj",
+    "blk.ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj",
 }
 _SHARED = {
     "blk.ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -216,6 +217,7 @@ _AFMOE = _SIGMOIDS | {
     "blk.post_ffw_norm": "post_mlp_layernorm",
     "blk.exp_probs_b": "mlp.gate.e_score_correction_bias",
 }
+_GATES = {"blk.attn_gate": "self_attn.gate_proj"}
 _LLAMA4 = {name: own.replace("mlp.", "feed_forward.") for name, own in (_LLAMA | _EXPERTS | _SHARED).items()}
 _DBRX = {
     "token_embd": "transformer.wte",
@@ -275,6 +277,9 @@ NAMES = {
     "chatglm": _LLAMA | _GLM,
     "glm4": _LLAMA | _GLM4,
     **dict.fromkeys(("dots1", "ernie4_5-moe", "exaone-moe", "minimax-m2"), _LLAMA | _SIGMOIDS),
+    **dict.fromkeys(("hy_v3", "cohere2moe"), _LLAMA | _SIGMOIDS),
+    "laguna": _LLAMA | _SIGMOIDS | _SHARED | _GATES,
+    "muse-glimmer": {name: own for name, own in _GEMMA2.items() if not name.endswith(("q_norm", "k_norm"))} | _GATES,
     "glm4moe": _AFTER | _SIGMOIDS,
     "seed_oss": _AFTER,
     "llama4": _LLAMA4 | {"blk.ffn_gate_inp": "feed_forward.router"},
@@ -286,7 +291,7 @@ NAMES = {
     "bloom": _LLAMA | _FALCON | {"token_embd_norm": "transformer.word_embeddings_layernorm"},
     "mpt": _MPT | {name: _LLAMA[name] for name in ("output", "cls.output")},
     "starcoder": _GPT2,
-    **dict.fromkeys(("llama", "qwen3moe", "qwen3vlmoe", "olmoe"), _LLAMA | _EXPERTS),
+    **dict.fromkeys(("llama", "qwen3moe", "qwen3vlmoe", "olmoe", "mellum"), _LLAMA | _EXPERTS),
     "granitemoe": _LLAMA | _EXPERTS | _SHARED_MLP,
     "qwen35": _QWEN35,
     **dict.fromkeys(("qwen3next", "qwen35moe"), _QWEN35 | _EXPERTS | _SHARED),

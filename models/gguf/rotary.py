@@ -49,7 +49,7 @@ def rotary(file: GGUF, keys: Fields, head_dim: int, context: int, rotated: str) 
 
 def _scaling(file: GGUF, keys: Fields, theta: float, dims: int, context: int) -> dict[str, Any] | None:
     """Return `rope_scaling` of the configuration."""
-    plain, long, short = (_factors(file, name, dims // 2) if name in file.tensors else None for name in FACTORS)
+    plain, long, short = (factors(file, name, dims // 2) if name in file.tensors else None for name in FACTORS)
     kind = keys.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), "none")
     factor = keys.float("rope.scaling.factor", 0.0, low=0.0, high=1e6) or keys.float("rope.scale_linear", 0.0)
     original = keys.int("rope.scaling.original_context_length", context, high=2**31)
@@ -84,7 +84,8 @@ def _yarn(keys: Fields, factor: float, original: int) -> dict[str, Any]:
     return scaling | {name: decimal(value) for name, value in given.items() if value is not None}
 
 
-def _factors(file: GGUF, name: str, count: int) -> list[float]:
+def factors(file: GGUF, name: str, count: int) -> list[float]:
+    """Read a tensor of so many positive numbers from the file. Raises CheckpointError if it is another one."""
     entry = file.entry(name)
     if entry.format != "F32" or entry.shape != (count,):
         raise file.error(f"tensor {name!r}: expected {count} numbers in F32, got {entry.format} {list(entry.shape)}")

@@ -61,13 +61,17 @@ def epsilon(keys: Fields, name: str) -> float:
     return decimal(keys.float(name, low=0.0, high=1.0))
 
 
-def windows(keys: Fields, window: int, period: int) -> dict[str, Any]:
-    """Return the kinds of layers: `attention.sliding_window_pattern` is a period, or has a flag for each layer."""
+def windows(keys: Fields, window: int, period: int, first: bool = False) -> dict[str, Any]:
+    """Return the kinds of layers: `attention.sliding_window_pattern` is a period, or has a flag for each layer.
+
+    Args:
+        first: the first layer of a period has no window, else the last one.
+    """
     name, layers = "attention.sliding_window_pattern", keys.int("block_count", high=2**14)
     slides = keys.config.get(name)
     if not isinstance(slides, list):
         every = keys.int(name, period, low=0)
-        slides = [every == 0 or bool(i % every) for i in range(1, layers + 1)]
+        slides = [every == 0 or bool((i if first else i + 1) % every) for i in range(layers)]
     if len(slides) != layers or any(type(flag) is not bool for flag in slides):
         raise keys.error(name, f"a number, or {layers} flags")
     types = [SLIDING if flag and window else FULL for flag in slides]

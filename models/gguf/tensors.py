@@ -42,6 +42,7 @@ PLUS_ONE = (
     "qwen3next",
     "qwen35",
     "qwen35moe",
+    "muse-glimmer",
 )  # architectures whose norms are stored as 1 + weight
 STREAMS = re.compile(r"model\.altup_(unembed_)?projections\..+")  # one matrix for each
 # Frequencies, which are in the configuration, and scales of activations, which are not rounded.
@@ -289,7 +290,8 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
     streams."""
     arch = file.fields().str("general.architecture")
     name = checkpoint_name(arch, own) or own
-    dims = 3 if (EXPERT in name or STREAMS.fullmatch(name)) and name.endswith(".weight") else 2
+    matrix = name.endswith(".weight") or "gate_up_proj" in name
+    dims = 3 if (EXPERT in name or STREAMS.fullmatch(name)) and matrix else 2
     if "{}" in name and len(entry.shape) == dims and entry.shape[0] <= MOST_EXPERTS:
         (count, *shape), rows = entry.shape, math.prod(entry.shape[1:-1])
         parts = (("gate_up_proj", "gate_proj"), ("gate_up_proj", "up_proj")) if "gate_up_proj" in name else (("", ""),)
@@ -342,7 +344,7 @@ def _stored(
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         heads = heads if shape[0] % (2 * heads) == 0 else 0  # a shape that differs from the model's is refused later
     plus_one = arch in PLUS_ONE and name.endswith("norm.weight") and entry.format in FLOATS
-    plus_one = plus_one and DELTA_NET not in name
+    plus_one = plus_one and DELTA_NET not in name and (arch, name) != ("muse-glimmer", "model.norm.weight")
     dtype = torch.float32 if plus_one else (FLOATS | INTEGERS).get(entry.format, torch.uint8)
     transposed = False
     if entry.format in BLOCKS:

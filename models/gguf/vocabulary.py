@@ -80,6 +80,7 @@ SPLITS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("a.x-4.0", "mellum", "gigachat"), GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS),
     "mellum2": DIGITS,
+    "laguna": (r"[^\n]+|[\n]+", QWEN2),
     "falcon": FALCON,
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), BLOOM),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), LLAMA3),

@@ -1,5 +1,6 @@
 """GGUF files of golden checkpoints, written as llama.cpp's convert_hf_to_gguf.py writes them, by the `gguf` package."""
 
+import itertools
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.listing import WEIGHTS
 from models.checkpoint.tensor_files import write_tensors
+from models.families.laguna import ROPES
 from models.gguf.architectures import CAPS, GRANITE, INTERLEAVED
 from models.gguf.rotary import FACTORS
 from models.gguf.tensors import PLUS_ONE
@@ -49,7 +51,11 @@ ARCHITECTURES = {
     **{"gpt_neox": "gptneox", "falcon": "falcon", "gpt_bigcode": "starcoder", "llama4_text": "llama4", "dbrx": "dbrx"},
     **{"bloom": "bloom", "mpt": "mpt", "minicpm": "minicpm", "exaone": "exaone", "internlm2": "internlm2"},
     "bailing_moe": "bailingmoe2",
+    **{"laguna": "laguna", "mellum": "mellum", "cohere2_moe": "cohere2moe", "muse_glimmer_text": "muse-glimmer"},
+    "hy_v3": "hy_v3",
 }
+# Architectures that the package does not have yet, and those that name their tensors alike.
+LIKE = {"laguna": "step35", "mellum": "qwen3moe", "cohere2moe": "cohere2", "muse-glimmer": "afmoe", "hy_v3": "dots1"}
 MAMBA = {"conv_kernel": 4, "state_size": 16, "expand": 2, "time_step_rank": "auto"}  # fields that may be absent
 JAMBA = {"attn_layer_period": 8, "attn_layer_offset": 4, "mamba_dt_rank": "auto"}
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -66,8 +72,7 @@ PARTS = {  # of mixtures of experts, by the ends of their names in transformers
     "experts.down_proj": "ffn_down_exps.weight",
     "experts.up_proj": "ffn_up_exps.weight",
     **dict.fromkeys(
-        ("e_score_correction_bias", "gate.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),
-        "exp_probs_b.bias",
+        (f"{own}e_score_correction_bias" for own in ("", "gate.", "gate.moe_statics.", "experts.")), "exp_probs_b.bias"
     ),
     "gate.expert_bias": "exp_probs_b.bias",
     **dict.fromkeys(("router.gate.weight", "gate.wg.weight"), "ffn_gate_inp.weight"),
@@ -91,9 +96,10 @@ SHARES = {
 }  # of heads, rotated
 EPSILONS = {  # of LayerNorms
     **dict.fromkeys(("phi2", "stablelm", "command-r", "cohere2", "gptneox", "jais2", "olmo"), "layer_norm_eps"),
-    "dbrx": "layer_norm_eps",
+    **dict.fromkeys(("dbrx", "cohere2moe"), "layer_norm_eps"),
     **{"nemotron": "norm_eps", "starcoder2": "norm_epsilon", "falcon": "layer_norm_epsilon"},
 }
+MUSE_NORM = "muse-glimmer", "model.norm.weight"
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
 APART = 1000  # `kernels.linear.blocks.Block.number` of a second form of a number
 
@@ -202,6 +208,9 @@ class File:
     def __init__(self, folder, format=F32, formats=None, split=True):
         self.split, self.folder, self.format, self.formats = split, folder, format, formats or {}
         self.config = json.loads((folder / "config.json").read_text())
+        self.config = self.config.get("text_config", self.config)
+        if self.config["model_type"] == "laguna":
+            self.config = {"rope_parameters": ROPES} | self.config
         if "layers_block_type" in self.config:
             self.config["num_hidden_layers"] = len(self.config["layers_block_type"])
         if self.config["model_type"] == "dbrx":
@@ -236,10 +245,12 @@ class File:
         heads = next((c[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in c), 1)  # scans: none
         layers = next(c[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if name in c)
         kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
-        names = gguf.get_tensor_name_map(kinds[self.arch], layers)
+        names = gguf.get_tensor_name_map(kinds[LIKE.get(self.arch, self.arch)], layers)
         own = {}  # matrices of experts, and norms of heads, that have one each
         for name, tensor in load_file(self.folder / "model.safetensors").items():
-            values = tensor.float().numpy()
+            values, name = tensor.float().numpy(), name.replace(".language_model.", ".").replace("g_proj", "gate_proj")
+            if ".vision_" in name:
+                continue
             if ".linear_attn." in name:
                 self._delta_net(*name.removeprefix("model.layers.").split(".linear_attn."), values)
                 continue
@@ -273,7 +284,7 @@ class File:
             if curve := re.fullmatch(r".+\.(\d+)\.mlp\.act_fn\.(\w+)", name):
                 self.curves.setdefault(f"xielu.{curve[2]}", {})[int(curve[1])] = values.item()
                 continue
-            if self.arch in PLUS_ONE and name.endswith("norm.weight"):
+            if self.arch in PLUS_ONE and name.endswith("norm.weight") and (self.arch, name) != MUSE_NORM:
                 values = values + 1
             mixed = re.fullmatch(r"\w+\.layers\.(\d+)\.(?:mlp|mixer|feed_forward|block_sparse_moe)\.(.+)", name)
             if mixed and self.arch == "gpt-oss" and "." not in mixed[2].removeprefix("experts."):
@@ -335,6 +346,11 @@ class File:
             if values.shape[-1] % gguf.GGML_QUANT_SIZES[usual][0]:  # as llama-quantize does
                 usual = F32 if values.shape[-1] % 32 else gguf.GGMLQuantizationType.Q8_0
             self.add(key, values, usual)
+        if self.arch == "muse-glimmer":  # norms of heads without weights, and a factor
+            for i, (part, factor) in itertools.product(
+                range(layers), {"q": c.get("qk_scale_factor", 3.87), "k": 1}.items()
+            ):
+                self.add(f"blk.{i}.attn_{part}_norm.weight", np.full(c["head_dim"], factor, np.float32))
         for name, matrices in own.items():
             format = self.format if name.endswith(("exps.weight", "proj.weight")) else F32
             self.add(name, np.stack([matrices[i] for i in range(len(matrices))]), format)
@@ -504,7 +520,7 @@ class File:
         yield "shortconv.l_cache", c.get("conv_L_cache")
         yield "attention.key_length", c.get("head_dim")
         yield "attention.value_length", c.get("head_dim")
-        eps = EPSILONS.get(self.arch)
+        eps = None if "rms_norm_eps" in c else EPSILONS.get(self.arch)
         yield (
             "attention.layer_norm_rms_epsilon",
             None if eps else c.get("rms_norm_eps", c.get("norm_eps", 1e-6 if self.arch == "seed_oss" else 1e-5)),
@@ -595,6 +611,8 @@ class File:
             yield from (("expert_group_count", c["n_group"]), ("expert_group_used_count", c["topk_group"]))
         if self.arch in ("glm4moe", "dots1", "afmoe", "ernie4_5-moe", "bailingmoe2"):
             yield from self._sigmoids()
+        if self.arch in LIKE:
+            yield from self._windowed()
         if self.arch == "mistral4":
             yield "expert_weights_norm", c.get("norm_topk_prob", True)
             yield "attention.temperature_scale", r["llama_4_scaling_beta"]
@@ -633,6 +651,31 @@ class File:
         yield "embedding_length_per_layer_input", self.config["hidden_size_per_layer_input"]
         yield "feed_forward_length", [*c.uneven.mlp_widths]
         yield "expert_used_count", self.config.get("top_k_experts")
+
+    def _windowed(self):
+        own = self.config
+        names = {"muse_glimmer_text": "MuseGlimmerForCausalLM"}
+        c = FAMILIES[names.get(own["model_type"]) or own["architectures"][0]].read(Fields(own, "config.json"))
+        if self.arch != "hy_v3":
+            yield "attention.sliding_window_pattern", [window is not None for window in c.windows]
+        if self.arch != "cohere2moe":
+            yield "attention.layer_norm_rms_epsilon", c.norm_eps
+        if self.arch in ("muse-glimmer", "hy_v3"):
+            yield "rope.freq_base", next(rope for rope in c.ropes or (c.rope,) if rope).theta
+        if self.arch == "muse-glimmer":
+            yield from (("logit_scale", 1 / c.logit_divisor), ("final_logit_softcapping", c.logit_cap))
+            return
+        yield from (("expert_feed_forward_length", c.experts.width), ("expert_weights_norm", True))
+        if self.arch == "laguna":
+            size, ropes = own["head_dim"], own["rope_parameters"]
+            yield "attention.head_count", own.get("num_attention_heads_per_layer", own["num_attention_heads"])
+            yield "rope.dimension_count_swa", int(size * ropes["sliding_attention"].get("partial_rotary_factor", 1))
+        if self.arch in ("laguna", "hy_v3"):
+            yield from (("expert_gating_func", 2), ("expert_weights_scale", c.experts.routing.scale))
+            yield "expert_shared_feed_forward_length", c.experts.shared_width
+        if self.arch == "cohere2moe":
+            yield "expert_gating_func", 2 if own.get("expert_selection_fn") == "sigmoid" else 1
+            yield "expert_shared_count", own["num_shared_experts"]
 
     def _sigmoids(self):
         c = self.config

@@ -17,7 +17,7 @@ from models.gguf.names import NAMES, checkpoint_name
 from models.gguf.reader import GGUF
 from models.rope import RopeConfig, RotaryEmbedding
 from search import Greedy, Trie
-from tests.models.gguf.files import GOLDEN, WIDE, File, gguf, random
+from tests.models.gguf.files import GOLDEN, LIKE, WIDE, File, gguf, random
 from tools import convert
 
 TYPES = gguf.GGMLQuantizationType
@@ -57,6 +57,8 @@ FLOATS = [
     *("mamba/plain", "mamba/bias", "mamba/defaults", "mamba/falcon_bias", "mamba2/plain", "mamba2/bias"),
     *("jamba/plain", "jamba/experts", "jamba/bias", "jamba/defaults"),
     *(f"published/{name}" for name in ("minicpm", "minicpm_long", "exaone", "exaone_tied", "internlm2", "ling")),
+    *("laguna/plain", "laguna/defaults", "laguna/bias", "muse/plain", "relatives/hy3", "relatives/hy3_kinds"),
+    "relatives/cohere_moe",
 ]
 PROMPT = list(range(3, 30))
 
@@ -129,6 +131,52 @@ def test_older_files_of_minicpm_have_no_multipliers(tmp_path):
     file = File(random(tmp_path / "source", "published/minicpm", **published))
     file.keys = {key: value for key, value in file.keys.items() if not key.endswith("_scale")}
     same(file.write(tmp_path / "file.gguf"), tmp_path / "source", 1e-5)
+
+
+def test_mellum_and_cohere_with_experts_as_llama_cpp_has_them(tmp_path):
+    """Experts in all layers; the sum of experts and the shared one is halved."""
+    for variant, changes in (
+        ("relatives/mellum", {"mlp_layer_types": ["sparse", "sparse"]}),
+        ("relatives/cohere_moe_sigmoid", {"shared_expert_combination_strategy": "average"}),
+    ):
+        name = variant.partition("/")[2]
+        source = random(tmp_path / name, variant, **changes)
+        same(File(source).write(tmp_path / f"{name}.gguf"), source, 1e-5)
+
+
+@pytest.mark.parametrize("variant", ["laguna/plain", "relatives/cohere_moe_sigmoid"])
+def test_the_first_layer_of_four_has_no_window(variant, tmp_path):
+    layers = ["full_attention", "sliding_attention", "sliding_attention"]
+    changes = {"layer_types": layers, "num_attention_heads_per_layer": [4, 6, 6], "sliding_window_pattern": 4}
+    changes |= {"shared_expert_combination_strategy": "average"}
+    source = random(tmp_path / "source", variant, **changes)
+    file = File(source)
+    del file.keys[f"{file.arch}.attention.sliding_window_pattern"]
+    same(file.write(tmp_path / "file.gguf"), source, 1e-5)
+
+
+@pytest.mark.parametrize("variant", ["relatives/mellum", "experts/qwen3", "relatives/hy3"])
+def test_gates_and_ups_of_experts_in_one_tensor(variant, tmp_path):
+    """As convert_hf_to_gguf.py --fuse-gate-up-exps writes them; also in blocks."""
+    changes = {"mlp_layer_types": ["sparse", "sparse"]} if variant == "relatives/mellum" else {}
+    source = random(tmp_path / "source", variant, **changes, **WIDE)
+    for format in (TYPES.F32, TYPES.Q8_0):
+        apart, whole = File(source, format), File(source, format)
+        for name in [name for name in whole.tensors if "ffn_gate_exps" in name]:
+            both = [name, name.replace("gate", "up")]
+            whole.tensors[name.replace("gate", "gate_up")] = np.concatenate([whole.tensors.pop(x) for x in both], 1)
+            whole.types[name.replace("gate", "gate_up")] = apart.types[name]
+        paths = [file.write(tmp_path / f"{i}.gguf") for i, file in enumerate((apart, whole))]
+        ours, theirs = (Engine.load(path, dtype="float32", kv_memory=1 << 24) for path in paths)
+        assert ours.logits(PROMPT).equal(theirs.logits(PROMPT))
+
+
+@pytest.mark.parametrize("part, value", [("q", [2.0] * 7 + [1.5]), ("k", [2.0] * 8)])
+def test_norms_of_muse_are_one_factor(part, value, tmp_path):
+    file = File(GOLDEN / "muse/plain")
+    file.add(f"blk.1.attn_{part}_norm.weight", np.array(value, np.float32))
+    with pytest.raises(CheckpointError, match="expected one factor of all queries, and 1 of keys"):
+        Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 22)
 
 
 @pytest.mark.parametrize("count", [4, 128])
@@ -272,6 +320,12 @@ WRONG_KEYS = {
         ({"expert_weights_norm": False}, "expert_weights_norm: expected true"),
         ({"expert_weights_norm": False, "expert_gating_func": 1}, "expert_gating_func: expected 2"),
     ],
+    "laguna/plain": [({"expert_weights_norm": False}, "expert_weights_norm: expected true")],
+    "relatives/hy3": [({"expert_weights_norm": False}, "expert_weights_norm: expected true")],
+    "relatives/cohere_moe": [
+        ({"expert_weights_norm": False}, "expert_weights_norm: expected true, as weights are parts"),
+        ({"expert_gating_func": 2, "expert_weights_scale": 2.0}, "expert_weights_scale: expected 1"),
+    ],
     "experts/minimax": [({"expert_weights_scale": 2.0}, "expert_weights_scale: expected 1")],
     "gemma4/plain": [
         ({"attention.value_length": 8}, "value_length: expected the attention.key_length, 20"),
@@ -401,6 +455,7 @@ def test_layers_without_experts_beside_gated_delta_nets_are_refused(tmp_path):
     "glm/four", "gpt_neox/plain", "cohere/plain", "llamas/nemotron",
     "experts/lfm2", "gpt_oss/plain", "qwen3_5/bias", "experts/qwen3_5", "experts/qwen3_next", "granite/scans_groups",
     "apertus/plain", "nemotron_h/plain", "nemotron_h/experts", "gemma3n/plain", "falcon_h1/norm",
+    "laguna/plain",
 ])  # fmt: skip
 def test_formats_of_families(variant, format, tmp_path):
     file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])
@@ -467,7 +522,7 @@ def test_names_are_those_of_the_package():
     """The other way round: every name of a checkpoint has the name in files that the package gives it."""
     kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
     for arch, names in NAMES.items():
-        theirs = gguf.get_tensor_name_map(kinds[arch], 4)
+        theirs = gguf.get_tensor_name_map(kinds[LIKE.get(arch, arch)], 4)
         more = {"cls.output", *(["output_norm"] if arch.startswith("lfm2") else [])}  # which the package does not know
         more |= set() if arch in ("gpt2", "phi3") else {"blk.attn_qkv"}
         for own in names:

@@ -203,6 +203,7 @@ FAMILIES = {  # by tokenizer.ggml.pre: the pre-tokenizer, whether whole words ar
     "bloom": (split(r" ?[^(\s|[.,!?…。，、।۔،])]+"), False, False),
     "viking": (split(r" ?[^(\s|[.,!?…。，、।۔،])]+", r"\p{N}"), False, False),
     "afmoe": (split(*AFMOE), False, False),
+    "laguna": (split(r"[^\n]+|[\n]+", LLAMA3.replace("{1,3}", "")), False, False),
     "tiny_aya": (split(r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O), False, False),
     "superbpe": (split(r"\p{N}+", r"(?=(\d{3})+(?!\d))"), False, False),
     "jais-2": (split(JAIS2), False, False),
