@@ -50,6 +50,9 @@ def convert(path: Path, folder: Path) -> dict[str, Any]:
     targets, quantized = dict[str, Target](), dict[str, Grouping]()
     for name, info in source.tensors.items():
         assert isinstance(info, Stored)
+        if info.format == "I2_S":
+            what = f"{name!r} is of the type I2_S, whose inputs are rounded to 8 bits: a folder would not say so"
+            raise source.gguf.error(what, "Use the file itself.")  # type: ignore[union-attr]
         if info.format not in BLOCKS:
             targets[name] = Target(name, "", info.shape, info.dtype)
             continue

@@ -217,6 +217,7 @@ _AFMOE = _SIGMOIDS | {
     "blk.post_ffw_norm": "post_mlp_layernorm",
     "blk.exp_probs_b": "mlp.gate.e_score_correction_bias",
 }
+_SUB_NORMS = {"blk.attn_sub_norm": "self_attn.attn_sub_norm", "blk.ffn_sub_norm": "mlp.ffn_sub_norm"}
 _GATES = {"blk.attn_gate": "self_attn.gate_proj"}
 _LLAMA4 = {name: own.replace("mlp.", "feed_forward.") for name, own in (_LLAMA | _EXPERTS | _SHARED).items()}
 _DBRX = {
@@ -291,6 +292,7 @@ NAMES = {
     "bloom": _LLAMA | _FALCON | {"token_embd_norm": "transformer.word_embeddings_layernorm"},
     "mpt": _MPT | {name: _LLAMA[name] for name in ("output", "cls.output")},
     "starcoder": _GPT2,
+    **dict.fromkeys(("bitnet", "bitnet-b1.58"), _LLAMA | _SUB_NORMS),
     **dict.fromkeys(("llama", "qwen3moe", "qwen3vlmoe", "olmoe", "mellum"), _LLAMA | _EXPERTS),
     "granitemoe": _LLAMA | _EXPERTS | _SHARED_MLP,
     "qwen35": _QWEN35,

@@ -53,11 +53,13 @@ TYPES: dict[int, tuple[str, int, int]] = {  # by number: name, elements and byte
     30: ("BF16", 1, 2),
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
+    36: ("I2_S", 128, 32),
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
     42: ("Q2_0", 64, 18),
 }
+TAILS = {"I2_S": 32}  # bytes that follow the rows of a tensor
 WIDE_Q2_0 = ("Q2_0_G128", 128, 34)  # in the first files of Ternary Bonsai, by the same number
 
 
@@ -241,7 +243,7 @@ class _Header:
         found: dict[str, HeaderEntry] = {}
         end = 0
         for name, entry in sorted(entries, key=lambda named: named[1].start):
-            size = entry.row_bytes * math.prod(entry.shape[:-1])
+            size = entry.row_bytes * math.prod(entry.shape[:-1]) + TAILS.get(entry.format, 0)
             if name in found:
                 raise self.error(f"tensor {show(name)} occurs twice", FETCH_AGAIN)
             if entry.start % align or data + entry.start + size > self.size:

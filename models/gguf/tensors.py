@@ -24,16 +24,18 @@ from models.gguf.delta_nets import DELTA_NET, ordered
 from models.gguf.latents import HEADS
 from models.gguf.later import QKV, curve_of, grouped
 from models.gguf.names import checkpoint_name
-from models.gguf.reader import FETCH_AGAIN, GGUF, HeaderEntry
+from models.gguf.reader import FETCH_AGAIN, GGUF, TAILS, HeaderEntry
 from models.gguf.rotary import FACTORS
 from models.gguf.scans import SCAN, joined, vector
+from models.gguf.ternary import I2_S, form, ternary
 from models.names import CURVE, HEAD
-from models.quantized.parts import Part, Source
+from models.quantized.parts import Form, Part, Source
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
-SUPPORTED = ", ".join([*FLOATS, *BLOCKS])
+FORMATS = BLOCKS | {"I2_S": I2_S}
+SUPPORTED = ", ".join([*FLOATS, *FORMATS])
 PLUS_ONE = (
     "gemma",
     "gemma2",
@@ -85,7 +87,7 @@ class Stored(TensorInfo):
     @property
     def block(self) -> Block:
         """The format of its blocks, whose scales are floats if `scale` multiplies them."""
-        block = BLOCKS[self.format]
+        block = FORMATS[self.format]
         return block if self.scale is None else replace(block, scales="floats")
 
     def factor(self) -> Tensor | None:
@@ -98,7 +100,7 @@ class Stored(TensorInfo):
     @property
     def elements(self) -> int:
         """The number of its elements."""
-        if (block := BLOCKS.get(self.format)) is None:
+        if (block := FORMATS.get(self.format)) is None:
             return super().elements
         own = self.rows * self.row_bytes // block.bytes * block.size
         return own if self.below is None else own + self.below.elements
@@ -134,7 +136,7 @@ class Stored(TensorInfo):
             found = words.transpose(1, 2).flatten(0, 2).view(dtype)
         if self.pieces:
             found = torch.cat([found[some.start : some.stop] for some in self.pieces])
-        if self.columns and self.format not in BLOCKS:
+        if self.columns and self.format not in FORMATS:
             found = torch.cat([found[:, some.start : some.stop] for some in self.columns], 1)
         if self.plus_one:
             found = found.float() - 1
@@ -145,7 +147,7 @@ class Stored(TensorInfo):
     def reader(self, name: str) -> "RowReader | BlockReader":
         """Return a reader of rows of the matrix, as floats."""
         rows = RowReader(self, name, self.start)
-        return BlockReader(rows, self) if self.format in BLOCKS else rows
+        return BlockReader(rows, self) if self.format in FORMATS else rows
 
 
 class BlockReader:
@@ -166,9 +168,9 @@ class BlockScheme:
 
     info: Stored
 
-    def form(self, width: int) -> Block:
+    def form(self, width: int) -> Block | Form:
         """See `Scheme`."""
-        return self.info.block
+        return form(width) if self.info.format == "I2_S" else self.info.block
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
@@ -200,6 +202,9 @@ class BlockQuantization:
 
 def _weight(block: Block, stored_OB: Tensor, width: int, factor: Tensor | None) -> GroupedWeight:
     """Return the weight whose rows are stored as these blocks, times a factor."""
+    if block.number == I2_S.number:
+        assert factor is not None
+        return ternary(stored_OB, width, factor)
 
     def rows(first: int, last: int) -> GroupedRows:
         codes_OI, scale_OG, least_OG = block.rows(stored_OB[first:last])
@@ -226,7 +231,7 @@ def tensors_of(file: GGUF, config: Mapping[str, Any]) -> dict[str, Stored]:
     for own, entry in file.tensors.items():
         if own.endswith(IGNORED) or own in beside:
             continue
-        if entry.format not in FLOATS | BLOCKS | INTEGERS:
+        if entry.format not in FLOATS | FORMATS | INTEGERS:
             what = f"tensor {show(own)} has the block format {entry.format}, which is not supported"
             raise file.error(what, f"supported: {SUPPORTED}")
         for name, stored in _named(file, config, own, entry):
@@ -276,7 +281,7 @@ def _curves(file: GGUF, layers: int) -> dict[str, Stored]:
 def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> BlockQuantization | None:
     """Return `Checkpoint.quantization` for these tensors."""
     schemes = {
-        name.removesuffix(".weight"): BlockScheme(info) for name, info in tensors.items() if info.format in BLOCKS
+        name.removesuffix(".weight"): BlockScheme(info) for name, info in tensors.items() if info.format in FORMATS
     }
     for table in ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in", "transformer.word_embeddings"):
         if config["tie_word_embeddings"] and table in schemes:
@@ -347,13 +352,15 @@ def _stored(
     plus_one = plus_one and DELTA_NET not in name and (arch, name) != ("muse-glimmer", "model.norm.weight")
     dtype = torch.float32 if plus_one else (FLOATS | INTEGERS).get(entry.format, torch.uint8)
     transposed = False
-    if entry.format in BLOCKS:
+    if entry.format in FORMATS:
         shape = (rows, entry.row_bytes)
     elif name.endswith(("conv.conv.weight", "conv1d.weight")) and len(shape) == 2:
         shape = (shape[0], 1, shape[1])
     elif arch == "gpt2" and name.startswith("transformer.h.") and len(shape) == 2:
         shape, transposed = shape[::-1], True
+    tail = entry.start + math.prod(entry.shape[:-1]) * entry.row_bytes
+    scale = Stored(entry.file, (1,), torch.float32, row_bytes=4, start=tail) if entry.format in TAILS else None
     return Stored(
         entry.file, shape, dtype, format=entry.format, rows=rows, row_bytes=entry.row_bytes, start=start, heads=heads,
-        transposed=transposed, plus_one=plus_one,
+        transposed=transposed, plus_one=plus_one, scale=scale,
     )  # fmt: skip

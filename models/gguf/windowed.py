@@ -49,7 +49,7 @@ def _kinds(file: GGUF, keys: Fields, first: bool = False) -> dict[str, Any]:
     Args:
         first: see `windows`.
     """
-    config = {"partial_rotary_factor": 1.0} | gated(file, keys, rotated="some")
+    config: dict[str, Any] = {"partial_rotary_factor": 1.0} | gated(file, keys, rotated="some")
     theta, size = config.pop("rope_theta"), config["head_dim"]
     full = (config.pop("rope_scaling") or {"rope_type": "default"}) | {"rope_theta": theta}
     full["partial_rotary_factor"] = config.pop("partial_rotary_factor")

@@ -52,10 +52,15 @@ ARCHITECTURES = {
     **{"bloom": "bloom", "mpt": "mpt", "minicpm": "minicpm", "exaone": "exaone", "internlm2": "internlm2"},
     "bailing_moe": "bailingmoe2",
     **{"laguna": "laguna", "mellum": "mellum", "cohere2_moe": "cohere2moe", "muse_glimmer_text": "muse-glimmer"},
-    "hy_v3": "hy_v3",
+    **{"hy_v3": "hy_v3", "bitnet": "bitnet-b1.58"},
 }
 # Architectures that the package does not have yet, and those that name their tensors alike.
 LIKE = {"laguna": "step35", "mellum": "qwen3moe", "cohere2moe": "cohere2", "muse-glimmer": "afmoe", "hy_v3": "dots1"}
+LIKE["bitnet-b1.58"] = "bitnet"
+PACKAGE_NAMES = {  # parts of names in checkpoints, and what the package has for them
+    **{".language_model.": ".", "self_attn.g_proj": "self_attn.gate_proj"},
+    **{"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"},
+}
 MAMBA = {"conv_kernel": 4, "state_size": 16, "expand": 2, "time_step_rank": "auto"}  # fields that may be absent
 JAMBA = {"attn_layer_period": 8, "attn_layer_offset": 4, "mamba_dt_rank": "auto"}
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -236,6 +241,7 @@ class File:
         if self.arch == "nemotron_h" and "moe_intermediate_size" in self.config:
             self.arch = "nemotron_h_moe"
         self.tensors, self.types, self.curves = {}, {}, {}
+        self.raw_shapes = {}  # bytes of rows, of tensors that have more bytes
         self._tensors()
         self.keys = {f"{self.arch}.{key}": value for key, value in self._keys() if value is not None}
         self.keys |= self.vocabulary()
@@ -248,7 +254,9 @@ class File:
         names = gguf.get_tensor_name_map(kinds[LIKE.get(self.arch, self.arch)], layers)
         own = {}  # matrices of experts, and norms of heads, that have one each
         for name, tensor in load_file(self.folder / "model.safetensors").items():
-            values, name = tensor.float().numpy(), name.replace(".language_model.", ".").replace("g_proj", "gate_proj")
+            values = tensor.float().numpy()
+            for one, other in PACKAGE_NAMES.items():
+                name = name.replace(one, other)
             if ".vision_" in name:
                 continue
             if ".linear_attn." in name:
@@ -611,7 +619,7 @@ class File:
             yield from (("expert_group_count", c["n_group"]), ("expert_group_used_count", c["topk_group"]))
         if self.arch in ("glm4moe", "dots1", "afmoe", "ernie4_5-moe", "bailingmoe2"):
             yield from self._sigmoids()
-        if self.arch in LIKE:
+        if self.arch in LIKE and self.arch != "bitnet-b1.58":
             yield from self._windowed()
         if self.arch == "mistral4":
             yield "expert_weights_norm", c.get("norm_topk_prob", True)
@@ -747,7 +755,7 @@ class File:
             add.get(type(value), writer.add_float32)(key, value)
         for name, tensor in self.tensors.items():
             raw = None if self.types[name] in (F32, gguf.GGMLQuantizationType.F16) else self.types[name]
-            writer.add_tensor(name, tensor, raw_dtype=raw)
+            writer.add_tensor(name, tensor, raw_shape=self.raw_shapes.get(name), raw_dtype=raw)
         for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
             step()
         writer.close()
