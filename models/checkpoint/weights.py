@@ -305,7 +305,11 @@ class Weights:
             rows = max(1, LARGE // shape[1])  # a part at a time: all rows as float32 may not fit into the host's memory
             for at in range(0, len(some), rows):
                 piece = some[at : at + rows]
-                table[at : at + len(piece)] = grouped.floats(piece.start, piece.stop).to(self.device, self.dtype)
+                try:
+                    table[at : at + len(piece)] = grouped.floats(piece.start, piece.stop).to(self.device, self.dtype)
+                except ValueError as error:
+                    what, where = f"{show(stored)}: {error}", show(self.checkpoint.folder)
+                    raise CheckpointError(what, where=where, remedy=FETCH_AGAIN) from None
         if self.shard.size == 1:
             self.resident[stored] = table
         return Embedding(table, self.dtype, some.start, self.shard)

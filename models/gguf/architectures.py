@@ -132,7 +132,7 @@ def _granite(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _bitnet(file: GGUF, keys: Fields) -> dict[str, Any]:
-    """`bitnet` is the architecture of older models, `bitnet-b1.58` that of BitNet b1.58 2B4T."""
+    """`bitnet` is the architecture of older models, the others are those of BitNet b1.58 2B4T."""
     older = file.fields().str("general.architecture") == "bitnet"
     config = gated(file, keys, rotated="all") | {"hidden_act": "silu" if older else "relu2"}
     return config | {"attention_bias": False} | named("BitNetForCausalLM", "bitnet")
@@ -447,7 +447,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "jamba": jamba,
     **dict.fromkeys(("hunyuan-dense", "hunyuan-moe"), _hunyuan),
     **dict.fromkeys(("exaone", "internlm2"), _llama),
-    **dict.fromkeys(("bitnet", "bitnet-b1.58"), _bitnet),
+    **dict.fromkeys(("bitnet", "bitnet-25", "bitnet-b1.58"), _bitnet),
     "minicpm": _minicpm,
     "minicpm3": _minicpm3,
     "lfm2": _lfm2,

@@ -292,7 +292,7 @@ NAMES = {
     "bloom": _LLAMA | _FALCON | {"token_embd_norm": "transformer.word_embeddings_layernorm"},
     "mpt": _MPT | {name: _LLAMA[name] for name in ("output", "cls.output")},
     "starcoder": _GPT2,
-    **dict.fromkeys(("bitnet", "bitnet-b1.58"), _LLAMA | _SUB_NORMS),
+    **dict.fromkeys(("bitnet", "bitnet-25", "bitnet-b1.58"), _LLAMA | _SUB_NORMS),
     **dict.fromkeys(("llama", "qwen3moe", "qwen3vlmoe", "olmoe", "mellum"), _LLAMA | _EXPERTS),
     "granitemoe": _LLAMA | _EXPERTS | _SHARED_MLP,
     "qwen35": _QWEN35,

@@ -154,12 +154,17 @@ class BlockReader:
     """Rows of a quantised matrix as float32, read from the file on request: see `RowReader`."""
 
     def __init__(self, rows: RowReader, info: Stored):
-        self.rows, self.block, self.name, self.factor = rows, info.block, rows.name, info.factor()
+        self.rows, self.info, self.block, self.factor = rows, info, info.block, info.factor()
         self.width = info.row_bytes // self.block.bytes * self.block.size
 
     def __call__(self, rows: Sequence[int]) -> Tensor:
-        """Return [len(rows), width]. Raises CheckpointError if the file has become shorter."""
-        return _weight(self.block, self.rows(rows), self.width, self.factor).floats()
+        """Return [len(rows), width]. Raises CheckpointError if the file has become shorter, or for broken blocks."""
+        try:
+            return _weight(self.block, self.rows(rows), self.width, self.factor).floats()
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.rows.name}: {error}", where=show(self.info.file), remedy=FETCH_AGAIN
+            ) from None
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,10 @@ def laguna(file: GGUF, keys: Fields) -> dict[str, Any]:
         raise keys.error("expert_weights_norm", "true")
     sparse = _sparse(mixed.pop("mlp_only_layers"), layers)
     shared = file.entry(f"blk.{sparse.index('sparse')}.ffn_down_shexp.weight").shape[-1]
+    each = "per-head" if file.entry("blk.0.attn_gate.weight").shape[0] == heads[0] else "per-element"
     return config | mixed | named("LagunaForCausalLM", "laguna") | {
         "num_attention_heads_per_layer": heads,
+        "gating": each,
         "mlp_layer_types": sparse,
         "shared_expert_intermediate_size": shared,
         "moe_routed_scaling_factor": decimal(keys.float("expert_weights_scale", 1.0)) or 1.0,  # 0: none
@@ -39,6 +41,7 @@ def mellum(file: GGUF, keys: Fields) -> dict[str, Any]:
     """Return the configuration."""
     config, mixed = _kinds(file, keys), experts(file, keys)
     norm = {"norm_topk_prob": keys.bool("expert_weights_norm", default=True)}
+    norm |= {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
     sparse = {"mlp_layer_types": ["sparse"] * config["num_hidden_layers"]}
     return config | mixed | norm | sparse | named("MellumForCausalLM", "mellum")
 
@@ -54,7 +57,8 @@ def _kinds(file: GGUF, keys: Fields, first: bool = False) -> dict[str, Any]:
     full = (config.pop("rope_scaling") or {"rope_type": "default"}) | {"rope_theta": theta}
     full["partial_rotary_factor"] = config.pop("partial_rotary_factor")
     local = {"rope_type": "default", "rope_theta": decimal(keys.float("rope.freq_base_swa", theta, low=1.0, high=1e15))}
-    local["partial_rotary_factor"] = keys.int("rope.dimension_count_swa", size, high=size) / size
+    turned = keys.int("rope.dimension_count", size, high=size)
+    local["partial_rotary_factor"] = keys.int("rope.dimension_count_swa", turned, high=size) / size
     kinds = windows(keys, keys.int("attention.sliding_window", 0, low=0, high=2**31), 4, first)
     return config | kinds | {"rope_parameters": {FULL: full, SLIDING: local}}
 

@@ -56,7 +56,7 @@ ARCHITECTURES = {
 }
 # Architectures that the package does not have yet, and those that name their tensors alike.
 LIKE = {"laguna": "step35", "mellum": "qwen3moe", "cohere2moe": "cohere2", "muse-glimmer": "afmoe", "hy_v3": "dots1"}
-LIKE["bitnet-b1.58"] = "bitnet"
+LIKE |= dict.fromkeys(("bitnet-25", "bitnet-b1.58"), "bitnet")
 PACKAGE_NAMES = {  # parts of names in checkpoints, and what the package has for them
     **{".language_model.": ".", "self_attn.g_proj": "self_attn.gate_proj"},
     **{"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"},

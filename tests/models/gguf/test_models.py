@@ -137,6 +137,7 @@ def test_mellum_and_cohere_with_experts_as_llama_cpp_has_them(tmp_path):
     """Experts in all layers; the sum of experts and the shared one is halved."""
     for variant, changes in (
         ("relatives/mellum", {"mlp_layer_types": ["sparse", "sparse"]}),
+        ("relatives/cohere_moe", {"attention_bias": False}),
         ("relatives/cohere_moe_sigmoid", {"shared_expert_combination_strategy": "average"}),
     ):
         name = variant.partition("/")[2]
@@ -169,6 +170,25 @@ def test_gates_and_ups_of_experts_in_one_tensor(variant, tmp_path):
         paths = [file.write(tmp_path / f"{i}.gguf") for i, file in enumerate((apart, whole))]
         ours, theirs = (Engine.load(path, dtype="float32", kv_memory=1 << 24) for path in paths)
         assert ours.logits(PROMPT).equal(theirs.logits(PROMPT))
+
+
+def test_layers_with_a_window_rotate_as_much_of_a_head_unless_a_key_says_otherwise(tmp_path):
+    file, name = File(GOLDEN / "laguna/plain"), "laguna.rope.dimension_count"
+    found = []
+    for value in (8, 4, None):
+        file.keys |= {f"{name}_swa": value}
+        file.keys = {key: value for key, value in file.keys.items() if value is not None}
+        ropes = Checkpoint.open(file.write(tmp_path / "file.gguf")).config["rope_parameters"]
+        found.append([ropes[f"{kind}_attention"]["partial_rotary_factor"] for kind in ("full", "sliding")])
+    assert found == [[0.5, 1.0], [0.5, 0.5], [0.5, 0.5]]
+
+
+def test_gates_of_single_elements_are_refused(tmp_path):
+    file = File(GOLDEN / "laguna/plain")
+    for name in [name for name in file.tensors if "attn_gate" in name]:
+        file.add(name, file.tensors[name].repeat(8, 0))
+    with pytest.raises(CheckpointError, match="gates of single elements are not supported"):
+        Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 22)
 
 
 @pytest.mark.parametrize("part, value", [("q", [2.0] * 7 + [1.5]), ("k", [2.0] * 8)])
@@ -320,6 +340,7 @@ WRONG_KEYS = {
         ({"expert_weights_norm": False}, "expert_weights_norm: expected true"),
         ({"expert_weights_norm": False, "expert_gating_func": 1}, "expert_gating_func: expected 2"),
     ],
+    "muse/plain": [({"logit_scale": None}, "logit_scale: expected a")],
     "laguna/plain": [({"expert_weights_norm": False}, "expert_weights_norm: expected true")],
     "relatives/hy3": [({"expert_weights_norm": False}, "expert_weights_norm: expected true")],
     "relatives/cohere_moe": [

@@ -55,16 +55,16 @@ def test_a_file_of_bitnet_cpp(variant, tmp_path):
         convert.convert(path, tmp_path / "folder")
 
 
-def test_older_models_have_another_activation(tmp_path):
+@pytest.mark.parametrize("arch, activation", [("bitnet", "silu"), ("bitnet-25", "relu2")])
+def test_other_names_of_the_architecture(arch, activation, tmp_path):
+    """Older models have another activation."""
     source, file = ternary(tmp_path, "bitnet/plain", {"modules_to_not_convert": ["lm_head"]})
-    file.keys = {key.replace("bitnet-b1.58.", "bitnet."): value for key, value in file.keys.items()}
-    file.arch, config = "bitnet", json.loads((source / "config.json").read_text())
-    path = file.write(tmp_path / "file.gguf")
-    loaded = [Engine.load(path, dtype="float32", kv_memory=1 << 24).logits(PROMPT)]
-    for activation in ("silu", "relu2"):
-        (source / "config.json").write_text(json.dumps(config | {"hidden_act": activation}))
-        loaded.append(Engine.load(source, dtype="float32", kv_memory=1 << 24).logits(PROMPT))
-    assert loaded[0].equal(loaded[1]) and not loaded[0].equal(loaded[2])
+    file.keys = {key.replace("bitnet-b1.58.", f"{arch}."): value for key, value in file.keys.items()}
+    file.arch, config = arch, json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"hidden_act": activation}))
+    paths = file.write(tmp_path / "file.gguf"), source
+    ours, theirs = (Engine.load(x, dtype="float32", kv_memory=1 << 24).logits(PROMPT) for x in paths)
+    assert ours.equal(theirs)
 
 
 def test_damaged_files(tmp_path):
@@ -79,6 +79,12 @@ def test_damaged_files(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 24)
     file.tensors[name] = good
+    file.add("output.weight", np.ones((104, 256), np.float32))
+    file.tensors["token_embd.weight"] = packed(np.full((104, 256), 2), 1.0)
+    file.types["token_embd.weight"], file.raw_shapes["token_embd.weight"] = I2_S, (104, 64)
+    engine = Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 24)
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight: the matrix has numbers other than"):
+        engine.logits(PROMPT)
     last = [*file.tensors][-1]
     assert file.types[last] != I2_S
     file.tensors[name], path = file.tensors.pop(name), tmp_path / "file.gguf"  # at the end
