@@ -1,6 +1,7 @@
 // Products with codes in groups that share a scale.
 
 #include "../vectors.h"
+#include "few_bits.h"
 #include "products.h"
 
 const Products& of_groups(const Matrix& m) {
