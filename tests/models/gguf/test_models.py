@@ -158,7 +158,7 @@ def test_the_first_layer_of_four_has_no_window(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", ["relatives/mellum", "experts/qwen3", "relatives/hy3"])
 def test_gates_and_ups_of_experts_in_one_tensor(variant, tmp_path):
-    """As convert_hf_to_gguf.py --fuse-gate-up-exps writes them; also in blocks."""
+    """convert_hf_to_gguf.py --fuse-gate-up-exps writes them so; also in blocks."""
     changes = {"mlp_layer_types": ["sparse", "sparse"]} if variant == "relatives/mellum" else {}
     source = random(tmp_path / "source", variant, **changes, **WIDE)
     for format in (TYPES.F32, TYPES.Q8_0):

@@ -15,7 +15,7 @@ PROMPT, METHOD = list(range(3, 30)), {"quant_method": "bitnet", "linear_class": 
 
 
 def packed(numbers_OI, scale):
-    """As bitnet.cpp's `quantize_i2_s` packs numbers, four to a byte, with the scale behind them."""
+    """Pack numbers like bitnet.cpp's `quantize_i2_s`: four to a byte, with the scale behind them."""
     fields = (numbers_OI.reshape(-1, 4, 32) + 1).astype(np.uint8)
     octets = (fields << np.array([6, 4, 2, 0], np.uint8)[:, None]).sum(1, dtype=np.uint8)
     return np.concatenate([octets.flatten(), np.array([scale] + [0] * 7, np.float32).view(np.uint8)])
@@ -44,7 +44,7 @@ def ternary(tmp_path, variant, head):
 
 @pytest.mark.parametrize("variant", ["bitnet/plain", "llama/gqa"])
 def test_a_file_of_bitnet_cpp(variant, tmp_path):
-    """As BitNet b1.58 2B4T is published, or a Llama, whose architecture is that of all Llamas."""
+    """BitNet b1.58 2B4T is published so; a Llama has the architecture of all Llamas."""
     source, file = ternary(tmp_path, variant, {"modules_to_not_convert": ["lm_head"]})
     assert file.arch == ("bitnet-b1.58" if variant == "bitnet/plain" else "llama")
     path = file.write(tmp_path / "file.gguf")
