@@ -33,3 +33,8 @@ def experts(file: GGUF, keys: Fields, *, scores: int = SOFTMAX, some: bool = Fal
     count = {"num_experts": keys.int("expert_count"), "num_experts_per_tok": keys.int("expert_used_count")}
     more = {"mlp_only_layers": dense} if some else {}
     return count | {"moe_intermediate_size": file.entry(name).shape[-1]} | more
+
+
+def mlp_kinds(dense: list[int], layers: int) -> list[str]:
+    """Return the kinds of layers' MLPs as configurations name them, given the layers without experts."""
+    return ["dense" if i in dense else "sparse" for i in range(layers)]

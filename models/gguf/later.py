@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from models.checkpoint.fields import Fields
 from models.config import FULL, XIELU
 from models.gguf.delta_nets import without_draft_layers
-from models.gguf.experts import SIGMOID, experts
+from models.gguf.experts import SIGMOID, experts, mlp_kinds
 from models.gguf.latents import mixture
 from models.gguf.reader import GGUF
 from models.gguf.rotary import decimal, rotary
@@ -99,7 +99,7 @@ def _hy3(file: GGUF, keys: Fields) -> dict[str, Any]:
     if not keys.bool("expert_weights_norm", default=False):
         raise keys.error("expert_weights_norm", "true")
     dense, width = mixed.pop("mlp_only_layers"), mixed["moe_intermediate_size"]
-    kinds = ["dense" if i in dense else "sparse" for i in range(config["num_hidden_layers"])]
+    kinds = mlp_kinds(dense, config["num_hidden_layers"])
     return config | mixed | named("HYV3ForCausalLM", "hy_v3") | {
         "attention_bias": _has(file, "attn_q.bias"),
         "mlp_layer_types": kinds,

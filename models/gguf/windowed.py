@@ -7,7 +7,7 @@ from typing import Any
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING
 from models.gguf.delta_nets import without_draft_layers
-from models.gguf.experts import SIGMOID, SOFTMAX, experts
+from models.gguf.experts import SIGMOID, SOFTMAX, experts, mlp_kinds
 from models.gguf.reader import FETCH_AGAIN, GGUF
 from models.gguf.rotary import decimal, factors, rotary
 from models.gguf.sizes import attention, epsilon, gated, named, windows
@@ -24,7 +24,7 @@ def laguna(file: GGUF, keys: Fields) -> dict[str, Any]:
     mixed = experts(file, keys, scores=SIGMOID, some=True)
     if not keys.bool("expert_weights_norm", default=False):
         raise keys.error("expert_weights_norm", "true")
-    sparse = _sparse(mixed.pop("mlp_only_layers"), layers)
+    sparse = mlp_kinds(mixed.pop("mlp_only_layers"), layers)
     shared = file.entry(f"blk.{sparse.index('sparse')}.ffn_down_shexp.weight").shape[-1]
     each = "per-head" if file.entry("blk.0.attn_gate.weight").shape[0] == heads[0] else "per-element"
     return config | mixed | named("LagunaForCausalLM", "laguna") | {
@@ -76,12 +76,12 @@ def cohere2moe(file: GGUF, keys: Fields) -> dict[str, Any]:
         raise keys.error("expert_weights_norm", "true, as weights are parts of a softmax")
     if keys.float("expert_weights_scale", 1.0) not in (0.0, 1.0):
         raise keys.error("expert_weights_scale", "1")
-    dense = config.pop("intermediate_size")
-    return config | mixed | named("Cohere2MoeForCausalLM", "cohere2_moe") | {
+    widths = {"intermediate_size": mixed.pop("moe_intermediate_size")}
+    widths["prefix_dense_intermediate_size"] = config.pop("intermediate_size")
+    sparse = mlp_kinds(mixed.pop("mlp_only_layers"), config["num_hidden_layers"])
+    return config | mixed | widths | named("Cohere2MoeForCausalLM", "cohere2_moe") | {
         "hidden_act": "silu",
-        "intermediate_size": mixed.pop("moe_intermediate_size"),
-        "prefix_dense_intermediate_size": dense,
-        "mlp_layer_types": _sparse(mixed.pop("mlp_only_layers"), config["num_hidden_layers"]),
+        "mlp_layer_types": sparse,
         "expert_selection_fn": "sigmoid" if scores == SIGMOID else "softmax",
         "norm_topk_prob": norm,
         "num_shared_experts": keys.int("expert_shared_count", 0, low=0, high=2**8),
@@ -101,17 +101,12 @@ def muse_glimmer(file: GGUF, keys: Fields) -> dict[str, Any]:
         del file.tensors[name]
     if len(found["q"]) > 1 or found["k"] != {1.0}:
         raise file.error("weights of heads' norms: expected one factor of all queries, and 1 of keys", FETCH_AGAIN)
+    activation = {"hidden_activation": config.pop("hidden_act")}
     theta = config["rope_theta"] = decimal(keys.float("rope.freq_base_swa", config["rope_theta"], low=1.0, high=1e15))
-    return config | named("MuseGlimmerForCausalLM", "muse_glimmer_text") | {
-        "hidden_activation": config.pop("hidden_act"),
+    return config | activation | named("MuseGlimmerForCausalLM", "muse_glimmer_text") | {
         "qk_scale_factor": found["q"].pop(),
         "layer_rope_theta": [theta if kind == SLIDING else 0.0 for kind in config["layer_types"]],
         "output_multiplier": decimal(keys.float("logit_scale")),
         "final_logit_softcapping": decimal(keys.float("final_logit_softcapping")),
         "post_norm_eps": 1e-8,  # as in llama.cpp: the file does not say
     }  # fmt: skip
-
-
-def _sparse(dense: list[int], layers: int) -> list[str]:
-    """Return the kinds of MLPs, given the layers without experts."""
-    return ["dense" if i in dense else "sparse" for i in range(layers)]
