@@ -182,7 +182,7 @@ def _read_yarn(rope: Fields, base: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "beta_fast": rope.float("beta_fast", 0.0, low=0.0) or 32.0,  # 0 means the default, as in transformers
         "beta_slow": rope.float("beta_slow", 0.0, low=0.0) or 1.0,
-        "truncate": rope.bool("truncate", True),
+        "truncate": rope.bool("truncate", "truncate" not in rope.config),  # null is false, as in transformers
         "attention_factor": rope.float("attention_factor", attention),
     }
 

@@ -110,8 +110,8 @@ def _of_neox(name: str) -> str:
 
 
 def _turned(name: str, info: TensorInfo) -> bool:
-    """Whether this is a convolution with its only channel last."""
-    return bool(CONV.fullmatch(name)) and len(info.shape) == 3 and info.shape[2] == 1
+    """Whether this is a convolution with its only channel last; of one tap both forms have the same shape."""
+    return bool(CONV.fullmatch(name)) and len(info.shape) == 3 and info.shape[2] == 1 < info.shape[1]
 
 
 def _is_curve(name: str, info: TensorInfo) -> bool:

@@ -47,6 +47,6 @@ class ModernBertDecoder(Decoder):
             head_bias=true_if_absent(fields, "decoder_bias"),
             head_dense=ACTIVATIONS[dense],
             head_dense_bias=fields.bool("classifier_bias", default=False),
-            windows=windows(fields, kinds, twice // 2),
+            windows=windows(fields, kinds, fields.int("sliding_window", default=twice // 2, high=2**31)),
             ropes=ropes(fields, kinds, options["head_dim"], options["max_positions"], bases),
         )

@@ -345,6 +345,16 @@ def test_null_is_false_where_transformers_takes_it_for_false(null):
     deepseek = read("DeepseekV3ForCausalLM", **experts, **null)
     assert deepseek.experts.routing.normalized is deepseek.latent.interleaved is not bool(null)
     assert read("GraniteMoeHybridForCausalLM", **SCANS, **null).recurrent.conv_bias is not bool(null)
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0} | ({"truncate": None} if null else {})
+    assert read("LlamaForCausalLM", rope_parameters=yarn).rope.truncate is not bool(null)
+
+
+def test_a_stored_window_counts_more_than_the_field_it_was_made_of():
+    read_windows = {
+        read("ModernBertDecoderForCausalLM", local_attention=32, **more).windows[1]
+        for more in ({"sliding_window": 5}, {})
+    }
+    assert read_windows == {5, 16}
 
 
 def test_defaults_of_mixtures():

@@ -187,6 +187,15 @@ def test_two_spellings_of_a_tensor(tmp_path):
         Checkpoint.open(folder)
 
 
+def test_a_convolution_of_one_tap_does_not_tell(tmp_path):
+    """Both forms have the same shape: the norms of a folder of transformers stay as they are."""
+    config, tensors = source("qwen3_5/recurrent")
+    config |= {"linear_conv_kernel_dim": 1}
+    tensors = {name: x[..., -1:] if name.endswith("conv1d.weight") else x for name, x in tensors.items()}
+    norm = "model.layers.0.input_layernorm.weight"
+    assert Checkpoint.open(written(tmp_path / "one", config, tensors)).read([norm])[norm].equal(tensors[norm])
+
+
 def test_tensors_of_wrong_forms(tmp_path):
     """They are named as the model needs them, from headers alone."""
     config, tensors = source("experts/qwen3_next_recurrent")
