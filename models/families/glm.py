@@ -8,7 +8,7 @@ from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES, mixture
 from models.families.deepseek_v3 import sigmoids
 from models.names import Names
-from models.reading import architecture, rotary
+from models.reading import architecture, rotary, true_if_absent
 from models.rope import BUFFERS
 
 
@@ -26,7 +26,7 @@ class Glm(Decoder):
         return Config(
             **rotary(fields, positions=131072, kv_heads=2, head_dim=128, partial=0.5, eps=1.5625e-7, bias=True),
             norms=("input", "output") if four else ("input",),
-            interleaved=True,
+            interleaved=true_if_absent(fields, "rope_interleave"),  # false in GGUF files of GLM-4.1V alone
             out_bias=False,
         )
 

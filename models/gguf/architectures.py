@@ -15,6 +15,7 @@ from models.gguf import gemma4
 from models.gguf.channel_scans import jamba, mamba
 from models.gguf.delta_nets import delta_nets, without_draft_layers
 from models.gguf.experts import SIGMOID, SOFTMAX_OF_CHOSEN, experts
+from models.gguf.fused import split_attention
 from models.gguf.gemma3n import gemma3n
 from models.gguf.latents import latents, mixture
 from models.gguf.later import LATER, LATER_READ
@@ -41,7 +42,7 @@ CAPS = "attn_logit_softcapping", "final_logit_softcapping"  # the fields have th
 READ = {  # the keys above that each architecture reads
     "granite": GRANITE.values(),
     "minicpm": OTHER_SCALES[:3],
-    **dict.fromkeys(("granitemoe", "granitehybrid"), (*GRANITE.values(), "expert_count")),
+    **dict.fromkeys(("granitemoe", "granite_swa", "granitehybrid"), (*GRANITE.values(), "expert_count")),
     **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe"), ("expert_count",)),
     **dict.fromkeys(("lfm2moe", "gpt-oss"), ("expert_count",)),
     **dict.fromkeys(("qwen3next", "qwen35moe", "nemotron_h_moe", "hunyuan-moe", "jamba"), ("expert_count",)),
@@ -61,6 +62,7 @@ INTERLEAVED = (
     "llama",
     "granite",
     "granitemoe",
+    "granite_swa",
     "granitehybrid",
     "nemotron_h",
     "nemotron_h_moe",
@@ -92,6 +94,7 @@ def read_config(file: GGUF) -> dict[str, Any]:
         raise keys.error("attention.causal", "true")
     if EMBEDDING not in file.tensors and HEAD in file.tensors:  # converted from a checkpoint that kept only the head
         file.tensors[EMBEDDING] = file.tensors.pop(HEAD)
+    split_attention(file, keys)
     config = ARCHITECTURES[name](file, keys)
     if SCORE in file.tensors:
         config["architectures"] = [config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")]
@@ -157,6 +160,20 @@ def _granitemoe(file: GGUF, keys: Fields) -> dict[str, Any]:
     if not shared:
         return config | named("GraniteMoeForCausalLM", "granitemoe")
     return config | named("GraniteMoeSharedForCausalLM", "granitemoeshared") | {"shared_intermediate_size": shared}
+
+
+def _granite_swa(file: GGUF, keys: Fields) -> dict[str, Any]:
+    window, flags = "attention.sliding_window", keys.config.get("attention.rope_pattern")
+    plain, mixed = keys.changed({window: 0}), keys.config.get("expert_count")
+    config = (_granitemoe if mixed else _granite)(file, plain)
+    theta, layers = config["rope_theta"], config["num_hidden_layers"]
+    if flags is None:
+        flags = [True] * layers
+    if not isinstance(flags, list) or len(flags) != layers or any(type(flag) is not bool for flag in flags):
+        raise keys.error("attention.rope_pattern", f"{layers} flags")
+    bases = {"layer_rope_theta": [theta if flag else 0.0 for flag in flags]}
+    kind = ("GraniteMoeSWAForCausalLM", "granitemoe_swa") if mixed else ("GraniteSWAForCausalLM", "granite_swa")
+    return config | windows(keys, keys.int(window, high=2**31), 4, first=True) | bases | named(*kind)
 
 
 def _granitehybrid(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -439,6 +456,7 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "gemma4": _gemma4,
     "granite": _granite,
     "granitemoe": _granitemoe,
+    "granite_swa": _granite_swa,
     "granitehybrid": _granitehybrid,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), nemotron_h),
     "falcon-h1": falcon_h1,

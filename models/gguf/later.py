@@ -42,8 +42,8 @@ def _has(file: GGUF, part: str) -> bool:
 
 def _partial(file: GGUF, keys: Fields) -> dict[str, Any]:
     """Return the fields of a gated decoder with RMSNorms whose heads are partly rotated."""
-    bias = _has(file, "attn_q.bias") or _has(file, "attn_qkv.bias")
-    return {"partial_rotary_factor": 1.0} | gated(file, keys, rotated="some") | {"attention_bias": bias}
+    config = {"partial_rotary_factor": 1.0} | gated(file, keys, rotated="some")
+    return config | {"attention_bias": _has(file, "attn_q.bias")}
 
 
 def _with_layer_norms(file: GGUF, keys: Fields, rotated: str, name: str) -> dict[str, Any]:
@@ -54,18 +54,24 @@ def _with_layer_norms(file: GGUF, keys: Fields, rotated: str, name: str) -> dict
     return config | share | rope | {name: epsilon(keys, LAYER_NORM)}
 
 
+def _has_sections(keys: Fields) -> bool:
+    """Whether rotation has sections for text, rows and columns of images, whose positions in a text are the same."""
+    sections = keys.config.get("rope.dimension_sections") or []
+    if not isinstance(sections, list) or any(type(one) is not int or one < 0 for one in sections):
+        raise keys.error("rope.dimension_sections", "a list of sizes")
+    return any(sections)
+
+
 def _glm(file: GGUF, keys: Fields) -> dict[str, Any]:
-    if keys.config.get("rope.dimension_sections"):
-        raise keys.error("rope.dimension_sections", "nothing: rows of such files are in another order")
     config = _partial(file, keys)
     config["intermediate_size"] //= 2  # gate and up are one matrix
+    # Files of GLM-4.1V, whose positions have sections, have rows of queries and keys in the order of halves.
+    config["rope_interleave"] = not _has_sections(keys)
     four = file.fields().str("general.architecture") == "glm4"
     return config | (named("Glm4ForCausalLM", "glm4") if four else named("GlmForCausalLM", "glm"))
 
 
 def _glm4moe(file: GGUF, keys: Fields) -> dict[str, Any]:
-    if keys.config.get("rope.dimension_sections"):
-        raise keys.error("rope.dimension_sections", "nothing: it is not supported")
     keys = without_draft_layers(file, keys)
     config = _partial(file, keys) | {"use_qk_norm": _has(file, "attn_q_norm.weight")}
     return config | mixture(file, keys, config["num_hidden_layers"]) | named("Glm4MoeForCausalLM", "glm4_moe")
@@ -74,6 +80,7 @@ def _glm4moe(file: GGUF, keys: Fields) -> dict[str, Any]:
 def _bailing(file: GGUF, keys: Fields) -> dict[str, Any]:
     keys = without_draft_layers(file, keys)
     config, mixed = _partial(file, keys), mixture(file, keys, keys.int("block_count", high=2**14))
+    del config["attention_bias"]
     if mixed["model_type"] != "deepseek_v3":
         raise keys.error("expert_gating_func", f"{SIGMOID}, as weights are sigmoids")
     if not mixed.get("norm_topk_prob", True):
@@ -81,7 +88,7 @@ def _bailing(file: GGUF, keys: Fields) -> dict[str, Any]:
     more = {
         "num_experts": mixed.pop("n_routed_experts", None),
         "num_shared_experts": mixed.pop("n_shared_experts", None),
-        "use_qkv_bias": config.pop("attention_bias"),
+        "use_qkv_bias": _has(file, "attn_qkv.bias"),
         "use_qk_norm": _has(file, "attn_q_norm.weight"),
     }
     return config | mixed | more | named("BailingMoeV2ForCausalLM", "bailing_moe_v2")
@@ -134,8 +141,10 @@ def _afmoe(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _ernie(file: GGUF, keys: Fields) -> dict[str, Any]:
-    bias = {"use_bias": _has(file, "attn_q.bias")}
-    return gated(file, keys, rotated="all") | bias | named("Ernie4_5ForCausalLM", "ernie4_5")
+    config = gated(file, keys, rotated="all") | {"use_bias": _has(file, "attn_q.bias")}
+    if file.fields().str("general.architecture") == "paddleocr":
+        return config | named("PaddleOCRForCausalLM", "paddleocr_vl_text")
+    return config | named("Ernie4_5ForCausalLM", "ernie4_5")
 
 
 def _ernie_moe(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -244,15 +253,16 @@ def _arcee(file: GGUF, keys: Fields) -> dict[str, Any]:
 def _apertus(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = gated(file, keys, rotated="all")
     for name in CURVE:
-        curve_of(keys, name, config["num_hidden_layers"])
+        curve_of(file, name, config["num_hidden_layers"])
     rope = (config.pop("rope_scaling") or {"rope_type": "default"}) | {"rope_theta": config.pop("rope_theta")}
     more = {"hidden_act": XIELU, "rope_parameters": rope, "attention_bias": _has(file, "attn_q.bias")}
     return config | more | named("ApertusForCausalLM", "apertus")
 
 
-def curve_of(keys: Fields, name: str, layers: int) -> list[float]:
-    """Return one of the activation's parameters for each layer, which checkpoints store as tensors."""
-    key = f"xielu.{name}"
+def curve_of(file: GGUF, name: str, layers: int) -> list[float]:
+    """Return one of the activation's parameters for each layer, which checkpoints store as tensors. Their keys do not
+    begin with the architecture."""
+    keys, key = file.fields(), f"xielu.{name}"
     value = keys.config.get(key)
     values = value if isinstance(value, list) else [value] * layers
     if len(values) != layers:
@@ -371,7 +381,7 @@ LATER: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "minimax-m2": _minimax,
     "afmoe": _afmoe,
     "hy_v3": _hy3,
-    "ernie4_5": _ernie,
+    **dict.fromkeys(("ernie4_5", "paddleocr"), _ernie),
     "ernie4_5-moe": _ernie_moe,
     "exaone4": _exaone4,
     "exaone-moe": _exaone_moe,

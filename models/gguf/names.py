@@ -114,6 +114,7 @@ _QWEN35 = {name: own for name, own in _LLAMA.items() if name != "blk.ffn_norm"} 
     "blk.ssm_out": "linear_attn.out_proj",
 }
 _SHARED_MLP = {f"blk.ffn_{part}_shexp": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down")}  # see `scans`
+_SHARED_LINEAR = {"blk.ffn_up_shexp": "shared_mlp.input_linear", "blk.ffn_down_shexp": "shared_mlp.output_linear"}
 _GRANITE4 = {
     **{name: own.replace("mlp.", "shared_mlp.") for name, own in _LLAMA.items()},
     **_EXPERTS,
@@ -271,7 +272,7 @@ _BAILING = {
 _HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "self_attn.key_layernorm"}
 NAMES = {
     **dict.fromkeys(("mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3"), _LLAMA),
-    **dict.fromkeys(("ernie4_5", "arcee", "nemotron", "command-r", "cohere2", "olmo", "jais2"), _LLAMA),
+    **dict.fromkeys(("ernie4_5", "paddleocr", "arcee", "nemotron", "command-r", "cohere2", "olmo", "jais2"), _LLAMA),
     **dict.fromkeys(("minicpm", "exaone", "internlm2"), _LLAMA),
     "bailingmoe2": _LLAMA | _SIGMOIDS | _BAILING,
     "apertus": _LLAMA | _APERTUS,
@@ -295,6 +296,7 @@ NAMES = {
     **dict.fromkeys(("bitnet", "bitnet-25", "bitnet-b1.58"), _LLAMA | _SUB_NORMS),
     **dict.fromkeys(("llama", "qwen3moe", "qwen3vlmoe", "olmoe", "mellum"), _LLAMA | _EXPERTS),
     "granitemoe": _LLAMA | _EXPERTS | _SHARED_MLP,
+    "granite_swa": _LLAMA | _EXPERTS | _SHARED_LINEAR | {"blk.attn_sinks": "self_attn.sinks"},
     "qwen35": _QWEN35,
     **dict.fromkeys(("qwen3next", "qwen35moe"), _QWEN35 | _EXPERTS | _SHARED),
     "qwen2moe": _LLAMA | _EXPERTS | _SHARED,

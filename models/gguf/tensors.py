@@ -276,9 +276,9 @@ def _scaled(file: GGUF, own: str, name: str, stored: Stored) -> Stored:
 
 def _curves(file: GGUF, layers: int) -> dict[str, Stored]:
     """Return the parameters of layers' activations, which are metadata here."""
-    keys, found = file.fields("apertus."), {}
+    found = {}
     for name, shape in CURVE.items():
-        for layer, value in enumerate(curve_of(keys, name, layers)):
+        for layer, value in enumerate(curve_of(file, name, layers)):
             found[f"model.layers.{layer}.mlp.act_fn.{name}"] = Stored(file.path, shape, torch.float32, values=(value,))
     return found
 
@@ -295,9 +295,8 @@ def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) ->
 
 
 def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) -> Iterator[tuple[str, Stored]]:
-    """A tensor by its name; some files have one matrix for queries, keys and values where checkpoints have three, and
-    all have one tensor for the experts of a layer, for norms that each head has of its own, and for matrices of
-    streams."""
+    """A tensor by its name; files have one tensor for the experts of a layer, for norms that each head has of its own,
+    and for matrices of streams."""
     arch = file.fields().str("general.architecture")
     name = checkpoint_name(arch, own) or own
     matrix = name.endswith(".weight") or "gate_up_proj" in name
@@ -314,9 +313,11 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
     if name.endswith("shared_expert_gate.weight") and len(entry.shape) == 1:
         yield name, _stored(arch, config, name, entry, (1, *entry.shape), 1, entry.start)
         return
-    outs, rows, shape = entry.shape[0], math.prod(entry.shape[:-1]), entry.shape
+    rows, shape = math.prod(entry.shape[:-1]), entry.shape
     if name.endswith(HEADS):
         shape = rows, entry.shape[-1]
+    elif name.endswith("bias") and shape[0] == 1:  # ERNIE's routers have a row of them
+        shape = shape[-1:]
     whole = _stored(arch, config, name, entry, shape, rows, entry.start)
     if DELTA_NET in name:
         yield from ordered(arch, config, name, whole)
@@ -330,20 +331,7 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) 
     if QKV in name and arch != "bailingmoe2":  # whose checkpoints have them kind by kind too
         yield from grouped(config, name, whole)
         return
-    if ".qkv_proj." not in name or arch == "phi3" or len(entry.shape) > 2:
-        yield name, whole
-        return
-    q, kv = (config.get(f"num_{kind}_heads", 1) for kind in ("attention", "key_value"))
-    size, rest = divmod(outs, q + 2 * kv)
-    if rest:
-        yield name, whole
-        return
-    start, row = entry.start, entry.row_bytes if len(entry.shape) > 1 else whole.dtype.itemsize
-    for part, heads in (("q", q), ("k", kv), ("v", kv)):
-        named, shape = name.replace(".qkv_proj.", f".{part}_proj."), (heads * size, *entry.shape[1:])
-        piece = entry if len(shape) > 1 else entry._replace(row_bytes=shape[0] * row)
-        yield named, _stored(arch, config, named, piece, shape, shape[0] if len(shape) > 1 else 1, start)
-        start += shape[0] * row
+    yield name, whole
 
 
 def _stored(

@@ -52,14 +52,20 @@ ARCHITECTURES = {
     **{"bloom": "bloom", "mpt": "mpt", "minicpm": "minicpm", "exaone": "exaone", "internlm2": "internlm2"},
     "bailing_moe": "bailingmoe2",
     **{"laguna": "laguna", "mellum": "mellum", "cohere2_moe": "cohere2moe", "muse_glimmer_text": "muse-glimmer"},
-    **{"hy_v3": "hy_v3", "bitnet": "bitnet-b1.58"},
+    **{"hy_v3": "hy_v3", "bitnet": "bitnet-b1.58", "granite_swa": "granite_swa", "granitemoe_swa": "granite_swa"},
+    **{"glm4v_text": "glm4", "glm4v_moe_text": "glm4moe", "paddleocr_vl": "paddleocr"},
 }
 # Architectures that the package does not have yet, and those that name their tensors alike.
 LIKE = {"laguna": "step35", "mellum": "qwen3moe", "cohere2moe": "cohere2", "muse-glimmer": "afmoe", "hy_v3": "dots1"}
-LIKE |= dict.fromkeys(("bitnet-25", "bitnet-b1.58"), "bitnet")
+LIKE |= dict.fromkeys(("bitnet-25", "bitnet-b1.58"), "bitnet") | {"granite_swa": "granitehybrid"}
 PACKAGE_NAMES = {  # parts of names in checkpoints, and what the package has for them
     **{".language_model.": ".", "self_attn.g_proj": "self_attn.gate_proj"},
     **{"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"},
+}
+DEFAULTS = {  # of fields that these configurations lack, by model_type
+    "laguna": {"rope_parameters": ROPES},
+    "granite_swa": {"attention_multiplier": 1.0},
+    "paddleocr_vl": {"max_position_embeddings": 131072, "rope_theta": 500000.0},
 }
 MAMBA = {"conv_kernel": 4, "state_size": 16, "expand": 2, "time_step_rank": "auto"}  # fields that may be absent
 JAMBA = {"attn_layer_period": 8, "attn_layer_offset": 4, "mamba_dt_rank": "auto"}
@@ -143,6 +149,12 @@ def permute(x, heads):
     return x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
+def halved(x, heads, rotated):
+    """Rows of queries or keys whose first ones in each head go from pairs to halves, as files of GLM-4.1V have them."""
+    rows = x.reshape(heads, -1, *x.shape[1:])
+    return np.concatenate([rows[:, :rotated:2], rows[:, 1:rotated:2], rows[:, rotated:]], 1).reshape(x.shape)
+
+
 HALVES = {  # where a block has its float16 scales and minimums
     **dict.fromkeys(("Q1_0", "Q2_0", "Q2_0_G128", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
@@ -214,8 +226,8 @@ class File:
         self.split, self.folder, self.format, self.formats = split, folder, format, formats or {}
         self.config = json.loads((folder / "config.json").read_text())
         self.config = self.config.get("text_config", self.config)
-        if self.config["model_type"] == "laguna":
-            self.config = {"rope_parameters": ROPES} | self.config
+        if self.config["model_type"] in DEFAULTS:
+            self.config = DEFAULTS[self.config["model_type"]] | self.config
         if "layers_block_type" in self.config:
             self.config["num_hidden_layers"] = len(self.config["layers_block_type"])
         if self.config["model_type"] == "dbrx":
@@ -244,6 +256,8 @@ class File:
         self.raw_shapes = {}  # bytes of rows, of tensors that have more bytes
         self._tensors()
         self.keys = {f"{self.arch}.{key}": value for key, value in self._keys() if value is not None}
+        # These keys do not begin with the architecture.
+        self.keys |= {key: [values[i] for i in sorted(values)] for key, values in self.curves.items()}
         self.keys |= self.vocabulary()
 
     def _tensors(self):
@@ -257,7 +271,7 @@ class File:
             values = tensor.float().numpy()
             for one, other in PACKAGE_NAMES.items():
                 name = name.replace(one, other)
-            if ".vision_" in name:
+            if ".vision_" in name or ".visual." in name:
                 continue
             if ".linear_attn." in name:
                 self._delta_net(*name.removeprefix("model.layers.").split(".linear_attn."), values)
@@ -305,6 +319,9 @@ class File:
                 values = values.swapaxes(1, 2) if name.endswith("w2") else values
                 self.add(names.get_name(name) + ".weight", values, self.format)
                 continue
+            if mixed and mixed[2] == "experts.gate_up_proj" and self.arch == "granite_swa":
+                self.add(f"blk.{mixed[1]}.ffn_gate_up_exps.weight", values, self.format)
+                continue
             if mixed and mixed[2] == "experts.gate_up_proj":
                 for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                     self.add(f"blk.{mixed[1]}.ffn_{part}_exps.weight", half, self.format)
@@ -313,8 +330,7 @@ class File:
                 own.setdefault(f"blk.{mixed[1]}.ffn_{one[2]}_exps.{one[3]}", {})[int(one[1])] = values
                 continue
             if mixed and mixed[2] in PARTS and c.keys() & {"num_experts_per_tok", "moe_k", "moe_topk"}:
-                values = values[0] if len(values) == 1 else values
-                format = F32 if values.ndim == 1 or "gate_inp." in PARTS[mixed[2]] else self.format
+                format = F32 if values.ndim == 1 or re.search("gate_inp|bias", PARTS[mixed[2]]) else self.format
                 self.add(f"blk.{mixed[1]}.{PARTS[mixed[2]]}", values, format)
                 continue
             if norm := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.(\d+)\.weight", name):
@@ -329,6 +345,12 @@ class File:
                 continue
             if ".conv.conv." in name:
                 values = values.squeeze(1)
+            if self.arch == "granite_swa" and name.endswith(".sinks"):
+                self.add(f"blk.{name.split('.')[2]}.attn_sinks.weight", values)
+                continue
+            if c["model_type"] == "glm4v_text" and (part := re.search(r"\.([qk])_proj\.", name)):
+                rotated = int(self.head_dim * self.rope.get("partial_rotary_factor", 0.5))
+                values = halved(values, heads if part[1] == "q" else c["num_key_value_heads"], rotated)
             if self.arch == "internlm2" and name.endswith("wqkv.weight"):
                 size, layer = self.head_dim, name.split(".")[2]
                 q, k, v = np.split(self._one_after_the_other(values, heads), [size * heads, -len(values) // 4])
@@ -404,6 +426,7 @@ class File:
         if module == "shared_mlp":
             end = "_shexp" if c["num_local_experts"] else ""
             names = ("gate", "up") if part == "input_linear.weight" else ("down",)
+            names = ("up",) if self.arch == "granite_swa" and len(names) == 2 else names  # both in one
             found = {f"ffn_{n}{end}.weight": half for n, half in zip(names, np.split(x, len(names)), strict=True)}
         elif part == "A_log":
             found = {"ssm_a": decays(x)[:, None]}
@@ -544,6 +567,8 @@ class File:
         window = c.get("sliding_window") if c.get("use_sliding_window", True) else None
         yield "attention.sliding_window", (window or 0) if self.arch == "phi3" else window
         yield from (("rope.dimension_count", rotated), ("rope.freq_base", r.get("rope_theta", 10000.0)))
+        if sections := r.get("mrope_section"):
+            yield "rope.dimension_sections", [*sections, 0, 0][:4]
         if r.get("rope_type") in ("linear", "yarn"):
             yield from (("rope.scaling.type", r["rope_type"]), ("rope.scaling.factor", r["factor"]))
         if "long_factor" in r:
@@ -583,7 +608,6 @@ class File:
             yield "ssm.group_count", c["mamba_n_groups"]
             yield "ssm.time_step_rank", c["mamba_n_heads"]
             yield "ssm.inner_size", c.get("mamba_d_ssm") or c["mamba_expand"] * c["hidden_size"]
-        yield from ((key, [values[i] for i in sorted(values)]) for key, values in self.curves.items())
         if self.arch.startswith("nemotron_h"):
             yield "feed_forward_length", [c["intermediate_size"] if kind in ("mlp", "moe") else 0 for kind in types]
             yield "expert_shared_feed_forward_length", c.get("moe_shared_expert_intermediate_size")
@@ -668,8 +692,12 @@ class File:
             yield "attention.sliding_window_pattern", [window is not None for window in c.windows]
         if self.arch != "cohere2moe":
             yield "attention.layer_norm_rms_epsilon", c.norm_eps
-        if self.arch in ("muse-glimmer", "hy_v3"):
+        if self.arch in ("muse-glimmer", "hy_v3", "granite_swa"):
             yield "rope.freq_base", next(rope for rope in c.ropes or (c.rope,) if rope).theta
+        if self.arch == "granite_swa":
+            yield "attention.rope_pattern", [rope is not None for rope in c.ropes]
+            yield "expert_shared_feed_forward_length", own.get("shared_intermediate_size")
+            return
         if self.arch == "muse-glimmer":
             yield from (("logit_scale", 1 / c.logit_divisor), ("final_logit_softcapping", c.logit_cap))
             return

@@ -58,7 +58,8 @@ FLOATS = [
     *("jamba/plain", "jamba/experts", "jamba/bias", "jamba/defaults"),
     *(f"published/{name}" for name in ("minicpm", "minicpm_long", "exaone", "exaone_tied", "internlm2", "ling")),
     *("laguna/plain", "laguna/defaults", "laguna/bias", "muse/plain", "relatives/hy3", "relatives/hy3_kinds"),
-    "relatives/cohere_moe",
+    *(f"relatives/{name}" for name in ("cohere_moe", "granite_swa", "granite_moe_swa")),
+    *(f"wrapped/{name}" for name in ("glm4v", "glm4v_moe", "paddleocr_vl")),
 ]
 PROMPT = list(range(3, 30))
 
@@ -333,8 +334,12 @@ WRONG_KEYS = {
         ({"xielu.eps": "0"}, "xielu.eps: expected a number"),
     ],
     "gpt_neox/starcoder": [({"attention.head_count_kv": 4}, "head_count_kv: expected a whole number from 1 to 1")],
-    "glm/four": [({"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing")],
-    "glm/moe": [({"rope.dimension_sections": [2, 1, 1, 0]}, "dimension_sections: expected nothing")],
+    "glm/four": [({"rope.dimension_sections": [2, -1]}, "dimension_sections: expected a list of sizes")],
+    "relatives/granite_swa": [
+        ({"attention.rope_pattern": [True]}, "attention.rope_pattern: expected 2 flags"),
+        ({"attention.rope_pattern": [1, 0]}, "attention.rope_pattern: expected 2 flags"),
+        ({"attention.sliding_window": None}, "attention.sliding_window: expected a value"),
+    ],
     "experts/afmoe": [({"expert_weights_norm": False}, "expert_weights_norm: expected true")],
     "published/ling": [
         ({"expert_weights_norm": False}, "expert_weights_norm: expected true"),
@@ -394,7 +399,7 @@ WRONG_KEYS = {
 )
 def test_keys_are_checked(variant, keys, message, tmp_path):
     file = File(GOLDEN / variant)
-    file.keys |= {f"{file.arch}.{key}": value for key, value in keys.items()}
+    file.keys |= {key if key.startswith("xielu.") else f"{file.arch}.{key}": value for key, value in keys.items()}
     file.keys = {key: value for key, value in file.keys.items() if value is not None}
     with pytest.raises(CheckpointError, match=message):
         Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 24)
@@ -597,14 +602,54 @@ def test_parts_of_a_matrix(format, tmp_path):
         assert torch.allclose(layer(mine), mine @ floats.T, atol=1e-4)
 
 
-def test_one_matrix_for_queries_keys_and_values(tmp_path):
-    file = File(GOLDEN / "phi/gqa")
-    for layer in range(2):
-        for kind in ("weight", "bias"):
-            parts = [f"blk.{layer}.attn_{part}.{kind}" for part in "qkv"]
-            joined = torch.cat([torch.from_numpy(file.tensors.pop(part)) for part in parts])
-            file.add(f"blk.{layer}.attn_qkv.{kind}", joined.numpy())
-    same(file.write(tmp_path / "file.gguf"), GOLDEN / "phi/gqa", 1e-5)
+@pytest.mark.parametrize("variant", [
+    *("phi/gqa", "llama/gqa", "llama/both_biases", "qwen3_5/bias", "qwen3_5/recurrent", "gemma4/plain", "laguna/bias"),
+    *("glm/four", "nemotron_h/plain", "experts/ernie"),
+])  # fmt: skip
+def test_one_matrix_for_queries_keys_and_values(variant, tmp_path):
+    """As llama.cpp's converter makes on request, where a layer has all three."""
+    file = File(GOLDEN / variant)
+    for name in [name for name in file.tensors if ".attn_v." in name]:
+        parts = [name.replace("attn_v", f"attn_{part}") for part in "qkv"]
+        joined = torch.cat([torch.from_numpy(file.tensors.pop(part)) for part in parts])
+        file.add(name.replace("attn_v", "attn_qkv"), joined.numpy())
+    same(file.write(tmp_path / "file.gguf"), GOLDEN / variant, 1e-5)
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_K"])
+def test_one_matrix_of_blocks(format, tmp_path):
+    file = File(random(tmp_path / "source", "llama/gqa", **WIDE), TYPES[format])
+    apart = Engine.load(file.write(tmp_path / "apart.gguf"), dtype="float32", kv_memory=1 << 24).logits(PROMPT)
+    for layer in range(file.config["num_hidden_layers"]):
+        parts = [file.tensors.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
+        name = f"blk.{layer}.attn_qkv.weight"
+        file.tensors[name], file.types[name] = np.concatenate(parts), TYPES[format]
+    joined = Engine.load(file.write(tmp_path / "joined.gguf"), dtype="float32", kv_memory=1 << 24).logits(PROMPT)
+    assert joined.equal(apart)
+
+
+@pytest.mark.parametrize("change", [
+    *({"attention.head_count": 0}, {"attention.key_length": 64}, {"attention.value_length": "a"}),
+    {"attention.head_count_kv": [1]},
+])  # fmt: skip
+def test_one_matrix_that_does_not_fit(change, tmp_path):
+    file = File(GOLDEN / "llama/gqa")
+    for layer in range(file.config["num_hidden_layers"]):
+        parts = [file.tensors.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
+        file.add(f"blk.{layer}.attn_qkv.weight", np.concatenate(parts))
+    file.keys |= {f"llama.{key}": value for key, value in change.items()}
+    with pytest.raises(CheckpointError):
+        Engine.load(file.write(tmp_path / "file.gguf"), kv_memory=1 << 24)
+
+
+@pytest.mark.parametrize("variant", ["experts/ernie", "experts/qwen2"])
+def test_rows_of_one_that_older_converters_wrote_as_vectors(variant, tmp_path):
+    file = File(GOLDEN / variant)
+    rows = [name for name, x in file.tensors.items() if x.ndim == 2 and len(x) == 1]
+    assert rows
+    for name in rows:
+        file.tensors[name] = file.tensors[name][0]
+    same(file.write(tmp_path / "file.gguf"), GOLDEN / variant, 1e-5)
 
 
 # --- rotary embeddings ---
