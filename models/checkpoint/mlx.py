@@ -3,7 +3,8 @@
 Both rename and reshape tensors when they convert a model (`sanitize` of each file in `mlx_lm/models`): experts of a
 layer are stacked, convolutions have their channel last, norms that add one have it added, and newer files of DeepSeek
 V3 and GLM-4.7-Flash have separate matrices of keys and of values, head by head. Layers of GPT-NeoX get other names,
-and the MLPs of dense Granite 4 those of a Llama. Only headers are read here.
+and the MLPs of dense Granite 4 those of a Llama. Matrices of Falcon-H1 are multiplied by the factors of their outputs.
+Only headers are read here.
 """
 
 import re
@@ -31,6 +32,12 @@ CURVE = re.compile(r".+\.act_fn\.alpha_[pn]")  # for Apertus
 GRANITE = "GraniteMoeHybrid"
 PLUS_ONE = ("Qwen3Next", "Qwen3_5")  # beginnings of architectures
 NORM = re.compile(r".+\.(?:input_layernorm|post_attention_layernorm|q_norm|k_norm)\.weight|model\.norm\.weight")
+FALCON_H1 = "FalconH1"
+MULTIPLIED = {  # factors of Falcon-H1 that are in its matrices; that of keys is not, nor that of values
+    **dict.fromkeys((f"{part}_multiplier" for part in ("embedding", "attention_out", "ssm_in", "ssm_out")), 1.0),
+    "ssm_multipliers": [1.0] * 5,
+    "mlp_multipliers": [1.0] * 2,
+}
 NEOX = re.compile(r"model\.h\.\d+\.attention\..+")
 GRANITE_MLP = re.compile(r".+\.mlp\.(?:gate_proj|up_proj|down_proj)\..+")
 HALVES = [".mlp.gate_proj.", ".mlp.up_proj."]
@@ -73,8 +80,24 @@ def from_mlx(
         for end in ("weight", "scales", "biases"):
             found = with_joined(found, f".shared_mlp.input_linear.{end}", [half + end for half in HALVES])
         found = {name.replace(".mlp.down_proj.", ".shared_mlp.output_linear."): info for name, info in found.items()}
-    split = any(HEADS.fullmatch(name) for name in tensors)
-    return {**config, **({"kv_b_split": True} if split else {})}, found
+    more: dict[str, Any] = {"kv_b_split": True} if any(HEADS.fullmatch(name) for name in tensors) else {}
+    if architecture.startswith(FALCON_H1) and turned:
+        more |= _without_factors(config, next(iter(tensors.values())))
+    return {**config, **more}, found
+
+
+def _without_factors(config: Mapping[str, Any], some: TensorInfo) -> dict[str, Any]:
+    """Return the fields of a Falcon-H1 whose matrices are multiplied; a tied head is the embedding with its factor."""
+    embedding, head, into = (config.get(f"{part}_multiplier", 1.0) for part in ("embedding", "lm_head", "attention_in"))
+    if into != 1:
+        what = f"attention_in_multiplier: expected 1, as mlx-lm multiplies no values, got {show(into)}"
+        raise CheckpointError(what, where=show(some.file), remedy="Load the model from safetensors of transformers.")
+    try:
+        tied = {"lm_head_multiplier": head / embedding} if config.get("tie_word_embeddings") else {}
+    except (TypeError, ZeroDivisionError):
+        what = "embedding_multiplier, lm_head_multiplier: expected numbers other than 0"
+        raise CheckpointError(what, where=show(some.file), remedy="Correct config.json.") from None
+    return {**MULTIPLIED, "lm_head_multiplier": 1.0, **tied, "multiplied": True}
 
 
 def _mapped(name: str, info: TensorInfo, plus_one: bool, lfm2: bool) -> Iterator[tuple[str, TensorInfo]]:

@@ -32,11 +32,12 @@ _USUAL = {  # in this order
     ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",  # Laguna
     ".moe.router.expert_bias": ".mlp.gate.e_score_correction_bias",  # Kolibri
     ".self_attn.softmax_offset": ".self_attn.sinks",  # Flint
+    **dict.fromkeys((".mlp.gate.proj.", ".mlp.gate.gate_proj."), ".mlp.gate."),  # Laguna and Ling, by MLX
 }
 
 
 _HEADS = {"decoder.weight": "lm_head.weight", "decoder.bias": "lm_head.bias"}  # ModernBERT; other decoders have parts
-_HEADS |= {"output.weight": "lm_head.weight"}  # InternLM2
+_HEADS |= {f"output.{part}": f"lm_head.{part}" for part in ("weight", "scales", "biases")}  # InternLM2
 
 
 def usual_name(name: str) -> str:

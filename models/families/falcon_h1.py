@@ -31,13 +31,15 @@ class FalconH1(Decoder):
 
     def __init__(self, checkpoint: Checkpoint, *args: Any):
         super().__init__(checkpoint, *args)
-        self.file = None if checkpoint.gguf is None else show(checkpoint.folder)
+        multiplied = checkpoint.gguf is not None or checkpoint.config.get("multiplied")
+        self.file = show(checkpoint.folder) if multiplied else None
 
     def adapt(self, adapters: Sequence[Adapter]) -> None:
-        """See `Decoder`. Raises CheckpointError for a GGUF file, whose matrices have factors that adapters lack."""
+        """See `Decoder`. Raises CheckpointError for files of GGUF and MLX, whose matrices have factors that adapters
+        lack."""
         if self.file is not None:
-            what = "adapters of Falcon-H1 do not fit GGUF files, whose matrices are multiplied by factors"
-            raise CheckpointError(what, where=self.file, remedy="Load the model from safetensors.")
+            what = "adapters of Falcon-H1 do not fit files of GGUF or MLX, whose matrices are multiplied by factors"
+            raise CheckpointError(what, where=self.file, remedy="Load the model from safetensors of transformers.")
         super().adapt(adapters)
 
     @staticmethod

@@ -47,6 +47,7 @@ EXPERTS = [
     ),
     *(f"experts/{name}" for name in ("lfm2", "dots", "afmoe", "minimax")),
     *("gpt_oss/plain", "deepseek/plain", "deepseek/three", "deepseek/glm", "nemotron_h/experts", "gemma4/experts"),
+    *("laguna/plain", "published/ling"),
 ]
 
 
@@ -74,7 +75,7 @@ PLACES = {  # of the experts of a layer, by `model_type`
 
 def converted(config, tensors):
     """The tensors as mlx-lm has them."""
-    kind, found = config["model_type"], {}
+    kind, found, several = config["model_type"], {}, {}
     for name, tensor in tensors.items():
         if kind == "gpt_neox":
             name = re.sub(r"^(gpt_neox\.)?(layers\.)?", lambda m: "model." + ("h." if m[2] else ""), name)
@@ -98,6 +99,12 @@ def converted(config, tensors):
         if kind in ("mixtral", "phimoe", "minimax_m2"):
             name = re.sub(r"\.mlp\.(gate|router|e_score_correction_bias)", r".block_sparse_moe.\1", name)
             name = name.replace(".block_sparse_moe.router.", ".block_sparse_moe.gate.")
+        if one := re.fullmatch(r"(.+\.mlp)\.experts\.(\d+)\.(.+)", name):
+            several.setdefault(f"{one[1]}.switch_mlp.{one[3]}", []).append(tensor)  # files have them in order
+            continue
+        router = {"laguna": "proj.", "bailing_moe": "gate_proj."}.get(kind, "")
+        name = name.replace(".mlp.gate.weight", f".mlp.gate.{router}weight")
+        name = name.replace(".mlp.experts.e_score", ".mlp.gate.e_score")
         if kind == "lfm2_moe":
             for one, other in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
                 name = name.replace(f"{one}.weight", f"{other}.weight")
@@ -116,7 +123,7 @@ def converted(config, tensors):
             found |= {f"{prefix}embed_q.weight": keys.mT, f"{prefix}unembed_out.weight": values}
             continue
         found[name] = tensor
-    return found
+    return found | {name: torch.stack(parts) for name, parts in several.items()}
 
 
 def written(folder, config, tensors):
@@ -177,6 +184,70 @@ def test_codes(variant, tmp_path, monkeypatch):
     expected = logits(written(tmp_path / "floats", config, floats))
     found = logits(written(tmp_path / "codes", quantised, codes))
     assert (found - expected).abs().max() <= 1e-3 * expected.std()
+
+
+def multiplied(config, tensors):
+    """The tensors of a Falcon-H1 with the factors of their outputs, but those of keys and values."""
+    c, keys = config, config["mamba_n_groups"] * config["mamba_d_state"]
+    parts = [c["mamba_d_ssm"], c["mamba_d_ssm"], keys, keys, c["mamba_n_heads"]]
+    mixed = torch.cat([torch.full((n, 1), x) for n, x in zip(parts, c["ssm_multipliers"], strict=True)])
+    factors = {
+        "embed_tokens": c["embedding_multiplier"],
+        "lm_head": c["lm_head_multiplier"],
+        "self_attn.o_proj": c["attention_out_multiplier"],
+        "mamba.out_proj": c["ssm_out_multiplier"],
+        "gate_proj": c["mlp_multipliers"][0],
+        "down_proj": c["mlp_multipliers"][1],
+        "in_proj": c["ssm_in_multiplier"] * mixed,
+    }
+    ends = {f"{end}.weight": factor for end, factor in factors.items()}
+    return {
+        name: x.float() * next((factor for end, factor in ends.items() if name.endswith(end)), 1.0)
+        for name, x in converted(config, tensors).items()
+    }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_factors_of_falcon_h1(tied, tmp_path):
+    """They are in the matrices, of which a tied head has that of the embedding; adapters would lack them."""
+    config, tensors = source("falcon_h1/plain")
+    config |= {"attention_in_multiplier": 1.0, "tie_word_embeddings": tied}
+    tensors = {name: x for name, x in tensors.items() if not tied or name != "lm_head.weight"}
+    expected = logits(written(tmp_path / "plain", config, tensors))
+    folder = written(tmp_path / "mlx", config, multiplied(config, tensors))
+    assert (logits(folder) - expected).abs().max() <= 1e-5 * expected.std()
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["k_proj"], "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    name = "base_model.model.model.layers.0.self_attn.k_proj.lora_{}.weight"
+    shapes = {"A": (2, 24), "B": (20, 2)}
+    save_file({name.format(x): torch.ones(shape) for x, shape in shapes.items()}, adapter / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="adapters of Falcon-H1 do not fit files of GGUF or MLX"):
+        Engine.load(folder, adapters=[adapter], dtype="float32", kv_memory=1 << 22)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"attention_in_multiplier": 1.2}, "attention_in_multiplier: expected 1"),
+    ({"embedding_multiplier": 0.0, "tie_word_embeddings": True}, "expected numbers other than 0"),
+    ({"embedding_multiplier": "a", "tie_word_embeddings": True}, "expected numbers other than 0"),
+])  # fmt: skip
+def test_factors_of_falcon_h1_that_are_refused(change, message, tmp_path):
+    config, tensors = source("falcon_h1/plain")
+    made = multiplied(config, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(written(tmp_path / "mlx", config | {"attention_in_multiplier": 1.0} | change, made))
+
+
+def test_codes_of_the_head_of_internlm2(tmp_path, monkeypatch):
+    monkeypatch.setattr(mlx, "GROUPS", (GROUP,))
+    config, tensors = source("published/internlm2")
+    method, head = recipes.mlx(8, GROUP, torch.float16), "output.weight"
+    parts = method.store(tensors[head].float())
+    expected = logits(written(tmp_path / "floats", config, tensors | {head: method.restore(parts)}))
+    codes = tensors | {f"output.{suffix}": x for suffix, x in parts.items()}
+    quantised = config | {"quantization": {"group_size": GROUP, "bits": 8, "mode": "affine"}}
+    assert (logits(written(tmp_path / "codes", quantised, codes)) - expected).abs().max() <= 1e-3 * expected.std()
 
 
 def test_two_spellings_of_a_tensor(tmp_path):

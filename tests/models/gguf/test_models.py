@@ -98,7 +98,7 @@ def test_adapters_do_not_fit_files_of_falcon_h1(tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps(config))
     shapes, name = {"A": (2, 24), "B": (20, 2)}, "base_model.model.model.layers.0.self_attn.k_proj.lora_{}.weight"
     save_file({name.format(x): torch.ones(shape) for x, shape in shapes.items()}, folder / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="adapters of Falcon-H1 do not fit GGUF files"):
+    with pytest.raises(CheckpointError, match="adapters of Falcon-H1 do not fit files of GGUF"):
         Engine.load(path, adapters=[folder], dtype="float32", kv_memory=1 << 22)
 
 
