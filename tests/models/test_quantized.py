@@ -571,6 +571,24 @@ def test_rules_of_auto_round():
     assert {*config.scheme("any", LINEAR).parts(8, 32)} == {"qweight", "qzeros", "scales"}
 
 
+@pytest.mark.parametrize("fields, other", [
+    ({"data_type": "fp", "bits": 8, "group_size": [128, 64]}, {"quant_method": "fp8", "weight_block_size": [128, 64]}),
+    ({"data_type": "fp", "bits": 8, "group_size": -1, "act_bits": 8}, {"quant_method": "fbgemm_fp8"}),
+    ({"data_type": "fp", "bits": 8, "group_size": 0}, {"quant_method": "fp8"}),
+    *(({"data_type": name, "bits": bits, "group_size": size, "act_bits": bits},
+       {"quant_method": "compressed-tensors", "format": f"{layout}-quantized", "config_groups": {
+           "group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "float"}}}})
+      for name, bits, size, layout in (("mx_fp", 4, 32, "mxfp4-pack"), ("mx_fp", 8, 32, "mxfp8"),
+                                       ("nv_fp", 4, 16, "nvfp4-pack"))),
+])  # fmt: skip
+def test_floats_of_auto_round_are_those_of_other_methods(fields, other):
+    """As AutoRound 0.16.1 writes them."""
+    ours = config_of(quant_method="auto-round", packing_format="auto_round:llm_compressor", **fields)
+    assert ours.scheme(Q_PROJ, LINEAR) == config_of(**other).scheme(Q_PROJ, LINEAR)
+    with pytest.raises(CheckpointError, match=r"read: auto_round.* fp, mx_fp and nv_fp of 8 and 4 bits"):
+        config_of(quant_method="auto-round", **fields | {"fmt": "e5m2"})
+
+
 def test_groups_without_weights_are_floats():
     groups = pack()["config_groups"] | {"floats": {"targets": ["re:.*mlp.*"], "weights": None}}
     config = config_of(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups)
