@@ -1,6 +1,7 @@
 """Weights as float8 (e4m3) with float scales per block of outputs and inputs, per output, or per matrix.
 
 `quant_method: fp8` as transformers and DeepSeek write it: w = weight * weight_scale_inv, a factor in spite of its name.
+GPTQModel, which says so in `weight_scale_semantics`, stores the inverse under this name: w = weight / weight_scale_inv.
 AutoFP8 has one `weight_scale` per matrix and no field for blocks; FBGEMM has one per output. MXFP8 (Open
 Compute Project, 2023) has an 8-bit exponent per 32 elements. Activations are not rounded to float8.
 """
@@ -19,11 +20,13 @@ MX = (1, 32)  # outputs and inputs that share an exponent
 
 @dataclass(frozen=True)
 class Float8:
-    """`codes` and scales of blocks, whose tensor's name ends in `scale`; `powers`: scales are exponents of 2."""
+    """`codes` and scales of blocks, whose tensor's name ends in `scale`. `powers`: scales are exponents of 2; `inverse`:
+    codes are divided by them."""
 
     grid: Grid
     scale: str
     powers: bool = False
+    inverse: bool = False
     codes: str = "weight"
 
     def form(self, width: int) -> Form:
@@ -43,6 +46,10 @@ class Float8:
         """See `Scheme`."""
         codes_OI = source.tensor(self.codes).view(torch.uint8)
         scale = source.powers(self.scale) if self.powers else source.scale(self.scale)
+        if self.inverse:
+            scale = scale.reciprocal()
+            if not scale.isfinite().all():
+                raise source.error(f"{self.scale} has zeros, by which weights are divided")
 
         def codes(first: int, last: int) -> Tensor:
             return source.numbers(self.codes, codes_OI[first:last])
@@ -56,11 +63,26 @@ def parse(fields: Fields) -> Uniform:
     if (kind := fields.str("fmt", "e4m3")) != "e4m3":
         raise unsupported(fields, f"fp8 of kind {kind!r} (read: e4m3)")
     names(fields, "modules_to_not_convert")
+    if fields.config.get("weight_scale_semantics") is not None:
+        return _of_gptqmodel(fields)
     if "weight_block_size" not in fields.config:
         return whole()
     if fields.config["weight_block_size"] is None:
         return Uniform(Float8(Grid(None, None), "weight_scale_inv"))
     return Uniform(Float8(Grid.block(fields, "weight_block_size"), "weight_scale_inv"))
+
+
+def _of_gptqmodel(fields: Fields) -> Uniform:
+    """Read a config that GPTQModel wrote. Raises CheckpointError if it is not supported."""
+    fields.choice("weight_scale_semantics", {"inverse"})
+    if (kind := fields.str("format", "float8_e4m3fn")) != "float8_e4m3fn":
+        raise unsupported(fields, f"fp8 of kind {kind!r} (read: float8_e4m3fn)")
+    match fields.choice("weight_scale_method", {"row", "tensor", "block"}, "row"):
+        case "block":
+            grid = Grid.block(fields, "weight_block_size")
+        case method:
+            grid = Grid(1 if method == "row" else None, None)
+    return Uniform(Float8(grid, "weight_scale_inv", inverse=True))
 
 
 def parse_rows(fields: Fields) -> Uniform:

@@ -384,6 +384,11 @@ UNREAD = {
     "activations rounded": {"quant_method": "auto-round", "bits": 4, "act_bits": 8},
     "rotation_config": {"quant_method": "auto-round", "bits": 4, "rotation_config": {"a": 1}},
     "MIXED_PRECISION": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+    "fp8 of kind 'float8_e5m2'": {
+        "quant_method": "fp8",
+        "weight_scale_semantics": "inverse",
+        "format": "float8_e5m2",
+    },
     "blocks of [128, 128]": {"quant_method": "mxfp8", "weight_block_size": [128, 128]},
     "mlx: bits 7 of the mode affine": MLX | {"bits": 7},
     "mlx: group_size 16 of the mode affine": MLX | {"group_size": 16},
@@ -587,6 +592,24 @@ def test_floats_of_auto_round_are_those_of_other_methods(fields, other):
     assert ours.scheme(Q_PROJ, LINEAR) == config_of(**other).scheme(Q_PROJ, LINEAR)
     with pytest.raises(CheckpointError, match=r"read: auto_round.* fp, mx_fp and nv_fp of 8 and 4 bits"):
         config_of(quant_method="auto-round", **fields | {"fmt": "e5m2"})
+
+
+@pytest.mark.parametrize("method, size", [("block", [24, 16]), ("row", None), ("tensor", None)])
+def test_inverse_scales_of_gptqmodel(method, size):
+    """It divides by what others multiply by, under the same name."""
+    fields = {"weight_scale_semantics": "inverse", "weight_scale_method": method, "weight_block_size": size}
+    scheme = config_of(quant_method="fp8", format="float8_e4m3fn", **fields).scheme("any", LINEAR)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(48, 32, generator=generator).to(torch.float8_e4m3fn)
+    inverse = 1 + torch.rand({"block": (2, 2), "row": (48,), "tensor": ()}[method], generator=generator)
+    spread = inverse.repeat_interleave(24, 0).repeat_interleave(16, 1) if method == "block" else inverse
+    expected = q.float() / (spread.unsqueeze(1) if method == "row" else spread)
+    parts = {"weight": q, "weight_scale_inv": inverse}
+    found = scheme.weight(48, 32, Source(parts.get, AssertionError)).floats()
+    assert torch.allclose(found, expected, rtol=1e-6, atol=0)
+    parts["weight_scale_inv"] = torch.zeros_like(inverse)
+    with pytest.raises(AssertionError, match="weight_scale_inv has zeros"):
+        scheme.weight(48, 32, Source(parts.get, AssertionError))
 
 
 def test_groups_without_weights_are_floats():
