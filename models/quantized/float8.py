@@ -20,7 +20,7 @@ MX = (1, 32)  # outputs and inputs that share an exponent
 
 @dataclass(frozen=True)
 class Float8:
-    """`codes` and scales of blocks, whose tensor's name ends in `scale`. `powers`: scales are exponents of 2; `inverse`:
+    """`codes` and scales of blocks, whose tensor ends in `scale`. `powers`: scales are exponents of 2; `inverse`:
     codes are divided by them."""
 
     grid: Grid
