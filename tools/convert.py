@@ -1,6 +1,6 @@
 """Checkpoints of other formats to safetensors, offline: `python -m tools.convert SRC --output DIR`.
 
-SRC is a GGUF file (see `tools.gguf`), or a folder with pickles (pytorch_model.bin).
+SRC is a GGUF file (see `tools.gguf`), or a folder with pickles (pytorch_model.bin; qmodel.pt of hqq).
 
 Pickles can run code when they are read. Here they are read by torch's restricted unpickler, which builds tensors and
 nothing else; torch releases before 2.10 have known holes in it and are refused. Files are mapped and written one after
@@ -35,11 +35,14 @@ with later():
     from torch import Tensor
 
     from models.checkpoint.headers import Checkpoint
+    from models.checkpoint.hqq import SETTINGS
     from models.checkpoint.listing import CONFIG_BYTES, INDEX_BYTES, read_json
     from models.checkpoint.tensor_files import DTYPES, FETCH_AGAIN, write_tensors
+    from models.quantized.hqq import CODES
     from tools import gguf
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+HQQ_PICKLE = "qmodel.pt"
 COPIED = (".json", ".txt", ".model", ".jinja", ".md")
 SAFE_TORCH = (2, 10)
 ASKS_FOR_MORE = re.compile(r"(?:nsupported (?:global: )?GLOBAL|unrecognized function) (\S+)")
@@ -122,7 +125,7 @@ def _write_shards(
             raise CheckpointError(what, where=where, remedy=FETCH_AGAIN)
         if twice := weight_map.keys() & tensors.keys():
             raise CheckpointError(f"tensor {min(twice)!r} lies in two files", where=str(source / file))
-        name = file.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"
+        name = re.sub("pytorch_model|qmodel", "model", file).rpartition(".")[0] + ".safetensors"
         with (partial / name).open("wb") as written:
             write_tensors(written, tensors, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
@@ -131,7 +134,7 @@ def _write_shards(
         if progress:
             print(f"{file} -> {name} ({i}/{len(shards)}): {len(tensors)} tensors, {size:,} B", file=sys.stderr)
         del tensors
-    if len(shards) > 1 or PICKLE not in shards:
+    if not {PICKLE, HQQ_PICKLE} & shards.keys():
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return len(weight_map), total
@@ -149,8 +152,9 @@ def check_torch(version: str) -> None:
 
 def _shards(source: Path) -> dict[str, set[str] | None]:
     """The files to convert, with the tensors that the index says each holds. A single file wins over an index."""
-    if (source / PICKLE).is_file():
-        return {PICKLE: None}
+    for single in (PICKLE, HQQ_PICKLE):
+        if (source / single).is_file():
+            return {single: None}
     index = source / PICKLE_INDEX
     if not index.is_file():
         there = any(source.glob("*.safetensors"))
@@ -193,12 +197,40 @@ def _load(path: Path) -> dict[str, Tensor]:
     if not isinstance(value, dict) or not value:
         got = "a dictionary without any" if isinstance(value, dict) else type(value).__name__
         raise CheckpointError(f"expected tensors by name, got {got}", where=str(path))
+    if path.name == HQQ_PICKLE:
+        value = _of_hqq(value, path)
     for name, tensor in value.items():
         if problem := _problem(name, tensor):
             raise CheckpointError(f"{name!r}: {problem}"[:300], where=str(path))
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"{name!r}: larger than what the file holds of it"[:300], where=str(path))
     return value
+
+
+def _of_hqq(modules: dict[Any, Any], path: Path) -> dict[str, Any]:
+    """The tensors and settings of hqq's modules by names, in the form of its safetensors; older files have the settings
+    in `meta`."""
+    found: dict[str, Any] = {}
+    for module, given in modules.items():
+        if not isinstance(given, dict) or not isinstance(given.get("meta", {}), dict):
+            raise CheckpointError(f"{module!r}: expected a module's tensors and settings"[:300], where=str(path))
+        parts = {name: value for name, value in given.items() if name != "meta"} | given.get("meta", {})
+        for name, value in parts.items():
+            if isinstance(value, Tensor):
+                found[f"{module}.{name}"] = value
+            elif name not in SETTINGS or value is None:
+                if isinstance(value, dict) and CODES in parts:
+                    what = f"{module!r}: {name!r} is quantised itself, which is not supported"
+                    raise CheckpointError(what[:300], where=str(path))
+            elif isinstance(value, str | torch.dtype):
+                found[f"{module}.{name}"] = torch.tensor([*str(value).encode()], dtype=torch.uint8)
+            else:
+                try:
+                    found[f"{module}.{name}"] = torch.tensor(value, dtype=torch.int64)
+                except (TypeError, ValueError, RuntimeError):
+                    what = f"{module!r}: expected numbers as {name}, got {value!r}"
+                    raise CheckpointError(what[:300], where=str(path)) from None
+    return found
 
 
 def _problem(name: Any, tensor: Any) -> str:
@@ -246,7 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=called("python -m tools.convert"), description=f"{what}no code in the pickles is run."
     )
-    source = "GGUF file, or model folder with pytorch_model.bin, or its shards and index"
+    source = "GGUF file, or model folder with pytorch_model.bin, its shards and index, or hqq's qmodel.pt"
     parser.add_argument("source", metavar="SRC", help=source)
     parser.add_argument("folder", metavar="DIR", nargs="?", help="the same as --output DIR")
     parser.add_argument("--output", metavar="DIR", help="folder to make; must not exist")

@@ -3,14 +3,17 @@
 import json
 import os
 import pickle
+import shutil
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import Engine
+from engine import CheckpointError, Engine
 from engine.errors import UsageError
+from models.quantized.hqq import NUMBERS, TEXTS
 from tools import convert, random_checkpoint
 
 TINY = {"layers": 2, "width": 32, "mlp": 48, "heads": 4, "vocab": 96}
@@ -92,6 +95,56 @@ def test_shards(pickled, capsys):
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in tensors.values())
     assert not (out / "pytorch_model.bin.index.json").exists()
     assert Engine.load(out, device="cpu", threads=1).logits([1, 2]).isfinite().all()
+
+
+def modules_of_hqq(folder, nested):
+    """What hqq pickles, from a golden model: modules with tensors and settings, which older files have in `meta`."""
+    found = {}
+    for name, x in load_file(folder / "model.safetensors").items():
+        module, _, part = name.rpartition(".")
+        if part in NUMBERS:
+            x = bool(x) if part in ("quant_scale", "quant_zero", "view_as_float") else int(x)
+        elif part in TEXTS:
+            x = bytes(x.tolist()).decode()
+            x = torch.float32 if part == "compute_dtype" else x
+        elif part == "shape":
+            x = torch.Size(x.tolist())
+        own = found.setdefault(module, {})
+        if nested and part not in ("W_q", "bias", "weight"):
+            own.setdefault("meta", {})[part] = x
+        else:
+            own[part] = x
+    return found
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_files_of_hqq(nested, tmp_path):
+    """Their settings become small tensors, as in its safetensors."""
+    golden, source = Path(__file__).parents[1] / "golden/quantized/hqq", tmp_path / "src"
+    shutil.copytree(golden, source, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(modules_of_hqq(golden, nested), source / "qmodel.pt")
+    with pytest.raises(CheckpointError, match=r"pickles \(qmodel\.pt\)"):
+        Engine.load(source, kv_memory=1 << 22)
+    convert.convert(source, tmp_path / "dst")
+    ours, theirs = (Engine.load(path, dtype="float32", kv_memory=1 << 22) for path in (tmp_path / "dst", golden))
+    assert ours.logits([*range(3, 30)]).equal(theirs.logits([*range(3, 30)]))
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"shape": "no numbers"}, None),
+    ({"axis": [None]}, "expected numbers as axis"),
+    ({"scale": None, "meta_scale": {"scale": 1.0}}, "'meta_scale' is quantised itself"),
+    ({"meta": 3}, "expected a module's tensors and settings"),
+])  # fmt: skip
+def test_settings_of_hqq_that_are_none(change, message, tmp_path):
+    golden, source = Path(__file__).parents[1] / "golden/quantized/hqq", tmp_path / "src"
+    shutil.copytree(golden, source, ignore=shutil.ignore_patterns("*.safetensors"))
+    modules = modules_of_hqq(golden, False)
+    modules["model.layers.0.self_attn.q_proj"] |= change
+    torch.save(modules, source / "qmodel.pt")
+    with pytest.raises(CheckpointError, match=message):
+        convert.convert(source, tmp_path / "dst")
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
 def test_shared_memory(pickled):
