@@ -98,7 +98,7 @@ def test_shards(pickled, capsys):
 
 
 def modules_of_hqq(folder, nested):
-    """What hqq pickles, from a golden model: modules with tensors and settings, which older files have in `meta`."""
+    """A golden model as hqq pickles it: modules with tensors and settings, which older files have in `meta`."""
     found = {}
     for name, x in load_file(folder / "model.safetensors").items():
         module, _, part = name.rpartition(".")
