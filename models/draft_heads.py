@@ -122,7 +122,8 @@ class Eagle3(DraftHead):
     """EAGLE-3: the layer reads the normed embedding and the normed row side by side, and adds its output to the row.
 
     Checkpoints have the layout of the paper's authors (as SpecForge's), or that of "speculators", whose config nests
-    the layer's in `transformer_layer_config`.
+    the layer's in `transformer_layer_config`. Some norm the three rows first, together (`norm_before_fc`) or each
+    (`fc_norm`), or give their own rows back normed (`norm_output`).
     """
 
     architectures = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -156,6 +157,12 @@ class Eagle3(DraftHead):
             shapes[f"{names.layer}{name}.weight"] = shapes[f"{names.layer}{name}.weight"][0], 2 * c.width
         shapes |= {f"{names.layer}hidden_norm.weight": (c.width,), "norm.weight": (c.width,)}
         shapes |= {"fc.weight": (c.width, self.READS * target_width), f"{HEAD}.weight": (known, c.width)}
+        together, each = (outer.bool(name, default=False) for name in ("norm_before_fc", "fc_norm"))
+        normed = {"input_norm": self.READS * target_width} if together else {}
+        normed |= {f"fc_norm.{i}": target_width for i in range(self.READS)} if each else {}
+        if together and each:
+            raise outer.error("fc_norm", "false, as norm_before_fc is true")
+        shapes |= {f"{name}.weight": (size,) for name, size in normed.items()}
         if (embedding := f"{EMBEDDING}.weight") in checkpoint.tensors:
             shapes[embedding] = c.vocab_size, c.width
         kinds = {name: LINEAR for name, shape in shapes.items() if len(shape) == 2 and name != embedding}
@@ -163,11 +170,13 @@ class Eagle3(DraftHead):
         weights = reader(checkpoint, stored, shapes, dtype, device, quant)
         super().__init__(weights.divide(c), weights)
         self.target_width, self.layers_read = target_width, _layers_read(outer)
+        self.output_normed = outer.bool("norm_output", default=False)
         self.residual_normed = outer.bool("norm_before_residual", default=inner is not None)
         self.tokens_V = _known_tokens(checkpoint, known, c.vocab_size)
         self.embedding = weights.embedding(embedding) if embedding in shapes else nn.Identity()
         self.owns_embedding = embedding in shapes
         self.fc = weights.linear("fc")
+        self.given_norms = nn.ModuleList(Norm(c, weights, name) for name in normed)
         self.embedding_norm = Norm(c, weights, names.layer + names.attention_norm)
         self.row_norm = Norm(c, weights, f"{names.layer}hidden_norm")
         self.mlp_norm = Norm(c, weights, names.layer + names.mlp_norm)
@@ -205,7 +214,23 @@ class Eagle3(DraftHead):
 
     def taken(self, rows: Tensor) -> Tensor:
         """Compute the paper's g, one row from three."""
-        return self.fc(rows.flatten(1).to(self.dtype))
+        parts = rows.flatten(1).to(self.dtype).tensor_split(max(1, len(self.given_norms)), 1)
+        if self.given_norms:
+            parts = [norm(part, "torch") for norm, part in zip(self.given_norms, parts, strict=True)]
+        return self.fc(torch.cat([*parts], 1))
+
+    def forward(
+        self,
+        given_TE: Tensor,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        spans_T: Tensor,
+        cache: KVCache,
+        layout: TreeLayout,
+    ) -> Tensor:
+        """See `DraftHead`."""
+        rows_TE = super().forward(given_TE, tokens_T, positions_T, spans_T, cache, layout)
+        return self.norm(rows_TE, layout.impl) if self.output_normed else rows_TE
 
     def _enter(self, embedded_TE: Tensor, registers: Registers) -> None:
         normed_TE = self.row_norm(registers["stream"], registers.impl)
@@ -215,13 +240,14 @@ class Eagle3(DraftHead):
 
     def logits(self, hidden_NE: Tensor, impl: str = "torch") -> Tensor:
         """See `DraftHead`."""
-        return self.head(self.norm(hidden_NE, impl))
+        return self.head(hidden_NE if self.output_normed else self.norm(hidden_NE, impl))
 
 
 def _layer(fields: Fields) -> Config:
-    """Return the configuration of the layer, which is a Llama layer."""
+    """Return the configuration of the layer, which is one of Llama or of Qwen3."""
     return Config(
         **rotary(fields, positions=2048),
+        head_norms="each" if fields.str("model_type", None) == "qwen3" else "",
         norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
         attention_bias=fields.bool("attention_bias", default=False),
         mlp_bias=fields.bool("mlp_bias", default=False),

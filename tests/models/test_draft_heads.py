@@ -74,9 +74,12 @@ def defined(w, embedding, tokens, rows, layer="midlayer.", normed=False):
         own = rms(row, w[f"{layer}hidden_norm.weight"])
         x = torch.cat([rms(embedding[token], w[f"{layer}input_layernorm.weight"]), own])
         q, k, v = (w[f"{layer}self_attn.{name}_proj.weight"] @ x for name in "qkv")
-        keys.append(rotated(k.view(2, -1), at))
+        q, k = q.view(heads, -1), k.view(2, -1)
+        if f"{layer}self_attn.q_norm.weight" in w:
+            q, k = rms(q, w[f"{layer}self_attn.q_norm.weight"]), rms(k, w[f"{layer}self_attn.k_norm.weight"])
+        keys.append(rotated(k, at))
         values.append(v.view(2, -1))
-        q = rotated(q.view(heads, -1), at)
+        q = rotated(q, at)
         mixed = []
         for head in range(heads):
             scores = torch.stack([q[head] @ key[head // 2] for key in keys]) / math.sqrt(q.shape[-1])
@@ -88,24 +91,35 @@ def defined(w, embedding, tokens, rows, layer="midlayer.", normed=False):
     return stream, w["lm_head.weight"] @ rms(stream, w["norm.weight"])
 
 
-def speculators(folder: Path) -> None:
+EACH = {f"fc_norm.{i}.weight": (WIDTH,) for i in range(3)}
+SPECULATORS = {  # kinds of its heads: fields of the head, `model_type` of the layer, tensors
+    "speculators": ({}, "llama", {}),
+    "qwen3": ({}, "qwen3", {f"layers.0.self_attn.{part}_norm.weight": (WIDTH // 4,) for part in "qk"}),
+    "norm_before_fc": ({"norm_before_fc": True}, "llama", {"input_norm.weight": (3 * WIDTH,)}),
+    "fc_norm": ({"fc_norm": True}, "llama", EACH),
+    "norm_output": ({"norm_output": True}, "llama", {}),
+}
+
+
+def speculators(folder: Path, kind: str = "speculators") -> None:
     """Make of a head what the library "speculators" would have written."""
-    config = json.loads((folder / "config.json").read_text())
-    outer = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": config.pop("draft_vocab_size")}
+    fields, layer, more = SPECULATORS[kind]
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": layer}
+    outer = fields | {"architectures": ["Eagle3Speculator"], "draft_vocab_size": config.pop("draft_vocab_size")}
     outer |= {IDS: config.pop(IDS), "speculators_model_type": "eagle3", "transformer_layer_config": config}
     (folder / "config.json").write_text(json.dumps(outer))
     tensors = load_file(folder / "model.safetensors")
-    tensors |= random_tensors({"embed_tokens.weight": (VOCAB, WIDTH)}, seed=9, scale=8.0)
+    tensors |= random_tensors({"embed_tokens.weight": (VOCAB, WIDTH), **more}, seed=9, scale=8.0)
     save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["authors", "speculators"])
+@pytest.mark.parametrize("kind", ["authors", *SPECULATORS])
 def test_logits_are_those_of_the_definition(kind, target, tmp_path):
     """In a tree: a trunk, and two branches of two tokens."""
-    layer = "layers.0." if kind == "speculators" else "midlayer."
+    layer = "midlayer." if kind == "authors" else "layers.0."
     make_eagle(tmp_path, width=WIDTH, vocab=VOCAB, known=KNOWN, read=[0, 2, 4], layer=layer)
-    if kind == "speculators":
-        speculators(tmp_path)
+    if kind != "authors":
+        speculators(tmp_path, kind)
     model, head = load_model(Checkpoint.open(target), torch.float32, CPU), opened(tmp_path)
     head.attach(model)
     pool = PagePool(head.shape, 64, 1, torch.float32, CPU)
@@ -129,13 +143,19 @@ def test_logits_are_those_of_the_definition(kind, target, tmp_path):
             places = [*range(5), *(5 + order.index(node) for node in path)]
             tokens = [*tree.trunk.tokens, *map(tree.token, path)]
             given = rows[places].double()
-            stream, want = defined(w, embedding, tokens, given, layer, kind == "speculators")
+            stream, want = defined(w, embedding, tokens, given, layer, kind != "authors")
+            stream = rms(stream, w["norm.weight"]) if kind == "norm_output" else stream
             torch.testing.assert_close(own[places[-1]].double(), stream, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(logits[places[-1]].double(), want, rtol=1e-4, atol=1e-4)
     chosen = torch.arange(KNOWN) * VOCAB // KNOWN
     assert head.tokens_V is not None and head.tokens_V.equal(chosen)
     three = torch.randn(2, 3, WIDTH)
-    torch.testing.assert_close(head.taken(three), three.flatten(1) @ stored["fc.weight"].T)
+    normed = three
+    if kind == "norm_before_fc":
+        normed = rms(three.flatten(1), stored["input_norm.weight"])
+    elif kind == "fc_norm":
+        normed = torch.stack([rms(three[:, i], stored[f"fc_norm.{i}.weight"]) for i in range(3)], 1)
+    torch.testing.assert_close(head.taken(three), normed.flatten(1) @ stored["fc.weight"].T)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +186,7 @@ FAULTS = {
     "rows": ({"target_hidden_size": 32}, edited("fc.weight", lambda x: x[:, :96].clone()), "it has rows of width 32"),
     "fc": ({}, edited("fc.weight", lambda x: x[:, :128].clone()), "fc.weight in model.safetensors: expected .64, 192"),
     "layer": ({}, edited("midlayer.hidden_norm.weight", lambda x: None), "missing midlayer.hidden_norm.weight"),
+    "two ways to norm": ({"norm_before_fc": True, "fc_norm": True}, None, "fc_norm: expected false, as norm_before_fc"),
     "two layers": ({"num_hidden_layers": 2}, None, "num_hidden_layers: expected 1"),
     "layers by default": ({IDS: None}, None, "by default are 2, 2, 1, and the model has 4"),
     "equal layers": ({IDS: [1, 1, 2]}, None, "its config names the layers 1, 1, 2"),
