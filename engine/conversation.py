@@ -239,7 +239,7 @@ class Conversation:
         if self.on_overflow == "error":
             raise UsageError(
                 f"the conversation is full: with this turn it has {len(ids)} tokens, "
-                f"the model's context holds {context}",
+                f"this model's maximum context length is {context}",
                 where=f"an answer needs room for {self._room(new)} more; the turn was not added",
                 remedy="/reset starts afresh; --on-overflow drop-turns forgets the oldest turns instead",
             )
@@ -258,7 +258,7 @@ class Conversation:
         if context is not None and len(ids) > context:
             raise UsageError(
                 f"the message is too long: without any turn before it there are {len(ids)} tokens, "
-                f"the model's context holds {context}",
+                f"this model's maximum context length is {context}",
                 where="it was not added; the conversation is as it was",
                 remedy="shorten it" + " or the system message" * (self.system is not None),
             )

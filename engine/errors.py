@@ -16,7 +16,8 @@ class UsageError(CoppiceError):
 class ContextError(UsageError):
     """A prompt has more tokens than the model's context holds, or than a server accepts.
 
-    `code` is OpenAI's, by which LangChain and LiteLLM recognise the error.
+    `code` is OpenAI's, by which clients recognise the error; LiteLLM up to 1.83 looks for "this model's maximum context
+    length is" in the message.
     """
 
     code = "context_length_exceeded"

@@ -361,7 +361,9 @@ def check_ids(target: LoadedModel, ids: Sequence[int], name: str = "", what: str
         selected, remedy = target.runner.model.config.selected, "shorten it"
         if selected is None or reach < selected:
             remedy += "; a model that rotates positions takes more with a larger --context"
-        raise ContextError(f"{lead}{what} has {len(ids)} tokens, the model's context holds {reach}", remedy=remedy)
+        raise ContextError(
+            f"{lead}{what} has {len(ids)} tokens, this model's maximum context length is {reach}", remedy=remedy
+        )
     vocab = target.shape.vocab_size
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab:

@@ -544,7 +544,10 @@ def idle(engine: Engine, commands: Commands, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_prompt_beyond_the_context(commands: Commands, idle: Engine):
     code, out, err = commands.chat("-p", "z" * 64)
-    assert (code, out) == (2, "") and "the prompt has 65 tokens, the model's context holds 64\nshorten" in err
+    assert (code, out) == (
+        2,
+        "",
+    ) and "the prompt has 65 tokens, this model's maximum context length is 64\nshorten" in err
     code, [record], _ = commands.batch([{"prompt_ids": [5] * 65}])
     assert code == 2 and "the prompt has 65 tokens" in record["error"]["message"]
 

@@ -336,7 +336,7 @@ def reader(files: int) -> Callable[[Make], Make]:
 
 def checkpoint(path: Path, change: Callable[[Draw, bytes], bytes], *flags: str) -> Case:
     """A file of a checkpoint: errors may name its folder alone; its numbers may be no numbers, or too few positions."""
-    blamed = path.name, str(path.parent), "the model's context holds"
+    blamed = path.name, str(path.parent), "this model's maximum context length is"
     return Case(path, change, loading(path.parent, *flags), blamed, (0, 2, 3, 5))
 
 

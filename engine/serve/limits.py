@@ -94,7 +94,10 @@ def check_length(name: str, text: str | Sequence[int], model: LoadedModel, limit
     if isinstance(text, str):
         _check_characters(name, len(text), model, limits)
     elif len(text) > (reach := limits.reach(model)):
-        raise ContextError(f"{name}: the text has {len(text)} tokens, the context holds {reach}", remedy="shorten it")
+        raise ContextError(
+            f"{name}: the text has {len(text)} tokens, this model's maximum context length is {reach}",
+            remedy="shorten it",
+        )
 
 
 def _check_characters(name: str, count: int, model: LoadedModel, limits: Limits) -> None:
@@ -102,7 +105,10 @@ def _check_characters(name: str, count: int, model: LoadedModel, limits: Limits)
     reach, tokenizer = limits.reach(model), model.tokenizer
     if tokenizer is not None and count > reach * tokenizer.longest:
         each = f"{reach} tokens of at most {tokenizer.longest} characters"
-        raise ContextError(f"{name}: the text has {count} characters, the context holds {each}", remedy="shorten it")
+        raise ContextError(
+            f"{name}: the text has {count} characters, this model's maximum context length is {each}",
+            remedy="shorten it",
+        )
 
 
 def _size(name: str, value: Any, entries: int, values: int, characters: int) -> None:

@@ -187,7 +187,7 @@ def test_the_context_ends_the_answer(engine):
         assert len(result.outputs[0].token_ids) == 11 and result.outputs[0].finish_reason == "length"
     [result] = engine.generate([[1] * 200], Greedy(), ignore_eos=True)
     assert len(result.outputs[0].token_ids) == 1
-    with pytest.raises(UsageError, match="201 tokens, the model's context holds 200"):
+    with pytest.raises(UsageError, match="201 tokens, this model's maximum context length is 200"):
         engine.generate([[1] * 201], Greedy())
 
 
@@ -209,7 +209,7 @@ def test_a_longer_context_than_the_checkpoints(tmp_path):
     assert len(ids) == 60
     [one], [other] = (engine.generate([ids[:20]], Trie(beams=4), max_new_tokens=40) for engine in (longer, own))
     assert one.outputs == other.outputs
-    with pytest.raises(UsageError, match="60 tokens, the model's context holds 24"):
+    with pytest.raises(UsageError, match="60 tokens, this model's maximum context length is 24"):
         short.generate([ids], Greedy())
 
 

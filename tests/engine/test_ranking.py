@@ -128,7 +128,12 @@ def test_any_number_fits_a_small_cache(folders, heads):
         ("q", ["a", 3], {}, r"documents\[1\]: expected a text"),
         ("q", ["a"], {"template": "{query}"}, "{document} is missing"),
         ("q", ["a"], {"template": 3}, "template: expected a text"),
-        ("q", ["a", "words " * 200], {}, r"documents\[1\]: .* has 1004 tokens, the model's context holds 120"),
+        (
+            "q",
+            ["a", "words " * 200],
+            {},
+            r"documents\[1\]: .* has 1004 tokens, this model's maximum context length is 120",
+        ),
     ],
 )
 def test_refusals(heads, query, documents, options, message):

@@ -145,10 +145,10 @@ def test_no_token_stands_past_the_table(family):
         for length in (60, 64):
             [result] = engine.generate([TEXT[:length]], search=search, max_new_tokens=50, ignore_eos=True)
             assert {len(output.token_ids) for output in result.outputs} == {65 - length}
-        with pytest.raises(UsageError, match="65 tokens, the model's context holds 64"):
+        with pytest.raises(UsageError, match="65 tokens, this model's maximum context length is 64"):
             engine.generate([[*TEXT, 5]], search=search)
     classifier = Engine.load(GOLDEN / family / "classifier", dtype="float32")
-    for texts, message in [([[*TEXT, 5]], "holds 64"), ([[5], [104]], "from 0 to 103, got 104"), ([[]], "empty")]:
+    for texts, message in [([[*TEXT, 5]], "length is 64"), ([[5], [104]], "from 0 to 103, got 104"), ([[]], "empty")]:
         with pytest.raises(UsageError, match=message):
             classifier.scores(texts)
     assert len(classifier.scores([TEXT])) == 1
@@ -161,7 +161,7 @@ def test_a_context_lies_within_the_table(family):
     engine = Engine.load(GOLDEN / family / "plain", dtype="float32", context=20)
     [result] = engine.generate([TEXT[:18]], search=Greedy(), ignore_eos=True)
     assert len(result.outputs[0].token_ids) == 3 and not engine.capabilities.warning
-    with pytest.raises(UsageError, match="21 tokens, the model's context holds 20"):
+    with pytest.raises(UsageError, match="21 tokens, this model's maximum context length is 20"):
         engine.generate([TEXT[:21]], search=Greedy())
 
 

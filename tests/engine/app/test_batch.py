@@ -182,7 +182,7 @@ BAD = [
     ({"prompt": 3}, "prompt: expected a string, got 3"),
     ({"prompt": [5, 6]}, "prompt: expected a string, got [5, 6]; token ids go into prompt_ids"),
     ({"prompt": "\ud800"}, "lone surrogate"),
-    ({"prompt": "a" * 300}, "the model's context holds 64"),
+    ({"prompt": "a" * 300}, "this model's maximum context length is 64"),
     ({"prompt_ids": []}, "the prompt is empty"),
     ({"prompt_ids": [1, 300]}, "expected token ids from 0 to 299, got 300; token 1"),
     ({"prompt_ids": [True]}, "prompt: expected token ids from 0 to 299, got True; token 0"),
@@ -310,7 +310,7 @@ def test_bad_lines_do_not_disturb_the_others(run: Run, capsys: pytest.CaptureFix
         error = records[2 * i].get("error", {"message": str(records[2 * i])})
         assert message in error["message"], (line, error)
         assert error["message"].startswith(f"line {3 * i + 1}: ") and "\n" not in error["message"]
-        assert error["code"] == ("context_length_exceeded" if "context holds" in message else "usage")
+        assert error["code"] == ("context_length_exceeded" if "maximum context length is" in message else "usage")
         assert said(records[2 * i + 1]) == said(records[1])
     assert capsys.readouterr().err == f"{len(BAD)} of {2 * len(BAD)} answers are errors\n"
 

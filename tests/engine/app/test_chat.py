@@ -162,7 +162,7 @@ def test_log_probabilities_spell_special_tokens(command):
         (["--max-new-tokens", "0"], 2, "max-new-tokens"),
         (["--system", "Be brief"], 2, "no chat template"),
         (["--search", "trie", "--beams", "999"], 2, "beams"),
-        (["-p", "x" * 400], 2, "context holds 128"),
+        (["-p", "x" * 400], 2, "maximum context length is 128"),
         (["--model", "/nowhere"], 3, "/nowhere"),
     ],
 )
@@ -245,7 +245,7 @@ def test_errors_withdraw_the_turn(engine, monkeypatch):
     conversation = Conversation(engine)
     say(conversation, "Hello")
     before, pages = list(conversation.turns), list(held(conversation))
-    with pytest.raises(UsageError, match="context holds 512"):
+    with pytest.raises(UsageError, match="maximum context length is 512"):
         say(conversation, "x" * 500)
     with pytest.raises(UsageError, match="beams"):
         say(conversation, "x", Trie(beams=500))
@@ -270,7 +270,9 @@ def test_errors_withdraw_the_turn(engine, monkeypatch):
 
 def test_a_full_context_says_so_with_numbers(engine):
     conversation = Conversation(engine, on_overflow="error")
-    with pytest.raises(UsageError, match=r"has \d+ tokens, the model's context holds 512\nan answer needs room for 32"):
+    with pytest.raises(
+        UsageError, match=r"has \d+ tokens, this model's maximum context length is 512\nan answer needs room for 32"
+    ):
         for _ in range(20):
             say(conversation, "word " * 10, max_new_tokens=64, ignore_eos=True)
     assert 2 <= len(conversation.turns) < 10

@@ -297,11 +297,11 @@ def test_what_fits_is_seen(conversation):
 
 
 def test_a_message_that_is_too_long_alone(conversation):
-    with pytest.raises(UsageError, match=r"prompt has \d+ tokens, the model's context holds 512"):
+    with pytest.raises(UsageError, match=r"prompt has \d+ tokens, this model's maximum context length is 512"):
         say(conversation, "x" * 600)
     say(conversation, "short")
     turns = list(conversation.turns)
-    with pytest.raises(UsageError, match=r"without any turn before it there are 6\d\d tokens, .* holds 512"):
+    with pytest.raises(UsageError, match=r"without any turn before it there are 6\d\d tokens, .* length is 512"):
         say(conversation, "x" * 600)
     assert conversation.turns == turns
     assert say(conversation, "short")[0].result.stats["reused_tokens"] > 5

@@ -151,7 +151,7 @@ def test_a_vector_that_is_not_finite_is_an_error_of_its_text(engine, monkeypatch
         (["a", 3], {}, r"texts\[1\]: expected a text or token ids"),
         ([[]], {}, r"texts\[0\]: the text is empty"),
         ([[1], [1536]], {}, r"texts\[1\]: expected token ids from 0 to 1535"),
-        ([[5] * 513], {}, r"texts\[0\]: the text has 513 tokens, the model's context holds 512"),
+        ([[5] * 513], {}, r"texts\[0\]: the text has 513 tokens, this model's maximum context length is 512"),
         (["a"], {"pooling": "cls"}, "pooling: expected mean or last"),
         (["a"], {"normalize": 1}, "normalize: expected true or false"),
         (["a"], {"dimensions": 193}, "dimensions: expected an integer from 1 to 192"),

@@ -90,7 +90,7 @@ def test_options(server, alone):
         ({"input": ["a", 3]}, r"input\[1\]: expected a text or token ids"),
         ({"input": ["a", [1, -1]]}, r"input\[1\]: expected token ids from 0"),
         ({"input": ["a", []]}, r"input\[1\]: the text is empty"),
-        ({"input": "dog " * 600}, "input: the text has 603 tokens, the model's context holds 512"),
+        ({"input": "dog " * 600}, "input: the text has 603 tokens, this model's maximum context length is 512"),
         ({"input": [1] * 513}, "input: the text has 513 tokens"),
         ({"input": "x" * 7000}, "input: the text has 7000 characters"),
         ({"input": "a", "dimensions": 193}, "dimensions: expected an integer from 1 to 192"),

@@ -350,7 +350,7 @@ def test_xtc_and_dry_by_the_names_of_llama_server(server, alone):
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{"role": "user"}]}, None, "expected a string, got none"),
-        ({"messages": [{"role": "user", "content": "a " * 3000}]}, None, "context holds 512"),
+        ({"messages": [{"role": "user", "content": "a " * 3000}]}, None, "maximum context length is 512"),
         ({"template": {"nope": 1}}, None, "nope"),
     ],
 )
@@ -360,7 +360,7 @@ def test_errors(server, fields, param, message):
         server.client.post("/chat/completions", cast_to=object, body=body)
     error = caught.value.body
     assert message in error["message"] and error["type"] == "invalid_request_error", error
-    code = "context_length_exceeded" if "context holds" in message else "usage"
+    code = "context_length_exceeded" if "maximum context length is" in message else "usage"
     assert error["param"] == param and error["code"] == code, error
 
 

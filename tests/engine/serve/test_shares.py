@@ -209,8 +209,11 @@ def test_a_check_takes_the_time_of_its_request(start, held):
 
 
 LARGE = {
-    "characters": ({"prompt": "a" * 60_000}, "60000 characters, the context holds 512 tokens of at most 13"),
-    "tokens": ({"prompt": [5] * 5000}, "5000 tokens, the context holds 512"),
+    "characters": (
+        {"prompt": "a" * 60_000},
+        "60000 characters, this model's maximum context length is 512 tokens of at most 13",
+    ),
+    "tokens": ({"prompt": [5] * 5000}, "5000 tokens, this model's maximum context length is 512"),
     "one of several": ({"prompt": ["a", "a" * 60_000]}, "60000 characters"),
     "messages": ({"messages": [{"role": "user", "content": "a"}] * 5000}, "messages: expected at most 4096 entries"),
     "their values": ({"messages": [{"role": "user", "content": "a", "x": [1] * 40_000}] * 2}, "at most 65536 values"),

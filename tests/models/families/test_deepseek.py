@@ -70,7 +70,7 @@ def test_texts_that_an_indexer_selects_from_are_refused(tmp_path, variant):
     assert "the indexer is not loaded, which selects what attention reads in texts of more than 20 tokens" in (
         engine.capabilities.warning
     )
-    with pytest.raises(UsageError, match=r"21 tokens, the model's context holds 20\nshorten it$"):
+    with pytest.raises(UsageError, match=r"21 tokens, this model's maximum context length is 20\nshorten it$"):
         engine.generate([[*range(5, 26)]], Greedy())
     for search in (Greedy(), Trie(beams=4)):
         [result] = engine.generate([[*range(5, 20)]], search, max_new_tokens=40, ignore_eos=True)
@@ -80,7 +80,9 @@ def test_texts_that_an_indexer_selects_from_are_refused(tmp_path, variant):
     with pytest.raises(UsageError, match=r"more than 20 tokens need this model's indexer, .* got 21"):
         table(LoadOptions(folder, context=21), lambda beams: Trie(beams), 5)
     shorter = Engine.load(folder, context=7)
-    with pytest.raises(UsageError, match=r"context holds 7\nshorten it; .* takes more with a larger --context"):
+    with pytest.raises(
+        UsageError, match=r"maximum context length is 7\nshorten it; .* takes more with a larger --context"
+    ):
         shorter.generate([[*range(5, 15)]], Greedy())
     assert Engine.load(GOLDEN / variant).shape.max_positions == 64, "max_position_embeddings is 128"
 

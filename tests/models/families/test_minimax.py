@@ -55,7 +55,7 @@ def test_texts_of_more_blocks_than_an_indexer_selects_are_refused(tmp_path):
     folder = changed(tmp_path, "experts/minimax_three", {"index_block_size": 4, "index_topk_blocks": 5})
     engine = Engine.load(folder, dtype="float32")
     assert "in texts of more than 20 tokens: longer texts are refused" in engine.capabilities.warning
-    with pytest.raises(UsageError, match="21 tokens, the model's context holds 20"):
+    with pytest.raises(UsageError, match="21 tokens, this model's maximum context length is 20"):
         engine.generate([[*range(5, 26)]], Greedy())
     with pytest.raises(UsageError, match="more than 20 tokens need this model's indexer"):
         Engine.load(folder, context=21)
