@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.linear.panels import power
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import Form, Part, Source, Uniform, unpack
+from models.quantized.parts import FLOATS, Form, Part, Source, Uniform, unpack
 
 GROUP = 32
 
@@ -32,12 +32,12 @@ class Mxfp4:
         return Form("float4", GROUP, each=1)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
+        """See `Scheme`. Scales of activations are accepted but not used, because activations are not rounded."""
         groups = -(-width // GROUP)
         octets = (outs, groups, GROUP // 2) if self.parted else (outs, groups * GROUP // 2)
-        unused = Part(((1,), ()), (torch.float32,), optional=True)  # a scale of activations
         packed, scale = Part((octets,), (torch.uint8,)), Part(((outs, groups),), (torch.uint8,))
-        return {self.packed: packed, self.scale: scale, "input_global_scale": unused}
+        unused = dict.fromkeys(("input_scale", "input_global_scale"), Part(((1,), ()), FLOATS, optional=True))
+        return {self.packed: packed, self.scale: scale, **unused}
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""

@@ -612,6 +612,17 @@ def test_inverse_scales_of_gptqmodel(method, size):
         scheme.weight(48, 32, Source(parts.get, AssertionError))
 
 
+def test_scales_of_activations_beside_mxfp4_are_not_used():
+    """Quark's `mxfp4_fp8` has one for each matrix."""
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
+    inputs = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+    layers = {"weight": weight, "input_tensors": inputs}
+    parts = config_of(quant_method="quark", export={"pack_method": "reorder"}, global_quant_config=layers)
+    found = parts.scheme(Q_PROJ, LINEAR).parts(6, 64)
+    assert {name for name, part in found.items() if not part.optional} == {"weight", "weight_scale"}
+    assert found["input_scale"].optional and torch.bfloat16 in found["input_scale"].dtypes
+
+
 def test_groups_without_weights_are_floats():
     groups = pack()["config_groups"] | {"floats": {"targets": ["re:.*mlp.*"], "weights": None}}
     config = config_of(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups)
