@@ -81,6 +81,8 @@ def read_config(file: GGUF) -> dict[str, Any]:
     """Make config.json. Raises CheckpointError for an unsupported architecture, or keys that do not fit."""
     if file.fields().str("general.type", "model") == "adapter":
         raise file.error("the file holds an adapter (LoRA), not a model", "Merge it into its model first.")
+    if not file.tensors:
+        raise file.error("the file holds no tensors", "It may be a vocabulary alone: name the model's file.")
     name = file.fields().str("general.architecture")
     if name not in ARCHITECTURES:
         what = f"general.architecture: {name[:80]!r} is not supported"

@@ -227,7 +227,7 @@ class _Header:
     def with_wide(self, entries: list[tuple[str, HeaderEntry]], data: int) -> list[tuple[str, HeaderEntry]]:
         """Return the entries, with `WIDE_Q2_0` for Q2_0 if no such tensor has room for the larger blocks of ggml."""
         starts = sorted(entry.start for _, entry in entries)
-        after = dict(zip(starts, [*starts[1:], self.size - data], strict=True))
+        after = dict(zip(starts, [*starts[1:], self.size - data], strict=False))  # none of none
         found, (format, block, size) = list[tuple[str, HeaderEntry]](), WIDE_Q2_0
         for name, entry in entries:
             if entry.format == TYPES[42][0]:

@@ -68,6 +68,13 @@ def test_what_is_not_supported_is_named(key, value, what, tmp_path):
         load(file, tmp_path)
 
 
+def test_a_vocabulary_alone_is_no_model(tmp_path):
+    file = File(GOLDEN / "llama/plain")
+    file.tensors.clear()
+    with pytest.raises(CheckpointError, match=r"the file holds no tensors\n.*\nIt may be a vocabulary alone"):
+        load(file, tmp_path)
+
+
 def test_an_original_length_that_has_no_logarithm(tmp_path):
     file = File(GOLDEN / "phi3/longrope")
     file.keys["phi3.rope.scaling.original_context_length"] = 1
