@@ -587,7 +587,7 @@ def test_rules_of_auto_round():
                                        ("nv_fp", 4, 16, "nvfp4-pack"))),
 ])  # fmt: skip
 def test_floats_of_auto_round_are_those_of_other_methods(fields, other):
-    """As AutoRound 0.16.1 writes them."""
+    """AutoRound 0.16.1 writes these files."""
     ours = config_of(quant_method="auto-round", packing_format="auto_round:llm_compressor", **fields)
     assert ours.scheme(Q_PROJ, LINEAR) == config_of(**other).scheme(Q_PROJ, LINEAR)
     with pytest.raises(CheckpointError, match=r"read: auto_round.* fp, mx_fp and nv_fp of 8 and 4 bits"):

@@ -607,7 +607,7 @@ def test_parts_of_a_matrix(format, tmp_path):
     *("glm/four", "nemotron_h/plain", "experts/ernie"),
 ])  # fmt: skip
 def test_one_matrix_for_queries_keys_and_values(variant, tmp_path):
-    """As llama.cpp's converter makes on request, where a layer has all three."""
+    """A fused projection, which llama.cpp's converter writes on request where a layer has all three."""
     file = File(GOLDEN / variant)
     for name in [name for name in file.tensors if ".attn_v." in name]:
         parts = [name.replace("attn_v", f"attn_{part}") for part in "qkv"]
