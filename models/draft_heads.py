@@ -188,6 +188,7 @@ class Eagle3(DraftHead):
             Call("norm", "stream", "read", norm=self.mlp_norm),
             *self.mlp.calls("read"),
             Call("add", "read", "stream"),
+            *([Call("norm", "stream", "stream", norm=self.norm)] if self.output_normed else []),
         ]
 
     def attach(self, target: Decoder) -> None:
@@ -218,19 +219,6 @@ class Eagle3(DraftHead):
         if self.given_norms:
             parts = [norm(part, "torch") for norm, part in zip(self.given_norms, parts, strict=True)]
         return self.fc(torch.cat([*parts], 1))
-
-    def forward(
-        self,
-        given_TE: Tensor,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        spans_T: Tensor,
-        cache: KVCache,
-        layout: TreeLayout,
-    ) -> Tensor:
-        """See `DraftHead`."""
-        rows_TE = super().forward(given_TE, tokens_T, positions_T, spans_T, cache, layout)
-        return self.norm(rows_TE, layout.impl) if self.output_normed else rows_TE
 
     def _enter(self, embedded_TE: Tensor, registers: Registers) -> None:
         normed_TE = self.row_norm(registers["stream"], registers.impl)
