@@ -1,8 +1,8 @@
-"""Families that transformers has no class for, or stores otherwise: MiniCPM, EXAONE 3, InternLM2, Ling 2, MiMo, Sarvam,
-Lara Mini.
+"""Families whose published checkpoints differ from what transformers would draw: MiniCPM, EXAONE 3, InternLM2, Ling 2,
+MiMo, Sarvam, Lara Mini.
 
-The checkpoints are as published; transformers computes them as a model of another family with the same computation;
-Lara Mini (like `apertus/pruned`) needs transformers 5.24, which has its class.
+transformers reads EXAONE 3, Sarvam and Lara Mini as published. It has no class for the others, and computes them as a
+model of another family with the same computation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,20 +49,21 @@ class Family:
 
     Args:
         config: the published fields besides those in `SIZES`.
-        known: the architecture and the `model_type` in transformers.
-        renamed: published names -> those in transformers, as patterns, in this order.
         shapes: the shapes of a layer's tensors, by their published names.
         outer: the published names of the embedding, the last norm and the head.
+        known: the architecture and the `model_type` in transformers, if it has no class for the published ones; then
+            also:
+        renamed: published names -> those in transformers, as patterns, in this order.
         changed: makes the fields that transformers reads of the published ones.
         draft: a tensor of a draft head, which transformers does not get.
     """
 
     config: Mapping[str, Any]
-    known: tuple[str, str]
-    renamed: Mapping[str, str]
     shapes: Callable[[Mapping[str, Any], int], dict[str, Shape]]
     outer: tuple[str, str, str]
-    changed: Callable[[dict[str, Any]], dict[str, Any]]
+    known: tuple[str, str] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    changed: Callable[[dict[str, Any]], dict[str, Any]] = dict
     draft: str = ""
 
 
@@ -154,58 +155,42 @@ def as_granite(c: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def as_llama(c: dict[str, Any]) -> dict[str, Any]:
-    own = {"num_hidden_layers": LAYERS, "rms_norm_eps": c.get("layer_norm_epsilon", 1e-5)}
-    tied = {"tie_word_embeddings": c.get("tie_word_embeddings", True)}
-    return c | own | tied
-
-
 def with_biases(c: dict[str, Any]) -> dict[str, Any]:
     return c | {"attention_bias": c["bias"]}
 
 
 def as_glm(c: dict[str, Any]) -> dict[str, Any]:
-    part = c.get("partial_rotary_factor", c.get("rotary_dim", SIZE) / SIZE)  # of Sarvam: all
+    part = c.get("partial_rotary_factor", c.get("rotary_dim", SIZE) / SIZE)
     return c | {
         "attention_bias": c["use_qkv_bias"], "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": True,
         "head_dim": SIZE, "partial_rotary_factor": part,
     }  # fmt: skip
 
 
-def as_deepseek(c: dict[str, Any]) -> dict[str, Any]:
-    c = {name: value for name, value in c.items() if name not in ("head_dim", "q_head_dim")}  # of neither
-    return c | {"n_routed_experts": 8, "n_shared_experts": 1, "rope_scaling": c["rope_scaling"] | {"type": "yarn"}}
-
-
+USUAL = "model.embed_tokens", "model.norm", "lm_head"
+WORDS = "model.word_embeddings", "model.norm", "lm_head"
 FAMILIES = {
     "minicpm": Family(
         {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "scale_emb": 2.5, "scale_depth": 1.1,
          "dim_model_base": 24, "rope_theta": 10000.0},
-        ("GraniteForCausalLM", "granite"), {}, minicpm, ("model.embed_tokens", "model.norm", "lm_head"), as_granite),
+        minicpm, USUAL, ("GraniteForCausalLM", "granite"), changed=as_granite),
     "mimo": Family(
         {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1, "head_dim": SIZE,
          "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1, "rope_theta": 640000.0},
-        ("Qwen2ForCausalLM", "qwen2"), {}, mimo, ("model.embed_tokens", "model.norm", "lm_head"), dict,
-        "model.mtp_layers.0.input_proj.weight"),
+        mimo, USUAL, ("Qwen2ForCausalLM", "qwen2"), draft="model.mtp_layers.0.input_proj.weight"),
     "exaone": Family(
         {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "num_layers": LAYERS,
          "num_hidden_layers": ABSENT, "rms_norm_eps": ABSENT, "layer_norm_epsilon": 1e-2,
          "activation_function": "silu", "rope_theta": 5e5, "rope_scaling": LLAMA3},
-        ("LlamaForCausalLM", "llama"),
-        {r"transformer\.wte": "model.embed_tokens", r"transformer\.ln_f": "model.norm",
-         r"transformer\.h": "model.layers",
-         r"attn\.attention": "self_attn", "out_proj": "o_proj", r"\.ln_1": ".input_layernorm",
-         r"\.ln_2": ".post_attention_layernorm", "c_fc_0": "gate_proj", "c_fc_1": "up_proj", "c_proj": "down_proj"},
-        exaone, ("transformer.wte", "transformer.ln_f", "lm_head"), as_llama),
+        exaone, ("transformer.wte", "transformer.ln_f", "lm_head")),
     "internlm2": Family(
         {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False, "rope_theta": 10000.0,
          "rope_scaling": None},
-        ("LlamaForCausalLM", "llama"),
+        internlm, ("model.tok_embeddings", "model.norm", "output"), ("LlamaForCausalLM", "llama"),
         {"tok_embeddings": "embed_tokens", r"^output": "lm_head", r"\.attention\.": ".self_attn.",
          r"\.wo\.": ".o_proj.", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
          r"feed_forward\.w1": "mlp.gate_proj", r"feed_forward\.w3": "mlp.up_proj",
-         r"feed_forward\.w2": "mlp.down_proj"},
-        internlm, ("model.tok_embeddings", "model.norm", "output"), with_biases),
+         r"feed_forward\.w2": "mlp.down_proj"}, with_biases),
     "ling": Family(
         {"architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "num_hidden_layers": LAYERS,
          "head_dim": SIZE, "use_qkv_bias": False, "use_bias": False, "use_qk_norm": True, "partial_rotary_factor": 0.5,
@@ -213,36 +198,34 @@ FAMILIES = {
          "moe_intermediate_size": 12, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "rope_theta": 6e5,
          "norm_topk_prob": True, "score_function": "sigmoid", "moe_router_enable_expert_bias": True,
          "norm_head": False},
-        ("Glm4MoeForCausalLM", "glm4_moe"),
-        LING, ling, ("model.word_embeddings", "model.norm", "lm_head"), as_glm),
+        ling, WORDS, ("Glm4MoeForCausalLM", "glm4_moe"), LING, as_glm),
     "sarvam": Family(
         {"architectures": ["SarvamMoEForCausalLM"], "model_type": "sarvam_moe", "head_dim": SIZE,
          "use_qkv_bias": False, "use_qk_norm": True, "num_experts": 8, "num_shared_experts": 1,
          "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 12,
          "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "rope_theta": 8e6, "norm_topk_prob": True},
-        ("Glm4MoeForCausalLM", "glm4_moe"), LING, ling, ("model.word_embeddings", "model.norm", "lm_head"), as_glm),
+        ling, WORDS),
     "sarvam_mla": Family(
         {"architectures": ["SarvamMLAForCausalLM"], "model_type": "sarvam_mla", **MLA, "head_dim": 16,
          "q_head_dim": 10, "num_key_value_heads": HEADS, "q_lora_rank": None, "num_experts": 8,
          "num_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1,
          "moe_intermediate_size": 12, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "rope_theta": 10000.0,
          "rope_scaling": YARN},
-        ("DeepseekV3ForCausalLM", "deepseek_v3"), {}, latent, ("model.embed_tokens", "model.norm", "lm_head"),
-        as_deepseek),
+        latent, USUAL),
     "lara": Family(
         {"architectures": ["LaraMiniForCausalLM"], "model_type": "lara_mini", **DELTA, "head_dim": SIZE,
          "intermediate_size": ABSENT, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
          "shared_expert_intermediate_size": 20, "sliding_window": 16, "linear_conv_kernel_dim": 4,
          "num_hidden_layers": 4, "rope_theta": 10000.0,
          "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]},
-        ("LaraMiniForCausalLM", "lara_mini"), {}, lara, ("model.embed_tokens", "model.norm", "lm_head"), dict),
+        lara, USUAL),
 }  # fmt: skip
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm": ("minicpm", {}),
     "minicpm_defaults": ("minicpm", dict.fromkeys(("scale_emb", "scale_depth", "rms_norm_eps", "rope_theta"), ABSENT)),
     "minicpm_long": ("minicpm", {"rope_scaling": LONG, "scale_depth": None, "dim_model_base": None}),
     "exaone": ("exaone", {}),
-    "exaone_tied": ("exaone", {"tie_word_embeddings": ABSENT, "layer_norm_epsilon": ABSENT, "rope_scaling": None}),
+    "exaone_tied": ("exaone", {"tie_word_embeddings": True, "layer_norm_epsilon": ABSENT, "rope_scaling": None}),
     "internlm2": ("internlm2", {}),
     "internlm2_biases": ("internlm2", {"bias": True, "rope_scaling": DYNAMIC, "max_position_embeddings": 32}),
     "ling": ("ling", {}),
@@ -306,6 +289,7 @@ def floats(name: str, folder: Path, into: Path) -> None:
             stored[own] = x.clone()
     write_tensors(into / "model.safetensors", stored, "float32")
     given = json.loads((folder / "config.json").read_text())
+    assert family.known
     architecture, kind = family.known
     write_json(into / "config.json", family.changed(given) | {"architectures": [architecture], "model_type": kind})
 
@@ -316,7 +300,7 @@ OTHERS["minicpm_long"] = CROSSING | {"prompts": (40, 50, 34)}  # transformers ke
 VARIANTS = {
     name: Variant(
         partial(write, name),
-        floats=partial(floats, name),
+        floats=partial(floats, name) if FAMILIES[CHANGES[name][0]].known else None,
         **{"grid": () if name in FAMILIES else FEW, **OTHERS.get(name, {})},
     )
     for name in CHANGES
