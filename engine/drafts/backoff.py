@@ -47,7 +47,7 @@ class Backoff:
         for node, logps in zip(nodes, likely, strict=True) if self.adapt else ():
             if logps:
                 context = self.contexts[node] if node >= 0 else self.context
-                self._count(context, {token: math.exp(logp) for token, logp in logps.items()})
+                self._count(context, {token: math.exp(min(logp, 0.0)) for token, logp in logps.items()})
 
     def _count(self, context: int, weights: dict[int, float]) -> None:
         last, known = 0, self.seen

@@ -19,12 +19,13 @@ from engine.text.thinking import Thoughts
 
 FAULTS = {500: "the server failed; its stderr says why", 503: "the server has no memory for this now"}
 TOO_LONG = "the prompt is too long: "  # words that LiteLLM looks for
+FIELD = re.compile(r"[\w.\[\]]+", re.ASCII)
 FILE = re.compile(r"[\\/]|\.[A-Za-z]")  # in the `where` of an error: a file, which clients do not know
 # Paths of this server in a message. URLs match as a group; routes, pages of docs/ and references in schemas do not.
 PATH = re.compile(
     r"(https?://[^\s'\",;()]+)|(?<![\w#/.])(?!/v1/|docs/[\w-]+\.md)(?:[A-Za-z]:\\|~?/|[\w.-]+/)[^\s'\",;:()]+"
 )
-FINISH = {"eos": "stop", "stop": "stop", "constraint": "stop", "length": "length"}
+FINISH = {"eos": "stop", "stop": "stop", "constraint": "stop", "length": "length", "interrupted": "length"}
 
 
 class Answers:
@@ -49,13 +50,15 @@ class Answers:
         """The answer without a stream."""
         asked = self.asked
         answers, scores = results[: len(results) - asked.scored], results[len(results) - asked.scored :]
-        choices = [
-            self._choice(i * asked.n + j, output)
+        outputs = {
+            i * asked.n + j: output
             for i, result in enumerate(answers or scores)
-            for j, output in enumerate(self._best(result))
-        ]
+            for j, output in enumerate(self._best(result) if answers else [*result.outputs] * asked.n)
+        }
+        choices = [self._choice(index, output) for index, output in outputs.items()]
         for choice in choices if scores else ():
-            self._add_prompt(choice, scores[choice["index"] // asked.n])
+            index = choice["index"]
+            self._add_prompt(choice, scores[index // asked.n], self._shown(outputs[index]))
         return self._head("chat.completion" if self.chat else "text_completion") | {
             "choices": choices,
             "usage": usage(answers or scores, asked.drawn),
@@ -97,6 +100,10 @@ class Answers:
     def event(self, data: dict[str, Any]) -> bytes:
         """A chunk as it is sent."""
         return event(data)
+
+    def failed(self, error: CoppiceError) -> bytes:
+        """The last event of a stream that fails."""
+        return event(error_body(error))
 
     def _text(self, index: int, text: str, last: bool = False) -> Iterator[dict[str, Any]]:
         if not self.chat:
@@ -155,18 +162,20 @@ class Answers:
         """The prompt that the text of a choice begins with, if it was asked for."""
         return self.asked.echoed[index // self.asked.n] if self.asked.echoed else ""
 
-    def _add_prompt(self, choice: dict[str, Any], result: SearchResult) -> None:
-        """Add the log-probabilities of the prompt's tokens to a choice; its first token has none."""
+    def _add_prompt(self, choice: dict[str, Any], result: SearchResult, new: Sequence[int]) -> None:
+        """Add the log-probabilities of the prompt's tokens to a choice with these new tokens; its first token has
+        none."""
         asked, [score] = self.asked, result.scores or []
         ids = [*asked.checked[choice["index"] // asked.n - asked.scored].ids, *score.token_ids]
         tops = score.top_logprobs or [[] for _ in score.token_ids]
         if asked.echoed and asked.logprobs is not None:
             own = choice["logprobs"] or {"tokens": [], "token_logprobs": [], "top_logprobs": []}
-            texts = [asked.served.spelling(token)[0] for token in ids] + own["tokens"]
             rows = zip(score.token_ids, score.token_logprobs, tops, strict=True)
             found = [self._alternatives(token, logp, top[: asked.logprobs]) for token, logp, top in rows]
             numbers = [None, *score.token_logprobs, *own["token_logprobs"]]
-            choice["logprobs"] = self._columns(texts, numbers, [None, *found, *own["top_logprobs"]], choice["text"])
+            choice["logprobs"] = self._columns(
+                [*ids, *new], numbers, [None, *found, *own["top_logprobs"]], choice["text"]
+            )
         if asked.prompt_logprobs is not None:
             rows = zip(score.token_ids, score.token_logprobs, score.ranks or [], tops, strict=True)
             places: list[Any] = [None]
@@ -193,28 +202,39 @@ class Answers:
         """
         if output.token_logprobs is None:
             return None
-        tokens, reason = output.token_ids, output.finish_reason
-        if reason == "stop":  # at a special token, if it has no text
-            ended = not self.asked.served.engine.tokenizer.skipped_ids.isdisjoint(tokens[-1:])
-        else:
-            ended = reason == "eos"
-        tokens = tokens[: -1 if ended and not self.asked.echoed else None]
+        tokens = self._shown(output)
         alternatives = output.top_logprobs or [[] for _ in tokens]
         rows = [*zip(tokens, output.token_logprobs, alternatives, strict=False)]
         if self.chat:
             return {
                 "content": [self._token(t, x) | {"top_logprobs": [*starmap(self._token, top)]} for t, x, top in rows]
             }
-        texts = [self.asked.served.spelling(token)[0] for token in tokens]
         healed = len(self.asked.checked[prompt].healed)
-        return self._columns(texts, [x for _, x, _ in rows], [*starmap(self._alternatives, rows)], output.text, healed)
+        return self._columns(tokens, [x for _, x, _ in rows], [*starmap(self._alternatives, rows)], output.text, healed)
+
+    def _shown(self, output: Output) -> Sequence[int]:
+        """The tokens of an output that have log-probabilities."""
+        if output.token_logprobs is None:
+            return ()
+        tokens, reason = output.token_ids, output.finish_reason
+        if reason == "stop":  # at a special token, if it has no text
+            ended = not self.asked.served.engine.tokenizer.skipped_ids.isdisjoint(tokens[-1:])
+        else:
+            ended = reason == "eos"
+        return tokens[: -1 if ended and not self.asked.echoed else None]
 
     def _columns(
-        self, texts: list[str], logprobs: list[Any], tops: list[Any], whole: str, healed: int = 0
+        self, tokens: Sequence[int], logprobs: list[Any], tops: list[Any], whole: str, healed: int = 0
     ) -> dict[str, Any]:
         """The log-probabilities of the tokens of a completion's text, as OpenAI writes them; see `_offsets`."""
-        offsets = _offsets(texts, whole, self.asked.served.engine.tokenizer.special_spellings, healed)
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+        spelled = [self.asked.served.spelling(token) for token in tokens]
+        offsets = _offsets(spelled, whole, self.asked.served.engine.tokenizer.special_spellings, healed)
+        return {
+            "tokens": [text for text, _ in spelled],
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
     def _alternatives(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
         """The log-probabilities of the likeliest tokens at a place, by their texts, and of the token that stands there,
@@ -229,19 +249,21 @@ class Answers:
         return {"token": text, "logprob": logprob, "bytes": data}
 
 
-def _offsets(texts: Sequence[str], whole: str, control: Collection[str], healed: int) -> list[int]:
-    """Where each token begins in a text.
+def _offsets(spelled: Sequence[tuple[str, list[int]]], whole: str, control: Collection[str], healed: int) -> list[int]:
+    """Where each token begins in a text; one that begins inside a character, where this character begins.
 
     Args:
-        texts: the tokens' spellings.
+        spelled: the tokens' spellings and bytes. The spelling of a part of a character is not in the text.
         whole: the text.
         control: spellings of control tokens, which take no room unless the text spells them.
         healed: characters of the first tokens that belong to the prompt.
     """
     offsets, at = list[int](), -healed
-    for text in texts:
-        offsets.append(max(0, at))
-        at += 0 if text in control and not whole.startswith(text, at) else len(text)
+    for text, data in spelled:
+        begins = [byte & 0xC0 != 0x80 for byte in data]  # whether a character of UTF-8 begins at each byte
+        offsets.append(max(0, at if begins[:1] != [False] else at - 1))
+        if text not in control or whole.startswith(text, at):
+            at += sum(begins)
     return offsets
 
 
@@ -364,7 +386,7 @@ def error_body(error: CoppiceError) -> dict[str, Any]:
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
     message = _message(error, status)
     name = message.partition(": ")[0]
-    param = name if status == 400 and name.replace("_", "").replace("[", "").replace("]", "").isalnum() else None
+    param = name if status == 400 and FIELD.fullmatch(name) else None
     return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
 
 

@@ -20,7 +20,7 @@ from engine.load.distributed import check_alone
 from engine.ranking import check_template
 from engine.rules.catalogue import open_catalogue
 from engine.serve.flags import KEY, make_parser, named
-from engine.serve.limits import Limits
+from engine.serve.limits import Limits, check_width, width_of
 from engine.serve.metrics import Metrics
 from engine.serve.served import Served
 from engine.serve.stepper import Stepper
@@ -47,7 +47,8 @@ def command(args: argparse.Namespace) -> int:
     check_alone("engine.serve")
     library("starlette")
     library("uvicorn")
-    make_search(args.search, search_params(args))  # checks the command line before anything is loaded
+    # Checks the command line before anything is loaded.
+    check_width(width_of(make_search(args.search, search_params(args))), args.max_width)
     check(args)
     keys = read_keys(args.api_key_file)
     if not keys and not args.open and not is_local(args.host):

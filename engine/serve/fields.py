@@ -179,7 +179,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
         kind,
         checked,
         thoughts,
-        n=body.get("n", 1) if "best_of" in body else drawn,
+        n=body.get("n", 1) if "best_of" in body or silent else drawn,
         drawn=drawn,
         stream=stream,
         include_usage=options,

@@ -253,7 +253,7 @@ class Application:
             # A page of another site can send no such request without asking, which is refused.
             remedy = "send the header Content-Type: application/json"
             raise HttpError(415, "the request's Content-Type is not application/json", code="usage", remedy=remedy)
-        if (encoding := request.headers.get("content-encoding", "identity")[:20]) != "identity":
+        if (encoding := request.headers.get("content-encoding", "identity")[:20]).lower() != "identity":
             raise HttpError(
                 415, f"Content-Encoding {encoding} is not served", code="usage", remedy="send the body as it is"
             )

@@ -147,8 +147,7 @@ def check_limits(request: Request, limits: Limits, served: Served) -> None:
     if new > limits.new_tokens:
         raise UsageError(f"max_new_tokens: expected at most {limits.new_tokens}, got {new}")
     check_integer("no_repeat_ngram_size", request.no_repeat_ngram_size, 0, MOST_NGRAM)
-    if (width := width_of(request.search)) > limits.width:
-        raise UsageError(f"the search keeps {width} sequences at once, this server at most {limits.width}")
+    check_width(width := width_of(request.search), limits.width)
     reach = served.engine.shape.max_positions
     new = new if reach is None else min(new, max(1, reach - prompt + 1))
     if request.dry_multiplier and request.dry_penalty_last_n:
@@ -172,6 +171,13 @@ def check_limits(request: Request, limits: Limits, served: Served) -> None:
         if width * new > MOST_ROWS:
             what = f"{width} sequences of {new} tokens are {width * new} rows"
             raise UsageError(f"logprobs: {what}, this server keeps {MOST_ROWS}", remedy="ask for fewer tokens")
+
+
+def check_width(width: int, most: int) -> None:
+    """Raises UsageError for a search that keeps more sequences at once."""
+    if width > most:
+        remedy = f"ask for fewer (n, beams, bon_n, sbon_n), or start the server with --max-width {width}"
+        raise UsageError(f"the search keeps {width} sequences at once, this server at most {most}", remedy=remedy)
 
 
 def width_of(search: Search) -> int:

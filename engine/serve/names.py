@@ -99,6 +99,8 @@ def refuse(body: Mapping[str, Any], kind: str) -> None:
         if key in body and not any(value == body[key] for value in fine):
             allowed = f"expected {' or '.join(map(repr, fine))}" if fine else "it cannot be served"
             raise UsageError(f"{key}: {allowed}, got {shortened(repr(body[key]))}", remedy=remedy)
+    if body.get("suffix") and body.get("echo") and body.get("logprobs") is not None:
+        raise UsageError("echo: it cannot show log-probabilities of a prompt with a suffix", remedy="leave one out")
     plain = {"echo": False, "best_of": 1, "suffix": ""}
     of_prompts = [key for key in OF_PROMPTS if body.get(key) != plain.get(key)]
     others = {
@@ -154,6 +156,8 @@ def _read_as_openai(params: dict[str, Any]) -> None:
         params["top_k"] = 0
     if params.get("seed") == -1:
         del params["seed"]
+    elif isinstance(seed := params.get("seed"), int) and seed < 0:  # OpenAI's are signed
+        params["seed"] = seed & (1 << 63) - 1
 
 
 def _drop_plain(params: dict[str, Any], name: str) -> None:
@@ -195,7 +199,7 @@ def usage_wanted(body: Mapping[str, Any]) -> bool:
     options = body.get("stream_options", {})
     if not isinstance(options, dict):
         raise UsageError(f"stream_options: expected an object, got {shortened(repr(options))}")
-    wanted = options.get("include_usage", False)
+    wanted = False if options.get("include_usage") is None else options["include_usage"]
     check_flag("stream_options.include_usage", wanted)
     return wanted
 

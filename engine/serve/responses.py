@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.contract import SearchResult
-from engine.errors import UsageError, shortened
-from engine.serve.answers import Answers, Reply, encoded, usage
+from engine.errors import CoppiceError, UsageError, shortened
+from engine.serve.answers import Answers, Reply, encoded, error_body, usage
 
 RESPONSES = "responses"
 MOST_ITEMS = 4096  # items of an input, the limit of messages
@@ -47,10 +47,14 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
             chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         case {"format": dict() as form}:
             chat["response_format"] = form
-        case dict() as text if "format" not in text:
+        case dict() as text if text.get("format") is None:
             pass
         case text:
             raise UsageError(f"text: expected an object with a format, got {shortened(repr(text))}")
+    match body.get("tool_choice"):
+        case {"type": "allowed_tools", "tools": _} as choice if "allowed_tools" not in choice:  # flat here
+            allowed = {key: value for key, value in choice.items() if key != "type"}
+            chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": "auto"} | allowed}
     if "tools" in body:
         tools = body["tools"]
         if not isinstance(tools, list) or not all(isinstance(t, dict) and t.get("type") == "function" for t in tools):
@@ -186,7 +190,7 @@ class ResponseAnswers(Answers):
             yield from self._output.add(delta)
 
     def end(self, prompt: int, result: SearchResult) -> Iterator[dict[str, Any]]:
-        self._cut = result.outputs[0].finish_reason == "length"
+        self._cut = self._finish(result.outputs[0], False) == "length"
         for delta in self._reply.finish():
             yield from self._output.add(delta)
         if not self._output.items:
@@ -201,6 +205,10 @@ class ResponseAnswers(Answers):
         numbered = encoded(data | {"sequence_number": self._number})
         self._number += 1
         return b"event: " + data["type"].encode() + b"\ndata: " + numbered + b"\n\n"
+
+    def failed(self, error: CoppiceError) -> bytes:
+        body = error_body(error)
+        return self.event(body["error"] | {"type": "error"} | body)
 
     def _status(self) -> str:
         return "incomplete" if self._cut else "completed"
@@ -237,7 +245,7 @@ class ResponseAnswers(Answers):
         counted = usage(results, self.asked.drawn)
         return {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": counted["prompt_tokens_details"],
+            "input_tokens_details": counted["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": counted["total_tokens"],

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.contract import SearchResult
 from engine.errors import CoppiceError
-from engine.serve.answers import Answers, HttpError, error_body, event
+from engine.serve.answers import Answers, HttpError
 from engine.serve.names import header_of
 from engine.serve.stepper import Abandoned, Ticket
 
@@ -46,7 +46,7 @@ class Events(Response):
         except asyncio.CancelledError:
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(ENDING_SECONDS):
-                    await send({"type": "http.response.body", "body": event(error_body(ending()))})
+                    await send({"type": "http.response.body", "body": self.answers.failed(ending())})
         finally:
             cancel(self.tickets)
 
@@ -65,12 +65,12 @@ class Events(Response):
                 await self._follow(send)
         except TimeoutError:
             cancel(self.tickets)  # first, because the client may delay the error
-            await self._put(send, event(error_body(late(self.seconds))))
+            await self._put(send, self.answers.failed(late(self.seconds)))
         except (OSError, Abandoned):
             return
         except Exception as error:
             cancel(self.tickets)
-            await self._put(send, event(error_body(self.log(error))))
+            await self._put(send, self.answers.failed(self.log(error)))
         await send({"type": "http.response.body", "body": b""})
 
     async def _follow(self, send: Send) -> None:

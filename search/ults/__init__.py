@@ -233,7 +233,7 @@ class ULTS(Search):
         return found or [(None, task.tree.path(task.tree.root))]
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        nodes = min(self.k_max * (new_tokens - 1) or 1 << 40, self.budget or 1 << 40)
+        nodes = min(self.k_max * (new_tokens - 1) if self.k_max else 1 << 40, self.budget or 1 << 40)
         return prompt_tokens + new_tokens - 1, prompt_tokens + nodes
 
     def work(self, new_tokens: int) -> tuple[int, int]:

@@ -132,6 +132,7 @@ def test_bodies_of_the_wrong_size_or_kind(server):
     plain = post(server.url, {"prompt": "x"}, headers={"content-type": "text/plain"})
     assert plain.status_code == 415, "another site's page may send this without asking"
     assert "Content-Type is not application/json" in plain.json()["error"]["message"]
+    assert post(server.url, {"messages": FOX, "max_tokens": 1}, headers={"content-encoding": "Identity"}).is_success
     squeezed = post(server.url, gzip.compress(b'{"prompt": "x"}'), headers={"content-encoding": "gzip"})
     assert squeezed.status_code == 415 and "gzip" in squeezed.json()["error"]["message"]
     refused = HTTP.get(server.url + "/v1/completions")
@@ -260,6 +261,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
         (["--model", "a=x", "--model", "a=y", "--port", "0"], "two models have the name 'a'"),
         (["--model", "x", "--model", "y", "--memory", "1G", "--port", "0"], "--memory is for one model"),
         (["--search", "sample", "--beams", "3"], "the search 'sample' has no such parameter"),
+        (["--search", "bon"], "or start the server with --max-width 100"),
     ],
 )
 def test_wrong_command_lines(capsys, monkeypatch, flags, message):

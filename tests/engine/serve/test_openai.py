@@ -190,7 +190,19 @@ def complete(server, prompt, stream: bool, **fields: Any) -> list[str]:
     return [found[i] for i in sorted(found)]
 
 
+def test_seeds_below_zero(server):
+    first, second = (ask(server, temperature=1.5, seed=seed).choices[0].message.content for seed in (-5, -5))
+    assert first == second != ask(server, temperature=1.5, seed=5).choices[0].message.content
+
+
+def test_an_answer_that_a_budget_cuts_off_is_cut(server):
+    [choice] = ask(server, search="ults", ults_children=1, ults_budget=5).choices
+    assert choice.finish_reason == "length" and choice.coppice["finish_reason"] == "interrupted"
+    assert ask(server, search="ults", tokens=1).choices[0].finish_reason == "length"
+
+
 def test_stop_bias_and_rules(server):
+    assert ask(server, search="aded", logit_bias={"30": 1e6, "31": 999_999}).choices[0].finish_reason == "length"
     assert ask(server, HOT, temperature=0, stop="opp").choices[0].message.content == "Cold is the "
     assert ask(server, HOT, temperature=0, stop=["zz", "is"]).choices[0].finish_reason == "stop"
     cold = server.engine.tokenizer.encode("Cold", add_special=False)[0]
@@ -330,7 +342,11 @@ def test_xtc_and_dry_by_the_names_of_llama_server(server, alone):
         ({"prompt": "x"}, "prompt", "belongs to /v1/completions"),
         ({"parse_special": True}, "parse_special", "belongs to /v1/completions"),
         ({"stream_options": 3}, "stream_options", "expected an object"),
-        ({"stream_options": {"include_usage": 3}}, None, "stream_options.include_usage: expected true"),
+        (
+            {"stream_options": {"include_usage": 3}},
+            "stream_options.include_usage",
+            "include_usage: expected true",
+        ),
         ({"stream": "yes"}, "stream", "expected true or false"),
         ({"search": "ults", "ults_k_max": -1}, "ults_k_max", "ults_k_max: expected an integer from 0"),
         ({"search": "nope"}, "search", "search: expected one of sample"),
@@ -349,7 +365,7 @@ def test_xtc_and_dry_by_the_names_of_llama_server(server, alone):
         ({"logprobs": 3}, "logprobs", "expected true or false"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"messages": []}, "messages", "at least one message"),
-        ({"messages": [{"role": "user"}]}, None, "expected a string, got none"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "expected a string, got none"),
         ({"messages": [{"role": "user", "content": "a " * 3000}]}, None, "maximum context length is 512"),
         ({"template": {"nope": 1}}, None, "nope"),
     ],

@@ -9,17 +9,19 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs the extra test")
 
+import httpx2  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
 from tests.engine.serve.test_tools import CALL, HOT, WEATHER  # noqa: E402
 
 OPTIONS: Any = {"model": "demo", "temperature": 0, "max_output_tokens": 24}
 TOOL: Any = {"type": "function", **WEATHER["function"]}
+OURS = "choices", "beams", "search", "ults_children", "ults_budget"
 COLD = "Cold is the opposite of hot."
 
 
 def ask(server, given: Any = "What is the opposite of hot?", **fields: Any) -> Any:
-    extra = {key: fields.pop(key) for key in ("choices", "beams") if key in fields}
+    extra = {key: fields.pop(key) for key in [*fields] if key in OURS}
     return server.client.responses.create(input=given, extra_body=extra, **OPTIONS | fields)
 
 
@@ -58,6 +60,21 @@ def test_a_response_that_was_cut(server):
     assert last.type == "response.incomplete" and last.response.output_text == reply.output_text
 
 
+def test_a_response_that_a_budget_cuts_off(server):
+    reply = ask(server, max_output_tokens=20, search="ults", ults_children=1, ults_budget=5)
+    assert reply.status == "incomplete" and reply.output_text
+
+
+def test_an_error_in_a_stream_is_an_event(start, slow):
+    slow(server := start("--timeout", "0.2"))
+    body = OPTIONS | {"input": "Hi", "stream": True, "beams": 40, "ignore_eos": True, "max_output_tokens": 300}
+    text = httpx2.post(f"{server.url}/v1/responses", json=body, timeout=60).text
+    kind, data = text.strip().split("\n\n")[-1].split("\n")
+    found = json.loads(data.removeprefix("data: "))
+    assert kind == "event: error" and found["type"] == "error" and found["code"] == "timeout"
+    assert found["error"]["message"] == found["message"] and found["sequence_number"] > 0
+
+
 def test_a_stream(server):
     events = [*ask(server, stream=True)]
     kinds = [event.type.removeprefix("response.") for event in events]
@@ -94,6 +111,10 @@ def test_a_forced_call_and_a_schema(server):
     forced: Any = {"type": "function", "name": "weather"}
     [call] = ask(server, tools=[TOOL], tool_choice=forced, max_output_tokens=250).output
     assert call.name == "weather" and json.loads(call.arguments)["place"] in ("Rome", "Oslo")
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    tools = [TOOL | {"name": "other"}, TOOL]
+    [call] = ask(server, tools=tools, tool_choice=allowed, max_output_tokens=250).output
+    assert call.name == "weather"
 
     class Answer(BaseModel):
         kind: Literal["cold", "warm"]
@@ -132,4 +153,5 @@ def test_errors(server, fields, message):
 
 def test_what_clients_send_besides_is_fine(server):
     fields = {"reasoning": {"effort": "low"}, "include": ["x"], "truncation": "auto", "store": False, "user": "u"}
+    fields |= {"text": {"format": None}}
     assert server.client.responses.create(input=HOT, **OPTIONS | fields).output_text == COLD

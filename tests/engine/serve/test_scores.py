@@ -53,6 +53,19 @@ def test_echo_without_new_tokens(server, alone, alternatives):
         assert PROMPT.startswith(token, at)
 
 
+def test_offsets_after_parts_of_characters(server):
+    [choice] = complete(server, prompt="a \U0001f600é x", echo=True, logprobs=0, max_tokens=0).choices
+    found = choice.logprobs
+    assert found.tokens[-1] == " x" and found.text_offset[-1] == len(choice.text) - 2
+    assert all(choice.text.startswith(token, at) for token, at in zip(found.tokens, found.text_offset, strict=True)
+               if token in choice.text)  # fmt: skip
+
+
+def test_an_echo_has_all_choices(server):
+    choices = complete(server, prompt=["x", "y"], echo=True, max_tokens=0, n=2).choices
+    assert [(one.index, one.text) for one in choices] == [(0, "x"), (1, "x"), (2, "y"), (3, "y")]
+
+
 def test_echo_before_new_tokens(server, alone):
     plain = complete(server, max_tokens=5, logprobs=1).choices[0]
     echoed = complete(server, max_tokens=5, logprobs=1, echo=True).choices[0]
@@ -117,6 +130,7 @@ def test_prompt_logprobs(server, alone, tokens):
         ({"prompt_logprobs": 1, "stream": True}, "stream: log-probabilities of the prompt"),
         ({"echo": True, "logprobs": 1, "stream": True}, "stream: log-probabilities of the prompt"),
         ({"echo": 1}, "echo: expected true or false"),
+        ({"echo": True, "logprobs": 1, "suffix": "x"}, "echo: it cannot show log-probabilities of a prompt with a su"),
     ],
 )
 def test_errors(server, fields, says):

@@ -244,8 +244,10 @@ def test_channels_have_the_name_before_the_call(start, tmp_path):
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "tool_choice", "cannot be combined with regex"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, None, "in a message of the assistant"),
-        ({"messages": [{"role": "assistant", "tool_calls": [BAD]}]}, None, "expected an object as JSON"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls",
+         "in a message of the assistant"),
+        ({"messages": [{"role": "assistant", "tool_calls": [BAD]}]}, "messages[0].tool_calls[0].arguments",
+         "expected an object as JSON"),
     ],
 )  # fmt: skip
 def test_errors(server, fields, param, message):
