@@ -378,9 +378,10 @@ def ends_of(
     tree: TokenTree, checked: Checked
 ) -> Callable[[Sequence[int], Sequence[Sequence[int]]], list[str | None]] | None:
     """`Task.ends` of a request."""
-    stops, endings = checked.stops, None if checked.constrained is None else checked.constrained.endings
-    if endings is not None and (endings.eos or endings.states.mask is None):
-        endings = None  # a token ends an output after which none is allowed, or there is no such output
+    stops, constrained = checked.stops, checked.constrained
+    # With end-of-sequence tokens, one of them ends an output after which no token is allowed.
+    endings = constrained.endings if constrained is not None and constrained.bans else None
+    endings = None if endings is None or endings.eos else endings
     if stops is None and endings is None:
         return None
 

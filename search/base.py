@@ -26,6 +26,7 @@ from engine.contract import (  # noqa: F401
 from engine.contract.checks import attributed, is_ours
 from engine.contract.top_sums import Next, TopSums
 from engine.errors import UsageError
+from engine.rules.endings import STUCK, is_stuck
 from engine.values import default_of, kinds
 from kernels.rows import at_least, top_k, top_sums  # noqa: F401  # searches import from here
 from search.options import without_draws
@@ -232,7 +233,10 @@ def evaluate_top_sums(
     rows_0V, numbers = yield Evaluate(tree, nodes, top_sums=TopSums(scores, k), next=next)
     (sums, places), V = numbers.view(2, -1), rows_0V.shape[1]
     places = places.long()
-    return sums.tolist(), (places // V).tolist(), (places % V).tolist()
+    found, rows = sums.tolist(), (places // V).tolist()
+    if found and is_stuck(found[-1]):  # STUCK in a float32 sum has swallowed the score
+        found = [scores[row] + STUCK if is_stuck(sum) else sum for sum, row in zip(found, rows, strict=True)]
+    return found, rows, (places % V).tolist()
 
 
 def likely(logp_NV: Tensor, least: float, peaks_NB: Tensor | None = None) -> Tensor:

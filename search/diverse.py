@@ -177,7 +177,7 @@ class Diverse(Search):
         """Whether a group ends with its present finished hypotheses."""
         mode, worst = EARLY_STOPPING[self.early_stopping], group.done.score_at(self.size - 1)
         if not found or worst == -math.inf or mode == "true":
-            return not found or worst > -math.inf
+            return not found or group.done.has_ended(self.size)
         length = task.max_new_tokens if mode == "never" and self.length_penalty > 0 else step
         return worst >= group.done.score(found[0].total, length)
 

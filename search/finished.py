@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from engine.cache.prefixes import shared_length
 from engine.cache.tree import TokenTree
-from engine.rules.endings import STUCK
+from engine.rules.endings import STUCK, is_stuck
 from search.base import Output
 
 LAST = 1e200  # scales a sum with STUCK below every other score, whatever the length and the penalty
@@ -48,7 +48,7 @@ class Finished:
 
     def score(self, logprob: float, length: int) -> float:
         """The score of a hypothesis of `length` tokens."""
-        return logprob * LAST if logprob <= STUCK else logprob / length**self.length_penalty
+        return logprob * LAST if is_stuck(logprob) else logprob / length**self.length_penalty
 
     def bound(self, logprob: float, shortest: int, longest: int) -> float:
         """The best score that a live hypothesis can still reach: its sum only falls, its length ends in this range."""
@@ -58,6 +58,10 @@ class Finished:
         """Return the score at a rank, which another hypothesis must exceed to take its place; -inf if the rank is
         free."""
         return _score(self.outputs[rank]) if rank < len(self.outputs) else -math.inf
+
+    def has_ended(self, count: int) -> bool:
+        """Whether `count` hypotheses have ended, not counting those after which no token was allowed."""
+        return self.score_at(count - 1) > STUCK / 2 * LAST
 
     def settle(self, tree: TokenTree) -> list[int]:
         """Return the newly certain tokens, those that all live nodes and the best hypothesis share."""

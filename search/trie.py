@@ -63,7 +63,7 @@ class Trie(Search):
             first = zip(rows, tokens, sums, reasons[: self.beams], strict=False)  # T4
             done.add_all([([*tree.path(live[row]), token], sum, why, 0.0) for row, token, sum, why in first if why])
             going = [i for i, reason in enumerate(reasons) if reason is None][: self.beams]  # T5
-            if not going or (mode == "true" and len(done.outputs) == wanted):  # T7
+            if not going or (mode == "true" and done.has_ended(wanted)):  # T7
                 break
             scores = [sums[i] for i in going]
             length = task.max_new_tokens if mode == "never" and self.length_penalty > 0 else step

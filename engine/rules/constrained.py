@@ -65,6 +65,7 @@ class Constrained:
         endings: the nodes after which no token is left.
         raises: whether log-probabilities may become positive.
         of_logits: whether a processor needs the logits.
+        bans: whether there may be nodes after which no token is allowed.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Constrained:
         self.states.forbidden.columns.rows[0] = self.endings.token, STUCK
         self.raises = not renormalise and any(p.raises for p in processors)
         self.of_logits = renormalise and any(p.of_logits for p in processors)
-        self._bans = any(p.bans for p in processors)
+        self.bans = any(p.bans for p in processors)
 
     def restart(self) -> None:
         """Forget all trees: the search starts again."""
@@ -122,7 +123,7 @@ class Constrained:
         """Edit rows in place. Raises ConstraintError."""
         states = self.states.of_all(tree, nodes)
         self._rewrite(states, rows_NV, excess_N1)
-        if self._bans:
+        if self.bans:
             self._end(tree, nodes, states, rows_NV)
         if self.states.alone and not self.renormalise:
             self._note(states, rows_NV)

@@ -8,7 +8,14 @@ from engine.contract import Output, SearchResult
 from engine.rules.constraint import ConstraintError
 from engine.rules.state import NodeState, NodeStates, ending
 
-STUCK = float(-(1 << 16))  # log-probability of an end because no token is allowed: `search.finished` ranks it last
+# The log-probability of an end because no token is allowed: `search.finished` ranks it last. Biases of a million at
+# each of 8,000 tokens do not reach half of it, and float64 adds it to a sum with an error of 2e-6.
+STUCK = float(-(1 << 34))
+
+
+def is_stuck(logprob: float) -> bool:
+    """Whether a sum of log-probabilities includes `STUCK`."""
+    return logprob < STUCK / 2
 
 
 class Endings:
@@ -34,24 +41,30 @@ class Endings:
         self._paths: set[tuple[int, ...]] = set()  # paths after which no token is allowed
 
     def note(self, tree: TokenTree, node: int, state: NodeState) -> None:
-        """Note that the output ends after a node. Raises ConstraintError if no token can end it."""
+        """Note that the output ends after a node. Raises ConstraintError if it is empty, and no token can end it."""
         path = tree.path(node)
-        if self.eos:
-            self._paths.add(tuple(path))
-        elif not path or not ending([state]):  # `reached` has not ended the output before
+        if not path and not self.eos:
             raise ConstraintError(
-                f"no token is allowed after {len(path)} new tokens, and no token ends an output",
+                "no token is allowed after the prompt, and no token ends an output",
                 remedy="allow end-of-sequence tokens (no ignore_eos), or loosen what is allowed",
             )
+        self._paths.add(tuple(path))
 
     def reached(self, tree: TokenTree, nodes: Sequence[int], rests: Sequence[Sequence[int]]) -> list[int]:
-        """The indices of those nodes and new tokens after them after which the constraint allows no token; for a
-        request without end-of-sequence tokens. See `Task.ends`."""
+        """The indices of those nodes and new tokens after them that end an output: the constraint allows no token after
+        them, or the last stands for such an end. For a request without end-of-sequence tokens. See `Task.ends`."""
+        stuck = self._stuck(tree, nodes, rests) if self._paths else []
+        if self.states.mask is None:
+            return stuck
         states = self.states.of_all(tree, nodes)
         for tokens in zip(*rests, strict=True):
             states = self.states.after_all(states, tokens)
         self.states.allow(states)
-        return ending(states)
+        return stuck + ending(states)
+
+    def _stuck(self, tree: TokenTree, nodes: Sequence[int], rests: Sequence[Sequence[int]]) -> list[int]:
+        pairs = enumerate(zip(nodes, rests, strict=True))
+        return [i for i, (node, rest) in pairs if (*tree.path(node), *rest[:-1]) in self._paths]
 
     def settle(self, result: SearchResult, ranked: bool) -> None:
         """Give outputs their items, and those that ended because no token was allowed the finish reason "constraint".
@@ -68,10 +81,12 @@ class Endings:
         result.outputs = outputs
 
     def _settled(self, output: Output, ranked: bool) -> Output:
-        if output.finish_reason == "constraint":  # by `reached`, or found by the search itself, with STUCK in the score
-            return replace(output, score=None) if self.eos and not ranked else output
         tokens = output.token_ids
-        if output.finish_reason != "eos" or tuple(tokens[:-1]) not in self._paths:
+        stands = tuple(tokens[:-1]) in self._paths  # the last token, for the end
+        if output.finish_reason == "constraint" and (self.eos or not stands):
+            # By `reached`, or found by the search itself, with STUCK in the score.
+            return replace(output, score=None) if self.eos and not ranked else output
+        if not stands or output.finish_reason not in ("eos", "constraint"):
             return output
         logprob = None if output.logprob is None else output.logprob - STUCK
         score = output.score if ranked else None

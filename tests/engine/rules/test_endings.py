@@ -36,7 +36,51 @@ def test_a_living_beam_goes_before_a_dead_one(engine):
 
 def test_endless_bans_are_an_error(engine):
     options = {"suppress_tokens": [*range(104)], "ignore_eos": True}
-    with pytest.raises(ConstraintError, match="no token is allowed after 0 new tokens"):
+    with pytest.raises(ConstraintError, match="no token is allowed after the prompt"):
         ask(engine, Greedy(), **options)
     [output] = ask(engine, Greedy(), suppress_tokens=[*range(104)]).outputs
     assert (output.token_ids, output.finish_reason) == ([], "constraint")
+
+
+def test_a_dead_beam_ends_although_no_token_ends_outputs(engine):
+    """Numbers of transformers 5.24: the other beams go on."""
+    options = {"bad_words": [[89, token] for token in range(104)], "max_new_tokens": 5, "ignore_eos": True}
+    [result] = engine.generate([[5, 6, 7]], Trie(beams=3, num_return_sequences=3), **options)
+    expected = [[32, 47, 66, 33, 53], [22, 22, 22, 22, 56], [22, 22, 22, 22, 37]]
+    assert [o.token_ids for o in result.outputs] == expected
+    assert [o.score for o in result.outputs] == pytest.approx([-0.8362, -0.8726, -0.9608], abs=1e-4)
+
+
+@named
+def test_items_that_are_banned(engine, search):
+    items, banned = [[71, 100], [53, 29], [53, 86], [11, 80]], [[71, 100]]
+    outputs = ask(engine, search, new=4, choices=items, bad_words=banned, ignore_eos=True).outputs
+    for output in outputs:
+        assert output.token_ids in [[71], *items[1:]] and output.finish_reason == "constraint" and output.logprob > -99
+
+
+def test_dead_beams_are_no_finished_ones(engine):
+    """Numbers of transformers 5.24: with early_stopping true it waits for as many as there are beams."""
+    items = [[52, 56], [8, 36], [8, 36, 68], [8, 36, 68, 65]]
+    search = Trie(beams=2, length_penalty=2.0, early_stopping=True, num_return_sequences=2)
+    options = {"choices": items, "bad_words": [[52, 56]], "eos_token_ids": [47], "max_new_tokens": 8}
+    [result] = engine.generate([[54, 41, 64]], search, **options)
+    assert [o.token_ids for o in result.outputs] == [[8, 36, 68, 47], [8, 36, 47]]
+    assert [o.score for o in result.outputs] == pytest.approx([-2.4177, -3.3162], abs=1e-4)
+
+
+def test_large_biases_are_no_dead_ends(engine):
+    """Numbers of transformers 5.24."""
+    bias = [[[102, token], -70000.0] for token in range(104)]
+    options = {"suppress_tokens": [102], "eos_token_ids": [100, 32], "max_new_tokens": 8}
+    [result] = engine.generate([[60, 102]], Trie(beams=3, length_penalty=2.0), sequence_bias=bias, **options)
+    assert result.outputs[0].token_ids == [22, 22, 22, 22, 22, 22, 22, 49]
+    assert result.outputs[0].score == pytest.approx(-1093.846, abs=1e-2)
+
+
+def test_an_end_without_tokens_keeps_the_sum_of_its_own(engine):
+    options = {"suppress_tokens": sorted({*range(104)} - {60, 86, 89}), "no_repeat_ngram_size": 1}
+    search = Trie(beams=3, num_return_sequences=3)
+    for output in ask(engine, search, new=9, eos_token_ids=[47], logprobs=0, **options).outputs:
+        assert output.finish_reason == "constraint" and output.score is None
+        assert output.logprob == pytest.approx(sum(output.token_logprobs), abs=1e-5)
