@@ -24,6 +24,7 @@ NULL_SLOT = 0  # holds zeros for ever: what holes and padding read
 TRASH_SLOT = 1  # what padding tokens write; nothing reads it
 NULL_STATE = 0  # the state of a recurrent layer before the first token: zeros for ever
 WORD = 32
+TAKEN_AT_ONCE = 1 << 16  # bytes of a copy from pageable memory that a GPU's driver takes without waiting
 BLOCK = 32  # tokens of a sequence after which a recurrent layer keeps a state; see `DeltaKind.block`
 CHANNEL_BLOCK = 4  # the same of a `ChannelKind`
 HOST = ("trunk_runs", "adapters_T")  # fields of a layout that stay on the host
@@ -80,7 +81,7 @@ class TreeLayout:
         if self.positions_T.device == torch.device(device):
             return self
         moving = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in HOST}
-        there = {name: x.to(device, non_blocking=True) for name, x in moving.items()}
+        there = {name: sent(x, device) for name, x in moving.items()}
         return replace(self, **there, paths=None if self.paths is None else self.paths.to(device))
 
     @property
@@ -125,7 +126,7 @@ class DeltaPaths:
     def to(self, device: torch.device | str) -> "DeltaPaths":
         """The same paths on a device."""
         moving = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in moving.items()})
+        return replace(self, **{name: sent(x, device) for name, x in moving.items()})
 
 
 @dataclass(frozen=True)
@@ -314,6 +315,14 @@ class KVCache:
         self.layers: list[tuple[Tensor, ...]] = [
             () if place is None else tuple(x[place[1]] for x in every[place[0]]) for place in places
         ]
+
+
+def sent(x: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor on a device. With more bytes of pageable memory than a GPU's driver takes at once, the host would wait
+    for earlier passes."""
+    if x.is_cpu and x.nbytes > TAKEN_AT_ONCE and torch.device(device).type == "cuda":
+        x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+    return x.to(device, non_blocking=True)
 
 
 def unpack_bits(words_TC: Tensor) -> Tensor:

@@ -453,6 +453,7 @@ def pretend(processors: int = 2, patch=setattr) -> Device:
         "get_device_properties": lambda device=None: properties,
         "is_bf16_supported": lambda including_emulation=True: True,
         "mem_get_info": lambda device=None: (1 << 26, 80 << 30),
+        "memory_reserved": lambda device=None: 0,
         "synchronize": lambda device=None: DEVICE.wait("the device"),
         "empty_cache": lambda: None,
         "current_stream": lambda device=None: DEVICE.stream,

@@ -3,8 +3,9 @@
     python -m tools.gpu_call 540 --out out
 
 The same command again continues with what had no time. The folder `--kept` has what it continues from: the stages'
-journals, and whether the tests have ended. Whatever is printed is in `--out` too, as it comes, with copies of the
-journals: if the call is ended from outside, only the case under way is lost. The last lines sum up the call.
+journals, the tests that passed, and whether all have ended. Whatever is printed is in `--out` too, as it comes, with
+copies of the journals: if the call is ended from outside, only the case under way is lost. The last lines sum up the
+call.
 """
 
 import argparse
@@ -32,6 +33,7 @@ LEAST = 40  # seconds that are worth a step
 STOPPING = 15  # seconds from an interrupt to the end of a process
 MOST_PROCESSES = 14  # of tests, which spend most of their time in the compiler
 HANGING = 90  # seconds of a test after which it is told where it stands
+PASSED = re.compile(r"PASSED (?P<id>tests/.+::.+)|(?P<own>tests/.+::.+) PASSED")  # with xdist and without
 MARKED = re.compile(r"mark\.gpu|tests\.marks")  # of files with tests for a GPU
 FACTS = """import sys, torch, triton
 from kernels import cpp
@@ -78,7 +80,7 @@ def steps(kept: Path, models: Sequence[str]) -> Iterator[Step]:
     yield Step("nvidia-smi", lambda _: ["nvidia-smi"])
     if not (kept / "tested").exists():
         yield Step("stages", stages(kept / "journal.jsonl", *named), FIRST)
-        yield Step("tests", lambda _: tests())
+        yield Step("tests", lambda _: tests(kept / "passed"))
     yield Step("stages", stages(kept / "journal.jsonl", *named))
     overlap = stages(kept / "overlap.jsonl", "--stages", "steps", "--prefix", "4096")
     yield Step("launches that overlap", overlap, variables=(("COPPICE_PDL", "on"),))
@@ -92,12 +94,17 @@ def stages(journal: Path, *more: str) -> Callable[[float], list[str]]:
     return lambda seconds: [*command, "--total", f"{max(1, seconds - GRACE):.0f}"]
 
 
-def tests() -> list[str]:
-    """The command of the tests, in several processes if xdist is there."""
+def tests(passed: Path) -> list[str]:
+    """The command of the tests, in several processes if xdist is there.
+
+    Args:
+        passed: a file with the ids of tests that are left out, if it exists.
+    """
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARKED.search(path.read_text("utf-8"))]
     command = [sys.executable, "-m", "pytest", "--full", "-m", "gpu", *(str(path.relative_to(ROOT)) for path in files)]
     command += ["-p", "no:benchmark", "-p", "no:cacheprovider", "--tb=short", "--durations=15"]
     command += ["-v", "-o", f"faulthandler_timeout={HANGING}"]  # if tests are ended, the log says which ran, and where
+    command += [f"--deselect={line}" for line in passed.read_text().splitlines()] if passed.exists() else []
     with contextlib.suppress(ImportError):
         import xdist  # noqa: F401
 
@@ -148,7 +155,7 @@ class Call:
         began, code = time.monotonic(), self.code_of(step, seconds)
         self.ran.append(f"{step.name}: {time.monotonic() - began:.0f} s, exit code {code}")
         self.say(f"== {self.ran[-1]}")
-        if step.name == "tests" and code in (0, 1):  # otherwise they have not ended, and begin anew in the next call
+        if step.name == "tests" and code in (0, 1):  # otherwise they have not ended, and continue in the next call
             (self.kept / "tested").touch()
         self.copy()
 
@@ -187,6 +194,9 @@ class Call:
                 self.say(line.rstrip("\n"))
                 if tested and line.startswith((" failed: ", "E ")):
                     self.failed.append(line.rstrip("\n")[:300])
+                if tested and (found := PASSED.search(line.rstrip("\n"))):
+                    with (self.kept / "passed").open("a", encoding="utf-8") as file:
+                        file.write(f"{found['id'] or found['own']}\n")
                 self.copy()
 
     def copy(self) -> None:

@@ -329,7 +329,7 @@ class _Recorder:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # recording begins with this: only its own memory is counted
-        free, _ = torch.cuda.mem_get_info()
+        reserved = torch.cuda.memory_reserved()  # other processes do not change it
         here = torch.cuda.current_stream()  # a failed capture would leave its own as the current one
         options = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
         try:
@@ -339,5 +339,5 @@ class _Recorder:
             self.pool = torch.cuda.graph_pool_handle()  # torch may take the old one to be still in a capture
             raise
         finally:
-            self.used += max(0, free - torch.cuda.mem_get_info()[0])
+            self.used += max(0, torch.cuda.memory_reserved() - reserved)
         return graph.replay

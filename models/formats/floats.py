@@ -156,7 +156,7 @@ class FloatLinear(PackedLinear):
         elif device.type == "cpu":
             self.weights = [w.to(device, dtype) for w in weights]
         else:  # one product instead of several
-            self.weights = [_stack(weights, dtype).to(device)]
+            self.weights = [_joined(weights, dtype, device)]
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
@@ -229,6 +229,16 @@ def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     size = max(1, math.prod(shape) * dtype.itemsize)
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(area, dtype=dtype, count=math.prod(shape)).view(shape)
+    for part, w in zip(whole.split([w.shape[0] for w in weights]), weights, strict=True):
+        part.copy_(w)
+    return whole
+
+
+def _joined(weights: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Stack the weights on a device. Each goes there from where it is: from the file, or from that device."""
+    if len(weights) == 1:
+        return weights[0].to(device, dtype).contiguous()
+    whole = torch.empty(sum(w.shape[0] for w in weights), weights[0].shape[1], dtype=dtype, device=device)
     for part, w in zip(whole.split([w.shape[0] for w in weights]), weights, strict=True):
         part.copy_(w)
     return whole

@@ -96,4 +96,15 @@ def test_the_next_call_continues(tmp_path):
     assert [step.name for step in again] == [*names[:2], *names[4:]]
     command = again[2].command(100)
     assert command[command.index("--model") + 1] == "a.gguf" and command[-1] == "65"
-    assert "tests/test_gpu.py" in gpu_call.tests()
+    assert "tests/test_gpu.py" in gpu_call.tests(tmp_path / "passed") and not any(
+        "--deselect" in x for x in gpu_call.tests(tmp_path / "passed")
+    )
+
+
+def test_tests_that_have_passed_are_left_out_of_the_next_call(call, tmp_path):
+    lines = ["[gw0] [ 1%] PASSED tests/test_a.py::test_one[a b]", "tests/test_b.py::test_two PASSED    [ 9%]",
+             "[gw1] [ 2%] FAILED tests/test_a.py::test_three", "tests/test_b.py::test_four"]  # fmt: skip
+    call(60, Step("tests", python(f"print({chr(10).join(lines)!r})")))
+    assert [x for x in gpu_call.tests(tmp_path / "kept/passed") if "--deselect" in x] == [
+        "--deselect=tests/test_a.py::test_one[a b]", "--deselect=tests/test_b.py::test_two"
+    ]  # fmt: skip

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+BUSY = 400_000  # clocks, about 0.2 ms: longer than a graph's launch takes
+
 
 def seconds_of(work: Callable[[], object], runs: int) -> float:
     """Median time of work on the device."""
@@ -20,8 +22,10 @@ def in_turns(works: Sequence[Callable[[], object]], runs: int) -> list[float]:
 
 
 def once(work: Callable[[], object]) -> float:
-    """Seconds of work on the device, by events."""
+    """Seconds of work on the device, by events. The device is kept busy until the work has been launched: otherwise the
+    first event would be reached at once, and the time of the launch would count."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(BUSY)
     begin.record()
     work()
     end.record()

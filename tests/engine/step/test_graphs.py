@@ -268,8 +268,8 @@ class Cuda:
         self.stream_now, self.taken, self.cached, self.pools = "main", 10, 30, 0
         self.failing, self.streams, self.captured = False, 0, []
 
-    def mem_get_info(self):
-        return 100 - self.taken - self.cached, 100
+    def memory_reserved(self):
+        return self.taken + self.cached
 
     def empty_cache(self):
         self.cached = 0
@@ -304,7 +304,7 @@ class Cuda:
 
 def test_what_recording_takes_and_leaves(monkeypatch):
     cuda = Cuda()
-    for name in ("mem_get_info", "empty_cache", "graph_pool_handle", "stream", "Stream", "graph"):
+    for name in ("memory_reserved", "empty_cache", "graph_pool_handle", "stream", "Stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: cuda.stream_now)

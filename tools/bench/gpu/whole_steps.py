@@ -3,6 +3,7 @@
 import gc
 import itertools
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -295,6 +296,7 @@ def where(s: Setting) -> Found:
 
 def kernels_of(work: Callable[[], object]) -> list[tuple[str, float, float]]:
     """The kernels that work launches: names, beginnings, ends in microseconds."""
+    os.environ["TEARDOWN_CUPTI"] = "1"  # or the profiler stays attached, and slows every launch of the later stages
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         work()
     return [
