@@ -52,7 +52,7 @@ def snapshot(folder: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
     inside = folder / SNAPSHOTS if (folder / SNAPSHOTS).is_dir() else folder
-    if inside.resolve().name != SNAPSHOTS or not inside.is_dir():
+    if not inside.is_dir() or inside.resolve().name != SNAPSHOTS:  # `resolve` fails for loops of links
         return folder
     try:
         there = sorted(path.name for path in inside.iterdir() if path.is_dir())

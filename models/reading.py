@@ -141,8 +141,7 @@ def experts(
         raise fields.error("num_experts_per_tok", f"at most {name}, which is {count}")
     rules = {field: more.pop(field) for field in Routing._fields if field in more}
     routing = Routing(chosen, scores, **rules)
-    if routing.groups > 1:
-        _check_groups(fields, routing, name, count)
+    _check_groups(fields, routing, name, count)
     return Experts(count, width, routing, tuple(layers), **more)
 
 
@@ -242,6 +241,11 @@ def windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[i
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
+def completed(own: Mapping[str, Any], fields: Fields, names: Sequence[str]) -> dict[str, Any]:
+    """Return the rotary parameters of a kind of layers; the top level completes them, as in transformers."""
+    return {name: fields.config[name] for name in names if fields.config.get(name) is not None} | dict(own)
+
+
 def ropes(
     fields: Fields,
     kinds: Sequence[str],
@@ -263,9 +267,13 @@ def ropes(
         CheckpointError: naming the field.
     """
     nested, tables = fields.sub("rope_parameters") or Fields({}, fields.file), {}
+    names = [] if partial is None else ["partial_rotary_factor"]
+    names += [] if any(name for name, _ in bases.values()) else ["rope_theta"]
     for kind, (name, base) in bases.items():
         stretched = fields.sub("rope_scaling") if kind == FULL else None
         found = {**getattr(nested.sub(kind), "config", {}), **getattr(stretched, "config", {})}
+        if nested.sub(kind):
+            found = completed(found, fields, names)
         if found.get("rope_theta") is None:
             found["rope_theta"] = fields.float(name, base, low=1.0, high=1e15) if name else base
         part = Fields({"rope_parameters": found}, fields.file)

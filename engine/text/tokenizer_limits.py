@@ -194,6 +194,7 @@ def guard(spec: dict[str, Any], where: str = "") -> EncodingGuard | None:
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if isinstance(value := model.get(key), str) and len(value) > AFFIX:
             raise CheckpointError(f"model: {key}: expected at most {AFFIX} characters, got {len(value)}", remedy=REMEDY)
+    _check_merges(model)
     if plain(spec.get("normalizer"), spec.get("pre_tokenizer")):
         return None
     found = EncodingGuard(spec.get("normalizer"), spec.get("pre_tokenizer"), where)
@@ -201,6 +202,20 @@ def guard(spec: dict[str, Any], where: str = "") -> EncodingGuard | None:
     entries = [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     found.probe(content for content in entries if isinstance(content, str))
     return found
+
+
+def _check_merges(model: dict[str, Any]) -> None:
+    """Check that the library can cut the prefix from the second parts of merges: it cuts bytes, and ends the process if
+    a character is left without its first one. Raises CheckpointError."""
+    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+    if not isinstance(prefix, str) or not prefix or not isinstance(merges, list):
+        return
+    for merge in merges:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        second = parts[1] if isinstance(parts, list) and len(parts) > 1 else None
+        if isinstance(second, str) and not second.isascii() and not second.startswith(prefix):
+            what = f"model: merges: {second[:80]!r} does not begin with continuing_subword_prefix {prefix!r}"
+            raise CheckpointError(what, remedy=REMEDY)
 
 
 def check_output(library: Tokenizer, pieces: Iterable[str | None]) -> None:

@@ -11,7 +11,7 @@ from models.config import FULL, SLIDING, Config, Experts, LayerInputs, Uneven
 from models.decoder import Decoder
 from models.families.gemma import cap, kinds_of
 from models.names import Names
-from models.reading import rotary, windows
+from models.reading import completed, rotary, windows
 from models.rope import BUFFERS, KINDS, RopeConfig
 
 TABLES: Mapping[str, dict[str, Any]] = {
@@ -137,7 +137,9 @@ def ropes(
     labels = KINDS | {"proportional": "proportional"}
     for kind, (_, size) in zip(kinds, sizes, strict=True):
         given = nested.sub(kind)
-        part = Fields({"rope_parameters": given.config if given else TABLES[kind]}, fields.file)
+        own = given.config if given else TABLES[kind]
+        names = ["rope_theta", "partial_rotary_factor"][: 2 if own.get("rope_type") == "proportional" else 1]
+        part = Fields({"rope_parameters": completed(own, fields, names)}, fields.file)
         found[kind, size] = RopeConfig.from_hf(part, size, max_positions, kinds=labels)
     return tuple(found[kind, size] for kind, (_, size) in zip(kinds, sizes, strict=True))
 

@@ -35,6 +35,8 @@ class GPTJ(Decoder):
         options = sizes(fields, tied=False, positions=2048)
         given = "rotary_dim" in fields.config  # null is refused
         rotated = fields.int("rotary_dim", *([] if given else [64]), high=options["head_dim"])
+        if rotated > options["head_dim"]:
+            raise fields.error("rotary_dim", f"at most {options['head_dim']}, the size of a head (64 if absent)")
         if rotated % 2:
             raise fields.error("rotary_dim", "an even number")
         return Config(

@@ -7,7 +7,7 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.families.lfm2 import CONV, LFM2, convs
 from models.names import Names
-from models.reading import layer_types, rotary, window_of, windows
+from models.reading import completed, layer_types, rotary, window_of, windows
 from models.rope import KINDS, RopeConfig
 
 ROPES = {
@@ -58,5 +58,6 @@ def rope(fields: Fields, kind: str, options: dict[str, int]) -> RopeConfig:
         raise nested.error(kind, "an object, as layer_types has layers of this kind")
     base = fields.float("rope_theta", default=1e6, low=1.0, high=1e15)
     labels = KINDS | {"proportional": "proportional"}
-    part = Fields({"rope_parameters": given.config}, fields.file)
+    names = ["partial_rotary_factor"] if given.config.get("rope_type") == "proportional" else []
+    part = Fields({"rope_parameters": completed(given.config, fields, names)}, fields.file)
     return RopeConfig.from_hf(part, options["head_dim"], options["max_positions"], theta=base, kinds=labels)

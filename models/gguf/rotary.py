@@ -51,7 +51,10 @@ def _scaling(file: GGUF, keys: Fields, theta: float, dims: int, context: int) ->
     """Return `rope_scaling` of the configuration."""
     plain, long, short = (factors(file, name, dims // 2) if name in file.tensors else None for name in FACTORS)
     kind = keys.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), "none")
-    factor = keys.float("rope.scaling.factor", 0.0, low=0.0, high=1e6) or keys.float("rope.scale_linear", 0.0)
+    factor = keys.float("rope.scaling.factor", None, low=0.0, high=1e6)
+    factor = keys.float("rope.scale_linear", 0.0) if factor is None else factor
+    if keys.config.get("rope.scaling.type") == "none":  # and not absent, which means linear
+        factor = 0.0
     original = keys.int("rope.scaling.original_context_length", context, high=2**31)
     attention = keys.float("rope.scaling.attn_factor", 1.0)
     if long or short:

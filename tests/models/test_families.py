@@ -1,5 +1,6 @@
 """Families that are options of a decoder: what their configurations refuse, and defaults that no golden file shows."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -12,11 +13,11 @@ from kernels.layout import CacheKind, ChannelKind, ScanKind
 from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.wrapped import TEXT_MODELS
-from models.config import Recurrent
+from models.config import FULL, SLIDING, Recurrent
 from models.errors import CheckpointError
 from models.shape import ModelShape
 from search import Trie
-from tests.models.copies import changed
+from tests.models.copies import GOLDEN, changed
 
 SIZES = {
     "vocab_size": 100,
@@ -193,6 +194,8 @@ def read(architecture, **changes):
         ("MixtralForCausalLM", "num_experts_per_tok", {"num_experts_per_tok": 9}),
         ("Qwen2MoeForCausalLM", "sliding_window", {"layer_types": ["sliding_attention"] * 4}),
         ("PhimoeForCausalLM", "num_experts_per_tok", {"num_experts_per_tok": 3}),
+        ("GPTJForCausalLM", "rotary_dim", {"n_embd": 32, "n_layer": 1, "n_head": 4}),
+        ("Glm4MoeForCausalLM", "topk_group", {"n_routed_experts": 8, "topk_group": 2}),
         ("PhimoeForCausalLM", "short_mscale", {"rope_scaling": {"type": "longrope"}}),
         ("PhimoeForCausalLM", "long_mscale", {"rope_scaling": {"type": "su", "short_mscale": 1, "long_mscale": 2}}),
         ("Lfm2MoeForCausalLM", "layer_types", {}),
@@ -422,6 +425,32 @@ def test_the_base_of_dbrx():
     assert read("DbrxForCausalLM", **sizes).rope.theta == 5e5
     for given in ({"rope_theta": 3e4}, {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}):
         assert read("DbrxForCausalLM", **sizes, **given).rope.theta == 3e4
+
+
+@pytest.mark.parametrize(
+    ("variant", "field", "kinds"),
+    [
+        ("gemma4/plain", "rope_theta", (SLIDING, FULL)),
+        ("gemma4/plain", "partial_rotary_factor", (FULL,)),
+        ("lfm3/plain", "partial_rotary_factor", (FULL,)),
+        ("laguna/bias", "rope_theta", (SLIDING, FULL)),
+        ("laguna/bias", "partial_rotary_factor", (SLIDING, FULL)),
+        ("relatives/mellum", "rope_theta", (SLIDING, FULL)),
+    ],
+)
+def test_the_top_level_completes_rotary_parameters_of_kinds(variant, field, kinds):
+    """As in transformers 5.24; what a kind has itself counts more."""
+    fields = json.loads((GOLDEN / variant / "config.json").read_text())
+    family, value = FAMILIES[fields["architectures"][0]], 321.0 if field == "rope_theta" else 0.25
+    ropes = {kind: dict(own) for kind, own in fields["rope_parameters"].items()}
+
+    def config_with(inner, **outer):
+        return family.read(Fields({**fields, "rope_parameters": ropes | inner, **outer}, "config.json"))
+
+    bare = {kind: {name: x for name, x in ropes[kind].items() if name != field} for kind in kinds}
+    inside = config_with({kind: own | {field: value} for kind, own in bare.items()})
+    assert config_with(bare, **{field: value}) == inside != config_with({})
+    assert config_with({kind: own | {field: value} for kind, own in bare.items()}, **{field: value * 2}) == inside
 
 
 def test_the_defaults_of_llama_4():

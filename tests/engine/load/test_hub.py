@@ -118,8 +118,10 @@ def test_a_path_that_is_there_goes_first(tmp_path: Path, hub: Hub, monkeypatch: 
     assert Engine.load("org/toy", threads=1, kv_memory=1 << 20).name == "target" and not hub.asked
     Path("org/toy").unlink()
     Path("org/toy").symlink_to("nothing")  # a mistake of the user's, not a name on the hub
-    with pytest.raises(CheckpointError, match="no such folder"):
-        Engine.load("org/toy")
+    Path("itself").symlink_to("itself")
+    for wrong in ("org/toy", tmp_path / "itself", "nul\0", "surrogate\udcff"):
+        with pytest.raises(CheckpointError, match="no such folder"):
+            Engine.load(wrong)
     assert not hub.asked
 
 

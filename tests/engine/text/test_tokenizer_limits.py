@@ -176,6 +176,17 @@ AT_LOAD: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "continuing_subword_prefix": "#" * 100}},
         "continuing_subword_prefix",
     ),
+    "merges without the affix": (
+        {
+            "model": {
+                "type": "BPE",
+                "vocab": {"a": 0, "é": 1, "aé": 2},
+                "merges": [["a", "é"]],
+                "continuing_subword_prefix": "#",
+            }
+        },
+        "does not begin with continuing_subword_prefix",
+    ),
     "no unknown token": ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}}, "Missing [UNK]"),
 }
 

@@ -668,6 +668,24 @@ def test_parameters_of_llama_3_are_recovered(dims, length, factor, low, high, tm
     assert torch.allclose(again, inv_freq, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scale_linear": 4.0}, 4.0),
+        ({"rope.scaling.factor": 0.0, "rope.scale_linear": 4.0}, None),
+    ],
+)
+def test_scaling_without_a_type_is_linear(keys, factor, tmp_path):
+    """As in llama.cpp; the newer key of the factor counts more."""
+    file = File(GOLDEN / "llama/plain")
+    file.keys |= {f"llama.{key}": value for key, value in keys.items()}
+    found = Checkpoint.open(file.write(tmp_path / "file.gguf")).config["rope_scaling"]
+    assert (found and found["factor"]) == factor
+
+
 def test_other_factors_are_refused(tmp_path):
     file = File(GOLDEN / "llama/llama3")
     file.tensors["rope_freqs.weight"][:] = [1, 1.5, 1, 2, 1, 3, 1, 1]
