@@ -49,7 +49,7 @@ help:
 	@echo "The first target makes .venv; PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
 
 chat: .venv/.installed
-	@exec $(PY) -m engine.chat $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+	@exec $(PY) -m engine.chat $(if $(MODEL),--model '$(subst ','\'',$(MODEL))') $(ARGS)
 
 test: .venv/.installed-test
 	@$(PYTEST) $(ARGS)

@@ -85,7 +85,8 @@ def compiler() -> str | None:
 
 def cache_folder() -> Path:
     """Returns the folder in which compiled code is kept from run to run."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coppice"
+    base = os.environ.get("XDG_CACHE_HOME", "")  # which means nothing if it is relative, says its specification
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "coppice"
 
 
 def off() -> bool:
@@ -236,7 +237,7 @@ def _dlopen(descriptor: int, path: Path) -> ctypes.CDLL:
 
 def _build_once(chosen: LibraryFile) -> ctypes.CDLL:
     """Builds what the cache lacks, unless another process did meanwhile, and loads it."""
-    with files.locked(chosen.folder):
+    with files.locked(chosen.folder, waiting="waiting for another process that builds the C++ kernels ..."):
         chosen = chosen._replace(facts=files.facts(chosen.folder, chosen.name))
         loaded = _open(chosen)
         if loaded is not None:

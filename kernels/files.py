@@ -125,10 +125,13 @@ def lock(file: int | BinaryIO) -> bool:
 
 
 @contextmanager
-def locked(folder: Path, seconds: float = math.inf) -> Iterator[None]:
+def locked(folder: Path, seconds: float = math.inf, waiting: str = "") -> Iterator[None]:
     """Holds the lock of a folder while a file in it is read, changed and replaced (a replaced file loses its own lock).
 
     Without locks in the file system, the block runs unlocked.
+
+    Args:
+        waiting: is reported if another program has the lock.
 
     Raises:
         BlockingIOError: another program has held the lock for all these seconds.
@@ -144,6 +147,9 @@ def locked(folder: Path, seconds: float = math.inf) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise
+                if waiting:
+                    report(waiting)
+                    waiting = ""
                 time.sleep(0.02)
         yield
     finally:

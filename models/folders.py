@@ -1,6 +1,7 @@
 """Finds the folder that holds a checkpoint's files (also among the snapshots of the hub's cache), and the model's
 file."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,10 +148,13 @@ def is_blob(target: Path, repository: Path, digest: str) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a checkpoint: that of its folder or file, or in the hub's cache that of its repository."""
+    """Return the name of a checkpoint: that of its folder or file, or in the hub's cache that of its repository.
+    Bytes that are not UTF-8 are replaced."""
     if is_gguf_file(path):
-        return path.name.removesuffix(".gguf")  # in the hub's cache a link to a blob, whose name is a digest
-    folder = path.resolve()
-    if folder.parent.name == SNAPSHOTS and folder.parents[1].name.startswith("models--"):
-        return folder.parents[1].name.rpartition("--")[2]
-    return folder.name
+        name = path.name.removesuffix(".gguf")  # in the hub's cache a link to a blob, whose name is a digest
+    else:
+        folder = path.resolve()
+        name = folder.name
+        if folder.parent.name == SNAPSHOTS and folder.parents[1].name.startswith("models--"):
+            name = folder.parents[1].name.rpartition("--")[2]
+    return os.fsencode(name).decode(errors="replace")

@@ -400,6 +400,10 @@ class Interrupt:
         try:
             with _waking(self.LOOK):
                 yield
+        except SystemError as error:  # `input` has called the handler of a second signal with the first's exception set
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                raise error.__cause__ from None
+            raise
         finally:
             self._prompting = False
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -234,7 +235,7 @@ class _Weights:
         digest = hashlib.sha256(json.dumps([checkpoint.config, *formats], sort_keys=True).encode())
         for path in sorted({info.file for info in checkpoint.tensors.values()}):
             size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
+            digest.update(os.fsencode(path.name) + f" {size}".encode())
             with path.open("rb") as file:
                 for i in range(SAMPLED):
                     file.seek(max(0, size - PIECE) * i // (SAMPLED - 1))
@@ -315,9 +316,10 @@ def load_models(options: LoadOptions, kv_memory: int | None, experts: int | None
     if experts is not None:
         held = keep_experts(parts["target"].model, experts, parts["target"].checkpoint.name)
     if options.drafts == "mtp":
+        head = parts["target"].own_head()  # first: the demo's draft model is there without --draft
         if "draft" in parts:
             raise UsageError("drafts: mtp is the head of the model's own checkpoint", remedy="leave out --draft")
-        parts["draft"] = parts["target"].own_head()
+        parts["draft"] = head
     attach_heads(parts)
     caches = [(part.model.shape, dtype_of_cache(options.kv_dtype, part.precision.dtype)) for part in parts.values()]
     recorded = options.graphs == "on" and shard.size == 1

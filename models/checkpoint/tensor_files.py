@@ -110,6 +110,8 @@ def damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
     """Return the error for a file that safetensors refuses, after examining what it is instead."""
     if "(os error 12)" in str(error):  # no address space to map it: the file is intact
         return MemoryError(str(error))
+    if str(file).encode(errors="replace").decode() != str(file):  # the library opens no such path
+        return CheckpointError("the path is not valid UTF-8", where=show(file), remedy="Give the folder another name.")
     try:
         with open_regular(file) as stream:
             start = stream.read(128)

@@ -218,6 +218,19 @@ def test_processes_that_start_together_build_once(capfd):
 
 
 @needs_compiler
+def test_who_waits_for_another_build_says_so(tmp_path, capfd):
+    held = os.open(tmp_path, os.O_RDONLY)
+    assert files.lock(held)
+    threading.Timer(0.2, os.close, [held]).start()
+    with files.locked(tmp_path, waiting="waiting for another"):
+        assert capfd.readouterr().err.count("waiting for another") == 1
+
+
+def test_a_relative_cache_folder_means_nothing(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    assert cpp.cache_folder() == Path.home() / ".cache" / "coppice"
+
+
 def test_what_a_killed_build_left_is_removed():
     folder = cpp.find().folder
     left, running = folder / "building-killed", folder / "building-running"

@@ -445,6 +445,15 @@ def test_interrupt_is_a_flag_and_a_second_one_leaves_while_the_reply_goes_on():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_two_interrupts_at_once_at_the_prompt_are_one():
+    """`input` may call the handler of the second while the exception of the first is set."""
+    with Interrupt() as interrupt:
+        with pytest.raises(KeyboardInterrupt), interrupt.prompting():
+            raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
+        with pytest.raises(SystemError), interrupt.prompting():
+            raise SystemError
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_closed_terminal_and_a_termination_leave_from_anywhere(number):
     before = signal.getsignal(number)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from models.checkpoint.headers import Checkpoint
 from models.folders import HubName
 from search import Greedy
 from tests.engine.load.hub_server import Hub, files_of, serving
+from tests.models.copies import GOLDEN
+from tests.models.gguf.files import File
 from tests.served import background
 
 ROOT = Path(__file__).parents[3]
@@ -109,6 +112,15 @@ def test_neither_says_what_both_look_like(tmp_path: Path, hub: Hub):
         Engine.load(tmp_path / "none")
     assert "there is no such folder" in caught.value.what and "org/name:Q4_K_M" in caught.value.remedy
     assert not hub.asked
+
+
+def test_a_name_that_is_not_utf_8(tmp_path: Path):
+    shutil.copytree(demo_folder(), folder := tmp_path / os.fsdecode(b"g\xff"))
+    with pytest.raises(CheckpointError, match="the path is not valid UTF-8"):
+        Engine.load(folder)
+    file = File(GOLDEN / "llama/plain").write(tmp_path / os.fsdecode(b"g\xff.gguf"))
+    engine = Engine.load(file, threads=1, kv_memory=1 << 20)
+    assert engine.name == "g\ufffd" and engine.logits([3]).isfinite().all()
 
 
 def test_a_path_that_is_there_goes_first(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch):
