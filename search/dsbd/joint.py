@@ -119,8 +119,9 @@ class Reader:
         best_N2K = top_k(logp_NV, self._listed(V))
         if not self._has_mass(V):
             return best_N2K.view(-1)
-        mass_N1 = torch.logsumexp(logp_NV / (self.warp.temperature or 1), -1, keepdim=True)
-        return torch.cat([best_N2K.flatten(1), mass_N1.double()], 1).view(-1)
+        T, peak_N1 = self.warp.temperature or 1, best_N2K[:, 0, :1].clamp(min=-3e38)
+        mass_N1 = torch.logsumexp((logp_NV - peak_N1.float()) / T, -1, keepdim=True)  # float32 holds small differences
+        return torch.cat([best_N2K.flatten(1), mass_N1.double() + peak_N1 / T], 1).view(-1)
 
     def rows(self, logp_NV: Tensor, numbers: Tensor) -> list[Row]:
         """Return a row for each node, from the numbers that `read` returned, on the host."""

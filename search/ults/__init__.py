@@ -191,8 +191,8 @@ class ULTS(Search):
     def _prior(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Delta, str]]:
         """Return the distributions of Delta, and the source of the softmax vectors that they are computed from."""
         depth, source = task.max_new_tokens, self.prior
-        if depth == 1:  # all children are leaves: Delta is not used
-            vectors = Vectors.of(logp_NV)
+        if depth == 1:  # all children are leaves: Delta is not used, and any vector will do
+            vectors = Vectors(torch.zeros(1, 1), torch.full((1, 1), -1))
         elif source == "dirichlet":
             vectors = self._dirichlet(task.vocab_size)
         elif source == "auto":

@@ -73,16 +73,20 @@ class Family:
 
 
 class Samples:
-    """The posterior samples v = c * Delta of open children, in logarithms; divided by length ** penalty.
+    """The posterior samples v = c * Delta of open children, in logarithms; divided by (length / depth) ** penalty.
 
     Args:
         delta: the distributions of Delta.
         penalty: the exponent of the length.
-        depth: the length of all leaves, unless `delta` has lengths.
+        depth: the length of the longest leaves, of all unless `delta` has lengths.
+
+    Attributes:
+        scale: depth ** penalty, by which these numbers exceed scores: float32 does not hold all powers of lengths.
     """
 
     def __init__(self, delta: Delta, penalty: float, depth: int):
         self.delta, self.penalty, self.depth = delta, penalty, depth
+        self.scale = float(depth) ** penalty
         self._tape_P = delta.log_LP.view(-1)
         self._scratch = NOTHING
 
@@ -97,9 +101,7 @@ class Samples:
         value_CN += sum_FC.view(-1, 1)
         if length_CN is not None:
             level_C = torch.tensor([f.level for f in families]).repeat_interleave(C)
-            value_CN /= (level_C.unsqueeze(1) + length_CN) ** self.penalty
-        elif self.penalty:
-            value_CN /= self.depth**self.penalty
+            value_CN *= ((level_C.unsqueeze(1) + length_CN).double() ** -self.penalty * self.scale).clamp_(max=3e38)
         return value_CN.view(F, C, -1)
 
     def best(self, families: Sequence[Family]) -> Tensor:
@@ -200,7 +202,8 @@ class Boundary(ABC):
     @torch.inference_mode()
     def leaders(self, most: int) -> list[tuple[float, Family, int]]:
         """Return the most probable open node of each family as (mean of its samples, family, child), best first."""
-        found = [(float(self.samples.of([f])[0, min(f.open)].mean()), f, min(f.open)) for f in self.families]
+        first = [(f, min(f.open)) for f in self.families]
+        found = [(float(self.samples.of([f])[0, c].mean()) / self.samples.scale, f, c) for f, c in first]
         return sorted(found, key=lambda leader: -leader[0])[:most]
 
     @abstractmethod
@@ -217,7 +220,7 @@ class Boundary(ABC):
 
     def exceeding(self, bar: float) -> float:
         """Return the probability that an open node exceeds the bar: the share of the best node's samples above it."""
-        self.bar = bar
+        self.bar = bar = bar if bar == -math.inf else max(bar * self.samples.scale, -3e38)
         best_N = self._update()
         return int((best_N > bar).sum()) / len(best_N)
 

@@ -129,7 +129,7 @@ def fit(
         way_DK = logp_RK[row_D] + below_D[which_DK].masked_fill(ends_RK[row_D], 0.0)  # c_nj * Delta_nj
         if lengths:
             tokens_DK = 1 + lengths_D[which_DK].masked_fill(ends_RK[row_D], 0.0)
-            best_D1 = (way_DK / tokens_DK**length_penalty).argmax(1, keepdim=True)
+            best_D1 = (way_DK / tokens_DK.double() ** length_penalty).argmax(1, keepdim=True)
             below_D, lengths_D = way_DK.gather(1, best_D1)[:, 0], tokens_DK.gather(1, best_D1)[:, 0]
         else:
             below_D = way_DK.amax(1)

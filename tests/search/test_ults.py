@@ -422,6 +422,24 @@ def test_log_likelihood_is_the_teacher_forced_one(engine, select, options):
     check_pool(engine.pool, [])
 
 
+@pytest.mark.parametrize("penalty", [12, 20.0, -20.0])
+def test_penalties_of_outputs_of_one_length_change_nothing(engine, penalty):
+    options = {"prior": "dirichlet", "k_max": 2, "fixed_length": True}
+    plain, other = (
+        engine.generate([PROMPT], ULTS(length_penalty=p, **options), max_new_tokens=90)[0] for p in (0.0, penalty)
+    )
+    assert other.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert other.stats["nodes_evaluated"] == plain.stats["nodes_evaluated"]
+
+
+def test_one_token_needs_no_vector_of_the_prompt(engine):
+    [eos] = sorted(engine.eos_token_ids)[:1]
+    search = ULTS(prior="dirichlet", fixed_length=True)
+    for new in (1, 2):
+        [result] = engine.generate([PROMPT], search, max_new_tokens=new, choices=[[eos]])
+        assert (result.outputs[0].token_ids, result.outputs[0].finish_reason) == ([], "constraint")
+
+
 def test_interrupted_the_best_is_kept(engine):
     options = {"prior": "dirichlet", "alpha": 0.5, "fit": "pools"}
     search = ULTS(k_max=0, batch=1, num_return_sequences=100, **options)  # from several families
