@@ -64,6 +64,7 @@ class Entry:
         seen: the latest event.
         text: converts settled tokens to text, for `stream`, once the request is queued.
         finish: computes the outcome of a search that has ended, a piece at a time.
+        interrupted: whether it is to end as soon as it has found again what its caller was told.
     """
 
     checked: Checked
@@ -78,6 +79,7 @@ class Entry:
     seen: Prefill | Progress | None = None
     text: TextStream | None = None
     finish: Generator[None, None, Outcome] | None = None
+    interrupted: bool = False
 
     @property
     def began(self) -> float:
@@ -162,8 +164,15 @@ class Service:
         return self.driver.busy or bool(self.waiting or self.entries)
 
     def interrupt(self, entry: Entry) -> None:
-        """End a search with its best candidate so far; the next step reports the outcome."""
+        """End a search with its best candidate so far; the next step reports the outcome.
+
+        A search that was preempted and starts again first finds again what its caller was told.
+        """
         if (job := entry.job) is not None and not job.done:
+            told = 0 if entry.text is None else entry.text.tokens
+            entry.interrupted = not job.trees or len(job.settled) < told
+            if entry.interrupted:
+                return
             best = list(job.report.best()) if job.report.best else list(job.settled)
             self.driver.stop(job, SearchResult([Output(best, None, None, "interrupted")]))
 
@@ -186,6 +195,8 @@ class Service:
                 if not is_out_of_memory(error):
                     raise
                 raise out_of_memory() from error
+        for entry in [entry for entry in self.entries if entry.interrupted]:
+            self.interrupt(entry)
         self.report()
 
     def report(self) -> None:

@@ -22,6 +22,7 @@ class Trunk:
     cached: int = 0
     long_rope: bool = False  # rotary embeddings of a sequence longer than the model's switch length
     adapter: int = 0  # the number of the adapter that keys and values were computed with; 0: none
+    salt: str | None = None  # the only salt with which its pages are cached; None: none is cached
     runs: list[list[int]] = field(default_factory=list)  # [first page, pages] of each contiguous piece
     states: TrunkStates | None = None  # rows and states of recurrent layers; None if the model has none
 

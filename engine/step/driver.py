@@ -71,11 +71,12 @@ class Driver:
             )
         runner = self.runners[model]
         switch, adapter = runner.model.shape.switch_length, job.adapter if model == "target" else 0
-        if trunk is not None and trunk.adapter != adapter:
-            trunk.release(runner.pool)
+        salt = job.salt if trunk is None or job.salt is not None else trunk.salt
+        if trunk is not None and (trunk.adapter != adapter or trunk.salt not in (None, salt)):
+            trunk.release(runner.pool)  # the cache keeps a page under one salt only
         tree = TokenTree(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
         job.trees.append(tree)
-        tree.salt, tree.trunk.adapter = job.salt, adapter
+        tree.salt, tree.trunk.adapter, tree.trunk.salt = job.salt, adapter, salt
         if runner.pool.prefixes is not None:
             tree.use_rope(switch is not None and len(prompt) > switch)
             tree.reuse()

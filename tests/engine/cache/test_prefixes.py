@@ -207,3 +207,20 @@ def test_keys_that_depend_on_the_whole_sequence_are_not_kept(tmp_path):
     assert load(tmp_path).pool.prefixes is None
     with pytest.raises(UsageError, match="prefix_cache: expected on or off, got 'yes'"):
         load(tmp_path, prefix_cache="yes")
+
+
+def test_a_session_caches_a_page_under_one_salt(folder):
+    engine, other, text = load(folder, 120), load(folder), [*range(10, 50)]
+
+    def ask(engine, ids, salt):
+        return engine.generate([ids], Greedy(), max_new_tokens=8, cache_salt=salt)[0].outputs
+
+    session = Session(engine)
+    for salt in ("", None, "a"):
+        [*_] = session.stream(text, Greedy(), max_new_tokens=8, ignore_eos=True, cache_salt=salt)
+        check_pool(engine.pool, session.trunk.pages)
+    session.close()
+    for i in range(3):
+        ask(engine, [*range(50 + 20 * i, 70 + 20 * i)] * 2, "b")
+        assert ask(engine, [*text, 7], "a") == ask(other, [*text, 7], "a")
+    check_pool(engine.pool, [])

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine import Engine, KVMemoryError, Request
+from engine import Engine, KVMemoryError, Request, Text
 from engine.contract.trace import Trace
+from engine.demo import demo_folder
 from engine.drafts import Draft
 from engine.drafts.backoff import NGramDrafter
 from engine.drafts.suffixes import SuffixDrafter, SuffixStore
@@ -385,3 +386,31 @@ def test_salts_reach_the_drafter(loaded):
     drafter = Drafts(lambda *_: Draft())
     with_drafts(loaded(), drafter, requests(1, Greedy(), cache_salt="a") + requests(1, Greedy(), cache_salt=None))
     assert drafter.salts == ["a", None]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(
+    "search", [Trie(beams=4), BeamSample(beams=4), Sample(num_return_sequences=4, temperature=1.5)]
+)
+def test_a_search_that_was_preempted_is_interrupted(search, late, monkeypatch):
+    """Its drafts fill the cache, so it starts again; it ends with what the caller was told, at least."""
+    options = {"dtype": "float32", "threads": 1, "drafts": "ngrams"}
+    unit = Engine.load(demo_folder(), kv_memory="4M", **options).pool.bytes_per_token
+    preempted, preempt = [], Driver._preempt
+    monkeypatch.setattr(Driver, "_preempt", lambda driver, job: (preempted.append(job), preempt(driver, job)))
+    seen = 0
+    for pages in range(26, 44, 3):
+        engine, calls = Engine.load(demo_folder(), kv_memory=pages * unit, **options), itertools.count(1)
+        engine.drafts = EagerDrafts(NGramDrafter())
+        preempted.clear()
+        stream = engine.stream(
+            "Once upon a time there was", search, max_new_tokens=30, ignore_eos=True,
+            interrupted=lambda calls=calls: bool(preempted) and next(calls) > late,
+        )  # fmt: skip
+        try:
+            *events, done = stream
+        except KVMemoryError:
+            continue
+        assert "".join(e.text for e in events if isinstance(e, Text)) == done.result.outputs[0].text
+        seen += bool(preempted)
+    assert seen
