@@ -15,8 +15,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 import zipfile
@@ -93,11 +95,30 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise UsageError(f"the output folder cannot be made: {error.strerror}", where=str(folder)) from None
     try:
-        yield partial
-        partial.chmod(0o777 & ~_umask())
-        partial.rename(folder)
+        with _stopped_by_signals():
+            yield partial
+            partial.chmod(0o777 & ~_umask())
+            partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Context in which SIGTERM and SIGHUP raise SystemExit, so that what is half-written is removed."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def copy_others(source: Path, folder: Path) -> None:

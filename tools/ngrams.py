@@ -89,6 +89,8 @@ def build(args: argparse.Namespace) -> int:
                     settle()
                 progress(f"counting {Path(name).name}")
         settle()
+        if not done + held:
+            raise UsageError("--input: a store counts three tokens in a row, and no text has that many")
         progress("merging")
         entries = write_store(args.output, merge(done + held, args.successors), tokenizer.size, tokenizer.fingerprint)
     progress(f"{args.output.name}: {entries:,} entries, {args.output.stat().st_size / 1e6:.1f} MB", "\n")

@@ -224,6 +224,8 @@ def make(out: str | Path, *, progress: bool = False, **options: Any) -> dict[str
     shape = Shape(**options)
     tokenizer, config, folder = tokenizer_json(shape.vocab), shape.config(), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    stale = "model.safetensors" if shape.shards > 1 else "model.safetensors.index.json"
+    (folder / stale).unlink(missing_ok=True)  # readers would take it, or find it beside what is written now
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
         "add_bos_token": True, "clean_up_tokenization_spaces": False, "model_max_length": shape.max_positions,

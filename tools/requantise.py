@@ -6,7 +6,9 @@ is never better than SRC. Norms and other floats stay as they are, and so does a
 """
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +17,10 @@ from typing import Any
 from engine.app.cli import called, ended, run
 from engine.errors import UsageError
 
-FLOATS = ("F32", "F16", "BF16")
-WRITTEN = "GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.architecture"  # by the writer itself
+KEPT = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
+WRITTEN = (  # by the writer itself
+    *("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.architecture", "general.alignment"),
+)
 
 
 def requantise(source: Path, made: Path, kind: str) -> int:
@@ -34,27 +38,45 @@ def requantise(source: Path, made: Path, kind: str) -> int:
         read = gguf.GGUFReader(source)
     except (OSError, ValueError) as error:
         raise UsageError(f"{source}: {error}", remedy="give a GGUF file") from error
-    wanted = gguf.GGMLQuantizationType[kind]
+    wanted, named = gguf.GGMLQuantizationType[kind], gguf.LlamaFileType.__members__
+    mix = next((named[name] for name in (f"MOSTLY_{kind}", f"ALL_{kind}", f"MOSTLY_{kind}_MOE") if name in named), None)
+    partial = made.with_name(f".{made.name}.{os.getpid()}.partial")
+    try:
+        _write(gguf, read, partial, wanted, mix)
+        partial.replace(made)
+    except OSError as error:
+        raise UsageError(f"{made}: cannot be written: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+    return made.stat().st_size
+
+
+def _write(gguf: Any, read: Any, made: Path, wanted: Any, mix: Any) -> None:
+    """Write the file. Raises UsageError: the package cannot read or write such blocks."""
     writer = gguf.GGUFWriter(made, read.fields["general.architecture"].contents())
+    if read.alignment != writer.data_alignment:
+        writer.add_custom_alignment(read.alignment)
     for name, field in read.fields.items():
-        if name not in WRITTEN:
-            of_items = field.types[-1] if len(field.types) > 1 else None
-            value = int(gguf.LlamaFileType[f"MOSTLY_{kind}"]) if name == "general.file_type" else field.contents()
-            writer.add_key_value(name, value, field.types[0], of_items)
-    for tensor in read.tensors:
-        if tensor.tensor_type.name in FLOATS:
-            writer.add_tensor(tensor.name, tensor.data)
+        if name in WRITTEN or (name == "general.file_type" and mix is None):
             continue
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        of_items = field.types[-1] if len(field.types) > 1 else None
+        value = int(mix) if name == "general.file_type" else field.contents()
+        writer.add_key_value(name, value, field.types[0], of_items)
+    for tensor in read.tensors:
+        if tensor.tensor_type.name in KEPT:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            continue
         try:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
         except (NotImplementedError, gguf.QuantError) as error:
-            raise UsageError(f"--type {kind}: {error or 'the package writes no such blocks'}") from error
+            what = str(error) or "the package writes no such blocks"
+            raise UsageError(f"--type {wanted.name}: {tensor.name}: {what}") from error
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return made.stat().st_size
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -123,6 +123,7 @@ ENDS = (
     "<|eom_id|>",
     "<end_of_turn>",
     "<turn|>",
+    "<|tool_response>",  # of Gemma 4, an ordinary token in files
     "<|role_end|>",  # of Ling 2
 )
 CHANNELS = "<|channel|>"  # gpt-oss: a text has several messages, which <|end|> ends, and other tokens end the text
@@ -189,7 +190,7 @@ class FileVocabulary:
         ends = CHANNEL_ENDS if CHANNELS in self.vocab else ENDS
         spelled = [self.vocab.get(token) for token in (PART_ENDS if {*PART_ENDS} <= self.vocab.keys() else ends)]
         found = [i for i in named if i is not None]
-        return list(dict.fromkeys(found + [i for i in spelled if i is not None and self.types[i] == CONTROL]))
+        return list(dict.fromkeys(found + [i for i in spelled if i is not None and self.types[i] in (CONTROL, USER)]))
 
     @functools.cached_property
     def has_scores(self) -> bool:
@@ -303,7 +304,7 @@ class FileVocabulary:
             kind = self.types[i]
             if kind in (CONTROL, UNKNOWN, USER) or i in named:
                 # Phi-3's own tokenizer.json removes the spaces after these tokens.
-                strip = phi3 and kind == CONTROL and token not in ("<unk>", "<s>", "<|endoftext|>")
+                strip = phi3 and token not in ("<unk>", "<s>", "<|endoftext|>") and (kind == CONTROL or token == "</s>")
                 flags = {"single_word": False, "lstrip": False, "rstrip": strip, "normalized": False}
                 yield {"id": i, "content": token, **flags, "special": kind != USER or i in named}
 

@@ -75,6 +75,7 @@ def test_stdin(tmp_path, monkeypatch):
         (["--input", "t", "--output", "s", "--successors", "3"], "expected 0 or an integer >= 4"),
         (["--input", "foreign", "--output", "s"], "another model's tokenizer"),
         (["--input", "torn", "--output", "s"], "damaged"),
+        (["--input", "empty", "--output", "s"], "no text has that many"),
     ],
     ids=str,
 )
@@ -82,6 +83,7 @@ def test_errors(tmp_path, monkeypatch, capsys, words, told):
     model = MODEL.resolve()
     monkeypatch.chdir(tmp_path)
     Path("t").write_text("abc" * 10)
+    Path("empty").touch()
     Path("latin").write_bytes(b"caf\xe9 " * 10)
     ngrams.write_store("foreign", [count([1, 2, 3])], 10, "ab" * 32)
     Path("torn").write_bytes(Path("foreign").read_bytes()[:-2])

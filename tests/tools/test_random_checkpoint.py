@@ -64,6 +64,14 @@ def test_shards_hold_the_tensors_of_one_file(tmp_path, dtype):
             assert name in shard.keys()  # noqa: SIM118 (safe_open is no mapping)
 
 
+def test_another_number_of_shards_replaces_what_is_there(tmp_path):
+    for shards in (1, 2, 1):
+        make(tmp_path / "again", **TINY, shards=shards, seed=shards)
+        make(tmp_path / "fresh", **TINY, seed=shards)
+        again, fresh = (Engine.load(tmp_path / name, kv_memory=1 << 20) for name in ("again", "fresh"))
+        assert torch.equal(again.logits([3]), fresh.logits([3]))
+
+
 def test_shape_options(tmp_path):
     options: dict[str, Any] = {"kv_heads": 1, "head_dim": 16, "tied": True, "attention_bias": True, "mlp_bias": True}
     make(tmp_path, **TINY, **options)

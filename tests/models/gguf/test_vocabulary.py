@@ -79,6 +79,8 @@ def test_what_ends_a_text(tmp_path):
     file.keys["tokenizer.chat_templates"] = ["tools"]
     read, ours = tokenizer_of(file, tmp_path / "file")
     assert read.ends() == [2, 0, 3, 5]  # <|im_end|> is an ordinary token here
+    file.keys["tokenizer.ggml.token_type"] = [2, 3, 3, 3, 4, 3, 5]  # and here one of the user's, as in llama.cpp
+    assert tokenizer_of(file, tmp_path / "other")[0].ends() == [2, 0, 3, 4, 5]
     assert ours.size == 6  # padding is no token
     templates = ours.config["chat_template"]
     assert templates == [{"name": "default", "template": "D"}, {"name": "tools", "template": "T"}]
