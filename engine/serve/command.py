@@ -47,7 +47,7 @@ def command(args: argparse.Namespace) -> int:
     check_alone("engine.serve")
     library("starlette")
     library("uvicorn")
-    # Checks the command line before anything is loaded.
+    # The command line is checked before anything is loaded.
     check_width(width_of(make_search(args.search, search_params(args))), args.max_width)
     check(args)
     keys = read_keys(args.api_key_file)
