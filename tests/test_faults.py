@@ -654,16 +654,17 @@ import io, re, resource, sys
 from engine.app import batch
 from engine.engine import Engine
 from tests.invariants import check_pool
-engine = Engine.load(sys.argv[1], threads=1, kv_memory=1 << 20)
+engine = Engine.load(sys.argv[1], threads=1, kv_memory=4 << 20)
 batch.load_engine = lambda args, shard=None: engine
-wide, small = (b'{"prompt": "a", "params": {"search": "trie", "beams": %d, "max_new_tokens": 3}}' % n for n in (600, 2))
+line = '{"prompt": "%s", "params": {"search": "trie", "beams": %d, "max_new_tokens": 3}}'
+wide, small = (line % ("a b " * words, beams) for words, beams in ((int(sys.argv[2]), int(sys.argv[3])), (1, 2)))
 limit = resource.getrlimit(resource.RLIMIT_AS)
 status = open("/proc/self/status").read()
 size = int(re.search(r"VmSize:\\s+(\\d+)", status)[1]) << 10
 codes = []
-for line, room in ((small, None), (wide, 16 << 20), (small, None), (wide, None)):
+for line, room in ((small, None), (wide, int(sys.argv[4])), (small, None), (wide, None)):
     resource.setrlimit(resource.RLIMIT_AS, (size + room if room else limit[0], limit[1]))
-    codes.append(batch.main([], io.BytesIO(line), io.BytesIO()))
+    codes.append(batch.main([], io.BytesIO(line.encode()), io.BytesIO()))
     resource.setrlimit(resource.RLIMIT_AS, limit)
     check_pool(engine.pool, [])
 print(codes)
@@ -671,9 +672,15 @@ print(codes)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space as Linux does")
-def test_really_running_out_of_memory(tmp_path: Path):
-    make(tmp_path, max_positions=64, **(SHAPE | {"vocab": 18000}))  # 600 beams: 43 MB of logits
-    done = subprocess.run([sys.executable, "-c", REAL, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize(
+    ("shape", "words", "beams", "room"),
+    [({"vocab": 18000}, 1, 600, 16 << 20), ({"mlp": 8000, "vocab": 300}, 120, 2, 2 << 20)],
+    ids=["43 MB of logits", "layers, in C++"],
+)
+def test_really_running_out_of_memory(shape: dict[str, int], words: int, beams: int, room: int, tmp_path: Path):
+    make(tmp_path, max_positions=1024, **(SHAPE | shape))
+    command = [sys.executable, "-c", REAL, tmp_path, *map(str, (words, beams, room))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr.splitlines()[:1]) == ("[0, 4, 0, 0]\n", ["error: the machine ran out of memory"])
 
 

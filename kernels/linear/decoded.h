@@ -16,7 +16,7 @@ void decode(const Matrix& m, int64_t out, int64_t at, int64_t count, int panels,
     typedef Planes<BITS> Of;
     constexpr int LINE = PANEL * 4, STEP = PANEL * Of::BYTES;
     const int64_t across = m.width / Of::STEP * STEP, ahead = AHEAD + (at + count == m.width ? (panels - 1) * across : 0);
-    const int more = int((128u - (m.least ? 0 : Of::MIDDLE)) * 0x01010101u);
+    const uint32_t more = (128u - (m.least ? 0 : Of::MIDDLE)) * 0x01010101u;
     for (int panel = 0; panel < panels; panel++) {
         const char* from = (const char*)m.panels + (out / PANEL + panel) * across + at / Of::STEP * STEP;
         for (int64_t i = 0; i < count; i += Of::STEP, from += STEP, to += Of::STEP / 4 * LINE) {
@@ -26,7 +26,7 @@ void decode(const Matrix& m, int64_t out, int64_t at, int64_t count, int panels,
             for (int lane = 0; lane < LINE; lane += LANES * 4)
 #pragma GCC unroll 8
                 for (int part = 0; part < Of::STEP / 4; part++)
-                    write(Of::codes(from + lane, part) + more, to + part * LINE + lane, LANES);
+                    write((Words)Of::codes(from + lane, part) + more, to + part * LINE + lane, LANES);
         }
     }
 }

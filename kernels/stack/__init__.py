@@ -205,7 +205,10 @@ class Stack:
         more = *more, _address(tapped_TNE), self.tapping
         if self.delta is not None:
             self.check_paths(cache, layout, T)
-        if not function("stack")(*prepared.structures, threads, *pointers, *more):
+        done = function("stack")(*prepared.structures, threads, *pointers, *more)
+        if done < 0:
+            raise MemoryError("no memory for a pass")
+        if not done:
             raise ValueError(f"positions_T: expected positions that the angles have, got {layout.positions_T.tolist()}")
 
     def _adapted(self, layout: TreeLayout, tokens: int) -> int | None:

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "../operators.h"
@@ -404,7 +405,7 @@ extern "C" int64_t coppice_stack(const Stack* stack, const Attention* attention,
                                  int64_t threads, void* x, const LayerCache* caches, const int64_t* slots_T, char* heads,
                                  char* inputs, char* streams, int64_t tokens, int64_t slots, char* rows, int64_t kept,
                                  const int64_t* ancestors_TN, const Paths* paths, const int64_t* adapters_T,
-                                 const Tail* tail, char* tapped, int64_t copies) {
+                                 const Tail* tail, char* tapped, int64_t copies) try {
     const Turns turns(angles, tables, attention->positions, tokens, stack->element);
     if (!turns.fit) return 0;
     Pass pass{*stack,       *attention,
@@ -425,6 +426,8 @@ extern "C" int64_t coppice_stack(const Stack* stack, const Attention* attention,
     }
     if (tail) pass.finish(*tail, watch);
     return 1;
+} catch (const std::bad_alloc&) {  // ctypes cannot pass it on
+    return -1;
 }
 
 extern "C" void coppice_stack_clocks(int64_t* nanoseconds) {
