@@ -19,13 +19,14 @@ from engine.errors import UsageError
 
 KEPT = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 WRITTEN = (  # by the writer itself
-    *("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.architecture", "general.alignment"),
+    *("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count"),
+    *("general.architecture", "general.alignment", "general.file_type"),
 )
 
 
 def requantise(source: Path, made: Path, kind: str) -> int:
-    """Write the file; returns its bytes. Raises UsageError if the package is absent, the type unknown, or the file
-    there already."""
+    """Write the file; returns its bytes. Raises UsageError if the package is absent, the type unknown, the file there
+    already, or impossible to write."""
     try:
         gguf: Any = importlib.import_module("gguf")
     except ModuleNotFoundError as error:
@@ -52,17 +53,27 @@ def requantise(source: Path, made: Path, kind: str) -> int:
     return made.stat().st_size
 
 
-def _write(gguf: Any, read: Any, made: Path, wanted: Any, mix: Any) -> None:
-    """Write the file. Raises UsageError: the package cannot read or write such blocks."""
+def _write(gguf: Any, read: Any, made: Path, wanted: Any, mix: int | None) -> None:
+    """Write the file.
+
+    Args:
+        gguf: the package.
+        read: its reader of the source.
+        wanted: the type of blocks.
+        mix: the package's number of files with such blocks, if it has one.
+
+    Raises:
+        UsageError: the package cannot read or write such blocks.
+    """
     writer = gguf.GGUFWriter(made, read.fields["general.architecture"].contents())
     if read.alignment != writer.data_alignment:
         writer.add_custom_alignment(read.alignment)
+    if mix is not None:
+        writer.add_file_type(mix)
     for name, field in read.fields.items():
-        if name in WRITTEN or (name == "general.file_type" and mix is None):
-            continue
-        of_items = field.types[-1] if len(field.types) > 1 else None
-        value = int(mix) if name == "general.file_type" else field.contents()
-        writer.add_key_value(name, value, field.types[0], of_items)
+        if name not in WRITTEN:
+            of_items = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], of_items)
     for tensor in read.tensors:
         if tensor.tensor_type.name in KEPT:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)

@@ -439,7 +439,7 @@ def test_the_base_of_dbrx():
     ],
 )
 def test_the_top_level_completes_rotary_parameters_of_kinds(variant, field, kinds):
-    """As in transformers 5.24; what a kind has itself counts more."""
+    """transformers 5.24 does the same. What a kind has itself counts more."""
     fields = json.loads((GOLDEN / variant / "config.json").read_text())
     family, value = FAMILIES[fields["architectures"][0]], 321.0 if field == "rope_theta" else 0.25
     ropes = {kind: dict(own) for kind, own in fields["rope_parameters"].items()}

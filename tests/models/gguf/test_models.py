@@ -679,7 +679,7 @@ def test_parameters_of_llama_3_are_recovered(dims, length, factor, low, high, tm
     ],
 )
 def test_scaling_without_a_type_is_linear(keys, factor, tmp_path):
-    """As in llama.cpp; the newer key of the factor counts more."""
+    """llama.cpp does the same. The newer key of the factor counts more."""
     file = File(GOLDEN / "llama/plain")
     file.keys |= {f"llama.{key}": value for key, value in keys.items()}
     found = Checkpoint.open(file.write(tmp_path / "file.gguf")).config["rope_scaling"]
