@@ -488,7 +488,7 @@ struct Tail {
 // latter two may be null. `caches` are indexed by the layer's number. Layers with convolutions use `rows` [L, S, E], of kind
 // `kept`, and ancestors_TN; layers with a state use `paths`. adapters_T [T]: adapter numbers; null: no token has one.
 // `tail` may be null. `tapped` [T, N, E] receives the N rows of each token that calls copy; null: none. Returns 0, and
-// computes nothing, if a token's position has no angles.
+// computes nothing, if a token's position has no angles; -1 if memory ran out on the way.
 int64_t coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t tables,
                       int64_t threads, void* x, const LayerCache* caches, const int64_t* slots_T, char* heads,
                       char* inputs, char* streams, int64_t tokens, int64_t slots, char* rows, int64_t kept,

@@ -157,7 +157,7 @@ template <typename T, typename Put>
 float rounded_row(const T* x, int64_t width, const Levels& levels, Put put) {
     const float largest = levels.largest ? levels.largest : magnitude_of(x, width), step = largest / levels.count;
     const float inverse = 1 / largest * levels.count;  // as PyTorch divides 127 by a tensor, which decides ties
-    if (!(step > 0 && step < INFINITY)) {  // of zeros or NaN: no quotient is a number, let alone a whole one
+    if (!(step > 0 && step < INFINITY)) {  // a row of zeros, NaN or infinity has no quotients to round
         each(width, [&](int64_t i, auto) { put(i, Ints{}); });
         return largest;
     }

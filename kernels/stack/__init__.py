@@ -128,6 +128,7 @@ class Stack:
 
         Raises:
             ValueError: tensors that do not fit together, or a layout that leads out of the cache.
+            MemoryError: there is no memory for the registers of this pass.
         """
         self._run(x_TE, angles, cache, layout, None, tapped_TNE, inputs_TF, streams_TNE)
         return x_TE
