@@ -166,7 +166,7 @@ class Rules:
         ends = sorted(token for token in eos if token < vocab)
         processors = self._processors(prompt, vocab, ends, tokenizer)
         renormalise = self.constraint_scores == RENORMALISED
-        return Constrained(processors, renormalise, prompt, ends, limit) if processors else None
+        return Constrained(processors, renormalise, vocab, prompt, ends, limit) if processors else None
 
     def _processors(
         self, prompt: Sequence[int], vocab: int, ends: list[int], tokenizer: Tokenizer | None

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from engine.cache.tree import TokenTree
 from engine.rules.endings import STUCK, Endings
-from engine.rules.few import Few
+from engine.rules.few import Few, normalised
 from engine.rules.processors import Processor, mask
 from engine.rules.state import NodeState, NodeStates, ahead, ending, have_rows
+from kernels.rows import log_softmax
+from kernels.rows.front import best
+
+LOGPS, LOGITS, EITHER = "log-probabilities", "logits", "either"
 
 
 class RowPlan(NamedTuple):
@@ -36,17 +40,18 @@ class RowPlan(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """An edit of a range of rows after the softmax.
+    """An edit of a range of rows.
 
     Attributes:
         rows: the range.
-        apply: function of the rows and, if `logits`, of the excess of their logits over them [N, 1].
-        logits: whether it needs the logits.
+        apply: changes the rows in place, and makes log-probabilities of logits.
+        of: what the rows are before: LOGPS, LOGITS, or EITHER. EITHER is logits on a CPU, so that the last bits do not
+            depend on tokens that are not allowed, and log-probabilities on a GPU, whose graphs keep nothing else.
     """
 
     rows: slice
-    apply: Callable[[Tensor, Tensor | None], None]
-    logits: bool
+    apply: Callable[[Tensor], None]
+    of: str
 
 
 class Constrained:
@@ -55,6 +60,7 @@ class Constrained:
     Args:
         processors: the processors, in the order in which they edit rows; at most one is a constraint.
         renormalise: whether they edit logits, before the softmax, instead of log-probabilities.
+        vocab: tokens that can be generated.
         prompt: token ids.
         eos: tokens that end an output and that the model can generate; the lowest of them ends an output after which
             no token is allowed.
@@ -64,19 +70,25 @@ class Constrained:
         states: the states of the nodes.
         endings: the nodes after which no token is left.
         raises: whether log-probabilities may become positive.
-        of_logits: whether a processor needs the logits.
+        edited: what its edits change, see `Edit`.
         bans: whether there may be nodes after which no token is allowed.
     """
 
     def __init__(
-        self, processors: Sequence[Processor], renormalise: bool, prompt: Sequence[int], eos: Sequence[int], limit: int
+        self,
+        processors: Sequence[Processor],
+        renormalise: bool,
+        vocab: int,
+        prompt: Sequence[int],
+        eos: Sequence[int],
+        limit: int,
     ):
-        self.renormalise, self.limit = renormalise, limit
+        self.renormalise, self.vocab, self.limit = renormalise, vocab, limit
         self.states = NodeStates(processors, prompt)
         self.endings = Endings(self.states, eos)
         self.states.forbidden.columns.rows[0] = self.endings.token, STUCK
         self.raises = not renormalise and any(p.raises for p in processors)
-        self.of_logits = renormalise and any(p.of_logits for p in processors)
+        self.edited = LOGPS if not renormalise else EITHER if self.states.alone else LOGITS
         self.bans = any(p.bans for p in processors)
 
     def restart(self) -> None:
@@ -113,32 +125,48 @@ class Constrained:
 
     def edit(self, tree: TokenTree, nodes: Sequence[int], rows: slice) -> Edit:
         """The edit of the rows of evaluated nodes: its `apply` is called before a search sees the rows."""
-        return Edit(rows, partial(self._apply, tree, nodes), self.of_logits)
+        return Edit(rows, partial(self._apply, tree, nodes), self.edited)
 
-    def rewrite(self, states: Sequence[NodeState], logp_NV: Tensor, logits_NV: Tensor) -> None:
-        """Edit rows in place again, like the rows that the search was sent; for the log-probabilities of outputs."""
-        self._rewrite(states, logp_NV, logits_NV[:, :1].float() - logp_NV[:, :1] if self.of_logits else None)
+    def draft_edit(self, rows: slice) -> Edit:
+        """The edit of the rows of drafted nodes, which `edit` edits once the search has asked for them."""
+        return Edit(rows, lambda rows_NV: None, self.edited)
 
-    def _apply(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
+    def rewrite_edit(self, states: Sequence[NodeState], rows: slice) -> Edit:
+        """The same edit as that of the rows that the search was sent; for the log-probabilities of outputs."""
+        return Edit(rows, partial(self._rewrite, states), self.edited)
+
+    def _apply(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor) -> None:
         """Edit rows in place. Raises ConstraintError."""
         states = self.states.of_all(tree, nodes)
-        self._rewrite(states, rows_NV, excess_N1)
+        self._rewrite(states, rows_NV)
         if self.bans:
             self._end(tree, nodes, states, rows_NV)
         if self.states.alone and not self.renormalise:
             self._note(states, rows_NV)
 
-    def _rewrite(self, states: Sequence[NodeState], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
+    def _rewrite(self, states: Sequence[NodeState], rows_NV: Tensor) -> None:
         """Apply the processors in their order, the mask of the constraint among them."""
-        if excess_N1 is not None:
-            rows_NV += excess_N1
         for i, processor in enumerate(self.states.processors):
             if processor is self.states.mask:
                 mask(rows_NV, self.states.allowed(states))
             else:
                 processor.apply(rows_NV, [columns.by_processor[i][place] for columns, place in states])
         if self.renormalise:
-            rows_NV -= rows_NV.logsumexp(1, keepdim=True).clamp_(min=-3e38)  # clamped for rows without any token
+            self._normalise(rows_NV, states)
+
+    def _normalise(self, rows_NV: Tensor, states: Sequence[NodeState]) -> None:
+        """Make edited logits log-probabilities, in place. Those of listed tokens are those of `Head.logps`, bit by
+        bit."""
+        listed = self.states.allowed(states) if self.states.alone and rows_NV.device.type == "cpu" else None
+        if listed is not None:
+            place = listed.row_M, listed.token_M
+            value_M = normalised(rows_NV[place], listed.row_M, len(listed))
+        if listed is None or listed.masks:
+            peak_N1 = rows_NV.amax(1, keepdim=True)
+            logp_NV = log_softmax(rows_NV, self.vocab, impl=best(rows_NV))[0]
+            rows_NV.copy_(logp_NV.masked_fill_(peak_N1 == -math.inf, -math.inf))  # rows without any token are NaN
+        if listed is not None:
+            rows_NV[place] = value_M
 
     @staticmethod
     def _note(states: Sequence[NodeState], rows_NV: Tensor) -> None:

@@ -47,10 +47,11 @@ class Head:
             found_M = logits_NU[row_M, torch.searchsorted(self._union, token_M)]
             finite_N = torch.isfinite(logits_NU.sum(1))
         else:
-            found_M, finite_N = self._of_all(hidden_NE, row_M, token_M)
+            normalise_N = torch.tensor([part.renormalise for part in parts for _ in range(len(part.allowed))])
+            found_M, finite_N = self._of_all(hidden_NE, row_M, token_M, normalise_N)
         values, sizes = [], [len(allowed.token_M) for allowed, _ in parts]
         for (allowed, renormalise), value_M in zip(parts, found_M.split(sizes), strict=True):
-            values.append(_normalised(value_M, allowed.row_M, len(allowed)) if renormalise else value_M)
+            values.append(normalised(value_M, allowed.row_M, len(allowed)) if renormalise else value_M)
         return values, finite_N.tolist()
 
     def _rows_of(self, union_U: Tensor) -> Any:
@@ -62,19 +63,21 @@ class Head:
             self._union, self._rows = union_U, head.rows(union_U)
         return self._rows
 
-    def _of_all(self, hidden_NE: Tensor, row_M: Tensor, token_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities over the whole vocabulary, a few rows at a time."""
+    def _of_all(self, hidden_NE: Tensor, row_M: Tensor, token_M: Tensor, normalise_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of rows to be normalised and log-probabilities of others, from whole rows, a few rows at a time."""
         found, finite = [], []
         for first in range(0, len(hidden_NE), ROWS):
             some_NE = hidden_NE[first : first + ROWS]
-            logp_NV, finite_N, _ = log_softmax(self.model.logits(some_NE), self.vocab_size, impl=self.impl)
+            logits_NV = self.model.logits(some_NE)
+            logp_NV, finite_N, _ = log_softmax(logits_NV, self.vocab_size, impl=self.impl)
             start, end = torch.searchsorted(row_M, torch.tensor([first, first + len(some_NE)])).tolist()
-            found.append(logp_NV[row_M[start:end] - first, token_M[start:end]])
+            place = row_M[start:end] - first, token_M[start:end]
+            found.append(torch.where(normalise_N[row_M[start:end]], logits_NV[place].float(), logp_NV[place]))
             finite.append(finite_N)
         return torch.cat(found), torch.cat(finite)
 
 
-def _normalised(logit_M: Tensor, row_M: Tensor, rows: int) -> Tensor:
+def normalised(logit_M: Tensor, row_M: Tensor, rows: int) -> Tensor:
     """Logits minus the log-sum-exp of their row."""
     top_N = torch.full((rows,), -math.inf).scatter_reduce_(0, row_M, logit_M, "amax")
     sum_N = torch.zeros(rows).index_add_(0, row_M, (logit_M - top_N[row_M]).exp())

@@ -184,9 +184,10 @@ class HiddenRows:
         """The log-probabilities of tokens in rows, and the best tokens of the rows, float64, on the device."""
         rows_NE = torch.stack([self._row[place] for place in places])
         logits_NV = self.runner.logits_of(rows_NE, self.runner.heads([self._adapter] * len(rows_NE)))
-        logp_NV = log_softmax(logits_NV, self.runner.vocab_size, impl=self.runner.impl)[0]
+        logp_NV, finite_N, _ = log_softmax(logits_NV, self.runner.vocab_size, impl=self.runner.impl)
         if self.constrained is not None:
-            self.constrained.rewrite([s for s in states if s], logp_NV, logits_NV)
+            edit = self.constrained.rewrite_edit([s for s in states if s], slice(0, len(rows_NE)))
+            self.runner.edited(logp_NV, finite_N, [edit], logits_NV)
         place = row_M.to(self.runner.device, non_blocking=True), token_M.to(self.runner.device, non_blocking=True)
         return logp_NV[place].double(), top_k(logp_NV, self.k).flatten()
 

@@ -35,13 +35,6 @@ SPARE = 8  # best tokens of a drafted row that are kept beyond those asked for, 
 ROWS_BYTES = 1 << 25  # bytes of the whole rows that a request keeps for drafted nodes
 
 
-class WholeRow(NamedTuple):
-    """A row of log-probabilities as the model computed it, [1, V]; and the excess of its logits, [1, 1], see `Edit`."""
-
-    logp_1V: Tensor
-    excess_11: Tensor | None
-
-
 class BestOfRow(NamedTuple):
     """The most probable tokens of a row, best first: log-probabilities and tokens [2, k], float64."""
 
@@ -251,7 +244,7 @@ class JobDrafts:
     def _room(self, tree: TokenTree, room: int) -> int:
         """How many nodes may be drafted: limited by free slots, and by the bytes of rows that are kept."""
         free = len(tree.slots.free) + tree.pool.free_pages // 4 * tree.pool.page_size
-        kept = sum(isinstance(node.row, WholeRow) for node in tree.drafts) + len(tree.drafts.rows)
+        kept = sum(isinstance(node.row, Tensor) for node in tree.drafts) + len(tree.drafts.rows)
         return max(0, min(room, free, ROWS_BYTES // (4 * self.vocab_size) - kept))
 
     def _planted(self, chunk: Chunk, wanted: Wanted, room: int) -> list[DraftedNode]:
@@ -314,14 +307,12 @@ class JobDrafts:
             self.request.read_rows(chunk.cached - chunk.trunk_tokens, paths, rows_TE)
 
     @staticmethod
-    def take_rows(
-        tree: TokenTree, drafts: Sequence[DraftedNode], logp_NV: Tensor, finite: Sequence[bool], excess: Tensor | None
-    ) -> None:
-        """Keep the rows of drafted nodes. Nodes whose rows are not finite are dropped."""
+    def take_rows(tree: TokenTree, drafts: Sequence[DraftedNode], rows_NV: Tensor, finite: Sequence[bool]) -> None:
+        """Keep the rows of drafted nodes, [1, V] each, see `Edit`. Nodes whose rows are not finite are dropped."""
         bad = []
         for i, node in enumerate(drafts):
             if node.row is None:  # else it has its best tokens, and there are no rows
-                node.row = WholeRow(logp_NV[i : i + 1], None if excess is None else excess[i : i + 1])
+                node.row = rows_NV[i : i + 1]
             if not finite[i]:
                 bad.append(node)
         for node in bad:
@@ -384,15 +375,12 @@ class JobDrafts:
             assert found is not None  # else `known` would have left them out
             partial_answer.found(found, best)
         nodes = [node for node in known if node not in best]
-        rows = [row for row in known.values() if isinstance(row, WholeRow)]
+        rows = [row for row in known.values() if isinstance(row, Tensor)]
         if not nodes:
             return [], torch.empty(0, 0)
-        logp_NV = rows[0].logp_1V if len(rows) == 1 else torch.cat([row.logp_1V for row in rows])
+        logp_NV = rows[0] if len(rows) == 1 else torch.cat(rows)
         if constrained is not None:
-            parts = [row.excess_11 for row in rows if row.excess_11 is not None]
-            excess = torch.cat(parts) if parts else None
-            edit = constrained.edit(tree, nodes, slice(0, len(nodes)))
-            guarded(edit.apply, fail)(logp_NV, excess)
+            guarded(constrained.edit(tree, nodes, slice(0, len(nodes))).apply, fail)(logp_NV)
         if isinstance(partial_answer, PartialSums):
             partial_answer.found(find_top_sums(logp_NV, None, partial_answer.top_sums(nodes)), nodes)
         else:

@@ -233,7 +233,7 @@ class Driver:
                 tree = share.chunk.tree
                 if drafts := share.chunk.drafts:
                     rows = share.draft_rows
-                    JobDrafts.take_rows(tree, drafts, logp_NV[rows], finite[rows], share.excess_N1)
+                    JobDrafts.take_rows(tree, drafts, logp_NV[rows], finite[rows])
                 if share.chunk.trunk_tokens > 1 and tree.trunk.cached <= tree.prompt_length:
                     tree.save(going_on=True)  # others that wait with the same prompt need not read it
                 if share.nodes:

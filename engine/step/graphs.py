@@ -21,6 +21,7 @@ from torch import Tensor
 
 from engine.cache.pool import PagePool
 from engine.errors import UsageError
+from engine.rules.constrained import LOGITS
 from engine.step.gpu import check_triton
 from engine.step.packing import Pass, bucket, pack
 from engine.step.paths import width_of
@@ -188,7 +189,7 @@ class GraphRunner(Runner):
     def _unfit(self, work: PassWork) -> str:
         """Why a pass cannot run as a graph; "" if it can."""
         chunks = work.chunks
-        if any(edit.logits for edit in work.edits):
+        if any(edit.of == LOGITS for edit in work.edits):
             return "a pass whose logits are edited"
         if any(c.tree.trunk.adapter for c in chunks):
             return "a pass with adapters"

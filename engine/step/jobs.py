@@ -138,7 +138,6 @@ class Share:
     rows: slice
     draft_rows: slice = field(default_factory=lambda: slice(0, 0))
     numbers: Tensor | None = None  # values that were read from its rows
-    excess_N1: Tensor | None = None  # the excess of its drafts' logits, see `WholeRow`
 
     @cached_property
     def top_sums(self) -> TopSums | None:
@@ -156,10 +155,6 @@ class Share:
         """Take the top sums of the rows of its drafts."""
         for draft, found, wanted in zip(self.chunk.drafts, founds, self.drafts_wanted, strict=True):
             draft.row = BestOfRow(found, found.shape[1] < wanted.k)
-
-    def note_excess(self, rows_NV: Tensor, excess_N1: Tensor | None) -> None:
-        """Record the excess of its drafts' logits: an edit that changes no row."""
-        self.excess_N1 = excess_N1
 
     def take(self, numbers: Tensor, logp_NV: Tensor) -> None:
         """Take the values that a read of its rows returned."""
@@ -232,8 +227,8 @@ class Batch:
         if chunk.drafts:
             share.draft_rows = slice(len(self.asked), len(self.asked) + len(chunk.drafts))
             self.asked += range(end, self.tokens)
-            if pending.constrained is not None and pending.constrained.of_logits:
-                self.edits.append(Edit(share.draft_rows, share.note_excess, True))
+            if pending.constrained is not None:
+                self.edits.append(pending.constrained.draft_edit(share.draft_rows))
         if (hidden := pending.request.hidden) is not None:
             self.keeps.append(Keep(slice(self.tokens - len(chunk), self.tokens), partial(self._give, hidden)))
         self.shares.append(share)

@@ -12,7 +12,7 @@ from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Read
 from engine.contract.top_sums import FoundSums, TopSums, find_top_sums, found_in_shards
-from engine.rules.constrained import Edit
+from engine.rules.constrained import EITHER, LOGITS, Edit
 from engine.rules.few import Few, Head
 from engine.step.packing import Chunk, Packer, Pass
 from engine.step.phases import PhaseObserver, phase
@@ -383,10 +383,10 @@ class Runner:
         """Rows after in-place edits, without peaks."""
         with phase(self.observer, "edit"):
             for edit in edits:
-                excess_N1 = None
-                if edit.logits and logits_NV is not None:
-                    excess_N1 = logits_NV[edit.rows, :1].float() - logp_NV[edit.rows, :1]
-                edit.apply(logp_NV[edit.rows], excess_N1)
+                rows_NV = logp_NV[edit.rows]
+                if logits_NV is not None and (edit.of == LOGITS or (edit.of == EITHER and not self.asynchronous)):
+                    rows_NV.copy_(logits_NV[edit.rows])
+                edit.apply(rows_NV)
         return logp_NV, finite_N, None
 
     def blame(self, chunk: Chunk) -> str:

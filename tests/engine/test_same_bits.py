@@ -3,11 +3,12 @@ preempted, and with any number of threads; with the C++ kernels: every kind of l
 
 import itertools
 import json
+import operator
 import random
 
 import pytest
 
-from engine import Engine, KVMemoryError, Request
+from engine import Choices, Engine, KVMemoryError, Request
 from engine.drafts.backoff import NGramDrafter
 from engine.step.driver import Driver
 from engine.step.jobs import Job
@@ -44,9 +45,11 @@ SEARCHES = {
     "dsbd-ngrams": DSBD(seed=3, width=2, draft_beams=3, drafter="ngram"),
     "speculative": Speculative(seed=2),
 }
+CHOICES = Choices([*itertools.product(range(3, 40), *[(n, n + 9, n + 30) for n in range(5)])])  # a few at each step
 RULES = {
     "regex": {"regex": "[a-z]{4,40}"},
     "renormalised": {"regex": "[a-z]{4,40}", "constraint_scores": "renormalised"},
+    "choices": {"constraint": CHOICES, "constraint_scores": "renormalised"},
     "schema": {"json_schema": {"type": "array", "items": {"type": "integer"}}},
     "processors": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "no_repeat_ngram_size": 2},
     "biases": {"logit_bias": {5: 3.0, 9: -2.0}, "suppress_tokens": [7, 8], "min_new_tokens": 5},
@@ -95,8 +98,9 @@ def answer(engine, requests):
 
 
 def bits(results):
-    """Tokens and log-probabilities of all outputs; floats compare bit by bit, as none is 0 or NaN."""
-    return [[(o.token_ids, o.token_logprobs, o.top_logprobs) for o in result.outputs] for result in results]
+    """Tokens, scores and log-probabilities of all outputs; floats compare bit by bit, as none is NaN."""
+    fields = operator.attrgetter("token_ids", "score", "logprob", "token_logprobs", "top_logprobs")
+    return [[*map(fields, result.outputs)] for result in results]
 
 
 def run(engine, requests):

@@ -10,7 +10,7 @@ from engine.cache.tree import TokenTree
 from engine.contract.trace import Trace
 from engine.rules.constrained import Constrained
 from engine.rules.endings import STUCK
-from engine.rules.processors import Masked, RepetitionPenalty
+from engine.rules.processors import Masked, Processor, RepetitionPenalty
 from search import ADED, ULTS, Greedy, Sample, Trie
 from tests.engine.cache.test_tree import pool_of
 from tests.engine.rules.automata import (
@@ -25,6 +25,7 @@ from tests.engine.rules.automata import (
     rows_of,
     scored,
 )
+from tests.marks import needs_cpp
 
 pytestmark = pytest.mark.usefixtures("exact_pool")
 VOCAB = 10
@@ -107,7 +108,7 @@ def test_sessions_and_traces(engine, scores):
 
 def grown(constraint, renormalise, *others):
     """A constrained tree with two nodes below its root, whose states are asked for."""
-    constrained = Constrained([*others, Masked(constraint, VOCAB)], renormalise, [1, 4], [EOS], 9)
+    constrained = Constrained([*others, Masked(constraint, VOCAB)], renormalise, VOCAB, [1, 4], [EOS], 9)
     tree = TokenTree(pool_of(4), [1, 4])
     constrained.states.watch(tree)
     nodes = tree.grow([tree.root] * 2, [5, 6])
@@ -121,7 +122,7 @@ def test_rows_are_masked_and_renormalised(renormalise):
     rows_NV = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1)).log_softmax(1)
     before = rows_NV.clone()
     edit = constrained.edit(tree, nodes, slice(0, 2))
-    edit.apply(rows_NV, None)
+    edit.apply(rows_NV)
     for row, plain, allowed in zip(rows_NV, before, ([7, 8], [3, 9]), strict=True):
         assert [i for i, x in enumerate(row.tolist()) if x > -math.inf] == allowed
         expected = plain[allowed] - (plain[allowed].logsumexp(0) if renormalise else 0)
@@ -133,14 +134,34 @@ def test_rows_of_a_path_are_edited_once_more():
     penalty = RepetitionPenalty(2.0)
     constrained, tree, nodes = grown(Choices([[5, 7], [5, 8], [6, 9], [6, 3]], [EOS]), True, penalty)
     logits_NV = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
-    logp_NV = logits_NV.log_softmax(1)
-    sent_NV, again_NV = logp_NV.clone(), logp_NV.clone()
+    sent_NV, again_NV = logits_NV.clone(), logits_NV.clone()
     edit = constrained.edit(tree, nodes, slice(0, 2))
-    assert edit.logits
-    edit.apply(sent_NV, logits_NV[:, :1] - logp_NV[:, :1])
+    assert edit.of == "logits"
+    edit.apply(sent_NV)
     states = [constrained.states.along([token, 0])[1] for token in (5, 6)]
-    constrained.rewrite(states, again_NV, logits_NV)
-    torch.testing.assert_close(sent_NV, again_NV)
+    again = constrained.rewrite_edit(states, slice(0, 2))
+    assert again.of == "logits"
+    again.apply(again_NV)
+    torch.testing.assert_close(sent_NV, again_NV, rtol=0, atol=0)
+
+
+@needs_cpp
+def test_renormalised_rows_depend_on_neither_threads_nor_other_rows():
+    """PyTorch's reductions divide a single long row among threads."""
+    vocab, threads, found = 1 << 17, torch.get_num_threads(), []
+    constrained = Constrained([Processor()], True, vocab, [1], [EOS], 9)
+    state = constrained.states.along([5])
+    given_NV = torch.randn(64, vocab, generator=torch.Generator().manual_seed(4))
+    try:
+        for count, rows in ((1, 1), (2, 1), (1, 64)):
+            torch.set_num_threads(count)
+            found.append(given_NV.clone())
+            for some_NV in found[-1].split(rows):
+                constrained.rewrite_edit(state * rows, slice(0, rows)).apply(some_NV)
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0].equal(found[1]) and found[0].equal(found[2])
+    torch.testing.assert_close(found[0], given_NV.log_softmax(1), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["list", "mask"])
@@ -148,6 +169,6 @@ def test_a_row_without_any_token_has_the_end_alone(kind):
     dead = Automaton([[[5, 1], [6, 2]], [], [[7, 1], [8, 1]]], kind, VOCAB)
     constrained, tree, nodes = grown(dead, False)
     rows_NV = torch.zeros(2, VOCAB)
-    constrained.edit(tree, nodes, slice(0, 2)).apply(rows_NV, None)
+    constrained.edit(tree, nodes, slice(0, 2)).apply(rows_NV)
     assert rows_NV[0, EOS] == STUCK and rows_NV[0].isfinite().sum() == 1
     assert rows_NV[1, [7, 8]].tolist() == [0, 0] and rows_NV[1].isfinite().sum() == 2

@@ -1,6 +1,5 @@
 """A runner's answers: rows in the order asked, whatever the budget; edits, reads and hidden rows."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ def test_logits_do_not_depend_on_the_budget(runner, monkeypatch):
 def test_rows_edits_reads_and_hidden_rows(runner, chunk):
     expected_TV = runner.logits(PROMPT).log_softmax(-1)
     kept = []
-    edit = Edit(slice(1, 2), partial(lambda rows_NV, excess_N1: rows_NV.fill_(-1.0)), False)
+    edit = Edit(slice(1, 2), lambda rows_NV: rows_NV.fill_(-1.0), "log-probabilities")
     reads = [(slice(0, 1), lambda rows_NV, peaks_NB: rows_NV.sum(1).double()), (slice(1, 2), TopSums([0.5], 2))]
     keep = Keep(slice(2, 4), lambda hidden_TE: kept.append(hidden_TE.clone()))
     logp_NV, finite, numbers = runner.evaluate(PassWork([chunk], [3, 1], reads, [edit], [keep]))
