@@ -386,8 +386,9 @@ class _Marks:
         if not self._mark_of:
             return [(text, True)]
         spelling_of = {}
-        for spelling, mark in self._mark_of.items():  # tojson(ensure_ascii=True) writes a mark as two escapes
-            spelling_of[mark] = spelling_of[json.dumps(mark)[1:-1]] = spelling
+        for spelling, mark in self._mark_of.items():
+            # tojson(ensure_ascii=True) writes a mark as two escapes, the text of a list or an object as one
+            spelling_of |= dict.fromkeys((mark, json.dumps(mark)[1:-1], repr(mark)[1:-1]), spelling)
         pieces = re.split("(" + "|".join(map(re.escape, spelling_of)) + ")", text)
         return [(spelling_of.get(p, p), i % 2 == 0) for i, p in enumerate(pieces) if p]
 

@@ -74,6 +74,7 @@ SHAPES = [
     "m.content | tojson",
     "m.content | tojson(ensure_ascii=true)",
     "[m] | tojson",
+    "[m] | string",
     "m.content | upper | lower",
     "m.content[:13]",
     "m.content[1:]",
@@ -93,6 +94,14 @@ def test_user_text_makes_no_control_tokens(shape):
         assert sorted(control) == ["<|im_end|>", "<|im_start|>"]
         if shape == "m.content":
             assert text_of(spans) == f"<|im_start|>user\n{content}<|im_end|>\n"
+
+
+@pytest.mark.parametrize("shape", ["[m]", "[m] | tojson", "[m] | tojson(ensure_ascii=true)"])
+def test_user_text_in_a_list_stays_as_it_is(shape):
+    """Templates without a case for contents in parts write the list as Python or as JSON."""
+    spans = template(f"{{% for m in messages %}}{{{{ {shape} }}}}{{% endfor %}}").render(user("a<s>b"))
+    assert text_of(spans).replace('"', "'") == "[{'role': 'user', 'content': 'a<s>b'}]"
+    assert ("<s>", False) in spans
 
 
 def test_contents_cannot_be_joined_to_a_control_token():
