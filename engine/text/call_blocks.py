@@ -37,11 +37,13 @@ class Blocks:
         call: before the name, after it, after the arguments; "": nothing, so that only the block's closing ends a call.
         item: before a key, between key and value, after the value; None: the arguments are JSON.
         named: the text before a name that is left out, and what separates it from a number.
+        lines: a value stands on lines of its own, so that the line breaks around it are no part of it.
     """
 
     call: tuple[str, str, str]
     item: tuple[str, str, str] | None = None
     named: tuple[str, str] = ("", "")
+    lines: bool = False
 
     def begins(self, text: str) -> bool | None:
         """Whether a text, which is not empty, begins like a call; None: not certain yet."""
@@ -99,16 +101,18 @@ class Blocks:
             if ends < 0:
                 return None
             key, stated, string = body[begin + len(opening) : split].partition(_STRING)
-            value = body[split + len(middle) : ends].removeprefix("\n").removesuffix("\n")
+            value = body[split + len(middle) : ends]
+            if self.lines:
+                value = value.removeprefix("\n").removesuffix("\n")
             if opening == KEYS.call[1]:
-                value = value.strip().removeprefix("<arg_value>")
+                value = value.lstrip().removeprefix("<arg_value>")
             schema = {"type": "string" if string == "true" else []} if stated else schemas.get(key.strip())
             arguments[key.strip()] = _value(value, _kinds(schema))
             at = ends + len(end)
         return name, json.dumps(arguments, ensure_ascii=False)
 
 
-FUNCTIONS = Blocks(("<function=", ">", "</function>"), ("<parameter=", ">", "</parameter>"))
+FUNCTIONS = Blocks(("<function=", ">", "</function>"), ("<parameter=", ">", "</parameter>"), lines=True)
 INVOKES = Blocks(('<invoke name="', '">', "</invoke>"), ('<parameter name="', '">', "</parameter>"))
 DSML = Blocks(
     ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"), ('<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>")

@@ -162,7 +162,7 @@ def _tagged(name: str, opening: str, closing: str, blocks: Blocks) -> ToolFormat
     return ToolFormat(name, opening, closing, lead=f"{opening}\n", blocks=blocks)
 
 
-SEED = _tagged("seed", "<seed:tool_call>", "</seed:tool_call>", call_blocks.FUNCTIONS)
+SEED = _tagged("seed", "<seed:tool_call>", "</seed:tool_call>", replace(call_blocks.FUNCTIONS, lines=False))
 MINIMAX = _tagged("minimax", "<minimax:tool_call>", "</minimax:tool_call>", call_blocks.INVOKES)
 DSML = _tagged("dsml", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", call_blocks.DSML)
 DEEPSEEK = _tagged("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call_blocks.DEEPSEEK)

@@ -347,6 +347,25 @@ def test_the_format_of_a_template(template, added, format):
     assert format_of(template, added) is format
 
 
+@pytest.mark.parametrize("text", ["x\n", "\n x ", "\n", " "])
+@pytest.mark.parametrize(
+    ("format", "call"),
+    [
+        (QWEN35, "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"),
+        (SEED, "<seed:tool_call><function=f><parameter=a>{}</parameter></function></seed:tool_call>"),
+        (KEYS, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+        (MINIMAX, f"<minimax:tool_call>{INVOKE.replace('1', '{}')}</minimax:tool_call>"),
+        (DSML, f"<｜DSML｜function_calls>{TEXT.replace('1', '{}')}</｜DSML｜function_calls>"),
+    ],
+    ids=lambda value: str(value)[:10],
+)
+def test_texts_keep_their_spaces_and_line_breaks(format, call, text):
+    """As the families' templates write them: a file's last line break, for example, belongs to it."""
+    stream = CallStream(format, {"f": {"properties": {"a": {"type": "string"}}}})
+    [found] = [*stream.push(call.format(text)), *stream.finish()]
+    assert isinstance(found, ToolCall) and json.loads(found.arguments) == {"a": text}
+
+
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 
 
