@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.text.call_literals import Call, read_calls
+from engine.text.call_literals import Call, read_calls, read_literal
 
 FIRST = 16  # alternatives of a schema that are looked at, because each argument of a reply is
 _NAME = re.compile(r"[\w.:/-]{1,256}")
@@ -26,7 +26,6 @@ _FENCED = re.compile(rf"\s*({_NAME.pattern})\s*```(?:json)?(.*)```\s*", re.S)
 _SPACE = re.compile(r"\s*")
 _KINDS: dict[type, set[str]] = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}}
 _KINDS |= {type(None): {"null"}, list: {"array"}, dict: {"object"}}
-_WORDS = {"True": True, "False": False, "None": None}
 
 
 @dataclass(frozen=True)
@@ -169,13 +168,15 @@ def _kinds(schema: Any, most: int = 1) -> set[str]:
 
 
 def _value(text: str, kinds: Collection[str]) -> Any:
-    """The value that a text between tags is, if it may be of these types (none: of any): JSON, else the text."""
+    """The value that a text between tags is, if it may be of these types (none: of any): JSON, or a literal of Python
+    other than a text or a number, else the text."""
     if kinds == {"string"}:
         return text
     try:
         value = json.loads(text, parse_constant=str, parse_float=_finite)
     except (ValueError, RecursionError):
-        value = _WORDS.get(text.strip(), text)
+        value = read_literal(text)
+        value = text if value is None and text.strip() != "None" else value
     fits = "string" not in kinds or "other" in kinds or not _KINDS.get(type(value), set()).isdisjoint(kinds)
     return value if fits else text
 

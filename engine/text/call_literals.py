@@ -119,6 +119,18 @@ def _without_json(text: str, quoted: bool) -> Any:
         return None
 
 
+def read_literal(text: str) -> Any:
+    """The list, object or word that a text is in Python's syntax; None if it is anything else, or if JSON has no such
+    value."""
+    try:
+        reader = _Reader(text)
+        value = reader.value()
+        json.dumps(value, allow_nan=False)
+    except (_Malformed, ValueError):
+        return None
+    return value if reader.kind == "end" and isinstance(value, list | dict | bool) else None
+
+
 def quoted_text(value: Any) -> str:
     """A value of JSON as Gemma 4 writes it."""
     if isinstance(value, str):

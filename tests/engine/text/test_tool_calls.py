@@ -389,6 +389,12 @@ OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
         ({}, "1", 1),
         ({}, "True", True),
         ({}, "[-1e999]", ["-1e999"]),
+        ({"type": "object"}, "{'a': [None, True, \"it's\"]}", {"a": [None, True, "it's"]}),
+        ({"type": "array"}, "['a', 1]", ["a", 1]),
+        ({}, "['a', 1e999]", "['a', 1e999]"),
+        ({}, "[f(1)]", "[f(1)]"),
+        ({}, "'a'", "'a'"),
+        ({"type": "string"}, "['a']", "['a']"),
         ({}, "one", "one"),
     ],
 )
