@@ -34,19 +34,22 @@ class Thoughts:
 
     @staticmethod
     def find(added: Iterable[str], source: str) -> "Thoughts":
-        """The tags of a model: a pair that its template spells, else a pair of its added tokens; or channels."""
+        """The tags of a model: a pair that its template spells, else a pair of its added tokens; or channels.
+
+        A template that only opens thoughts, in the prompt, leaves the closing tag to the model (OLMo 3).
+        """
         added = sorted(added)
         if THOUGHT in source or {CHANNEL, MESSAGE} <= {*added}:
             return Thoughts(THOUGHT, f"{END}{TURN}{ANSWER}", begun="")
         gemma4 = Thoughts(_GEMMA4[0] + _WORD, _GEMMA4[1], gap="")
         if gemma4.opening in source:
             return gemma4
-        for spelled in (_OPENING.findall(source), [token for token in added if _OPENING.fullmatch(token)]):
-            for opening in spelled:
-                closing = f"{opening[0]}/{opening[1:]}"
-                if closing in source or closing in added:
-                    return Thoughts(opening, closing)
-        return gemma4 if {*_GEMMA4} <= {*added} else Thoughts()
+        in_source = [_tags(opening) for opening in _OPENING.findall(source)]
+        pairs = in_source + [_tags(token) for token in added if _OPENING.fullmatch(token)]
+        for pair in pairs:
+            if pair.closing in source or pair.closing in added:
+                return pair
+        return gemma4 if {*_GEMMA4} <= {*added} else next(iter(in_source), Thoughts())
 
     def after(self, prompt: str) -> "Thoughts":
         """The form of replies to a rendered prompt."""
@@ -74,6 +77,10 @@ class Thoughts:
     def join(self, thought: str, answer: str) -> str:
         """The text that `split` splits into these."""
         return f"{self.opening}\n{thought}\n{self.closing}{self.gap}{answer}"
+
+
+def _tags(opening: str) -> Thoughts:
+    return Thoughts(opening, f"{opening[0]}/{opening[1:]}")
 
 
 class ThoughtStream(ReplyStream):
