@@ -14,7 +14,15 @@ from engine.errors import UsageError, check_integer, check_number, check_utf8
 from engine.rules.begin import Begin, spellings
 from engine.rules.catalogue import Catalogue, Items, open_catalogue
 from engine.rules.constrained import Constrained
-from engine.rules.constraint import AfterThought, Choices, Constraint, PrefixAllowed, check_constraint, packed
+from engine.rules.constraint import (
+    AfterSpelledThought,
+    AfterThought,
+    Choices,
+    Constraint,
+    PrefixAllowed,
+    check_constraint,
+    packed,
+)
 from engine.rules.dry import BREAKERS, DryPenalty
 from engine.rules.grammars import JSON_SCHEMA, KINDS, compile_grammar, source_of
 from engine.rules.processors import (
@@ -27,10 +35,12 @@ from engine.rules.processors import (
     RepetitionPenalty,
     Suppress,
 )
+from engine.text.thinking import closing_tag
 from engine.text.tokenizer import Tokenizer
 from engine.words import MODEL, RENORMALISED, SCORES
 
 ONE_OF = ("constraint", "begin", "choices", "catalogue", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
+OPENED = 32  # most tokens of a tag that opens a thought, as text, and of the space after it
 MOST_BIAS = 1e6  # largest magnitude of a penalty or a bias
 Words = Sequence[str | Sequence[int]]
 
@@ -191,10 +201,8 @@ class Rules:
             made.append(Suppress(ends, shortest))
         if (constraint := self._constraint(vocab, ends, tokenizer)) is not None:
             of_text = constraint is not self.constraint and self.catalogue is None
-            if of_text and tokenizer is not None and _thinks(prompt, tokenizer):
-                free_V = torch.ones(vocab, dtype=torch.int64)
-                free_V[ends] = 0
-                constraint = AfterThought(constraint, tokenizer.thought_ids[1], packed(free_V))
+            if of_text and tokenizer is not None:
+                constraint = _after_thought(constraint, prompt, vocab, ends, tokenizer)
             made.append(Masked(constraint, vocab))
         for name, until in (("suppress_tokens", math.inf), ("begin_suppress_tokens", 1)):
             if tokens := _ids(name, getattr(self, name), vocab):
@@ -266,6 +274,19 @@ RULES = tuple(field.name for field in fields(Rules))
 PLAIN_RULES = tuple(
     name for name in RULES if name not in ("constraint", "catalogue", "prefix_allowed_tokens_fn", "logits_processor")
 )  # fields that a batch line may have: values of JSON, no files
+
+
+def _after_thought(
+    constraint: Constraint, prompt: Sequence[int], vocab: int, ends: Sequence[int], tokenizer: Tokenizer
+) -> Constraint:
+    """A constraint after the thought that the prompt opens, if it opens one."""
+    free_V = torch.ones(vocab, dtype=torch.int64)
+    free_V[ends] = 0
+    if _thinks(prompt, tokenizer):
+        return AfterThought(constraint, tokenizer.thought_ids[1], packed(free_V))
+    if not tokenizer.thought_ids and (closing := closing_tag(tokenizer.decode(prompt[-OPENED:]))):
+        return AfterSpelledThought(constraint, closing, spellings(tokenizer, vocab).data, free_V)
+    return constraint
 
 
 def _thinks(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.contract.checks import brief
 from engine.errors import CoppiceError, UsageError
+from engine.text.channels import start_at_end
 
 MASK_WORD = 32  # bits of a word of a mask
 
@@ -334,15 +335,51 @@ class AfterThought(Constraint):
         return 0, self.constraint.start(prompt)
 
     def advance(self, state: State, token: int) -> State:
-        seen, inner = state  # number of closing tokens read
+        seen, inner = state  # how much of `closing` was read
         if seen == len(self.closing):
             return seen, self.constraint.advance(inner, token)
-        return seen + 1 if token == self.closing[seen] else int(token == self.closing[0]), inner
+        return self._read(seen, token), inner
+
+    def _read(self, seen: int, token: int) -> int:
+        return seen + 1 if token == self.closing[seen] else int(token == self.closing[0])
 
     def allowed(self, states: Sequence[State]) -> Sequence[Tokens]:
         ended = [inner for seen, inner in states if seen == len(self.closing)]
         found = iter(self.constraint.allowed(ended) if ended else ())  # type: ignore[arg-type]
-        return [next(found) if seen == len(self.closing) else self.free_W for seen, _ in states]
+        return [next(found) if seen == len(self.closing) else self._free(seen) for seen, _ in states]
+
+    def _free(self, seen: int) -> Tensor:
+        return self.free_W
+
+
+class AfterSpelledThought(AfterThought):
+    """The same for a closing tag that is text, in any tokens; no token may extend beyond the tag.
+
+    Args:
+        constraint: the other constraint.
+        closing: the tag, in ASCII.
+        data: the bytes of each token; the thought has no tokens beyond these.
+        free_V: flags of the tokens that the thought may have, int64 [V].
+    """
+
+    def __init__(self, constraint: Constraint, closing: str, data: Sequence[bytes], free_V: Tensor):
+        free_V[len(data) :] = 0
+        super().__init__(constraint, (), packed(free_V))
+        self.closing, self._data, self._free_V = closing, data, free_V
+        last = closing[-1:].encode()
+        self._longer = [token for token, spelled in enumerate(data) if last in spelled[:-1]]
+        self._masks: dict[int, Tensor] = {}
+
+    def _read(self, seen: int, token: int) -> int:
+        text = self.closing[:seen] + self._data[token].decode("latin-1")
+        return len(self.closing) if self.closing in text else len(start_at_end(text, self.closing))
+
+    def _free(self, seen: int) -> Tensor:
+        if seen not in self._masks:
+            tag, free_V = self.closing.encode(), self._free_V.clone()
+            free_V[[token for token in self._longer if (tag[:seen] + self._data[token]).partition(tag)[2]]] = 0
+            self._masks[seen] = packed(free_V)
+        return self._masks[seen]
 
 
 def packed(flags_V: Tensor) -> Tensor:

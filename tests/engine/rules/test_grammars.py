@@ -15,7 +15,7 @@ import torch
 
 from engine import ConstraintError, Request, UsageError
 from engine.rules import Rules, grammars, response_format, with_changes
-from engine.rules.constraint import AfterThought, Choices, packed
+from engine.rules.constraint import AfterSpelledThought, AfterThought, Choices, packed
 from engine.rules.grammars import Vocabulary, compile_grammar, library, source_of
 from engine.text import sandbox_process
 from engine.text.tokenizer import Tokenizer
@@ -297,6 +297,46 @@ def test_a_prompt_that_opens_a_thought(prompt, thinks):
         for token in (300, close):
             [state] = constrained.states.mask.advance_all([state], [token])
         assert constrained.states.mask.allowed([state]).has([a, 300]) == [True, False]
+
+
+def test_tags_of_thoughts_that_are_text():
+    """OLMo 3's are; their tokens depend on the text around them, and none may extend into the constrained text."""
+    tokenizer = Tokenizer.load(GOLDEN / "text" / "gpt2")
+    data, vocab, [eos] = tokenizer.data(), tokenizer.size, tokenizer.encode_rendered([("<|endoftext|>", True)])
+    assert not tokenizer.thought_ids
+    masked = lambda prompt: Rules(regex="ab").at_work(prompt, 9, vocab + 8, frozenset([eos]), tokenizer)  # noqa: E731
+    for prompt, thinks in (("a<think>", True), ("a<THINK>\n", True), ("<think> a", False), ("a</think>", False)):
+        mask = masked(tokenizer.encode(prompt)).states.mask
+        assert isinstance(mask.constraint, AfterSpelledThought) is thinks, prompt
+    grammar, rng = masked(tokenizer.encode("a<think>\n")).states.mask.constraint, random.Random(3)
+    for text in ("Hm <b></b></thin</think>", "</think>", "<</think>", "</</think>", "é </th</think>"):
+        for _ in range(20):
+            state, left, path = grammar.start([]), text.encode(), []
+            while left:  # any tokens of the text
+                ids = {*ids_of(*grammar.allowed([state]), vocab)}
+                assert not {eos, *range(vocab, vocab + 8)} & ids
+                path.append(rng.choice([i for i in ids if data[i] and left.startswith(data[i])]))
+                left = left.removeprefix(data[path[-1]])
+                state = grammar.advance(state, path[-1])
+            assert {data[i][:1] for i in ids_of(*grammar.allowed([state]), vocab)} == {b"a"}
+
+
+def test_no_token_extends_beyond_a_tag_that_is_text():
+    data = [b"", b"a", b"<", b"/", b"think", b"</think", b">", b">a", b"</think>", b"</think>a", b"/think>a", b"x>y<"]
+    constraint = AfterSpelledThought(Choices([[1]], [0]), "</think>", data, torch.ones(14, dtype=torch.int64))
+    everything = {*range(12)}
+
+    def after(*path):
+        state = constraint.start([])
+        for token in path:
+            state = constraint.advance(state, token)
+        [allowed] = constraint.allowed([state])
+        return allowed.tolist() if allowed.dtype == torch.int64 else {*ids_of(allowed, 14)}
+
+    assert after() == after(1) == after(2, 1) == after(5, 5, 1) == everything - {9}
+    assert after(2) == after(1, 2) == after(11) == everything - {9, 10}
+    assert after(5) == after(2, 3, 4) == after(2, 2, 3, 4) == everything - {7, 9}
+    assert after(8) == after(5, 6) == after(2, 3, 4, 6) == after(7, 11, 3, 4, 6) == [1]
 
 
 def test_tags_of_thoughts_that_are_matched_in_normalised_text(tmp_path):
