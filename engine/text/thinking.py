@@ -1,7 +1,8 @@
 """Thoughts: the part of a reply between `<think>` and `</think>` or similar tags, separated from the answer as it
 arrives.
 
-Gemma 4 writes `<|channel>thought`, a line break, the thought and `<channel|>`.
+Gemma 4 writes `<|channel>thought`, a line break, the thought and `<channel|>`; Cohere's models `<|START_THINKING|>`,
+the thought and `<|END_THINKING|>`.
 """
 
 import re
@@ -13,6 +14,7 @@ from engine.text.channels import ANSWER, CHANNEL, END, MESSAGE, THOUGHT, TURN, C
 # An opening tag, alone or in the source of a template; the closing one has a slash behind its bracket.
 _OPENING = re.compile(r"[<\[](?:\w+:)?(?:think|thinking|thought)[>\]]", re.IGNORECASE)
 _GEMMA4, _WORD = ("<|channel>", "<channel|>"), "thought"  # a thought of Gemma 4 begins with a token and a word
+_COHERE = "<|START_THINKING|>", "<|END_THINKING|>"
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,15 @@ class Thoughts:
         added = sorted(added)
         if THOUGHT in source or {CHANNEL, MESSAGE} <= {*added}:
             return Thoughts(THOUGHT, f"{END}{TURN}{ANSWER}", begun="")
-        gemma4 = Thoughts(_GEMMA4[0] + _WORD, _GEMMA4[1], gap="")
-        if gemma4.opening in source:
-            return gemma4
+        tokens = Thoughts(_GEMMA4[0] + _WORD, _GEMMA4[1], gap=""), Thoughts(*_COHERE, gap="")
+        if form := next((form for form in tokens if form.opening in source), None):
+            return form
         in_source = [_tags(opening) for opening in _OPENING.findall(source)]
         pairs = in_source + [_tags(token) for token in added if _OPENING.fullmatch(token)]
         for pair in pairs:
             if pair.closing in source or pair.closing in added:
                 return pair
-        return gemma4 if {*_GEMMA4} <= {*added} else next(iter(in_source), Thoughts())
+        return next((form for form in tokens if form.tokens <= {*added}), next(iter(in_source), Thoughts()))
 
     def after(self, prompt: str) -> "Thoughts":
         """The form of replies to a rendered prompt."""

@@ -191,6 +191,11 @@ def test_tags():
     assert Thoughts.find(["[THINK]", "[/THINK]"], "") == Thoughts("[THINK]", "[/THINK]")
     assert Thoughts.find(["<seed:think>", "</seed:think>"], "") == Thoughts("<seed:think>", "</seed:think>")
     assert Thoughts.find(["<think>", "<thinker>", "</thinker>"], "") == Thoughts()
+    cohere = Thoughts("<|START_THINKING|>", "<|END_THINKING|>", gap="")
+    assert Thoughts.find([cohere.opening, cohere.closing], "") == Thoughts.find([], f"'{cohere.opening}'") == cohere
+    opened = cohere.after(f"<|CHATBOT_TOKEN|>{cohere.opening}")
+    assert opened.split("Two.<|END_THINKING|>Four.") == ("Two.", "Four.")
+    assert not cohere.after(f"{cohere.opening}{cohere.closing}").opened
     made = template("olmo3", special=["</s>"], added=[])  # its tags are no tokens, and it spells only the opening
     thoughts = made.thoughts.after(text_of(made.render(HELLO)))
     assert thoughts.opened and thoughts.split("Hm.\n</think>\nHello.") == ("Hm.", "Hello.")
