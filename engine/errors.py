@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from models.errors import CheckpointError, CoppiceError  # noqa: F401
+from models.errors import CheckpointError, CoppiceError, reason_of  # noqa: F401
 
 
 class UsageError(CoppiceError):

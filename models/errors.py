@@ -48,6 +48,11 @@ def nearest(name: str, known: Iterable[str], rest: str) -> str:
     return f"the nearest: {', '.join(close)}; {rest}" if close else rest
 
 
+def reason_of(error: BaseException) -> str:
+    """Return what an error says, without the number and the path that the text of an OSError also has."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def show(name: object) -> str:
     """Make a name from a file safe to print: no control characters, no lone surrogates, bounded length."""
     text = str(name).encode("utf-8", "backslashreplace").decode()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.app.cli import called, ended, run
-from engine.errors import UsageError
+from engine.errors import UsageError, reason_of
 
 KEPT = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 WRITTEN = (  # by the writer itself
@@ -46,7 +46,7 @@ def requantise(source: Path, made: Path, kind: str) -> int:
         _write(gguf, read, partial, wanted, mix)
         partial.replace(made)
     except OSError as error:
-        raise UsageError(f"{made}: cannot be written: {error.strerror or error}") from error
+        raise UsageError(f"{made}: cannot be written: {reason_of(error)}") from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

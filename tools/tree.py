@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.app import cli
-from engine.errors import UsageError
+from engine.errors import UsageError, reason_of
 from models.later import later
 
 with later():
@@ -91,7 +91,7 @@ def load(path: str | Path) -> dict[str, Any]:
     try:
         data = read_regular(path, MAX_BYTES)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
+        raise UsageError(f"cannot read the trace: {reason_of(error)}", where=str(path)) from None
     try:
         whole = json.loads(data)
         sound = type(whole["left_out"]) is int and whole["left_out"] >= 0 and all(map(_is_record, whole["requests"]))

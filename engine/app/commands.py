@@ -15,7 +15,7 @@ from engine.app import trace_page, transcript
 from engine.app.dialog import QUOTES, Dialog, candidate, plural
 from engine.conversation import figures, mib
 from engine.engine import Request
-from engine.errors import UsageError, check_utf8, shortened
+from engine.errors import UsageError, check_utf8, reason_of, shortened
 from engine.load.capabilities import dtype_name
 from engine.load.sizes import memory_of_process
 from models.checkpoint.files import open_regular
@@ -269,7 +269,7 @@ def read_prompt(path: str, pipes: bool = False) -> str:
         with open(name, "rb") if pipes else open_regular(name) as file:
             data = file.read(MAX_PROMPT_FILE + 1)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the file: {getattr(error, 'strerror', error)}", where=path) from None
+        raise UsageError(f"cannot read the file: {reason_of(error)}", where=path) from None
     if len(data) > MAX_PROMPT_FILE:
         raise UsageError(f"the file is larger than {MAX_PROMPT_FILE >> 20} MB", where=path)
     text = decode_prompt(data, path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.contract.trace import Traces
-from engine.errors import UsageError
+from engine.errors import UsageError, reason_of
 from engine.version import __version__
 from models.checkpoint.files import obstacle, open_regular, replacing
 
@@ -80,7 +80,7 @@ def check_target(path: str | Path, *others: str | Path | None) -> None:
                 remedy = "give another name, or delete it"
                 raise UsageError("the file exists and is not a trace", where=str(path), remedy=remedy)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
+        raise UsageError(f"cannot write the trace: {reason_of(error)}", where=str(path)) from None
 
 
 def write(path: str | Path, requests: Sequence[dict[str, Any]], left_out: int = 0) -> None:
@@ -94,7 +94,7 @@ def write(path: str | Path, requests: Sequence[dict[str, Any]], left_out: int = 
         with replacing(target, 0o666) as file:
             file.write(text.encode())
     except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f"cannot write the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
+        raise UsageError(f"cannot write the trace: {reason_of(error)}", where=str(path)) from None
 
 
 @contextlib.contextmanager

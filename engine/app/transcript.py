@@ -10,7 +10,7 @@ from typing import Any
 from engine.app.cli import parse_object
 from engine.contract import FINISH_REASONS
 from engine.conversation import Conversation, Turn
-from engine.errors import UsageError, check_utf8, shortened
+from engine.errors import UsageError, check_utf8, reason_of, shortened
 from engine.version import __version__
 from models.checkpoint.files import locked, obstacle, open_regular, read_regular, replacing
 
@@ -107,7 +107,7 @@ def load(path: str | Path) -> Transcript:
     try:
         data = read_regular(Path(path).expanduser(), MAX_FILE)
     except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f"cannot read the conversation: {_reason(error)}", where=str(path)) from None
+        raise UsageError(f"cannot read the conversation: {reason_of(error)}", where=str(path)) from None
     try:
         record = _record(data)
         if record["version"] > VERSION:
@@ -172,15 +172,11 @@ def _writable(path: str | Path) -> Path:
         with open_regular(target) as file:
             ours = file.read(len(MARK)) in (MARK, b"")
     except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f"cannot save the conversation: {_reason(error)}", where=str(path)) from None
+        raise UsageError(f"cannot save the conversation: {reason_of(error)}", where=str(path)) from None
     if not ours:
         what = "the file exists and is no saved conversation: it was not changed"
         raise UsageError(what, where=str(path), remedy="give another name, or delete it")
     return target
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
 
 
 def _expect(holds: bool, expected: str, got: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.drafts import Draft
-from engine.errors import UsageError
+from engine.errors import UsageError, reason_of
 from kernels import suffixes
 from kernels.suffixes import BOUNDARY, MOST_MATCHED, MOST_NODES, Suffixes, token_bits
 from models.checkpoint.files import locked, replacing
@@ -274,7 +274,7 @@ def write_texts(path: str | Path, texts: SavedTexts) -> None:
         what = f"the suffix store cannot be written: another program has locked its folder for {WAIT} s"
         raise UsageError(what, where=str(path), remedy="let every run save to a file of its own") from None
     except OSError as error:
-        raise UsageError(f"the suffix store cannot be written: {error.strerror or error}", where=str(path)) from error
+        raise UsageError(f"the suffix store cannot be written: {reason_of(error)}", where=str(path)) from error
 
 
 def read_texts(path: str | Path, vocab_size: int, fingerprint: str) -> SavedTexts:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import UsageError, shortened
+from engine.errors import UsageError, reason_of, shortened
 from engine.rules.constraint import Allowed, Constraint, State, longs, pieces
 from engine.text.tokenizer import Tokenizer
 from models.checkpoint.token_files import TokenFileKind
@@ -186,9 +186,7 @@ def open_catalogue(path: str | Path) -> Catalogue:
     try:
         stat = os.stat(path)
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"the catalogue cannot be read: {getattr(error, 'strerror', None) or error}", where=str(path), remedy=REMEDY
-        ) from error
+        raise UsageError(f"the catalogue cannot be read: {reason_of(error)}", where=str(path), remedy=REMEDY) from error
     return _open(os.path.realpath(path), stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.app.cli import run, search_params
 from engine.app.cli.engines import kept_texts, load_engine
 from engine.app.cli.values import read_text
-from engine.errors import UsageError
+from engine.errors import UsageError, reason_of
 from engine.load.distributed import check_alone
 from engine.ranking import check_template
 from engine.rules.catalogue import open_catalogue
@@ -161,7 +161,7 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
-        reason, *_ = (getattr(error, "strerror", None) or str(error)).split(" (while")  # the address is named already
+        reason, *_ = reason_of(error).split(" (while")  # the address is named already
         raise UsageError(f"cannot listen on {host}, port {port}: {reason}", remedy="--port 0 takes any") from None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.cache.pool import PagePool
 from engine.cache.states import TrunkStates
 from engine.cache.tree import TokenTree
-from engine.errors import UsageError, shortened
+from engine.errors import UsageError, reason_of, shortened
 from engine.step.packing import Chunk
 from engine.step.runner import Runner
 from kernels import same_bits
@@ -154,7 +154,7 @@ def _read(runner: Runner, model_key: str, path: str | Path) -> tuple[list[int], 
         with safe_open(path, framework="pt") as file:
             metadata, kept = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except OSError as error:
-        raise UsageError(f"the prefix cannot be read: {error.strerror or error}", where=where) from None
+        raise UsageError(f"the prefix cannot be read: {reason_of(error)}", where=where) from None
     except (SafetensorError, ValueError) as error:
         raise UsageError(f"the file is no prefix, or damaged: {error}", where=where, remedy=REMEDY) from None
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:

@@ -23,7 +23,7 @@ from typing import IO, Any
 import jinja2
 import tokenizers
 
-from engine.errors import UsageError
+from engine.errors import UsageError, reason_of
 from engine.text import sandbox
 
 VARIABLE = "COPPICE_PYTHON"  # environment variable: the interpreter
@@ -156,7 +156,7 @@ class _Process:
                     env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # further arenas would use up the address space
                 )
             except OSError as error:
-                raise sandbox_of.failed(path, error.strerror or str(error)) from None
+                raise sandbox_of.failed(path, reason_of(error)) from None
         assert self._popen.stdin and self._popen.stdout
         self._in, self._out = self._popen.stdin, self._popen.stdout
         os.set_blocking(self._in.fileno(), False)

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine.errors import CheckpointError, UsageError, check_utf8
+from engine.errors import CheckpointError, UsageError, check_utf8, reason_of
 from engine.text import sandbox, sandbox_process
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
@@ -335,8 +335,8 @@ def _read(path: str | Path) -> str:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
             return file.read(MAX_TEMPLATE_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"cannot read the chat template: {reason}", where=str(path), remedy=REMEDY) from None
+        what = f"cannot read the chat template: {reason_of(error)}"
+        raise CheckpointError(what, where=str(path), remedy=REMEDY) from None
 
 
 class _Spellings:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kernels.files import lock, locked
+from models.errors import reason_of
 
 __all__ = ["is_file", "lock", "locked", "map_regular", "obstacle", "open_regular", "read_regular", "replacing"]
 
@@ -88,7 +89,7 @@ def obstacle(path: str | Path) -> tuple[str, str] | None:
         if not os.access(target.parent, os.W_OK | os.X_OK):
             return "the folder cannot be written to", str(target.parent)
     except (OSError, ValueError, RuntimeError) as error:
-        return getattr(error, "strerror", None) or str(error), str(path)
+        return reason_of(error), str(path)
     return None
 
 

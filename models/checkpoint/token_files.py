@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from models.checkpoint.files import map_regular
+from models.errors import reason_of
 
 ORDER = 0x0102  # it reads as another number in the other byte order
 CHECKSUM = struct.Struct("=I")
@@ -60,8 +61,7 @@ class TokenFileKind:
         try:
             data = map_regular(path, self.header.size)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"the {self.name} cannot be read: {reason}") from error
+            raise ValueError(f"the {self.name} cannot be read: {reason_of(error)}") from error
         if bytes(data[:8]) != self.magic:
             raise ValueError(f"this is no {self.name}")
         head, body = data[: self.header.size], memoryview(data)[self.header.size :]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from models.checkpoint.fields import Fields
 from models.checkpoint.files import map_regular
-from models.errors import CheckpointError, show
+from models.errors import CheckpointError, reason_of, show
 from models.folders import PART
 
 FETCH_AGAIN = "Download the file again."
@@ -173,8 +173,7 @@ def _header(path: Path, lists: Mapping[int, int] | None = None) -> GGUF:
     try:
         mapped = map_regular(path, 1)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", error)
-        raise CheckpointError(f"the file cannot be read: {reason}", where=show(path)) from None
+        raise CheckpointError(f"the file cannot be read: {reason_of(error)}", where=show(path)) from None
     try:
         return _Header(path, mapped, lists).read()
     finally:

@@ -16,7 +16,7 @@ from kernels.linear.blocks import BLOCKS, Block
 from models.checkpoint.experts import EXPERT, MOST_EXPERTS
 from models.checkpoint.files import open_regular
 from models.checkpoint.tensors import RowReader, TensorInfo
-from models.errors import CheckpointError, show
+from models.errors import CheckpointError, reason_of, show
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.gguf.architectures import INTERLEAVED
 from models.gguf.channel_scans import decays
@@ -121,8 +121,7 @@ class Stored(TensorInfo):
                 # Only its own pages: several tensors are mapped at once, and files may exceed limits on addresses.
                 mapped = mmap.mmap(file.fileno(), self.start - first + size, access=mmap.ACCESS_COPY, offset=first)
         except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-            raise CheckpointError(f"cannot be mapped: {why}", where=show(self.file)) from None
+            raise CheckpointError(f"cannot be mapped: {reason_of(error)}", where=show(self.file)) from None
         found = torch.frombuffer(mapped, dtype=dtype, count=size // dtype.itemsize, offset=self.start - first)
         found = found.view(self.rows, -1)
         if found.data_ptr() % dtype.itemsize:  # legal in the format, but unsuitable for vector loads

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.app.cli import output_file
+from engine.errors import reason_of
 from tools.bench import measure
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -29,7 +30,7 @@ def _page(path: str) -> Path:
     try:
         page.read_text(encoding="utf-8") if page.exists() else ""
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise argparse.ArgumentTypeError(f"cannot be read: {reason_of(error)}") from None
     return page
 
 

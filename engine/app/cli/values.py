@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import UsageError, check_utf8, shortened
+from engine.errors import UsageError, check_utf8, reason_of, shortened
 from models.checkpoint.files import obstacle, read_regular
 
 MAX_TEXT = 16 << 20  # bytes of a file of text
@@ -76,8 +76,7 @@ def read_text(path: str, what: str) -> str:
             raise ValueError(f"it is larger than {MAX_TEXT >> 20} MB")
         return data.decode()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"cannot read {what}: {reason}", where=path) from None
+        raise UsageError(f"cannot read {what}: {reason_of(error)}", where=path) from None
 
 
 def text_file(path: str) -> str:
