@@ -30,14 +30,12 @@ REMEDY = (
 IN_MEMORY = {"tmpfs", "ramfs"}
 
 
-def bytes_to_pack(
-    cache: FileCache | None, checkpoint: Checkpoint, dtype: torch.dtype, quant: str, opened: float = 0.0
-) -> int:
+def bytes_to_pack(cache: FileCache | None, checkpoint: Checkpoint, dtype: torch.dtype, quant: str) -> int:
     """About how many bytes a start with a part of the experts in memory writes first; 0: a file has them already.
 
     See `experts_file` for the arguments. Raises OSError.
     """
-    if checkpoint.packing is not None or matrices_of_experts(cache, checkpoint, dtype, quant, opened).found:
+    if checkpoint.packing is not None or matrices_of_experts(cache, checkpoint, dtype, quant, 0.0).found:
         return 0
     return repacked_bytes(checkpoint, dtype, quant)
 

@@ -384,16 +384,16 @@ def pack_groups(
     outs: int,
     width: int,
     size: int,
-    dtype: torch.dtype = torch.float16,
 ) -> tuple[Tensor, Groups]:
     """Panels of a matrix whose elements lie in groups, and the groups; by C++.
+
+    Scales, zeros and minimums become float16 if they are the same in it, else float32; scales of float4 one byte.
 
     Args:
         blocks: codes [any, width], uint8; then scales, zeros and minimums (the last two None, or absent, in all blocks)
             [any, groups], float32. `outs` rows together.
         kind, size: see `Groups`.
         outs, width: of the matrix.
-        dtype: of scales, zeros and minimums, if they are the same in it; else they become float32. Not of float4.
 
     Raises:
         ValueError: scales of float4 that are no powers of two.
@@ -411,6 +411,7 @@ def pack_groups(
                 assert kept is not None
                 kept[first : first + len(codes_OI)] = x_OG
         first += len(codes_OI)
+    dtype = torch.float16
     if kind == "float4":
         assert whole[0] is not None
         whole[0], dtype = torch.cat([exponents(whole[0][:outs]), whole[0][outs:].byte()]), torch.uint8

@@ -175,7 +175,7 @@ def test_errors_by_hand():
 
 def test_trees():
     assert level_sizes(15, 1, 3) == [15, 15, 15] and level_sizes(15, 4, 3) == [1, 4, 15]
-    for trap in traps(torch.float32, torch.device("cpu"), "torch"):
+    for trap in traps(torch.float32, torch.device("cpu")):
         assert trap.k_GSD.isnan().any() and not trap.k_GSD[:, 0].any(), trap.name
         assert not trap.q_THD[: trap.rows].isnan().any() and trap.q_THD[trap.rows :].isnan().all()
 

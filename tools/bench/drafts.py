@@ -237,9 +237,9 @@ def compare_lookup(
 # --- the store ---
 
 
-def words(vocab: int, seed: int) -> Any:
+def words(vocab: int) -> Any:
     """Endless words of 1 to 5 random tokens, some of which are frequent and most are rare, as in a language."""
-    draw = Random(seed)
+    draw = Random(0)
     known = [[draw.randrange(vocab) for _ in range(draw.randrange(1, 6))] for _ in range(60_000)]
     total, sums = 0.0, []
     for rank in range(len(known)):
@@ -252,7 +252,7 @@ def words(vocab: int, seed: int) -> Any:
 def measure_store(tokens: int, vocab: int = 49152) -> dict[str, Any]:
     """Memory and times of a store that is full of texts of random words."""
     progress(f"a store of {tokens} tokens")
-    source, texts = words(vocab, 0), list[list[int]]()
+    source, texts = words(vocab), list[list[int]]()
     before, store, used, drawn = memory(os.getpid(), "VmRSS") or 0, SuffixStore(vocab, capacity=tokens), 0.0, Random(1)
     drafter = SuffixDrafter(store)
     while len(store) < tokens:

@@ -105,7 +105,7 @@ class Lab:
 
     def trap(self, operator: str, able: Sequence[Contender], dtype: str) -> None:
         """Try every contender that takes whole passes in every trap."""
-        for trap in traps(getattr(torch, dtype), self.device, "torch"):
+        for trap in traps(getattr(torch, dtype), self.device):
             check = AttentionTrap(trap).fault if operator == "tree_attention" else partial(write_fault, trap)
             for contender in able:
                 if contender.name in ("reference", *PACKED):

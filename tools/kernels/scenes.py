@@ -128,7 +128,7 @@ PLANS: dict[str, tuple[Callable[[PagePool], list[Chunk]], dict[str, int]]] = {
 }  # fmt: skip
 
 
-def traps(dtype: torch.dtype, device: torch.device, impl: str) -> Iterator[Trap]:
+def traps(dtype: torch.dtype, device: torch.device) -> Iterator[Trap]:
     """A trap for every plan."""
     for number, (name, (plan, options)) in enumerate(PLANS.items()):
         heads, kv_heads, head = options.get("heads", 4), options.get("kv_heads", 4), options.get("head", 32)
@@ -136,7 +136,7 @@ def traps(dtype: torch.dtype, device: torch.device, impl: str) -> Iterator[Trap]
         pool = PagePool(ModelShape(1, kv_heads, head, 1, None), 1024 // page, page, dtype)
         chunks = plan(pool)
         tokens, words = options.get("tokens", 0), options.get("words", 0)  # sizes to pad to, at least
-        layout = pack(chunks, page, token_buckets=[tokens], word_buckets=[words], impl=impl).layout
+        layout = pack(chunks, page, token_buckets=[tokens], word_buckets=[words], impl="torch").layout
         rows, T = sum(c.trunk_tokens + len(c.nodes) for c in chunks), len(layout.positions_T)
         live = {s for c in chunks for first, n in c.tree.trunk_runs() for s in range(first, first + n)}
         live |= {s for c in chunks for s in c.tree.slots.table[0] if s}

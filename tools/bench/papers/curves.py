@@ -7,17 +7,15 @@ from typing import Any
 from tools.bench.figures import log_axis
 
 
-def plot_curves(
-    axis: Any, rows: Sequence[dict[str, Any]], key: str, label: str, title: str, *, log: bool = False
-) -> None:
-    """A curve of log-likelihood over `key` for each search of the rows, beam search's in black."""
+def plot_curves(axis: Any, rows: Sequence[dict[str, Any]], title: str, *, log: bool) -> None:
+    """A curve of log-likelihood over evaluated nodes for each search of the rows, beam search's in black."""
     for (search,), group in grouped(rows, "search"):
-        points = sorted((r[key], r["value"]) for r in group)
+        points = sorted((r["nodes"], r["value"]) for r in group)
         style = {"color": "black", "marker": "o"} if search == "beam" else {"marker": "s"}
         axis.plot(*zip(*points, strict=True), ms=4, lw=1.2, label=search, **style)
-    axis.set(title=title, xlabel=label)
+    axis.set(title=title, xlabel="nodes evaluated")
     if log:
-        log_axis(axis, [r[key] for r in rows])
+        log_axis(axis, [r["nodes"] for r in rows])
 
 
 def abscissa(curve: Sequence[tuple[float, float]], value: float) -> float | None:

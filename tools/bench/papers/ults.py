@@ -253,6 +253,6 @@ def paint(figure: Any, toy: Sequence[dict[str, Any]], rows: Sequence[dict[str, A
     """Draw both figures side by side."""
     panels = [(f"toy trees, alpha {alpha}", group) for (alpha,), group in grouped(toy, "alpha")]
     for axes, (title, group) in zip(figure.subplots(1, len(panels) + 1), [*panels, ("model", rows)], strict=True):
-        plot_curves(axes, group, "nodes", "nodes evaluated", title, log=title == "model")
+        plot_curves(axes, group, title, log=title == "model")
         axes.legend(fontsize=7, loc="lower right")
     figure.axes[0].set_ylabel("mean log-likelihood")
