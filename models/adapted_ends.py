@@ -66,15 +66,6 @@ class AdaptedEnds:
         self._impl = "cpp" if packed else "torch"
         self.heads = {*self._heads, *(number for number, product in enumerate(each, 1) if product)}
 
-    @property
-    def bytes(self) -> int:
-        """Return the bytes that they take."""
-        kept = [*self._tables.values(), *(a_VR for a_VR, _ in self._added.values())]
-        for linear in (*self._heads.values(), *(b for _, b in self._added.values())):
-            kept += [linear.packed.panels] if linear.packed else linear.weights
-        products = self._products.adapters if self._products else ()
-        return sum(x.nbytes for x in kept) + sum(each.bytes for each in products if each)
-
     def embed(self, x_TE: Tensor, tokens_T: Tensor, adapters_T: Tensor) -> Tensor:
         """Return rows of the base's embedding, changed by the adapters of their tokens.
 

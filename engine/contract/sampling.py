@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UsageError, check_integer, check_number
-from kernels.rows import gumbel_argmax, reference, top_k
+from kernels.rows import gumbel_argmax, top_k
 
 MASK = (1 << 32) - 1
 NUCLEUS = 256  # tokens that are ranked for top-p; if they do not suffice, all are
@@ -227,19 +227,9 @@ def _keys(seed: int, sequences: Sequence[int], positions: Sequence[int], *purpos
     return [x for s, p in pairs for x in _key((s & MASK, p & MASK, *purpose), *start)]
 
 
-def gumbels(seed: int, sequences: Sequence[int], positions: Sequence[int], size: int) -> Tensor:
-    """The Gumbel vectors that `draws` adds, float32 [N, size], on the CPU."""
-    return reference.gumbels(_keys(seed, sequences, positions), size, torch.device("cpu"))
-
-
 def draws(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequence[int]) -> Tensor:
     """One token per row of warped log-probabilities, keyed by (seed, sequence, position): int64 [N] on the device."""
     return gumbel_argmax(logp_NV, _keys(seed, sequences, positions))
-
-
-def draw(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """`draws`, on the host."""
-    return draws(logp_NV, seed, sequences, positions).tolist()
 
 
 def uniforms(seed: int, stream: int, position: int) -> Iterator[float]:

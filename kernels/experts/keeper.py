@@ -52,7 +52,7 @@ class Keeper:
         self._places = torch.tensor([place for places in of_experts for place in places])
         self._sizes = torch.tensor([sum(size for _, size in places) for places in of_experts])
         self._used = torch.zeros_like(self._sizes)
-        self.limit, self.bytes = limit, int(self._sizes.sum())
+        self.bytes = int(self._sizes.sum())
         most = max(int(sizes.sum()) for sizes in self._sizes.split([len(mixture.experts) for mixture in mixtures]))
         if limit < most:
             raise ValueError(f"limit: expected the {most} bytes of the experts of a layer at least, got {limit}")

@@ -54,11 +54,6 @@ class LowRank:
         self.panels = [piece.view(x.shape) for piece, x in zip(pieces, panels, strict=True)]
         self.parts = [part._replace(a_RI=empty, b_OR=empty) for part in parts]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of both factors."""
-        return sum(x.nbytes for x in self.panels or [x for part in self.parts for x in (part.a_RI, part.b_OR)])
-
     def unpacked(self) -> list[Factors]:
         """The parts with their factors."""
         if not self.panels:

@@ -85,7 +85,7 @@ class Samples:
     """
 
     def __init__(self, delta: Delta, penalty: float, depth: int):
-        self.delta, self.penalty, self.depth = delta, penalty, depth
+        self.delta, self.penalty = delta, penalty
         self.scale = float(depth) ** penalty
         self._tape_P = delta.log_LP.view(-1)
         self._scratch = NOTHING

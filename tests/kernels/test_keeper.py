@@ -90,6 +90,6 @@ def test_what_is_in_no_file_or_was_written_to_is_refused(tmp_path):
 def test_a_limit_below_a_layer_is_refused(tmp_path):
     parts, _ = mapped(tmp_path / "file", mixture(ROUTINGS["softmax"], count=COUNT, width=64, inner=512))
     size = Keeper([parts], 1 << 30).bytes
-    assert Keeper([parts], size).limit == size
+    assert Keeper([parts], size).bytes == size
     with pytest.raises(ValueError, match=f"expected the {size} bytes of the experts of a layer at least"):
         Keeper([parts], size - 1)

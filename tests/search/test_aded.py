@@ -18,12 +18,13 @@ from engine import Engine, Request
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Task
-from engine.contract.sampling import Warp, gumbels
+from engine.contract.sampling import Warp
 from engine.drafts import Draft
 from engine.errors import KVMemoryError, UsageError
 from search import ADED, Greedy, Sample
 from search.picks import Picks
 from tests.draws import draws
+from tests.engine.contract.test_sampling import gumbels
 from tests.search.drive import SHAPE, drive
 from tools.bench.searches import run_alone
 

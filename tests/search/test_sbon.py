@@ -12,11 +12,11 @@ import random
 import pytest
 import torch
 
-from engine.contract.sampling import gumbels
 from engine.errors import KVMemoryError, UsageError
 from search import BoN, SBoN, make_search
 from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, kendall, least_correlation, rank_correlation
 from tests.draws import draws
+from tests.engine.contract.test_sampling import gumbels
 from tests.search.drive import drive
 
 EOS = 5

@@ -11,11 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.contract.sampling import Warp, draw, gumbels, uniforms
+from engine.contract import sampling
+from engine.contract.sampling import Warp, uniforms
+from kernels.rows import reference
 from tests.draws import chi_square, chi_square_bound, draws
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "warpers.json").read_text())
 LOGP = torch.log_softmax(torch.tensor([1.2, 0.3, -0.5, 0.3, -3.0, 0.9]), -1)
+
+
+def gumbels(seed, sequences, positions, size):
+    """The noise of draws, float32 [N, size]."""
+    return reference.gumbels(sampling._keys(seed, sequences, positions), size, torch.device("cpu"))
 
 
 def gumbel(seed, sequence, position, size):
@@ -201,7 +208,7 @@ def test_one_token_has_the_exact_distribution(options):
     counts = Counter()
     for seed in range(3):
         warped_NV = Warp(**options)(LOGP.expand(4096, 6))
-        counts.update(draw(warped_NV, seed, list(range(4096)), [3] * 4096))
+        counts.update(sampling.draws(warped_NV, seed, list(range(4096)), [3] * 4096).tolist())
     value, cells = chi_square(counts, probabilities)
     assert value < chi_square_bound(cells)
 
@@ -234,8 +241,8 @@ def test_many_draws_are_those_of_the_definition(rows, vocab, top_k, scale):
         logp_NV = Warp(top_k=top_k)(torch.log_softmax(logits_NV, -1))
         noise_NV = torch.stack([gumbel(seed, i, 9, vocab) for i in sequences])
         expected = (logp_NV + noise_NV).argmax(-1).tolist()
-        assert draw(logp_NV, seed, sequences, [9] * rows) == expected
-        assert draw(logp_NV.t().contiguous().t(), seed, sequences, [9] * rows) == expected  # however it lies in memory
+        for rows_NV in (logp_NV, logp_NV.t().contiguous().t()):  # however they lie in memory
+            assert sampling.draws(rows_NV, seed, sequences, [9] * rows).tolist() == expected
 
 
 def test_gumbel_moments_and_distribution():
