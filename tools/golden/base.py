@@ -16,11 +16,13 @@ import torch
 from tools.random_checkpoint import BOS, tokenizer_json, write_safetensors
 
 VOCAB = 104
+EMBEDDING = "model.embed_tokens.weight"
 FEW = (  # searches of variants that change nothing about searches, see `make_golden.Run`
     (1, 1.0, False, 1, "own", 24),
     (4, 0.6, "never", 4, "several", 24),
     (15, 1.0, False, 15, "own", 24),
 )
+BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}  # of windows of 16
 ABSENT: Any = object()  # as the value of a config field: leave it out
 
 
@@ -59,8 +61,12 @@ class Variant:
 
 def edit(path: Path, changes: Mapping[str, Any]) -> None:
     """Change fields of a JSON file; ABSENT removes one."""
-    config = json.loads(path.read_text()) | changes
-    write_json(path, {key: value for key, value in config.items() if value is not ABSENT})
+    write_json(path, present(json.loads(path.read_text()), changes))
+
+
+def present(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config with changes, without those that are ABSENT."""
+    return {key: value for key, value in {**config, **changes}.items() if value is not ABSENT}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -115,6 +121,16 @@ def draw_all(
     return drawn
 
 
+def add_head(shapes: dict[str, tuple[int, ...]], config: Mapping[str, Any], *, tied: bool = False) -> str:
+    """Add the matrix of scores or logits, if it is not tied (without the field: `tied`); returns its name."""
+    scores = "num_labels" in config
+    if not scores and config.get("tie_word_embeddings", tied):
+        return EMBEDDING
+    head = "score.weight" if scores else "lm_head.weight"
+    shapes[head] = (1 if scores else VOCAB), config["hidden_size"]
+    return head
+
+
 def variants(
     config: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Variant]:
@@ -126,8 +142,7 @@ def variants(
     """
 
     def write(name: str, folder: Path, seed: int) -> None:
-        fields = {key: value for key, value in {**config, **changes[name]}.items() if value is not ABSENT}
-        write_checkpoint(folder, fields, {})
+        write_checkpoint(folder, present(config, changes[name]), {})
 
     return {
         name: Variant(

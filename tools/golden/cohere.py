@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 
 CONFIG: dict[str, Any] = {
     "architectures": ["CohereForCausalLM"], "model_type": "cohere", "vocab_size": VOCAB, "hidden_size": 32,
@@ -36,5 +36,4 @@ CHANGES: dict[str, dict[str, Any]] = {
     "compass_classifier": COMPASS | {"architectures": ["CohereCompassTextForSequenceClassification"], "num_labels": 1},
     "two_types": TWO | {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": True},
 }  # fmt: skip
-BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(("two", "two_types", "compass"), BORDER))

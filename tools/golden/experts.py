@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 from tools.golden.qwen3_5 import BLOCKS, RECURRENT
 
 WIDTH = 24
@@ -146,7 +146,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ernie_some": ERNIE | {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 0},
     "aria": ARIA | {"attention_bias": True},
 }  # fmt: skip
-BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 OTHERS: dict[str, dict[str, Any]] = dict.fromkeys((
     "qwen2_windows", "qwen3_steps", "mixtral_window", "dots_window", "afmoe", "afmoe_types"), BORDER)  # fmt: skip
 OTHERS |= dict.fromkeys(("qwen3_next_recurrent", "qwen3_5_recurrent"), BLOCKS)

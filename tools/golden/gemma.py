@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, Variant, draw_all, write_checkpoint
+from tools.golden.base import ABSENT, BORDER, EMBEDDING, VOCAB, Variant, add_head, draw_all, present, write_checkpoint
 
-EMBEDDING, WIDTH, MLP, SIZE = "model.embed_tokens.weight", 24, 40, 10
+WIDTH, MLP, SIZE = 24, 40, 10
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 CONFIG = {
     "architectures": ["GemmaForCausalLM"], "model_type": "gemma", "vocab_size": VOCAB, "hidden_size": WIDTH,
@@ -52,20 +52,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "three_classifier": THREE | {"architectures": ["Gemma3TextForSequenceClassification"], "num_labels": 1},
 }  # fmt: skip
 SHORT = [(1, 1.0, False, 1, "own", 24), (4, 0.6, "never", 4, "several", 24), (15, 1.0, False, 15, "own", 16)]
-BORDER = {
-    "logits": [(15, 4), (16, 4), (17, 4), (40, 4)],
-    "prompts": (15, 16, 17, 5),
-    "grid": [*SHORT, (15, 2.0, True, 15, "several", 24)],
-}
+WINDOW = BORDER | {"grid": [*SHORT, (15, 2.0, True, 15, "several", 24)]}
 OTHERS: dict[str, dict[str, Any]] = {
     **{name: {"grid": SHORT} for name in CHANGES},
-    **{name: BORDER | {"own_eos": (0, 2)} for name in ("two", "two_v4")},
-    **{name: BORDER for name in ("three", "three_v4")},
+    **{name: WINDOW | {"own_eos": (0, 2)} for name in ("two", "two_v4")},
+    **{name: WINDOW for name in ("three", "three_v4")},
 }
 
 
 def write(name: str, folder: Path, seed: int) -> None:
-    config = {key: value for key, value in (CONFIG | CHANGES[name]).items() if value is not ABSENT}
+    config = present(CONFIG, CHANGES[name])
     first = config["model_type"] == "gemma"
     layers, q, kv = config["num_hidden_layers"], 4 * SIZE, config["num_key_value_heads"] * SIZE
     layer: dict[str, tuple[int, ...]] = {
@@ -82,11 +78,7 @@ def write(name: str, folder: Path, seed: int) -> None:
     if config.get("attention_bias"):
         biased = [part for part in layer if part.startswith("self_attn.") and part.endswith("_proj")]
         shapes |= {f"model.layers.{i}.{part}.bias": layer[part][:1] for i in range(layers) for part in biased}
-    head = EMBEDDING if config.get("tie_word_embeddings", True) else "lm_head.weight"
-    if "num_labels" in config:
-        head, shapes["score.weight"] = "score.weight", (1, WIDTH)
-    elif head != EMBEDDING:
-        shapes[head] = (VOCAB, WIDTH)
+    head = add_head(shapes, config, tied=True)
     drawn = draw_all(shapes, seed, embeddings=[EMBEDDING], head=head)
     for key, shape in shapes.items():
         if len(shape) == 1 and key.endswith(".weight"):

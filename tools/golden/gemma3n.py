@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 CONFIG: dict[str, Any] = {
@@ -32,5 +32,4 @@ CHANGES: dict[str, dict[str, Any]] = {
          "final_logit_softcapping", "rope_parameters", "num_key_value_heads", "altup_num_inputs", "altup_active_idx",
          "altup_correct_scale", "laurel_rank", "activation_sparsity_pattern"), ABSENT),
 }  # fmt: skip
-BORDER: dict[str, Any] = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(("plain", "plain_v4", "others"), BORDER))

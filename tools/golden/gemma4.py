@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 TABLES = {
@@ -43,5 +43,4 @@ CHANGES: dict[str, dict[str, Any]] = {
     "unified": {"architectures": ["Gemma4UnifiedForCausalLM"], "model_type": "gemma4_unified_text",
                 "hidden_size_per_layer_input": ABSENT, "attention_bias": True},
 }  # fmt: skip
-BORDER: dict[str, Any] = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(("plain", "plain_v4", "inputs", "everything"), BORDER))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tools.golden.base import ABSENT, FEW, VOCAB, Variant, draw_all, write_checkpoint, write_json
+from tools.golden.base import ABSENT, FEW, VOCAB, Variant, draw_all, present, write_checkpoint, write_json
 
 YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -67,7 +67,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def write(name: str, folder: Path, seed: int) -> None:
     """Write a checkpoint with sinks above and below the scores, and some gates above 7, their bound."""
-    config = {key: value for key, value in {**CONFIG, **CHANGES[name]}.items() if value is not ABSENT}
+    config = present(CONFIG, CHANGES[name])
     every = shapes(config)
     embedding = "model.embed_tokens.weight"
     head = next((name for name in ("score.weight", "lm_head.weight") if name in every), embedding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 CONFIG: dict[str, Any] = {
@@ -26,5 +26,4 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}},
     "defaults": dict.fromkeys(("layer_types", "num_attention_heads_per_layer", "gating", "sliding_window"), ABSENT),
 }  # fmt: skip
-BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BORDER))

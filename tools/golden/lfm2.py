@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, Variant, draw_all, write_checkpoint
+from tools.golden.base import ABSENT, EMBEDDING, VOCAB, Variant, add_head, draw_all, present, write_checkpoint
 
-EMBEDDING = "model.embed_tokens.weight"
 WIDTH, MLP = 24, 32
 CONFIG = {
     "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "vocab_size": VOCAB, "hidden_size": WIDTH,
@@ -37,7 +36,7 @@ PROMPTS = (17, 1, 2, 40, 5)  # shorter than the taps, too
 
 
 def write(name: str, folder: Path, seed: int) -> None:
-    config = {key: value for key, value in (CONFIG | CHANGES[name]).items() if value is not ABSENT}
+    config = present(CONFIG, CHANGES[name])
     head_dim, taps = WIDTH // config["num_attention_heads"], config["conv_L_cache"]
     kv = config["num_key_value_heads"] * head_dim
     both: dict[str, tuple[int, ...]] = {
@@ -57,10 +56,7 @@ def write(name: str, folder: Path, seed: int) -> None:
             shapes[f"model.layers.{i}.{part}.weight"] = shape
             if part in conv and config["conv_bias"]:
                 shapes[f"model.layers.{i}.{part}.bias"] = shape[:1]
-    head = EMBEDDING
-    if config.get("tie_word_embeddings") is False:
-        head = "lm_head.weight"
-        shapes[head] = (VOCAB, WIDTH)
+    head = add_head(shapes, config, tied=True)
     outputs = ("out_proj.weight", "w2.weight")
     write_checkpoint(folder, config, draw_all(shapes, seed, embeddings=[EMBEDDING], head=head, outputs=outputs))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 
 CONFIG: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -40,5 +40,4 @@ CHANGES: dict[str, dict[str, Any]] = {
     "starcoder2": named("Starcoder2ForCausalLM", "starcoder2", head_dim=ABSENT, sliding_window=16),
     "starcoder2_plain": named("Starcoder2ForCausalLM", "starcoder2", use_bias=False, **DEFAULTS),
 }  # fmt: skip
-BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(("exaone_windows", "starcoder2"), BORDER))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 
 CONFIG = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": VOCAB, "hidden_size": 24,
@@ -50,6 +50,5 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ministral3_defaults": MINISTRAL3 | {"num_attention_heads": 8} | dict.fromkeys(
         ("num_key_value_heads", "rope_parameters", "hidden_act", "rms_norm_eps"), ABSENT) | {"sliding_window": 9},
 }  # fmt: skip
-BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 WINDOWS = ("window", "ministral", "ministral_v4", "ministral_sliding")
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(WINDOWS, BORDER))

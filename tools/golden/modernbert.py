@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 
 CONFIG: dict[str, Any] = {
     "architectures": ["ModernBertDecoderForCausalLM"], "model_type": "modernbert-decoder", "vocab_size": VOCAB,
@@ -28,5 +28,4 @@ CHANGES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "classifier_activation": "silu", "hidden_activation": "gelu_new"},
     "defaults": dict.fromkeys((*OLD, "norm_eps", "norm_bias"), ABSENT) | {"num_hidden_layers": 4},
 }  # fmt: skip
-BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BORDER) | {"plain_v4": BORDER})

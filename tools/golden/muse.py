@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.golden.base import VOCAB, variants
+from tools.golden.base import BORDER, VOCAB, variants
 
 TEXT: dict[str, Any] = {
     "model_type": "muse_glimmer_text", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32,
@@ -27,6 +27,5 @@ CHANGES: dict[str, dict[str, Any]] = {
     "plain": {"text_config": TEXT},
     "others": {"text_config": TEXT | OTHERS, "tie_word_embeddings": True},
 }
-BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BORDER))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 
 CONFIG = {
     "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "vocab_size": VOCAB, "hidden_size": 24,
@@ -33,5 +33,4 @@ CHANGES: dict[str, dict[str, Any]] = {
     "olmo3_classifier": OLMO3 | {"architectures": ["Olmo3ForSequenceClassification"], "num_labels": 1,
                                  "rope_parameters": ROPES},
 }  # fmt: skip
-BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(("olmo3", "olmo3_old", "olmo3_types"), BORDER))

@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, Variant, draw_all, write_checkpoint
+from tools.golden.base import ABSENT, EMBEDDING, VOCAB, Variant, add_head, draw_all, present, write_checkpoint
 
-EMBEDDING = "model.embed_tokens.weight"
 CONFIG = {
     "architectures": ["PhiForCausalLM"], "model_type": "phi", "vocab_size": VOCAB, "hidden_size": 24,
     "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": None,
@@ -33,7 +32,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def write(name: str, folder: Path, seed: int) -> None:
-    config = {key: value for key, value in (CONFIG | CHANGES[name]).items() if value is not ABSENT}
+    config = present(CONFIG, CHANGES[name])
     width, mlp, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     kv = (config.get("num_key_value_heads") or heads) * width // heads
     layer: dict[str, tuple[int, ...]] = {
@@ -48,13 +47,9 @@ def write(name: str, folder: Path, seed: int) -> None:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (VOCAB, width)}
     for part, shape in parts.items():
         shapes |= {f"{part}.weight": shape, f"{part}.bias": shape[:1]}
-    tied, scores = config.get("tie_word_embeddings"), "num_labels" in config
-    if scores:
-        head, shapes["score.weight"] = "score.weight", (1, width)
-    else:
-        head, shapes["lm_head.bias"] = EMBEDDING if tied else "lm_head.weight", (VOCAB,)
-        if not tied:
-            shapes[head] = (VOCAB, width)
+    if "num_labels" not in config:
+        shapes["lm_head.bias"] = (VOCAB,)
+    head = add_head(shapes, config)
     outputs = ("dense.weight", "fc2.weight")
     write_checkpoint(folder, config, draw_all(shapes, seed, embeddings=[EMBEDDING], head=head, outputs=outputs))
 

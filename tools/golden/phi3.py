@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, Variant, draw_all, write_checkpoint
+from tools.golden.base import ABSENT, EMBEDDING, VOCAB, Variant, add_head, draw_all, present, write_checkpoint
 
-EMBEDDING = "model.embed_tokens.weight"
 LIMIT, WINDOW = 32, 16
 BORDER = {"logits": [(31, 4), (32, 4), (33, 4), (60, 8)], "prompts": (31, 20, 32, 33)}
 CONFIG = {
@@ -56,7 +55,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def write(name: str, folder: Path, seed: int) -> None:
-    config = {key: value for key, value in (CONFIG | CHANGES[name]).items() if value is not ABSENT}
+    config = present(CONFIG, CHANGES[name])
     width, mlp, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     kv = (config.get("num_key_value_heads") or heads) * width // heads
     layer: dict[str, tuple[int, ...]] = {
@@ -65,11 +64,7 @@ def write(name: str, folder: Path, seed: int) -> None:
     }  # fmt: skip
     shapes = {EMBEDDING: (VOCAB, width), "model.norm.weight": (width,)}
     shapes |= {f"model.layers.{i}.{part}.weight": layer[part] for i in range(2) for part in layer}
-    head = EMBEDDING if config.get("tie_word_embeddings") else "lm_head.weight"
-    if "num_labels" in config:
-        head, shapes["score.weight"] = "score.weight", (1, width)
-    elif head != EMBEDDING:
-        shapes[head] = (VOCAB, width)
+    head = add_head(shapes, config)
     outputs = ("o_proj.weight", "down_proj.weight")
     write_checkpoint(folder, config, draw_all(shapes, seed, embeddings=[EMBEDDING], head=head, outputs=outputs))
 

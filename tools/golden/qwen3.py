@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, Variant, draw_all, write_checkpoint
+from tools.golden.base import ABSENT, BORDER, EMBEDDING, VOCAB, Variant, add_head, draw_all, present, write_checkpoint
 
-EMBEDDING = "model.embed_tokens.weight"
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24,
     "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -34,12 +33,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "layer_types": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
     "classifier": {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1},
 }  # fmt: skip
-BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 OTHERS: dict[str, dict[str, Any]] = {"windows": BORDER, "layer_types": BORDER}
 
 
 def write(name: str, folder: Path, seed: int) -> None:
-    config = {key: value for key, value in (CONFIG | CHANGES[name]).items() if value is not ABSENT}
+    config = present(CONFIG, CHANGES[name])
     width, mlp, heads, size = 24, 32, config["num_attention_heads"], config.get("head_dim", 128)
     q, kv = heads * size, (config["num_key_value_heads"] or heads) * size
     layer: dict[str, tuple[int, ...]] = {
@@ -53,11 +51,7 @@ def write(name: str, folder: Path, seed: int) -> None:
     if config.get("attention_bias"):
         biased = [part for part in layer if part.startswith("self_attn.") and part.endswith("_proj")]
         shapes |= {f"model.layers.{i}.{part}.bias": layer[part][:1] for i in range(2) for part in biased}
-    head = EMBEDDING if config.get("tie_word_embeddings") else "lm_head.weight"
-    if "num_labels" in config:
-        head, shapes["score.weight"] = "score.weight", (1, width)
-    elif head != EMBEDDING:
-        shapes[head] = (VOCAB, width)
+    head = add_head(shapes, config)
     outputs = ("o_proj.weight", "down_proj.weight")
     write_checkpoint(folder, config, draw_all(shapes, seed, embeddings=[EMBEDDING], head=head, outputs=outputs))
 

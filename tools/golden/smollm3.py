@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 
 CONFIG = {
     "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "vocab_size": VOCAB, "hidden_size": 24,
@@ -26,5 +26,4 @@ CHANGES: dict[str, dict[str, Any]] = {
                     "layer_types": ["sliding_attention", "full_attention", "attention"]},
     "classifier": {"architectures": ["SmolLM3ForSequenceClassification"], "num_labels": 1},
 }  # fmt: skip
-BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 VARIANTS = variants(CONFIG, CHANGES, {"windows": BORDER, "layer_types": BORDER})

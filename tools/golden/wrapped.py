@@ -28,47 +28,36 @@ NAMES: dict[str, Callable[[str], str]] = {
     "flat": lambda name: name,
     "first": lambda name: f"text_model.{name}",
 }
-CLIP = {"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 1, "image_size": 8, "patch_size": 4, "projection_dim": 8}  # fmt: skip
-PIXTRAL = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-           "num_attention_heads": 1, "image_size": 8, "patch_size": 4, "head_dim": 8}  # fmt: skip
-SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-          "num_attention_heads": 1, "image_size": 8, "patch_size": 4}  # fmt: skip
-IDEFICS = {"model_type": "idefics3_vision", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-           "num_attention_heads": 1, "image_size": 8, "patch_size": 4}  # fmt: skip
-QWEN3_VL = {"model_type": "qwen3_vl", "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1,
-            "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1, "out_hidden_size": 24,
-            "num_position_embeddings": 4, "deepstack_visual_indexes": []}  # fmt: skip
-
-
-QWEN2_VL = {"model_type": "qwen2_vl", "depth": 1, "embed_dim": 8, "hidden_size": 24, "num_heads": 1, "mlp_ratio": 1,
-            "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1}  # fmt: skip
-SIGLIP2 = {"model_type": "siglip2_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-           "num_attention_heads": 1, "num_patches": 4, "patch_size": 4}  # fmt: skip
-
-
-EMU3 = {"codebook_size": 4, "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1],
-        "num_res_blocks": 1, "attn_resolutions": [], "hidden_size": 8}  # fmt: skip
-LLAMA4 = {"model_type": "llama4_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-          "num_attention_heads": 1, "image_size": 8, "patch_size": 4, "vision_output_dim": 8,
-          "projector_input_dim": 8, "projector_output_dim": 8, "pixel_shuffle_ratio": 1.0}  # fmt: skip
+VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+IMAGE = VISION | {"image_size": 8, "patch_size": 4}
+CLIP = {"model_type": "clip_vision_model", **IMAGE, "projection_dim": 8}
+PIXTRAL = {"model_type": "pixtral", **IMAGE, "head_dim": 8}
+SIGLIP = {"model_type": "siglip_vision_model", **IMAGE}
+SIGLIP2 = {"model_type": "siglip2_vision_model", **VISION, "num_patches": 4, "patch_size": 4}
+IDEFICS = {"model_type": "idefics3_vision", **IMAGE}
+LLAMA4 = {"model_type": "llama4_vision_model", **IMAGE, "vision_output_dim": 8, "projector_input_dim": 8,
+          "projector_output_dim": 8, "pixel_shuffle_ratio": 1.0}  # fmt: skip
 MLLAMA = {"model_type": "mllama_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
           "num_global_layers": 1, "attention_heads": 1, "image_size": 8, "patch_size": 4, "vision_output_dim": 16,
           "max_num_tiles": 1, "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}  # fmt: skip
-GLM4V = {"model_type": "glm4v_vision", "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1,
-         "image_size": 8, "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1,
-         "out_hidden_size": 32}  # fmt: skip
+KIMI = VISION | {"patch_size": 4, "pos_emb_height": 2, "pos_emb_width": 2, "pos_emb_time": 1}
+PATCHES = {"patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1}
+DEEP = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}
+OMNI = DEEP | PATCHES | {"out_hidden_size": 24}
+QWEN3_5 = {"model_type": "qwen3_5", **OMNI, "num_position_embeddings": 4}
+QWEN3_VL = QWEN3_5 | {"model_type": "qwen3_vl", "deepstack_visual_indexes": []}
+QWEN2_VL = {"model_type": "qwen2_vl", "depth": 1, "embed_dim": 8, "hidden_size": 24, "num_heads": 1, "mlp_ratio": 1,
+            **PATCHES}  # fmt: skip
+GLM4V = {"model_type": "glm4v_vision", **DEEP, "image_size": 8, **PATCHES, "out_hidden_size": 32}
 GLM4V_OUTER = {
     "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v", "vision_config": GLM4V,
     "tie_word_embeddings": False,
 }  # fmt: skip
 GLM4V_OUTER |= {f"{kind}{mark}_token_id": 2 for kind in ("image", "video") for mark in ("", "_start", "_end")}
-OMNI = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 4,
-        "spatial_merge_size": 1, "temporal_patch_size": 1, "out_hidden_size": 24}  # fmt: skip
+EMU3 = {"codebook_size": 4, "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1],
+        "num_res_blocks": 1, "attn_resolutions": [], "hidden_size": 8}  # fmt: skip
 SOUND = {"num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 1, "encoder_ffn_dim": 8, "d_model": 8,
          "max_source_positions": 10, "n_window": 4, "output_dim": 24}  # fmt: skip
-KIMI = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": 4,
-        "pos_emb_height": 2, "pos_emb_width": 2, "pos_emb_time": 1}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,36 +96,25 @@ def _golden(variant: str, spelling: str = "") -> Callable[[Path, int], object]:
     return write
 
 
-def _columns(write: Callable[[Path, int], object]) -> Callable[[Path, int], object]:
-    """Store all experts of a layer as columns."""
-
-    def written(folder: Path, seed: int) -> None:
-        write(folder, seed)
-        stored = load_file(folder / "model.safetensors").items()
-        turned = {name: x.mT.contiguous() if ".experts." in name else x.clone() for name, x in stored}
-        write_tensors(folder / "model.safetensors", turned, "bfloat16")
-
-    return written
+def _columns(variant: str, folder: Path, seed: int) -> None:
+    """Copy a golden checkpoint; all experts of a layer are stored as columns."""
+    _golden(variant)(folder, seed)
+    stored = load_file(folder / "model.safetensors").items()
+    turned = {name: x.mT.contiguous() if ".experts." in name else x.clone() for name, x in stored}
+    write_tensors(folder / "model.safetensors", turned, "bfloat16")
 
 
-def _unbiased(write: Callable[[Path, int], object]) -> Callable[[Path, int], object]:
-    """Leave out all biases."""
-
-    def written(folder: Path, seed: int) -> None:
-        write(folder, seed)
-        stored = load_file(folder / "model.safetensors").items()
-        kept = {name: x.clone() for name, x in stored if not name.endswith(".bias")}
-        write_tensors(folder / "model.safetensors", kept, "bfloat16")
-
-    return written
+def _unbiased(variant: str, folder: Path, seed: int) -> None:
+    """Copy a golden checkpoint without its biases."""
+    _golden(variant)(folder, seed)
+    stored = load_file(folder / "model.safetensors").items()
+    kept = {name: x.clone() for name, x in stored if not name.endswith(".bias")}
+    write_tensors(folder / "model.safetensors", kept, "bfloat16")
 
 
 NO_TOKENS: dict[str, Any] = dict.fromkeys(("architectures", "bos_token_id", "eos_token_id", "dtype"), ABSENT)
 LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": CLIP,
          "image_token_index": 2, "vision_feature_layer": -1, "vocab_size": 7}  # fmt: skip
-QWEN3_5 = {"model_type": "qwen3_5", "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1,
-           "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1, "out_hidden_size": 24,
-           "num_position_embeddings": 4}  # fmt: skip
 QWEN3_5_OUTER = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
                  "vision_config": QWEN3_5, "image_token_id": 2, "video_token_id": 2, "vision_start_token_id": 2,
                  "vision_end_token_id": 2, "tie_word_embeddings": False}  # fmt: skip
@@ -259,7 +237,7 @@ WRAPPERS = {
          "image_token_index": 2},
         "inner", "multi_modal_projector.bias", NO_TOKENS),
     "qwen3_vl_moe": Wrapper(
-        _columns(_golden("experts/qwen3")),
+        partial(_columns, "experts/qwen3"),
         {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe",
          "vision_config": QWEN3_VL | {"model_type": "qwen3_vl_moe"}, "image_token_id": 2, "video_token_id": 2,
          "vision_start_token_id": 2, "vision_end_token_id": 2, "tie_word_embeddings": False},
@@ -296,7 +274,7 @@ WRAPPERS = {
                      "partial_rotary_factor": ABSENT,
                      "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1]}}),
     "glm_ocr": Wrapper(
-        _unbiased(_golden("glm/four_even")),
+        partial(_unbiased, "glm/four_even"),
         GLM4V_OUTER | {"architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr",
                        "vision_config": GLM4V | {"model_type": "glm_ocr_vision"}},
         "outer", "model.visual.merger.post_projection_norm.weight",
