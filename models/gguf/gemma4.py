@@ -1,16 +1,13 @@
 """Gemma 4 in GGUF files: heads by layer, shared keys, per-layer embeddings, the rotated part of full-attention
 heads."""
 
-import os
-import struct
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.checkpoint.files import open_regular
 from models.config import FULL, SLIDING
 from models.gguf.experts import experts
 from models.gguf.reader import FETCH_AGAIN, GGUF
-from models.gguf.rotary import FACTORS, decimal
+from models.gguf.rotary import FACTORS, decimal, numbers
 
 LEAST_STILL = 1e29  # the least factor of pairs that do not rotate
 
@@ -76,18 +73,10 @@ def _ropes(file: GGUF, keys: Fields, kinds: list[str]) -> dict[str, dict[str, An
 
 def _share(file: GGUF) -> float:
     """Return the share of pairs whose factor is 1; those of other pairs are so large that the pairs do not rotate."""
-    entry = file.entry(FACTORS[0])
-    if entry.format != "F32" or len(entry.shape) != 1:
-        raise file.error(f"tensor {FACTORS[0]!r}: expected numbers in F32, got {entry.format} {list(entry.shape)}")
-    (count,) = entry.shape
-    try:
-        with open_regular(entry.file) as stored:
-            values = struct.unpack(f"<{count}f", os.pread(stored.fileno(), 4 * count, entry.start))
-    except (OSError, struct.error):
-        raise file.error("the file became shorter while it was read", FETCH_AGAIN) from None
+    values = numbers(file, FACTORS[0])
     turned = values.count(1.0)
     if values[:turned] != (1.0,) * turned or any(value < LEAST_STILL for value in values[turned:]):
         raise file.error(
             f"tensor {FACTORS[0]!r}: expected ones and then factors of {LEAST_STILL:g} or more", FETCH_AGAIN
         )
-    return turned / count
+    return turned / len(values)

@@ -89,17 +89,24 @@ def _yarn(keys: Fields, factor: float, original: int) -> dict[str, Any]:
 
 def factors(file: GGUF, name: str, count: int) -> list[float]:
     """Read a tensor of so many positive numbers from the file. Raises CheckpointError if it is another one."""
-    entry = file.entry(name)
-    if entry.format != "F32" or entry.shape != (count,):
-        raise file.error(f"tensor {name!r}: expected {count} numbers in F32, got {entry.format} {list(entry.shape)}")
-    try:
-        with open_regular(entry.file) as stored:
-            values = struct.unpack(f"<{count}f", os.pread(stored.fileno(), 4 * count, entry.start))
-    except (OSError, struct.error):
-        raise file.error("the file became shorter while it was read", FETCH_AGAIN) from None
+    values = numbers(file, name, count)
     if not all(1e-6 <= value <= 1e9 for value in values):
         raise file.error(f"tensor {name!r}: expected factors from 1e-06 to 1e+09", FETCH_AGAIN)
     return list(map(decimal, values))
+
+
+def numbers(file: GGUF, name: str, count: int | None = None) -> tuple[float, ...]:
+    """Read a vector of float32, of so many elements if not None. Raises CheckpointError if it is another tensor."""
+    entry = file.entry(name)
+    if entry.format != "F32" or len(entry.shape) != 1 or count not in (None, *entry.shape):
+        wanted = "numbers" if count is None else f"{count} numbers"
+        raise file.error(f"tensor {name!r}: expected {wanted} in F32, got {entry.format} {list(entry.shape)}")
+    (count,) = entry.shape
+    try:
+        with open_regular(entry.file) as stored:
+            return struct.unpack(f"<{count}f", os.pread(stored.fileno(), 4 * count, entry.start))
+    except (OSError, struct.error):
+        raise file.error("the file became shorter while it was read", FETCH_AGAIN) from None
 
 
 def _llama3(file: GGUF, theta: float, dims: int, factors_F: Tensor) -> dict[str, Any]:
