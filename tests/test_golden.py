@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from engine import Engine
 from models.checkpoint.fields import Fields
 from models.families import FAMILIES
-from search import Greedy, Trie
+from tests.engine.shards import options_of, search_of
 
 GOLDEN = Path(__file__).parent / "golden"
 EVERYTHING = sorted(str(path.parent.relative_to(GOLDEN)) for path in GOLDEN.glob("*/*/golden.json"))
@@ -74,17 +74,6 @@ def named(runs):
 def engine_of():
     """One engine per variant, loaded when first asked for; the tests come variant by variant, so one is enough."""
     return functools.lru_cache(maxsize=1)(lambda variant: Engine.load(GOLDEN / variant, dtype="float32"))
-
-
-def search_of(run):
-    if run["search"] == "greedy":
-        return Greedy()
-    names = ("beams", "length_penalty", "early_stopping", "num_return_sequences")
-    return Trie(**{name: run[name] for name in names})
-
-
-def options_of(run):
-    return {name: run[name] for name in ("max_new_tokens", "eos_token_ids", "ignore_eos")}
 
 
 def check(result, run):

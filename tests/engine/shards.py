@@ -32,12 +32,15 @@ def search_of(run):
     return Trie(**{name: run[name] for name in names})
 
 
+def options_of(run):
+    return {name: run[name] for name in ("max_new_tokens", "eos_token_ids", "ignore_eos")}
+
+
 def answers(engine, golden):
     """Tokens and log-probabilities of the chosen runs, and of samples, whose rows are gathered."""
     found, prompts = [], [golden["logits"][0]["prompt_ids"]]
     for run in chosen(golden):
-        options = {name: run[name] for name in ("max_new_tokens", "eos_token_ids", "ignore_eos")}
-        found += engine.generate([run["prompt_ids"]], search_of(run), **options)
+        found += engine.generate([run["prompt_ids"]], search_of(run), **options_of(run))
     found += engine.generate(prompts, Sample(num_return_sequences=2, seed=5), max_new_tokens=4)
     return [[(output.token_ids, output.logprob) for output in result.outputs] for result in found]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.forests import FORESTS, cast, forest, hash_of
-from tests.kernels.test_tree_attention import CACHES, FAST_DTYPES, LATER, check_error, naive, quick, run
+from tests.kernels.test_tree_attention import CACHES, FAST_DTYPES, LATER, check_error, check_shares, naive, quick, run
 from tests.marks import TRITON
 
 SLOPES = torch.tensor([0.5, 0.03, 0.0, -0.01, 2.0, 0.125])
@@ -52,17 +52,4 @@ def test_a_steep_slope_leaves_the_nearest_key(impl, device, dtype):
 @LATER
 @pytest.mark.parametrize("device", TRITON)
 def test_shares_of_the_keys_have_slopes(device, later, monkeypatch):
-    from kernels import gpu
-    from kernels.tree_attention import triton
-
-    f = forest(6, [(150, 0, 70, 9), (40, 3, 0, 0), (0, 0, 33, 4)], heads=2, kv_heads=1, padding=3)
-    (q, k, v), wide = cast(f, torch.float32)
-    slopes = torch.tensor([0.1, -0.02])
-    if later:
-        monkeypatch.setattr(triton, "ALONE", -1)
-    for window in (None, 40):
-        exact = naive(*wide, f.layout, 0.25, window, None, None, slopes.double())
-        exact[-3:] = 0
-        monkeypatch.setattr(triton, "properties", lambda _: gpu.Properties(12, False))
-        out = run("triton", device, q, k, v, f.layout, 0.25, window, None, None, slopes)
-        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+    check_shares(device, later, monkeypatch, slopes=torch.tensor([0.1, -0.02]))

@@ -294,6 +294,23 @@ def test_consecutive_pages_are_copied_by_blocks(device, gaps, cap, monkeypatch):
 LATER = pytest.mark.parametrize("later", [False, True], ids=["merged by the last", "merged later"])
 
 
+def check_shares(device, later, monkeypatch, sinks=None, slopes=None):
+    """Shares of the keys of trees that differ in length do not show."""
+    from kernels import gpu
+    from kernels.tree_attention import triton
+
+    f = forest(6, [(150, 0, 70, 9), (40, 3, 0, 0), (0, 0, 33, 4)], heads=2, kv_heads=1, padding=3)
+    (q, k, v), wide = cast(f, torch.float32)
+    if later:
+        monkeypatch.setattr(triton, "ALONE", -1)
+    monkeypatch.setattr(triton, "properties", lambda _: gpu.Properties(12, False))
+    for window in (None, 40):
+        exact = naive(*wide, f.layout, 0.25, window, None, sinks, None if slopes is None else slopes.double())
+        exact[-3:] = 0
+        out = run("triton", device, q, k, v, f.layout, 0.25, window, None, sinks, slopes)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("later", "turn"), [(False, 1), (True, 1), (False, 4)])
 @pytest.mark.parametrize("device", TRITON)
 def test_shares_of_the_keys_do_not_show(device, later, turn, monkeypatch):

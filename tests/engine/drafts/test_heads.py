@@ -3,7 +3,6 @@
 import functools
 import math
 import shutil
-import warnings
 from collections import defaultdict
 
 import pytest
@@ -12,13 +11,13 @@ import torch
 from engine import CheckpointError, Engine, KVMemoryError, Request, UsageError
 from engine.cache.tree import TokenTree
 from engine.drafts.heads import HeadDrafter, HeadDrafts
-from engine.step.drafting import EngineDrafts
 from engine.step.packing import Chunk
 from engine.step.runner import Keep, PassWork
 from search import DSBD, Greedy
 from tests import draws as random_draws
 from tests.draft_heads import add_mtp, make_eagle
 from tests.eager import EagerDrafts
+from tests.engine.step import test_drafting
 from tests.engine.step.test_drafting import (
     GOLDEN,
     SEARCHES,
@@ -61,17 +60,8 @@ def loaded(folders):
 
 
 def with_drafts(engine, asked, always=True):
-    """Answers with drafts of the engine's head, which leave no page behind."""
-    draft = engine.companions["draft"]
-    engine.drafts = (EagerDrafts if always else EngineDrafts)(HeadDrafter(draft.runner))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a drafter that fails is reported by a warning
-            return answers(engine, asked)
-    finally:
-        engine.drafts = None
-        if engine.pool.prefixes is None:
-            assert engine.pool.used_pages == draft.pool.used_pages == 0
+    """Answers with drafts of the engine's head."""
+    return test_drafting.with_drafts(engine, HeadDrafter(engine.companions["draft"].runner), asked, always)
 
 
 def given_rows(request, chunk, rows, guessed):

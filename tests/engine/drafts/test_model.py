@@ -1,17 +1,16 @@
 """Drafts of a smaller model under every search: the same bits, fewer passes, one pass a level for all requests."""
 
 import functools
-import warnings
 
 import pytest
 
 from engine import Engine, KVMemoryError, Request, UsageError
 from engine.drafts import Wanted
 from engine.drafts.model import LEVELS, ModelDrafter
-from engine.step.drafting import EngineDrafts
 from search import DSBD, Greedy, Trie
 from tests import draws as random_draws
 from tests.eager import EagerDrafts
+from tests.engine.step import test_drafting
 from tests.engine.step.test_drafting import (
     GOLDEN,
     SEARCHES,
@@ -54,16 +53,8 @@ def loaded(folders):
 
 
 def with_drafts(engine, asked, always=True):
-    """Answers with drafts of the engine's draft model, which leave no page behind."""
-    draft = engine.companions["draft"]
-    engine.drafts = (EagerDrafts if always else EngineDrafts)(ModelDrafter(draft.runner))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a drafter that fails is reported by a warning
-            return answers(engine, asked)
-    finally:
-        engine.drafts = None
-        assert engine.pool.used_pages == draft.pool.used_pages == 0
+    """Answers with drafts of the engine's draft model."""
+    return test_drafting.with_drafts(engine, ModelDrafter(engine.companions["draft"].runner), asked, always)
 
 
 @pytest.fixture(scope="module")

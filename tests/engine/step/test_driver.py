@@ -209,6 +209,14 @@ def finish(driver, walks, on_step=None):
     return runs
 
 
+def drive(driver, prompt, steps):
+    """Run a search alone to its end, by a generator function of its tree."""
+    run = driver.submit(Job(lambda run: steps(driver.open_tree(run, "target", prompt))))
+    while driver.busy:
+        driver.step()
+    raise_errors([run])
+
+
 def raise_errors(runs):
     for run in runs:
         if run.error:
@@ -299,27 +307,18 @@ def test_a_request_of_several_passes_that_fails_is_undone_whole(bench64):
     """Two passes went well, the third finds the pool full: the search may ask again for any of the nodes."""
     told, prompt = [], [1, 2, 3, 4]
 
-    def start(run):
-        tree = driver.open_tree(run, "target", prompt)
+    def steps(tree):
+        nodes = tree.grow([tree.root] * 20, range(10, 30))
+        try:
+            yield Evaluate(tree, [tree.root, *nodes])
+        except KVMemoryError:
+            tree.keep(nodes[:2])
+        check_tree(tree)
+        logp_NV, _ = yield Evaluate(tree, [tree.root, *nodes[:2]])
+        told.extend(zip([tuple(prompt), (*prompt, 10), (*prompt, 11)], logp_NV, strict=True))
+        return SearchResult([Output([], None, None, "length")])
 
-        def go():
-            nodes = tree.grow([tree.root] * 20, range(10, 30))
-            try:
-                yield Evaluate(tree, [tree.root, *nodes])
-            except KVMemoryError:
-                tree.keep(nodes[:2])
-            check_tree(tree)
-            logp_NV, _ = yield Evaluate(tree, [tree.root, *nodes[:2]])
-            told.extend(zip([tuple(prompt), (*prompt, 10), (*prompt, 11)], logp_NV, strict=True))
-            return SearchResult([Output([], None, None, "length")])
-
-        return go()
-
-    driver = bench64.driver(pages=4, budget=6)
-    run = driver.submit(Job(start))
-    while driver.busy:
-        driver.step()
-    raise_errors([run])
+    drive(bench64.driver(pages=4, budget=6), prompt, steps)
     bench64.check(told)
 
 
@@ -403,24 +402,15 @@ def test_a_search_that_asks_wrongly_fails_alone(bench64, ask):
 def test_rows_come_in_the_order_asked_duplicates_included(bench64):
     seen = []
 
-    def start(run):
-        tree = driver.open_tree(run, "target", [1, 2, 3])
-
-        def go():
-            nodes = tree.grow_path(tree.root, [9, 8, 7])
-            logp_NV, _ = yield Evaluate(tree, [nodes[2], tree.root, nodes[0], nodes[2]])
-            seen.extend(zip([(1, 2, 3, 9, 8, 7), (1, 2, 3), (1, 2, 3, 9), (1, 2, 3, 9, 8, 7)], logp_NV, strict=True))
-            return SearchResult([Output([], None, None, "length")])
-
-        return go()
+    def steps(tree):
+        nodes = tree.grow_path(tree.root, [9, 8, 7])
+        logp_NV, _ = yield Evaluate(tree, [nodes[2], tree.root, nodes[0], nodes[2]])
+        seen.extend(zip([(1, 2, 3, 9, 8, 7), (1, 2, 3), (1, 2, 3, 9), (1, 2, 3, 9, 8, 7)], logp_NV, strict=True))
+        return SearchResult([Output([], None, None, "length")])
 
     for budget in (256, 2):
         seen.clear()
-        driver = bench64.driver(budget=budget)
-        run = driver.submit(Job(start))
-        while driver.busy:
-            driver.step()
-        raise_errors([run])
+        drive(bench64.driver(budget=budget), [1, 2, 3], steps)
         bench64.check(seen)
 
 
@@ -471,28 +461,19 @@ def test_nan_ends_one_search_and_touches_no_other(poisoned, loaded, budget):
 def test_a_search_may_catch_nan_and_drop_the_node(poisoned):
     told = []
 
-    def start(run):
-        tree = driver.open_tree(run, "target", [1, 2, 3])
+    def steps(tree):
+        yield Evaluate(tree, [tree.root])
+        bad, good = tree.grow([tree.root] * 2, [POISON, 7])
+        try:
+            yield Evaluate(tree, [bad])
+        except NumericsError:
+            tree.keep([good])
+            check_tree(tree)
+        more = tree.grow([good, good], [8, 9])  # one of them takes the slot that holds NaN
+        told.append((yield Evaluate(tree, more)).rows_NV)
+        return SearchResult([Output([], None, None, "length")])
 
-        def go():
-            yield Evaluate(tree, [tree.root])
-            bad, good = tree.grow([tree.root] * 2, [POISON, 7])
-            try:
-                yield Evaluate(tree, [bad])
-            except NumericsError:
-                tree.keep([good])
-                check_tree(tree)
-            more = tree.grow([good, good], [8, 9])  # one of them takes the slot that holds NaN
-            told.append((yield Evaluate(tree, more)).rows_NV)
-            return SearchResult([Output([], None, None, "length")])
-
-        return go()
-
-    driver = Driver({"target": poisoned.runner})
-    run = driver.submit(Job(start))
-    while driver.busy:
-        driver.step()
-    raise_errors([run])
+    drive(Driver({"target": poisoned.runner}), [1, 2, 3], steps)
     expected = [poisoned.logits([1, 2, 3, 7, t])[-1].log_softmax(-1) for t in (8, 9)]
     torch.testing.assert_close(told[0], torch.stack(expected), rtol=0, atol=1e-4)
     check_pool(poisoned.pool, [])
