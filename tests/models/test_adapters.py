@@ -67,6 +67,14 @@ MATRICES = [  # of layers that recurrent families have: model, matrix, outputs, 
     ("falcon_h1/plain", "layers.1.feed_forward.down_proj", 24, 40),
     ("granite/scans", "layers.0.mamba.in_proj", 124, 24),
     ("granite/scans", "layers.0.mamba.out_proj", 24, 48),
+    ("jamba/plain", "layers.0.mamba.x_proj", 34, 48),
+    ("jamba/plain", "layers.2.mamba.out_proj", 24, 48),
+    ("jamba/plain", "layers.1.self_attn.k_proj", 12, 24),
+]
+MAMBA = [
+    ("mamba/plain", "layers.0.mixer.in_proj", 96, 24),
+    ("mamba/plain", "layers.1.mixer.x_proj", 34, 48),
+    ("mamba/plain", "layers.2.mixer.dt_proj", 48, 2),
 ]
 SINGLE = [  # of families whose published names begin in two ways
     ("nemotron_h/plain", "layers.0.mixer.in_proj", 102, 24),
@@ -79,7 +87,8 @@ SINGLE = [  # of families whose published names begin in two ways
 
 @pytest.mark.parametrize(
     ("begin", "variant", "matrix", "outs", "width"),
-    [*((MODEL, *one) for one in MATRICES), *((begin, *one) for begin in (MODEL, BACKBONE) for one in SINGLE)],
+    [*((MODEL, *one) for one in MATRICES), *((BACKBONE, *one) for one in MAMBA)]
+    + [(begin, *one) for begin in (MODEL, BACKBONE) for one in SINGLE],
 )
 def test_answers_are_those_of_a_matrix_with_the_sum(
     begin: str, variant: str, matrix: str, outs: int, width: int, tmp_path: Path
@@ -94,8 +103,8 @@ def test_answers_are_those_of_a_matrix_with_the_sum(
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
     def summed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        tensors[f"model.{matrix}.weight"] = tensors[f"model.{matrix}.weight"].float() + 2 * b @ a
-        return tensors
+        [name] = (name for name in tensors if name.endswith(f".{matrix}.weight"))
+        return tensors | {name: tensors[name].float() + 2 * b @ a}
 
     def load(model: Path, **adapters: Any) -> Engine:
         return Engine.load(model, dtype="float32", **OPTIONS | {"kv_memory": "16M"}, **adapters)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import Engine, Request
+from engine import Request
 from engine.step.driver import Driver
 from engine.step.jobs import Job
 from kernels.same_bits import asking
@@ -19,7 +19,7 @@ from models.shard import Shard
 from search import Trie
 from tests.invariants import check_pool
 from tests.marks import needs_cpp, needs_int8
-from tests.models.answers import QUANTS, TEXT
+from tests.models.answers import QUANTS, TEXT, load
 from tests.models.copies import GOLDEN, changed
 from tools.pack import pack
 
@@ -27,10 +27,6 @@ CPU = torch.device("cpu")
 PLAIN, GROUPS, THREE, GLM = (f"deepseek/{name}" for name in ("plain", "groups", "three", "glm"))
 GROWN = "mistral/mistral4"
 KV_B = "model.layers.1.self_attn.kv_b_proj"
-
-
-def load(folder, **options):
-    return Engine.load(folder, **{"dtype": "float32", "kv_memory": 1 << 22} | options)
 
 
 def off(found, expected):

@@ -1,11 +1,8 @@
 """Mamba, Falcon Mamba and Jamba: int8 and int4 weights, adapters, packed files, Triton, what is kept, what is
 refused."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from models.errors import CheckpointError
 from models.shard import Shard
@@ -29,38 +26,6 @@ def test_half_precision_is_near():
     for variant in VARIANTS:
         exact, found = (load(GOLDEN / variant, dtype=dtype).logits(TEXT) for dtype in ("float32", "bfloat16"))
         assert (found - exact).norm() < 0.1 * exact.norm()
-
-
-@pytest.mark.parametrize(
-    ("variant", "layer", "outs", "width"),
-    [
-        ("mamba/plain", "layers.0.mixer.in_proj", 96, 24),
-        ("mamba/plain", "layers.1.mixer.x_proj", 34, 48),
-        ("mamba/plain", "layers.2.mixer.dt_proj", 48, 2),
-        ("jamba/plain", "layers.0.mamba.x_proj", 34, 48),
-        ("jamba/plain", "layers.2.mamba.out_proj", 24, 48),
-        ("jamba/plain", "layers.1.self_attn.k_proj", 12, 24),
-    ],
-)
-def test_an_adapter_is_added_to_a_matrix(variant, layer, outs, width, tmp_path):
-    """The answers are those of the checkpoint whose matrix is the sum."""
-    draw = torch.Generator().manual_seed(3)
-    a, b = torch.randn(2, width, generator=draw) / 8, torch.randn(outs, 2, generator=draw) / 8
-    folder, stored = tmp_path / "adapter", ("backbone." if variant.startswith("mamba") else "model.") + layer
-    folder.mkdir()
-    factors = {f"base_model.model.{stored}.lora_{x}.weight": y for x, y in (("A", a), ("B", b))}
-    save_file(factors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": [layer.split(".")[-1]]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-    def summed(tensors):
-        tensors[f"{stored}.weight"] = tensors[f"{stored}.weight"].float() + 2 * b @ a
-        return tensors
-
-    merged = load(changed(tmp_path / "merged", variant, {}, summed)).logits(TEXT)
-    found = load(GOLDEN / variant, adapters=[folder]).logits(TEXT, "adapter")
-    plain = load(GOLDEN / variant).logits(TEXT)
-    assert (found - merged).abs().max() < 1e-4 < 1e-3 < (found - plain).abs().max()
 
 
 @needs_cpp

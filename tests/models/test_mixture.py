@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import Engine
 from engine.load.budget import table
 from engine.load.options import LoadOptions
 from kernels import cpp
@@ -33,6 +32,7 @@ from models.sharding import Partition, Shard
 from search import Greedy, Trie
 from tests.engine.step.test_graphs import engines
 from tests.marks import needs_cpp, needs_interpreter
+from tests.models.answers import load
 from tests.models.formats.test_coded import on_triton
 from tools.golden.base import edit
 from tools.pack import pack
@@ -47,10 +47,6 @@ PUBLISHED = {
     "phi": ("block_sparse_moe.experts.{}.{}.weight", ("w1", "w3", "w2"), "block_sparse_moe.gate."),
     "lfm2": ("feed_forward.experts.{}.{}.weight", ("w1", "w3", "w2"), "feed_forward.gate."),
 }
-
-
-def load(folder, **options):
-    return Engine.load(folder, **{"dtype": "float32", "kv_memory": 1 << 22} | options)
 
 
 def copied(variant, folder, change):

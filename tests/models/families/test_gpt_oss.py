@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import Engine
 from kernels.linear.blocks import BLOCKS
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.spellings import spelled_alike
@@ -16,6 +15,7 @@ from models.errors import CheckpointError
 from models.mixture import Mixture
 from search import Trie
 from tests.marks import needs_cpp
+from tests.models.answers import load
 from tests.models.copies import changed
 from tests.models.test_families import read
 from tools.golden.base import ABSENT
@@ -23,10 +23,6 @@ from tools.golden.base import ABSENT
 GOLDEN = Path(__file__).parents[2] / "golden/gpt_oss"
 PROMPT = [*range(3, 60)]
 GATES = "model.layers.0.mlp.experts.gate_up_proj"
-
-
-def load(folder, **options):
-    return Engine.load(folder, **{"dtype": "float32", "kv_memory": 1 << 22} | options)
 
 
 @pytest.mark.parametrize("variant", ["plain", "mxfp4"])
