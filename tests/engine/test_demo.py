@@ -93,7 +93,7 @@ def test_one_reply_without_a_model(monkeypatch, capsys):
     assert "cold" in capsys.readouterr().out.lower()
 
 
-def test_a_batch_without_a_model(capsys):
+def test_a_batch_without_a_model():
     lines = [
         {"messages": [{"role": "user", "content": "What day comes after Monday?"}]},
         {"prompt": "Once upon a time"},

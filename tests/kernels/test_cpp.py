@@ -593,7 +593,7 @@ def test_off_is_off(monkeypatch, capfd):
 
 
 @needs_compiler
-def test_a_package_may_bring_kernels(monkeypatch, tmp_path, capfd):
+def test_a_package_may_bring_kernels(monkeypatch, capfd):
     ahead("native", folder=cpp.PREBUILT)
     cpp.PREBUILT.chmod(0o777)  # who may write here may write the Python beside it
     with monkeypatch.context() as patch:
@@ -615,7 +615,7 @@ def test_a_wheel_ships_them():
 
 
 @needs_compiler
-def test_the_list_builds_nothing(capfd, monkeypatch, tmp_path):
+def test_the_list_builds_nothing(capfd, monkeypatch):
     assert build.main(["--list"]) == 0
     out, said = capfd.readouterr()
     assert not said and all(name in out for name in TARGETS)

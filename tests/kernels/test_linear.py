@@ -154,7 +154,7 @@ def test_what_is_not_finite_stays_in_its_row():
         assert linear(x, packed).isfinite().all(-1).tolist() == [True, False, True, True, False, True]
 
 
-def test_other_numbers_of_threads_give_the_same(monkeypatch):
+def test_other_numbers_of_threads_give_the_same():
     packed, _ = matrix(500, 300, torch.float32)
     x, threads = draw(33, 300), torch.get_num_threads()
     found = linear(x, packed)

@@ -113,7 +113,7 @@ void coppice_kv_copy(int64_t, char* k, char* v, const int64_t*, const int64_t*, 
 """
 
 
-def test_a_fault_is_named(monkeypatch, tmp_path):
+def test_a_fault_is_named(tmp_path):
     """Wrong numbers, bytes that change, and writing in front of a buffer and behind it."""
     (tmp_path / "kernels" / "any").mkdir(parents=True)
     source = tmp_path / "kernels" / "any" / "native.cpp"

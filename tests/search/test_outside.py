@@ -139,7 +139,7 @@ def test_a_class_by_its_module(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     assert fourth["outputs"][0]["token_ids"] == [50, 51, 52] and fourth["stats"]["rate"] == 1.0
 
 
-def test_names(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_names(engine: Engine):
     assert find_search("own:Count_Up") == "count-up" == find_search("own:Count_Up") == find_search("count-up")
     assert find_search("own:Other") == "other-name"
     assert find_search("search.trie:Trie") == "trie" == find_search("search:Trie")

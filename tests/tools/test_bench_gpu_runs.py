@@ -180,7 +180,7 @@ def test_a_lost_gpu_ends_the_process_after_a_note(monkeypatch):
     assert s.rows(cases) == [{"x": 1.0}, {}] and len(s.notes) == 2 and "illegal" in s.notes[1]
 
 
-def test_what_cases_share_and_cannot_be_made_ends_them(capsys):
+def test_what_cases_share_and_cannot_be_made_ends_them():
     parser = gpu.argparse.ArgumentParser()
     gpu.add_parser(parser.add_subparsers())
     s = setting.Setting(parser.parse_args(["gpu"]), Journal(), torch.device("cpu"))

@@ -191,7 +191,7 @@ def test_an_answer_is_judged_by_its_first_own_number():
         sbon.questions(400, 0)
 
 
-def test_a_paper_that_fails_does_not_lose_the_others(capsys, monkeypatch, tmp_path):
+def test_a_paper_that_fails_does_not_lose_the_others(capsys, monkeypatch):
     def fail(models):
         raise RuntimeError("out of luck")
 

@@ -10,7 +10,7 @@ from tools import requantise
 gguf = pytest.importorskip("gguf", reason="needs the extra test")
 
 
-def test_a_file_of_another_alignment(tmp_path, capsys):
+def test_a_file_of_another_alignment(tmp_path):
     source = File(GOLDEN / "llama/plain", gguf.GGMLQuantizationType.Q8_0)
     plain = source.write(tmp_path / "plain.gguf")
     source.keys["general.alignment"] = 256

@@ -659,7 +659,7 @@ def test_several_lines_between_quotes(command, tmp_path):
     assert [t.user for t in transcript.load(file).turns] == ["One\n\n/help", "two", "three\nfour"]
 
 
-def test_commands_say_what_they_expect(conversation, tmp_path):
+def test_commands_say_what_they_expect(conversation):
     typing = Typing(conversation)
     for line in ("/show", "/show it", "/save", "/load", "/read", "/beams", "/set beams", "/load /none", "/nothing"):
         with pytest.raises(UsageError):

@@ -79,7 +79,7 @@ def test_requests_of_different_drafts_share_passes(engine):
     assert "draft_forward_passes" in results[3].stats and "draft_forward_passes" not in results[1].stats
 
 
-def test_lines_of_a_batch(tmp_path, capsys, monkeypatch):
+def test_lines_of_a_batch(tmp_path, monkeypatch):
     lines = [{"prompt": "The moon", "params": {"drafts": name}} for name in ("off", "ngrams", "model", True, "fast")]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)))

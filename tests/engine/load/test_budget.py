@@ -391,7 +391,7 @@ def test_the_table_with_a_limit(checkpoint, capsys):
         assert room > int(first.split()[7]) if fits else room == 0
 
 
-def test_the_table_reads_no_weights(checkpoint, tmp_path, capsys, monkeypatch):
+def test_the_table_reads_no_weights(checkpoint, monkeypatch):
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights are read"))
     assert main(["--plan", str(checkpoint)]) == 0
 

@@ -178,7 +178,7 @@ def test_an_unknown_pretence_is_an_error(monkeypatch):
 
 @pytest.mark.skipif(loading.FORMATS["int8"].why_not(CPU) is not None, reason="this machine runs no int8 weights")
 @pytest.mark.parametrize("faster", ["none", "int8"])
-def test_the_engine_loads_what_is_faster(measured, faster, monkeypatch):
+def test_the_engine_loads_what_is_faster(measured, faster):
     seconds, _ = measured
     seconds[faster, torch.float32] = 0.5
     engine = Engine.load(demo_folder(), dtype="float32", quant="auto", threads=1, kv_memory=1 << 20)

@@ -418,7 +418,7 @@ def test_http_requests_never_fetch(hub: Hub):
     assert answers[0] == 200 and answers[1] == 404 and 500 not in answers and not hub.asked
 
 
-def test_nothing_of_the_hub_is_imported_for_paths(tmp_path: Path):
+def test_nothing_of_the_hub_is_imported_for_paths():
     code = "import sys; from engine.app.chat import main; main(['-p', 'hi', '-q', '--max-new-tokens', '1'])\n"
     code += "sys.exit('huggingface_hub' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=120)

@@ -237,7 +237,7 @@ def test_no_disk_has_the_room(mixture, tmp_path, kept, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_cache_that_is_read_only(mixture, tmp_path, kept, capfd):
+def test_a_cache_that_is_read_only(mixture, kept, capfd):
     kept.mkdir(parents=True)
     kept.chmod(0o500)
     started(mixture)

@@ -475,7 +475,7 @@ def test_errors_say_what_clients_need():
     assert [error_body(error)["error"]["message"] for error in told.values()] == [*told]
 
 
-def test_a_file_of_the_server_that_is_gone(start, tmp_path, capsys):
+def test_a_file_of_the_server_that_is_gone(start, tmp_path):
     """The error of a whole request, by a file that the command line named."""
     server = start("--search", "ults", "--ults-prior", str(make_prior(tmp_path / "prior.safetensors")))
     (tmp_path / "prior.safetensors").unlink()
@@ -531,7 +531,7 @@ def test_a_stream_that_the_end_interrupts_says_so(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGTERM") or sys.platform == "win32", reason="needs POSIX signals")
-def test_sigterm_drains(tmp_path):
+def test_sigterm_drains():
     """A process of its own: the request under way is answered to its end, no new one is taken, the exit code is 0."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.Popen(

@@ -251,7 +251,7 @@ def test_graphs_are_bounded(caplog, monkeypatch):
     assert engines("plain", "reference")[1].runner.tokens[-1] == 48
 
 
-def test_graphs_can_be_switched_off(monkeypatch):
+def test_graphs_can_be_switched_off():
     plain, _ = engines("plain", "reference")
     pool = PagePool(plain.shape, 4, 16, torch.float32, "meta")
     if importlib.util.find_spec("triton"):

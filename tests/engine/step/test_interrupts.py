@@ -31,7 +31,7 @@ def test_an_error_of_the_block_gives_the_handler_back():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_other_handlers_and_other_threads_are_left_alone(monkeypatch):
+def test_other_handlers_and_other_threads_are_left_alone():
     heard, own = [], signal.signal(signal.SIGINT, lambda *_: heard.append(1))
     try:
         with uninterrupted():

@@ -279,7 +279,7 @@ def test_of_two_equal_keys_the_last_one_counts(tmp_path: Path):
     assert len(Tokenizer.load(tmp_path).encode("a" * 50)) == 50
 
 
-def test_panics_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_panics_are_errors():
     class PanicException(BaseException):
         pass
 
