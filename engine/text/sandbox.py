@@ -205,8 +205,8 @@ def split(request: dict[str, Any], known: dict[str, Any]) -> dict[str, str]:
 
     Args:
         request: "parts", JSON of a tokenizer's normalizer, pre-tokenizer and added tokens (see
-            `engine.text.tokenizer_limits.Guard`); "texts"; "seconds" of CPU time; "growth", how many times longer the
-            normalizer may make a text.
+            `engine.text.tokenizer_limits.EncodingGuard`); "texts"; "seconds" of CPU time; "growth", how many times
+            longer the normalizer may make a text.
         known: tokenizers by parts, the latest last; this one is added.
 
     Returns:

@@ -168,7 +168,7 @@ class BlockReader:
 
 @dataclass(frozen=True)
 class BlockScheme:
-    """The form in which a quantised weight is stored, see `models.quantized.Scheme`; `info` describes its tensor."""
+    """The form in which a quantised weight is stored, see `models.quantized.parts.Scheme`; `info`: its tensor."""
 
     info: Stored
 
@@ -195,7 +195,7 @@ class BlockScheme:
 
 @dataclass(frozen=True)
 class BlockQuantization:
-    """The quantised weights of a file by their modules, see `models.quantized.Quantization`."""
+    """The quantised weights of a file by their modules, see `models.quantized.parts.Quantization`."""
 
     schemes: Mapping[str, BlockScheme]
 

@@ -41,7 +41,7 @@ MODES = {"mxfp4": Mode(4, 32, "float4"), "nvfp4": Mode(4, 16, "fp4"), "mxfp8": M
 
 @dataclass(frozen=True)
 class MLXScheme:
-    """The form in which a weight is stored, see `models.quantized.Scheme`."""
+    """The form in which a weight is stored, see `models.quantized.parts.Scheme`."""
 
     mode: str
     bits: int

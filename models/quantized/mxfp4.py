@@ -16,7 +16,7 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """The form in which a weight is stored, see `models.quantized.Scheme`.
+    """The form in which a weight is stored, see `models.quantized.parts.Scheme`.
 
     Args:
         packed, scale: suffixes of the tensors' names.
