@@ -221,10 +221,6 @@ def _q6_k(b: Tensor) -> BlockRows:
     return _grouped(low | high << 4, scale)
 
 
-def _iq4_nl(b: Tensor) -> BlockRows:
-    return _grouped(_nibbles(b[..., 2:]), _half(b, 0))
-
-
 def _iq4_xs(b: Tensor) -> BlockRows:
     low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), -1).flatten(-2)
     high = ((b[..., 2:4].unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3).flatten(-2)
@@ -336,7 +332,7 @@ BLOCKS = {  # by ggml's names
     "Q4_K": Block(12, 144, 256, "int4", 32, True, "units", _q4_k),
     "Q5_K": Block(13, 176, 256, "int5", 32, True, "units", _q5_k),
     "Q6_K": Block(14, 210, 256, "int6", 16, False, "units", _q6_k),
-    "IQ4_NL": Block(20, 18, 32, "iq4", 32, False, "half", _iq4_nl),
+    "IQ4_NL": Block(20, 18, 32, "iq4", 32, False, "half", _q4_0),
     "IQ4_XS": Block(23, 136, 256, "iq4", 32, False, "units", _iq4_xs),
     "IQ1_S": Block(19, 50, 256, "iq2", 32, False, "units", _iq1_s, "iq1"),
     "IQ1_M": Block(29, 56, 256, "iq2", 16, False, "units", _iq1_m, "iq1"),
