@@ -138,7 +138,7 @@ class Adapter:
             spelled = [
                 module,
                 base + module,
-                usual_name(module),
+                usual_name(f"{module}.weight").removesuffix(".weight"),
                 *([inside[1], f"model.{inside[1]}"] if inside else []),
             ]
             if (name := next((each for each in spelled if each in there), None)) is None:

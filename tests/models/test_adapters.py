@@ -58,7 +58,7 @@ def merged(name: str, folder: Path) -> Path:
 
 
 MODEL, BACKBONE = "base_model.model.model.", "base_model.model.backbone."  # beginnings of names
-MATRICES = [  # of layers that recurrent families have: model, matrix, outputs, width
+MATRICES = [  # of layers that few families have: model, matrix, outputs, width
     ("falcon_h1/plain", "layers.1.mamba.in_proj", 124, 24),
     ("falcon_h1/plain", "layers.1.mamba.out_proj", 24, 40),
     ("falcon_h1/plain", "layers.1.self_attn.k_proj", 20, 24),
@@ -70,6 +70,7 @@ MATRICES = [  # of layers that recurrent families have: model, matrix, outputs, 
     ("jamba/plain", "layers.0.mamba.x_proj", 34, 48),
     ("jamba/plain", "layers.2.mamba.out_proj", 24, 48),
     ("jamba/plain", "layers.1.self_attn.k_proj", 12, 24),
+    ("lfm3/plain", "layers.1.self_attn.g_proj", 4, 24),
 ]
 MAMBA = [
     ("mamba/plain", "layers.0.mixer.in_proj", 96, 24),
