@@ -250,7 +250,7 @@ class Weights:
             layer = PackedLinear(found, biases, dtype=self.dtype, device=self.device)
             layer.names = stored
             return self._rounding(layer, exact)
-        grouped = self._grouped(pieces, bias, transposed, ins) if not packed else []
+        grouped = self._grouped(pieces, transposed, ins) if not packed else []
         if grouped and not all(grouped):
             return Joined([self._linear((piece[0],), bias, transposed, [piece], ins) for piece in pieces])
         if grouped:
@@ -315,14 +315,15 @@ class Weights:
         return Embedding(table, self.dtype, some.start, self.shard)
 
     def _grouped(
-        self, pieces: Sequence[tuple[str, range | None]], bias: bool, transposed: bool, ins: range | None
+        self, pieces: Sequence[tuple[str, range | None]], transposed: bool, ins: range | None
     ) -> list[GroupedWeight | None]:
         """Return the weights that are stored quantised, None for others; empty if none is."""
         found, kind = [], TRANSPOSED if transposed else LINEAR
         for module, those in groupby(pieces, key=itemgetter(0)):
             name = f"{module}.weight"
             stored, shape = self.stored.get(name, name), self.shapes[name]
-            weight = self.checkpoint.grouped(name, stored, shape, kind, biased=bias)
+            biased = f"{module}.bias" in self.shapes  # that of a scan's steps is added within the scan
+            weight = self.checkpoint.grouped(name, stored, shape, kind, biased=biased)
             try:
                 found += [weight and weight.part(some, ins) for _, some in those]
             except ValueError as error:

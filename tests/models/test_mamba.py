@@ -72,6 +72,32 @@ def test_experts_of_published_files(tmp_path):
     assert found.equal(load(GOLDEN / "jamba/experts").logits(TEXT))
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_matrices_are_stored_as_codes(variant, tmp_path):
+    """Those of steps too, whose biases the scan adds."""
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
+    }
+
+    def rounded(tensors, coded):
+        found = dict(tensors)
+        for name in [name for name in tensors if name.endswith("_proj.weight") and tensors[name].ndim == 2]:
+            scale = tensors[name].float().abs().amax(1, keepdim=True) / 127
+            codes = (tensors[name].float() / scale).round()
+            found[name] = codes.to(torch.int8) if coded else codes * scale
+            if coded:
+                found[f"{name}_scale"] = scale
+        return found
+
+    coded = changed(tmp_path / "coded", variant, {"quantization_config": config}, lambda x: rounded(x, True))
+    floats = changed(tmp_path / "floats", variant, {}, lambda x: rounded(x, False))
+    found, want = load(coded).logits(TEXT), load(floats).logits(TEXT)
+    assert (found - want).norm() < 1e-5 * want.norm()
+
+
 def test_what_a_token_keeps():
     """A row is three times as wide as the channels, plus B; a state has K numbers for each channel."""
     shape = load(GOLDEN / "mamba/plain").runner.model.shape
