@@ -55,7 +55,17 @@ from models.quantized.gemma import CODES_OF_ROWS, MobileGemma
 from models.quantized.hqq import HQQ
 from models.quantized.mlx import MLX
 from models.quantized.own import Own
-from models.quantized.parts import CACHE_SCALES, EMBEDDING, LINEAR, TRANSPOSED, Part, Quantization, Scheme, Source
+from models.quantized.parts import (
+    CACHE_SCALES,
+    EMBEDDING,
+    LINEAR,
+    TRANSPOSED,
+    UNREAD,
+    Part,
+    Quantization,
+    Scheme,
+    Source,
+)
 from models.quantized.torchao import TorchAO
 
 # Suffixes of tensors that may hold a weight's codes.
@@ -245,7 +255,8 @@ class Checkpoint:
         outs, width = shape[::-1] if kind == TRANSPOSED else shape
         weight = scheme.weight(outs, width, Source(read, error))
         if weight.group % 8 and weight.group != width:
-            raise error(f"groups of {weight.group} elements are not supported, but multiples of 8 and whole rows")
+            what = f"groups of {weight.group} elements are not supported, but multiples of 8 and whole rows"
+            raise CheckpointError(f"{show(module)}: {what}", where=where, remedy=UNREAD)
         return weight
 
     def scheme(self, name: str, stored: str) -> Scheme | None:

@@ -27,6 +27,10 @@ CACHE_SCALES = re.compile(  # keys and values are not rounded by them
     r".*\.self_attn\.(?:(?:[qkv]_proj\.|qkv_proj\.)?(?:[qkv]|kv)_scale|(?:[kv]|qkv)_proj\.output_scale)"
     r"|.*\.[kv]_cache_scale"
 )
+UNREAD = (  # a remedy
+    "docs/quantised.md lists what is read. Otherwise use the model's float32, bfloat16 or float16 checkpoint, "
+    "with --quant."
+)
 Shape = tuple[int, ...]
 
 
@@ -280,5 +284,4 @@ def pattern(expression: str, fields: Fields) -> re.Pattern[str]:
 
 def unsupported(fields: Fields, what: str) -> CheckpointError:
     """Return the error for an unsupported config."""
-    remedy = "docs/quantised.md lists what is read. Otherwise use the model's float32, bfloat16 or float16 checkpoint"
-    return CheckpointError(f"quantization_config: {what}", where=fields.file, remedy=f"{remedy}, with --quant.")
+    return CheckpointError(f"quantization_config: {what}", where=fields.file, remedy=UNREAD)

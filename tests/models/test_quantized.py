@@ -320,6 +320,13 @@ def test_faults(tmp_path, fault):
     refused(copied(tmp_path, variant, **made), message)
 
 
+def test_groups_that_no_kernel_reads_are_no_damage(tmp_path):
+    stored = load_file(GOLDEN / "pack4_group" / "model.safetensors")
+    scales = {name: x.repeat_interleave(4, 1) for name, x in stored.items() if name.endswith(".weight_scale")}
+    error = refused(copied(tmp_path, "pack4_group", pack(group_size=4), **scales), "groups of 4 elements are not")
+    assert "docs/quantised.md" in error.remedy
+
+
 def test_groups_in_any_order_need_to_be_named(tmp_path):
     """With `desc_act` the file must say which group a column is of, unless there is one alone."""
     order = {f"{Q_PROJ}.g_idx": None}
