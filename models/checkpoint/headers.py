@@ -269,12 +269,15 @@ class Checkpoint:
         meant = isinstance(self.quantization, TernaryModules) and self.quantization.of_floats
         if not kind or self.quantization is None or (info and info.dtype in FLOATS.values() and not meant):
             return None
+        other = not name.endswith(stored) and not stored.endswith(name)  # a tied head, or an embedding stored as one
+        if other and isinstance(self.quantization, Compressed):
+            kind = EMBEDDING if kind == LINEAR else LINEAR
         if kind == EMBEDDING and not isinstance(self.quantization, WITH_EMBEDDINGS):
             return None
-        module, own = name.removesuffix(".weight"), stored.removesuffix(".weight")
+        own = stored.removesuffix(".weight")
         parts = (self.tensors.get(f"{own}.{suffix}") for suffix in STORED)
         inside = next((part.name for part in parts if part and part.name), None)  # configs use names of the whole
-        return self.quantization.scheme(inside.rpartition(".")[0] if inside else module, kind)
+        return self.quantization.scheme(inside.rpartition(".")[0] if inside else own, kind)
 
     def _parts(self, name: str, stored: str, shape: tuple[int, ...], kind: str) -> dict[str, Part]:
         """Return the tensors that represent an expected one."""

@@ -27,6 +27,7 @@ from models.formats.floats import has_kernels
 from models.formats.grouped import GroupedLinear, GroupedRows, GroupedWeight
 from models.quantized import mlx, quantization
 from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Grid, Source
+from tests.models.copies import changed as golden_copy
 from tools.golden import quantized as recipes
 from tools.golden import storage
 
@@ -318,6 +319,34 @@ def test_faults(tmp_path, fault):
         name = f"{Q_PROJ}.{suffix}"
         made[name] = change(tensors.get(name)) if change else None
     refused(copied(tmp_path, variant, **made), message)
+
+
+@pytest.mark.parametrize(
+    ("variant", "module", "targets"),
+    [
+        ("llama/tied", "model.embed_tokens", ["Embedding"]),
+        ("llama/tied", "model.embed_tokens", ["re:.*embed_tokens"]),
+        ("opt/base_prefix", "decoder.layers.1.fc1", ["decoder.layers.1.fc1"]),
+    ],
+)
+def test_names_are_those_of_the_file(variant, module, targets, tmp_path):
+    """A tied head is stored as the embedding is, and a file of a base model has shorter names."""
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    groups = {
+        "one": {"targets": targets, "weights": weights, "format": "int-quantized"},
+        "others": {"targets": ["Linear"], "weights": weights | {"num_bits": 4}, "format": "pack-quantized"},
+    }
+    config = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
+    weight = load_file(GOLDEN.parent / variant / "model.safetensors")[f"{module}.weight"].float()
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scale).round()
+    coded = {f"{module}.weight": codes.to(torch.int8), f"{module}.weight_scale": scale}
+    one = golden_copy(tmp_path / "one", variant, {"quantization_config": config}, lambda x: x | coded)
+    other = golden_copy(tmp_path / "other", variant, {}, lambda x: x | {f"{module}.weight": codes * scale})
+    found, want = (
+        Engine.load(folder, dtype="float32", kv_memory="4M", threads=1).logits([5, 9, 7]) for folder in (one, other)
+    )
+    assert (found - want).norm() < 1e-5 * want.norm()
 
 
 def test_groups_that_no_kernel_reads_are_no_damage(tmp_path):
