@@ -205,20 +205,18 @@ class Checkpoint:
                 one, other = other, one  # some checkpoints keep the head and drop the embedding
             if not held(one):
                 stored[one] = stored[other]
-        wanted: dict[str, Part] = {}
-        for name in expected:
-            wanted |= parts(name)
-        missing = [name for name, part in wanted.items() if name not in self.tensors and not part.optional]
-        known |= wanted.keys()
+        wanted = [part for name in expected for part in parts(name).items()]  # twice, if a head is tied
+        missing = dict.fromkeys(name for name, part in wanted if name not in self.tensors and not part.optional)
+        known |= dict(wanted).keys()
         extra = [n for n in self.tensors if n not in known and not any(p.fullmatch(n) for p in ignore)]
         if self.quantization is not None:
             extra = [name for name in extra if not CACHE_SCALES.fullmatch(name)]
         if self.packing:
             extra = [name for name in extra if not name.startswith(PREFIXES)]
-        faults = [f"missing {show(name)}{_nearest(name, extra)}" for name in missing[:10]]
+        faults = [f"missing {show(name)}{_nearest(name, extra)}" for name in [*missing][:10]]
         faults += [f"unknown {show(name)} in {show(self.tensors[name].file.name)}" for name in extra[:10]]
-        wrong = [name for name, part in wanted.items() if name in self.tensors and not self.tensors[name].fits(part)]
-        faults += [self._wrong(name, wanted[name]) for name in wrong[:10]]
+        wrong = {name: part for name, part in wanted if name in self.tensors and not self.tensors[name].fits(part)}
+        faults += [self._wrong(name, part) for name, part in [*wrong.items()][:10]]
         if faults:
             raise self._misfit(faults[:10], len(missing) + len(extra) + len(wrong))
         return {name: other for name, other in stored.items() if other != name}

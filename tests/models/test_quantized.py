@@ -349,6 +349,17 @@ def test_names_are_those_of_the_file(variant, module, targets, tmp_path):
     assert (found - want).norm() < 1e-5 * want.norm()
 
 
+def test_codes_are_not_read_as_floats_where_a_head_is_tied(tmp_path):
+    """This method has no embeddings, so the head's form says nothing about them."""
+
+    def coded(tensors):
+        codes = tensors["model.embed_tokens.weight"].to(torch.float8_e4m3fn)
+        return tensors | {"model.embed_tokens.weight": codes, "model.embed_tokens.weight_scale_inv": torch.ones(1, 1)}
+
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    refused(golden_copy(tmp_path, "llama/tied", config, coded), r"embed_tokens\.weight .*of floats, got .*float8_e4")
+
+
 def test_groups_that_no_kernel_reads_are_no_damage(tmp_path):
     stored = load_file(GOLDEN / "pack4_group" / "model.safetensors")
     scales = {name: x.repeat_interleave(4, 1) for name, x in stored.items() if name.endswith(".weight_scale")}
