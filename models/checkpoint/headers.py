@@ -26,7 +26,7 @@ from models.checkpoint.listing import CONFIG_BYTES, WEIGHTS, adapter_alone, adap
 from models.checkpoint.mlx import from_mlx, has_forms
 from models.checkpoint.model_types import with_architecture
 from models.checkpoint.quantized_configs import with_quantization
-from models.checkpoint.spellings import spelled_alike
+from models.checkpoint.spellings import spelled_alike, usual_name
 from models.checkpoint.tensor_files import (
     FETCH_AGAIN,
     FLOATS,
@@ -443,23 +443,31 @@ def _open_folder(folder: Path) -> Checkpoint:
     quantized = quantization(Fields(config, show(folder / "config.json")))
     if settings and (quantized is None or isinstance(quantized, HQQ)):
         quantized = settings
-    if isinstance(quantized, TorchAO):
-        quantized = _with_types(quantized, tensors)
     if isinstance(quantized, MLX) or (quantized is None and has_forms(config, tensors)):
         config, tensors = from_mlx(config, tensors)
     elif quantized is None:
         tensors = widened(tensors)
     tensors = spelled_alike(tensors)
+    if isinstance(quantized, TorchAO):
+        quantized = _with_types(quantized, tensors)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
     return Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, adapter_base(folder))
 
 
 def _with_types(quantized: TorchAO, tensors: Mapping[str, TensorInfo]) -> TorchAO:
-    """Return the config with the types of tensors that the metadata of the files describe."""
+    """Return the config with the types of tensors that the metadata of the files describe, by the files' names.
+
+    transformers writes its modules' names into the metadata, and may give the tensors other names.
+    """
     files, metadata = sorted({info.file for info in tensors.values()}), dict[str, str]()
     for file in files:
         metadata |= read_metadata(file)
-    return quantized.with_types(metadata, show(files[0]))
+    found = quantized.with_types(metadata, show(files[0]))
+    names = text_names(f"{module}.weight" for module in found.schemes)
+    usual = {usual_name(own): found.schemes[name.removesuffix(".weight")] for own, name in names.items()}
+    stored = {(info.name or name).rpartition(".")[0]: name.rpartition(".")[0] for name, info in tensors.items()}
+    more = {module: usual[f"{own}.weight"] for module, own in stored.items() if f"{own}.weight" in usual}
+    return replace(found, schemes={**more, **found.schemes})
 
 
 def _text_tensors(tensors: dict[str, TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:

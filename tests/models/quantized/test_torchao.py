@@ -22,6 +22,8 @@ from models.formats.floats import has_kernels
 from models.formats.grouped import GroupedLinear
 from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Source
 from models.quantized.torchao import TorchAO
+from tests.models.copies import changed
+from tools.golden import storage
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "quantized" / "torchao"
 Q_PROJ, GATE, DOWN = (f"model.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"))
@@ -220,3 +222,32 @@ def test_the_text_model_of_several_modalities(tmp_path):
             for of in map(Checkpoint.open, (folder, GOLDEN))
         )
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("variant", "stored", "named"),
+    [
+        ("wrapped/gemma3", "language_model.model.layers.0", "model.language_model.layers.0"),
+        ("wrapped/mistral3", "language_model.model.layers.0", "model.language_model.layers.0"),
+        ("experts/mixtral", "model.layers.0", "model.layers.0"),
+    ],
+)
+def test_metadata_may_have_other_names_than_the_file(variant, stored, named, tmp_path):
+    """As in files of transformers 5, whose modules of multimodal models have other names than their tensors."""
+    module, method = "self_attn.q_proj", storage.torchao("Int8Tensor")
+
+    def logits(folder, tensors, metadata, config):
+        copy = changed(folder, variant, config)
+        whole = load_file(copy / "model.safetensors")
+        weight = whole.pop(f"{stored}.{module}.weight").float()
+        entry = {f"{named}.{module}.weight": json.dumps(method.told(weight))}
+        metadata |= {"tensor_names": json.dumps([*entry])} | entry if metadata else {}
+        made = {f"{stored}.{module}.{suffix}": x for suffix, x in tensors(method.store(weight)).items()}
+        (copy / "model.safetensors").unlink()
+        save_file(whole | made, copy / "model.safetensors", metadata)
+        return Engine.load(copy, dtype="float32", kv_memory="4M", threads=1).logits([5, 9, 7])
+
+    config = {"quantization_config": {"quant_method": "torchao", "quant_type": {"default": {}}}}
+    found = logits(tmp_path / "coded", dict, {"format": "pt"}, config)
+    want = logits(tmp_path / "floats", lambda parts: {"weight": method.restore(parts)}, {}, {})
+    assert (found - want).norm() < 1e-5 * want.norm()
