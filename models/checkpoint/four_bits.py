@@ -10,8 +10,8 @@ as in `bitsandbytes.functional.dequantize_4bit`.
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class FourBits(TensorInfo):
         parts: the tensors of codes ("") and of `PARTS`.
         block, nested: elements that share a magnitude; magnitudes that share a nested one, 0 if they are floats.
         offset: added to 8-bit magnitudes.
+        turned: the matrix is stored [outputs, inputs], and the model reads it the other way round.
     """
 
     own: str = ""
@@ -43,6 +44,7 @@ class FourBits(TensorInfo):
     block: int = 64
     nested: int = 0
     offset: float = 0.0
+    turned: bool = False
 
     def read(self) -> Tensor:
         """Return the matrix. Raises CheckpointError if magnitudes are not finite or the file changed."""
@@ -61,7 +63,7 @@ class FourBits(TensorInfo):
             found = numbers[torch.stack((octets >> 4, octets & 15), -1).flatten().int()][: len(whole) - first]
             scales = largest[first // self.block : (first + step) // self.block].float()
             whole[first : first + step] = found * scales.repeat_interleave(self.block)[: len(found)]
-        return whole.view(self.shape)
+        return whole.view(self.shape[::-1]).T.contiguous() if self.turned else whole.view(self.shape)
 
     def _part(self, suffix: str, last: LastFile) -> Tensor:
         info, name = self.parts[suffix], f"{self.own}.{suffix}".removesuffix(".")
@@ -91,6 +93,13 @@ def with_four_bits(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
                 if part != own:
                     found.pop(part, None)
     return found
+
+
+def turn(tensors: dict[str, TensorInfo], names: Iterable[str]) -> None:
+    """Turn matrices of four bits around that belong to layers of the class Conv1D, which transformers makes Linear."""
+    for name in names:
+        if isinstance(info := tensors.get(name), FourBits) and not info.turned:
+            tensors[name] = replace(info, shape=info.shape[::-1], turned=True)
 
 
 def _matrix(own: str, state: Fields, parts: Mapping[str, TensorInfo]) -> FourBits:

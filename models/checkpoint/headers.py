@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.linear import Packed
 from models.checkpoint.fields import Fields
-from models.checkpoint.four_bits import FourBits, with_four_bits
+from models.checkpoint.four_bits import FourBits, turn, with_four_bits
 from models.checkpoint.hqq import Across, with_hqq
 from models.checkpoint.joined import InParts, with_joined
 from models.checkpoint.listing import CONFIG_BYTES, WEIGHTS, adapter_alone, adapter_base, listed_tensors, read_json
@@ -200,6 +200,7 @@ class Checkpoint:
             return any(part in self.tensors for part in parts(name))
 
         known = set(stored.values())
+        turn(self.tensors, [stored.get(name, name) for name, kind in (kinds or {}).items() if kind == TRANSPOSED])
         for one, other in (tied or {}).items():
             if held(one) and not held(other):
                 one, other = other, one  # some checkpoints keep the head and drop the embedding

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import Form, Part, Source, Uniform, unsupported
+from models.quantized.parts import LINEAR, TRANSPOSED, Form, Part, Source, Uniform, unsupported
 
 NAME = "bitsandbytes"
 STEP = 7.874015718698502e-3  # 1 / 127 as in `int8_vectorwise_dequant`
@@ -56,4 +56,4 @@ def parse(fields: Fields) -> Uniform | None:
     four, eight = (fields.bool(name, default=False) for name in ("load_in_4bit", "load_in_8bit"))
     if four == eight:
         raise unsupported(fields, "bitsandbytes with neither or both of load_in_4bit and load_in_8bit")
-    return Uniform(ScaledRows()) if eight else None
+    return Uniform(ScaledRows(), (LINEAR, TRANSPOSED)) if eight else None

@@ -170,13 +170,15 @@ class Quantization(Protocol):
 
 @dataclass(frozen=True)
 class Uniform:
-    """A config with one scheme. The file itself shows which layers stay floats (`modules_to_not_convert`)."""
+    """A config with one scheme for layers of some classes. The file itself shows which layers stay floats
+    (`modules_to_not_convert`)."""
 
     common: Scheme
+    kinds: tuple[str, ...] = (LINEAR,)
 
     def scheme(self, module: str, kind: str) -> Scheme | None:
         """See `Quantization`."""
-        return self.common if kind == LINEAR else None
+        return self.common if kind in self.kinds else None
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,30 @@ def test_values_are_those_of_the_definition(shape, how, tmp_path, monkeypatch):
     assert torch.equal(checkpoint.read(["m.weight"])["m.weight"], expected)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("part", ["attn.c_proj", "mlp.c_fc"])  # one that is square, and one that is not
+def test_layers_of_gpt2_are_stored_as_linear_ones(part, bits, tmp_path):
+    """transformers turns the weights of Conv1D around before bitsandbytes quantises them."""
+    variant, name = GOLDEN / "gpt2/plain", f"transformer.h.1.{part}.weight"
+    floats = load_file(variant / "model.safetensors")
+    shape = tuple(floats.pop(name).T.shape)
+    draw = torch.Generator().manual_seed(1)
+    largest = torch.rand(shape[0], generator=draw)
+    if bits == 4:
+        parts, matrix = quantised(shape)
+    else:
+        codes = torch.randint(-127, 128, shape, generator=draw, dtype=torch.int8)
+        parts, matrix = {"": codes}, codes * largest[:, None] / 127
+    coded = floats | {name + end: x for end, x in parts.items()}
+    coded |= {name.replace("weight", "SCB"): largest} if bits == 8 else {}
+    folder = folder_of(tmp_path / "coded", variant, coded, {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True})
+    plain = folder_of(tmp_path / "plain", variant, floats | {name: matrix.float().T}, None)
+    found, want = (
+        Engine.load(each, dtype="float32", kv_memory="4M", threads=1).logits([5, 9, 7]) for each in (folder, plain)
+    )
+    assert (found - want).norm() < 1e-5 * want.norm()
+
+
 def test_codes_may_be_stored_as_the_bytes_of_floats(tmp_path):
     """`bnb_4bit_quant_storage`."""
     codes = quantised((32, 32))[0][""].flatten().view(torch.bfloat16)
