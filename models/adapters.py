@@ -35,6 +35,7 @@ KEY = re.compile(
 )
 WHOLE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.weight")
 HALVES = (torch.bfloat16, torch.float16)
+REPLACED = "it is replaced, which is supported for the embedding and the head only"
 MERGE = "Merge it into its base (PEFT: merge_and_unload, then save_pretrained), and load the result."
 REFUSED = {  # unsupported options of peft's configurations -> their names in messages
     "use_dora": "DoRA",
@@ -158,7 +159,7 @@ class Adapter:
             if (name := named(module)) is None:
                 continue
             if name not in ends:
-                faults.append(f"{show(module)}: it is replaced, which is supported for the embedding and the head only")
+                faults.append(f"{show(module)}: {REPLACED}")
                 continue
             wanted = ends[name] if name == HEAD else ends[name][::-1]
             if (got := self.file.tensors[tensor].shape) != wanted:
@@ -326,6 +327,9 @@ def _modules(
         if (key := KEY.fullmatch(name) or WHOLE.fullmatch(name)) is None or (key.re is WHOLE and ".lora_" in name):
             what = f"the adapter's tensor {show(name)} is no factor of LoRA of a linear layer, which is not supported"
             raise CheckpointError(what, where=show(folder / WEIGHTS), remedy=MERGE)
+        if key.re is WHOLE and len(info.shape) != 2:
+            what = f"{show(key['module'])}: {REPLACED}"
+            raise CheckpointError(what, where=show(folder / WEIGHTS), remedy=MERGE)
         if len(info.shape) != 2 or info.dtype not in FLOATS.values():
             raise error(f"{show(name)}: expected a matrix of floats, got {show(list(info.shape))} of {info.dtype}")
         if key.re is WHOLE:
@@ -336,7 +340,7 @@ def _modules(
         if place.setdefault(key["factor"] or key["table"], name) != name:
             raise error(f"{show(name)}: there are two such factors of its module")
     for name in fields.config.get("modules_to_save") or ():
-        if not any(f".{module}.".endswith(f".{name}.") for module in whole):
+        if not any(f".{name}." in f".{module}." for module in whole):
             raise error(f"modules_to_save names {show(str(name))}, of which the file has no weight")
     ranks, alphas = _patterns(fields, "rank_pattern"), _patterns(fields, "alpha_pattern")
     rank, alpha = fields.int("r", default=8), fields.float("lora_alpha", default=8.0)

@@ -204,6 +204,17 @@ def test_other_kinds_are_refused_by_name(changes: dict[str, Any], says: str, tmp
         Adapter.open(copied(tmp_path, **changes))
 
 
+@pytest.mark.parametrize(("saved", "shape"), [("norm", [32]), ("layers.0.mlp.up_proj", [48, 32])])
+def test_other_replaced_modules_are_refused_by_name(saved: str, shape: list[int], tmp_path: Path):
+    """`modules_to_save` may name a parent of theirs."""
+    folder = copied(tmp_path, modules_to_save=[saved.removesuffix(".up_proj")])
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file) | {f"{MODEL}{saved}.weight": torch.ones(shape)}, file)
+    with pytest.raises(CheckpointError, match=f"model.{saved}: it is replaced, which is supported for") as refused:
+        Engine.load(GOLDEN / "llama" / "gqa", adapters=[folder], **OPTIONS)
+    assert "merge_and_unload" in refused.value.remedy
+
+
 @pytest.mark.parametrize("bias", ["lora_only", "all"])
 def test_biases_are_refused_where_there_are_any(bias: str, tmp_path: Path):
     folder = copied(tmp_path, bias=bias)
