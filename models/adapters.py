@@ -53,7 +53,7 @@ REFUSED = {  # unsupported options of peft's configurations -> their names in me
     "monteclora_config": "MonteCLoRA",
     "kasa_config": "KaSA",
 }
-PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # initialisations that do not change the base
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")  # initialisations that keep the base
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,12 @@ def test_other_kinds_are_refused_by_name(changes: dict[str, Any], says: str, tmp
         Adapter.open(copied(tmp_path, **changes))
 
 
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "mica", "orthogonal"])
+def test_factors_may_start_from_anything_that_keeps_the_base(start: bool | str | None, tmp_path: Path):
+    plain = Adapter.open(copied(tmp_path / "plain"))
+    assert Adapter.open(copied(tmp_path / "other", init_lora_weights=start)).modules == plain.modules
+
+
 @pytest.mark.parametrize(("saved", "shape"), [("norm", [32]), ("layers.0.mlp.up_proj", [48, 32])])
 def test_other_replaced_modules_are_refused_by_name(saved: str, shape: list[int], tmp_path: Path):
     """`modules_to_save` may name a parent of theirs."""
