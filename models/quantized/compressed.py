@@ -186,7 +186,9 @@ def _scheme(group: Fields, fields: Fields) -> Scheme | None:
     if not any(group.sub(name) for name in ("weights", "input_activations", "output_activations")):
         return None
     layout, weights = group.str("format", None) or fields.str("format", ""), group.sub("weights")
-    if layout not in FORMATS or weights is None:
+    if weights is None:
+        raise unsupported(fields, f"compressed-tensors that rounds activations of {p.names(group, 'targets')} alone")
+    if layout not in FORMATS:
         raise unsupported(fields, f"compressed-tensors in the format {layout!r} (read: {', '.join(FORMATS)})")
     kind, bits = weights.str("type", "int"), weights.int("num_bits", 8)
     zeros = not weights.bool("symmetric", default=True)

@@ -408,6 +408,11 @@ UNREAD = {
     "marlin-24": {"quant_method": "compressed-tensors", "format": "marlin-24"} | pack(),
     "sparse-24-bitmask": {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
     "transform_config": {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}},
+    "rounds activations of ['re:.*self_attn$'] alone": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"g": {"targets": ["re:.*self_attn$"], "input_activations": {"num_bits": 8, "type": "float"}}},
+    },
     "9 bits": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(num_bits=9),
     "float": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(type="float"),
     "tensor_group": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(strategy="tensor_group"),
