@@ -1,5 +1,6 @@
 """Maps the tensor names of a checkpoint to one spelling, that of `models.names.Names`."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -36,13 +37,13 @@ _USUAL = {  # in this order
 }
 
 
-_HEADS = {"decoder.weight": "lm_head.weight", "decoder.bias": "lm_head.bias"}  # ModernBERT; other decoders have parts
-_HEADS |= {f"output.{part}": f"lm_head.{part}" for part in ("weight", "scales", "biases")}  # InternLM2
+_HEAD = re.compile(r"(?:decoder|output)\.(\w+)")  # ModernBERT, InternLM2; other decoders have parts
 
 
 def usual_name(name: str) -> str:
     """Return the one spelling of a name."""
-    name = _HEADS.get(name, name)
+    if head := _HEAD.fullmatch(name):
+        return f"lm_head.{head[1]}"
     for other, usual in _USUAL.items():
         name = name.replace(other, usual)
     return name

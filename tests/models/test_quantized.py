@@ -327,6 +327,8 @@ def test_faults(tmp_path, fault):
         ("llama/tied", "model.embed_tokens", ["Embedding"]),
         ("llama/tied", "model.embed_tokens", ["re:.*embed_tokens"]),
         ("opt/base_prefix", "decoder.layers.1.fc1", ["decoder.layers.1.fc1"]),
+        ("published/internlm2", "output", ["output"]),
+        ("modernbert/biases", "decoder", ["re:decoder"]),
     ],
 )
 def test_names_are_those_of_the_file(variant, module, targets, tmp_path):
