@@ -179,11 +179,15 @@ def gather(
 
 
 def cache_file(model: str, depth: int, branching: int, eos: frozenset[int]) -> Path | None:
-    """Return the file of a prior that a search gathered, in the user's cache folder; None without a model key."""
+    """Return the file of a prior that a search gathered, in the user's cache folder; None without a model key, or for a
+    user without a home."""
     if not model:
         return None
     ends = "eos" + ".".join(map(str, sorted(eos))) if eos else "endless"
-    return cpp.cache_folder() / "ults" / f"{model}-depth{depth}-branching{branching}-{ends}.safetensors"
+    try:
+        return cpp.cache_folder() / "ults" / f"{model}-depth{depth}-branching{branching}-{ends}.safetensors"
+    except RuntimeError:  # Path.home
+        return None
 
 
 def own_vectors(task: Task, children: int, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Vectors, str]]:

@@ -5,6 +5,7 @@ import math
 import random
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -551,6 +552,16 @@ def test_without_a_cache_folder_it_works_all_the_same(engine, tmp_path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     first, second = (engine.generate([PROMPT], ULTS(k_max=3), max_new_tokens=5)[0] for _ in range(2))
     assert first.stats["prior"] == second.stats["prior"] == "gathered" and first.outputs == second.outputs
+
+
+def test_a_user_without_a_home_keeps_the_prior_in_memory(engine, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    first, second = (engine.generate([PROMPT], ULTS(k_max=3), max_new_tokens=6)[0] for _ in range(2))
+    assert (first.stats["prior"], second.stats["prior"]) == ("gathered", "cached") and first.outputs == second.outputs
 
 
 def test_the_first_of_two_tokens_needs_no_prior(engine):
