@@ -101,7 +101,8 @@ class Sink:
         with open(self.name, "rb") as old:
             for number, line in enumerate(old, 1):
                 head = b'{"id": '
-                if not line.endswith(b"\n") and (line.startswith(head) or head.startswith(line)):
+                # After a loss of power the end of a file may be zeros.
+                if not line.endswith(b"\n") and (line.startswith(head) or head.startswith(line.rstrip(b"\0"))):
                     break
                 try:
                     record = json.loads(line)
