@@ -27,7 +27,7 @@ from engine.load.loading import (
 from engine.load.options import FORMATS_SHOWN, LoadOptions, bytes_of
 from engine.load.pools import MAX_TOKENS, in_context, least_stores, shares_of, total_memory, with_beams
 from engine.load.repacking import bytes_to_pack
-from engine.load.sizes import Workload, memory_of_process, size_text
+from engine.load.sizes import Workload, cgroup_limits, memory_of_process, size_text
 from engine.rules.grammars import KEPT_BYTES
 from engine.text.tokenizer import FILES
 from engine.text.tokenizer_files import read_file
@@ -305,33 +305,6 @@ def memory_bytes(options: LoadOptions, threads: int) -> int:
     together = min(total_memory(), *cgroup_limits(), sys.maxsize) // options.place.local
     limits = [together, *_address_space(options, threads)]
     return min(limits) * 31 // 32  # the system keeps page tables and the like for a process
-
-
-def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
-    """The memory limits of the control groups that this process is in, versions 1 and 2.
-
-    Args:
-        root: the root of the file system.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
-    except (OSError, ValueError):
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        file = "memory.limit_in_bytes" if controllers else "memory.max"
-        inside = Path(path.lstrip("/"))
-        for group in (inside, *inside.parents):  # in a container the path may be that of the host: the root counts
-            try:
-                text = (base / group / file).read_text("ascii").strip()
-            except (OSError, ValueError):
-                continue
-            if re.fullmatch(r"\d{1,18}", text) and int(text):  # "max", and 2 ** 63 of version 1, are none
-                yield int(text)
 
 
 def _address_space(options: LoadOptions, threads: int) -> Iterator[int]:

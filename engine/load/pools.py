@@ -3,9 +3,12 @@
 import errno
 import math
 import os
+import re
+import resource
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from engine.contract import Search
 from engine.contract.checks import slots_of
 from engine.errors import KVMemoryError, UsageError
 from engine.load.distributed import least
-from engine.load.sizes import size_text
+from engine.load.sizes import cgroup_limits, memory_of_process, size_text
 from models.shape import ModelShape
 from models.shard import Shard
 
@@ -136,9 +139,29 @@ def total_memory() -> int:
     return _pages("SC_PHYS_PAGES") or 8 << 30
 
 
-def free_memory() -> int:
-    """Bytes of free memory; half of all memory if the system does not report it, as on macOS."""
-    return _pages("SC_AVPHYS_PAGES") or total_memory() // 2
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process can still take; half of all memory if the system does not report it, as on macOS.
+
+    Copies of files that the system would give up are free. The limits of control groups and of the address space count.
+
+    Args:
+        root: the root of the file system.
+    """
+    space, resident = memory_of_process()
+    free = [_available(root) or _pages("SC_AVPHYS_PAGES") or total_memory() // 2]
+    free += [limit - resident for limit in cgroup_limits(root)]
+    if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        free.append(limit - space)
+    return max(0, min(free))
+
+
+def _available(root: Path) -> int:
+    """Bytes that Linux can give to programs without swapping; 0 if it does not say."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d{1,15}) kB$", (root / "proc/meminfo").read_text("ascii"), re.MULTILINE)
+    except (OSError, ValueError):
+        return 0
+    return int(found[1]) * 1024 if found else 0
 
 
 def _pages(name: str) -> int:

@@ -1,10 +1,10 @@
-"""Memory sizes as text, the memory that this process takes, and the work that memory must hold."""
+"""Memory sizes as text, the memory that this process takes and may take, and the work that memory must hold."""
 
 from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +38,33 @@ def memory_of_process() -> tuple[int, int]:
         return int(space) * resource.getpagesize(), int(resident) * resource.getpagesize()
     except (OSError, ValueError):
         return 0, 0
+
+
+def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
+    """The memory limits of the control groups that this process is in, versions 1 and 2.
+
+    Args:
+        root: the root of the file system.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        inside = Path(path.lstrip("/"))
+        for group in (inside, *inside.parents):  # in a container the path may be that of the host: the root counts
+            try:
+                text = (base / group / file).read_text("ascii").strip()
+            except (OSError, ValueError):
+                continue
+            if re.fullmatch(r"\d{1,18}", text) and int(text):  # "max", and 2 ** 63 of version 1, are none
+                yield int(text)
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,13 @@ from engine.load.budget import (
     MemoryPlan,
     _tokenizer,
     allow,
-    cgroup_limits,
     memory_bytes,
     plan,
     resident,
 )
 from engine.load.options import FORMATS_SHOWN, LoadOptions
 from engine.load.pools import check_memory
-from engine.load.sizes import Workload
+from engine.load.sizes import Workload, cgroup_limits
 from kernels.linear import PackedParts
 from kernels.linear.blocks import BLOCKS
 from models import FAMILIES, load_model
@@ -147,7 +146,7 @@ import sys
 from pathlib import Path
 from engine import Engine, LoadOptions
 from engine.load.budget import peak, plan
-from engine.load.sizes import Workload
+from engine.load.sizes import Workload, cgroup_limits
 from search import Trie
 folder, spare, quant = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 work = Workload(Trie(beams=8), 400, 24)

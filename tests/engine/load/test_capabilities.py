@@ -2,8 +2,10 @@
 
 import io
 import os
+import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,9 +185,26 @@ def test_the_banner_names_a_format_once(device, missing, monkeypatch):
     assert tuple("int" in paths and paths.rpartition(", ")[2] for paths in (here, absent)) == expected
 
 
-def test_memory_is_known_without_linux(monkeypatch):
+def test_free_memory_is_what_the_process_can_take(tmp_path, monkeypatch):
+    """Copies of files fill most of a small machine's memory, and a container has less than its machine."""
+    free, mib = tmp_path / "proc/meminfo", 1 << 20
+    free.parent.mkdir()
+    free.write_text("MemTotal:  1900000 kB\nMemFree:  60000 kB\nMemAvailable:  1500000 kB\n")
+    assert free_memory(tmp_path) == 1500000 * 1024
+    monkeypatch.setattr("engine.load.pools.memory_of_process", lambda: (900 * mib, 150 * mib))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1700 * mib, resource.RLIM_INFINITY))
+    assert free_memory(tmp_path) == 800 * mib
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    for limit, left in (512 * mib, 362 * mib), (100 * mib, 0):
+        (tmp_path / "sys/fs/cgroup/memory.max").write_text(str(limit))
+        assert free_memory(tmp_path) == left
+
+
+def test_memory_is_known_without_linux(tmp_path, monkeypatch):
     """macOS has no SC_AVPHYS_PAGES, other systems neither of them."""
-    real, whole = os.sysconf, total_memory()
+    real, whole, free = os.sysconf, total_memory(), partial(free_memory, tmp_path)
     assert 0 < free_memory() <= whole
 
     def macos(name: str) -> int:
@@ -194,9 +213,9 @@ def test_memory_is_known_without_linux(monkeypatch):
         return real(name)
 
     monkeypatch.setattr(os, "sysconf", macos)
-    assert (total_memory(), free_memory()) == (whole, whole // 2)
+    assert (total_memory(), free()) == (whole, whole // 2)
     assert Engine.load(demo_folder(), threads=1).pool.pages > 0
     monkeypatch.setattr(os, "sysconf", lambda _: -1)
-    assert (total_memory(), free_memory()) == (8 * GIB, 4 * GIB)
+    assert (total_memory(), free()) == (8 * GIB, 4 * GIB)
     monkeypatch.delattr(os, "sysconf")
-    assert (total_memory(), free_memory()) == (8 * GIB, 4 * GIB)
+    assert (total_memory(), free()) == (8 * GIB, 4 * GIB)
