@@ -52,6 +52,7 @@ class BeamSample(Sampling):
             joint = reader.p_beam(rows, beams.live)
             numbers = uniforms(self.seed, 0, tree.position(beams.live[0].node) + 1)
             beams.advance(joint, joint.draw(min(self.beams, max(self.beams, wanted) - beams.ended), numbers))
+            del joint  # it may have whole rows, and the next pass makes others
             if beams.ended >= wanted:
                 beams.live = []
             yield beams.report()

@@ -219,7 +219,9 @@ class Reader:
             score_C = (logp_WV + offset_W1).view(1, -1)
             probs = warp(score_C if self.normalised else score_C - score_C.max())[0].exp_()
             probs /= probs.sum(dtype=torch.float64)
-        probs, flat = torch.stack([probs, logp_WV.view(-1).to(probs.dtype)]).cpu()  # one transfer
+        flat = logp_WV.view(-1).to(probs.dtype)
+        if not probs.is_cpu:
+            probs, flat = torch.stack([probs, flat]).cpu()  # one transfer
         if len(probs) <= MAX_LISTED_CELLS or (warped and int((probs > 0).sum()) <= MAX_LISTED_CELLS):
             places = probs.nonzero().view(-1)
             masses = probs[places].tolist()
