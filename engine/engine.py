@@ -53,7 +53,7 @@ from engine.step.phases import PhaseObserver
 from engine.step.prefix_files import load_prefix, save_prefix
 from engine.text.tokenizer import Tokenizer
 from models.shard import Shard
-from models.trim import release_libraries, trim_memory
+from models.trim import release_libraries, return_large_blocks, trim_memory
 
 
 class Engine:
@@ -97,6 +97,8 @@ class Engine:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         release_libraries()
+        if options.memory is not None:
+            return_large_blocks()
         kv_memory, experts, limit = (options.kv_bytes, None, None) if options.memory is None else allow(options)
         models = load_models(options, kv_memory, experts)
         for model in models.values():

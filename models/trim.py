@@ -13,7 +13,8 @@ _LIBRARIES = re.compile(
 )
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
-_M_ARENA_MAX = -8  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
+LARGE = 8 << 20  # bytes of a block that has pages of its own
 _MADVISE = getattr(ctypes.CDLL(None), "madvise", None)
 
 
@@ -31,6 +32,18 @@ def share_heap() -> None:
     """
     if _MALLOPT is not None:
         _MALLOPT(_M_ARENA_MAX, 1)
+
+
+def return_large_blocks() -> None:
+    """Let blocks of `LARGE` bytes or more have pages of their own, which return to the system when they are freed
+    (glibc).
+
+    By default that size grows with the blocks that are freed, to 32 MiB. Smaller blocks then leave holes in the heap:
+    log-probabilities of lists that grow take the sum of their sizes.
+    """
+    if _MALLOPT is not None:
+        _MALLOPT(_M_MMAP_THRESHOLD, LARGE)
+        _MALLOPT(_M_TRIM_THRESHOLD, 2 * LARGE)  # otherwise the heap would shrink and grow again all the time
 
 
 def release_libraries() -> None:

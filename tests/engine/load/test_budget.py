@@ -2,6 +2,7 @@
 
 import gc
 import json
+import platform
 import re
 import resource
 import subprocess
@@ -146,7 +147,7 @@ import sys
 from pathlib import Path
 from engine import Engine, LoadOptions
 from engine.load.budget import peak, plan
-from engine.load.sizes import Workload, cgroup_limits
+from engine.load.sizes import Workload
 from search import Trie
 folder, spare, quant = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 work = Workload(Trie(beams=8), 400, 24)
@@ -297,6 +298,27 @@ def test_plan_and_workload():
     assert (found.fixed, found.cache(4), found.total(4), found.left(100)) == (30, 30, 60, 60)
     assert Workload(Trie(beams=3), 10, 5).slots == (16, 22) and Workload(Greedy()).beams == 1
     assert resident() > 50 * MB
+
+
+HOLES = """
+import torch
+from engine.load.budget import resident
+from models.trim import return_large_blocks
+return_large_blocks()
+del [torch.ones(7 << 20)][0]
+before, small = resident(), []
+for size in range(3, 7):
+    block = torch.ones(size << 20)
+    small.append(torch.ones(1000))
+    del block
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_large_blocks_leave_no_holes():
+    done = subprocess.run([sys.executable, "-c", HOLES], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4 * MB
 
 
 @needs_cpp
