@@ -35,5 +35,8 @@ class Speculative(Sampling):
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return self.as_dsbd().slots(prompt_tokens, new_tokens)
 
+    def rows(self) -> int:
+        return self.as_dsbd().rows()
+
     def work(self, new_tokens: int) -> tuple[int, int]:
         return self.as_dsbd().work(new_tokens)

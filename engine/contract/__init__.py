@@ -314,9 +314,15 @@ class Search(ABC):
         first number is for one sequence, and the second for as many as the fields `beams` or `num_return_sequences`
         give, which share only the prompt.
         """
+        return prompt_tokens + new_tokens - 1, prompt_tokens + self.rows() * (new_tokens - 1)
+
+    def rows(self) -> int:
+        """The most rows of log-probabilities that a run requests at once; `--memory` leaves room for them.
+
+        By default as many as the fields `beams` or `num_return_sequences` give.
+        """
         widths = [getattr(self, name, 1) for name in ("beams", "num_return_sequences")]
-        width = max([1, *(n for n in widths if type(n) is int)])
-        return prompt_tokens + new_tokens - 1, prompt_tokens + width * (new_tokens - 1)
+        return max([1, *(n for n in widths if type(n) is int)])
 
     def with_all_outputs(self) -> "Search":
         """This search, returning all outputs that it finds anyway, from which outputs with distinct texts are

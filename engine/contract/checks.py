@@ -113,6 +113,15 @@ def slots_of(search: Search, prompt: int, new: int) -> tuple[int, int]:
         return needed[0], needed[1]
 
 
+def rows_of(search: Search) -> int:
+    """The rows that a search requests at once at most, by its method `rows`. Raises SearchError."""
+    with attributed(type(search)):
+        rows = search.rows()
+        if type(rows) is not int or rows < 1:
+            raise ContractError(f"rows: expected an integer >= 1, got {brief(rows)}")
+        return rows
+
+
 # --- while it runs ---
 
 

@@ -270,7 +270,7 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     if c.experts is not None:  # rows of a token by each expert that it chose, and those of the shared one
         row += c.experts.routing.chosen * (c.width + 3 * c.experts.width) + c.width + 3 * c.experts.shared_width
         row += c.experts.count
-    rows = min(TOKENS, workload.parallel * workload.beams)
+    rows = min(TOKENS, workload.rows)
     return TOKENS * row * element + rows * c.vocab_size * (element + 2 * 4)
 
 

@@ -83,8 +83,15 @@ class Workload:
     parallel: int = 1
 
     @property
+    def rows(self) -> int:
+        """Rows of log-probabilities that the searches request in a pass, at most. Raises SearchError."""
+        from engine.contract.checks import rows_of  # here, because it needs torch
+
+        return self.parallel * (rows_of(self.search) if self.search else 1)
+
+    @property
     def beams(self) -> int:
-        """Number of rows that a search requests."""
+        """Beams of a search; 1 if it has none."""
         beams = getattr(self.search, "beams", 1)
         return beams if type(beams) is int else 1
 

@@ -53,8 +53,8 @@ class BoN(RowSampling):
             yield race.report()
         return (yield from race.end())
 
-    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        return prompt_tokens + new_tokens - 1, prompt_tokens + self.n * (new_tokens - 1)
+    def rows(self) -> int:
+        return self.n
 
 
 @register("sbon")

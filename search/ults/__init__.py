@@ -38,7 +38,7 @@ from search.finished import Candidate, Finished
 from search.options import MAX_PENALTY, MAX_SEED, check_choices, check_integers, check_numbers
 from search.ults.boundary import RULES, Boundary, Family, Samples
 from search.ults.delta import POOL, Delta, fit, path_key
-from search.ults.prior import Vectors, dirichlet, own_vectors
+from search.ults.prior import GATHERED, Vectors, dirichlet, own_vectors
 
 SHOWN_NODES = 8  # open nodes among the candidates of a report
 
@@ -235,6 +235,9 @@ class ULTS(Search):
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         nodes = min(self.k_max * (new_tokens - 1) if self.k_max else 1 << 40, self.budget or 1 << 40)
         return prompt_tokens + new_tokens - 1, prompt_tokens + nodes
+
+    def rows(self) -> int:
+        return max(self.batch, GATHERED if self.prior == "auto" else 1)
 
     def work(self, new_tokens: int) -> tuple[int, int]:
         nodes = self.slots(1, new_tokens)[1] - 1

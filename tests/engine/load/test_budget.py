@@ -42,7 +42,8 @@ from models.formats.floats import has_kernels
 from models.formats.linear import FORMATS
 from models.shard import Shard
 from models.trim import trim_memory
-from search import Greedy, Trie
+from search import DSBD, ULTS, BoN, Greedy, Sample, Trie
+from search.ults.prior import GATHERED
 from tests.marks import needs_cpp
 from tools import random_checkpoint
 from tools.pack import pack
@@ -298,6 +299,24 @@ def test_plan_and_workload():
     assert (found.fixed, found.cache(4), found.total(4), found.left(100)) == (30, 30, 60, 60)
     assert Workload(Trie(beams=3), 10, 5).slots == (16, 22) and Workload(Greedy()).beams == 1
     assert resident() > 50 * MB
+
+
+@pytest.mark.parametrize(
+    ("search", "rows"),
+    [
+        (Greedy(), 1),
+        (Trie(beams=3), 3),
+        (Sample(num_return_sequences=5), 5),
+        (BoN(n=6, num_return_sequences=2), 6),
+        (ULTS(batch=4), GATHERED),  # of the prior
+        (ULTS(batch=4, prior="dirichlet"), 4),
+        (DSBD(width=3, gamma=2, draft_beams=4), 3 + 2 * 4),
+    ],
+)
+def test_rows_that_searches_request(checkpoint, search, rows):
+    assert Workload(search, 1, 8, parallel=3).rows == 3 * rows
+    one, some = (plan(LoadOptions(checkpoint, draft=checkpoint), Workload(each), 0).fixed for each in (None, search))
+    assert some - one == 2 * (rows - 1) * 12000 * (4 + 2 * 4)
 
 
 HOLES = """
