@@ -190,7 +190,7 @@ def delta_weights(weights: Any, dtype: torch.dtype, device: torch.device) -> Non
     """Raises ValueError for sizes and weights of a gated delta net that do not fit together."""
     kind, H, V = weights.kind, weights.kind.value_heads, weights.kind.value_size
     _sizes(kind)
-    shapes = {"taps_KC": (kind.taps, kind.channels), "decay_H": (H,), "bias_H": (H,), "norm_V": (V,)}
+    shapes = {"taps_KC": (kind.taps, kind.channels), "decay_H": (H,), "bias_D": (kind.decays,), "norm_V": (V,)}
     for name, shape in shapes.items():
         expect(name, getattr(weights, name), dtype, shape, device)
 

@@ -137,6 +137,7 @@ class DeltaKind:
         key_heads, value_heads: number of query and key heads; number of value heads, a multiple.
         key_size, value_size: elements of a head.
         taps: of the convolution before it.
+        key_decays: each element of the key has a decay of its own in each head of values; otherwise a head has one.
     """
 
     key_heads: int
@@ -144,6 +145,7 @@ class DeltaKind:
     key_size: int
     value_size: int
     taps: int
+    key_decays: bool = False
 
     @property
     def parts(self) -> tuple[int, int, int]:
@@ -157,14 +159,19 @@ class DeltaKind:
         return sum(self.parts)
 
     @property
+    def decays(self) -> int:
+        """The number of a token's decays."""
+        return self.value_heads * (self.key_size if self.key_decays else 1)
+
+    @property
     def width(self) -> int:
         """Elements of a token that the operator reads: the channels, value gates, strengths and inputs of decays."""
-        return self.channels + self.value_heads * (self.value_size + 2)
+        return self.channels + self.value_heads * (self.value_size + 1) + self.decays
 
     @property
     def row(self) -> int:
         """Elements of a token's row: inputs of the convolution, keys, what it writes to each state, decays."""
-        return self.channels + self.key_heads * self.key_size + self.value_heads * (self.value_size + 1)
+        return self.channels + self.key_heads * self.key_size + self.value_heads * self.value_size + self.decays
 
     @property
     def state(self) -> tuple[int, int, int]:

@@ -262,16 +262,16 @@ int64_t coppice_short_conv(int64_t kind, int64_t kept, int64_t threads, const vo
 
 // --- delta_net ---
 
-// A gated delta net. `order`: the index of each input among the elements of the source register; null: in order;
-// only the stack reads it. Strengths are below `most`.
+// A gated delta net. `order`: the index of each input among the elements of the source register; null: in order; only
+// the stack reads it. Strengths are below `most`, logarithms of decays above `bound`, unless that is 0.
 struct Delta {
     const float* taps_KC;
     const float* decay_H;
-    const float* bias_H;
+    const float* bias_D;
     const float* norm_V;
     const int64_t* order;
-    int64_t key_heads, value_heads, key_size, value_size, taps;
-    float eps, most;
+    int64_t key_heads, value_heads, key_size, value_size, taps, key_decays, sigmoid;
+    float eps, most, bound;
 };
 
 // The input and output of layers with a state in a pass: the tensors of a `DeltaPaths`, whose numbers are in range, and
@@ -287,8 +287,8 @@ struct Paths {
     int64_t reach, row_count, state_count;
 };
 
-// x [tokens, channels + values + 2 * value_heads]; `paths` has the rows and states of one layer. `kept` [tokens, row] and
-// `queries` [tokens, keys] are buffers.
+// x [tokens, channels + values + value_heads + decays]; `paths` has the rows and states of one layer. `kept` [tokens, row]
+// and `queries` [tokens, keys] are buffers.
 void coppice_delta_net(int64_t kind, int64_t threads, const void* x, const Delta* delta, const Paths* paths, float* kept,
                        float* queries, void* out, int64_t tokens);
 

@@ -23,6 +23,13 @@ inline Floats silu(Floats x) {
 
 inline Floats exp_of(Floats x) { return exp2_of(x * LOG2_E); }
 
+inline Floats sigmoid(Floats x) {
+    const Floats e = exp_of(x < 0 ? x : -x);
+    return (x < 0 ? e : all(1.0f)) / (1 + e);
+}
+
+inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
 inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
 // The same of a vector, within 3e-7 of the value: log(1 + e) = 2 artanh(e / (2 + e)), by its series.
@@ -59,18 +66,18 @@ inline void groups(int64_t count, F f) {
 }
 
 // A pass of a layer with G heads of keys [K] and H heads of values [V]. `kept` has a row for each token of the pass:
-// channels, keys, written values, logarithms of decays.
+// channels, keys, written values, logarithms of decays (or decays, of elements of keys).
 struct Recurrence {
     const float* taps_KC;
     float *rows, *states;
     const int64_t *rows_T, *paths_TN, *lengths_T, *bases_T, *folds_T;
     float* kept;
-    int64_t tokens, G, H, K, V, taps, reach;
+    int64_t tokens, G, H, K, V, taps, reach, decays, elements;  // decays of a head, elements of a row
 
     int64_t keys() const { return G * K; }
     int64_t values() const { return H * V; }
     int64_t channels() const { return 2 * keys() + values(); }
-    int64_t row() const { return channels() + keys() + values() + H; }
+    int64_t row() const { return elements; }
     const float* row_of(int64_t at) const { return at < 0 ? kept + (-1 - at) * row() : rows + at * row(); }
 
     // Convolves channels first .. end - 1 of a token; `bias` [channels] may be null.
@@ -126,8 +133,9 @@ struct Recurrence {
         return count;
     }
 
-    // Computes a head of the state after a token; `to` may be `state`.
-    void fold(const float* state, float* to, float since, int64_t count, Above& above) const {
+    // Computes a head of the state after a token, of which a share since(k) of row k remains; `to` may be `state`.
+    template <typename Since>
+    void fold(const float* state, float* to, Since since, int64_t count, Above& above) const {
         for (int64_t j = 0; j < count; j++)
             each(K, [&](int64_t k, auto n) {
                 store(load(above.keys[j] + k, n) * above.since[j], &above.weights[j * K + k], n);
@@ -137,7 +145,7 @@ struct Recurrence {
                 Floats sum[some()][vectors()];
                 for (int m = 0; m < some(); m++)
                     for (int i = 0; i < vectors(); i++)
-                        sum[m][i] = load(state + (k + m) * V + at + i * LANES, n) * since;
+                        sum[m][i] = load(state + (k + m) * V + at + i * LANES, n) * since(k + m);
                 for (int64_t j = 0; j < count; j++)
                     for (int i = 0; i < vectors(); i++) {
                         const Floats u = load(above.written[j] + at + i * LANES, n);
@@ -155,11 +163,13 @@ struct Recurrence {
     }
 };
 
-// The pass of a layer with these weights, a `Delta` or a `Scan`.
+// The pass of a layer with these weights, a `Delta` or a `Scan`, and so many decays of a head.
 template <typename Weights>
-inline Recurrence recurrence(const Weights& w, const Paths& p, float* kept, int64_t tokens) {
+inline Recurrence recurrence(const Weights& w, const Paths& p, float* kept, int64_t tokens, int64_t decays = 1) {
+    const int64_t keys = w.key_heads * w.key_size, values = w.value_heads * w.value_size;
     return {w.taps_KC, p.rows, p.states, p.rows_T, p.paths_TN, p.lengths_T, p.bases_T, p.folds_T,
-            kept, tokens, w.key_heads, w.value_heads, w.key_size, w.value_size, w.taps, p.reach};
+            kept, tokens, w.key_heads, w.value_heads, w.key_size, w.value_size, w.taps, p.reach,
+            decays, 3 * keys + 2 * values + w.value_heads * decays};
 }
 
 }  // namespace

@@ -6,7 +6,8 @@ after another, and then those of the chain, so states and outputs are bit-identi
 passes. Shapes alone determine the number of programs of a level, and none waits for another.
 
 Shape legend: T tokens, N chains, G heads of keys [K], H of values [V], C channels of the convolution, W elements of a
-row, of which the last P = W - C are prepared for the walk: keys, what is written or values, logarithms of decays.
+row, of which the last P = W - C are prepared for the walk: keys, what is written or values, logarithms of decays (or
+decays, of elements of keys).
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
@@ -146,7 +147,7 @@ class Recurrence:
                 paths.chains_N2[begin : begin + count], paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T,
                 self.kept_TP, self.queries_TE, strengths, reads_TE if written_TE is None else written_TE, reads_TE,
                 self.rows_RW, self.states_SHKV, self.kept_TP if rates_KC is None else rates_KC, REACH=kind.reach,
-                ROW=kind.row, DELTA=self.delta, CHANNELS=rates_KC is not None, **sizes,
+                ROW=kind.row, DELTA=self.delta, CHANNELS=rates_KC is not None, BY_KEY=kind.key_decays, **sizes,
                 num_warps=max(1, K2 * columns // WALKED),
             )  # fmt: skip
             begin += count
@@ -236,16 +237,18 @@ def _ancestor(paths_ptr, first, step, count, steps, REACH: tl.constexpr):
 def _taken(
     at, rows_ptr, kept_ptr, queries_ptr, strengths_ptr, g, h, k, v,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr,
-    DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+    DELTA: tl.constexpr, CHANNELS: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
-    """The key, what is written (or the value), the decay (or steps), the query and the strength of a token; of a row,
-    the last two are zeros."""
+    """The key, what is written (or the value), the decay (or steps, or decays of elements of the key), the query and
+    the strength of a token; of a row, the last two are zeros."""
     passed, t = at < 0, -1 - at
     from_ptr = tl.where(passed, kept_ptr + t * (ROW - C), rows_ptr + at * ROW + C)
     key = tl.load(from_ptr + g * K + k, mask=k < K, other=0.0)
     value = tl.load(from_ptr + G * K + h * V + v, mask=v < V, other=0.0)
     if CHANNELS:
         decay = tl.load(from_ptr + G * K + H * V + v, mask=v < V, other=0.0)
+    elif BY_KEY:
+        decay = tl.load(from_ptr + G * K + H * V + h * K + k, mask=k < K, other=0.0)
     else:
         decay = tl.load(from_ptr + G * K + H * V + h)
     query = tl.load(queries_ptr + t * (G * K) + g * K + k, mask=passed & (k < K), other=0.0)
@@ -259,8 +262,9 @@ def _taken(
 def _walk(
     chains_ptr, paths_ptr, lengths_ptr, bases_ptr, folds_ptr, kept_ptr, queries_ptr, strengths_ptr, written_ptr,
     reads_ptr, rows_ptr, states_ptr, rates_ptr,
-    REACH: tl.constexpr, ROW: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr, G: tl.constexpr,
-    H: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+    REACH: tl.constexpr, ROW: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr, BY_KEY: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a head along a chain. What a step needs is read while the step before is computed."""
     n, h = tl.program_id(0), tl.program_id(1)
@@ -276,15 +280,18 @@ def _walk(
         at = _ancestor(paths_ptr, first, 0, count, steps, REACH)
         soon = _ancestor(paths_ptr, first, 1, count, steps, REACH)
         key, value, decay, query, strength = _taken(
-            at, rows_ptr, kept_ptr, queries_ptr, strengths_ptr, g, h, k, v, G, H, K, V, C, ROW, DELTA, CHANNELS
+            at, rows_ptr, kept_ptr, queries_ptr, strengths_ptr, g, h, k, v, G, H, K, V, C, ROW, DELTA, CHANNELS, BY_KEY
         )
         for step in range(steps):
             later = _ancestor(paths_ptr, first, step + 2, count, steps, REACH)
             next_key, next_value, next_decay, next_query, next_strength = _taken(
-                soon, rows_ptr, kept_ptr, queries_ptr, strengths_ptr, g, h, k, v, G, H, K, V, C, ROW, DELTA, CHANNELS
-            )
+                soon, rows_ptr, kept_ptr, queries_ptr, strengths_ptr, g, h, k, v, G, H, K, V, C, ROW, DELTA, CHANNELS,
+                BY_KEY,
+            )  # fmt: skip
             if CHANNELS:
                 state *= tl.exp(decay[None, :] * rates)
+            elif BY_KEY:
+                state *= decay[:, None]
             else:
                 state *= tl.exp(decay)
             if DELTA:  # noqa: SIM102 (the compiler decides this one, the device the next)

@@ -160,6 +160,10 @@ def _part(call: Call, r: Registers) -> None:
     r[call.target] = r[call.source][:, : call.delta.weights.rank].contiguous()
 
 
+def _join(call: Call, r: Registers) -> None:
+    r[call.target] = torch.cat([r[call.target], r[call.source]], 1)
+
+
 def _channel_scan(call: Call, r: Registers) -> None:
     x_TF, (rows_RW, states_SHKV), paths = r[call.source], r.cache.layers[call.table], _paths(r)
     inputs = _single(x_TF), _single(r["convolved"]), _single(r["low"]), _single(r["steps"])
@@ -382,6 +386,7 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "channel_conv": _channel_conv,
     "part": _part,
     "channel_scan": _channel_scan,
+    "join": _join,
     "activate": _activate,
     "scale": _scale,
     "add": _add,

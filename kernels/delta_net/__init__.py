@@ -27,9 +27,13 @@ def delta_net(
     each token; states are kept at the ends of blocks only, see `DeltaPaths`. So beams share states, and nothing is
     copied when they fork.
 
+    With `DeltaKind.key_decays`, a is a vector [K], and a S has row i of S times its element i (Kimi Team, 2025, "Kimi
+    Linear", equation 1). Rows then have decays; otherwise they have logarithms of decays, of which few are needed.
+
     Args:
         x_TF: of each token side by side: queries and keys of G heads [K], values of H heads [V], a gate for each of
-            these elements, the logits of strengths and the inputs of decays for each of these heads.
+            these elements, the logits of strengths and the inputs of decays for each of these heads; of decays of
+            elements of keys, [K] for each head.
         weights: see there; queries, keys and values are convolved, then silu is applied, then queries and keys are
             divided by their lengths.
         rows_RW: one layer's rows, see `DeltaKind.row`, contiguous, in the dtype of the weights. NULL_SLOT holds zeros.

@@ -41,7 +41,8 @@ def stored(kind: DeltaKind, rows_RW: Tensor, states_SHKV: Tensor | None, paths: 
 
 def described(weights: DeltaWeights, order: Tensor | None = None) -> ctypes.Structure:
     """The weights; valid as long as they live. `order`: see `models.layers.GatedDeltaNet`, for a stack of layers."""
-    vectors = weights.taps_KC, weights.decay_H, weights.bias_H, weights.norm_V, order
+    vectors = weights.taps_KC, weights.decay_H, weights.bias_D, weights.norm_V, order
     pointers = (None if x is None else x.data_ptr() for x in vectors)
     kind = weights.kind
-    return OPERATORS.structures["Delta"](*pointers, kind.key_heads, *kind.state, kind.taps, weights.eps, weights.most)
+    sizes = kind.key_heads, *kind.state, kind.taps, kind.key_decays, weights.sigmoid
+    return OPERATORS.structures["Delta"](*pointers, *sizes, weights.eps, weights.most, weights.bound)

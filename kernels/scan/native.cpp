@@ -115,7 +115,8 @@ struct SelectiveScan : Recurrence {
                 store(load(to, n) + seen[i], to, n);
             }
         });
-        if (folds_T[t] != NULL_STATE) fold(state, states + (folds_T[t] * H + h) * K * V, left, count + 1, above);
+        if (folds_T[t] != NULL_STATE)
+            fold(state, states + (folds_T[t] * H + h) * K * V, [=](int64_t) { return left; }, count + 1, above);
     }
 
     // Applies the gates and the norm, if there is one; the norm's rows are the heads of a group.

@@ -16,16 +16,17 @@ REGISTERS = (
     "convolved",  # E; the result of a layer with a state
     "up",  # M, or 2 M of a gated MLP
     "middle",  # M
-    # between two matrices, of fewer elements: of queries of latent attention, of LAuReL, of AltUp's weights, of Mamba
+    # between two matrices, of fewer elements: of queries of latent attention, of LAuReL, of AltUp's weights, of layers
+    # with a state
     "low",
     "queries",  # its queries; or, of "low", the elements from which the inputs of steps are made
     "latent",  # the latent, and the key that is rotated
-    "values",  # what its heads make of values
+    "values",  # what its heads make of values; or what is joined to "gates"
     "narrow",  # what a layer makes of the stream to weigh its input of each token
     "inputs",  # those inputs, of all layers side by side
     "streams",  # N E: of AltUp, of which the stream is a copy of one
     "weights",  # by which they change
-    "steps",  # the inputs of steps of a scan by channels
+    "steps",  # the inputs of steps of a scan by channels, or of decays
 )
 CODES = (
     "norm",  # target = the norm of source
@@ -61,6 +62,7 @@ CODES = (
     "channel_conv",  # target = its convolution of source
     "part",  # target = the elements of source from which the inputs of steps are made
     "channel_scan",  # target, "convolved", = the scan of source, "convolved", "low" and "steps"
+    "join",  # target, of `table` elements, gets those of source after its own
 )
 
 
@@ -97,9 +99,9 @@ class Call(NamedTuple):
         matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
         scale, window, cap, sinks, slopes: of attention, see `kernels.tree_attention`; or a factor or bound.
         chunked: windows are chunks, see `TreeLayout.in_chunks`; not together with slopes.
-        table: the number of the angles, of the tapped rows, of a stream, of the layer whose input is used, or of what a
-            layer keeps in `KVCache.layers`; C++ takes the rows and states of convolutions and recurrent layers in the
-            order of calls.
+        table: the number of the angles, of the tapped rows, of a stream, of the layer whose input is used, of elements
+            before others are joined, or of what a layer keeps in `KVCache.layers`; C++ takes the rows and states of
+            convolutions and recurrent layers in the order of calls.
         heads: the heads in the register "heads".
         function: the name of an activation, see `kernels.rows`.
         adapters: by their numbers in a pass, see `kernels.low_rank`.

@@ -46,7 +46,7 @@ void with_element(int64_t bytes, F f) {
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
 enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, LOW, QUERIES, LATENT, VALUES, NARROW, INPUTS, STREAMS, WEIGHTS, STEPS, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, XIELU, SPARSIFY, PREDICT, CORRECT, SPREAD, CLIP, CHANNEL_CONV, PART, CHANNEL_SCAN, CODES };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT, MIX, GATE, RECUR, SCAN, ABSORB, EXPAND, TAP, INJECT, XIELU, SPARSIFY, PREDICT, CORRECT, SPREAD, CLIP, CHANNEL_CONV, PART, CHANNEL_SCAN, JOIN, CODES };
 
 // Clocks: one for each code, then one for the product with the head and one for top sums.
 constexpr int HEAD = CODES, TOP_SUMS = CODES + 1, CLOCKS = CODES + 2;
@@ -101,7 +101,8 @@ struct Pass {
 
     void recur(const Delta& d, const char* x, char* out) {
         const int64_t keys = d.key_heads * d.key_size, values = d.value_heads * d.value_size;
-        const int64_t row = 3 * keys + 2 * values + d.value_heads, width = 2 * keys + 2 * values + 2 * d.value_heads;
+        const int64_t decays = d.value_heads * (d.key_decays ? d.key_size : 1);
+        const int64_t row = 3 * keys + 2 * values + decays, width = 2 * keys + 2 * values + d.value_heads + decays;
         if (!fresh) fresh.reset(new float[tokens * row]), delta_queries.reset(new float[tokens * keys]);
         if (d.order) {
             if (!ordered) ordered = room(width);
@@ -152,6 +153,15 @@ struct Pass {
         coppice_channel_scan(s.kind, threads, x, at[CONVOLVED], at[LOW], at[STEPS], &d, &own, fresh.get(),
                              delta_queries.get(), out, tokens);
         delta_rows += own.row_count * row, states += own.state_count * d.states * d.channels;
+    }
+
+    // Puts the elements of each row of x after those of `to`, whose rows grow in place: the last first.
+    void join(const Call& c, const char* x, char* to) const {
+        const int64_t before = c.table * s.element, row = c.width * s.element, more = row - before;
+        for (int64_t t = tokens - 1; t >= 0; t--) {
+            std::memmove(to + t * row, to + t * before, before);
+            std::memcpy(to + t * row + before, x + t * more, more);
+        }
     }
 
     void normalize(const Norm& norm, const void* x, void* out) const {
@@ -366,6 +376,8 @@ struct Pass {
                 return take_part(*c.by_channels, source, target);
             case CHANNEL_SCAN:
                 return recur(*c.by_channels, source, target);
+            case JOIN:
+                return join(c, source, target);
         }
     }
 };

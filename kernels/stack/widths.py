@@ -120,11 +120,11 @@ class _Following:
         return heads.queries * heads.size
 
     def _gate(self, call: Call, now: Widths) -> int:
-        heads = self._heads(call, now)
+        heads = call.heads if call.target == "values" and call.heads else self._heads(call, now)
         gates = heads.gates or now[call.source]
-        if gates != heads.queries or now["mixed"] != heads.queries * heads.size:
+        if gates != heads.queries or now[call.target] != heads.queries * heads.size:
             raise ValueError(f"gate: expected gates of {heads.queries} heads, got {gates} of {heads}")
-        return now["mixed"]
+        return now[call.target]
 
     def _convolve(self, call: Call, now: Widths) -> int:
         if now[call.source] != 3 * self.width:
@@ -192,6 +192,13 @@ class _Following:
         if call.target != "convolved" or any(width != channels for width in found.values()):
             raise ValueError(f"channel_scan: expected rows of {channels}, got {found}")
         return channels
+
+    def _join(self, call: Call, now: Widths) -> int:
+        if now[call.target] != call.table or call.source == call.target:
+            raise ValueError(
+                f"join: expected rows of {call.table} before those of {call.source}, got {now[call.target]}"
+            )
+        return now[call.target] + now[call.source]
 
     def _absorb(self, call: Call, now: Widths) -> int:
         sizes = call.latent.heads.sizes

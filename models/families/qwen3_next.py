@@ -43,8 +43,9 @@ def delta_kind(fields: Fields, *defaults: int) -> DeltaKind:
     fields.choice("hidden_act", ("silu", "swish"), default="silu")
     names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
     most = dict.fromkeys(names[:-1], 2**16) | {names[-1]: 64}
-    heads = (fields.int(f"linear_{name}", size, high=most[name]) for name, size in zip(names, defaults, strict=True))
-    kind = DeltaKind(*heads)
+    sizes = (fields.int(f"linear_{name}", size, high=most[name]) for name, size in zip(names, defaults, strict=True))
+    key_heads, value_heads, key_size, value_size, taps = sizes
+    kind = DeltaKind(key_heads, value_heads, key_size, value_size, taps)
     if kind.value_heads % kind.key_heads:
         raise fields.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {kind.key_heads}")
     return kind

@@ -322,7 +322,7 @@ def recurring(capability, kind, dtype=torch.bfloat16):
     """The kernels of a gated delta net or of a scan, and the one that walks along chains the last."""
     (H, K, V), G, C, delta = kind.state, kind.key_heads, kind.channels, type(kind) is DeltaKind
     channels = isinstance(kind, ChannelKind)
-    floats = dict.fromkeys(("least", "most", "eps", "gate", "factor"), "fp32")
+    floats = dict.fromkeys(("least", "most", "eps", "gate", "factor", "bound"), "fp32")
     K2, V2 = triton.next_power_of_2(K), triton.next_power_of_2(V)
     inputs = H * V if isinstance(kind, ScanKind) else 0
     sizes = {"INPUTS": inputs, "C": C, "ROW": kind.row, "REACH": kind.reach, "TAPS": kind.taps}
@@ -336,7 +336,7 @@ def recurring(capability, kind, dtype=torch.bfloat16):
         return compile(kernel, capability, types, names, **options)
 
     some = {"G": G, "H": H, "K": K, "K2": K2, "V": V, "V2": V2, "DELTA": delta, "KEYS": G * K, "VALUES": H * V}
-    some |= {"CHANNELS": channels}
+    some |= {"CHANNELS": channels, "BY_KEY": kind.key_decays, "BOUNDED": kind.key_decays, "SIGMOID": kind.key_decays}
     if channels:
         own, block = on_channels, {"BLOCK": on_channels.BLOCK, "L": 160 + 2 * K, "NORMED": True}
         for kernel in (own._convolve, own._prepare, own._finish):
@@ -507,8 +507,8 @@ unspilled(of_experts(90, 4, 16, group=32, LEAST=True, SPLIT=True))
 unspilled(of_experts(120, 5, 16, function=6, BIAS=True, SPLIT=True))
 unspilled(of_experts(90, 7, 16, function=6, GATED=False))
 unspilled(of_experts(120, 4, 16, function=6, group=32, GATED=False))
-RECURRENT = (  # Qwen3.5 9B, Granite 4 Tiny, Mamba 2.8B
-    *(DeltaKind(16, 32, 128, 128, 4), ScanKind(1, 48, 128, 64, 4)),
+RECURRENT = (  # Qwen3.5 9B, Kimi Linear 48B, Granite 4 Tiny, Mamba 2.8B
+    *(DeltaKind(16, 32, 128, 128, 4), DeltaKind(32, 32, 128, 128, 4, True), ScanKind(1, 48, 128, 64, 4)),
     ChannelKind(1, 1, 16, 5120, 4),
 )
 for capability, kind in itertools.product((80, 90, 120), RECURRENT):

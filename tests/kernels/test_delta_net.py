@@ -17,25 +17,33 @@ from tests.kernels.test_checks import refusals
 FAST = ["torch", *([] if cpp.why_not() else ["cpp"])]
 SMALL = DeltaKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
 KINDS = [SMALL, DeltaKind(1, 1, 5, 3, 1), DeltaKind(3, 3, 4, 4, 2), DeltaKind(1, 6, 16, 8, 7)]
+KINDS += [
+    DeltaKind(2, 4, 8, 6, 4, key_decays=True),
+    DeltaKind(1, 1, 1, 3, 1, True),
+    DeltaKind(3, 3, 21, 19, 2, True),
+    DeltaKind(1, 2, 16, 33, 7, True),
+]
 
 
 def weights_of(kind, draw, dtype=torch.float32):
-    shapes = (kind.taps, kind.channels), (kind.value_heads,), (kind.value_heads,), (kind.value_size,)
-    most = 2.0 if kind.key_heads % 2 else 1.0  # of strengths
+    """With strengths up to 2, bounded decays and logistic gates for some kinds."""
+    shapes = (kind.taps, kind.channels), (kind.value_heads,), (kind.decays,), (kind.value_size,)
+    most, bound = 2.0 if kind.key_heads % 2 else 1.0, -5.0 if kind.key_heads == 3 else 0.0
     taps, decay, bias, norm = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
-    return DeltaWeights(kind, taps.to(dtype), -decay.exp().to(dtype), bias.to(dtype), norm.to(dtype), 1e-6, most)
+    vectors = taps.to(dtype), -decay.exp().to(dtype), bias.to(dtype), norm.to(dtype)
+    return DeltaWeights(kind, *vectors, 1e-6, most, bound, sigmoid=kind.taps in (1, 2))
 
 
 def inputs_of(kind, tokens, draw, dtype=torch.float32):
     H, _, V = kind.state
-    return torch.randn(tokens, kind.channels + H * V + 2 * H, generator=draw, dtype=torch.float64).to(dtype)
+    return torch.randn(tokens, kind.channels + H * V + H + kind.decays, generator=draw, dtype=torch.float64).to(dtype)
 
 
 def along(x_TF, weights):
     """The recurrence of one sequence as papers have it, with a state that every token overwrites."""
     kind, out = weights.kind, []
     H, K, V = kind.state
-    channels_TC, z, b, a = x_TF.split([kind.channels, H * V, H, H], -1)
+    channels_TC, z, b, a = x_TF.split([kind.channels, H * V, H, kind.decays], -1)
     padded = F.pad(channels_TC.T, (kind.taps - 1, 0))
     mixed = F.silu(F.conv1d(padded, weights.taps_KC.T.unsqueeze(1), groups=kind.channels)).T
     state = x_TF.new_zeros(H, K, V)
@@ -43,12 +51,14 @@ def along(x_TF, weights):
         q, k, v = row.split([kind.key_heads * K, kind.key_heads * K, H * V])
         q, k = (x.view(-1, K).repeat_interleave(H // kind.key_heads, 0) for x in (q, k))
         q, k = (x / (x.square().sum(-1, True) + 1e-6).sqrt() for x in (q, k))
-        state = state * (weights.decay_H * F.softplus(a[t] + weights.bias_H)).exp().view(H, 1, 1)
+        steps, rates = (a[t] + weights.bias_D).view(H, -1, 1), -weights.decay_H.view(H, 1, 1)
+        logs = weights.bound / (1 + (-rates * steps).exp()) if weights.bound else -rates * F.softplus(steps)
+        state = state * logs.exp()
         change = weights.most * b[t].sigmoid().view(H, 1) * (v.view(H, V) - torch.einsum("hkv,hk->hv", state, k))
         state = state + torch.einsum("hk,hv->hkv", k, change)
         read = torch.einsum("hkv,hk->hv", state, q) * K**-0.5
         read = read / (read.square().mean(-1, True) + weights.eps).sqrt() * weights.norm_V
-        out.append(read.flatten() * F.silu(z[t]))
+        out.append(read.flatten() * (z[t].sigmoid() if weights.sigmoid else F.silu(z[t])))
     return torch.stack(out)
 
 
@@ -237,7 +247,7 @@ def check_refused_sizes(forest):
         ("x_TF", lambda x: x.long()),
         ("taps_KC", lambda x: x[1:]),
         ("decay_H", lambda x: x.double()),
-        ("bias_H", lambda x: x[1:]),
+        ("bias_D", lambda x: x[1:]),
         ("norm_V", lambda x: x[1:]),
         ("rows_RW", lambda x: x.bfloat16()),
         ("rows_RW", lambda x: x[:, 1:].contiguous()),

@@ -17,6 +17,8 @@ LAYERS = [
     pytest.param(Growing, DeltaKind(1, 2, 6, 20, 4), id="delta net"),
     pytest.param(Growing, DeltaKind(1, 1, 5, 3, 1), id="delta net of one tap"),
     pytest.param(Growing, DeltaKind(2, 2, 3, 4, 7), id="delta net of seven taps"),
+    pytest.param(Growing, DeltaKind(1, 2, 6, 20, 4, True), id="delta net by key"),
+    pytest.param(Growing, DeltaKind(3, 3, 5, 3, 2, True), id="delta net by key, bounded"),
     pytest.param(Scanned, ScanKind(1, 2, 6, 20, 4), id="scan"),
     pytest.param(Scanned, ScanKind(2, 2, 5, 3, 1), id="scan of groups"),
     pytest.param(Scanned, BARE, id="scan without a norm"),
@@ -24,8 +26,8 @@ LAYERS = [
     pytest.param(ByChannels, ChannelKind(1, 1, 1, 37, 7), id="scan by channels of one state"),
     pytest.param(ByChannels, WITHOUT_NORMS, id="scan by channels without norms"),
 ]
-FEW = [LAYERS[0], LAYERS[3]]  # `tests/kernels/test_channel_scan.py` has the like of scans by channels
-SOME = [*FEW, LAYERS[6]]
+FEW = [LAYERS[0], LAYERS[3], LAYERS[5]]  # `tests/kernels/test_channel_scan.py` has the like of scans by channels
+SOME = [*FEW, LAYERS[8]]
 
 
 @DEVICES

@@ -440,8 +440,11 @@ def short_conv(recording: Recording) -> None:
 def recurrent(recording: Recording) -> None:
     """Two passes over trees, whose tokens read states, older rows and each other; NaN where nobody may read."""
     shapes = (2, 4, 8, 6, 4), (1, 1, 5, 3, 1), (1, 3, 33, 9, 2), (2, 2, 16, 64, 3)
-    for (name, kind, dtype), shape, scans in itertools.product(kinds(), shapes, (False, True)):
-        grown = Scanned(ScanKind(*shape), 1) if scans else Growing(DeltaKind(*shape), 1)
+    sizes = [kind(*shape) for kind in (DeltaKind, ScanKind) for shape in shapes]
+    sizes += [DeltaKind(*shape, key_decays=True) for shape in ((1, 3, 33, 9, 2), (3, 3, 16, 64, 4))]
+    for (name, kind, dtype), shape in itertools.product(kinds(), sizes):
+        scans = isinstance(shape, ScanKind)
+        grown = Scanned(shape, 1) if scans else Growing(shape, 1)
         sizes, w, run = grown.kind, grown.weights, grown.operator
         for tokens, chains in ((40, 36), (9, 2)):
             x, paths = grown.grow(tokens, chains)
