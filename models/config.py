@@ -61,8 +61,10 @@ class Recurrent:
             channels.
         layers: whether each layer is one of them.
         interleaved: two matrices produce its inputs, key head by key head, each with its value heads (Qwen3-Next);
-            otherwise four or six matrices do, with the heads of each kind together.
+            otherwise one, four or six matrices do, with the heads of each kind together.
         most: (gated delta nets) strengths lie between 0 and this number.
+        bound: (gated delta nets) logarithms of decays lie between this number and 0; 0: they have no bound.
+        sigmoid: (gated delta nets) gates are multiplied by the logistic function of their inputs; otherwise by silu.
         eps: (gated delta nets, scans by channels) of their own norms; None: as of the other norms.
         norms: `Config.norms` of these layers; empty: as of the others.
         bias, conv_bias: (scans of both kinds) whether the matrices around the scan, and its convolution, have biases.
@@ -70,7 +72,9 @@ class Recurrent:
         beside: (scans) these layers also have attention, which reads the same input; both outputs are added.
         normed: (scans) a norm follows the gates.
         factors: (scans) of its inputs: gates, x, B, C, and those of steps.
-        rank: (scans by channels) the number of elements from which a matrix computes the inputs of steps.
+        rank: (scans by channels) the number of elements from which a matrix computes the inputs of steps; (gated delta
+            nets) those of each of two rows, from which matrices compute gates and inputs of decays; 0: these are
+            computed from the stream.
         part_norms: (scans by channels) these elements, B and C have RMSNorms, with their "own" weights or "plain" ones
             without; "": they have none.
     """
@@ -82,6 +86,8 @@ class Recurrent:
     conv_bias: bool = False
     steps: tuple[float, float] = (0.0, math.inf)
     most: float = 1.0
+    bound: float = 0.0
+    sigmoid: bool = False
     eps: float | None = None
     norms: tuple[Placement, ...] = ()
     beside: bool = False

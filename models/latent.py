@@ -43,6 +43,7 @@ class LatentAttention(nn.Module):
         self.q = weights.linear(layer + (names.q_high if latent.query_rank else names.qkv[0]))
         self.latent = weights.linear(layer + names.latent, bias=c.attention_bias)
         self.out = weights.linear(layer + names.out, bias=c.attention_bias)
+        self.gate = weights.linear(layer + names.head_gate) if c.head_gates else None
         norm_C = weights.vector(f"{layer}{names.latent_norm}.weight")
         made = [layer + name for name in names.latent_high(latent)]
         sizes = LatentSizes(
@@ -56,10 +57,8 @@ class LatentAttention(nn.Module):
             whole = matrices if len(matrices) == 2 * c.heads else None
             self.heads = LatentHeads(sizes, norm_C, keys, values, whole)
             self.linears = nn.ModuleList([*keys, *values])  # type: ignore[arg-type]
-        table, self.scale = c.table(index), c.scale(index)
-        assert table is not None
-        self.table, self.index = table, index
-        self.shape = Heads(0, c.heads, 1, 0, sizes.width, 1)
+        self.table, self.scale, self.index = c.table(index), c.scale(index), index
+        self.shape, self.gated = Heads(0, c.heads, 1, 0, sizes.width, 1), Heads(0, c.heads, 0, 0, latent.value, 1)
 
     @property
     def ready(self) -> bool:
@@ -77,11 +76,15 @@ class LatentAttention(nn.Module):
         yield Call("product", low if self.low else source, "queries", matrix=self.q)
         yield Call("product", source, "latent", matrix=self.latent)
         yield Call("absorb", "queries", "heads", latent=self)
-        yield Call("rotate", "heads", "heads", table=self.table, heads=self.shape)
+        if self.table is not None:
+            yield Call("rotate", "heads", "heads", table=self.table, heads=self.shape)
         cache: dict[str, Any] = {"table": self.index, "heads": self.shape}
         yield Call("write", "heads", **cache)
         yield Call("attend", "heads", "mixed", scale=self.scale, **cache)
         yield Call("expand", "mixed", "values", latent=self)
+        if self.gate is not None:
+            yield Call("product", source, "gates", matrix=self.gate)
+            yield Call("gate", "gates", "values", heads=self.gated)
         yield Call("product", "values", "out", matrix=self.out)
 
     def absorb(self, queries_TF: Tensor, latent_TF: Tensor, impl: str) -> Tensor:

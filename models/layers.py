@@ -4,8 +4,8 @@
 Shape legend: E width, K taps of a convolution.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -138,25 +138,46 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, c: Config, names: Names, weights: Weights, recurrent: Recurrent, index: int):
         super().__init__()
         layer, kind = names.layer.format(index), recurrent.kind
-        self.into = weights.linear(*(layer + name for name in names.recurrent_in))
+        into, low = ([layer + name for name in some] for some in (names.recurrent_in, names.recurrent_low))
+        self.into = weights.linear(*(into[:-3] if recurrent.rank else into))
+        apart = [[low[0], into[-3]], [into[-2]], [low[1], into[-1]]] if recurrent.rank else []
+        self.apart = nn.ModuleList(nn.ModuleList(map(weights.linear, some)) for some in apart)  # type: ignore[arg-type]
         self.out = weights.linear(layer + names.recurrent_out)
 
         def vector(name: str) -> Tensor:
             return weights.vector(layer + name).float()
 
         taps_KC = vector(names.delta_taps).squeeze(1).T.contiguous()
-        decay_H, bias_H = weights.decays(layer + names.delta_decay), vector(names.delta_bias)
-        norm_V = vector(names.delta_norm)
+        decay_H, bias_D = weights.decays(layer + names.delta_decay), vector(names.delta_bias)
         eps = c.norm_eps if recurrent.eps is None else recurrent.eps
-        self.weights = DeltaWeights(kind, taps_KC, decay_H, bias_H, norm_V, eps, recurrent.most)
+        rules = eps, recurrent.most, recurrent.bound, recurrent.sigmoid
+        self.weights = DeltaWeights(kind, taps_KC, decay_H, bias_D, vector(names.delta_norm), *rules)
         self.order = interleaved(kind).to(weights.device) if recurrent.interleaved else None
         self.place = c.place(index)
 
     def calls(self, source: str) -> Iterator[Call]:
         """The calls from the register `source` to "out"."""
         yield Call("product", source, "gates", matrix=self.into)
+        yield from self._apart(source)
         yield Call("recur", "gates", "convolved", delta=self, table=self.place)
         yield Call("product", "convolved", "out", matrix=self.out)
+
+    def _apart(self, source: str) -> Iterator[Call]:
+        """Yield the calls that compute gates, strengths and inputs of decays one by one, and put them behind the rest
+        of "gates"."""
+        kind, width = self.weights.kind, 0
+        outs = kind.value_heads * kind.value_size, kind.value_heads, kind.decays
+        for matrices, count in zip(self.apart, outs, strict=False):
+            *low, last = cast(Sequence[Any], matrices)
+            if low:
+                yield Call("product", source, "low", matrix=low[0])
+            made = "steps" if width else "values"
+            yield Call("product", "low" if low else source, made, matrix=last)
+            if width:
+                yield Call("join", made, "values", table=width)
+            width += count
+        if width:
+            yield Call("join", "values", "gates", table=kind.channels)
 
 
 class SelectiveScan(nn.Module):

@@ -20,6 +20,7 @@ class Names:
         recurrent_in: the matrices before a gated delta net (two if interleaved), or the one before a scan. Their
             weights are `delta_taps`, `delta_decay`, `delta_bias`, `delta_norm`, for scans also `scan_shift` and
             `scan_skip`; `recurrent_out` is the matrix after them.
+        recurrent_low: (gated delta nets with a `Recurrent.rank`) the matrices before those of gates and of decays.
         scan_low, scan_step: (scans by channels) the matrix that computes a row of the inputs of steps, B and C, and the
             one that computes inputs of steps for all channels, whose bias takes the place of `delta_bias`.
         scan_norms: the norms of the three parts of that row.
@@ -84,6 +85,7 @@ class Names:
         "linear_attn.in_proj_b",
         "linear_attn.in_proj_a",
     )
+    recurrent_low: tuple[str, ...] = ()
     delta_taps: str = "linear_attn.conv1d.weight"
     delta_decay: str = "linear_attn.A_log"
     delta_bias: str = "linear_attn.dt_bias"
@@ -186,9 +188,11 @@ class Names:
                 shapes_of = (3 * c.width, c.width), (c.width, 1, c.convs.taps[i]), (c.width, c.width)
                 for name, shape in zip(self.conv, shapes_of, strict=True):
                     add(layer + name, shape, c.convs.bias)
-            elif c.latent is not None:
+            elif c.latent is not None and c.attends(i):
                 for name, (shape, bias) in self.latents(c, c.latent).items():
                     add(layer + name, shape, bias)
+                if c.head_gates:
+                    add(layer + self.head_gate, (c.heads, c.width), False)
             elif c.attends(i):
                 for name, outs in self.heads(c, i).items():
                     add(layer + name, (outs, c.width), c.attention_bias)
@@ -282,16 +286,19 @@ class Names:
 
     def delta(self, c: Config, recurrent: Recurrent) -> dict[str, tuple[int, ...]]:
         """Return the tensors of a gated delta net: names after `layer`, and shapes."""
-        kind, (H, _, V) = recurrent.kind, recurrent.kind.state
-        outs = kind.channels + H * V, 2 * H
+        kind, (H, _, V), rank = recurrent.kind, recurrent.kind.state, recurrent.rank
+        outs = kind.channels + H * V, H + kind.decays
         if not recurrent.interleaved:
             made = (kind.channels,) if len(self.recurrent_in) == 4 else kind.parts
-            outs = *made, H * V, H, H
+            outs = *made, H * V, H, kind.decays
         if len(self.recurrent_in) == 1:
             outs = (sum(outs),)
         matrices = {f"{name}.weight": (out, c.width) for name, out in zip(self.recurrent_in, outs, strict=True)}
+        if rank:
+            matrices |= {f"{self.recurrent_in[i]}.weight": (outs[i], rank) for i in (-3, -1)}
+            matrices |= {f"{name}.weight": (rank, c.width) for name in self.recurrent_low}
         vectors = {self.delta_taps: (kind.channels, 1, kind.taps), self.delta_norm: (V,)}
-        vectors |= dict.fromkeys((self.delta_decay, self.delta_bias), (H,))
+        vectors |= {self.delta_decay: (H,), self.delta_bias: (kind.decays,)}
         return matrices | vectors | {f"{self.recurrent_out}.weight": (c.width, H * V)}
 
     def scan(self, c: Config, recurrent: Recurrent) -> dict[str, tuple[int, ...]]:

@@ -17,6 +17,7 @@ from tools.random_checkpoint import draw, make
 
 VOCAB = 120
 KIND = DeltaKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
+BY_KEY = replace(KIND, key_decays=True)
 SCAN = ScanKind(key_heads=2, value_heads=4, key_size=8, value_size=6, taps=4)
 CHANNELS = ChannelKind(key_heads=1, value_heads=1, key_size=8, value_size=24, taps=4)
 MAMBA = SCANS | {"scan_norms": ("mamba.dt_layernorm", "mamba.b_layernorm", "mamba.c_layernorm")}

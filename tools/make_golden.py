@@ -77,10 +77,15 @@ PUBLISHED = {  # names in published files, by model_type: transformers gives mod
     "kolibri1": {".post_self_attn_layernorm.": ".post_attn_norm.", ".post_mlp_layernorm.": ".post_ffn_norm.",
                  ".mlp.gate.e_score_correction_bias": ".moe.router.expert_bias"},
     "laguna": {".mlp.gate.e_score": ".mlp.experts.e_score", ".mlp.shared_experts.": ".mlp.shared_expert."},
+    "bailing_hybrid": {".forget_gate.": ".", ".self_attn.": ".attention.", ".o_proj.": ".dense.",
+                       "model.embed_tokens.": "model.word_embeddings.", "e_score_correction_bias": "expert_bias"},
+    "kimi_linear": {".forget_gate.": ".", ".mlp.experts.": ".block_sparse_moe.experts.",
+                    ".mlp.gate.": ".block_sparse_moe.gate.", ".mlp.shared_": ".block_sparse_moe.shared_"},
     "flint": {".self_attn.sinks": ".self_attn.softmax_offset"},
     "hy_v3": {".mlp.gate.weight": ".mlp.router.gate.weight", ".mlp.e_score_correction_bias": ".mlp.expert_bias",
               ".mlp.shared_experts.": ".mlp.shared_mlp."},
 }  # fmt: skip
+CONVOLVED_APART = "bailing_hybrid", "kimi_linear"  # whose files have three convolutions, and transformers one
 KINDS = {
     "SequenceClassification": AutoModelForSequenceClassification,
     "ConditionalGeneration": AutoModelForImageTextToText,
@@ -141,7 +146,18 @@ def draw(folder: Path, seed: int) -> None:
     tensors |= {name: x * x.shape[1] ** 0.5 for name, x in tensors.items() if name.endswith(DIVIDED)}
     for old, new in PUBLISHED.get(config.model_type, {}).items():
         tensors = {name.replace(old, new): x for name, x in tensors.items()}
+    if config.model_type in CONVOLVED_APART:
+        tensors = {own: part for name, x in tensors.items() for own, part in convolved_apart(name, x)}
     write_tensors(folder / "model.safetensors", tensors, "bfloat16")
+
+
+def convolved_apart(name: str, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The convolutions of queries, keys and values, which transformers has in one tensor; others as they are."""
+    if not name.endswith(".conv1d.weight"):
+        yield name, x
+        return
+    for part, own in zip("qkv", x.chunk(3), strict=True):
+        yield name.replace(".conv1d.", f".{part}_conv1d."), own.contiguous()
 
 
 def load(folder: Path) -> Any:
@@ -150,7 +166,7 @@ def load(folder: Path) -> Any:
     architecture = config["architectures"][0]
     # Its other implementations of experts round differently.
     fields = {**config, **config.get("text_config", {})}
-    mixed = any(map(fields.get, ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")))
+    mixed = any(map(fields.get, ("num_experts_per_tok", "num_experts", "top_k_experts", "moe_k", "moe_topk")))
     eager = {"experts_implementation": "eager"} if mixed else {}
     kind = KINDS.get(architecture.rpartition("For")[2], AutoModelForCausalLM)
     wrapped = "text_config" in config or architecture.endswith("ForConditionalGeneration")

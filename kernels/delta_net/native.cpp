@@ -92,14 +92,14 @@ struct DeltaNet : Recurrence {
             }
     }
 
-    // Also the products of a token's key and query with its ancestors' keys, for one head. If elements of keys decay, the
-    // shares of the state's rows that remain, and the keys and queries of a group as far as they remain.
+    // Also the products of a token's key and query with its ancestors' keys, for one head. If elements of keys decay,
+    // the shares of the state's rows that remain, and the keys and queries of a group as far as they remain.
     struct Told : Above {
         std::vector<float> by_key, by_query, left, readers;
     };
 
-    // `look_up` where elements of keys decay: `weights` are the ancestors' keys as far as they remain, `left` has shares
-    // of the rows of the block's first state; nothing else decays.
+    // `look_up` where elements of keys decay: `weights` are the ancestors' keys as far as they remain, `left` has
+    // shares of the rows of the block's first state; nothing else decays.
     int64_t look_up_by_key(int64_t t, int64_t key, int64_t value, int64_t decay, Told& above) const {
         const int64_t count = lengths_T[t];
         float* left = above.left.data();

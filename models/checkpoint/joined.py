@@ -1,5 +1,5 @@
-"""Tensors that a checkpoint holds in parts: the taps of queries, keys and values of a gated delta net (OLMo Hybrid);
-with MLX, the halves of Granite 4's MLPs."""
+"""Tensors that a checkpoint holds in parts: the taps of queries, keys and values of a gated delta net (OLMo Hybrid,
+Kimi Linear, Ling 3); with MLX, the halves of Granite 4's MLPs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

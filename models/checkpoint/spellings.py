@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from models.checkpoint.experts import one_by_one
-from models.checkpoint.tensors import TensorInfo
+from models.checkpoint.tensors import TensorInfo, View
 from models.errors import CheckpointError, show
 
 _USUAL = {  # in this order
@@ -59,6 +59,8 @@ def spelled_alike(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     for name, whole in tensors.items():
         for own, info in one_by_one(name, whole, tensors):
             spelled = usual_name(own)
+            if spelled.endswith(".A_log") and info.shape[:2] + info.shape[3:] == (1, 1, 1):  # of Kimi Linear
+                info = replace(info, shape=info.shape[2:3], name=info.name or own, part=View(info.shape[2:3]))
             if spelled in found:
                 what = f"{show(found[spelled].name or spelled)} and {show(name)} are both {show(spelled)}"
                 raise CheckpointError(what, where=show(whole.file), remedy="Keep one of them.")

@@ -99,7 +99,8 @@ def mixture(
         sparse: whether each layer has experts.
         count, width: the number of experts and their inner width, if the fields are absent.
         shared: the number of experts that all tokens use, if the field is absent; they form one, as wide as all.
-        rules: `scale` if the field is absent; other arguments of `Routing`, including `chosen`, and of `Experts`.
+        rules: `scale` if the field is absent; other arguments of `Routing`, including `chosen`, and of `Experts`;
+            `name` as of `experts`.
 
     Raises:
         CheckpointError: it names the field.
@@ -110,6 +111,5 @@ def mixture(
     chosen = rules.pop("chosen", None) or fields.int("num_experts_per_tok")
     scale = fields.float("routed_scaling_factor", default=rules.pop("scale"))
     wide = {"width": width, "shared_width": width * fields.int("n_shared_experts", default=shared, high=2**8)}
-    return experts(
-        fields, name="n_routed_experts", count=count, chosen=chosen, layers=sparse, scale=scale, **wide, **rules
-    )
+    named = {"name": rules.pop("name", "n_routed_experts"), "layers": sparse}
+    return experts(fields, count=count, chosen=chosen, scale=scale, **named, **wide, **rules)

@@ -30,7 +30,7 @@ from models.names import Names
 from models.rope import RopeConfig
 from models.running import Registers, run
 from search import Greedy, Trie
-from tests.recurrent import CHANNELS, SCAN, hybrid
+from tests.recurrent import BY_KEY, CHANNELS, SCAN, hybrid
 from tools.random_checkpoint import make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -46,7 +46,8 @@ VARIANTS = [
     *("qwen2/windows", "mistral/ministral", "stablelm/plain", "stablelm/parallel", "stablelm/qk_layernorm"),
     *("mistral/ministral3", "smollm3/plain", "granite/plain", "olmo/olmo3", "hunyuan/plain"),
     *("lfm2/plain", "lfm2/bias", "lfm2/one_tap", "lfm3/plain", "bitnet/plain"),
-    *("olmo_hybrid/plain", "olmo_hybrid/rotated"),
+    *("olmo_hybrid/plain", "olmo_hybrid/rotated", "kimi_linear/plain", "kimi_linear/kinds"),
+    *("bailing_hybrid/plain", "bailing_hybrid/unbounded"),
     *("experts/qwen2", "experts/qwen3_steps", "experts/olmoe", "experts/mixtral_window", "experts/granite_shared"),
     *("experts/lfm2", "experts/phi", "experts/qwen3_5", "experts/qwen3_next", "gpt_oss/plain"),
     *("qwen3_5/recurrent_taps", "experts/qwen3_next_recurrent", "granite/scans_experts", "granite/scans_groups"),
@@ -281,9 +282,9 @@ def test_an_int8_cache_of_other_families(variant, monkeypatch):
     "options",
     [
         *({}, {"interleaved": True, "layers": "rrar"}, {"kind": SCAN, "layers": "rrar"}),
-        *({"kind": SCAN, "beside": True}, {"kind": CHANNELS, "layers": "rrar"}),
+        *({"kind": SCAN, "beside": True}, {"kind": CHANNELS, "layers": "rrar"}, {"kind": BY_KEY}),
     ],
-    ids=["in order", "interleaved", "scan", "scan beside attention", "scan by channels"],
+    ids=["in order", "interleaved", "scan", "scan beside attention", "scan by channels", "decays by key"],
 )
 def test_recurrent_layers_as_their_operators(options, kind, tmp_path, monkeypatch):
     """Blocks end in the trunk and in branches, whose tokens read states and each other's rows."""

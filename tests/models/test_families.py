@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine import Engine
-from kernels.layout import CacheKind, ChannelKind, ScanKind
+from kernels.experts.routing import Routing
+from kernels.layout import CacheKind, ChannelKind, DeltaKind, ScanKind
 from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.wrapped import TEXT_MODELS
@@ -169,6 +170,24 @@ def read(architecture, **changes):
         ("MiniCPMForCausalLM", "num_experts", {"num_experts": 8}),
         ("BailingMoeV2ForCausalLM", "norm_head", {"norm_head": True}),
         ("BailingMoeV2ForCausalLM", "score_function", {"score_function": "softmax"}),
+        ("KimiLinearForCausalLM", "num_key_value_heads", {}),
+        ("KimiLinearForCausalLM", "mla_use_nope: expected true", {**HEADS, "mla_use_nope": False}),
+        ("KimiLinearForCausalLM", "moe_router_activation_func", {**HEADS, "moe_router_activation_func": "softmax"}),
+        ("KimiLinearForCausalLM", "moe_layer_freq", {**HEADS, "moe_layer_freq": 2}),
+        ("KimiLinearForCausalLM", "mla_use_output_gate", {**HEADS, "mla_use_output_gate": True}),
+        ("KimiLinearForCausalLM", "attn_res_block_size", {**HEADS, "attn_res_block_size": 3}),
+        ("KimiLinearForCausalLM", "hidden_act", {**HEADS, "hidden_act": "gelu"}),
+        (
+            "KimiLinearForCausalLM",
+            "linear_attn_config.gate_lower_bound",
+            {**HEADS, "linear_attn_config": {"gate_lower_bound": -5.0}},
+        ),
+        ("KimiLinearForCausalLM", "linear_attn_config.num_heads", {**HEADS, "linear_attn_config": {"num_heads": 0}}),
+        ("KimiLinearForCausalLM", "layer_types", {**HEADS, "layer_types": ["sliding_attention"] * 4}),
+        ("BailingHybridForCausalLM", "num_key_value_heads", {}),
+        ("BailingHybridForCausalLM", "kda_lower_bound: expected a number below 0", {**HEADS, "kda_lower_bound": 0}),
+        ("BailingHybridForCausalLM", "kda_safe_gate", {**HEADS, "kda_safe_gate": "yes"}),
+        ("BailingHybridForCausalLM", "n_group", {**HEADS, "num_experts": 9}),
         ("MiniCPM3ForCausalLM", "qk_rope_head_dim", {"num_key_value_heads": 4, "qk_rope_head_dim": 5}),
         ("GraniteSWAForCausalLM", "layer_rope_theta", {"layer_rope_theta": [1e4, 0]}),
         ("GraniteMoeSWAForCausalLM", "layer_rope_theta", {"layer_rope_theta": [1e4, 0, -1, 0]}),
@@ -241,6 +260,19 @@ def test_defaults_of_transformers():
     ettin = read("ModernBertDecoderForCausalLM")
     assert (ettin.windows, ettin.head_dense, ettin.head_bias, ettin.tied) == ((None, 64, 64, None), "gelu", True, True)
     assert [rope.theta for rope in ettin.ropes] == [160000.0, 10000.0, 10000.0, 160000.0]
+    kimi = read("KimiLinearForCausalLM", **HEADS, num_hidden_layers=9)
+    kind = DeltaKind(32, 32, 128, 128, 4, key_decays=True)
+    recurs = tuple(i not in (4, 8) for i in range(9))
+    assert kimi.recurrent == Recurrent(kind, recurs, sigmoid=True, rank=128)
+    assert (kimi.norm_eps, kimi.max_positions, kimi.rope, kimi.latent.query_rank) == (1e-5, 1048576, None, 0)
+    assert kimi.experts.layers == (False,) + (True,) * 8 and (kimi.experts.count, kimi.experts.width) == (256, 1024)
+    assert kimi.experts.routing == Routing(8, "sigmoid", normalized=True, epsilon=1e-20, scale=2.446, best=2)
+    ling = read("BailingHybridForCausalLM", **HEADS, num_hidden_layers=12)
+    kind = DeltaKind(4, 4, 128, 128, 4, key_decays=True)
+    assert ling.recurrent == Recurrent(kind, ((True,) * 5 + (False,)) * 2, sigmoid=True, bound=-5.0)
+    assert (ling.rope.theta, ling.max_positions, ling.head_gates, ling.norm_eps) == (6e6, 262144, True, 1e-6)
+    assert ling.experts.layers == (False,) * 2 + (True,) * 10 and ling.experts.routing.groups == 8
+    assert read("BailingHybridForCausalLM", **HEADS, kda_safe_gate=False, kda_lower_bound=1).recurrent.bound == 0
     laguna = read("LagunaForCausalLM", head_dim=None)
     assert (laguna.experts.count, laguna.experts.routing.chosen, laguna.experts.layers[:2]) == (256, 8, (False, True))
     assert (laguna.ropes[0].theta, laguna.ropes[0].head_dim, laguna.head_gates) == (5e5, 4, "softplus")

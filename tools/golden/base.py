@@ -108,9 +108,10 @@ def draw_all(
             drawn[name] = (unit + 1) * (-0.01 if name.endswith(".eps") else 1)
             continue
         fan_in = shape[0] if name.endswith(tuple(transposed)) else shape[-1]
+        vector = max(shape) == math.prod(shape)
         if name.endswith((".bias", "_bias")):
             deviation = 0.2
-        elif len(shape) == 1:
+        elif len(shape) == 1 or (vector and name.endswith(".A_log")):
             drawn[name] = 4 * unit - 3 if name.endswith(".A_log") else unit + 1  # states that remember 3 to 150 tokens
             continue
         elif name == head:
