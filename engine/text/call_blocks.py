@@ -7,6 +7,7 @@
 | DSML (DeepSeek V3.2) | the same with `｜DSML｜` in each tag, and `string="false"` where a value is JSON |
 | KEYS (GLM 4.5 and later) | `f<arg_key>a</arg_key><arg_value>1</arg_value>` |
 | DEEPSEEK (V3.1) | `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`; V3 and R1: in a code fence |
+| LINES (OLMo 3) | `f(a=1)`, a call of Python in each line |
 | KIMI (Kimi K2) | `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>` |
 """
 
@@ -33,7 +34,8 @@ class Blocks:
     """The tags of a form.
 
     Args:
-        call: before the name, after it, after the arguments; "": nothing, so that only the block's closing ends a call.
+        call: before the name, after it, after the arguments; "": nothing, so that only the block's closing ends a call,
+            or calls of Python if it is "" after the name.
         item: before a key, between key and value, after the value; None: the arguments are JSON.
         named: the text before a name that is left out, and what separates it from a number.
         lines: a value stands on lines of its own, so that the line breaks around it are no part of it.
@@ -61,6 +63,8 @@ class Blocks:
         """
         text, found, at = text.removesuffix(closing), list[Call](), 0
         opening, middle, end = self.call
+        if not middle:
+            return read_calls(text)
         while (begin := _after_space(text, at)) < len(text):
             if not text.startswith(opening, begin):
                 return []
@@ -117,11 +121,13 @@ DSML = Blocks(
     ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"), ('<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>")
 )
 KEYS = Blocks(("", "<arg_key>", ""), ("<arg_key>", "</arg_key>", "</arg_value>"))
+LINES = Blocks(("", "", ""))
 DEEPSEEK = Blocks(("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
 KIMI = Blocks(("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"), named=("functions.", ":"))
 MARKS = frozenset(
     {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "｜DSML｜", *DEEPSEEK.call, *KIMI.call}
     | {"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"}
+    | {"<function_calls>", "</function_calls>"}
     | {"<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>"}
 )
 

@@ -73,7 +73,7 @@ def read_calls(text: str, name: str = "", *, quoted: bool = False) -> list[Call]
     """The calls of a bracketed text; none if it is anything else.
 
     Args:
-        text: an object of JSON with a name and arguments, or a list of those; or `[f(a=1), g()]`.
+        text: an object of JSON with a name and arguments, or a list of those; or `[f(a=1), g()]`, or lines `f(a=1)`.
         name: the function's name, if the text is its arguments.
         quoted: the arguments may be an object in Gemma 4's form.
     """
@@ -109,8 +109,8 @@ def _call(value: Any) -> Call | None:
 
 
 def _without_json(text: str, quoted: bool) -> Any:
-    """`[f(a=1)]` as the objects that JSON would have or, if `quoted`, `{a:<|"|>b<|"|>,c:[1,true]}` as the object that
-    it would have; None for anything else."""
+    """`[f(a=1)]`, or lines, as the objects that JSON would have or, if `quoted`, `{a:<|"|>b<|"|>,c:[1,true]}` as the
+    object that it would have; None for anything else."""
     try:
         reader = (_QuotedReader if quoted else _Reader)(text)
         found = reader.value() if quoted else reader.calls()
@@ -184,8 +184,13 @@ class _Reader:
         return found
 
     def calls(self) -> list[dict[str, Any]]:
-        self.take("[")
-        return self.items("]", self.call)
+        if self.word == "[":
+            self.step()
+            return self.items("]", self.call)
+        found = []
+        while self.kind != "end":
+            found.append(self.call())
+        return found
 
     def call(self) -> dict[str, Any]:
         name, arguments = self.name(), {}

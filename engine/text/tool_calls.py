@@ -95,6 +95,10 @@ class ToolFormat:
         if self.quoted:
             each = (f"{call.name}{quoted_text(json.loads(call.arguments))}" for call in calls)
             return "".join(f"{self.opening}{call}{self.closing}" for call in each)
+        if self.blocks is call_blocks.LINES:
+            values = ((call.name, json.loads(call.arguments).items()) for call in calls)
+            each = (f"{name}({', '.join(f'{key}={_json(value)}' for key, value in items)})" for name, items in values)
+            return f"{self.opening}{chr(10).join(each)}{self.closing}"
         each = [f'{{"name": {_json(call.name)}, "{self.key}": {call.arguments}}}' for call in calls]
         if self.bare:
             return "; ".join(each)
@@ -166,6 +170,7 @@ SEED = _tagged("seed", "<seed:tool_call>", "</seed:tool_call>", replace(call_blo
 MINIMAX = _tagged("minimax", "<minimax:tool_call>", "</minimax:tool_call>", call_blocks.INVOKES)
 DSML = _tagged("dsml", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", call_blocks.DSML)
 DEEPSEEK = _tagged("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call_blocks.DEEPSEEK)
+OLMO = _tagged("olmo", "<function_calls>", "</function_calls>", call_blocks.LINES)
 KIMI = _tagged("kimi", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", call_blocks.KIMI)
 # By their openings, the first that a template has.
 OPENED = {form.opening: form for form in (SEED, MINIMAX, DEEPSEEK, KIMI, NEMOTRON, COHERE)} | {"｜DSML｜": DSML}
@@ -183,6 +188,8 @@ def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:
         return LFM2
     if opened := next((form for opening, form in OPENED.items() if opening in template), None):
         return opened
+    if "<functions>" in template and "<tool_call>" not in template:
+        return OLMO
     if "<tool_call>" in template and ("<function=" in template or "<arg_key>" in template):
         return KEYS if "<arg_key>" in template else QWEN35
     if "<tool_call>" not in template and {PHI4.opening, PHI4.closing} <= {*added}:

@@ -28,6 +28,7 @@ from engine.text.tool_calls import (
     MINIMAX,
     MISTRAL,
     NEMOTRON,
+    OLMO,
     PHI4,
     QWEN35,
     SEED,
@@ -40,7 +41,7 @@ from engine.text.tool_calls import (
 from tests.engine.text.test_infill import tokenizer
 
 NAMES = {"f", "g"}
-TAGGED = [QWEN35, KEYS, SEED, MINIMAX, DSML, DEEPSEEK, KIMI, GRANITE, PHI4, NEMOTRON, COHERE]
+TAGGED = [QWEN35, KEYS, SEED, MINIMAX, DSML, DEEPSEEK, KIMI, GRANITE, PHI4, NEMOTRON, COHERE, OLMO]
 NESTED = {"k": None, "l": [True, False]}
 F, G = ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")
 GEMMA = "<|tool_call>call:"
@@ -57,6 +58,7 @@ INVOKE = '<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>'
 TEXT = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter></｜DSML｜invoke>'
 FENCED = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
 KIMI_F = '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+OLMO_TEXTS = ["f(a=1)", *(f"{body}</function_calls>" for body in ("", "f(1)", "f(a=1) x", "x"))]
 CASES = [
     (HERMES, f"<tool_call>\n{ONE}\n</tool_call>", [F]),
     (HERMES, f"I look.\n\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>\n{TWO}\n</tool_call>", ["I look.", F, G]),
@@ -147,6 +149,10 @@ CASES = [
     (QWEN35, f"<tool_call>{' ' * 65}{FUNCTION}</tool_call>", [f"<tool_call>{' ' * 65}{FUNCTION}</tool_call>"]),
     (KIMI, f"Hi.<|tool_calls_section_begin|>{KIMI_F}<|tool_calls_section_end|>", ["Hi.", F]),
     (KIMI, f"<|tool_calls_section_begin|>{KIMI_F.replace(':0', '')}<|tool_calls_section_end|>", [F]),
+    (OLMO, "I look.\n<function_calls>f(a=1)\ng()</function_calls> Then", ["I look.", F, G, "\nThen"]),
+    (OLMO, "<function_calls>\nf(a=1)\n</function_calls>\n<function_calls>[g()]</function_calls>", [F, G]),
+    (OLMO, '<function_calls>f(x="</tool_call> } \\" é")</function_calls>', None),
+    *((OLMO, f"<function_calls>{text}", [f"<function_calls>{text}"]) for text in OLMO_TEXTS),
     (GRANITE, f"<|tool_call|>[{ONE}, {TWO}]", [F, G]),
     (PHI4, f"<|tool_call|>[{ONE}]<|/tool_call|>", [F]),
     (NEMOTRON, f"<TOOLCALL>[{ONE}]</TOOLCALL>", [F]),
@@ -268,6 +274,7 @@ def test_a_reply_after_the_lead():
         ("[f(a=-1.5e2, b=[1, 2,], c={'k': None, \"l\": [True, false]})]", {"a": -150.0, "b": [1, 2], "c": NESTED}),
         ("[f()]", {}),
         ("[a.b(x=3)]", {"x": 3}),
+        ('f(a="x\n(\\"y", b=null,\n c={"k": None, "l": [true, false]})\n', {"a": 'x\n("y', "b": None, "c": NESTED}),
     ],
 )  # fmt: skip
 def test_calls_as_python_writes_them(text, value):
@@ -344,6 +351,8 @@ def test_the_work_grows_with_the_text_and_no_faster(text):
         ("write <|tool_call|> and a list", ("<|tool_call|>",), GRANITE),
         *((f"{{{{ '{form.opening}' }}}} <function= <tool_call>", (), form) for form in TAGGED[2:7]),
         *((f"{{{{ '{form.opening}' }}}}", (), form) for form in (NEMOTRON, COHERE)),
+        ("{{ '<functions>' ~ tools }}", (), OLMO),
+        ("<functions> and <tool_call>", (), HERMES),
     ],
 )
 def test_the_format_of_a_template(template, added, format):
