@@ -9,6 +9,7 @@
 | gemma4 | `<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>` |
 | granite, phi4 | `<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]`, and `<|/tool_call|>` of Phi-4 |
 | nemotron (Nano v2) | `<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>` |
+| jamba (1.5; Hunyuan A13B) | `<tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>` |
 | cohere (Command R7B, A) | `<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": 1}}]<|END_ACTION|>` |
 | qwen35 and others | blocks of tags, see `engine.text.call_blocks`; or JSON as hermes |
 | channels (gpt-oss) | `<|call|>f{"a": 1}`, as `engine.text.channels` writes what it reads |
@@ -35,7 +36,7 @@ from engine.text.sandbox import SPACES
 CALL_MARKS = frozenset(
     {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<tool_call>", "</tool_call>"}
     | {"<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", QUOTE}
-    | {"<|tool_call|>", "<|/tool_call|>", "<|START_ACTION|>", "<|END_ACTION|>"}
+    | {"<tool_calls>", "</tool_calls>", "<|tool_call|>", "<|/tool_call|>", "<|START_ACTION|>", "<|END_ACTION|>"}
     | call_blocks.MARKS
 )
 MOST_SPACE = 64  # characters of white space before a call that are left out with it
@@ -157,6 +158,7 @@ CHANNELS = ToolFormat(
 GRANITE = ToolFormat("granite", "<|tool_call|>", listed=True, lead="<|tool_call|>")
 PHI4 = replace(GRANITE, name="phi4", closing="<|/tool_call|>")
 NEMOTRON = ToolFormat("nemotron", "<TOOLCALL>", "</TOOLCALL>", listed=True, lead="<TOOLCALL>")
+JAMBA = ToolFormat("jamba", "<tool_calls>", "</tool_calls>", listed=True, lead="<tool_calls>")
 COHERE = ToolFormat("cohere", "<|START_ACTION|>", "<|END_ACTION|>", "parameters", listed=True, lead="<|START_ACTION|>")
 QWEN35 = replace(HERMES, name="qwen35", blocks=call_blocks.FUNCTIONS)
 KEYS = replace(HERMES, name="keys", blocks=call_blocks.KEYS)
@@ -173,7 +175,7 @@ DEEPSEEK = _tagged("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁calls
 OLMO = _tagged("olmo", "<function_calls>", "</function_calls>", call_blocks.LINES)
 KIMI = _tagged("kimi", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", call_blocks.KIMI)
 # By their openings, the first that a template has.
-OPENED = {form.opening: form for form in (SEED, MINIMAX, DEEPSEEK, KIMI, NEMOTRON, COHERE)} | {"｜DSML｜": DSML}
+OPENED = {form.opening: form for form in (SEED, MINIMAX, DEEPSEEK, KIMI, NEMOTRON, JAMBA, COHERE)} | {"｜DSML｜": DSML}
 
 
 def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:

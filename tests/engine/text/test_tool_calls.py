@@ -21,6 +21,7 @@ from engine.text.tool_calls import (
     GEMMA4,
     GRANITE,
     HERMES,
+    JAMBA,
     KEYS,
     KIMI,
     LFM2,
@@ -41,7 +42,7 @@ from engine.text.tool_calls import (
 from tests.engine.text.test_infill import tokenizer
 
 NAMES = {"f", "g"}
-TAGGED = [QWEN35, KEYS, SEED, MINIMAX, DSML, DEEPSEEK, KIMI, GRANITE, PHI4, NEMOTRON, COHERE, OLMO]
+TAGGED = [QWEN35, KEYS, SEED, MINIMAX, DSML, DEEPSEEK, KIMI, GRANITE, PHI4, NEMOTRON, COHERE, OLMO, JAMBA]
 NESTED = {"k": None, "l": [True, False]}
 F, G = ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")
 GEMMA = "<|tool_call>call:"
@@ -156,6 +157,7 @@ CASES = [
     (GRANITE, f"<|tool_call|>[{ONE}, {TWO}]", [F, G]),
     (PHI4, f"<|tool_call|>[{ONE}]<|/tool_call|>", [F]),
     (NEMOTRON, f"<TOOLCALL>[{ONE}]</TOOLCALL>", [F]),
+    (JAMBA, f"I look.\n<tool_calls>[\n  {ONE},\n  {TWO}\n]</tool_calls> Then", ["I look.", F, G, "\nThen"]),
     (
         COHERE,
         '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
@@ -350,7 +352,7 @@ def test_the_work_grows_with_the_text_and_no_faster(text):
         ("nothing", ("<|tool_call|>", "<|/tool_call|>"), PHI4),
         ("write <|tool_call|> and a list", ("<|tool_call|>",), GRANITE),
         *((f"{{{{ '{form.opening}' }}}} <function= <tool_call>", (), form) for form in TAGGED[2:7]),
-        *((f"{{{{ '{form.opening}' }}}}", (), form) for form in (NEMOTRON, COHERE)),
+        *((f"{{{{ '{form.opening}' }}}}", (), form) for form in (NEMOTRON, COHERE, JAMBA)),
         ("{{ '<functions>' ~ tools }}", (), OLMO),
         ("<functions> and <tool_call>", (), HERMES),
     ],
