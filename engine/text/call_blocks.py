@@ -6,6 +6,7 @@
 | INVOKES (MiniMax M2) | `<invoke name="f"><parameter name="a">1</parameter></invoke>` |
 | DSML (DeepSeek V3.2) | the same with `｜DSML｜` in each tag, and `string="false"` where a value is JSON |
 | KEYS (GLM 4.5 and later) | `f<arg_key>a</arg_key><arg_value>1</arg_value>` |
+| HUNYUAN (Hy3) | `<tool_call>f<tool_sep>` and so on as in KEYS, with `:opensource` in each tag |
 | DEEPSEEK (V3.1) | `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`; V3 and R1: in a code fence |
 | LINES (OLMo 3) | `f(a=1)`, a call of Python in each line |
 | KIMI (Kimi K2) | `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>` |
@@ -37,12 +38,14 @@ class Blocks:
         call: before the name, after it, after the arguments; "": nothing, so that only the block's closing ends a call,
             or calls of Python if it is "" after the name.
         item: before a key, between key and value, after the value; None: the arguments are JSON.
+        value: before a value.
         named: the text before a name that is left out, and what separates it from a number.
         lines: a value stands on lines of its own, so that the line breaks around it are no part of it.
     """
 
     call: tuple[str, str, str]
     item: tuple[str, str, str] | None = None
+    value: str = ""
     named: tuple[str, str] = ("", "")
     lines: bool = False
 
@@ -107,8 +110,8 @@ class Blocks:
             value = body[split + len(middle) : ends]
             if self.lines:
                 value = value.removeprefix("\n").removesuffix("\n")
-            if opening == KEYS.call[1]:
-                value = value.lstrip().removeprefix("<arg_value>")
+            if self.value:
+                value = value.lstrip().removeprefix(self.value)
             schema = {"type": "string" if string == "true" else []} if stated else schemas.get(key.strip())
             arguments[key.strip()] = _value(value, _kinds(schema))
             at = ends + len(end)
@@ -120,12 +123,18 @@ INVOKES = Blocks(('<invoke name="', '">', "</invoke>"), ('<parameter name="', '"
 DSML = Blocks(
     ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"), ('<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>")
 )
-KEYS = Blocks(("", "<arg_key>", ""), ("<arg_key>", "</arg_key>", "</arg_value>"))
+KEYS = Blocks(("", "<arg_key>", ""), ("<arg_key>", "</arg_key>", "</arg_value>"), "<arg_value>")
+HUNYUAN = Blocks(
+    ("<tool_call:opensource>", "<tool_sep:opensource>", "</tool_call:opensource>"),
+    ("<arg_key:opensource>", "</arg_key:opensource>", "</arg_value:opensource>"),
+    "<arg_value:opensource>",
+)
 LINES = Blocks(("", "", ""))
 DEEPSEEK = Blocks(("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
 KIMI = Blocks(("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"), named=("functions.", ":"))
 MARKS = frozenset(
     {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "｜DSML｜", *DEEPSEEK.call, *KIMI.call}
+    | {"<tool_calls:opensource>", "</tool_calls:opensource>", *HUNYUAN.call, *(HUNYUAN.item or ()), HUNYUAN.value}
     | {"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"}
     | {"<function_calls>", "</function_calls>"}
     | {"<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>"}

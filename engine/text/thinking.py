@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from engine.text.channels import ANSWER, CHANNEL, END, MESSAGE, THOUGHT, TURN, ChannelStream, ReplyStream, start_at_end
 
 # An opening tag, alone or in the source of a template; the closing one has a slash behind its bracket.
-_OPENING = re.compile(r"[<\[](?:\w+:)?(?:think|thinking|thought)[>\]]", re.IGNORECASE)
+_OPENING = re.compile(r"[<\[](?:\w+:)?(?:think|thinking|thought)(?::\w+)?[>\]]", re.IGNORECASE)
 _GEMMA4, _WORD = ("<|channel>", "<channel|>"), "thought"  # a thought of Gemma 4 begins with a token and a word
 _COHERE = "<|START_THINKING|>", "<|END_THINKING|>"
 

@@ -172,10 +172,12 @@ SEED = _tagged("seed", "<seed:tool_call>", "</seed:tool_call>", replace(call_blo
 MINIMAX = _tagged("minimax", "<minimax:tool_call>", "</minimax:tool_call>", call_blocks.INVOKES)
 DSML = _tagged("dsml", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", call_blocks.DSML)
 DEEPSEEK = _tagged("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call_blocks.DEEPSEEK)
+HUNYUAN = _tagged("hunyuan", "<tool_calls:opensource>", "</tool_calls:opensource>", call_blocks.HUNYUAN)
 OLMO = _tagged("olmo", "<function_calls>", "</function_calls>", call_blocks.LINES)
 KIMI = _tagged("kimi", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", call_blocks.KIMI)
-# By their openings, the first that a template has.
-OPENED = {form.opening: form for form in (SEED, MINIMAX, DEEPSEEK, KIMI, NEMOTRON, JAMBA, COHERE)} | {"｜DSML｜": DSML}
+# By their openings or other texts, the first that a template has.
+OPENED = {form.opening: form for form in (SEED, MINIMAX, DEEPSEEK, KIMI, NEMOTRON, JAMBA, COHERE)}
+OPENED |= {"｜DSML｜": DSML, "<tool_calls{}>": HUNYUAN}
 
 
 def format_of(template: str, added: Collection[str] = ()) -> ToolFormat:

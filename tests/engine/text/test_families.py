@@ -190,6 +190,7 @@ def test_tags():
     assert Thoughts.find(["</think>"], "{{ '<think>' }}") == think
     assert Thoughts.find(["[THINK]", "[/THINK]"], "") == Thoughts("[THINK]", "[/THINK]")
     assert Thoughts.find(["<seed:think>", "</seed:think>"], "") == Thoughts("<seed:think>", "</seed:think>")
+    assert Thoughts.find(["<think:a>", "</think:a>"], "'<think{}>'") == Thoughts("<think:a>", "</think:a>")  # Hy3
     assert Thoughts.find(["<think>", "<thinker>", "</thinker>"], "") == Thoughts()
     cohere = Thoughts("<|START_THINKING|>", "<|END_THINKING|>", gap="")
     assert Thoughts.find([cohere.opening, cohere.closing], "") == Thoughts.find([], f"'{cohere.opening}'") == cohere

@@ -21,6 +21,7 @@ from engine.text.tool_calls import (
     GEMMA4,
     GRANITE,
     HERMES,
+    HUNYUAN,
     JAMBA,
     KEYS,
     KIMI,
@@ -42,7 +43,7 @@ from engine.text.tool_calls import (
 from tests.engine.text.test_infill import tokenizer
 
 NAMES = {"f", "g"}
-TAGGED = [QWEN35, KEYS, SEED, MINIMAX, DSML, DEEPSEEK, KIMI, GRANITE, PHI4, NEMOTRON, COHERE, OLMO, JAMBA]
+TAGGED = [QWEN35, KEYS, SEED, MINIMAX, DSML, DEEPSEEK, KIMI, GRANITE, PHI4, NEMOTRON, COHERE, OLMO, JAMBA, HUNYUAN]
 NESTED = {"k": None, "l": [True, False]}
 F, G = ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")
 GEMMA = "<|tool_call>call:"
@@ -59,6 +60,10 @@ INVOKE = '<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>'
 TEXT = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter></｜DSML｜invoke>'
 FENCED = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
 KIMI_F = '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+HY3 = (
+    "<tool_calls><tool_call>f<tool_sep>\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>\n"
+    "<tool_call>g<tool_sep>\n</tool_call>\n</tool_calls>"
+).replace(">", ":opensource>")
 OLMO_TEXTS = ["f(a=1)", *(f"{body}</function_calls>" for body in ("", "f(1)", "f(a=1) x", "x"))]
 CASES = [
     (HERMES, f"<tool_call>\n{ONE}\n</tool_call>", [F]),
@@ -137,6 +142,9 @@ CASES = [
     (KEYS, "<tool_call>f<arg_key>a</arg_key></tool_call>", ["<tool_call>f<arg_key>a</arg_key></tool_call>"]),
     (KEYS, "<tool_call>get_wea", ["<tool_call>get_wea"]),
     (KEYS, f"<tool_call>f{KEYED}", [f"<tool_call>f{KEYED}"]),
+    (HUNYUAN, f"I look.{HY3.format(1)}Then", ["I look.", F, G, "\nThen"]),
+    (HUNYUAN, HY3.format(1)[:-25], [F, G]),
+    (HUNYUAN, HY3.format(1)[:25], [HY3.format(1)[:25]]),
     (MINIMAX, f'<minimax:tool_call>\n{INVOKE}\n<invoke name="g">\n</invoke>\n</minimax:tool_call>', [F, G]),
     (DSML, "<｜DSML｜function_calls>\n" + INVOKE.replace("<", "<｜DSML｜").replace("<｜DSML｜/", "</｜DSML｜"), [F]),
     (DSML, f"<｜DSML｜function_calls>{TEXT}</｜DSML｜function_calls>", [ToolCall("f", '{"a": "1"}')]),
@@ -354,6 +362,7 @@ def test_the_work_grows_with_the_text_and_no_faster(text):
         *((f"{{{{ '{form.opening}' }}}} <function= <tool_call>", (), form) for form in TAGGED[2:7]),
         *((f"{{{{ '{form.opening}' }}}}", (), form) for form in (NEMOTRON, COHERE, JAMBA)),
         ("{{ '<functions>' ~ tools }}", (), OLMO),
+        ("{{ '<tool_calls{}>'.format(x) }}", (), HUNYUAN),
         ("<functions> and <tool_call>", (), HERMES),
     ],
 )
@@ -368,6 +377,7 @@ def test_the_format_of_a_template(template, added, format):
         (QWEN35, "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"),
         (SEED, "<seed:tool_call><function=f><parameter=a>{}</parameter></function></seed:tool_call>"),
         (KEYS, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+        (HUNYUAN, HY3[: HY3.index("\n<tool_call:")] + "</tool_calls:opensource>"),
         (MINIMAX, f"<minimax:tool_call>{INVOKE.replace('1', '{}')}</minimax:tool_call>"),
         (DSML, f"<｜DSML｜function_calls>{TEXT.replace('1', '{}')}</｜DSML｜function_calls>"),
     ],
