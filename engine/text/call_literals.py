@@ -69,13 +69,14 @@ class Brackets:
         return -1
 
 
-def read_calls(text: str, name: str = "", *, quoted: bool = False) -> list[Call]:
+def read_calls(text: str, name: str = "", *, quoted: bool = False, keyed: bool = False) -> list[Call]:
     """The calls of a bracketed text; none if it is anything else.
 
     Args:
         text: an object of JSON with a name and arguments, or a list of those; or `[f(a=1), g()]`, or lines `f(a=1)`.
         name: the function's name, if the text is its arguments.
         quoted: the arguments may be an object in Gemma 4's form.
+        keyed: an object may have the name as its only key.
     """
     try:
         value = json.loads(text, strict=False)
@@ -83,8 +84,18 @@ def read_calls(text: str, name: str = "", *, quoted: bool = False) -> list[Call]
         value = _without_json(text, quoted)
     if name:
         value = {"name": name, "arguments": value}
-    found = [_call(one) for one in (value if isinstance(value, list) else [value])]
+    calls = value if isinstance(value, list) else [value]
+    if keyed:
+        calls = [_with_name(one) for one in calls]
+    found = [_call(one) for one in calls]
     return [call for call in found if call is not None] if None not in found else []
+
+
+def _with_name(value: Any) -> Any:
+    if not isinstance(value, dict) or len(value) != 1:
+        return value
+    [(name, arguments)] = value.items()
+    return {"name": name, "arguments": arguments}
 
 
 def _call(value: Any) -> Call | None:

@@ -2,7 +2,7 @@
 arrives.
 
 Gemma 4 writes `<|channel>thought`, a line break, the thought and `<channel|>`; Cohere's models `<|START_THINKING|>`,
-the thought and `<|END_THINKING|>`.
+the thought and `<|END_THINKING|>`; Apertus `<|inner_prefix|>`, the thought and `<|inner_suffix|>`.
 """
 
 import re
@@ -14,7 +14,7 @@ from engine.text.channels import ANSWER, CHANNEL, END, MESSAGE, THOUGHT, TURN, C
 # An opening tag, alone or in the source of a template; the closing one has a slash behind its bracket.
 _OPENING = re.compile(r"[<\[](?:\w+:)?(?:think|thinking|thought)(?::\w+)?[>\]]", re.IGNORECASE)
 _GEMMA4, _WORD = ("<|channel>", "<channel|>"), "thought"  # a thought of Gemma 4 begins with a token and a word
-_COHERE = "<|START_THINKING|>", "<|END_THINKING|>"
+_PAIRS = ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|inner_prefix|>", "<|inner_suffix|>")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Thoughts:
         added = sorted(added)
         if THOUGHT in source or {CHANNEL, MESSAGE} <= {*added}:
             return Thoughts(THOUGHT, f"{END}{TURN}{ANSWER}", begun="")
-        tokens = Thoughts(_GEMMA4[0] + _WORD, _GEMMA4[1], gap=""), Thoughts(*_COHERE, gap="")
+        tokens = Thoughts(_GEMMA4[0] + _WORD, _GEMMA4[1], gap=""), *(Thoughts(*pair, gap="") for pair in _PAIRS)
         if form := next((form for form in tokens if form.opening in source), None):
             return form
         in_source = [_tags(opening) for opening in _OPENING.findall(source)]

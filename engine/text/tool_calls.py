@@ -9,6 +9,7 @@
 | gemma4 | `<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>` |
 | granite, phi4 | `<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]`, and `<|/tool_call|>` of Phi-4 |
 | nemotron (Nano v2) | `<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>` |
+| apertus | `<|tools_prefix|>[{"f": {"a": 1}}]<|tools_suffix|>` |
 | jamba (1.5; Hunyuan A13B) | `<tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>` |
 | cohere (Command R7B, A) | `<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": 1}}]<|END_ACTION|>` |
 | qwen35 and others | blocks of tags, see `engine.text.call_blocks`; or JSON as hermes |
@@ -36,7 +37,16 @@ from engine.text.sandbox import SPACES
 CALL_MARKS = frozenset(
     {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<tool_call>", "</tool_call>"}
     | {"<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", QUOTE}
-    | {"<tool_calls>", "</tool_calls>", "<|tool_call|>", "<|/tool_call|>", "<|START_ACTION|>", "<|END_ACTION|>"}
+    | {
+        "<|tools_prefix|>",
+        "<|tools_suffix|>",
+        "<tool_calls>",
+        "</tool_calls>",
+        "<|tool_call|>",
+        "<|/tool_call|>",
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+    }
     | call_blocks.MARKS
 )
 MOST_SPACE = 64  # characters of white space before a call that are left out with it
@@ -66,7 +76,7 @@ class ToolFormat:
     Args:
         name: the name of the format.
         opening, closing: marks around a call or a list of calls; "" if nothing closes it.
-        key: the key of the arguments.
+        key: the key of the arguments; "": the name is.
         bare: calls are written without an opening. If the template shows one, a reply may still begin with a call that
             has none.
         listed: calls stand in a list.
@@ -100,7 +110,7 @@ class ToolFormat:
             values = ((call.name, json.loads(call.arguments).items()) for call in calls)
             each = (f"{name}({', '.join(f'{key}={_json(value)}' for key, value in items)})" for name, items in values)
             return f"{self.opening}{chr(10).join(each)}{self.closing}"
-        each = [f'{{"name": {_json(call.name)}, "{self.key}": {call.arguments}}}' for call in calls]
+        each = [f"{self._head(call.name)}{call.arguments}}}" for call in calls]
         if self.bare:
             return "; ".join(each)
         if self.listed:
@@ -119,7 +129,7 @@ class ToolFormat:
             return f"start: %json {json.dumps(_spaced(schema))}"
         lines = [f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}"]
         for i, (name, schema) in enumerate(functions.items()):
-            head, tail = (name, "") if self.quoted else (f'{{"name": {_json(name)}, "{self.key}": ', ' "}"')
+            head, tail = (name, "") if self.quoted else (self._head(name), ' "}"')
             lines += [
                 f"call{i}: {_json(head)} arguments{i}{tail}",
                 f"arguments{i}: %json {json.dumps(_spaced(schema))}",
@@ -132,6 +142,10 @@ class ToolFormat:
             opening, closing = (_json(text) for text in (f"\n{self.lead}", f"\n{self.closing}"))
             start = f"start: call ({closing} ({opening} call {closing})*)?"
         return "\n".join([start, *lines])
+
+    def _head(self, name: str) -> str:
+        """The JSON of a call before its arguments."""
+        return f'{{"name": {_json(name)}, "{self.key}": ' if self.key else f"{{{_json(name)}: "
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", lead="<tool_call>\n")
@@ -159,6 +173,8 @@ GRANITE = ToolFormat("granite", "<|tool_call|>", listed=True, lead="<|tool_call|
 PHI4 = replace(GRANITE, name="phi4", closing="<|/tool_call|>")
 NEMOTRON = ToolFormat("nemotron", "<TOOLCALL>", "</TOOLCALL>", listed=True, lead="<TOOLCALL>")
 JAMBA = ToolFormat("jamba", "<tool_calls>", "</tool_calls>", listed=True, lead="<tool_calls>")
+_TOOLS = "<|tools_prefix|>", "<|tools_suffix|>"  # of Apertus, whose template puts results directly behind the second
+APERTUS = ToolFormat("apertus", *_TOOLS, key="", listed=True, lead=_TOOLS[0], end=_TOOLS[1])
 COHERE = ToolFormat("cohere", "<|START_ACTION|>", "<|END_ACTION|>", "parameters", listed=True, lead="<|START_ACTION|>")
 QWEN35 = replace(HERMES, name="qwen35", blocks=call_blocks.FUNCTIONS)
 KEYS = replace(HERMES, name="keys", blocks=call_blocks.KEYS)
@@ -176,7 +192,7 @@ HUNYUAN = _tagged("hunyuan", "<tool_calls:opensource>", "</tool_calls:opensource
 OLMO = _tagged("olmo", "<function_calls>", "</function_calls>", call_blocks.LINES)
 KIMI = _tagged("kimi", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", call_blocks.KIMI)
 # By their openings or other texts, the first that a template has.
-OPENED = {form.opening: form for form in (SEED, MINIMAX, DEEPSEEK, KIMI, NEMOTRON, JAMBA, COHERE)}
+OPENED = {form.opening: form for form in (SEED, MINIMAX, DEEPSEEK, KIMI, NEMOTRON, JAMBA, APERTUS, COHERE)}
 OPENED |= {"｜DSML｜": DSML, "<tool_calls{}>": HUNYUAN}
 
 
@@ -342,7 +358,8 @@ class CallStream:
             functions = self.names if isinstance(self.names, Mapping) else {}
             calls, self._closes = blocks.read("".join(self._body), self._closes, functions), ""
         else:
-            calls = read_calls("".join(self._body), head[1] if head else "", quoted=self.format.quoted)
+            keyed = self._opened and not self.format.key
+            calls = read_calls("".join(self._body), head[1] if head else "", quoted=self.format.quoted, keyed=keyed)
         if not calls or ((self.format.bare or not self._opened) and not all(name in self.names for name, _ in calls)):
             return self._reject()
         self._parted = self._shown

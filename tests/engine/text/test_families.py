@@ -194,6 +194,9 @@ def test_tags():
     assert Thoughts.find(["<think>", "<thinker>", "</thinker>"], "") == Thoughts()
     cohere = Thoughts("<|START_THINKING|>", "<|END_THINKING|>", gap="")
     assert Thoughts.find([cohere.opening, cohere.closing], "") == Thoughts.find([], f"'{cohere.opening}'") == cohere
+    apertus = Thoughts("<|inner_prefix|>", "<|inner_suffix|>", gap="")
+    assert Thoughts.find([apertus.opening, apertus.closing], "") == Thoughts.find([], f"'{apertus.opening}'") == apertus
+    assert apertus.split("<|inner_prefix|>Two.<|inner_suffix|>Four.") == ("Two.", "Four.")
     opened = cohere.after(f"<|CHATBOT_TOKEN|>{cohere.opening}")
     assert opened.split("Two.<|END_THINKING|>Four.") == ("Two.", "Four.")
     assert not cohere.after(f"{cohere.opening}{cohere.closing}").opened

@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,8 +14,10 @@ from tokenizers.decoders import ByteLevel
 
 from engine.errors import UsageError
 from engine.text.call_literals import read_calls
+from engine.text.prompting import chat_prompt
 from engine.text.template import ChatTemplate
 from engine.text.tool_calls import (
+    APERTUS,
     CHANNELS,
     COHERE,
     DEEPSEEK,
@@ -43,7 +47,23 @@ from engine.text.tool_calls import (
 from tests.engine.text.test_infill import tokenizer
 
 NAMES = {"f", "g"}
-TAGGED = [QWEN35, KEYS, SEED, MINIMAX, DSML, DEEPSEEK, KIMI, GRANITE, PHI4, NEMOTRON, COHERE, OLMO, JAMBA, HUNYUAN]
+TAGGED = [
+    QWEN35,
+    KEYS,
+    SEED,
+    MINIMAX,
+    DSML,
+    DEEPSEEK,
+    KIMI,
+    GRANITE,
+    PHI4,
+    NEMOTRON,
+    COHERE,
+    OLMO,
+    JAMBA,
+    HUNYUAN,
+    APERTUS,
+]
 NESTED = {"k": None, "l": [True, False]}
 F, G = ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")
 GEMMA = "<|tool_call>call:"
@@ -165,6 +185,16 @@ CASES = [
     (GRANITE, f"<|tool_call|>[{ONE}, {TWO}]", [F, G]),
     (PHI4, f"<|tool_call|>[{ONE}]<|/tool_call|>", [F]),
     (NEMOTRON, f"<TOOLCALL>[{ONE}]</TOOLCALL>", [F]),
+    (
+        APERTUS,
+        'I look.<|tools_prefix|>[{"f": {"a": 1}}, {"g": {}}]<|tools_suffix|>Then',
+        ["I look.", F, G, "\nThen"],
+    ),
+    (APERTUS, '<|tools_prefix|>[{"name": {"a": 1}}]<|tools_suffix|>', [ToolCall("name", F.arguments)]),
+    (APERTUS, '<|tools_prefix|>[{"function": {}}]<|tools_suffix|>', [ToolCall("function", "{}")]),
+    (APERTUS, f"<|tools_prefix|>[{ONE}]", [F]),
+    (APERTUS, '<|tools_prefix|>[{"f": [1]}]', ['<|tools_prefix|>[{"f": [1]}]']),
+    (APERTUS, '<|tools_prefix|>[{"f": {}, "g": {}}]', ['<|tools_prefix|>[{"f": {}, "g": {}}]']),
     (JAMBA, f"I look.\n<tool_calls>[\n  {ONE},\n  {TWO}\n]</tool_calls> Then", ["I look.", F, G, "\nThen"]),
     (
         COHERE,
@@ -360,7 +390,7 @@ def test_the_work_grows_with_the_text_and_no_faster(text):
         ("nothing", ("<|tool_call|>", "<|/tool_call|>"), PHI4),
         ("write <|tool_call|> and a list", ("<|tool_call|>",), GRANITE),
         *((f"{{{{ '{form.opening}' }}}} <function= <tool_call>", (), form) for form in TAGGED[2:7]),
-        *((f"{{{{ '{form.opening}' }}}}", (), form) for form in (NEMOTRON, COHERE, JAMBA)),
+        *((f"{{{{ '{form.opening}' }}}}", (), form) for form in (NEMOTRON, COHERE, JAMBA, APERTUS)),
         ("{{ '<functions>' ~ tools }}", (), OLMO),
         ("{{ '<tool_calls{}>'.format(x) }}", (), HUNYUAN),
         ("<functions> and <tool_call>", (), HERMES),
@@ -464,3 +494,13 @@ def test_marks_that_are_special_tokens_are_text_of_replies_alone(tmp_path):
         spans = template.render([{"role": role, "content": "[TOOL_CALLS]x</s>"}])
         found = made.encode_rendered(spans)
         assert (mark in found) == expected and end not in found
+
+
+def test_the_end_of_a_call_ends_a_reply(tmp_path):
+    """Apertus writes no other token there: its template puts a function's result directly behind the call."""
+    made = tokenizer(tmp_path, special := ["<|tools_prefix|>", "<|tools_suffix|>"])
+    template = ChatTemplate(f"{{{{ messages[0].content }}}}{{# {special} #}}", special=made.special_spellings)
+    engine: Any = SimpleNamespace(tokenizer=made, template=template, eos_token_ids=frozenset())
+    assert chat_prompt(engine, [{"role": "user", "content": "a"}]).eos_token_ids == {
+        *made.encode_rendered([("<|tools_suffix|>", True)])
+    }
