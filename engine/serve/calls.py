@@ -11,7 +11,7 @@ from typing import Any
 from engine.errors import UsageError, check_flag, shortened
 from engine.serve.served import Served
 from engine.text.template import ChatTemplate
-from engine.text.tool_calls import MISTRAL, CallStream, ToolCall, ToolFormat, described, functions_of
+from engine.text.tool_calls import HEAD_NAME, MISTRAL, CallStream, ToolCall, ToolFormat, described, functions_of
 
 PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 MISTRAL_ID = 9  # letters and digits of a call's id in Mistral's templates
@@ -81,6 +81,9 @@ def tool_use(body: Mapping[str, Any], served: Served) -> tuple[ToolUse | None, l
     format, forced = served.engine.template.calls, mode == "required"
     if forced and format.named and (len(functions) > 1 or not all(PLAIN_NAME.fullmatch(name) for name in functions)):
         what = "this model writes the function before its call: name the one that is to be called"
+        raise UsageError(f"tool_choice: {what}", remedy="a name of letters, digits, _ and -; or auto")
+    if forced and format.quoted and (odd := next((n for n in functions if not HEAD_NAME.fullmatch(n)), None)):
+        what = f"this model writes names without quotes, so that a call of {shortened(repr(odd))} could not be read"
         raise UsageError(f"tool_choice: {what}", remedy="a name of letters, digits, _ and -; or auto")
     return ToolUse(format, functions, forced, several), tools
 

@@ -53,7 +53,8 @@ MOST_SPACE = 64  # characters of white space before a call that are left out wit
 MOST_HEAD = 200  # characters before the arguments of a call that has its name there
 AT_ONCE = 256  # characters that are read at once, so that none is read again and again
 # The name before the arguments, if these do not contain it, with its marks; and a possible beginning of it.
-_HEAD = re.compile(r"\s*([\w.:/-]{0,127}[\w.-])(?:\[CALL_ID\][\w-]{0,64})?(?:\[ARGS\])?\s*")
+HEAD_NAME = re.compile(r"[\w.:/-]{0,127}[\w.-]")
+_HEAD = re.compile(rf"\s*({HEAD_NAME.pattern})(?:\[CALL_ID\][\w-]{{0,64}})?(?:\[ARGS\])?\s*")
 _PART = re.compile(r"[\w.:/\[\]\s-]*")
 # The beginning of a call without an opening, as far as its first key: space, fence, space, bracket, space, key.
 _BARE = re.compile(r"""(\s*)(?:(`[`json]*)(\s*))?(?:(\{)(\s*)("\w*"?)?(.*))?""", re.S)

@@ -213,6 +213,12 @@ def test_other_formats(start, tmp_path, source, opening, key):
         reply = ask(server, tools=[WEATHER], **fields)
         [call, *_] = reply.choices[0].message.tool_calls
         assert (len(call.id) == 9 and call.id.isalnum()) == (opening == "[TOOL_CALLS]")
+    if not key:  # the name stands there without quotes
+        for name in ('a"b', "a\\b", "a b", "a{b"):
+            odd: Any = {"type": "function", "function": {"name": name}}
+            with pytest.raises(openai.BadRequestError, match="names without quotes"):
+                ask(server, tools=[WEATHER, odd], tool_choice="required")
+            assert ask(server, tools=[odd], choices=["no"]).choices[0].message.content == "no"
 
 
 def test_channels_have_the_name_before_the_call(start, tmp_path):
