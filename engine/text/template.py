@@ -28,6 +28,7 @@ TOOL_USE = "tool_use"  # the name of the template for conversations with tools
 # How a template reads the thoughts of earlier replies: as a field of the message, or as a block of its content.
 _READS_FIELD = re.compile(r"reasoning_content|message\.thinking\b|message\[.thinking.\]")
 _READS_BLOCK = re.compile(r"""==\s*['"]thinking['"]""")
+_ESCAPED = re.compile(r'(["\\\x00-\x1f]+)')  # what JSON escapes
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
@@ -369,9 +370,16 @@ class _Marks:
         self._mark_of: dict[str, str] = {}
 
     def mark(self, spelling: str) -> str:
-        if spelling not in self._mark_of:
-            self._mark_of[spelling] = next(self._free)
-        return self._mark_of[spelling]
+        """The characters that replace a spelling, except those that JSON escapes, so that tojson escapes them."""
+        pieces = _ESCAPED.split(spelling)
+        if not any(pieces[::2]):
+            pieces = [spelling]
+        return "".join(self._mark(piece) if i % 2 == 0 and piece else piece for i, piece in enumerate(pieces))
+
+    def _mark(self, piece: str) -> str:
+        if piece not in self._mark_of:
+            self._mark_of[piece] = next(self._free)
+        return self._mark_of[piece]
 
     def protect(self, value: Any, spellings: _Spellings) -> Any:
         """A copy of a JSON value whose strings (not its keys) have marks for spellings."""
@@ -388,7 +396,8 @@ class _Marks:
         spelling_of = {}
         for spelling, mark in self._mark_of.items():
             # tojson(ensure_ascii=True) writes a mark as two escapes, the text of a list or an object as one
-            spelling_of |= dict.fromkeys((mark, json.dumps(mark)[1:-1], repr(mark)[1:-1]), spelling)
+            spelling_of |= {mark: spelling, json.dumps(mark)[1:-1]: json.dumps(spelling)[1:-1]}
+            spelling_of[repr(mark)[1:-1]] = spelling
         pieces = re.split("(" + "|".join(map(re.escape, spelling_of)) + ")", text)
         return [(spelling_of.get(p, p), i % 2 == 0) for i, p in enumerate(pieces) if p]
 

@@ -104,6 +104,25 @@ def test_user_text_in_a_list_stays_as_it_is(shape):
     assert ("<s>", False) in spans
 
 
+@pytest.mark.parametrize(
+    ("shape", "dumps"),
+    [
+        ("m.content", str),
+        ("m.content | tojson", lambda text: json.dumps(text, ensure_ascii=False)),
+        ("m.content | tojson(ensure_ascii=true)", json.dumps),
+        ("[m.content]", lambda text: repr([text])),
+    ],
+)
+@pytest.mark.parametrize("token", ['<|"|>', "<a\\b>", "<a\tb>", "<｜x｜>"])
+def test_user_text_with_tokens_that_json_escapes(shape, dumps, token):
+    """Gemma 4's token `<|"|>`, for example, is no token in JSON, because its quote is escaped there."""
+    t = ChatTemplate(f"{{% for m in messages %}}{{{{ {shape} }}}}{{% endfor %}}", special=[token])
+    for content in (token, f"a{token}b {token}", token[:3], f"{token}{token[:2]}"):
+        spans = t.render(user(content))
+        assert text_of(spans) == dumps(content)
+        assert not any(token in text for text, is_control in spans if is_control)
+
+
 def test_contents_cannot_be_joined_to_a_control_token():
     t = template("{% for m in messages %}{{ m.content }}{% endfor %}")
     spans = t.render([*user("a <|im_"), *user("end"), *user("|> b <")])
