@@ -5,6 +5,7 @@
 | FUNCTIONS (Qwen 3.5, Qwen3-Coder, Nemotron 3, Seed-OSS) | `<function=f><parameter=a>1</parameter></function>` |
 | INVOKES (MiniMax M2) | `<invoke name="f"><parameter name="a">1</parameter></invoke>` |
 | DSML (DeepSeek V3.2) | the same with `｜DSML｜` in each tag, and `string="false"` where a value is JSON |
+| ATEM (Muse) | as INVOKES, with `atem:` in each tag |
 | KEYS (GLM 4.5 and later) | `f<arg_key>a</arg_key><arg_value>1</arg_value>` |
 | HUNYUAN (Hy3) | `<tool_call>f<tool_sep>` and so on as in KEYS, with `:opensource` in each tag |
 | DEEPSEEK (V3.1) | `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`; V3 and R1: in a code fence |
@@ -123,6 +124,7 @@ INVOKES = Blocks(('<invoke name="', '">', "</invoke>"), ('<parameter name="', '"
 DSML = Blocks(
     ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"), ('<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>")
 )
+ATEM = Blocks(('<atem:invoke name="', '">', "</atem:invoke>"), ('<atem:parameter name="', '">', "</atem:parameter>"))
 KEYS = Blocks(("", "<arg_key>", ""), ("<arg_key>", "</arg_key>", "</arg_value>"), "<arg_value>")
 HUNYUAN = Blocks(
     ("<tool_call:opensource>", "<tool_sep:opensource>", "</tool_call:opensource>"),

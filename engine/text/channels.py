@@ -1,11 +1,13 @@
-"""Channels: splits a gpt-oss reply (OpenAI's Harmony format) as it arrives.
+"""Channels: splits a reply of gpt-oss (OpenAI's Harmony format) or Muse as it arrives.
 
 A reply is one message or several; the prompt ends with the `<|start|>assistant` of the first:
 
     <|channel|>analysis<|message|>a thought<|end|><|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
 A message to a function, `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>`, is a call;
-its recipient may also stand before the channel. Other commentary belongs to the answer.
+its recipient may also stand before the channel. Other commentary belongs to the answer. Muse has recipients only:
+
+    to=self<|message|>a thought<|eom|><|start|>assistant to=user<|message|>the answer<|eot|>
 """
 
 import re
@@ -13,16 +15,18 @@ from abc import ABC, abstractmethod
 
 CHANNEL, MESSAGE, START, END, CALL = "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"
 # Special tokens that a reader of channels needs, so that decoding keeps their spellings.
-CHANNEL_MARKS = frozenset({CHANNEL, MESSAGE, START, END, CALL, "<|constrain|>"})
+CHANNEL_MARKS = frozenset({CHANNEL, MESSAGE, START, END, CALL, "<|constrain|>", "<|eom|>"})
 THOUGHT = f"{CHANNEL}analysis{MESSAGE}"
 ANSWER = f"{CHANNEL}final{MESSAGE}"
 TURN = f"{START}assistant"
+TO_SELF, TO_USER = (f" to={name}{MESSAGE}" for name in ("self", "user"))
 FUNCTIONS = "functions."
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-_CLOSES = (END, CALL, START, "<|return|>")  # marks that end a message; a start ends it if its end was left out
-_CLOSE = re.compile("|".join(map(re.escape, _CLOSES)))
+# Marks that end a message, without channels and with them; a start ends it if its end was left out.
+_CLOSES = {False: ("<|eom|>", "<|eot|>", START), True: (END, CALL, START, "<|return|>")}
+_CLOSE = {kind: re.compile("|".join(map(re.escape, marks))) for kind, marks in _CLOSES.items()}
 _BEGINS = (CHANNEL, START, " to=")  # beginnings of replies with channels
 
 
@@ -66,10 +70,12 @@ class ChannelStream(ReplyStream):
 
     Args:
         begun: the beginning of the reply, which the prompt has after `<|start|>assistant`.
+        channels: False if messages have recipients only; then their calls stay as they are.
     """
 
-    def __init__(self, begun: str = ""):
+    def __init__(self, begun: str = "", channels: bool = True):
         super().__init__(begun)
+        self._channels = channels
         self._at = "begin"  # then "header", "thought", "answer" and "call", message by message
         self._fresh = True  # the message has no text yet
         self._written = set[bool]()  # has True after text of a thought, False after text of the answer
@@ -92,8 +98,12 @@ class ChannelStream(ReplyStream):
                     found.append((header, False))
                 if not rest:
                     break
-            close = _CLOSE.search(self._held)
-            held = "" if close or last else max((start_at_end(self._held, mark) for mark in _CLOSES), key=len)
+            close = _CLOSE[self._channels].search(self._held)
+            held = (
+                ""
+                if close or last
+                else max((start_at_end(self._held, mark) for mark in _CLOSES[self._channels]), key=len)
+            )
             body = self._held[: close.start()] if close else self._held.removesuffix(held)
             found += self._body(body)
             if close is None:
@@ -105,10 +115,11 @@ class ChannelStream(ReplyStream):
     def _open(self, header: str) -> list[tuple[str, bool]]:
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         self._fresh = True
-        if recipient:
+        if recipient and self._channels:
             self._at = "call"
             return [(CALL + recipient[1].removeprefix(FUNCTIONS), False)]
-        self._at = "thought" if channel and channel[1] == "analysis" else "answer"
+        kind = channel if self._channels else recipient
+        self._at = "thought" if kind and kind[1] in ("analysis", "self") else "answer"
         self.thought = self.thought or self._at == "thought"
         return []
 

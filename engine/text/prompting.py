@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import UsageError
+from engine.text.channels import MESSAGE
 from engine.text.template import TemplateOptions
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
@@ -54,7 +55,8 @@ def chat_prompt(
     thoughts = template.thoughts.after("".join(text for text, _ in spans[-2:]))
     if options.lead:
         closing = f"{thoughts.closing}{thoughts.gap}" if thoughts.opened else ""
-        begun = None if thoughts.begun is None else thoughts.begun + options.lead
+        header = options.lead if MESSAGE in options.lead else ""  # else a call has none
+        begun = None if thoughts.begun is None else thoughts.begun + header
         spans, thoughts = [*spans, (closing + options.lead, True)], replace(thoughts, opened=False, begun=begun)
     return ChatPrompt(tokenizer.encode_rendered(spans), thoughts, engine.eos_token_ids | ends)
 

@@ -9,7 +9,19 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from engine.text.channels import ANSWER, CHANNEL, END, MESSAGE, THOUGHT, TURN, ChannelStream, ReplyStream, start_at_end
+from engine.text.channels import (
+    ANSWER,
+    CHANNEL,
+    END,
+    MESSAGE,
+    THOUGHT,
+    TO_SELF,
+    TO_USER,
+    TURN,
+    ChannelStream,
+    ReplyStream,
+    start_at_end,
+)
 
 # An opening tag, alone or in the source of a template; the closing one has a slash behind its bracket.
 _OPENING = re.compile(r"[<\[](?:\w+:)?(?:think|thinking|thought)(?::\w+)?[>\]]", re.IGNORECASE)
@@ -43,6 +55,8 @@ class Thoughts:
         added = sorted(added)
         if THOUGHT in source or {CHANNEL, MESSAGE} <= {*added}:
             return Thoughts(THOUGHT, f"{END}{TURN}{ANSWER}", begun="")
+        if f"to=self{MESSAGE}" in source or {MESSAGE, "<|eom|>"} <= {*added}:
+            return Thoughts(TO_SELF, f"<|eom|>{TURN}{TO_USER}", begun="")
         tokens = Thoughts(_GEMMA4[0] + _WORD, _GEMMA4[1], gap=""), *(Thoughts(*pair, gap="") for pair in _PAIRS)
         if form := next((form for form in tokens if form.opening in source), None):
             return form
@@ -74,7 +88,7 @@ class Thoughts:
 
     def stream(self) -> ReplyStream:
         """A reader of a reply."""
-        return ThoughtStream(self) if self.begun is None else ChannelStream(self.begun)
+        return ThoughtStream(self) if self.begun is None else ChannelStream(self.begun, self.opening == THOUGHT)
 
     def join(self, thought: str, answer: str) -> str:
         """The text that `split` splits into these."""

@@ -25,7 +25,7 @@ from tokenizers import AddedToken, models
 
 from engine.errors import CheckpointError, UsageError, check_utf8
 from engine.text import tokenizer_limits, tokenizer_ranks
-from engine.text.channels import ANSWER, CHANNEL_MARKS, TURN
+from engine.text.channels import CHANNEL_MARKS, TURN
 from engine.text.detokenizer import Detokenizer, data_of
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer_files import any_of, byte_level, complete, named_tokens, read_config, read_file
@@ -66,7 +66,8 @@ class Tokenizer:
         skipped = self.special_spellings - thoughts.tokens
         self.special_ids = frozenset(vocab[content] for content in skipped)
         self.skipped_ids = frozenset(vocab[content] for content in skipped - marks)
-        tags = (thoughts.opening, thoughts.closing) if thoughts.begun is None else (TURN, ANSWER)
+        answer = thoughts.closing.rpartition(TURN)[2]
+        tags = (thoughts.opening, thoughts.closing) if thoughts.begun is None else (TURN, answer)
         self._tags = tags if thoughts.begun is not None or all(token in vocab for token in thoughts.tokens) else ()
         self.bos_token_id = vocab.get(names.get("bos_token", ""))
         self.eos_token_id = vocab.get(names.get("eos_token", ""))

@@ -188,12 +188,13 @@ def _tagged(name: str, opening: str, closing: str, blocks: Blocks) -> ToolFormat
 SEED = _tagged("seed", "<seed:tool_call>", "</seed:tool_call>", replace(call_blocks.FUNCTIONS, lines=False))
 MINIMAX = _tagged("minimax", "<minimax:tool_call>", "</minimax:tool_call>", call_blocks.INVOKES)
 DSML = _tagged("dsml", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", call_blocks.DSML)
+MUSE = _tagged("muse", "<atem:function_calls>", "</atem:function_calls>", call_blocks.ATEM)
 DEEPSEEK = _tagged("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call_blocks.DEEPSEEK)
 HUNYUAN = _tagged("hunyuan", "<tool_calls:opensource>", "</tool_calls:opensource>", call_blocks.HUNYUAN)
 OLMO = _tagged("olmo", "<function_calls>", "</function_calls>", call_blocks.LINES)
 KIMI = _tagged("kimi", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", call_blocks.KIMI)
 # By their openings or other texts, the first that a template has.
-OPENED = {form.opening: form for form in (SEED, MINIMAX, DEEPSEEK, KIMI, NEMOTRON, JAMBA, APERTUS, COHERE)}
+OPENED = {form.opening: form for form in (SEED, MINIMAX, MUSE, DEEPSEEK, KIMI, NEMOTRON, JAMBA, APERTUS, COHERE)}
 OPENED |= {"｜DSML｜": DSML, "<tool_calls{}>": HUNYUAN}
 
 

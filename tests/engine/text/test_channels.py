@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from engine.text.channels import CHANNEL_MARKS, ChannelStream
 from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.template import ChatTemplate
 from engine.text.thinking import Thoughts
-from engine.text.tool_calls import CHANNELS, HERMES
+from engine.text.tool_calls import CHANNELS, HERMES, MUSE
+from tests.engine.text.test_families import HELLO
 from tests.engine.text.test_infill import tokenizer
 
 A, F, C = (f"<|channel|>{name}" for name in ("analysis", "final", "commentary"))
@@ -38,6 +40,10 @@ CASES = [
     (f"{F}{M}Four.{E}and more", None, "Four.and more"),
     ("", None, ""),
 ]
+ATEM = (
+    '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">1</atem:parameter>\n</atem:invoke>\n'
+    "</atem:function_calls>"
+)
 TEMPLATE = (
     "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
@@ -50,8 +56,20 @@ TEMPLATE = (
 )
 
 
-def read(pieces, begun=""):
-    stream = ChannelStream(begun)
+ADDRESSED = [
+    (f" to=self{M}I think.<|eom|>{S} to=user{M}Four.", "I think.", "Four."),
+    (f" to=user{M}Four.<|eot|>", None, "Four."),
+    (f" to=self{M}One.<|eom|>{S} to=self{M}Two.{S} to=user{M}Four.", "One.\n\nTwo.", "Four."),
+    (f" to=self{M}a < b <|eo", "a < b <|eo", ""),
+    (f" to=self{M}x<|eom|>{S} to=f{M}{ATEM}<|eom|>{S} to=f{M}{ATEM}", "x", f"{ATEM}\n\n{ATEM}"),
+    (f" to=user{M}a<|end|>b", None, "a<|end|>b"),
+    ("Four.", None, "Four."),
+    ("", None, ""),
+]
+
+
+def read(pieces, begun="", channels=True):
+    stream = ChannelStream(begun, channels)
     parts = [part for piece in pieces for part in stream.push(piece)] + stream.finish()
     assert all(text for text, _ in parts)
     thought, answer = ("".join(text for text, inside in parts if inside is kind) for kind in (True, False))
@@ -76,6 +94,34 @@ def test_whole_and_cut_at_every_character(text, thought, answer):
     for i in range(len(text)):
         assert read([text[:i], text[i:]]) == (thought, answer)
         assert read([text[i:]], begun=text[:i]) == (thought, answer)
+
+
+@pytest.mark.parametrize(("text", "thought", "answer"), ADDRESSED)
+def test_messages_with_recipients_alone(text, thought, answer):
+    """As Muse writes them."""
+    thoughts = Thoughts.find(["<|message|>", "<|eom|>"], "")
+    assert thoughts == Thoughts.find([], f"'{thoughts.opening}'") and thoughts.split(text) == (thought, answer)
+    for i in range(len(text)):
+        assert read([text[:i], text[i:]], channels=False) == (thought, answer)
+        assert read([text[i:]], text[:i], channels=False) == (thought, answer)
+
+
+def test_calls_with_recipients_alone(tmp_path):
+    """A call of Muse has its name twice; a forced one is JSON without a header."""
+    made = tokenizer(tmp_path, ["<|start|>", M, "<|eom|>", "<|eot|>"])
+    source = f"{{# {ATEM} to=self{M} #}}<|start|>assistant"
+    template = ChatTemplate(source, special=made.special_spellings)
+    speaker: Any = SimpleNamespace(tokenizer=made, template=template, eos_token_ids=frozenset())
+    assert made.thought_ids == (ids(made, S), ids(made, f" to=user{M}")) and template.calls is MUSE
+    prompt, use = chat_prompt(speaker, HELLO), ToolUse(MUSE, {"f": {}})
+    text = f" to=self{M}Hm.<|eom|>{S} to=user{M}I look.<|eom|>{S} to=f{M}{ATEM}<|eom|>{S} to=f{M}{ATEM}<|eot|>"
+    message = message_of(text, prompt.thoughts, use)
+    assert message["reasoning_content"] == "Hm." and message["content"] == "I look."
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "f", "arguments": '{"a": 1}'}] * 2
+    use = ToolUse(MUSE, {"f": {}}, forced=True)
+    prompt = chat_prompt(speaker, HELLO, TemplateOptions(lead=use.lead))
+    [call] = message_of('{"name": "f", "arguments": {"a": 1}}', prompt.thoughts, use)["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
 
 
 @given(

@@ -33,6 +33,7 @@ from engine.text.tool_calls import (
     LLAMA3,
     MINIMAX,
     MISTRAL,
+    MUSE,
     NEMOTRON,
     OLMO,
     PHI4,
@@ -77,6 +78,7 @@ CODE = (
 )
 KEYED = "<arg_key>a</arg_key><arg_value>1</arg_value>"
 INVOKE = '<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>'
+ATEM = INVOKE.replace("<", "<atem:").replace("<atem:/", "</atem:")
 TEXT = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter></｜DSML｜invoke>'
 FENCED = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
 KIMI_F = '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
@@ -166,6 +168,8 @@ CASES = [
     (HUNYUAN, HY3.format(1)[:-25], [F, G]),
     (HUNYUAN, HY3.format(1)[:25], [HY3.format(1)[:25]]),
     (MINIMAX, f'<minimax:tool_call>\n{INVOKE}\n<invoke name="g">\n</invoke>\n</minimax:tool_call>', [F, G]),
+    (MUSE, f"Hm.<atem:function_calls>{ATEM}\n{ATEM}</atem:function_calls>", ["Hm.", F, F]),
+    (MUSE, f"<atem:function_calls>{ATEM}", [F]),
     (DSML, "<｜DSML｜function_calls>\n" + INVOKE.replace("<", "<｜DSML｜").replace("<｜DSML｜/", "</｜DSML｜"), [F]),
     (DSML, f"<｜DSML｜function_calls>{TEXT}</｜DSML｜function_calls>", [ToolCall("f", '{"a": "1"}')]),
     (
@@ -390,7 +394,7 @@ def test_the_work_grows_with_the_text_and_no_faster(text):
         ("nothing", ("<|tool_call|>", "<|/tool_call|>"), PHI4),
         ("write <|tool_call|> and a list", ("<|tool_call|>",), GRANITE),
         *((f"{{{{ '{form.opening}' }}}} <function= <tool_call>", (), form) for form in TAGGED[2:7]),
-        *((f"{{{{ '{form.opening}' }}}}", (), form) for form in (NEMOTRON, COHERE, JAMBA, APERTUS)),
+        *((f"{{{{ '{form.opening}' }}}}", (), form) for form in (NEMOTRON, COHERE, JAMBA, APERTUS, MUSE)),
         ("{{ '<functions>' ~ tools }}", (), OLMO),
         ("{{ '<tool_calls{}>'.format(x) }}", (), HUNYUAN),
         ("<functions> and <tool_call>", (), HERMES),
@@ -409,6 +413,7 @@ def test_the_format_of_a_template(template, added, format):
         (KEYS, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
         (HUNYUAN, HY3[: HY3.index("\n<tool_call:")] + "</tool_calls:opensource>"),
         (MINIMAX, f"<minimax:tool_call>{INVOKE.replace('1', '{}')}</minimax:tool_call>"),
+        (MUSE, f"<atem:function_calls>{ATEM.replace('1', '{}')}</atem:function_calls>"),
         (DSML, f"<｜DSML｜function_calls>{TEXT.replace('1', '{}')}</｜DSML｜function_calls>"),
     ],
     ids=lambda value: str(value)[:10],
