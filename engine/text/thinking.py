@@ -118,11 +118,13 @@ class ThoughtStream(ReplyStream):
         opening, closing, found = self.tags.opening, self.tags.closing, []
         if self._at == "start":
             lead = self._held.lstrip()
-            if opening.startswith(lead) and lead != opening and not last:
+            if not last and any(tag.startswith(lead) and lead != tag for tag in (opening, closing)):
                 return []
             if lead.startswith(opening):
                 self.thought, self._held = True, lead.removeprefix(opening)
             self._at = "thought" if self.thought else "answer"
+            if not self.thought and lead.startswith(closing):  # how MiniMax M3 begins an answer without a thought
+                self._held, self._at = lead.removeprefix(closing), "gap"
         if self._at == "thought":
             body, closed, rest = self._held.partition(closing)
             held = "" if closed or last else start_at_end(body, closing)
