@@ -10,6 +10,7 @@
 | HUNYUAN (Hy3) | `<tool_call>f<tool_sep>` and so on as in KEYS, with `:opensource` in each tag |
 | DEEPSEEK (V3.1) | `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`; V3 and R1: in a code fence |
 | LINES (OLMo 3) | `f(a=1)`, a call of Python in each line |
+| SOLAR (Solar Open) | `<|tool_call:begin|>ID<|tool_call:name|>f<|tool_call:args|>{"a": 1}<|tool_call:end|>` |
 | KIMI (Kimi K2) | `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>` |
 """
 
@@ -41,6 +42,7 @@ class Blocks:
         item: before a key, between key and value, after the value; None: the arguments are JSON.
         value: before a value.
         named: the text before a name that is left out, and what separates it from a number.
+        id: what separates a call's id from the name behind it; "": there is no id.
         lines: a value stands on lines of its own, so that the line breaks around it are no part of it.
     """
 
@@ -48,6 +50,7 @@ class Blocks:
     item: tuple[str, str, str] | None = None
     value: str = ""
     named: tuple[str, str] = ("", "")
+    id: str = ""
     lines: bool = False
 
     def begins(self, text: str) -> bool | None:
@@ -77,6 +80,7 @@ class Blocks:
             split = text.find(middle, begin, ends)
             split = ends if split < 0 and not end else split  # no arguments
             name = text[begin:split].strip()
+            name = name.rpartition(self.id)[2] if self.id else name
             if ends < 0 or split < 0 or not _NAME.fullmatch(name):
                 return []
             call = self._call(name, text[split + len(middle) * bool(end) : ends], functions)
@@ -134,11 +138,12 @@ HUNYUAN = Blocks(
 LINES = Blocks(("", "", ""))
 DEEPSEEK = Blocks(("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
 KIMI = Blocks(("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"), named=("functions.", ":"))
+SOLAR = Blocks(("<|tool_call:begin|>", "<|tool_call:args|>", "<|tool_call:end|>"), id="<|tool_call:name|>")
 MARKS = frozenset(
     {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "｜DSML｜", *DEEPSEEK.call, *KIMI.call}
     | {"<tool_calls:opensource>", "</tool_calls:opensource>", *HUNYUAN.call, *(HUNYUAN.item or ()), HUNYUAN.value}
     | {"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"}
-    | {"<function_calls>", "</function_calls>"}
+    | {"<function_calls>", "</function_calls>", "<|tool_calls|>", "<|calls|>", *SOLAR.call, SOLAR.id}
     | {"<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>"}
 )
 

@@ -277,6 +277,8 @@ class ChatTemplate:
             return message
         if self.thoughts.begun is not None or _READS_FIELD.search(self.source):
             return message | {"reasoning_content": thought}
+        if re.search(r"message\.reasoning\b", self.source):  # Solar Open
+            return message | {"reasoning": thought}
         if _READS_BLOCK.search(self.source):
             blocks = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": answer}]
             return message | {"content": blocks}

@@ -2,7 +2,8 @@
 arrives.
 
 Gemma 4 writes `<|channel>thought`, a line break, the thought and `<channel|>`; Cohere's models `<|START_THINKING|>`,
-the thought and `<|END_THINKING|>`; Apertus `<|inner_prefix|>`, the thought and `<|inner_suffix|>`.
+the thought and `<|END_THINKING|>`; Apertus `<|inner_prefix|>`, the thought and `<|inner_suffix|>`; Solar Open
+`<|think|>`, the thought and `<|end|><|begin|>assistant`, of which decoding skips the second token.
 """
 
 import re
@@ -26,6 +27,7 @@ from engine.text.channels import (
 # An opening tag, alone or in the source of a template; the closing one has a slash behind its bracket.
 _OPENING = re.compile(r"[<\[](?:\w+:)?(?:think|thinking|thought)(?::\w+)?[>\]]", re.IGNORECASE)
 _GEMMA4, _WORD = ("<|channel>", "<channel|>"), "thought"  # a thought of Gemma 4 begins with a token and a word
+_SOLAR, _ROLE = ("<|think|>", "<|end|>assistant"), "assistant"
 _PAIRS = ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|inner_prefix|>", "<|inner_suffix|>")
 
 
@@ -57,6 +59,8 @@ class Thoughts:
             return Thoughts(THOUGHT, f"{END}{TURN}{ANSWER}", begun="")
         if f"to=self{MESSAGE}" in source or {MESSAGE, "<|eom|>"} <= {*added}:
             return Thoughts(TO_SELF, f"<|eom|>{TURN}{TO_USER}", begun="")
+        if f"assistant{_SOLAR[0]}" in source or {_SOLAR[0], _SOLAR[1].removesuffix(_ROLE)} <= {*added}:
+            return Thoughts(*_SOLAR, gap="")
         tokens = Thoughts(_GEMMA4[0] + _WORD, _GEMMA4[1], gap=""), *(Thoughts(*pair, gap="") for pair in _PAIRS)
         if form := next((form for form in tokens if form.opening in source), None):
             return form
@@ -77,7 +81,7 @@ class Thoughts:
     @property
     def tokens(self) -> frozenset[str]:
         """The spellings of the tokens in the tags; with "" if there are none."""
-        return frozenset({self.opening.removesuffix(_WORD), self.closing})
+        return frozenset({self.opening.removesuffix(_WORD), self.closing.removesuffix(_ROLE)})
 
     def split(self, text: str) -> tuple[str | None, str]:
         """A reply's thought, None without one, and its answer. A thought that was cut short has no answer."""

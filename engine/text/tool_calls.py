@@ -193,8 +193,9 @@ DEEPSEEK = _tagged("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁calls
 HUNYUAN = _tagged("hunyuan", "<tool_calls:opensource>", "</tool_calls:opensource>", call_blocks.HUNYUAN)
 OLMO = _tagged("olmo", "<function_calls>", "</function_calls>", call_blocks.LINES)
 KIMI = _tagged("kimi", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", call_blocks.KIMI)
+SOLAR = replace(_tagged("solar", "<|tool_calls|>", "<|calls|>", call_blocks.SOLAR), end="<|calls|>")
 # By their openings or other texts, the first that a template has.
-OPENED = {form.opening: form for form in (SEED, MINIMAX, MUSE, DEEPSEEK, KIMI, NEMOTRON, JAMBA, APERTUS, COHERE)}
+OPENED = {form.opening: form for form in (SEED, MINIMAX, MUSE, DEEPSEEK, KIMI, SOLAR, NEMOTRON, JAMBA, APERTUS, COHERE)}
 OPENED |= {"｜DSML｜": DSML, "<tool_calls{}>": HUNYUAN}
 
 

@@ -162,6 +162,12 @@ def test_earlier_replies_are_given_as_the_template_reads_them(name, expected):
         assert "[THINK]t[/THINK]a</s>" in text_of(made.render(chat))
 
 
+def test_a_template_that_reads_the_reasoning_of_a_message():
+    """As Solar Open's does."""
+    made = ChatTemplate("{% for message in messages %}{{ message.reasoning }}|{{ message.content }}{% endfor %}")
+    assert text_of(made.render([made.reply("a", "t")])) == "t|a"
+
+
 @pytest.mark.parametrize(
     ("name", "end"),
     [("qwen3", "<|im_end|>"), ("gemma3", "<end_of_turn>"), ("granite33", "<|end_of_text|>"), ("mistral", "</s>"),
@@ -197,6 +203,9 @@ def test_tags():
     apertus = Thoughts("<|inner_prefix|>", "<|inner_suffix|>", gap="")
     assert Thoughts.find([apertus.opening, apertus.closing], "") == Thoughts.find([], f"'{apertus.opening}'") == apertus
     assert apertus.split("<|inner_prefix|>Two.<|inner_suffix|>Four.") == ("Two.", "Four.")
+    solar = Thoughts("<|think|>", "<|end|>assistant", gap="")
+    assert Thoughts.find(["<|think|>", "<|end|>"], "") == Thoughts.find([], "'<|begin|>assistant<|think|>'") == solar
+    assert Thoughts.find([], "'<|channel>thought' '<|think|>'").opening == "<|channel>thought"  # Gemma 4
     opened = cohere.after(f"<|CHATBOT_TOKEN|>{cohere.opening}")
     assert opened.split("Two.<|END_THINKING|>Four.") == ("Two.", "Four.")
     assert not cohere.after(f"{cohere.opening}{cohere.closing}").opened

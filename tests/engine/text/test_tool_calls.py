@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from tokenizers.decoders import ByteLevel
 
 from engine.errors import UsageError
+from engine.serve.answers import message_of
+from engine.serve.calls import ToolUse
 from engine.text.call_literals import read_calls
 from engine.text.prompting import chat_prompt
 from engine.text.template import ChatTemplate
+from engine.text.thinking import Thoughts
 from engine.text.tool_calls import (
     APERTUS,
     CHANNELS,
@@ -39,6 +42,7 @@ from engine.text.tool_calls import (
     PHI4,
     QWEN35,
     SEED,
+    SOLAR,
     CallStream,
     ToolCall,
     described,
@@ -81,7 +85,9 @@ INVOKE = '<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>'
 ATEM = INVOKE.replace("<", "<atem:").replace("<atem:/", "</atem:")
 TEXT = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter></｜DSML｜invoke>'
 FENCED = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
+SOLAR_F = '<|tool_call:begin|>x1<|tool_call:name|>f<|tool_call:args|>{"a": 1}<|tool_call:end|>'
 KIMI_F = '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+SOLAR_TOKENS = ["<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"]
 HY3 = (
     "<tool_calls><tool_call>f<tool_sep>\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>\n"
     "<tool_call>g<tool_sep>\n</tool_call>\n</tool_calls>"
@@ -170,6 +176,9 @@ CASES = [
     (MINIMAX, f'<minimax:tool_call>\n{INVOKE}\n<invoke name="g">\n</invoke>\n</minimax:tool_call>', [F, G]),
     (MUSE, f"Hm.<atem:function_calls>{ATEM}\n{ATEM}</atem:function_calls>", ["Hm.", F, F]),
     (MUSE, f"<atem:function_calls>{ATEM}", [F]),
+    (SOLAR, f"Hm.<|tool_calls|>{SOLAR_F}{SOLAR_F.replace('x1', '')}<|calls|>", ["Hm.", F, F]),
+    (SOLAR, f"<|tool_calls|>{SOLAR_F}", [F]),
+    (SOLAR, "<|tool_calls|>x<|calls|>", ["<|tool_calls|>x<|calls|>"]),
     (DSML, "<｜DSML｜function_calls>\n" + INVOKE.replace("<", "<｜DSML｜").replace("<｜DSML｜/", "</｜DSML｜"), [F]),
     (DSML, f"<｜DSML｜function_calls>{TEXT}</｜DSML｜function_calls>", [ToolCall("f", '{"a": "1"}')]),
     (
@@ -394,7 +403,7 @@ def test_the_work_grows_with_the_text_and_no_faster(text):
         ("nothing", ("<|tool_call|>", "<|/tool_call|>"), PHI4),
         ("write <|tool_call|> and a list", ("<|tool_call|>",), GRANITE),
         *((f"{{{{ '{form.opening}' }}}} <function= <tool_call>", (), form) for form in TAGGED[2:7]),
-        *((f"{{{{ '{form.opening}' }}}}", (), form) for form in (NEMOTRON, COHERE, JAMBA, APERTUS, MUSE)),
+        *((f"{{{{ '{form.opening}' }}}}", (), form) for form in (NEMOTRON, COHERE, JAMBA, APERTUS, MUSE, SOLAR)),
         ("{{ '<functions>' ~ tools }}", (), OLMO),
         ("{{ '<tool_calls{}>'.format(x) }}", (), HUNYUAN),
         ("<functions> and <tool_call>", (), HERMES),
@@ -509,3 +518,20 @@ def test_the_end_of_a_call_ends_a_reply(tmp_path):
     assert chat_prompt(engine, [{"role": "user", "content": "a"}]).eos_token_ids == {
         *made.encode_rendered([("<|tools_suffix|>", True)])
     }
+
+
+def test_a_reply_of_solar(tmp_path):
+    """Decoding skips the tokens of its headers, except those of thoughts and calls."""
+    marks = ["<|begin|>", "<|end|>", "<|think|>", "<|content|>", "<|tool_calls|>", "<|calls|>", *SOLAR_TOKENS]
+    made = tokenizer(tmp_path, marks, ByteLevel())
+    thought, header = "<|think|>Hm.<|end|>", "<|begin|>assistant"
+    for reply, content, calls in (
+        (f"{thought}{header}<|content|>Four.", "Four.", 0),
+        (f"{thought}{header}<|tool_calls|>{SOLAR_F}<|calls|>", None, 1),
+    ):
+        text = made.decode(made.encode_rendered([(reply, True)]))
+        message = message_of(text, Thoughts.find(marks, ""), ToolUse(SOLAR, {"f": {}}))
+        assert message["reasoning_content"] == "Hm." and message["content"] == content
+        assert len(message.get("tool_calls", ())) == calls
+    text = made.decode(made.encode_rendered([("<|content|>Four.", True)]))
+    assert message_of(text, Thoughts.find(marks, ""), None)["content"] == "Four."
