@@ -59,7 +59,7 @@ class Thoughts:
             return Thoughts(THOUGHT, f"{END}{TURN}{ANSWER}", begun="")
         if f"to=self{MESSAGE}" in source or {MESSAGE, "<|eom|>"} <= {*added}:
             return Thoughts(TO_SELF, f"<|eom|>{TURN}{TO_USER}", begun="")
-        if f"assistant{_SOLAR[0]}" in source or {_SOLAR[0], _SOLAR[1].removesuffix(_ROLE)} <= {*added}:
+        if f"assistant{_SOLAR[0]}" in source or {"<|think|>", "<|end|>", "<|calls|>"} <= {*added}:
             return Thoughts(*_SOLAR, gap="")
         tokens = Thoughts(_GEMMA4[0] + _WORD, _GEMMA4[1], gap=""), *(Thoughts(*pair, gap="") for pair in _PAIRS)
         if form := next((form for form in tokens if form.opening in source), None):

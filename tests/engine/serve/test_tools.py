@@ -197,6 +197,7 @@ def test_a_forced_call_closes_a_thought_that_the_template_has_opened(start, tmp_
         ("<|tool_call>call:", "<|tool_call>call:weather", ""),
         ("<functions>", "<function_calls>", "arguments"),
         ("<|tools_prefix|>", "<|tools_prefix|>", "arguments"),
+        ("to=self<|message|><atem:function_calls>", "<atem:function_calls>", "arguments"),
     ],
 )
 def test_other_formats(start, tmp_path, source, opening, key):

@@ -204,7 +204,8 @@ def test_tags():
     assert Thoughts.find([apertus.opening, apertus.closing], "") == Thoughts.find([], f"'{apertus.opening}'") == apertus
     assert apertus.split("<|inner_prefix|>Two.<|inner_suffix|>Four.") == ("Two.", "Four.")
     solar = Thoughts("<|think|>", "<|end|>assistant", gap="")
-    assert Thoughts.find(["<|think|>", "<|end|>"], "") == Thoughts.find([], "'<|begin|>assistant<|think|>'") == solar
+    marks = ["<|think|>", "<|end|>", "<|calls|>"]
+    assert Thoughts.find(marks, "") == Thoughts.find([], "'<|begin|>assistant<|think|>'") == solar
     assert Thoughts.find([], "'<|channel>thought' '<|think|>'").opening == "<|channel>thought"  # Gemma 4
     opened = cohere.after(f"<|CHATBOT_TOKEN|>{cohere.opening}")
     assert opened.split("Two.<|END_THINKING|>Four.") == ("Two.", "Four.")
