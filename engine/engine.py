@@ -389,13 +389,16 @@ class Engine:
         results = self._all(embedding_requests(self.model, texts, search, cache_salt, adapter))
         return stacked(self.model, search, results)
 
-    def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
+    def scores(self, texts: Iterable[Sequence[int]], *, adapter: str | None = None) -> list[float]:
         """The scores of token sequences by a scalar-head model (a reward model), evaluated together.
+
+        Args:
+            adapter: see `Request`.
 
         Raises:
             CoppiceError: the first error of any of them.
         """
-        return scores_of(self._all(score_requests(self._models(), texts)))
+        return scores_of(self._all(score_requests(self._models(), texts, adapter)))
 
     def rerank(
         self,
@@ -404,6 +407,7 @@ class Engine:
         *,
         template: str | None = None,
         cache_salt: str | None = "",
+        adapter: str | None = None,
     ) -> list[Ranked]:
         """Documents ordered by their relevance to a query, best first, with the scores of the model's scalar head, or
         of its reward model's; see docs/vectors.md. The pairs' common beginning is read once with a prefix cache.
@@ -412,7 +416,7 @@ class Engine:
             template: a text with placeholders {query} and {document}, into which a pair is inserted; control tokens
                 that it spells are parsed. None: the chat template of the model with the head, with the document as the
                 reply to the query; without a chat template, the query, a line break and the document.
-            cache_salt: see `Request`.
+            cache_salt, adapter: see `Request`; a reward model has no adapter.
 
         Raises:
             CoppiceError: no model has a scalar head, a pair does not fit its context, or another error of a pair.
@@ -420,7 +424,7 @@ class Engine:
         check_documents(query, documents)
         models = self._models()
         texts = pairs(head_of(models), query, documents, template)
-        return ranked(scores_of(self._all(check_texts(models, texts, cache_salt, "documents"))))
+        return ranked(scores_of(self._all(check_texts(models, texts, cache_salt, "documents", adapter))))
 
     def service(self) -> Service:
         """A new loop that answers requests with this engine's models; `generate` and the other methods use one each."""

@@ -62,38 +62,48 @@ def head_of(models: Models) -> LoadedModel:
 
 
 def check_text(
-    models: Models, ids: Sequence[int], cache_salt: str | None = "", share: float = 1.0, name: str = "text"
+    models: Models,
+    ids: Sequence[int],
+    cache_salt: str | None = "",
+    share: float = 1.0,
+    name: str = "text",
+    adapter: str | None = None,
 ) -> Checked:
     """The request for the score of a text, in tokens of the model with the scalar head.
 
     Args:
         share: the part of its KV cache that the request may have.
         name: the name of the text in errors.
+        adapter: see `Request`; a reward model has none.
 
     Raises:
-        UsageError, KVMemoryError: it is empty, or fits neither context nor cache; no model has a scalar head.
+        UsageError, KVMemoryError: it is empty, or fits neither context nor cache; no model has a scalar head; an
+            unknown adapter.
     """
     head = head_of(models)
+    models.target.adapter(adapter)
     check_ids(head, ids, name, "what the model reads of it")
     ids = scored(ids, head.pad_token_id)
     search = HeadScore(None if head is models.target else tuple(ids))
     check_memory(head.runner.pool, search, len(ids), 1, share)
     prompt = [*ids] if head is models.target else [models.target.start_token]  # for a tree that is not evaluated
-    return Checked(Request(prompt, search, 1, cache_salt=cache_salt), prompt, 1)
+    return Checked(Request(prompt, search, 1, cache_salt=cache_salt, adapter=adapter), prompt, 1)
 
 
-def check_texts(models: Models, texts: Iterable[Sequence[int]], cache_salt: str | None, name: str) -> Iterator[Checked]:
+def check_texts(
+    models: Models, texts: Iterable[Sequence[int]], cache_salt: str | None, name: str, adapter: str | None
+) -> Iterator[Checked]:
     """The requests for the scores of texts, made one by one, see `check_text`; errors call their list `name`."""
-    return (check_text(models, ids, cache_salt, name=f"{name}[{i}]") for i, ids in enumerate(texts))
+    return (check_text(models, ids, cache_salt, name=f"{name}[{i}]", adapter=adapter) for i, ids in enumerate(texts))
 
 
-def score_requests(models: Models, texts: Iterable[Sequence[int]]) -> Iterator[Checked]:
+def score_requests(models: Models, texts: Iterable[Sequence[int]], adapter: str | None = None) -> Iterator[Checked]:
     """The requests of `Engine.scores`, made one by one. Raises UsageError at once if the model has no scalar head."""
     if not models.target.shape.scores:
         raise UsageError("this checkpoint has no scalar head", where=models.target.name, remedy="it generates text")
     if not isinstance(texts, Iterable) or isinstance(texts, str):
         raise UsageError(f"texts: expected a list of lists of token ids, got {texts!r}")
-    return check_texts(models, texts, None, "texts")
+    return check_texts(models, texts, None, "texts", adapter)
 
 
 def scores_of(results: Iterable[SearchResult]) -> list[float]:

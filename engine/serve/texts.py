@@ -186,7 +186,7 @@ def read_rerank(body: Mapping[str, Any], served: Served, limits: Limits, salt: s
         if limits.prompt is not None and len(ids) > limits.prompt:
             what = f"documents[{i}]: it has {len(ids)} tokens with the query, this server takes {limits.prompt}"
             raise UsageError(what, remedy="divide it")
-        checked.append(check_text(service.models, ids, salt, service.share, f"documents[{i}]"))
+        checked.append(check_text(service.models, ids, salt, service.share, f"documents[{i}]", served.adapter))
 
     def write(results: Sequence[SearchResult]) -> Iterator[bytes]:
         found = []

@@ -120,10 +120,10 @@ class AsyncEngine:
         make = partial(list, embedding_requests(model, texts, search, cache_salt, adapter))
         return stacked(model, search, await self._answers(await self._thread.check(make)))
 
-    async def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
+    async def scores(self, texts: Iterable[Sequence[int]], *, adapter: str | None = None) -> list[float]:
         """The scores of token sequences: `Engine.scores`, with its errors."""
         self._thread.start()
-        checked = await self._thread.check(lambda: [*score_requests(self._service.models, texts)])
+        checked = await self._thread.check(lambda: [*score_requests(self._service.models, texts, adapter)])
         return scores_of(await self._answers(checked))
 
     async def close(self) -> None:

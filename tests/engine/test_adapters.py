@@ -159,6 +159,16 @@ def test_scores_are_of_the_adapter_that_is_asked_for():
         assert score.logprob == pytest.approx(float(rows[range(3), [4, 8, 15]].sum()), abs=1e-4)
 
 
+def test_scalar_heads_score_with_the_adapter_that_is_asked_for():
+    options: dict[str, Any] = OPTIONS | {"adapters": FOLDERS[:2]}
+    engine = Engine.load(GOLDEN / "llama" / "classifier", dtype="float32", **options)
+    for name in (*ADAPTED[:2], "none", None):
+        [score] = engine.scores(PROMPTS[:1], adapter=name)
+        assert score == pytest.approx(float(engine.logits(PROMPTS[0], name)[-1]), abs=1e-5)
+    with pytest.raises(UsageError, match="adapter: expected one of none, llama_all, llama_some"):
+        engine.scores(PROMPTS[:1], adapter="other")
+
+
 @pytest.mark.parametrize("scores", ["model", "renormalised"])
 def test_a_constraint_that_allows_few_tokens_has_the_head_of_its_adapter(scores: str, monkeypatch: pytest.MonkeyPatch):
     """Where few tokens are allowed, the base's head computes no others; a head of an adapter's own computes all."""

@@ -5,6 +5,7 @@ import re
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ openai = pytest.importorskip("openai", reason="needs the extra test")
 
 from tests.engine.serve.test_limits import raw, until  # noqa: E402
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 TEXTS = ["Once upon a time there was a little dog.", "The cat sat.", "A", "One day the fox wanted to bake a cake."]
 QUERY, DOCUMENTS = "What is the opposite of hot?", ["I like cats.", "Cold is the opposite of hot.", "Hot."]
 
@@ -241,3 +243,19 @@ def test_a_reward_model_alone_and_models_without_a_head(start, tmp_path):
     for path, body in (("completions", {"prompt": "a"}), ("embeddings", {"input": "a"})):
         status, reply, _ = post(server, f"/v1/{path}", model="a", **body)
         assert status == 400 and "reward model" in reply["error"]["message"]
+
+
+def test_ranks_of_the_adapter_that_the_model_names(start, tmp_path):
+    make(tmp_path / "target", vocab=400, max_positions=300, seed=1, **SHAPE)
+    folder = scored(tmp_path / "ranks", tmp_path / "target")
+    adapters = [GOLDEN / "adapters" / name for name in ("llama_all", "llama_some")]
+    server = start("--model", f"a={folder}", "--dtype", "float32", *(f"--adapter={each}" for each in adapters))
+    engine = Engine.load(folder, dtype="float32", threads=1, adapters=adapters)
+    found = {}
+    for model, adapter in (("a", "none"), ("a:llama_all", "llama_all"), ("a:llama_some", "llama_some")):
+        status, reply, _ = post(server, "/v1/rerank", model=model, query=QUERY, documents=DOCUMENTS)
+        assert status == 200 and reply["model"] == model
+        found[model] = [one["relevance_score"] for one in reply["results"]]
+        wanted = [torch.tensor(score).sigmoid().item() for _, score in engine.rerank(QUERY, DOCUMENTS, adapter=adapter)]
+        assert found[model] == pytest.approx(wanted, abs=1e-5)
+    assert len({*map(tuple, found.values())}) == len(found)
