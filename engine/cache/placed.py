@@ -76,6 +76,11 @@ class PlacedNodes(Nodes):
         return len(self.trunk.pages) + self.slots.page_count
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of its pages, and of its rows and states of recurrent layers."""
+        return self.page_count * self.pool.page_bytes + self._held_state_bytes()
+
+    @property
     def pages_held(self) -> list[int]:
         """The pages of the pool that the tree holds."""
         return self.trunk.pages + self.slots.pages_held
@@ -157,10 +162,13 @@ class PlacedNodes(Nodes):
         self.peak_live = max(self.peak_live, self.live_tokens)
         self.peak_unshared = max(self.peak_unshared, self._paths_length)
         self.peak_pages = max(self.peak_pages, self.page_count)
-        if self.trunk.states is not None:
-            rows, states = map(len, self.states_held)
-            size = rows * self.pool.row_bytes + states * self.pool.state_bytes
-            self.peak_state_bytes = max(self.peak_state_bytes, size)
+        self.peak_state_bytes = max(self.peak_state_bytes, self._held_state_bytes())
+
+    def _held_state_bytes(self) -> int:
+        if self.trunk.states is None:
+            return 0
+        rows, states = map(len, self.states_held)
+        return rows * self.pool.row_bytes + states * self.pool.state_bytes
 
     def _adopt(self, trunk: Trunk) -> None:
         """Take over an earlier trunk's pages for the prefix that it shares with the prompt."""

@@ -208,6 +208,7 @@ class Driver:
         for share in shares:
             tokens = len(share.chunk)
             share.job.batch_load = batch.tokens - tokens, len(shares) - 1
+            share.job.note_held()
             share.job.work.setdefault(batch.model, Work()).add(tokens, ended - began)
         self.work[batch.model].add(batch.tokens, ended - began)
 

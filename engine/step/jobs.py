@@ -55,6 +55,7 @@ class Job:
     result: SearchResult | None = None
     error: BaseException | None = None
     work: dict[str, "Work"] = field(default_factory=dict)  # by model
+    held_peak: int = 0  # most bytes that its trees held together in a pass
     trace: Trace | Untraced = UNTRACED
     started: float = 0.0
     prefilled: float = 0.0
@@ -88,10 +89,16 @@ class Job:
     def restart(self) -> None:
         """Forget the work of a search that starts again; its trees have been released."""
         self.trees, self.generator, self.pending, self.settled, self.report = [], None, None, [], Report()
-        self.work, self.fault, self.prefilled = {}, None, 0.0
+        self.work, self.fault, self.prefilled, self.held_peak = {}, None, 0.0, 0
         for part in (self.constrained, self.kept, self.drafts, self.trace):
             if part is not None:
                 part.restart()
+
+    def note_held(self) -> None:
+        """Record what its trees hold during a pass. They need not live at the same time, so their peaks do not add up;
+        a single tree records its own."""
+        if len(self.trees) > 1:
+            self.held_peak = max(self.held_peak, sum(tree.held_bytes for tree in self.trees))
 
     def stats(self, pools: Mapping[str, PagePool]) -> dict[str, Any]:
         """The statistics of the work so far, see docs/stats.md.
@@ -111,6 +118,7 @@ class Job:
             others[f"{name}_seconds"] = done.seconds
             peaks = [t.peak_live for t in self.trees if t.pool is pools[name]]
             others[f"{name}_live_nodes_peak"] = max(peaks, default=0)
+        alone = [tree.peak_pages * tree.pool.page_bytes + tree.peak_state_bytes for tree in self.trees]
         return {
             "prompt_tokens": target.prompt_length,
             "reused_tokens": target.reused,
@@ -118,7 +126,7 @@ class Job:
             "nodes_evaluated": max(0, mine.tokens - (target.prompt_length - target.reused - 1)),
             "prefill_seconds": prefilled - self.started,
             "decode_seconds": now - prefilled,
-            "kv_bytes_peak": sum(t.peak_pages * t.pool.page_bytes + t.peak_state_bytes for t in self.trees),
+            "kv_bytes_peak": max(self.held_peak, *alone),
             "kv_bytes_per_token": target.pool.bytes_per_token,
             "live_nodes_peak": target.peak_live,
             "unshared_nodes_peak": target.peak_unshared,

@@ -12,9 +12,10 @@ import pytest
 from safetensors.torch import load_file
 
 from engine import Done, Engine, KVMemoryError, Prefill, Progress, Request, RequestOptions, Session, Text, UsageError
+from engine.contract import SearchResult
 from engine.conversation import Conversation
 from engine.demo import demo_folder
-from search import Greedy, Sample, Trie
+from search import ULTS, Greedy, Sample, Trie
 from tests.invariants import check_pool, check_tree
 from tests.models.copies import changed
 from tools.random_checkpoint import EOS, make
@@ -583,6 +584,16 @@ def test_statistics(engine):
         assert stats["kv_bytes_per_token"] == engine.pool.bytes_per_token
         pages = stats["kv_bytes_peak"] / engine.pool.page_bytes
         assert stats["live_nodes_peak"] <= pages * engine.pool.page_size and pages == int(pages)
+
+
+def test_peaks_of_trees_that_do_not_live_at_the_same_time_do_not_add_up(monkeypatch):
+    monkeypatch.setattr("search.ults.prior.cache_file", lambda *_: None)  # its prior is gathered on a tree of its own
+    engine, held = Engine.load(demo_folder(), dtype="float32", threads=1, kv_memory=60 * 3072), list[int]()
+    search = ULTS(k_max=4, samples=50, num_return_sequences=3, budget=60)
+    request = Request([5, 6, 7, 8, 9], search, max_new_tokens=12, ignore_eos=True)
+    [(_, result)] = engine.serve([request], on_step=lambda _: held.append(engine.pool.used_pages))
+    assert isinstance(result, SearchResult) and result.stats["prior"] == "gathered"
+    assert max(held) <= result.stats["kv_bytes_peak"] / engine.pool.page_bytes <= engine.pool.pages
 
 
 def test_engines_in_threads_do_not_disturb_each_other():
