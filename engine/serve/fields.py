@@ -163,7 +163,8 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
             request = replace(request, trace=traces[-1])
         checked.append(served.lane.service.check(request))
         if flag(body, "echo"):
-            echoed.append(prompt if isinstance(prompt, str) else served.engine.tokenizer.decode(checked[-1].ids))
+            ids, healed = checked[-1].ids, checked[-1].healed
+            echoed.append(prompt if isinstance(prompt, str) else served.engine.tokenizer.decode(ids) + healed)
         if score is not None or silent:
             scored.append(served.lane.service.check(_score_of(checked[-1], score or 0, "prompt_logprobs" in body)))
     if silent:

@@ -66,6 +66,16 @@ def test_an_echo_has_all_choices(server):
     assert [(one.index, one.text) for one in choices] == [(0, "x"), (1, "x"), (2, "y"), (3, "y")]
 
 
+def test_an_echo_of_token_ids_has_the_end_that_is_healed(server, alone):
+    ids, extra = alone.encode("Once upon a ti"), {"heal": True}
+    found, plain = (
+        complete(server, prompt=prompt, echo=True, logprobs=0, max_tokens=4, extra_body=extra).choices[0]
+        for prompt in (ids, "Once upon a ti")
+    )
+    assert found.text == plain.text and found.text.startswith("Once upon a time")
+    assert found.logprobs.text_offset == plain.logprobs.text_offset
+
+
 def test_echo_before_new_tokens(server, alone):
     plain = complete(server, max_tokens=5, logprobs=1).choices[0]
     echoed = complete(server, max_tokens=5, logprobs=1, echo=True).choices[0]
