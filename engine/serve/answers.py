@@ -1,5 +1,6 @@
 """Answers in OpenAI's format: completions, stream chunks, usage, errors."""
 
+import codecs
 import json
 import re
 import time
@@ -258,12 +259,17 @@ def _offsets(spelled: Sequence[tuple[str, list[int]]], whole: str, control: Coll
         control: spellings of control tokens, which take no room unless the text spells them.
         healed: characters of the first tokens that belong to the prompt.
     """
-    offsets, at = list[int](), -healed
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets, at = list[int](), -healed  # `at`: the characters that have begun
     for text, data in spelled:
-        begins = [byte & 0xC0 != 0x80 for byte in data]  # whether a character of UTF-8 begins at each byte
-        offsets.append(max(0, at if begins[:1] != [False] else at - 1))
-        if text not in control or whole.startswith(text, at):
-            at += sum(begins)
+        first = at
+        for i, byte in enumerate(data if text not in control or whole.startswith(text, at) else ()):
+            held = len(decoder.getstate()[0])
+            found = len(decoder.decode(bytes([byte])))
+            # A byte that does not continue the held ones begins a character; they become a replacement character.
+            at += held == 0 or found > (decoder.getstate()[0] == b"")
+            first = at - 1 if i == 0 else first
+        offsets.append(max(0, first))
     return offsets
 
 

@@ -288,6 +288,17 @@ def test_offsets_after_control_tokens_that_are_no_part_of_the_text(server, alone
     assert texts == [token.replace("<|end|>", "") for token in tokens]
 
 
+def test_offsets_after_bytes_that_are_no_characters(server, alone):
+    """Each becomes a replacement character of the text, unless it begins a character that the next token completes."""
+    of_byte = {bytes(data): token for token, data in enumerate(alone.tokenizer.data()) if len(data) == 1}
+    whole = b"a\x80\xe6\x97b\xff\xe6\x97\xa5c\xf0"
+    ids = [of_byte[whole[i : i + 1]] for i in range(len(whole))]
+    fields = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    [choice] = server.client.completions.create(model="demo", prompt=ids, **fields).choices
+    assert choice.text == "a\ufffd\ufffdb\ufffd\u65e5c\ufffd"
+    assert choice.logprobs.text_offset == [0, 1, 2, 2, 3, 4, 5, 5, 5, 6, 7]
+
+
 def test_offsets_after_a_healed_prompt(server):
     fields = {"max_tokens": 6, "temperature": 0, "logprobs": 0, "extra_body": {"heal": True}}
     [choice] = server.client.completions.create(model="demo", prompt="Once upon a ti", **fields).choices
