@@ -446,6 +446,8 @@ def finishing(models: Models, checked: Checked, job: Job) -> Generator[None, Non
     except Exception as failure:
         return _reported(checked, failure)
     result.stats["new_tokens"] = len(result.outputs[0].token_ids)
+    if checked.request.trace is not None:
+        checked.request.trace.answer(result.outputs)
     return result
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.cache.prefixes import shared_length
 from engine.cache.tree import TokenTree
-from engine.contract import Evaluate, Report, Search, SearchResult
+from engine.contract import Evaluate, Output, Report, Search, SearchResult
 from engine.text.tokenizer import Tokenizer
 
 MAX_NODES = 20_000  # nodes of one request; the record ends with the last step that fits
@@ -248,6 +248,7 @@ class Trace:
         self._detach()
         self.step, self.steps, self.on, self.nodes = 0, [], True, 0
         self._cut: int | None = None  # the step that is not recorded to its end
+        self._places: dict[tuple[int, ...], list[Any]] = {}  # the search's outputs -> see `TreeRecord.find`
         self._began = time.perf_counter()
 
     def _detach(self) -> None:
@@ -331,16 +332,12 @@ class Trace:
         if self.record is not None or not self._about:
             return
         end = len(self.steps) if self._cut is None else self._cut
-        outputs: list[dict[str, Any]] = []
         for tree in self.trees if self.on else []:
             tree.note_growth()
             tree.look_up()
-        for output in (result.outputs if result else [])[:CANDIDATES]:
-            place = self.trees[0].find(output.token_ids) if self.on and self.trees else [0, []]
-            keys = ("logprob", "score", "finish_reason")
-            outputs.append({"node": place[0], "tail": place[1]} | {key: getattr(output, key) for key in keys})
-            if (tokenizer := self._tokenizers.get("target")) is not None:
-                outputs[-1]["text"] = tokenizer.decode(output.token_ids)
+        found = result.outputs if result else []
+        if self.on and self.trees:
+            self._places = {tuple(output.token_ids): self.trees[0].find(output.token_ids) for output in found}
         self.on = False
         self.record = {
             **self._about,
@@ -350,12 +347,26 @@ class Trace:
             "restarts": self._restarts,
             "steps": self.steps[:end],
             "trees": [tree.record(end) | self._trunk(tree) for tree in self.trees if tree.born[0] < end],
-            "outputs": outputs,
+            "outputs": self._outputs(found),
             "stats": result.stats if result else {},
         }
         self.record["texts"] = self._texts(self.record)
         self._detach()
         self.steps = []
+
+    def answer(self, outputs: Sequence[Output]) -> None:
+        """Record the outputs of the answer, which have texts: the request may have chosen among the search's."""
+        if self.record is not None:
+            self.record["outputs"] = self._outputs(outputs)
+            self.record["texts"] = self._texts(self.record)
+
+    def _outputs(self, outputs: Sequence[Output]) -> list[dict[str, Any]]:
+        keys = ["logprob", "score", "finish_reason", *(["text"] if self._tokenizers.get("target") else [])]
+        places = [self._places.get(tuple(output.token_ids), [0, []]) for output in outputs[:CANDIDATES]]
+        return [
+            {"node": node, "tail": tail} | {key: getattr(output, key) for key in keys}
+            for (node, tail), output in zip(places, outputs, strict=False)
+        ]
 
     # --- tokens as text ---
 

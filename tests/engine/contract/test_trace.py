@@ -268,6 +268,24 @@ def test_an_interrupted_search_is_recorded_up_to_there(engine: Engine):
     assert trace.record is not None and trace.record["end"] == "interrupted" and len(trace.record["steps"]) > 4
 
 
+@pytest.mark.parametrize(
+    "options", [{"distinct": "text-sum"}, {"distinct": "text", "heal": True}, {"stop": ["."]}], ids=str
+)
+def test_outputs_are_those_of_the_answer(engine: Engine, options: dict[str, Any]):
+    trace = Trace()
+    search = Trie(beams=4, num_return_sequences=3)
+    [result] = engine.generate(["Once upon a ti"], search, max_new_tokens=4, trace=trace, **options)
+    assert trace.record is not None
+    tree, found = trace.record["trees"][0], []
+    for output in trace.record["outputs"]:
+        tokens, node = [], output["node"]
+        while node:
+            tokens, node = [tree["token"][node], *tokens], tree["parent"][node]
+        found.append((tokens + output["tail"], output["text"], output["logprob"], output["score"]))
+    assert found == [(one.token_ids, one.text, one.logprob, one.score) for one in result.outputs]
+    assert all(token in trace.record["texts"]["target"] for tokens, *_ in found for token in tokens)
+
+
 def test_nothing_is_recorded_unless_asked(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     observers = set()
     allocate = TokenTree.allocate
