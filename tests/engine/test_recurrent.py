@@ -20,7 +20,7 @@ from search import ADED, DSBD, ULTS, BeamSample, BoN, Diverse, Greedy, Sample, S
 from tests.eager import EagerDrafts
 from tests.invariants import check_pool
 from tests.marks import needs_cpp
-from tests.recurrent import CHANNELS, SCAN, check_stores, fresh, hybrid
+from tests.recurrent import BY_KEY, CHANNELS, SCAN, check_stores, fresh, hybrid
 
 PROMPTS = [[5, 6, 7], [*range(3, 90)], [1, 9, 9, 1] * 8 + [4]]
 SEARCHES = [
@@ -38,10 +38,10 @@ BESIDE = {"kind": SCAN, "beside": True}
 
 
 BY_CHANNELS = {"kind": CHANNELS}
-NAMES = ["delta net", "scan", "scan beside attention", "scan by channels"]
+NAMES = ["delta net", "delta net by key", "scan", "scan beside attention", "scan by channels"]
 
 
-@pytest.fixture(params=[{}, {"kind": SCAN}, BESIDE, BY_CHANNELS], ids=NAMES)
+@pytest.fixture(params=[{}, {"kind": BY_KEY}, {"kind": SCAN}, BESIDE, BY_CHANNELS], ids=NAMES)
 def load(request, tmp_path, monkeypatch):
     def make(**options):
         names = "layers", "seed"
