@@ -18,7 +18,7 @@ from engine.contract import Search
 from engine.contract.checks import slots_of
 from engine.errors import KVMemoryError, UsageError
 from engine.load.distributed import least
-from engine.load.sizes import cgroup_limits, memory_of_process, size_text
+from engine.load.sizes import cgroup_limits, mapped_files, memory_of_process, size_text
 from models.shape import ModelShape
 from models.shard import Shard
 
@@ -142,17 +142,19 @@ def total_memory() -> int:
 def free_memory(root: Path = Path("/")) -> int:
     """Bytes that this process can still take; half of all memory if the system does not report it, as on macOS.
 
-    Copies of files that the system would give up are free. The limits of control groups and of the address space count.
+    Copies of files that the system would give up are free, except matrices of this process, which it would read again.
+    The limits of control groups and of the address space count.
 
     Args:
         root: the root of the file system.
     """
     space, resident = memory_of_process()
-    free = [_available(root) or _pages("SC_AVPHYS_PAGES") or total_memory() // 2]
-    free += [limit - resident for limit in cgroup_limits(root)]
+    limits = (limit - resident for limit in cgroup_limits(root))
+    free = min([_available(root) or _pages("SC_AVPHYS_PAGES") or total_memory() // 2, *limits])
+    free = max(free - mapped_files(root), free // 4)  # matrices that do not fit are read again in any case
     if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
-        free.append(limit - space)
-    return max(0, min(free))
+        free = min(free, limit - space)
+    return max(0, free)
 
 
 def _available(root: Path) -> int:

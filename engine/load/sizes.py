@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.contract import Search
 
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]\d*\s+(/(?!dev/).*)", re.MULTILINE)
+
 
 def read_size(text: str) -> int:
     """Bytes: a number with K, M, G or T (powers of 1024; KB and KiB mean the same). Raises ValueError."""
@@ -38,6 +40,19 @@ def memory_of_process() -> tuple[int, int]:
         return int(space) * resource.getpagesize(), int(resident) * resource.getpagesize()
     except (OSError, ValueError):
         return 0, 0
+
+
+def mapped_files(root: Path = Path("/")) -> int:
+    """Bytes of the files, other than libraries, that this process maps: matrices, which it reads in every step.
+
+    Args:
+        root: the root of the file system.
+    """
+    try:
+        text = (root / "proc/self/maps").read_text("utf-8", errors="replace")
+    except OSError:
+        return 0
+    return sum(int(end, 16) - int(begin, 16) for begin, end, path in _MAPPING.findall(text) if ".so" not in path)
 
 
 def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:

@@ -195,6 +195,16 @@ def test_free_memory_is_what_the_process_can_take(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1700 * mib, resource.RLIM_INFINITY))
     assert free_memory(tmp_path) == 800 * mib
     (tmp_path / "proc/self").mkdir()
+    maps = tmp_path / "proc/self/maps"
+    maps.write_text(
+        "00400000-00500000 r--p 00000000 00:00 0 [heap]\n"
+        "7f0000000000-7f0030000000 r--p 00000000 fe:01 77   /data/a model.gguf\n"
+        "7f0040000000-7f0080000000 r-xp 00000000 fe:01 78   /usr/lib/libc.so.6\n"
+    )
+    assert free_memory(tmp_path) == 1500000 * 1024 - 768 * mib  # matrices, which are copies of a file too
+    maps.write_text(maps.read_text().replace("7f0030000000", "7f0130000000"))  # more than the machine's memory
+    assert free_memory(tmp_path) == 1500000 * 1024 // 4
+    maps.unlink()
     (tmp_path / "proc/self/cgroup").write_text("0::/\n")
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     for limit, left in (512 * mib, 362 * mib), (100 * mib, 0):
