@@ -23,6 +23,7 @@ from kernels.rows import log_softmax
 from kernels.rows.front import best
 
 LOGPS, LOGITS, EITHER = "log-probabilities", "logits", "either"
+BANNED = -3e38  # a finite logit without probability
 
 
 class RowPlan(NamedTuple):
@@ -162,9 +163,10 @@ class Constrained:
             place = listed.row_M, listed.token_M
             value_M = normalised(rows_NV[place], listed.row_M, len(listed))
         if listed is None or listed.masks:
-            peak_N1 = rows_NV.amax(1, keepdim=True)
+            banned_NV = rows_NV == -math.inf  # of which Triton's operator would make its whole row NaN
+            rows_NV.masked_fill_(banned_NV, BANNED)
             logp_NV = log_softmax(rows_NV, self.vocab, impl=best(rows_NV))[0]
-            rows_NV.copy_(logp_NV.masked_fill_(peak_N1 == -math.inf, -math.inf))  # rows without any token are NaN
+            rows_NV.copy_(logp_NV.masked_fill_(banned_NV, -math.inf))
         if listed is not None:
             rows_NV[place] = value_M
 

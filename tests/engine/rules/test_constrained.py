@@ -25,7 +25,7 @@ from tests.engine.rules.automata import (
     rows_of,
     scored,
 )
-from tests.marks import needs_cpp
+from tests.marks import DEVICES, needs_cpp
 
 pytestmark = pytest.mark.usefixtures("exact_pool")
 VOCAB = 10
@@ -162,6 +162,21 @@ def test_renormalised_rows_depend_on_neither_threads_nor_other_rows():
         torch.set_num_threads(threads)
     assert found[0].equal(found[1]) and found[0].equal(found[2])
     torch.testing.assert_close(found[0], given_NV.log_softmax(1), rtol=0, atol=1e-4)
+
+
+@DEVICES
+def test_rows_with_banned_tokens_are_renormalised_as_on_a_gpu(device, monkeypatch: pytest.MonkeyPatch):
+    vocab = 9000  # several pieces of Triton's operator, some of them without any token
+    constrained = Constrained([Processor()], True, vocab, [1], [EOS], 9)
+    rows_NV = torch.full((3, vocab), -math.inf)
+    rows_NV[0, :] = torch.randn(vocab, generator=torch.Generator().manual_seed(5)) * 3
+    rows_NV[0, 5:8000] = -math.inf
+    rows_NV[1, 4500] = 7.0
+    expected = [*rows_NV[:2].log_softmax(1), rows_NV[2].clone()]
+    monkeypatch.setattr("engine.rules.constrained.best", lambda x: "triton")
+    rows_NV = rows_NV.to(device)
+    constrained.rewrite_edit(constrained.states.along([5]) * 3, slice(0, 3)).apply(rows_NV)
+    torch.testing.assert_close(rows_NV.cpu(), torch.stack(expected), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["list", "mask"])
