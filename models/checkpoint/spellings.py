@@ -37,7 +37,8 @@ _USUAL = {  # in this order
 }
 
 
-_HEAD = re.compile(r"(?:decoder|output)\.(\w+)")  # ModernBERT, InternLM2; other decoders have parts
+# Of ModernBERT and InternLM2; other decoders have parts, that of OPT also a version.
+_HEAD = re.compile(r"(?:decoder|output)\.(?!version)(\w+)")
 
 
 def usual_name(name: str) -> str:

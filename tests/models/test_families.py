@@ -536,3 +536,12 @@ def test_a_model_without_attention(variant, kept, changes, logits, tmp_path):
         rows = torch.log_softmax(engine.logits(ids + output.token_ids), -1)[len(ids) - 1 :]
         expected = [rows[i, token].item() for i, token in enumerate(output.token_ids)]
         assert output.token_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_version_in_files_of_opt_belongs_to_no_head(tmp_path):
+    def with_version(tensors):
+        return tensors | {"decoder.version": torch.tensor([3.0])}
+
+    folder = changed(tmp_path, "opt/base_prefix", {}, with_version)
+    found, plain = (Engine.load(each, dtype="float32") for each in (folder, GOLDEN / "opt/base_prefix"))
+    assert found.logits([5, 9, 4]).equal(plain.logits([5, 9, 4]))
