@@ -161,7 +161,14 @@ class ADED(Search):
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         least = prompt_tokens + new_tokens - 1  # drafts are dropped if there is no room for them
-        return least, least + (MAX_NODES if self.nodes == "auto" else int(self.nodes))
+        return least, least + self._most()
+
+    def rows(self) -> int:
+        return 1 + self._most()
+
+    def _most(self) -> int:
+        """Return the most nodes of a draft."""
+        return MAX_NODES if self.nodes == "auto" else int(self.nodes)
 
     def work(self, new_tokens: int) -> tuple[int, int]:
         looked_at = self.iterations * self.depth * self.successors + self.window

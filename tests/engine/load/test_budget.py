@@ -42,7 +42,7 @@ from models.formats.floats import has_kernels
 from models.formats.linear import FORMATS
 from models.shard import Shard
 from models.trim import trim_memory
-from search import DSBD, ULTS, BoN, Greedy, Sample, Trie
+from search import ADED, DSBD, ULTS, BoN, Greedy, Sample, Trie
 from search.ults.prior import GATHERED
 from tests.marks import needs_cpp
 from tools import random_checkpoint
@@ -311,6 +311,7 @@ def test_plan_and_workload():
         (ULTS(batch=4), GATHERED),  # of the prior
         (ULTS(batch=4, prior="dirichlet"), 4),
         (DSBD(width=3, gamma=2, draft_beams=4), 3 + 2 * 4),
+        (ADED(nodes=6), 1 + 6),
     ],
 )
 def test_rows_that_searches_request(checkpoint, search, rows):
