@@ -337,7 +337,9 @@ class Trace:
             tree.look_up()
         found = result.outputs if result else []
         if self.on and self.trees:
-            self._places = {tuple(output.token_ids): self.trees[0].find(output.token_ids) for output in found}
+            # Also without the last token, which may only stand for an end: then the answer does not have it.
+            paths = [tokens for output in found for tokens in (output.token_ids, output.token_ids[:-1])]
+            self._places = {tuple(tokens): self.trees[0].find(tokens) for tokens in paths}
         self.on = False
         self.record = {
             **self._about,

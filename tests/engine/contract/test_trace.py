@@ -269,7 +269,14 @@ def test_an_interrupted_search_is_recorded_up_to_there(engine: Engine):
 
 
 @pytest.mark.parametrize(
-    "options", [{"distinct": "text-sum"}, {"distinct": "text", "heal": True}, {"stop": ["."]}], ids=str
+    "options",
+    [
+        {"distinct": "text-sum"},
+        {"distinct": "text", "heal": True},
+        {"stop": ["."]},
+        {"prefix_allowed_tokens_fn": lambda _, ids: [] if {*ids.tolist()[-2:]} <= {10, 11} else [10, 11]},
+    ],
+    ids=str,
 )
 def test_outputs_are_those_of_the_answer(engine: Engine, options: dict[str, Any]):
     trace = Trace()
