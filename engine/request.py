@@ -298,7 +298,8 @@ def check_request(models: Models, request: Request, share: float = 1.0) -> Check
     limit, vocab_size = _limit(models, request, len(ids)), target.runner.vocab_size
     with attributed(type(request.search)):
         request.search.check(vocab_size, eos)
-    constrained = request.at_work(ids, limit, vocab_size, eos, target.tokenizer)
+    thoughts = target.template.thoughts if target.template else None
+    constrained = request.at_work(ids, limit, vocab_size, eos, target.tokenizer, thoughts)
     check_memory(target.runner.pool, request.search, len(ids), limit, share)
     drafts = models.drafters.of(request.drafts, models)
     drafts = None if request.search.drafts_itself else drafts

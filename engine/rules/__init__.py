@@ -35,7 +35,7 @@ from engine.rules.processors import (
     RepetitionPenalty,
     Suppress,
 )
-from engine.text.thinking import closing_tag
+from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
 from engine.words import MODEL, RENORMALISED, SCORES
 
@@ -158,7 +158,13 @@ class Rules:
         return given if isinstance(given, Catalogue | None) else open_catalogue(given)
 
     def at_work(
-        self, prompt: Sequence[int], limit: int, vocab: int, eos: frozenset[int], tokenizer: Tokenizer | None
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        vocab: int,
+        eos: frozenset[int],
+        tokenizer: Tokenizer | None,
+        thoughts: Thoughts | None = None,
     ) -> Constrained | None:
         """The constraint and the processors of a request; None if nothing edits its rows.
 
@@ -168,18 +174,19 @@ class Rules:
             vocab: tokens that can be generated.
             eos: tokens that end an output.
             tokenizer: the model's.
+            thoughts: those of its chat template, if it has one.
 
         Raises:
             UsageError: a value that does not suit the model, such as an id outside of its vocabulary.
         """
         self.check()
         ends = sorted(token for token in eos if token < vocab)
-        processors = self._processors(prompt, vocab, ends, tokenizer)
+        processors = self._processors(prompt, vocab, ends, tokenizer, thoughts or Thoughts())
         renormalise = self.constraint_scores == RENORMALISED
         return Constrained(processors, renormalise, vocab, prompt, ends, limit) if processors else None
 
     def _processors(
-        self, prompt: Sequence[int], vocab: int, ends: list[int], tokenizer: Tokenizer | None
+        self, prompt: Sequence[int], vocab: int, ends: list[int], tokenizer: Tokenizer | None, thoughts: Thoughts
     ) -> list[Processor]:
         """The processors, in Hugging Face's order."""
         made: list[Processor] = []
@@ -202,7 +209,7 @@ class Rules:
         if (constraint := self._constraint(vocab, ends, tokenizer)) is not None:
             of_text = constraint is not self.constraint and self.catalogue is None
             if of_text and tokenizer is not None:
-                constraint = _after_thought(constraint, prompt, vocab, ends, tokenizer)
+                constraint = _after_thought(constraint, prompt, vocab, ends, tokenizer, thoughts)
             made.append(Masked(constraint, vocab))
         for name, until in (("suppress_tokens", math.inf), ("begin_suppress_tokens", 1)):
             if tokens := _ids(name, getattr(self, name), vocab):
@@ -277,15 +284,20 @@ PLAIN_RULES = tuple(
 
 
 def _after_thought(
-    constraint: Constraint, prompt: Sequence[int], vocab: int, ends: Sequence[int], tokenizer: Tokenizer
+    constraint: Constraint,
+    prompt: Sequence[int],
+    vocab: int,
+    ends: Sequence[int],
+    tokenizer: Tokenizer,
+    thoughts: Thoughts,
 ) -> Constraint:
     """A constraint after the thought that the prompt opens, if it opens one."""
     free_V = torch.ones(vocab, dtype=torch.int64)
     free_V[ends] = 0
     if _thinks(prompt, tokenizer):
         return AfterThought(constraint, tokenizer.thought_ids[1], packed(free_V))
-    if not tokenizer.thought_ids and (closing := closing_tag(tokenizer.decode(prompt[-OPENED:]))):
-        return AfterSpelledThought(constraint, closing, spellings(tokenizer, vocab).data, free_V)
+    if not tokenizer.thought_ids and thoughts.after(tokenizer.decode(prompt[-OPENED:])).opened:
+        return AfterSpelledThought(constraint, thoughts.closing, spellings(tokenizer, vocab).data, free_V)
     return constraint
 
 

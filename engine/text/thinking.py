@@ -99,12 +99,6 @@ class Thoughts:
         return f"{self.opening}\n{thought}\n{self.closing}{self.gap}{answer}"
 
 
-def closing_tag(prompt: str) -> str:
-    """The closing tag of the thought that a prompt opens at its end, by its text; "" if it opens none."""
-    found = re.search(rf"(?:{_OPENING.pattern})\s*$", prompt, re.IGNORECASE)
-    return _tags(found[0].rstrip()).closing if found else ""
-
-
 def _tags(opening: str) -> Thoughts:
     return Thoughts(opening, f"{opening[0]}/{opening[1:]}")
 

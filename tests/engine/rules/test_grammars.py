@@ -18,6 +18,7 @@ from engine.rules import Rules, grammars, response_format, with_changes
 from engine.rules.constraint import AfterSpelledThought, AfterThought, Choices, packed
 from engine.rules.grammars import Vocabulary, compile_grammar, library, source_of
 from engine.text import sandbox_process
+from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Greedy, Sample, SBoN, Speculative, Trie
 
@@ -304,11 +305,17 @@ def test_tags_of_thoughts_that_are_text():
     tokenizer = Tokenizer.load(GOLDEN / "text" / "gpt2")
     data, vocab, [eos] = tokenizer.data(), tokenizer.size, tokenizer.encode_rendered([("<|endoftext|>", True)])
     assert not tokenizer.thought_ids
-    masked = lambda prompt: Rules(regex="ab").at_work(prompt, 9, vocab + 8, frozenset([eos]), tokenizer)  # noqa: E731
-    for prompt, thinks in (("a<think>", True), ("a<THINK>\n", True), ("<think> a", False), ("a</think>", False)):
-        mask = masked(tokenizer.encode(prompt)).states.mask
-        assert isinstance(mask.constraint, AfterSpelledThought) is thinks, prompt
-    grammar, rng = masked(tokenizer.encode("a<think>\n")).states.mask.constraint, random.Random(3)
+
+    def masked(prompt, thoughts):
+        given = tokenizer.encode(prompt), 9, vocab + 8, frozenset([eos]), tokenizer, thoughts
+        return Rules(regex="ab").at_work(*given).states.mask.constraint
+
+    tags = Thoughts("<think>", "</think>")
+    for prompt, thinks in (("a<think>", True), ("a<think>\n", True), ("<think> a", False), ("a</think>", False)):
+        assert isinstance(masked(prompt, tags), AfterSpelledThought) is thinks, prompt
+        assert not isinstance(masked(prompt, None), AfterSpelledThought), prompt
+    assert not isinstance(masked("a [thinking]", tags), AfterSpelledThought)
+    grammar, rng = masked("a<think>\n", tags), random.Random(3)
     for text in ("Hm <b></b></thin</think>", "</think>", "<</think>", "</</think>", "é </th</think>"):
         for _ in range(20):
             state, left, path = grammar.start([]), text.encode(), []
