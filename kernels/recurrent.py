@@ -318,7 +318,7 @@ def _keep(
     INPUTS: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one token's row: inputs of the convolution, keys, what is written, logarithms of decays."""
+    """A block of one token's row: inputs of the convolution, keys, what is written, decays or their logarithms."""
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_t_ptr + t)
     if row != TRASH:
