@@ -35,8 +35,8 @@ class Speculative(Sampling):
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return self.as_dsbd().slots(prompt_tokens, new_tokens)
 
-    def rows(self) -> int:
-        return self.as_dsbd().rows()
+    def most_rows(self) -> int:
+        return self.as_dsbd().most_rows()
 
     def work(self, new_tokens: int) -> tuple[int, int]:
         return self.as_dsbd().work(new_tokens)

@@ -311,11 +311,11 @@ class Search(ABC):
         """KV slots that a run of `new_tokens` needs: (at least, at most).
 
         A request is refused before anything is evaluated if the first number does not fit the cache. By default the
-        first number is for one sequence, and the second for as many as `rows`, which share only the prompt.
+        first number is for one sequence, and the second for as many as `most_rows`, which share only the prompt.
         """
-        return prompt_tokens + new_tokens - 1, prompt_tokens + self.rows() * (new_tokens - 1)
+        return prompt_tokens + new_tokens - 1, prompt_tokens + self.most_rows() * (new_tokens - 1)
 
-    def rows(self) -> int:
+    def most_rows(self) -> int:
         """The most rows of log-probabilities that a run requests at once; `--memory` leaves room for them.
 
         By default as many as the fields `beams` or `num_return_sequences` give.

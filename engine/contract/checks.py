@@ -114,11 +114,11 @@ def slots_of(search: Search, prompt: int, new: int) -> tuple[int, int]:
 
 
 def rows_of(search: Search) -> int:
-    """The rows that a search requests at once at most, by its method `rows`. Raises SearchError."""
+    """The rows that a search requests at once at most, by its method `most_rows`. Raises SearchError."""
     with attributed(type(search)):
-        rows = search.rows()
+        rows = search.most_rows()
         if type(rows) is not int or rows < 1:
-            raise ContractError(f"rows: expected an integer >= 1, got {brief(rows)}")
+            raise ContractError(f"most_rows: expected an integer >= 1, got {brief(rows)}")
         return rows
 
 

@@ -89,7 +89,9 @@ class Constrained:
         self.endings = Endings(self.states, eos)
         self.states.forbidden.columns.rows[0] = self.endings.token, STUCK
         self.raises = not renormalise and any(p.raises for p in processors)
-        self.edited = LOGPS if not renormalise else EITHER if self.states.alone else LOGITS
+        # Without a mask, logits of tokens that cannot be generated count, which log-probabilities lack.
+        either = self.states.mask is not None and not any(p.of_logits for p in processors)
+        self.edited = LOGPS if not renormalise else EITHER if either else LOGITS
         self.bans = any(p.bans for p in processors)
 
     def restart(self) -> None:

@@ -26,9 +26,10 @@ class Processor:
     Attributes:
         bans: whether it may set log-probabilities to -inf.
         raises: whether it may make log-probabilities positive.
+        of_logits: whether a constant added to the logits would change the result.
     """
 
-    bans = raises = False
+    bans = raises = of_logits = False
 
     def start(self, prompt: Sequence[int]) -> State:
         """The state after the prompt."""
@@ -197,6 +198,8 @@ class RepetitionPenalty(PackedTokens):
     """Multiplies negative numbers of tokens that occurred, in the prompt or since, by a penalty, and divides positive
     ones by it (`RepetitionPenaltyLogitsProcessor`). A state is the new tokens, packed."""
 
+    of_logits = True
+
     def __init__(self, penalty: float):
         self.penalty = penalty
         self._prompt: Tensor = torch.empty(0, dtype=torch.int64)
@@ -301,7 +304,7 @@ class Hook(Processor):
     It is called for each row with the tokens of the prompt and the path. A state is these tokens.
     """
 
-    bans = raises = True
+    bans = raises = of_logits = True
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]):
         self.function = function

@@ -54,7 +54,7 @@ def chat_prompt(
     ends = frozenset(tokenizer.encode_rendered([(end, True) for end in spelled]))
     thoughts = template.thoughts.after("".join(text for text, _ in spans[-2:]))
     if options.lead:
-        closing = f"{thoughts.closing}{thoughts.gap}" if thoughts.opened else ""
+        closing = f"{thoughts.closing_tokens}{thoughts.gap}" if thoughts.opened else ""
         header = options.lead if MESSAGE in options.lead else ""  # else a call has none
         begun = None if thoughts.begun is None else thoughts.begun + header
         spans, thoughts = [*spans, (closing + options.lead, True)], replace(thoughts, opened=False, begun=begun)

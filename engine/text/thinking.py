@@ -83,6 +83,11 @@ class Thoughts:
         """The spellings of the tokens in the tags; with "" if there are none."""
         return frozenset({self.opening.removesuffix(_WORD), self.closing.removesuffix(_ROLE)})
 
+    @property
+    def closing_tokens(self) -> str:
+        """The closing tag with the token that decoding skips."""
+        return self.closing.replace(_SOLAR[1], f"{END}<|begin|>{_ROLE}")
+
     def split(self, text: str) -> tuple[str | None, str]:
         """A reply's thought, None without one, and its answer. A thought that was cut short has no answer."""
         stream = self.stream()

@@ -67,7 +67,7 @@ class Tokenizer:
         self.special_ids = frozenset(vocab[content] for content in skipped)
         self.skipped_ids = frozenset(vocab[content] for content in skipped - marks)
         answer = thoughts.closing.rpartition(TURN)[2]
-        tags = (thoughts.opening, thoughts.closing) if thoughts.begun is None else (TURN, answer)
+        tags = (thoughts.opening, thoughts.closing_tokens) if thoughts.begun is None else (TURN, answer)
         self._tags = tags if thoughts.begun is not None or all(token in vocab for token in thoughts.tokens) else ()
         self.bos_token_id = vocab.get(names.get("bos_token", ""))
         self.eos_token_id = vocab.get(names.get("eos_token", ""))

@@ -37,16 +37,8 @@ from engine.text.sandbox import SPACES
 CALL_MARKS = frozenset(
     {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<tool_call>", "</tool_call>"}
     | {"<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", QUOTE}
-    | {
-        "<|tools_prefix|>",
-        "<|tools_suffix|>",
-        "<tool_calls>",
-        "</tool_calls>",
-        "<|tool_call|>",
-        "<|/tool_call|>",
-        "<|START_ACTION|>",
-        "<|END_ACTION|>",
-    }
+    | {"<|tool_call|>", "<|/tool_call|>", "<|START_ACTION|>", "<|END_ACTION|>"}
+    | {"<|tools_prefix|>", "<|tools_suffix|>", "<tool_calls>", "</tool_calls>"}
     | call_blocks.MARKS
 )
 MOST_SPACE = 64  # characters of white space before a call that are left out with it

@@ -163,7 +163,7 @@ class ADED(Search):
         least = prompt_tokens + new_tokens - 1  # drafts are dropped if there is no room for them
         return least, least + self._most()
 
-    def rows(self) -> int:
+    def most_rows(self) -> int:
         return 1 + self._most()
 
     def _most(self) -> int:

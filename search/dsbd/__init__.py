@@ -198,7 +198,7 @@ class DSBD(Sampling):
         least = prompt_tokens + new_tokens - 1
         return least, prompt_tokens + self.entries * (new_tokens - 1) + self.gamma * self.draft_beams
 
-    def rows(self) -> int:
+    def most_rows(self) -> int:
         return self.entries + self.gamma * self.draft_beams
 
     def work(self, new_tokens: int) -> tuple[int, int]:

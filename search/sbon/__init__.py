@@ -53,7 +53,7 @@ class BoN(RowSampling):
             yield race.report()
         return (yield from race.end())
 
-    def rows(self) -> int:
+    def most_rows(self) -> int:
         return self.n
 
 

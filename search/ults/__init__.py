@@ -236,7 +236,7 @@ class ULTS(Search):
         nodes = min(self.k_max * (new_tokens - 1) if self.k_max else 1 << 40, self.budget or 1 << 40)
         return prompt_tokens + new_tokens - 1, prompt_tokens + nodes
 
-    def rows(self) -> int:
+    def most_rows(self) -> int:
         return max(self.batch, GATHERED if self.prior == "auto" else 1)
 
     def work(self, new_tokens: int) -> tuple[int, int]:

@@ -535,3 +535,4 @@ def test_a_reply_of_solar(tmp_path):
         assert len(message.get("tool_calls", ())) == calls
     text = made.decode(made.encode_rendered([("<|content|>Four.", True)]))
     assert message_of(text, Thoughts.find(marks, ""), None)["content"] == "Four."
+    assert made.thought_ids[1] == made.encode_rendered([(f"<|end|>{header}", True)])  # a constraint waits for them
