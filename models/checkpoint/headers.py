@@ -269,14 +269,16 @@ class Checkpoint:
         if not kind or self.quantization is None or (info and info.dtype in FLOATS.values() and not meant):
             return None
         other = not name.endswith(stored) and not stored.endswith(name)  # a tied head, or an embedding stored as one
-        if other and isinstance(self.quantization, Compressed):
+        by_file = not other or isinstance(self.quantization, Compressed)
+        if other and by_file:
             kind = EMBEDDING if kind == LINEAR else LINEAR
         if kind == EMBEDDING and not isinstance(self.quantization, WITH_EMBEDDINGS):
             return None
         own = stored.removesuffix(".weight")
         parts = (self.tensors.get(f"{own}.{suffix}") for suffix in STORED)
         inside = next((part.name for part in parts if part and part.name), None)  # configs use names of the whole
-        return self.quantization.scheme(inside.rpartition(".")[0] if inside else own, kind)
+        module = own if by_file else name.removesuffix(".weight")
+        return self.quantization.scheme(inside.rpartition(".")[0] if inside else module, kind)
 
     def _parts(self, name: str, stored: str, shape: tuple[int, ...], kind: str) -> dict[str, Part]:
         """Return the tensors that represent an expected one."""
