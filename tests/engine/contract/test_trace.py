@@ -276,7 +276,7 @@ def test_an_interrupted_search_is_recorded_up_to_there(engine: Engine):
         {"stop": ["."]},
         {"prefix_allowed_tokens_fn": lambda _, ids: [] if {*ids.tolist()[-2:]} <= {10, 11} else [10, 11]},
     ],
-    ids=str,
+    ids=["one text each", "healed", "stopped", "ended by a constraint"],
 )
 def test_outputs_are_those_of_the_answer(engine: Engine, options: dict[str, Any]):
     trace = Trace()
