@@ -98,7 +98,7 @@ def test_whole_and_cut_at_every_character(text, thought, answer):
 
 @pytest.mark.parametrize(("text", "thought", "answer"), ADDRESSED)
 def test_messages_with_recipients_alone(text, thought, answer):
-    """As Muse writes them."""
+    """Muse writes them so."""
     thoughts = Thoughts.find(["<|message|>", "<|eom|>"], "")
     assert thoughts == Thoughts.find([], f"'{thoughts.opening}'") and thoughts.split(text) == (thought, answer)
     for i in range(len(text)):

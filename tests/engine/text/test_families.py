@@ -163,7 +163,7 @@ def test_earlier_replies_are_given_as_the_template_reads_them(name, expected):
 
 
 def test_a_template_that_reads_the_reasoning_of_a_message():
-    """As Solar Open's does."""
+    """Solar Open's template does so."""
     made = ChatTemplate("{% for message in messages %}{{ message.reasoning }}|{{ message.content }}{% endfor %}")
     assert text_of(made.render([made.reply("a", "t")])) == "t|a"
 

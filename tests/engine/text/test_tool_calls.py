@@ -428,7 +428,7 @@ def test_the_format_of_a_template(template, added, format):
     ids=lambda value: str(value)[:10],
 )
 def test_texts_keep_their_spaces_and_line_breaks(format, call, text):
-    """As the families' templates write them: a file's last line break, for example, belongs to it."""
+    """Families' templates write them so: a file's last line break, for example, belongs to it."""
     stream = CallStream(format, {"f": {"properties": {"a": {"type": "string"}}}})
     [found] = [*stream.push(call.format(text)), *stream.finish()]
     assert isinstance(found, ToolCall) and json.loads(found.arguments) == {"a": text}

@@ -233,7 +233,7 @@ def test_the_text_model_of_several_modalities(tmp_path):
     ],
 )
 def test_metadata_may_have_other_names_than_the_file(variant, stored, named, tmp_path):
-    """As in files of transformers 5, whose modules of multimodal models have other names than their tensors."""
+    """In files of transformers 5, modules of multimodal models have other names than their tensors."""
     module, method = "self_attn.q_proj", storage.torchao("Int8Tensor")
 
     def logits(folder, tensors, metadata, config):
