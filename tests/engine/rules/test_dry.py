@@ -10,6 +10,7 @@ import torch
 from engine import UsageError
 from engine.rules import Rules
 from engine.rules.dry import BREAKERS, DryPenalty, common_beginnings
+from engine.text.thinking import Thoughts
 from search import ADED, Greedy, Trie
 from tests.engine.rules.automata import ask
 
@@ -108,15 +109,15 @@ def test_searches_with_it(engine):
 
 def test_breakers_need_a_tokenizer():
     rules = Rules(dry_multiplier=1.0)
-    [made] = rules._processors([1], 10, [], None)
+    [made] = rules._processors([1], 10, [], None, Thoughts())
     assert made.breakers == [] and rules.dry_sequence_breakers is BREAKERS
     with pytest.raises(UsageError, match="dry_sequence_breakers: this checkpoint has no tokenizer"):
-        Rules(dry_multiplier=1.0, dry_sequence_breakers=["."])._processors([1], 10, [], None)
+        Rules(dry_multiplier=1.0, dry_sequence_breakers=["."])._processors([1], 10, [], None, Thoughts())
 
     class OfWords:
         def data(self):
             raise UsageError("this tokenizer has no bytes for each token")
 
     with pytest.raises(UsageError, match="dry_sequence_breakers: this tokenizer has no bytes"):
-        rules._processors([1], 10, [], OfWords())
-    assert Rules(dry_multiplier=1.0, dry_sequence_breakers=())._processors([1], 10, [], OfWords())
+        rules._processors([1], 10, [], OfWords(), Thoughts())
+    assert Rules(dry_multiplier=1.0, dry_sequence_breakers=())._processors([1], 10, [], OfWords(), Thoughts())
