@@ -97,10 +97,10 @@ def pack_codes(
     for codes_NI, *values in blocks:
         assert codes_NI is not None
         if given in FIELDS:
-            least = len(values) > 2 and values[2] is not None
-            more = int(default_zero(kind, least) - default_zero(given, least))
-            codes_NI = numbers(given, codes_NI).to(torch.uint8) + more
-            values[1:2] = [None if x is None else x + more for x in values[1:2]]
+            codes_NI = numbers(given, codes_NI).to(torch.uint8)
+            if len(values) < 2 or values[1] is None:  # larger numbers, with zeros of their own, would round away more
+                least = len(values) > 2 and values[2] is not None
+                codes_NI += int(default_zero(kind, least) - default_zero(given, least))
         elif given != kind:
             zero = default_zero(given, len(values) > 2 and values[2] is not None)
             share = SHARES.get(given, 1.0)
